@@ -1,0 +1,7 @@
+"""`python -m specserve_kernels.cpu` compiles the kernels ahead of their first use."""
+
+import sys
+
+from specserve_kernels.cpu.build import main
+
+sys.exit(main())

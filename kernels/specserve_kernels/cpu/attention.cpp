@@ -1,0 +1,369 @@
+// Attention of a step's rows over block tables: causal rows and tree rows in one kernel.
+//
+// A row's keys are the tokens of its path in order of position, in tiles of 32 positions counted
+// from 0. Each tile is one step of the online softmax (Milakov, Gimelshein 1805.02867), its values
+// are added key by key. So a row's bits depend on its own path only: not on the block size, on the
+// slots, on the rows beside it, or on where the prefix ends and the tree begins. Hidden keys are
+// skipped, never multiplied by zero: what stands in their slots, NaN included, does not matter.
+//
+// A work item is up to 32 query vectors (row, query head) of one request that share a KV head. Keys
+// are transposed once an item and tile, so that scores need no sums over lanes, and are held
+// against 8 query vectors at a time in registers.
+#include <omp.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "rows.h"
+#include "vec.h"
+
+constexpr int TILE = 32;          // positions
+constexpr int GROUP = 8;          // query vectors in registers
+constexpr int ITEM = 32;          // query vectors of a work item
+constexpr int TREE_TILES = 3;     // 64 tree slots, plus what of the prefix shares their first tile
+constexpr int MAX_D = 512;
+constexpr int64_t PARALLEL_WORK = 1 << 17;  // multiply-adds that pay for a parallel region
+
+struct Attention {
+  const void* q;
+  void* out;
+  int64_t num_heads;
+  float scale;
+  int64_t window;  // 0: none
+};
+
+struct Item {
+  int request, first, count;  // query vectors [first, first + count) of the request and KV head
+};
+
+struct Query {
+  const void* q;
+  void* out;
+  int64_t prefix, length, low;  // [low, length) are the visible positions; [low, prefix) the prefix'
+  uint64_t mask;
+  float max, sum;
+};
+
+// Slots `begin` .. of one request as addresses of one KV head.
+struct Slots {
+  const Rows& rows;
+  const KV& kv;
+  const int32_t* blocks;
+  int64_t head;
+
+  template <class T> const T* at(void* base, int64_t slot) const {
+    return (const T*)base + blocks[slot / kv.block_size] * kv.block_stride +
+           (slot % kv.block_size * kv.num_heads + head) * kv.head_dim;
+  }
+};
+
+#if defined(__AVX512BF16__)
+constexpr bool PAIRS = true;
+#else
+constexpr bool PAIRS = false;
+#endif
+
+// One tile of keys, transposed: [d][key], or [pair of d][key] for bf16 dot products.
+struct KeyTile {
+  alignas(64) uint32_t t[MAX_D][TILE];
+
+  void load(const float* const* keys, int count, int64_t D) {
+    for (int j = 0; j < count; j++)
+      for (int64_t d = 0; d < D; d++) memcpy(&t[d][j], keys[j] + d, 4);
+  }
+  void load(const bf16* const* keys, int count, int64_t D) {
+    for (int j = 0; j < count; j++) {
+      if (PAIRS) {
+        for (int64_t d = 0; d < D / 2; d++) memcpy(&t[d][j], keys[j] + 2 * d, 4);
+      } else {
+        for (int64_t d = 0; d < D; d++) t[d][j] = uint32_t(keys[j][d].bits) << 16;
+      }
+    }
+  }
+};
+
+static inline void multiply(const KeyTile& tile, const float* q, int64_t d, vf& a, vf& b) {
+  a = fma(splat(q[d]), load((const float*)tile.t[d]), a);
+  b = fma(splat(q[d]), load((const float*)(tile.t[d] + LANES)), b);
+}
+static inline void multiply(const KeyTile& tile, const bf16* q, int64_t d, vf& a, vf& b) {
+#if defined(__AVX512BF16__)
+  int32_t pair;
+  memcpy(&pair, q + 2 * d, 4);
+  __m512bh qq = (__m512bh)_mm512_set1_epi32(pair);
+  a = (vf)_mm512_dpbf16_ps((__m512)a, (__m512bh)_mm512_load_si512(tile.t[d]), qq);
+  b = (vf)_mm512_dpbf16_ps((__m512)b, (__m512bh)_mm512_load_si512(tile.t[d] + LANES), qq);
+#else
+  float x = to_float(q[d]);
+  a = fma(splat(x), load((const float*)tile.t[d]), a);
+  b = fma(splat(x), load((const float*)(tile.t[d] + LANES)), b);
+#endif
+}
+static inline int64_t depth_of(const float*, int64_t D) { return D; }
+static inline int64_t depth_of(const bf16*, int64_t D) { return PAIRS ? D / 2 : D; }
+
+template <class T, int N>
+static void score_group(const KeyTile& tile, Query* const* q, int64_t D, float (*out)[TILE]) {
+  vf a[N] = {}, b[N] = {};
+  const T* p[N];
+  for (int i = 0; i < N; i++) p[i] = (const T*)q[i]->q;
+  int64_t depth = depth_of(p[0], D);
+  for (int64_t d = 0; d < depth; d++)
+#pragma GCC unroll 8
+    for (int i = 0; i < N; i++) multiply(tile, p[i], d, a[i], b[i]);
+  for (int i = 0; i < N; i++) {
+    store(out[i], a[i]);
+    store(out[i] + LANES, b[i]);
+  }
+}
+
+// acc = acc * decay + sum over keys of weight * value, for `N` queries that see the same keys.
+template <class T, int N>
+static void value_group(const T* const* values, int begin, int end, int64_t D,
+                        const float (*weight)[TILE], const float* decay, float (*acc)[MAX_D]) {
+  for (int64_t d = 0; d < D; d += 2 * LANES) {
+    int n0 = std::min<int64_t>(LANES, D - d), n1 = std::min<int64_t>(LANES, D - d - LANES);
+    vf a[N], b[N];
+    for (int i = 0; i < N; i++) {
+      a[i] = load(acc[i] + d) * decay[i];
+      b[i] = load(acc[i] + d + LANES) * decay[i];
+    }
+    for (int j = begin; j < end; j++) {
+      vf v0 = n0 == LANES ? load(values[j] + d) : load(values[j] + d, n0);
+      vf v1{};
+      if (n1 == LANES) v1 = load(values[j] + d + LANES);
+      else if (n1 > 0) v1 = load(values[j] + d + LANES, n1);
+#pragma GCC unroll 8
+      for (int i = 0; i < N; i++) {
+        vf w = splat(weight[i][j]);
+        a[i] = fma(w, v0, a[i]);
+        b[i] = fma(w, v1, b[i]);
+      }
+    }
+    for (int i = 0; i < N; i++) {
+      store(acc[i] + d, a[i]);
+      store(acc[i] + d + LANES, b[i]);
+    }
+  }
+}
+
+template <class T>
+static void scores(const KeyTile& tile, Query* const* q, int n, int64_t D, float (*out)[TILE]) {
+  switch (n) {
+    case 1: return score_group<T, 1>(tile, q, D, out);
+    case 2: return score_group<T, 2>(tile, q, D, out);
+    case 3: return score_group<T, 3>(tile, q, D, out);
+    case 4: return score_group<T, 4>(tile, q, D, out);
+    case 5: return score_group<T, 5>(tile, q, D, out);
+    case 6: return score_group<T, 6>(tile, q, D, out);
+    case 7: return score_group<T, 7>(tile, q, D, out);
+    default: return score_group<T, 8>(tile, q, D, out);
+  }
+}
+
+template <class T>
+static void values(const T* const* v, int begin, int end, int n, int64_t D,
+                   const float (*weight)[TILE], const float* decay, float (*acc)[MAX_D]) {
+  switch (n) {
+    case 1: return value_group<T, 1>(v, begin, end, D, weight, decay, acc);
+    case 2: return value_group<T, 2>(v, begin, end, D, weight, decay, acc);
+    case 3: return value_group<T, 3>(v, begin, end, D, weight, decay, acc);
+    case 4: return value_group<T, 4>(v, begin, end, D, weight, decay, acc);
+    case 5: return value_group<T, 5>(v, begin, end, D, weight, decay, acc);
+    case 6: return value_group<T, 6>(v, begin, end, D, weight, decay, acc);
+    case 7: return value_group<T, 7>(v, begin, end, D, weight, decay, acc);
+    default: return value_group<T, 8>(v, begin, end, D, weight, decay, acc);
+  }
+}
+
+// Scores become weights in place; keys outside [begin, end) of the tile are hidden. Returns the
+// factor by which what was summed before decays.
+static float soften(float* s, int begin, int end, float scale, Query& q) {
+  vf at = lanes(), low = splat(begin), high = splat(end);
+  vf a = load(s) * scale, b = load(s + LANES) * scale;
+  a = (at >= low) & (at < high) ? a : splat(-INF);
+  b = (at + 16.0f >= low) & (at + 16.0f < high) ? b : splat(-INF);
+  float top = std::max(q.max, max(max(a, b)));
+  vf wa = exp(a - top), wb = exp(b - top);
+  float decay = to_float(exp(splat(q.max - top))[0]);
+  q.sum = q.sum * decay + (sum(wa) + sum(wb));
+  q.max = top;
+  store(s, wa);
+  store(s + LANES, wb);
+  return decay;
+}
+
+// The scratch of one thread: about 200 KiB, allocated once.
+struct Scratch {
+  KeyTile keys;
+  alignas(64) float acc[ITEM][MAX_D];
+  alignas(64) float score[ITEM][TILE];
+  alignas(64) float tree[TREE_TILES][ITEM][TILE];
+};
+
+// Tiles that lie in the prefix of every query that reaches them.
+template <class T>
+static void prefix_tile(int64_t t, const Slots& slots, Query** q, int n, float scale, Scratch& x) {
+  int64_t D = slots.kv.head_dim, first = t * TILE, last = 0, low = first + TILE;
+  for (int i = 0; i < n; i++) {
+    last = std::max(last, std::min(q[i]->prefix, first + TILE));
+    low = std::min(low, std::max(q[i]->low, first));
+  }
+  if (low >= last) return;  // a window has left this tile behind
+  const T *k[TILE], *v[TILE];
+  for (int64_t j = first; j < last; j++) {
+    k[j - first] = slots.at<T>(slots.kv.k, j);
+    v[j - first] = slots.at<T>(slots.kv.v, j);
+  }
+  x.keys.load(k, last - first, D);
+  for (int g = 0; g < n; g += GROUP) {
+    int size = std::min(GROUP, n - g);
+    float decay[GROUP];
+    int begin[GROUP], end[GROUP];
+    bool same = true;
+    scores<T>(x.keys, q + g, size, D, x.score + g);
+    for (int i = 0; i < size; i++) {
+      Query& query = *q[g + i];
+      begin[i] = std::max<int64_t>(query.low - first, 0);
+      end[i] = std::min<int64_t>(query.prefix - first, TILE);
+      if (begin[i] < end[i]) decay[i] = soften(x.score[g + i], begin[i], end[i], scale, query);
+      same = same && begin[i] == begin[0] && end[i] == end[0] && begin[i] < end[i];
+    }
+    // Rows are given in order, so that query g + i keeps its accumulator g + i.
+    if (same) {
+      values<T>(v, begin[0], end[0], size, D, x.score + g, decay, x.acc + g);
+    } else {
+      for (int i = 0; i < size; i++)
+        if (begin[i] < end[i])
+          values<T>(v, begin[i], end[i], 1, D, x.score + g + i, decay + i, x.acc + g + i);
+    }
+  }
+}
+
+// The slot of a position: the prefix, then the path, which stands in the mask's bits in order.
+struct Path {
+  int64_t prefix, slot[64];
+
+  explicit Path(const Query& q) : prefix(q.prefix) {
+    int64_t depth = 0;
+    for (uint64_t m = q.mask; m; m &= m - 1) slot[depth++] = q.prefix + __builtin_ctzll(m);
+  }
+  int64_t at(int64_t position) const {
+    return position < prefix ? position : slot[position - prefix];
+  }
+};
+
+// Everything from the tile in which the prefix ends: scores of all tree slots at once, then each
+// query's own path picked from them, in tiles of positions.
+template <class T>
+static void tree_tiles(const Slots& slots, Query** q, int n, float scale, Scratch& x) {
+  int64_t D = slots.kv.head_dim, prefix = q[0]->prefix, first = prefix / TILE * TILE, last = 0;
+  uint64_t all = 0;
+  for (int i = 0; i < n; i++) all |= q[i]->mask;
+  last = prefix + 64 - __builtin_clzll(all);
+  const T* k[TILE];
+  for (int64_t u = 0; first + u * TILE < last; u++) {
+    int count = std::min<int64_t>(TILE, last - first - u * TILE);
+    for (int j = 0; j < count; j++) k[j] = slots.at<T>(slots.kv.k, first + u * TILE + j);
+    x.keys.load(k, count, D);
+    for (int g = 0; g < n; g += GROUP)
+      scores<T>(x.keys, q + g, std::min(GROUP, n - g), D, x.tree[u] + g);
+  }
+  for (int i = 0; i < n; i++) {
+    Path path(*q[i]);
+    for (int64_t t = first; t < q[i]->length; t += TILE) {
+      int begin = std::max<int64_t>(q[i]->low - t, 0);
+      int end = std::min<int64_t>(q[i]->length - t, TILE);
+      if (begin >= end) continue;
+      const T* v[TILE];
+      for (int j = begin; j < end; j++) {
+        int64_t slot = path.at(t + j);
+        v[j] = slots.at<T>(slots.kv.v, slot);
+        x.score[0][j] = x.tree[(slot - first) / TILE][i][(slot - first) % TILE];
+      }
+      float decay = soften(x.score[0], begin, end, scale, *q[i]);
+      values<T>(v, begin, end, 1, D, x.score, &decay, x.acc + i);
+    }
+  }
+}
+
+template <class T>
+static void attend(const Rows& rows, const KV& kv, const Attention& a, const Item& item,
+                   int64_t head, Scratch& x) {
+  int64_t D = kv.head_dim, group = a.num_heads / kv.num_heads;
+  Slots slots{rows, kv, rows.indices + rows.indptr[item.request], head};
+  Query query[ITEM];
+  Query* q[ITEM];
+  int64_t tiles = 0;
+  bool has_tree = false;
+  for (int i = 0; i < item.count; i++) {
+    int64_t r = rows.qo_indptr[item.request] + (item.first + i) / group;
+    int64_t offset = (r * a.num_heads + head * group + (item.first + i) % group) * D;
+    int64_t prefix = rows.prefix[r], length = prefix + __builtin_popcountll(rows.mask[r]);
+    int64_t low = a.window && length > a.window ? length - a.window : 0;
+    query[i] = {(const T*)a.q + offset, (T*)a.out + offset, prefix, length, low,
+                rows.mask[r], -INF, 0.0f};
+    q[i] = query + i;
+    has_tree = has_tree || rows.mask[r];
+    tiles = std::max(tiles, rows.mask[r] ? prefix / TILE : (prefix + TILE - 1) / TILE);
+  }
+  for (int i = 0; i < item.count; i++) memset(x.acc[i], 0, ((D + 31) & ~31) * sizeof(float));
+  for (int64_t t = 0; t < tiles; t++) prefix_tile<T>(t, slots, q, item.count, a.scale, x);
+  if (has_tree) tree_tiles<T>(slots, q, item.count, a.scale, x);
+  for (int i = 0; i < item.count; i++) {
+    float scale = 1.0f / query[i].sum;
+    int64_t d = 0;
+    for (; d + LANES <= D; d += LANES) store((T*)query[i].out + d, load(x.acc[i] + d) * scale);
+    if (d < D) store((T*)query[i].out + d, load(x.acc[i] + d) * scale, D - d);
+  }
+}
+
+template <class T> static void attention(const Rows& rows, const KV& kv, const Attention& a) {
+  int64_t group = a.num_heads / kv.num_heads, work = 0;
+  static thread_local std::vector<Item> items;
+  items.clear();
+  for (int b = 0; b < rows.num_requests; b++) {
+    int begin = rows.qo_indptr[b], end = rows.qo_indptr[b + 1];
+    if (begin == end) continue;
+    work += (end - begin) * int64_t(rows.prefix[end - 1]) * a.num_heads * kv.head_dim;
+    int vectors = (end - begin) * group;
+    for (int i = 0; i < vectors; i += ITEM) items.push_back({b, i, std::min(ITEM, vectors - i)});
+  }
+  const Item* item = items.data();
+  int64_t num = items.size() * kv.num_heads;
+#pragma omp parallel if (work > PARALLEL_WORK && num > 1)
+  {
+    static thread_local Scratch* scratch = new Scratch;
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < num; i++)
+      attend<T>(rows, kv, a, item[i / kv.num_heads], i % kv.num_heads, *scratch);
+  }
+}
+
+template <class T>
+static void move_layer(const KV& kv, const int64_t* source, const int64_t* target, int64_t M) {
+  int64_t bytes = kv.num_heads * kv.head_dim * sizeof(T);
+  for (int64_t m = 0; m < M; m++) {
+    memcpy(kv.at<T>(kv.k, target[m]), kv.at<T>(kv.k, source[m]), bytes);
+    memcpy(kv.at<T>(kv.v, target[m]), kv.at<T>(kv.v, source[m]), bytes);
+  }
+}
+
+extern "C" {
+void specserve_attention(const Rows* rows, const KV* kv, const Attention* a) {
+  if (kv->is_bf16)
+    attention<bf16>(*rows, *kv, *a);
+  else
+    attention<float>(*rows, *kv, *a);
+}
+
+void specserve_move_kv(const KV* layers, int64_t L, const int64_t* source, const int64_t* target,
+                       int64_t M) {
+  for (int64_t l = 0; l < L; l++) {
+    if (layers[l].is_bf16)
+      move_layer<bf16>(layers[l], source, target, M);
+    else
+      move_layer<float>(layers[l], source, target, M);
+  }
+}
+}

@@ -1,0 +1,86 @@
+"""Compiling the C++ kernels on first use, into a cache keyed by everything that shapes the code."""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+SOURCES = ("layers.cpp", "attention.cpp", "sampling.cpp")
+# No -ffast-math and no contraction: a row's bits must not depend on how a loop was vectorized,
+# and a library built with -ffast-math flushes denormals in the thread that loads it.
+FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"),
+    *("-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"),
+)
+
+
+class BuildError(RuntimeError):
+    """There is no compiler, or it refused the kernels."""
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The compiled kernels. Import torch first: they share its OpenMP threads."""
+    path = cache_folder() / f"kernels-{fingerprint()}.so"
+    if not path.exists():
+        compile_to(path)
+    return ctypes.CDLL(str(path))
+
+
+def cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(root) / "specserve"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def compiler() -> str:
+    found = shutil.which(os.environ.get("CXX", "g++"))
+    if found is None:
+        raise BuildError("no C++ compiler found (looked for $CXX, then g++)")
+    return found
+
+
+def fingerprint() -> str:
+    """Sources, flags, compiler and CPU: -march=native code must never meet another CPU."""
+    sources = [path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]*"))]
+    version = subprocess.run([compiler(), "--version"], capture_output=True, check=False).stdout
+    parts = [*sources, repr(FLAGS).encode(), version, cpu()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def cpu() -> bytes:
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor().encode()
+    lines = info.read_bytes().splitlines()
+    return b"".join(line for line in lines[:40] if line.startswith((b"flags", b"model name")))
+
+
+def compile_to(path: Path) -> None:
+    handle, temporary = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    os.close(handle)
+    sources = [str(FOLDER / name) for name in SOURCES]
+    command = [compiler(), *FLAGS, *sources, "-o", temporary]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        os.unlink(temporary)
+        raise BuildError(f"{command[0]} could not compile the kernels:\n{done.stderr[:2000]}")
+    os.replace(temporary, path)  # another process may be doing the same
+
+
+def main() -> int:
+    try:
+        library()
+    except BuildError as e:
+        print(f"kernels: {e}; the reference kernels will serve, slowly", file=sys.stderr)
+        return 0
+    print(f"kernels: compiled for this CPU in {cache_folder()}")
+    return 0

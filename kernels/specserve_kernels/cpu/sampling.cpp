@@ -1,0 +1,260 @@
+// Choosing tokens: temperature, min_p, top_k, top_p, counter-based Gumbel noise, argmax.
+#include <omp.h>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "vec.h"
+
+constexpr int BLOCK = 64;  // ids of 16 counters, four words each
+constexpr int64_t PARALLEL_IDS = 1 << 15;
+constexpr float MAX_NOISE = 23.0f;  // the smallest uniform, 2^-33, gives 22.9
+
+struct SampleParams {
+  const float* temperature;
+  const int32_t* top_k;
+  const float *top_p, *min_p;
+  const int64_t *seeds, *index;
+};
+
+struct Words {
+  vu w0, w1, w2, w3;
+};
+
+static inline void multiply(uint32_t a, vu b, vu& high, vu& low) {
+#if defined(__AVX512F__)
+  __m512i m = _mm512_set1_epi32((int)a);
+  __m512i even = _mm512_mul_epu32((__m512i)b, m);
+  __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)b, 32), m);
+  low = (vu)_mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
+  high = (vu)_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
+#else
+  for (int i = 0; i < LANES; i++) {
+    uint64_t p = uint64_t(a) * b[i];
+    high[i] = p >> 32;
+    low[i] = uint32_t(p);
+  }
+#endif
+}
+
+// Philox4x32-10 (Salmon et al., SC'11) on 16 counters (first + lane, index, 0, 0).
+static inline Words philox(uint64_t seed, uint32_t index, uint32_t first) {
+  vu c0 = vu{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + first;
+  vu c1 = vu{} + index, c2{}, c3{};
+  uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+  for (int round = 0; round < 10; round++) {
+    vu h0, l0, h1, l1;
+    multiply(0xD2511F53u, c0, h0, l0);
+    multiply(0xCD9E8D57u, c2, h1, l1);
+    c0 = h1 ^ c1 ^ k0;
+    c1 = l1;
+    c2 = h0 ^ c3 ^ k1;
+    c3 = l0;
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return {c0, c1, c2, c3};
+}
+
+// -log(-log1p(-u)) with u = min((word + 0.5) / 2^32, 1 - 2^-24).
+static inline vf gumbel(vu word) {
+  vf u = (__builtin_convertvector(word, vf) + 0.5f) * 0x1p-32f;
+  u = u < 0x1.fffffep-1f ? u : splat(0x1.fffffep-1f);
+  vf w = 1.0f - u;
+  // log1p(-u) = log(w) * u / (1 - w) undoes the rounding of w (Kahan); where w = 1 it is -u.
+  vf e = w == 1.0f ? u : -log(w) * (u / (1.0f - w));
+  return -log(e);
+}
+
+// Noise of the ids [64 block, 64 block + 64) at one position.
+static void noise(uint64_t seed, uint32_t index, int64_t block, float* out) {
+  Words w = philox(seed, index, uint32_t(block * LANES));
+  alignas(64) float g[4][LANES];
+  store(g[0], gumbel(w.w0));
+  store(g[1], gumbel(w.w1));
+  store(g[2], gumbel(w.w2));
+  store(g[3], gumbel(w.w3));
+  for (int i = 0; i < LANES; i++)
+    for (int j = 0; j < 4; j++) out[4 * i + j] = g[j][i];
+}
+
+static float noise_of(uint64_t seed, uint32_t index, int64_t id) {
+  float g[BLOCK];
+  noise(seed, index, id / BLOCK, g);
+  return g[id % BLOCK];
+}
+
+template <class T> static int64_t argmax(const T* x, int64_t V) {
+  int64_t best = 0;
+  float top = -INF;
+  for (int64_t b = 0; b < V; b += LANES) {
+    int n = std::min<int64_t>(LANES, V - b);
+    vf v = n == LANES ? load(x + b) : load(x + b, n);
+    if (n == LANES && !(max(v) > top)) continue;
+    for (int i = 0; i < n; i++)
+      if (v[i] > top) {
+        top = v[i];
+        best = b + i;
+      }
+  }
+  return best;
+}
+
+// No filter: every id is a candidate, but a block whose best logit cannot win needs no noise.
+template <class T>
+static int64_t argmax_noisy(const T* x, int64_t V, float temperature, uint64_t seed,
+                            uint32_t index) {
+  int64_t best = 0;
+  float top = -INF, z[BLOCK], g[BLOCK];
+  for (int64_t b = 0; b < V; b += BLOCK) {
+    int n = std::min<int64_t>(BLOCK, V - b);
+    float most = -INF;
+    for (int i = 0; i < n; i++) z[i] = to_float(x[b + i]) / temperature;
+    for (int i = 0; i < n; i++) most = z[i] > most ? z[i] : most;
+    if (most + MAX_NOISE < top) continue;
+    noise(seed, index, b / BLOCK, g);
+    for (int i = 0; i < n; i++)
+      if (z[i] + g[i] > top) {
+        top = z[i] + g[i];
+        best = b + i;
+      }
+  }
+  return best;
+}
+
+struct Candidate {
+  float z;
+  int32_t id;
+  bool operator<(const Candidate& o) const { return z > o.z || (z == o.z && id < o.id); }
+};
+
+// Keep the fewest likeliest candidates that hold top_p of the mass; only they get sorted.
+static void keep_top_p(std::vector<Candidate>& c, float top_p) {
+  double total = 0, before = 0, most = -INF;
+  for (auto& x : c) most = std::max(most, double(x.z));
+  for (auto& x : c) total += std::exp(x.z - most);
+  double enough = double(top_p) * total;
+  size_t kept = 0, sorted = 0;
+  while (kept < c.size()) {
+    if (kept == sorted) {
+      sorted = std::min(c.size(), sorted ? sorted * 8 : 256);
+      if (sorted < c.size()) std::nth_element(c.begin() + kept, c.begin() + sorted, c.end());
+      std::sort(c.begin() + kept, c.begin() + sorted);
+    }
+    if (before >= enough) break;
+    before += std::exp(c[kept++].z - most);
+  }
+  c.resize(kept);
+}
+
+template <class T>
+static int64_t argmax_filtered(const T* x, int64_t V, const SampleParams& p, int64_t i) {
+  static thread_local std::vector<Candidate> c;
+  c.clear();
+  float t = p.temperature[i], most = -INF;
+  for (int64_t v = 0; v < V; v++) most = std::max(most, to_float(x[v]) / t);
+  float floor = p.min_p[i] > 0 ? most + std::log(p.min_p[i]) : -INF;
+  for (int64_t v = 0; v < V; v++) {
+    float z = to_float(x[v]) / t;
+    if (z >= floor) c.push_back({z, int32_t(v)});
+  }
+  if (p.top_k[i] > 0 && size_t(p.top_k[i]) < c.size()) {
+    std::nth_element(c.begin(), c.begin() + p.top_k[i], c.end());
+    c.resize(p.top_k[i]);
+  }
+  if (p.top_p[i] < 1) keep_top_p(c, p.top_p[i]);
+  Candidate best{-INF, 0};
+  for (auto& x : c) {
+    Candidate y{x.z + noise_of(p.seeds[i], uint32_t(p.index[i]), x.id), x.id};
+    if (y < best) best = y;
+  }
+  return best.id;
+}
+
+template <class T>
+static void sample(const T* logits, int64_t V, const int64_t* rows, int64_t n,
+                   const SampleParams& p, int64_t* out) {
+#pragma omp parallel for if (n > 1 && n * V > PARALLEL_IDS)
+  for (int64_t i = 0; i < n; i++) {
+    const T* x = logits + rows[i] * V;
+    if (p.temperature[i] == 0)
+      out[i] = argmax(x, V);
+    else if (p.top_k[i] == 0 && p.top_p[i] >= 1 && p.min_p[i] == 0)
+      out[i] = argmax_noisy(x, V, p.temperature[i], p.seeds[i], uint32_t(p.index[i]));
+    else
+      out[i] = argmax_filtered(x, V, p, i);
+  }
+}
+
+// Insert into the k best so far; equal weights keep the lower id first.
+static void insert(float w, int64_t id, int64_t k, float* weight, int64_t* ids) {
+  int64_t at = k - 1;
+  for (; at > 0 && weight[at - 1] < w; at--) {
+    weight[at] = weight[at - 1];
+    ids[at] = ids[at - 1];
+  }
+  weight[at] = w;
+  ids[at] = id;
+}
+
+template <class T>
+static void children(const T* x, int64_t V, const SampleParams& p, int64_t i, int64_t k, float tau,
+                     float* z, int64_t* ids, float* weight) {
+  float t = p.temperature[i];
+  for (int64_t v = 0; v < V; v++) z[v] = t > 0 ? to_float(x[v]) / t : to_float(x[v]);
+  if (t > 0) {
+    float g[BLOCK];
+    for (int64_t b = 0; b < V; b += BLOCK) {
+      noise(p.seeds[i], uint32_t(p.index[i]), b / BLOCK, g);
+      int n = std::min<int64_t>(BLOCK, V - b);
+      for (int j = 0; j < n; j++) z[b + j] += g[j];
+    }
+  }
+  std::fill(weight, weight + k, -INF);
+  std::fill(ids, ids + k, 0);
+  for (int64_t b = 0; b < V; b += LANES) {
+    int n = std::min<int64_t>(LANES, V - b);
+    if (n == LANES && !(max(load(z + b)) > weight[k - 1])) continue;
+    for (int j = 0; j < n; j++)
+      if (z[b + j] > weight[k - 1]) insert(z[b + j], b + j, k, weight, ids);
+  }
+  float most = weight[0];
+  vf total{};
+  int64_t b = 0;
+  for (; b + LANES <= V; b += LANES) total += exp((load(z + b) - most) / tau);
+  float rest = 0;
+  for (; b < V; b++) rest += std::exp((z[b] - most) / tau);
+  float log_total = std::log(sum(total) + rest);
+  for (int64_t j = 0; j < k; j++) weight[j] = (weight[j] - most) / tau - log_total;
+}
+
+template <class T>
+static void top_children(const T* logits, int64_t R, int64_t V, const SampleParams& p, int64_t k,
+                         float tau, int64_t* ids, float* weight) {
+#pragma omp parallel for if (R > 1 && R * V > PARALLEL_IDS)
+  for (int64_t i = 0; i < R; i++) {
+    static thread_local std::vector<float> z;
+    z.resize(V);
+    children(logits + i * V, V, p, i, k, tau, z.data(), ids + i * k, weight + i * k);
+  }
+}
+
+extern "C" {
+void specserve_sample(int is_bf16, const void* logits, int64_t V, const int64_t* rows, int64_t n,
+                      const SampleParams* p, int64_t* out) {
+  if (is_bf16)
+    sample((const bf16*)logits, V, rows, n, *p, out);
+  else
+    sample((const float*)logits, V, rows, n, *p, out);
+}
+
+void specserve_top_children(int is_bf16, const void* logits, int64_t R, int64_t V,
+                            const SampleParams* p, int64_t k, float tau, int64_t* ids,
+                            float* weight) {
+  if (is_bf16)
+    top_children((const bf16*)logits, R, V, *p, k, tau, ids, weight);
+  else
+    top_children((const float*)logits, R, V, *p, k, tau, ids, weight);
+}
+}

@@ -1,0 +1,131 @@
+// Vectors of 16 floats, and the few functions on them that the kernels need.
+//
+// Everything here is exact about order: no function's result for a lane depends on another lane,
+// and sums over lanes are taken in one fixed order. Compile without -ffast-math.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+typedef float vf __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint32_t vu __attribute__((vector_size(64)));
+typedef uint16_t vh __attribute__((vector_size(32)));
+
+struct bf16 { uint16_t bits; };
+
+constexpr int LANES = 16;
+constexpr float INF = std::numeric_limits<float>::infinity();
+
+static inline vf splat(float x) { return x - vf{}; }
+static inline vf lanes() { return vf{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+
+static inline float to_float(float x) { return x; }
+static inline float to_float(bf16 x) {
+  uint32_t u = uint32_t(x.bits) << 16;
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
+}
+
+static inline vf load(const float* p) { vf v; memcpy(&v, p, 64); return v; }
+static inline vf load(const bf16* p) {
+  vh h;
+  memcpy(&h, p, 32);
+  vu u = __builtin_convertvector(h, vu) << 16;
+  return (vf)u;
+}
+template <class T> static inline vf load(const T* p, int n) {  // n < 16: the other lanes are 0
+  T t[LANES] = {};
+  memcpy(t, p, n * sizeof(T));
+  return load(t);
+}
+
+// Round to nearest even; NaN stays NaN.
+static inline vu round_bf16(vf x) {
+  vu u = (vu)x;
+  vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  return x == x ? rounded : (u >> 16) | 0x40;
+}
+static inline void store(float* p, vf x) { memcpy(p, &x, 64); }
+static inline void store(bf16* p, vf x) {
+  vh h = __builtin_convertvector(round_bf16(x), vh);
+  memcpy(p, &h, 32);
+}
+template <class T> static inline void store(T* p, vf x, int n) {
+  T t[LANES];
+  store(t, x);
+  memcpy(p, t, n * sizeof(T));
+}
+
+static inline vf fma(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+  return a * b + c;
+#endif
+}
+static inline vf max(vf a, vf b) { return a > b ? a : b; }
+
+static inline float sum(vf v) {
+  float x[LANES];
+  memcpy(x, &v, 64);
+  for (int w = 8; w; w /= 2)
+    for (int i = 0; i < w; i++) x[i] += x[i + w];
+  return x[0];
+}
+static inline float max(vf v) {
+  float x[LANES];
+  memcpy(x, &v, 64);
+  for (int w = 8; w; w /= 2)
+    for (int i = 0; i < w; i++) x[i] = x[i] > x[i + w] ? x[i] : x[i + w];
+  return x[0];
+}
+
+// e^x, within 2 ulp for x in [-87, 88]; exactly 0 below. Cephes' reduction and polynomial.
+static inline vf exp(vf x) {
+  vf n = x * 1.44269504088896341f;
+  n = (n + 12582912.0f) - 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer
+  vf r = fma(n, splat(-0.693359375f), x);
+  r = fma(n, splat(2.12194440e-4f), r);
+  vf p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r) + 1.0f;
+  vi power = (__builtin_convertvector(n, vi) + 127) << 23;
+  vf y = p * (vf)power;
+  y = x > 88.37f ? splat(INF) : y;
+  return x > -87.33f ? y : (x == x ? vf{} : x);
+}
+
+// log x for normal, positive x, within 2 ulp. Cephes' polynomial.
+static inline vf log(vf x) {
+  vi bits = (vi)x;
+  vf e = __builtin_convertvector((bits >> 23) - 126, vf);
+  vf m = (vf)((bits & 0x007fffff) | 0x3f000000);  // [0.5, 1)
+  vi small = m < 0.707106781186547524f;
+  e = small ? e - 1.0f : e;
+  m = (small ? m + m : m) - 1.0f;
+  vf z = m * m;
+  vf p = splat(7.0376836292e-2f);
+  p = fma(p, m, splat(-1.1514610310e-1f));
+  p = fma(p, m, splat(1.1676998740e-1f));
+  p = fma(p, m, splat(-1.2420140846e-1f));
+  p = fma(p, m, splat(1.4249322787e-1f));
+  p = fma(p, m, splat(-1.6668057665e-1f));
+  p = fma(p, m, splat(2.0000714765e-1f));
+  p = fma(p, m, splat(-2.4999993993e-1f));
+  p = fma(p, m, splat(3.3333331174e-1f));
+  vf y = m * z * p;
+  y = fma(e, splat(-2.12194440e-4f), y);
+  y = fma(z, splat(-0.5f), y);
+  return fma(e, splat(0.693359375f), m + y);
+}

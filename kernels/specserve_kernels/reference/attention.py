@@ -1,0 +1,89 @@
+"""Rotary embedding, the KV write, attention over block tables and KV moves, a row at a time."""
+
+import torch
+from torch import Tensor
+
+from specserve_kernels.types import KVCache, KVLayer, QKNorm, Rotary, Rows
+
+
+def plan(rows: Rows, kv: KVCache, num_heads: int) -> Rows:
+    """What the layers of a step share, made once a step."""
+    return rows
+
+
+def rope_write_kv(
+    qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Rows
+) -> Tensor:
+    """Normalize and rotate the heads; write K and V of every row into its slot.
+
+    qkv  [R, (H + 2 Hk) D]  bfloat16 | float32  query heads, then key heads, then value heads
+    ->   [R, H, D]          as qkv              the rotated queries
+
+    The rotation pairs dimension i with i + D/2 (Su et al. 2104.09864, in Hugging Face's order).
+    """
+    block_size, num_kv_heads, D = kv.k.shape[1:]
+    R = len(plan.positions)
+    heads = qkv[:R].view(R, -1, D).float()
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if norm is not None:
+        q, k = _norm(q, norm.q, norm.eps), _norm(k, norm.k, norm.eps)
+    position = plan.positions.long()
+    cos, sin = rotary.cos[position][:, None], rotary.sin[position][:, None]
+    q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    for r, slot in enumerate(plan.slots.tolist()):
+        kv.k[slot // block_size, slot % block_size] = k[r].to(kv.k.dtype)
+        kv.v[slot // block_size, slot % block_size] = v[r].to(kv.v.dtype)
+    return q.to(qkv.dtype)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def attention(
+    q: Tensor, kv: KVLayer, plan: Rows, scale: float, window: int | None = None
+) -> Tensor:
+    """softmax(scale q K^T) V of each row over what it may see.
+
+    q       [R, H, D]  as the KV; query head h reads KV head h // (H / Hk)
+    window  a row at position p sees the positions (p - window, p] only; None sees all
+    ->      [R, H D]   as q
+    """
+    block_size = kv.k.shape[1]
+    group = q.shape[1] // kv.k.shape[2]
+    out = torch.empty_like(q)
+    qo, indptr = plan.qo_indptr.tolist(), plan.indptr.tolist()
+    for b in range(len(qo) - 1):
+        blocks = plan.indices[indptr[b] : indptr[b + 1]].long()
+        for r in range(qo[b], qo[b + 1]):
+            slot = _visible(int(plan.prefix[r]), int(plan.mask[r]), window)
+            at = blocks[slot // block_size], slot % block_size
+            k = kv.k[at].float().repeat_interleave(group, dim=1)  # [visible, H, D]
+            v = kv.v[at].float().repeat_interleave(group, dim=1)
+            weight = (torch.einsum("hd,shd->hs", q[r].float(), k) * scale).softmax(-1)
+            out[r] = torch.einsum("hs,shd->hd", weight, v).to(q.dtype)
+    return out.flatten(1)
+
+
+def _visible(prefix: int, mask: int, window: int | None) -> Tensor:
+    """The request's slots that a row sees, in the order of their positions."""
+    slots = [*range(prefix), *(prefix + j for j in range(64) if mask >> j & 1)]
+    return torch.tensor(slots if window is None else slots[-window:], dtype=torch.int64)
+
+
+def move_kv(kv: KVCache, source: Tensor, target: Tensor) -> None:
+    """Copy the KV of tokens from slot to slot, in all layers, in the order given.
+
+    source, target  [M]  int64  block number * block_size + offset
+    """
+    size = kv.block_size
+    for s, t in zip(source.tolist(), target.tolist(), strict=True):
+        for layer in kv.layers:
+            for x in (layer.k, layer.v):
+                x[t // size, t % size] = x[s // size, s % size]

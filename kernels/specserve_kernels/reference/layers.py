@@ -1,0 +1,68 @@
+"""Linear maps, RMSNorm and the gated SiLU, a row at a time."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def prepack(weight: Tensor) -> Tensor:
+    """A weight in the form that `linear` wants it.
+
+    weight  [N, K]  bfloat16 | float32
+    """
+    return weight.float()
+
+
+def linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias.
+
+    x     [R, K]  bfloat16 | float32
+    bias  [N]     as x
+    ->    [R, N]  as x
+    """
+    rows = [torch.mv(packed, row.float()) for row in x]
+    out = torch.stack(rows) if rows else x.new_empty(0, packed.shape[0])
+    return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, rounded once, at the end (Zhang, Sennrich 1910.07467).
+
+    x       [R, K]  bfloat16 | float32
+    weight  [K]     as x
+    ->      [R, K]  as x
+    """
+    rows = [row * torch.rsqrt(row.square().mean() + eps) * weight.float() for row in x.float()]
+    return torch.stack(rows).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add x to the residual stream, in place, and normalize what came out.
+
+    x         [R, K]  bfloat16 | float32
+    residual  [R, K]  as x; becomes residual + x, rounded
+    weight    [K]     as x
+    ->        [R, K]  as x, rms_norm(residual)
+    """
+    residual.copy_(residual.float() + x.float())
+    return rms_norm(residual, weight, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up (SwiGLU, Shazeer 2002.05202).
+
+    gate_up  [R, 2F]  bfloat16 | float32  gate in the first half of a row, up in the second
+    ->       [R, F]   as gate_up
+    """
+    rows = []
+    for row in gate_up.float():
+        gate, up = row.chunk(2)
+        rows.append(gate / (1 + torch.exp(-gate)) * up)
+    return torch.stack(rows).to(gate_up.dtype)
+
+
+def tune(step: Callable[[], object], threads: int | None) -> str:
+    """Settle how many threads run a step; what was chosen, for the start-up table."""
+    torch.set_num_threads(threads or torch.get_num_threads())
+    return f"{torch.get_num_threads()} threads, reference kernels"

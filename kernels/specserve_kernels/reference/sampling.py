@@ -1,0 +1,110 @@
+"""Choosing tokens: the filters, counter-based Gumbel noise, argmax."""
+
+import torch
+from torch import Tensor
+
+from specserve_kernels.types import SampleParams
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_WORD = 0xFFFFFFFF
+
+
+def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
+    """argmax(transform(logits) + noise) of some rows; ties go to the lowest id.
+
+    logits  [R, V]  bfloat16 | float32
+    rows    [n]     int64  which row of the logits each token is chosen from
+    ->      [n]     int64
+    """
+    out = []
+    for i, r in enumerate(rows.tolist()):
+        z = transform(logits[r].float(), *(float(x[i]) for x in params[:4]))
+        if params.temperature[i] > 0:
+            z = z + gumbel(int(params.seeds[i]), int(params.index[i]), len(z))
+        out.append(first_argmax(z))
+    return torch.tensor(out, dtype=torch.int64)
+
+
+def first_argmax(z: Tensor) -> int:
+    return int((z == z.max()).nonzero()[0]) if not z.isnan().any() else 0
+
+
+def transform(z: Tensor, temperature: float, top_k: float, top_p: float, min_p: float) -> Tensor:
+    """Logits over temperature, with -inf where min_p, top_k and top_p, in this order, rule out.
+
+    z  [V]  float32
+    """
+    if temperature == 0:
+        return z
+    z = z / temperature
+    if min_p > 0:
+        z = z.masked_fill(z < z.max() + torch.tensor(min_p).log(), -torch.inf)
+    order = z.sort(descending=True, stable=True).indices  # ties: the lowest id first
+    if top_k > 0:
+        z = z.index_fill(0, order[int(top_k) :], -torch.inf)
+    if top_p < 1:
+        p = z[order].double().sub(z.max().double()).exp()
+        before = p.cumsum(0) - p
+        z = z.index_fill(0, order[before >= top_p * p.sum()], -torch.inf)
+    return z
+
+
+def gumbel(seed: int, index: int, V: int) -> Tensor:
+    """G of every token id at one position; Gumbel(0, 1), a function of seed, index and id only.
+
+    ->  [V]  float32
+
+    Philox4x32-10 (Salmon et al., SC'11) with key = seed and counter = (id // 4, index, 0, 0); id
+    takes the word id % 4. The small tail of the uniform is the winning one, so that rounding
+    cannot make it 0: u in (0, 1 - 2^-24], G = -log(-log1p(-u)) <= 22.9.
+    """
+    quad = torch.arange((V + 3) // 4, dtype=torch.int64)
+    zero = torch.zeros_like(quad)
+    words = philox((quad, zero + index, zero, zero), (seed & _WORD, seed >> 32))
+    r = torch.stack(words, dim=1).flatten()[:V].float()
+    u = torch.clamp((r + 0.5) * 2.0**-32, max=1 - 2.0**-24)
+    return -torch.log(-torch.log1p(-u))
+
+
+def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Four random 32-bit words for each counter, as int64."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        hi0, lo0 = _mul_hi_lo(_MULTIPLIERS[0], c0)
+        hi1, lo1 = _mul_hi_lo(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
+        k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def _mul_hi_lo(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The high and the low word of a 32 x 32 bit product, in halves that int64 can hold."""
+    low = a * (b & 0xFFFF)
+    high = a * (b >> 16) + (low >> 16)
+    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def top_children(
+    logits: Tensor, params: SampleParams, k: int, tau: float
+) -> tuple[Tensor, Tensor]:
+    """The k likeliest answers of the target, judged by a draft model that shares its noise.
+
+    logits  [R, V]  bfloat16 | float32  the draft model's
+    params  of R rows; temperature, seeds and index only
+    ->      [R, k]  int64    ids, the likeliest first
+    ->      [R, k]  float32  log softmax(z / tau), with z = logits / temperature + noise
+
+    With the noise of the target's own draw the ranking is coupled to it (Daliri et al.
+    2408.07978); tau tells how closely the draft follows: 0 is always, 1 is a plain draft at T = 0.
+    """
+    rows = []
+    for i, row in enumerate(logits.float()):
+        z, t = row, float(params.temperature[i])
+        if t > 0:
+            z = row / t + gumbel(int(params.seeds[i]), int(params.index[i]), len(row))
+        rows.append((z / tau).log_softmax(-1))
+    weight = torch.stack(rows)
+    order = weight.sort(dim=1, descending=True, stable=True)
+    return order.indices[:, :k].contiguous(), order.values[:, :k].contiguous()

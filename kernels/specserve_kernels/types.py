@@ -1,0 +1,106 @@
+"""What the ops take: the rows of a step, a model's view of the KV arena, sampling parameters.
+
+Shapes: B requests, R rows, L layers, H and Hk query and KV heads, D head size, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """Where each row of a step stands and what it may see; host tensors.
+
+    qo_indptr      [B+1]  int32  request b has the rows [qo_indptr[b], qo_indptr[b+1])
+    indptr         [B+1]  int32  and the blocks indices[indptr[b]:indptr[b+1]], in logical order
+    indices        [..]   int32  block numbers
+    last_page_len  [B]    int32  slots in use of a request's last block, 1..block_size
+    positions      [R]    int32  rotary position; for a tree row, prefix + its depth in the mask
+    slots          [R]    int64  block number * block_size + offset: where the row's KV is written
+    prefix         [R]    int32  the row sees its request's slots [0, prefix) ...
+    mask           [R]    int64  ... and slot prefix + j for every bit j; the row's own is in there
+
+    A causal row has prefix = position + 1 and no mask. Rows of one request that have a mask share
+    one prefix, and a node's ancestors stand in lower bits than the node.
+    """
+
+    qo_indptr: Tensor
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+    positions: Tensor
+    slots: Tensor
+    prefix: Tensor
+    mask: Tensor
+
+
+@dataclass(slots=True, eq=False)
+class KVLayer:
+    """One layer's keys and values in every block: strided views of the arena.
+
+    k, v    [num_blocks, block_size, Hk, D]  the last three dimensions contiguous, equal strides
+    native  what a build made of them at their first use; its own
+    """
+
+    k: Tensor
+    v: Tensor
+    native: Any = None
+
+
+class KVCache(NamedTuple):
+    """One model's view of the block arena, a layer at a time."""
+
+    layers: tuple[KVLayer, ...]
+
+    @property
+    def block_size(self) -> int:
+        return self.layers[0].k.shape[1]
+
+
+class Rotary(NamedTuple):
+    """Cosine and sine by position.
+
+    cos, sin  [P, D/2]  float32  scaled by the rope type's attention factor
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
+class QKNorm(NamedTuple):
+    """RMSNorm of every query and key head before the rotation.
+
+    q, k  [D]  the model's dtype
+    """
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+class SampleParams(NamedTuple):
+    """How each of n tokens is chosen; host tensors.
+
+    temperature  [n]  float32  0 is argmax without noise
+    top_k        [n]  int32    0 is off
+    top_p        [n]  float32  1 is off
+    min_p        [n]  float32  0 is off
+    seeds        [n]  int64    0 <= seed < 2**53
+    index        [n]  int64    the token's index in its request's token_ids
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    index: Tensor
+
+    @classmethod
+    def greedy(cls, n: int) -> "SampleParams":
+        """Argmax for n tokens."""
+        zeros = torch.zeros(n)
+        ints = torch.zeros(n, dtype=torch.int64)
+        return cls(zeros, ints.int(), torch.ones(n), zeros, ints, ints)
