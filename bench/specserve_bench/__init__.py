@@ -1,0 +1,1 @@
+"""Measures specserve from outside, the way a user meets it."""

@@ -1,0 +1,15 @@
+"""Guessing ahead: token histories in, trees of guesses out."""
+
+from specserve_drafters.base import Drafter, DrafterError, DraftItem, Executor, Nodes, make_drafter
+from specserve_drafters.tree import ROOT, Draft
+
+__all__ = [
+    "ROOT",
+    "Draft",
+    "DraftItem",
+    "Drafter",
+    "DrafterError",
+    "Executor",
+    "Nodes",
+    "make_drafter",
+]

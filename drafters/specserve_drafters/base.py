@@ -1,0 +1,120 @@
+"""What a drafter is, what it sees of a request, what may be lent to it, and how one is found."""
+
+import importlib
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import msgspec
+from torch import Tensor
+
+from specserve_drafters.tree import Draft
+from specserve_kernels import Ops
+
+BUILTIN = {
+    "ngram": "specserve_drafters.ngram:NgramDrafter",
+    "model": "specserve_drafters.model:ModelDrafter",
+}
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A drafter's own knobs; each drafter file extends it."""
+
+
+class DraftItem(msgspec.Struct, frozen=True):
+    """What a drafter sees of a request that is due a token."""
+
+    id: int
+    token_ids: "array[int]"  # prompt and committed output; the drafter's own copy
+    limit: int  # guesses that fit into this step, at least 1
+    temperature: float  # of the target's draw; 0 is argmax
+    seed: int  # of the noise that the target's draw will use: a draft may use it, too
+
+
+class Nodes(NamedTuple):
+    """Tokens of one request for the draft model to run, each below the root or an earlier one.
+
+    The nodes of a request are numbered from 1 over all calls of a step, in the order given;
+    `parents` holds those numbers, or ROOT.
+    """
+
+    id: int
+    tokens: list[int]
+    parents: list[int]
+
+
+class Executor(Protocol):
+    """A draft model, lent to a drafter for the time of one `propose`."""
+
+    ops: Ops
+
+    def extend(self, items: Sequence[DraftItem]) -> tuple[list[int], Tensor]:
+        """Run known tokens that the draft model has not seen.
+
+        -> which items it has caught up with, and for each of these the logits after its last
+        token, [n, V]. Nodes run in earlier steps are forgotten.
+        """
+        ...
+
+    def expand(self, nodes: Sequence[Nodes]) -> tuple[list[int], Tensor]:
+        """Run one level of guesses, all requests in one forward.
+
+        -> which entries had room for their KV, and the logits after each of their nodes, in
+        order, [n, V].
+        """
+        ...
+
+
+class Drafter(Protocol):
+    """Guesses what comes next. It can change how fast text comes, never which text.
+
+    A class with `needs_executor = True` is given `executor=` at construction. An exception costs
+    the drafts of that step, no more.
+    """
+
+    needs_executor: ClassVar[bool]
+
+    def propose(self, items: Sequence[DraftItem]) -> list[Draft]:
+        """One tree an item, of at most `limit` guesses; an empty one is a fine answer."""
+        ...
+
+    def observe(self, id: int, draft: Draft, accepted: Sequence[int]) -> None:
+        """The nodes that the target walked through, from the root down."""
+        ...
+
+    def forget(self, id: int) -> None:
+        """The request has ended; its id may come again."""
+        ...
+
+
+class DrafterError(ValueError):
+    """No drafter of that name, or not with those options."""
+
+
+def find_drafter(name: str) -> Any:
+    """The class behind a built-in name or `package.module:Class`."""
+    module, _, attribute = BUILTIN.get(name, name).partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as e:
+        known = ", ".join(BUILTIN)
+        raise DrafterError(
+            f"no drafter {name!r} ({e}); built in: {known}; others as package.module:Class"
+        ) from e
+
+
+def make_drafter(
+    name: str, options: Mapping[str, Any], executor: Executor | None = None
+) -> Drafter:
+    cls = find_drafter(name)
+    try:
+        knobs = msgspec.convert(options, cls.Options)
+    except (msgspec.ValidationError, AttributeError) as e:
+        raise DrafterError(f"drafter.options for {name!r}: {e}") from e
+    if not cls.needs_executor:
+        drafter: Drafter = cls(knobs)
+    elif executor is None:
+        raise DrafterError(f"drafter {name!r} needs a draft model: set drafter.model")
+    else:
+        drafter = cls(knobs, executor=executor)
+    return drafter

@@ -1,0 +1,157 @@
+"""A small model guesses: its likeliest tree, level by level, coupled with the target's noise."""
+
+from collections.abc import Sequence
+from math import exp
+from typing import Annotated, ClassVar
+
+import torch
+from msgspec import Meta
+from torch import Tensor
+
+from specserve_drafters import base
+from specserve_drafters.ngram import NgramDrafter
+from specserve_drafters.tree import MAX_NODES, ROOT, Draft
+from specserve_kernels import SampleParams
+
+
+class ModelDrafter:
+    """Best-first trees after EAGLE-2 (Li et al. 2406.16858), ranked by coupled probabilities.
+
+    A request whose draft KV has not caught up is drafted by n-grams meanwhile.
+    """
+
+    needs_executor: ClassVar[bool] = True
+
+    class Options(base.Options, frozen=True):
+        max_depth: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 8
+        width: Annotated[int, Meta(ge=1, le=16)] = 4  # nodes run a level, and children a node
+        tau: Annotated[float, Meta(gt=0, le=4)] = 0.8  # see Ops.top_children
+        min_gain: Annotated[float, Meta(ge=0)] = 0.2  # accepted tokens a level must promise
+
+    def __init__(self, options: Options, executor: base.Executor) -> None:
+        self.options, self.executor = options, executor
+        self.fallback = NgramDrafter(NgramDrafter.Options())
+
+    def propose(self, items: Sequence[base.DraftItem]) -> list[Draft]:
+        ready, logits = self.executor.extend(items)
+        trees = {i: Tree(items[i]) for i in ready}
+        if ready:
+            self.branch([(tree, [ROOT]) for tree in trees.values()], logits)
+        growing = list(trees.values())
+        for _ in range(self.options.max_depth - 1):
+            growing = self.grow(growing)
+            if not growing:
+                break
+        return [
+            trees[i].draft() if i in trees else self.fallback.look_up(item.token_ids, item.limit)
+            for i, item in enumerate(items)
+        ]
+
+    def grow(self, trees: list["Tree"]) -> list["Tree"]:
+        """Run one level of every tree that it still promises something; those that have grown."""
+        chosen = [(tree, tree.worth_running(self.options)) for tree in trees]
+        chosen = [(tree, nodes) for tree, nodes in chosen if nodes]
+        if not chosen:
+            return []
+        fit, logits = self.executor.expand([tree.run(nodes) for tree, nodes in chosen])
+        grown = [chosen[i] for i in fit]
+        if grown:
+            self.branch(grown, logits)
+        return [tree for tree, _ in grown]
+
+    def branch(self, chosen: list[tuple["Tree", list[int]]], logits: Tensor) -> None:
+        """Give every node that was run its likeliest children; logits [nodes, V], in order."""
+        rows = [(tree, node) for tree, nodes in chosen for node in nodes]
+        k = min(self.options.width, logits.shape[1])
+        index = [len(tree.item.token_ids) + tree.depths[node] for tree, node in rows]
+        params = coupling([tree.item for tree, _ in rows], index)
+        ids, weights = self.executor.ops.top_children(logits, params, k, self.options.tau)
+        for tree, _ in chosen:
+            tree.frontier = []
+        for (tree, node), tokens, values in zip(rows, ids.tolist(), weights.tolist(), strict=True):
+            tree.add(node, tokens, values)
+
+    def observe(self, id: int, draft: Draft, accepted: Sequence[int]) -> None:
+        pass
+
+    def forget(self, id: int) -> None:
+        pass
+
+
+def coupling(items: Sequence[base.DraftItem], index: list[int]) -> SampleParams:
+    """The temperature and the noise with which the target will draw the token at each index."""
+    n = len(items)
+    params = SampleParams.greedy(n)
+    if not any(item.temperature for item in items):
+        return params
+    return params._replace(
+        temperature=torch.tensor([item.temperature for item in items]),
+        seeds=torch.tensor([item.seed for item in items]),
+        index=torch.tensor(index),
+    )
+
+
+class Tree:
+    """Candidates of one request, numbered from 1; 0 is the root.
+
+    A candidate's value is the log of its path's probability, so it never exceeds its parent's.
+    """
+
+    def __init__(self, item: base.DraftItem) -> None:
+        self.item = item
+        self.tokens, self.parents, self.depths, self.values = [-1], [-1], [0], [0.0]
+        self.expanded = [0]  # the draft model's number of a candidate that it has run
+        self.num_expanded = 0
+        self.frontier: list[int] = []  # candidates of the last level
+
+    def add(self, parent: int, tokens: list[int], values: list[float]) -> None:
+        depth, value = self.depths[parent] + 1, self.values[parent]
+        for token, log_p in zip(tokens, values, strict=True):
+            self.frontier.append(len(self.tokens))
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.depths.append(depth)
+            self.values.append(value + log_p)
+            self.expanded.append(0)
+
+    def worth_running(self, options: ModelDrafter.Options) -> list[int]:
+        """Candidates of the last level whose children may get into the draft, the likeliest."""
+        if self.depths[-1] >= self.item.limit:
+            return []
+        among = set(self.best(self.item.limit))
+        nodes = sorted((c for c in self.frontier if c in among), key=self.rank)[: options.width]
+        nodes = nodes[: MAX_NODES - self.num_expanded]
+        if sum(exp(self.values[c]) for c in nodes) < options.min_gain:
+            return []
+        return nodes
+
+    def run(self, nodes: list[int]) -> base.Nodes:
+        """Number the candidates as the draft model will, in order."""
+        for c in nodes:
+            self.num_expanded += 1
+            self.expanded[c] = self.num_expanded
+        tokens = [self.tokens[c] for c in nodes]
+        return base.Nodes(self.item.id, tokens, [self.expanded[self.parents[c]] for c in nodes])
+
+    def rank(self, candidate: int) -> float:
+        return -self.values[candidate]
+
+    def best(self, n: int) -> list[int]:
+        """The n likeliest candidates; with each of them, its parent."""
+        return sorted(range(1, len(self.tokens)), key=self.rank)[:n]  # stable: parents first
+
+    def draft(self) -> Draft:
+        """The likeliest candidates as a draft, the likeliest path first."""
+        best = self.best(self.item.limit)
+        path, node = [], ROOT
+        for c in best:
+            if self.parents[c] == node:
+                path.append(c)
+                node = c
+        order = path + [c for c in best if c not in set(path)]
+        number = {c: k for k, c in enumerate(order, 1)} | {ROOT: ROOT}
+        return Draft(
+            [self.tokens[c] for c in order],
+            [number[self.parents[c]] for c in order],
+            [self.expanded[c] for c in order],
+        )

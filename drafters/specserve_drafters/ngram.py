@@ -1,0 +1,93 @@
+"""Prompt lookup: if the last few tokens stood here before, guess what followed them then."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from specserve_drafters import base
+from specserve_drafters.tree import ROOT, Draft
+
+_MAX_MATCHES = 16  # looked at for a continuation that differs: a text of one token matches anywhere
+
+
+class NgramDrafter:
+    """Two continuations at most: the longest recent match's, and the next best that differs."""
+
+    needs_executor: ClassVar[bool] = False
+
+    class Options(base.Options, frozen=True):
+        max_ngram: Annotated[int, Meta(ge=1, le=64)] = 4  # tried first: a longer match is surer
+        min_ngram: Annotated[int, Meta(ge=1, le=64)] = 2
+
+        def __post_init__(self) -> None:
+            if self.min_ngram > self.max_ngram:
+                raise ValueError(f"min_ngram={self.min_ngram} exceeds max_ngram={self.max_ngram}")
+
+    def __init__(self, options: Options) -> None:
+        self.sizes = range(options.max_ngram, options.min_ngram - 1, -1)
+
+    def propose(self, items: Sequence[base.DraftItem]) -> list[Draft]:
+        return [self.look_up(i.token_ids, i.limit) for i in items]
+
+    def observe(self, id: int, draft: Draft, accepted: Sequence[int]) -> None:
+        pass
+
+    def forget(self, id: int) -> None:
+        pass
+
+    def look_up(self, ids: "array[int]", limit: int) -> Draft:
+        best: list[int] = []
+        for start in islice(self.matches(ids), _MAX_MATCHES):
+            follows = continuation(ids, start, limit)
+            if not best:
+                best = follows
+            elif follows != best:
+                return merge(best, follows, limit)
+        return Draft.chain(best)
+
+    def matches(self, ids: "array[int]") -> Iterator[int]:
+        """Where to go on reading: after the longest matches first, the latest of them first."""
+        history, seen = bytes(ids), set()
+        for n in self.sizes:
+            if n >= len(ids):
+                continue
+            for start in find_back(history, n, ids.itemsize):
+                if start not in seen:
+                    seen.add(start)
+                    yield start
+
+
+def find_back(history: bytes, n: int, size: int) -> Iterator[int]:
+    """Where earlier copies of the last n items end, the latest first."""
+    # bytes.rfind searches at memory speed; a hit across an item's boundary is no hit.
+    tail, end = history[-n * size :], len(history) - size
+    while (at := history.rfind(tail, 0, end)) >= 0:
+        if at % size == 0:
+            yield at // size + n
+        end = at + len(tail) - 1
+
+
+def continuation(ids: "array[int]", start: int, limit: int) -> list[int]:
+    """What follows a match; at the end of the text the guess goes on reading itself.
+
+    A text that repeats with a period p < limit is so guessed for as long as the tree allows.
+    """
+    follows = ids[start : start + limit].tolist()
+    while len(follows) < limit:
+        follows += follows[: limit - len(follows)]
+    return follows
+
+
+def merge(first: list[int], second: list[int], limit: int) -> Draft:
+    """The first continuation, and from where they differ the second, with a quarter of the room."""
+    fork = next(j for j, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
+    room = min(limit // 4, len(second) - fork)
+    trunk = first[: limit - room]
+    if room == 0 or fork > len(trunk):
+        return Draft.chain(first)
+    branch = len(trunk) + 1  # the number of its first node
+    parents = [*range(ROOT, len(trunk)), fork, *range(branch, branch + room - 1)]
+    return Draft(trunk + second[fork : fork + room], parents)

@@ -1,0 +1,27 @@
+"""specserve: an LLM inference engine whose one obsession is latency.
+
+A drafter can change how fast text comes, never which text.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from specserve.version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from specserve.llm import LLM, Output
+    from specserve.sampling import SamplingParams
+
+__all__ = ["LLM", "Output", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the engine, and with it torch, when somebody asks for it."""
+    if name in ("LLM", "Output"):
+        from specserve import llm
+
+        return getattr(llm, name)
+    if name == "SamplingParams":
+        from specserve.sampling import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'specserve' has no attribute {name!r}")

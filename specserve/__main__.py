@@ -1,0 +1,8 @@
+"""`python -m specserve` is the command `specserve`."""
+
+import sys
+
+from specserve.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

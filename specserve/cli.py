@@ -1,0 +1,163 @@
+"""The command `specserve`. It imports the engine only once it knows that it will need it."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Generator, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from specserve.config import load_config, parse_override, to_toml
+from specserve.errors import ConfigError, SpecserveError
+from specserve.version import VERSION
+
+if TYPE_CHECKING:
+    from specserve.llm import Output
+
+INTERRUPTED = 130  # as shells report a command that Ctrl-C ended
+BROKEN_PIPE = 141  # .. and one whose reader left
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return run(argv)
+    except SpecserveError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit; let that reach nobody.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def run(argv: list[str]) -> int:
+    others = {e.name: e for e in entry_points(group="specserve.commands")}
+    if argv and argv[0] in others:
+        command: Callable[[list[str]], int] = others[argv[0]].load()
+        return command(argv[1:])
+    args = parser(others).parse_args(argv)
+    action: Callable[[argparse.Namespace], None] = args.action
+    action(args)
+    sys.stdout.flush()  # here, where a broken pipe is still caught
+    return 0
+
+
+def parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="specserve",
+        description="An LLM inference engine whose one obsession is latency.",
+        epilog=f"installed besides: {', '.join(sorted(others))}" if others else None,
+    )
+    top.add_argument("--version", action="version", version=f"specserve {VERSION}")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    add_generate(commands.add_parser("generate", help="generate text from prompts"))
+    add_config(commands.add_parser("config", help="show or check the resolved configuration"))
+    return top
+
+
+def add_generate(p: argparse.ArgumentParser) -> None:
+    p.add_argument("prompts", nargs="+", metavar="PROMPT")
+    p.add_argument("--model", help="the model: a local folder or a hub id")
+    p.add_argument("--draft-model", help="a small model with the same vocabulary that guesses")
+    p.add_argument("--drafter", help="none, ngram, model or package.module:Class")
+    p.add_argument("--max-tokens", type=int, help="default: the rest of the context")
+    p.add_argument("--temperature", type=float, help="0 always takes the likeliest token")
+    p.add_argument("--seed", type=int, help="default: drawn, and reported by --json")
+    p.add_argument("--json", action="store_true", help="one JSON object a prompt on stdout")
+    add_settings(p)
+    p.set_defaults(action=generate)
+
+
+def add_config(p: argparse.ArgumentParser) -> None:
+    p.add_argument("what", choices=["show", "check"])
+    add_settings(p)
+    p.set_defaults(action=show_config)
+
+
+def add_settings(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")
+    p.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="one setting, stronger than the file's; `specserve config show` lists the keys",
+    )
+
+
+def show_config(args: argparse.Namespace) -> None:
+    config = load_config(args.config, dict(map(parse_override, args.set)))
+    print(to_toml(config) if args.what == "show" else "OK\n", end="")
+
+
+def generate(args: argparse.Namespace) -> None:
+    settings = resolve(args)  # before the import: a mistake should not cost seconds
+    from specserve import LLM, SamplingParams
+
+    params = SamplingParams(
+        max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed
+    )
+    with LLM(config=args.config, progress=not args.json, **settings) as llm:
+        if args.json:
+            print_json(llm.generate(args.prompts, params))
+        else:
+            for prompt in args.prompts:
+                print_footer(print_stream(llm.stream(prompt, params)))
+
+
+def resolve(args: argparse.Namespace) -> dict[str, Any]:
+    """What `LLM` is called with; a mistake in any setting is raised here."""
+    overrides = dict(map(parse_override, args.set))
+    flags = {
+        "model.path": args.model,
+        "drafter.model": args.draft_model,
+        "drafter.name": args.drafter,
+    }
+    given = {key: value for key, value in flags.items() if value is not None}
+    config = load_config(args.config, overrides | given)
+    if config.model.path is None:
+        raise ConfigError(
+            "no model named: say --model with a local folder or a hub id, "
+            "or set model.path in the file given to --config"
+        )
+    return {
+        "model": config.model.path,
+        "draft_model": args.draft_model,
+        "drafter": args.drafter,
+        "set": overrides,
+    }
+
+
+def print_stream(steps: "Generator[tuple[str, list[int]], None, Output]") -> "Output":
+    while True:
+        try:
+            text, _ = next(steps)
+        except StopIteration as end:
+            print(flush=True)
+            output: Output = end.value
+            return output
+        print(text, end="", flush=True)
+
+
+def print_footer(output: "Output") -> None:
+    """On stderr, so that a pipe gets the text alone."""
+    timing, speculation = output.timing, output.speculation
+    parts = [
+        f"{output.usage.completion_tokens} tokens",
+        f"TTFT {timing.ttft_ms:.0f} ms",
+        f"{1000 * output.usage.completion_tokens / timing.total_ms:.1f} tokens/s",
+    ]
+    if speculation.mean_acceptance_length is not None:
+        parts.append(f"acceptance length {speculation.mean_acceptance_length:.2f}")
+    print(f"[{' | '.join([*parts, f'drafter {speculation.drafter}'])}]", file=sys.stderr)
+
+
+def print_json(outputs: "Sequence[Output]") -> None:
+    for output in outputs:
+        print(msgspec.json.encode(output).decode())

@@ -1,0 +1,242 @@
+"""Every knob of the engine, and where its value comes from.
+
+No torch in here: `specserve --help` must not pay for it.
+"""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from specserve.errors import ConfigError
+
+Positive = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+Fraction = Annotated[float, Meta(gt=0.0, le=1.0)]
+
+
+def about(text: str) -> Meta:
+    """What a knob is, in words: shown by `specserve config show` and in every refusal."""
+    return Meta(description=text)
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A frozen group of knobs. A misspelt key is an error, not a default."""
+
+
+class ModelConfig(Section, frozen=True):
+    """The target: the model whose words are emitted."""
+
+    path: Annotated[str | None, about("a local folder or a hub id")] = None
+    dtype: Annotated[
+        Literal["auto", "bf16", "fp32"], about("auto, bf16 or fp32; auto is the checkpoint's")
+    ] = "auto"
+    threads: Annotated[Positive | None, about("CPU threads, at least 1; unset: timed at load")] = (
+        None
+    )
+
+
+class MemoryConfig(Section, frozen=True):
+    """The one paged pool that target and draft model share."""
+
+    block_size: Annotated[Positive, about("target tokens in a block, at least 1")] = 16
+    kv_bytes: Annotated[Positive | None, about("size of the pool; unset: kv_fraction decides")] = (
+        None
+    )
+    kv_fraction: Annotated[
+        Fraction, about("share of the memory free after the weights, above 0 and at most 1")
+    ] = 0.5
+    draft_block_size: Annotated[
+        Positive | None, about("draft tokens in a block, at least 1; unset: as many as fit")
+    ] = None
+
+
+class SchedulerConfig(Section, frozen=True):
+    """Who runs, and with how many rows."""
+
+    max_running: Annotated[Positive, about("requests that run at once, at least 1")] = 64
+    max_batched_tokens: Annotated[Positive, about("rows of a step, more than max_running")] = 512
+    prefill_chunk: Annotated[Positive, about("rows of a step for prompts, at least 1")] = 128
+    max_model_len: Annotated[
+        Positive | None, about("prompt and output tokens of a request; unset: the model's")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.max_batched_tokens <= self.max_running:
+            raise ValueError(
+                f"scheduler.max_batched_tokens = {self.max_batched_tokens} must exceed "
+                f"scheduler.max_running = {self.max_running}, as every running request has a row "
+                "in every step: raise the first or lower the second"
+            )
+
+
+class SpeculationConfig(Section, frozen=True):
+    """How much may be guessed."""
+
+    max_nodes: Annotated[
+        int, Meta(ge=0, le=63), about("guesses a request and step, 0 to 63; 0: no speculation")
+    ] = 16
+    max_step_nodes: Annotated[Natural, about("guesses a step, over all requests, 0 or more")] = 32
+
+
+class DrafterConfig(Section, frozen=True):
+    """Who guesses."""
+
+    name: Annotated[
+        str | None,
+        about(
+            'none, ngram, model or a "package.module:Class"; unset: model where drafter.model is '
+            "given, else ngram"
+        ),
+    ] = None
+    model: Annotated[str | None, about("the draft model: a local folder or a hub id")] = None
+    options: Annotated[dict[str, Any], about("the drafter's own knobs")] = {}
+
+    def __post_init__(self) -> None:
+        if self.name == "model" and self.model is None:
+            raise ValueError(
+                "drafter.name = 'model' needs a draft model: set drafter.model (--draft-model), "
+                "or take drafter.name = 'ngram', which needs none"
+            )
+        if self.name is not None and "." in self.name and ":" not in self.name:
+            raise ValueError(
+                f"drafter.name = {self.name!r} is neither a built-in name (none, ngram, model) "
+                "nor 'package.module:Class'"
+            )
+
+
+class Config(Section, frozen=True):
+    model: ModelConfig = ModelConfig()
+    memory: MemoryConfig = MemoryConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    drafter: DrafterConfig = DrafterConfig()
+
+    @property
+    def drafter_name(self) -> str:
+        """Who guesses once every knob has been heard; "none" where nobody may."""
+        if self.speculation.max_nodes == 0 or self.speculation.max_step_nodes == 0:
+            return "none"
+        return self.drafter.name or ("model" if self.drafter.model else "ngram")
+
+
+SECTIONS: dict[str, type[Section]] = get_type_hints(Config)
+KNOBS: dict[str, Any] = {
+    f"{section}.{key}": annotated
+    for section, cls in SECTIONS.items()
+    for key, annotated in get_type_hints(cls, include_extras=True).items()
+}
+
+
+class Setting(NamedTuple):
+    origin: str  # the file, or "--set"
+    key: str
+    value: Any
+
+
+def load_config(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """The file's settings, then `overrides` ("section.key" -> value), each checked as it comes."""
+    settings = list(read_file(path)) if path else []
+    settings += [Setting("--set", key, value) for key, value in (overrides or {}).items()]
+    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for setting in settings:
+        put(values, setting)
+    return Config(**{section: build(section, values[section], settings) for section in SECTIONS})
+
+
+def read_file(path: Path) -> Iterator[Setting]:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read ({e.strerror}): check the path") from e
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path}: not TOML: {e}") from e
+    for section, table in tables.items():
+        if section not in SECTIONS or not isinstance(table, dict):
+            names = " ".join(f"[{s}]" for s in SECTIONS)
+            raise ConfigError(f"{path}: {section!r} is not a section; the sections are {names}")
+        yield from (Setting(str(path), f"{section}.{key}", v) for key, v in table.items())
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`section.key=value`: the value as TOML, or as a plain string where it is none."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {text}: write --set section.key=value")
+    try:
+        parsed = tomllib.loads(f"value = {value}")
+    except tomllib.TOMLDecodeError:
+        parsed = {}
+    # A line break inside the value could smuggle a second key in: then it is a string.
+    return key.strip(), parsed["value"] if parsed.keys() == {"value"} else value
+
+
+def put(values: dict[str, dict[str, Any]], setting: Setting) -> None:
+    """Check one setting by itself and enter it; `drafter.options.x` sets one option of several."""
+    options, _, option = setting.key.partition("drafter.options.")
+    if option and not options:
+        known = values["drafter"].get("options", {})
+        setting = Setting(setting.origin, "drafter.options", {**known, option: setting.value})
+    if setting.key not in KNOBS:
+        raise ConfigError(f"{setting.origin}: unknown key {setting.key!r}; {remedy(setting.key)}")
+    try:
+        value = msgspec.convert(setting.value, KNOBS[setting.key])
+    except msgspec.ValidationError as e:
+        raise ConfigError(
+            f"{setting.origin}: {setting.key} = {setting.value!r} is refused: {e} "
+            f"({description(setting.key)})"
+        ) from e
+    section, _, key = setting.key.partition(".")
+    values[section][key] = value
+
+
+def build(section: str, values: dict[str, Any], settings: list[Setting]) -> Any:
+    """A section, its rules between keys included."""
+    try:
+        return SECTIONS[section](**values)
+    except ValueError as e:
+        origins = dict.fromkeys(s.origin for s in settings if s.key.startswith(f"{section}."))
+        raise ConfigError(f"{', '.join(origins)}: {e}") from e
+
+
+def remedy(key: str) -> str:
+    near = difflib.get_close_matches(key, KNOBS, n=1)
+    if near:
+        return f"did you mean {near[0]}?"
+    return "`specserve config show` prints every key"
+
+
+def description(key: str) -> str:
+    """The words of `about`, wherever they stand among the key's other annotations."""
+    words = [m.description for m in KNOBS[key].__metadata__ if m.description]
+    return words[-1] if words else ""
+
+
+def to_toml(config: Config) -> str:
+    """The resolved config as a file that `load_config` reads back, every key with its meaning."""
+    lines = []
+    for section, cls in SECTIONS.items():
+        lines += ["", f"[{section}]  # {cls.__doc__}"]
+        for key in cls.__struct_fields__:
+            value = getattr(getattr(config, section), key)
+            # TOML has no null: an unset key is shown as a comment.
+            text = f"# {key} =" if value is None else f"{key} = {toml_value(value)}"
+            lines.append(f"{text}  # {description(f'{section}.{key}')}")
+    return "\n".join(lines[1:]) + "\n"
+
+
+def toml_value(value: Any) -> str:
+    if isinstance(value, dict):
+        items = (f"{toml_value(str(k))} = {toml_value(v)}" for k, v in value.items())
+        return f"{{ {', '.join(items)} }}" if value else "{}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, str):
+        # A JSON string is a TOML string, except that TOML wants DEL escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value) if isinstance(value, float) else json.dumps(value, default=str)

@@ -1,0 +1,208 @@
+"""From a config to an engine that is ready to step: models, pool, drafter, threads."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+from specserve.config import Config
+from specserve.engine.batch import RowGroup
+from specserve.engine.draft_model import DraftModel
+from specserve.engine.engine import Engine
+from specserve.engine.runner import Runner
+from specserve.errors import ConfigError
+from specserve.memory import Arena, BlockPool, BlockTable, KVLayout
+from specserve.memory.arena import block_bytes
+from specserve.models.decoder import Decoder
+from specserve.models.defaults import GenerationDefaults, load_defaults
+from specserve.models.folder import resolve
+from specserve.models.loader import load_decoder
+from specserve.models.tokenizer import check_same_vocabulary, load_tokenizer
+from specserve.scheduling import Scheduler
+from specserve.scheduling.scheduler import Limits
+from specserve_drafters import Drafter, DrafterError, make_drafter
+from specserve_drafters.base import find_drafter
+from specserve_kernels import Ops, load
+from specserve_drafters.tree import MAX_NODES
+
+TREE_SLOTS = MAX_NODES + 1
+TUNING_ROWS = 4  # of the step that threads are timed on: a small tree
+Progress = Callable[[str, int, int], None]  # phase, done, total
+
+
+class Loaded(NamedTuple):
+    """An engine, and what its users need to know of the model."""
+
+    engine: Engine
+    tokenizer: Any
+    defaults: GenerationDefaults
+    max_model_len: int
+    drafter: str
+    phases: dict[str, str]  # of the start-up, in words
+
+
+class Phases:
+    """Times the phases of the start-up."""
+
+    def __init__(self) -> None:
+        self.table: dict[str, str] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = perf_counter()
+        yield
+        note = self.table.get(name, "")
+        self.table[name] = f"{perf_counter() - start:.2f} s{note and ': '}{note}"
+
+    def note(self, name: str, text: str) -> None:
+        self.table[name] = text
+
+
+def build(config: Config, progress: Progress | None = None) -> Loaded:
+    """Load everything that the config names; ConfigError tells what to change."""
+    phases = Phases()
+    with phases.phase("kernels"):
+        ops = load(torch.device("cpu"))
+    with phases.phase("tokenizer"):
+        folder = resolve_model(config)
+        tokenizer, defaults = load_tokenizer(folder), load_defaults(folder)
+    with phases.phase("target"):
+        target = load_model(folder, config, ops, progress)
+    max_len = context_length(config, target)
+    draft = None
+    if needs_draft_model(config):
+        with phases.phase("draft model"):
+            draft = load_draft(config, ops, target, tokenizer, progress)
+    with phases.phase("pool"):
+        runners, pool = build_pool(config, target, draft, max_len)
+        phases.note("pool", f"{pool.num_blocks} blocks of {runners[0].kv.block_size} tokens")
+    scheduler = Scheduler(limits(config), pool)
+    draft_model = DraftModel(runners[1], scheduler) if len(runners) > 1 else None
+    engine = Engine(runners[0], scheduler, build_drafter(config, draft_model), draft_model)
+    with phases.phase("threads"):
+        phases.note("threads", tune(runners[0], pool, max_len, config.model.threads))
+    return Loaded(engine, tokenizer, defaults, max_len, config.drafter_name, phases.table)
+
+
+def resolve_model(config: Config) -> Path:
+    if config.model.path is None:
+        raise ConfigError("no model named: say --model, or set model.path in the config")
+    return resolve(config.model.path)
+
+
+def load_model(folder: Path, config: Config, ops: Ops, progress: Progress | None) -> Decoder:
+    def report(done: int, total: int) -> None:
+        if progress is not None:
+            progress(folder.name, done, total)
+
+    return load_decoder(folder, config.model.dtype, ops, config.scheduler.max_model_len, report)
+
+
+def load_draft(
+    config: Config, ops: Ops, target: Decoder, tokenizer: Any, progress: Progress | None
+) -> Decoder:
+    if config.drafter.model is None:
+        raise ConfigError(
+            f"drafter {config.drafter_name!r} needs a draft model: set drafter.model (--draft-model)"
+        )
+    folder = resolve(config.drafter.model)
+    draft = load_model(folder, config, ops, progress)
+    check_same_vocabulary(target.config, draft.config, tokenizer, load_tokenizer(folder))
+    return draft
+
+
+def needs_draft_model(config: Config) -> bool:
+    """Asked of the drafter's class, whoever it is."""
+    if config.drafter_name == "none":
+        return False
+    try:
+        return bool(find_drafter(config.drafter_name).needs_executor)
+    except DrafterError as e:
+        raise ConfigError(f"drafter.name: {e}") from e
+
+
+def build_drafter(config: Config, draft_model: DraftModel | None) -> Drafter | None:
+    if config.drafter_name == "none":
+        return None
+    try:
+        return make_drafter(config.drafter_name, config.drafter.options, draft_model)
+    except DrafterError as e:
+        raise ConfigError(str(e)) from e
+
+
+def context_length(config: Config, target: Decoder) -> int:
+    longest, asked = target.config.max_positions, config.scheduler.max_model_len
+    if asked is not None and asked > longest:
+        raise ConfigError(
+            f"scheduler.max_model_len = {asked} is more than the model's {longest} positions: "
+            "lower it, or leave it out"
+        )
+    return asked or longest
+
+
+def limits(config: Config) -> Limits:
+    c, has_drafter = config.scheduler, config.drafter_name != "none"
+    return Limits(
+        max_running=c.max_running,
+        max_batched_tokens=c.max_batched_tokens,
+        prefill_chunk=c.prefill_chunk,
+        max_nodes=config.speculation.max_nodes if has_drafter else 0,
+        max_step_nodes=config.speculation.max_step_nodes if has_drafter else 0,
+    )
+
+
+def layout_of(decoder: Decoder) -> KVLayout:
+    c = decoder.config
+    return KVLayout(c.num_layers, c.num_kv_heads, c.head_dim, decoder.dtype)
+
+
+def build_pool(
+    config: Config, target: Decoder, draft: Decoder | None, max_len: int
+) -> tuple[list[Runner], BlockPool]:
+    """One arena for both models, no larger than `max_running` requests of full length need."""
+    models = [target] if draft is None else [target, draft]
+    layouts = [layout_of(m) for m in models]
+    size = block_bytes(layouts[0], config.memory.block_size, layouts[1:])
+    block_sizes = [config.memory.block_size]
+    if draft is not None:
+        fits = layouts[1].block_size(size)
+        block_sizes.append(min(config.memory.draft_block_size or fits, fits))
+    per_request = [-(-(max_len + TREE_SLOTS) // b) for b in block_sizes]
+    num_blocks = min(kv_bytes(config) // size, sum(per_request) * config.scheduler.max_running)
+    if num_blocks < per_request[0]:
+        raise ConfigError(
+            f"a request of {max_len} tokens and its tree need {per_request[0] * size} bytes of KV, "
+            f"and memory allows {num_blocks * size}: lower scheduler.max_model_len, or raise "
+            "memory.kv_bytes or memory.kv_fraction"
+        )
+    arena = Arena(num_blocks, size)
+    views = map(arena.view, layouts, block_sizes)
+    return [Runner(m, v) for m, v in zip(models, views, strict=True)], BlockPool(num_blocks)
+
+
+def kv_bytes(config: Config) -> int:
+    if config.memory.kv_bytes is not None:
+        return config.memory.kv_bytes
+    return int(config.memory.kv_fraction * free_memory())
+
+
+def free_memory() -> int:
+    """Bytes that the system could give away now."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ConfigError("this system does not tell its free memory: set memory.kv_bytes")
+
+
+def tune(target: Runner, pool: BlockPool, max_len: int, threads: int | None) -> str:
+    """Settle the number of threads on the model's own step, at a middling context."""
+    table = BlockTable(pool, target.kv.block_size)
+    start = min(256, max_len - TUNING_ROWS)
+    table.try_reserve(start + TUNING_ROWS)
+    group = RowGroup(table, [0] * TUNING_ROWS, start, TUNING_ROWS)
+    chosen = target.ops.tune(lambda: target.forward([group]), threads)
+    table.clear()
+    return chosen

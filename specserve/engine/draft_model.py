@@ -1,0 +1,98 @@
+"""The draft model as a drafter sees it: its KV in the shared pool, catching up and keeping up."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specserve.engine.batch import RowGroup
+from specserve.engine.runner import Runner
+from specserve.memory import BlockTable
+from specserve.scheduling import Request, Scheduler
+from specserve_drafters import ROOT, Draft, DraftItem, Nodes
+
+# The bonus token, and the last accepted guess where the draft model had not run it.
+USUAL_LAG = 2
+
+
+class DraftModel:
+    """An Executor: lends the draft model to a drafter for the requests that are running.
+
+    Slots [0, T) of a request's draft table hold its known tokens, node e of the step stands at
+    T + e - 1.
+    """
+
+    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+        self.runner, self.ops, self.scheduler = runner, runner.ops, scheduler
+        self.max_len = runner.decoder.config.max_positions
+        self.requests: dict[int, Request] = {}  # of this step
+        self.masks: dict[int, list[int]] = {}  # by request; of its nodes in this step
+
+    def lend(self, requests: Sequence[Request]) -> None:
+        """Begin a step for these requests."""
+        self.requests = {r.id: r for r in requests}
+        self.masks = {}
+
+    def extend(self, items: Sequence[DraftItem]) -> tuple[list[int], Tensor]:
+        groups, ready = [], []
+        rows = self.scheduler.limits.prefill_chunk
+        gaps = [len(i.token_ids) - self.requests[i.id].draft_table.num_computed for i in items]
+        for i in sorted(range(len(items)), key=gaps.__getitem__):
+            known, table = len(items[i].token_ids), self.requests[items[i].id].draft_table
+            size = gaps[i] if gaps[i] <= USUAL_LAG else min(gaps[i], rows)
+            start = table.num_computed
+            if size == 0 or known > self.max_len or not self.try_reserve(table, start + size):
+                continue
+            rows -= size if gaps[i] > USUAL_LAG else 0
+            is_ready = start + size == known
+            tokens = items[i].token_ids[start : start + size]
+            groups.append(RowGroup(table, tokens, start, num_logits=int(is_ready)))
+            table.num_computed += size
+            if is_ready:
+                ready.append(i)
+                self.masks[items[i].id] = []
+        return ready, self.forward(groups)
+
+    def expand(self, nodes: Sequence[Nodes]) -> tuple[list[int], Tensor]:
+        groups, fit = [], []
+        for i, (id, tokens, parents) in enumerate(nodes):
+            masks, table = self.masks[id], self.requests[id].draft_table
+            known, first = table.num_computed, len(masks)
+            end = known + first + len(tokens)
+            if end > self.max_len or not self.try_reserve(table, end):
+                continue
+            for parent in parents:
+                above = masks[parent - 1] if parent != ROOT else 0
+                masks.append(above | 1 << len(masks))
+            size, start = len(tokens), known + first
+            groups.append(RowGroup(table, tokens, start, size, known, masks[first:]))
+            fit.append(i)
+        return fit, self.forward(groups)
+
+    def forward(self, groups: list[RowGroup]) -> Tensor:
+        return self.runner.forward(groups) if groups else torch.empty(0, 0)
+
+    def try_reserve(self, table: BlockTable, num_slots: int) -> bool:
+        """Draft KV takes free blocks only, and leaves one to every running request."""
+        spare = self.scheduler.pool.num_free - len(self.scheduler.running)
+        missing = table.missing(num_slots)
+        return missing == 0 or (missing <= spare and table.try_reserve(num_slots))
+
+    def keep(self, request: Request, draft: Draft, nodes: Sequence[int]) -> list[
+        tuple[BlockTable, int, int]
+    ]:
+        """Keep the draft KV of accepted nodes, as far down as the draft model has run them.
+
+        -> the moves that it takes. A draft whose numbers make no sense keeps nothing: only the
+        draft model would suffer, and catches up.
+        """
+        table, kept, moves = request.draft_table, 0, []
+        for k in nodes:
+            e = draft.expanded[k - 1] if k <= len(draft.expanded) else 0
+            if not kept < e <= len(self.masks.get(request.id, ())):
+                break
+            kept += 1
+            if e != kept:
+                moves.append((table, table.num_computed + e - 1, table.num_computed + kept - 1))
+        table.num_computed += kept
+        return moves

@@ -1,0 +1,40 @@
+"""A model with its KV: rows in, logits out. Target and draft model run through the same class."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specserve.engine.batch import RowGroup, build_batch
+from specserve.memory import BlockTable
+from specserve.models.decoder import Decoder
+from specserve_kernels import KVCache
+
+
+class Runner:
+    def __init__(self, decoder: Decoder, kv: KVCache) -> None:
+        self.decoder, self.kv, self.ops = decoder, kv, decoder.ops
+
+    @torch.inference_mode()
+    def forward(self, groups: Sequence[RowGroup]) -> Tensor:
+        """Write the KV of all rows; the logits [n, V] of those that are read, in order."""
+        batch = build_batch(groups)
+        plan = self.ops.plan(batch.rows, self.kv, self.decoder.config.num_heads)
+        hidden = self.decoder.forward(batch.token_ids, self.kv, plan)
+        if len(batch.logit_rows) < len(hidden):
+            hidden = hidden.index_select(0, batch.logit_rows)
+        if len(hidden) == 0:
+            return hidden.new_empty(0, self.decoder.config.vocab_size)
+        return self.decoder.logits(hidden)
+
+    def move(self, moves: Sequence[tuple[BlockTable, int, int]]) -> None:
+        """Copy KV from slot to slot of a request's table, in the order given."""
+        if not moves:
+            return
+        source = [flat_slot(table, slot) for table, slot, _ in moves]
+        target = [flat_slot(table, slot) for table, _, slot in moves]
+        self.ops.move_kv(self.kv, torch.tensor(source), torch.tensor(target))
+
+
+def flat_slot(table: BlockTable, slot: int) -> int:
+    return table.blocks[slot // table.block_size] * table.block_size + slot % table.block_size

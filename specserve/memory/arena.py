@@ -1,0 +1,55 @@
+"""The bytes of the pool: equal blocks in one flat arena, and a model's view of them."""
+
+import mmap
+
+import msgspec
+import torch
+
+from specserve_kernels import KVCache, KVLayer
+
+ALIGNMENT = 16  # bytes: vector loads
+
+
+class KVLayout(msgspec.Struct, frozen=True):
+    """How one model's KV lies in a block: [layer][K|V][slot][kv_head][head_dim]."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def block_size(self, block_bytes: int) -> int:
+        """Tokens that fit into a block."""
+        return block_bytes // self.token_bytes
+
+
+def block_bytes(target: KVLayout, block_size: int, others: list[KVLayout]) -> int:
+    """A block holds `block_size` target tokens, and at least one token of any model."""
+    size = max(target.token_bytes * block_size, *(x.token_bytes for x in [target, *others]))
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Arena:
+    """`num_blocks` blocks of zeroed memory, which the system hands over as it is first touched."""
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self.num_blocks, self.block_bytes = num_blocks, block_bytes
+        self.memory = mmap.mmap(-1, num_blocks * block_bytes)
+        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+
+    def view(self, layout: KVLayout, block_size: int) -> KVCache:
+        """All blocks as one model sees them; only the blocks that it holds are its own."""
+        used = block_size * layout.token_bytes
+        assert used <= self.block_bytes, "more tokens a block than fit into it"
+        flat = self.bytes.view(layout.dtype)
+        inner = (block_size, layout.num_kv_heads, layout.head_dim)
+        slab = block_size * layout.num_kv_heads * layout.head_dim  # one layer's K, or its V
+        shape = (self.num_blocks, *inner)
+        token = layout.num_kv_heads * layout.head_dim
+        stride = (self.block_bytes // layout.dtype.itemsize, token, layout.head_dim, 1)
+        views = [flat.as_strided(shape, stride, i * slab) for i in range(2 * layout.num_layers)]
+        return KVCache(tuple(map(KVLayer, views[0::2], views[1::2])))

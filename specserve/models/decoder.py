@@ -1,0 +1,96 @@
+"""The decoder of the Llama family, written against the ops alone."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specserve.models.families import DecoderConfig
+from specserve_kernels import KVCache, Ops, QKNorm, Rotary
+
+
+class Layer(NamedTuple):
+    """What one layer computes with; weights of linear maps are packed, an absent bias is None."""
+
+    window: int | None
+    rotary: Rotary
+    qk_norm: QKNorm | None
+    attention_norm: Tensor
+    qkv: Any
+    qkv_bias: Tensor | None
+    out: Any
+    out_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Any
+    gate_up_bias: Tensor | None
+    down: Any
+    down_bias: Tensor | None
+
+
+class Weights(NamedTuple):
+    """A model's weights.
+
+    embedding  [V, hidden]  the model's dtype
+    layers     L of them
+    norm       [hidden]     before the head
+    head       packed [V, hidden]
+    """
+
+    embedding: Tensor
+    layers: tuple[Layer, ...]
+    norm: Tensor
+    head: Any
+
+
+class Decoder:
+    """Token ids in, logits out; the KV of every row is written on the way.
+
+    The caller holds torch.inference_mode, and makes the plan with `ops.plan` once a step.
+    """
+
+    def __init__(self, config: DecoderConfig, ops: Ops, rotary: Rotary, weights: Weights) -> None:
+        self.config = config
+        self.ops = ops
+        self.rotary = rotary
+        self.weights = weights
+        self.scale = config.head_dim**-0.5
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations and of the KV."""
+        return self.weights.embedding.dtype
+
+    def forward(self, token_ids: Tensor, kv: KVCache, plan: Any) -> Tensor:
+        """The residual stream after the last layer.
+
+        token_ids  [R]          int64
+        ->         [R, hidden]  the model's dtype; rows of it are what `logits` takes
+        """
+        ops, eps, scale = self.ops, self.config.rms_eps, self.scale
+        residual = self.weights.embedding.index_select(0, token_ids)
+        # x is what the last sublayer has to add: each norm adds it on its way, in place.
+        x: Tensor | None = None
+        for layer, cache in zip(self.weights.layers, kv.layers, strict=True):
+            if x is None:
+                h = ops.rms_norm(residual, layer.attention_norm, eps)
+            else:
+                h = ops.add_rms_norm(x, residual, layer.attention_norm, eps)
+            qkv = ops.linear(h, layer.qkv, layer.qkv_bias)
+            q = ops.rope_write_kv(qkv, layer.rotary, layer.qk_norm, cache, plan)
+            h = ops.attention(q, cache, plan, scale, layer.window)
+            h = ops.linear(h, layer.out, layer.out_bias)
+            h = ops.add_rms_norm(h, residual, layer.mlp_norm, eps)
+            h = ops.linear(h, layer.gate_up, layer.gate_up_bias)
+            x = ops.linear(ops.silu_mul(h), layer.down, layer.down_bias)
+        return residual if x is None else residual.add_(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What the model says after some rows: the final norm and the head, for those rows only.
+
+        hidden  [n, hidden]  rows of what `forward` returned
+        ->      [n, V]       the model's dtype
+        """
+        weights = self.weights
+        return self.ops.linear(
+            self.ops.rms_norm(hidden, weights.norm, self.config.rms_eps), weights.head
+        )

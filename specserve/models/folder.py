@@ -1,0 +1,51 @@
+"""A model's folder: where it is, and what its JSON files say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+
+from specserve.errors import ConfigError
+
+# Nothing that executes: no *.py, and neither *.bin nor *.pth, which are pickles.
+WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+# Mistral's hub repositories hold their weights twice, Llama's keep another copy in a folder.
+UNWANTED = ["consolidated*", "*/*"]
+
+
+def resolve(path: str) -> Path:
+    """The local folder that is meant: `path` itself, or a hub repository, downloaded if need be."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ConfigError(f"{path}: a file; name the folder that holds config.json")
+    if path.startswith(("/", ".", "~")) or path.count("/") > 1:
+        raise ConfigError(f"{path}: no such folder; check the path, or give a hub id like org/name")
+    try:
+        return Path(snapshot_download(path, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+    except Exception as e:  # the hub's client lets through whatever its transport raises
+        reason = str(e).partition("\n")[0]
+        raise ConfigError(
+            f"{path}: neither a local folder nor a model that the hub gives out ({reason}); check "
+            "the name, the network and, for a gated model, `hf auth login`"
+        ) from e
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file that has to be there."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as e:
+        raise ConfigError(
+            f"{path}: missing; a model is a folder in the Hugging Face layout, with config.json, "
+            "*.safetensors and a tokenizer"
+        ) from e
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read ({e.strerror}); check its permissions") from e
+    except (ValueError, RecursionError) as e:
+        raise ConfigError(f"{path}: no valid JSON ({e}); download the file again") from e
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path}: holds no JSON object; download the file again")
+    return fields

@@ -1,0 +1,158 @@
+"""From a folder to a decoder, one tensor after the other."""
+
+import math
+import mmap
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specserve.errors import ConfigError
+from specserve.models import families, rotary
+from specserve.models.checkpoint import Checkpoint
+from specserve.models.decoder import Decoder, Layer, Weights
+from specserve.models.families import DecoderConfig
+from specserve.models.folder import read_json
+from specserve_kernels import Ops, QKNorm, Rotary
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+MAX_TREE = 64  # nodes that a step may place after the last known token
+
+Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
+
+
+def load_config(folder: Path) -> DecoderConfig:
+    path = folder / "config.json"
+    fields = read_json(path)
+    try:
+        return families.parse(fields)
+    except Exception as e:  # transformers checks fields in many ways, each with its own exception
+        words = " ".join(str(e).split())
+        reason = words if isinstance(e, ValueError) else f"{type(e).__name__}: {words}"
+        raise ConfigError(
+            f"{path}: {reason}; take another checkpoint, or correct the file if it is wrong"
+        ) from e
+
+
+def load_decoder(
+    folder: Path,
+    dtype: str,
+    ops: Ops,
+    max_len: int | None = None,
+    progress: Progress | None = None,
+) -> Decoder:
+    """The folder's model in `dtype` (auto, bf16, fp32), for requests of up to `max_len` tokens.
+
+    Files are mapped, and a tensor's pages are dropped as soon as it is packed: the weights are
+    never resident twice.
+    """
+    config = load_config(folder)
+    checkpoint = Checkpoint(folder)
+    shapes = families.tensor_shapes(config)
+    if HEAD in checkpoint:  # it counts even where config.json calls it tied
+        shapes[HEAD] = shapes[EMBEDDING]
+    checkpoint.check(shapes)
+    reader = Reader(checkpoint, shapes, compute_dtype(dtype, checkpoint))
+    if progress is not None:
+        reader.report = progress
+    # A tree's nodes stand at positions beyond the last known token.
+    length = (max_len or config.max_positions) + MAX_TREE
+    frequencies = torch.tensor(config.frequencies, dtype=torch.float32)
+    table = rotary.tables(frequencies, config.rope_factor, length)
+    return Decoder(config, ops, table, read_weights(reader, config, ops, table))
+
+
+def compute_dtype(dtype: str, checkpoint: Checkpoint) -> torch.dtype:
+    if dtype in DTYPES:
+        return DTYPES[dtype]
+    if dtype != "auto":
+        raise ConfigError(f"dtype {dtype!r} is not known; use auto, bf16 or fp32")
+    is_fp32 = checkpoint.dtype(EMBEDDING) == torch.float32
+    has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.float32 if is_fp32 or not has_bf16 else torch.bfloat16
+
+
+class Reader:
+    """Tensors of a checkpoint in the model's dtype and in memory of their own."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    ) -> None:
+        self.checkpoint, self.shapes, self.dtype = checkpoint, shapes, dtype
+        self.report: Progress = lambda done, total: None
+        self.num_read, self.num_elements = 0, sum(map(math.prod, shapes.values()))
+
+    def read(self, name: str) -> Tensor:
+        return self.read_into(torch.empty(self.shapes[name], dtype=self.dtype), [name])
+
+    def read_bias(self, *names: str) -> Tensor | None:
+        """Of maps that are fused into one."""
+        biases = [f"{name}.bias" for name in names]
+        if biases[0] not in self.shapes:
+            return None
+        return torch.cat([self.read(bias) for bias in biases])
+
+    def read_weight(self, *names: str) -> Tensor:
+        """Of linear maps that are fused into one, to be packed and forgotten."""
+        weights = [f"{name}.weight" for name in names]
+        height, width = sum(self.shapes[w][0] for w in weights), self.shapes[weights[0]][1]
+        size = height * width * self.dtype.itemsize
+        # Not from malloc: between the packed weights each of these would leave a hole.
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return self.read_into(torch.frombuffer(memory, dtype=self.dtype).view(-1, width), weights)
+
+    def read_into(self, out: Tensor, names: list[str]) -> Tensor:
+        """Fill `out` with tensors, one below the other."""
+        heights = [self.shapes[name][0] for name in names]
+        for name, part in zip(names, torch.split(out, heights), strict=True):
+            self.checkpoint.read(name, part)
+            self.num_read += part.numel()
+            self.report(self.num_read * out.itemsize, self.num_elements * out.itemsize)
+        return out
+
+
+def read_weights(reader: Reader, config: DecoderConfig, ops: Ops, table: Rotary) -> Weights:
+    embedding = reader.read(EMBEDDING)
+    # The largest weight before the others: its unpacked form is gone by the time they stand.
+    head = ops.prepack(reader.read_weight("lm_head") if HEAD in reader.shapes else embedding)
+    still = table if all(config.rope) else rotary.still(table)
+    return Weights(
+        embedding=embedding,
+        layers=tuple(
+            read_layer(reader, config, ops, i, table if config.rope[i] else still)
+            for i in range(config.num_layers)
+        ),
+        norm=reader.read("model.norm.weight"),
+        head=head,
+    )
+
+
+def read_layer(reader: Reader, config: DecoderConfig, ops: Ops, index: int, table: Rotary) -> Layer:
+    layer = f"model.layers.{index}"
+    qkv = [f"{layer}.self_attn.{part}_proj" for part in "qkv"]
+    gate_up = [f"{layer}.mlp.{part}_proj" for part in ("gate", "up")]
+    out, down = f"{layer}.self_attn.o_proj", f"{layer}.mlp.down_proj"
+    return Layer(
+        window=config.windows[index],
+        rotary=table,
+        qk_norm=read_qk_norm(reader, config, layer),
+        attention_norm=reader.read(f"{layer}.input_layernorm.weight"),
+        qkv=ops.prepack(reader.read_weight(*qkv)),
+        qkv_bias=reader.read_bias(*qkv),
+        out=ops.prepack(reader.read_weight(out)),
+        out_bias=reader.read_bias(out),
+        mlp_norm=reader.read(f"{layer}.post_attention_layernorm.weight"),
+        gate_up=ops.prepack(reader.read_weight(*gate_up)),
+        gate_up_bias=reader.read_bias(*gate_up),
+        down=ops.prepack(reader.read_weight(down)),
+        down_bias=reader.read_bias(down),
+    )
+
+
+def read_qk_norm(reader: Reader, config: DecoderConfig, layer: str) -> QKNorm | None:
+    if not config.qk_norm:
+        return None
+    q, k = (reader.read(f"{layer}.self_attn.{part}_norm.weight") for part in "qk")
+    return QKNorm(q, k, config.rms_eps)

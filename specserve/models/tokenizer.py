@@ -1,0 +1,48 @@
+"""Text and token ids: a folder's tokenizer, and whether two models share one."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from specserve.errors import ConfigError
+from specserve.models.families import DecoderConfig
+
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # each is enough to build one of
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """transformers' tokenizer, its chat template included; code in the folder is never run."""
+    if not any((folder / name).exists() for name in FILES):
+        raise ConfigError(
+            f"{folder}: no tokenizer ({', '.join(FILES)}); copy the tokenizer's files of the "
+            "original model into the folder"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(
+            folder, use_fast=True, trust_remote_code=False, local_files_only=True
+        )
+    except Exception as e:  # every tokenizer class fails in its own way
+        raise ConfigError(
+            f"{folder}: the tokenizer cannot be loaded ({type(e).__name__}: {e}); download its "
+            "files again; one that needs code of its own is not supported"
+        ) from e
+
+
+def check_same_vocabulary(
+    target: DecoderConfig, draft: DecoderConfig, target_tokenizer: Any, draft_tokenizer: Any
+) -> None:
+    """A draft model guesses token ids: they must mean the same to the target."""
+    name, remedy = draft_tokenizer.name_or_path, "take a draft model of the target's own family"
+    if draft.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"draft model {name}: vocab_size is {draft.vocab_size}, and the target's is "
+            f"{target.vocab_size}; {remedy}"
+        )
+    ids, draft_ids = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+    if draft_ids != ids:
+        token, _ = min(ids.items() ^ draft_ids.items(), key=lambda item: (item[1], item[0]))
+        raise ConfigError(
+            f"draft model {name}: its tokenizer differs from the target's, first at the token "
+            f"{token!r} ({draft_ids.get(token)} there, {ids.get(token)} in the target); {remedy}"
+        )

@@ -1,0 +1,58 @@
+"""What a person at a terminal sees of a load and of a long run; all of it on stderr."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+
+class Job(Protocol):
+    @property
+    def is_done(self) -> bool: ...
+
+
+class LoadProgress:
+    """A bar for each model: tensors packed, of how many."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.bar = progress_bar(enabled)
+        self.tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        if name not in self.tasks:
+            self.tasks[name] = self.bar.add_task(f"loading {name}", total=total)
+        self.bar.update(self.tasks[name], completed=done, total=total)
+
+
+def show_phases(phases: Mapping[str, str]) -> None:
+    table = Table(title="start-up", show_header=False, title_justify="left")
+    for name, text in phases.items():
+        table.add_row(name, text)
+    Console(stderr=True).print(table)
+
+
+def track(jobs: Sequence[Job], enabled: bool) -> Iterator[None]:
+    """Once a step until all jobs are done, with a bar of how many are."""
+    with progress_bar(enabled) as bar:
+        task = bar.add_task("prompts", total=len(jobs))
+        while (done := sum(job.is_done for job in jobs)) < len(jobs):
+            bar.update(task, completed=done)
+            yield
+        bar.update(task, completed=done)
+
+
+def progress_bar(enabled: bool) -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not enabled)

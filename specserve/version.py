@@ -1,0 +1,3 @@
+"""The version, readable without importing the rest."""
+
+VERSION = "0.1.0"

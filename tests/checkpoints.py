@@ -1,0 +1,119 @@
+"""Tiny random Hugging Face checkpoints, so that no test needs a model from the net."""
+
+import os
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+PAD, EOS = "<|pad|>", "<|end|>"
+
+FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the family apart
+    "llama": {"model_type": "llama"},
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3"},
+    "smollm": {"model_type": "llama", "tie_word_embeddings": True},
+}
+
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 320,  # more than the tokenizer has: ids without text exist in real models too
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,  # wide enough that greedy output varies from prompt to prompt
+}
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+TEXT = """def read_lines(path):
+    with open(path) as file:
+        return [line.rstrip() for line in file]
+
+the cat sat on the mat, and the other cat sat on the other mat
+"""
+
+
+def tiny_checkpoint(
+    folder: Path,
+    family: str = "qwen3",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
+) -> Path:
+    """Write a checkpoint with its tokenizer; `overrides` are fields of the transformers config.
+
+    Same arguments, same bytes: two checkpoints that differ in `seed` make a target and a draft.
+    """
+    fields = SIZES | FAMILIES[family] | overrides
+    eos, pad = tiny_tokenizer().convert_tokens_to_ids([EOS, PAD])
+    fields = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": pad} | fields
+    model_type = fields.pop("model_type")
+    config = CONFIG_MAPPING[model_type](**fields)
+    save_quietly(random_model(config, seed).to(dtype), folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def random_model(config: Any, seed: int) -> Any:
+    """Random weights, norms and biases included: ones and zeros would hide a missing operation."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.2 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def save_quietly(model: Any, folder: Path) -> None:
+    """Without the progress bar that transformers draws for every file it writes."""
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
+
+
+@cache
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE of at most 300 tokens: every string has ids, and few ids are whole words."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else a later fork warns
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=[PAD, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD)
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def main() -> None:
+    folder = tiny_checkpoint(Path(sys.argv[1]))
+    print(f"{folder}: a tiny model with RANDOM weights; what it generates means nothing")
+
+
+if __name__ == "__main__":
+    main()

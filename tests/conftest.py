@@ -1,0 +1,33 @@
+import itertools
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# No deadline: the first example of a run compiles and allocates. Derandomized: a suite that every
+# change must pass may not fail by chance.
+settings.register_profile("specserve", deadline=None, derandomize=True)
+settings.load_profile("specserve")
+
+
+@pytest.fixture(scope="session")
+def test_models():
+    """The folder of the trained pair: `code-target` and `code-draft`."""
+    folder = os.environ.get("SPECSERVE_TEST_MODELS")
+    if not folder or not Path(folder, "code-target", "config.json").is_file():
+        pytest.skip("needs the trained pair of models: SPECSERVE_TEST_MODELS names its folder")
+    return Path(folder)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Seconds by part, a part being a file or a folder in tests/."""
+    seconds = Counter()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            file = report.nodeid.partition("::")[0]
+            seconds[file.removeprefix("tests/").partition("/")[0]] += report.duration
+    terminalreporter.section("seconds by part")
+    for part, duration in seconds.most_common():
+        terminalreporter.line(f"{duration:7.1f}  {part}")

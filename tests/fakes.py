@@ -1,0 +1,60 @@
+"""Stand-ins with the shape of the real thing, for tests of what stands around it."""
+
+import msgspec
+
+
+class FakeParams(msgspec.Struct, frozen=True):
+    max_tokens: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    completion_tokens: int = 2
+
+
+class Timing(msgspec.Struct, frozen=True):
+    ttft_ms: float = 40.0
+    total_ms: float = 100.0
+
+
+class Speculation(msgspec.Struct, frozen=True):
+    drafter: str
+    mean_acceptance_length: float | None
+
+
+class FakeOutput(msgspec.Struct, frozen=True):
+    text: str
+    speculation: Speculation
+    usage: Usage = Usage()
+    timing: Timing = Timing()
+
+
+class FakeLLM:
+    """Says every prompt backwards, a letter a step; the last one made is `FakeLLM.last`."""
+
+    def __init__(self, model, draft_model=None, drafter=None, config=None, set=None, progress=True):
+        self.model, self.draft_model, self.drafter = model, draft_model, drafter
+        self.config, self.set, self.progress = config, set, progress
+        self.params, self.is_closed = None, False
+        FakeLLM.last = self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.is_closed = True
+
+    def stream(self, prompt, params):
+        self.params = params
+        for letter in reversed(prompt):
+            yield letter, [ord(letter)]
+        return self.output(prompt)
+
+    def generate(self, prompts, params):
+        self.params = params
+        return [self.output(p) for p in prompts]
+
+    def output(self, prompt):
+        name = self.drafter or "ngram"
+        return FakeOutput(prompt[::-1], Speculation(name, None if name == "none" else 1.5))

@@ -1,0 +1,64 @@
+"""A prompt through a decoder, chunk by chunk, over shuffled blocks of a poisoned pool."""
+
+import itertools
+import random
+
+import torch
+
+from specserve_kernels import KVCache, KVLayer, Rows, cpu, reference
+
+
+def builds():
+    """The builds of the ops that this machine has."""
+    try:
+        cpu.library()
+    except cpu.BuildError:
+        return [reference]
+    return [reference, cpu]
+
+
+def prompt(vocab_size, n, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (n,), generator=generator)
+
+
+def logits(decoder, ids, *, block_size=16, chunks=(23,)):
+    """Of every token; a chunk ends before each number in `chunks`."""
+    table = list(range(len(ids) // block_size + 3))
+    random.Random(0).shuffle(table)
+    kv = empty_kv(decoder, len(table), block_size)
+    borders = [0, *chunks, len(ids)]
+    out = []
+    with torch.inference_mode():
+        for start, end in itertools.pairwise(borders):
+            rows = causal_rows(table, start, end, block_size)
+            plan = decoder.ops.plan(rows, kv, decoder.config.num_heads)
+            out.append(decoder.logits(decoder.forward(ids[start:end], kv, plan)))
+    return torch.cat(out).float()
+
+
+def empty_kv(decoder, num_blocks, block_size):
+    """NaN everywhere: whoever reads a slot that no row wrote shows it."""
+    c = decoder.config
+    shape = (num_blocks, c.num_layers, 2, block_size, c.num_kv_heads, c.head_dim)
+    arena = torch.full(shape, float("nan"), dtype=decoder.dtype)
+    return KVCache(tuple(KVLayer(arena[:, i, 0], arena[:, i, 1]) for i in range(c.num_layers)))
+
+
+def causal_rows(table, start, end, block_size):
+    blocks = table[: -(-end // block_size)]
+    at = range(start, end)
+    slots = [table[i // block_size] * block_size + i % block_size for i in at]
+    int32 = [
+        [0, end - start],
+        [0, len(blocks)],
+        blocks,
+        [(end - 1) % block_size + 1],
+        list(at),
+    ]
+    return Rows(
+        *(torch.tensor(x, dtype=torch.int32) for x in int32),
+        torch.tensor(slots),
+        torch.arange(start + 1, end + 1, dtype=torch.int32),
+        torch.zeros(end - start, dtype=torch.int64),
+    )

@@ -1,0 +1,107 @@
+import json
+
+import pytest
+
+from specserve.errors import ConfigError
+from specserve.models.families import FAMILIES
+from specserve.models.loader import load_config
+from tests.checkpoints import tiny_checkpoint
+
+
+@pytest.fixture
+def parse(tmp_path):
+    """What a tiny Llama's config.json comes to, some of its fields replaced (None: left out)."""
+    folder = tiny_checkpoint(tmp_path, "llama")
+    fields = json.loads((folder / "config.json").read_text())
+
+    def parse(**changes):
+        changed = {k: v for k, v in (fields | changes).items() if v is not None}
+        (folder / "config.json").write_text(json.dumps(changed))
+        return load_config(folder)
+
+    return parse
+
+
+MISTRAL, QWEN2 = {"architectures": ["MistralForCausalLM"]}, {"architectures": ["Qwen2ForCausalLM"]}
+QWEN3, SMOLLM3 = {"architectures": ["Qwen3ForCausalLM"]}, {"architectures": ["SmolLM3ForCausalLM"]}
+SWA = {"use_sliding_window": True, "sliding_window": 8}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
+
+WINDOWS = {
+    "llama has none": ({"sliding_window": 8}, (None, None)),
+    "mistral's is everywhere": (MISTRAL | {"sliding_window": 8}, (8, 8)),
+    "mistral without one": (MISTRAL, (None, None)),
+    "mistral with layer_types": (MISTRAL | MIXED | {"sliding_window": 8}, (8, None)),
+    "qwen's is off unless it is used": (QWEN2 | {"sliding_window": 8}, (None, None)),
+    "qwen's starts at a layer": (QWEN2 | SWA | {"max_window_layers": 1}, (None, 8)),
+    "layer_types wins": (QWEN3 | SWA | MIXED | {"max_window_layers": 1}, (8, None)),
+}
+
+
+@pytest.mark.parametrize(("changes", "windows"), WINDOWS.values(), ids=WINDOWS)
+def test_windows_by_layer(parse, changes, windows):
+    nulls = {"sliding_window": None} if changes == MISTRAL else {}
+    assert parse(**changes, **nulls).windows == windows
+
+
+REFUSED = {  # what is wrong -> the change, the complaint
+    "an unknown architecture": (
+        {"architectures": ["GemmaForCausalLM"]},
+        f"'GemmaForCausalLM'.*{', '.join(FAMILIES)}",
+    ),
+    "no architecture": ({"architectures": None}, "architectures"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config.*bf16"),
+    "another activation": ({"hidden_act": "gelu"}, "'gelu'.*'silu'"),
+    "heads that do not divide": ({"num_key_value_heads": 3}, "num_attention_heads = 4.*= 3"),
+    "odd heads": ({"head_dim": 3}, "head_dim = 3"),
+    "odd heads that transformers refuses": ({"head_dim": 15}, "head_dim.*15"),
+    "no heads": ({"num_attention_heads": 0}, "num_attention_heads|ZeroDivision"),
+    "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
+    "a word for a number": ({"hidden_size": "64"}, "hidden_size"),
+    "another layer type": (
+        QWEN3 | {"layer_types": ["full_attention", "chunked_attention"]},
+        "'chunked_attention'.*sliding_attention",
+    ),
+    "too few layer types": (QWEN3 | {"layer_types": ["full_attention"]}, "layer_types"),
+    "a window without a size": (QWEN3 | MIXED, "sliding_window is None"),
+    "an empty window": (MISTRAL | {"sliding_window": 0}, "sliding_window is 0"),
+    "too few rope layers": (SMOLLM3 | {"no_rope_layers": [1]}, "no_rope_layers"),
+    "rope by length": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "the batch"),
+    "rope by length, old style": (
+        {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "'dynamic'.*the batch",
+    ),
+    "long rope": (
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "factor": 2.0,
+                "short_factor": [1.0] * 8,
+                "long_factor": [1.0] * 8,
+            }
+        },
+        "'longrope'.*the batch",
+    ),
+    "another rope": ({"rope_parameters": {"rope_type": "spiral"}}, "'spiral'.*llama3"),
+    "half a rope": ({"rope_parameters": {"rope_type": "llama3"}}, "factor"),
+    "rope of nothing": ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "infinite"),
+    "partial rotation": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+}
+
+
+@pytest.mark.parametrize(("changes", "complaint"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_served_is_refused_with_the_reason(parse, tmp_path, changes, complaint):
+    with pytest.raises(ConfigError, match=complaint) as error:
+        parse(**changes)
+    assert str(error.value).startswith(str(tmp_path / "config.json"))
+
+
+def test_rope_in_the_old_style_means_the_same(parse):
+    new = parse(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5})
+    scaling = {"type": "linear", "factor": 4.0}
+    assert parse(rope_parameters=None, rope_scaling=scaling, rope_theta=5e5) == new
+    assert new != parse()
+
+
+def test_remote_code_is_not_asked_for_the_config(parse):
+    assert parse(auto_map={"AutoConfig": "evil.Config"}, model_type="evil") == parse()

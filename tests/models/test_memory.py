@@ -1,0 +1,97 @@
+"""Weights are never resident twice, and the file's pages go as its tensors are packed."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from specserve.models import checkpoint
+from specserve.models.families import tensor_shapes
+from specserve.models.loader import load_config
+from tests.checkpoints import tiny_checkpoint
+
+LOAD = """
+import sys, torch
+from pathlib import Path
+from specserve_kernels import load
+from specserve.models.loader import load_decoder
+
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(x.split()[1]) * 1024 for x in lines if x.startswith(key))
+
+ops = load(torch.device("cpu"))
+load_decoder(Path(sys.argv[1]), "auto", ops)  # what the libraries take at their first use
+before = status("VmRSS")
+decoder = load_decoder(Path(sys.argv[2]), "auto", ops)
+print(status("VmHWM") - before, decoder.dtype)
+"""
+
+BIG = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 8192,
+}
+
+
+def widened(folder, dtype, num_layers):
+    """Turn a tiny checkpoint into a large one; returns the bytes of its weights."""
+    path = folder / "config.json"
+    fields = json.loads(path.read_text()) | BIG | {"num_hidden_layers": num_layers}
+    path.write_text(json.dumps(fields | {"layer_types": None}))
+    shapes = tensor_shapes(load_config(folder))
+    tensors = {name: torch.rand(shape).to(dtype) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return sum(t.nbytes for t in tensors.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_peak_memory_is_little_more_than_the_weights(dtype, tmp_path):
+    small = tiny_checkpoint(tmp_path / "small", dtype=dtype)
+    big = tiny_checkpoint(tmp_path / "big")
+    size = widened(big, dtype, num_layers=5 if dtype == torch.bfloat16 else 2)
+    command = [sys.executable, "-c", LOAD, str(small), str(big)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    grown, loaded = done.stdout.split()
+    if loaded != str(dtype):
+        pytest.skip(f"auto is {loaded} on this CPU")
+    assert int(grown) < 1.35 * size
+
+
+def test_a_read_tensor_gives_its_pages_back(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"x": torch.rand(1 << 20)}, path)
+    files = checkpoint.Checkpoint(tmp_path)
+    files.read("x", torch.empty(1 << 20))
+    assert resident_bytes(path) < 1 << 18  # of 1 << 22: the rims of the tensor at most
+
+
+def resident_bytes(path):
+    """Of all mappings of a file in this process."""
+    total, inside = 0, False
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            if "-" in line.split(" ")[0]:
+                inside = line.rstrip().endswith(str(path))
+            elif inside and line.startswith("Rss:"):
+                total += int(line.split()[1]) * 1024
+    return total
+
+
+def test_refused_advice_is_no_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_madvise", lambda start, length, advice: -1)
+    save_file({"x": torch.rand(1 << 14)}, tmp_path / "model.safetensors")
+    out = torch.empty(1 << 14)
+    checkpoint.Checkpoint(tmp_path).read("x", out)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        assert torch.equal(out, file.get_tensor("x"))

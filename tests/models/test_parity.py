@@ -1,0 +1,75 @@
+"""The decoder computes what transformers computes, family by family and shape by shape."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specserve.models.loader import load_decoder
+from tests.checkpoints import FAMILIES, tiny_checkpoint
+from tests.models.forward import builds, logits, prompt
+
+SMOLLM3 = {"model_type": "smollm3"}
+SLIDING, FULL = "sliding_attention", "full_attention"
+WINDOWED = {"use_sliding_window": True, "sliding_window": 5}
+CONTEXT = {"original_max_position_embeddings": 16, "rope_theta": 100.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+CASES = {  # family, what departs from its tiny checkpoint
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "smollm": ("smollm", {}),
+    "smollm3, a layer without rope": ("llama", SMOLLM3 | {"no_rope_layers": [1, 0]}),
+    "every linear map with a bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen3 with biases": ("qwen3", {"attention_bias": True}),
+    "tied": ("qwen3", {"tie_word_embeddings": True}),
+    "7 query heads a KV head": ("qwen2", {"num_attention_heads": 14}),
+    "one KV head a query head": ("qwen3", {"num_key_value_heads": 4}),
+    "heads of 80": ("qwen3", {"head_dim": 80}),
+    "odd vocabulary": ("qwen2", {"vocab_size": 307}),
+    "odd widths": ("llama", {"hidden_size": 76, "intermediate_size": 150, "vocab_size": 331}),
+    "a window shorter than the prompt": ("mistral", {"sliding_window": 7}),
+    "windows from a layer on": ("qwen2", WINDOWED | {"max_window_layers": 1}),
+    "windows as layer_types has them": ("qwen3", WINDOWED | {"layer_types": [SLIDING, FULL]}),
+    "windows without rope": ("llama", SMOLLM3 | WINDOWED | {"no_rope_layers": [0, 1]}),
+    "rope theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "rope linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0}}),
+    "rope llama3": ("llama", {"rope_parameters": LLAMA3 | CONTEXT}),
+    "rope yarn": ("qwen3", {"rope_parameters": YARN | CONTEXT}),
+    "rope yarn, its factor given": ("qwen2", {"rope_parameters": YARN | {"attention_factor": 2.0}}),
+    "rope in the old style": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+}
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+def case(request, tmp_path_factory):
+    """A checkpoint, a prompt and transformers' logits after each of its tokens."""
+    family, overrides = request.param
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("model"), family, **overrides)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    ids = prompt(model.config.vocab_size, 37)
+    with torch.inference_mode():
+        return folder, ids, model(ids[None]).logits[0]
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 17])
+@pytest.mark.parametrize("ops", builds(), ids=lambda m: m.__name__.rpartition(".")[2])
+def test_logits_are_those_of_transformers(case, ops, block_size):
+    folder, ids, want = case
+    got = logits(load_decoder(folder, "fp32", ops), ids, block_size=block_size)
+    error = (got - want).norm(dim=1) / want.norm(dim=1)
+    assert error.max() < 1e-4, error
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("ops", builds(), ids=lambda m: m.__name__.rpartition(".")[2])
+def test_bf16_stays_close_to_fp32(family, ops, tmp_path):
+    # Milder weights than the other tests': these logits should not hang on a rounding.
+    folder = tiny_checkpoint(tmp_path, family, initializer_range=0.05)
+    ids = prompt(320, 37)
+    exact, rounded = (logits(load_decoder(folder, dtype, ops), ids) for dtype in ("fp32", "bf16"))
+    assert torch.cosine_similarity(rounded, exact).min() > 0.999

@@ -1,0 +1,159 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import specserve
+from specserve import cli
+from specserve.errors import RequestError
+from specserve.version import VERSION
+from tests.checkpoints import tiny_checkpoint
+from tests.fakes import FakeLLM, FakeParams
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setitem(vars(specserve), "LLM", FakeLLM)
+    monkeypatch.setitem(vars(specserve), "SamplingParams", FakeParams)
+    return FakeLLM
+
+
+def command(*args, **options):
+    """The command in a process of its own, as a shell starts it."""
+    return subprocess.run(
+        [sys.executable, "-m", "specserve", *args], capture_output=True, text=True, **options
+    )
+
+
+def test_text_goes_to_stdout_and_the_footer_to_stderr(fake, capsys):
+    assert cli.main(["generate", "abc", "--model", "m"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "cba\n"
+    assert (
+        err == "[2 tokens | TTFT 40 ms | 20.0 tokens/s | acceptance length 1.50 | drafter ngram]\n"
+    )
+
+
+def test_the_footer_leaves_out_what_was_not_measured(fake, capsys):
+    assert cli.main(["generate", "abc", "--model", "m", "--drafter", "none"]) == 0
+    assert "acceptance" not in capsys.readouterr().err
+
+
+def test_several_prompts_come_one_after_the_other(fake, capsys):
+    assert cli.main(["generate", "abc", "xyz", "--model", "m"]) == 0
+    assert capsys.readouterr().out == "cba\nzyx\n"
+
+
+def test_json_is_one_object_a_prompt_and_nothing_else(fake, capsys):
+    assert cli.main(["generate", "abc", "xyz", "--model", "m", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert [json.loads(line)["text"] for line in out.splitlines()] == ["cba", "zyx"]
+    assert err == ""
+    assert not fake.last.progress
+
+
+def test_flags_reach_the_engine(fake, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("[memory]\nblock_size = 8")
+    flags = "--model m --draft-model d --drafter model --max-tokens 3 --temperature 0.5 --seed 9"
+    settings = ["--set", "speculation.max_nodes=4", "--config", str(path)]
+    assert cli.main(["generate", "a", *flags.split(), *settings]) == 0
+    llm = fake.last
+    assert (llm.model, llm.draft_model, llm.drafter) == ("m", "d", "model")
+    assert (llm.config, llm.set) == (path, {"speculation.max_nodes": 4})
+    assert llm.params == FakeParams(max_tokens=3, temperature=0.5, seed=9)
+    assert llm.is_closed
+
+
+def test_the_model_may_stand_in_the_file(fake, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('[model]\npath = "m"')
+    assert cli.main(["generate", "a", "--config", str(path)]) == 0
+    assert fake.last.model == "m"
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (["generate", "a"], "--model"),
+        (["generate", "a", "--model", "m", "--drafter", "model"], "--draft-model"),
+        (["generate", "a", "--model", "m", "--set", "memory.blocksize=1"], "memory.block_size?"),
+        (["generate", "a", "--model", "m", "--config", "gone.toml"], "gone.toml"),
+        (["config", "check", "--set", "nonsense"], "section.key=value"),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_what_to_do(fake, capsys, args, complaint):
+    assert cli.main(args) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert complaint in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(RequestError("too long"), 1), (KeyboardInterrupt(), 130)]
+)
+def test_what_stops_a_stream_closes_the_engine(fake, monkeypatch, error, code):
+    def stream(self, prompt, params):
+        yield "a", [1]
+        raise error
+
+    monkeypatch.setattr(fake, "stream", stream)
+    assert cli.main(["generate", "a", "--model", "m"]) == code
+    assert fake.last.is_closed
+
+
+def test_a_bug_of_ours_is_not_dressed_up_as_an_error(fake, monkeypatch):
+    monkeypatch.setattr(fake, "generate", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["generate", "a", "--model", "m", "--json"])
+
+
+def test_config_show_prints_what_holds_and_check_says_ok(capsys):
+    assert cli.main(["config", "show", "--set", "memory.block_size=4"]) == 0
+    assert "block_size = 4  #" in capsys.readouterr().out
+    assert cli.main(["config", "check"]) == 0
+    assert capsys.readouterr().out == "OK\n"
+
+
+def test_another_package_can_add_a_command(tmp_path, monkeypatch):
+    info = tmp_path / "extra-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: extra\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[specserve.commands]\nextra = extra_command:main\n")
+    (tmp_path / "extra_command.py").write_text("def main(argv):\n    return len(argv)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cli.main(["extra", "--one", "two", "--help"]) == 3
+
+
+def test_a_reader_that_leaves_is_no_traceback():
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "specserve", "config", "show"], stdout=writer, stderr=-1, text=True
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_help_does_not_pay_for_torch():
+    code = "import sys, specserve.cli; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+def test_the_version_is_printed():
+    assert command("--version").stdout == f"specserve {VERSION}\n"
+
+
+def test_a_tiny_model_generates_end_to_end(tmp_path):
+    folder = tiny_checkpoint(tmp_path / "tiny")
+    args = ["--model", str(folder), "--max-tokens", "3", "--temperature", "0", "--json"]
+    done = command("generate", "def read", *args)
+    assert done.returncode == 0, done.stderr
+    output = json.loads(done.stdout)
+    assert len(output["token_ids"]) == output["usage"]["completion_tokens"] == 3
+    assert output["finish_reason"] == "length"

@@ -1,0 +1,141 @@
+from pathlib import Path
+
+import pytest
+
+from specserve.config import KNOBS, Config, load_config, parse_override, to_toml
+from specserve.errors import ConfigError
+
+PRESETS = {"off": "none", "ngram": "ngram", "draft-model": "model"}
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_loads_and_names_its_drafter(name):
+    assert load_config(CONFIGS / f"{name}.toml").drafter_name == PRESETS[name]
+
+
+def test_no_preset_goes_untested():
+    assert {p.stem for p in CONFIGS.iterdir()} == set(PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaints"),
+    [
+        ("[scheduler]\nmax_runing = 4", ["scheduler.max_runing", "mean scheduler.max_running?"]),
+        ("[schedular]\nmax_running = 4", ["'schedular'", "[scheduler]"]),
+        ("[schedular]", ["'schedular'", "[scheduler]"]),
+        ('model = "m"', ["'model'", "[model]"]),
+        ("[memory]\nzzz = 4", ["memory.zzz", "specserve config show"]),
+        ("[memory]\nblock_size = 0", ["memory.block_size = 0", ">= 1"]),
+        ("[memory]\nblock_size = true", ["memory.block_size = True", "`int`"]),
+        ("[memory]\nkv_fraction = 1.5", ["memory.kv_fraction = 1.5", "<= 1"]),
+        ("[memory]\nkv_fraction = nan", ["memory.kv_fraction = nan", "> 0"]),
+        ("[speculation]\nmax_nodes = 64", ["speculation.max_nodes = 64", "0 to 63"]),
+        ('[model]\ndtype = "fp16"', ["model.dtype = 'fp16'", "auto, bf16 or fp32"]),
+        ("[scheduler]\nmax_batched_tokens = 8", ["max_batched_tokens = 8", "max_running = 64"]),
+        ("[scheduler]\nmax_running = 512", ["max_batched_tokens = 512", "lower the second"]),
+        ('[drafter]\nname = "model"', ["drafter.model", "--draft-model"]),
+        ('[drafter]\nname = "package.module"', ["'package.module'", "package.module:Class"]),
+        ("[drafter", ["not TOML"]),
+    ],
+)
+def test_a_mistake_names_the_file_the_key_and_the_remedy(tmp_path, text, complaints):
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as e:
+        load_config(path)
+    assert not [c for c in [str(path), *complaints] if c not in str(e.value)], e.value
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"gone\.toml.*check the path"):
+        load_config(tmp_path / "gone.toml")
+
+
+def test_a_mistake_in_an_override_is_not_blamed_on_the_file():
+    with pytest.raises(ConfigError, match=r"^--set: memory\.block_size = 0"):
+        load_config(CONFIGS / "ngram.toml", {"memory.block_size": 0})
+
+
+def test_a_conflict_names_everyone_who_took_part(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("[scheduler]\nmax_batched_tokens = 100")
+    with pytest.raises(ConfigError, match=r"mine\.toml, --set: .* must exceed"):
+        load_config(path, {"scheduler.max_running": 100})
+
+
+def test_overrides_are_stronger_than_the_file():
+    config = load_config(CONFIGS / "ngram.toml", {"speculation.max_nodes": 3})
+    assert (config.speculation.max_nodes, config.drafter.name) == (3, "ngram")
+
+
+def test_one_option_of_a_drafter_can_be_set_beside_others(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("[drafter.options]\nmax_ngram = 5\nmin_ngram = 1")
+    config = load_config(path, {"drafter.options.max_ngram": 3})
+    assert config.drafter.options == {"max_ngram": 3, "min_ngram": 1}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ({}, "ngram"),
+        ({"drafter.model": "d"}, "model"),
+        ({"drafter.model": "d", "drafter.name": "ngram"}, "ngram"),
+        ({"drafter.model": "d", "drafter.name": "none"}, "none"),
+        ({"drafter.name": "mine:Drafter"}, "mine:Drafter"),
+        ({"speculation.max_nodes": 0}, "none"),
+        ({"speculation.max_step_nodes": 0}, "none"),
+    ],
+)
+def test_who_guesses(overrides, name):
+    assert load_config(None, overrides).drafter_name == name
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("a.b=3", ("a.b", 3)),
+        ("a.b = 0.5", ("a.b", 0.5)),
+        ("a.b=true", ("a.b", True)),
+        ('a.b="3"', ("a.b", "3")),
+        ("a.b=some/folder", ("a.b", "some/folder")),
+        ("a.b=x=y", ("a.b", "x=y")),
+        ("a.b={n = 1}", ("a.b", {"n": 1})),
+        ("a.b=1\nc = 2", ("a.b", "1\nc = 2")),
+        ("a.b=", ("a.b", "")),
+    ],
+)
+def test_an_override_is_toml_or_else_a_string(text, want):
+    assert parse_override(text) == want
+
+
+def test_an_override_without_a_value_is_refused():
+    with pytest.raises(ConfigError, match=r"section\.key=value"):
+        parse_override("speculation.max_nodes")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"model.path": 'odd "quoted" \\ name\n\x7f é 日', "model.threads": 2},
+        {"drafter.options": {"a b": 1, "c": [True, "x", 1e30, {"d": {}}]}},
+    ],
+)
+def test_what_is_shown_can_be_loaded(tmp_path, overrides):
+    config = load_config(None, overrides)
+    path = tmp_path / "shown.toml"
+    path.write_text(to_toml(config), encoding="utf-8")
+    assert load_config(path) == config
+
+
+def test_defaults_are_the_designs():
+    s, p = Config().scheduler, Config().speculation
+    assert (s.max_running, s.max_batched_tokens, s.prefill_chunk) == (64, 512, 128)
+    assert (p.max_nodes, p.max_step_nodes, Config().memory.block_size) == (16, 32, 16)
+
+
+def test_what_is_shown_has_every_key():
+    shown = to_toml(Config())
+    assert not [key for key in KNOBS if f"{key.split('.')[1]} =" not in shown]

@@ -1,0 +1,58 @@
+"""What the README says is run, so that it stays true."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import specserve
+from specserve import cli
+from specserve.config import KNOBS, description
+from tests.checkpoints import tiny_checkpoint
+from tests.fakes import FakeLLM, FakeParams
+
+ROOT = Path(__file__).parents[1]
+PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md")}
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGES["README.md"], re.DOTALL)
+SHELL = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
+COMMANDS = [line for line in SHELL if line.startswith("specserve ")]
+
+
+@pytest.mark.parametrize(
+    "target", sorted(set(re.findall(r"`?make (\w+)", "".join(PAGES.values()))))
+)
+def test_every_make_target_that_is_named_exists(target):
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_runs(command, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setitem(vars(specserve), "LLM", FakeLLM)
+    monkeypatch.setitem(vars(specserve), "SamplingParams", FakeParams)
+    assert cli.main(shlex.split(command)[1:]) == 0, capsys.readouterr().err
+
+
+def test_the_python_example_runs(tmp_path, capsys):
+    [code] = [text for kind, text in BLOCKS if kind == "python"]
+    for name in ("model", "draft"):
+        folder = tiny_checkpoint(tmp_path / name)
+        code = code.replace(f"path/to/{name}", str(folder))
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out
+
+
+def test_every_line_of_a_shell_block_is_covered_here():
+    assert [line for line in SHELL if not line.startswith(("make ", "specserve "))] == []
+
+
+@pytest.mark.parametrize("key", KNOBS)
+def test_every_knob_says_what_it_is(key):
+    assert description(key)
+
+
+def test_every_folder_that_is_named_exists():
+    folders = re.findall(r"`([\w/]+)/`", "".join(PAGES.values()))
+    assert folders
+    assert not [f for f in folders if not (ROOT / f).is_dir()]

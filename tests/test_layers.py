@@ -1,0 +1,96 @@
+"""The architecture, as a test: a file may import its own layer and those above it in this list."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+LAYERS = [  # ground floor first
+    ("specserve_kernels",),
+    ("specserve_drafters",),
+    ("specserve.errors", "specserve.config", "specserve.version"),
+    ("specserve.memory", "specserve.models", "specserve.sampling", "specserve.text"),
+    ("specserve.scheduling",),
+    ("specserve.engine",),
+    ("specserve.llm", "specserve"),  # `specserve` itself exports what `specserve.llm` defines
+    ("specserve.cli", "specserve.__main__"),
+    ("specserve_bench",),
+]
+REPOSITORY = Path(__file__).parents[1]
+PACKAGES = [
+    REPOSITORY / folder
+    for folder in (
+        "kernels/specserve_kernels",
+        "drafters/specserve_drafters",
+        "specserve",
+        "bench/specserve_bench",
+    )
+]
+FILES = [file for package in PACKAGES for file in sorted(package.rglob("*.py"))]
+
+
+def name_of(path):
+    package = next(p for p in PACKAGES if p in path.parents)
+    return ".".join(path.relative_to(package.parent).with_suffix("").parts)
+
+
+def layer(module):
+    """The layer of the longest name that covers the module; None for somebody else's."""
+    covers = [
+        (name, i)
+        for i, names in enumerate(LAYERS)
+        for name in names
+        if f"{module}.".startswith(f"{name}.")
+    ]
+    return max(covers, key=lambda c: len(c[0]), default=(None, None))[1]
+
+
+def imports(tree):
+    for node in ast.walk(tree):  # lazy imports count as well
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute, so that this test can read them"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def is_listed(module):
+    """Whether a module of the engine has a place of its own in the list."""
+    names = {name for names in LAYERS for name in names} - {"specserve"}
+    return any(f"{module}.".startswith(f"{name}.") for name in names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_run_downward(path):
+    own = name_of(path)
+    assert is_listed(own) or own == "specserve.__init__", f"{own} has no layer: give it one"
+    up = [m for m in imports(ast.parse(path.read_text())) if (layer(m) or 0) > layer(own)]
+    assert not up, f"{own} imports {up} from a layer above it"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_nothing_unpickles(path):
+    """A model file or a socket that is unpickled runs whatever its author wrote into it."""
+    tree = ast.parse(path.read_text())
+    roots = {module.partition(".")[0] for module in imports(tree)}
+    assert not roots & {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
+    loads = [ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
+    assert not {"torch.load", "torch.save"} & set(loads)
+
+
+@pytest.mark.parametrize("folder", ["kernels", "drafters", "bench"])
+def test_the_folder_of_a_floor_is_no_package(folder):
+    assert not (REPOSITORY / folder / "__init__.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported"),
+    [
+        ("specserve_kernels.reference", "specserve_drafters.tree"),
+        ("specserve.memory.pool", "specserve.engine.batch"),
+        ("specserve.engine.engine", "specserve.LLM"),
+        ("specserve.llm", "specserve_bench.figures"),
+    ],
+)
+def test_an_upward_import_would_be_seen(importer, imported):
+    assert layer(imported) > layer(importer)
