@@ -188,7 +188,7 @@ class LLM:
         return {
             "target": sum(len(r.table.blocks) for r in requests),
             "draft": sum(len(r.draft_table.blocks) for r in requests),
-            "free": self.engine.scheduler.pool.num_free,
+            "free": self.engine.pool.num_free,
         }
 
     def close(self) -> None:

@@ -44,7 +44,8 @@ class TextStream:
 
     def finish(self) -> str:
         """What was held back, now that no more tokens come."""
-        return self.held + self.take(is_last=True)
+        self.held += self.take(is_last=True)
+        return self.held[: self.find_stop()]
 
     def take(self, is_last: bool = False) -> str:
         """The text of the tokens that have not been read, once it ends with a whole character."""

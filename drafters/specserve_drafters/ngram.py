@@ -86,7 +86,7 @@ def merge(first: list[int], second: list[int], limit: int) -> Draft:
     fork = next(j for j, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
     room = min(limit // 4, len(second) - fork)
     trunk = first[: limit - room]
-    if room == 0 or fork > len(trunk):
+    if room == 0 or fork >= len(trunk):
         return Draft.chain(first)
     branch = len(trunk) + 1  # the number of its first node
     parents = [*range(ROOT, len(trunk)), fork, *range(branch, branch + room - 1)]

@@ -52,7 +52,8 @@ def build_batch(groups: Sequence[RowGroup]) -> Batch:
         if group.masks is not None:
             mask[begin:end] = group.masks
             prefix[begin:end] = group.prefix
-            positions[begin:end] = group.prefix - 1 + np.bitwise_count(mask[begin:end])
+            depth = np.bitwise_count(mask[begin:end]).astype(np.int32)
+            positions[begin:end] = group.prefix + depth - 1
     lengths = starts + sizes
     used = -(-lengths // block_size)
     indptr = np.concatenate(([0], used.cumsum(dtype=np.int32)), dtype=np.int32)

@@ -25,8 +25,8 @@ from specserve.scheduling import Scheduler
 from specserve.scheduling.scheduler import Limits
 from specserve_drafters import Drafter, DrafterError, make_drafter
 from specserve_drafters.base import find_drafter
-from specserve_kernels import Ops, load
 from specserve_drafters.tree import MAX_NODES
+from specserve_kernels import Ops, load
 
 TREE_SLOTS = MAX_NODES + 1
 TUNING_ROWS = 4  # of the step that threads are timed on: a small tree
@@ -77,14 +77,19 @@ def build(config: Config, progress: Progress | None = None) -> Loaded:
         with phases.phase("draft model"):
             draft = load_draft(config, ops, target, tokenizer, progress)
     with phases.phase("pool"):
-        runners, pool = build_pool(config, target, draft, max_len)
-        phases.note("pool", f"{pool.num_blocks} blocks of {runners[0].kv.block_size} tokens")
+        engine = assemble(config, target, draft, max_len)
+        phases.note("pool", f"{engine.pool.num_blocks} blocks of {config.memory.block_size} tokens")
+    with phases.phase("threads"):
+        phases.note("threads", tune(engine, max_len, config.model.threads))
+    return Loaded(engine, tokenizer, defaults, max_len, config.drafter_name, phases.table)
+
+
+def assemble(config: Config, target: Decoder, draft: Decoder | None, max_len: int) -> Engine:
+    """An engine around models that have been loaded."""
+    runners, pool = build_pool(config, target, draft, max_len)
     scheduler = Scheduler(limits(config), pool)
     draft_model = DraftModel(runners[1], scheduler) if len(runners) > 1 else None
-    engine = Engine(runners[0], scheduler, build_drafter(config, draft_model), draft_model)
-    with phases.phase("threads"):
-        phases.note("threads", tune(runners[0], pool, max_len, config.model.threads))
-    return Loaded(engine, tokenizer, defaults, max_len, config.drafter_name, phases.table)
+    return Engine(runners[0], scheduler, build_drafter(config, draft_model), draft_model)
 
 
 def resolve_model(config: Config) -> Path:
@@ -197,9 +202,10 @@ def free_memory() -> int:
     raise ConfigError("this system does not tell its free memory: set memory.kv_bytes")
 
 
-def tune(target: Runner, pool: BlockPool, max_len: int, threads: int | None) -> str:
-    """Settle the number of threads on the model's own step, at a middling context."""
-    table = BlockTable(pool, target.kv.block_size)
+def tune(engine: Engine, max_len: int, threads: int | None) -> str:
+    """Settle the number of threads on the target's own step, at a middling context."""
+    target = engine.target
+    table = BlockTable(engine.pool, target.kv.block_size)
     start = min(256, max_len - TUNING_ROWS)
     table.try_reserve(start + TUNING_ROWS)
     group = RowGroup(table, [0] * TUNING_ROWS, start, TUNING_ROWS)

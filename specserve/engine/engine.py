@@ -13,7 +13,7 @@ from specserve.engine.batch import RowGroup
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.runner import Runner
 from specserve.engine.verify import Path, walk
-from specserve.memory import BlockTable
+from specserve.memory import BlockPool, BlockTable
 from specserve.sampling import Sampler, Sampling
 from specserve.scheduling import Request, Scheduler, Work
 from specserve_drafters import Draft, Drafter, DraftItem
@@ -53,6 +53,10 @@ class Engine:
         self.drafter, self.draft_model = drafter, draft_model
         self.stats = Stats()
         self.ids = count()
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.scheduler.pool
 
     @property
     def is_idle(self) -> bool:
@@ -172,14 +176,13 @@ class Engine:
 
     def add(self, token_ids: Sequence[int], sampling: Sampling) -> Request:
         """Queue a request; its prompt and parameters have been checked."""
-        pool = self.scheduler.pool
         draft_kv = (self.draft_model.runner if self.draft_model else self.target).kv
         request = Request(
             id=next(self.ids),
             token_ids=array("i", token_ids),
             sampling=sampling,
-            table=BlockTable(pool, self.target.kv.block_size),
-            draft_table=BlockTable(pool, draft_kv.block_size),
+            table=BlockTable(self.pool, self.target.kv.block_size),
+            draft_table=BlockTable(self.pool, draft_kv.block_size),
         )
         self.scheduler.add(request)
         return request
@@ -211,7 +214,7 @@ class Engine:
         """Assert the pool's invariant: every block is free, or held by exactly whom it counts."""
         requests = self.scheduler.requests()
         tables = [t.blocks for r in requests for t in (r.table, r.draft_table)]
-        self.scheduler.pool.check(tables)
+        self.pool.check(tables)
 
 
 def draft_item(work: Work) -> DraftItem:

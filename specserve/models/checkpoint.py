@@ -16,6 +16,7 @@ from specserve.models.folder import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PICKLES = (".bin", ".pt", ".pth")
 READ_BYTES = 4 << 20  # of a file that are resident at a time
 IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")  # a buffer that old versions saved
 
@@ -139,7 +140,7 @@ def is_at_home(home: Path, target: Path) -> bool:
 
 
 def missing_weights(folder: Path) -> str:
-    if any(folder.glob(pattern) for pattern in ("*.bin", "*.pt", "*.pth")):
+    if any(path.suffix in PICKLES for path in folder.iterdir()):
         return (
             "the weights are pickles (*.bin, *.pt, *.pth), which can run code when they are read "
             "and are refused; convert them to safetensors"

@@ -93,9 +93,7 @@ def find_family(fields: Mapping[str, Any]) -> tuple[str, Family]:
     named = fields.get("architectures") or ["none"]
     if isinstance(named, list) and isinstance(named[0], str) and named[0] in FAMILIES:
         return named[0], FAMILIES[named[0]]
-    raise ValueError(
-        f"architectures = {named!r} is not supported: {', '.join(FAMILIES)} are"
-    )
+    raise ValueError(f"architectures = {named!r} is not supported: {', '.join(FAMILIES)} are")
 
 
 def refuse_quantized(fields: Mapping[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """What a caller may ask of a generation, and what is made of it for one request."""
 
-import math
 import secrets
 from typing import Annotated, TypeVar
 
@@ -48,12 +47,10 @@ def resolve(
 ) -> Sampling:
     """Check the parameters and fill in what was left open; `room` is the rest of the context."""
     try:
-        given = msgspec.convert(params, SamplingParams, from_attributes=True)
+        # By way of a dict: an instance of the very type would be believed unread.
+        given = msgspec.convert(msgspec.structs.asdict(params), SamplingParams)
     except msgspec.ValidationError as e:
         raise RequestError(f"sampling parameters: {e}") from e
-    for name in ("temperature", "top_p", "min_p"):
-        if not math.isfinite(getattr(given, name) or 0.0):
-            raise RequestError(f"sampling parameters: {name} must be a finite number")
     temperature = pick(given.temperature, defaults.temperature)
     if 0 < temperature < MIN_TEMPERATURE:
         raise RequestError(

@@ -10,13 +10,12 @@ from tests.checkpoints import tiny_checkpoint
 
 @pytest.fixture
 def parse(tmp_path):
-    """What a tiny Llama's config.json comes to, some of its fields replaced (None: left out)."""
+    """What a tiny Llama's config.json comes to, some of its fields replaced."""
     folder = tiny_checkpoint(tmp_path, "llama")
     fields = json.loads((folder / "config.json").read_text())
 
     def parse(**changes):
-        changed = {k: v for k, v in (fields | changes).items() if v is not None}
-        (folder / "config.json").write_text(json.dumps(changed))
+        (folder / "config.json").write_text(json.dumps(fields | changes))
         return load_config(folder)
 
     return parse
@@ -30,7 +29,7 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
 WINDOWS = {
     "llama has none": ({"sliding_window": 8}, (None, None)),
     "mistral's is everywhere": (MISTRAL | {"sliding_window": 8}, (8, 8)),
-    "mistral without one": (MISTRAL, (None, None)),
+    "mistral without one": (MISTRAL | {"sliding_window": None}, (None, None)),
     "mistral with layer_types": (MISTRAL | MIXED | {"sliding_window": 8}, (8, None)),
     "qwen's is off unless it is used": (QWEN2 | {"sliding_window": 8}, (None, None)),
     "qwen's starts at a layer": (QWEN2 | SWA | {"max_window_layers": 1}, (None, 8)),
@@ -40,8 +39,7 @@ WINDOWS = {
 
 @pytest.mark.parametrize(("changes", "windows"), WINDOWS.values(), ids=WINDOWS)
 def test_windows_by_layer(parse, changes, windows):
-    nulls = {"sliding_window": None} if changes == MISTRAL else {}
-    assert parse(**changes, **nulls).windows == windows
+    assert parse(**changes).windows == windows
 
 
 REFUSED = {  # what is wrong -> the change, the complaint
@@ -65,7 +63,10 @@ REFUSED = {  # what is wrong -> the change, the complaint
     "too few layer types": (QWEN3 | {"layer_types": ["full_attention"]}, "layer_types"),
     "a window without a size": (QWEN3 | MIXED, "sliding_window is None"),
     "an empty window": (MISTRAL | {"sliding_window": 0}, "sliding_window is 0"),
-    "too few rope layers": (SMOLLM3 | {"no_rope_layers": [1]}, "no_rope_layers"),
+    "too few rope layers": (
+        SMOLLM3 | {"no_rope_layers": [1], "layer_types": ["full_attention"] * 2},
+        "no_rope_layers has 1",
+    ),
     "rope by length": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "the batch"),
     "rope by length, old style": (
         {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},

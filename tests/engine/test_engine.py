@@ -1,0 +1,122 @@
+"""What the promise cannot see: that right guesses pay, and that nobody waits for anybody."""
+
+import logging
+
+import pytest
+
+from specserve.sampling import Sampling
+from tests.checkpoints import tiny_checkpoint
+from tests.engine.house import (
+    Case,
+    Scripted,
+    Watch,
+    bush,
+    engine_for,
+    load_small,
+    nonsense,
+    plain,
+    raising,
+    right,
+    too_long,
+)
+
+PROMPT = [5, 17, 42, 5, 17, 99, 3]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return load_small(tiny_checkpoint(tmp_path_factory.mktemp("target"), seed=3))
+
+
+def greedy(max_tokens, **kw):
+    return Sampling(
+        max_tokens=max_tokens, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, **kw
+    )
+
+
+def scripted(target, script, max_tokens=21, **limits):
+    case = Case(PROMPT, greedy(max_tokens))
+    truth = dict(enumerate(plain(target, [case])))
+    return case, engine_for(target, None, Scripted(script, truth), **limits)
+
+
+@pytest.mark.parametrize(("script", "steps"), [(right, 5), (bush, 9), (raising, 21)])
+def test_right_guesses_save_forwards(target, script, steps):
+    case, engine = scripted(target, script, max_nodes=4)
+    Watch(engine).run([case])
+    assert engine.stats.num_steps == steps
+
+
+def test_statistics_count_what_was_guessed_and_what_was_accepted(target):
+    case, engine = scripted(target, bush, max_nodes=4)
+    (request,) = Watch(engine).run([case])
+    assert (request.num_steps, request.num_step_tokens) == (8, 20)
+    assert (request.num_accepted, request.num_drafted) == (12, 25)
+
+
+@pytest.mark.parametrize("script", [raising, nonsense])
+def test_a_failing_drafter_costs_its_drafts_and_a_log_line(target, script, caplog):
+    case, engine = scripted(target, script)
+    with caplog.at_level(logging.ERROR, logger="specserve"):
+        (request,) = Watch(engine).run([case])
+    assert request.num_output == 21
+    assert engine.stats.drafter_errors == len(caplog.records) > 0
+
+
+def test_a_drafter_that_cannot_be_told_things_costs_no_text(target):
+    case, engine = scripted(target, right)
+    engine.drafter.observe = engine.drafter.forget = None
+    (request,) = Watch(engine).run([case])
+    assert request.num_output == 21
+    assert engine.stats.drafter_errors > 0
+
+
+def test_a_drafter_that_spoils_its_items_spoils_no_request(target):
+    class Vandal(Scripted):
+        def propose(self, items):
+            for item in items:
+                item.token_ids[:] = item.token_ids[:1]
+            return [right(self.truth[i.id], i.limit) for i in items]
+
+    case = Case(PROMPT, greedy(12))
+    want = plain(target, [case])
+    engine = engine_for(target, None, Vandal(None, dict(enumerate(want))))
+    assert [r.token_ids.tolist() for r in Watch(engine).run([case])] == want
+
+
+def test_a_tree_is_no_larger_than_what_may_still_be_said(target):
+    case, engine = scripted(target, too_long, max_tokens=6, max_nodes=63, max_step_nodes=63)
+    (request,) = Watch(engine).run([case])
+    # The chunk brings the first token; four guesses and the bonus token are the rest.
+    assert (request.num_output, request.num_drafted) == (6, 4)
+
+
+def test_a_stop_inside_an_accepted_path_ends_the_text_there(target):
+    case, _ = scripted(target, right)
+    (said,) = plain(target, [case])
+    stop = said[len(PROMPT) + 6]
+    first = said.index(stop, len(PROMPT))
+    engine = engine_for(target, None, Scripted(right, {0: said}), max_nodes=16)
+    (request,) = Watch(engine).run([Case(PROMPT, greedy(21, stop_ids=frozenset({stop})))])
+    assert request.token_ids.tolist() == said[: first + 1]
+    assert request.finish_reason == "stop"
+
+
+def test_a_long_prompt_stalls_no_stream(target):
+    engine = engine_for(target, None, "ngram", prefill_chunk=16)
+    stream = engine.add(PROMPT, greedy(60))
+    engine.step()
+    late = engine.add([*range(1, 200)], greedy(1))
+    while late.finish_reason is None:
+        assert stream.id in [e.request.id for e in engine.step()]
+
+
+def test_a_request_given_up_at_any_moment_leaves_no_block(target):
+    for moment in range(8):
+        engine = engine_for(target, target, "model", prefill_chunk=16)
+        request = engine.add([*range(1, 60)], greedy(30))
+        for _ in range(moment):
+            engine.step()
+        engine.finish(request, "abort")
+        engine.check()
+        assert engine.is_idle and engine.pool.num_free == engine.pool.num_blocks

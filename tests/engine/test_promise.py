@@ -1,0 +1,185 @@
+"""A drafter can change how fast text comes, never which text."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specserve.models.tokenizer import load_tokenizer
+from specserve.sampling import Sampling
+from tests.checkpoints import tiny_checkpoint
+from tests.engine.house import (
+    SCRIPTS,
+    Case,
+    Scripted,
+    Watch,
+    engine_for,
+    load_small,
+    bush,
+    hedge,
+    plain,
+    wrong_later,
+)
+
+VOCAB = 320
+SEEN = Counter()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A random target, and a draft that is the target itself but for one layer."""
+    root = tmp_path_factory.mktemp("models")
+    return (
+        load_small(tiny_checkpoint(root / "target", seed=1, tie_word_embeddings=False)),
+        load_small(tiny_checkpoint(root / "draft", seed=1, num_hidden_layers=1)),
+    )
+
+
+samplings = st.builds(
+    Sampling,
+    max_tokens=st.integers(1, 40),
+    temperature=st.sampled_from([0.0, 0.0, 0.7, 1.0]),
+    top_k=st.sampled_from([0, 0, 20]),
+    top_p=st.sampled_from([1.0, 1.0, 0.9]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05]),
+    seed=st.integers(0, 2**53 - 1),
+    stop_ids=st.sampled_from([frozenset(), frozenset(range(0, VOCAB, 40))]),
+)
+
+
+@st.composite
+def prompts(draw):
+    """Random tokens, or a few of them over and over: lookup has to find something at times."""
+    size = draw(st.sampled_from([1, 2, 15, 17, 40, 70, 100, 200]))
+    period = draw(st.sampled_from([3, 200]))
+    seed = draw(st.integers(0, 2**16))
+    return [(seed * 31 + (i % period) * 7919) % (VOCAB - 2) + 1 for i in range(size)]
+
+
+cases = st.builds(
+    Case,
+    prompt=prompts(),
+    sampling=samplings,
+    arrives=st.integers(0, 12),
+    leaves=st.none() | st.none() | st.integers(1, 40),
+)
+DRAFTERS = ["ngram", "model", "model", bush, *SCRIPTS]
+
+
+@settings(max_examples=200)
+@given(
+    scenario=st.lists(cases, min_size=1, max_size=8),
+    drafter=st.sampled_from(DRAFTERS),
+    max_nodes=st.sampled_from([1, 2, 3, 5, 8, 16, 31, 63]),
+    prefill_chunk=st.sampled_from([16, 40, 128, 512]),
+    block_size=st.sampled_from([1, 16, 17]),
+    squeezed=st.just(frozenset()) | st.frozensets(st.integers(2, 60), min_size=8),
+)
+def test_text_is_the_targets_own(
+    pair, scenario, drafter, max_nodes, prefill_chunk, block_size, squeezed
+):
+    target, draft = pair
+    want = plain(target, scenario)
+    truth = truth_by_id(scenario, want)
+    watch = Watch(
+        engine_for(
+            target,
+            draft if drafter == "model" else None,
+            drafter if isinstance(drafter, str) else Scripted(drafter, truth),
+            max_nodes=max_nodes,
+            max_step_nodes=2 * max_nodes,
+            prefill_chunk=prefill_chunk,
+            block_size=block_size,
+        )
+    )
+    got = watch.run(scenario, squeezed)
+    SEEN.update(watch.seen)
+    for case, request, text in zip(scenario, got, want, strict=True):
+        said = request.token_ids.tolist()
+        assert said == text if request.finish_reason != "abort" else text[: len(said)] == said
+
+
+def truth_by_id(scenario, want):
+    """Ids are given in order of arrival, and within a step in order of the list."""
+    order = sorted(range(len(scenario)), key=lambda i: (scenario[i].arrives, i))
+    return {id: want[i] for id, i in enumerate(order)}
+
+
+def test_the_runs_above_met_what_is_hard():
+    for what in ("moved", "crossed", "mixed", "preempted", "caught up"):
+        assert SEEN[what] >= 50, (what, SEEN)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("draft_block_size", [1, 5, 16, None])
+@pytest.mark.parametrize("max_nodes", [1, 7, 24])
+def test_an_identical_draft_model_is_always_right(pair, temperature, draft_block_size, max_nodes):
+    target, _ = pair
+    engine = engine_for(
+        target,
+        target,
+        "model",
+        max_nodes=max_nodes,
+        draft_block_size=draft_block_size,
+        options={"width": 1, "min_gain": 0.0, "max_depth": 63},
+    )
+    prompts = [range(1, n) for n in (2, 20, 150)]
+    sampling = Sampling(
+        max_tokens=60, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, seed=7
+    )
+    requests = Watch(engine).run([Case([*p], sampling) for p in prompts])
+    for r in requests:
+        assert r.num_drafted > 0
+        assert r.num_accepted == r.num_drafted
+
+
+def trained_cases(test_models):
+    tokenizer = load_tokenizer(test_models / "code-target")
+    texts = [
+        "def read_lines(path):\n    with open(path) as f:\n",
+        "import os\n" * 20,
+        "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self",
+        "for i in range(10):\n    print(i)\n" * 12,
+    ]
+    ids = [tokenizer(t)["input_ids"] for t in texts]
+    return [
+        Case(x, greedy_or(t, seed=i), arrives=2 * i)
+        for i, (x, t) in enumerate((x, t) for t in (0.0, 1.0) for x in ids)
+    ]
+
+
+def greedy_or(temperature, seed):
+    return Sampling(
+        max_tokens=48, temperature=temperature, top_k=0, top_p=0.95, min_p=0.0, seed=seed
+    )
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model", bush, hedge, wrong_later])
+@pytest.mark.parametrize(
+    ("max_nodes", "prefill_chunk", "block_size"), [(4, 16, 16), (16, 128, 17), (63, 48, 1)]
+)
+def test_the_trained_pair_in_bf16_says_what_its_target_says(
+    trained, drafter, max_nodes, prefill_chunk, block_size
+):
+    target, draft, cases, want = trained
+    engine = engine_for(
+        target,
+        draft if drafter == "model" else None,
+        drafter if isinstance(drafter, str) else Scripted(drafter, truth_by_id(cases, want)),
+        max_nodes=max_nodes,
+        max_step_nodes=100,
+        prefill_chunk=prefill_chunk,
+        block_size=block_size,
+    )
+    got = Watch(engine).run(cases, squeezed={9, 13, 21})
+    assert [r.token_ids.tolist() for r in got] == want
+    assert sum(r.num_accepted for r in got) > 0
+
+
+@pytest.fixture(scope="module")
+def trained(test_models):
+    target = load_small(test_models / "code-target", "bf16")
+    cases = trained_cases(test_models)
+    draft = load_small(test_models / "code-draft", "bf16")
+    return target, draft, cases, plain(target, cases)

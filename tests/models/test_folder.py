@@ -1,0 +1,71 @@
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from specserve.errors import ConfigError
+from specserve.models import folder
+from specserve.models.folder import read_json, resolve
+
+
+def test_a_local_folder_is_itself(tmp_path):
+    assert resolve(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("path", ["/no/such", "./no/such", "~/no/such", "no/such/folder"])
+def test_what_looks_like_a_path_is_not_asked_of_the_hub(path, monkeypatch):
+    monkeypatch.setattr(folder, "snapshot_download", pytest.fail)
+    with pytest.raises(ConfigError, match="no such folder"):
+        resolve(path)
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match=r"name the folder that holds config\.json"):
+        resolve(str(tmp_path / "model.safetensors"))
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A hub cache that holds org/name, and a hub that cannot be reached."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    snapshot = tmp_path / "models--org--name" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    refs = tmp_path / "models--org--name" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0" * 40)
+    return snapshot
+
+
+def test_a_hub_id_is_a_snapshot_of_the_cache(cache):
+    assert resolve("org/name") == cache
+
+
+@pytest.mark.parametrize("name", ["org/other", "name", "org/no name"])
+def test_a_model_that_the_hub_does_not_give_is_refused(cache, name):
+    with pytest.raises(ConfigError, match=r"neither a local folder nor .* check the name"):
+        resolve(name)
+
+
+def test_nothing_that_can_run_is_downloaded(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(folder, "snapshot_download", lambda path, **kw: asked.update(kw) or "/")
+    resolve("org/name")
+    wanted = ["config.json", "model-1-of-2.safetensors", "chat_template.jinja", "merges.txt"]
+    there = [*wanted, "pytorch_model.bin", "modeling.py", "consolidated.safetensors", "a/b.json"]
+    # The hub's client filters with this function.
+    assert list(huggingface_hub.utils.filter_repo_objects(there, **asked)) == wanted
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "", "\xff", "[" * 100_000], ids=range(5))
+def test_broken_json_is_refused(tmp_path, text):
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"config\.json: .*download the file again"):
+        read_json(path)
+
+
+def test_a_missing_json_file_says_what_a_model_is(tmp_path):
+    with pytest.raises(ConfigError, match="missing; a model is a folder"):
+        read_json(Path(tmp_path / "config.json"))
