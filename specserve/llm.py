@@ -162,11 +162,12 @@ class LLM:
         generation = self.start(*self.check(prompt, params))
         shown, num_shown = 0, 0
         try:
-            while not generation.is_done:
-                self.step()
+            while num_shown < len(generation.token_ids) or not generation.is_done:
+                if num_shown == len(generation.token_ids):  # else somebody else's step brought some
+                    self.step()
                 text, token_ids = generation.text[shown:], generation.token_ids[num_shown:]
                 shown, num_shown = len(generation.text), len(generation.token_ids)
-                if text or token_ids:
+                if token_ids:
                     yield text, token_ids
         finally:
             self.end([generation])

@@ -1,7 +1,7 @@
-"""Small random worlds for the attention ops: requests with prefixes and trees over shuffled blocks."""
+"""Small random worlds for the attention ops: prefixes and trees over shuffled blocks."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -18,7 +18,7 @@ class Req:
 
     def masks(self):
         masks = [1]
-        for k, parent in enumerate(self.parents or [], 1):
+        for k, parent in enumerate(self.parents, 1):
             masks.append(masks[parent] | 1 << k)
         return masks
 
@@ -26,10 +26,38 @@ class Req:
     def end(self):
         return self.start + (self.num_rows if self.parents is None else 1 + len(self.parents))
 
+    def visible(self):
+        """For every row, the slots it sees, in the order of their positions."""
+        if self.parents is None:
+            return [[*range(self.start + i + 1)] for i in range(self.num_rows)]
+        path = [[*range(self.start + 1)]]
+        for k, parent in enumerate(self.parents, 1):
+            path.append([*path[parent], self.start + k])
+        return path
+
+
+def random_tree(rng, size):
+    """Parents of `size` guesses: now a chain, now a bush, mostly something between."""
+    depth = rng.choice([0.0, 0.5, 0.9, 1.0])
+    return [k if rng.random() < depth else rng.randrange(k + 1) for k in range(size)]
+
+
+def random_reqs(rng, longest=300):
+    """A prompt's first chunk, a later one, roots without and with a mask, and three trees."""
+    starts = [rng.randrange(longest) for _ in range(6)]
+    trees = [random_tree(rng, size) for size in (1, rng.randint(2, 20), rng.randint(21, 63))]
+    return [
+        Req(0, rng.randint(1, 40)),
+        Req(starts[0], rng.randint(1, 40)),
+        Req(starts[1], 1),
+        Req(starts[2], parents=[]),
+        *(Req(start, parents=tree) for start, tree in zip(starts[3:], trees, strict=True)),
+    ]
+
 
 @dataclass
 class World:
-    """A KV cache whose tokens are a function of (request, slot), however the blocks lie."""
+    """A KV cache with `fill` in every slot, and requests whose blocks lie in it in any order."""
 
     reqs: list[Req]
     block_size: int = 16
@@ -38,45 +66,53 @@ class World:
     head_dim: int = 16
     dtype: torch.dtype = torch.float32
     seed: int = 0  # of the block order
-    layers: int = 2
+    num_layers: int = 1
     fill: float = float("nan")
-    tables: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self):
         counts = [-(-r.end // self.block_size) for r in self.reqs]
         numbers = list(range(sum(counts) + 3))
         random.Random(self.seed).shuffle(numbers)
         self.tables = [[numbers.pop() for _ in range(n)] for n in counts]
-        shape = (sum(counts) + 3, self.layers * 2, self.block_size, self.num_kv_heads)
-        arena = torch.full((*shape, self.head_dim), self.fill, dtype=self.dtype)
-        self.kv = KVCache(
-            tuple(KVLayer(arena[:, 2 * i], arena[:, 2 * i + 1]) for i in range(self.layers))
+        shape = (sum(counts) + 3, self.num_layers * 2, self.block_size, self.num_kv_heads)
+        self.arena = torch.full((*shape, self.head_dim), self.fill, dtype=self.dtype)
+        k, v = self.arena[:, 0::2].unbind(1), self.arena[:, 1::2].unbind(1)
+        self.kv = KVCache(tuple(map(KVLayer, k, v)))
+
+    def slots(self, b, n):
+        """Where request b's first n tokens stand: block number * block_size + offset."""
+        i = torch.arange(n)
+        return torch.tensor(self.tables[b])[i // self.block_size] * self.block_size + (
+            i % self.block_size
         )
-        self.arena = arena
 
-    def slot(self, b, i):
-        return self.tables[b][i // self.block_size] * self.block_size + i % self.block_size
+    def put(self, b, slots, tokens):
+        """Write K and V, [2, n, Hk, D], into some of request b's slots, in layer 0."""
+        at = self.slots(b, self.reqs[b].end)[slots]
+        for x, values in zip((self.kv.layers[0].k, self.kv.layers[0].v), tokens, strict=True):
+            x[at // self.block_size, at % self.block_size] = values
 
-    def write(self, b, i, layer, key, value):
-        block, offset = divmod(self.slot(b, i), self.block_size)
-        self.kv.layers[layer].k[block, offset] = key.to(self.dtype)
-        self.kv.layers[layer].v[block, offset] = value.to(self.dtype)
+    def filled(self):
+        """Every token of every request is in its place."""
+        for b, r in enumerate(self.reqs):
+            self.put(b, list(range(r.end)), tokens(self, b, r.end))
+        return self
 
     def rows(self):
-        qo, indptr, indices, last = [0], [0], [], []
+        qo, indptr, indices = [0], [0], []
         positions, slots, prefix, mask = [], [], [], []
         for b, r in enumerate(self.reqs):
             masks = [0] * r.num_rows if r.parents is None else r.masks()
             for i, m in enumerate(masks):
                 depth = i if r.parents is None else m.bit_count() - 1
                 positions.append(r.start + depth)
-                slots.append(self.slot(b, r.start + i))
                 prefix.append(r.start + i + 1 if r.parents is None else r.start)
                 mask.append(m - (1 << 64) if m >> 63 else m)
+            slots += self.slots(b, r.end)[r.start :].tolist()
             qo.append(len(slots))
             indices += self.tables[b]
             indptr.append(len(indices))
-            last.append((r.end - 1) % self.block_size + 1)
+        last = [(r.end - 1) % self.block_size + 1 for r in self.reqs]
         ints = [torch.tensor(x, dtype=torch.int32) for x in (qo, indptr, indices, last, positions)]
         return Rows(
             *ints,
@@ -85,9 +121,34 @@ class World:
             torch.tensor(mask, dtype=torch.int64),
         )
 
+    def attend(self, ops, q, window=None, rows=None):
+        plan = ops.plan(self.rows() if rows is None else rows, self.kv, self.num_heads)
+        return ops.attention(q, self.kv.layers[0], plan, self.head_dim**-0.5, window)
 
-def tokens(b, n, world, salt=0):
-    """K and V of a request's first n slots: [n, Hk, D] each."""
-    g = torch.Generator().manual_seed(1000 * b + salt)
-    shape = (2, n, world.num_kv_heads, world.head_dim)
-    return torch.randn(shape, generator=g).to(world.dtype)
+
+def only(rows, chosen):
+    """The step that has some of the rows and no others; `chosen` ascends."""
+    chosen = torch.as_tensor(chosen)
+    qo = torch.searchsorted(chosen, rows.qo_indptr.long()).int()
+    each = ("positions", "slots", "prefix", "mask")
+    return rows._replace(qo_indptr=qo, **{name: getattr(rows, name)[chosen] for name in each})
+
+
+def tokens(world, b, n):
+    """K and V of request b's first n tokens, [2, n, Hk, D]: the same however the blocks lie."""
+    shape = (n, 2, world.num_kv_heads, world.head_dim)
+    return random_tensor(*shape, dtype=world.dtype, seed=b).transpose(0, 1)
+
+
+def queries(world, num_rows):
+    return random_tensor(num_rows, world.num_heads, world.head_dim, dtype=world.dtype, seed=99)
+
+
+def random_tensor(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def row_errors(got, want):
+    """How far each row is off, relative to its norm."""
+    got, want = got.double().flatten(1), want.double().flatten(1)
+    return (got - want).norm(dim=1) / want.norm(dim=1)

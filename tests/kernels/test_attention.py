@@ -1,0 +1,202 @@
+"""Attention, the KV write and KV moves: the reference by hand, the C++ build by the reference."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from specserve_kernels import KVCache, QKNorm, Rotary, cpu, reference
+from tests.kernels.world import Req, World, queries, random_reqs, random_tensor, row_errors, tokens
+
+BUILDS = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}  # of a row, relative to its norm
+
+VISIBLE = {  # a request's rows, the window -> the slots that each row sees
+    "a first token sees itself": (Req(0, 1), None, [{0}]),
+    "a chunk is causal": (Req(2, 3), None, [{0, 1, 2}, {0, 1, 2, 3}, {0, 1, 2, 3, 4}]),
+    "a root sees the prefix and itself": (Req(3, parents=[]), None, [{0, 1, 2, 3}]),
+    "a root may have no prefix": (Req(0, parents=[0]), None, [{0}, {0, 1}]),
+    "siblings do not see each other": (
+        Req(1, parents=[0, 0]),
+        None,
+        [{0, 1}, {0, 1, 2}, {0, 1, 3}],
+    ),
+    "a node sees its ancestors only": (
+        Req(1, parents=[0, 1, 0, 3]),
+        None,
+        [{0, 1}, {0, 1, 2}, {0, 1, 2, 3}, {0, 1, 4}, {0, 1, 4, 5}],
+    ),
+    "a window of one is the token itself": (Req(2, 2), 1, [{2}, {3}]),
+    "a window counts its own token": (Req(2, 2), 2, [{1, 2}, {2, 3}]),
+    "a window as long as the text hides nothing": (Req(2, 1), 3, [{0, 1, 2}]),
+    "a window longer than the text hides nothing": (Req(1, 1), 9, [{0, 1}]),
+    "in a tree a window counts positions, not slots": (
+        Req(2, parents=[0, 0, 2]),
+        3,
+        [{0, 1, 2}, {1, 2, 3}, {1, 2, 4}, {2, 4, 5}],
+    ),
+}
+
+
+@BUILDS
+@pytest.mark.parametrize(("req", "window", "seen"), VISIBLE.values(), ids=VISIBLE)
+def test_a_row_attends_to_exactly_what_it_may_see(ops, req, window, seen):
+    world = World([req], block_size=2, num_heads=1, num_kv_heads=1, head_dim=8)
+    values = 2.0 ** torch.arange(req.end).view(-1, 1, 1).expand(-1, 1, 8)
+    world.put(0, list(range(req.end)), [torch.zeros_like(values), values])
+    out = world.attend(ops, queries(world, len(seen)), window)
+    # Equal scores: the mean of the values, whose sum names the slots.
+    want = torch.tensor([[sum(2.0**s for s in slots) / len(slots)] * 8 for slots in seen])
+    torch.testing.assert_close(out, want, rtol=1e-6, atol=0)
+
+
+@BUILDS
+def test_weights_are_the_softmax_of_the_scaled_scores(ops):
+    world = World([Req(2, 1)], num_heads=1, num_kv_heads=1, head_dim=4)
+    weights = torch.tensor([1.0, 2.0, 5.0])
+    keys = torch.zeros(3, 1, 4)
+    keys[:, 0, 1] = weights.log() / 4
+    world.put(0, [0, 1, 2], [keys, torch.eye(4)[:3, None]])
+    plan = ops.plan(world.rows(), world.kv, 1)
+    out = ops.attention(torch.tensor([[[9.0, 2, 0, 0]]]), world.kv.layers[0], plan, 2.0)
+    torch.testing.assert_close(out, torch.tensor([[0.125, 0.25, 0.625, 0]]))
+
+
+@BUILDS
+def test_query_heads_share_kv_heads_in_order(ops):
+    world = World([Req(0, 1)], num_heads=6, num_kv_heads=2, head_dim=2)
+    world.put(0, [0], [torch.zeros(1, 2, 2), torch.tensor([[[1.0, 2], [3, 4]]])])
+    out = world.attend(ops, queries(world, 1))
+    assert out.tolist() == [[1, 2, 1, 2, 1, 2, 3, 4, 3, 4, 3, 4]]
+
+
+@BUILDS
+def test_requests_see_their_own_blocks_only(ops):
+    world = World([Req(4, 2), Req(9, 1)], block_size=4, num_heads=1, num_kv_heads=1, head_dim=2)
+    for b, r in enumerate(world.reqs):
+        world.put(b, list(range(r.end)), torch.full((2, r.end, 1, 2), float(b + 1)))
+    out = world.attend(ops, queries(world, 3))
+    torch.testing.assert_close(out, torch.tensor([[1.0, 1], [1, 1], [2, 2]]))
+
+
+WINDOWS = itertools.cycle([None, 1000, 40, None, 31, 5, 1])
+BLOCK_SIZES = itertools.cycle([16, 1, 17, 20, 64])
+SHAPES = [  # every ratio of heads with every size of a head, windows and block sizes in turn
+    (*heads, D, next(BLOCK_SIZES), next(WINDOWS))
+    for heads in ((2, 2), (4, 2), (8, 2), (7, 1), (16, 2))
+    for D in (16, 20, 64, 80, 128)
+]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("H", "Hk", "D", "block_size", "window"), SHAPES)
+def test_the_build_attends_as_the_reference(H, Hk, D, block_size, window, dtype):
+    reqs = random_reqs(random.Random(H * D))
+    world = World(reqs, block_size, H, Hk, D, dtype).filled()
+    q = queries(world, len(world.rows().positions))
+    got, want = (world.attend(ops, q, window) for ops in (cpu, reference))
+    assert got.dtype == dtype
+    assert row_errors(got, want).max() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("size", range(1, 64))
+def test_the_build_attends_to_trees_of_every_size(size):
+    rng = random.Random(size)
+    parents = [rng.randrange(k + 1) for k in range(size)]
+    world = World([Req(rng.randrange(70), parents=parents)], block_size=16).filled()
+    q = queries(world, 1 + size)
+    assert row_errors(world.attend(cpu, q), world.attend(reference, q)).max() < 1e-5
+
+
+@pytest.mark.parametrize("value", [-200.0, 200.0], ids=["far below", "far above"])
+def test_a_key_that_outshines_another_tile_is_no_overflow(value):
+    world = World([Req(69, 1)], num_heads=1, num_kv_heads=1, head_dim=16).filled()
+    world.put(0, [40], torch.full((2, 1, 1, 16), value))
+    q = torch.ones(1, 1, 16)
+    assert row_errors(world.attend(cpu, q), world.attend(reference, q)).max() < 1e-5
+
+
+ROTATIONS = {  # cosine, sine, norm -> the heads 3 4 | 5 12
+    "no angle": (1.0, 0.0, None, [3, 4, 5, 12]),
+    "a quarter turn pairs i with i + D/2": (0.0, 1.0, None, [-5, -12, 3, 4]),
+    "a scale lies in the table": (2.0, 0.0, None, [6, 8, 10, 24]),
+    "the norm comes first, with its weight": (0.0, 1.0, [1, 1, 1, 2], [-0.05, -0.24, 0.03, 0.04]),
+}
+
+
+@BUILDS
+@pytest.mark.parametrize(("cos", "sin", "weight", "want"), ROTATIONS.values(), ids=ROTATIONS)
+def test_queries_and_keys_are_rotated_and_values_are_not(ops, cos, sin, weight, want):
+    world = World([Req(1, 1)], num_heads=1, num_kv_heads=1, head_dim=4)
+    rotary = Rotary(torch.tensor([[7.0] * 2, [cos] * 2]), torch.tensor([[7.0] * 2, [sin] * 2]))
+    eps = 100**2 - (3**2 + 4**2 + 5**2 + 12**2) / 4  # mean square and eps make 100^2
+    norm = weight and QKNorm(*[torch.tensor(weight).float()] * 2, eps)
+    plan = ops.plan(world.rows(), world.kv, 1)
+    q = ops.rope_write_kv(
+        torch.tensor([[3.0, 4, 5, 12] * 3]), rotary, norm, world.kv.layers[0], plan
+    )
+    (slot,) = world.rows().slots.tolist()
+    torch.testing.assert_close(q.flatten(), torch.tensor(want).float())
+    torch.testing.assert_close(world.kv.layers[0].k[slot // 16, slot % 16, 0], q.flatten())
+    assert world.kv.layers[0].v[slot // 16, slot % 16, 0].tolist() == [3, 4, 5, 12]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("has_norm", [False, True], ids=["plain", "qk-norm"])
+@pytest.mark.parametrize(("H", "Hk", "D"), [(4, 2, 16), (7, 1, 20), (8, 8, 80), (2, 1, 128)])
+def test_the_build_writes_as_the_reference_and_only_its_slots(H, Hk, D, has_norm, dtype):
+    reqs = random_reqs(random.Random(D))
+    angle = torch.outer(torch.arange(400.0), random_tensor(D // 2))
+    norm = QKNorm(
+        random_tensor(D, dtype=dtype, seed=1), random_tensor(D, dtype=dtype, seed=2), 1e-6
+    )
+    worlds, q = {}, {}
+    for ops in (cpu, reference):
+        worlds[ops] = world = World(reqs, 17, H, Hk, D, dtype, num_layers=2)
+        plan = ops.plan(world.rows(), world.kv, H)
+        qkv = random_tensor(len(world.rows().positions), (H + 2 * Hk) * D, dtype=dtype)
+        rotary = Rotary(angle.cos(), angle.sin())
+        q[ops] = ops.rope_write_kv(
+            qkv, rotary, norm if has_norm else None, world.kv.layers[1], plan
+        )
+    slots, layers = world.rows().slots, [worlds[ops].kv.layers[1] for ops in (cpu, reference)]
+    got, want = ([x.reshape(-1, Hk, D)[slots] for x in (layer.k, layer.v)] for layer in layers)
+    assert row_errors(q[cpu], q[reference]).max() < TOLERANCE[dtype]
+    assert row_errors(got[0], want[0]).max() < TOLERANCE[dtype]
+    assert torch.equal(got[1], want[1])
+    assert torch.equal(worlds[cpu].arena.isnan(), worlds[reference].arena.isnan())
+
+
+MOVES = {  # source, target slots, tokens 0 .. 5 of one request -> what stands there afterwards
+    "nothing moves": ([], [], [0, 1, 2, 3, 4, 5]),
+    "one moves, its source stays": ([4], [1], [0, 4, 2, 3, 4, 5]),
+    "onto itself": ([2], [2], [0, 1, 2, 3, 4, 5]),
+    "a path closes up": ([2, 4, 5], [1, 2, 3], [0, 2, 4, 5, 4, 5]),
+    "in the order given: a chain carries one token on": ([3, 2, 1], [2, 1, 0], [3, 3, 3, 3, 4, 5]),
+}
+
+
+@BUILDS
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("source", "target", "want"), MOVES.values(), ids=MOVES)
+def test_moves_copy_tokens_in_every_layer_in_order(ops, source, target, want, dtype):
+    world = World([Req(5, 1)], block_size=2, head_dim=20, dtype=dtype, num_layers=3)
+    slots = world.slots(0, 6)
+    flat = world.arena.view(-1, 6, 2, 40)  # [block, layer and K|V, slot, head and dim]
+    at = slots // 2, slice(None), slots % 2
+    flat[at] = before = random_tensor(6, 6, 40, dtype=dtype)
+    ops.move_kv(world.kv, slots[source], slots[target])
+    assert torch.equal(flat[at], before[want])
+    assert flat.isnan().sum() == (len(flat) * 2 - 6) * 6 * 40  # what was not addressed
+
+
+@BUILDS
+def test_moves_cross_requests_and_blocks_of_a_real_arena(ops):
+    world = World([Req(40, 1), Req(20, 1)], block_size=17, num_layers=2).filled()
+    cache = KVCache(world.kv.layers[:1])
+    ops.move_kv(cache, world.slots(0, 41)[[33, 40]], world.slots(1, 21)[[16, 17]])
+    world_k = cache.layers[0].k.reshape(-1, 2, 16)[world.slots(1, 21)]
+    want = tokens(world, 1, 21)[0].clone()
+    want[[16, 17]] = tokens(world, 0, 41)[0][[33, 40]]
+    assert torch.equal(world_k, want)

@@ -1,0 +1,195 @@
+"""The offline API: what comes back, in which order, and what is refused."""
+
+import pytest
+
+from specserve import LLM, SamplingParams
+from specserve.errors import ConfigError, PromptTooLong, RequestError
+from tests.checkpoints import EOS, tiny_checkpoint, tiny_tokenizer
+
+SETTINGS = {"model.threads": 1, "memory.kv_bytes": 1 << 26}
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("target"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with LLM(folder, set=SETTINGS, progress=False) as llm:
+        yield llm
+
+
+def load(folder, **settings):
+    return LLM(folder, set=SETTINGS | settings, progress=False)
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm):
+    prompts = ["the cat", "def read", "with open(path) as file", "a"]
+    each = [SamplingParams(temperature=0, max_tokens=n) for n in (9, 2, 5, 1)]
+    outputs = llm.generate(prompts, each)
+    assert [len(o.token_ids) for o in outputs] == [9, 2, 5, 1]
+    assert [llm.generate([p], q)[0].token_ids for p, q in zip(prompts, each, strict=True)] == [
+        o.token_ids for o in outputs
+    ]
+
+
+def test_an_output_tells_all_that_there_is_to_know(llm):
+    (o,) = llm.generate("the cat sat on the mat", GREEDY)
+    assert o.prompt_token_ids == tiny_tokenizer()("the cat sat on the mat")["input_ids"]
+    assert o.text == llm.tokenizer.decode(o.token_ids, skip_special_tokens=True)
+    assert (o.finish_reason, o.usage.completion_tokens) == ("length", 12)
+    assert o.usage.total_tokens == o.usage.prompt_tokens + 12
+    assert 0 < o.timing.ttft_ms <= o.timing.total_ms
+    assert o.timing.tpot_ms == pytest.approx((o.timing.total_ms - o.timing.ttft_ms) / 11)
+    assert o.speculation.drafter == "ngram"
+
+
+def test_without_guesses_there_is_no_acceptance_length(folder):
+    with load(folder, **{"speculation.max_nodes": 0}) as llm:
+        (o,) = llm.generate("the cat the cat the cat", GREEDY)
+    assert o.speculation.mean_acceptance_length is None
+    assert (o.speculation.drafter, o.speculation.steps) == ("none", 11)
+
+
+def test_acceptance_length_counts_the_bonus_token(folder):
+    options = {"drafter.options.width": 1, "drafter.options.min_gain": 0.0}
+    with LLM(folder, folder, set=SETTINGS | options, progress=False) as llm:
+        (o,) = llm.generate("the cat", SamplingParams(temperature=0, max_tokens=28))
+    # 27 tokens after the first, in steps of at most 8 guesses and the bonus token.
+    assert o.speculation.mean_acceptance_length == 27 / o.speculation.steps == 9
+
+
+def test_a_seed_is_drawn_once_and_gives_the_same_text_again(llm):
+    (first,) = llm.generate("the cat", SamplingParams(max_tokens=20))
+    (again,) = llm.generate("the cat", SamplingParams(max_tokens=20, seed=first.seed))
+    (other,) = llm.generate("the cat", SamplingParams(max_tokens=20))
+    assert again.token_ids == first.token_ids
+    assert other.seed != first.seed and other.token_ids != first.token_ids
+
+
+def test_a_stream_yields_what_generate_returns(llm):
+    params = SamplingParams(max_tokens=30, seed=4)
+    stream, texts, ids = llm.stream("the cat", params), [], []
+    try:
+        while True:
+            text, token_ids = next(stream)
+            texts.append(text)
+            ids += token_ids
+    except StopIteration as end:
+        output = end.value
+    (want,) = llm.generate("the cat", params)
+    assert ("".join(texts), ids) == (want.text, want.token_ids) == (output.text, output.token_ids)
+
+
+def test_a_stream_that_is_dropped_gives_its_blocks_back(llm):
+    stream = llm.stream("the cat", SamplingParams(max_tokens=400))
+    next(stream)
+    assert llm.memory()["target"] > 0
+    stream.close()
+    assert llm.memory()["target"] == 0 and llm.engine.is_idle
+
+
+def test_two_streams_take_turns(llm):
+    params = SamplingParams(max_tokens=10, seed=1)
+    a, b = llm.stream("the cat", params), llm.stream("def read", params)
+    pieces = {a: [], b: []}
+    for _ in range(10):
+        for s in (a, b):
+            pieces[s] += next(s, ("", []))[1]
+    assert pieces[a] == llm.generate("the cat", params)[0].token_ids
+    assert pieces[b] == llm.generate("def read", params)[0].token_ids
+
+
+def test_a_stop_string_ends_the_text_before_it(llm):
+    (whole,) = llm.generate("the cat", SamplingParams(seed=2, max_tokens=30))
+    stop = whole.text[8:11]
+    (cut,) = llm.generate("the cat", SamplingParams(seed=2, max_tokens=30, stop=stop))
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.finish_reason == "stop"
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+    assert cut.usage.completion_tokens == len(cut.token_ids) < 30
+
+
+def test_an_eos_token_ends_the_text_unless_ignored(folder, llm):
+    eos = llm.tokenizer.convert_tokens_to_ids(EOS)
+    (free,) = llm.generate("a", SamplingParams(seed=9, max_tokens=600, ignore_eos=True))
+    assert eos in free.token_ids
+    (ended,) = llm.generate("a", SamplingParams(seed=9, max_tokens=600))
+    assert ended.token_ids == free.token_ids[: free.token_ids.index(eos) + 1]
+    assert ended.finish_reason == "stop" and EOS not in ended.text
+
+
+def test_max_tokens_unset_is_the_rest_of_the_context(folder):
+    with load(folder, **{"scheduler.max_model_len": 40}) as llm:
+        params = SamplingParams(temperature=0, ignore_eos=True)
+        (o,) = llm.generate([[5] * 30], params)
+    assert (o.usage.completion_tokens, o.finish_reason) == (10, "length")
+
+
+def test_chat_answers_through_the_template(llm):
+    messages = [{"role": "user", "content": "hi"}]
+    (chat,) = llm.chat(messages, GREEDY)
+    ids = llm.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    assert chat.token_ids == llm.generate([ids], GREEDY)[0].token_ids
+    assert len(llm.chat([messages, messages], GREEDY)) == 2
+
+
+REFUSED = {
+    "nothing": ("", None, "no tokens"),
+    "an id beyond the vocabulary": ([[320]], None, r"\[0, 320\)"),
+    "a negative id": ([[-1]], None, r"\[0, 320\)"),
+    "a number that is no id": ([[1.5]], None, r"1\.5 is no id"),
+    "a lone surrogate": ("\ud800", None, "valid text"),
+    "a temperature below zero": ("a", SamplingParams(temperature=-1), "temperature"),
+    "two parameters for one prompt": ("a", [GREEDY, GREEDY], "1 prompts and 2"),
+}
+
+
+@pytest.mark.parametrize(("prompt", "params", "complaint"), REFUSED.values(), ids=REFUSED)
+def test_refused(llm, prompt, params, complaint):
+    with pytest.raises(RequestError, match=complaint):
+        llm.generate(prompt, params)
+    assert llm.engine.is_idle
+
+
+def test_one_bad_prompt_among_many_runs_none(llm):
+    with pytest.raises(RequestError):
+        llm.generate(["the cat", ""])
+    assert llm.engine.is_idle
+
+
+def test_a_prompt_longer_than_the_context_names_both_numbers(llm):
+    with pytest.raises(PromptTooLong, match="600 tokens and at most 511"):
+        llm.generate([[5] * 600])
+
+
+WRONG = {
+    "no model": (None, {}, "--model"),
+    "a folder that is not there": ("no/such/folder", {}, "no/such/folder"),
+    "longer than the model": (..., {"scheduler.max_model_len": 9999}, "512 positions"),
+    "a pool too small for one request": (..., {"memory.kv_bytes": 4096}, "memory.kv_bytes"),
+    "an unknown drafter": (..., {"drafter.name": "nobody"}, "nobody"),
+    "an unknown option": (..., {"drafter.options.max_gram": 3}, "max_gram"),
+}
+
+
+@pytest.mark.parametrize(("model", "settings", "complaint"), WRONG.values(), ids=WRONG)
+def test_a_wrong_setting_is_named(folder, model, settings, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        LLM(folder if model is ... else model, set=SETTINGS | settings, progress=False)
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(folder, tmp_path):
+    draft = tiny_checkpoint(tmp_path, vocab_size=400)
+    with pytest.raises(ConfigError, match=r"400.*320"):
+        LLM(folder, draft, set=SETTINGS, progress=False)
+
+
+def test_without_a_chat_template_chat_says_so(folder, llm, monkeypatch):
+    monkeypatch.setattr(llm.tokenizer, "chat_template", None)
+    with pytest.raises(ConfigError, match="chat template"):
+        llm.chat([{"role": "user", "content": "hi"}])

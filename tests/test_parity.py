@@ -1,0 +1,51 @@
+"""Greedy tokens are those of transformers' `generate`: family, drafter, chunking and batch apart."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specserve import LLM, SamplingParams
+from tests.checkpoints import tiny_checkpoint
+
+CASES = {  # family, what departs from its tiny checkpoint
+    "llama": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
+    "mistral, a window shorter than the prompt": ("mistral", {"sliding_window": 9}),
+    "qwen2, 7 query heads a KV head": ("qwen2", {"num_attention_heads": 14}),
+    "qwen3, heads of 80": ("qwen3", {"head_dim": 80}),
+    "smollm, odd vocabulary": ("smollm", {"vocab_size": 307}),
+}
+NEW = 24
+PROMPTS = [[(7 * i * i + n) % 300 + 2 for i in range(n)] for n in (1, 5, 15, 16, 17, 40, 70, 100)]
+PROMPTS[3] = [9, 8, 7, 6] * 4  # for the lookup drafter
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+def case(request, tmp_path_factory):
+    """A target, a draft model of the same family, and what transformers generates."""
+    family, overrides = request.param
+    root = tmp_path_factory.mktemp("models")
+    target = tiny_checkpoint(root / "target", family, seed=1, **overrides)
+    draft = tiny_checkpoint(root / "draft", family, seed=1, num_hidden_layers=1, **overrides)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    return target, draft, [generate(model, p) for p in PROMPTS]
+
+
+def generate(model, prompt):
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
+def test_greedy_tokens_are_those_of_transformers(case, drafter):
+    target, draft, want = case
+    settings = {"scheduler.prefill_chunk": 16, "model.threads": 1, "memory.kv_bytes": 1 << 26}
+    params = SamplingParams(temperature=0, max_tokens=NEW)
+    draft_model = draft if drafter == "model" else None
+    with LLM(target, draft_model, drafter, set=settings, progress=False) as llm:
+        alone = [llm.generate([p], params)[0].token_ids for p in PROMPTS]
+        together = [o.token_ids for o in llm.generate(PROMPTS, params)]
+    assert alone == want
+    assert together == want
