@@ -85,7 +85,7 @@ def coupling(items: Sequence[base.DraftItem], index: list[int]) -> SampleParams:
     if not any(item.temperature for item in items):
         return params
     return params._replace(
-        temperature=torch.tensor([item.temperature for item in items]),
+        temperature=torch.tensor([item.temperature for item in items], dtype=torch.float32),
         seeds=torch.tensor([item.seed for item in items]),
         index=torch.tensor(index),
     )

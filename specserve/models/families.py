@@ -125,8 +125,6 @@ def windows(config: Any, family: Family) -> tuple[int | None, ...]:
     if types is None:
         is_windowed = family.windowed and window is not None
         types = ["sliding_attention" if is_windowed else "full_attention"] * num_layers
-    if len(types) != num_layers:
-        raise ValueError(f"layer_types has {len(types)} entries for {num_layers} layers")
     return tuple(layer_window(kind, window) for kind in types)
 
 

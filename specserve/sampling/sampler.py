@@ -30,10 +30,10 @@ class Sampler:
     def params(self, who: list[int], index: list[int]) -> SampleParams:
         asked = [self.requests[i] for i in who]
         return SampleParams(
-            torch.tensor([s.temperature for s in asked]),
+            torch.tensor([s.temperature for s in asked], dtype=torch.float32),
             torch.tensor([s.top_k for s in asked], dtype=torch.int32),
-            torch.tensor([s.top_p for s in asked]),
-            torch.tensor([s.min_p for s in asked]),
+            torch.tensor([s.top_p for s in asked], dtype=torch.float32),
+            torch.tensor([s.min_p for s in asked], dtype=torch.float32),
             torch.tensor([s.seed for s in asked]),
             torch.tensor(index),
         )

@@ -1,10 +1,12 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from specserve.errors import ConfigError
+from specserve.models.checkpoint import is_at_home
 from specserve.models.loader import load_decoder
 from specserve_kernels import reference
 from tests.checkpoints import tiny_checkpoint
@@ -195,6 +197,24 @@ def test_the_links_of_the_hubs_cache_are_followed(tmp_path, is_shared):
             blob.rename(store / blob.name)
             blob.symlink_to(f"../../blobs/ab/{blob.name}")
     load(folder)
+
+
+HOME = "/c/models--org--name/snapshots/0"
+PLACES = {  # folder, file -> whether the file is one of the folder's
+    "in it": ("/m", "/m/x", True),
+    "below it": ("/m", "/m/sub/x", False),
+    "beside it": ("/m", "/x", False),
+    "in its blobs": (HOME, "/c/models--org--name/blobs/x", True),
+    "in the shared blobs": (HOME, "/c/blobs/ab/x", True),
+    "in another's blobs": (HOME, "/c/models--org--other/blobs/x", False),
+    "blobs of no snapshot": ("/c/models--org--name/old/0", "/c/models--org--name/blobs/x", False),
+    "blobs of no repository": ("/c/name/snapshots/0", "/c/name/blobs/x", False),
+}
+
+
+@pytest.mark.parametrize(("home", "target", "expected"), PLACES.values(), ids=PLACES)
+def test_a_file_is_at_home(home, target, expected):
+    assert is_at_home(Path(home), Path(target)) is expected
 
 
 def test_a_link_into_another_repository_of_the_cache_is_refused(tmp_path):

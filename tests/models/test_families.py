@@ -61,6 +61,8 @@ REFUSED = {  # what is wrong -> the change, the complaint
         "'chunked_attention'.*sliding_attention",
     ),
     "too few layer types": (QWEN3 | {"layer_types": ["full_attention"]}, "layer_types"),
+    "too few for mistral": (MISTRAL | {"layer_types": ["full_attention"]}, "layer_types"),
+    "too few for llama": ({"layer_types": ["full_attention"]}, "layer_types"),
     "a window without a size": (QWEN3 | MIXED, "sliding_window is None"),
     "an empty window": (MISTRAL | {"sliding_window": 0}, "sliding_window is 0"),
     "too few rope layers": (

@@ -65,7 +65,7 @@ def test_peak_memory_is_little_more_than_the_weights(dtype, tmp_path):
     grown, loaded = done.stdout.split()
     if loaded != str(dtype):
         pytest.skip(f"auto is {loaded} on this CPU")
-    assert int(grown) < 1.35 * size
+    assert int(grown) < 1.2 * size
 
 
 def test_a_read_tensor_gives_its_pages_back(tmp_path):
@@ -74,6 +74,15 @@ def test_a_read_tensor_gives_its_pages_back(tmp_path):
     files = checkpoint.Checkpoint(tmp_path)
     files.read("x", torch.empty(1 << 20))
     assert resident_bytes(path) < 1 << 18  # of 1 << 22: the rims of the tensor at most
+
+
+def test_a_large_tensor_is_read_in_pieces(tmp_path, monkeypatch):
+    dropped = []
+    monkeypatch.setattr(checkpoint, "READ_BYTES", 1 << 12)
+    monkeypatch.setattr(checkpoint, "drop_pages", lambda start, size: dropped.append(size))
+    save_file({"x": torch.rand(40, 256)}, tmp_path / "model.safetensors")
+    checkpoint.Checkpoint(tmp_path).read("x", torch.empty(40, 256))
+    assert dropped == [(i << 12) for i in range(1, 11)]
 
 
 def resident_bytes(path):

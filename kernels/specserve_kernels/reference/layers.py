@@ -21,7 +21,8 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     bias  [N]     as x
     ->    [R, N]  as x
     """
-    rows = [torch.mv(packed, row.float()) for row in x]
+    # A copy of each row: the product's bits depend on where in memory a vector begins.
+    rows = [torch.mv(packed, row.clone().float()) for row in x]
     out = torch.stack(rows) if rows else x.new_empty(0, packed.shape[0])
     return (out if bias is None else out + bias.float()).to(x.dtype)
 

@@ -1,0 +1,102 @@
+"""The plain step of one request against what cannot be avoided: its GEMMs, and reading its KV."""
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specserve.config import load_config
+from specserve.engine.batch import RowGroup
+from specserve.engine.build import assemble
+from specserve.engine.runner import Runner
+from specserve.memory import BlockTable
+from specserve.models.decoder import Decoder
+from specserve.models.loader import load_decoder
+from specserve_kernels import load
+
+CONTEXT = 512
+ROWS = (1, 4, 8)
+REPEATS = 30
+
+
+@torch.inference_mode()
+def plain_step_figures(folder: Path) -> list[dict[str, Any]]:
+    """For each number of rows: step, GEMM and KV seconds, and step / (GEMM + KV)."""
+    decoder = load_decoder(folder, "bf16", load(torch.device("cpu")), CONTEXT + max(ROWS))
+    config = load_config(None, {"memory.kv_bytes": 1 << 28, "scheduler.max_running": 2})
+    engine = assemble(config, decoder, None, CONTEXT + max(ROWS))
+    table = BlockTable(engine.pool, engine.target.kv.block_size)
+    table.try_reserve(CONTEXT + max(ROWS))
+    engine.target.forward([RowGroup(table, [1] * CONTEXT, 0, 1)])
+    threads = engine.target.ops.tune(lambda: step(engine.target, table, 4), None)
+    bandwidth = read_bandwidth()
+    print(f"qwen3-0.6b shape, context {CONTEXT}: {threads}, {bandwidth / 1e9:.1f} GB/s read")
+    kv_seconds = CONTEXT * kv_token_bytes(decoder) / bandwidth
+    return [one_size(engine.target, table, rows, kv_seconds) for rows in ROWS]
+
+
+def one_size(target: Runner, table: BlockTable, rows: int, kv_seconds: float) -> dict[str, Any]:
+    gemms = all_gemms(target.decoder, max(2, rows))
+    steps, bare = [], []
+    for _ in range(REPEATS):
+        steps.append(seconds(lambda: step(target, table, rows)))
+        bare.append(seconds(gemms))
+    step_ms, gemm_ms = 1e3 * median(steps), 1e3 * median(bare)
+    ratios = sorted(s / (g + kv_seconds) for s, g in zip(steps, bare, strict=True))
+    figure = {
+        "rows": rows,
+        "step_ms": round(step_ms, 2),
+        "gemm_ms": round(gemm_ms, 2),
+        "kv_ms": round(1e3 * kv_seconds, 2),
+        "ratio": round(median(ratios), 3),
+        "ratio_p10_p90": [round(ratios[len(ratios) * p // 100], 3) for p in (10, 90)],
+        "threads": torch.get_num_threads(),
+    }
+    print(figure)
+    return figure
+
+
+def step(target: Runner, table: BlockTable, rows: int) -> None:
+    """A root and rows - 1 guesses, as a verification has them."""
+    masks = [(2 << k) - 1 for k in range(rows)]
+    target.forward([RowGroup(table, [7] * rows, CONTEXT, rows, CONTEXT, masks)])
+
+
+def all_gemms(decoder: Decoder, rows: int) -> Callable[[], None]:
+    """The step's linear maps alone, in its order, on activations of its shapes."""
+    c, weights, linear = decoder.config, decoder.weights, decoder.ops.linear
+    hidden = torch.randn(rows, c.hidden_size).to(decoder.dtype)
+    heads = torch.randn(rows, c.num_heads * c.head_dim).to(decoder.dtype)
+    wide = torch.randn(rows, c.intermediate_size).to(decoder.dtype)
+
+    def run() -> None:
+        for layer in weights.layers:
+            linear(hidden, layer.qkv)
+            linear(heads, layer.out)
+            linear(hidden, layer.gate_up)
+            linear(wide, layer.down)
+        linear(hidden, weights.head)
+
+    return run
+
+
+def kv_token_bytes(decoder: Decoder) -> int:
+    c = decoder.config
+    return 2 * c.num_layers * c.num_kv_heads * c.head_dim * decoder.dtype.itemsize
+
+
+def read_bandwidth() -> float:
+    """Bytes a second of summing memory that no cache holds, with the threads of a step."""
+    memory: Tensor = torch.ones(1 << 28, dtype=torch.int8).view(torch.int64)
+    memory.sum()
+    return memory.numel() * 8 / min(seconds(memory.sum) for _ in range(5))
+
+
+def seconds(run: Callable[[], object]) -> float:
+    start = perf_counter()
+    run()
+    return perf_counter() - start

@@ -1,0 +1,153 @@
+"""Linear maps, norms and the gated SiLU; which build is loaded; how many threads it is given."""
+
+import shutil
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from specserve_kernels import cpu, load, reference
+from specserve_kernels.cpu import build
+from tests.kernels.world import random_tensor, row_errors
+
+BUILDS = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}  # of a row, relative to its norm
+
+NORMS = {  # x, weight, eps -> x / rms(x) * weight
+    "mean, not sum": ([3.0, 4, 5, 12], [1.0, 1, 1, 1], 0.0, [x / 48.5**0.5 for x in (3, 4, 5, 12)]),
+    "eps is inside the root": ([3.0, 4], [1.0, 1], 100 - 12.5, [0.3, 0.4]),
+    "the weight is a factor": ([1.0, -1], [2.0, -3], 0.0, [2, 3]),
+    "eps keeps zeros zero": ([0.0, 0], [1.0, 1], 1e-6, [0, 0]),
+}
+
+
+@BUILDS
+@pytest.mark.parametrize(("x", "weight", "eps", "want"), NORMS.values(), ids=NORMS)
+def test_rms_norm(ops, x, weight, eps, want):
+    got = ops.rms_norm(torch.tensor([x]), torch.tensor(weight), eps)
+    torch.testing.assert_close(got, torch.tensor([want]).float())
+
+
+@BUILDS
+def test_add_rms_norm_adds_into_the_residual_and_normalizes_that(ops):
+    x, residual = torch.tensor([[1.0, 2]]), torch.tensor([[2.0, 2]])
+    got = ops.add_rms_norm(x, residual, torch.ones(2), 100 - 12.5)
+    assert (x.tolist(), residual.tolist()) == ([[1, 2]], [[3, 4]])
+    torch.testing.assert_close(got, torch.tensor([[0.3, 0.4]]))
+
+
+@BUILDS
+def test_what_is_normalized_is_the_residual_as_it_was_rounded(ops):
+    x, residual = torch.tensor([[2.0**-9] * 8]).bfloat16(), torch.ones(1, 8).bfloat16()
+    ops.add_rms_norm(x, residual, torch.ones(8).bfloat16(), 0.0)
+    assert residual.tolist() == [[1.0] * 8]  # bfloat16 has 8 bits
+
+
+SILUS = {  # gate, up -> silu(gate) * up
+    "zero is shut": (0.0, 5.0, 0.0),
+    "one is open to a sigmoid": (1.0, 2.0, 2 / (1 + 2.718281828459045**-1)),
+    "a large gate is linear": (100.0, 2.0, 200.0),
+    "a very negative one is shut": (-1000.0, 2.0, 0.0),
+}
+
+
+@BUILDS
+@pytest.mark.parametrize(("gate", "up", "want"), SILUS.values(), ids=SILUS)
+def test_silu_mul(ops, gate, up, want):
+    got = ops.silu_mul(torch.tensor([[gate] * 17 + [up] * 17]))  # a vector and a tail
+    torch.testing.assert_close(got, torch.full((1, 17), want))
+
+
+@BUILDS
+@DTYPES
+@pytest.mark.parametrize(("N", "K"), [(960, 320), (17, 4096), (331, 150), (1, 64)])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+def test_linear_is_torchs(ops, N, K, has_bias, dtype):
+    x, w = random_tensor(5, K, dtype=dtype), random_tensor(N, K, dtype=dtype, seed=1)
+    bias = 9 * random_tensor(N, dtype=dtype, seed=2) if has_bias else None
+    want = linear(x.double(), w.double(), bias if bias is None else bias.double())
+    for rows in (1, 2, 5):
+        got = ops.linear(x[:rows], ops.prepack(w), bias)
+        assert got.dtype == dtype
+        assert (row_errors(got, want[:rows]) < TOLERANCE[dtype]).all()
+
+
+@BUILDS
+def test_no_rows_are_no_error(ops):
+    assert ops.linear(torch.empty(0, 64), ops.prepack(random_tensor(32, 64))).shape == (0, 32)
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [1, 16, 150, 331, 853, 4097])
+def test_the_build_computes_as_the_reference(width, dtype):
+    x, y = (3 * random_tensor(9, 2 * width, dtype=dtype, seed=s) for s in (0, 1))
+    weight = random_tensor(2 * width, dtype=dtype, seed=2)
+    residuals = [y.clone(), y.clone()]
+    pairs = [
+        [ops.silu_mul(x) for ops in (cpu, reference)],
+        [ops.rms_norm(x, weight, 1e-6) for ops in (cpu, reference)],
+        [
+            o.add_rms_norm(x, r, weight, 1e-6)
+            for o, r in zip((cpu, reference), residuals, strict=True)
+        ],
+    ]
+    assert torch.equal(*residuals)
+    for got, want in pairs:
+        assert got.dtype == dtype
+        assert (row_errors(got, want) < TOLERANCE[dtype]).all()
+
+
+def test_exp_holds_its_two_ulp():
+    """Seen through silu: exp has no entrance of its own."""
+    gate = torch.linspace(-80, 80, 100_000)
+    got = cpu.silu_mul(torch.cat((gate, torch.ones_like(gate)))[None])[0].double()
+    want = gate.double().sigmoid() * gate
+    torch.testing.assert_close(got, want, rtol=4 * 2.0**-23, atol=1e-36)
+
+
+def test_only_the_cpu_has_kernels():
+    assert load(torch.device("cpu")) is cpu
+    with pytest.raises(ValueError, match="no kernels for device 'cuda'"):
+        load(torch.device("cuda"))
+
+
+COMPILERS = {
+    "there is none": ("no-such-compiler", "no C\\+\\+ compiler found"),
+    "it refuses the kernels": (shutil.which("false"), "could not compile the kernels"),
+}
+
+
+@pytest.mark.parametrize(("compiler", "complaint"), COMPILERS.values(), ids=COMPILERS)
+def test_without_a_compiler_the_reference_serves(compiler, complaint, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build.library.cache_clear()
+    with pytest.warns(UserWarning, match=complaint):
+        assert load(torch.device("cpu")) is reference
+    assert list(tmp_path.rglob("*.so")) == []
+    build.library.cache_clear()
+
+
+def test_kernels_are_compiled_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "specserve").mkdir()
+    (tmp_path / "specserve" / f"kernels-{build.fingerprint()}.so").write_bytes(b"")
+    monkeypatch.setattr(build, "compile_to", None)  # not to be called
+    build.library.cache_clear()
+    with pytest.raises(OSError, match="file too short"):
+        build.library()
+    build.library.cache_clear()
+
+
+@BUILDS
+def test_threads_are_as_configured(ops):
+    assert "2 threads" in ops.tune(lambda: None, 2)
+    assert torch.get_num_threads() == 2
+
+
+def test_threads_are_timed_where_nothing_is_configured():
+    seen = []
+    words = cpu.tune(lambda: seen.append(torch.get_num_threads()), None)
+    assert 1 in seen and torch.get_num_threads() in seen
+    assert words.startswith(f"{torch.get_num_threads()} threads (1: ")

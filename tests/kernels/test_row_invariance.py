@@ -1,0 +1,224 @@
+"""A row's bits depend on nothing but the row: not on its company, its slots or the threads."""
+
+import random
+
+import pytest
+import torch
+
+from specserve_kernels import QKNorm, Rotary, SampleParams, cpu, reference
+from tests.kernels.world import (
+    Req,
+    World,
+    only,
+    queries,
+    random_reqs,
+    random_tensor,
+    random_tree,
+    tokens,
+)
+
+SIZES = {cpu: (1, 2, 3, 7, 8, 31, 64, 130, 513), reference: (1, 2, 3, 8, 31)}
+BUILDS = pytest.mark.parametrize("ops", SIZES, ids=["cpu", "reference"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def companies(ops, num_rows):
+    """Sets of rows in which a row may find itself, ascending, and the threads that run them."""
+    rng = random.Random(0)
+    for size in (*(s for s in SIZES[ops] if s < num_rows), num_rows):
+        for rows in (list(range(size)), sorted(rng.sample(range(num_rows), size))):
+            yield 1, rows
+        if ops is cpu and size in (1, 8, 130, num_rows):
+            yield 2, rows
+
+
+def assert_invariant(op, ops, x):
+    """op(x, rows) with x [R, ..] gives the same bits for a row whatever stands beside it."""
+    want = op(x, list(range(len(x))))
+    for threads, rows in companies(ops, len(x)):
+        torch.set_num_threads(threads)
+        assert torch.equal(op(x[rows], rows), want[rows]), (threads, rows)
+        rows.reverse()
+        assert torch.equal(op(x[rows], rows), want[rows]), (threads, rows)
+
+
+@BUILDS
+@DTYPES
+@pytest.mark.parametrize("width", [150, 331, 853, 4097])
+def test_elementwise_ops(ops, dtype, width):
+    x = 3 * random_tensor(max(SIZES[ops]), 2 * width, dtype=dtype)
+    y, weight = x.flip(0, 1), random_tensor(2 * width, dtype=dtype, seed=1)
+    assert_invariant(lambda x, _: ops.silu_mul(x), ops, x)
+    assert_invariant(lambda x, _: ops.rms_norm(x, weight, 1e-6), ops, x)
+    assert_invariant(lambda x, rows: ops.add_rms_norm(x, y[rows], weight, 1e-6), ops, x)
+
+
+@DTYPES
+@pytest.mark.parametrize(("N", "K"), [(960, 320), (1024, 4096), (4096, 1024), (331, 150), (50, 7)])
+def test_linear(dtype, N, K):
+    packed = cpu.prepack(random_tensor(N, K, dtype=dtype, seed=1))
+    x, bias = random_tensor(513, K, dtype=dtype), random_tensor(N, dtype=dtype, seed=2)
+    assert_invariant(lambda x, _: cpu.linear(x, packed), cpu, x)
+    assert_invariant(lambda x, _: cpu.linear(x, packed, bias), cpu, x[:8])
+
+
+@DTYPES
+def test_linear_of_the_reference(dtype):
+    packed = reference.prepack(random_tensor(331, 1150, dtype=dtype, seed=1))
+    x = random_tensor(31, 1150, dtype=dtype)
+    assert_invariant(lambda x, _: reference.linear(x, packed), reference, x)
+
+
+def params(temperature, top_k, n):
+    """Every third row is greedy, and filters are asked for by some rows only."""
+    i = torch.arange(n)
+    top_k = torch.where(i % 5 == 0, top_k, 0).int()
+    top_p = torch.where(i % 7 == 0, 0.8, 1.0)
+    return SampleParams(temperature * (i % 3 > 0), top_k, top_p, (i % 4 == 0) * 0.01, i * i, i)
+
+
+@BUILDS
+@DTYPES
+@pytest.mark.parametrize("V", [320, 4097])
+def test_choices(ops, dtype, V):
+    n = max(SIZES[ops])
+    logits, asked = 2 * random_tensor(n, V, dtype=dtype), params(1.0, 50, n)
+
+    def sample(_, rows):
+        return ops.sample(logits, torch.tensor(rows), asked._make(p[rows] for p in asked))
+
+    def children(x, rows):
+        ids, weight = ops.top_children(x, asked._make(p[rows] for p in asked), 4, 0.8)
+        return torch.stack((ids.int(), weight.view(torch.int32)))[:, :, None].movedim(1, 0)
+
+    assert_invariant(sample, ops, logits)
+    assert_invariant(children, ops, logits)
+
+
+def crowd(ops, seed):
+    """Requests of every kind: at least 513 rows for the build, some 100 for the reference."""
+    rng = random.Random(seed)
+    reqs = [r for _ in range(4 if ops is cpu else 1) for r in random_reqs(rng, 200)]
+    return [*reqs, Req(rng.randrange(50), 300)] if ops is cpu else reqs[2:6]
+
+
+def rope(ops, world, rows, qkv, has_norm):
+    """Rotated queries, and K and V as they stand in the cache afterwards; a row each."""
+    D = world.head_dim
+    norm = QKNorm(
+        random_tensor(D, dtype=world.dtype, seed=1), random_tensor(D, dtype=world.dtype), 1e-6
+    )
+    angle = torch.outer(torch.arange(400.0), random_tensor(D // 2))
+    plan = ops.plan(rows, world.kv, world.num_heads)
+    rotary = Rotary(angle.cos(), angle.sin())
+    q = ops.rope_write_kv(qkv, rotary, norm if has_norm else None, world.kv.layers[0], plan)
+    at = rows.slots // world.block_size, rows.slots % world.block_size
+    return torch.cat((q, world.kv.layers[0].k[at], world.kv.layers[0].v[at]), dim=1)
+
+
+@BUILDS
+@DTYPES
+@pytest.mark.parametrize(("has_norm", "D"), [(True, 16), (False, 80), (True, 20)])
+def test_rope_and_the_kv_write(ops, dtype, has_norm, D):
+    world = World(crowd(ops, 1), 16, 4, 2, D, dtype)
+    every = world.rows()
+    qkv = random_tensor(len(every.slots), 8 * D, dtype=dtype)
+    want = rope(ops, world, every, qkv, has_norm)
+    for threads, rows in companies(ops, len(qkv)):
+        torch.set_num_threads(threads)
+        world = World(world.reqs, 17 if threads == 1 else 1, 4, 2, D, dtype, seed=len(rows))
+        got = rope(ops, world, only(world.rows(), rows), qkv[rows], has_norm)
+        assert torch.equal(got, want[rows]), (threads, rows)
+
+
+@BUILDS
+@DTYPES
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize(("H", "D"), [(2, 16), (14, 20), (8, 64)])
+def test_attention_beside_any_other_rows(ops, dtype, window, H, D):
+    world = World(crowd(ops, H), 16, H, 2, D, dtype).filled()
+    every = world.rows()
+    q = queries(world, len(every.slots))
+    want = world.attend(ops, q, window)
+    for threads, rows in companies(ops, len(q)):
+        torch.set_num_threads(threads)
+        got = world.attend(ops, q[rows], window, only(every, rows))
+        assert torch.equal(got, want[rows]), (threads, rows)
+
+
+@BUILDS
+@DTYPES
+@pytest.mark.parametrize("window", [None, 37])
+def test_attention_from_any_blocks_and_slots(ops, dtype, window):
+    worlds = [
+        World(crowd(ops, 3), block_size, dtype=dtype, seed=seed, fill=fill).filled()
+        for block_size in (16, 1, 17, 64)
+        for seed, fill in ((0, 0.0), (1, float("nan")))
+    ]
+    q = queries(worlds[0], len(worlds[0].rows().slots))
+    want, *others = (world.attend(ops, q, window) for world in worlds)
+    assert all(torch.equal(got, want) for got in others)
+
+
+@BUILDS
+@DTYPES
+@pytest.mark.parametrize("window", [None, 5, 37])
+def test_what_a_row_may_not_see_may_be_anything(ops, dtype, window):
+    req = Req(75, parents=random_tree(random.Random(5), 40))
+    world = World([req], dtype=dtype).filled()
+    q = queries(world, 41)
+    want = world.attend(ops, q, window)
+    for r, seen in enumerate(req.visible()):
+        bare = World([req], dtype=dtype, fill=float("nan"))
+        slots = seen[-window:] if window else seen
+        bare.put(0, slots, tokens(world, 0, req.end)[:, slots])
+        assert torch.equal(bare.attend(ops, q[[r]], window, only(bare.rows(), [r]))[0], want[r])
+
+
+def as_plain_text(world, req):
+    """Every path of a tree as a request of its own that was never anything but text."""
+    paths = req.visible()
+    plain = World(
+        [Req(len(path) - 1, 1) for path in paths],
+        17,
+        world.num_heads,
+        world.num_kv_heads,
+        world.head_dim,
+        world.dtype,
+        seed=1,
+    )
+    for b, path in enumerate(paths):
+        plain.put(b, list(range(len(path))), tokens(world, 0, req.end)[:, path])
+    return plain
+
+
+@DTYPES
+@pytest.mark.parametrize("start", [*range(36), 63, 64, 65, 95, 200])
+def test_a_tree_row_attends_as_its_path_would_as_plain_text(start, dtype):
+    rng = random.Random(start)
+    req = Req(start, parents=random_tree(rng, rng.choice([5, 40, 63])))
+    world = World([req], dtype=dtype).filled()
+    q = queries(world, len(req.visible()))
+    plain = as_plain_text(world, req)
+    for window in (None, 1, 32, 50):
+        assert torch.equal(world.attend(cpu, q, window), plain.attend(cpu, q, window))
+
+
+@DTYPES
+@pytest.mark.parametrize(("H", "Hk", "D"), [(7, 1, 20), (16, 2, 128), (2, 2, 80)])
+@pytest.mark.parametrize("start", [0, 1, 31, 33])
+def test_a_chain_that_crosses_tiles_attends_as_plain_text(start, H, Hk, D, dtype):
+    req = Req(start, parents=list(range(63)))
+    world = World([req], 20, H, Hk, D, dtype).filled()
+    chunk = World([Req(start, 64)], 1, H, Hk, D, dtype).filled()
+    q = queries(world, 64)
+    assert torch.equal(world.attend(cpu, q), chunk.attend(cpu, q))
+
+
+@pytest.mark.parametrize("start", [0, 5, 31, 40])
+def test_a_tree_row_of_the_reference_attends_as_plain_text(start):
+    req = Req(start, parents=random_tree(random.Random(start), 20))
+    world = World([req]).filled()
+    q = queries(world, 21)
+    plain = as_plain_text(world, req)
+    assert torch.equal(world.attend(reference, q), plain.attend(reference, q))

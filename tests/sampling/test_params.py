@@ -1,0 +1,108 @@
+import msgspec
+import pytest
+
+from specserve.errors import RequestError
+from specserve.models.defaults import GenerationDefaults
+from specserve.sampling import Sampling, SamplingParams, resolve
+
+PLAIN = GenerationDefaults(eos_token_ids=(7,))
+
+
+def resolved(defaults=PLAIN, room=100, **given):
+    return resolve(SamplingParams(**given), defaults, room, vocab_size=320)
+
+
+WRONG = {  # a parameter's value -> words of the refusal
+    "no token at all": ({"max_tokens": 0}, "max_tokens"),
+    "half a token": ({"max_tokens": 1.5}, "max_tokens"),
+    "a negative temperature": ({"temperature": -0.1}, "temperature"),
+    "a temperature that overflows": ({"temperature": float("inf")}, "temperature"),
+    "a temperature that is no number": ({"temperature": float("nan")}, "temperature"),
+    "a temperature in words": ({"temperature": "hot"}, "temperature"),
+    "a yes for a temperature": ({"temperature": True}, "temperature"),
+    "a temperature float32 cannot divide by": ({"temperature": 1e-5}, "neither 0 nor at least"),
+    "a negative top_k": ({"top_k": -1}, "top_k"),
+    "a top_k that no int32 holds": ({"top_k": 2**31}, "top_k"),
+    "an empty top_p": ({"top_p": 0.0}, "top_p"),
+    "a top_p above one": ({"top_p": 1.1}, "top_p"),
+    "a top_p that is no number": ({"top_p": float("nan")}, "top_p"),
+    "a negative min_p": ({"min_p": -0.1}, "min_p"),
+    "a min_p above one": ({"min_p": 1.5}, "min_p"),
+    "a min_p that is no number": ({"min_p": float("nan")}, "min_p"),
+    "a negative seed": ({"seed": -1}, "seed"),
+    "a seed that JavaScript would round": ({"seed": 2**53}, "seed"),
+    "a yes for a seed": ({"seed": True}, "seed"),
+    "an empty stop": ({"stop": ""}, "stop"),
+    "an empty stop among others": ({"stop": ("a", "")}, "stop"),
+    "a stop that is no string": ({"stop": 5}, "stop"),
+    "too many stops": ({"stop": ("a",) * 17}, "stop"),
+    "a stop longer than a page": ({"stop": "a" * 1025}, "stop"),
+    "a stop id beyond the vocabulary": ({"stop_token_ids": (320,)}, r"320.*\[0, 320\)"),
+    "a negative stop id": ({"stop_token_ids": (3, -1)}, "-1"),
+    "a stop id in words": ({"stop_token_ids": ("3",)}, "stop_token_ids"),
+    "an ignore_eos that is no bool": ({"ignore_eos": 1}, "ignore_eos"),
+}
+
+
+@pytest.mark.parametrize(("given", "words"), WRONG.values(), ids=WRONG)
+def test_a_wrong_value_is_refused_by_name(given, words):
+    with pytest.raises(RequestError, match=f"sampling parameters: .*{words}"):
+        resolved(**given)
+
+
+def test_what_is_unset_falls_to_the_fields_own_defaults():
+    got = msgspec.structs.replace(resolved(), seed=0)
+    want = Sampling(max_tokens=100, temperature=1, top_k=0, top_p=1, min_p=0, seed=0)
+    assert got == msgspec.structs.replace(want, stop_ids=frozenset({7}))
+
+
+def test_what_is_unset_falls_to_the_models_generation_config_first():
+    defaults = GenerationDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1)
+    got = resolved(defaults)
+    assert (got.temperature, got.top_k, got.top_p, got.min_p) == (0.6, 20, 0.95, 0.1)
+
+
+def test_what_is_given_wins_even_where_it_is_zero():
+    defaults = GenerationDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1)
+    got = resolved(defaults, temperature=0, top_k=0, top_p=1, min_p=0, seed=0)
+    assert (got.temperature, got.top_k, got.top_p, got.min_p, got.seed) == (0, 0, 1, 0, 0)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**53 - 1])
+def test_a_seed_is_kept_as_given(seed):
+    assert resolved(seed=seed).seed == seed
+
+
+def test_a_drawn_seed_is_new_every_time_and_a_valid_one():
+    seeds = {resolved().seed for _ in range(100)}
+    assert len(seeds) == 100
+    assert all(resolved(seed=seed).seed == seed for seed in seeds)
+    assert max(seeds) > 2**48, "drawn from all of [0, 2^53)"
+
+
+@pytest.mark.parametrize(("asked", "room", "got"), [(5, 9, 5), (9, 5, 5), (None, 5, 5)])
+def test_the_context_limits_the_tokens(asked, room, got):
+    assert resolved(room=room, max_tokens=asked).max_tokens == got
+
+
+@pytest.mark.parametrize(
+    ("given", "stop"),
+    [("ab", ("ab",)), (("a", "b"), ("a", "b")), (["a", "b"], ("a", "b")), ((), ())],
+    ids=["a string is one stop, not its letters", "a tuple", "a list", "none"],
+)
+def test_stops_come_as_a_string_or_as_several(given, stop):
+    assert resolved(stop=given).stop == stop
+
+
+@pytest.mark.parametrize(
+    ("given", "ids"),
+    [
+        ({}, {7}),
+        ({"stop_token_ids": (3, 319, 0)}, {0, 3, 7, 319}),
+        ({"stop_token_ids": (3,), "ignore_eos": True}, {3}),
+        ({"stop_token_ids": (7,), "ignore_eos": True}, {7}),
+    ],
+    ids=["the model's end", "and the caller's", "the caller's alone", "asked for by name"],
+)
+def test_these_ids_end_a_request(given, ids):
+    assert resolved(**given).stop_ids == ids
