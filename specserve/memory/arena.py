@@ -38,7 +38,8 @@ class Arena:
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.num_blocks, self.block_bytes = num_blocks, block_bytes
-        self.memory = mmap.mmap(-1, num_blocks * block_bytes)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self.memory = mmap.mmap(-1, num_blocks * block_bytes, flags=flags)
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
 
     def view(self, layout: KVLayout, block_size: int) -> KVCache:

@@ -67,18 +67,27 @@ constexpr bool PAIRS = false;
 struct KeyTile {
   alignas(64) uint32_t t[MAX_D][TILE];
 
+  // Rows of `words` 32-bit words; a row past `count` repeats the last, and is hidden anyway.
+  void load_words(const void* const* keys, int count, int64_t words) {
+    for (int half = 0; half < count; half += LANES)
+      for (int64_t d = 0; d < words; d += LANES) {
+        vi x[LANES];
+        int n = std::min<int64_t>(LANES, words - d);
+        for (int j = 0; j < LANES; j++) {
+          const uint32_t* key = (const uint32_t*)keys[std::min(half + j, count - 1)] + d;
+          x[j] = n == LANES ? load_lanes(key) : load_lanes(key, n);
+        }
+        transpose(x);
+        for (int i = 0; i < n; i++) memcpy(&t[d + i][half], &x[i], 64);
+      }
+  }
   void load(const float* const* keys, int count, int64_t D) {
-    for (int j = 0; j < count; j++)
-      for (int64_t d = 0; d < D; d++) memcpy(&t[d][j], keys[j] + d, 4);
+    load_words((const void* const*)keys, count, D);
   }
   void load(const bf16* const* keys, int count, int64_t D) {
-    for (int j = 0; j < count; j++) {
-      if (PAIRS) {
-        for (int64_t d = 0; d < D / 2; d++) memcpy(&t[d][j], keys[j] + 2 * d, 4);
-      } else {
-        for (int64_t d = 0; d < D; d++) t[d][j] = uint32_t(keys[j][d].bits) << 16;
-      }
-    }
+    if (PAIRS) return load_words((const void* const*)keys, count, D / 2);
+    for (int j = 0; j < count; j++)
+      for (int64_t d = 0; d < D; d++) t[d][j] = uint32_t(keys[j][d].bits) << 16;
   }
 };
 
@@ -117,34 +126,41 @@ static void score_group(const KeyTile& tile, Query* const* q, int64_t D, float (
   }
 }
 
-// acc = acc * decay + sum over keys of weight * value, for `N` queries that see the same keys.
-template <class T, int N>
-static void value_group(const T* const* values, int begin, int end, int64_t D,
-                        const float (*weight)[TILE], const float* decay, float (*acc)[MAX_D]) {
-  for (int64_t d = 0; d < D; d += 2 * LANES) {
-    int n0 = std::min<int64_t>(LANES, D - d), n1 = std::min<int64_t>(LANES, D - d - LANES);
-    vf a[N], b[N];
-    for (int i = 0; i < N; i++) {
-      a[i] = load(acc[i] + d) * decay[i];
-      b[i] = load(acc[i] + d + LANES) * decay[i];
+// acc = acc * decay + sum over keys of weight * value, for N queries that see the same keys, in the
+// dimensions [0, S * 16) from the pointers given; `tail` of the last 16 exist.
+template <class T, int N, int S, bool IS_WHOLE>
+static void add_values(const T* const* values, int64_t d, int begin, int end, int tail,
+                       const float (*weight)[TILE], const float* decay, float (*acc)[MAX_D]) {
+  vf sum[N][S];
+  for (int i = 0; i < N; i++)
+    for (int s = 0; s < S; s++) sum[i][s] = load(acc[i] + d + s * LANES) * decay[i];
+  for (int j = begin; j < end; j++) {
+    vf v[S];
+    for (int s = 0; s < S; s++) {
+      const T* p = values[j] + d + s * LANES;
+      v[s] = IS_WHOLE || s < S - 1 ? load(p) : load(p, tail);
     }
-    for (int j = begin; j < end; j++) {
-      vf v0 = n0 == LANES ? load(values[j] + d) : load(values[j] + d, n0);
-      vf v1{};
-      if (n1 == LANES) v1 = load(values[j] + d + LANES);
-      else if (n1 > 0) v1 = load(values[j] + d + LANES, n1);
 #pragma GCC unroll 8
-      for (int i = 0; i < N; i++) {
-        vf w = splat(weight[i][j]);
-        a[i] = fma(w, v0, a[i]);
-        b[i] = fma(w, v1, b[i]);
-      }
-    }
     for (int i = 0; i < N; i++) {
-      store(acc[i] + d, a[i]);
-      store(acc[i] + d + LANES, b[i]);
+      vf w = splat(weight[i][j]);
+#pragma GCC unroll 8
+      for (int s = 0; s < S; s++) sum[i][s] = fma(w, v[s], sum[i][s]);
     }
   }
+  for (int i = 0; i < N; i++)
+    for (int s = 0; s < S; s++) store(acc[i] + d + s * LANES, sum[i][s]);
+}
+
+// S vectors of D at a time: as many sums as hide the latency of an addition.
+template <class T, int N, int S>
+static void value_group(const T* const* values, int begin, int end, int64_t D,
+                        const float (*weight)[TILE], const float* decay, float (*acc)[MAX_D]) {
+  int64_t d = 0;
+  for (; d + S * LANES <= D; d += S * LANES)
+    add_values<T, N, S, true>(values, d, begin, end, LANES, weight, decay, acc);
+  for (; d + LANES <= D; d += LANES)
+    add_values<T, N, 1, true>(values, d, begin, end, LANES, weight, decay, acc);
+  if (d < D) add_values<T, N, 1, false>(values, d, begin, end, D - d, weight, decay, acc);
 }
 
 template <class T>
@@ -165,14 +181,14 @@ template <class T>
 static void values(const T* const* v, int begin, int end, int n, int64_t D,
                    const float (*weight)[TILE], const float* decay, float (*acc)[MAX_D]) {
   switch (n) {
-    case 1: return value_group<T, 1>(v, begin, end, D, weight, decay, acc);
-    case 2: return value_group<T, 2>(v, begin, end, D, weight, decay, acc);
-    case 3: return value_group<T, 3>(v, begin, end, D, weight, decay, acc);
-    case 4: return value_group<T, 4>(v, begin, end, D, weight, decay, acc);
-    case 5: return value_group<T, 5>(v, begin, end, D, weight, decay, acc);
-    case 6: return value_group<T, 6>(v, begin, end, D, weight, decay, acc);
-    case 7: return value_group<T, 7>(v, begin, end, D, weight, decay, acc);
-    default: return value_group<T, 8>(v, begin, end, D, weight, decay, acc);
+    case 1: return value_group<T, 1, 4>(v, begin, end, D, weight, decay, acc);
+    case 2: return value_group<T, 2, 4>(v, begin, end, D, weight, decay, acc);
+    case 3: return value_group<T, 3, 4>(v, begin, end, D, weight, decay, acc);
+    case 4: return value_group<T, 4, 4>(v, begin, end, D, weight, decay, acc);
+    case 5: return value_group<T, 5, 2>(v, begin, end, D, weight, decay, acc);
+    case 6: return value_group<T, 6, 2>(v, begin, end, D, weight, decay, acc);
+    case 7: return value_group<T, 7, 2>(v, begin, end, D, weight, decay, acc);
+    default: return value_group<T, 8, 2>(v, begin, end, D, weight, decay, acc);
   }
 }
 
@@ -307,7 +323,7 @@ static void attend(const Rows& rows, const KV& kv, const Attention& a, const Ite
     has_tree = has_tree || rows.mask[r];
     tiles = std::max(tiles, rows.mask[r] ? prefix / TILE : (prefix + TILE - 1) / TILE);
   }
-  for (int i = 0; i < item.count; i++) memset(x.acc[i], 0, ((D + 31) & ~31) * sizeof(float));
+  for (int i = 0; i < item.count; i++) memset(x.acc[i], 0, ((D + 15) & ~15) * sizeof(float));
   for (int64_t t = 0; t < tiles; t++) prefix_tile<T>(t, slots, q, item.count, a.scale, x);
   if (has_tree) tree_tiles<T>(slots, q, item.count, a.scale, x);
   for (int i = 0; i < item.count; i++) {

@@ -72,19 +72,55 @@ static inline vf fma(vf a, vf b, vf c) {
 }
 static inline vf max(vf a, vf b) { return a > b ? a : b; }
 
+// Over lanes, by halves: lane i takes in lane i + 8, then i + 4, i + 2, i + 1.
+template <int S> static inline vf rotate(vf v) {
+  vi at;
+  for (int l = 0; l < LANES; l++) at[l] = (l + S) % LANES;
+  return __builtin_shuffle(v, at);
+}
 static inline float sum(vf v) {
-  float x[LANES];
-  memcpy(x, &v, 64);
-  for (int w = 8; w; w /= 2)
-    for (int i = 0; i < w; i++) x[i] += x[i + w];
-  return x[0];
+  v += rotate<8>(v);
+  v += rotate<4>(v);
+  v += rotate<2>(v);
+  v += rotate<1>(v);
+  return v[0];
 }
 static inline float max(vf v) {
-  float x[LANES];
-  memcpy(x, &v, 64);
-  for (int w = 8; w; w /= 2)
-    for (int i = 0; i < w; i++) x[i] = x[i] > x[i + w] ? x[i] : x[i + w];
-  return x[0];
+  v = max(v, rotate<8>(v));
+  v = max(v, rotate<4>(v));
+  v = max(v, rotate<2>(v));
+  v = max(v, rotate<1>(v));
+  return v[0];
+}
+
+static inline vi load_lanes(const void* p) { vi v; memcpy(&v, p, 64); return v; }
+static inline vi load_lanes(const uint32_t* p, int n) {
+  vi v{};
+  for (int i = 0; i < n; i++) v[i] = p[i];
+  return v;
+}
+
+// One butterfly of the transpose below: swaps the off-diagonal S x S squares of a and b.
+template <int S> static inline void exchange(vi& a, vi& b) {
+  vi low, high;
+  for (int l = 0; l < LANES; l++) {
+    low[l] = l & S ? LANES + (l ^ S) : l;
+    high[l] = l & S ? LANES + l : l ^ S;
+  }
+  vi x = __builtin_shuffle(a, b, low);
+  b = __builtin_shuffle(a, b, high);
+  a = x;
+}
+
+static inline void transpose(vi* x) {  // 16 x 16 words, in place
+#pragma GCC unroll 16
+  for (int i = 0; i < 8; i++) exchange<8>(x[i], x[i + 8]);
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) if (!(i & 4)) exchange<4>(x[i], x[i + 4]);
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) if (!(i & 2)) exchange<2>(x[i], x[i + 2]);
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) if (!(i & 1)) exchange<1>(x[i], x[i + 1]);
 }
 
 // e^x, within 2 ulp for x in [-87, 88]; exactly 0 below. Cephes' reduction and polynomial.

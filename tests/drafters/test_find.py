@@ -1,0 +1,48 @@
+import pytest
+
+from specserve_drafters import DrafterError, make_drafter
+from specserve_drafters.model import ModelDrafter
+from specserve_drafters.ngram import NgramDrafter
+
+WRONG = {  # name, options -> words of the refusal
+    "an unknown name": ("oracle", {}, r"no drafter 'oracle'.*ngram, model.*package\.module:Class"),
+    "an unknown module": ("no_such.module:Drafter", {}, "no drafter 'no_such.module:Drafter'"),
+    "an unknown class": ("specserve_drafters.ngram:Bigram", {}, "no drafter.*Bigram"),
+    "a module alone": ("specserve_drafters.ngram", {}, "no drafter"),
+    "no name": ("", {}, "no drafter ''"),
+    "something that is no drafter": ("collections:deque", {}, "'collections:deque'.*Options"),
+    "an unknown option": ("ngram", {"max_gram": 3}, "'ngram'.*max_gram"),
+    "an option out of range": ("ngram", {"max_ngram": 65}, r"'ngram'.*<= 64.*\$\.max_ngram"),
+    "an option below its range": ("ngram", {"min_ngram": 0}, r"'ngram'.*>= 1.*\$\.min_ngram"),
+    "an option of another type": ("ngram", {"max_ngram": "4"}, r"`int`.*\$\.max_ngram"),
+    "options at odds": ("ngram", {"min_ngram": 5}, "min_ngram=5 exceeds max_ngram=4"),
+    "a depth beyond a mask": ("model", {"max_depth": 64}, r"'model'.*\$\.max_depth"),
+    "no width": ("model", {"width": 0}, r"'model'.*\$\.width"),
+    "a tau of zero": ("model", {"tau": 0.0}, r"'model'.*\$\.tau"),
+    "a negative gain": ("model", {"min_gain": -1.0}, r"'model'.*\$\.min_gain"),
+    "nothing to run": ("model", {}, "'model' needs a draft model: set drafter.model"),
+}
+
+
+@pytest.mark.parametrize(("name", "options", "words"), WRONG.values(), ids=WRONG)
+def test_a_wrong_drafter_is_refused_with_its_name(name, options, words):
+    with pytest.raises(DrafterError, match=words):
+        make_drafter(name, options)
+
+
+@pytest.mark.parametrize("name", ["ngram", "specserve_drafters.ngram:NgramDrafter"])
+def test_a_drafter_is_found_by_name_or_by_its_class(name):
+    drafter = make_drafter(name, {"max_ngram": 3})
+    assert isinstance(drafter, NgramDrafter)
+    assert list(drafter.sizes) == [3, 2]
+
+
+def test_who_needs_an_executor_is_given_it():
+    executor = object()
+    drafter = make_drafter("model", {"width": 2}, executor)
+    assert isinstance(drafter, ModelDrafter)
+    assert (drafter.executor, drafter.options.width) == (executor, 2)
+
+
+def test_who_needs_none_is_given_none():
+    assert isinstance(make_drafter("ngram", {}, object()), NgramDrafter)

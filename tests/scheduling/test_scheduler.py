@@ -1,0 +1,349 @@
+"""Who runs, and with which rows: the spending rule by hand, then what must hold of every step."""
+
+from array import array
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specserve.memory import BlockPool, BlockTable
+from specserve.sampling import Sampling
+from specserve.scheduling import Request, Scheduler
+from specserve.scheduling.scheduler import Limits, share
+
+STREAM, PROMPT = (10, 9), (99, 0)  # known tokens, computed ones
+
+
+def scheduler(num_blocks=1000, **limits):
+    return Scheduler(Limits(**limits), BlockPool(num_blocks))
+
+
+def request(s, id, known, max_tokens=100, block_size=16):
+    sampling = Sampling(max_tokens=max_tokens, temperature=0, top_k=0, top_p=1, min_p=0, seed=0)
+    tables = [BlockTable(s.pool, block_size) for _ in range(2)]
+    return Request(id, array("i", range(known)), sampling, *tables)
+
+
+def run(s, states, **kwargs):
+    """Requests 0, 1, .. that run already, each with (known, computed) tokens."""
+    for id, (known, computed) in enumerate(states):
+        s.running.append(r := request(s, id, known, **kwargs))
+        assert r.table.try_reserve(known)
+        r.table.num_computed = computed
+    return s.running[:]
+
+
+def rows(works):
+    """Request -> (rows of known tokens, guesses)."""
+    return {w.request.id: (w.end - w.start, w.draft_limit) for w in works}
+
+
+PLANS = {  # (known, computed) of who runs, limits beside 20 rows a step -> rows and guesses
+    "a stream alone": ([STREAM], {}, [(1, 9)]),
+    "a stream and as many guesses as fit": ([STREAM], {"max_nodes": 63}, [(1, 19)]),
+    "no speculation": ([STREAM], {"max_nodes": 0}, [(1, 0)]),
+    "a limit on all guesses": ([STREAM], {"max_step_nodes": 4}, [(1, 4)]),
+    "shared evenly": ([STREAM] * 3, {"max_step_nodes": 6}, [(1, 2)] * 3),
+    "a prompt alone": ([PROMPT], {}, [(20, 0)]),
+    "a prompt's next chunk": ([(99, 90)], {}, [(9, 0)]),
+    "a chunk's own limit": ([PROMPT], {"prefill_chunk": 8}, [(8, 0)]),
+    "prompts first come, first served": ([(15, 0), (30, 0), PROMPT], {}, [(15, 0), (5, 0)]),
+    "one chunk limit for all prompts": ([(6, 0), PROMPT], {"prefill_chunk": 8}, [(6, 0), (2, 0)]),
+    "one token left to compute is a root, two are a chunk": (
+        [(7, 6), (7, 5)],
+        {},
+        [(1, 9), (2, 0)],
+    ),
+    "a prompt of one token is a root": ([(1, 0)], {}, [(1, 9)]),
+    "prompts and guesses: half each": ([STREAM] * 4 + [PROMPT], {}, [(1, 2)] * 4 + [(8, 0)]),
+    "the odd row is the prompt's": (
+        [STREAM] * 3 + [PROMPT],
+        {"max_nodes": 2},
+        [(1, 2)] * 3 + [(11, 0)],
+    ),
+    "a short prompt leaves its half": ([STREAM] * 3 + [(5, 0)], {}, [(1, 4)] * 3 + [(5, 0)]),
+    "small trees leave theirs": (
+        [STREAM] * 4 + [PROMPT],
+        {"max_nodes": 1},
+        [(1, 1)] * 4 + [(12, 0)],
+    ),
+    "few guesses in all leave theirs": (
+        [STREAM] * 2 + [PROMPT],
+        {"max_step_nodes": 2},
+        [(1, 1)] * 2 + [(16, 0)],
+    ),
+    "a small chunk leaves its half": (
+        [STREAM] * 4 + [PROMPT],
+        {"prefill_chunk": 4},
+        [(1, 3)] * 4 + [(4, 0)],
+    ),
+    "roots come before anything": ([STREAM] * 19 + [PROMPT], {}, [(1, 0)] * 19 + [(1, 0)]),
+}
+
+
+@pytest.mark.parametrize(("states", "limits", "want"), PLANS.values(), ids=PLANS)
+def test_the_rows_of_a_step(states, limits, want):
+    given = {"max_batched_tokens": 20, "max_running": 19, "max_nodes": 9, "max_step_nodes": 99}
+    s = scheduler(**(given | limits))
+    run(s, states)
+    works = s.plan()
+    assert rows(works) == dict(enumerate(want))
+    for w in works:
+        assert w.start == w.request.num_computed
+        assert w.is_sampled == (w.end == len(w.request.token_ids))
+        assert w.is_root == (w.end - w.start == 1 and w.is_sampled)
+
+
+@pytest.mark.parametrize(("max_tokens", "guesses"), [(1, 0), (2, 1), (5, 4), (50, 9)])
+def test_nobody_guesses_beyond_the_tokens_left(max_tokens, guesses):
+    s = scheduler(max_nodes=9)
+    run(s, [STREAM], max_tokens=max_tokens)
+    assert rows(s.plan()) == {0: (1, guesses)}
+
+
+SHARES = {  # total, caps, turn -> shares
+    "nobody": (5, [], 3, []),
+    "nothing": (0, [4, 4], 0, [0, 0]),
+    "evenly": (6, [9, 9, 9], 0, [2, 2, 2]),
+    "no more than anyone can take": (99, [3, 1, 2], 0, [3, 1, 2]),
+    "what one leaves the others take": (9, [1, 9, 9], 0, [1, 4, 4]),
+    "what does not divide, from the first": (7, [9, 9, 9], 0, [3, 2, 2]),
+    "a turn later, from the second": (7, [9, 9, 9], 1, [2, 3, 2]),
+    "two turns later it goes round the end": (8, [9, 9, 9], 2, [3, 2, 3]),
+    "turns go on counting": (7, [9, 9, 9], 4, [2, 3, 2]),
+    "fewer than there are takers": (2, [9, 9, 9], 2, [1, 0, 1]),
+    "who can take none is passed over": (3, [0, 9, 0, 9], 0, [0, 2, 0, 1]),
+}
+
+
+@pytest.mark.parametrize(("total", "caps", "turn", "want"), SHARES.values(), ids=SHARES)
+def test_a_share_is(total, caps, turn, want):
+    assert share(total, caps, turn) == want
+
+
+def test_what_does_not_divide_goes_round():
+    s = scheduler(max_nodes=9, max_step_nodes=7)
+    run(s, [STREAM] * 3)
+    plans = [rows(s.plan()) for _ in range(3)]
+    assert [sum(plan[i][1] for plan in plans) for i in range(3)] == [7, 7, 7]
+
+
+def advance(works):
+    """Compute what was planned; who is sampled says one more token."""
+    for w in works:
+        w.request.table.num_computed = w.end
+        if w.is_sampled:
+            w.request.token_ids.append(0)
+            w.request.table.trim()
+
+
+def test_a_long_prompt_stalls_nobody_and_gets_on():
+    s = scheduler(max_batched_tokens=16, max_running=8, max_nodes=4)
+    streams = run(s, [STREAM] * 3)
+    s.add(late := request(s, 9, 300))
+    for _ in range(30):
+        done, works = late.num_computed, s.plan()
+        assert {r.id for r in streams} <= rows(works).keys()
+        assert rows(works)[9][0] >= 6
+        advance(works)
+        assert late.num_computed > done
+
+
+def test_admission_is_first_come_first_served():
+    s = scheduler(num_blocks=4)
+    for id, known in enumerate([16, 16 * 4, 16]):
+        s.add(request(s, id, known))
+    s.plan()
+    assert [r.id for r in s.running] == [0]
+    assert [r.id for r in s.waiting] == [1, 2], "a small request does not overtake"
+
+
+@pytest.mark.parametrize(("free", "running"), [(1, 1), (2, 2), (3, 2), (4, 3)])
+def test_admission_leaves_a_block_to_every_running_request(free, running):
+    s = scheduler(num_blocks=1 + free)
+    run(s, [STREAM])
+    for id in (1, 2):
+        s.add(request(s, id, 10))
+    s.plan_roots()
+    s.admit()
+    assert len(s.running) == running
+
+
+def test_no_more_than_max_running_are_admitted():
+    s = scheduler(max_running=2)
+    for id in range(4):
+        s.add(request(s, id, 10))
+    s.plan()
+    assert ([r.id for r in s.running], [r.id for r in s.waiting]) == ([0, 1], [2, 3])
+
+
+def test_whoever_is_admitted_has_blocks_for_all_it_knows():
+    s = scheduler()
+    s.add(request(s, 0, 33))
+    assert rows(s.plan()) == {0: (33, 0)}
+    assert s.running[0].table.missing(33) == 0
+
+
+def test_a_prompt_of_one_token_is_a_root_in_the_step_of_its_admission():
+    s = scheduler(max_nodes=3)
+    run(s, [STREAM])
+    s.add(request(s, 1, 1))
+    assert rows(s.plan()) == {0: (1, 3), 1: (1, 3)}
+
+
+def streams_of_full_blocks(num_blocks):
+    """Three streams whose next token needs a new block each."""
+    s = scheduler(num_blocks)
+    for id in range(3):
+        s.running.append(r := request(s, id, 33))
+        assert r.table.try_reserve(32)
+        r.table.num_computed = 32
+    return s, s.running[:]
+
+
+def test_where_blocks_run_out_the_youngest_makes_room():
+    s, (old, middle, young) = streams_of_full_blocks(6)
+    assert rows(s.plan()) == {0: (1, 15), 1: (1, 15)}
+    assert (s.running, list(s.waiting), s.num_preempted) == ([old, middle], [young], 1)
+    assert (young.num_computed, len(young.table.blocks)) == (0, 0)
+    assert len(young.token_ids) == 33, "what it has said stays said"
+
+
+def test_the_youngest_itself_goes_where_it_is_the_one_in_need():
+    s, (old, middle, young) = streams_of_full_blocks(8)
+    assert set(rows(s.plan())) == {0, 1}
+    assert (s.running, list(s.waiting)) == ([old, middle], [young])
+
+
+def test_who_was_preempted_comes_before_who_waits_and_waits_for_blocks():
+    s, (_, _, young) = streams_of_full_blocks(6)
+    s.add(request(s, 9, 1))
+    s.plan()
+    assert [r.id for r in s.waiting] == [young.id, 9]
+
+
+def test_draft_blocks_go_before_a_request_does_the_youngests_first():
+    s, requests = streams_of_full_blocks(10)
+    for r in requests[:2]:
+        assert r.draft_table.try_reserve(32)
+        r.draft_table.num_computed = 32
+    assert rows(s.plan()).keys() == {0, 1, 2}
+    assert [len(r.draft_table.blocks) for r in requests] == [0, 0, 0]
+    assert (requests[0].draft_table.num_computed, s.num_preempted) == (0, 0)
+
+
+def test_only_as_many_draft_blocks_go_as_are_needed():
+    s, requests = streams_of_full_blocks(11)
+    for r, slots in zip(requests, (16, 32, 32), strict=True):
+        assert r.draft_table.try_reserve(slots)
+    s.plan_roots()
+    assert [len(r.draft_table.blocks) for r in requests] == [1, 0, 0]
+
+
+def test_draft_blocks_go_before_a_newcomer_waits():
+    s = scheduler(num_blocks=6)
+    (stream,) = run(s, [STREAM])
+    assert stream.draft_table.try_reserve(64)
+    s.add(request(s, 1, 40))
+    assert set(rows(s.plan())) == {0, 1}
+    assert len(stream.draft_table.blocks) == 0
+
+
+def test_draft_blocks_stay_where_they_would_not_be_enough():
+    s = scheduler(num_blocks=6)
+    (stream,) = run(s, [STREAM])
+    assert stream.draft_table.try_reserve(64)
+    s.add(request(s, 1, 200))
+    assert set(rows(s.plan())) == {0}
+    assert len(stream.draft_table.blocks) == 4
+
+
+@pytest.mark.parametrize(("num_blocks", "guesses"), [(1, 6), (2, 22), (3, 30)])
+def test_a_tree_without_blocks_is_cut_never_refused(num_blocks, guesses):
+    s = scheduler(num_blocks=num_blocks, max_nodes=30)
+    (stream,) = run(s, [STREAM])
+    assert rows(s.plan()) == {0: (1, guesses)}
+    assert stream.table.missing(10 + guesses) == 0
+
+
+@pytest.mark.parametrize("place", ["running", "waiting"])
+def test_who_is_removed_gives_everything_back(place):
+    s = scheduler(num_blocks=9)
+    (r,) = run(s, [STREAM])
+    r.draft_table.try_reserve(40)
+    if place == "waiting":
+        s.preempt(r)
+    s.remove(r)
+    assert (s.requests(), s.pool.num_free) == ([], 9)
+
+
+def test_who_is_nowhere_is_removed_without_harm():
+    s = scheduler(num_blocks=9)
+    s.remove(request(s, 0, 5))
+    assert s.pool.num_free == 9
+
+
+counts = st.integers(1, 60)
+
+
+@settings(max_examples=150)
+@given(
+    arrivals=st.lists(st.tuples(counts, st.integers(1, 12)), min_size=1, max_size=8),
+    max_running=st.integers(1, 6),
+    room=st.integers(1, 30),
+    chunk=st.integers(1, 40),
+    nodes=st.integers(0, 63),
+    step_nodes=st.integers(0, 40),
+    num_blocks=st.integers(9, 30),
+    block_size=st.sampled_from([16, 17]),
+    accepts=st.randoms(use_true_random=False),
+)
+def test_every_step_keeps_to_its_limits_and_everyone_ends(
+    arrivals, max_running, room, chunk, nodes, step_nodes, num_blocks, block_size, accepts
+):
+    budget = max_running + room
+    s = scheduler(
+        num_blocks,
+        max_running=max_running,
+        max_batched_tokens=budget,
+        prefill_chunk=chunk,
+        max_nodes=nodes,
+        max_step_nodes=step_nodes,
+    )
+    for id, (known, max_tokens) in enumerate(arrivals):
+        s.add(request(s, id, known, max_tokens, block_size))
+    while s.running or s.waiting:
+        works = s.plan()
+        assert works, "a step with someone waiting serves someone"
+        check_step(s, works, budget, chunk, nodes, step_nodes)
+        for w in works:
+            finish(s, w, accepts)
+        s.pool.check(t.blocks for r in s.requests() for t in (r.table, r.draft_table))
+    assert s.pool.num_free == num_blocks
+
+
+def check_step(s, works, budget, chunk, nodes, step_nodes):
+    chunks = [w for w in works if not w.is_root]
+    guesses = [w.draft_limit for w in works]
+    assert len({w.request.id for w in works}) == len(works)
+    assert sum(w.end - w.start for w in works) + sum(guesses) <= budget
+    assert sum(w.end - w.start for w in chunks) <= chunk
+    assert sum(guesses) <= step_nodes and max(guesses) <= nodes
+    assert not any(w.draft_limit for w in chunks), "causal rows or a tree, never both"
+    assert {r.id for r in s.running if r.is_due} == {w.request.id for w in works if w.is_root}
+    assert {r.id for r in s.running} >= {w.request.id for w in works}
+    assert all(w.request.table.missing(w.end + w.draft_limit) == 0 for w in works)
+    if any(len(r.token_ids) - r.num_computed > 1 for r in s.running):
+        assert chunks, "trees starve no prompt"
+
+
+def finish(s, w, accepts):
+    """What a step does to a request: its guesses are right or wrong at random."""
+    w.request.table.num_computed = w.end
+    if w.is_sampled:
+        accepted = accepts.randint(0, w.draft_limit)
+        w.request.table.num_computed += accepted
+        w.request.token_ids.extend([0] * (accepted + 1))
+        w.request.table.trim()
+    if w.request.num_left == 0:
+        s.remove(w.request)

@@ -1,0 +1,188 @@
+"""Text as it streams: whole characters only, and nothing of a stop string."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specserve.text import TextStream
+from tests.checkpoints import EOS, tiny_tokenizer
+
+UNFINISHED = "\ufffd"
+# Characters of one to four bytes; what the tokenizer has no merge for comes byte by byte.
+texts = st.text("the cat (read)\n\x00é€ßद한🙂👩‍🔬\u0301", max_size=30)
+sizes = st.lists(st.integers(1, 7), min_size=1, max_size=40)
+
+
+def encode(text):
+    return tiny_tokenizer()(text)["input_ids"] if text else []
+
+
+def decode(ids):
+    return tiny_tokenizer().decode(ids, clean_up_tokenization_spaces=False)
+
+
+def steps(ids, sizes):
+    """The ids as steps bring them: some at a time."""
+    while ids:
+        size, *sizes = *sizes, 1
+        yield ids[:size]
+        ids = ids[size:]
+
+
+def stream(ids, sizes=(), prompt=(), stop=()):
+    """(pieces, tokens that count, whether a stop ended it); `finish` comes last where none did."""
+    text, pieces, count = TextStream(tiny_tokenizer(), prompt, stop), [], 0
+    for new in steps(ids, list(sizes)):
+        piece = text.push(new)
+        pieces.append(piece.text)
+        count += piece.num_tokens
+        if piece.is_stopped:
+            return pieces, count, True
+    return [*pieces, text.finish()], count, False
+
+
+@given(prompt=texts, text=texts, sizes=sizes)
+def test_pieces_make_the_whole_text_in_whole_characters(prompt, text, sizes):
+    pieces, count, is_stopped = stream(encode(text), sizes, encode(prompt))
+    assert "".join(pieces) == text
+    assert not any(UNFINISHED in piece for piece in pieces)
+    assert (count, is_stopped) == (len(encode(text)), False)
+
+
+@given(prompt=texts, text=texts, sizes=sizes)
+def test_a_stop_that_never_comes_changes_nothing(prompt, text, sizes):
+    pieces, count, is_stopped = stream(encode(text), sizes, encode(prompt), ["#", "the cat #"])
+    assert "".join(pieces) == text
+    assert (count, is_stopped) == (len(encode(text)), False)
+
+
+@settings(max_examples=300)
+@given(
+    text=st.text("abcé", max_size=30),
+    stop=st.lists(st.text("abcé", min_size=1, max_size=4), min_size=1, max_size=3),
+    sizes=sizes,
+)
+def test_a_stop_cuts_the_text_before_it_and_the_tokens_after_it(text, stop, sizes):
+    ids = encode(text)
+    pieces, count, is_stopped = stream(ids, sizes, (), stop)
+    shown = "".join(pieces)
+    # The first prefix of the tokens that holds a stop; a half character's text is still to come.
+    ends = [n for n in range(1, len(ids) + 1) if any(s in decode(ids[:n]) for s in stop)]
+    if ends:
+        whole = decode(ids[: ends[0]])
+        assert shown == whole[: min(at for s in stop if (at := whole.find(s)) >= 0)]
+        assert (count, is_stopped) == (ends[0], True)
+    else:
+        assert (shown, count, is_stopped) == (text, len(ids), False)
+
+
+@settings(max_examples=100)
+@given(ids=st.lists(st.integers(0, 319), max_size=40), sizes=sizes)
+def test_any_ids_stream_to_the_text_that_they_decode_to(ids, sizes):
+    """A random model says bytes that are no characters; also ids that the tokenizer has not."""
+    want = tiny_tokenizer().decode(
+        ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    pieces, count, _ = stream(ids, sizes)
+    assert ("".join(pieces), count) == (want, len(ids))
+
+
+@settings(max_examples=100)
+@given(ids=st.lists(st.integers(0, 319), max_size=40), sizes=sizes)
+def test_where_a_stop_cuts_does_not_depend_on_the_steps(ids, sizes):
+    one, many = (stream(ids, s, (), ["a", UNFINISHED, "t "]) for s in ([99], sizes))
+    assert ("".join(one[0]), *one[1:]) == ("".join(many[0]), *many[1:])
+
+
+STOPS = {  # letters as they come, stops -> text, letters that count
+    "in one token": ("xyENDz", ["END"], "xy", 5),
+    "at the very beginning": ("ENDxy", ["END"], "", 3),
+    "alone": ("END", ["END"], "", 3),
+    "a single letter": ("abc", ["b"], "a", 2),
+    "only begun": ("xyEN", ["END"], "xyEN", 4),
+    "begun, then something else": ("xENxENDz", ["END"], "xENx", 7),
+    "begun within itself": ("aabaabaac", ["aabaac"], "aab", 9),
+    "the earliest of several": ("xbbaa", ["aa", "bb"], "x", 3),
+    "the one complete first, not the one begun first": ("xabcd", ["abcd", "bc"], "xa", 4),
+    "one inside the other, ending together": ("xabc", ["bc", "abc"], "x", 4),
+    "one the beginning of the other": ("xabc", ["abc", "ab"], "x", 3),
+    "a line's end": ("ab\ncd", ["\n"], "ab", 3),
+}
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["one step", "a letter a step"])
+@pytest.mark.parametrize(("letters", "stop", "text", "count"), STOPS.values(), ids=STOPS)
+def test_a_stop_may_stand(letters, stop, text, count, at_once):
+    ids = [encode(letter)[0] for letter in letters]
+    pieces, num_tokens, is_stopped = stream(ids, [99] if at_once else [], (), stop)
+    assert ("".join(pieces), num_tokens) == (text, count)
+    assert is_stopped == any(s in letters for s in stop)
+
+
+def test_what_may_be_the_beginning_of_a_stop_is_held_and_released():
+    text = TextStream(tiny_tokenizer(), [], ["END", "ab!"])
+    pieces = [text.push(encode(letter)).text for letter in "xENabEab"]
+    assert pieces == ["x", "", "", "EN", "", "ab", "E", ""]
+    assert text.finish() == "ab"
+
+
+def test_the_prompt_is_no_part_of_a_stop():
+    pieces, _, is_stopped = stream(encode("D."), [], encode("EN"), ["END"])
+    assert ("".join(pieces), is_stopped) == ("D.", False)
+
+
+def test_a_token_that_completes_a_stop_and_goes_on_shows_none_of_it():
+    text = TextStream(tiny_tokenizer(), [], ["th"])
+    (token,) = encode("the")
+    assert text.push([*encode("a"), token, token]) == ("a", 2, True)
+
+
+def test_a_character_split_over_tokens_waits_for_its_last_byte():
+    text = TextStream(tiny_tokenizer(), [])
+    ids = encode("🙂")
+    assert len(ids) == 4
+    assert [text.push([i]).text for i in ids] == ["", "", "", "🙂"]
+
+
+def test_a_character_never_finished_is_shown_at_the_end():
+    text = TextStream(tiny_tokenizer(), [])
+    assert text.push([*encode("a"), *encode("🙂")[:2]]).text == ""
+    assert text.finish() == "a" + UNFINISHED
+
+
+def test_a_stop_beside_a_character_never_finished_is_none_the_less_cut():
+    """A token may hold a whole letter and half a character, and be the last one."""
+
+    class Tokenizer:
+        def decode(self, ids, **_):
+            return "".join(["a", "b" + UNFINISHED][i] for i in ids)
+
+    text = TextStream(Tokenizer(), [], ["b"])
+    assert text.push([0]).text == "a"
+    assert text.push([1]).text == ""
+    assert text.finish() == ""
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_a_prompt_that_ends_inside_a_character_spoils_nothing_after_it(cut):
+    ids = encode("🙂")
+    pieces, *_ = stream([*ids[cut:], *encode("ok")], [], ids[:cut])
+    assert "".join(pieces).endswith("ok")
+
+
+def test_ids_without_text_add_none_and_hold_nothing_up():
+    text = TextStream(tiny_tokenizer(), encode("x"))
+    end = tiny_tokenizer().convert_tokens_to_ids(EOS)
+    ids = [*encode("a"), 310, end, *encode("b"), 319]
+    assert [text.push([i]).text for i in ids] == ["a", "", "", "b", ""]
+
+
+def test_ids_without_text_inside_a_stop_do_not_hide_it():
+    ids = [*encode("E"), 310, *encode("N"), 311, *encode("D"), *encode("x")]
+    assert stream(ids, [], (), ["END"]) == ([""] * 5, 5, True)
+
+
+def test_nothing_said_is_no_text():
+    text = TextStream(tiny_tokenizer(), encode("x"), ["a"])
+    assert text.push([]) == ("", 0, False)
+    assert text.finish() == ""
