@@ -142,10 +142,12 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Output]:
         """All prompts together; their outputs in order. All are checked before any is run."""
-        asked = [prompts] if is_one(prompts) else list(prompts)
+        asked: list[Any] = [prompts] if is_one(prompts) else list(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(asked)
         if len(each) != len(asked):
-            raise RequestError(f"{len(asked)} prompts and {len(each)} SamplingParams: give one each")
+            raise RequestError(
+                f"{len(asked)} prompts and {len(each)} SamplingParams: give one each"
+            )
         checked = [self.check(p, q) for p, q in zip(asked, each, strict=True)]
         generations = [self.start(*c) for c in checked]
         try:

@@ -131,9 +131,7 @@ def test_max_tokens_unset_is_the_rest_of_the_context(folder):
 def test_chat_answers_through_the_template(llm):
     messages = [{"role": "user", "content": "hi"}]
     (chat,) = llm.chat(messages, GREEDY)
-    ids = llm.tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=False
-    )
+    ids = llm.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert chat.token_ids == llm.generate([ids], GREEDY)[0].token_ids
     assert len(llm.chat([messages, messages], GREEDY)) == 2
 

@@ -1,4 +1,4 @@
-"""Greedy tokens are those of transformers' `generate`: family, drafter, chunking and batch apart."""
+"""Greedy tokens are those of transformers' `generate`, alone and in a mixed batch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Eight beginnings of Python files, written for this benchmark: no model has been trained on them."""
+"""Eight beginnings of Python files, written for this benchmark: no model has seen them."""
 
 PROMPTS = [
     '''import csv
@@ -20,7 +20,7 @@ def load_orders(path: Path) -> list[dict[str, str]]:
 
     def __matmul__(self, other):
 ''',
-    '''import argparse
+    """import argparse
 import sys
 
 
@@ -28,8 +28,8 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description="Count the words of text files.")
     parser.add_argument("files", nargs="+", help="files to read")
     parser.add_argument("--top", type=int, default=10, help="how many words to print")
-''',
-    '''import unittest
+""",
+    """import unittest
 
 from inventory import Item, Store
 
@@ -42,8 +42,8 @@ class StoreTest(unittest.TestCase):
         self.assertEqual(self.store.total(), 11)
 
     def test_remove(self):
-''',
-    '''import socket
+""",
+    """import socket
 import threading
 
 
@@ -55,7 +55,7 @@ class EchoServer:
 
     def serve(self):
         while True:
-''',
+""",
     '''def merge_sorted(left, right):
     """Merge two sorted lists into one sorted list."""
     result = []
@@ -78,7 +78,7 @@ def expire(cache, now=None):
     now = now or datetime.now()
     for key, entry in list(cache.items()):
 ''',
-    '''@dataclass
+    """@dataclass
 class Point:
     x: float
     y: float
@@ -90,5 +90,5 @@ class Point:
         return Point(self.x - other.x, self.y - other.y)
 
     def norm(self):
-''',
+""",
 ]

@@ -38,46 +38,49 @@ class Batch(NamedTuple):
 def build_batch(groups: Sequence[RowGroup]) -> Batch:
     """Lay the groups' rows one after the other."""
     block_size = groups[0].table.block_size
-    sizes = np.array([len(g.token_ids) for g in groups], dtype=np.int32)
-    ends = sizes.cumsum(dtype=np.int32)
-    begins = ends - sizes
-    num_rows = int(ends[-1])
-    owner = np.repeat(np.arange(len(groups)), sizes)
-    starts = np.array([g.start for g in groups], dtype=np.int32)
-    slot = np.arange(num_rows, dtype=np.int32) + (starts - begins)[owner]
-    positions, prefix, mask = slot.copy(), slot + 1, np.zeros(num_rows, dtype=np.uint64)
-    token_ids = np.empty(num_rows, dtype=np.int64)
-    for group, begin, end in zip(groups, begins.tolist(), ends.tolist(), strict=True):
-        token_ids[begin:end] = group.token_ids
-        if group.masks is not None:
-            mask[begin:end] = group.masks
-            prefix[begin:end] = group.prefix
-            depth = np.bitwise_count(mask[begin:end]).astype(np.int32)
-            positions[begin:end] = group.prefix + depth - 1
-    lengths = starts + sizes
-    used = -(-lengths // block_size)
-    indptr = np.concatenate(([0], used.cumsum(dtype=np.int32)), dtype=np.int32)
-    indices = np.concatenate(
-        [np.frombuffer(g.table.blocks, np.int32, n) for g, n in zip(groups, used.tolist())]
-    )
-    blocks = indices[indptr[owner] + slot // block_size].astype(np.int64)
+    begin, used_blocks, blocks = [0], [0], []
+    for g in groups:
+        end = g.start + len(g.token_ids)
+        begin.append(begin[-1] + len(g.token_ids))
+        used_blocks.append(used_blocks[-1] + -(-end // block_size))
+        blocks.append(np.frombuffer(g.table.blocks, np.int32, used_blocks[-1] - used_blocks[-2]))
+    token_ids = np.empty(begin[-1], dtype=np.int64)
+    slot, position, prefix, first_block = np.empty((4, begin[-1]), dtype=np.int32)
+    mask = np.zeros(begin[-1], dtype=np.uint64)
+    for i, g in enumerate(groups):
+        at = slice(begin[i], begin[i + 1])
+        token_ids[at] = g.token_ids
+        slot[at] = np.arange(g.start, g.start + len(g.token_ids))
+        first_block[at] = used_blocks[i]
+        if g.masks is None:
+            position[at], prefix[at] = slot[at], slot[at] + 1
+        else:
+            mask[at], prefix[at] = g.masks, g.prefix
+            position[at] = np.bitwise_count(mask[at])
+            position[at] += g.prefix - 1
+    indices = np.concatenate(blocks)
+    block, offset = np.divmod(slot, block_size)
+    slots = indices[first_block + block].astype(np.int64) * block_size + offset
     rows = Rows(
-        qo_indptr=torch.from_numpy(np.concatenate(([0], ends), dtype=np.int32)),
-        indptr=torch.from_numpy(indptr),
+        qo_indptr=_int32(begin),
+        indptr=_int32(used_blocks),
         indices=torch.from_numpy(indices),
-        last_page_len=torch.from_numpy((lengths - 1) % block_size + 1),
-        positions=torch.from_numpy(positions),
-        slots=torch.from_numpy(blocks * block_size + slot % block_size),
+        last_page_len=_int32([(g.start + len(g.token_ids) - 1) % block_size + 1 for g in groups]),
+        positions=torch.from_numpy(position),
+        slots=torch.from_numpy(slots),
         prefix=torch.from_numpy(prefix),
         mask=torch.from_numpy(mask.view(np.int64)),
     )
-    return Batch(torch.from_numpy(token_ids), rows, torch.from_numpy(read_rows(groups, ends)))
+    return Batch(torch.from_numpy(token_ids), rows, logit_rows(groups, begin))
 
 
-def read_rows(groups: Sequence[RowGroup], ends: "np.ndarray[tuple[int], np.dtype[np.int32]]") -> (
-    "np.ndarray[tuple[int], np.dtype[np.int64]]"
-):
+def logit_rows(groups: Sequence[RowGroup], begin: list[int]) -> Tensor:
     """The last `num_logits` rows of each group."""
-    counts = np.array([g.num_logits for g in groups], dtype=np.int64)
-    first = np.repeat(ends - counts.cumsum(), counts)
-    return first + np.arange(len(first))
+    read: list[int] = []
+    for group, end in zip(groups, begin[1:], strict=True):
+        read.extend(range(end - group.num_logits, end))
+    return torch.from_numpy(np.array(read, dtype=np.int64))
+
+
+def _int32(values: list[int]) -> Tensor:
+    return torch.from_numpy(np.array(values, dtype=np.int32))

@@ -111,7 +111,8 @@ def load_draft(
 ) -> Decoder:
     if config.drafter.model is None:
         raise ConfigError(
-            f"drafter {config.drafter_name!r} needs a draft model: set drafter.model (--draft-model)"
+            f"drafter {config.drafter_name!r} needs a draft model: set drafter.model, or say "
+            "--draft-model"
         )
     folder = resolve(config.drafter.model)
     draft = load_model(folder, config, ops, progress)

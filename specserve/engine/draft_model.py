@@ -78,9 +78,9 @@ class DraftModel:
         missing = table.missing(num_slots)
         return missing == 0 or (missing <= spare and table.try_reserve(num_slots))
 
-    def keep(self, request: Request, draft: Draft, nodes: Sequence[int]) -> list[
-        tuple[BlockTable, int, int]
-    ]:
+    def keep(
+        self, request: Request, draft: Draft, nodes: Sequence[int]
+    ) -> list[tuple[BlockTable, int, int]]:
         """Keep the draft KV of accepted nodes, as far down as the draft model has run them.
 
         -> the moves that it takes. A draft whose numbers make no sense keeps nothing: only the

@@ -128,10 +128,8 @@ class Engine:
 
         return walk([w.draft for w in sampled], answer, is_last)
 
-    def commit(
-        self, works: list[Work], sampled: list[Work], paths: list[Path]
-    ) -> list[Emission]:
-        """Keep the accepted path's KV, give the rest back, and let the tokens join their request."""
+    def commit(self, works: list[Work], sampled: list[Work], paths: list[Path]) -> list[Emission]:
+        """Keep the accepted path's KV, give the rest back; the tokens join their request."""
         for work in works:
             work.request.table.num_computed = work.end
         self.keep_kv(sampled, paths)

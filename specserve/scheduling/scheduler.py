@@ -138,7 +138,8 @@ class Scheduler:
     def plan_guesses(self, roots: list[Work], rows: int) -> None:
         """Share guess rows evenly; a tree whose blocks are not free is cut, never refused."""
         self.turn += 1
-        for work, limit in zip(roots, share(rows, [*map(self.room, roots)], self.turn), strict=True):
+        limits = share(rows, [self.room(work) for work in roots], self.turn)
+        for work, limit in zip(roots, limits, strict=True):
             slots = work.request.table.reserve_some(work.end + limit)
             work.draft_limit = slots - work.end
 

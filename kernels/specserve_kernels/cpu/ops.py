@@ -1,6 +1,7 @@
 """The C++ kernels and oneDNN's GEMM as functions from tensors to tensors."""
 
 import ctypes
+from collections.abc import Callable
 from ctypes import byref, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from typing import Any, NamedTuple
@@ -11,16 +12,20 @@ from torch import Tensor
 from specserve_kernels.cpu.build import library
 from specserve_kernels.types import KVCache, KVLayer, QKNorm, Rotary, Rows, SampleParams
 
-_linear = torch.ops.mkldnn._linear_pointwise.default
-_reorder = torch.ops.mkldnn._reorder_linear_weight.default
+# Private to torch, but the only way to oneDNN's prepacked GEMM; tests pin its numerics.
+_linear: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
+_reorder: Callable[..., Tensor] = torch.ops.mkldnn._reorder_linear_weight.default
 _EXPECTED_ROWS = 8  # of a step: what oneDNN lays the weight out for
+
+
+# The fields of Rows that the kernels read, in the order of rows.h.
+_POINTERS = ("qo_indptr", "indptr", "indices", "positions", "prefix", "slots", "mask")
 
 
 class _Rows(ctypes.Structure):
     _fields_ = [
         *((name, c_int64) for name in ("num_requests", "num_rows")),
-        *((name, c_void_p) for name in ("qo_indptr", "indptr", "indices", "positions", "prefix")),
-        *((name, c_void_p) for name in ("slots", "mask")),
+        *((name, c_void_p) for name in _POINTERS),
     ]
 
 
@@ -126,8 +131,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def plan(rows: Rows, kv: KVCache, num_heads: int) -> Plan:
     sizes = len(rows.qo_indptr) - 1, len(rows.positions)
-    names = [name for name, _ in _Rows._fields_[2:]]
-    native = _Rows(*sizes, *(getattr(rows, name).data_ptr() for name in names))
+    native = _Rows(*sizes, *(getattr(rows, name).data_ptr() for name in _POINTERS))
     _, _, num_kv_heads, D = kv.layers[0].k.shape
     return Plan(rows, native, sizes[1], num_heads, num_kv_heads, D)
 
@@ -181,9 +185,7 @@ def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
     return out
 
 
-def top_children(
-    logits: Tensor, params: SampleParams, k: int, tau: float
-) -> tuple[Tensor, Tensor]:
+def top_children(logits: Tensor, params: SampleParams, k: int, tau: float) -> tuple[Tensor, Tensor]:
     R, V = logits.shape
     ids, weight = torch.empty(R, k, dtype=torch.int64), torch.empty(R, k)
     native = _SampleParams(*(x.data_ptr() for x in params))

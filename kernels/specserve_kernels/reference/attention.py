@@ -25,7 +25,7 @@ def rope_write_kv(
     R = len(plan.positions)
     heads = qkv[:R].view(R, -1, D).float()
     num_heads = heads.shape[1] - 2 * num_kv_heads
-    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    q, k, v = heads.tensor_split([num_heads, num_heads + num_kv_heads], dim=1)
     if norm is not None:
         q, k = _norm(q, norm.q, norm.eps), _norm(k, norm.k, norm.eps)
     position = plan.positions.long()

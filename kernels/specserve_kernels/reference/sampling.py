@@ -86,9 +86,7 @@ def _mul_hi_lo(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
-def top_children(
-    logits: Tensor, params: SampleParams, k: int, tau: float
-) -> tuple[Tensor, Tensor]:
+def top_children(logits: Tensor, params: SampleParams, k: int, tau: float) -> tuple[Tensor, Tensor]:
     """The k likeliest answers of the target, judged by a draft model that shares its noise.
 
     logits  [R, V]  bfloat16 | float32  the draft model's
