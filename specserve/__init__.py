@@ -5,11 +5,14 @@ A drafter can change how fast text comes, never which text.
 
 from typing import TYPE_CHECKING, Any
 
+from specserve import process
 from specserve.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from specserve.llm import LLM, Output
     from specserve.sampling import SamplingParams
+
+process.prepare()  # here, where torch cannot have been imported by us
 
 __all__ = ["LLM", "Output", "SamplingParams", "__version__"]
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -98,8 +99,11 @@ def show_config(args: argparse.Namespace) -> None:
 
 def generate(args: argparse.Namespace) -> None:
     settings = resolve(args)  # before the import: a mistake should not cost seconds
+    start = perf_counter()
     from specserve import LLM, SamplingParams
 
+    if not args.json:
+        print(f"imports took {perf_counter() - start:.2f} s", file=sys.stderr)
     params = SamplingParams(
         max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed
     )

@@ -8,7 +8,8 @@ import pytest
 LAYERS = [  # ground floor first
     ("specserve_kernels",),
     ("specserve_drafters",),
-    ("specserve.errors", "specserve.config", "specserve.version"),
+    ("specserve.errors", "specserve.config", "specserve.version", "specserve.process"),
+    ("specserve.progress",),
     ("specserve.memory", "specserve.models", "specserve.sampling", "specserve.text"),
     ("specserve.scheduling",),
     ("specserve.engine",),

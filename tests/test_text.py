@@ -3,6 +3,8 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from specserve.text import TextStream
 from tests.checkpoints import EOS, tiny_tokenizer
@@ -153,21 +155,31 @@ def test_a_character_never_finished_is_shown_at_the_end():
 def test_a_stop_beside_a_character_never_finished_is_none_the_less_cut():
     """A token may hold a whole letter and half a character, and be the last one."""
 
-    class Tokenizer:
+    class Pair:
         def decode(self, ids, **_):
             return "".join(["a", "b" + UNFINISHED][i] for i in ids)
 
-    text = TextStream(Tokenizer(), [], ["b"])
+    text = TextStream(Pair(), [], ["b"])
     assert text.push([0]).text == "a"
     assert text.push([1]).text == ""
     assert text.finish() == ""
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
-def test_a_prompt_that_ends_inside_a_character_spoils_nothing_after_it(cut):
+def test_a_prompt_that_ends_inside_a_character_hides_nothing_of_the_output(cut):
     ids = encode("🙂")
-    pieces, *_ = stream([*ids[cut:], *encode("ok")], [], ids[:cut])
-    assert "".join(pieces).endswith("ok")
+    said = [*ids[cut:], *encode("ok")]
+    assert "".join(stream(said, [], ids[:cut])[0]) == decode(said)
+
+
+def test_a_space_that_a_tokens_neighbour_decides_on_is_kept():
+    """A sentencepiece decoder drops the space that a text begins with."""
+    words = Tokenizer(models.WordLevel({"▁the": 0, "▁cat": 1, "s": 2}, unk_token="s"))
+    words.decoder = decoders.Metaspace()
+    text = TextStream(PreTrainedTokenizerFast(tokenizer_object=words), [0])
+    assert [text.push([i]).text for i in (1, 2, 0)] == [" cat", "s", " the"]
+    at_the_start = TextStream(text.tokenizer, [])
+    assert [at_the_start.push([i]).text for i in (0, 1, 2)] == ["the", " cat", "s"]
 
 
 def test_ids_without_text_add_none_and_hold_nothing_up():

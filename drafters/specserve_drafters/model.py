@@ -25,8 +25,8 @@ class ModelDrafter:
     class Options(base.Options, frozen=True):
         max_depth: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 8
         width: Annotated[int, Meta(ge=1, le=16)] = 4  # nodes run a level, and children a node
-        tau: Annotated[float, Meta(gt=0, le=4)] = 0.8  # see Ops.top_children
-        min_gain: Annotated[float, Meta(ge=0)] = 0.2  # accepted tokens a level must promise
+        tau: Annotated[float, Meta(gt=0, le=4)] = 1.0  # see Ops.top_children
+        min_gain: Annotated[float, Meta(ge=0)] = 0.3  # accepted tokens a level must promise
 
     def __init__(self, options: Options, executor: base.Executor) -> None:
         self.options, self.executor = options, executor

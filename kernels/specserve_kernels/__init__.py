@@ -1,8 +1,6 @@
 """Functions from tensors to tensors, in builds of equal signatures; `load` picks one."""
 
-from specserve_kernels import process  # isort: skip  # before torch, for its threads and memory
-
-import warnings
+import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -27,8 +25,10 @@ __all__ = [
     "Rows",
     "SampleParams",
     "load",
-    "process",
 ]
+
+
+log = logging.getLogger("specserve")
 
 
 class Ops(Protocol):
@@ -77,6 +77,7 @@ def load(device: torch.device) -> Ops:
     try:
         cpu.library()
     except cpu.BuildError as e:
-        warnings.warn(f"{e}; the reference kernels serve instead, slowly", stacklevel=2)
+        reason = str(e).splitlines()[0]
+        log.warning("%s; the reference kernels serve instead, slowly", reason)
         return reference
     return cpu

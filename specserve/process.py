@@ -22,6 +22,3 @@ def prepare() -> None:
     if mallopt is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         mallopt(M_MMAP_THRESHOLD, 1 << 30)
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-prepare()

@@ -1,0 +1,72 @@
+"""Before and around the kernels: the process's settings, and a machine without a compiler."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.checkpoints import tiny_checkpoint
+
+AT_TORCH = """
+import os, resource, sys
+
+def faults_of_fresh_memory():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    bytearray(64 << 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+class Stop:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":  # somebody imports it: what is there by now?
+            faults_of_fresh_memory()
+            print(os.environ["OMP_WAIT_POLICY"], faults_of_fresh_memory())
+            sys.exit()
+
+sys.meta_path.insert(0, Stop())
+from specserve import LLM
+"""
+
+GENERATE = """
+import sys
+from specserve import LLM, SamplingParams
+with LLM(sys.argv[1], set={"memory.kv_bytes": 1 << 24}, progress=False) as llm:
+    [output] = llm.generate("the cat", SamplingParams(max_tokens=3, seed=1))
+    print(llm.engine.target.ops.__name__, output.token_ids)
+"""
+
+
+def run(code, *args, **env):
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)],
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+@pytest.mark.parametrize(("env", "policy"), [("", "passive"), ("active", "active")])
+def test_the_process_is_settled_before_torch_comes_and_the_users_word_wins(env, policy):
+    code = AT_TORCH if env else "import os; os.environ.pop('OMP_WAIT_POLICY', None)" + AT_TORCH
+    said, faults = run(code, OMP_WAIT_POLICY=env).stdout.split()
+    assert said == policy
+    assert int(faults) < 100, "freed memory went back to the system, and is faulted in again"
+
+
+def test_without_a_compiler_the_reference_serves_with_one_warning_line(tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", seed=1)
+    env = {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}
+    slow, fast = run(GENERATE, folder, **env), run(GENERATE, folder)
+    assert slow.stderr.count("\n") == 1 and "no C++ compiler" in slow.stderr
+    assert slow.stdout == fast.stdout.replace(".cpu", ".reference")
+
+
+def test_a_compiler_that_fails_is_no_reason_to_fail(tmp_path):
+    done = run(
+        "import torch, specserve_kernels as k; print(k.load(torch.device('cpu')).__name__)",
+        CXX="false",
+        XDG_CACHE_HOME=str(tmp_path),
+    )
+    assert done.stdout == "specserve_kernels.reference\n"
+    assert list((tmp_path / "specserve").iterdir()) == []
