@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from math import exp
 from typing import Annotated, ClassVar
 
+import numpy as np
 import torch
 from msgspec import Meta
 from torch import Tensor
@@ -84,10 +85,12 @@ def coupling(items: Sequence[base.DraftItem], index: list[int]) -> SampleParams:
     params = SampleParams.greedy(n)
     if not any(item.temperature for item in items):
         return params
+    temperature = np.array([item.temperature for item in items], dtype=np.float32)
+    seeds = np.array([item.seed for item in items], dtype=np.int64)
     return params._replace(
-        temperature=torch.tensor([item.temperature for item in items], dtype=torch.float32),
-        seeds=torch.tensor([item.seed for item in items]),
-        index=torch.tensor(index),
+        temperature=torch.from_numpy(temperature),
+        seeds=torch.from_numpy(seeds),
+        index=torch.from_numpy(np.array(index, dtype=np.int64)),
     )
 
 

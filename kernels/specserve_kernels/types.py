@@ -4,6 +4,7 @@ Shapes: B requests, R rows, L layers, H and Hk query and KV heads, D head size, 
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -99,8 +100,8 @@ class SampleParams(NamedTuple):
     index: Tensor
 
     @classmethod
+    @cache
     def greedy(cls, n: int) -> "SampleParams":
-        """Argmax for n tokens."""
-        zeros = torch.zeros(n)
-        ints = torch.zeros(n, dtype=torch.int64)
+        """Argmax for n tokens. Made once for each n: nobody may write into it."""
+        zeros, ints = torch.zeros(n), torch.zeros(n, dtype=torch.int64)
         return cls(zeros, ints.int(), torch.ones(n), zeros, ints, ints)

@@ -181,8 +181,9 @@ def build_pool(
     if num_blocks < per_request[0]:
         raise ConfigError(
             f"a request of {max_len} tokens and its tree need {per_request[0] * size} bytes of KV, "
-            f"and memory allows {num_blocks * size}: lower scheduler.max_model_len, or raise "
-            "memory.kv_bytes or memory.kv_fraction"
+            f"and memory allows {num_blocks * size}: set scheduler.max_model_len to at most "
+            f"{max(0, num_blocks * block_sizes[0] - TREE_SLOTS)}, or raise memory.kv_bytes or "
+            "memory.kv_fraction"
         )
     arena = Arena(num_blocks, size)
     views = map(arena.view, layouts, block_sizes)

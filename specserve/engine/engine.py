@@ -194,6 +194,7 @@ class Engine:
     def remove(self, request: Request) -> None:
         self.scheduler.remove(request)
         self.tell("forget", request.id)
+        assert not self.is_idle or self.pool.is_whole, "blocks are held, and nobody is there"
 
     def tell(self, what: str, *args: object) -> None:
         """Let the drafter know; what it does with that is its own affair."""

@@ -17,6 +17,11 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self.free)
 
+    @property
+    def is_whole(self) -> bool:
+        """Nobody holds anything."""
+        return len(self.free) == self.num_blocks
+
     def try_allocate(self, n: int) -> list[int] | None:
         """n blocks with one holder each, or none at all."""
         if n > len(self.free):

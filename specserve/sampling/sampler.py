@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,16 +25,18 @@ class Sampler:
         index  the place of each token in its request's token_ids
         """
         params = SampleParams.greedy(len(who)) if self.is_greedy else self.params(who, index)
-        tokens: list[int] = self.ops.sample(self.logits, torch.tensor(rows), params).tolist()
+        at = torch.from_numpy(np.array(rows, dtype=np.int64))
+        tokens: list[int] = self.ops.sample(self.logits, at, params).tolist()
         return tokens
 
     def params(self, who: list[int], index: list[int]) -> SampleParams:
         asked = [self.requests[i] for i in who]
-        return SampleParams(
-            torch.tensor([s.temperature for s in asked], dtype=torch.float32),
-            torch.tensor([s.top_k for s in asked], dtype=torch.int32),
-            torch.tensor([s.top_p for s in asked], dtype=torch.float32),
-            torch.tensor([s.min_p for s in asked], dtype=torch.float32),
-            torch.tensor([s.seed for s in asked]),
-            torch.tensor(index),
+        columns = (
+            np.array([s.temperature for s in asked], dtype=np.float32),
+            np.array([s.top_k for s in asked], dtype=np.int32),
+            np.array([s.top_p for s in asked], dtype=np.float32),
+            np.array([s.min_p for s in asked], dtype=np.float32),
+            np.array([s.seed for s in asked], dtype=np.int64),
+            np.array(index, dtype=np.int64),
         )
+        return SampleParams(*map(torch.from_numpy, columns))

@@ -20,7 +20,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scheduler:
-    """`running` is in order of admission: its last request is the youngest, and the first victim."""
+    """`running` is in order of admission: the last one is the youngest, and the first victim."""
 
     def __init__(self, limits: Limits, pool: BlockPool) -> None:
         self.limits, self.pool = limits, pool

@@ -89,6 +89,15 @@ class Watch:
         self.seen["moved"] += bool(moves)
         return self.move(moves)
 
+    def step_squeezed(self):
+        """Somebody unseen holds all free blocks for the time of a step."""
+        pool, whole = self.engine.pool, self.engine.pool.num_blocks
+        taken = pool.try_allocate(pool.num_free)
+        pool.num_blocks -= len(taken)
+        self.engine.step()
+        pool.num_blocks = whole
+        pool.release(taken)
+
     def run(self, cases, squeezed=()):
         """Step until all is said; in the steps `squeezed`, with no free block in the pool."""
         requests, step, pool = {}, 0, self.engine.pool
@@ -98,13 +107,14 @@ class Watch:
                     requests[i] = self.engine.add(case.prompt, case.sampling)
                 if case.leaves == step and i in requests:
                     self.engine.finish(requests[i], "abort")
-            taken = pool.try_allocate(pool.num_free) if step in squeezed else []
-            self.engine.step()
-            pool.release(taken)
+            if step in squeezed:
+                self.step_squeezed()
+            else:
+                self.engine.step()
             self.engine.check()
             step += 1
         self.seen["preempted"] += self.engine.scheduler.num_preempted
-        assert pool.num_free == pool.num_blocks, "blocks held at idle"
+        assert pool.is_whole, "blocks held at idle"
         return [requests[i] for i in range(len(cases))]
 
 

@@ -80,6 +80,17 @@ def test_requests_see_their_own_blocks_only(ops):
     torch.testing.assert_close(out, torch.tensor([[1.0, 1], [1, 1], [2, 2]]))
 
 
+@BUILDS
+@pytest.mark.parametrize("place", [0, 20, 31, 32, 40], ids="slot {}".format)
+@pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
+def test_what_a_row_does_see_is_not_hidden_even_if_it_is_no_number(ops, which, place):
+    world = World([Req(40, 1)], num_heads=1, num_kv_heads=1).filled()
+    broken = tokens(world, 0, 41)[:, [place]]
+    broken[which] = float("nan")
+    world.put(0, [place], broken)
+    assert world.attend(ops, queries(world, 1)).isnan().all()
+
+
 WINDOWS = itertools.cycle([None, 1000, 40, None, 31, 5, 1])
 BLOCK_SIZES = itertools.cycle([16, 1, 17, 20, 64])
 SHAPES = [  # every ratio of heads with every size of a head, windows and block sizes in turn

@@ -1,4 +1,4 @@
-"""How many threads a step is given: timed, as small steps can lose more to barriers than they win."""
+"""How many threads a step is given: timed, as small steps lose more to barriers than they win."""
 
 import os
 import time
