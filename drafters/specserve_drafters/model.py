@@ -90,7 +90,7 @@ def coupling(items: Sequence[base.DraftItem], index: list[int]) -> SampleParams:
     return params._replace(
         temperature=torch.from_numpy(temperature),
         seeds=torch.from_numpy(seeds),
-        index=torch.from_numpy(np.array(index, dtype=np.int64)),
+        token_index=torch.from_numpy(np.array(index, dtype=np.int64)),
     )
 
 

@@ -89,7 +89,7 @@ class SampleParams(NamedTuple):
     top_p        [n]  float32  1 is off
     min_p        [n]  float32  0 is off
     seeds        [n]  int64    0 <= seed < 2**53
-    index        [n]  int64    the token's index in its request's token_ids
+    token_index  [n]  int64    the token's place in its request's token_ids
     """
 
     temperature: Tensor
@@ -97,7 +97,7 @@ class SampleParams(NamedTuple):
     top_p: Tensor
     min_p: Tensor
     seeds: Tensor
-    index: Tensor
+    token_index: Tensor
 
     @classmethod
     @cache

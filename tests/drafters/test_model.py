@@ -174,7 +174,7 @@ def test_an_identical_draft_model_says_what_the_target_will_draw(seed, temperatu
         params = SampleParams.greedy(1)._replace(
             temperature=torch.tensor([temperature]),
             seeds=torch.tensor([seed]),
-            index=torch.tensor([len(text)]),
+            token_index=torch.tensor([len(text)]),
         )
         logits = torch.tensor([law_after(seed)(text)]).log()
         text += reference.sample(logits, torch.tensor([0]), params).tolist()

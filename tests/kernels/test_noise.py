@@ -25,7 +25,7 @@ def flat(n, V, seeds, index):
     """n rows that leave the choice to the noise."""
     params = SampleParams.greedy(n)
     return torch.zeros(n, V), params._replace(
-        temperature=torch.ones(n), seeds=torch.tensor(seeds), index=torch.tensor(index)
+        temperature=torch.ones(n), seeds=torch.tensor(seeds), token_index=torch.tensor(index)
     )
 
 

@@ -21,7 +21,7 @@ def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
     for i, r in enumerate(rows.tolist()):
         z = transform(logits[r].float(), *(float(x[i]) for x in params[:4]))
         if params.temperature[i] > 0:
-            z = z + gumbel(int(params.seeds[i]), int(params.index[i]), len(z))
+            z = z + gumbel(int(params.seeds[i]), int(params.token_index[i]), len(z))
         out.append(first_argmax(z))
     return torch.tensor(out, dtype=torch.int64)
 
@@ -90,7 +90,7 @@ def top_children(logits: Tensor, params: SampleParams, k: int, tau: float) -> tu
     """The k likeliest answers of the target, judged by a draft model that shares its noise.
 
     logits  [R, V]  bfloat16 | float32  the draft model's
-    params  of R rows; temperature, seeds and index only
+    params  of R rows; temperature, seeds and token_index only
     ->      [R, k]  int64    ids, the likeliest first
     ->      [R, k]  float32  log softmax(z / tau), with z = logits / temperature + noise
 
@@ -101,7 +101,7 @@ def top_children(logits: Tensor, params: SampleParams, k: int, tau: float) -> tu
     for i, row in enumerate(logits.float()):
         z, t = row, float(params.temperature[i])
         if t > 0:
-            z = row / t + gumbel(int(params.seeds[i]), int(params.index[i]), len(row))
+            z = row / t + gumbel(int(params.seeds[i]), int(params.token_index[i]), len(row))
         rows.append((z / tau).log_softmax(-1))
     weight = torch.stack(rows)
     order = weight.sort(dim=1, descending=True, stable=True)
