@@ -192,21 +192,32 @@ static void values(const T* const* v, int begin, int end, int n, int64_t D,
   }
 }
 
-// Scores become weights in place; keys outside [begin, end) of the tile are hidden. Returns the
-// factor by which what was summed before decays.
-static float soften(float* s, int begin, int end, float scale, Query& q) {
-  vf at = lanes(), low = splat(begin), high = splat(end);
-  vf a = load(s) * scale, b = load(s + LANES) * scale;
-  a = (at >= low) & (at < high) ? a : splat(-INF);
-  b = (at + 16.0f >= low) & (at + 16.0f < high) ? b : splat(-INF);
-  float top = std::max(q.max, max(max(a, b)));
-  vf wa = exp(a - top), wb = exp(b - top);
-  float decay = to_float(exp(splat(q.max - top))[0]);
-  q.sum = q.sum * decay + (sum(wa) + sum(wb));
-  q.max = top;
-  store(s, wa);
-  store(s + LANES, wb);
-  return decay;
+// Scores of up to 8 queries become weights in place; keys outside [begin, end) of the tile are hidden.
+// decay[i] is the factor by which what query i has summed before shrinks. A query with nothing to
+// see is left as it is.
+static void soften(float (*score)[TILE], Query* const* q, const int* begin, const int* end, int n,
+                   float scale, float* decay) {
+  vf at = lanes(), fall{};
+  for (int i = 0; i < n; i++) {
+    if (begin[i] >= end[i]) continue;
+    vf a = load(score[i]) * scale, b = load(score[i] + LANES) * scale;
+    vf low = splat(begin[i]), high = splat(end[i]);
+    a = (at >= low) & (at < high) ? a : splat(-INF);
+    b = (at + 16.0f >= low) & (at + 16.0f < high) ? b : splat(-INF);
+    float top = std::max(q[i]->max, max(max(a, b)));
+    vf wa = exp(a - top), wb = exp(b - top);
+    fall[i] = q[i]->max - top;
+    q[i]->max = top;
+    decay[i] = sum(wa) + sum(wb);  // the new weights' sum, until all decays are known
+    store(score[i], wa);
+    store(score[i] + LANES, wb);
+  }
+  vf factor = exp(fall);
+  for (int i = 0; i < n; i++) {
+    if (begin[i] >= end[i]) continue;
+    q[i]->sum = q[i]->sum * factor[i] + decay[i];
+    decay[i] = factor[i];
+  }
 }
 
 // The scratch of one thread: about 200 KiB, allocated once.
@@ -239,12 +250,11 @@ static void prefix_tile(int64_t t, const Slots& slots, Query** q, int n, float s
     bool same = true;
     scores<T>(x.keys, q + g, size, D, x.score + g);
     for (int i = 0; i < size; i++) {
-      Query& query = *q[g + i];
-      begin[i] = std::max<int64_t>(query.low - first, 0);
-      end[i] = std::min<int64_t>(query.prefix - first, TILE);
-      if (begin[i] < end[i]) decay[i] = soften(x.score[g + i], begin[i], end[i], scale, query);
+      begin[i] = std::max<int64_t>(q[g + i]->low - first, 0);
+      end[i] = std::min<int64_t>(q[g + i]->prefix - first, TILE);
       same = same && begin[i] == begin[0] && end[i] == end[0] && begin[i] < end[i];
     }
+    soften(x.score + g, q + g, begin, end, size, scale, decay);
     // Rows are given in order, so that query g + i keeps its accumulator g + i.
     if (same) {
       values<T>(v, begin[0], end[0], size, D, x.score + g, decay, x.acc + g);
@@ -297,7 +307,8 @@ static void tree_tiles(const Slots& slots, Query** q, int n, float scale, Scratc
         v[j] = slots.at<T>(slots.kv.v, slot);
         x.score[0][j] = x.tree[(slot - first) / TILE][i][(slot - first) % TILE];
       }
-      float decay = soften(x.score[0], begin, end, scale, *q[i]);
+      float decay;
+      soften(x.score, q + i, &begin, &end, 1, scale, &decay);
       values<T>(v, begin, end, 1, D, x.score, &decay, x.acc + i);
     }
   }

@@ -75,22 +75,21 @@ struct Rope {
 
 // Normalize and rotate one head; i pairs with i + D/2.
 template <class T>
-static void rotate(const T* x, const T* norm, float eps, const float* c, const float* s, int64_t D,
-                   T* out) {
-  float a[512];
-  float scale = norm ? inverse_rms(x, D, eps) : 1.0f;
-  for (int64_t i = 0; i < D; i++) a[i] = to_float(x[i]);
-  if (norm)
-    for (int64_t i = 0; i < D; i++) a[i] = a[i] * scale * to_float(norm[i]);
+static void rotate(const T* x, const T* norm, float eps, const float* cos, const float* sin,
+                   int64_t D, T* out) {
   int64_t half = D / 2;
-  float b[512];
-  for (int64_t i = 0; i < half; i++) {
-    b[i] = a[i] * c[i] - a[i + half] * s[i];
-    b[i + half] = a[i + half] * c[i] + a[i] * s[i];
+  float scale = norm ? inverse_rms(x, D, eps) : 1.0f;
+  for (int64_t i = 0; i < half; i += LANES) {
+    int n = half - i < LANES ? half - i : LANES;
+    vf a = load_up_to(x + i, n), b = load_up_to(x + half + i, n);
+    if (norm) {
+      a = a * scale * load_up_to(norm + i, n);
+      b = b * scale * load_up_to(norm + half + i, n);
+    }
+    vf c = load_up_to(cos + i, n), s = load_up_to(sin + i, n);
+    store_up_to(out + i, a * c - b * s, n);
+    store_up_to(out + half + i, b * c + a * s, n);
   }
-  int64_t i = 0;
-  for (; i + LANES <= D; i += LANES) store(out + i, load(b + i));
-  if (i < D) store(out + i, load(b + i), D - i);
 }
 
 template <class T> static void rope_write_kv(const Rows& rows, const KV& kv, const Rope& rope) {

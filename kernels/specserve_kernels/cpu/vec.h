@@ -63,6 +63,14 @@ template <class T> static inline void store(T* p, vf x, int n) {
   memcpy(p, t, n * sizeof(T));
 }
 
+template <class T> static inline vf load_up_to(const T* p, int n) {
+  return n == LANES ? load(p) : load(p, n);
+}
+template <class T> static inline void store_up_to(T* p, vf x, int n) {
+  if (n == LANES) store(p, x);
+  else store(p, x, n);
+}
+
 static inline vf fma(vf a, vf b, vf c) {
 #if defined(__AVX512F__)
   return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
