@@ -18,6 +18,7 @@ from specserve.errors import ConfigError
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Fraction = Annotated[float, Meta(gt=0.0, le=1.0)]
+Name = Annotated[str, Meta(min_length=1)]
 
 
 def about(text: str) -> Meta:
@@ -32,7 +33,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class ModelConfig(Section, frozen=True):
     """The target: the model whose words are emitted."""
 
-    path: Annotated[str | None, about("a local folder or a hub id")] = None
+    path: Annotated[Name | None, about("a local folder or a hub id")] = None
     dtype: Annotated[
         Literal["auto", "bf16", "fp32"], about("auto, bf16 or fp32; auto is the checkpoint's")
     ] = "auto"
@@ -63,7 +64,8 @@ class SchedulerConfig(Section, frozen=True):
     max_batched_tokens: Annotated[Positive, about("rows of a step, more than max_running")] = 512
     prefill_chunk: Annotated[Positive, about("rows of a step for prompts, at least 1")] = 128
     max_model_len: Annotated[
-        Positive | None, about("prompt and output tokens of a request; unset: the model's")
+        Annotated[int, Meta(ge=2)] | None,  # a token of the prompt and one of the output
+        about("prompt and output tokens of a request, at least 2; unset: the model's"),
     ] = None
 
     def __post_init__(self) -> None:
@@ -88,13 +90,13 @@ class DrafterConfig(Section, frozen=True):
     """Who guesses."""
 
     name: Annotated[
-        str | None,
+        Name | None,
         about(
             'none, ngram, model or a "package.module:Class"; unset: model where drafter.model is '
             "given, else ngram"
         ),
     ] = None
-    model: Annotated[str | None, about("the draft model: a local folder or a hub id")] = None
+    model: Annotated[Name | None, about("the draft model: a local folder or a hub id")] = None
     options: Annotated[dict[str, Any], about("the drafter's own knobs")] = {}
 
     def __post_init__(self) -> None:
@@ -116,6 +118,13 @@ class Config(Section, frozen=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     drafter: DrafterConfig = DrafterConfig()
+
+    def __post_init__(self) -> None:
+        if self.drafter_name == "ngram" and self.drafter.model is not None:
+            raise ValueError(
+                f"drafter.name = 'ngram' has no use for drafter.model = {self.drafter.model!r}: "
+                "drop the name to let the model guess, or the model to let n-grams guess"
+            )
 
     @property
     def drafter_name(self) -> str:
@@ -146,7 +155,11 @@ def load_config(path: Path | None = None, overrides: Mapping[str, Any] | None = 
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for setting in settings:
         put(values, setting)
-    return Config(**{section: build(section, values[section], settings) for section in SECTIONS})
+    sections = {section: build(section, values[section], settings) for section in SECTIONS}
+    try:
+        return Config(**sections)
+    except ValueError as e:
+        raise ConfigError(f"{origins(settings, 'drafter')}: {e}") from e
 
 
 def read_file(path: Path) -> Iterator[Setting]:
@@ -200,8 +213,12 @@ def build(section: str, values: dict[str, Any], settings: list[Setting]) -> Any:
     try:
         return SECTIONS[section](**values)
     except ValueError as e:
-        origins = dict.fromkeys(s.origin for s in settings if s.key.startswith(f"{section}."))
-        raise ConfigError(f"{', '.join(origins)}: {e}") from e
+        raise ConfigError(f"{origins(settings, section)}: {e}") from e
+
+
+def origins(settings: list[Setting], section: str) -> str:
+    """Everyone who had a say in a section."""
+    return ", ".join(dict.fromkeys(s.origin for s in settings if s.key.startswith(f"{section}.")))
 
 
 def remedy(key: str) -> str:

@@ -1,8 +1,12 @@
 """The offline face of the engine: prompts in, outputs or streams out, in this process."""
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+import signal
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from numbers import Integral
 from pathlib import Path
-from types import TracebackType
+from threading import RLock, current_thread, main_thread
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -120,14 +124,17 @@ class LLM:
         set: Mapping[str, Any] | None = None,
         progress: bool = True,
     ) -> None:
+        if set is not None and not isinstance(set, Mapping):
+            raise ConfigError(f"set = {set!r} is no mapping: give {{'section.key': value}}")
         given = {
-            "model.path": model and str(model),
+            "model.path": None if model is None else str(model),
             "model.dtype": None if dtype == "auto" else dtype,
-            "drafter.model": draft_model and str(draft_model),
+            "drafter.model": None if draft_model is None else str(draft_model),
             "drafter.name": drafter,
         }
         overrides = {**(set or {}), **{k: v for k, v in given.items() if v is not None}}
-        self.config: Config = load_config(Path(config) if config else None, overrides)
+        file = None if config is None else Path(config)
+        self.config: Config = load_config(file, overrides)
         self.progress = progress
         with LoadProgress(progress) as bar:
             self.loaded = build(self.config, bar)
@@ -135,6 +142,7 @@ class LLM:
             show_phases(self.loaded.phases)
         self.engine, self.tokenizer = self.loaded.engine, self.loaded.tokenizer
         self.live: dict[int, Generation] = {}
+        self.lock = RLock()  # threads may share an LLM: any thread's step moves all of them on
 
     def generate(
         self,
@@ -143,7 +151,9 @@ class LLM:
     ) -> list[Output]:
         """All prompts together; their outputs in order. All are checked before any is run."""
         asked: list[Any] = [prompts] if is_one(prompts) else list(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params] * len(asked)
+        each: list[Any] = (
+            list(params) if isinstance(params, list | tuple) else [params] * len(asked)
+        )
         if len(each) != len(asked):
             raise RequestError(
                 f"{len(asked)} prompts and {len(each)} SamplingParams: give one each"
@@ -160,8 +170,16 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Generator[tuple[str, list[int]], None, Output]:
-        """(text, token_ids) for every step that has some; the generator's value is the Output."""
-        generation = self.start(*self.check(prompt, params))
+        """(text, token_ids) for every step that has some; the generator's value is the Output.
+
+        The prompt is checked at once, and starts to run when the first step is asked for.
+        """
+        return self.stream_checked(*self.check(prompt, params))
+
+    def stream_checked(
+        self, ids: list[int], params: SamplingParams
+    ) -> Generator[tuple[str, list[int]], None, Output]:
+        generation = self.start(ids, params)
         shown, num_shown = 0, 0
         try:
             while num_shown < len(generation.token_ids) or not generation.is_done:
@@ -223,24 +241,37 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None
     ) -> tuple[list[int], SamplingParams]:
         """The prompt's ids; RequestError where it cannot be served."""
-        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        vocab_size, limit = self.vocab_size, self.loaded.max_model_len - 1
+        ids = self.encode(prompt) if isinstance(prompt, str) else self.as_ids(prompt)
+        limit = self.loaded.max_model_len - 1
         if not ids:
             raise RequestError("the prompt has no tokens: give at least one")
-        for token in ids:
-            if type(token) is not int or not 0 <= token < vocab_size:
-                raise RequestError(f"prompt token {token!r} is no id: ids lie in [0, {vocab_size})")
         if len(ids) > limit:
             raise PromptTooLong(len(ids), limit)
-        asked = params or SamplingParams()
-        resolve(asked, self.loaded.defaults, 1, vocab_size)
+        asked = SamplingParams() if params is None else params
+        if not isinstance(asked, SamplingParams):
+            raise RequestError(f"params: {asked!r} is not a SamplingParams")
+        resolve(asked, self.loaded.defaults, 1, self.vocab_size)
         return ids, asked
 
     def encode(self, prompt: str) -> list[int]:
         try:
-            return list(self.tokenizer(prompt)["input_ids"])
+            with self.lock:
+                return list(self.tokenizer(prompt)["input_ids"])
         except (TypeError, UnicodeError) as e:
             raise RequestError(f"the prompt is no valid text: {e}") from e
+
+    def as_ids(self, prompt: Any) -> list[int]:
+        """Token ids of any integer type, as Python's own."""
+        if isinstance(prompt, bytes | bytearray | Mapping) or not isinstance(prompt, Iterable):
+            raise RequestError(f"a prompt is a string or a list of token ids, not {prompt!r:.50}")
+        ids, vocab_size = list(prompt), self.vocab_size
+        for token in ids:
+            is_id = isinstance(token, Integral) and not isinstance(token, bool)
+            if not is_id or not 0 <= token < vocab_size:
+                raise RequestError(
+                    f"prompt token {token!r:.50} is no id: ids lie in [0, {vocab_size})"
+                )
+        return [int(token) for token in ids]
 
     @property
     def vocab_size(self) -> int:
@@ -249,25 +280,48 @@ class LLM:
     def start(self, ids: list[int], params: SamplingParams) -> Generation:
         room = self.loaded.max_model_len - len(ids)
         sampling = resolve(params, self.loaded.defaults, room, self.vocab_size)
-        generation = Generation(self.engine.add(ids, sampling), self.tokenizer)
-        self.live[generation.request.id] = generation
+        with self.lock, interrupts_held():
+            generation = Generation(self.engine.add(ids, sampling), self.tokenizer)
+            self.live[generation.request.id] = generation
         return generation
 
     def step(self) -> None:
         """One step of the engine; every live generation gets what is its own."""
-        for request, tokens in map(msgspec.structs.astuple, self.engine.step()):
-            generation = self.live[request.id]
-            _, _, is_stopped = generation.push(tokens)
-            if is_stopped:
-                self.engine.finish(request, "stop")
+        with self.lock, interrupts_held():
+            for emission in self.engine.step():
+                generation = self.live[emission.request.id]
+                _, _, is_stopped = generation.push(emission.tokens)
+                if is_stopped:
+                    self.engine.finish(emission.request, "stop")
 
     def end(self, generations: Iterable[Generation]) -> None:
         """Forget generations; one that is still running is given up, and its blocks go back."""
-        for generation in generations:
-            self.engine.finish(generation.request, generation.request.finish_reason or "abort")
-            self.live.pop(generation.request.id, None)
+        with self.lock, interrupts_held():
+            for generation in generations:
+                request = generation.request
+                self.engine.finish(request, request.finish_reason or "abort")
+                generation.is_done = True
+                self.live.pop(request.id, None)
 
 
 def is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
     """A string, or one list of token ids."""
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
+        return True
+    return len(prompts) > 0 and isinstance(prompts[0], Integral)
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of a step: half a step done is a state nobody can go on from."""
+    if current_thread() is not main_thread():
+        yield  # only the main thread is ever interrupted
+        return
+    came: list[FrameType | None] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)
+    if came and callable(before):
+        before(signal.SIGINT, came[0])

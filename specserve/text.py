@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 UNFINISHED = "\ufffd"  # what a decoder makes of bytes that are not yet a character
-CONTEXT = 6  # tokens decoded along: some tokens' text depends on their left neighbours
+CONTEXT = 6  # tokens of the prompt decoded along: some tokens' text depends on their left neighbour
+MAX_UNREAD = 16  # bytes that still make no character after so many tokens never will
 
 
 class Piece(NamedTuple):
@@ -16,26 +17,28 @@ class Piece(NamedTuple):
 
 
 class TextStream:
-    """One request's text. Nothing of a stop string and no half character ever leaves it."""
+    """One request's text. Nothing of a stop string and no half character ever leaves it.
+
+    Tokens are read one by one, however many come at once: what some bytes decode to may depend on
+    how they are grouped, and text must not depend on how many guesses were right.
+    """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.longest = max(map(len, self.stop), default=0)
-        self.token_ids = list(prompt[-CONTEXT:])
-        if self.decode(self.token_ids).endswith(UNFINISHED):
-            self.token_ids = []  # a prompt that ends inside a character is no help in reading on
-        self.read = len(self.token_ids)  # tokens whose text has been taken
+        # Tokens whose text has been taken, as a left neighbour; then those whose has not.
+        self.context, self.unread = list(prompt[-CONTEXT:]), list[int]()
+        self.before = self.decode(self.context)
+        if self.before.endswith(UNFINISHED):  # a prompt that ends inside a character is no help
+            self.context, self.before = [], ""
         self.held = ""  # text that may be the beginning of a stop string
 
     def push(self, token_ids: Sequence[int]) -> Piece:
         """Take a step's tokens, in order, up to the one that completes a stop string."""
-        if not self.stop:
-            self.token_ids.extend(token_ids)
-            return Piece(self.take(), len(token_ids), False)
         shown = ""
         for n, token in enumerate(token_ids, 1):
-            self.token_ids.append(token)
-            self.held += self.take()
+            self.unread.append(token)
+            self.held += self.take(is_last=len(self.unread) > MAX_UNREAD)
             if (at := self.find_stop()) is not None:
                 text, self.held = shown + self.held[:at], ""
                 return Piece(text, n, True)
@@ -47,15 +50,15 @@ class TextStream:
         self.held += self.take(is_last=True)
         return self.held[: self.find_stop()]
 
-    def take(self, is_last: bool = False) -> str:
+    def take(self, is_last: bool) -> str:
         """The text of the tokens that have not been read, once it ends with a whole character."""
-        start = max(0, self.read - CONTEXT)
-        before = self.decode(self.token_ids[start : self.read])
-        after = self.decode(self.token_ids[start:])
-        if len(after) <= len(before) or (after.endswith(UNFINISHED) and not is_last):
+        after = self.decode(self.context + self.unread)
+        if len(after) <= len(self.before) or (after.endswith(UNFINISHED) and not is_last):
             return ""
-        self.read = len(self.token_ids)
-        return after[len(before) :]
+        text = after[len(self.before) :]
+        self.context, self.unread = self.unread, []
+        self.before = self.decode(self.context)
+        return text
 
     def decode(self, token_ids: list[int]) -> str:
         text: str = self.tokenizer.decode(

@@ -36,6 +36,11 @@ def test_no_preset_goes_untested():
         ("[scheduler]\nmax_running = 512", ["max_batched_tokens = 512", "lower the second"]),
         ('[drafter]\nname = "model"', ["drafter.model", "--draft-model"]),
         ('[drafter]\nname = "package.module"', ["'package.module'", "package.module:Class"]),
+        ('[drafter]\nname = ""', ["drafter.name = ''", "length >= 1"]),
+        ('[drafter]\nmodel = ""', ["drafter.model = ''", "length >= 1"]),
+        ('[model]\npath = ""', ["model.path = ''", "length >= 1"]),
+        ('[drafter]\nname = "ngram"\nmodel = "d"', ["drop the name", "or the model", "'d'"]),
+        ("[scheduler]\nmax_model_len = 1", ["scheduler.max_model_len = 1", "at least 2"]),
         ("[drafter", ["not TOML"]),
     ],
 )
@@ -64,6 +69,11 @@ def test_a_conflict_names_everyone_who_took_part(tmp_path):
         load_config(path, {"scheduler.max_running": 100})
 
 
+def test_a_draft_model_beside_a_preset_for_ngrams_names_both_origins():
+    with pytest.raises(ConfigError, match=r"ngram\.toml, --set: drafter\.name = 'ngram'"):
+        load_config(CONFIGS / "ngram.toml", {"drafter.model": "d"})
+
+
 def test_overrides_are_stronger_than_the_file():
     config = load_config(CONFIGS / "ngram.toml", {"speculation.max_nodes": 3})
     assert (config.speculation.max_nodes, config.drafter.name) == (3, "ngram")
@@ -81,7 +91,7 @@ def test_one_option_of_a_drafter_can_be_set_beside_others(tmp_path):
     [
         ({}, "ngram"),
         ({"drafter.model": "d"}, "model"),
-        ({"drafter.model": "d", "drafter.name": "ngram"}, "ngram"),
+        ({"drafter.model": "d", "drafter.name": "ngram", "speculation.max_nodes": 0}, "none"),
         ({"drafter.model": "d", "drafter.name": "none"}, "none"),
         ({"drafter.name": "mine:Drafter"}, "mine:Drafter"),
         ({"speculation.max_nodes": 0}, "none"),

@@ -1,5 +1,10 @@
 """The offline API: what comes back, in which order, and what is refused."""
 
+import signal
+from array import array
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
 import pytest
 
 from specserve import LLM, SamplingParams
@@ -136,8 +141,68 @@ def test_chat_answers_through_the_template(llm):
     assert len(llm.chat([messages, messages], GREEDY)) == 2
 
 
+def test_a_stream_ends_when_the_llm_is_closed(folder):
+    with load(folder) as llm:
+        stream = llm.stream("the cat", SamplingParams(max_tokens=400))
+        next(stream)
+    with pytest.raises(StopIteration) as end:
+        next(stream)
+    assert end.value.value.finish_reason == "abort"
+    llm.close()
+    assert llm.memory()["target"] == 0
+
+
+def test_a_stream_is_checked_when_it_is_asked_for(llm):
+    with pytest.raises(RequestError):
+        llm.stream("")
+
+
+def test_ctrl_c_waits_for_the_step_and_costs_other_streams_nothing(llm):
+    params = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
+    (want,) = llm.generate("the cat", params)
+    stream, step = llm.stream("the cat", params), llm.engine.step
+    said = next(stream)[1]
+
+    def interrupted():
+        signal.raise_signal(signal.SIGINT)
+        return step()
+
+    llm.engine.step = interrupted
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("def read", params)
+    finally:
+        llm.engine.step = step
+    assert said + [t for _, ids in stream for t in ids] == want.token_ids
+    assert llm.engine.is_idle and llm.engine.pool.is_whole
+
+
+def test_threads_may_share_an_llm(llm):
+    prompts = ["the cat", "def read", "with open", "a", "sat on the mat", "file"]
+    params = SamplingParams(max_tokens=20, seed=3)
+    want = [o.token_ids for o in llm.generate(prompts, params)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        got = list(pool.map(lambda p: llm.generate(p, params)[0].token_ids, prompts))
+    assert got == want
+    assert llm.engine.pool.is_whole
+
+
+def test_ids_of_any_integer_type_are_ids(llm):
+    ids = [5, 17, 42]
+    want = llm.generate([ids], GREEDY)
+    for same in (ids, np.array(ids), list(np.array(ids)), tuple(ids), array("i", ids)):
+        for prompts in (same, [same]):
+            assert llm.generate(prompts, GREEDY)[0].token_ids == want[0].token_ids
+
+
 REFUSED = {
     "nothing": ("", None, "no tokens"),
+    "bytes": (b"abc", None, "a string or a list of token ids"),
+    "no prompt at all": (None, None, "a string or a list of token ids"),
+    "a mapping": ([{"text": "a"}], None, "a string or a list of token ids"),
+    "a truth value": ([[True]], None, "True is no id"),
+    "params that are none": ("a", 0, "0 is not a SamplingParams"),
+    "params as a dict": ("a", {"temperature": 0}, "not a SamplingParams"),
     "an id beyond the vocabulary": ([[320]], None, r"\[0, 320\)"),
     "a negative id": ([[-1]], None, r"\[0, 320\)"),
     "a number that is no id": ([[1.5]], None, r"1\.5 is no id"),
@@ -179,6 +244,25 @@ WRONG = {
 def test_a_wrong_setting_is_named(folder, model, settings, complaint):
     with pytest.raises(ConfigError, match=complaint):
         LLM(folder if model is ... else model, set=SETTINGS | settings, progress=False)
+
+
+@pytest.mark.parametrize("max_model_len", [2, 3, 5])
+def test_the_shortest_contexts_serve(folder, max_model_len):
+    settings = {"scheduler.max_model_len": max_model_len, "memory.kv_bytes": 1 << 22}
+    with LLM(folder, set=settings, progress=False) as llm:  # threads are timed
+        (o,) = llm.generate([[7]], SamplingParams(temperature=0, ignore_eos=True))
+    assert o.usage.completion_tokens == max_model_len - 1
+
+
+def test_more_draft_tokens_a_block_than_fit_are_refused(folder):
+    settings = SETTINGS | {"memory.draft_block_size": 99}
+    with pytest.raises(ConfigError, match="99 is more than the 16"):
+        LLM(folder, folder, set=settings, progress=False)
+
+
+def test_settings_that_are_no_mapping_are_refused(folder):
+    with pytest.raises(ConfigError, match="no mapping"):
+        LLM(folder, set=["speculation.max_nodes"])
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(folder, tmp_path):

@@ -62,11 +62,43 @@ def test_without_a_compiler_the_reference_serves_with_one_warning_line(tmp_path)
     assert slow.stdout == fast.stdout.replace(".cpu", ".reference")
 
 
+LOAD = "import torch, specserve_kernels as k; print(k.load(torch.device('cpu')).__name__)"
+HOMELESS = f"""
+import os, pwd, torch
+os.environ.pop("HOME")
+os.environ.pop("XDG_CACHE_HOME")
+pwd.getpwuid = {{}}.__getitem__
+{LOAD}
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "folder"),
+    [(LOAD, "/dev/null/x"), (LOAD, "/proc/1/x"), (HOMELESS, "")],
+    ids=["below a file", "where nobody may write", "no home"],
+)
+def test_without_a_cache_folder_the_reference_serves_with_one_warning_line(code, folder):
+    done = run(code, XDG_CACHE_HOME=folder)
+    assert done.stdout == "specserve_kernels.reference\n"
+    assert done.stderr.count("\n") == 1 and "set XDG_CACHE_HOME" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: bytes(len(data))],
+    ids=["empty", "half", "zeros"],
+)
+def test_a_spoilt_library_in_the_cache_is_compiled_afresh(tmp_path, spoil):
+    run(LOAD, XDG_CACHE_HOME=str(tmp_path))
+    (path,) = (tmp_path / "specserve").iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(spoil(whole))
+    done = run(LOAD, XDG_CACHE_HOME=str(tmp_path))
+    assert (done.stdout, done.stderr) == ("specserve_kernels.cpu\n", "")
+    assert path.stat().st_size == len(whole)
+
+
 def test_a_compiler_that_fails_is_no_reason_to_fail(tmp_path):
-    done = run(
-        "import torch, specserve_kernels as k; print(k.load(torch.device('cpu')).__name__)",
-        CXX="false",
-        XDG_CACHE_HOME=str(tmp_path),
-    )
+    done = run(LOAD, CXX="false", XDG_CACHE_HOME=str(tmp_path))
     assert done.stdout == "specserve_kernels.reference\n"
     assert list((tmp_path / "specserve").iterdir()) == []

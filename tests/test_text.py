@@ -148,8 +148,8 @@ def test_a_character_split_over_tokens_waits_for_its_last_byte():
 
 def test_a_character_never_finished_is_shown_at_the_end():
     text = TextStream(tiny_tokenizer(), [])
-    assert text.push([*encode("a"), *encode("🙂")[:2]]).text == ""
-    assert text.finish() == "a" + UNFINISHED
+    assert text.push([*encode("a"), *encode("🙂")[:2]]).text == "a"
+    assert text.finish() == UNFINISHED
 
 
 def test_a_stop_beside_a_character_never_finished_is_none_the_less_cut():
@@ -198,3 +198,35 @@ def test_nothing_said_is_no_text():
     text = TextStream(tiny_tokenizer(), encode("x"), ["a"])
     assert text.push([]) == ("", 0, False)
     assert text.finish() == ""
+
+
+def byte_fallback_tokenizer():
+    """As Llama 2's: a run of byte tokens is valid, or not, as a whole."""
+    vocab = {"<unk>": 0, **{f"<0x{i:02X}>": i + 1 for i in range(256)}, "a": 257}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize("tokenizer", [tiny_tokenizer(), byte_fallback_tokenizer()])
+@given(st.lists(st.integers(1, 256), max_size=60), st.data())
+def test_the_text_does_not_depend_on_how_many_tokens_come_at_once(tokenizer, ids, data):
+    ids = ids + [b + 1 for b in "🎉🎉é🎉".encode()] * data.draw(st.booleans())
+    one, many = TextStream(tokenizer, []), TextStream(tokenizer, [])
+    want = "".join(one.push([i]).text for i in ids) + one.finish()
+    got = ""
+    while ids:
+        size = data.draw(st.integers(1, 9))
+        got, ids = got + many.push(ids[:size]).text, ids[size:]
+    assert got + many.finish() == want
+
+
+def test_runs_of_byte_tokens_are_read_character_by_character():
+    text = TextStream(byte_fallback_tokenizer(), [])
+    assert text.push([b + 1 for b in ("🎉" * 8).encode()]).text == "🎉" * 8
+
+
+def test_bytes_that_never_make_a_character_are_not_held_for_ever():
+    text = TextStream(tiny_tokenizer(), [])
+    start = encode("🙂")[0]
+    assert len("".join(text.push([start]).text for _ in range(100))) > 60

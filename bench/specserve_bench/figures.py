@@ -90,7 +90,7 @@ def one_run(llm: LLM, temperature: float) -> tuple[dict[str, float], str]:
     after = (stats.num_steps, stats.draft_seconds, stats.verify_seconds, stats.step_seconds)
     steps, draft, verify, step = (b - a for a, b in zip(before, after, strict=True))
     tokens = sum(o.speculation.steps * (o.speculation.mean_acceptance_length or 1) for o in outputs)
-    levels = max(1, clock.draft_forwards)
+    levels = clock.draft_forwards
     run = {
         "ttft_ms": median(o.timing.ttft_ms for o in outputs),
         "tpot_ms": median(o.timing.tpot_ms or 0 for o in outputs),
@@ -98,7 +98,7 @@ def one_run(llm: LLM, temperature: float) -> tuple[dict[str, float], str]:
         "draft_ms": 1e3 * draft / steps,
         "verify_ms": 1e3 * verify / steps,
         "engine_ms": 1e3 * (step - clock.target_seconds - draft) / steps,
-        "python_ms_per_level": 1e3 * (draft - clock.draft_seconds) / levels,
+        "python_ms_per_level": 1e3 * (draft - clock.draft_seconds) / levels if levels else 0.0,
     }
     return run, json.dumps([o.token_ids for o in outputs])
 

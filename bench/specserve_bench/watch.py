@@ -3,32 +3,49 @@
 from collections.abc import Callable
 from time import perf_counter
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
+from specserve.engine.draft_model import DraftModel
 from specserve.engine.engine import Engine
-from specserve.models.decoder import Decoder
+from specserve.engine.runner import Runner
+
+OPS_AROUND_A_FORWARD = ("sample", "top_children", "move_kv")
 
 
 class OpClock:
-    """Within its `with`, sums the seconds of both models' forwards, the sampling and KV moves."""
+    """Within its `with`, sums the seconds of forwards, sampling and KV moves, for each model."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        self.target: list[Runner] = [engine.target]
+        lent = engine.draft_model
+        self.draft: list[Runner | DraftModel] = [] if lent is None else [lent.runner, lent]
         self.target_seconds = self.draft_seconds = 0.0
         self.draft_forwards = 0
+        self.undo: list[Callable[[], None]] = []
 
-    def __enter__(self) -> "OpClock":
-        watch(self.engine.target.decoder, self.add_target)
-        if self.engine.draft_model is not None:
-            watch(self.engine.draft_model.runner.decoder, self.add_draft)
+    def __enter__(self) -> Self:
+        for runner in self.target:
+            self.watch(runner, self.add_target)
+        for lent in self.draft:
+            self.watch(lent, self.add_draft)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
     ) -> None:
-        unwatch(self.engine.target.decoder)
-        if self.engine.draft_model is not None:
-            unwatch(self.engine.draft_model.runner.decoder)
+        for undo in self.undo:
+            undo()
+
+    def watch(self, part: Runner | DraftModel, add: Callable[[str, float], None]) -> None:
+        """Put timed stand-ins where the part finds its operations."""
+        self.put(part, "ops", Timed(part.ops, OPS_AROUND_A_FORWARD, add))
+        if isinstance(part, Runner):
+            self.put(part, "decoder", Timed(part.decoder, ("forward", "logits"), add))
+
+    def put(self, part: Any, name: str, value: Any) -> None:
+        before = getattr(part, name)
+        self.undo.append(lambda: setattr(part, name, before))
+        setattr(part, name, value)
 
     def add_target(self, name: str, seconds: float) -> None:
         self.target_seconds += seconds
@@ -38,21 +55,21 @@ class OpClock:
         self.draft_forwards += name == "forward"
 
 
-def watch(decoder: Decoder, add: Callable[[str, float], None]) -> None:
-    for name in ("forward", "logits"):
-        setattr(decoder, name, timed(getattr(decoder, name), name, add))
+class Timed:
+    """Somebody else's attributes, a few of them functions whose seconds are told."""
 
+    def __init__(self, real: Any, names: tuple[str, ...], add: Callable[[str, float], None]):
+        self.real, self.names, self.add = real, names, add
 
-def unwatch(decoder: Decoder) -> None:
-    for name in ("forward", "logits"):
-        delattr(decoder, name)  # the class's own method shows again
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.real, name)
+        if name not in self.names:
+            return value
 
+        def run(*args: Any) -> Any:
+            start = perf_counter()
+            result = value(*args)
+            self.add(name, perf_counter() - start)
+            return result
 
-def timed(function: Any, name: str, add: Callable[[str, float], None]) -> Any:
-    def run(*args: Any) -> Any:
-        start = perf_counter()
-        result = function(*args)
-        add(name, perf_counter() - start)
-        return result
-
-    return run
+        return run

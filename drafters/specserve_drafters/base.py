@@ -68,8 +68,8 @@ class Executor(Protocol):
 class Drafter(Protocol):
     """Guesses what comes next. It can change how fast text comes, never which text.
 
-    A class with `needs_executor = True` is given `executor=` at construction. An exception costs
-    the drafts of that step, no more.
+    A class with `needs_executor = True` is given `executor=` at construction; without the name it
+    needs none. An exception costs the drafts of that step, no more.
     """
 
     needs_executor: ClassVar[bool]
@@ -91,16 +91,23 @@ class DrafterError(ValueError):
     """No drafter of that name, or not with those options."""
 
 
+# What a user's code may raise: sys.exit() is no way for it to end the engine.
+ANYTHING = (Exception, SystemExit)
+
+
 def find_drafter(name: str) -> Any:
     """The class behind a built-in name or `package.module:Class`."""
     module, _, attribute = BUILTIN.get(name, name).partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as e:
+        found = getattr(importlib.import_module(module), attribute)
+    except ANYTHING as e:
         known = ", ".join(BUILTIN)
         raise DrafterError(
-            f"no drafter {name!r} ({e}); built in: {known}; others as package.module:Class"
+            f"no drafter {name!r} ({reason(e)}); built in: {known}; others as package.module:Class"
         ) from e
+    if not isinstance(found, type):
+        raise DrafterError(f"drafter {name!r} is no class, but of type {type(found).__name__}")
+    return found
 
 
 def make_drafter(
@@ -109,12 +116,17 @@ def make_drafter(
     cls = find_drafter(name)
     try:
         knobs = msgspec.convert(options, cls.Options)
-    except (msgspec.ValidationError, AttributeError) as e:
-        raise DrafterError(f"drafter.options for {name!r}: {e}") from e
-    if not cls.needs_executor:
-        drafter: Drafter = cls(knobs)
-    elif executor is None:
+    except ANYTHING as e:
+        raise DrafterError(f"drafter.options for {name!r}: {reason(e)}") from e
+    lent = {"executor": executor} if getattr(cls, "needs_executor", False) else {}
+    if lent and executor is None:
         raise DrafterError(f"drafter {name!r} needs a draft model: set drafter.model")
-    else:
-        drafter = cls(knobs, executor=executor)
+    try:
+        drafter: Drafter = cls(knobs, **lent)
+    except ANYTHING as e:
+        raise DrafterError(f"drafter {name!r} cannot be made: {reason(e)}") from e
     return drafter
+
+
+def reason(e: BaseException) -> str:
+    return f"{type(e).__name__}: {e}"

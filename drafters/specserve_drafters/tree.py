@@ -1,6 +1,8 @@
 """A tree of guesses."""
 
-from typing import Self
+from itertools import islice
+from operator import index
+from typing import Self, SupportsIndex
 
 import msgspec
 
@@ -41,17 +43,28 @@ class Draft(msgspec.Struct, frozen=True):
         return masks
 
     def cut(self, limit: int, vocab_size: int) -> "Draft":
-        """At most `limit` guesses, ending before the first that is no node: numbers stay valid."""
-        size = min(limit, len(self.tokens), len(self.parents))
-        for k in range(size):
-            token, parent = self.tokens[k], self.parents[k]
-            if not (_is_below(token, vocab_size) and _is_below(parent, k + 1)):
-                size = k
+        """At most `limit` guesses, ending before the first that is no node: numbers stay valid.
+
+        Takes whatever a drafter may have put into the fields; gives lists of plain integers.
+        """
+        tokens: list[int] = []
+        parents: list[int] = []
+        for token, parent in islice(zip(self.tokens, self.parents, strict=False), limit):
+            t, p = as_index(token, vocab_size), as_index(parent, len(tokens) + 1)
+            if t is None or p is None:
                 break
-        if size == len(self.tokens) == len(self.parents):
-            return self
-        return Draft(self.tokens[:size], self.parents[:size], self.expanded[:size])
+            tokens.append(t)
+            parents.append(p)
+        expanded = [as_index(e, MAX_NODES + 1) or 0 for e in islice(self.expanded, len(tokens))]
+        if expanded:
+            return Draft(tokens, parents, expanded + [0] * (len(tokens) - len(expanded)))
+        return Draft(tokens, parents)
 
 
-def _is_below(x: object, limit: int) -> bool:
-    return type(x) is int and 0 <= x < limit
+def as_index(x: object, limit: int) -> int | None:
+    """An integer of any library in [0, limit), as Python's own; None for anything else."""
+    if type(x) is int:
+        return x if 0 <= x < limit else None
+    if isinstance(x, bool) or not isinstance(x, SupportsIndex):
+        return None
+    return as_index(index(x), limit)

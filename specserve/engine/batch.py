@@ -43,7 +43,9 @@ def build_batch(groups: Sequence[RowGroup]) -> Batch:
         end = g.start + len(g.token_ids)
         begin.append(begin[-1] + len(g.token_ids))
         used_blocks.append(used_blocks[-1] + -(-end // block_size))
-        blocks.append(np.frombuffer(g.table.blocks, np.int32, used_blocks[-1] - used_blocks[-2]))
+        # A slice is a copy: a table that numpy looks into could neither grow nor shrink.
+        used = g.table.blocks[: used_blocks[-1] - used_blocks[-2]]
+        blocks.append(np.frombuffer(used, np.int32))
     token_ids = np.empty(begin[-1], dtype=np.int64)
     slot, position, prefix, first_block = np.empty((4, begin[-1]), dtype=np.int32)
     mask = np.zeros(begin[-1], dtype=np.uint64)

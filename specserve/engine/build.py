@@ -19,6 +19,7 @@ from specserve.memory.arena import block_bytes
 from specserve.models.decoder import Decoder
 from specserve.models.defaults import GenerationDefaults, load_defaults
 from specserve.models.folder import resolve
+from specserve.models.loader import load_config as check_folder
 from specserve.models.loader import load_decoder
 from specserve.models.tokenizer import check_same_vocabulary, load_tokenizer
 from specserve.scheduling import Scheduler
@@ -68,6 +69,7 @@ def build(config: Config, progress: Progress | None = None) -> Loaded:
         ops = load(torch.device("cpu"))
     with phases.phase("tokenizer"):
         folder = resolve_model(config)
+        check_folder(folder)  # what is wrong with the model is said before its tokenizer is blamed
         tokenizer, defaults = load_tokenizer(folder), load_defaults(folder)
     with phases.phase("target"):
         target = load_model(folder, config, ops, progress)
@@ -175,19 +177,35 @@ def build_pool(
     block_sizes = [config.memory.block_size]
     if draft is not None:
         fits = layouts[1].block_size(size)
-        block_sizes.append(min(config.memory.draft_block_size or fits, fits))
+        block_sizes.append(draft_block_size(config.memory.draft_block_size, fits))
     per_request = [-(-(max_len + TREE_SLOTS) // b) for b in block_sizes]
     num_blocks = min(kv_bytes(config) // size, sum(per_request) * config.scheduler.max_running)
     if num_blocks < per_request[0]:
+        fit = num_blocks * block_sizes[0] - TREE_SLOTS
+        shorter = f"set scheduler.max_model_len to at most {fit}, or " if fit >= 2 else ""
         raise ConfigError(
             f"a request of {max_len} tokens and its tree need {per_request[0] * size} bytes of KV, "
-            f"and memory allows {num_blocks * size}: set scheduler.max_model_len to at most "
-            f"{max(0, num_blocks * block_sizes[0] - TREE_SLOTS)}, or raise memory.kv_bytes or "
-            "memory.kv_fraction"
+            f"and memory allows {kv_bytes(config)}: {shorter}raise memory.kv_bytes or "
+            "memory.kv_fraction, or lower memory.block_size"
         )
-    arena = Arena(num_blocks, size)
+    try:
+        arena = Arena(num_blocks, size)
+    except (OSError, OverflowError) as e:
+        raise ConfigError(
+            f"the system refuses {num_blocks * size} bytes for the KV pool ({e}): lower "
+            "memory.kv_bytes or memory.kv_fraction"
+        ) from e
     views = map(arena.view, layouts, block_sizes)
     return [Runner(m, v) for m, v in zip(models, views, strict=True)], BlockPool(num_blocks)
+
+
+def draft_block_size(asked: int | None, fits: int) -> int:
+    if asked is not None and asked > fits:
+        raise ConfigError(
+            f"memory.draft_block_size = {asked} is more than the {fits} draft tokens that fit into "
+            "a block: lower it, or raise memory.block_size"
+        )
+    return asked or fits
 
 
 def kv_bytes(config: Config) -> int:
@@ -208,9 +226,12 @@ def tune(engine: Engine, max_len: int, threads: int | None) -> str:
     """Settle the number of threads on the target's own step, at a middling context."""
     target = engine.target
     table = BlockTable(engine.pool, target.kv.block_size)
-    start = min(256, max_len - TUNING_ROWS)
+    start = max(0, min(256, max_len - TUNING_ROWS))
     table.try_reserve(start + TUNING_ROWS)
     group = RowGroup(table, [0] * TUNING_ROWS, start, TUNING_ROWS)
-    chosen = target.ops.tune(lambda: target.forward([group]), threads)
-    table.clear()
-    return chosen
+    try:
+        return target.ops.tune(lambda: target.forward([group]), threads)
+    except ValueError as e:
+        raise ConfigError(f"model.threads: {e}") from e
+    finally:
+        table.clear()

@@ -10,6 +10,7 @@ from specserve.engine.runner import Runner
 from specserve.memory import BlockTable
 from specserve.scheduling import Request, Scheduler
 from specserve_drafters import ROOT, Draft, DraftItem, Nodes
+from specserve_drafters.tree import MAX_NODES
 
 # The bonus token, and the last accepted guess where the draft model had not run it.
 USUAL_LAG = 2
@@ -24,7 +25,8 @@ class DraftModel:
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self.runner, self.ops, self.scheduler = runner, runner.ops, scheduler
-        self.max_len = runner.decoder.config.max_positions
+        room = len(runner.decoder.rotary.cos) - (MAX_NODES + 1)
+        self.max_len = min(runner.decoder.config.max_positions, room)
         self.requests: dict[int, Request] = {}  # of this step
         self.masks: dict[int, list[int]] = {}  # by request; of its nodes in this step
 
@@ -33,25 +35,33 @@ class DraftModel:
         self.requests = {r.id: r for r in requests}
         self.masks = {}
 
+    def take_back(self) -> None:
+        """The drafter has had its say: what it asks for later is refused."""
+        self.requests = {}
+
     def extend(self, items: Sequence[DraftItem]) -> tuple[list[int], Tensor]:
         groups, ready = [], []
         rows = self.scheduler.limits.prefill_chunk
-        gaps = [len(i.token_ids) - self.requests[i.id].draft_table.num_computed for i in items]
+        lent = [self.requests[item.id] for item in items]
+        gaps = [len(r.token_ids) - r.draft_table.num_computed for r in lent]
         for i in sorted(range(len(items)), key=gaps.__getitem__):
-            known, table = len(items[i].token_ids), self.requests[items[i].id].draft_table
+            token_ids, table = lent[i].token_ids, lent[i].draft_table
+            known = len(token_ids)
             size = gaps[i] if gaps[i] <= USUAL_LAG else min(gaps[i], rows)
             start = table.num_computed
             if size == 0 or known > self.max_len or not self.try_reserve(table, start + size):
                 continue
             rows -= size if gaps[i] > USUAL_LAG else 0
             is_ready = start + size == known
-            tokens = items[i].token_ids[start : start + size]
+            tokens = token_ids[start : start + size]
             groups.append(RowGroup(table, tokens, start, num_logits=int(is_ready)))
-            table.num_computed += size
             if is_ready:
                 ready.append(i)
-                self.masks[items[i].id] = []
-        return ready, self.forward(groups)
+                self.masks[lent[i].id] = []
+        logits = self.forward(groups)
+        for group in groups:
+            group.table.num_computed += len(group.token_ids)
+        return ready, logits
 
     def expand(self, nodes: Sequence[Nodes]) -> tuple[list[int], Tensor]:
         groups, fit = [], []
@@ -59,7 +69,8 @@ class DraftModel:
             masks, table = self.masks[id], self.requests[id].draft_table
             known, first = table.num_computed, len(masks)
             end = known + first + len(tokens)
-            if end > self.max_len or not self.try_reserve(table, end):
+            is_full = first + len(tokens) > MAX_NODES or end > self.max_len
+            if is_full or not self.try_reserve(table, end):
                 continue
             for parent in parents:
                 above = masks[parent - 1] if parent != ROOT else 0
@@ -88,7 +99,7 @@ class DraftModel:
         """
         table, kept, moves = request.draft_table, 0, []
         for k in nodes:
-            e = draft.expanded[k - 1] if k <= len(draft.expanded) else 0
+            e = draft.expanded[k - 1]
             if not kept < e <= len(self.masks.get(request.id, ())):
                 break
             kept += 1

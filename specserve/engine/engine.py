@@ -1,6 +1,7 @@
 """The step loop: plan, draft, forward, walk, commit."""
 
 import logging
+import sys
 from array import array
 from collections.abc import Sequence
 from itertools import count
@@ -88,11 +89,12 @@ class Engine:
             drafts = self.drafter.propose([draft_item(w) for w in works])
             vocab_size = self.target.decoder.config.vocab_size
             for work, draft in zip(works, drafts, strict=True):
-                work.draft = draft.cut(work.draft_limit, vocab_size)
+                work.draft = Draft.cut(draft, work.draft_limit, vocab_size)
         except Exception:  # anybody's code may run here, and text must not depend on it
             self.drafter_failed("propose")
-            for work in works:
-                work.draft = Draft()
+        finally:
+            if self.draft_model is not None:
+                self.draft_model.take_back()
         self.stats.draft_seconds += perf_counter() - start
 
     def verify(self, works: list[Work]) -> Tensor:
@@ -147,7 +149,7 @@ class Engine:
             table, root = work.request.table, work.end - 1
             moves += [(table, root + k, root + j) for j, k in enumerate(path.nodes, 1) if k != j]
             table.num_computed += len(path.nodes)
-            if self.draft_model is not None and work.draft.expanded:
+            if self.draft_model is not None and any(work.draft.expanded):
                 draft_moves += self.draft_model.keep(work.request, work.draft, path.nodes)
         self.target.move(moves)
         if self.draft_model is not None:
@@ -198,16 +200,20 @@ class Engine:
 
     def tell(self, what: str, *args: object) -> None:
         """Let the drafter know; what it does with that is its own affair."""
-        if self.drafter is None:
+        listen = getattr(self.drafter, what, None)  # a drafter need not care
+        if listen is None:
             return
         try:
-            getattr(self.drafter, what)(*args)
+            listen(*args)
         except Exception:
             self.drafter_failed(what)
 
     def drafter_failed(self, where: str) -> None:
+        """Inside the handler of its exception: one line each, and the first time where from."""
         self.stats.drafter_errors += 1
-        log.exception("the drafter failed in %s; its guesses are lost, no text is", where)
+        is_first = self.stats.drafter_errors == 1
+        message = "the drafter failed in %s (%s); its guesses are lost, no text is"
+        log.error(message, where, sys.exception(), exc_info=is_first)
 
     def check(self) -> None:
         """Assert the pool's invariant: every block is free, or held by exactly whom it counts."""

@@ -38,8 +38,9 @@ class BlockTable:
         """Give back the blocks that hold no computed token."""
         kept = -(-self.num_computed // self.block_size)
         if kept < len(self.blocks):
-            self.pool.release(self.blocks[kept:])
+            given_back = self.blocks[kept:]
             del self.blocks[kept:]
+            self.pool.release(given_back)
 
     def clear(self) -> None:
         """Give everything back: the KV is gone."""

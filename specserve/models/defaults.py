@@ -1,5 +1,6 @@
 """What a checkpoint says of its own generation: when it ends, and how it samples."""
 
+import logging
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,17 +11,59 @@ from specserve.errors import ConfigError
 from specserve.models.folder import read_json
 
 TokenId = Annotated[int, Meta(ge=0)]
+Temperature = Annotated[float, Meta(ge=0, le=1e4)]
+TopK = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+MinP = Annotated[float, Meta(ge=0, le=1)]
 FILE = "generation_config.json"
+MIN_TEMPERATURE = 1e-4  # below it, dividing could leave float32
+NOT_APPLIED: dict[str, Any] = {  # transformers heeds these -> the value that changes nothing
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_decoder_ids": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": 1,
+    "max_new_tokens": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "penalty_alpha": 0,
+    "repetition_penalty": 1,
+    "sequence_bias": None,
+    "stop_strings": None,
+    "suppress_tokens": None,
+    "typical_p": 1,
+}
+
+log = logging.getLogger("specserve")
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """The values of parameters that a request leaves unset."""
 
     eos_token_ids: tuple[TokenId, ...] = ()
-    temperature: Annotated[float, Meta(ge=0)] = 1.0
-    top_k: Annotated[int, Meta(ge=0)] = 0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    temperature: Temperature = 1.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    min_p: MinP = 0.0
+
+    def __post_init__(self) -> None:
+        check_temperature(self.temperature)
+
+
+def check_temperature(temperature: float) -> None:
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise ValueError(
+            f"temperature {temperature} is neither 0 nor at least {MIN_TEMPERATURE}; 0 always "
+            "takes the likeliest token"
+        )
 
 
 def load_defaults(folder: Path) -> GenerationDefaults:
@@ -34,12 +77,19 @@ def load_defaults(folder: Path) -> GenerationDefaults:
     values["eos_token_ids"] = eos(written) or eos(read_json(folder / "config.json"))
     if written.get("do_sample") is False:
         values["temperature"] = 0.0
+    warn_of_what_is_not_applied(path, written)
     try:
         return msgspec.convert(
             {key: value for key, value in values.items() if value is not None}, GenerationDefaults
         )
     except msgspec.ValidationError as e:
         raise ConfigError(f"{path}: {e}; correct the file, or remove the key") from e
+
+
+def warn_of_what_is_not_applied(path: Path, written: dict[str, Any]) -> None:
+    keys = [k for k, off in NOT_APPLIED.items() if written.get(k) not in (None, [], {}, off)]
+    if keys:
+        log.warning("%s: not applied, though the text may depend on it: %s", path, ", ".join(keys))
 
 
 def eos(fields: dict[str, Any]) -> Any:

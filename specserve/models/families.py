@@ -1,5 +1,6 @@
 """Which models the decoder can be, and what a config.json says of one's shape."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,6 +8,8 @@ import msgspec
 from transformers import CONFIG_MAPPING
 
 from specserve.models.rotary import frequencies
+
+MAX_HEAD_DIM = 512  # of the kernels: MAX_D in attention.cpp
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +79,7 @@ def parse(fields: dict[str, Any]) -> DecoderConfig:
         intermediate_size=positive(config, "intermediate_size"),
         vocab_size=positive(config, "vocab_size"),
         max_positions=positive(config, "max_position_embeddings"),
-        rms_eps=config.rms_norm_eps,
+        rms_eps=norm_eps(config),
         tied=config.tie_word_embeddings,
         qkv_bias=either(family.qkv_bias, config, "attention_bias"),
         out_bias=either(family.out_bias, config, "attention_bias"),
@@ -115,7 +118,16 @@ def head_shape(config: Any) -> tuple[int, int, int]:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim = {head_dim} is not supported: rotary embedding needs pairs")
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim = {head_dim} is not supported: at most {MAX_HEAD_DIM} is")
     return heads, kv_heads, head_dim
+
+
+def norm_eps(config: Any) -> float:
+    eps = config.rms_norm_eps
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
+        raise ValueError(f"rms_norm_eps = {eps!r} must be a finite number, 0 or more")
+    return float(eps)
 
 
 def windows(config: Any, family: Family) -> tuple[int | None, ...]:

@@ -7,11 +7,17 @@ import msgspec
 from msgspec import Meta
 
 from specserve.errors import RequestError
-from specserve.models.defaults import GenerationDefaults
+from specserve.models.defaults import (
+    GenerationDefaults,
+    MinP,
+    Temperature,
+    TopK,
+    TopP,
+    check_temperature,
+)
 
 T = TypeVar("T")
 MAX_SEED = 2**53  # exclusive: a JavaScript client can hold it exactly
-MIN_TEMPERATURE = 1e-4  # below it, dividing could leave float32
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
@@ -19,10 +25,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """None leaves a value to the model's generation_config, or else to the field's comment."""
 
     max_tokens: Annotated[int, Meta(ge=1)] | None = None  # the rest of the context
-    temperature: Annotated[float, Meta(ge=0, le=1e4)] | None = None  # 1; 0 is argmax
-    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None  # 0, off
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None  # 1, off
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None  # 0, off
+    temperature: Temperature | None = None  # 1; 0 is argmax
+    top_k: TopK | None = None  # 0, off
+    top_p: TopP | None = None  # 1, off
+    min_p: MinP | None = None  # 0, off
     seed: Annotated[int, Meta(ge=0, lt=MAX_SEED)] | None = None  # drawn, and reported
     stop: StopString | Annotated[tuple[StopString, ...], Meta(max_length=16)] = ()
     stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=1024)] = ()
@@ -49,14 +55,10 @@ def resolve(
     try:
         # By way of a dict: an instance of the very type would be believed unread.
         given = msgspec.convert(msgspec.structs.asdict(params), SamplingParams)
-    except msgspec.ValidationError as e:
+        temperature = pick(given.temperature, defaults.temperature)
+        check_temperature(temperature)
+    except ValueError as e:  # msgspec's ValidationError is one
         raise RequestError(f"sampling parameters: {e}") from e
-    temperature = pick(given.temperature, defaults.temperature)
-    if 0 < temperature < MIN_TEMPERATURE:
-        raise RequestError(
-            f"sampling parameters: temperature {temperature} is neither 0 nor at least "
-            f"{MIN_TEMPERATURE}; 0 always takes the likeliest token"
-        )
     for token in given.stop_token_ids:
         if not 0 <= token < vocab_size:
             raise RequestError(

@@ -1,3 +1,6 @@
+import importlib
+import sys
+
 import pytest
 
 from specserve_drafters import DrafterError, make_drafter
@@ -9,6 +12,7 @@ WRONG = {  # name, options -> words of the refusal
     "an unknown module": ("no_such.module:Drafter", {}, "no drafter 'no_such.module:Drafter'"),
     "an unknown class": ("specserve_drafters.ngram:Bigram", {}, "no drafter.*Bigram"),
     "a module alone": ("specserve_drafters.ngram", {}, "no drafter"),
+    "a relative module": (".x:Y", {}, r"no drafter '\.x:Y' \(TypeError"),
     "no name": ("", {}, "no drafter ''"),
     "something that is no drafter": ("collections:deque", {}, "'collections:deque'.*Options"),
     "an unknown option": ("ngram", {"max_gram": 3}, "'ngram'.*max_gram"),
@@ -46,3 +50,44 @@ def test_who_needs_an_executor_is_given_it():
 
 def test_who_needs_none_is_given_none():
     assert isinstance(make_drafter("ngram", {}, object()), NgramDrafter)
+
+
+MINE = """
+{0}
+class Mine:
+    class Options(__import__("specserve_drafters").base.Options, frozen=True):
+        pass
+    def __init__(self, options):
+        {1}
+not_mine = 3
+"""
+
+FAILING = {  # at import, at construction, the class -> words of the refusal
+    "the import raises": ("1 / 0", "pass", "Mine", "ZeroDivisionError: division by zero"),
+    "the import exits": ("raise SystemExit('bye')", "pass", "Mine", "SystemExit: bye"),
+    "the import is no Python": ("for", "pass", "Mine", "SyntaxError"),
+    "the construction raises": ("", "self.gone", "Mine", "AttributeError.*'gone'"),
+    "the construction exits": ("", "raise SystemExit('bye')", "Mine", "SystemExit: bye"),
+    "it is no class": ("", "pass", "not_mine", "no class, but of type int"),
+}
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """Write a user's module; its name."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "a_users_own", raising=False)
+    importlib.invalidate_caches()
+    return lambda *code: (tmp_path / "a_users_own.py").write_text(MINE.format(*code))
+
+
+@pytest.mark.parametrize(("top", "init", "cls", "words"), FAILING.values(), ids=FAILING)
+def test_what_a_users_drafter_does_wrong_is_refused_with_the_reason(mine, top, init, cls, words):
+    mine(top, init)
+    with pytest.raises(DrafterError, match=f"a_users_own:{cls}'.*{words}"):
+        make_drafter(f"a_users_own:{cls}", {})
+
+
+def test_a_drafter_that_does_not_say_needs_no_executor(mine):
+    mine("", "self.options = options")
+    assert make_drafter("a_users_own:Mine", {}, object()).options is not None

@@ -156,7 +156,7 @@ def test_numbers_are_valid_and_say_what_the_draft_model_ran(
     script = Script(law_after(seed))
     item = ask(limit=limit, temperature=temperature, seed=seed)
     (draft,) = propose(script, item, width=width, max_depth=max_depth)
-    assert draft.cut(limit, 5) is draft and len(draft.expanded) == len(draft) > 0
+    assert draft.cut(limit, 5) == draft and len(draft.expanded) == len(draft) > 0
     for path, e in zip(paths(draft)[1:], draft.expanded, strict=True):
         assert e == 0 or script.paths[0][e] == [1, 2, 3, *path]
     siblings = [*zip(draft.parents, draft.tokens, strict=True)]

@@ -89,6 +89,12 @@ class Watch:
         self.seen["moved"] += bool(moves)
         return self.move(moves)
 
+    def check_tables(self):
+        """Between steps nobody keeps a block for guesses."""
+        for r in self.engine.scheduler.running:
+            for table in (r.table, r.draft_table):
+                assert len(table.blocks) <= -(-len(r.token_ids) // table.block_size)
+
     def step_squeezed(self):
         """Somebody unseen holds all free blocks for the time of a step."""
         pool, whole = self.engine.pool, self.engine.pool.num_blocks
@@ -112,6 +118,7 @@ class Watch:
             else:
                 self.engine.step()
             self.engine.check()
+            self.check_tables()
             step += 1
         self.seen["preempted"] += self.engine.scheduler.num_preempted
         assert pool.is_whole, "blocks held at idle"

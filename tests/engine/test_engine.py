@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from specserve.sampling import Sampling
+from specserve_drafters import Draft
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.house import (
     Case,
@@ -65,7 +66,7 @@ def test_a_failing_drafter_costs_its_drafts_and_a_log_line(target, script, caplo
 
 def test_a_drafter_that_cannot_be_told_things_costs_no_text(target):
     case, engine = scripted(target, right)
-    engine.drafter.observe = engine.drafter.forget = None
+    engine.drafter.observe = engine.drafter.forget = raising  # takes no such arguments
     (request,) = Watch(engine).run([case])
     assert request.num_output == 21
     assert engine.stats.drafter_errors > 0
@@ -82,6 +83,25 @@ def test_a_drafter_that_spoils_its_items_spoils_no_request(target):
     want = plain(target, [case])
     engine = engine_for(target, None, Vandal(None, dict(enumerate(want))))
     assert [r.token_ids.tolist() for r in Watch(engine).run([case])] == want
+
+
+@pytest.mark.parametrize("expanded", [[3, 2, 1], [70, 71], [-3, -3], [0, 1, 2], [2, 2, 2], [10**9]])
+def test_nonsense_about_the_draft_model_moves_nothing_out_of_place(target, expanded):
+    class Confused(Scripted):
+        needs_executor = True
+
+        def propose(self, items):
+            self.executor.extend(items)
+            chains = super().propose(items)
+            return [Draft(d.tokens, d.parents, expanded) for d in chains]
+
+    case = Case(PROMPT, greedy(30))
+    want = plain(target, [case])
+    engine = engine_for(target, target, "model")
+    engine.drafter = Confused(right, dict(enumerate(want)))
+    engine.drafter.executor = engine.draft_model
+    assert [r.token_ids.tolist() for r in Watch(engine).run([case])] == want
+    assert engine.stats.drafter_errors == 0
 
 
 def test_a_tree_is_no_larger_than_what_may_still_be_said(target):

@@ -8,6 +8,7 @@ from torch.nn.functional import linear
 
 from specserve_kernels import cpu, load, reference
 from specserve_kernels.cpu import build
+from specserve_kernels.threads import allowed_threads
 from tests.kernels.world import random_tensor, row_errors
 
 BUILDS = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
@@ -134,19 +135,27 @@ def test_without_a_compiler_the_reference_serves_and_says_so(
 
 def test_kernels_are_compiled_once(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "specserve").mkdir()
-    (tmp_path / "specserve" / f"kernels-{build.fingerprint()}.so").write_bytes(b"")
+    build.library.cache_clear()
+    build.library()
     monkeypatch.setattr(build, "compile_to", None)  # not to be called
     build.library.cache_clear()
-    with pytest.raises(OSError, match="file too short"):
-        build.library()
+    assert build.library().specserve_sample
     build.library.cache_clear()
 
 
 @BUILDS
 def test_threads_are_as_configured(ops):
-    assert "2 threads" in ops.tune(lambda: None, 2)
-    assert torch.get_num_threads() == 2
+    allowed = allowed_threads()
+    assert f"{allowed} threads" in ops.tune(lambda: None, allowed)
+    assert torch.get_num_threads() == allowed
+
+
+@BUILDS
+def test_more_threads_than_the_process_may_use_are_refused(ops):
+    allowed, before = allowed_threads(), torch.get_num_threads()
+    with pytest.raises(ValueError, match=rf"^{allowed + 1} threads.* {allowed} CPUs.*set at most"):
+        ops.tune(lambda: None, allowed + 1)
+    assert torch.get_num_threads() == before
 
 
 def test_threads_are_timed_where_nothing_is_configured():

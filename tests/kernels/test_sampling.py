@@ -30,6 +30,8 @@ FILTERS = {  # probabilities at T = 1, the parameters -> the ids that are left
     "top_p keeps what first reaches it": (P, {"top_p": 0.6}, {0, 1}),
     "top_p reached exactly is enough": ([1, 1, 1, 1], {"top_p": 0.5}, {0, 1}),
     "a tiny top_p keeps the likeliest": (P, {"top_p": 1e-6}, {0}),
+    "a top_p of zero keeps the likeliest": (P[::-1], {"top_p": 0.0}, {3}),
+    "a top_p that is zero in float32, too": (P[::-1], {"top_p": 1e-60}, {3}),
     "min_p is relative to the likeliest": (P, {"min_p": 0.6}, {0, 1}),
     "min_p reached exactly is enough": ([1, 1, 1, 1], {"min_p": 1.0}, {0, 1, 2, 3}),
     "temperature comes before min_p": (P, {"temperature": 2, "min_p": 0.6}, {0, 1, 2}),

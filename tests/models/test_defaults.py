@@ -36,10 +36,51 @@ def test_defaults_are_what_the_files_say(tmp_path, config, generation, want):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("temperature", -1), ("top_p", 0), ("top_k", "all"), ("eos_token_id", ["</s>"])],
+    [
+        ("temperature", -1),
+        ("temperature", 1e-5),
+        ("temperature", 2e4),
+        ("temperature", float("nan")),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", "all"),
+        ("top_k", 2**31),
+        ("min_p", -0.1),
+        ("eos_token_id", ["</s>"]),
+    ],
 )
 def test_a_value_that_makes_no_sense_is_refused_by_name(tmp_path, key, value):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text(json.dumps({key: value}))
     with pytest.raises(ConfigError, match=rf"generation_config\.json.*{key}"):
         load_defaults(tmp_path)
+
+
+IGNORED = {  # key -> a value that would change the text in transformers, and one that would not
+    "repetition_penalty": (1.05, 1.0),
+    "encoder_repetition_penalty": (1.1, 1.0),
+    "no_repeat_ngram_size": (3, 0),
+    "typical_p": (0.9, 1.0),
+    "bad_words_ids": ([[5]], []),
+    "suppress_tokens": ([5], None),
+    "forced_bos_token_id": (0, None),
+    "forced_eos_token_id": (2, None),
+    "min_new_tokens": (4, 0),
+    "min_length": (4, 0),
+    "num_beams": (4, 1),
+    "penalty_alpha": (0.6, 0.0),
+    "max_new_tokens": (2048, None),
+}
+
+
+@pytest.mark.parametrize(("key", "values"), IGNORED.items(), ids=IGNORED)
+def test_a_key_that_is_not_applied_is_warned_of_unless_it_changes_nothing(
+    tmp_path, caplog, key, values
+):
+    (tmp_path / "config.json").write_text("{}")
+    for value in values:
+        (tmp_path / "generation_config.json").write_text(json.dumps({key: value, "top_k": 5}))
+        assert load_defaults(tmp_path) == GenerationDefaults(top_k=5)
+    (line,) = caplog.messages
+    assert line.startswith(f"{tmp_path / 'generation_config.json'}: not applied")
+    assert line.endswith(f": {key}")

@@ -5,6 +5,7 @@ import hashlib
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -22,23 +23,57 @@ FLAGS = (
 
 
 class BuildError(RuntimeError):
-    """There is no compiler, or it refused the kernels."""
+    """There is no compiler, it refused the kernels, or there is no place to keep them."""
 
 
 @cache
 def library() -> ctypes.CDLL:
     """The compiled kernels. Import torch first: they share its OpenMP threads."""
-    path = cache_folder() / f"kernels-{fingerprint()}.so"
+    try:
+        path = cache_folder() / f"kernels-{fingerprint()}.so"
+        return cached(path) or compiled(path)
+    except OSError as e:
+        raise BuildError(f"the compiled kernels cannot be kept ({e}): set XDG_CACHE_HOME") from e
+
+
+def cached(path: Path) -> ctypes.CDLL | None:
+    """What an earlier process left there; None where nothing is, or nothing that can be loaded."""
+    if not is_whole(path):
+        return None
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        return None
+
+
+def is_whole(path: Path) -> bool:
+    """An ELF file ends with its section headers. To load half a one is a SIGBUS, not an error."""
     if not path.exists():
-        compile_to(path)
+        return False
+    data = path.read_bytes()
+    if len(data) < 64:
+        return False
+    (start,) = struct.unpack_from("<Q", data, 0x28)
+    size, count = struct.unpack_from("<HH", data, 0x3A)
+    return bool(start + size * count <= len(data))
+
+
+def compiled(path: Path) -> ctypes.CDLL:
+    compile_to(path)
     return ctypes.CDLL(str(path))
 
 
 def cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(root) / "specserve"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "specserve"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
+
+
+def home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError as e:
+        raise BuildError("no home folder to keep the kernels in: set XDG_CACHE_HOME") from e
 
 
 def compiler() -> str:

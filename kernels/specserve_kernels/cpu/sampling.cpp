@@ -129,7 +129,8 @@ struct Candidate {
   bool operator<(const Candidate& o) const { return z > o.z || (z == o.z && id < o.id); }
 };
 
-// Keep the fewest likeliest candidates that hold top_p of the mass; only they get sorted.
+// Keep the fewest likeliest candidates, at least one, that hold top_p of the mass; only they get
+// sorted.
 static void keep_top_p(std::vector<Candidate>& c, float top_p) {
   double total = 0, before = 0, most = -INF;
   for (auto& x : c) most = std::max(most, double(x.z));
@@ -142,7 +143,7 @@ static void keep_top_p(std::vector<Candidate>& c, float top_p) {
       if (sorted < c.size()) std::nth_element(c.begin() + kept, c.begin() + sorted, c.end());
       std::sort(c.begin() + kept, c.begin() + sorted);
     }
-    if (before >= enough) break;
+    if (kept && before >= enough) break;  // a tiny top_p is 0 in float32
     before += std::exp(c[kept++].z - most);
   }
   c.resize(kept);

@@ -1,10 +1,11 @@
 """How many threads a step is given: timed, as small steps lose more to barriers than they win."""
 
-import os
 import time
 from collections.abc import Callable
 
 import torch
+
+from specserve_kernels.threads import allowed_threads, check_threads
 
 _REPEATS = 12
 
@@ -12,9 +13,9 @@ _REPEATS = 12
 def tune(step: Callable[[], object], threads: int | None) -> str:
     """Time the step with 1 thread and with all, keep the better; what was chosen, in words."""
     if threads is not None:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(check_threads(threads))
         return f"{threads} threads, as configured"
-    counts = sorted({1, len(os.sched_getaffinity(0))})
+    counts = sorted({1, allowed_threads()})
     seconds = dict.fromkeys(counts, float("inf"))
     for _ in range(_REPEATS):  # interleaved: a busy neighbour hits all counts alike
         for count in counts:

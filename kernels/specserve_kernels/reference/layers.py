@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from specserve_kernels.threads import check_threads
+
 
 def prepack(weight: Tensor) -> Tensor:
     """A weight in the form that `linear` wants it.
@@ -65,5 +67,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def tune(step: Callable[[], object], threads: int | None) -> str:
     """Settle how many threads run a step; what was chosen, for the start-up table."""
-    torch.set_num_threads(threads or torch.get_num_threads())
+    if threads is not None:
+        torch.set_num_threads(check_threads(threads))
     return f"{torch.get_num_threads()} threads, reference kernels"

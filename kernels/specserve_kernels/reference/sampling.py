@@ -46,7 +46,8 @@ def transform(z: Tensor, temperature: float, top_k: float, top_p: float, min_p: 
     if top_p < 1:
         p = z[order].double().sub(z.max().double()).exp()
         before = p.cumsum(0) - p
-        z = z.index_fill(0, order[before >= top_p * p.sum()], -torch.inf)
+        out = before >= top_p * p.sum()
+        z = z.index_fill(0, order[1:][out[1:]], -torch.inf)  # the likeliest stays at any top_p
     return z
 
 

@@ -1,0 +1,118 @@
+"""The draft model in the engine: what it keeps, what it runs again, and when it stays silent."""
+
+import pytest
+
+from specserve.sampling import Sampling
+from specserve_drafters import DraftItem, Nodes
+from tests.checkpoints import tiny_checkpoint
+from tests.engine.house import Case, Watch, engine_for, load_small, plain
+
+CHAIN = {"width": 1, "min_gain": 0.0, "max_depth": 63}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return load_small(tiny_checkpoint(tmp_path_factory.mktemp("target"), seed=3))
+
+
+def sampling(max_tokens, temperature=0.0):
+    return Sampling(
+        max_tokens=max_tokens, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, seed=5
+    )
+
+
+def row_counts(engine):
+    """Rows of each forward of the draft model, as they come."""
+    counts, forward = [], engine.draft_model.runner.forward
+
+    def counted(groups):
+        counts.append([len(g.token_ids) for g in groups])
+        return forward(groups)
+
+    engine.draft_model.runner.forward = counted
+    return counts
+
+
+def first_path(draft):
+    """The nodes 1, 2, .. for as long as each is the child of the one before."""
+    return [k for k in range(1, len(draft) + 1) if draft.parents[:k] == [*range(k)]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("draft_block_size", [1, 7, None])
+def test_the_likeliest_path_of_an_identical_draft_is_always_accepted(
+    target, temperature, draft_block_size
+):
+    engine = engine_for(
+        target,
+        target,
+        "model",
+        max_nodes=12,
+        draft_block_size=draft_block_size,
+        options={"min_gain": 0.0},
+    )
+    moves, seen = [], []
+    engine.draft_model.runner.move = lambda m, move=engine.draft_model.runner.move: (
+        moves.extend(m),
+        move(m),
+    )
+    engine.drafter.observe = lambda id, draft, accepted: seen.append((first_path(draft), accepted))
+    Watch(engine).run([Case([*range(1, 30)], sampling(100, temperature))])
+    assert len(moves) > 10, "no draft KV ever had to move: this test shows nothing"
+    assert all(accepted[: len(path)] == path for path, accepted in seen[:-1])
+
+
+def test_what_was_accepted_is_not_run_again(target):
+    engine = engine_for(target, target, "model", max_nodes=6, options=CHAIN)
+    counts = row_counts(engine)
+    (request,) = Watch(engine).run([Case([*range(1, 20)], sampling(60))])
+    assert counts[0] == [20]  # the prompt and the first token, to catch up
+    # Then a node a level, and at the start of a step the last guess and the bonus token.
+    assert {tuple(c) for c in counts[1:]} == {(1,), (2,)}
+    assert request.num_accepted == request.num_drafted
+
+
+def test_catching_up_takes_no_more_rows_a_step_than_a_chunk(target):
+    engine = engine_for(target, target, "model", max_nodes=2, prefill_chunk=16, max_step_nodes=8)
+    counts = row_counts(engine)
+    cases = [Case([*range(1, 60 + i)], sampling(40)) for i in range(3)]
+    Watch(engine).run(cases)
+    behind = [sum(n for n in c if n > 2) for c in counts]
+    assert max(behind) == 16
+
+
+def test_the_shortest_gap_is_closed_first(target):
+    engine = engine_for(target, target, "model", max_nodes=2, prefill_chunk=64)
+    counts = row_counts(engine)
+    Watch(engine).run([Case([*range(1, 50)], sampling(9)), Case([*range(1, 10)], sampling(9))])
+    first = next(c for c in counts if max(c) > 2)
+    assert first[0] <= 12
+
+
+def test_beyond_its_own_context_a_draft_model_is_silent(target, tmp_path):
+    short = load_small(tiny_checkpoint(tmp_path, seed=3, max_position_embeddings=48))
+    engine = engine_for(target, short, "model", max_nodes=8)
+    cases = [Case([*range(1, 30)], sampling(60)), Case([*range(1, 100)], sampling(20))]
+    longest = []
+    engine.drafter.observe = lambda id, draft, accepted: longest.append(
+        max(r.draft_table.num_computed for r in engine.scheduler.running)
+    )
+    got = Watch(engine).run(cases)
+    assert [r.token_ids.tolist() for r in got] == plain(target, cases)
+    assert 40 < max(longest) <= 48
+    assert engine.stats.drafter_errors == 0
+
+
+def test_a_draft_model_asked_for_nonsense_refuses(target):
+    engine = engine_for(target, target, "model")
+    request = engine.add([1, 2, 3], sampling(4))
+    engine.step()
+    lent, item = engine.draft_model, DraftItem(request.id, request.token_ids, 4, 0.0, 0)
+    with pytest.raises(KeyError):
+        lent.extend([item])  # outside a step
+    lent.lend([request])
+    # An item that says more than the request has said is not believed.
+    assert lent.extend([DraftItem(request.id, request.token_ids * 500, 4, 0.0, 0)])[0] == [0]
+    assert lent.expand([Nodes(request.id, [1] * 64, [0] * 64)])[0] == []
+    with pytest.raises(IndexError):
+        lent.expand([Nodes(request.id, [10**6], [0])])
