@@ -1,6 +1,7 @@
 """The command `specserve`. It imports the engine only once it knows that it will need it."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Generator, Sequence
@@ -24,6 +25,8 @@ BROKEN_PIPE = 141  # .. and one whose reader left
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may not know every character
     try:
         return run(argv)
     except SpecserveError as e:
@@ -66,11 +69,15 @@ def add_generate(p: argparse.ArgumentParser) -> None:
     p.add_argument("prompts", nargs="+", metavar="PROMPT")
     p.add_argument("--model", help="the model: a local folder or a hub id")
     p.add_argument("--draft-model", help="a small model with the same vocabulary that guesses")
-    p.add_argument("--drafter", help="none, ngram, model or package.module:Class")
+    p.add_argument(
+        "--drafter",
+        help="none, ngram, model or package.module:Class; default: model with --draft-model, "
+        "else ngram",
+    )
     p.add_argument("--max-tokens", type=int, help="default: the rest of the context")
-    p.add_argument("--temperature", type=float, help="0 always takes the likeliest token")
+    p.add_argument("--temperature", type=float, help="0 is greedy; default: the model's, else 1")
     p.add_argument("--seed", type=int, help="default: drawn, and reported by --json")
-    p.add_argument("--json", action="store_true", help="one JSON object a prompt on stdout")
+    p.add_argument("--json", action="store_true", help="JSON lines on stdout, one a prompt")
     add_settings(p)
     p.set_defaults(action=generate)
 
@@ -94,7 +101,13 @@ def add_settings(p: argparse.ArgumentParser) -> None:
 
 def show_config(args: argparse.Namespace) -> None:
     config = load_config(args.config, dict(map(parse_override, args.set)))
-    print(to_toml(config) if args.what == "show" else "OK\n", end="")
+    if args.what == "show":
+        print(to_toml(config), end="")
+        return
+    from specserve.engine.build import check_drafter
+
+    check_drafter(config)
+    print("OK")
 
 
 def generate(args: argparse.Namespace) -> None:
@@ -110,9 +123,12 @@ def generate(args: argparse.Namespace) -> None:
     with LLM(config=args.config, progress=not args.json, **settings) as llm:
         if args.json:
             print_json(llm.generate(args.prompts, params))
-        else:
-            for prompt in args.prompts:
-                print_footer(print_stream(llm.stream(prompt, params)))
+            return
+        streams = [llm.stream(prompt, params) for prompt in args.prompts]  # all are checked here
+        for number, stream in enumerate(streams, 1):
+            if len(streams) > 1:
+                print(f"[prompt {number} of {len(streams)}]", file=sys.stderr, flush=True)
+            print_footer(print_stream(stream))
 
 
 def resolve(args: argparse.Namespace) -> dict[str, Any]:
@@ -159,7 +175,8 @@ def print_footer(output: "Output") -> None:
     ]
     if speculation.mean_acceptance_length is not None:
         parts.append(f"acceptance length {speculation.mean_acceptance_length:.2f}")
-    print(f"[{' | '.join([*parts, f'drafter {speculation.drafter}'])}]", file=sys.stderr)
+    parts += [f"drafter {speculation.drafter}", f"ended by {output.finish_reason}"]
+    print(f"[{' | '.join(parts)}]", file=sys.stderr)
 
 
 def print_json(outputs: "Sequence[Output]") -> None:

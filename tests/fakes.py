@@ -28,6 +28,7 @@ class FakeOutput(msgspec.Struct, frozen=True):
     speculation: Speculation
     usage: Usage = Usage()
     timing: Timing = Timing()
+    finish_reason: str = "stop"
 
 
 class FakeLLM:

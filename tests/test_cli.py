@@ -31,8 +31,10 @@ def test_text_goes_to_stdout_and_the_footer_to_stderr(fake, capsys):
     assert cli.main(["generate", "abc", "--model", "m"]) == 0
     out, err = capsys.readouterr()
     assert out == "cba\n"
-    footer = "[2 tokens | TTFT 40 ms | 20.0 tokens/s | acceptance length 1.50 | drafter ngram]"
-    assert err.splitlines()[-1] == footer
+    assert err.splitlines()[-1] == (
+        "[2 tokens | TTFT 40 ms | 20.0 tokens/s | acceptance length 1.50"
+        " | drafter ngram | ended by stop]"
+    )
 
 
 def test_the_footer_leaves_out_what_was_not_measured(fake, capsys):
@@ -156,3 +158,19 @@ def test_a_tiny_model_generates_end_to_end(tmp_path):
     output = json.loads(done.stdout)
     assert len(output["token_ids"]) == output["usage"]["completion_tokens"] == 3
     assert output["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [("drafter.name=nosuch.module:Class", "nosuch"), ("drafter.options.max_gram=9", "max_gram")],
+)
+def test_config_check_finds_a_drafter_that_could_not_be_made(setting, complaint, capsys):
+    assert cli.main(["config", "check", "--set", setting]) == 1
+    assert complaint in capsys.readouterr().err
+
+
+def test_several_prompts_are_told_apart_on_stderr(fake, capsys):
+    assert cli.main(["generate", "abc", "xyz", "--model", "m"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "cba\nzyx\n"
+    assert "[prompt 1 of 2]" in err and "[prompt 2 of 2]" in err

@@ -103,21 +103,28 @@ def find_drafter(name: str) -> Any:
     except ANYTHING as e:
         known = ", ".join(BUILTIN)
         raise DrafterError(
-            f"no drafter {name!r} ({reason(e)}); built in: {known}; others as package.module:Class"
+            f"no drafter {name!r} ({reason(e)}); built in: {known}; others as "
+            "package.module:Class, installed or with their folder on PYTHONPATH"
         ) from e
     if not isinstance(found, type):
         raise DrafterError(f"drafter {name!r} is no class, but of type {type(found).__name__}")
     return found
 
 
+def drafter_options(name: str, options: Mapping[str, Any]) -> Any:
+    """The options as the drafter's own struct, checked."""
+    cls = find_drafter(name)
+    try:
+        return msgspec.convert(options, cls.Options)
+    except ANYTHING as e:
+        raise DrafterError(f"drafter.options for {name!r}: {reason(e)}") from e
+
+
 def make_drafter(
     name: str, options: Mapping[str, Any], executor: Executor | None = None
 ) -> Drafter:
     cls = find_drafter(name)
-    try:
-        knobs = msgspec.convert(options, cls.Options)
-    except ANYTHING as e:
-        raise DrafterError(f"drafter.options for {name!r}: {reason(e)}") from e
+    knobs = drafter_options(name, options)
     lent = {"executor": executor} if getattr(cls, "needs_executor", False) else {}
     if lent and executor is None:
         raise DrafterError(f"drafter {name!r} needs a draft model: set drafter.model")

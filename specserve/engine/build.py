@@ -25,7 +25,7 @@ from specserve.models.tokenizer import check_same_vocabulary, load_tokenizer
 from specserve.scheduling import Scheduler
 from specserve.scheduling.scheduler import Limits
 from specserve_drafters import Drafter, DrafterError, make_drafter
-from specserve_drafters.base import find_drafter
+from specserve_drafters.base import drafter_options, find_drafter
 from specserve_drafters.tree import MAX_NODES
 from specserve_kernels import Ops, load
 
@@ -127,9 +127,19 @@ def needs_draft_model(config: Config) -> bool:
     if config.drafter_name == "none":
         return False
     try:
-        return bool(find_drafter(config.drafter_name).needs_executor)
+        return bool(getattr(find_drafter(config.drafter_name), "needs_executor", False))
     except DrafterError as e:
         raise ConfigError(f"drafter.name: {e}") from e
+
+
+def check_drafter(config: Config) -> None:
+    """Whether there is such a drafter with such options, without loading any model."""
+    if config.drafter_name == "none":
+        return
+    try:
+        drafter_options(config.drafter_name, config.drafter.options)
+    except DrafterError as e:
+        raise ConfigError(str(e)) from e
 
 
 def build_drafter(config: Config, draft_model: DraftModel | None) -> Drafter | None:

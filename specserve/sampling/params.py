@@ -22,14 +22,25 @@ StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """None leaves a value to the model's generation_config, or else to the field's comment."""
+    """What a caller may ask; None takes the value of the model's generation_config, if it has one.
 
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None  # the rest of the context
-    temperature: Temperature | None = None  # 1; 0 is argmax
-    top_k: TopK | None = None  # 0, off
-    top_p: TopP | None = None  # 1, off
-    min_p: MinP | None = None  # 0, off
-    seed: Annotated[int, Meta(ge=0, lt=MAX_SEED)] | None = None  # drawn, and reported
+    max_tokens      tokens to say at most; unset, or more than that: the rest of the context
+    temperature     0 always takes the likeliest token; else 1e-4 to 1e4, 1 by default
+    top_k           only the k likeliest tokens; 0, the default, is off
+    top_p           only the likeliest tokens that hold so much of the mass; 1 is off
+    min_p           only tokens so likely relative to the likeliest; 0 is off
+    seed            the same seed gives the same text; drawn, and reported, when unset
+    stop            up to 16 strings; the text ends before the first
+    stop_token_ids  ids that end the text
+    ignore_eos      go on after the model's own end of text
+    """
+
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    min_p: MinP | None = None
+    seed: Annotated[int, Meta(ge=0, lt=MAX_SEED)] | None = None
     stop: StopString | Annotated[tuple[StopString, ...], Meta(max_length=16)] = ()
     stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=1024)] = ()
     ignore_eos: bool = False
@@ -58,7 +69,9 @@ def resolve(
         temperature = pick(given.temperature, defaults.temperature)
         check_temperature(temperature)
     except ValueError as e:  # msgspec's ValidationError is one
-        raise RequestError(f"sampling parameters: {e}") from e
+        reason, _, path = str(e).partition(" - at `$.")
+        where = f"{path.rstrip('`')}: " if path else ""
+        raise RequestError(f"sampling parameters: {where}{reason}") from e
     for token in given.stop_token_ids:
         if not 0 <= token < vocab_size:
             raise RequestError(
