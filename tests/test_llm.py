@@ -60,6 +60,7 @@ def test_without_guesses_there_is_no_acceptance_length(folder):
 
 def test_acceptance_length_counts_the_bonus_token(folder):
     options = {"drafter.options.width": 1, "drafter.options.min_gain": 0.0}
+    options["drafter.options.min_value"] = 0.0
     with LLM(folder, folder, set=SETTINGS | options, progress=False) as llm:
         (o,) = llm.generate("the cat", SamplingParams(temperature=0, max_tokens=28))
     # 27 tokens after the first, in steps of at most 8 guesses and the bonus token.

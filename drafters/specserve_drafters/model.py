@@ -28,6 +28,7 @@ class ModelDrafter:
         width: Annotated[int, Meta(ge=1, le=16)] = 4  # nodes run a level, and children a node
         tau: Annotated[float, Meta(gt=0, le=4)] = 1.0  # see Ops.top_children
         min_gain: Annotated[float, Meta(ge=0)] = 0.3  # accepted tokens a level must promise
+        min_value: Annotated[float, Meta(ge=0, le=1)] = 0.03  # of a guess: its path's probability
 
     def __init__(self, options: Options, executor: base.Executor) -> None:
         self.options, self.executor = options, executor
@@ -44,7 +45,9 @@ class ModelDrafter:
             if not growing:
                 break
         return [
-            trees[i].draft() if i in trees else self.fallback.look_up(item.token_ids, item.limit)
+            trees[i].draft(self.options.min_value)
+            if i in trees
+            else self.fallback.look_up(item.token_ids, item.limit)
             for i, item in enumerate(items)
         ]
 
@@ -143,9 +146,12 @@ class Tree:
         """The n likeliest candidates; with each of them, its parent."""
         return sorted(range(1, len(self.tokens)), key=self.rank)[:n]  # stable: parents first
 
-    def draft(self) -> Draft:
-        """The likeliest candidates as a draft, the likeliest path first."""
-        best = self.best(self.item.limit)
+    def draft(self, min_value: float) -> Draft:
+        """The likeliest candidates as a draft, the likeliest path first.
+
+        A guess that is hardly ever right costs a row of the target's forward all the same.
+        """
+        best = [c for c in self.best(self.item.limit) if exp(self.values[c]) >= min_value]
         path, node = [], ROOT
         for c in best:
             if self.parents[c] == node:

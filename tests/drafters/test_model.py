@@ -45,7 +45,7 @@ def ask(id=0, ids=(1, 2, 3), limit=4, temperature=0.0, seed=0):
 
 
 def propose(script, *items, **options):
-    options = {"tau": 1.0, "width": 2, "min_gain": 0.0} | options
+    options = {"tau": 1.0, "width": 2, "min_gain": 0.0, "min_value": 0.0} | options
     return ModelDrafter(ModelDrafter.Options(**options), script).propose(items)
 
 
@@ -97,6 +97,13 @@ def test_tau_says_how_far_the_model_is_believed():
     chain, bush = (propose(Script(always), ask(), tau=tau)[0] for tau in (0.2, 4.0))
     assert chain.parents == [0, 1, 2, 3]
     assert bush.parents.count(0) == 2
+
+
+def test_a_guess_that_is_hardly_ever_right_is_not_worth_its_row():
+    # Of the four above, 1 has .3 and 000 has .216: one is kept, the other is not.
+    assert propose(Script(always), ask(), min_value=0.25) == [
+        Draft([0, 0, 1], [0, 1, 0], [1, 3, 2])
+    ]
 
 
 def test_all_requests_of_a_level_go_through_together():
