@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import specserve
-from specserve import cli
+from specserve import LLM, SamplingParams, cli
 from specserve.config import KNOBS, description
 from tests.checkpoints import tiny_checkpoint
 from tests.fakes import FakeLLM, FakeParams
@@ -56,3 +56,15 @@ def test_every_folder_that_is_named_exists():
     folders = re.findall(r"`([\w/]+)/`", "".join(PAGES.values()))
     assert folders
     assert not [f for f in folders if not (ROOT / f).is_dir()]
+
+
+def test_the_drafter_that_contributing_shows_drafts(tmp_path, monkeypatch):
+    [code] = re.findall(r"```python\n(.*?)```", PAGES["CONTRIBUTING.md"], re.DOTALL)
+    (tmp_path / "echo_drafter.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = {"model.threads": 1, "memory.kv_bytes": 1 << 24, "drafter.options": {"length": 2}}
+    folder = tiny_checkpoint(tmp_path / "model")
+    with LLM(folder, drafter="echo_drafter:Echo", set=settings, progress=False) as llm:
+        (output,) = llm.generate("the cat", SamplingParams(temperature=0, max_tokens=9))
+        assert llm.engine.stats.drafter_errors == 0
+    assert output.speculation.drafted > 0

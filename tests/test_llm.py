@@ -118,6 +118,18 @@ def test_a_stop_string_ends_the_text_before_it(llm):
     assert cut.usage.completion_tokens == len(cut.token_ids) < 30
 
 
+def test_text_held_back_for_a_stop_string_comes_at_the_end_after_all(llm):
+    (whole,) = llm.generate("the cat", SamplingParams(seed=2, max_tokens=30))
+    stop = whole.text[-1] + "\0 is never said"
+    (same,) = llm.generate("the cat", SamplingParams(seed=2, max_tokens=30, stop=stop))
+    assert (same.text, same.finish_reason) == (whole.text, "length")
+
+
+def test_the_pool_is_no_larger_than_all_that_may_run_can_need(folder):
+    with load(folder, **{"scheduler.max_running": 2}) as llm:
+        assert llm.memory() == {"target": 0, "draft": 0, "free": 2 * (512 + 64) // 16}
+
+
 def test_an_eos_token_ends_the_text_unless_ignored(folder, llm):
     eos = llm.tokenizer.convert_tokens_to_ids(EOS)
     (free,) = llm.generate("a", SamplingParams(seed=9, max_tokens=600, ignore_eos=True))
@@ -235,7 +247,8 @@ WRONG = {
     "no model": (None, {}, "--model"),
     "a folder that is not there": ("no/such/folder", {}, "no/such/folder"),
     "longer than the model": (..., {"scheduler.max_model_len": 9999}, "512 positions"),
-    "a pool too small for one request": (..., {"memory.kv_bytes": 4096}, "memory.kv_bytes"),
+    "a pool too small for one request": (..., {"memory.kv_bytes": 1 << 17}, "at most 192, or"),
+    "a pool too small for anything": (..., {"memory.kv_bytes": 4096}, "raise memory.kv_bytes"),
     "an unknown drafter": (..., {"drafter.name": "nobody"}, "nobody"),
     "an unknown option": (..., {"drafter.options.max_gram": 3}, "max_gram"),
 }

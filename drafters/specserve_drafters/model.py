@@ -100,34 +100,33 @@ def coupling(items: Sequence[base.DraftItem], index: list[int]) -> SampleParams:
 class Tree:
     """Candidates of one request, numbered from 1; 0 is the root.
 
-    A candidate's value is the log of its path's probability, so it never exceeds its parent's.
+    A candidate's cost is minus the log of its path's probability, so never below its parent's.
     """
 
     def __init__(self, item: base.DraftItem) -> None:
         self.item = item
-        self.tokens, self.parents, self.depths, self.values = [-1], [-1], [0], [0.0]
+        self.tokens, self.parents, self.depths, self.costs = [-1], [-1], [0], [0.0]
         self.expanded = [0]  # the draft model's number of a candidate that it has run
         self.num_expanded = 0
         self.frontier: list[int] = []  # candidates of the last level
 
-    def add(self, parent: int, tokens: list[int], values: list[float]) -> None:
-        depth, value = self.depths[parent] + 1, self.values[parent]
-        for token, log_p in zip(tokens, values, strict=True):
-            self.frontier.append(len(self.tokens))
-            self.tokens.append(token)
-            self.parents.append(parent)
-            self.depths.append(depth)
-            self.values.append(value + log_p)
-            self.expanded.append(0)
+    def add(self, parent: int, tokens: list[int], log_p: list[float]) -> None:
+        n, cost = len(tokens), self.costs[parent]
+        self.frontier += range(len(self.tokens), len(self.tokens) + n)
+        self.tokens += tokens
+        self.parents += [parent] * n
+        self.depths += [self.depths[parent] + 1] * n
+        self.costs += [cost - x for x in log_p]
+        self.expanded += [0] * n
 
     def worth_running(self, options: ModelDrafter.Options) -> list[int]:
         """Candidates of the last level whose children may get into the draft, the likeliest."""
         if self.depths[-1] >= self.item.limit:
             return []
         among = set(self.best(self.item.limit))
-        nodes = sorted((c for c in self.frontier if c in among), key=self.rank)[: options.width]
-        nodes = nodes[: MAX_NODES - self.num_expanded]
-        if sum(exp(self.values[c]) for c in nodes) < options.min_gain:
+        room = min(options.width, MAX_NODES - self.num_expanded)
+        nodes = sorted((c for c in self.frontier if c in among), key=self.costs.__getitem__)[:room]
+        if sum(exp(-self.costs[c]) for c in nodes) < options.min_gain:
             return []
         return nodes
 
@@ -139,19 +138,17 @@ class Tree:
         tokens = [self.tokens[c] for c in nodes]
         return base.Nodes(self.item.id, tokens, [self.expanded[self.parents[c]] for c in nodes])
 
-    def rank(self, candidate: int) -> float:
-        return -self.values[candidate]
-
     def best(self, n: int) -> list[int]:
         """The n likeliest candidates; with each of them, its parent."""
-        return sorted(range(1, len(self.tokens)), key=self.rank)[:n]  # stable: parents first
+        order = sorted(range(1, len(self.tokens)), key=self.costs.__getitem__)
+        return order[:n]  # the sort is stable: parents first
 
     def draft(self, min_value: float) -> Draft:
         """The likeliest candidates as a draft, the likeliest path first.
 
         A guess that is hardly ever right costs a row of the target's forward all the same.
         """
-        best = [c for c in self.best(self.item.limit) if exp(self.values[c]) >= min_value]
+        best = [c for c in self.best(self.item.limit) if exp(-self.costs[c]) >= min_value]
         path, node = [], ROOT
         for c in best:
             if self.parents[c] == node:

@@ -232,6 +232,7 @@ def free_memory() -> int:
     raise ConfigError("this system does not tell its free memory: set memory.kv_bytes")
 
 
+@torch.inference_mode()
 def tune(engine: Engine, max_len: int, threads: int | None) -> str:
     """Settle the number of threads on the target's own step, at a middling context."""
     target = engine.target

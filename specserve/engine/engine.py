@@ -8,6 +8,7 @@ from itertools import count
 from time import perf_counter
 
 import msgspec
+import torch
 from torch import Tensor
 
 from specserve.engine.batch import RowGroup
@@ -63,6 +64,7 @@ class Engine:
     def is_idle(self) -> bool:
         return not (self.scheduler.running or self.scheduler.waiting)
 
+    @torch.inference_mode()
     def step(self) -> list[Emission]:
         """One forward of the target for everyone; the new tokens of those who were due some."""
         start = perf_counter()

@@ -15,9 +15,11 @@ class Runner:
     def __init__(self, decoder: Decoder, kv: KVCache) -> None:
         self.decoder, self.kv, self.ops = decoder, kv, decoder.ops
 
-    @torch.inference_mode()
     def forward(self, groups: Sequence[RowGroup]) -> Tensor:
-        """Write the KV of all rows; the logits [n, V] of those that are read, in order."""
+        """Write the KV of all rows; the logits [n, V] of those that are read, in order.
+
+        The caller holds torch.inference_mode: entering it for every draft level would add up.
+        """
         batch = build_batch(groups)
         plan = self.ops.plan(batch.rows, self.kv, self.decoder.config.num_heads)
         hidden = self.decoder.forward(batch.token_ids, self.kv, plan)
