@@ -199,6 +199,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Output]:
         """The answers to one conversation, or to several, through the model's chat template."""
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise RequestError(f"a conversation is a list of messages, not {messages!r:.50}")
         is_single = not messages or isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_single else messages
         return self.generate([self.render(c) for c in conversations], params)

@@ -285,6 +285,12 @@ def test_a_draft_model_of_another_vocabulary_is_refused(folder, tmp_path):
         LLM(folder, draft, set=SETTINGS, progress=False)
 
 
+@pytest.mark.parametrize("messages", [5, "hi", iter([]), [], ["hi"]])
+def test_what_is_no_conversation_is_refused(llm, messages):
+    with pytest.raises(RequestError):
+        llm.chat(messages)
+
+
 def test_without_a_chat_template_chat_says_so(folder, llm, monkeypatch):
     monkeypatch.setattr(llm.tokenizer, "chat_template", None)
     with pytest.raises(ConfigError, match="chat template"):

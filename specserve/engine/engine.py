@@ -42,7 +42,10 @@ class Stats(msgspec.Struct):
 
 
 class Engine:
-    """Requests go in by `add`, and their tokens come out of `step`, until `is_idle`."""
+    """Requests go in by `add`, and their tokens come out of `step`, until `is_idle`.
+
+    A step is whole or it is nothing: its caller keeps signals out of it, as `LLM.step` does.
+    """
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class Engine:
             vocab_size = self.target.decoder.config.vocab_size
             for work, draft in zip(works, drafts, strict=True):
                 work.draft = Draft.cut(draft, work.draft_limit, vocab_size)
-        except Exception:  # anybody's code may run here, and text must not depend on it
+        except BaseException:  # anybody's code runs here, and no text may depend on what it does
             self.drafter_failed("propose")
         finally:
             if self.draft_model is not None:
@@ -207,7 +210,7 @@ class Engine:
             return
         try:
             listen(*args)
-        except Exception:
+        except BaseException:  # half a step must not be lost, either
             self.drafter_failed(what)
 
     def drafter_failed(self, where: str) -> None:

@@ -1,6 +1,7 @@
 """What the promise cannot see: that right guesses pay, and that nobody waits for anybody."""
 
 import logging
+from collections import Counter
 
 import pytest
 
@@ -62,6 +63,29 @@ def test_a_failing_drafter_costs_its_drafts_and_a_log_line(target, script, caplo
         (request,) = Watch(engine).run([case])
     assert request.num_output == 21
     assert engine.stats.drafter_errors == len(caplog.records) > 0
+
+
+@pytest.mark.parametrize("where", ["propose", "observe", "forget"])
+@pytest.mark.parametrize("what", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_nothing_that_a_drafter_raises_loses_a_token(target, where, what):
+    def fail(*args):
+        raise what
+
+    cases = [Case(PROMPT, greedy(9)), Case(PROMPT[2:], greedy(12))]
+    want = plain(target, cases)
+    engine = engine_for(target, None, Scripted(right, dict(enumerate(want))))
+    setattr(engine.drafter, where, fail)
+    said = Counter()
+    emit = engine.commit
+
+    def count(*args):
+        emissions = emit(*args)
+        said.update({e.request.id: len(e.tokens) for e in emissions})
+        return emissions
+
+    engine.commit = count
+    assert [r.token_ids.tolist() for r in Watch(engine).run(cases)] == want
+    assert said == {0: 9, 1: 12}
 
 
 def test_a_drafter_that_cannot_be_told_things_costs_no_text(target):
