@@ -268,6 +268,15 @@ def test_the_shortest_contexts_serve(folder, max_model_len):
     assert o.usage.completion_tokens == max_model_len - 1
 
 
+def test_a_draft_model_of_a_shorter_context_is_timed_within_its_own(folder, tmp_path):
+    draft = tiny_checkpoint(tmp_path, seed=1, max_position_embeddings=20)
+    with LLM(folder, draft, set={"memory.kv_bytes": 1 << 26}, progress=False) as llm:
+        runner = llm.engine.draft_model.runner
+        assert len(runner.decoder.rotary.cos) == 20 + 64
+        (o,) = llm.generate([[7] * 10], SamplingParams(temperature=0, max_tokens=60))
+    assert o.usage.completion_tokens == 60 and llm.engine.stats.drafter_errors == 0
+
+
 def test_more_draft_tokens_a_block_than_fit_are_refused(folder):
     settings = SETTINGS | {"memory.draft_block_size": 99}
     with pytest.raises(ConfigError, match="99 is more than the 16"):

@@ -140,7 +140,6 @@ def machine() -> dict[str, Any]:
         "cpu": platform.processor() or cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
         "specserve": VERSION,
         "commit": commit.stdout.strip(),
         "date": time.strftime("%Y-%m-%d"),

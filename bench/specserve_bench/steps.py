@@ -20,6 +20,7 @@ from specserve_kernels import load
 
 CONTEXT = 512
 ROWS = (1, 4, 8)
+MAX_ROWS = 64
 REPEATS = 30
 
 
@@ -29,13 +30,14 @@ def plain_step_figures(folder: Path) -> list[dict[str, Any]]:
 
     The GEMMs are oneDNN's at max(2, rows) rows, without the padding of a step's own.
     """
-    decoder = load_decoder(folder, "bf16", load(torch.device("cpu")), CONTEXT + max(ROWS))
+    decoder = load_decoder(folder, "bf16", load(torch.device("cpu")), CONTEXT + MAX_ROWS)
     config = load_config(None, {"memory.kv_bytes": 1 << 28, "scheduler.max_running": 2})
-    engine = assemble(config, decoder, None, CONTEXT + max(ROWS))
+    engine = assemble(config, decoder, None, CONTEXT + MAX_ROWS)
     table = BlockTable(engine.pool, engine.target.kv.block_size)
-    table.try_reserve(CONTEXT + max(ROWS))
+    table.try_reserve(CONTEXT + MAX_ROWS)
     engine.target.forward([RowGroup(table, [1] * CONTEXT, 0, 1)])
-    threads = engine.target.ops.tune(lambda: step(engine.target, table, 4), None)
+    target = engine.target
+    target.threads, threads = target.ops.tune(lambda rows: step(target, table, rows), None)
     bandwidth = read_bandwidth()
     print(f"qwen3-0.6b shape, context {CONTEXT}: {threads}, {bandwidth / 1e9:.1f} GB/s read")
     kv_seconds = CONTEXT * kv_token_bytes(decoder) / bandwidth

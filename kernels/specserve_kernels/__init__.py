@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from specserve_kernels.threads import Threads
 from specserve_kernels.types import (
     KVCache,
     KVLayer,
@@ -24,6 +25,7 @@ __all__ = [
     "Rotary",
     "Rows",
     "SampleParams",
+    "Threads",
     "load",
 ]
 
@@ -65,7 +67,7 @@ class Ops(Protocol):
         self, logits: Tensor, params: SampleParams, k: int, tau: float
     ) -> tuple[Tensor, Tensor]: ...
 
-    def tune(self, step: Callable[[], object], threads: int | None) -> str: ...
+    def tune(self, step: Callable[[int], object], threads: int | None) -> tuple[Threads, str]: ...
 
 
 def load(device: torch.device) -> Ops:

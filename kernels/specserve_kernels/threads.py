@@ -1,6 +1,22 @@
-"""How many threads this process may use."""
+"""How many threads a step gets."""
 
 import os
+from typing import NamedTuple
+
+import torch
+
+
+class Threads(NamedTuple):
+    """Threads by rows: a step of a few rows can lose more to barriers than a second thread wins."""
+
+    few: int  # for up to FEW_ROWS rows
+    many: int
+
+    def use(self, rows: int) -> None:
+        torch.set_num_threads(self.few if rows <= FEW_ROWS else self.many)
+
+
+FEW_ROWS = 24  # a root and its tree, rather than a chunk of a prompt
 
 
 def allowed_threads() -> int:

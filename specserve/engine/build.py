@@ -30,7 +30,6 @@ from specserve_drafters.tree import MAX_NODES
 from specserve_kernels import Ops, load
 
 TREE_SLOTS = MAX_NODES + 1
-TUNING_ROWS = 4  # of the step that threads are timed on: a small tree
 Progress = Callable[[str, int, int], None]  # phase, done, total
 
 
@@ -81,8 +80,12 @@ def build(config: Config, progress: Progress | None = None) -> Loaded:
     with phases.phase("pool"):
         engine = assemble(config, target, draft, max_len)
         phases.note("pool", f"{engine.pool.num_blocks} blocks of {config.memory.block_size} tokens")
-    with phases.phase("threads"):
-        phases.note("threads", tune(engine, max_len, config.model.threads))
+    runners = {"target threads": engine.target}
+    if engine.draft_model is not None:
+        runners["draft threads"] = engine.draft_model.runner
+    for name, runner in runners.items():
+        with phases.phase(name):
+            phases.note(name, tune(runner, engine.pool, max_len, config.model.threads))
     return Loaded(engine, tokenizer, defaults, max_len, config.drafter_name, phases.table)
 
 
@@ -233,16 +236,20 @@ def free_memory() -> int:
 
 
 @torch.inference_mode()
-def tune(engine: Engine, max_len: int, threads: int | None) -> str:
-    """Settle the number of threads on the target's own step, at a middling context."""
-    target = engine.target
-    table = BlockTable(engine.pool, target.kv.block_size)
-    start = max(0, min(256, max_len - TUNING_ROWS))
-    table.try_reserve(start + TUNING_ROWS)
-    group = RowGroup(table, [0] * TUNING_ROWS, start, TUNING_ROWS)
+def tune(runner: Runner, pool: BlockPool, max_len: int, threads: int | None) -> str:
+    """Settle the number of threads on the model's own steps, at a middling context."""
+    table = BlockTable(pool, runner.kv.block_size)
+    positions = min(max_len + TREE_SLOTS, len(runner.decoder.rotary.cos))  # a draft may have fewer
+    start = max(0, min(256, positions - TREE_SLOTS))
+    table.try_reserve(start + TREE_SLOTS)
+
+    def step(rows: int) -> None:
+        runner.forward([RowGroup(table, [0] * rows, start, num_logits=min(rows, 4))])
+
     try:
-        return target.ops.tune(lambda: target.forward([group]), threads)
+        runner.threads, words = runner.ops.tune(step, threads)
     except ValueError as e:
         raise ConfigError(f"model.threads: {e}") from e
     finally:
         table.clear()
+    return words

@@ -8,12 +8,13 @@ from torch import Tensor
 from specserve.engine.batch import RowGroup, build_batch
 from specserve.memory import BlockTable
 from specserve.models.decoder import Decoder
-from specserve_kernels import KVCache
+from specserve_kernels import KVCache, Threads
 
 
 class Runner:
     def __init__(self, decoder: Decoder, kv: KVCache) -> None:
         self.decoder, self.kv, self.ops = decoder, kv, decoder.ops
+        self.threads: Threads | None = None  # None leaves them as they are
 
     def forward(self, groups: Sequence[RowGroup]) -> Tensor:
         """Write the KV of all rows; the logits [n, V] of those that are read, in order.
@@ -21,6 +22,8 @@ class Runner:
         The caller holds torch.inference_mode: entering it for every draft level would add up.
         """
         batch = build_batch(groups)
+        if self.threads is not None:
+            self.threads.use(len(batch.token_ids))
         plan = self.ops.plan(batch.rows, self.kv, self.decoder.config.num_heads)
         hidden = self.decoder.forward(batch.token_ids, self.kv, plan)
         if len(batch.logit_rows) < len(hidden):

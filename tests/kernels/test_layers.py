@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 
 from specserve_kernels import cpu, load, reference
 from specserve_kernels.cpu import build
-from specserve_kernels.threads import allowed_threads
+from specserve_kernels.threads import Threads, allowed_threads
 from tests.kernels.world import random_tensor, row_errors
 
 BUILDS = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
@@ -146,20 +146,31 @@ def test_kernels_are_compiled_once(tmp_path, monkeypatch):
 @BUILDS
 def test_threads_are_as_configured(ops):
     allowed = allowed_threads()
-    assert f"{allowed} threads" in ops.tune(lambda: None, allowed)
-    assert torch.get_num_threads() == allowed
+    threads, words = ops.tune(lambda rows: None, allowed)
+    assert threads == (allowed, allowed)
+    assert words.startswith(f"{allowed}, ")
 
 
 @BUILDS
 def test_more_threads_than_the_process_may_use_are_refused(ops):
     allowed, before = allowed_threads(), torch.get_num_threads()
     with pytest.raises(ValueError, match=rf"^{allowed + 1} threads.* {allowed} CPUs.*set at most"):
-        ops.tune(lambda: None, allowed + 1)
+        ops.tune(lambda rows: None, allowed + 1)
     assert torch.get_num_threads() == before
 
 
 def test_threads_are_timed_where_nothing_is_configured():
-    seen = []
-    words = cpu.tune(lambda: seen.append(torch.get_num_threads()), None)
-    assert 1 in seen and torch.get_num_threads() in seen
-    assert words.startswith(f"{torch.get_num_threads()} threads (1: ")
+    seen = set()
+    threads, words = cpu.tune(lambda rows: seen.add((rows, torch.get_num_threads())), None)
+    assert {(4, 1), (64, 1), (4, allowed_threads()), (64, allowed_threads())} == seen
+    assert f"{threads.few} for 4 rows" in words and f"{threads.many} for 64 rows" in words
+
+
+def test_a_step_gets_threads_by_its_rows():
+    threads, before = Threads(few=1, many=2), torch.get_num_threads()
+    counts = []
+    for rows in (1, 24, 25, 512, 2):
+        threads.use(rows)
+        counts.append(torch.get_num_threads())
+    torch.set_num_threads(before)
+    assert counts == [1, 1, 2, 2, 1]

@@ -1,29 +1,35 @@
-"""How many threads a step is given: timed, as small steps lose more to barriers than they win."""
+"""Settling the number of threads by timing the model's own step."""
 
 import time
 from collections.abc import Callable
 
 import torch
 
-from specserve_kernels.threads import allowed_threads, check_threads
+from specserve_kernels.threads import Threads, allowed_threads, check_threads
 
-_REPEATS = 12
+FEW, MANY = 4, 64  # rows of the steps that are timed: a small tree, a piece of a prompt
+_REPEATS = 10
 
 
-def tune(step: Callable[[], object], threads: int | None) -> str:
-    """Time the step with 1 thread and with all, keep the better; what was chosen, in words."""
+def tune(step: Callable[[int], object], threads: int | None) -> tuple[Threads, str]:
+    """Time steps of few and of many rows with 1 thread and with all; keep the better for each."""
     if threads is not None:
-        torch.set_num_threads(check_threads(threads))
-        return f"{threads} threads, as configured"
+        count = check_threads(threads)
+        return Threads(count, count), f"{count}, as configured"
+    few, few_words = fastest(step, FEW)
+    many, many_words = fastest(step, MANY)
+    return Threads(few, many), f"{few_words}; {many_words}"
+
+
+def fastest(step: Callable[[int], object], rows: int) -> tuple[int, str]:
     counts = sorted({1, allowed_threads()})
     seconds = dict.fromkeys(counts, float("inf"))
     for _ in range(_REPEATS):  # interleaved: a busy neighbour hits all counts alike
         for count in counts:
             torch.set_num_threads(count)
             start = time.perf_counter()
-            step()
+            step(rows)
             seconds[count] = min(seconds[count], time.perf_counter() - start)
     best = min(counts, key=seconds.__getitem__)
-    torch.set_num_threads(best)
-    timed = ", ".join(f"{n}: {s * 1e3:.2f} ms" for n, s in seconds.items())
-    return f"{best} threads ({timed})"
+    timed = ", ".join(f"{s * 1e3:.2f} ms with {n}" for n, s in seconds.items())
+    return best, f"{best} for {rows} rows ({timed})"

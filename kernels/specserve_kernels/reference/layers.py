@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specserve_kernels.threads import check_threads
+from specserve_kernels.threads import Threads, check_threads
 
 
 def prepack(weight: Tensor) -> Tensor:
@@ -65,8 +65,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return torch.stack(rows).to(gate_up.dtype)
 
 
-def tune(step: Callable[[], object], threads: int | None) -> str:
-    """Settle how many threads run a step; what was chosen, for the start-up table."""
-    if threads is not None:
-        torch.set_num_threads(check_threads(threads))
-    return f"{torch.get_num_threads()} threads, reference kernels"
+def tune(step: Callable[[int], object], threads: int | None) -> tuple[Threads, str]:
+    """Settle how many threads run a step.
+
+    step     runs one of so many rows, to be timed
+    threads  that many, or None for the build to choose
+    ->       what a runner asks before each forward, and the choice in words
+    """
+    count = torch.get_num_threads() if threads is None else check_threads(threads)
+    return Threads(count, count), f"{count}, with reference kernels"
