@@ -244,7 +244,7 @@ def tune(runner: Runner, pool: BlockPool, max_len: int, threads: int | None) -> 
     table.try_reserve(start + TREE_SLOTS)
 
     def step(rows: int) -> None:
-        runner.forward([RowGroup(table, [0] * rows, start, num_logits=min(rows, 4))])
+        runner.forward([RowGroup(table, [0] * rows, start, num_logits=1)])
 
     try:
         runner.threads, words = runner.ops.tune(step, threads)

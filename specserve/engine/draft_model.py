@@ -43,6 +43,8 @@ class DraftModel:
         groups, ready = [], []
         rows = self.scheduler.limits.prefill_chunk
         lent = [self.requests[item.id] for item in items]
+        if len({r.id for r in lent}) < len(lent):
+            raise ValueError("a request was given twice: its KV would be counted twice")
         gaps = [len(r.token_ids) - r.draft_table.num_computed for r in lent]
         for i in sorted(range(len(items)), key=gaps.__getitem__):
             token_ids, table = lent[i].token_ids, lent[i].draft_table

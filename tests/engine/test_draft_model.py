@@ -111,6 +111,9 @@ def test_a_draft_model_asked_for_nonsense_refuses(target):
     with pytest.raises(KeyError):
         lent.extend([item])  # outside a step
     lent.lend([request])
+    with pytest.raises(ValueError, match="twice"):
+        lent.extend([item, item])
+    assert request.draft_table.num_computed == 0
     # An item that says more than the request has said is not believed.
     assert lent.extend([DraftItem(request.id, request.token_ids * 500, 4, 0.0, 0)])[0] == [0]
     assert lent.expand([Nodes(request.id, [1] * 64, [0] * 64)])[0] == []

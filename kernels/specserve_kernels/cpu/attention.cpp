@@ -44,7 +44,7 @@ struct Query {
   float max, sum;
 };
 
-// Slots `begin` .. of one request as addresses of one KV head.
+// The slots of one request as addresses of one KV head.
 struct Slots {
   const Rows& rows;
   const KV& kv;

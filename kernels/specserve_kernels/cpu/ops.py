@@ -17,7 +17,7 @@ _linear: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
 _reorder: Callable[..., Tensor] = torch.ops.mkldnn._reorder_linear_weight.default
 _EXPECTED_ROWS = 8  # of a step: what oneDNN lays the weight out for
 # One row is another kernel in oneDNN, with other bits; from two rows on all are equal. And two rows
-# take longer than four to six (measured: by a third).
+# take longer than four: `make bench` prints both, as gemm_ms for 1 and for 4 rows of a step.
 _MIN_ROWS = 4
 
 
