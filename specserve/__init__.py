@@ -9,7 +9,8 @@ from specserve import process
 from specserve.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from specserve.llm import LLM, Output
+    from specserve.generation import Output
+    from specserve.llm import LLM
     from specserve.sampling import SamplingParams
 
 process.prepare()  # here, where torch cannot have been imported by us
@@ -19,10 +20,14 @@ __all__ = ["LLM", "Output", "SamplingParams", "__version__"]
 
 def __getattr__(name: str) -> Any:
     """Import the engine, and with it torch, when somebody asks for it."""
-    if name in ("LLM", "Output"):
-        from specserve import llm
+    if name == "LLM":
+        from specserve.llm import LLM
 
-        return getattr(llm, name)
+        return LLM
+    if name == "Output":
+        from specserve.generation import Output
+
+        return Output
     if name == "SamplingParams":
         from specserve.sampling import SamplingParams
 

@@ -17,7 +17,7 @@ from specserve.errors import ConfigError, SpecserveError
 from specserve.version import VERSION
 
 if TYPE_CHECKING:
-    from specserve.llm import Output
+    from specserve.generation import Output
 
 INTERRUPTED = 130  # as shells report a command that Ctrl-C ended
 BROKEN_PIPE = 141  # .. and one whose reader left

@@ -19,10 +19,19 @@ class ConfigError(SpecserveError):
 
 
 class RequestError(SpecserveError):
+    """`param` is the path of the field that is at fault, where it is one."""
+
     status = 400
+    code: str | None = None
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class PromptTooLong(RequestError):
+    code = "context_length_exceeded"
+
     def __init__(self, num_tokens: int, limit: int) -> None:
         super().__init__(
             f"the prompt has {num_tokens} tokens and at most {limit} fit: shorten it, or raise "
@@ -31,4 +40,10 @@ class PromptTooLong(RequestError):
 
 
 class Overloaded(SpecserveError):
+    """`retry_after` seconds are worth waiting; None where this process will not be back."""
+
     status = 503
+
+    def __init__(self, message: str, retry_after: int | None = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after

@@ -9,101 +9,15 @@ from threading import RLock, current_thread, main_thread
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-import msgspec
-
 from specserve.config import Config, load_config
-from specserve.engine.build import build
-from specserve.errors import ConfigError, PromptTooLong, RequestError
+from specserve.engine.build import Phases, build
+from specserve.errors import ConfigError, RequestError
+from specserve.generation import Generation, Output
+from specserve.intake import Message, load_intake
 from specserve.progress import LoadProgress, show_phases, track
-from specserve.sampling import SamplingParams, resolve
-from specserve.scheduling import Request
-from specserve.text import TextStream
+from specserve.sampling import SamplingParams
 
 Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
-
-
-class Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class Timing(msgspec.Struct, frozen=True):
-    """Milliseconds, queueing included; see style.md for TTFT and TPOT."""
-
-    ttft_ms: float
-    tpot_ms: float | None  # None for a single token
-    total_ms: float
-
-
-class Speculation(msgspec.Struct, frozen=True):
-    drafter: str
-    steps: int  # target steps that had a root
-    drafted: int
-    accepted: int
-    mean_acceptance_length: float | None  # None where nothing was drafted
-
-
-class Output(msgspec.Struct, frozen=True):
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: str  # "stop" | "length"
-    seed: int
-    usage: Usage
-    timing: Timing
-    speculation: Speculation
-
-
-class Generation:
-    """One request on its way: what it has said, and what of that has not been shown."""
-
-    def __init__(self, request: Request, tokenizer: Any) -> None:
-        self.request = request
-        self.prompt = request.token_ids.tolist()
-        self.stream = TextStream(tokenizer, self.prompt, request.sampling.stop)
-        self.token_ids: list[int] = []
-        self.text = ""
-        self.num_dropped = 0  # tokens beyond a stop string
-        self.is_done = False
-
-    def push(self, tokens: Sequence[int]) -> tuple[str, list[int], bool]:
-        """A step's tokens; the text and ids that they add, and whether a stop string ended it."""
-        text, num_tokens, is_stopped = self.stream.push(tokens)
-        self.is_done = is_stopped or self.request.finish_reason is not None
-        if self.is_done and not is_stopped:
-            text += self.stream.finish()
-        kept = list(tokens[:num_tokens])
-        self.num_dropped = len(tokens) - num_tokens
-        self.token_ids += kept
-        self.text += text
-        return text, kept, is_stopped
-
-    def output(self, drafter: str) -> Output:
-        r, n = self.request, len(self.token_ids)
-        spread = 1e3 * (r.last_token_at - r.first_token_at)
-        emitted = r.num_step_tokens - self.num_dropped if r.num_step_tokens else 0
-        return Output(
-            prompt_token_ids=self.prompt,
-            token_ids=self.token_ids,
-            text=self.text,
-            finish_reason=r.finish_reason or "abort",
-            seed=r.sampling.seed,
-            usage=Usage(len(self.prompt), n, len(self.prompt) + n),
-            timing=Timing(
-                ttft_ms=1e3 * (r.first_token_at - r.arrived),
-                tpot_ms=spread / (n - 1) if n > 1 else None,
-                total_ms=1e3 * (r.last_token_at - r.arrived),
-            ),
-            speculation=Speculation(
-                drafter=drafter,
-                steps=r.num_steps,
-                drafted=r.num_drafted,
-                accepted=r.num_accepted,
-                mean_acceptance_length=emitted / r.num_steps if r.num_drafted else None,
-            ),
-        )
 
 
 class LLM:
@@ -136,11 +50,14 @@ class LLM:
         file = None if config is None else Path(config)
         self.config: Config = load_config(file, overrides)
         self.progress = progress
+        phases = Phases()
+        self.intake = load_intake(self.config, phases)
+        self.tokenizer = self.intake.tokenizer
         with LoadProgress(progress) as bar:
-            self.loaded = build(self.config, bar)
+            self.loaded = build(self.config, bar, phases)
         if progress:
             show_phases(self.loaded.phases)
-        self.engine, self.tokenizer = self.loaded.engine, self.loaded.tokenizer
+        self.engine = self.loaded.engine
         self.live: dict[int, Generation] = {}
         self.lock = RLock()  # threads may share an LLM: any thread's step moves all of them on
 
@@ -203,16 +120,11 @@ class LLM:
             raise RequestError(f"a conversation is a list of messages, not {messages!r:.50}")
         is_single = not messages or isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_single else messages
-        return self.generate([self.render(c) for c in conversations], params)
+        return self.generate([self.intake.render(c) for c in conversations], params)
 
     def memory(self) -> dict[str, int]:
         """Blocks by holder."""
-        requests = list(self.engine.scheduler.requests())
-        return {
-            "target": sum(len(r.table.blocks) for r in requests),
-            "draft": sum(len(r.draft_table.blocks) for r in requests),
-            "free": self.engine.pool.num_free,
-        }
+        return self.engine.memory()
 
     def close(self) -> None:
         """End what is running."""
@@ -226,84 +138,45 @@ class LLM:
     ) -> None:
         self.close()
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
-        if not self.tokenizer.chat_template:
-            raise ConfigError(
-                "the model's folder has no chat template: use generate, or add chat_template.jinja"
-            )
-        try:
-            ids = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except Exception as e:  # a template is the model's own code, and raises what it likes
-            raise RequestError(f"the chat template refuses these messages: {e}") from e
-        return list(ids)
-
     def check(
         self, prompt: Prompt, params: SamplingParams | None
     ) -> tuple[list[int], SamplingParams]:
         """The prompt's ids; RequestError where it cannot be served."""
-        ids = self.encode(prompt) if isinstance(prompt, str) else self.as_ids(prompt)
-        limit = self.loaded.max_model_len - 1
-        if not ids:
-            raise RequestError("the prompt has no tokens: give at least one")
-        if len(ids) > limit:
-            raise PromptTooLong(len(ids), limit)
+        if isinstance(prompt, str):
+            with self.lock:
+                ids = self.intake.encode(prompt)
+        else:
+            ids = self.intake.read_ids(prompt)
+        self.intake.check_length(ids)
         asked = SamplingParams() if params is None else params
         if not isinstance(asked, SamplingParams):
             raise RequestError(f"params: {asked!r} is not a SamplingParams")
-        resolve(asked, self.loaded.defaults, 1, self.vocab_size)
+        self.intake.resolve(asked, len(ids))
         return ids, asked
 
-    def encode(self, prompt: str) -> list[int]:
-        try:
-            with self.lock:
-                return list(self.tokenizer(prompt)["input_ids"])
-        except (TypeError, UnicodeError) as e:
-            raise RequestError(f"the prompt is no valid text: {e}") from e
-
-    def as_ids(self, prompt: Any) -> list[int]:
-        """Token ids of any integer type, as Python's own."""
-        if isinstance(prompt, bytes | bytearray | Mapping) or not isinstance(prompt, Iterable):
-            raise RequestError(f"a prompt is a string or a list of token ids, not {prompt!r:.50}")
-        ids, vocab_size = list(prompt), self.vocab_size
-        for token in ids:
-            is_id = isinstance(token, Integral) and not isinstance(token, bool)
-            if not is_id or not 0 <= token < vocab_size:
-                raise RequestError(
-                    f"prompt token {token!r:.50} is no id: ids lie in [0, {vocab_size})"
-                )
-        return [int(token) for token in ids]
-
-    @property
-    def vocab_size(self) -> int:
-        return self.engine.target.decoder.config.vocab_size
-
     def start(self, ids: list[int], params: SamplingParams) -> Generation:
-        room = self.loaded.max_model_len - len(ids)
-        sampling = resolve(params, self.loaded.defaults, room, self.vocab_size)
+        sampling = self.intake.resolve(params, len(ids))
         with self.lock, interrupts_held():
-            generation = Generation(self.engine.add(ids, sampling), self.tokenizer)
-            self.live[generation.request.id] = generation
+            id = self.engine.add(ids, sampling).id
+            generation = self.live[id] = Generation(id, ids, sampling, self.tokenizer)
         return generation
 
     def step(self) -> None:
         """One step of the engine; every live generation gets what is its own."""
         with self.lock, interrupts_held():
             for emission in self.engine.step():
-                generation = self.live[emission.request.id]
-                _, _, is_stopped = generation.push(emission.tokens)
-                if is_stopped:
-                    self.engine.finish(emission.request, "stop")
+                generation = self.live[emission.id]
+                generation.push(emission)
+                if generation.is_done:  # the engine may not know it yet
+                    self.engine.finish(emission.id)
 
     def end(self, generations: Iterable[Generation]) -> None:
         """Forget generations; one that is still running is given up, and its blocks go back."""
         with self.lock, interrupts_held():
             for generation in generations:
-                request = generation.request
-                self.engine.finish(request, request.finish_reason or "abort")
-                generation.is_done = True
-                self.live.pop(request.id, None)
+                self.engine.finish(generation.id)
+                generation.finish_reason = generation.finish_reason or "abort"
+                self.live.pop(generation.id, None)
 
 
 def is_one(prompts: Prompt | Sequence[Prompt]) -> bool:

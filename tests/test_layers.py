@@ -13,7 +13,9 @@ LAYERS = [  # ground floor first
     ("specserve.memory", "specserve.models", "specserve.sampling", "specserve.text"),
     ("specserve.scheduling",),
     ("specserve.engine",),
+    ("specserve.intake", "specserve.generation"),
     ("specserve.llm", "specserve"),  # `specserve` itself exports what `specserve.llm` defines
+    ("specserve.server",),
     ("specserve.cli", "specserve.__main__"),
     ("specserve_bench",),
 ]

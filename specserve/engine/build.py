@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -17,11 +17,9 @@ from specserve.errors import ConfigError
 from specserve.memory import Arena, BlockPool, BlockTable, KVLayout
 from specserve.memory.arena import block_bytes
 from specserve.models.decoder import Decoder
-from specserve.models.defaults import GenerationDefaults, load_defaults
+from specserve.models.families import DecoderConfig
 from specserve.models.folder import resolve
-from specserve.models.loader import load_config as check_folder
 from specserve.models.loader import load_decoder
-from specserve.models.tokenizer import check_same_vocabulary, load_tokenizer
 from specserve.scheduling import Scheduler
 from specserve.scheduling.scheduler import Limits
 from specserve_drafters import Drafter, DrafterError, make_drafter
@@ -34,11 +32,9 @@ Progress = Callable[[str, int, int], None]  # phase, done, total
 
 
 class Loaded(NamedTuple):
-    """An engine, and what its users need to know of the model."""
+    """An engine, and what its users need to know of it."""
 
     engine: Engine
-    tokenizer: Any
-    defaults: GenerationDefaults
     max_model_len: int
     drafter: str
     phases: dict[str, str]  # of the start-up, in words
@@ -61,22 +57,18 @@ class Phases:
         self.table[name] = text
 
 
-def build(config: Config, progress: Progress | None = None) -> Loaded:
-    """Load everything that the config names; ConfigError tells what to change."""
-    phases = Phases()
+def build(config: Config, progress: Progress | None = None, phases: Phases | None = None) -> Loaded:
+    """Load the models that the config names; ConfigError tells what to change."""
+    phases = phases or Phases()
     with phases.phase("kernels"):
         ops = load(torch.device("cpu"))
-    with phases.phase("tokenizer"):
-        folder = resolve_model(config)
-        check_folder(folder)  # what is wrong with the model is said before its tokenizer is blamed
-        tokenizer, defaults = load_tokenizer(folder), load_defaults(folder)
     with phases.phase("target"):
-        target = load_model(folder, config, ops, progress)
-    max_len = context_length(config, target)
+        target = load_model(resolve_model(config), config, ops, progress)
+    max_len = context_length(config, target.config)
     draft = None
     if needs_draft_model(config):
         with phases.phase("draft model"):
-            draft = load_draft(config, ops, target, tokenizer, progress)
+            draft = load_model(resolve_draft(config), config, ops, progress)
     with phases.phase("pool"):
         engine = assemble(config, target, draft, max_len)
         phases.note("pool", f"{engine.pool.num_blocks} blocks of {config.memory.block_size} tokens")
@@ -86,7 +78,7 @@ def build(config: Config, progress: Progress | None = None) -> Loaded:
     for name, runner in runners.items():
         with phases.phase(name):
             phases.note(name, tune(runner, engine.pool, max_len, config.model.threads))
-    return Loaded(engine, tokenizer, defaults, max_len, config.drafter_name, phases.table)
+    return Loaded(engine, max_len, config.drafter_name, phases.table)
 
 
 def assemble(config: Config, target: Decoder, draft: Decoder | None, max_len: int) -> Engine:
@@ -111,18 +103,13 @@ def load_model(folder: Path, config: Config, ops: Ops, progress: Progress | None
     return load_decoder(folder, config.model.dtype, ops, config.scheduler.max_model_len, report)
 
 
-def load_draft(
-    config: Config, ops: Ops, target: Decoder, tokenizer: Any, progress: Progress | None
-) -> Decoder:
+def resolve_draft(config: Config) -> Path:
     if config.drafter.model is None:
         raise ConfigError(
             f"drafter {config.drafter_name!r} needs a draft model: set drafter.model, or say "
             "--draft-model"
         )
-    folder = resolve(config.drafter.model)
-    draft = load_model(folder, config, ops, progress)
-    check_same_vocabulary(target.config, draft.config, tokenizer, load_tokenizer(folder))
-    return draft
+    return resolve(config.drafter.model)
 
 
 def needs_draft_model(config: Config) -> bool:
@@ -154,8 +141,8 @@ def build_drafter(config: Config, draft_model: DraftModel | None) -> Drafter | N
         raise ConfigError(str(e)) from e
 
 
-def context_length(config: Config, target: Decoder) -> int:
-    longest, asked = target.config.max_positions, config.scheduler.max_model_len
+def context_length(config: Config, target: DecoderConfig) -> int:
+    longest, asked = target.max_positions, config.scheduler.max_model_len
     if asked is not None and asked > longest:
         raise ConfigError(
             f"scheduler.max_model_len = {asked} is more than the model's {longest} positions: "

@@ -23,11 +23,16 @@ from specserve_drafters import Draft, Drafter, DraftItem
 log = logging.getLogger("specserve")
 
 
-class Emission(msgspec.Struct, frozen=True):
-    """What a step brought one request."""
+class Emission(msgspec.Struct, frozen=True, array_like=True):
+    """What a step brought one request. Plain data: it is sent to other processes as it stands."""
 
-    request: Request
+    id: int
     tokens: list[int]
+    finish_reason: str | None  # "stop" | "length" where these tokens end it
+    is_verified: bool  # the step had a root, so that it counts for the acceptance length
+    num_drafted: int
+    num_accepted: int
+    admitted_at: float  # seconds, perf_counter: when it left the queue
 
 
 class Stats(msgspec.Struct):
@@ -35,6 +40,8 @@ class Stats(msgspec.Struct):
 
     num_steps: int = 0
     num_rows: int = 0
+    num_drafted: int = 0  # rows of guesses
+    num_accepted: int = 0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0  # the target's forward
     step_seconds: float = 0.0
@@ -56,6 +63,7 @@ class Engine:
     ) -> None:
         self.target, self.scheduler = target, scheduler
         self.drafter, self.draft_model = drafter, draft_model
+        self.requests: dict[int, Request] = {}  # all that have not ended
         self.stats = Stats()
         self.ids = count()
 
@@ -65,7 +73,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        return not (self.scheduler.running or self.scheduler.waiting)
+        return not self.requests
 
     @torch.inference_mode()
     def step(self) -> list[Emission]:
@@ -140,10 +148,7 @@ class Engine:
         for work in works:
             work.request.table.num_computed = work.end
         self.keep_kv(sampled, paths)
-        now = perf_counter()
-        for work, path in zip(sampled, paths, strict=True):
-            self.append(work, path, now)
-        return [Emission(w.request, p.tokens) for w, p in zip(sampled, paths, strict=True)]
+        return [self.append(work, path) for work, path in zip(sampled, paths, strict=True)]
 
     def keep_kv(self, sampled: list[Work], paths: list[Path]) -> None:
         moves: list[tuple[BlockTable, int, int]] = []
@@ -160,47 +165,51 @@ class Engine:
         if self.draft_model is not None:
             self.draft_model.runner.move(draft_moves)
 
-    def append(self, work: Work, path: Path, now: float) -> None:
-        request = work.request
-        request.finish_reason = finish_reason(request, path.tokens)
-        request.first_token_at = request.first_token_at or now
-        request.last_token_at = now
-        if work.is_root:
-            request.num_steps += 1
-            request.num_step_tokens += len(path.tokens)
-            request.num_drafted += len(work.draft)
-            request.num_accepted += len(path.nodes)
+    def append(self, work: Work, path: Path) -> Emission:
+        """The tokens of a path join their request, which may end with them."""
+        request, draft = work.request, work.draft
+        emission = Emission(
+            id=request.id,
+            tokens=path.tokens,
+            finish_reason=finish_reason(request, path.tokens),
+            is_verified=work.is_root,
+            num_drafted=len(draft),
+            num_accepted=len(path.nodes),
+            admitted_at=request.admitted_at,
+        )
         request.token_ids.extend(path.tokens)
-        if work.draft.tokens:
-            self.tell("observe", request.id, work.draft, path.nodes)
-        if request.finish_reason is not None:
-            self.remove(request)
+        self.stats.num_drafted += emission.num_drafted
+        self.stats.num_accepted += emission.num_accepted
+        if draft.tokens:
+            self.tell("observe", request.id, draft, path.nodes)
+        if emission.finish_reason is not None:
+            self.finish(request.id)
         else:
             request.table.trim()
             request.draft_table.trim()
+        return emission
 
-    def add(self, token_ids: Sequence[int], sampling: Sampling) -> Request:
-        """Queue a request; its prompt and parameters have been checked."""
+    def add(self, token_ids: Sequence[int], sampling: Sampling, id: int | None = None) -> Request:
+        """Queue a request; its prompt and parameters have been checked, its id is unused."""
         draft_kv = (self.draft_model.runner if self.draft_model else self.target).kv
         request = Request(
-            id=next(self.ids),
+            id=next(self.ids) if id is None else id,
             token_ids=array("i", token_ids),
             sampling=sampling,
             table=BlockTable(self.pool, self.target.kv.block_size),
             draft_table=BlockTable(self.pool, draft_kv.block_size),
         )
+        self.requests[request.id] = request
         self.scheduler.add(request)
         return request
 
-    def finish(self, request: Request, reason: str) -> None:
-        """End a request from outside, at a stop string or because nobody listens any more."""
-        if request.finish_reason is None:
-            self.remove(request)
-        request.finish_reason = reason
-
-    def remove(self, request: Request) -> None:
+    def finish(self, id: int) -> None:
+        """End a request, wherever it is; one that has ended already is left alone."""
+        request = self.requests.pop(id, None)
+        if request is None:
+            return
         self.scheduler.remove(request)
-        self.tell("forget", request.id)
+        self.tell("forget", id)
         assert not self.is_idle or self.pool.is_whole, "blocks are held, and nobody is there"
 
     def tell(self, what: str, *args: object) -> None:
@@ -222,9 +231,17 @@ class Engine:
 
     def check(self) -> None:
         """Assert the pool's invariant: every block is free, or held by exactly whom it counts."""
-        requests = self.scheduler.requests()
-        tables = [t.blocks for r in requests for t in (r.table, r.draft_table)]
+        tables = [t.blocks for r in self.requests.values() for t in (r.table, r.draft_table)]
         self.pool.check(tables)
+
+    def memory(self) -> dict[str, int]:
+        """Blocks by holder."""
+        requests = self.scheduler.running  # nobody else holds any
+        return {
+            "target": sum(len(r.table.blocks) for r in requests),
+            "draft": sum(len(r.draft_table.blocks) for r in requests),
+            "free": self.pool.num_free,
+        }
 
 
 def draft_item(work: Work) -> DraftItem:

@@ -70,12 +70,14 @@ def resolve(
         check_temperature(temperature)
     except ValueError as e:  # msgspec's ValidationError is one
         reason, _, path = str(e).partition(" - at `$.")
-        where = f"{path.rstrip('`')}: " if path else ""
-        raise RequestError(f"sampling parameters: {where}{reason}") from e
+        param = path.rstrip("`") or None
+        where = f"{param}: " if param else ""
+        raise RequestError(f"sampling parameters: {where}{reason}", param) from e
     for token in given.stop_token_ids:
         if not 0 <= token < vocab_size:
             raise RequestError(
-                f"sampling parameters: stop_token_ids has {token}; ids lie in [0, {vocab_size})"
+                f"sampling parameters: stop_token_ids has {token}; ids lie in [0, {vocab_size})",
+                "stop_token_ids",
             )
     eos = () if given.ignore_eos else defaults.eos_token_ids
     return Sampling(

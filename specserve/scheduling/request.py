@@ -1,7 +1,6 @@
 """A request, and one request's share of a step."""
 
 from array import array
-from time import perf_counter
 
 import msgspec
 
@@ -19,18 +18,10 @@ class Request(msgspec.Struct, eq=False):
     table: BlockTable  # the target's KV
     draft_table: BlockTable  # the draft model's; empty where none is used
     num_prompt: int = 0
-    finish_reason: str | None = None
-    num_steps: int = 0  # verified: those with a root
-    num_step_tokens: int = 0  # emitted by these
-    num_drafted: int = 0
-    num_accepted: int = 0
-    arrived: float = 0.0  # seconds, perf_counter
-    first_token_at: float = 0.0
-    last_token_at: float = 0.0
+    admitted_at: float = 0.0  # seconds, perf_counter; the first time, where it was preempted
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.token_ids)
-        self.arrived = perf_counter()
 
     @property
     def num_computed(self) -> int:

@@ -1,7 +1,7 @@
 """Continuous batching: who is admitted, who is preempted, and how a step's rows are spent."""
 
 from collections import deque
-from collections.abc import Iterable
+from time import perf_counter
 
 import msgspec
 
@@ -39,9 +39,6 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
         request.release()
-
-    def requests(self) -> Iterable[Request]:
-        return [*self.running, *self.waiting]
 
     def plan(self) -> list[Work]:
         """Spend the step's rows: a root for every request that is due, then prompts, then guesses.
@@ -116,6 +113,7 @@ class Scheduler:
                 self.drop_draft_blocks()
             reserved = request.table.try_reserve(len(request.token_ids))
             assert reserved, "admitted without blocks"
+            request.admitted_at = request.admitted_at or perf_counter()
             self.running.append(self.waiting.popleft())
 
     def room(self, work: Work) -> int:

@@ -68,8 +68,10 @@ class Watch:
 
     def __init__(self, engine):
         self.engine, self.seen = engine, Counter()
-        self.verify, self.move = engine.verify, engine.target.move
+        self.verify, self.move, self.commit = engine.verify, engine.target.move, engine.commit
         engine.verify, engine.target.move = self.on_verify, self.on_move
+        engine.commit = self.on_commit
+        self.emitted = {}  # by request: what its emissions add up to
         self.behind = set()  # requests whose draft KV had to catch up
 
     def on_verify(self, works):
@@ -88,6 +90,17 @@ class Watch:
     def on_move(self, moves):
         self.seen["moved"] += bool(moves)
         return self.move(moves)
+
+    def on_commit(self, works, sampled, paths):
+        emissions = self.commit(works, sampled, paths)
+        for e in emissions:
+            total = self.emitted.setdefault(e.id, Counter())
+            total["tokens"] += len(e.tokens)
+            total["steps"] += e.is_verified
+            total["step_tokens"] += len(e.tokens) * e.is_verified
+            total["drafted"] += e.num_drafted
+            total["accepted"] += e.num_accepted
+        return emissions
 
     def check_tables(self):
         """Between steps nobody keeps a block for guesses."""
@@ -112,7 +125,7 @@ class Watch:
                 if case.arrives == step:
                     requests[i] = self.engine.add(case.prompt, case.sampling)
                 if case.leaves == step and i in requests:
-                    self.engine.finish(requests[i], "abort")
+                    self.engine.finish(requests[i].id)
             if step in squeezed:
                 self.step_squeezed()
             else:

@@ -65,11 +65,12 @@ def test_the_likeliest_path_of_an_identical_draft_is_always_accepted(
 def test_what_was_accepted_is_not_run_again(target):
     engine = engine_for(target, target, "model", max_nodes=6, options=CHAIN)
     counts = row_counts(engine)
-    (request,) = Watch(engine).run([Case([*range(1, 20)], sampling(60))])
+    watch = Watch(engine)
+    (request,) = watch.run([Case([*range(1, 20)], sampling(60))])
     assert counts[0] == [20]  # the prompt and the first token, to catch up
     # Then a node a level, and at the start of a step the last guess and the bonus token.
     assert {tuple(c) for c in counts[1:]} == {(1,), (2,)}
-    assert request.num_accepted == request.num_drafted
+    assert watch.emitted[request.id]["accepted"] == watch.emitted[request.id]["drafted"]
 
 
 def test_catching_up_takes_no_more_rows_a_step_than_a_chunk(target):

@@ -274,7 +274,7 @@ def test_who_is_removed_gives_everything_back(place):
     if place == "waiting":
         s.preempt(r)
     s.remove(r)
-    assert (s.requests(), s.pool.num_free) == ([], 9)
+    assert ([*s.running, *s.waiting], s.pool.num_free) == ([], 9)
 
 
 def test_who_is_nowhere_is_removed_without_harm():
@@ -318,7 +318,7 @@ def test_every_step_keeps_to_its_limits_and_everyone_ends(
         check_step(s, works, budget, chunk, nodes, step_nodes)
         for w in works:
             finish(s, w, accepts)
-        s.pool.check(t.blocks for r in s.requests() for t in (r.table, r.draft_table))
+        s.pool.check(t.blocks for r in s.running for t in (r.table, r.draft_table))
     assert s.pool.num_free == num_blocks
 
 

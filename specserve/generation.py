@@ -1,0 +1,126 @@
+"""One request as its caller sees it: what it has said so far, and how that went."""
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import msgspec
+
+from specserve.engine.engine import Emission
+from specserve.sampling import Sampling
+from specserve.text import TextStream
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """Milliseconds, queueing included; see style.md for TTFT and TPOT."""
+
+    ttft_ms: float
+    tpot_ms: float | None  # None for a single token
+    total_ms: float
+
+
+class Speculation(msgspec.Struct, frozen=True):
+    drafter: str
+    steps: int  # target steps that had a root
+    drafted: int
+    accepted: int
+    mean_acceptance_length: float | None  # None where nothing was drafted
+
+
+class Output(msgspec.Struct, frozen=True):
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str  # "stop" | "length"
+    seed: int
+    usage: Usage
+    timing: Timing
+    speculation: Speculation
+
+
+class Generation:
+    """Fed with the emissions of its request; keeps all that is needed to tell, or to resume it.
+
+    A stop string is found here, so that the engine has to be told when `is_done` comes from one.
+    """
+
+    def __init__(self, id: int, prompt: Sequence[int], sampling: Sampling, tokenizer: Any) -> None:
+        self.id, self.prompt, self.sampling = id, prompt, sampling
+        self.stream = TextStream(tokenizer, prompt, sampling.stop)
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.steps: list[tuple[int, int]] = []  # drafted, accepted: of each verified step
+        self.num_step_tokens = 0  # said by those steps
+        self.arrived = perf_counter()
+        self.admitted_at = self.first_token_at = self.last_token_at = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        return self.finish_reason is not None
+
+    def push(self, emission: Emission) -> str:
+        """Take a step's tokens; the text that they add."""
+        now = perf_counter()
+        self.admitted_at = emission.admitted_at
+        self.first_token_at = self.first_token_at or now
+        self.last_token_at = now
+        text, num_tokens, is_stopped = self.stream.push(emission.tokens)
+        self.finish_reason = "stop" if is_stopped else emission.finish_reason
+        if self.is_done and not is_stopped:
+            text += self.stream.finish()
+        self.token_ids += emission.tokens[:num_tokens]
+        self.text += text
+        if emission.is_verified:
+            self.steps.append((emission.num_drafted, emission.num_accepted))
+            self.num_step_tokens += num_tokens
+        return text
+
+    @property
+    def num_drafted(self) -> int:
+        return sum(drafted for drafted, _ in self.steps)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(accepted for _, accepted in self.steps)
+
+    def usage(self) -> Usage:
+        n = len(self.token_ids)
+        return Usage(len(self.prompt), n, len(self.prompt) + n)
+
+    def timing(self) -> Timing:
+        n = len(self.token_ids)
+        spread = 1e3 * (self.last_token_at - self.first_token_at)
+        return Timing(
+            ttft_ms=1e3 * (self.first_token_at - self.arrived),
+            tpot_ms=spread / (n - 1) if n > 1 else None,
+            total_ms=1e3 * (self.last_token_at - self.arrived),
+        )
+
+    def speculation(self, drafter: str) -> Speculation:
+        drafted = self.num_drafted
+        return Speculation(
+            drafter=drafter,
+            steps=len(self.steps),
+            drafted=drafted,
+            accepted=self.num_accepted,
+            mean_acceptance_length=self.num_step_tokens / len(self.steps) if drafted else None,
+        )
+
+    def output(self, drafter: str) -> Output:
+        return Output(
+            prompt_token_ids=list(self.prompt),
+            token_ids=self.token_ids,
+            text=self.text,
+            finish_reason=self.finish_reason or "abort",
+            seed=self.sampling.seed,
+            usage=self.usage(),
+            timing=self.timing(),
+            speculation=self.speculation(drafter),
+        )

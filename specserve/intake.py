@@ -1,0 +1,88 @@
+"""From what a caller gives to what the engine takes: token ids and parameters, all checked."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+import msgspec
+
+from specserve.config import Config
+from specserve.engine.build import (
+    Phases,
+    context_length,
+    needs_draft_model,
+    resolve_draft,
+    resolve_model,
+)
+from specserve.errors import ConfigError, PromptTooLong, RequestError
+from specserve.models.defaults import GenerationDefaults, load_defaults
+from specserve.models.loader import load_config
+from specserve.models.tokenizer import check_same_vocabulary, load_tokenizer
+from specserve.sampling import Sampling, SamplingParams, resolve
+
+Message = Mapping[str, Any]
+
+
+class Intake(msgspec.Struct, frozen=True):
+    """What a model can read: its vocabulary, its context, and its defaults."""
+
+    tokenizer: Any
+    defaults: GenerationDefaults
+    max_model_len: int
+    vocab_size: int
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        try:
+            return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        except (TypeError, UnicodeError) as e:
+            raise RequestError(f"the prompt is no valid text: {e}") from e
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """A conversation through the model's chat template, up to where the answer begins."""
+        if not self.tokenizer.chat_template:
+            raise ConfigError(
+                "the model's folder has no chat template: use generate, or add chat_template.jinja"
+            )
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except Exception as e:  # a template is the model's own code, and raises what it likes
+            raise RequestError(f"the chat template refuses these messages: {e}") from e
+        return list(ids)
+
+    def read_ids(self, prompt: Any) -> list[int]:
+        """Token ids of any integer type, as Python's own."""
+        if isinstance(prompt, bytes | bytearray | Mapping) or not isinstance(prompt, Iterable):
+            raise RequestError(f"a prompt is a string or a list of token ids, not {prompt!r:.50}")
+        ids, vocab_size = list(prompt), self.vocab_size
+        for token in ids:
+            is_id = isinstance(token, Integral) and not isinstance(token, bool)
+            if not is_id or not 0 <= token < vocab_size:
+                raise RequestError(
+                    f"prompt token {token!r:.50} is no id: ids lie in [0, {vocab_size})"
+                )
+        return [int(token) for token in ids]
+
+    def check_length(self, ids: Sequence[int]) -> None:
+        """At least one token to read, and room for one to say."""
+        limit = self.max_model_len - 1
+        if not ids:
+            raise RequestError("the prompt has no tokens: give at least one")
+        if len(ids) > limit:
+            raise PromptTooLong(len(ids), limit)
+
+    def resolve(self, params: SamplingParams, num_prompt: int) -> Sampling:
+        return resolve(params, self.defaults, self.max_model_len - num_prompt, self.vocab_size)
+
+
+def load_intake(config: Config, phases: Phases) -> Intake:
+    """The text side of the model that the config names; its weights are not touched."""
+    with phases.phase("tokenizer"):
+        folder = resolve_model(config)
+        target = load_config(folder)  # what is wrong with the model is said before its tokenizer
+        tokenizer, defaults = load_tokenizer(folder), load_defaults(folder)
+        if needs_draft_model(config):
+            draft = resolve_draft(config)
+            check_same_vocabulary(target, load_config(draft), tokenizer, load_tokenizer(draft))
+        return Intake(tokenizer, defaults, context_length(config, target), target.vocab_size)
