@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from specserve.config import load_config, parse_override, to_toml
+from specserve.config import Config, load_config, parse_override, to_toml
 from specserve.errors import ConfigError, SpecserveError
 from specserve.version import VERSION
 
@@ -46,10 +46,10 @@ def run(argv: list[str]) -> int:
         command: Callable[[list[str]], int] = others[argv[0]].load()
         return command(argv[1:])
     args = parser(others).parse_args(argv)
-    action: Callable[[argparse.Namespace], None] = args.action
-    action(args)
+    action: Callable[[argparse.Namespace], int | None] = args.action
+    code = action(args)
     sys.stdout.flush()  # here, where a broken pipe is still caught
-    return 0
+    return code or 0
 
 
 def parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
@@ -61,6 +61,7 @@ def parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"specserve {VERSION}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     add_generate(commands.add_parser("generate", help="generate text from prompts"))
+    add_serve(commands.add_parser("serve", help="serve a model over HTTP, as OpenAI does"))
     add_config(commands.add_parser("config", help="show or check the resolved configuration"))
     return top
 
@@ -68,18 +69,33 @@ def parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
 def add_generate(p: argparse.ArgumentParser) -> None:
     p.add_argument("prompts", nargs="+", metavar="PROMPT")
     p.add_argument("--model", help="the model: a local folder or a hub id")
-    p.add_argument("--draft-model", help="a small model with the same vocabulary that guesses")
-    p.add_argument(
-        "--drafter",
-        help="none, ngram, model or package.module:Class; default: model with --draft-model, "
-        "else ngram",
-    )
+    add_drafting(p)
     p.add_argument("--max-tokens", type=int, help="default: the rest of the context")
     p.add_argument("--temperature", type=float, help="0 is greedy; default: the model's, else 1")
     p.add_argument("--seed", type=int, help="default: drawn, and reported by --json")
     p.add_argument("--json", action="store_true", help="JSON lines on stdout, one a prompt")
     add_settings(p)
     p.set_defaults(action=generate)
+
+
+def add_serve(p: argparse.ArgumentParser) -> None:
+    p.add_argument("model", nargs="?", help="the model: a local folder or a hub id")
+    add_drafting(p)
+    p.add_argument("--served-model-name", help="what clients call it; default: its own name")
+    p.add_argument("--host", help="address to listen at; default: 127.0.0.1")
+    p.add_argument("--port", type=int, help="default: 8000; 0 takes any that is free")
+    p.add_argument("--api-key-file", help="a file with the keys that are let in, one a line")
+    add_settings(p)
+    p.set_defaults(action=serve)
+
+
+def add_drafting(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--draft-model", help="a small model with the same vocabulary that guesses")
+    p.add_argument(
+        "--drafter",
+        help="none, ngram, model or package.module:Class; default: model with --draft-model, "
+        "else ngram",
+    )
 
 
 def add_config(p: argparse.ArgumentParser) -> None:
@@ -131,27 +147,55 @@ def generate(args: argparse.Namespace) -> None:
             print_footer(print_stream(stream))
 
 
+def serve(args: argparse.Namespace) -> int:
+    started_at = perf_counter()
+    config = configured(
+        args,
+        host=args.host,
+        port=args.port,
+        served_model_name=args.served_model_name,
+        api_key_file=args.api_key_file,
+    )
+    from specserve.engine.spawn import spawn
+    from specserve.models.folder import resolve as resolve_folder
+    from specserve.server.listen import listen
+
+    for path in (config.model.path, config.drafter.model):
+        if path is not None:
+            resolve_folder(path)  # a download is for this process to show, and to do once
+    with listen(config.server) as listener:
+        spawned = spawn(config)  # it imports and loads while this process does
+        from specserve.server.serve import serve
+
+        return serve(config, spawned, listener, started_at)
+
+
 def resolve(args: argparse.Namespace) -> dict[str, Any]:
     """What `LLM` is called with; a mistake in any setting is raised here."""
-    overrides = dict(map(parse_override, args.set))
+    return {
+        "model": configured(args).model.path,
+        "draft_model": args.draft_model,
+        "drafter": args.drafter,
+        "set": dict(map(parse_override, args.set)),
+    }
+
+
+def configured(args: argparse.Namespace, **server: Any) -> Config:
+    """The file, then --set, then the flags of their own; a model has to be named."""
     flags = {
         "model.path": args.model,
         "drafter.model": args.draft_model,
         "drafter.name": args.drafter,
+        **{f"server.{key}": value for key, value in server.items()},
     }
     given = {key: value for key, value in flags.items() if value is not None}
-    config = load_config(args.config, overrides | given)
+    config = load_config(args.config, dict(map(parse_override, args.set)) | given)
     if config.model.path is None:
         raise ConfigError(
             "no model named: say --model with a local folder or a hub id, "
             "or set model.path in the file given to --config"
         )
-    return {
-        "model": config.model.path,
-        "draft_model": args.draft_model,
-        "drafter": args.drafter,
-        "set": overrides,
-    }
+    return config
 
 
 def print_stream(steps: "Generator[tuple[str, list[int]], None, Output]") -> "Output":

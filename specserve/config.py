@@ -18,6 +18,7 @@ from specserve.errors import ConfigError
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Fraction = Annotated[float, Meta(gt=0.0, le=1.0)]
+Seconds = Annotated[float, Meta(gt=0.0)]
 Name = Annotated[str, Meta(min_length=1)]
 
 
@@ -112,12 +113,52 @@ class DrafterConfig(Section, frozen=True):
             )
 
 
+class ServerConfig(Section, frozen=True):
+    """The HTTP door, and how much of what comes it lets in."""
+
+    host: Annotated[Name, about("address to listen at; 0.0.0.0 is every one")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535), about("0 to 65535; 0 takes any that is free")] = 8000
+    served_model_name: Annotated[
+        Name | None, about("what clients call the model; unset: its folder's name, or its hub id")
+    ] = None
+    api_key_file: Annotated[
+        Name | None, about("a file with the keys that are let in, one a line; unset: everyone is")
+    ] = None
+    cors_origins: Annotated[
+        tuple[Name, ...], about('web pages that may call, like "https://chat.example"; or "*"')
+    ] = ()
+    max_connections: Annotated[Positive, about("connections at once, at least 1")] = 2048
+    max_header_bytes: Annotated[Positive, about("bytes of a request's line and headers")] = 65536
+    max_body_bytes: Annotated[Positive, about("bytes of a request's body")] = 4 << 20
+    header_seconds: Annotated[Seconds, about("time for a client to send its headers")] = 10.0
+    body_seconds: Annotated[Seconds, about("time for a client to send its body")] = 30.0
+    stall_seconds: Annotated[
+        Seconds, about("a client that takes nothing of its answer for so long is cut off")
+    ] = 60.0
+    template_seconds: Annotated[Seconds, about("time for the chat template to run")] = 2.0
+    comment_seconds: Annotated[
+        Seconds, about("a silent stream gets a comment so often, for proxies that cut idle ones")
+    ] = 10.0
+    max_queued_requests: Annotated[
+        Positive, about("requests that wait for their first token, at least 1; more get a 503")
+    ] = 512
+    max_queued_tokens: Annotated[
+        Positive, about("prompt tokens of those; a lone request may be as long as the model allows")
+    ] = 1 << 20
+    max_prompts: Annotated[Positive, about("prompts in one completions request")] = 128
+    max_stop_strings: Annotated[int, Meta(ge=0, le=16), about("of a request, 0 to 16")] = 16
+    drain_seconds: Annotated[
+        Annotated[float, Meta(ge=0)], about("time for running answers to end after SIGTERM")
+    ] = 30.0
+
+
 class Config(Section, frozen=True):
     model: ModelConfig = ModelConfig()
     memory: MemoryConfig = MemoryConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     drafter: DrafterConfig = DrafterConfig()
+    server: ServerConfig = ServerConfig()
 
     def __post_init__(self) -> None:
         if self.drafter_name == "ngram" and self.drafter.model is not None:
@@ -251,7 +292,7 @@ def toml_value(value: Any) -> str:
     if isinstance(value, dict):
         items = (f"{toml_value(str(k))} = {toml_value(v)}" for k, v in value.items())
         return f"{{ {', '.join(items)} }}" if value else "{}"
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, str):
         # A JSON string is a TOML string, except that TOML wants DEL escaped.

@@ -5,6 +5,7 @@
   - RequestError       the caller's mistake; becomes a 4xx, costs nobody else anything
     · PromptTooLong
   - Overloaded         nobody's mistake; becomes a 503 with Retry-After
+  - EngineDied         ours; ends the answers that run, and then the server
 
 A broken invariant of ours is an `assert` or a plain RuntimeError: it must stop the engine.
 """
@@ -37,6 +38,10 @@ class PromptTooLong(RequestError):
             f"the prompt has {num_tokens} tokens and at most {limit} fit: shorten it, or raise "
             "scheduler.max_model_len if the model allows more"
         )
+
+
+class EngineDied(SpecserveError):
+    status = 500
 
 
 class Overloaded(SpecserveError):

@@ -14,7 +14,7 @@ from specserve.engine.build import (
     resolve_draft,
     resolve_model,
 )
-from specserve.errors import ConfigError, PromptTooLong, RequestError
+from specserve.errors import PromptTooLong, RequestError
 from specserve.models.defaults import GenerationDefaults, load_defaults
 from specserve.models.loader import load_config
 from specserve.models.tokenizer import check_same_vocabulary, load_tokenizer
@@ -39,17 +39,21 @@ class Intake(msgspec.Struct, frozen=True):
 
     def render(self, messages: Sequence[Message]) -> list[int]:
         """A conversation through the model's chat template, up to where the answer begins."""
+        return self.encode(self.template(messages), add_special_tokens=False)
+
+    def template(self, messages: Sequence[Message]) -> str:
         if not self.tokenizer.chat_template:
-            raise ConfigError(
-                "the model's folder has no chat template: use generate, or add chat_template.jinja"
+            raise RequestError(
+                "the model has no chat template: complete plain text instead, or add "
+                "chat_template.jinja to its folder"
             )
         try:
-            ids = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            text: str = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False
             )
         except Exception as e:  # a template is the model's own code, and raises what it likes
-            raise RequestError(f"the chat template refuses these messages: {e}") from e
-        return list(ids)
+            raise RequestError(f"the chat template refuses these messages: {e!s:.200}") from e
+        return text
 
     def read_ids(self, prompt: Any) -> list[int]:
         """Token ids of any integer type, as Python's own."""

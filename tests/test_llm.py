@@ -302,5 +302,5 @@ def test_what_is_no_conversation_is_refused(llm, messages):
 
 def test_without_a_chat_template_chat_says_so(folder, llm, monkeypatch):
     monkeypatch.setattr(llm.tokenizer, "chat_template", None)
-    with pytest.raises(ConfigError, match="chat template"):
+    with pytest.raises(RequestError, match="chat template"):
         llm.chat([{"role": "user", "content": "hi"}])

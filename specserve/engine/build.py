@@ -71,7 +71,7 @@ def build(config: Config, progress: Progress | None = None, phases: Phases | Non
             draft = load_model(resolve_draft(config), config, ops, progress)
     with phases.phase("pool"):
         engine = assemble(config, target, draft, max_len)
-        phases.note("pool", f"{engine.pool.num_blocks} blocks of {config.memory.block_size} tokens")
+        phases.note("pool", memory_plan(config, engine.pool))
     runners = {"target threads": engine.target}
     if engine.draft_model is not None:
         runners["draft threads"] = engine.draft_model.runner
@@ -79,6 +79,11 @@ def build(config: Config, progress: Progress | None = None, phases: Phases | Non
         with phases.phase(name):
             phases.note(name, tune(runner, engine.pool, max_len, config.model.threads))
     return Loaded(engine, max_len, config.drafter_name, phases.table)
+
+
+def memory_plan(config: Config, pool: BlockPool) -> str:
+    mib = pool.num_blocks * pool.block_bytes / 2**20
+    return f"{pool.num_blocks} blocks of {config.memory.block_size} target tokens, {mib:.0f} MiB"
 
 
 def assemble(config: Config, target: Decoder, draft: Decoder | None, max_len: int) -> Engine:
@@ -196,7 +201,7 @@ def build_pool(
             "memory.kv_bytes or memory.kv_fraction"
         ) from e
     views = map(arena.view, layouts, block_sizes)
-    return [Runner(m, v) for m, v in zip(models, views, strict=True)], BlockPool(num_blocks)
+    return [Runner(m, v) for m, v in zip(models, views, strict=True)], BlockPool(num_blocks, size)
 
 
 def draft_block_size(asked: int | None, fits: int) -> int:

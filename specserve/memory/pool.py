@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 class BlockPool:
     """Invariant: free + held = all blocks, and every block's count equals its holders."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
+    def __init__(self, num_blocks: int, block_bytes: int = 0) -> None:
+        self.num_blocks, self.block_bytes = num_blocks, block_bytes
         # The last one given back is the next one given out: its memory has been touched.
         self.free = list(range(num_blocks - 1, -1, -1))
         self.counts = [0] * num_blocks

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-
 from specserve.errors import ConfigError
 
 # Nothing that executes: no *.py, and neither *.bin nor *.pth, which are pickles.
@@ -23,6 +21,8 @@ def resolve(path: str) -> Path:
         raise ConfigError(f"{path}: a file; name the folder that holds config.json")
     if path.startswith(("/", ".", "~")) or path.count("/") > 1:
         raise ConfigError(f"{path}: no such folder; check the path, or give a hub id like org/name")
+    from huggingface_hub import snapshot_download  # costly, and a local folder needs none of it
+
     try:
         return Path(snapshot_download(path, allow_patterns=WANTED, ignore_patterns=UNWANTED))
     except Exception as e:  # the hub's client lets through whatever its transport raises

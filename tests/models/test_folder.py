@@ -4,7 +4,6 @@ import huggingface_hub
 import pytest
 
 from specserve.errors import ConfigError
-from specserve.models import folder
 from specserve.models.folder import read_json, resolve
 
 
@@ -14,7 +13,7 @@ def test_a_local_folder_is_itself(tmp_path):
 
 @pytest.mark.parametrize("path", ["/no/such", "./no/such", "~/no/such", "no/such/folder"])
 def test_what_looks_like_a_path_is_not_asked_of_the_hub(path, monkeypatch):
-    monkeypatch.setattr(folder, "snapshot_download", pytest.fail)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", pytest.fail)
     with pytest.raises(ConfigError, match="no such folder"):
         resolve(path)
 
@@ -50,7 +49,9 @@ def test_a_model_that_the_hub_does_not_give_is_refused(cache, name):
 
 def test_nothing_that_can_run_is_downloaded(monkeypatch):
     asked = {}
-    monkeypatch.setattr(folder, "snapshot_download", lambda path, **kw: asked.update(kw) or "/")
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda path, **kw: asked.update(kw) or "/"
+    )
     resolve("org/name")
     wanted = ["config.json", "model-1-of-2.safetensors", "chat_template.jinja", "merges.txt"]
     there = [*wanted, "pytorch_model.bin", "modeling.py", "consolidated.safetensors", "a/b.json"]

@@ -1,0 +1,110 @@
+"""The API process's side of the socket: requests out, their emissions in."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Protocol, cast
+
+from specserve.engine.engine import Emission
+from specserve.engine.frames import Frames
+from specserve.engine.messages import Add, Failed, Loading, Orders, Ready, Report, frame
+from specserve.engine.messages import decode_reply as decode
+from specserve.engine.spawn import Spawned
+from specserve.errors import ConfigError, EngineDied
+from specserve.sampling import Sampling
+
+
+class Listener(Protocol):
+    """Whoever waits for a request's tokens."""
+
+    def push(self, emission: Emission) -> None: ...
+
+    def fail(self, message: str) -> None:
+        """No more will come."""
+        ...
+
+
+class EngineClient(asyncio.Protocol):
+    """One event loop's hold on an engine process. `died` is set once that process has gone."""
+
+    def __init__(self, spawned: Spawned) -> None:
+        self.process, self.socket = spawned
+        self.loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[Ready] = self.loop.create_future()
+        self.died = asyncio.Event()
+        self.listeners: dict[int, Listener] = {}
+        self.on_loading: Callable[[str, int, int], None] = lambda name, done, total: None
+        self.on_report: Callable[[Report], None] = lambda report: None
+        self.heard_at = self.loop.time()
+        self.ids, self.frames = count(), Frames()
+        self.adds: list[Add] = []
+        self.finishes: list[int] = []
+        self.transport: asyncio.WriteTransport | None = None
+
+    async def connect(self) -> None:
+        await self.loop.create_connection(lambda: self, sock=self.socket)
+
+    def add(self, token_ids: Sequence[int], sampling: Sampling, listener: Listener) -> int:
+        """Queue a request; its id. Nothing is said to `listener` before this returns."""
+        assert not self.died.is_set(), "the engine process is gone: nobody may be admitted"
+        id = next(self.ids)
+        self.listeners[id] = listener
+        self.adds.append(Add(id, list(token_ids), sampling))
+        self.flush_soon()
+        return id
+
+    def finish(self, id: int) -> None:
+        """Let go of a request, whether or not it has ended."""
+        if self.listeners.pop(id, None) is not None and not self.died.is_set():
+            self.finishes.append(id)
+            self.flush_soon()
+
+    def flush_soon(self) -> None:
+        """One message for all that one turn of the event loop asks for."""
+        if len(self.adds) + len(self.finishes) == 1:
+            self.loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        orders = Orders(self.adds, self.finishes)
+        self.adds, self.finishes = [], []
+        if self.transport is not None and not self.died.is_set():
+            self.transport.write(frame(orders))
+
+    def close(self) -> None:
+        """End the engine process."""
+        if self.transport is not None:
+            self.transport.close()
+        self.process.kill()
+        self.process.wait()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.WriteTransport, transport)  # uvloop's own class is none
+
+    def data_received(self, data: bytes) -> None:
+        self.heard_at = self.loop.time()
+        for payload in self.frames.feed(data):
+            match decode(payload):
+                case Report() as report:
+                    self.deliver(report)
+                case Loading(name, done, total):
+                    self.on_loading(name, done, total)
+                case Ready() as ready:
+                    self.ready.set_result(ready)
+                case Failed(message):
+                    self.ready.set_exception(ConfigError(message))
+
+    def deliver(self, report: Report) -> None:
+        for emission in report.emissions:
+            listener = self.listeners.get(emission.id)
+            if listener is not None:  # else it was let go of while the step ran
+                listener.push(emission)
+        self.on_report(report)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.died.set()
+        message = "the engine process has ended: the answer cannot be finished"
+        if not self.ready.done():
+            self.ready.set_exception(EngineDied("the engine process ended while it was loading"))
+        listeners, self.listeners = self.listeners, {}
+        for listener in listeners.values():
+            listener.fail(message)

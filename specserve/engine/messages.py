@@ -1,0 +1,63 @@
+"""What the API process and the engine process say to each other: plain data, typed both ways."""
+
+import msgspec
+
+from specserve.engine.engine import Emission, Stats
+from specserve.engine.frames import pack
+from specserve.sampling import Sampling
+
+
+class Add(msgspec.Struct, frozen=True, array_like=True):
+    """A request to run; whoever asks chooses an id that was never used."""
+
+    id: int
+    token_ids: list[int]
+    sampling: Sampling
+
+
+class Orders(msgspec.Struct, frozen=True):
+    """To the engine: what to begin, and whom to let go of. To be obeyed before the next step."""
+
+    add: list[Add]
+    finish: list[int]
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    name: str
+    done: int
+    total: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The operator's mistake, found while loading."""
+
+    message: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    phases: dict[str, str]  # of the start-up, in words
+    drafter: str
+    block_size: int  # target tokens in a block
+    num_blocks: int
+
+
+class Report(msgspec.Struct, frozen=True, tag=True):
+    """From the engine, after every step and whenever requests have gone: what there is to know."""
+
+    emissions: list[Emission]
+    num_running: int
+    num_waiting: int
+    num_preempted: int
+    blocks: dict[str, int]  # by holder
+    stats: Stats
+
+
+FromEngine = Loading | Failed | Ready | Report
+
+encode = msgspec.msgpack.Encoder().encode
+decode_orders = msgspec.msgpack.Decoder(Orders).decode
+decode_reply = msgspec.msgpack.Decoder(FromEngine).decode
+
+
+def frame(message: Orders | FromEngine) -> bytes:
+    return pack(encode(message))

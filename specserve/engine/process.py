@@ -1,0 +1,124 @@
+"""The engine's side of the socket: orders in, a step, a report out."""
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+
+import msgspec
+
+from specserve.engine.frames import Frames
+from specserve.engine.spawn import Start
+
+from specserve.engine.build import Loaded, build  # isort: skip
+from specserve.engine.engine import Emission, Engine  # isort: skip
+from specserve.engine.messages import (  # isort: skip
+    Failed,
+    FromEngine,
+    Loading,
+    Ready,
+    Report,
+    decode_orders,
+    frame,
+)
+from specserve.errors import ConfigError  # isort: skip
+
+PR_SET_PDEATHSIG = 1  # prctl(2)
+CHUNK = 1 << 20
+
+
+class Link:
+    """This process's end of the socket pair; EOFError when the other end has gone."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock, self.frames = sock, Frames()
+
+    def receive(self, wait: bool) -> list[bytes]:
+        """The frames that have come; at least one where `wait` says so."""
+        got: list[bytes] = []
+        while True:
+            try:
+                data = self.sock.recv(CHUNK, 0 if wait and not got else socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return got
+            if not data:
+                raise EOFError
+            got += self.frames.feed(data)
+
+    def send(self, message: FromEngine) -> None:
+        self.sock.sendall(frame(message))
+
+
+def main(fd: int) -> None:
+    """Load, and step until nobody is at the other end any more."""
+    outlive_nobody()
+    # Ctrl-C and a service manager's SIGTERM reach the whole group. The parent alone decides what
+    # they mean: this process goes on stepping while requests are drained.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    link = Link(socket.socket(fileno=fd))
+    try:
+        start = msgspec.msgpack.decode(link.receive(wait=True)[0], type=Start)
+        if os.getppid() != start.parent:
+            return  # it was gone before its death could be signalled
+        run(link, start)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+
+
+def outlive_nobody() -> None:
+    """Have the kernel end this process, loading or stepping, when its parent ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def run(link: Link, start: Start) -> None:
+    def progress(name: str, done: int, total: int) -> None:
+        link.send(Loading(name, done, total))
+
+    try:
+        loaded = build(start.config, progress)
+    except ConfigError as e:
+        link.send(Failed(str(e)))
+        return
+    link.send(ready(loaded))
+    serve(link, loaded.engine)
+
+
+def serve(link: Link, engine: Engine) -> None:
+    """All orders that have come, one step, one report; asleep while there is nothing to do."""
+    while True:
+        for payload in link.receive(wait=engine.is_idle):
+            orders = decode_orders(payload)
+            for asked in orders.add:
+                engine.add(asked.token_ids, asked.sampling, asked.id)
+            for id in orders.finish:
+                engine.finish(id)
+        link.send(report(engine, engine.step()))
+
+
+def ready(loaded: Loaded) -> Ready:
+    engine = loaded.engine
+    return Ready(
+        phases=loaded.phases,
+        drafter=loaded.drafter,
+        block_size=engine.target.kv.block_size,
+        num_blocks=engine.pool.num_blocks,
+    )
+
+
+def report(engine: Engine, emissions: list[Emission]) -> Report:
+    scheduler = engine.scheduler
+    return Report(
+        emissions=emissions,
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        num_preempted=scheduler.num_preempted,
+        blocks=engine.memory(),
+        stats=engine.stats,
+    )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,37 @@
+"""Starts the engine process, before this one has imported anything heavy."""
+
+import os
+import socket
+import subprocess
+import sys
+from typing import NamedTuple
+
+import msgspec
+
+from specserve.config import Config
+from specserve.engine.frames import pack
+
+
+class Start(msgspec.Struct, frozen=True):
+    """The first frame: all that the engine process is ever told about itself."""
+
+    config: Config
+    parent: int  # process id; when it is gone, there is nobody to serve
+
+
+class Spawned(NamedTuple):
+    process: subprocess.Popen[bytes]
+    socket: socket.socket
+
+
+def spawn(config: Config) -> Spawned:
+    """A process that loads what the config names; it inherits its end of a socket pair."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "specserve.engine.process", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+    ours.sendall(pack(msgspec.msgpack.encode(Start(config, os.getpid()))))
+    return Spawned(process, ours)

@@ -1,0 +1,111 @@
+"""One HTTP request's generations: the engine fills them, its response drains them."""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from specserve.engine.client import EngineClient
+from specserve.engine.engine import Emission
+from specserve.errors import EngineDied, SpecserveError
+from specserve.generation import Generation
+from specserve.sampling import Sampling
+from specserve.server.metrics import Metrics
+
+
+class Said(NamedTuple):
+    """What one step added to one choice."""
+
+    choice: int
+    text: str
+    is_last: bool
+
+
+class Answer:
+    """Choices in order of their prompts. `close` it whatever happens: that frees their blocks."""
+
+    def __init__(
+        self, engine: EngineClient, live: "set[Answer]", metrics: Metrics, arrived: float
+    ) -> None:
+        self.engine, self.live, self.metrics, self.arrived = engine, live, metrics, arrived
+        self.generations: list[Generation] = []
+        self.said: deque[Said] = deque()
+        self.error: SpecserveError | None = None
+        self.has_left = False  # the client
+        self.waiter: asyncio.Future[None] | None = None
+        live.add(self)  # until it is released
+
+    def ask(self, prompt: Sequence[int], sampling: Sampling, tokenizer: Any) -> Generation:
+        """One more choice."""
+        choice = Choice(self, len(self.generations))
+        id = self.engine.add(prompt, sampling, choice)
+        generation = Generation(id, prompt, sampling, tokenizer)
+        generation.arrived = self.arrived
+        self.generations.append(generation)
+        return generation
+
+    @property
+    def is_done(self) -> bool:
+        return all(g.is_done for g in self.generations)
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more will be said, whatever the reason."""
+        return self.is_done or self.has_left or self.error is not None
+
+    def end(self, error: SpecserveError) -> None:
+        """Break off; a client that still listens is told why."""
+        if not self.is_over:
+            self.error = error
+            self.wake()
+            self.release()
+
+    def leave(self) -> None:
+        """The client has gone."""
+        self.has_left = True
+        self.wake()
+        self.release()
+
+    def release(self) -> None:
+        """Nobody listens any more: what still runs is given up."""
+        if self not in self.live:
+            return
+        self.live.discard(self)
+        for generation in self.generations:
+            self.engine.finish(generation.id)
+            broken_off = "error" if self.error is not None else "abort"
+            self.metrics.on_end(generation, generation.finish_reason or broken_off)
+
+    def wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    async def wait(self, seconds: float | None = None) -> list[Said]:
+        """What has been said since the last call; nothing after so many silent seconds."""
+        if not self.said and not self.is_over:
+            self.waiter = asyncio.get_running_loop().create_future()
+            await asyncio.wait((self.waiter,), timeout=seconds)
+        said = list(self.said)
+        self.said.clear()
+        return said
+
+
+class Choice:
+    """The engine's listener for one of an answer's generations."""
+
+    def __init__(self, answer: Answer, index: int) -> None:
+        self.answer, self.index = answer, index
+
+    def push(self, emission: Emission) -> None:
+        answer = self.answer
+        generation = answer.generations[self.index]
+        before = generation.last_token_at
+        text = generation.push(emission)
+        answer.metrics.on_tokens(generation, before)
+        if generation.is_done:  # the engine may not know it yet
+            answer.engine.finish(generation.id)
+        answer.said.append(Said(self.index, text, generation.is_done))
+        answer.wake()
+
+    def fail(self, message: str) -> None:
+        self.answer.end(EngineDied(message))

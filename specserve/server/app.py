@@ -1,0 +1,171 @@
+"""The routes, and what stands before all of them: keys, and refusals in one shape."""
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from specserve.errors import ConfigError, RequestError, SpecserveError
+from specserve.server.chat import chat
+from specserve.server.completions import completions
+from specserve.server.protocol import Unauthorized, cut, error_response, json_response
+from specserve.server.service import Service
+from specserve.server.texts import detokenize, tokenize
+from specserve.version import VERSION
+
+LIVENESS = "/health/live"  # open to everyone, as it tells nothing
+
+
+def make_app(service: Service) -> Starlette:
+    routes = [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/models", list_models),
+        Route("/v1/models/{id:path}", show_model),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/health", ready),
+        Route("/health/ready", ready),
+        Route(LIVENESS, live),
+        Route("/metrics", metrics),
+        Route("/version", version),
+    ]
+    app = Starlette(
+        routes=routes,
+        middleware=list(guards(service)),
+        exception_handlers={
+            SpecserveError: refuse,
+            HTTPException: refuse_route,
+            ClientDisconnect: nobody_listens,
+            Exception: refuse,  # a bug of ours; it goes to the log as well
+        },
+    )
+    app.state.service = service
+    return app
+
+
+def guards(service: Service) -> Iterable[Middleware]:
+    """Outermost first: a page may ask what it may do before it shows a key."""
+    limits = service.limits
+    if limits.cors_origins:
+        yield Middleware(
+            CORSMiddleware,
+            allow_origins=limits.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
+    if limits.api_key_file is not None:
+        yield Middleware(KeyGuard, keys=read_keys(Path(limits.api_key_file)))
+
+
+class NoRoute(RequestError):
+    status = 404
+
+
+class KeyGuard:
+    """Lets in who shows one of the keys; compares all of them, in the same time for any guess."""
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+        self.app, self.keys = app, [digest(key) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] == LIVENESS or self.knows(scope):
+            await self.app(scope, receive, send)
+            return
+        error = Unauthorized("no valid API key: send the header Authorization: Bearer KEY")
+        await error_response(error)(scope, receive, send)
+
+    def knows(self, scope: Scope) -> bool:
+        shown = Request(scope).headers.get("authorization", "")
+        kind, _, key = shown.partition(" ")
+        same = [hmac.compare_digest(digest(key.strip()), known) for known in self.keys]
+        return kind.lower() == "bearer" and any(same)
+
+
+def digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def read_keys(path: Path) -> list[str]:
+    try:
+        keys = path.read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path}: the API keys cannot be read ({e}): check the path") from e
+    if not keys:
+        raise ConfigError(f"{path}: holds no API key: write one on each line")
+    return keys
+
+
+async def refuse(request: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+async def refuse_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {cut(request.url.path)}"
+    refusal = NoRoute(f"{where}: {error.detail}; the routes are those of the OpenAI API")
+    refusal.status = error.status_code
+    response = error_response(refusal)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def nobody_listens(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)
+
+
+async def list_models(request: Request) -> Response:
+    service: Service = request.app.state.service
+    return json_response({"object": "list", "data": [card(service)]})
+
+
+async def show_model(request: Request) -> Response:
+    service: Service = request.app.state.service
+    service.check_model(request.path_params["id"])
+    return json_response(card(service))
+
+
+def card(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.started_at,
+        "owned_by": "specserve",
+        "root": service.name,
+        "parent": None,
+        "max_model_len": service.intake.max_model_len if service.loaded else None,
+    }
+
+
+async def ready(request: Request) -> Response:
+    service: Service = request.app.state.service
+    return json_response({"status": "ready"}) if service.is_ready else unavailable("not ready")
+
+
+async def live(request: Request) -> Response:
+    service: Service = request.app.state.service
+    return json_response({"status": "alive"}) if service.is_alive else unavailable("engine dead")
+
+
+def unavailable(status: str) -> Response:
+    return json_response({"status": status}, 503, {"Retry-After": "1"})
+
+
+async def metrics(request: Request) -> Response:
+    service: Service = request.app.state.service
+    return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def version(request: Request) -> Response:
+    return json_response({"version": VERSION})

@@ -1,0 +1,144 @@
+"""POST /v1/chat/completions: messages in, through the model's own template."""
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from specserve.errors import RequestError
+from specserve.server.body import read_body
+from specserve.server.protocol import Body, convert, cut, fields, is_same, read, refuse_unknown
+from specserve.server.respond import respond
+from specserve.server.service import Service
+from specserve.server.shape import Form
+
+# What clients send back of an answer they got -> the values that ask for nothing.
+NO_OP: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "refusal": (),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+
+
+class ChatBody(Body, frozen=True, kw_only=True):
+    messages: tuple[dict[str, Any], ...] = ()
+    max_completion_tokens: Any = None
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """A message as templates take it. `name` is read past, as most templates do."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+def piece(text: str, is_first: bool) -> dict[str, Any]:
+    """The role comes with the first token, never before: clients take it for that."""
+    if is_first:
+        return {"delta": {"role": "assistant", "content": text}}
+    return {"delta": {"content": text} if text else {}}
+
+
+def message(text: str) -> dict[str, Any]:
+    return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+
+FORM = Form("chatcmpl", "chat.completion.chunk", "chat.completion", piece, message)
+
+
+async def chat(request: Request) -> Response:
+    service: Service = request.app.state.service
+    arrived = perf_counter()
+    service.check_open()
+    asked = read_chat(await read_body(request, service.limits))
+    service.check_model(asked.model)
+    prompt = await encode(service, asked.messages)
+    answer = service.ask([prompt], asked.params, arrived)
+    return await respond(request, FORM, asked, answer)
+
+
+async def encode(service: Service, messages: Sequence[dict[str, Any]]) -> list[int]:
+    """The conversation's tokens; the template, which is somebody's program, gets a deadline."""
+    seconds, intake = service.limits.template_seconds, service.intake
+    try:
+        text = await service.worker.run_within(seconds, lambda: intake.template(messages))
+    except TimeoutError as e:
+        raise RequestError(
+            f"messages: the chat template ran for more than {seconds:g} s: send fewer", "messages"
+        ) from e
+    return await service.worker.run(intake.encode, text, add_special_tokens=False)
+
+
+def read_chat(raw: bytes) -> ChatBody:
+    body = read(raw, ChatBody)
+    limit = body.max_completion_tokens
+    if limit is not None:
+        convert(limit, fields(Body)["max_tokens"], "max_completion_tokens")
+        if body.max_tokens not in (None, limit):
+            raise RequestError(
+                f"max_completion_tokens = {limit} and max_tokens = {body.max_tokens}: they mean "
+                "the same, send one",
+                "max_completion_tokens",
+            )
+        body = msgspec.structs.replace(body, max_tokens=limit)
+    return msgspec.structs.replace(body, messages=tuple(read_messages(body.messages)))
+
+
+def read_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    if not messages:
+        raise RequestError("messages: give at least one", "messages")
+    return [read_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+
+
+def read_message(given: dict[str, Any], path: str) -> dict[str, Any]:
+    known = fields(Message)
+    kept = {key: value for key, value in given.items() if value is not None}
+    for key, value in kept.items():
+        if key not in known:
+            check_no_op(key, value, path)
+    values = {k: convert(v, known[k], f"{path}.{k}") for k, v in kept.items() if k in known}
+    if "role" not in values:
+        raise RequestError(f"{path}.role: every message has one", f"{path}.role")
+    if "content" not in values and values["role"] != "assistant":
+        raise RequestError(f"{path}.content: say something", f"{path}.content")
+    return for_template(Message(**values), path)
+
+
+def for_template(message: Message, path: str) -> dict[str, Any]:
+    content = message.content
+    if isinstance(content, list):
+        texts = [read_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
+        content = "\n".join(texts)
+    # Templates pass over a role that they do not know, and OpenAI's developer is a system.
+    role = "system" if message.role == "developer" else message.role
+    fields = {"role": role, "content": content or ""}
+    reasoning = message.reasoning_content or message.reasoning
+    return fields | {"reasoning_content": reasoning} if reasoning else fields
+
+
+def read_part(part: dict[str, Any], path: str) -> str:
+    kind = part.get("type")
+    if kind != "text":
+        raise RequestError(
+            f"{path}.type: only text is read, not {cut(str(kind))!r}", f"{path}.type"
+        )
+    for key in part:
+        if key not in ("type", "text"):
+            refuse_unknown(key, ["type", "text"], f"{path}.")
+    return str(convert(part.get("text"), str, f"{path}.text"))
+
+
+def check_no_op(key: str, value: Any, path: str) -> None:
+    if key not in NO_OP:
+        refuse_unknown(key, [*fields(Message), *NO_OP], f"{path}.")
+    if not any(is_same(value, off) for off in NO_OP[key]):
+        raise RequestError(f"{path}.{key} is not supported yet: leave it out", f"{path}.{key}")

@@ -1,0 +1,57 @@
+"""POST /v1/completions: text or token ids in, one or several prompts."""
+
+from time import perf_counter
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from specserve.errors import RequestError
+from specserve.server.body import read_body
+from specserve.server.protocol import Body, convert, read
+from specserve.server.respond import respond
+from specserve.server.service import Service
+from specserve.server.shape import Form
+
+Prompt = str | list[int]
+
+
+class CompletionBody(Body, frozen=True, kw_only=True):
+    prompt: str | list[Any] | None = None
+
+
+FORM = Form(
+    "cmpl",
+    "text_completion",
+    "text_completion",
+    lambda text, is_first: {"text": text},
+    lambda text: {"text": text},
+)
+
+
+async def completions(request: Request) -> Response:
+    service: Service = request.app.state.service
+    arrived = perf_counter()
+    service.check_open()
+    asked = read(await read_body(request, service.limits), CompletionBody)
+    service.check_model(asked.model)
+    prompts = read_prompts(asked.prompt, service.limits.max_prompts)
+    ids = [await service.encode(prompt) for prompt in prompts]
+    return await respond(request, FORM, asked, service.ask(ids, asked.params, arrived))
+
+
+def read_prompts(prompt: str | list[Any] | None, most: int) -> list[Prompt]:
+    """The four forms that a prompt may have, as a list of prompts."""
+    if prompt is None or prompt == []:
+        raise RequestError(
+            "prompt: give a string, a list of token ids, or a list of those", "prompt"
+        )
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [convert(prompt, list[int], "prompt")]
+    if len(prompt) > most:
+        raise RequestError(f"prompt: {len(prompt)} prompts, and {most} are allowed", "prompt")
+    kind = list[str] if isinstance(prompt[0], str) else list[list[int]]
+    prompts: list[Prompt] = convert(prompt, kind, "prompt")
+    return prompts

@@ -1,0 +1,118 @@
+"""One connection, within bounds that uvicorn does not set: bytes of headers, seconds, how many."""
+
+from asyncio import BaseTransport, TimerHandle
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from specserve.config import ServerConfig
+from specserve.errors import Overloaded, RequestError
+from specserve.server.protocol import TimedOut, error_body
+
+GRACE = 5.0  # seconds beyond those of the application, which can say what was too slow
+SPARE = 128  # connections beyond the limit that are told so; more are cut
+
+
+class HeadersTooLarge(RequestError):
+    status, code = 431, "headers_too_large"
+
+
+def bounded(limits: ServerConfig) -> type[HttpToolsProtocol]:
+    """uvicorn's protocol within `limits`."""
+
+    class Connection(HttpToolsProtocol):
+        timer: TimerHandle | None = None  # while the rest of a request is waited for
+        is_in_headers = True
+        is_refused = False
+        num_pending = 0  # bytes since the headers began
+        num_ignored = 0  # bytes of a body that nobody wants any more
+
+        def connection_made(self, transport: BaseTransport) -> None:
+            super().connection_made(transport)  # type: ignore[arg-type]
+            if len(self.connections) > limits.max_connections + SPARE:
+                self.transport.abort()
+            else:
+                self.expect_headers()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self.expect_nothing()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            if self.timer is None:
+                self.expect_headers()
+            self.num_pending += len(data)
+            super().data_received(data)
+            if self.is_in_headers and self.num_pending > limits.max_header_bytes:
+                self.refuse(too_large(limits))
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self.scope["extensions"] = {"specserve.cut": self.transport.abort}  # type: ignore[dict-item]
+
+        def on_headers_complete(self) -> None:
+            self.expect_nothing()
+            self.is_in_headers = False
+            size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+            if size > limits.max_header_bytes:
+                self.refuse(too_large(limits))
+            elif len(self.connections) > limits.max_connections:
+                self.refuse(Overloaded(f"{limits.max_connections} connections are open: ask later"))
+            if not self.is_refused:
+                self.timer = self.loop.call_later(limits.body_seconds + GRACE, self.cut)
+                super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            if self.is_refused:
+                return
+            if self.cycle.response_complete:
+                self.num_ignored += len(body)
+                if self.num_ignored > limits.max_body_bytes:
+                    self.transport.abort()
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            self.expect_nothing()
+            self.is_in_headers, self.num_pending, self.num_ignored = True, 0, 0
+            if not self.is_refused:
+                super().on_message_complete()
+
+        def expect_headers(self) -> None:
+            self.timer = self.loop.call_later(limits.header_seconds, self.on_slow_headers)
+
+        def expect_nothing(self) -> None:
+            if self.timer is not None:
+                self.timer.cancel()
+                self.timer = None
+
+        def on_slow_headers(self) -> None:
+            self.timer = None
+            if self.cycle is None or self.cycle.response_complete:  # else it was a stray line end
+                self.refuse(TimedOut(f"no headers came within {limits.header_seconds:g} s"))
+
+        def cut(self) -> None:
+            self.transport.abort()
+
+        def send_400_response(self, msg: str) -> None:
+            self.refuse(RequestError(msg))
+
+        def refuse(self, error: RequestError | Overloaded) -> None:
+            """An answer without the application, and the end of the connection."""
+            self.is_refused = True
+            body = msgspec.json.encode(error_body(error))
+            head = [
+                STATUS_LINE[error.status].rstrip(),
+                b"Content-Type: application/json",
+                b"Content-Length: %d" % len(body),
+                b"Connection: close",
+            ]
+            if isinstance(error, Overloaded):
+                head.append(b"Retry-After: %d" % (error.retry_after or 1))
+            self.transport.write(b"\r\n".join(head) + b"\r\n\r\n" + body)
+            self.transport.close()
+
+    return Connection
+
+
+def too_large(limits: ServerConfig) -> HeadersTooLarge:
+    return HeadersTooLarge(f"the headers are larger than {limits.max_header_bytes} bytes")

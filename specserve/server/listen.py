@@ -1,0 +1,20 @@
+"""Taking the port, before anything heavy is imported or loaded."""
+
+import socket
+
+from specserve.config import ServerConfig
+from specserve.errors import ConfigError
+
+
+def listen(limits: ServerConfig) -> socket.socket:
+    """The port is taken before anything is loaded: a mistake should not cost a minute."""
+    family = socket.AF_INET6 if ":" in limits.host else socket.AF_INET
+    try:
+        return socket.create_server(
+            (limits.host, limits.port), family=family, backlog=limits.max_connections
+        )
+    except OSError as e:
+        raise ConfigError(
+            f"cannot listen at {limits.host} port {limits.port} ({e.strerror or e}): take another "
+            "--port or --host, or --port 0 for any that is free"
+        ) from e

@@ -1,0 +1,190 @@
+"""Prometheus series: vLLM's names where it has one, so that boards work unchanged, and ours."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.metrics import MetricWrapperBase
+
+from specserve.engine.engine import Stats
+from specserve.engine.messages import Ready, Report
+from specserve.generation import Generation
+
+# From half a millisecond on: vLLM's own begin where a step of a small model has long ended.
+FAST = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08)
+SLOW = (0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+SECONDS = FAST + SLOW
+TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+M = TypeVar("M", bound=MetricWrapperBase)
+
+disable_created_metrics()  # a second series for every counter, which no board reads
+
+
+class Metrics:
+    """Fed with the engine's reports and the ends of requests; `text` is what /metrics says."""
+
+    def __init__(self, model: str, max_nodes: int) -> None:
+        self.registry, self.model = CollectorRegistry(), model
+        self.seen = Stats()
+        self.num_preempted = 0
+        self.running = self.gauge("vllm:num_requests_running", "Requests in the batch.")
+        self.waiting = self.gauge("vllm:num_requests_waiting", "Requests in the queue.")
+        self.usage = self.gauge("vllm:kv_cache_usage_perc", "Share of KV blocks held, 0 to 1.")
+        self.blocks = Gauge(
+            "specserve_kv_blocks",
+            "KV blocks by who holds them.",
+            ["model_name", "engine", "holder"],
+            registry=self.registry,
+        )
+        self.preemptions = self.counter("vllm:num_preemptions", "Requests put back in the queue.")
+        self.prompt_tokens = self.counter("vllm:prompt_tokens", "Prompt tokens of requests.")
+        self.generation_tokens = self.counter("vllm:generation_tokens", "Tokens emitted.")
+        self.drafts = self.counter("vllm:spec_decode_num_drafts", "Drafts verified.")
+        self.drafted = self.counter("vllm:spec_decode_num_draft_tokens", "Guesses verified.")
+        self.accepted = self.counter("vllm:spec_decode_num_accepted_tokens", "Guesses accepted.")
+        per_position = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Guesses accepted, by depth in the tree from 0.",
+            ["model_name", "engine", "position"],
+            registry=self.registry,
+        )
+        self.accepted_at = [per_position.labels(model, "0", str(i)) for i in range(max_nodes)]
+        self.rows = self.counter("specserve_rows", "Rows that the target computed.")
+        self.wasted = self.counter("specserve_wasted_rows", "Rows of guesses not accepted.")
+        self.drafter_errors = self.counter("specserve_drafter_errors", "Failures of the drafter.")
+        self.step_seconds = self.histogram("specserve_step_seconds", "Wall time of a step.")
+        self.draft_seconds = self.histogram("specserve_draft_seconds", "Drafting, of a step.")
+        self.verify_seconds = self.histogram(
+            "specserve_verify_seconds", "The target's forward, of a step."
+        )
+        self.step_tokens = self.histogram("vllm:iteration_tokens_total", "Rows of a step.", TOKENS)
+        self.add_request_series()
+
+    def add_request_series(self) -> None:
+        self.ttft = self.histogram("vllm:time_to_first_token_seconds", "Request in, token out.")
+        self.gap = self.histogram(
+            "vllm:inter_token_latency_seconds", "Between a request's steps, each of some tokens."
+        )
+        self.tpot = self.histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean over tokens after the first."
+        )
+        self.latency = self.histogram("vllm:e2e_request_latency_seconds", "Request in, all out.")
+        self.queue = self.histogram("vllm:request_queue_time_seconds", "Until it was admitted.")
+        self.prefill = self.histogram("vllm:request_prefill_time_seconds", "Then, to a token.")
+        self.decode = self.histogram("vllm:request_decode_time_seconds", "First to last token.")
+        self.inference = self.histogram("vllm:request_inference_time_seconds", "Admitted to end.")
+        self.num_prompt = self.histogram("vllm:request_prompt_tokens", "Of a request.", TOKENS)
+        self.num_output = self.histogram("vllm:request_generation_tokens", "Of one.", TOKENS)
+        self.max_tokens = self.histogram("vllm:request_params_max_tokens", "Asked for.", TOKENS)
+        self.success = Counter(
+            "vllm:request_success",
+            "Requests ended, by reason.",
+            ["model_name", "engine", "finished_reason"],
+            registry=self.registry,
+        )
+        self.rejections = Counter(
+            "vllm:admission_rejections",
+            "Requests refused at the door, by reason.",
+            ["model_name", "engine", "reason"],
+            registry=self.registry,
+        )
+
+    def gauge(self, name: str, words: str) -> Gauge:
+        return self.bound(Gauge(name, words, ["model_name", "engine"], registry=self.registry))
+
+    def counter(self, name: str, words: str) -> Counter:
+        return self.bound(Counter(name, words, ["model_name", "engine"], registry=self.registry))
+
+    def histogram(self, name: str, words: str, buckets: Sequence[float] = SECONDS) -> Histogram:
+        labels = ["model_name", "engine"]
+        return self.bound(Histogram(name, words, labels, buckets=buckets, registry=self.registry))
+
+    def bound(self, metric: M) -> M:
+        return metric.labels(self.model, "0")
+
+    def on_ready(self, ready: Ready) -> None:
+        info = Gauge(
+            "vllm:cache_config_info",
+            "Of the KV pool.",
+            ["model_name", "engine", "block_size", "num_gpu_blocks"],
+            registry=self.registry,
+        )
+        info.labels(self.model, "0", str(ready.block_size), str(ready.num_blocks)).set(1)
+        drafter = Gauge(
+            "specserve_drafter_info",
+            "Who guesses.",
+            ["model_name", "drafter"],
+            registry=self.registry,
+        )
+        drafter.labels(self.model, ready.drafter).set(1)
+
+    def on_report(self, report: Report) -> None:
+        self.running.set(report.num_running)
+        self.waiting.set(report.num_waiting)
+        held = sum(n for holder, n in report.blocks.items() if holder != "free")
+        self.usage.set(held / (sum(report.blocks.values()) or 1))
+        for holder, count in report.blocks.items():
+            self.blocks.labels(self.model, "0", holder).set(count)
+        self.preemptions.inc(report.num_preempted - self.num_preempted)
+        self.num_preempted = report.num_preempted
+        self.on_stats(report.stats)
+        for emission in report.emissions:
+            self.generation_tokens.inc(len(emission.tokens))
+            if emission.num_drafted:
+                self.drafts.inc()
+            for position in range(emission.num_accepted):
+                self.accepted_at[position].inc()
+
+    def on_stats(self, stats: Stats) -> None:
+        """The sums of all steps, against those of the last report: that is one step, or none."""
+        before, self.seen = self.seen, stats
+        drafted = stats.num_drafted - before.num_drafted
+        accepted = stats.num_accepted - before.num_accepted
+        self.drafted.inc(drafted)
+        self.accepted.inc(accepted)
+        self.wasted.inc(drafted - accepted)
+        self.rows.inc(stats.num_rows - before.num_rows)
+        self.drafter_errors.inc(stats.drafter_errors - before.drafter_errors)
+        if stats.num_steps > before.num_steps:
+            self.step_tokens.observe(stats.num_rows - before.num_rows)
+            self.step_seconds.observe(stats.step_seconds - before.step_seconds)
+            self.draft_seconds.observe(stats.draft_seconds - before.draft_seconds)
+            self.verify_seconds.observe(stats.verify_seconds - before.verify_seconds)
+
+    def on_tokens(self, generation: Generation, last_token_at: float) -> None:
+        """A step's tokens for one request; `last_token_at` is when those before came, or 0."""
+        now = generation.last_token_at
+        if last_token_at:
+            self.gap.observe(now - last_token_at)
+        else:
+            self.ttft.observe(now - generation.arrived)
+            self.queue.observe(max(0.0, generation.admitted_at - generation.arrived))
+            self.prefill.observe(now - generation.admitted_at)
+
+    def on_end(self, generation: Generation, reason: str) -> None:
+        self.success.labels(self.model, "0", reason).inc()
+        self.prompt_tokens.inc(len(generation.prompt))
+        self.num_prompt.observe(len(generation.prompt))
+        self.num_output.observe(len(generation.token_ids))
+        self.max_tokens.observe(generation.sampling.max_tokens)
+        if not generation.token_ids:
+            return
+        last, first = generation.last_token_at, generation.first_token_at
+        self.latency.observe(last - generation.arrived)
+        self.decode.observe(last - first)
+        self.inference.observe(last - generation.admitted_at)
+        if len(generation.token_ids) > 1:
+            self.tpot.observe((last - first) / (len(generation.token_ids) - 1))
+
+    def on_rejection(self, reason: str) -> None:
+        self.rejections.labels(self.model, "0", reason).inc()
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)

@@ -1,0 +1,245 @@
+"""What a request's body may say, and how a refusal reads."""
+
+import difflib
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, TypeVar, get_type_hints
+
+import msgspec
+from starlette.responses import Response
+
+from specserve.errors import Overloaded, RequestError, SpecserveError
+from specserve.sampling import SamplingParams
+
+MAX_ECHO = 200  # characters of the input that a refusal may repeat
+EVENT_STREAM = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-store",
+    "X-Accel-Buffering": "no",  # nginx would collect events
+}
+
+# OpenAI's fields that mean nothing here. They are read past, whatever they hold.
+HARMLESS = {
+    *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+    *("service_tier", "user", "verbosity"),
+}
+
+# Fields of peers that nothing here acts on yet -> the values that ask for nothing.
+NO_OP: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "cache_salt": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": (),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": (),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "logprob_token_ids": (),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "reasoning_effort": ("none",),
+    "repetition_penalty": (1,),
+    "request_id": (),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "slo": (),
+    "spaces_between_special_tokens": (True,),
+    "speculation": (),
+    "store": (False,),
+    "stream_interval": (1,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "thinking_token_budget": (),
+    "tool_choice": ("none", "auto"),
+    "tools": (),
+    "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+
+# Fields that will never be heard -> what to do instead.
+REFUSED = {
+    "chat_template": "the template is the model's own; render it yourself and call completions",
+    "prompt_embeds": "send text or token ids",
+    **dict.fromkeys(
+        ("guided_choice", "guided_grammar", "guided_json", "guided_regex"),
+        "these names are gone; structured output is asked for by response_format",
+    ),
+}
+
+T = TypeVar("T", bound="Body")
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.include_obfuscation:
+            raise ValueError("include_obfuscation is not supported yet: leave it out")
+
+
+class Body(SamplingParams, frozen=True, kw_only=True):
+    """The fields that both kinds of completion share."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        names = SamplingParams.__struct_fields__
+        return SamplingParams(**{name: getattr(self, name) for name in names})
+
+
+class NotFound(RequestError):
+    status = 404
+
+
+class Unauthorized(RequestError):
+    status, code = 401, "invalid_api_key"
+
+
+class TooLarge(RequestError):
+    status, code = 413, "request_too_large"
+
+
+class TimedOut(RequestError):
+    status, code = 408, "request_timeout"
+
+
+def decode_object(raw: bytes) -> dict[str, Any]:
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise RequestError(f"the body is no valid JSON: {cut(str(e))}") from e
+    except RecursionError as e:
+        raise RequestError("the body is nested too deeply") from e
+    if not isinstance(body, dict):
+        raise RequestError("the body has to be a JSON object")
+    return body
+
+
+def read(raw: bytes, kind: type[T]) -> T:
+    """The body of a completion."""
+    given = decode_object(raw)
+    for key in given.keys() - fields(kind).keys() - HARMLESS:
+        check_no_op(key, given[key], kind)
+    body = from_fields({k: v for k, v in given.items() if k in fields(kind)}, kind)
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options: only a stream has any; set stream", "stream_options")
+    return body
+
+
+def read_fields(raw: bytes, kind: type[S]) -> S:
+    """A body that has no other fields than its own."""
+    given = decode_object(raw)
+    for key in given.keys() - fields(kind).keys():
+        refuse_unknown(key, [*fields(kind)])
+    return from_fields(given, kind)
+
+
+def from_fields(given: dict[str, Any], kind: type[S]) -> S:
+    """One by one, so that a refusal can name its field. null is unset."""
+    known = fields(kind)
+    return kind(**{k: convert(v, known[k], k) for k, v in given.items() if v is not None})
+
+
+@cache
+def fields(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: hints[name] for name in kind.__struct_fields__}
+
+
+def convert(value: Any, kind: Any, path: str) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except (ValueError, RecursionError) as e:  # msgspec's ValidationError is a ValueError
+        reason, _, inner = str(e).partition(" - at `$")
+        param = path + inner.rstrip("`")
+        raise RequestError(f"{param}: {cut(reason)}", param) from e
+
+
+def check_no_op(key: str, value: Any, kind: type[Body]) -> None:
+    if key in REFUSED and value is not None:
+        raise RequestError(f"{key} is refused: {REFUSED[key]}", key)
+    if key not in NO_OP and key not in REFUSED:
+        refuse_unknown(key, [*fields(kind), *NO_OP, *HARMLESS])
+    if value is not None and not any(is_same(value, off) for off in NO_OP[key]):
+        off = " or ".join(msgspec.json.encode(v).decode() for v in (*NO_OP[key], None))
+        raise RequestError(f"{key} is not supported yet: leave it out, or send {off}", key)
+
+
+def is_same(value: Any, off: Any) -> bool:
+    """Equal as JSON is: true is not 1."""
+    return bool(value == off) and isinstance(value, bool) == isinstance(off, bool)
+
+
+def refuse_unknown(key: str, known: list[str], path: str = "") -> None:
+    near = difflib.get_close_matches(key[:64], known, n=1)
+    hint = f": did you mean {near[0]}?" if near else "; leave it out"
+    error = RequestError(f"unknown field {cut(path + key)!r}{hint}", cut(path + key))
+    error.code = "unknown_parameter"
+    raise error
+
+
+def cut(text: str) -> str:
+    """Bounded: a refusal must not be larger than what it refuses."""
+    return text if len(text) <= MAX_ECHO // 2 else f"{text[: MAX_ECHO // 2]}..."
+
+
+def error_body(error: BaseException) -> dict[str, Any]:
+    """OpenAI's shape: four fields, `code` a string or null."""
+    message, param, code = str(error), None, None
+    match error:
+        case RequestError():
+            kind, param, code = "invalid_request_error", error.param, error.code
+        case Overloaded():
+            kind, code = "service_unavailable", "server_is_overloaded"
+        case SpecserveError():
+            kind = "server_error"
+        case _:
+            # Ours: what is in it may be anything, and is for the log.
+            message, kind, code = "the server failed; its log says why", "server_error", "internal"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(error: BaseException) -> Response:
+    headers: Mapping[str, str] = {}
+    if isinstance(error, Overloaded):
+        if error.retry_after is None:
+            headers = {"Retry-After": "30", "x-should-retry": "false"}
+        else:
+            headers = {"Retry-After": str(error.retry_after)}
+    elif isinstance(error, Unauthorized):
+        headers = {"WWW-Authenticate": "Bearer"}
+    status = getattr(error, "status", 500)
+    return json_response(error_body(error), status, headers)
+
+
+def json_response(
+    content: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    body = msgspec.json.encode(content)
+    return Response(body, status, headers=headers, media_type="application/json")

@@ -1,0 +1,155 @@
+"""`specserve serve`: two processes from the start, and an orderly end."""
+
+import asyncio
+import logging
+import resource
+import socket
+import sys
+from collections.abc import Sequence
+from time import perf_counter
+from types import FrameType
+
+import uvicorn
+import uvloop
+
+from specserve.config import Config
+from specserve.engine.build import Phases, resolve_model
+from specserve.engine.client import EngineClient
+from specserve.engine.messages import Ready
+from specserve.engine.spawn import Spawned
+from specserve.errors import Overloaded
+from specserve.intake import load_intake
+from specserve.progress import LoadProgress, show_phases
+from specserve.server.app import make_app
+from specserve.server.http import bounded
+from specserve.server.service import Service, fingerprint
+from specserve.server.shape import Served
+
+ENGINE_DIED = 70  # the exit code; EX_SOFTWARE of sysexits.h
+FAREWELL, HASTE = 5.0, 0.5  # seconds for the last bytes to reach clients that read them
+QUESTION = '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64, "stream": true}'
+PREFIX = '{"prompt": "def ", "max_tokens": 64, "stream": true}'
+
+
+def serve(config: Config, spawned: Spawned, listener: socket.socket, started_at: float) -> int:
+    """Serve until a signal comes or the engine dies; the exit code."""
+    raise_file_limit()
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run(config, spawned, listener, started_at))
+
+
+async def run(config: Config, spawned: Spawned, listener: socket.socket, started_at: float) -> int:
+    engine = EngineClient(spawned)
+    await engine.connect()
+    service = Service(config, engine)
+    server = Server(service)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    living = asyncio.create_task(live(service, listener, started_at))
+    signalled = asyncio.create_task(server.signals.get())
+    try:
+        await asyncio.wait((living, signalled), return_when=asyncio.FIRST_COMPLETED)
+        return living.result() if living.done() else await drain(service, server)
+    finally:
+        living.cancel()
+        await server.leave(serving)
+        engine.close()
+
+
+async def live(service: Service, listener: socket.socket, started_at: float) -> int:
+    """Load, and serve until the engine dies."""
+    phases = Phases()
+    phases.note("imports", f"{perf_counter() - started_at:.2f} s")
+    config, engine = service.config, service.engine
+    with LoadProgress(sys.stderr.isatty()) as bar:
+        engine.on_loading = bar
+        intake = await asyncio.to_thread(load_intake, config, phases)
+        ready = await engine.ready
+    identity = fingerprint(config, resolve_model(config))
+    served = Served(service.name, identity, ready.drafter, config.speculation.max_nodes)
+    service.open(intake, served, ready)
+    show_phases(phases.table | ready.phases)
+    for line in introduction(service, ready, listener.getsockname(), perf_counter() - started_at):
+        print(line, flush=True)
+    await engine.died.wait()
+    print("error: the engine process has ended; so does this one", file=sys.stderr)
+    return ENGINE_DIED
+
+
+async def drain(service: Service, server: "Server") -> int:
+    """Take nobody in, and let answers end; a second signal, or time, breaks them off."""
+    service.is_draining = True
+    seconds = service.limits.drain_seconds
+    if service.answers:
+        print(
+            f"{len(service.answers)} answers have {seconds:g} s to end; another signal ends them",
+            file=sys.stderr,
+        )
+    drained = asyncio.create_task(service.drained())
+    again = asyncio.create_task(server.signals.get())
+    await asyncio.wait((drained, again), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    for answer in list(service.answers):
+        answer.end(Overloaded("the server has ended before the answer did", retry_after=None))
+    if not again.done():
+        return 0
+    server.patience = HASTE
+    return 128 + again.result()
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, except that signals are only noted: what they mean is decided above."""
+
+    patience = FAREWELL
+
+    def __init__(self, service: Service) -> None:
+        config = uvicorn.Config(
+            make_app(service),
+            http=bounded(service.limits),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+        )
+        super().__init__(config)
+        self.signals: asyncio.Queue[int] = asyncio.Queue()
+        self.running_loop = asyncio.get_running_loop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.running_loop.call_soon_threadsafe(self.signals.put_nowait, sig)
+
+    async def leave(self, serving: "asyncio.Task[None]") -> None:
+        """Let the last bytes out, as far as somebody reads them."""
+        self.should_exit = True
+        await asyncio.wait((serving,), timeout=self.patience)
+        self.force_exit = True
+        await serving
+
+
+def raise_file_limit() -> None:
+    """Every connection is a file; systems grant more than they give at first."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def introduction(
+    service: Service, ready: Ready, address: Sequence[object], seconds: float
+) -> list[str]:
+    """What is served, how, where, and a line to try it with."""
+    config, (host, port) = service.config, address[:2]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(host), str(host))
+    url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
+    guesses = f", up to {config.speculation.max_nodes} guesses a step"
+    has_chat = bool(service.intake.tokenizer.chat_template)
+    route, body = ("chat/completions", QUESTION) if has_chat else ("completions", PREFIX)
+    file = config.server.api_key_file
+    key = f""" -H "Authorization: Bearer $(head -n 1 '{file}')\"""" if file else ""
+    return [
+        f"serving {config.model.path} as {service.name}",
+        f"drafter {ready.drafter}{guesses if ready.drafter != 'none' else ', no guesses'}",
+        f"memory {ready.phases['pool'].partition(': ')[2]}; up to {service.intake.max_model_len} "
+        "tokens a request",
+        f"ready in {seconds:.1f} s at {url}",
+        f"curl -N {url}/v1/{route}{key} -H 'Content-Type: application/json' -d '{body}'",
+    ]

@@ -1,0 +1,142 @@
+"""What the routes share: the model's text side, the engine, and the one door to it."""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from specserve.config import Config
+from specserve.engine.client import EngineClient
+from specserve.engine.messages import Ready
+from specserve.errors import Overloaded, RequestError
+from specserve.intake import Intake
+from specserve.sampling import SamplingParams
+from specserve.server.answer import Answer
+from specserve.server.metrics import Metrics
+from specserve.server.protocol import NotFound, cut
+from specserve.server.shape import Served
+from specserve.server.worker import Worker
+from specserve.version import VERSION
+
+HUNG_SECONDS = 300  # no step takes so long that has not lost its way
+
+
+class Service:
+    """Open between `load` and the end of the engine, or the beginning of a drain."""
+
+    def __init__(self, config: Config, engine: EngineClient) -> None:
+        self.config, self.limits, self.engine = config, config.server, engine
+        self.name, self.started_at = served_name(config), int(time.time())
+        self.metrics = Metrics(self.name, config.speculation.max_nodes)
+        self.worker = Worker()
+        self.answers: set[Answer] = set()
+        self.is_draining = False
+        self.loaded: tuple[Intake, Served] | None = None
+        engine.on_report = self.metrics.on_report
+
+    @property
+    def intake(self) -> Intake:
+        assert self.loaded is not None, "a route reads only after check_open"
+        return self.loaded[0]
+
+    @property
+    def served(self) -> Served:
+        assert self.loaded is not None, "a route answers only after check_open"
+        return self.loaded[1]
+
+    @property
+    def is_ready(self) -> bool:
+        return self.loaded is not None and not self.is_draining and not self.engine.died.is_set()
+
+    @property
+    def is_alive(self) -> bool:
+        """The engine process is there and, where somebody waits for it, has lately stepped."""
+        silence = asyncio.get_running_loop().time() - self.engine.heard_at
+        return not self.engine.died.is_set() and (not self.answers or silence < HUNG_SECONDS)
+
+    def open(self, intake: Intake, served: Served, ready: Ready) -> None:
+        """All is loaded: let requests in."""
+        self.metrics.on_ready(ready)
+        self.loaded = intake, served
+
+    def check_open(self) -> None:
+        if self.is_draining or self.engine.died.is_set():
+            self.reject("draining" if self.is_draining else "engine_died")
+            raise Overloaded("the server is about to end: ask another one", retry_after=None)
+        if self.loaded is None:
+            self.reject("loading")
+            raise Overloaded("the model is still being loaded: ask again in a moment")
+
+    def check_model(self, name: str | None) -> None:
+        """Only one is served: who names none means it."""
+        if name is not None and name != self.name:
+            error = NotFound(
+                f"the model {cut(name)!r} is not served here; {self.name!r} is", "model"
+            )
+            error.code = "model_not_found"
+            raise error
+
+    def ask(self, prompts: Sequence[list[int]], params: SamplingParams, arrived: float) -> Answer:
+        """Queue a request for every prompt, or refuse them all."""
+        if len(params.stop) > self.limits.max_stop_strings and not isinstance(params.stop, str):
+            raise RequestError(
+                f"stop: {len(params.stop)} strings, and {self.limits.max_stop_strings} are allowed",
+                "stop",
+            )
+        for prompt in prompts:
+            self.intake.check_length(prompt)
+        samplings = [self.intake.resolve(params, len(prompt)) for prompt in prompts]
+        self.check_open()  # again: reading the body took its time
+        self.check_queue(prompts)
+        answer = Answer(self.engine, self.answers, self.metrics, arrived)
+        for prompt, sampling in zip(prompts, samplings, strict=True):
+            answer.ask(prompt, sampling, self.intake.tokenizer)
+        return answer
+
+    async def encode(self, prompt: str | list[int], add_special_tokens: bool = True) -> list[int]:
+        if isinstance(prompt, str):
+            return await self.worker.run(self.intake.encode, prompt, add_special_tokens)
+        return self.intake.read_ids(prompt)
+
+    def check_queue(self, prompts: Sequence[list[int]]) -> None:
+        """Better a refusal now than a first token that comes too late for anybody."""
+        queued = [g for a in self.answers for g in a.generations if not g.token_ids]
+        most = self.limits.max_queued_requests
+        if len(queued) + len(prompts) > most:
+            self.reject("queued_requests")
+            raise Overloaded(f"{len(queued)} requests wait already, and {most} may: ask later")
+        num_tokens = sum(map(len, prompts))
+        waiting = sum(len(g.prompt) for g in queued)
+        most = max(self.limits.max_queued_tokens, self.intake.max_model_len)
+        if waiting + num_tokens > most:
+            self.reject("queued_tokens")
+            raise Overloaded(
+                f"{waiting} prompt tokens wait already, these would add {num_tokens}, and {most} "
+                "may wait: ask later, or for fewer at a time"
+            )
+
+    def reject(self, reason: str) -> None:
+        self.metrics.on_rejection(reason)
+
+    async def drained(self) -> None:
+        """Until nobody waits for an answer any more."""
+        while self.answers:
+            await asyncio.sleep(0.02)
+
+
+def served_name(config: Config) -> str:
+    path = config.model.path or ""
+    if config.server.served_model_name is not None:
+        return config.server.served_model_name
+    return Path(path).resolve().name if Path(path).is_dir() else path
+
+
+def fingerprint(config: Config, folder: Path) -> str:
+    """Of all that the text depends on beside a request: equal for every drafter."""
+    digest = hashlib.sha256(f"{VERSION} {config.model.dtype}".encode())
+    for file in sorted(folder.glob("*.json")):
+        digest.update(file.read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{file.name} {file.stat().st_size}".encode())
+    return f"fp_{digest.hexdigest()[:12]}"

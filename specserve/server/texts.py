@@ -1,0 +1,52 @@
+"""POST /tokenize and /detokenize: what the model would read, and what it would say."""
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from specserve.errors import RequestError
+from specserve.server.body import read_body
+from specserve.server.chat import encode, read_messages
+from specserve.server.protocol import json_response, read_fields
+from specserve.server.service import Service
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    model: str | None = None
+    tokens: list[int] | None = None
+
+
+async def tokenize(request: Request) -> Response:
+    service: Service = request.app.state.service
+    service.check_open()
+    asked = read_fields(await read_body(request, service.limits), TokenizeBody)
+    service.check_model(asked.model)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise RequestError("give either prompt or messages", "prompt")
+    if asked.messages is not None:
+        ids = await encode(service, read_messages(asked.messages))
+    else:
+        ids = await service.encode(asked.prompt or "", asked.add_special_tokens)
+    limit = service.intake.max_model_len
+    return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids})
+
+
+async def detokenize(request: Request) -> Response:
+    service: Service = request.app.state.service
+    service.check_open()
+    asked = read_fields(await read_body(request, service.limits), DetokenizeBody)
+    service.check_model(asked.model)
+    if asked.tokens is None:
+        raise RequestError("tokens: give a list of token ids", "tokens")
+    ids = service.intake.read_ids(asked.tokens)
+    text = await service.worker.run(service.intake.tokenizer.decode, ids)
+    return json_response({"prompt": text})

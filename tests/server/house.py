@@ -1,0 +1,131 @@
+"""A real server in a process of its own, and the few ways in which tests talk to it."""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+SETTINGS = {"model.threads": 1, "memory.kv_bytes": 1 << 26}
+READY = re.compile(r"ready in [\d.]+ s at (http://\S+)")
+
+
+class ServerProcess:
+    """`specserve serve MODEL`; killed, if it still runs, when the block ends."""
+
+    def __init__(self, model, *args, env=None, **settings):
+        sets = [f"--set={key}={value}" for key, value in (SETTINGS | settings).items()]
+        command = [sys.executable, "-m", "specserve", "serve", str(model), "--port=0"]
+        self.process = subprocess.Popen(
+            [*command, *args, *sets],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | (env or {}),
+        )
+
+    def __enter__(self):
+        self.said = []
+        for line in self.process.stdout:
+            self.said.append(line.rstrip("\n"))
+            if ready := READY.search(line):
+                self.url = ready[1]
+                self.port = int(self.url.rpartition(":")[2])
+            if line.startswith("curl"):  # the last line of the introduction
+                return self
+        raise AssertionError(f"the server did not start: {self.process.communicate()}")
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.communicate()
+
+    @property
+    def engine_pid(self):
+        """The one child of the server."""
+        pid = self.process.pid
+        (child,) = open(f"/proc/{pid}/task/{pid}/children").read().split()
+        return int(child)
+
+    def signal(self, number=signal.SIGTERM):
+        self.process.send_signal(number)
+
+    def exit_code(self, seconds=10):
+        return self.process.wait(seconds)
+
+    def ask(self, method, path, body=None, headers=()):
+        """One request on a connection of its own: status, headers, and the body, decoded if JSON.
+
+        `body` may be bytes, or anything that JSON can hold.
+        """
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        with contextlib.closing(connection):
+            data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+            connection.request(method, path, data, dict(headers))
+            response = connection.getresponse()
+            raw = response.read()
+            is_json = response.headers.get("content-type", "").startswith("application/json")
+            text = json.loads(raw) if is_json else raw.decode()
+            return SimpleNamespace(status=response.status, headers=response.headers, body=text)
+
+    def get(self, path, **kw):
+        return self.ask("GET", path, **kw)
+
+    def post(self, path, body, **kw):
+        return self.ask("POST", path, body, **kw)
+
+    def stream(self, path, body):
+        """The payloads of a stream's events, in order, "[DONE]" included; comments left out."""
+        with self.open_stream(path, body) as events:
+            return list(events)
+
+    @contextlib.contextmanager
+    def open_stream(self, path, body):
+        """An iterator over the payloads; leaving the block closes the connection."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        with contextlib.closing(connection):
+            connection.request("POST", path, json.dumps(body | {"stream": True}).encode())
+            response = connection.getresponse()
+            assert response.status == 200, response.read()
+            yield payloads(response)
+
+    def connect(self):
+        """A bare connection."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+    def metric(self, name, **labels):
+        """The value of one series of /metrics."""
+        for line in self.get("/metrics").body.splitlines():
+            series, _, value = line.rpartition(" ")
+            has_labels = all(f'{k}="{v}"' in series for k, v in labels.items())
+            if series.partition("{")[0] == name and has_labels:
+                return float(value)
+        raise AssertionError(f"no series {name} {labels}")
+
+    def held_blocks(self):
+        return sum(self.metric("specserve_kv_blocks", holder=h) for h in ("target", "draft"))
+
+    def wait_until_idle(self, seconds=5):
+        """Nobody runs, nobody waits, nobody holds a block."""
+        names = "vllm:num_requests_running", "vllm:num_requests_waiting"
+        eventually(lambda: self.held_blocks() + sum(map(self.metric, names)) == 0, seconds)
+
+
+def payloads(response):
+    for line in response:
+        if line.startswith(b"data: "):
+            data = line.removeprefix(b"data: ").strip()
+            yield "[DONE]" if data == b"[DONE]" else json.loads(data)
+
+
+def eventually(is_so, seconds=5):
+    """Wait until something becomes true."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.01)
