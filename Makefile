@@ -18,14 +18,14 @@ export SPECSERVE_TEST_MODELS
 TINY := .models/tiny
 PAIR := $(wildcard $(SPECSERVE_TEST_MODELS)/code-target/config.json)
 ifdef PAIR
-MODEL_FLAGS := --model $(SPECSERVE_TEST_MODELS)/code-target \
-	--draft-model $(SPECSERVE_TEST_MODELS)/code-draft
+MODEL := $(SPECSERVE_TEST_MODELS)/code-target
+DRAFT_FLAGS := --draft-model $(SPECSERVE_TEST_MODELS)/code-draft
 else
-MODEL_FLAGS := --model $(TINY)
+MODEL := $(TINY)
 MODEL_NEEDS := $(TINY)/config.json
 endif
 
-.PHONY: setup test check lint generate bench
+.PHONY: setup test check lint serve generate bench
 
 setup: $(COMPILED)
 
@@ -53,8 +53,11 @@ lint: setup
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 
+serve: setup $(MODEL_NEEDS)
+	$(VENV)/bin/specserve serve $(MODEL) $(DRAFT_FLAGS)
+
 generate: setup $(MODEL_NEEDS)
-	$(VENV)/bin/specserve generate "$$(cat examples/prompt.txt)" $(MODEL_FLAGS) \
+	$(VENV)/bin/specserve generate "$$(cat examples/prompt.txt)" --model $(MODEL) $(DRAFT_FLAGS) \
 		--max-tokens 96 --temperature 0.8 --seed 0
 
 $(TINY)/config.json: | setup

@@ -1,4 +1,4 @@
-"""`make bench`: the engine's figures on the CPU, as tables and one JSON line.
+"""`make bench`: the figures of engine and server on the CPU, as tables and JSON lines.
 
 Where two things are compared they are run in turn, so that a busy neighbour hits both.
 """
@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +21,7 @@ from specserve.version import VERSION
 import torch  # isort: skip
 
 from specserve_bench.prompts import PROMPTS
+from specserve_bench.serving import serving_figures
 from specserve_bench.shapes import random_checkpoint
 from specserve_bench.steps import plain_step_figures
 from specserve_bench.watch import OpClock
@@ -35,19 +37,25 @@ RESULTS = Path("bench/results")
 RANDOM_SHAPE = Path(".models/qwen3-0.6b-random")
 
 
-def main() -> int:
+def main(parts: Sequence[str]) -> int:
+    """All parts, or those named: engine, server."""
     models = os.environ.get("SPECSERVE_TEST_MODELS")
-    figures: dict[str, Any] = {"machine": machine()}
-    if models:
-        figures["pair"] = pair_figures(Path(models))
-    else:
+    if not models:
         print("SPECSERVE_TEST_MODELS is not set: the figures of the trained pair are left out")
-    figures["plain_step"] = plain_step_figures(random_checkpoint("qwen3-0.6b", RANDOM_SHAPE))
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(figures)
-    (RESULTS / "engine-cpu.json").write_text(line + "\n")
-    print(line)
+    if "engine" in parts or not parts:
+        figures = {"pair": pair_figures(Path(models))} if models else {}
+        shape = random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)
+        keep("engine-cpu", figures | {"plain_step": plain_step_figures(shape)})
+    if models and ("server" in parts or not parts):
+        keep("server-cpu", serving_figures(Path(models)))
     return 0
+
+
+def keep(name: str, figures: dict[str, Any]) -> None:
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    line = json.dumps({"machine": machine()} | figures)
+    (RESULTS / f"{name}.json").write_text(line + "\n")
+    print(line)
 
 
 def pair_figures(models: Path) -> dict[str, Any]:
@@ -155,4 +163,4 @@ def cpu_name() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 SETTINGS = {"model.threads": 1, "memory.kv_bytes": 1 << 26}
@@ -49,7 +50,7 @@ class ServerProcess:
     def engine_pid(self):
         """The one child of the server."""
         pid = self.process.pid
-        (child,) = open(f"/proc/{pid}/task/{pid}/children").read().split()
+        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return int(child)
 
     def signal(self, number=signal.SIGTERM):

@@ -1,0 +1,169 @@
+"""The server's figures on the CPU, measured from outside over real HTTP."""
+
+import asyncio
+import json
+import random
+from collections.abc import Coroutine
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from specserve import LLM, SamplingParams
+from specserve_bench.prompts import PROMPTS
+from specserve_bench.served import Served, settings
+from specserve_bench.stream import Stream, send, stream
+
+ROUNDS = 7
+NUM_STREAMS, STREAM_TOKENS = 16, 200
+NUM_IDLE = 1000
+LONG_PROMPT, CHUNK = 2000, 128
+COMPLETIONS = "/v1/completions"
+
+
+def serving_figures(models: Path) -> dict[str, Any]:
+    pair = (models / "code-target", "--draft-model", models / "code-draft")
+    figures = {
+        "ready_s": ready_seconds(pair),
+        "overhead": overhead(pair),
+        "idle": idle_connections(pair),
+        "newcomer": newcomer(pair),
+    }
+    for name, values in figures.items():
+        print(f"{name}: {json.dumps(values)}")
+    return figures
+
+
+def ready_seconds(pair: tuple[object, ...]) -> list[float]:
+    """From the start of the process until it says that it is ready."""
+    return sorted(round(one_start(pair), 2) for _ in range(ROUNDS))
+
+
+def one_start(pair: tuple[object, ...]) -> float:
+    with Served(*pair) as served:
+        return served.ready_seconds
+
+
+def overhead(pair: tuple[object, ...]) -> dict[str, Any]:
+    """CPU time of the API process for one step of one of 16 streams, requests included."""
+    with Served(*pair) as served:
+        costs = [one_overhead(served) for _ in range(1 + ROUNDS)][1:]
+    return {
+        "streams": NUM_STREAMS,
+        "api_cpu_ms_per_stream_and_step": round(median(costs), 4),
+        "min_max": [round(f(costs), 4) for f in (min, max)],
+    }
+
+
+def one_overhead(served: Served) -> float:
+    async def all_streams() -> list[Stream]:
+        bodies = [body_for(PROMPTS[i % len(PROMPTS)], seed=i) for i in range(NUM_STREAMS)]
+        asked = (stream(served.host, served.port, COMPLETIONS, b) for b in bodies)
+        return await asyncio.gather(*asked)
+
+    before = served.cpu_seconds()
+    streams = asyncio.run(all_streams())
+    cost = served.cpu_seconds() - before
+    # A prompt's last chunk brings the first token, and counts as a step of its stream as well.
+    steps = [1 + s.final["metrics"]["speculative_decoding"]["num_spec_steps"] for s in streams]
+    return 1e3 * cost / float(sum(steps))
+
+
+def body_for(prompt: str, seed: int, max_tokens: int = STREAM_TOKENS) -> dict[str, Any]:
+    options = {"max_tokens": max_tokens, "temperature": 1, "top_p": 1, "ignore_eos": True}
+    return {"prompt": prompt, "seed": seed, **options}
+
+
+def idle_connections(pair: tuple[object, ...]) -> dict[str, Any]:
+    """Growth of the API process by streams that wait in the queue, once a comment has gone out."""
+    bounds = settings(
+        scheduler__max_running=1, server__max_queued_requests=2000, server__comment_seconds=1
+    )
+    with Served(*pair, *bounds) as served:
+        asyncio.run(stream(served.host, served.port, COMPLETIONS, body_for(PROMPTS[0], 0, 20)))
+        before = served.resident_bytes()
+        grown = asyncio.run(held_open(served)) - before
+    return {"connections": NUM_IDLE, "grown_mb": round(grown / 1e6, 1)}
+
+
+async def held_open(served: Served) -> int:
+    """The memory while all of them wait behind one long answer."""
+    writers = []
+    for i in range(1 + NUM_IDLE):
+        reader, writer = await asyncio.open_connection(served.host, served.port)
+        await send(writer, COMPLETIONS, body_for(PROMPTS[0], i, 4000) | {"stream": True})
+        writers.append(writer)
+        if i >= NUM_IDLE - 1:
+            await reader.readuntil(b": waiting")  # the last ones have been let in and wait
+    resident = served.resident_bytes()
+    for writer in writers:
+        writer.close()
+    return resident
+
+
+def newcomer(pair: tuple[object, ...]) -> dict[str, Any]:
+    """A long prompt comes while a stream runs: the stream's longest gap, the newcomer's TTFT.
+
+    Chunk steps grow with the context that they attend to, so the longest gap is held against the
+    longest chunk step of the same prompt alone, in an engine of this process. One thread each, so
+    that both engines do the same work whatever their load-time timings would have chosen.
+    """
+    target, _, draft = pair
+    options = {"scheduler.prefill_chunk": CHUNK, "model.threads": 1, "memory.kv_bytes": 1 << 28}
+    flags = [f"--set={key}={value}" for key, value in options.items()]
+    with (
+        LLM(str(target), str(draft), set=options, progress=False) as llm,
+        Served(*pair, *flags) as s,
+    ):
+        rounds = [one_newcomer(s, llm, i) for i in range(1 + ROUNDS)][1:]
+    middle = {key: round(median(r[key] for r in rounds), 2) for key in rounds[0]}
+    gap = [r["longest_gap_ms"] / r["longest_chunk_step_ms"] for r in rounds]
+    ttft = [r["ttft_ms"] / r["alone_ttft_ms"] for r in rounds]
+    return middle | {
+        "gap_over_chunk_step": round(median(gap), 3),
+        "gap_over_chunk_step_min_max": [round(min(gap), 3), round(max(gap), 3)],
+        "ttft_over_alone": round(median(ttft), 3),
+        "ttft_over_alone_min_max": [round(min(ttft), 3), round(max(ttft), 3)],
+    }
+
+
+def one_newcomer(served: Served, llm: LLM, seed: int) -> dict[str, float]:
+    long = random.Random(seed).choices(range(300, 8000), k=LONG_PROMPT)
+    chunk_step = longest_step(llm, long)
+    alone, late, during = asyncio.run(beside_a_stream(served, long, seed))
+    end = late.said_at[0]
+    assert during.said_at[-1] > end, "the stream had ended before the newcomer was served"
+    gaps = [b - a for a, b in pairwise(during.said_at) if b > late.sent_at and a < end]
+    return {
+        "longest_chunk_step_ms": 1e3 * chunk_step,
+        "longest_gap_ms": 1e3 * max(gaps),
+        "alone_ttft_ms": 1e3 * alone.ttft,
+        "ttft_ms": 1e3 * late.ttft,
+    }
+
+
+def longest_step(llm: LLM, prompt: list[int]) -> float:
+    """Of the steps that compute a prompt with nobody else there."""
+    generation = llm.start(prompt, SamplingParams(max_tokens=1))
+    seconds = []
+    while not generation.is_done:
+        start = perf_counter()
+        llm.step()
+        seconds.append(perf_counter() - start)
+    llm.end([generation])
+    return max(seconds)
+
+
+async def beside_a_stream(served: Served, long: list[int], seed: int) -> list[Stream]:
+    """The long prompt alone, then another one beside a stream, and that stream."""
+
+    def ask(prompt: Any, max_tokens: int) -> Coroutine[Any, Any, Stream]:
+        body = body_for(prompt, seed, max_tokens)
+        return stream(served.host, served.port, COMPLETIONS, body)
+
+    alone = await ask(long, 1)
+    running = asyncio.create_task(ask(PROMPTS[0], 1500))
+    await asyncio.sleep(0.3)
+    late = await ask(long[::-1], 1)
+    return [alone, late, await running]

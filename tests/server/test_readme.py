@@ -1,0 +1,54 @@
+"""What README and docs/server.md show of the server is run against one."""
+
+import contextlib
+import io
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from specserve.config import ServerConfig
+from specserve.server.app import make_app
+from specserve.server.protocol import HARMLESS
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+MANUAL = (ROOT / "docs/server.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
+CURLS = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
+CURLS = [line for line in CURLS if line.startswith("curl ")]
+HERE = "http://127.0.0.1:8000"
+
+
+@pytest.mark.parametrize("line", CURLS)
+def test_every_curl_line_streams_an_answer(server, line):
+    said = subprocess.check_output(shlex.split(line.replace(HERE, server.url) + " -s"), text=True)
+    assert said.endswith("data: [DONE]\n\n") and '"error"' not in said
+
+
+def test_the_line_that_the_server_prints_works(server):
+    said = subprocess.check_output([*shlex.split(server.said[-1]), "-s"], text=True)
+    assert said.endswith("data: [DONE]\n\n") and '"error"' not in said
+
+
+def test_the_example_with_the_openai_client_prints_an_answer(server):
+    [code] = [text for kind, text in BLOCKS if kind == "python" and "openai" in text]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(compile(code.replace(HERE, server.url), "README.md", "exec"), {})
+    assert said.getvalue()
+
+
+def test_the_manual_names_every_route():
+    [table] = re.findall(r"## Routes\n(.*?)\n##", MANUAL, re.DOTALL)
+    app = make_app(SimpleNamespace(limits=ServerConfig()))
+    routes = {route.path.replace(":path", "") for route in app.routes}
+    assert set(re.findall(r"`(?:GET |POST )?(/[\w/{}]+)`", table)) == routes
+
+
+def test_the_manual_names_every_field_that_is_read_past():
+    [listed] = re.findall(r"Read past.*?: (.*?), and `name`", MANUAL, re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", listed)) == HARMLESS
