@@ -62,6 +62,7 @@ def parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     add_generate(commands.add_parser("generate", help="generate text from prompts"))
     add_serve(commands.add_parser("serve", help="serve a model over HTTP, as OpenAI does"))
+    add_chat(commands.add_parser("chat", help="chat with a server, or with a model right here"))
     add_config(commands.add_parser("config", help="show or check the resolved configuration"))
     return top
 
@@ -70,9 +71,7 @@ def add_generate(p: argparse.ArgumentParser) -> None:
     p.add_argument("prompts", nargs="+", metavar="PROMPT")
     p.add_argument("--model", help="the model: a local folder or a hub id")
     add_drafting(p)
-    p.add_argument("--max-tokens", type=int, help="default: the rest of the context")
-    p.add_argument("--temperature", type=float, help="0 is greedy; default: the model's, else 1")
-    p.add_argument("--seed", type=int, help="default: drawn, and reported by --json")
+    add_sampling(p)
     p.add_argument("--json", action="store_true", help="JSON lines on stdout, one a prompt")
     add_settings(p)
     p.set_defaults(action=generate)
@@ -87,6 +86,25 @@ def add_serve(p: argparse.ArgumentParser) -> None:
     p.add_argument("--api-key-file", help="a file with the keys that are let in, one a line")
     add_settings(p)
     p.set_defaults(action=serve)
+
+
+def add_chat(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--url", help="the server that answers; default: a model in this process does")
+    p.add_argument(
+        "--model", help="a local folder or a hub id; with --url, the server's name of it"
+    )
+    p.add_argument("--api-key-file", type=Path, metavar="FILE", help="with --url: the key to show")
+    add_drafting(p)
+    p.add_argument("--system", metavar="TEXT", help="what the model is told before all messages")
+    add_sampling(p)
+    add_settings(p)
+    p.set_defaults(action=chat)
+
+
+def add_sampling(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--max-tokens", type=int, help="default: the rest of the context")
+    p.add_argument("--temperature", type=float, help="0 is greedy; default: the model's, else 1")
+    p.add_argument("--seed", type=int, help="the same seed gives the same text; default: drawn")
 
 
 def add_drafting(p: argparse.ArgumentParser) -> None:
@@ -133,9 +151,7 @@ def generate(args: argparse.Namespace) -> None:
 
     if not args.json:
         print(f"imports took {perf_counter() - start:.2f} s", file=sys.stderr)
-    params = SamplingParams(
-        max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed
-    )
+    params = SamplingParams(**sampling(args))
     with LLM(config=args.config, progress=not args.json, **settings) as llm:
         if args.json:
             print_json(llm.generate(args.prompts, params))
@@ -170,6 +186,38 @@ def serve(args: argparse.Namespace) -> int:
         return serve(config, spawned, listener, started_at)
 
 
+def chat(args: argparse.Namespace) -> None:
+    from specserve.chat import Chat, Local, converse
+
+    if args.url is not None:
+        from specserve.remote import Remote, read_key
+
+        refuse_with_url(args)
+        key = None if args.api_key_file is None else read_key(args.api_key_file)
+        remote = Remote(args.url, key, {"model": args.model, **sampling(args)})
+        converse(Chat(remote, args.system))
+        return
+    if args.api_key_file is not None:
+        raise ConfigError("--api-key-file: only a server takes a key; name it with --url")
+    settings = resolve(args)
+    from specserve import LLM, SamplingParams
+
+    with LLM(config=args.config, **settings) as llm:
+        converse(Chat(Local(llm, SamplingParams(**sampling(args))), args.system))
+
+
+def refuse_with_url(args: argparse.Namespace) -> None:
+    for flag in ("draft_model", "drafter", "config", "set"):
+        if getattr(args, flag):
+            name = flag.replace("_", "-")
+            raise ConfigError(f"--{name} is the server's own affair: leave it out with --url")
+
+
+def sampling(args: argparse.Namespace) -> dict[str, Any]:
+    names = "max_tokens", "temperature", "seed"
+    return {name: getattr(args, name) for name in names}
+
+
 def resolve(args: argparse.Namespace) -> dict[str, Any]:
     """What `LLM` is called with; a mistake in any setting is raised here."""
     return {
@@ -192,8 +240,8 @@ def configured(args: argparse.Namespace, **server: Any) -> Config:
     config = load_config(args.config, dict(map(parse_override, args.set)) | given)
     if config.model.path is None:
         raise ConfigError(
-            "no model named: say --model with a local folder or a hub id, "
-            "or set model.path in the file given to --config"
+            "no model named: give a local folder or a hub id (serve MODEL, generate --model MODEL, "
+            "chat --model MODEL), or set model.path in the file given to --config"
         )
     return config
 
@@ -211,16 +259,9 @@ def print_stream(steps: "Generator[tuple[str, list[int]], None, Output]") -> "Ou
 
 def print_footer(output: "Output") -> None:
     """On stderr, so that a pipe gets the text alone."""
-    timing, speculation = output.timing, output.speculation
-    parts = [
-        f"{output.usage.completion_tokens} tokens",
-        f"TTFT {timing.ttft_ms:.0f} ms",
-        f"{1000 * output.usage.completion_tokens / timing.total_ms:.1f} tokens/s",
-    ]
-    if speculation.mean_acceptance_length is not None:
-        parts.append(f"acceptance length {speculation.mean_acceptance_length:.2f}")
-    parts += [f"drafter {speculation.drafter}", f"ended by {output.finish_reason}"]
-    print(f"[{' | '.join(parts)}]", file=sys.stderr)
+    from specserve.chat import measured
+
+    print(measured(output).footer(), file=sys.stderr)
 
 
 def print_json(outputs: "Sequence[Output]") -> None:

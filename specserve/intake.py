@@ -51,6 +51,8 @@ class Intake(msgspec.Struct, frozen=True):
             text: str = self.tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=False
             )
+        except TimeoutError:  # it was stopped
+            raise
         except Exception as e:  # a template is the model's own code, and raises what it likes
             raise RequestError(f"the chat template refuses these messages: {e!s:.200}") from e
         return text

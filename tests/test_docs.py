@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -26,19 +27,33 @@ def test_every_make_target_that_is_named_exists(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """What README calls path/to/model and path/to/draft."""
+    top = tmp_path_factory.mktemp("models")
+    return {f"path/to/{name}": str(tiny_checkpoint(top / name)) for name in ("model", "draft")}
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_runs(command, monkeypatch, capsys):
+def test_every_command_runs(command, folders, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setitem(vars(specserve), "LLM", FakeLLM)
     monkeypatch.setitem(vars(specserve), "SamplingParams", FakeParams)
+    # What serves and what listens have tests of their own, and so has `chat`.
+    monkeypatch.setattr("specserve.engine.spawn.spawn", lambda config: config)
+    monkeypatch.setattr("specserve.server.listen.listen", lambda limits: nullcontext())
+    monkeypatch.setattr("specserve.server.serve.serve", lambda *args: 0)
+    monkeypatch.setattr("specserve.remote.Remote", lambda *args: None)
+    monkeypatch.setattr("specserve.chat.converse", lambda chat: None)
+    for name, folder in folders.items():
+        command = command.replace(name, folder)
     assert cli.main(shlex.split(command)[1:]) == 0, capsys.readouterr().err
 
 
-def test_the_python_example_runs(tmp_path, capsys):
+def test_the_python_example_runs(folders, capsys):
     [code] = [text for kind, text in BLOCKS if kind == "python" and "from specserve" in text]
-    for name in ("model", "draft"):
-        folder = tiny_checkpoint(tmp_path / name)
-        code = code.replace(f"path/to/{name}", str(folder))
+    for name, folder in folders.items():
+        code = code.replace(name, folder)
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out
 

@@ -16,6 +16,8 @@ LAYERS = [  # ground floor first
     ("specserve.intake", "specserve.generation"),
     ("specserve.llm", "specserve"),  # `specserve` itself exports what `specserve.llm` defines
     ("specserve.server",),
+    ("specserve.chat",),
+    ("specserve.remote",),
     ("specserve.cli", "specserve.__main__"),
     ("specserve_bench",),
 ]

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from specserve.text import TextStream
@@ -219,6 +219,58 @@ def test_the_text_does_not_depend_on_how_many_tokens_come_at_once(tokenizer, ids
         size = data.draw(st.integers(1, 9))
         got, ids = got + many.push(ids[:size]).text, ids[size:]
     assert got + many.finish() == want
+
+
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "mat",
+    "unreadable",
+    "reader",
+    "don't",
+    "é",
+    "한국",
+    ".",
+    ",",
+    "x" * 9,
+]
+
+
+def trained(tokenizer, trainer, decoder):
+    tokenizer.train_from_iterator([" ".join(WORDS)] * 3, trainer)
+    tokenizer.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def sentence_piece():
+    """As SentencePiece's unigrams: a word carries the space before it, but not the first."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=60, unk_token="<unk>", special_tokens=["<unk>"])
+    return trained(tokenizer, trainer, decoders.Metaspace())
+
+
+def word_piece():
+    """As BERT's: a piece inside a word is marked, and what is not marked gets a space before it."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(vocab_size=60, special_tokens=["[UNK]"])
+    return trained(tokenizer, trainer, decoders.WordPiece())
+
+
+@pytest.mark.parametrize("tokenizer", [tiny_tokenizer(), sentence_piece(), word_piece()])
+@given(st.lists(st.sampled_from(WORDS), max_size=12), st.integers(0, 9), sizes)
+def test_a_stream_says_what_decoding_the_whole_says(tokenizer, words, num_prompt, sizes):
+    ids = tokenizer(" ".join(words))["input_ids"] if words else []
+    options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    prompt = tokenizer.decode(ids[:num_prompt], **options)
+    if UNFINISHED in prompt:
+        prompt, ids = "", ids[num_prompt:]
+        num_prompt = 0
+    stream = TextStream(tokenizer, ids[:num_prompt])
+    said = "".join(stream.push(new).text for new in steps(ids[num_prompt:], sizes))
+    assert prompt + said + stream.finish() == tokenizer.decode(ids, **options)
 
 
 def test_runs_of_byte_tokens_are_read_character_by_character():

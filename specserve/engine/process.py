@@ -8,12 +8,10 @@ import sys
 
 import msgspec
 
+from specserve.engine.build import Loaded, build
+from specserve.engine.engine import Emission, Engine
 from specserve.engine.frames import Frames
-from specserve.engine.spawn import Start
-
-from specserve.engine.build import Loaded, build  # isort: skip
-from specserve.engine.engine import Emission, Engine  # isort: skip
-from specserve.engine.messages import (  # isort: skip
+from specserve.engine.messages import (
     Failed,
     FromEngine,
     Loading,
@@ -22,7 +20,8 @@ from specserve.engine.messages import (  # isort: skip
     decode_orders,
     frame,
 )
-from specserve.errors import ConfigError  # isort: skip
+from specserve.engine.spawn import Start
+from specserve.errors import ConfigError
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 CHUNK = 1 << 20
@@ -53,10 +52,9 @@ class Link:
 def main(fd: int) -> None:
     """Load, and step until nobody is at the other end any more."""
     outlive_nobody()
-    # Ctrl-C and a service manager's SIGTERM reach the whole group. The parent alone decides what
-    # they mean: this process goes on stepping while requests are drained.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    # A service manager sends SIGTERM to all processes of a service. The parent alone decides what
+    # it means: this one goes on stepping while requests are drained.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link = Link(socket.socket(fileno=fd))
     try:
         start = msgspec.msgpack.decode(link.receive(wait=True)[0], type=Start)

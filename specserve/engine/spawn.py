@@ -32,6 +32,7 @@ def spawn(config: Config) -> Spawned:
             [sys.executable, "-m", "specserve.engine.process", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
+            process_group=0,  # a terminal's Ctrl-C is for the parent
         )
     ours.sendall(pack(msgspec.msgpack.encode(Start(config, os.getpid()))))
     return Spawned(process, ours)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from time import perf_counter
 from types import FrameType
+from typing import NoReturn
 
 import uvicorn
 import uvloop
@@ -17,7 +18,7 @@ from specserve.engine.build import Phases, resolve_model
 from specserve.engine.client import EngineClient
 from specserve.engine.messages import Ready
 from specserve.engine.spawn import Spawned
-from specserve.errors import Overloaded
+from specserve.errors import EngineDied, Overloaded
 from specserve.intake import load_intake
 from specserve.progress import LoadProgress, show_phases
 from specserve.server.app import make_app
@@ -35,8 +36,12 @@ def serve(config: Config, spawned: Spawned, listener: socket.socket, started_at:
     """Serve until a signal comes or the engine dies; the exit code."""
     raise_file_limit()
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(run(config, spawned, listener, started_at))
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(run(config, spawned, listener, started_at))
+    except EngineDied as e:
+        print(f"error: {e}", file=sys.stderr)
+        return ENGINE_DIED
 
 
 async def run(config: Config, spawned: Spawned, listener: socket.socket, started_at: float) -> int:
@@ -49,14 +54,16 @@ async def run(config: Config, spawned: Spawned, listener: socket.socket, started
     signalled = asyncio.create_task(server.signals.get())
     try:
         await asyncio.wait((living, signalled), return_when=asyncio.FIRST_COMPLETED)
-        return living.result() if living.done() else await drain(service, server)
+        if living.done():
+            living.result()  # raises what ended it
+        return await drain(service, server)
     finally:
         living.cancel()
         await server.leave(serving)
         engine.close()
 
 
-async def live(service: Service, listener: socket.socket, started_at: float) -> int:
+async def live(service: Service, listener: socket.socket, started_at: float) -> NoReturn:
     """Load, and serve until the engine dies."""
     phases = Phases()
     phases.note("imports", f"{perf_counter() - started_at:.2f} s")
@@ -72,8 +79,7 @@ async def live(service: Service, listener: socket.socket, started_at: float) -> 
     for line in introduction(service, ready, listener.getsockname(), perf_counter() - started_at):
         print(line, flush=True)
     await engine.died.wait()
-    print("error: the engine process has ended; so does this one", file=sys.stderr)
-    return ENGINE_DIED
+    raise EngineDied("the engine process has ended, and so does this one")
 
 
 async def drain(service: Service, server: "Server") -> int:

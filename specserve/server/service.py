@@ -97,7 +97,8 @@ class Service:
     async def encode(self, prompt: str | list[int], add_special_tokens: bool = True) -> list[int]:
         if isinstance(prompt, str):
             return await self.worker.run(self.intake.encode, prompt, add_special_tokens)
-        return self.intake.read_ids(prompt)
+        self.intake.check_length(prompt)  # first, as it costs nothing
+        return await self.worker.run(self.intake.read_ids, prompt)
 
     def check_queue(self, prompts: Sequence[list[int]]) -> None:
         """Better a refusal now than a first token that comes too late for anybody."""

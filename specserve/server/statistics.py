@@ -45,7 +45,9 @@ def metrics(generations: Sequence[Generation], drafter: str, max_nodes: int) -> 
         "queue_time_ms": 1e3 * (admitted_at(generations) - arrived),
         "mean_itl_ms": 1e3 * spread / sum(gaps) if sum(gaps) else None,
         "tokens_per_second": per_second(generations),
-        "speculative_decoding": None if drafter == "none" else speculation(generations, max_nodes),
+        "speculative_decoding": None
+        if drafter == "none"
+        else {"drafter": drafter} | speculation(generations, max_nodes),
     }
 
 

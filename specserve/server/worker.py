@@ -48,6 +48,10 @@ class Job(Generic[T]):
         finally:
             with self.lock:
                 self.thread = None
+            for _ in range(
+                2
+            ):  # the interpreter looks at loops: a stop is raised here at the latest
+                pass
 
     def seconds(self) -> float:
         return 0.0 if self.started_at is None else perf_counter() - self.started_at

@@ -1,0 +1,185 @@
+"""A conversation at a terminal, whoever answers.
+
+No torch in here: whoever talks to a server must not pay for it.
+"""
+
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from importlib import import_module
+from io import TextIOWrapper
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from specserve.errors import PromptTooLong, RequestError, SpecserveError
+
+if TYPE_CHECKING:
+    from specserve.generation import Output
+    from specserve.llm import LLM
+    from specserve.sampling import SamplingParams
+
+Message = Mapping[str, str]
+
+PROMPT = "> "
+INTRODUCTION = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+
+
+class Statistics(NamedTuple):
+    """How an answer went. None is what was not measured, or not told."""
+
+    finish_reason: str
+    num_tokens: int | None = None
+    ttft_ms: float | None = None
+    total_ms: float | None = None
+    acceptance_length: float | None = None
+    drafter: str | None = None
+
+    def footer(self) -> str:
+        parts: list[str] = []
+        if self.num_tokens is not None:
+            parts.append(f"{self.num_tokens} tokens")
+        if self.ttft_ms is not None:
+            parts.append(f"TTFT {self.ttft_ms:.0f} ms")
+        if self.num_tokens is not None and self.total_ms:
+            parts.append(f"{1000 * self.num_tokens / self.total_ms:.1f} tokens/s")
+        if self.acceptance_length is not None:
+            parts.append(f"acceptance length {self.acceptance_length:.2f}")
+        if self.drafter is not None:
+            parts.append(f"drafter {self.drafter}")
+        return f"[{' | '.join([*parts, f'ended by {self.finish_reason}'])}]"
+
+
+def measured(output: "Output") -> Statistics:
+    return Statistics(
+        output.finish_reason,
+        output.usage.completion_tokens,
+        output.timing.ttft_ms,
+        output.timing.total_ms,
+        output.speculation.mean_acceptance_length,
+        output.speculation.drafter,
+    )
+
+
+class Answerer(Protocol):
+    def say(self, messages: Sequence[Message]) -> Generator[str, None, Statistics]:
+        """The answer as it comes; closing the generator stops it, and frees what it held."""
+        ...
+
+
+class Chat:
+    """What was said so far. An answer that was broken off stays, as far as it came."""
+
+    def __init__(self, answerer: Answerer, system: str | None = None) -> None:
+        self.answerer = answerer
+        self.opening = [] if system is None else [{"role": "system", "content": system}]
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages: list[Message] = [*self.opening]
+
+    def ask(self, text: str) -> None:
+        """Print the answer, and a footer or what went wrong on stderr.
+
+        A message to which not a word was said because of an error is taken back: many chat
+        templates refuse two messages of a user in a row.
+        """
+        asked, said = [*self.messages, {"role": "user", "content": text}], list[str]()
+        is_kept = True
+        try:
+            ending = show(self.answerer.say(asked), said).footer()
+        except KeyboardInterrupt:
+            ending, is_kept = "[stopped]", bool(said)
+        except SpecserveError as e:
+            ending, is_kept = self.complaint(e), bool(said)
+        if said:
+            print(flush=True)
+        print(ending, file=sys.stderr, flush=True)
+        if is_kept:
+            self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
+
+    def complaint(self, error: SpecserveError) -> str:
+        """One line."""
+        is_too_long = isinstance(error, RequestError) and error.code == PromptTooLong.code
+        has_past = len(self.messages) > len(self.opening)
+        hint = "; /reset forgets what was said before" if is_too_long and has_past else ""
+        return f"error: {' '.join(str(error).split())}{hint}"
+
+
+def show(pieces: Generator[str, None, Statistics], said: list[str]) -> Statistics:
+    """Print the pieces, and note them in `said`."""
+    with closing(pieces):  # Ctrl-C may come while nobody is inside of it
+        while True:
+            try:
+                piece = next(pieces)
+            except StopIteration as end:
+                statistics: Statistics = end.value
+                return statistics
+            if piece:
+                said.append(piece)
+                print(piece, end="", flush=True)
+
+
+def converse(chat: Chat) -> None:
+    """Until the input ends, /exit comes, or Ctrl-C while no answer runs."""
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    lines: Iterable[str] = typed() if is_terminal else sys.stdin
+    try:
+        for line in lines:
+            match line.strip():
+                case "":
+                    pass
+                case "/exit":
+                    return
+                case "/reset":
+                    chat.reset()
+                case message:
+                    chat.ask(message)
+    except KeyboardInterrupt:
+        pass
+
+
+def typed() -> Iterator[str]:
+    """Lines from a terminal. Ctrl-C drops what stands in the line, and leaves an empty one."""
+    print(INTRODUCTION)
+    line_buffer = line_editing()
+    while True:
+        try:
+            line = input(PROMPT)
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+            if not line_buffer():
+                return
+            continue
+        yield line
+
+
+def line_editing() -> Callable[[], str]:
+    """Give `input` arrow keys and a history; the way to ask for the line that is being typed."""
+    try:
+        line_buffer: Callable[[], str] = import_module("readline").get_line_buffer
+    except ImportError:
+        return str
+    return line_buffer
+
+
+class Local:
+    """A model in this process."""
+
+    def __init__(self, llm: "LLM", params: "SamplingParams") -> None:
+        self.llm, self.params = llm, params
+        # What no message could mend, as a missing template, is said before the first.
+        llm.check(llm.intake.render([{"role": "user", "content": "Hello"}]), params)
+
+    def say(self, messages: Sequence[Message]) -> Generator[str, None, Statistics]:
+        ids = self.llm.intake.render(messages)
+        with closing(self.llm.stream(ids, self.params)) as steps:
+            while True:
+                try:
+                    text, _ = next(steps)
+                except StopIteration as end:
+                    return measured(end.value)
+                yield text

@@ -1,0 +1,223 @@
+"""A server of the OpenAI API, as the one who answers in a chat."""
+
+import json
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import SplitResult, urlsplit
+
+import msgspec
+
+from specserve.chat import Message, Statistics
+from specserve.errors import ConfigError, RequestError, SpecserveError
+
+CONNECT_SECONDS = 10.0
+SILENT_SECONDS = 300.0  # a long prompt takes its time, and not every server sends comments
+CUT = "the connection was cut before the answer had ended"
+T = TypeVar("T")
+
+
+class NoAnswer(SpecserveError):
+    """A server is not there, or broke off."""
+
+
+class Failure(msgspec.Struct, frozen=True):
+    message: str
+    code: str | None = None
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    error: Failure
+
+
+class Card(msgspec.Struct, frozen=True):
+    id: str
+
+
+class Cards(msgspec.Struct, frozen=True):
+    data: list[Card]
+
+
+class Delta(msgspec.Struct, frozen=True):
+    content: str | None = None
+
+
+class Choice(msgspec.Struct, frozen=True):
+    delta: Delta
+    finish_reason: str | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    completion_tokens: int
+
+
+class Speculation(msgspec.Struct, frozen=True):
+    num_draft_tokens: int
+    mean_acceptance_length: float | None
+    drafter: str | None = None  # ours to tell
+
+
+class Metrics(msgspec.Struct, frozen=True):
+    time_to_first_token_ms: float | None = None
+    generation_time_ms: float | None = None
+    speculative_decoding: Speculation | None = None
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """As much of an event as a chat needs."""
+
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    metrics: Metrics | None = None
+    error: Failure | None = None
+
+
+class Remote:
+    """A server of the OpenAI API. `fields` go into every request; None is left out."""
+
+    def __init__(self, url: str, key: str | None, fields: Mapping[str, Any]) -> None:
+        self.url, self.split = url, read_url(url)
+        self.path = self.split.path.rstrip("/").removesuffix("/v1") + "/v1"
+        self.headers = {"Content-Type": "application/json"}
+        if key is not None:
+            self.headers["Authorization"] = f"Bearer {key}"
+        self.fields = {k: v for k, v in fields.items() if v is not None}
+        self.fields["model"] = self.pick(fields.get("model"))
+        self.fields |= {"stream": True, "stream_options": {"include_usage": True}}
+
+    def pick(self, model: str | None) -> str:
+        """The model to ask for: the one that was named, or the first one."""
+        try:
+            with self.request("GET", "/models") as response:
+                names = [card.id for card in decode(response.read(), Cards).data]
+        except SpecserveError as e:
+            raise ConfigError(str(e)) from e
+        if model is None and names:
+            return names[0]
+        if model in names:
+            return model
+        raise ConfigError(f"--model {model}: the server at {self.url} has {', '.join(names)}")
+
+    def say(self, messages: Sequence[Message]) -> Generator[str, None, Statistics]:
+        # json, unlike msgspec, also takes what a terminal made of bytes that are no text
+        body = json.dumps({**self.fields, "messages": messages}).encode()
+        with self.request("POST", "/chat/completions", body) as response:
+            return (yield from read_answer(events(response)))
+
+    @contextmanager
+    def request(self, method: str, path: str, body: bytes | None = None) -> Iterator[HTTPResponse]:
+        """One request on a connection of its own, which is closed when the block is left."""
+        with closing(self.connection()) as connection:
+            try:
+                connection.connect()
+                connection.sock.settimeout(SILENT_SECONDS)
+                connection.request(method, self.path + path, body, self.headers)
+                response = connection.getresponse()
+            except (OSError, HTTPException, UnicodeError) as e:  # the last is a host's name
+                raise NoAnswer(
+                    f"no server answers at {self.url} ({e}): start one with `specserve serve`, "
+                    "or correct --url"
+                ) from e
+            try:
+                if response.status != 200:
+                    raise refusal(response)
+                yield response
+            except (OSError, HTTPException) as e:
+                raise NoAnswer(CUT) from e
+
+    def connection(self) -> HTTPConnection:
+        kind = HTTPSConnection if self.split.scheme == "https" else HTTPConnection
+        port = self.split.port or kind.default_port
+        return kind(self.split.hostname or "", port, timeout=CONNECT_SECONDS)
+
+
+def read_url(url: str) -> SplitResult:
+    try:
+        split = urlsplit(url)
+        is_known = split.scheme in ("http", "https") and bool(split.hostname) and split.port != 0
+    except ValueError:
+        is_known = False
+    is_plain = url.isascii() and url.isprintable() and not set(url) & set(" @?#")
+    if not is_known or not is_plain:
+        raise ConfigError(f"--url {url}: write http://HOST:PORT, as in http://127.0.0.1:8000")
+    return split
+
+
+def read_key(path: Path) -> str:
+    """The first key of a file like the server's."""
+    try:
+        keys = path.read_text(encoding="ascii").split()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path}: the API key cannot be read ({e}): check the path") from e
+    if not keys:
+        raise ConfigError(f"{path}: holds no API key: write it on the first line")
+    return keys[0]
+
+
+def refusal(response: HTTPResponse) -> SpecserveError:
+    """What the server says of a request that it does not answer."""
+    raw, status = response.read(), f"HTTP {response.status} {response.reason}"
+    try:
+        failure = msgspec.json.decode(raw, type=Refusal).error
+    except msgspec.MsgspecError:
+        failure = Failure(f"{status}: is that a server of the OpenAI API?")
+    if response.status == 401:
+        return RequestError(f"{failure.message} (--api-key-file FILE sends it)")
+    if not 400 <= response.status < 500:
+        return NoAnswer(failure.message)
+    error = RequestError(failure.message)
+    error.code = failure.code
+    return error
+
+
+def events(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """The data of server-sent events; comments and other fields are read past."""
+    data: list[bytes] = []
+    for line in lines:
+        field, _, value = line.partition(b":")
+        if field == b"data":
+            data.append(value.removeprefix(b" ").rstrip(b"\r\n"))
+        elif not line.strip() and data:
+            yield b"\n".join(data)
+            data = []
+
+
+def read_answer(events: Iterable[bytes]) -> Generator[str, None, Statistics]:
+    """The text of chunks; only [DONE] after a finish reason is an end, all else is NoAnswer."""
+    last, reason = Chunk(), None
+    for data in events:
+        if data == b"[DONE]":
+            break
+        last = decode(data, Chunk)
+        if last.error is not None:
+            raise NoAnswer(last.error.message)
+        for choice in last.choices:
+            reason = choice.finish_reason or reason
+            yield choice.delta.content or ""
+    else:
+        raise NoAnswer(CUT)
+    if reason is None:
+        raise NoAnswer("the server gave up the answer, and does not say why")
+    return told(last, reason)
+
+
+def told(chunk: Chunk, reason: str) -> Statistics:
+    """The statistics on the last chunk."""
+    num_tokens = None if chunk.usage is None else chunk.usage.completion_tokens
+    if (metrics := chunk.metrics) is None:
+        return Statistics(reason, num_tokens)
+    ttft, rest = metrics.time_to_first_token_ms, metrics.generation_time_ms
+    total = None if ttft is None or rest is None else ttft + rest
+    if (speculation := metrics.speculative_decoding) is None:
+        return Statistics(reason, num_tokens, ttft, total, drafter="none")
+    length = speculation.mean_acceptance_length if speculation.num_draft_tokens else None
+    return Statistics(reason, num_tokens, ttft, total, length, speculation.drafter)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.MsgspecError as e:
+        raise NoAnswer(f"that is no server of the OpenAI API: {e}") from e
