@@ -35,7 +35,7 @@ class Intake(msgspec.Struct, frozen=True):
         try:
             return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
         except (TypeError, UnicodeError) as e:
-            raise RequestError(f"the prompt is no valid text: {e}") from e
+            raise RequestError(f"the prompt is no valid text: {e}", "prompt") from e
 
     def render(self, messages: Sequence[Message]) -> list[int]:
         """A conversation through the model's chat template, up to where the answer begins."""
@@ -60,13 +60,15 @@ class Intake(msgspec.Struct, frozen=True):
     def read_ids(self, prompt: Any) -> list[int]:
         """Token ids of any integer type, as Python's own."""
         if isinstance(prompt, bytes | bytearray | Mapping) or not isinstance(prompt, Iterable):
-            raise RequestError(f"a prompt is a string or a list of token ids, not {prompt!r:.50}")
+            raise RequestError(
+                f"a prompt is a string or a list of token ids, not {prompt!r:.50}", "prompt"
+            )
         ids, vocab_size = list(prompt), self.vocab_size
         for token in ids:
             is_id = isinstance(token, Integral) and not isinstance(token, bool)
             if not is_id or not 0 <= token < vocab_size:
                 raise RequestError(
-                    f"prompt token {token!r:.50} is no id: ids lie in [0, {vocab_size})"
+                    f"prompt token {token!r:.50} is no id: ids lie in [0, {vocab_size})", "prompt"
                 )
         return [int(token) for token in ids]
 

@@ -99,9 +99,9 @@ class Choice:
     def push(self, emission: Emission) -> None:
         answer = self.answer
         generation = answer.generations[self.index]
-        before = generation.last_token_at
+        before = len(generation.token_ids), generation.last_token_at
         text = generation.push(emission)
-        answer.metrics.on_tokens(generation, before)
+        answer.metrics.on_tokens(generation, *before)
         if generation.is_done:  # the engine may not know it yet
             answer.engine.finish(generation.id)
         answer.said.append(Said(self.index, text, generation.is_done))

@@ -28,7 +28,6 @@ NO_OP: dict[str, tuple[Any, ...]] = {
 
 class ChatBody(Body, frozen=True, kw_only=True):
     messages: tuple[dict[str, Any], ...] = ()
-    max_completion_tokens: Any = None
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +61,7 @@ async def chat(request: Request) -> Response:
     asked = read_chat(await read_body(request, service.limits))
     service.check_model(asked.model)
     prompt = await encode(service, asked.messages)
-    answer = service.ask([prompt], asked.params, arrived)
+    answer = service.ask([prompt], asked.params, arrived, "messages")
     return await respond(request, FORM, asked, answer)
 
 
@@ -80,16 +79,6 @@ async def encode(service: Service, messages: Sequence[dict[str, Any]]) -> list[i
 
 def read_chat(raw: bytes) -> ChatBody:
     body = read(raw, ChatBody)
-    limit = body.max_completion_tokens
-    if limit is not None:
-        convert(limit, fields(Body)["max_tokens"], "max_completion_tokens")
-        if body.max_tokens not in (None, limit):
-            raise RequestError(
-                f"max_completion_tokens = {limit} and max_tokens = {body.max_tokens}: they mean "
-                "the same, send one",
-                "max_completion_tokens",
-            )
-        body = msgspec.structs.replace(body, max_tokens=limit)
     return msgspec.structs.replace(body, messages=tuple(read_messages(body.messages)))
 
 

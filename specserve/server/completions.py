@@ -37,7 +37,7 @@ async def completions(request: Request) -> Response:
     service.check_model(asked.model)
     prompts = read_prompts(asked.prompt, service.limits.max_prompts)
     ids = [await service.encode(prompt) for prompt in prompts]
-    return await respond(request, FORM, asked, service.ask(ids, asked.params, arrived))
+    return await respond(request, FORM, asked, service.ask(ids, asked.params, arrived, "prompt"))
 
 
 def read_prompts(prompt: str | list[Any] | None, most: int) -> list[Prompt]:

@@ -1,6 +1,8 @@
 """One connection, within bounds that uvicorn does not set: bytes of headers, seconds, how many."""
 
 from asyncio import BaseTransport, TimerHandle
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -10,11 +12,36 @@ from specserve.errors import Overloaded, RequestError
 from specserve.server.protocol import TimedOut, error_body
 
 GRACE = 5.0  # seconds beyond those of the application, which can say what was too slow
+EXTENSION = "specserve"  # of the scope: a Hold
 SPARE = 128  # connections beyond the limit that are told so; more are cut
 
 
 class HeadersTooLarge(RequestError):
     status, code = 431, "headers_too_large"
+
+
+class Hold:
+    """What a response may do to the connection that it goes out on."""
+
+    def __init__(self, connection: HttpToolsProtocol) -> None:
+        self.transport, self.cycle = connection.transport, connection.cycle
+
+    def cut(self) -> None:
+        """End it, unsent bytes and all."""
+        self.transport.abort()
+
+    @contextmanager
+    def without_close(self) -> Iterator[None]:
+        """Headers sent in here say no `Connection: close`, even to a client that asked for it.
+
+        A client that has read it takes a cut for the end of a stream.
+        """
+        is_kept = self.cycle.keep_alive
+        self.cycle.keep_alive = True
+        try:
+            yield
+        finally:
+            self.cycle.keep_alive = is_kept
 
 
 def bounded(limits: ServerConfig) -> type[HttpToolsProtocol]:
@@ -46,10 +73,6 @@ def bounded(limits: ServerConfig) -> type[HttpToolsProtocol]:
             if self.is_in_headers and self.num_pending > limits.max_header_bytes:
                 self.refuse(too_large(limits))
 
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self.scope["extensions"] = {"specserve.cut": self.transport.abort}  # type: ignore[dict-item]
-
         def on_headers_complete(self) -> None:
             self.expect_nothing()
             self.is_in_headers = False
@@ -61,6 +84,7 @@ def bounded(limits: ServerConfig) -> type[HttpToolsProtocol]:
             if not self.is_refused:
                 self.timer = self.loop.call_later(limits.body_seconds + GRACE, self.cut)
                 super().on_headers_complete()
+                self.scope["extensions"] = {EXTENSION: Hold(self)}  # type: ignore[dict-item]
 
         def on_body(self, body: bytes) -> None:
             if self.is_refused:

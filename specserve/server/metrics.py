@@ -137,7 +137,6 @@ class Metrics:
         self.num_preempted = report.num_preempted
         self.on_stats(report.stats)
         for emission in report.emissions:
-            self.generation_tokens.inc(len(emission.tokens))
             if emission.num_drafted:
                 self.drafts.inc()
             for position in range(emission.num_accepted):
@@ -159,9 +158,10 @@ class Metrics:
             self.draft_seconds.observe(stats.draft_seconds - before.draft_seconds)
             self.verify_seconds.observe(stats.verify_seconds - before.verify_seconds)
 
-    def on_tokens(self, generation: Generation, last_token_at: float) -> None:
+    def on_tokens(self, generation: Generation, num_before: int, last_token_at: float) -> None:
         """A step's tokens for one request; `last_token_at` is when those before came, or 0."""
         now = generation.last_token_at
+        self.generation_tokens.inc(len(generation.token_ids) - num_before)
         if last_token_at:
             self.gap.observe(now - last_token_at)
         else:

@@ -3,9 +3,10 @@
 import difflib
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
+from msgspec import Meta
 from starlette.responses import Response
 
 from specserve.errors import Overloaded, RequestError, SpecserveError
@@ -104,6 +105,7 @@ class Body(SamplingParams, frozen=True, kw_only=True):
     """The fields that both kinds of completion share."""
 
     model: str | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None  # another name of max_tokens
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -147,10 +149,24 @@ def read(raw: bytes, kind: type[T]) -> T:
     for key, value in given.items():
         if key not in fields(kind) and key not in HARMLESS:
             check_no_op(key, value, kind)
-    body = from_fields({k: v for k, v in given.items() if k in fields(kind)}, kind)
+    body = one_limit(from_fields({k: v for k, v in given.items() if k in fields(kind)}, kind))
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: only a stream has any; set stream", "stream_options")
     return body
+
+
+def one_limit(body: T) -> T:
+    """Both names of the limit are heard, as long as they agree."""
+    limit = body.max_completion_tokens
+    if limit is None:
+        return body
+    if body.max_tokens not in (None, limit):
+        raise RequestError(
+            f"max_completion_tokens = {limit} and max_tokens = {body.max_tokens}: they mean the "
+            "same, send one",
+            "max_completion_tokens",
+        )
+    return msgspec.structs.replace(body, max_tokens=limit)
 
 
 def read_fields(raw: bytes, kind: type[S]) -> S:

@@ -77,15 +77,17 @@ class Service:
             error.code = "model_not_found"
             raise error
 
-    def ask(self, prompts: Sequence[list[int]], params: SamplingParams, arrived: float) -> Answer:
-        """Queue a request for every prompt, or refuse them all."""
+    def ask(
+        self, prompts: Sequence[list[int]], params: SamplingParams, arrived: float, field: str
+    ) -> Answer:
+        """Queue a request for every prompt, which came in `field`, or refuse them all."""
         if len(params.stop) > self.limits.max_stop_strings and not isinstance(params.stop, str):
             raise RequestError(
                 f"stop: {len(params.stop)} strings, and {self.limits.max_stop_strings} are allowed",
                 "stop",
             )
         for prompt in prompts:
-            self.intake.check_length(prompt)
+            self.check_length(prompt, field)
         samplings = [self.intake.resolve(params, len(prompt)) for prompt in prompts]
         self.check_open()  # again: reading the body took its time
         self.check_queue(prompts)
@@ -97,8 +99,15 @@ class Service:
     async def encode(self, prompt: str | list[int], add_special_tokens: bool = True) -> list[int]:
         if isinstance(prompt, str):
             return await self.worker.run(self.intake.encode, prompt, add_special_tokens)
-        self.intake.check_length(prompt)  # first, as it costs nothing
+        self.check_length(prompt, "prompt")  # first, as it costs nothing
         return await self.worker.run(self.intake.read_ids, prompt)
+
+    def check_length(self, prompt: Sequence[int], field: str) -> None:
+        try:
+            self.intake.check_length(prompt)
+        except RequestError as e:
+            e.param = field
+            raise
 
     def check_queue(self, prompts: Sequence[list[int]]) -> None:
         """Better a refusal now than a first token that comes too late for anybody."""
@@ -136,8 +145,9 @@ def served_name(config: Config) -> str:
 def fingerprint(config: Config, folder: Path) -> str:
     """Of all that the text depends on beside a request: equal for every drafter."""
     digest = hashlib.sha256(f"{VERSION} {config.model.dtype}".encode())
-    for file in sorted(folder.glob("*.json")):
+    for file in sorted([*folder.glob("*.json"), *folder.glob("*.jinja")]):
         digest.update(file.read_bytes())
     for file in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{file.name} {file.stat().st_size}".encode())
+        with file.open("rb") as weights:  # its beginning: all of it would take minutes to read
+            digest.update(f"{file.name} {file.stat().st_size}".encode() + weights.read(1 << 20))
     return f"fp_{digest.hexdigest()[:12]}"

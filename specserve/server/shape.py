@@ -47,8 +47,12 @@ class Shape:
         }
 
     def chunks(self, said: Said) -> Iterator[dict[str, Any]]:
-        """A step of one choice; none where it adds nothing that could be shown."""
-        if said.text:
+        """A step of one choice; none where it adds nothing that could be shown.
+
+        Its first always does: clients take it for the first token, whose text may be still held.
+        """
+        is_first = said.choice not in self.begun
+        if said.text or (is_first and not said.is_last):
             yield self.chunk(self.choice(said.choice, said.text))
         if said.is_last:
             generation = self.answer.generations[said.choice]

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from specserve.server.answer import Answer, Said
+from specserve.server.http import EXTENSION, Hold
 from specserve.server.protocol import EVENT_STREAM, error_body, error_response
 
 DONE = b"data: [DONE]\n\n"
@@ -50,15 +51,17 @@ class EventStream(Response):
         self.comment_seconds, self.stall_seconds = comment, stall
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        hold: Hold = scope["extensions"][EXTENSION]
         headers = [(k.lower().encode(), v.encode()) for k, v in EVENT_STREAM.items()]
         async with watched(self.answer, receive):
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            with hold.without_close():
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
             async for piece in self.pieces():
                 try:
                     async with asyncio.timeout(self.stall_seconds):
                         await send({"type": "http.response.body", "body": piece, "more_body": True})
                 except TimeoutError:
-                    scope["extensions"]["specserve.cut"]()  # waiting to flush would wait for ever
+                    hold.cut()  # waiting for the bytes to go out would be for ever
                     return
             await send({"type": "http.response.body", "body": b""})
 

@@ -1,7 +1,17 @@
-import pytest
+"""One server for all tests that leave it as they found it, and one for every preset."""
 
-from tests.checkpoints import tiny_checkpoint
-from tests.server.house import ServerProcess
+import tomllib
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from specserve import LLM
+from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
+from tests.server.house import SETTINGS, ServerProcess
+
+PRESETS = {p.stem: p for p in (Path(__file__).parents[2] / "configs").glob("*.toml")}
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +25,36 @@ def server(folder):
     with ServerProcess(folder, "--served-model-name=tiny") as server:
         yield server
         assert server.process.poll() is None, "a test has ended the server"
+
+
+@pytest.fixture(scope="session")
+def llm(folder):
+    with LLM(folder, set=SETTINGS, progress=False) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory):
+    """A checkpoint whose greedy text is printable ASCII, a character or more for every token."""
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("plain"), seed=1)
+    weights, tokenizer = load_file(folder / "model.safetensors"), tiny_tokenizer()
+    texts = [tokenizer.decode([i], skip_special_tokens=True) for i in range(320)]
+    other = [
+        i for i, text in enumerate(texts) if not (text and text.isascii() and text.isprintable())
+    ]
+    weights["lm_head.weight"][other] = 0  # the best of the others is always above that
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def presets(plain):
+    """A server for every file in configs/; they start side by side."""
+    servers = {}
+    for name, path in PRESETS.items():
+        drafts = "model" in tomllib.loads(path.read_text())["drafter"]
+        flags = [f"--draft-model={plain}"] if drafts else []
+        flags += ["--served-model-name=tiny", f"--config={path}"]
+        servers[name] = ServerProcess(plain, *flags)
+    with ExitStack() as stack:
+        yield {name: stack.enter_context(server) for name, server in servers.items()}

@@ -1,0 +1,90 @@
+// Asks a server through the clients that JavaScript has: `node clients.mjs BASE_URL`.
+// Prints one JSON object: for each client the answer whole, the same streamed, and a refusal.
+
+import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
+import { generateText, streamText } from "ai";
+import OpenAI from "openai";
+
+const url = `${process.argv[2]}/v1`;
+const messages = [{ role: "user", content: "the cat sat on the mat" }];
+const asked = { temperature: 0.8, seed: 3 };
+const limit = 40;
+
+function numbers(usage) {
+  return [usage.prompt_tokens, usage.completion_tokens, usage.total_tokens];
+}
+
+function refusal(error) {
+  const status = error.status ?? error.statusCode;
+  return { name: error.constructor.name, status, message: error.message };
+}
+
+async function refused(call) {
+  try {
+    await call();
+  } catch (error) {
+    return refusal(error);
+  }
+}
+
+async function streamError(body) {
+  let seen;
+  const stream = streamText({ ...body, onError: ({ error }) => (seen = error) });
+  await stream.consumeStream();
+  return refusal(seen);
+}
+
+async function openai() {
+  const client = new OpenAI({ baseURL: url, apiKey: "none", maxRetries: 0 });
+  const body = { model: "tiny", messages, max_tokens: limit, ...asked };
+  const completions = client.chat.completions;
+
+  const answer = await completions.create(body);
+  const [choice] = answer.choices;
+  const whole = {
+    text: choice.message.content,
+    reason: choice.finish_reason,
+    usage: numbers(answer.usage),
+  };
+
+  const streamed = { text: "" };
+  const options = { stream: true, stream_options: { include_usage: true } };
+  for await (const chunk of await completions.create({ ...body, ...options })) {
+    const [piece] = chunk.choices;
+    streamed.text += piece?.delta.content ?? "";
+    streamed.reason = piece?.finish_reason ?? streamed.reason;
+    streamed.usage = chunk.usage ? numbers(chunk.usage) : streamed.usage;
+  }
+
+  return {
+    whole,
+    streamed,
+    wrong: await refused(() => completions.create({ ...body, temperature: -1 })),
+    nobody: await refused(() => completions.create({ ...body, model: "nobody", stream: true })),
+  };
+}
+
+async function sdk() {
+  const provider = createOpenAICompatible({ name: "specserve", baseURL: url, includeUsage: true });
+  const model = provider("tiny");
+  const body = { model, messages, maxOutputTokens: limit, maxRetries: 0, ...asked };
+  const read = (usage) => [usage.inputTokens, usage.outputTokens, usage.totalTokens];
+
+  const answer = await generateText(body);
+  const whole = { text: answer.text, reason: answer.finishReason, usage: read(answer.usage) };
+
+  const stream = streamText(body);
+  const streamed = { text: "" };
+  for await (const piece of stream.textStream) streamed.text += piece;
+  streamed.reason = await stream.finishReason;
+  streamed.usage = read(await stream.usage);
+
+  return {
+    whole,
+    streamed,
+    wrong: await refused(() => generateText({ ...body, temperature: -1 })),
+    nobody: await streamError({ ...body, model: provider("nobody") }),
+  };
+}
+
+console.log(JSON.stringify({ openai: await openai(), sdk: await sdk() }));

@@ -1,0 +1,62 @@
+"""The clients of JavaScript get the same answers streamed and whole, and errors as exceptions."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent / "node"
+MISSING = [tool for tool in ("node", "npm") if shutil.which(tool) is None]
+INSTALL = ["npm", "install", "--package-lock=false", "--no-audit", "--no-fund"]
+ASKED = {
+    "messages": [{"role": "user", "content": "the cat sat on the mat"}],
+    "temperature": 0.8,
+    "seed": 3,
+    "max_tokens": 40,
+}
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}"),
+]
+
+
+@pytest.fixture(scope="module")
+def heard(server, tmp_path_factory):
+    """What the clients say of the server. Their packages never touch the repository."""
+    folder = shutil.copytree(HERE, tmp_path_factory.mktemp("node") / "clients")
+    subprocess.run(INSTALL, cwd=folder, check=True, capture_output=True)
+    command = ["node", "clients.mjs", server.url]
+    said = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert said.returncode == 0, said.stderr
+    return json.loads(said.stdout)
+
+
+@pytest.mark.parametrize("client", ["openai", "sdk"])
+def test_an_answer_is_the_same_streamed_and_whole(server, heard, client):
+    answer = server.post("/v1/chat/completions", ASKED).body
+    [choice], usage = answer["choices"], answer["usage"]
+    assert (
+        heard[client]["streamed"]
+        == heard[client]["whole"]
+        == {
+            "text": choice["message"]["content"],
+            "reason": choice["finish_reason"],
+            "usage": [usage[f"{of}_tokens"] for of in ("prompt", "completion", "total")],
+        }
+    )
+
+
+ERRORS = {
+    "openai": ("BadRequestError", "NotFoundError"),
+    "sdk": ("APICallError", "APICallError"),
+}
+
+
+@pytest.mark.parametrize("client", ERRORS)
+def test_a_refusal_is_an_exception_that_says_why(heard, client):
+    wrong, nobody = heard[client]["wrong"], heard[client]["nobody"]
+    assert (wrong["name"], nobody["name"]) == ERRORS[client]
+    assert (wrong["status"], nobody["status"]) == (400, 404)
+    assert "temperature" in wrong["message"] and "'nobody' is not served" in nobody["message"]

@@ -1,0 +1,251 @@
+"""What a body may ask for, what it may leave, and what it may not say."""
+
+import pytest
+
+from specserve import SamplingParams
+from tests.checkpoints import EOS, tiny_tokenizer
+from tests.server.asking import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    chat_body,
+    completion_body,
+    in_process,
+    rendered,
+    streamed,
+    whole,
+)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"max_tokens": 5},
+        {"stop": "in"},
+        {"stop": ["never", *"aeiou"]},
+        {"stop_token_ids": [150, 280, 281, 282, 319]},
+        {"top_k": 1},
+        {"top_k": 3},
+        {"top_p": 0.1},
+        {"min_p": 0.5},
+        {"temperature": 0.3},
+        {"temperature": 3},
+        {"seed": 0},
+    ],
+    ids=str,
+)
+def test_each_reaches_the_engine(server, llm, asked):
+    base = {"temperature": 1, "seed": 7, "max_tokens": 60, "ignore_eos": True}
+    want = in_process(llm.generate("the cat", SamplingParams(**base | asked)))
+    assert want != in_process(llm.generate("the cat", SamplingParams(**base)))
+    body = {"prompt": "the cat"} | base | asked
+    assert whole(server, COMPLETIONS, body) == streamed(server, COMPLETIONS, body) == want
+
+
+def test_the_end_of_text_can_be_ignored(server, llm):
+    texts = ((s, llm.generate("the cat", SamplingParams(seed=s))[0]) for s in range(100))
+    seed, output = next((s, o) for s, o in texts if o.finish_reason == "stop")
+    body = {"prompt": "the cat", "seed": seed}
+    assert whole(server, COMPLETIONS, body) == in_process([output])
+    [(text, reason, _)], usage = whole(server, COMPLETIONS, body | {"ignore_eos": True})
+    assert reason == "length" and usage["total_tokens"] == 512
+    assert text.startswith(output.text) and EOS not in text
+
+
+def test_chat_takes_both_names_of_the_limit(server):
+    body = {"messages": MESSAGES, "temperature": 0}
+    for limit in ({"max_tokens": 7}, {"max_completion_tokens": 7}):
+        assert whole(server, CHAT, body | limit)[1]["completion_tokens"] == 7
+    both = {"max_tokens": 7, "max_completion_tokens": 7}
+    assert whole(server, CHAT, body | both)[1]["completion_tokens"] == 7
+    answer = server.post(CHAT, body | both | {"max_tokens": 8})
+    assert (answer.status, answer.body["error"]["param"]) == (400, "max_completion_tokens")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "the cat",
+        ["the cat"],
+        ["the cat", "def read", "the cat"],
+        [7, 150, 319],
+        [[7, 150], [9]],
+        [[7, 150, 319]],
+    ],
+    ids=str,
+)
+def test_prompts_of_every_form_are_answered_in_order(server, llm, prompt):
+    asked = {"temperature": 1, "seed": 3, "max_tokens": 20}
+    prompts = prompt if isinstance(prompt[0], str | list) and prompt != "the cat" else [prompt]
+    want = in_process(llm.generate(prompts, SamplingParams(**asked)))
+    assert whole(server, COMPLETIONS, {"prompt": prompt} | asked) == want
+    assert streamed(server, COMPLETIONS, {"prompt": prompt} | asked) == want
+
+
+def test_text_in_parts_is_joined_by_lines(server):
+    parts = [{"type": "text", "text": "the cat"}, {"type": "text", "text": "sat"}]
+    want = whole(
+        server, CHAT, chat_body(messages=[{"role": "user", "content": "the cat\nsat"}], seed=1)
+    )
+    body = chat_body(messages=[{"role": "user", "content": parts}], seed=1)
+    assert whole(server, CHAT, body) == want
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "refusal", None])
+def test_parts_of_another_kind_are_refused(server, kind):
+    parts = [{"type": "text", "text": "the cat"}, {"type": kind, "text": "x"}]
+    answer = server.post(CHAT, chat_body(messages=[{"role": "user", "content": parts}]))
+    assert answer.status == 400
+    assert answer.body["error"]["param"] == "messages[0].content[1].type"
+
+
+@pytest.mark.parametrize(
+    ("message", "same"),
+    [
+        ({"role": "developer", "content": "x"}, {"role": "system", "content": "x"}),
+        ({"role": "user", "content": "x", "name": "ann"}, {"role": "user", "content": "x"}),
+        ({"role": "assistant"}, {"role": "assistant", "content": ""}),
+        ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
+        (
+            {"role": "assistant", "content": "x", "refusal": None, "annotations": []},
+            {"role": "assistant", "content": "x"},
+        ),
+        (
+            {"role": "assistant", "content": "x", "reasoning_content": "y"},
+            {"role": "assistant", "content": "x"},
+        ),
+    ],
+    ids=str,
+)
+def test_messages_that_clients_send_read_like_plain_ones(server, message, same):
+    last = {"role": "user", "content": "and?"}
+    ids = [
+        server.post("/tokenize", {"messages": [m, last]}).body["tokens"] for m in (message, same)
+    ]
+    assert ids[0] == ids[1] == tiny_tokenizer()(rendered([same, last]))["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"content": "x"}, "role"),
+        ({"role": "tool", "content": "x"}, "role"),
+        ({"role": "user"}, "content"),
+        ({"role": "user", "content": 5}, "content"),
+        ({"role": "user", "content": [{"type": "text"}]}, "content[0].text"),
+        ({"role": "user", "content": "x", "colour": 1}, "colour"),
+        ({"role": "assistant", "tool_calls": [{}]}, "tool_calls"),
+    ],
+    ids=str,
+)
+def test_other_messages_are_refused_by_their_place(server, message, param):
+    answer = server.post(CHAT, chat_body(messages=[MESSAGES[0], message]))
+    assert (answer.status, answer.body["error"]["param"]) == (400, f"messages[1].{param}")
+
+
+NOTHING = {
+    **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), "ann"),
+    **{"metadata": {"a": "b"}, "service_tier": "auto", "verbosity": "low"},
+    **{"n": 1, "store": False, "logprobs": False, "top_logprobs": None, "logit_bias": {}},
+    **{"frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0},
+    **{"tool_choice": "none", "tools": None, "parallel_tool_calls": True, "prediction": None},
+    "response_format": {"type": "text"},
+}
+
+
+def test_fields_that_ask_for_nothing_are_read_past(server):
+    want = whole(server, CHAT, chat_body(seed=1))
+    assert whole(server, CHAT, chat_body(seed=1) | NOTHING) == want
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 2),
+        ("n", True),
+        ("store", True),
+        ("frequency_penalty", 0.5),
+        ("presence_penalty", -0.5),
+        ("logit_bias", {"5": 1}),
+        ("logprobs", True),
+        ("logprobs", 1),
+        ("top_logprobs", 3),
+        ("response_format", {"type": "json_object"}),
+        ("tools", []),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "required"),
+        ("prediction", {"type": "content", "content": "x"}),
+        ("reasoning_effort", "high"),
+        ("echo", True),
+        ("best_of", 2),
+        ("suffix", "x"),
+        ("guided_json", {}),
+        ("chat_template", "x"),
+        ("use_beam_search", True),
+        ("min_tokens", 1),
+    ],
+)
+def test_a_field_that_would_have_to_do_something_is_refused_by_name(server, field, value):
+    for path, body in ((CHAT, chat_body()), (COMPLETIONS, completion_body())):
+        answer = server.post(path, body | {field: value})
+        assert (answer.status, answer.body["error"]["param"]) == (400, field)
+        assert field in answer.body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "near"),
+    [
+        ("temprature", "temperature"),
+        ("max_token", "max_tokens"),
+        ("stop_tokens_ids", "stop_token_ids"),
+        ("frequency_penalties", "frequency_penalty"),
+        ("metdata", "metadata"),
+    ],
+)
+def test_an_unknown_field_is_told_the_nearest_name(server, field, near):
+    answer = server.post(CHAT, chat_body(**{field: 1}))
+    assert answer.status == 400
+    error = answer.body["error"]
+    assert (error["param"], error["code"]) == (field, "unknown_parameter")
+    assert f"did you mean {near}?" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "0"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"seed": 2**53}, "seed"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop_token_ids": [320]}, "stop_token_ids"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"model": "nobody"}, "model"),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_refused_before_the_first_byte(server, asked, param):
+    for path, body in ((CHAT, chat_body()), (COMPLETIONS, completion_body())):
+        answer = server.post(path, body | asked)
+        assert answer.status == (404 if param == "model" else 400)
+        assert answer.body["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "the cat " * 300}]}),
+        (COMPLETIONS, {"prompt": [7] * 512}),
+        (COMPLETIONS, {"prompt": ["the cat", "the cat " * 300]}),
+    ],
+)
+def test_a_prompt_longer_than_the_context_is_refused(server, path, body):
+    answer = server.post(path, body | {"stream": True})
+    assert answer.status == 400
+    error = answer.body["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", next(iter(body)))

@@ -1,0 +1,208 @@
+"""The routes beside the two that generate, and who is let in."""
+
+from types import SimpleNamespace
+
+import pytest
+from starlette.testclient import TestClient
+
+from specserve.config import ServerConfig
+from specserve.server.app import LIVENESS, make_app
+from specserve.version import VERSION
+from tests.checkpoints import tiny_tokenizer
+from tests.server.asking import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    chat_body,
+    rendered,
+)
+
+
+def test_the_model_is_listed_by_its_served_name(server):
+    [card] = server.get("/v1/models").body["data"]
+    assert card["id"] == "tiny" and card["object"] == "model" and card["max_model_len"] == 512
+    assert server.get("/v1/models/tiny").body == card
+    assert server.get("/v1/models").body["object"] == "list"
+    assert abs(server.post(CHAT, chat_body()).body["created"] - card["created"]) < 3600
+
+
+def test_a_model_is_called_by_its_name_or_not_at_all(server):
+    assert server.post(CHAT, chat_body(model="tiny")).body["model"] == "tiny"
+    assert server.post(CHAT, chat_body(model=None)).body["model"] == "tiny"
+
+
+REFUSED = {
+    "a route": ("GET", "/v1/nothing", None, 404, None),
+    "embeddings": ("POST", "/v1/embeddings", {"input": "x"}, 404, None),
+    "a method": ("GET", CHAT, None, 405, None),
+    "another method": ("DELETE", "/v1/models/tiny", None, 405, None),
+    "a model": ("GET", "/v1/models/org/other", None, 404, "model_not_found"),
+    "a model to ask": ("POST", CHAT, chat_body(model="x"), 404, "model_not_found"),
+    "a model to tokenize": (
+        "POST",
+        "/tokenize",
+        {"model": "x", "prompt": ""},
+        404,
+        "model_not_found",
+    ),
+    "no JSON": ("POST", CHAT, b"{", 400, None),
+    "no object": ("POST", COMPLETIONS, [], 400, None),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "code"), REFUSED.values(), ids=REFUSED
+)
+def test_all_refusals_have_one_shape(server, method, path, body, status, code):
+    answer = server.ask(method, path, body)
+    error = answer.body.pop("error")
+    assert (answer.status, answer.body) == (status, {})
+    assert {key: type(value) for key, value in error.items()} == {
+        "message": str,
+        "type": str,
+        "param": str if code else type(None),
+        "code": str if code else type(None),
+    }
+    assert (error["type"], error["code"]) == ("invalid_request_error", code)
+    assert ("allow" in answer.headers) == (status == 405)
+
+
+def test_text_becomes_tokens_and_tokens_text(server):
+    text = "the cat, café 🙂\n"
+    said = server.post("/tokenize", {"model": "tiny", "prompt": text}).body
+    assert said["tokens"] == tiny_tokenizer()(text)["input_ids"]
+    assert (said["count"], said["max_model_len"]) == (len(said["tokens"]), 512)
+    assert server.post("/detokenize", {"tokens": said["tokens"]}).body == {"prompt": text}
+
+
+def test_a_conversation_becomes_the_tokens_that_the_model_reads(server):
+    said = server.post("/tokenize", {"messages": MESSAGES}).body
+    assert said["tokens"] == tiny_tokenizer()(rendered())["input_ids"]
+
+
+TOKENIZE = {
+    "neither": ("/tokenize", {}, "prompt"),
+    "both": ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt"),
+    "a misspelling": ("/tokenize", {"promt": "a"}, "promt"),
+    "no tokens": ("/detokenize", {}, "tokens"),
+    "text": ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+}
+
+
+@pytest.mark.parametrize(("path", "body", "param"), TOKENIZE.values(), ids=TOKENIZE)
+def test_tokenize_refuses_what_it_cannot_read(server, path, body, param):
+    answer = server.post(path, body)
+    assert (answer.status, answer.body["error"]["param"]) == (400, param)
+
+
+def test_health_and_version_answer(server):
+    for path in "/health", "/health/ready", "/health/live":
+        assert server.get(path).status == 200
+    assert server.get("/version").body == {"version": VERSION}
+
+
+SERIES = """
+vllm:num_requests_running vllm:num_requests_waiting vllm:kv_cache_usage_perc
+vllm:cache_config_info vllm:num_preemptions_total vllm:prompt_tokens_total
+vllm:generation_tokens_total vllm:request_success_total vllm:spec_decode_num_drafts_total
+vllm:spec_decode_num_draft_tokens_total vllm:spec_decode_num_accepted_tokens_total
+vllm:spec_decode_num_accepted_tokens_per_pos_total vllm:time_to_first_token_seconds_bucket
+vllm:inter_token_latency_seconds_bucket vllm:request_time_per_output_token_seconds_bucket
+vllm:e2e_request_latency_seconds_bucket vllm:request_queue_time_seconds_bucket
+vllm:request_prefill_time_seconds_bucket vllm:request_decode_time_seconds_bucket
+vllm:request_inference_time_seconds_bucket vllm:request_prompt_tokens_bucket
+vllm:request_generation_tokens_bucket vllm:request_params_max_tokens_bucket
+vllm:iteration_tokens_total_bucket specserve_kv_blocks specserve_rows_total
+specserve_wasted_rows_total specserve_drafter_errors_total specserve_step_seconds_bucket
+specserve_draft_seconds_bucket specserve_verify_seconds_bucket specserve_drafter_info
+"""
+
+
+def test_the_series_have_the_names_that_boards_read(server):
+    server.post(CHAT, chat_body())
+    answer = server.get("/metrics")
+    names = {line.partition("{")[0] for line in answer.body.splitlines() if line[0] != "#"}
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert set(SERIES.split()) <= names
+    assert {name.partition("_")[0].partition(":")[0] for name in names} == {"vllm", "specserve"}
+
+
+TOTALS = {
+    "vllm:prompt_tokens_total": {},
+    "vllm:generation_tokens_total": {},
+    "vllm:spec_decode_num_draft_tokens_total": {},
+    "vllm:spec_decode_num_accepted_tokens_total": {},
+    "vllm:request_success_total": {"finished_reason": "length"},
+    "vllm:e2e_request_latency_seconds_count": {},
+}
+
+
+def totals(server):
+    labels = {"model_name": "tiny", "engine": "0"}
+    return [server.metric(name, **labels, **more) for name, more in TOTALS.items()]
+
+
+def test_the_counters_move_with_what_was_said(presets):
+    server = presets["draft-model"]
+    server.post(CHAT, chat_body())  # a counter with a label of its own is born with its first
+    before = totals(server)
+    answer = server.post(CHAT, chat_body(max_tokens=60)).body
+    moved = [b - a for a, b in zip(before, totals(server), strict=True)]
+    usage, said = answer["usage"], answer["metrics"]["speculative_decoding"]
+    assert moved[:2] == [usage["prompt_tokens"], usage["completion_tokens"]]
+    assert moved[2:4] == [said["num_draft_tokens"], said["num_accepted_draft_tokens"]]
+    assert moved[4:] == [1, 1]
+
+
+def test_accepted_guesses_are_counted_by_their_depth(presets):
+    server = presets["draft-model"]
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    before = [server.metric(name, position=at) for at in range(8)]
+    answer = server.post(CHAT, chat_body(max_tokens=60)).body
+    moved = [server.metric(name, position=at) - n for at, n in enumerate(before)]
+    histogram = answer["metrics"]["speculative_decoding"]["acceptance_histogram"]
+    assert moved == [sum(histogram[at + 1 :]) for at in range(8)] and moved[1] > 0
+
+
+def app_with(**limits):
+    """The application with nothing behind its guards."""
+    return make_app(SimpleNamespace(limits=ServerConfig(**limits), is_alive=True, is_ready=True))
+
+
+@pytest.fixture
+def keys(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("first\n\n  second \n")
+    return file
+
+
+@pytest.mark.parametrize("authorization", [None, "Bearer other", "Bearer", "Basic first", "first"])
+def test_without_a_key_every_route_but_liveness_is_shut(keys, authorization):
+    app = app_with(api_key_file=str(keys))
+    client = TestClient(app, headers={"Authorization": authorization} if authorization else None)
+    for path in [*{route.path for route in app.routes} - {LIVENESS}, "/v1/nothing", "/"]:
+        for method in ("GET", "POST", "OPTIONS"):
+            answer = client.request(method, path)
+            assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert client.get(LIVENESS).json() == {"status": "alive"}
+
+
+@pytest.mark.parametrize("authorization", ["Bearer first", "bearer second", "Bearer  second"])
+def test_any_key_of_the_file_opens(keys, authorization):
+    client = TestClient(app_with(api_key_file=str(keys)))
+    assert client.get("/health", headers={"Authorization": authorization}).status_code == 200
+
+
+def test_a_page_of_another_origin_is_let_in_only_where_it_is_named(server, keys):
+    asked = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
+    answer = server.ask("OPTIONS", CHAT, headers=asked)
+    assert answer.status == 405 and "access-control-allow-origin" not in answer.headers
+    limits = {"cors_origins": ("https://chat.example",), "api_key_file": str(keys)}
+    client = TestClient(app_with(**limits))
+    answer = client.options(CHAT, headers=asked)  # a browser asks without the key
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == "https://chat.example"
+    other = client.options(CHAT, headers=asked | {"Origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in other.headers
+    assert client.get("/v1/models", headers=asked).status_code == 401
