@@ -33,9 +33,10 @@ class RequestError(SpecserveError):
 class PromptTooLong(RequestError):
     code = "context_length_exceeded"
 
-    def __init__(self, num_tokens: int, limit: int) -> None:
+    def __init__(self, num_tokens: int, limit: int, is_at_least: bool = False) -> None:
+        count = f"at least {num_tokens}" if is_at_least else num_tokens
         super().__init__(
-            f"the prompt has {num_tokens} tokens and at most {limit} fit: shorten it, or raise "
+            f"the prompt has {count} tokens and at most {limit} fit: shorten it, or raise "
             "scheduler.max_model_len if the model allows more"
         )
 

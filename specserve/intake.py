@@ -21,6 +21,7 @@ from specserve.models.tokenizer import check_same_vocabulary, load_tokenizer
 from specserve.sampling import Sampling, SamplingParams, resolve
 
 Message = Mapping[str, Any]
+PIECE = 16  # characters of text for every token of the context: four times what words have
 
 
 class Intake(msgspec.Struct, frozen=True):
@@ -32,10 +33,24 @@ class Intake(msgspec.Struct, frozen=True):
     vocab_size: int
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """A text's tokens; PromptTooLong, before it costs seconds, where they are far too many."""
         try:
+            self.check_size(text)
             return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
         except (TypeError, UnicodeError) as e:
             raise RequestError(f"the prompt is no valid text: {e}", "prompt") from e
+
+    def check_size(self, text: str) -> None:
+        """Count a long text piece by piece, until there are twice as many tokens as fit.
+
+        Tokens may span two pieces, so the whole may have fewer, but never half as many.
+        """
+        size, num_tokens = PIECE * self.max_model_len, 0
+        for start in range(0, len(text) if len(text) > size else 0, size):
+            piece = self.tokenizer(text[start : start + size], add_special_tokens=False)
+            num_tokens += len(piece["input_ids"])
+            if num_tokens > 2 * self.max_model_len:
+                raise PromptTooLong(num_tokens // 2, self.max_model_len - 1, is_at_least=True)
 
     def render(self, messages: Sequence[Message]) -> list[int]:
         """A conversation through the model's chat template, up to where the answer begins."""

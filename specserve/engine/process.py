@@ -1,13 +1,13 @@
 """The engine's side of the socket: orders in, a step, a report out."""
 
 import ctypes
-import os
 import signal
 import socket
 import sys
 
 import msgspec
 
+from specserve.config import Config
 from specserve.engine.build import Loaded, build
 from specserve.engine.engine import Emission, Engine
 from specserve.engine.frames import Frames
@@ -20,7 +20,6 @@ from specserve.engine.messages import (
     decode_orders,
     frame,
 )
-from specserve.engine.spawn import Start
 from specserve.errors import ConfigError
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -57,26 +56,26 @@ def main(fd: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link = Link(socket.socket(fileno=fd))
     try:
-        start = msgspec.msgpack.decode(link.receive(wait=True)[0], type=Start)
-        if os.getppid() != start.parent:
-            return  # it was gone before its death could be signalled
-        run(link, start)
+        run(link, msgspec.msgpack.decode(link.receive(wait=True)[0], type=Config))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
 
 def outlive_nobody() -> None:
-    """Have the kernel end this process, loading or stepping, when its parent ends."""
+    """Have the kernel end this process, loading or stepping, when its parent ends.
+
+    A parent that ended before this call is met as a closed socket.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def run(link: Link, start: Start) -> None:
+def run(link: Link, config: Config) -> None:
     def progress(name: str, done: int, total: int) -> None:
         link.send(Loading(name, done, total))
 
     try:
-        loaded = build(start.config, progress)
+        loaded = build(config, progress)
     except ConfigError as e:
         link.send(Failed(str(e)))
         return
@@ -86,6 +85,7 @@ def run(link: Link, start: Start) -> None:
 
 def serve(link: Link, engine: Engine) -> None:
     """All orders that have come, one step, one report; asleep while there is nothing to do."""
+    link.send(report(engine, []))
     while True:
         for payload in link.receive(wait=engine.is_idle):
             orders = decode_orders(payload)

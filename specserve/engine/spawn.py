@@ -1,6 +1,5 @@
 """Starts the engine process, before this one has imported anything heavy."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -10,13 +9,6 @@ import msgspec
 
 from specserve.config import Config
 from specserve.engine.frames import pack
-
-
-class Start(msgspec.Struct, frozen=True):
-    """The first frame: all that the engine process is ever told about itself."""
-
-    config: Config
-    parent: int  # process id; when it is gone, there is nobody to serve
 
 
 class Spawned(NamedTuple):
@@ -34,5 +26,5 @@ def spawn(config: Config) -> Spawned:
             stdin=subprocess.DEVNULL,
             process_group=0,  # a terminal's Ctrl-C is for the parent
         )
-    ours.sendall(pack(msgspec.msgpack.encode(Start(config, os.getpid()))))
+    ours.sendall(pack(msgspec.msgpack.encode(config)))  # the first frame is the config
     return Spawned(process, ours)

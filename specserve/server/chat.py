@@ -58,7 +58,7 @@ async def chat(request: Request) -> Response:
     service: Service = request.app.state.service
     arrived = perf_counter()
     service.check_open()
-    asked = read_chat(await read_body(request, service.limits))
+    asked = await service.parse(await read_body(request, service.limits), read_chat)
     service.check_model(asked.model)
     prompt = await encode(service, asked.messages)
     answer = service.ask([prompt], asked.params, arrived, "messages")
@@ -74,7 +74,7 @@ async def encode(service: Service, messages: Sequence[dict[str, Any]]) -> list[i
         raise RequestError(
             f"messages: the chat template ran for more than {seconds:g} s: send fewer", "messages"
         ) from e
-    return await service.worker.run(intake.encode, text, add_special_tokens=False)
+    return await service.encode(text, "messages", add_special_tokens=False)
 
 
 def read_chat(raw: bytes) -> ChatBody:

@@ -1,5 +1,6 @@
 """POST /v1/completions: text or token ids in, one or several prompts."""
 
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -33,11 +34,16 @@ async def completions(request: Request) -> Response:
     service: Service = request.app.state.service
     arrived = perf_counter()
     service.check_open()
-    asked = read(await read_body(request, service.limits), CompletionBody)
+    raw = await read_body(request, service.limits)
+    asked, prompts = await service.parse(raw, partial(read_completion, service.limits.max_prompts))
     service.check_model(asked.model)
-    prompts = read_prompts(asked.prompt, service.limits.max_prompts)
     ids = [await service.encode(prompt) for prompt in prompts]
     return await respond(request, FORM, asked, service.ask(ids, asked.params, arrived, "prompt"))
+
+
+def read_completion(max_prompts: int, raw: bytes) -> tuple[CompletionBody, list[Prompt]]:
+    body = read(raw, CompletionBody)
+    return body, read_prompts(body.prompt, max_prompts)
 
 
 def read_prompts(prompt: str | list[Any] | None, most: int) -> list[Prompt]:

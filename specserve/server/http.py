@@ -1,11 +1,15 @@
 """One connection, within bounds that uvicorn does not set: bytes of headers, seconds, how many."""
 
 from asyncio import BaseTransport, TimerHandle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from specserve.config import ServerConfig
 from specserve.errors import Overloaded, RequestError
@@ -51,8 +55,8 @@ def bounded(limits: ServerConfig) -> type[HttpToolsProtocol]:
         timer: TimerHandle | None = None  # while the rest of a request is waited for
         is_in_headers = True
         is_refused = False
+        cycles: Sequence[RequestResponseCycle] = ()  # pipelined ones wait for the first
         num_pending = 0  # bytes since the headers began
-        num_ignored = 0  # bytes of a body that nobody wants any more
 
         def connection_made(self, transport: BaseTransport) -> None:
             super().connection_made(transport)  # type: ignore[arg-type]
@@ -63,6 +67,9 @@ def bounded(limits: ServerConfig) -> type[HttpToolsProtocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self.expect_nothing()
+            for cycle in self.cycles:  # uvicorn tells the last one only
+                cycle.disconnected = True
+                cycle.message_event.set()
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
@@ -84,20 +91,17 @@ def bounded(limits: ServerConfig) -> type[HttpToolsProtocol]:
             if not self.is_refused:
                 self.timer = self.loop.call_later(limits.body_seconds + GRACE, self.cut)
                 super().on_headers_complete()
+                open_ones = [cycle for cycle in self.cycles if not cycle.response_complete]
+                self.cycles = [*open_ones, self.cycle]
                 self.scope["extensions"] = {EXTENSION: Hold(self)}  # type: ignore[dict-item]
 
         def on_body(self, body: bytes) -> None:
-            if self.is_refused:
-                return
-            if self.cycle.response_complete:
-                self.num_ignored += len(body)
-                if self.num_ignored > limits.max_body_bytes:
-                    self.transport.abort()
-            super().on_body(body)
+            if not self.is_refused:
+                super().on_body(body)
 
         def on_message_complete(self) -> None:
             self.expect_nothing()
-            self.is_in_headers, self.num_pending, self.num_ignored = True, 0, 0
+            self.is_in_headers, self.num_pending = True, 0
             if not self.is_refused:
                 super().on_message_complete()
 

@@ -46,9 +46,9 @@ def serve(config: Config, spawned: Spawned, listener: socket.socket, started_at:
 
 async def run(config: Config, spawned: Spawned, listener: socket.socket, started_at: float) -> int:
     engine = EngineClient(spawned)
-    await engine.connect()
     service = Service(config, engine)
     server = Server(service)
+    await engine.connect()  # last: what it has said by now is heard at once
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     living = asyncio.create_task(live(service, listener, started_at))
     signalled = asyncio.create_task(server.signals.get())

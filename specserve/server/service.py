@@ -3,8 +3,10 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from specserve.config import Config
 from specserve.engine.client import EngineClient
@@ -19,7 +21,10 @@ from specserve.server.shape import Served
 from specserve.server.worker import Worker
 from specserve.version import VERSION
 
+LARGE = 1 << 15  # bytes of a body: reading it takes a millisecond or more
 HUNG_SECONDS = 300  # no step takes so long that has not lost its way
+
+T = TypeVar("T")
 
 
 class Service:
@@ -87,7 +92,8 @@ class Service:
                 "stop",
             )
         for prompt in prompts:
-            self.check_length(prompt, field)
+            with blaming(field):
+                self.intake.check_length(prompt)
         samplings = [self.intake.resolve(params, len(prompt)) for prompt in prompts]
         self.check_open()  # again: reading the body took its time
         self.check_queue(prompts)
@@ -96,35 +102,37 @@ class Service:
             answer.ask(prompt, sampling, self.intake.tokenizer)
         return answer
 
-    async def encode(self, prompt: str | list[int], add_special_tokens: bool = True) -> list[int]:
-        if isinstance(prompt, str):
-            return await self.worker.run(self.intake.encode, prompt, add_special_tokens)
-        self.check_length(prompt, "prompt")  # first, as it costs nothing
-        return await self.worker.run(self.intake.read_ids, prompt)
+    async def parse(self, raw: bytes, read: Callable[[bytes], T]) -> T:
+        """A body's fields; a large one is read beside the event loop."""
+        return await self.worker.run(read, raw) if len(raw) > LARGE else read(raw)
 
-    def check_length(self, prompt: Sequence[int], field: str) -> None:
-        try:
-            self.intake.check_length(prompt)
-        except RequestError as e:
-            e.param = field
-            raise
+    async def encode(
+        self, prompt: str | list[int], field: str = "prompt", add_special_tokens: bool = True
+    ) -> list[int]:
+        """The tokens of what came in `field`."""
+        with blaming(field):
+            if isinstance(prompt, str):
+                return await self.worker.run(self.intake.encode, prompt, add_special_tokens)
+            self.intake.check_length(prompt)  # first, as it costs nothing
+            return await self.worker.run(self.intake.read_ids, prompt)
 
     def check_queue(self, prompts: Sequence[list[int]]) -> None:
         """Better a refusal now than a first token that comes too late for anybody."""
         queued = [g for a in self.answers for g in a.generations if not g.token_ids]
-        most = self.limits.max_queued_requests
-        if len(queued) + len(prompts) > most:
-            self.reject("queued_requests")
-            raise Overloaded(f"{len(queued)} requests wait already, and {most} may: ask later")
-        num_tokens = sum(map(len, prompts))
-        waiting = sum(len(g.prompt) for g in queued)
-        most = max(self.limits.max_queued_tokens, self.intake.max_model_len)
-        if waiting + num_tokens > most:
-            self.reject("queued_tokens")
-            raise Overloaded(
-                f"{waiting} prompt tokens wait already, these would add {num_tokens}, and {most} "
-                "may wait: ask later, or for fewer at a time"
+        tokens = max(self.limits.max_queued_tokens, self.intake.max_model_len)
+        self.check_room("requests", len(queued), len(prompts), self.limits.max_queued_requests)
+        self.check_room(
+            "tokens", sum(len(g.prompt) for g in queued), sum(map(len, prompts)), tokens
+        )
+
+    def check_room(self, what: str, waiting: int, asked: int, most: int) -> None:
+        if asked > most:
+            raise RequestError(
+                f"prompt: {asked} {what}, and {most} may wait: ask for fewer at once"
             )
+        if waiting + asked > most:
+            self.reject(f"queued_{what}")
+            raise Overloaded(f"{waiting} {what} wait already, and {most} may: ask later")
 
     def reject(self, reason: str) -> None:
         self.metrics.on_rejection(reason)
@@ -133,6 +141,16 @@ class Service:
         """Until nobody waits for an answer any more."""
         while self.answers:
             await asyncio.sleep(0.02)
+
+
+@contextmanager
+def blaming(field: str) -> Iterator[None]:
+    """The field that a refusal in here names."""
+    try:
+        yield
+    except RequestError as e:
+        e.param = field
+        raise
 
 
 def served_name(config: Config) -> str:

@@ -56,14 +56,17 @@ class EventStream(Response):
         async with watched(self.answer, receive):
             with hold.without_close():
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
-            async for piece in self.pieces():
-                try:
-                    async with asyncio.timeout(self.stall_seconds):
-                        await send({"type": "http.response.body", "body": piece, "more_body": True})
-                except TimeoutError:
-                    hold.cut()  # waiting for the bytes to go out would be for ever
-                    return
-            await send({"type": "http.response.body", "body": b""})
+            try:
+                async for piece in self.pieces():
+                    await self.send_soon(send, piece, more_body=True)
+                await self.send_soon(send, b"", more_body=False)
+            except TimeoutError:
+                hold.cut()  # waiting for the bytes to go out would be for ever
+
+    async def send_soon(self, send: Send, piece: bytes, more_body: bool) -> None:
+        """TimeoutError where the client takes nothing."""
+        async with asyncio.timeout(self.stall_seconds):
+            await send({"type": "http.response.body", "body": piece, "more_body": more_body})
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """All that there is to send at a time, so that it goes out in one write."""

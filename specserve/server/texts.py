@@ -28,14 +28,15 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 async def tokenize(request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_open()
-    asked = read_fields(await read_body(request, service.limits), TokenizeBody)
+    raw = await read_body(request, service.limits)
+    asked = await service.parse(raw, lambda raw: read_fields(raw, TokenizeBody))
     service.check_model(asked.model)
     if (asked.prompt is None) == (asked.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
     if asked.messages is not None:
         ids = await encode(service, read_messages(asked.messages))
     else:
-        ids = await service.encode(asked.prompt or "", asked.add_special_tokens)
+        ids = await service.encode(asked.prompt or "", "prompt", asked.add_special_tokens)
     limit = service.intake.max_model_len
     return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids})
 
@@ -43,10 +44,14 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_open()
-    asked = read_fields(await read_body(request, service.limits), DetokenizeBody)
+    raw = await read_body(request, service.limits)
+    asked = await service.parse(raw, lambda raw: read_fields(raw, DetokenizeBody))
     service.check_model(asked.model)
     if asked.tokens is None:
         raise RequestError("tokens: give a list of token ids", "tokens")
-    ids = service.intake.read_ids(asked.tokens)
+    most = service.intake.max_model_len
+    if len(asked.tokens) > most:
+        raise RequestError(f"tokens: {len(asked.tokens)} ids, and {most} are allowed", "tokens")
+    ids = await service.worker.run(service.intake.read_ids, asked.tokens)
     text = await service.worker.run(service.intake.tokenizer.decode, ids)
     return json_response({"prompt": text})

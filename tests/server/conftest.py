@@ -12,6 +12,25 @@ from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
 from tests.server.house import SETTINGS, ServerProcess
 
 PRESETS = {p.stem: p for p in (Path(__file__).parents[2] / "configs").glob("*.toml")}
+PACER = '''
+import time
+from specserve_drafters import Draft
+from specserve_drafters.base import Options
+
+
+class Pacer:
+    """Guesses nothing; a seed below 10_000 is the milliseconds that a step takes."""
+
+    needs_executor = False
+    Options = Options
+
+    def __init__(self, options):
+        pass
+
+    def propose(self, items):
+        time.sleep(max((i.seed for i in items if i.seed < 10_000), default=0) / 1000)
+        return [Draft() for _ in items]
+'''
 
 
 @pytest.fixture(scope="session")
@@ -58,3 +77,16 @@ def presets(plain):
         servers[name] = ServerProcess(plain, *flags)
     with ExitStack() as stack:
         yield {name: stack.enter_context(server) for name, server in servers.items()}
+
+
+@pytest.fixture(scope="session")
+def paced(folder, tmp_path_factory):
+    """Starts servers whose steps take as long as requests say."""
+    path = tmp_path_factory.mktemp("pacer")
+    (path / "pacer.py").write_text(PACER)
+
+    def start(**settings):
+        env = {"PYTHONPATH": str(path)}
+        return ServerProcess(folder, "--drafter=pacer:Pacer", env=env, **settings)
+
+    return start

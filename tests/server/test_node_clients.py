@@ -1,7 +1,9 @@
 """The clients of JavaScript get the same answers streamed and whole, and errors as exceptions."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -23,10 +25,17 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def heard(server, tmp_path_factory):
-    """What the clients say of the server. Their packages never touch the repository."""
+def folder_of_clients(tmp_path_factory):
+    """Their packages never touch the repository."""
     folder = shutil.copytree(HERE, tmp_path_factory.mktemp("node") / "clients")
     subprocess.run(INSTALL, cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def heard(server, folder_of_clients):
+    """What the clients say of the server."""
+    folder = folder_of_clients
     command = ["node", "clients.mjs", server.url]
     said = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
     assert said.returncode == 0, said.stderr
@@ -46,6 +55,16 @@ def test_an_answer_is_the_same_streamed_and_whole(server, heard, client):
             "usage": [usage[f"{of}_tokens"] for of in ("prompt", "completion", "total")],
         }
     )
+
+
+def test_an_error_in_a_stream_is_an_error_of_the_client(paced, folder_of_clients):
+    with paced(**{"server.served_model_name": "tiny"}) as server:
+        command = ["node", "broken.mjs", server.url]
+        node = subprocess.Popen(command, cwd=folder_of_clients, stdout=subprocess.PIPE, text=True)
+        assert [node.stdout.readline() for _ in range(2)] == ["begun\n"] * 2
+        os.kill(server.engine_pid, signal.SIGKILL)
+        raised = json.loads(node.communicate(timeout=20)[0])
+    assert all("engine process has ended" in (raised[of] or "") for of in ("openai", "sdk")), raised
 
 
 ERRORS = {

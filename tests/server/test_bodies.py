@@ -1,0 +1,442 @@
+"""Whatever a body says: an answer, or a refusal in OpenAI's shape, and nobody else notices."""
+
+import copy
+import json
+import shutil
+import socket
+import threading
+import time
+from http.client import HTTPResponse
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.server.house import ServerProcess, eventually
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MAX_MODEL_LEN = 128
+MAX_BODY = 1 << 18
+SETTINGS = {
+    "scheduler.max_model_len": MAX_MODEL_LEN,
+    "server.max_body_bytes": MAX_BODY,
+    "server.max_stop_strings": 4,
+    "server.max_prompts": 8,
+    "server.template_seconds": 0.5,
+}
+TEMPLATE = """
+{%- set said = messages[0].content -%}
+{%- if said == "loop" -%}
+  {%- for i in range(99999) -%}{%- for j in range(99999) -%}{%- endfor -%}{%- endfor -%}
+{%- elif said == "classes" -%}{{ ''.__class__.__mro__[1].__subclasses__() }}
+{%- elif said == "run" -%}{{ cycler.__init__.__globals__.os.system("touch CANARY") }}
+{%- endif -%}
+{%- for message in messages -%}{{ message.role }}: {{ message.content }}{%- endfor -%}
+"""
+
+ORDINARY = {
+    CHAT: {
+        "model": "tiny",
+        "messages": [
+            {"role": "system", "content": "be"},
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        ],
+        "max_completion_tokens": 2,
+    },
+    COMPLETIONS: {"model": "tiny", "prompt": ["a", "b"], "n": 1, "echo": False},
+    "/tokenize": {"prompt": "a", "messages": None, "add_special_tokens": True},
+    "/detokenize": {"model": "tiny", "tokens": [1, 2]},
+}
+SHARED = {
+    "max_tokens": 2,
+    "temperature": 0.5,
+    "top_k": 3,
+    "top_p": 0.5,
+    "min_p": 0.1,
+    "seed": 1,
+    "stop": ["x", "y"],
+    "stop_token_ids": [1],
+    "ignore_eos": False,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "logit_bias": {},
+    "tools": None,
+    "response_format": {"type": "text"},
+    "user": "u",
+}
+for path in (CHAT, COMPLETIONS):
+    ORDINARY[path] |= SHARED
+
+TEXTS = st.text(st.characters(), max_size=20)  # lone surrogates too
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXTS
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
+    max_leaves=8,
+)
+# What one field or another may well be; else hardly any mutant would be let in.
+PLAUSIBLE = st.sampled_from(
+    [None, True, False, 0, 1, 0.5, "a", "\n", [], ["a"], ["a", "b"], [1], [[1, 2], [3]], {}]
+)
+
+
+@pytest.fixture(scope="module")
+def canary(tmp_path_factory):
+    return tmp_path_factory.mktemp("canary") / "was-here"
+
+
+@pytest.fixture(scope="module")
+def small(folder, canary):
+    """A server of short contexts, whose chat template does what it should not."""
+    model = shutil.copytree(folder, canary.parent / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE.replace("CANARY", str(canary)))
+    with ServerProcess(model, "--served-model-name=tiny", **SETTINGS) as server:
+        yield server
+        assert server.process.poll() is None, "a body has ended the server"
+
+
+@pytest.fixture(scope="module")
+def neighbor(small):
+    with Neighbor(small) as neighbor:
+        yield neighbor
+
+
+@pytest.fixture(autouse=True)
+def still_answers(small):
+    yield
+    answer = small.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2, "ignore_eos": True})
+    assert answer.status == 200 and answer.body["usage"]["completion_tokens"] == 2
+
+
+class Neighbor(threading.Thread):
+    """Someone who streams the same answer again and again, and looks at the clock."""
+
+    def __init__(self, server):
+        super().__init__()
+        self.server, self.is_over = server, False
+        self.gaps, self.texts = [], []
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        self.is_over = True
+        self.join()
+
+    def run(self):
+        body = {"prompt": "a", "seed": 1, "ignore_eos": True}
+        while not self.is_over:
+            with self.server.open_stream(COMPLETIONS, body) as events:
+                self.texts.append("".join(self.read(events)))
+
+    def read(self, events):
+        last = time.monotonic()
+        for event in events:
+            self.gaps.append(time.monotonic() - last)
+            last = time.monotonic()
+            yield event if event == "[DONE]" else event["choices"][0]["text"]
+
+    def goes_on(self):
+        """Events still come, and all of its answers are the same one, whole."""
+        seen = len(self.gaps)
+        eventually(lambda: len(self.gaps) > seen)
+        assert len(set(self.texts)) <= 1 and all(t.endswith("[DONE]") for t in self.texts)
+
+
+def check_refusal(response, status=400):
+    assert response.status == status, response.body
+    error = response.body["error"]
+    assert response.body.keys() == {"error"}
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error" and error["message"]
+    assert all(error[k] is None or isinstance(error[k], str) for k in ("param", "code"))
+    assert len(json.dumps(error)) < 2000
+    return error
+
+
+def check_outcome(response):
+    """An answer, or a refusal in its shape."""
+    if response.status != 200:
+        check_refusal(response, 404 if response.status == 404 else 400)
+    elif isinstance(response.body, str):
+        assert response.body.endswith("data: [DONE]\n\n") and '"error"' not in response.body
+
+
+def places(value):
+    """Everything that can be replaced inside a value: containers and their keys."""
+    keys = value if isinstance(value, dict) else range(len(value) if type(value) is list else 0)
+    for key in keys:
+        yield value, key
+        yield from places(value[key])
+
+
+@st.composite
+def mutants(draw, path):
+    """An ordinary body with one or two of its parts replaced by anything."""
+    body = copy.deepcopy(ORDINARY[path])
+    for _ in range(draw(st.integers(1, 2))):
+        container, key = draw(st.sampled_from(list(places(body))))
+        container[key] = copy.deepcopy(draw(PLAUSIBLE | JSON))
+    return body
+
+
+@pytest.mark.parametrize("path", ORDINARY)
+@given(data=st.data())
+def test_any_json_is_answered_or_refused(small, path, data):
+    keys = TEXTS | st.sampled_from(list(ORDINARY[path]))
+    check_outcome(small.post(path, data.draw(JSON | st.dictionaries(keys, JSON, min_size=1))))
+
+
+@pytest.mark.parametrize("path", ORDINARY)
+@settings(max_examples=200)
+@given(data=st.data())
+def test_a_body_with_some_parts_replaced_is_answered_or_refused(small, path, data):
+    check_outcome(small.post(path, data.draw(mutants(path))))
+
+
+@pytest.mark.parametrize("path", ORDINARY)
+def test_a_body_with_nothing_replaced_is_answered(small, path):
+    assert small.post(path, ORDINARY[path]).status == 200
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes_are_refused(small, raw):
+    check_refusal(small.post(COMPLETIONS, raw))
+
+
+NUMBERS = [-1, -(2**63), 2**63, 1e308, True, "1", [[]], {"a": 1}]
+COUNTS = ["max_tokens", "seed", "top_k", "n", "best_of", "logprobs", "top_logprobs", "min_tokens"]
+COUNTS += ["prompt_logprobs", "priority", "truncate_prompt_tokens", "thinking_token_budget"]
+LEGAL = {"max_tokens": [2**63]}  # more than fits means the rest of the context
+
+
+@pytest.mark.parametrize("field", COUNTS)
+def test_no_number_goes_unchecked(small, neighbor, field):
+    for value in NUMBERS:
+        if value not in LEGAL.get(field, []):
+            body = {"prompt": "a", "max_tokens": 1, field: value}
+            assert check_refusal(ask_quickly(small, COMPLETIONS, body))["param"] == field
+    check_refusal(ask_quickly(small, COMPLETIONS, b'{"prompt": "a", "%b": NaN}' % field.encode()))
+    neighbor.goes_on()
+
+
+@pytest.mark.parametrize("value", [-1, -(2**63), 320, 2**31, 2**63, 1e308, True, "1", None])
+def test_no_token_id_goes_unchecked(small, neighbor, value):
+    for body in ({"prompt": [1, value]}, {"prompt": [[1, value]]}, {"prompt": [[1], [value, 1]]}):
+        check_refusal(ask_quickly(small, COMPLETIONS, body))
+    check_refusal(ask_quickly(small, COMPLETIONS, {"prompt": "a", "stop_token_ids": [value]}))
+    check_refusal(ask_quickly(small, "/detokenize", {"tokens": [1, value]}))
+    neighbor.goes_on()
+
+
+def with_field(**fields):
+    return COMPLETIONS, {"prompt": "a", "max_tokens": 1} | fields
+
+
+def chat_with(**fields):
+    return CHAT, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1} | fields
+
+
+def saying(content):
+    return CHAT, {"messages": [{"role": "user", "content": content}]}
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/cat.png"}}
+AUDIO = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+FILE = {"type": "file", "file": {"file_id": "/etc/passwd"}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+BOMB = {"type": "json_schema", "json_schema": {"name": "b", "schema": {"anyOf": [{}] * 900}}}
+
+HOSTILE = {
+    "a billion choices": (with_field(n=10**9), "n is not supported"),
+    "129 choices": (with_field(n=129), "n is not supported"),
+    "embeddings": (with_field(prompt_embeds="gASVAA=="), "prompt_embeds is refused"),
+    "an image": (saying([IMAGE]), "only text"),
+    "audio": (saying([AUDIO]), "only text"),
+    "a file": (saying([FILE]), "only text"),
+    "a part of no type": (saying([{}]), "only text"),
+    "a part with more than text": (saying([{"type": "text", "text": "a", "x": 1}]), "unknown"),
+    "guided json": (with_field(guided_json={"type": "object"}), "response_format"),
+    "guided regex": (with_field(guided_regex="(a+)+$"), "response_format"),
+    "guided grammar": (with_field(guided_grammar="root ::= root"), "response_format"),
+    "guided choice": (with_field(guided_choice=["a"]), "response_format"),
+    "a schema": (chat_with(response_format=BOMB), "response_format is not supported"),
+    "structured outputs": (with_field(structured_outputs={"regex": "a"}), "structured_outputs"),
+    "tools": (chat_with(tools=[TOOL]), "tools is not supported"),
+    "no tools": (chat_with(tools=[]), "tools is not supported"),
+    "a forced tool": (chat_with(tool_choice="required"), "tool_choice is not supported"),
+    "a template": (chat_with(chat_template="{{ 7 * 7 }}"), "chat_template is refused"),
+    "template arguments": (
+        chat_with(chat_template_kwargs={"tokenize": True}),
+        "chat_template_kwargs is not supported",
+    ),
+    "a logit bias": (with_field(logit_bias={"99999": 1e308}), "logit_bias is not supported"),
+    "allowed ids": (with_field(allowed_token_ids=[-1]), "allowed_token_ids is not supported"),
+    "a penalty": (with_field(repetition_penalty=0), "repetition_penalty is not supported"),
+    "beams": (with_field(use_beam_search=True), "use_beam_search is not supported"),
+    "a misspelt field": (with_field(temprature=0), "did you mean temperature?"),
+    "stop strings": (with_field(stop=["a"] * 5), "5 strings, and 4"),
+    "more stop strings": (with_field(stop=["a"] * 17), "stop"),
+    "an empty stop string": (with_field(stop=""), "stop"),
+    "a long stop string": (with_field(stop="a" * 1025), "stop"),
+    "stop ids": (with_field(stop_token_ids=[1] * 1025), "stop_token_ids"),
+    "a tiny temperature": (with_field(temperature=1e-30), "temperature"),
+    "no nucleus": (with_field(top_p=0), "top_p"),
+    "prompts": (with_field(prompt=["a"] * 9), "9 prompts, and 8"),
+    "no prompts": (with_field(prompt=[]), "prompt"),
+    "an empty prompt": (with_field(prompt=""), "no tokens"),
+    "an empty prompt of several": (with_field(prompt=[[1], []]), "no tokens"),
+    "prompts of two kinds": (with_field(prompt=["a", [1]]), "prompt[1]"),
+    "a prompt in a prompt": (with_field(prompt=[[[1]]]), "prompt[0][0]"),
+    "no messages": ((CHAT, {"messages": []}), "messages"),
+    "a message of no role": ((CHAT, {"messages": [{"content": "a"}]}), "messages[0].role"),
+    "a role of its own": ((CHAT, {"messages": [{"role": "root", "content": "a"}]}), "role"),
+    "a tool's message": ((CHAT, {"messages": [{"role": "tool", "content": "a"}]}), "role"),
+    "no content": ((CHAT, {"messages": [{"role": "user"}]}), "content"),
+    "two limits": (chat_with(max_completion_tokens=2), "max_completion_tokens"),
+    "obfuscation": (
+        with_field(stream=True, stream_options={"include_obfuscation": True}),
+        "include_obfuscation",
+    ),
+    "options of no stream": (with_field(stream_options={"include_usage": True}), "set stream"),
+    "a prompt longer than the model": (with_field(prompt=[1] * 300), "300 tokens and at most 127"),
+    "a text far too long": (with_field(prompt="the cat " * 30_000), "at least"),
+    "a text of nothing but spaces": (with_field(prompt=" " * 250_000), "tokens and at most 127"),
+    "a talk longer than the model": (saying("a" * 400), "at most 127"),
+    "neither prompt nor messages": (("/tokenize", {}), "either prompt or messages"),
+    "a surrogate": (with_field(prompt="\ud800 and so on"), "no valid JSON"),
+    "a surrogate as a key": (with_field(**{"\udfff and so on": 1}), "no valid JSON"),
+}
+
+DEEP = b"[" * 50_000
+MALFORMED = {
+    "nothing": b"",
+    "no object": b"[]",
+    "brackets": b"[[[[a(" * 17_000,
+    "depth": DEEP,
+    "depth in a field": b'{"prompt": ' + DEEP,
+    "depth in a field that is read past": b'{"prompt": "a", "user": ' + DEEP,
+    "depth that is well formed": b'{"prompt": ' + DEEP + b"]" * len(DEEP) + b"}",
+    "no UTF-8": b'{"prompt": "a\xff"}',
+    "a surrogate in UTF-8": b'{"prompt": "\xed\xa0\x80"}',
+    "half a character": b'{"prompt": "\xe2\x82"}',
+    "a byte order mark": b'\xef\xbb\xbf{"prompt": "a"}',
+    "infinity": b'{"prompt": "a", "temperature": Infinity}',
+    "a number like none": b'{"prompt": "a", "temperature": 1e999}',
+    "a number of 5000 digits": b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+    "two bodies": b'{"prompt": "a"}{"prompt": "a"}',
+    "a form": b"prompt=a&max_tokens=1",
+}
+
+
+def ask_quickly(server, path, body):
+    start = time.monotonic()
+    response = server.post(path, body)
+    assert time.monotonic() - start < 1
+    return response
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_refusal_says_what_is_wrong_at_once_and_nobody_else_notices(small, neighbor, what):
+    (path, body), words = HOSTILE[what]
+    error = check_refusal(ask_quickly(small, path, body))
+    assert words in error["message"]
+    neighbor.goes_on()
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_what_is_no_json_object_is_refused(small, neighbor, what):
+    error = check_refusal(ask_quickly(small, COMPLETIONS, MALFORMED[what]))
+    assert error["message"].startswith("the body ") and error["param"] is None
+    neighbor.goes_on()
+
+
+def test_of_a_key_given_twice_the_last_value_counts(small):
+    body = b'{"prompt": "a", "max_tokens": %d, "max_tokens": %d, "ignore_eos": true}'
+    assert small.post(COMPLETIONS, body % (-1, 3)).body["usage"]["completion_tokens"] == 3
+    check_refusal(small.post(COMPLETIONS, body % (3, -1)))
+
+
+MARK = "Z" * 5000
+ECHOED = {
+    "a model": with_field(model=MARK),
+    "a field": with_field(**{MARK: 1}),
+    "a field of a message": (CHAT, {"messages": [{"role": "user", "content": "a", MARK: 1}]}),
+    "a role": (CHAT, {"messages": [{"role": MARK, "content": "a"}]}),
+    "a part": saying([{"type": MARK}]),
+    "a field of a part": saying([{"type": "text", "text": "a", MARK: 1}]),
+    "a stop string": with_field(stop=MARK),
+    "an option": with_field(stream=True, stream_options={MARK: 1}),
+    "a number": with_field(seed=MARK),
+    "a format": with_field(response_format={"type": MARK}),
+    "a field of tokenize": ("/tokenize", {MARK: 1}),
+    "a route": (f"/v1/{MARK}", {}),
+    "another's prompt": with_field(prompt=[MARK]),
+}
+
+
+@pytest.mark.parametrize("what", ECHOED)
+def test_a_refusal_repeats_little_of_what_it_refuses(small, what):
+    path, body = ECHOED[what]
+    response = small.post(path, body)
+    check_refusal(response, 404 if what in ("a model", "a route") else 400)
+    assert json.dumps(response.body).count("Z") <= 200
+
+
+def test_a_model_by_another_name_is_not_found(small):
+    for path in (CHAT, COMPLETIONS, "/tokenize", "/detokenize"):
+        error = check_refusal(small.post(path, ORDINARY[path] | {"model": "gpt-4o"}), 404)
+        assert error["code"] == "model_not_found" and error["param"] == "model"
+
+
+def test_a_body_that_says_it_is_too_large_is_refused_unread(small, neighbor):
+    with small.connect() as client:
+        client.sendall(head(f"Content-Length: {MAX_BODY + 1}"))
+        check_refusal(response_of(client), 413)
+    neighbor.goes_on()
+
+
+def test_a_body_that_grows_too_large_is_refused_while_it_comes(small, neighbor):
+    chunk = b"%x\r\n%b\r\n" % (1 << 16, b"[" * (1 << 16))
+    with small.connect() as client:
+        client.sendall(head("Transfer-Encoding: chunked") + chunk * (MAX_BODY // (1 << 16) + 1))
+        check_refusal(response_of(client), 413)
+    neighbor.goes_on()
+
+
+def head(*headers):
+    return "\r\n".join([f"POST {COMPLETIONS} HTTP/1.1", "Host: a", *headers, "", ""]).encode()
+
+
+class Reply(HTTPResponse):
+    """What a bare connection got."""
+
+
+def response_of(client: socket.socket):
+    client.settimeout(5)
+    reply = Reply(client)
+    reply.begin()
+    reply.body = json.loads(reply.read())
+    return reply
+
+
+def test_a_template_that_runs_too_long_is_ended_and_stalls_nobody(small, neighbor):
+    neighbor.goes_on()
+    seen, start = len(neighbor.gaps), time.monotonic()
+    error = check_refusal(small.post(*saying("loop")))
+    assert 0.4 < time.monotonic() - start < 3
+    assert "ran for more than 0.5 s" in error["message"]
+    assert max(neighbor.gaps[seen:]) < 0.4
+    neighbor.goes_on()
+
+
+@pytest.mark.parametrize("what", ["classes", "run"])
+def test_a_template_cannot_leave_its_sandbox(small, canary, what):
+    error = check_refusal(small.post(*saying(what)))
+    assert "unsafe" in error["message"] and not canary.exists()
+
+
+def test_a_template_that_behaves_is_what_the_model_reads(small):
+    count = small.post("/tokenize", saying("hello")[1]).body["count"]
+    assert count == small.post("/tokenize", {"prompt": "user: hello"}).body["count"]
