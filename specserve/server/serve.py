@@ -27,6 +27,7 @@ from specserve.server.service import Service, fingerprint
 from specserve.server.shape import Served
 
 ENGINE_DIED = 70  # the exit code; EX_SOFTWARE of sysexits.h
+KEEP_ALIVE = 60  # seconds; longer than clients keep an idle connection, so that they close it
 FAREWELL, HASTE = 5.0, 0.5  # seconds for the last bytes to reach clients that read them
 QUESTION = '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64, "stream": true}'
 PREFIX = '{"prompt": "def ", "max_tokens": 64, "stream": true}'
@@ -117,6 +118,7 @@ class Server(uvicorn.Server):
             access_log=False,
             proxy_headers=False,
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE,
         )
         super().__init__(config)
         self.signals: asyncio.Queue[int] = asyncio.Queue()

@@ -1,5 +1,10 @@
 """What the tests ask, and what they take out of answers."""
 
+import contextlib
+import json
+from http.client import HTTPConnection
+from types import SimpleNamespace
+
 from tests.checkpoints import tiny_tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -70,3 +75,56 @@ def joined(chunks):
 
 def content_events(chunks):
     return [c for chunk in chunks[:-1] for c in chunk["choices"] if said(c)]
+
+
+def saying(num_tokens, ms=0, num_prompt=1, **fields):
+    """A request of so many tokens, each of which takes so many milliseconds."""
+    body = {"prompt": [1] * num_prompt, "max_tokens": num_tokens, "ignore_eos": True}
+    return body | ({"seed": ms} if ms else {}) | fields
+
+
+@contextlib.contextmanager
+def begun(server, body):
+    """A connection on which a request has been sent; its answer is not awaited."""
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=10)
+    with contextlib.closing(connection):
+        connection.request("POST", COMPLETIONS, json.dumps(body).encode())
+        yield connection
+
+
+def answer_of(connection):
+    response = connection.getresponse()
+    return SimpleNamespace(status=response.status, body=json.loads(response.read()))
+
+
+@contextlib.contextmanager
+def streaming(server, body):
+    """A stream that has begun: its first token is here."""
+    with server.open_stream(COMPLETIONS, body) as events:
+        next(events)
+        yield events
+
+
+def extra(*args, **kw):
+    """The same for the openai client, which has no names for some fields."""
+    body = saying(*args, **kw)
+    return {"prompt": body.pop("prompt"), "extra_body": body}
+
+
+def check_overloaded(response, status=503):
+    error = response.body["error"]
+    assert response.status == status
+    assert error["type"] == "service_unavailable" and error["code"] == "server_is_overloaded"
+    assert int(response.headers["Retry-After"]) >= 1
+
+
+def is_running(server):
+    return server.metric("vllm:num_requests_running") == 1
+
+
+def is_waiting(server, number=1):
+    return server.metric("vllm:num_requests_waiting") == number
+
+
+def head(*headers):
+    return "\r\n".join([f"POST {COMPLETIONS} HTTP/1.1", "Host: a", *headers, "", ""]).encode()

@@ -12,6 +12,19 @@ from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
 from tests.server.house import SETTINGS, ServerProcess
 
 PRESETS = {p.stem: p for p in (Path(__file__).parents[2] / "configs").glob("*.toml")}
+LONG_NAME = "m" * 4000  # every event carries it: few of them fill the buffers of a connection
+STRICT = {
+    "scheduler.max_running": 1,
+    "scheduler.prefill_chunk": 1,
+    "server.max_connections": 300,
+    "server.max_header_bytes": 2000,
+    "server.header_seconds": 0.8,
+    "server.body_seconds": 0.8,
+    "server.stall_seconds": 0.5,
+    "server.comment_seconds": 0.1,
+    "server.max_queued_requests": 4,
+    "server.max_queued_tokens": 600,
+}
 PACER = '''
 import time
 from specserve_drafters import Draft
@@ -90,3 +103,11 @@ def paced(folder, tmp_path_factory):
         return ServerProcess(folder, "--drafter=pacer:Pacer", env=env, **settings)
 
     return start
+
+
+@pytest.fixture(scope="session")
+def strict(paced):
+    """A server of tight bounds, which shows a token at a time."""
+    with paced(**STRICT, **{"server.served_model_name": LONG_NAME}) as server:
+        yield server
+        assert server.process.poll() is None, "a client has ended the server"

@@ -1,0 +1,122 @@
+"""Clients that are slow, greedy, or too many, and what a server does not let them have."""
+
+import contextlib
+import json
+import socket
+import time
+from http.client import HTTPResponse
+from select import select
+from types import SimpleNamespace
+
+import pytest
+
+from tests.server.asking import (
+    COMPLETIONS,
+    check_overloaded,
+    head,
+    is_running,
+    saying,
+)
+from tests.server.house import eventually
+
+
+def reply(client):
+    """What the server says on a bare connection."""
+    client.settimeout(5)
+    response = HTTPResponse(client)
+    response.begin()
+    return SimpleNamespace(
+        status=response.status, headers=response.headers, body=json.loads(response.read())
+    )
+
+
+def test_200_slow_clients_keep_nobody_waiting_and_are_cut(strict):
+    half_body = head("Content-Length: 100") + b'{"prompt": '
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(strict.connect()) for _ in range(200)]
+        tricklers = clients[::3]
+        for client in clients[1::3]:
+            client.sendall(half_body)
+        for letter in b"POST":  # and then no more of it
+            for client in tricklers:
+                client.sendall(bytes([letter]))
+            start = time.monotonic()
+            assert strict.post(COMPLETIONS, saying(2)).status == 200
+            assert time.monotonic() - start < 0.7
+            time.sleep(0.1)
+        replies = [reply(client) for client in clients]
+    assert {(r.status, r.body["error"]["code"]) for r in replies} == {(408, "request_timeout")}
+    strict.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    "start, piece",
+    [(b"GET / HTTP/1.1\r\nX: ", b"x"), (head("Transfer-Encoding: chunked"), b"1\r\n \r\n")],
+    ids=["header", "body"],
+)
+def test_what_trickles_on_is_cut_all_the_same(strict, start, piece):
+    with strict.connect() as client:
+        client.sendall(start)
+        for _ in range(100):
+            if select([client], [], [], 0.05)[0]:  # the server has said something
+                break
+            client.sendall(piece)
+        assert reply(client).status == 408
+
+
+@pytest.mark.parametrize("ending", [b"", b"\r\n\r\n"])
+def test_headers_without_end_or_measure_are_refused(strict, ending):
+    with strict.connect() as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nX: " + b"x" * 2000 + ending)
+        refusal = reply(client)
+    assert refusal.status == 431 and refusal.body["error"]["code"] == "headers_too_large"
+    assert strict.get("/health").status == 200
+
+
+def test_what_is_no_http_is_refused_in_the_same_shape(strict):
+    with strict.connect() as client:
+        client.sendall(b"\x16\x03\x01\x02\x00\x01\x00 what TLS begins with\r\n\r\n")
+        refusal = reply(client)
+    assert refusal.status == 400
+    assert refusal.body["error"].keys() == {"message", "type", "param", "code"}
+
+
+def test_a_connection_too_many_is_told_so_and_one_far_beyond_is_cut(strict):
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(strict.connect())
+        check_overloaded(strict.get("/health"))
+        for _ in range(128):
+            stack.enter_context(strict.connect())
+        with strict.connect() as client:
+            assert is_cut(client)
+    eventually(lambda: strict.get("/health").status == 200)
+
+
+def is_cut(client):
+    client.settimeout(5)
+    try:
+        return client.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_client_that_reads_nothing_is_cut_and_its_blocks_come_back(strict):
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        client.connect(("127.0.0.1", strict.port))
+        body = json.dumps(saying(500, prompt=[[1]] * 4, stream=True)).encode()
+        client.sendall(head(f"Content-Length: {len(body)}") + body)
+        eventually(lambda: is_running(strict))
+        strict.wait_until_idle(seconds=10)
+        assert not received(client).endswith(b"0\r\n\r\n")
+
+
+def received(client):
+    """All that still comes, up to the end of the connection."""
+    client.settimeout(5)
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := client.recv(1 << 20):
+            data = data[-100:] + piece
+    return data

@@ -1,0 +1,189 @@
+"""Signals and deaths, while loading and under load: what is said, what is left."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from openai import APIError, OpenAI
+
+from specserve.server.serve import ENGINE_DIED
+from tests.server.asking import (
+    COMPLETIONS,
+    answer_of,
+    begun,
+    check_overloaded,
+    extra,
+    saying,
+    streaming,
+)
+from tests.server.house import ServerProcess, eventually
+
+
+def test_sigterm_lets_answers_end_in_time_and_breaks_off_the_others(paced):
+    with (
+        paced(**{"server.drain_seconds": 1.5}) as server,
+        begun(server, saying(500, ms=20)) as whole,
+        streaming(server, saying(500, ms=20)) as long,
+        streaming(server, saying(25, ms=20)) as short,
+    ):
+        eventually(lambda: server.metric("vllm:num_requests_running") == 3)
+        server.signal(signal.SIGTERM)
+        eventually(lambda: server.get("/health/ready").status == 503)
+        assert server.get("/health/live").status == 200
+        refusal = server.post(COMPLETIONS, saying(2))
+        check_overloaded(refusal)
+        assert refusal.headers["x-should-retry"] == "false"
+        assert ended_well(list(short))
+        assert broken_off(list(long))["code"] == "server_is_overloaded"
+        assert answer_of(whole).status == 503
+        assert server.exit_code() == 0
+
+
+def test_a_second_signal_ends_the_server_at_once(paced):
+    with paced() as server, streaming(server, saying(500, ms=20)) as events:
+        engine = server.engine_pid
+        server.signal(signal.SIGINT)
+        eventually(lambda: server.get("/health/ready").status == 503)
+        assert server.process.poll() is None
+        server.signal(signal.SIGTERM)
+        assert broken_off(list(events))["code"] == "server_is_overloaded"
+        assert server.exit_code(3) == 128 + signal.SIGTERM
+        eventually(lambda: is_gone(engine), seconds=1)
+
+
+def ended_well(events):
+    return events[-1] == "[DONE]" and events[-2]["choices"][0]["finish_reason"] == "length"
+
+
+def broken_off(events):
+    """The error that ended a stream before its answer was complete."""
+    *answer, error, done = events
+    assert done == "[DONE]" and not any(e["choices"][0]["finish_reason"] for e in answer)
+    return error["error"]
+
+
+def is_gone(pid):
+    """Ended; an orphan's new parent may be slow to take notice."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_when_the_engine_dies_every_answer_ends_with_an_error_and_the_server_with_70(paced):
+    with (
+        paced() as server,
+        streaming(server, saying(500, ms=20)) as first,
+        streaming(server, saying(500, ms=20)) as second,
+        OpenAI(base_url=f"{server.url}/v1", api_key="none") as client,
+        begun(server, saying(500, ms=20)) as whole,
+    ):
+        [model] = client.models.list().data
+        third = client.completions.create(model=model.id, stream=True, **extra(500, ms=20))
+        eventually(lambda: server.metric("vllm:num_requests_running") == 4)
+        os.kill(server.engine_pid, signal.SIGKILL)
+        with pytest.raises(APIError, match="engine process has ended"):
+            list(third)
+        for events in (first, second):
+            assert broken_off(list(events))["type"] == "server_error"
+        failed = answer_of(whole)
+        assert failed.status == 500 and failed.body["error"]["type"] == "server_error"
+        assert is_refused(server)
+        assert server.exit_code() == ENGINE_DIED == 70
+        assert "error: the engine process has ended" in server.process.communicate()[1]
+
+
+def is_refused(server):
+    """By an answer, or, a moment later, by nobody."""
+    try:
+        return server.post(COMPLETIONS, saying(2)).status == 503
+    except ConnectionError:
+        return True
+
+
+def test_when_the_api_process_dies_the_engine_goes_in_the_middle_of_a_step(paced):
+    with paced() as server, streaming(server, saying(500, ms=9000, num_prompt=2)):
+        engine = server.engine_pid
+        server.signal(signal.SIGKILL)
+        eventually(lambda: is_gone(engine), seconds=1)
+
+
+@contextlib.contextmanager
+def loading(folder, *args, **settings):
+    """A server whose engine process is there, and not ready yet; and that process's id."""
+    server = ServerProcess(folder, *args, **settings)
+    try:
+        eventually(lambda: children(server.process.pid))
+        yield server, children(server.process.pid)[0]
+    finally:
+        server.process.kill()
+        server.process.communicate()
+
+
+def children(pid):
+    return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_when_the_engine_dies_while_it_loads_the_server_says_so_and_ends(folder):
+    with loading(folder) as (server, engine):
+        os.kill(engine, signal.SIGKILL)
+        assert server.exit_code(20) == ENGINE_DIED
+        _, errors = server.process.communicate()
+    assert "error: the engine process ended while it was loading" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_when_the_api_process_dies_while_it_loads_the_engine_goes_with_it(folder):
+    with loading(folder) as (server, engine):
+        server.process.kill()
+        eventually(lambda: is_gone(engine), seconds=20)  # once it has imported what it needs
+
+
+def test_a_model_that_cannot_be_loaded_ends_both_processes(folder, tmp_path):
+    broken = broken_model(folder, tmp_path)
+    with loading(broken) as (server, engine):
+        assert server.exit_code(20) == 1
+        assert is_gone(engine)
+        _, errors = server.process.communicate()
+    assert errors.splitlines()[-1].startswith("error: ") and "Traceback" not in errors
+
+
+def test_a_port_in_use_is_said_before_anything_is_loaded(folder, tmp_path):
+    broken = broken_model(folder, tmp_path)  # which nobody finds out
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        server = ServerProcess(broken, f"--port={port}")
+        _, errors = server.process.communicate(timeout=20)
+    assert server.process.returncode == 1
+    assert errors.startswith(f"error: cannot listen at 127.0.0.1 port {port}")
+
+
+def broken_model(folder, tmp_path):
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    os.truncate(broken / "model.safetensors", 1000)
+    return broken
+
+
+def test_only_the_port_of_the_api_listens(server):
+    ports = [listening(pid) for pid in (server.process.pid, server.engine_pid)]
+    assert ports == [{server.port}, set()]
+
+
+def listening(pid):
+    """The ports, of any address and family, at which a process listens."""
+    links = [os.readlink(f) for f in Path(f"/proc/{pid}/fd").iterdir() if f.is_symlink()]
+    sockets = {link[8:-1] for link in links if link.startswith("socket:[")}
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6", "udp", "udp6")
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+    ]
+    # local address:port, remote, state (0A listens; 07 is a udp socket that is bound), .., inode
+    return {
+        int(r[1].rpartition(":")[2], 16) for r in rows if r[3] in ("0A", "07") and r[9] in sockets
+    }
