@@ -122,10 +122,12 @@ class ServerConfig(Section, frozen=True):
         Name | None, about("what clients call the model; unset: its folder's name, or its hub id")
     ] = None
     api_key_file: Annotated[
-        Name | None, about("a file with the keys that are let in, one a line; unset: everyone is")
+        Name | None,
+        about("a file with the keys that are let in, one a line; unset: none needed"),
     ] = None
     cors_origins: Annotated[
-        tuple[Name, ...], about('web pages that may call, like "https://chat.example"; or "*"')
+        tuple[Name, ...],
+        about('pages that may call, as in ["https://chat.example"]; ["*"]: all'),
     ] = ()
     max_connections: Annotated[Positive, about("connections at once, at least 1")] = 2048
     max_header_bytes: Annotated[Positive, about("bytes of a request's line and headers")] = 65536

@@ -53,3 +53,4 @@ class Overloaded(SpecserveError):
     def __init__(self, message: str, retry_after: int | None = 1) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+        self.code = "server_is_ending" if retry_after is None else "server_is_overloaded"

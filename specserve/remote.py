@@ -148,9 +148,10 @@ def read_url(url: str) -> SplitResult:
 def read_key(path: Path) -> str:
     """The first key of a file like the server's."""
     try:
-        keys = path.read_text(encoding="ascii").split()
+        lines = map(str.strip, path.read_text(encoding="ascii").splitlines())
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"{path}: the API key cannot be read ({e}): check the path") from e
+    keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise ConfigError(f"{path}: holds no API key: write it on the first line")
     return keys[0]

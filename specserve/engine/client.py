@@ -31,6 +31,7 @@ class EngineClient(asyncio.Protocol):
         self.process, self.socket = spawned
         self.loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Ready] = self.loop.create_future()
+        self.ready.add_done_callback(asyncio.Future.exception)  # heard, whoever awaits it or not
         self.died = asyncio.Event()
         self.listeners: dict[int, Listener] = {}
         self.on_loading: Callable[[str, int, int], None] = lambda name, done, total: None

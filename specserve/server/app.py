@@ -2,7 +2,7 @@
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ def make_app(service: Service) -> Starlette:
 def guards(service: Service) -> Iterable[Middleware]:
     """Outermost first: a page may ask what it may do before it shows a key."""
     limits = service.limits
+    yield Middleware(OriginGuard, origins=limits.cors_origins)
     if limits.cors_origins:
         yield Middleware(
             CORSMiddleware,
@@ -71,6 +72,28 @@ def guards(service: Service) -> Iterable[Middleware]:
 
 class NoRoute(RequestError):
     status = 404
+
+
+class Foreign(RequestError):
+    status, code = 403, "origin_not_allowed"
+
+
+class OriginGuard:
+    """Keeps web pages out that nobody let in: a browser sends simple requests without asking."""
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+        self.app, self.origins = app, origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        origin = Request(scope).headers.get("origin") if scope["type"] == "http" else None
+        if origin is None or origin in self.origins or "*" in self.origins:
+            await self.app(scope, receive, send)
+            return
+        error = Foreign(
+            f"pages of {cut(origin)} may not call this server: its operator can name them in "
+            "server.cors_origins"
+        )
+        await error_response(error)(scope, receive, send)
 
 
 class KeyGuard:
@@ -99,9 +122,10 @@ def digest(key: str) -> bytes:
 
 def read_keys(path: Path) -> list[str]:
     try:
-        keys = path.read_text(encoding="utf-8").split()
+        lines = map(str.strip, path.read_text(encoding="utf-8").splitlines())
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"{path}: the API keys cannot be read ({e}): check the path") from e
+    keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise ConfigError(f"{path}: holds no API key: write one on each line")
     return keys
@@ -114,7 +138,8 @@ async def refuse(request: Request, error: Exception) -> Response:
 async def refuse_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     where = f"{request.method} {cut(request.url.path)}"
-    refusal = NoRoute(f"{where}: {error.detail}; the routes are those of the OpenAI API")
+    routes = ", ".join(route.path for route in request.app.routes)
+    refusal = NoRoute(f"{where}: {error.detail}; the routes are {routes}")
     refusal.status = error.status_code
     response = error_response(refusal)
     response.headers.update(error.headers or {})

@@ -91,10 +91,10 @@ def read_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def read_message(given: dict[str, Any], path: str) -> dict[str, Any]:
     known = fields(Message)
     kept = {key: value for key, value in given.items() if value is not None}
+    values = {k: convert(v, known[k], f"{path}.{k}") for k, v in kept.items() if k in known}
     for key, value in kept.items():
         if key not in known:
             check_no_op(key, value, path)
-    values = {k: convert(v, known[k], f"{path}.{k}") for k, v in kept.items() if k in known}
     if "role" not in values:
         raise RequestError(f"{path}.role: every message has one", f"{path}.role")
     if "content" not in values and values["role"] != "assistant":

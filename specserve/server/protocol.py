@@ -90,6 +90,14 @@ REFUSED = {
 T = TypeVar("T", bound="Body")
 S = TypeVar("S", bound=msgspec.Struct)
 
+REMEDIES = {  # fields whose wrong values mean something elsewhere
+    "max_tokens": "leave it out for the rest of the context",
+    "role": "it is system, developer, user or assistant",
+    "seed": "leave it out, and one is drawn",
+    "top_k": "0 is off",
+    "top_p": "1 is off",
+}
+
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
@@ -196,7 +204,8 @@ def convert(value: Any, kind: Any, path: str) -> Any:
     except (ValueError, RecursionError) as e:  # msgspec's ValidationError is a ValueError
         reason, _, inner = str(e).partition(" - at `$")
         param = path + inner.rstrip("`")
-        raise RequestError(f"{param}: {cut(reason)}", param) from e
+        hint = REMEDIES.get(param.rpartition(".")[2])
+        raise RequestError(f"{param}: {cut(reason)}{f'; {hint}' if hint else ''}", param) from e
 
 
 def check_no_op(key: str, value: Any, kind: type[Body]) -> None:
@@ -215,7 +224,7 @@ def is_same(value: Any, off: Any) -> bool:
 
 
 def refuse_unknown(key: str, known: list[str], path: str = "") -> None:
-    near = difflib.get_close_matches(key[:64], known, n=1)
+    near = difflib.get_close_matches(key[:64], known, n=1, cutoff=0.75)
     hint = f": did you mean {near[0]}?" if near else "; leave it out"
     error = RequestError(f"unknown field {cut(path + key)!r}{hint}", cut(path + key))
     error.code = "unknown_parameter"
@@ -234,7 +243,7 @@ def error_body(error: BaseException) -> dict[str, Any]:
         case RequestError():
             kind, param, code = "invalid_request_error", error.param, error.code
         case Overloaded():
-            kind, code = "service_unavailable", "server_is_overloaded"
+            kind, code = "service_unavailable", error.code
         case SpecserveError():
             kind = "server_error"
         case _:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import resource
+import shlex
 import socket
 import sys
 from collections.abc import Sequence
@@ -152,7 +153,8 @@ def introduction(
     has_chat = bool(service.intake.tokenizer.chat_template)
     route, body = ("chat/completions", QUESTION) if has_chat else ("completions", PREFIX)
     file = config.server.api_key_file
-    key = f""" -H "Authorization: Bearer $(head -n 1 '{file}')\"""" if file else ""
+    first = f"grep -m 1 '^[^#]' {shlex.quote(file)}" if file else ""
+    key = f' -H "Authorization: Bearer $({first})"' if file else ""
     return [
         f"serving {config.model.path} as {service.name}",
         f"drafter {ready.drafter}{guesses if ready.drafter != 'none' else ', no guesses'}",

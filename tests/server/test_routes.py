@@ -172,11 +172,13 @@ def app_with(**limits):
 @pytest.fixture
 def keys(tmp_path):
     file = tmp_path / "keys"
-    file.write_text("first\n\n  second \n")
+    file.write_text("# for the frontend\n\nfirst\n  second \n")
     return file
 
 
-@pytest.mark.parametrize("authorization", [None, "Bearer other", "Bearer", "Basic first", "first"])
+@pytest.mark.parametrize(
+    "authorization", [None, "Bearer other", "Bearer", "Bearer #", "Basic first", "first"]
+)
 def test_without_a_key_every_route_but_liveness_is_shut(keys, authorization):
     app = app_with(api_key_file=str(keys))
     client = TestClient(app, headers={"Authorization": authorization} if authorization else None)
@@ -196,8 +198,10 @@ def test_any_key_of_the_file_opens(keys, authorization):
 
 def test_a_page_of_another_origin_is_let_in_only_where_it_is_named(server, keys):
     asked = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
-    answer = server.ask("OPTIONS", CHAT, headers=asked)
-    assert answer.status == 405 and "access-control-allow-origin" not in answer.headers
+    for method in ("OPTIONS", "POST"):  # browsers send simple requests without asking first
+        answer = server.ask(method, CHAT, chat_body(), headers=asked)
+        assert answer.status == 403 and "access-control-allow-origin" not in answer.headers
+        assert answer.body["error"]["code"] == "origin_not_allowed"
     limits = {"cors_origins": ("https://chat.example",), "api_key_file": str(keys)}
     client = TestClient(app_with(**limits))
     answer = client.options(CHAT, headers=asked)  # a browser asks without the key

@@ -31,5 +31,5 @@ def fastest(step: Callable[[int], object], rows: int) -> tuple[int, str]:
             step(rows)
             seconds[count] = min(seconds[count], time.perf_counter() - start)
     best = min(counts, key=seconds.__getitem__)
-    timed = ", ".join(f"{s * 1e3:.2f} ms with {n}" for n, s in seconds.items())
-    return best, f"{best} for {rows} rows ({timed})"
+    timed = ", ".join(f"{n}: {s * 1e3:.2f} ms" for n, s in seconds.items())
+    return best, f"{best} for {rows} rows (of {timed})"
