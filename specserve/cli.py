@@ -14,6 +14,7 @@ import msgspec
 
 from specserve.config import Config, load_config, parse_override, to_toml
 from specserve.errors import ConfigError, SpecserveError
+from specserve.process import ensure_streams
 from specserve.version import VERSION
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ BROKEN_PIPE = 141  # .. and one whose reader left
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
+    ensure_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may not know every character
     try:
@@ -190,10 +192,11 @@ def chat(args: argparse.Namespace) -> None:
     from specserve.chat import Chat, Local, converse
 
     if args.url is not None:
-        from specserve.remote import Remote, read_key
+        from specserve.keys import read_keys
+        from specserve.remote import Remote
 
         refuse_with_url(args)
-        key = None if args.api_key_file is None else read_key(args.api_key_file)
+        key = None if args.api_key_file is None else read_keys(args.api_key_file)[0]
         remote = Remote(args.url, key, {"model": args.model, **sampling(args)})
         converse(Chat(remote, args.system))
         return

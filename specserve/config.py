@@ -129,7 +129,9 @@ class ServerConfig(Section, frozen=True):
         tuple[Name, ...],
         about('pages that may call, as in ["https://chat.example"]; ["*"]: all'),
     ] = ()
-    max_connections: Annotated[Positive, about("connections at once, at least 1")] = 2048
+    max_connections: Annotated[
+        int, Meta(ge=1, le=1 << 20), about("connections at once, 1 to 1048576")
+    ] = 2048
     max_header_bytes: Annotated[Positive, about("bytes of a request's line and headers")] = 65536
     max_body_bytes: Annotated[Positive, about("bytes of a request's body")] = 4 << 20
     header_seconds: Annotated[Seconds, about("time for a client to send its headers")] = 10.0
@@ -152,6 +154,13 @@ class ServerConfig(Section, frozen=True):
     drain_seconds: Annotated[
         Annotated[float, Meta(ge=0)], about("time for running answers to end after SIGTERM")
     ] = 30.0
+
+    def __post_init__(self) -> None:
+        if self.served_model_name is not None and not self.served_model_name.isprintable():
+            raise ValueError(
+                f"server.served_model_name = {self.served_model_name!r} has characters that cannot "
+                "be shown: take others"
+            )
 
 
 class Config(Section, frozen=True):

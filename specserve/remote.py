@@ -4,7 +4,6 @@ import json
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
@@ -143,18 +142,6 @@ def read_url(url: str) -> SplitResult:
     if not is_known or not is_plain:
         raise ConfigError(f"--url {url}: write http://HOST:PORT, as in http://127.0.0.1:8000")
     return split
-
-
-def read_key(path: Path) -> str:
-    """The first key of a file like the server's."""
-    try:
-        lines = map(str.strip, path.read_text(encoding="ascii").splitlines())
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{path}: the API key cannot be read ({e}): check the path") from e
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise ConfigError(f"{path}: holds no API key: write it on the first line")
-    return keys[0]
 
 
 def refusal(response: HTTPResponse) -> SpecserveError:

@@ -230,7 +230,7 @@ def test_a_message_that_gets_no_word_is_taken_back_and_the_chat_goes_on(talk, an
         (["--url", "http://me@there:80000"], "http://HOST:PORT"),
         (["--url", "http://there/?a=b"], "http://HOST:PORT"),
         (["--url", "http://there", "--api-key-file", "gone"], "check the path"),
-        (["--url", "http://there", "--api-key-file", os.devnull], "first line"),
+        (["--url", "http://there", "--api-key-file", os.devnull], "on each line"),
         (["--url", "http://there", "--drafter", "none"], "--drafter"),
         (["--url", "http://there", "--set", "memory.block_size=4"], "--set"),
         (["--model", "m", "--api-key-file", "f"], "--url"),

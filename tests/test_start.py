@@ -100,3 +100,18 @@ def test_a_compiler_that_fails_is_no_reason_to_fail(tmp_path):
     done = run(LOAD, CXX="false", XDG_CACHE_HOME=str(tmp_path))
     assert done.stdout == "specserve_kernels.reference\n"
     assert list((tmp_path / "specserve").iterdir()) == []
+
+
+CLOSED = """
+import os, sys
+from specserve.process import ensure_streams, tell
+ensure_streams()
+tell("to nobody"), tell("to nobody", number=1)
+numbers = os.pipe()
+os._exit(0 if min(numbers) > 2 and sys.stdin.read() == "" else 1)
+"""
+
+
+def test_streams_that_the_caller_closed_are_nobodys_sockets():
+    shell = f"exec {sys.executable} -c '{CLOSED}' <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", shell]).returncode == 0

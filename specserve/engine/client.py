@@ -48,6 +48,8 @@ class EngineClient(asyncio.Protocol):
     def add(self, token_ids: Sequence[int], sampling: Sampling, listener: Listener) -> int:
         """Queue a request; its id. Nothing is said to `listener` before this returns."""
         assert not self.died.is_set(), "the engine process is gone: nobody may be admitted"
+        if not self.listeners:
+            self.heard_at = self.loop.time()  # an idle engine has nothing to say
         id = next(self.ids)
         self.listeners[id] = listener
         self.adds.append(Add(id, list(token_ids), sampling))

@@ -223,11 +223,12 @@ class Engine:
             self.drafter_failed(what)
 
     def drafter_failed(self, where: str) -> None:
-        """Inside the handler of its exception: one line each, and the first time where from."""
+        """Inside the handler of its exception: a line, ever more rarely; at first where from."""
         self.stats.drafter_errors += 1
-        is_first = self.stats.drafter_errors == 1
-        message = "the drafter failed in %s (%s); its guesses are lost, no text is"
-        log.error(message, where, sys.exception(), exc_info=is_first)
+        count = self.stats.drafter_errors
+        if count & (count - 1) == 0:  # 1, 2, 4, ...: a log that nobody reads must not fill up
+            message = "the drafter failed in %s (%s), %d times so far; guesses are lost, no text is"
+            log.error(message, where, sys.exception(), count, exc_info=count == 1)
 
     def check(self) -> None:
         """Assert the pool's invariant: every block is free, or held by exactly whom it counts."""

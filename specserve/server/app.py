@@ -16,7 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from specserve.errors import ConfigError, RequestError, SpecserveError
+from specserve.errors import RequestError, SpecserveError
+from specserve.keys import read_keys
 from specserve.server.chat import chat
 from specserve.server.completions import completions
 from specserve.server.protocol import Unauthorized, cut, error_response, json_response
@@ -52,6 +53,7 @@ def make_app(service: Service) -> Starlette:
         },
     )
     app.state.service = service
+    app.router.redirect_slashes = False  # it would send clients to whatever host they named
     return app
 
 
@@ -118,17 +120,6 @@ class KeyGuard:
 
 def digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
-
-
-def read_keys(path: Path) -> list[str]:
-    try:
-        lines = map(str.strip, path.read_text(encoding="utf-8").splitlines())
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{path}: the API keys cannot be read ({e}): check the path") from e
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise ConfigError(f"{path}: holds no API key: write one on each line")
-    return keys
 
 
 async def refuse(request: Request, error: Exception) -> Response:

@@ -5,13 +5,15 @@ import socket
 from specserve.config import ServerConfig
 from specserve.errors import ConfigError
 
+BACKLOG = 2048  # connections that the system holds for a busy process
+
 
 def listen(limits: ServerConfig) -> socket.socket:
     """The port is taken before anything is loaded: a mistake should not cost a minute."""
     family = socket.AF_INET6 if ":" in limits.host else socket.AF_INET
     try:
         return socket.create_server(
-            (limits.host, limits.port), family=family, backlog=limits.max_connections
+            (limits.host, limits.port), family=family, backlog=min(limits.max_connections, BACKLOG)
         )
     except OSError as e:
         raise ConfigError(

@@ -14,6 +14,5 @@ async def respond(request: Request, form: Form, asked: Body, answer: Answer) -> 
     service: Service = request.app.state.service
     shape = Shape(form, service.served, asked, answer)
     if asked.stream:
-        limits = service.limits
-        return EventStream(answer, shape, limits.comment_seconds, limits.stall_seconds)
+        return EventStream(answer, shape, service.limits.comment_seconds)
     return await whole(answer, shape, request.receive)

@@ -21,6 +21,7 @@ from specserve.engine.messages import Ready
 from specserve.engine.spawn import Spawned
 from specserve.errors import EngineDied, Overloaded
 from specserve.intake import load_intake
+from specserve.process import tell
 from specserve.progress import LoadProgress, show_phases
 from specserve.server.app import make_app
 from specserve.server.http import bounded
@@ -42,7 +43,7 @@ def serve(config: Config, spawned: Spawned, listener: socket.socket, started_at:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(run(config, spawned, listener, started_at))
     except EngineDied as e:
-        print(f"error: {e}", file=sys.stderr)
+        tell(f"error: {e}")
         return ENGINE_DIED
 
 
@@ -79,7 +80,7 @@ async def live(service: Service, listener: socket.socket, started_at: float) -> 
     service.open(intake, served, ready)
     show_phases(phases.table | ready.phases)
     for line in introduction(service, ready, listener.getsockname(), perf_counter() - started_at):
-        print(line, flush=True)
+        tell(line, number=1)
     await engine.died.wait()
     raise EngineDied("the engine process has ended, and so does this one")
 
@@ -89,15 +90,14 @@ async def drain(service: Service, server: "Server") -> int:
     service.is_draining = True
     seconds = service.limits.drain_seconds
     if service.answers:
-        print(
-            f"{len(service.answers)} answers have {seconds:g} s to end; another signal ends them",
-            file=sys.stderr,
-        )
+        tell(f"{len(service.answers)} answers have {seconds:g} s to end; another signal ends them")
     drained = asyncio.create_task(service.drained())
     again = asyncio.create_task(server.signals.get())
     await asyncio.wait((drained, again), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for answer in list(service.answers):
         answer.end(Overloaded("the server has ended before the answer did", retry_after=None))
+    if service.engine.died.is_set():
+        raise EngineDied("the engine process has ended before its last answers did")
     if not again.done():
         return 0
     server.patience = HASTE
@@ -132,6 +132,8 @@ class Server(uvicorn.Server):
         """Let the last bytes out, as far as somebody reads them."""
         self.should_exit = True
         await asyncio.wait((serving,), timeout=self.patience)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # nobody reads there
         self.force_exit = True
         await serving
 

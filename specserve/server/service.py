@@ -86,10 +86,10 @@ class Service:
         self, prompts: Sequence[list[int]], params: SamplingParams, arrived: float, field: str
     ) -> Answer:
         """Queue a request for every prompt, which came in `field`, or refuse them all."""
-        if len(params.stop) > self.limits.max_stop_strings and not isinstance(params.stop, str):
+        num_stop = 1 if isinstance(params.stop, str) else len(params.stop)
+        if num_stop > self.limits.max_stop_strings:
             raise RequestError(
-                f"stop: {len(params.stop)} strings, and {self.limits.max_stop_strings} are allowed",
-                "stop",
+                f"stop: {num_stop} strings, and {self.limits.max_stop_strings} are allowed", "stop"
             )
         for prompt in prompts:
             with blaming(field):

@@ -46,9 +46,8 @@ def event(data: dict[str, Any]) -> bytes:
 class EventStream(Response):
     """Ends in one of two ways: all chunks and [DONE], or an error event and [DONE]."""
 
-    def __init__(self, answer: Answer, shape: Shape, comment: float, stall: float) -> None:
-        self.answer, self.shape = answer, shape
-        self.comment_seconds, self.stall_seconds = comment, stall
+    def __init__(self, answer: Answer, shape: Shape, comment_seconds: float) -> None:
+        self.answer, self.shape, self.comment_seconds = answer, shape, comment_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         hold: Hold = scope["extensions"][EXTENSION]
@@ -56,17 +55,9 @@ class EventStream(Response):
         async with watched(self.answer, receive):
             with hold.without_close():
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
-            try:
-                async for piece in self.pieces():
-                    await self.send_soon(send, piece, more_body=True)
-                await self.send_soon(send, b"", more_body=False)
-            except TimeoutError:
-                hold.cut()  # waiting for the bytes to go out would be for ever
-
-    async def send_soon(self, send: Send, piece: bytes, more_body: bool) -> None:
-        """TimeoutError where the client takes nothing."""
-        async with asyncio.timeout(self.stall_seconds):
-            await send({"type": "http.response.body", "body": piece, "more_body": more_body})
+            async for piece in self.pieces():
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """All that there is to send at a time, so that it goes out in one write."""

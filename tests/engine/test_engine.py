@@ -63,7 +63,7 @@ def test_a_failing_drafter_costs_its_drafts_and_a_log_line(target, script, caplo
     with caplog.at_level(logging.ERROR, logger="specserve"):
         (request,) = Watch(engine).run([case])
     assert request.num_output == 21
-    assert engine.stats.drafter_errors == len(caplog.records) > 0
+    assert len(caplog.records) == engine.stats.drafter_errors.bit_length() > 2
 
 
 @pytest.mark.parametrize("where", ["propose", "observe", "forget"])

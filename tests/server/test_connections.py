@@ -120,3 +120,58 @@ def received(client):
         while piece := client.recv(1 << 20):
             data = data[-100:] + piece
     return data
+
+
+ASKED = json.dumps(saying(2)).encode()
+CHUNK = b"%x\r\n%b\r\n0\r\n" % (len(ASKED), ASKED)
+
+
+@pytest.mark.parametrize("line", [b"x: " + b"y" * 500 + b"\r\n", b"x: y\r\n", b"y" * 500])
+def test_a_body_may_not_be_followed_by_trailers_without_end(strict, line):
+    with strict.connect() as client:
+        client.sendall(head("Transfer-Encoding: chunked") + CHUNK)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(40_000 // len(line)):
+                client.sendall(line)
+        with contextlib.suppress(ConnectionError):
+            assert reply(client).status == 431
+
+
+def test_a_trailer_is_no_header(strict):
+    with strict.connect() as client:
+        client.sendall(head("Transfer-Encoding: chunked") + CHUNK + b"Origin: http://a\r\n\r\n")
+        assert reply(client).status == 200
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_wish_for_another_protocol_is_passed_over(strict, protocol, at_once):
+    wish = ("Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}", "HTTP2-Settings: AA")
+    with strict.connect() as client:
+        client.sendall(head(f"Content-Length: {len(ASKED)}", *wish) + ASKED * at_once)
+        if not at_once:
+            time.sleep(0.05)
+            client.sendall(ASKED)
+        answer = reply(client)
+    assert answer.status == 200 and answer.body["usage"]["completion_tokens"] == 2
+
+
+def test_who_waits_to_be_asked_for_a_body_that_is_too_large_is_cut_with_the_refusal(strict):
+    with strict.connect() as client:
+        client.sendall(head("Content-Length: 999999999", "Expect: 100-continue"))
+        assert reply(client).status == 413
+        assert is_cut(client)
+
+
+def test_any_answer_that_nobody_takes_is_cut(strict):
+    whole = len(strict.get("/metrics").body)  # megabytes, as every series carries the long name
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        client.connect(("127.0.0.1", strict.port))
+        client.sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
+        time.sleep(1.5)
+        client.settimeout(5)
+        with contextlib.suppress(ConnectionError):
+            while piece := client.recv(1 << 20):
+                whole -= len(piece)
+    assert whole > 0

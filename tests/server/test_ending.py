@@ -55,6 +55,15 @@ def test_a_second_signal_ends_the_server_at_once(paced):
         eventually(lambda: is_gone(engine), seconds=1)
 
 
+def test_a_drain_does_not_need_anybody_to_read_what_is_said_of_it(paced):
+    with paced() as server, streaming(server, saying(20, ms=50)) as events:
+        server.process.stderr.close()
+        server.process.stdout.close()
+        server.signal()
+        assert ended_well(list(events))
+        assert server.exit_code() == 0
+
+
 def ended_well(events):
     return events[-1] == "[DONE]" and events[-2]["choices"][0]["finish_reason"] == "length"
 

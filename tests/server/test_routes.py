@@ -1,11 +1,15 @@
 """The routes beside the two that generate, and who is let in."""
 
+from asyncio import Event
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
 from starlette.testclient import TestClient
 
 from specserve.config import ServerConfig
+from specserve.engine.client import EngineClient
+from specserve.errors import ConfigError
 from specserve.server.app import LIVENESS, make_app
 from specserve.version import VERSION
 from tests.checkpoints import tiny_tokenizer
@@ -210,3 +214,19 @@ def test_a_page_of_another_origin_is_let_in_only_where_it_is_named(server, keys)
     other = client.options(CHAT, headers=asked | {"Origin": "https://evil.example"})
     assert "access-control-allow-origin" not in other.headers
     assert client.get("/v1/models", headers=asked).status_code == 401
+
+
+@pytest.mark.parametrize("text", ["", "# none\n", "sk-a  # Alice\n", "sk-ä\n", "\ufeffsk-a\n"])
+def test_a_file_that_holds_what_no_header_can_is_refused(tmp_path, text):
+    file = tmp_path / "keys"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match="keys: "):
+        app_with(api_key_file=str(file))
+
+
+def test_an_engine_that_was_idle_has_its_time_for_the_first_step(monkeypatch):
+    loop = SimpleNamespace(time=lambda: 1000.0)
+    engine = SimpleNamespace(loop=loop, listeners={}, ids=count(), adds=[], finishes=[0])
+    engine.died, engine.heard_at, engine.flush_soon = Event(), 0.0, lambda: None
+    EngineClient.add(engine, [1], None, None)
+    assert engine.heard_at == 1000.0
