@@ -1,6 +1,6 @@
 """POST /tokenize and /detokenize: what the model would read, and what it would say."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -25,12 +25,21 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int] | None = None
 
 
-async def tokenize(request: Request) -> Response:
+T = TypeVar("T", TokenizeBody, DetokenizeBody)
+
+
+async def asked_of(request: Request, kind: type[T]) -> T:
     service: Service = request.app.state.service
     service.check_open()
     raw = await read_body(request, service.limits)
-    asked = await service.parse(raw, lambda raw: read_fields(raw, TokenizeBody))
+    asked = await service.parse(raw, lambda raw: read_fields(raw, kind))
     service.check_model(asked.model)
+    return asked
+
+
+async def tokenize(request: Request) -> Response:
+    service: Service = request.app.state.service
+    asked = await asked_of(request, TokenizeBody)
     if (asked.prompt is None) == (asked.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
     if asked.messages is not None:
@@ -43,10 +52,7 @@ async def tokenize(request: Request) -> Response:
 
 async def detokenize(request: Request) -> Response:
     service: Service = request.app.state.service
-    service.check_open()
-    raw = await read_body(request, service.limits)
-    asked = await service.parse(raw, lambda raw: read_fields(raw, DetokenizeBody))
-    service.check_model(asked.model)
+    asked = await asked_of(request, DetokenizeBody)
     if asked.tokens is None:
         raise RequestError("tokens: give a list of token ids", "tokens")
     most = service.intake.max_model_len

@@ -103,7 +103,9 @@ def test_when_the_engine_dies_every_answer_ends_with_an_error_and_the_server_wit
         assert failed.status == 500 and failed.body["error"]["type"] == "server_error"
         assert is_refused(server)
         assert server.exit_code() == ENGINE_DIED == 70
-        assert "error: the engine process has ended" in server.process.communicate()[1]
+        errors = server.process.communicate()[1]
+        assert "start-up" in errors and "target threads" in errors  # the table of phases
+        assert "error: the engine process has ended" in errors
 
 
 def is_refused(server):
