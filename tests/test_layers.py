@@ -17,6 +17,7 @@ LAYERS = [  # ground floor first
     ("specserve.intake", "specserve.generation"),
     ("specserve.llm", "specserve"),  # `specserve` itself exports what `specserve.llm` defines
     ("specserve.server",),
+    ("specserve.demo",),
     ("specserve.chat",),
     ("specserve.remote",),
     ("specserve.cli", "specserve.__main__"),

@@ -1,0 +1,228 @@
+"""`python -m specserve.demo.train OUT`: from the standard library to a target and its draft.
+
+Stages leave files behind, and a stage whose files stand is passed over: run it again to go on.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import specserve.process  # noqa: F401, first: it settles malloc before torch comes
+
+import msgspec  # isort: skip
+import torch  # isort: skip
+from rich.console import Console  # isort: skip
+from rich.progress import Progress, TextColumn, TimeRemainingColumn, BarColumn  # isort: skip
+from safetensors.torch import load_file, save_file  # isort: skip
+from torch import Tensor, nn  # isort: skip
+from torch.nn import functional as F  # isort: skip
+from transformers import Qwen3Config, Qwen3ForCausalLM  # isort: skip
+
+from specserve.demo.batches import IGNORED, Batch, Corpus, batch, encode
+from specserve.demo.corpus import library, read_source, source_files, symbols, turns
+from specserve.demo.tokenizer import END_OF_TEXT, END_TURN, load_or_train
+
+SAVE_SECONDS = 300.0  # of work that a kill may cost
+
+
+class Size(msgspec.Struct, frozen=True):
+    """Of a Qwen3-shaped model with as many KV heads as heads of 64."""
+
+    layers: int
+    hidden: int
+    heads: int
+    mlp: int
+
+
+class Plan(msgspec.Struct, frozen=True):
+    seed: int = 0
+    vocab_size: int = 8192
+    target: Size = Size(6, 320, 5, 896)
+    draft: Size = Size(1, 192, 3, 512)
+    target_tokens: int = 24_000_000
+    draft_tokens: int = 5_000_000
+    length: int = 256  # attention is what grows with it, and most conversations are shorter
+    rows: int = 16
+    talk_share: float = 0.6
+    peak_rate: float = 2e-3
+    max_files: int | None = None  # for tests
+    max_symbols: int | None = None
+
+    @property
+    def step_tokens(self) -> int:
+        return self.length * self.rows
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m specserve.demo.train", description=__doc__)
+    parser.add_argument("out", type=Path, help="the folder of the pair, and of what is half done")
+    parser.add_argument("--plan", type=Path, help="JSON with fields of Plan that differ")
+    args = parser.parse_args(argv)
+    raw = args.plan.read_bytes() if args.plan else b"{}"
+    train(args.out, msgspec.json.decode(raw, type=Plan))
+    return 0
+
+
+def train(out: Path, plan: Plan) -> None:
+    """Both models, in OUT/target and OUT/draft."""
+    torch.manual_seed(plan.seed)
+    sources, talk = read_corpus(plan)
+    texts = [*sources, *(text for turn in talk for text in turn)]
+    tokenizer = load_or_train(out / "tokenizer", texts, plan.vocab_size)
+    corpus = encode(tokenizer, sources, talk)
+    print(f"{corpus.num_tokens:,} tokens, {len(corpus.source):,} of them source", file=sys.stderr)
+    target = build(plan.target, plan, tokenizer)
+    learn(out / "target", target, plan, plan.target_tokens, corpus, next_token_loss(target))
+    draft = build(plan.draft, plan, tokenizer)
+    loss = distillation_loss(draft, target.eval().requires_grad_(False))
+    learn(out / "draft", draft, plan, plan.draft_tokens, corpus, loss)
+    for name, model in (("target", target), ("draft", draft)):
+        export(out / name, model, tokenizer)
+
+
+def read_corpus(plan: Plan) -> tuple[list[str], list[Any]]:
+    folder = library()
+    names = source_files(folder)[: plan.max_files]
+    sources = [text for name in names if (text := read_source(folder / name)) is not None]
+    known = symbols(folder)[: plan.max_symbols]
+    return sources, [turn for symbol in known for turn in turns(symbol)]
+
+
+def build(size: Size, plan: Plan, tokenizer: Any) -> Any:
+    ids = [tokenizer.convert_tokens_to_ids(token) for token in (END_TURN, END_OF_TEXT)]
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=plan.vocab_size,
+            num_hidden_layers=size.layers,
+            hidden_size=size.hidden,
+            intermediate_size=size.mlp,
+            num_attention_heads=size.heads,
+            num_key_value_heads=size.heads,
+            head_dim=64,
+            max_position_embeddings=8192,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=ids,
+            pad_token_id=tokenizer.pad_token_id,
+            use_cache=False,
+        )
+    )
+
+
+Loss = Callable[[Batch], Tensor]
+
+
+def logits_of_labels(model: Any, b: Batch) -> Tensor:
+    """[n, V] float32, for the positions that have a label; others need none."""
+    hidden = model.model(b.token_ids).last_hidden_state
+    logits: Tensor = model.lm_head(hidden[b.labels != IGNORED])
+    return logits.float()
+
+
+def next_token_loss(model: Any) -> Loss:
+    return lambda b: F.cross_entropy(logits_of_labels(model, b), b.labels[b.labels != IGNORED])
+
+
+def distillation_loss(draft: Any, target: Any) -> Loss:
+    """KL(target || draft) over the positions that have a label (Hinton et al. 2015, T = 1)."""
+
+    def loss(b: Batch) -> Tensor:
+        with torch.no_grad():
+            want = logits_of_labels(target, b).log_softmax(-1)
+        got = logits_of_labels(draft, b).log_softmax(-1)
+        return F.kl_div(got, want, reduction="batchmean", log_target=True)
+
+    return loss
+
+
+def learn(
+    folder: Path, model: nn.Module, plan: Plan, num_tokens: int, corpus: Corpus, loss: Loss
+) -> None:
+    """AdamW (Loshchilov and Hutter 2019) in bf16 autocast; picks up where it was stopped."""
+    num_steps = max(1, num_tokens // plan.step_tokens)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=plan.peak_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    first = load_state(folder, model, optimizer)
+    saved_at = monotonic()
+    for step in progress(folder.name, first, num_steps):
+        for group in optimizer.param_groups:
+            group["lr"] = plan.peak_rate * rate(step, num_steps)
+        drawn = batch(corpus, plan.seed, step, plan.rows, plan.length, plan.talk_share)
+        with torch.autocast("cpu", torch.bfloat16):
+            value = loss(drawn)
+        optimizer.zero_grad()
+        torch.autograd.backward(value)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        log(folder, step, value.item())
+        if step + 1 == num_steps or monotonic() - saved_at > SAVE_SECONDS:
+            save_state(folder, model, optimizer, step + 1)
+            saved_at = monotonic()
+
+
+def rate(step: int, num_steps: int) -> float:
+    """A linear start, a plateau, and a cosine down to a hundredth over the last two fifths."""
+    warmup, decay = max(1, num_steps // 50), max(1, 2 * num_steps // 5)
+    fall = (step - (num_steps - decay)) / decay
+    down = 0.505 + 0.495 * math.cos(math.pi * max(0.0, fall))
+    return min((step + 1) / warmup, down)
+
+
+def progress(name: str, first: int, last: int) -> Iterator[int]:
+    columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(name, total=last, completed=first)
+        for step in range(first, last):
+            yield step
+            bar.update(task, completed=step + 1)
+
+
+def log(folder: Path, step: int, loss: float) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "log.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step, "loss": round(loss, 4)}) + "\n")
+
+
+def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """As one file, put in place in one move: a kill leaves the last one whole."""
+    state = {f"model.{k}": v.detach() for k, v in model.named_parameters()}
+    for i, slots in optimizer.state_dict()["state"].items():
+        state |= {f"optimizer.{i}.{k}": v for k, v in slots.items()}
+    half = folder / "state.part"
+    save_file(state, half, {"step": str(step)})
+    half.replace(folder / "state.safetensors")
+
+
+def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """The number of steps that have been done."""
+    file = folder / "state.safetensors"
+    if not file.exists():
+        return 0
+    state = load_file(file)
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(state[f"model.{name}"])
+    slots: dict[int, dict[str, Tensor]] = {}
+    for key, value in state.items():
+        kind, _, rest = key.partition(".")
+        if kind == "optimizer":
+            number, _, name = rest.partition(".")
+            slots.setdefault(int(number), {})[name] = value
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": slots})
+    return int(slots[0]["step"].item())
+
+
+def export(folder: Path, model: Any, tokenizer: Any) -> None:
+    """As any model's folder: bf16 weights in shards, config, tokenizer."""
+    done = folder / "model"
+    model.to(torch.bfloat16).save_pretrained(done, max_shard_size="14MB")
+    tokenizer.save_pretrained(done)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,93 @@
+"""The training of the demo pair, on a plan of seconds."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from specserve import LLM, SamplingParams
+from specserve.demo import train
+from specserve.demo.batches import IGNORED, batch, encode
+from specserve.demo.corpus import Turn
+from specserve.demo.tokenizer import train_tokenizer
+
+SIZE = train.Size(1, 64, 1, 64)
+PLAN = train.Plan(
+    vocab_size=400,
+    target=SIZE,
+    draft=SIZE,
+    target_tokens=6 * 64,
+    draft_tokens=2 * 64,
+    length=32,
+    rows=2,
+    max_files=3,
+    max_symbols=5,
+)
+TURNS = [Turn("What is it?", "A cat."), Turn("What does it?", "It sits on the mat.")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["the cat sat on the mat\n"] * 3, 300)
+
+
+@pytest.fixture(scope="module")
+def tokens(tokenizer):
+    return encode(tokenizer, ["the cat sat on the mat " * 9, "the mat " * 40], TURNS)
+
+
+def test_a_batch_depends_on_the_seed_and_the_step_only(tokens):
+    same, again, other = (batch(tokens, 7, step, 4, 16, 0.5) for step in (3, 3, 4))
+    assert all(map(np.array_equal, same, again))
+    assert not np.array_equal(same.token_ids, other.token_ids)
+
+
+def test_source_is_learnt_token_by_token(tokens):
+    ids, labels = batch(tokens, 0, 0, 3, 16, talk_share=0.0)
+    assert ids[:, 1:].tolist() == labels[:, :-1].tolist()
+
+
+def test_of_a_conversation_only_the_answer_is_learnt(tokens, tokenizer):
+    _, labels = batch(tokens, 0, 0, 3, 200, talk_share=1.0)
+    learnt = tokenizer.decode(labels[labels != IGNORED])
+    assert set(learnt.split(tokenizer.eos_token)[1:-1]) == {turn.answer for turn in TURNS}
+
+
+def test_the_rate_rises_stays_and_falls():
+    rates = [train.rate(step, 1000) for step in range(1000)]
+    assert rates[0] == 0.05 and rates[19:600] == [1.0] * 581
+    assert rates[600:] == sorted(rates[600:], reverse=True) and rates[-1] < 0.011
+
+
+def weights(out):
+    return [(out / of / "model" / "model.safetensors").read_bytes() for of in ("target", "draft")]
+
+
+@pytest.mark.slow
+def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch):
+    train.train(tmp_path / "whole", PLAN)
+    monkeypatch.setattr(train, "SAVE_SECONDS", 0.0)
+    write = train.log
+
+    def stop(folder, step, loss):
+        write(folder, step, loss)
+        if step == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "log", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train.train(tmp_path / "stopped", PLAN)
+    monkeypatch.setattr(train, "log", write)
+    train.train(tmp_path / "stopped", PLAN)
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_the_pair_is_served_as_any_other(tmp_path):
+    plan = tmp_path / "plan.json"
+    plan.write_bytes(msgspec.json.encode(PLAN))
+    assert train.main([str(tmp_path / "pair"), "--plan", str(plan)]) == 0
+    target, draft = (tmp_path / "pair" / of / "model" for of in ("target", "draft"))
+    settings = {"memory.kv_bytes": 1 << 26, "model.threads": 1}
+    with LLM(target, draft, set=settings, progress=False) as llm:
+        (output,) = llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=9))
+    assert output.usage.completion_tokens > 0
