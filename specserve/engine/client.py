@@ -99,6 +99,8 @@ class EngineClient(asyncio.Protocol):
     def deliver(self, report: Report) -> None:
         for emission in report.emissions:
             listener = self.listeners.get(emission.id)
+            if emission.finish_reason is not None:  # the engine has let go of it
+                self.listeners.pop(emission.id, None)
             if listener is not None:  # else it was let go of while the step ran
                 listener.push(emission)
         self.on_report(report)

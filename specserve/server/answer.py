@@ -22,7 +22,7 @@ class Said(NamedTuple):
 
 
 class Answer:
-    """Choices in order of their prompts. `close` it whatever happens: that frees their blocks."""
+    """Choices in order of their prompts. `release` it whatever happens: that frees their blocks."""
 
     def __init__(
         self, engine: EngineClient, live: "set[Answer]", metrics: Metrics, arrived: float

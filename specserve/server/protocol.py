@@ -13,11 +13,6 @@ from specserve.errors import Overloaded, RequestError, SpecserveError
 from specserve.sampling import SamplingParams
 
 MAX_ECHO = 200  # characters of the input that a refusal may repeat
-EVENT_STREAM = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-store",
-    "X-Accel-Buffering": "no",  # nginx would collect events
-}
 
 # OpenAI's fields that mean nothing here. They are read past, whatever they hold.
 HARMLESS = {

@@ -128,7 +128,7 @@ class Service:
     def check_room(self, what: str, waiting: int, asked: int, most: int) -> None:
         if asked > most:
             raise RequestError(
-                f"prompt: {asked} {what}, and {most} may wait: ask for fewer at once"
+                f"prompt: {asked} {what}, and {most} may wait: ask for fewer at once", "prompt"
             )
         if waiting + asked > most:
             self.reject(f"queued_{what}")

@@ -12,8 +12,13 @@ from starlette.types import Receive, Scope, Send
 
 from specserve.server.answer import Answer, Said
 from specserve.server.http import EXTENSION, Hold
-from specserve.server.protocol import EVENT_STREAM, error_body, error_response
+from specserve.server.protocol import error_body, error_response
 
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect events
+]
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": waiting\n\n"
 # Line ends to Python's splitlines(), on which some clients cut a stream.
@@ -51,10 +56,9 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         hold: Hold = scope["extensions"][EXTENSION]
-        headers = [(k.lower().encode(), v.encode()) for k, v in EVENT_STREAM.items()]
         async with watched(self.answer, receive):
             with hold.without_close():
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
             async for piece in self.pieces():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b""})

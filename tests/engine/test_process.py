@@ -1,0 +1,61 @@
+"""The engine's side of the socket, with a scripted other side."""
+
+import pytest
+
+from specserve.engine.messages import Add, Orders, encode
+from specserve.engine.process import serve
+from tests.checkpoints import tiny_checkpoint
+from tests.engine.house import engine_for, load_small
+from tests.engine.test_engine import greedy
+
+
+class Script:
+    """Hands over what comes before each step, keeps the reports, and then hangs up."""
+
+    def __init__(self, *steps):
+        self.steps, self.reports, self.waits = list(steps), [], []
+
+    def receive(self, wait):
+        self.waits.append(wait)
+        if not self.steps:
+            raise EOFError
+        return [encode(orders) for orders in self.steps.pop(0)]
+
+    def send(self, report):
+        self.reports.append(report)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return load_small(tiny_checkpoint(tmp_path_factory.mktemp("target"), seed=3))
+
+
+def run(target, *steps):
+    script = Script(*steps)
+    with pytest.raises(EOFError):
+        serve(script, engine_for(target))
+    return script
+
+
+def asked(id, num_tokens):
+    return Add(id, [5, 17, 42], greedy(num_tokens))
+
+
+def test_who_is_let_go_of_holds_nothing_after_the_very_next_step(target):
+    both, end = Orders([asked(7, 99), asked(8, 99)], []), Orders([], [7])
+    script = run(target, [both], [], [], [end], [])
+    ids = [[e.id for e in report.emissions] for report in script.reports]
+    assert ids == [[], [7, 8], [7, 8], [7, 8], [8], [8]]
+    assert [r.num_running for r in script.reports] == [0, 2, 2, 2, 1, 1]
+    assert [r.blocks["target"] for r in script.reports[3:]] == [2, 1, 1]
+
+
+def test_who_waits_is_let_go_of_before_it_ever_runs(target):
+    script = run(target, [Orders([asked(1, 9)], []), Orders([], [1])], [])
+    assert [r.emissions for r in script.reports] == [[], [], []]
+
+
+def test_it_sleeps_only_while_there_is_nothing_to_do(target):
+    script = run(target, [Orders([asked(1, 2)], [])], [], [])
+    assert script.waits == [True, False, True, True]
+    assert script.reports[2].emissions[0].finish_reason == "length"
