@@ -71,7 +71,7 @@ def parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
 
 def add_generate(p: argparse.ArgumentParser) -> None:
     p.add_argument("prompts", nargs="+", metavar="PROMPT")
-    p.add_argument("--model", help="the model: a local folder or a hub id")
+    p.add_argument("--model", help="a local folder or a hub id; default: the demo pair")
     add_drafting(p)
     add_sampling(p)
     p.add_argument("--json", action="store_true", help="JSON lines on stdout, one a prompt")
@@ -80,7 +80,7 @@ def add_generate(p: argparse.ArgumentParser) -> None:
 
 
 def add_serve(p: argparse.ArgumentParser) -> None:
-    p.add_argument("model", nargs="?", help="the model: a local folder or a hub id")
+    p.add_argument("model", nargs="?", help="a local folder or a hub id; default: the demo pair")
     add_drafting(p)
     p.add_argument("--served-model-name", help="what clients call it; default: its own name")
     p.add_argument("--host", help="address to listen at; default: 127.0.0.1")
@@ -93,7 +93,8 @@ def add_serve(p: argparse.ArgumentParser) -> None:
 def add_chat(p: argparse.ArgumentParser) -> None:
     p.add_argument("--url", help="the server that answers; default: a model in this process does")
     p.add_argument(
-        "--model", help="a local folder or a hub id; with --url, the server's name of it"
+        "--model",
+        help="a local folder or a hub id; default: the demo pair; with --url, the server's name",
     )
     p.add_argument("--api-key-file", type=Path, metavar="FILE", help="with --url: the key to show")
     add_drafting(p)
@@ -113,8 +114,8 @@ def add_drafting(p: argparse.ArgumentParser) -> None:
     p.add_argument("--draft-model", help="a small model with the same vocabulary that guesses")
     p.add_argument(
         "--drafter",
-        help="none, ngram, model or package.module:Class; default: model with --draft-model, "
-        "else ngram",
+        help="none, ngram, model or package.module:Class; default: model where there is a draft "
+        "model, else ngram",
     )
 
 
@@ -232,7 +233,7 @@ def resolve(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def configured(args: argparse.Namespace, **server: Any) -> Config:
-    """The file, then --set, then the flags of their own; a model has to be named."""
+    """The file, then --set, then the flags of their own."""
     flags = {
         "model.path": args.model,
         "drafter.model": args.draft_model,
@@ -240,13 +241,7 @@ def configured(args: argparse.Namespace, **server: Any) -> Config:
         **{f"server.{key}": value for key, value in server.items()},
     }
     given = {key: value for key, value in flags.items() if value is not None}
-    config = load_config(args.config, dict(map(parse_override, args.set)) | given)
-    if config.model.path is None:
-        raise ConfigError(
-            "no model named: give a local folder or a hub id (serve MODEL, generate --model MODEL, "
-            "chat --model MODEL), or set model.path in the file given to --config"
-        )
-    return config
+    return load_config(args.config, dict(map(parse_override, args.set)) | given)
 
 
 def print_stream(steps: "Generator[tuple[str, list[int]], None, Output]") -> "Output":

@@ -15,6 +15,9 @@ from msgspec import Meta
 
 from specserve.errors import ConfigError
 
+# A small pair of models that comes with specserve, for when none is named.
+DEMO = Path(__file__).parent / "demo" / "weights"
+DEMO_TARGET, DEMO_DRAFT = DEMO / "specserve-demo", DEMO / "specserve-demo-draft"
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Fraction = Annotated[float, Meta(gt=0.0, le=1.0)]
@@ -34,7 +37,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class ModelConfig(Section, frozen=True):
     """The target: the model whose words are emitted."""
 
-    path: Annotated[Name | None, about("a local folder or a hub id")] = None
+    path: Annotated[Name | None, about("a local folder or a hub id; unset: the demo pair")] = None
     dtype: Annotated[
         Literal["auto", "bf16", "fp32"], about("auto, bf16 or fp32; auto is the checkpoint's")
     ] = "auto"
@@ -93,19 +96,17 @@ class DrafterConfig(Section, frozen=True):
     name: Annotated[
         Name | None,
         about(
-            'none, ngram, model or a "package.module:Class"; unset: model where drafter.model is '
-            "given, else ngram"
+            'none, ngram, model or a "package.module:Class"; unset: model where there is a draft '
+            "model, else ngram"
         ),
     ] = None
-    model: Annotated[Name | None, about("the draft model: a local folder or a hub id")] = None
+    model: Annotated[
+        Name | None,
+        about("the draft model: a local folder or a hub id; unset: none, or the demo pair's own"),
+    ] = None
     options: Annotated[dict[str, Any], about("the drafter's own knobs")] = {}
 
     def __post_init__(self) -> None:
-        if self.name == "model" and self.model is None:
-            raise ValueError(
-                "drafter.name = 'model' needs a draft model: set drafter.model (--draft-model), "
-                "or take drafter.name = 'ngram', which needs none"
-            )
         if self.name is not None and "." in self.name and ":" not in self.name:
             raise ValueError(
                 f"drafter.name = {self.name!r} is neither a built-in name (none, ngram, model) "
@@ -172,6 +173,11 @@ class Config(Section, frozen=True):
     server: ServerConfig = ServerConfig()
 
     def __post_init__(self) -> None:
+        if self.drafter.name == "model" and self.draft is None:
+            raise ValueError(
+                "drafter.name = 'model' needs a draft model: set drafter.model (--draft-model), "
+                "or take drafter.name = 'ngram', which needs none"
+            )
         if self.drafter_name == "ngram" and self.drafter.model is not None:
             raise ValueError(
                 f"drafter.name = 'ngram' has no use for drafter.model = {self.drafter.model!r}: "
@@ -179,11 +185,22 @@ class Config(Section, frozen=True):
             )
 
     @property
+    def target(self) -> str:
+        """The model that is served, a folder or a hub id."""
+        return self.model.path or str(DEMO_TARGET)
+
+    @property
+    def draft(self) -> str | None:
+        """The draft model, if there is any."""
+        demo = str(DEMO_DRAFT) if self.model.path is None else None
+        return self.drafter.model or demo
+
+    @property
     def drafter_name(self) -> str:
         """Who guesses once every knob has been heard; "none" where nobody may."""
         if self.speculation.max_nodes == 0 or self.speculation.max_step_nodes == 0:
             return "none"
-        return self.drafter.name or ("model" if self.drafter.model else "ngram")
+        return self.drafter.name or ("model" if self.draft else "ngram")
 
 
 SECTIONS: dict[str, type[Section]] = get_type_hints(Config)

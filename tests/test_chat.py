@@ -234,7 +234,6 @@ def test_a_message_that_gets_no_word_is_taken_back_and_the_chat_goes_on(talk, an
         (["--url", "http://there", "--drafter", "none"], "--drafter"),
         (["--url", "http://there", "--set", "memory.block_size=4"], "--set"),
         (["--model", "m", "--api-key-file", "f"], "--url"),
-        ([], "no model named"),
     ],
 )
 def test_a_mistake_at_the_start_is_one_line_that_says_what_to_do(talk, args, complaint):

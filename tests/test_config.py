@@ -34,7 +34,7 @@ def test_no_preset_goes_untested():
         ('[model]\ndtype = "fp16"', ["model.dtype = 'fp16'", "auto, bf16 or fp32"]),
         ("[scheduler]\nmax_batched_tokens = 8", ["max_batched_tokens = 8", "max_running = 64"]),
         ("[scheduler]\nmax_running = 512", ["max_batched_tokens = 512", "lower the second"]),
-        ('[drafter]\nname = "model"', ["drafter.model", "--draft-model"]),
+        ('[model]\npath = "m"\n[drafter]\nname = "model"', ["drafter.model", "--draft-model"]),
         ('[drafter]\nname = "package.module"', ["'package.module'", "package.module:Class"]),
         ('[drafter]\nname = ""', ["drafter.name = ''", "length >= 1"]),
         ('[drafter]\nmodel = ""', ["drafter.model = ''", "length >= 1"]),
@@ -89,7 +89,8 @@ def test_one_option_of_a_drafter_can_be_set_beside_others(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "name"),
     [
-        ({}, "ngram"),
+        ({}, "model"),
+        ({"model.path": "m"}, "ngram"),
         ({"drafter.model": "d"}, "model"),
         ({"drafter.model": "d", "drafter.name": "ngram", "speculation.max_nodes": 0}, "none"),
         ({"drafter.model": "d", "drafter.name": "none"}, "none"),

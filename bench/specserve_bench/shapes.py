@@ -1,4 +1,4 @@
-"""Random checkpoints in the shapes of known models: their cost is real, their words are not."""
+"""The shapes of known models, and random checkpoints in them: real cost, meaningless words."""
 
 import json
 from pathlib import Path
@@ -9,23 +9,68 @@ from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING
 
 from specserve.models import families
+from specserve.models.families import DecoderConfig
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "max_position_embeddings": 4096,
+    "dtype": "bfloat16",
+}
+LLAMA3 = QWEN3 | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+}
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+    "qwen3-0.6b": QWEN3
+    | {
         "hidden_size": 1024,
         "intermediate_size": 3072,
         "num_hidden_layers": 28,
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
         "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 4096,
         "tie_word_embeddings": True,
-        "dtype": "bfloat16",
+    },
+    "qwen3-0.6b-draft": QWEN3
+    | {
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+    "llama-3.1-8b": LLAMA3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+    "llama-3.1-8b-draft": LLAMA3
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
     },
 }
+
+
+def shape_config(shape: str) -> DecoderConfig:
+    fields = SHAPES[shape]
+    return families.parse(CONFIG_MAPPING[fields["model_type"]](**fields).to_dict() | fields)
 
 
 def random_checkpoint(shape: str, folder: Path) -> Path:
@@ -33,13 +78,11 @@ def random_checkpoint(shape: str, folder: Path) -> Path:
     if (folder / "config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    fields = SHAPES[shape]
-    config = families.parse(CONFIG_MAPPING[fields["model_type"]](**fields).to_dict() | fields)
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.empty(size, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
-        for name, size in families.tensor_shapes(config).items()
+        for name, size in families.tensor_shapes(shape_config(shape)).items()
     }
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(fields))
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
     return folder

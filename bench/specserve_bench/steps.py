@@ -31,7 +31,9 @@ def plain_step_figures(folder: Path) -> list[dict[str, Any]]:
     The GEMMs are oneDNN's at max(2, rows) rows, without the padding of a step's own.
     """
     decoder = load_decoder(folder, "bf16", load(torch.device("cpu")), CONTEXT + MAX_ROWS)
-    config = load_config(None, {"memory.kv_bytes": 1 << 28, "scheduler.max_running": 2})
+    config = load_config(
+        None, {"memory.kv_bytes": 1 << 28, "scheduler.max_running": 2, "drafter.name": "none"}
+    )
     engine = assemble(config, decoder, None, CONTEXT + MAX_ROWS)
     table = BlockTable(engine.pool, engine.target.kv.block_size)
     table.try_reserve(CONTEXT + MAX_ROWS)

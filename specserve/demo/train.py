@@ -18,7 +18,8 @@ import msgspec  # isort: skip
 import torch  # isort: skip
 from rich.console import Console  # isort: skip
 from rich.progress import Progress, TextColumn, TimeRemainingColumn, BarColumn  # isort: skip
-from safetensors.torch import load_file, save_file  # isort: skip
+from safetensors import safe_open  # isort: skip
+from safetensors.torch import save_file  # isort: skip
 from torch import Tensor, nn  # isort: skip
 from torch.nn import functional as F  # isort: skip
 from transformers import Qwen3Config, Qwen3ForCausalLM  # isort: skip
@@ -42,20 +43,20 @@ class Size(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True):
     seed: int = 0
     vocab_size: int = 8192
-    target: Size = Size(6, 320, 5, 896)
-    draft: Size = Size(1, 192, 3, 512)
-    target_tokens: int = 24_000_000
+    target: Size = Size(4, 384, 6, 1024)
+    draft: Size = Size(1, 128, 2, 512)
+    target_tokens: int = 13_000_000
     draft_tokens: int = 5_000_000
+    step_tokens: int = 6144
     length: int = 256  # attention is what grows with it, and most conversations are shorter
-    rows: int = 16
-    talk_share: float = 0.6
-    peak_rate: float = 2e-3
+    long_length: int = 1024  # of every eighth step, for those that are not
+    talk_share: float = 0.7
+    peak_rate: float = 3e-3
     max_files: int | None = None  # for tests
     max_symbols: int | None = None
 
-    @property
-    def step_tokens(self) -> int:
-        return self.length * self.rows
+    def length_of(self, step: int) -> int:
+        return self.long_length if step % 8 == 7 else self.length
 
 
 def main(argv: list[str]) -> int:
@@ -143,27 +144,42 @@ def distillation_loss(draft: Any, target: Any) -> Loss:
 def learn(
     folder: Path, model: nn.Module, plan: Plan, num_tokens: int, corpus: Corpus, loss: Loss
 ) -> None:
-    """AdamW (Loshchilov and Hutter 2019) in bf16 autocast; picks up where it was stopped."""
+    """Muon (Jordan et al. 2024) for the layers' matrices, AdamW (Loshchilov and Hutter 2019) for
+    the rest, in bf16 autocast; picks up where it was stopped.
+    """
     num_steps = max(1, num_tokens // plan.step_tokens)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=plan.peak_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
-    first = load_state(folder, model, optimizer)
+    optimizers = build_optimizers(model, plan.peak_rate)
+    first = load_state(folder, model, optimizers)
     saved_at = monotonic()
     for step in progress(folder.name, first, num_steps):
-        for group in optimizer.param_groups:
-            group["lr"] = plan.peak_rate * rate(step, num_steps)
-        drawn = batch(corpus, plan.seed, step, plan.rows, plan.length, plan.talk_share)
+        length = plan.length_of(step)
+        num_rows = plan.step_tokens // length
+        drawn = batch(corpus, plan.seed, step, num_rows, length, plan.talk_share)
         with torch.autocast("cpu", torch.bfloat16):
             value = loss(drawn)
-        optimizer.zero_grad()
+        model.zero_grad()
         torch.autograd.backward(value)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = plan.peak_rate * rate(step, num_steps)
+            optimizer.step()
         log(folder, step, value.item())
         if step + 1 == num_steps or monotonic() - saved_at > SAVE_SECONDS:
-            save_state(folder, model, optimizer, step + 1)
+            save_state(folder, model, optimizers, step + 1)
             saved_at = monotonic()
+
+
+def build_optimizers(model: nn.Module, peak_rate: float) -> list[torch.optim.Optimizer]:
+    """Muon's steps are scaled so that AdamW's rate and decay suit both (Liu et al. 2025)."""
+    named = list(model.named_parameters())
+    matrices = [p for name, p in named if ".layers." in name and p.ndim == 2]
+    others = [p for name, p in named if not (".layers." in name and p.ndim == 2)]
+    muon = torch.optim.Muon(
+        matrices, lr=peak_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+    )
+    adamw = torch.optim.AdamW(others, lr=peak_rate, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
+    return [muon, adamw]
 
 
 def rate(step: int, num_steps: int) -> float:
@@ -189,32 +205,36 @@ def log(folder: Path, step: int, loss: float) -> None:
         file.write(json.dumps({"step": step, "loss": round(loss, 4)}) + "\n")
 
 
-def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+Optimizers = list[torch.optim.Optimizer]
+
+
+def save_state(folder: Path, model: nn.Module, optimizers: Optimizers, step: int) -> None:
     """As one file, put in place in one move: a kill leaves the last one whole."""
     state = {f"model.{k}": v.detach() for k, v in model.named_parameters()}
-    for i, slots in optimizer.state_dict()["state"].items():
-        state |= {f"optimizer.{i}.{k}": v for k, v in slots.items()}
+    for n, optimizer in enumerate(optimizers):
+        for i, slots in optimizer.state_dict()["state"].items():
+            state |= {f"{n}.{i}.{k}": v for k, v in slots.items()}
     half = folder / "state.part"
     save_file(state, half, {"step": str(step)})
     half.replace(folder / "state.safetensors")
 
 
-def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def load_state(folder: Path, model: nn.Module, optimizers: Optimizers) -> int:
     """The number of steps that have been done."""
     file = folder / "state.safetensors"
     if not file.exists():
         return 0
-    state = load_file(file)
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(state[f"model.{name}"])
-    slots: dict[int, dict[str, Tensor]] = {}
-    for key, value in state.items():
-        kind, _, rest = key.partition(".")
-        if kind == "optimizer":
-            number, _, name = rest.partition(".")
-            slots.setdefault(int(number), {})[name] = value
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": slots})
-    return int(slots[0]["step"].item())
+    with safe_open(file, "pt") as state:
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(state.get_tensor(f"model.{name}"))
+        keys = [key.split(".") for key in state.keys() if not key.startswith("model.")]  # noqa: SIM118
+        for n, optimizer in enumerate(optimizers):
+            slots: dict[int, dict[str, Tensor]] = {}
+            for number, i, name in keys:
+                if int(number) == n:
+                    slots.setdefault(int(i), {})[name] = state.get_tensor(f"{n}.{i}.{name}")
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": slots})
+        return int(state.metadata()["step"])
 
 
 def export(folder: Path, model: Any, tokenizer: Any) -> None:

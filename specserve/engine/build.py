@@ -31,10 +31,18 @@ TREE_SLOTS = MAX_NODES + 1
 Progress = Callable[[str, int, int], None]  # phase, done, total
 
 
+class Weights(NamedTuple):
+    """Models that have been loaded; any number of engines can share them."""
+
+    target: Decoder
+    draft: Decoder | None
+
+
 class Loaded(NamedTuple):
     """An engine, and what its users need to know of it."""
 
     engine: Engine
+    weights: Weights
     max_model_len: int
     drafter: str
     phases: dict[str, str]  # of the start-up, in words
@@ -57,20 +65,22 @@ class Phases:
         self.table[name] = text
 
 
-def build(config: Config, progress: Progress | None = None, phases: Phases | None = None) -> Loaded:
-    """Load the models that the config names; ConfigError tells what to change."""
+def build(
+    config: Config,
+    progress: Progress | None = None,
+    phases: Phases | None = None,
+    weights: Weights | None = None,
+) -> Loaded:
+    """Load the models that the config names; ConfigError tells what to change.
+
+    `weights` of an engine built before for the same models are taken as they are.
+    """
     phases = phases or Phases()
-    with phases.phase("kernels"):
-        ops = load(torch.device("cpu"))
-    with phases.phase("target"):
-        target = load_model(resolve_model(config), config, ops, progress)
-    max_len = context_length(config, target.config)
-    draft = None
-    if needs_draft_model(config):
-        with phases.phase("draft model"):
-            draft = load_model(resolve_draft(config), config, ops, progress)
+    weights = load_weights(config, progress, phases, weights)
+    max_len = context_length(config, weights.target.config)
+    draft = weights.draft if needs_draft_model(config) else None
     with phases.phase("pool"):
-        engine = assemble(config, target, draft, max_len)
+        engine = assemble(config, weights.target, draft, max_len)
         phases.note("pool", memory_plan(config, engine.pool))
     runners = {"target threads": engine.target}
     if engine.draft_model is not None:
@@ -78,7 +88,24 @@ def build(config: Config, progress: Progress | None = None, phases: Phases | Non
     for name, runner in runners.items():
         with phases.phase(name):
             phases.note(name, tune(runner, engine.pool, max_len, config.model.threads))
-    return Loaded(engine, max_len, config.drafter_name, phases.table)
+    return Loaded(engine, weights, max_len, config.drafter_name, phases.table)
+
+
+def load_weights(
+    config: Config, progress: Progress | None, phases: Phases, known: Weights | None
+) -> Weights:
+    """What the config needs and nobody has loaded yet."""
+    with phases.phase("kernels"):
+        ops = load(torch.device("cpu"))
+    target, draft = known or (None, None)
+    if target is None:
+        with phases.phase("target"):
+            target = load_model(resolve_model(config), config, ops, progress)
+    context_length(config, target.config)  # refused before the next load
+    if draft is None and needs_draft_model(config):
+        with phases.phase("draft model"):
+            draft = load_model(resolve_draft(config), config, ops, progress)
+    return Weights(target, draft)
 
 
 def memory_plan(config: Config, pool: BlockPool) -> str:
@@ -95,9 +122,7 @@ def assemble(config: Config, target: Decoder, draft: Decoder | None, max_len: in
 
 
 def resolve_model(config: Config) -> Path:
-    if config.model.path is None:
-        raise ConfigError("no model named: say --model, or set model.path in the config")
-    return resolve(config.model.path)
+    return resolve(config.target)
 
 
 def load_model(folder: Path, config: Config, ops: Ops, progress: Progress | None) -> Decoder:
@@ -109,12 +134,12 @@ def load_model(folder: Path, config: Config, ops: Ops, progress: Progress | None
 
 
 def resolve_draft(config: Config) -> Path:
-    if config.drafter.model is None:
+    if config.draft is None:
         raise ConfigError(
             f"drafter {config.drafter_name!r} needs a draft model: set drafter.model, or say "
             "--draft-model"
         )
-    return resolve(config.drafter.model)
+    return resolve(config.draft)
 
 
 def needs_draft_model(config: Config) -> bool:

@@ -158,7 +158,7 @@ def introduction(
     first = f"grep -m 1 '^[^#]' {shlex.quote(file)}" if file else ""
     key = f' -H "Authorization: Bearer $({first})"' if file else ""
     return [
-        f"serving {config.model.path} as {service.name}",
+        f"serving {config.target} as {service.name}",
         f"drafter {ready.drafter}{guesses if ready.drafter != 'none' else ', no guesses'}",
         f"memory {ready.phases['pool'].partition(': ')[2]}; up to {service.intake.max_model_len} "
         "tokens a request",

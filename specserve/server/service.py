@@ -154,7 +154,7 @@ def blaming(field: str) -> Iterator[None]:
 
 
 def served_name(config: Config) -> str:
-    path = config.model.path or ""
+    path = config.target
     if config.server.served_model_name is not None:
         return config.server.served_model_name
     return Path(path).resolve().name if Path(path).is_dir() else path

@@ -1,0 +1,116 @@
+"""Requests to an engine in this process."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from specserve import LLM, SamplingParams
+from specserve.generation import Generation
+from specserve_bench.arrivals import due_times, limit
+from specserve_bench.results import Answer, Load, Round, Speculation, gaps, output_hash, spread
+from specserve_bench.workloads import Ask, Workload
+
+Clock = Callable[[], float]
+
+
+class Going(NamedTuple):
+    """A request that runs, and the moments at which tokens came."""
+
+    number: int
+    due_at: float
+    generation: Generation
+    events: list[float]
+
+
+class Local:
+    """Steps an LLM; `clock` and `wait` are for tests to put in."""
+
+    def __init__(
+        self, llm: LLM, clock: Clock = time.perf_counter, wait: Callable[[float], None] = time.sleep
+    ) -> None:
+        self.llm, self.clock, self.wait = llm, clock, wait
+
+    def run(self, workload: Workload, load: Load) -> Round:
+        """Every request once; one that is due starts between two steps."""
+        prompts = [self.check(ask) for ask in workload.asks]
+        due, most = due_times(load, len(prompts)), limit(load)
+        stats = self.llm.engine.stats
+        before = stats.draft_seconds, stats.verify_seconds, stats.step_seconds
+        started_at = self.clock()
+        running: list[Going] = []
+        done: list[Going] = []
+        started = 0
+        while started < len(prompts) or running:
+            now = self.clock() - started_at
+            while started < len(prompts) and len(running) < most and due[started] <= now:
+                # With a fixed concurrency, a request is due when there is room for it.
+                at = now if load.rate is None else due[started]
+                generation = self.llm.start(*prompts[started])
+                running.append(Going(started, at, generation, []))
+                started += 1
+            if not running:
+                self.wait(due[started] - now)
+                continue
+            self.step(running, started_at)
+            ended = [g for g in running if g.generation.is_done]
+            self.llm.end([g.generation for g in ended])
+            running = [g for g in running if not g.generation.is_done]
+            done += ended
+        after = stats.draft_seconds, stats.verify_seconds, stats.step_seconds
+        drafting, verifying, stepping = (b - a for a, b in zip(before, after, strict=True))
+        return finished(sorted(done), drafting, verifying, stepping)
+
+    def check(self, ask: Ask) -> tuple[list[int], SamplingParams]:
+        params = SamplingParams(
+            max_tokens=ask.max_tokens, temperature=ask.temperature, seed=ask.seed, top_p=1.0
+        )
+        prompt: Any = ask.prompt
+        if not isinstance(prompt, str):
+            prompt = self.llm.intake.render(prompt)
+        return self.llm.check(prompt, params)
+
+    def step(self, running: Sequence[Going], started_at: float) -> None:
+        counts = [len(g.generation.token_ids) for g in running]
+        self.llm.step()
+        now = self.clock() - started_at
+        for going, count in zip(running, counts, strict=True):
+            if len(going.generation.token_ids) > count:
+                going.events.append(now)
+
+
+def finished(done: Sequence[Going], drafting: float, verifying: float, stepping: float) -> Round:
+    return Round(
+        seconds=max(g.events[-1] for g in done) - min(g.due_at for g in done),
+        answers=[answer(g) for g in done],
+        itl_ms=spread([gap for g in done for gap in gaps(g.events)]),
+        output_hash=output_hash([(g.generation.text, g.generation.finish_reason) for g in done]),
+        speculation=speculation([g.generation for g in done]),
+        draft_seconds=drafting,
+        verify_seconds=verifying,
+        step_seconds=stepping,
+    )
+
+
+def answer(going: Going) -> Answer:
+    events = going.events
+    return Answer(
+        number=going.number,
+        arrived_at=going.due_at,
+        first_at=events[0],
+        last_at=events[-1],
+        num_events=len(events),
+        longest_stall_ms=max(gaps(events), default=None),
+        prompt_tokens=len(going.generation.prompt),
+        completion_tokens=len(going.generation.token_ids),
+    )
+
+
+def speculation(generations: Sequence[Generation]) -> Speculation:
+    histogram = Counter(accepted for g in generations for _, accepted in g.steps)
+    return Speculation(
+        steps=sum(len(g.steps) for g in generations),
+        tokens=sum(g.num_step_tokens for g in generations),
+        drafted=sum(g.num_drafted for g in generations),
+        accepted=[histogram[n] for n in range(max(histogram, default=-1) + 1)],
+    )

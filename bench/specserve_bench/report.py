@@ -1,0 +1,184 @@
+"""A Result as text: its tables, then one line of JSON."""
+
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from specserve_bench.results import (
+    Load,
+    Ratio,
+    Result,
+    Run,
+    Spread,
+    Subject,
+    figures,
+    middle,
+    ratio,
+)
+
+TIMES = {
+    "TTFT": "ttft_ms",
+    "TPOT": "tpot_ms",
+    "ITL": "itl_ms",
+    "longest stall": "stall_ms",
+    "end to end": "end_to_end_ms",
+}
+COLUMNS = Spread.__struct_fields__
+SECONDS = ("draft_s", "verify_s", "other_s")
+DEPTHS = 6  # of acceptance, that a table has room for
+
+
+class Line(NamedTuple):
+    """A run's figures: medians over its rounds, and ratios to the first subject's."""
+
+    subject: str
+    values: Mapping[str, Any]
+    tpot_ratio: Ratio | None
+    is_same: bool  # as the first subject's outputs, in every round
+
+
+def report(result: Result) -> str:
+    text = io.StringIO()
+    console = Console(file=text, width=150)
+    console.print(heading(result))
+    for (workload, load), lines in grouped(result):
+        where = f"{workload}, {load}"
+        console.print(summary_table(where, lines, result))
+        console.print(times_table(where, lines))
+    differing = [line.subject for _, lines in grouped(result) for line in lines if not line.is_same]
+    if differing:
+        names = ", ".join(dict.fromkeys(differing))
+        console.print(f"OUTPUTS DIFFER from those of {next(iter(result.subjects))}: {names}")
+    return f"{text.getvalue()}{one_line(result)}"
+
+
+def heading(result: Result) -> str:
+    machine = ", ".join(f"{key} {value}" for key, value in result.machine.items())
+    lines = [f"{result.kind}: {machine}"]
+    lines += [f"{label}: {subject_words(subject)}" for label, subject in result.subjects.items()]
+    lines += [f"{name}: {about['about']}" for name, about in result.workloads.items()]
+    rounds = max((len(run.rounds) for run in result.runs), default=0)
+    return "\n".join([*lines, f"medians over {rounds} interleaved rounds, milliseconds"])
+
+
+def subject_words(subject: Subject) -> str:
+    parts = [subject.model]
+    if subject.scaled is not None:
+        parts.append(
+            f"(scaled demo: says what {subject.scaled['source']} says, at the cost of "
+            f"{subject.scaled['like']})"
+        )
+    if subject.draft_model is not None:
+        parts.append(f"with {subject.draft_model}")
+    if subject.drafter not in (None, "none"):
+        parts.append(f"drafter {subject.drafter}, at most {subject.max_nodes} nodes")
+    return " ".join(parts)
+
+
+def grouped(result: Result) -> Iterator[tuple[tuple[str, Load], list[Line]]]:
+    """(workload, load) -> a line for each subject, in order."""
+    places = dict.fromkeys((run.workload, run.load) for run in result.runs)
+    for place in places:
+        runs = [run for run in result.runs if (run.workload, run.load) == place]
+        yield place, [line(run, runs[0], result) for run in runs]
+
+
+def line(run: Run, base: Run, result: Result) -> Line:
+    each = [figures(r, result.goals) for r in run.rounds]
+    others = [figures(r, result.goals) for r in base.rounds]
+    return Line(
+        subject=run.subject,
+        values={name: over_rounds([f[name] for f in each]) for name in each[0]},
+        tpot_ratio=ratio([mean(f["tpot_ms"]) for f in each], [mean(f["tpot_ms"]) for f in others]),
+        is_same={f["output_hash"] for f in each} == {f["output_hash"] for f in others},
+    )
+
+
+def over_rounds(values: Sequence[Any]) -> Any:
+    """The median of what rounds say: of numbers, of each part of a spread, of each depth."""
+    told = [v for v in values if v is not None]
+    if not told or isinstance(told[0], str):
+        return told[0] if told else None
+    if isinstance(told[0], Spread):
+        return Spread(*(middle([getattr(v, c) for v in told]) or 0.0 for c in COLUMNS))
+    if isinstance(told[0], list):
+        deepest = max(map(len, told))
+        return [middle([v[n] if n < len(v) else 0.0 for v in told]) for n in range(deepest)]
+    return middle(told)
+
+
+def mean(spread: Spread | None) -> float | None:
+    return None if spread is None else spread.mean
+
+
+def summary_table(where: str, lines: Sequence[Line], result: Result) -> Table:
+    goals = result.goals
+    good = f"goodput/s (TTFT {goals.ttft_ms:g}, TPOT {goals.tpot_ms:g})"
+    names = ("", "TPOT mean", "x base", "tokens/s", "acceptance", "by depth", "wasted rows")
+    table = table_of(where, *names, "draft / verify / other s", good, "errors", "outputs")
+    for line in lines:
+        v = line.values
+        table.add_row(
+            line.subject,
+            shown(mean(v["tpot_ms"])),
+            ratio_words(line.tpot_ratio),
+            shown(v["tokens_per_s"], 1),
+            shown(v["acceptance_length"]),
+            " ".join(f"{share:.2f}" for share in v["acceptance_by_depth"][:DEPTHS]) or "-",
+            "-" if v["wasted_rows"] is None else f"{v['wasted_rows']:.0%}",
+            " / ".join(shown(v[name]) for name in SECONDS),
+            shown(v["goodput"]),
+            shown(v["errors"], 0),
+            f"{v['output_hash'][:8]}{'' if line.is_same else ' DIFFERENT'}",
+        )
+    return table
+
+
+def times_table(where: str, lines: Sequence[Line]) -> Table:
+    table = table_of(where, "", "", *COLUMNS)
+    for line in lines:
+        for number, (words, name) in enumerate(TIMES.items()):
+            found = line.values[name]
+            cells = [shown(getattr(found, c)) if found else "-" for c in COLUMNS]
+            table.add_row("" if number else line.subject, words, *cells)
+    return table
+
+
+def table_of(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", overflow="fold")
+    return table
+
+
+def shown(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def ratio_words(ratio: Ratio | None) -> str:
+    return "-" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
+
+
+def one_line(result: Result) -> str:
+    """The tables' figures, for programs that read the output."""
+    rows = [
+        {"workload": workload, "load": str(load), "subject": line.subject}
+        | {"tpot_ratio": line.tpot_ratio, "is_same": line.is_same, **line.values}
+        for (workload, load), lines in grouped(result)
+        for line in lines
+    ]
+    plain = msgspec.to_builtins(rows)
+    return json.dumps({"kind": result.kind, "machine": result.machine, "rows": rounded(plain)})
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 4)
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    return [rounded(part) for part in value] if isinstance(value, list) else value

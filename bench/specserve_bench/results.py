@@ -1,0 +1,249 @@
+"""What a run leaves behind, as it lies in the JSON, and every figure that is made of it.
+
+Tables and plots read these types and nothing else, so a kept JSON can be shown again.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from specserve.errors import ConfigError
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """One request. Seconds count from the start of its round.
+
+    arrived_at       when it was due: what it waits for a client that is late counts as well
+    completion_tokens  as usage tells them; an event may carry several
+    """
+
+    number: int  # of the workload's requests
+    arrived_at: float
+    first_at: float | None = None
+    last_at: float | None = None
+    num_events: int = 0
+    longest_stall_ms: float | None = None  # between two events
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def ttft_ms(self) -> float | None:
+        return None if self.first_at is None else 1e3 * (self.first_at - self.arrived_at)
+
+    @property
+    def end_to_end_ms(self) -> float | None:
+        return None if self.last_at is None else 1e3 * (self.last_at - self.arrived_at)
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """(end - first) / (tokens - 1); None for a single token."""
+        if self.first_at is None or self.last_at is None or self.completion_tokens < 2:
+            return None
+        return 1e3 * (self.last_at - self.first_at) / (self.completion_tokens - 1)
+
+
+class Spread(msgspec.Struct, frozen=True):
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+class Speculation(msgspec.Struct, frozen=True):
+    """Sums over all requests of a round."""
+
+    steps: int  # of the target, that had a root
+    tokens: int  # that those steps said
+    drafted: int  # guesses that they verified
+    accepted: list[int]  # how many of them accepted 0, 1, 2, ... guesses
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(n * count for n, count in enumerate(self.accepted))
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean tokens a verified step, its bonus token included."""
+        return self.tokens / self.steps if self.steps else None
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """Share of verified steps whose accepted path reaches depth 1, 2, ..."""
+        return [sum(self.accepted[n:]) / self.steps for n in range(1, len(self.accepted))]
+
+    @property
+    def wasted_rows(self) -> float | None:
+        """Share of verified rows that were guesses, and wrong."""
+        rows = self.steps + self.drafted
+        return (self.drafted - self.num_accepted) / rows if rows else None
+
+
+class Round(msgspec.Struct, kw_only=True):
+    """All requests of a workload, once. What nobody tells is None."""
+
+    seconds: float  # from the first arrival to the last token
+    answers: list[Answer]
+    itl_ms: Spread | None  # gaps between events, of all requests together
+    output_hash: str
+    speculation: Speculation | None = None
+    draft_seconds: float | None = None  # of all steps
+    verify_seconds: float | None = None
+    step_seconds: float | None = None
+
+
+class Subject(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured: a config in this process, or a server."""
+
+    url: str | None = None
+    model: str
+    draft_model: str | None = None
+    drafter: str | None = None
+    max_nodes: int | None = None
+    config: dict[str, Any] = {}  # settings of an engine of ours that are not the default
+    scaled: dict[str, Any] | None = None  # of a checkpoint that `scale-model` wrote
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """How requests arrive: so many at a time, or by chance at a rate, whoever is still there."""
+
+    concurrency: int | None = None
+    rate: float | None = None  # requests a second
+    burstiness: float = 1.0  # coefficient of variation of the gaps; 1 is Poisson
+    seed: int = 0
+
+    def __str__(self) -> str:
+        if self.concurrency is not None:
+            return f"{self.concurrency} at a time"
+        kind = "Poisson" if self.burstiness == 1 else f"bursty (cv {self.burstiness:g})"
+        return f"{self.rate:g}/s, {kind}"
+
+
+class Run(msgspec.Struct, kw_only=True):
+    """A subject under a load on a workload, its rounds taken in turn with the others'."""
+
+    subject: str
+    workload: str
+    load: Load
+    rounds: list[Round]
+
+
+class Goals(msgspec.Struct, frozen=True):
+    """What a good answer keeps to."""
+
+    ttft_ms: float = 1000.0
+    tpot_ms: float = 50.0
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """A whole JSON file."""
+
+    kind: str  # latency, load, drafters or compare
+    machine: dict[str, Any]
+    subjects: dict[str, Subject]  # by label, the first being what the others are held against
+    workloads: dict[str, dict[str, Any]]
+    runs: list[Run]
+    goals: Goals = Goals()
+
+
+def read(path: Path) -> Result:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Result)
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read ({e.strerror}): check the path") from e
+    except msgspec.MsgspecError as e:
+        raise ConfigError(f"{path}: no results of `specserve bench` ({e})") from e
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """Percentiles lie on straight lines between the values; None of nothing."""
+    if not values:
+        return None
+    p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
+    return Spread(float(np.mean(values)), p50, p90, p99)
+
+
+def spread_of(answers: Sequence[Answer], name: str) -> Spread | None:
+    """Of a time that answers have, among those that have it."""
+    values = [getattr(a, name) for a in answers]
+    return spread([v for v in values if v is not None])
+
+
+def gaps(events: Sequence[float]) -> list[float]:
+    """Milliseconds between events that came at these seconds."""
+    return [1e3 * (b - a) for a, b in pairwise(events)]
+
+
+def output_hash(texts: Sequence[tuple[str, str | None]]) -> str:
+    """Of (text, finish reason) in the workload's order."""
+    return hashlib.sha256(msgspec.json.encode(texts)).hexdigest()[:16]
+
+
+def goodput(round: Round, goals: Goals) -> float:
+    """Requests a second that were answered within both goals; a lone token has no TPOT to miss."""
+    good = sum(
+        a.error is None
+        and (a.ttft_ms is not None and a.ttft_ms <= goals.ttft_ms)
+        and (a.tpot_ms is None or a.tpot_ms <= goals.tpot_ms)
+        for a in round.answers
+    )
+    return per_second(good, round)
+
+
+def per_second(count: int, round: Round) -> float:
+    return count / round.seconds if round.seconds else 0.0  # no request was answered
+
+
+def figures(round: Round, goals: Goals) -> dict[str, Any]:
+    """All figures of a round, by name; None for what cannot be told."""
+    answers, speculation = round.answers, round.speculation
+    drafting, verifying, steps = round.draft_seconds, round.verify_seconds, round.step_seconds
+    other = (
+        None
+        if steps is None or drafting is None or verifying is None
+        else steps - drafting - verifying
+    )
+    return {
+        "ttft_ms": spread_of(answers, "ttft_ms"),
+        "tpot_ms": spread_of(answers, "tpot_ms"),
+        "itl_ms": round.itl_ms,
+        "stall_ms": spread_of(answers, "longest_stall_ms"),
+        "end_to_end_ms": spread_of(answers, "end_to_end_ms"),
+        "tokens_per_s": per_second(sum(a.completion_tokens for a in answers), round),
+        "acceptance_length": speculation and speculation.acceptance_length,
+        "acceptance_by_depth": speculation.acceptance_by_depth if speculation else [],
+        "wasted_rows": speculation and speculation.wasted_rows,
+        "draft_s": drafting,
+        "verify_s": verifying,
+        "other_s": other,
+        "goodput": goodput(round, goals),
+        "errors": sum(a.error is not None for a in answers),
+        "output_hash": round.output_hash,
+    }
+
+
+class Ratio(msgspec.Struct, frozen=True):
+    """Of a figure to the first subject's in the same round: the median, and the extremes."""
+
+    median: float
+    low: float
+    high: float
+
+
+def ratio(rounds: Sequence[float | None], base: Sequence[float | None]) -> Ratio | None:
+    ratios = [a / b for a, b in zip(rounds, base, strict=False) if a is not None and b]
+    if not ratios:
+        return None
+    return Ratio(median(ratios), min(ratios), max(ratios))
+
+
+def middle(values: Sequence[float | None]) -> float | None:
+    """The median over rounds of what rounds can tell."""
+    told = [v for v in values if v is not None]
+    return median(told) if told else None

@@ -1,0 +1,384 @@
+"""A small model's words at a large model's cost: its checkpoint, written in a larger shape.
+
+Real acceptance of drafts needs a trained model, real cost a large one. What is added computes,
+and is then multiplied by zero:
+
+* The residual stream is padded with zeros. RMSNorm divides by sqrt(mean(x^2) + eps), and the mean
+  falls by h0/h: so eps falls as much, and the norms' weights fall by its root.
+* Heads, MLP units and layers that are added read at random and write nothing. The source's head j
+  is the first query head of KV group j, and the others of the group read its KV.
+* Pair i of a rotary head of d0 becomes pair i*d/d0 of one of d, where the frequency is the same.
+  q/k norms have the same eps as all others: s = sqrt(h0*d / (h*d0)) on q and k makes it right for
+  them. That leaves each sqrt(d/d0) too long, and scores are divided by sqrt(d): k's norm takes
+  back the sqrt(d/d0) that remains of both.
+* Added tokens must not win. A dimension of the padding holds a constant, which no layer reads and
+  the final norm lets through, and there the head has a very negative number for added tokens.
+
+The result is a Qwen3ForCausalLM in any shape: its q/k norms cost next to nothing.
+"""
+
+import argparse
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specserve.errors import ConfigError
+from specserve.models import families
+from specserve.models.checkpoint import INDEX, PICKLES, SINGLE, Checkpoint
+from specserve.models.families import DecoderConfig
+from specserve.models.folder import read_json, resolve
+from specserve.models.loader import DTYPES, EMBEDDING, HEAD, load_config
+from specserve_bench.shapes import SHAPES, shape_config
+
+NORM = "model.norm.weight"
+FIELD = "specserve_scaled"  # of the result's config.json
+NOTE = (
+    "a demo: the source's function, padded to the cost of a larger shape. Its speed is that of "
+    "the shape, its words and its acceptance of drafts are the source's"
+)
+SHARD_BYTES = 1 << 30
+RANDOM = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # what added parts read with
+STD = 0.02
+CONSTANT_SHARE = 2.0**-40  # of the constant's square in mean(x^2) + eps, at most
+SILENCE = 1e10  # over RMS(hidden): how far below zero the logit of an added token is
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="specserve bench scale-model",
+        description="Write a small model's function at the cost of a larger shape.",
+    )
+    parser.add_argument("source", metavar="SRC", help="a Qwen3 with as many KV heads as heads")
+    parser.add_argument("target", metavar="DST", type=Path, help="a folder that is yet to be")
+    known = ", ".join(SHAPES)
+    parser.add_argument(
+        "--like", required=True, metavar="NAME", help=f"{known}, or a folder with a config.json"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--seed", type=int, default=0, help="of what is added; default: 0")
+    args = parser.parse_args(argv)
+    source = resolve(args.source)
+    scale_model(source, args.target, args.like, dtype=DTYPES[args.dtype], seed=args.seed)
+    print(f"{args.target}: computes what {source} does, at the cost of {args.like}")
+    return 0
+
+
+def scale_model(
+    source: Path,
+    target: Path,
+    shape: str,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write to `target` a checkpoint of a shape that computes the function of `source`.
+
+    `shape` is a name in SHAPES or a folder with a config.json. Same arguments, same bytes.
+    """
+    refuse_existing(target)
+    small, like = load_config(source), read_shape(shape)
+    refuse_unfit(source, small)
+    refuse_smaller(source, small, shape, like)
+    checkpoint = open_checkpoint(source, small)
+    if like.tied and HEAD in checkpoint:
+        raise ConfigError(
+            f"{source}: it has a head of its own, and in {shape} the head is the embedding; take "
+            "an untied shape"
+        )
+    fields = scaled_fields(read_json(source / "config.json"), small, like, dtype)
+    fields[FIELD] = {"source": source.resolve().name, "like": shape_name(shape), "note": NOTE}
+    large = families.parse(fields)
+    refuse_other_rotation(source, small, large)
+
+    target.mkdir(parents=True, exist_ok=True)
+    copy_companions(source, target)
+    write_shards(Scaling(checkpoint, small, large, dtype, seed), target, shard_bytes)
+    # Last: a folder without a config.json is no model.
+    (target / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def scaled_from(folder: Path) -> dict[str, Any] | None:
+    """Source, shape and a note, if the model is a scaled one."""
+    scaled: dict[str, Any] | None = read_json(folder / "config.json").get(FIELD)
+    return scaled
+
+
+def read_shape(shape: str) -> DecoderConfig:
+    if shape in SHAPES:
+        return shape_config(shape)
+    if Path(shape, "config.json").exists():
+        return load_config(Path(shape))
+    raise ConfigError(
+        f"--like {shape}: neither a known shape nor a folder with a config.json; known are "
+        f"{', '.join(SHAPES)}"
+    )
+
+
+def shape_name(shape: str) -> str:
+    return shape if shape in SHAPES else Path(shape).resolve().name
+
+
+def refuse_existing(target: Path) -> None:
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(
+            f"{target}: exists, and is no empty folder; remove it or name another one"
+        )
+
+
+def refuse_unfit(source: Path, small: DecoderConfig) -> None:
+    reasons = {
+        f"it is a {small.architecture}": small.architecture != "Qwen3ForCausalLM",
+        f"it has {small.num_kv_heads} KV heads for {small.num_heads} heads": (
+            small.num_kv_heads != small.num_heads
+        ),
+        "its attention has biases": small.qkv_bias,
+        "it has sliding windows": any(window is not None for window in small.windows),
+        "its rms_norm_eps is 0": small.rms_eps == 0,
+    }
+    for reason, is_so in reasons.items():
+        if is_so:
+            raise ConfigError(
+                f"{source}: cannot be scaled: {reason}; take a Qwen3ForCausalLM with as many KV "
+                "heads as heads, without biases and windows, and with an rms_norm_eps above 0"
+            )
+
+
+def refuse_smaller(source: Path, small: DecoderConfig, shape: str, like: DecoderConfig) -> None:
+    sizes = {
+        "layers": (small.num_layers, like.num_layers),
+        "hidden size": (small.hidden_size, like.hidden_size),
+        "MLP size": (small.intermediate_size, like.intermediate_size),
+        "KV heads": (small.num_kv_heads, like.num_kv_heads),
+        "head size": (small.head_dim, like.head_dim),
+        "vocabulary": (small.vocab_size, like.vocab_size),
+    }
+    for name, (has, room) in sizes.items():
+        if has > room:
+            raise ConfigError(
+                f"{source}: {name}: {has}, and {shape} has only {room}; take a larger shape or a "
+                "smaller source"
+            )
+    if like.head_dim % small.head_dim:
+        raise ConfigError(
+            f"{source}: head size: {shape} has {like.head_dim}, no multiple of {small.head_dim}; "
+            "take a shape whose head size is one"
+        )
+    if like.vocab_size > small.vocab_size and like.hidden_size == small.hidden_size:
+        raise ConfigError(
+            f"{source}: hidden size: {small.hidden_size} as in {shape}, which leaves no dimension "
+            f"to tell its {like.vocab_size - small.vocab_size} added tokens by; take a shape with "
+            f"a larger hidden size, or one with a vocabulary of {small.vocab_size}"
+        )
+
+
+def refuse_other_rotation(source: Path, small: DecoderConfig, large: DecoderConfig) -> None:
+    """Frequencies may depend on the head size otherwise than by theta^(-2i/D), as yarn's do."""
+    stride = large.head_dim // small.head_dim
+    if large.frequencies[::stride] != small.frequencies or large.rope_factor != small.rope_factor:
+        raise ConfigError(
+            f"{source}: cannot be scaled: its rope_parameters turn heads of {large.head_dim} "
+            f"otherwise than its own of {small.head_dim}; take a shape with its head size"
+        )
+
+
+def open_checkpoint(source: Path, small: DecoderConfig) -> Checkpoint:
+    checkpoint = Checkpoint(source)
+    shapes = families.tensor_shapes(small)
+    if HEAD in checkpoint:  # it counts even where config.json calls it tied
+        shapes[HEAD] = shapes[EMBEDDING]
+    checkpoint.check(shapes)
+    return checkpoint
+
+
+def scaled_fields(
+    fields: Mapping[str, Any], small: DecoderConfig, like: DecoderConfig, dtype: torch.dtype
+) -> dict[str, Any]:
+    """The source's config.json with the sizes of the shape."""
+    kept = {key: value for key, value in fields.items() if key != "torch_dtype"}
+    return kept | {
+        "hidden_size": like.hidden_size,
+        "intermediate_size": like.intermediate_size,
+        "num_hidden_layers": like.num_layers,
+        "layer_types": ["full_attention"] * like.num_layers,
+        "num_attention_heads": like.num_heads,
+        "num_key_value_heads": like.num_kv_heads,
+        "head_dim": like.head_dim,
+        "vocab_size": like.vocab_size,
+        "tie_word_embeddings": like.tied,
+        "rms_norm_eps": small.rms_eps * small.hidden_size / like.hidden_size,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """The tokenizer, the generation defaults: all that is neither weights nor their description."""
+    for path in source.iterdir():
+        is_weights = path.suffix in (".safetensors", *PICKLES) or path.name.endswith(".index.json")
+        if path.is_file() and not is_weights and path.name != "config.json":
+            shutil.copyfile(path, target / path.name)
+
+
+class Axis(NamedTuple):
+    """Of a tensor: how many entries the source has, the shape has, and how far apart they go."""
+
+    num: int
+    size: int
+    stride: int = 1
+
+    @property
+    def place(self) -> slice:
+        return slice(0, self.num * self.stride, self.stride)
+
+
+class Scaling:
+    """The tensors of the larger model, one at a time, to be asked for in one order always."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        small: DecoderConfig,
+        large: DecoderConfig,
+        dtype: torch.dtype,
+        seed: int,
+    ) -> None:
+        self.checkpoint, self.small, self.large, self.dtype = checkpoint, small, large, dtype
+        self.generator = torch.Generator().manual_seed(seed)
+        self.source_shapes = families.tensor_shapes(small)
+        self.source_shapes[HEAD] = self.source_shapes[EMBEDDING]
+        self.shapes = families.tensor_shapes(large)
+        self.axes, self.factors = axes(small, large), factors(small, large)
+
+    def tensor(self, name: str) -> Tensor:
+        out = self.added(name)
+        given = self.given(name)
+        if given is not None:
+            layout = self.axes[part(name)]
+            view = out.view([axis.size for axis in layout])
+            view[layout[0].place] = 0  # the source's own heads and units read the source's alone
+            sizes = [axis.num for axis in layout]
+            view[tuple(axis.place for axis in layout)] = given.view(sizes).to(self.dtype)
+        if self.large.vocab_size > self.small.vocab_size:
+            self.silence(name, out)
+        return out
+
+    def added(self, name: str) -> Tensor:
+        """What the larger model has where the source has nothing."""
+        out = torch.zeros(self.shapes[name], dtype=self.dtype)
+        if part(name) in RANDOM:
+            return out.normal_(0, STD, generator=self.generator)
+        is_norm_of_added_layer = out.dim() == 1 and name not in self.source_shapes
+        return out.fill_(1) if is_norm_of_added_layer else out
+
+    def given(self, name: str) -> Tensor | None:
+        """What the source has, in float32 and scaled; None if it is of an added layer."""
+        if name == HEAD and HEAD not in self.checkpoint:
+            name = EMBEDDING
+        if name not in self.source_shapes:
+            return None
+        out = torch.empty(self.source_shapes[name])
+        self.checkpoint.read(name, out)
+        return out.mul_(self.factors.get(part(name), 1.0))
+
+    def silence(self, name: str, out: Tensor) -> None:
+        """Keep added tokens from winning: the constant is a, and the head meets it as a/RMS.
+
+        The result's h * (mean(x^2) + eps) is at least h0 * the source's eps, and a^2 a fixed share
+        of that. In a tied table a adds a^2/RMS as well, to all logits of the source's alike.
+        """
+        known, at = self.small.vocab_size, self.small.hidden_size
+        a = math.sqrt(CONSTANT_SHARE * self.small.rms_eps * self.small.hidden_size)
+        if name == EMBEDDING:
+            out[:known, at] = a
+        if name == (EMBEDDING if self.large.tied else HEAD):
+            out[known:, at] = -SILENCE / a
+        if name == NORM:
+            out[at] = 1
+
+
+def part(name: str) -> str:
+    """`q_proj` of model.layers.0.self_attn.q_proj.weight."""
+    return name.split(".")[-2]
+
+
+def axes(small: DecoderConfig, large: DecoderConfig) -> dict[str, tuple[Axis, ...]]:
+    """How a linear map or a norm is laid out, by its name."""
+    hidden = Axis(small.hidden_size, large.hidden_size)
+    mlp = Axis(small.intermediate_size, large.intermediate_size)
+    vocab = Axis(small.vocab_size, large.vocab_size)
+    kv_heads = Axis(small.num_kv_heads, large.num_kv_heads)
+    heads = Axis(small.num_heads, large.num_heads, large.num_heads // large.num_kv_heads)
+    # Pairs are (i, i + D/2): a stride takes both halves to where they belong.
+    dims = Axis(small.head_dim, large.head_dim, large.head_dim // small.head_dim)
+    return {
+        "embed_tokens": (vocab, hidden),
+        "lm_head": (vocab, hidden),
+        "norm": (hidden,),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "q_proj": (heads, dims, hidden),
+        "k_proj": (kv_heads, dims, hidden),
+        "v_proj": (kv_heads, dims, hidden),
+        "q_norm": (dims,),
+        "k_norm": (dims,),
+        "o_proj": (hidden, heads, dims),
+        "gate_proj": (mlp, hidden),
+        "up_proj": (mlp, hidden),
+        "down_proj": (hidden, mlp),
+    }
+
+
+def factors(small: DecoderConfig, large: DecoderConfig) -> dict[str, float]:
+    width, head = small.hidden_size / large.hidden_size, small.head_dim / large.head_dim
+    norm, qk = math.sqrt(width), math.sqrt(width / head)
+    return {
+        "norm": norm,
+        "input_layernorm": norm,
+        "post_attention_layernorm": norm,
+        "q_proj": qk,
+        "k_proj": qk,
+        "k_norm": math.sqrt(head),
+    }
+
+
+def write_shards(scaling: Scaling, target: Path, shard_bytes: int) -> None:
+    """One after the other: memory holds one."""
+    sizes = {name: math.prod(s) * scaling.dtype.itemsize for name, s in scaling.shapes.items()}
+    shards = split(sizes, shard_bytes)
+    console = Console(stderr=True)
+    for file, names in track(
+        shards.items(), f"writing {target.name}", console=console, disable=not console.is_terminal
+    ):
+        tensors = {name: scaling.tensor(name) for name in names}
+        save_file(tensors, target / file, metadata={"format": "pt"})
+        del tensors  # before the next are made
+    if len(shards) > 1:
+        weight_map = {name: file for file, names in shards.items() for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        (target / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def split(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
+    """Files with their tensors: none above the limit, unless a single tensor is."""
+    groups: list[list[str]] = [[]]
+    room = limit
+    for name, size in sizes.items():
+        if groups[-1] and size > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(name)
+        room -= size
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {
+        f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, 1)
+    }

@@ -1,0 +1,76 @@
+"""A drafter that is right as often as one likes: the engine's speed at any acceptance."""
+
+import random
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from specserve_drafters.base import DraftItem, Options
+from specserve_drafters.tree import Draft
+
+Chance = Annotated[float, Meta(ge=0.0, le=1.0)]
+NAME = "specserve_bench.scripted:ScriptedDrafter"
+
+
+class ScriptedOptions(Options, frozen=True):
+    """recording   a JSON list of token ids: each a prompt and what the target says after it
+    acceptance  chance of a right guess at depth 1, 2, ..., where all before it were right
+    seed        of the chances
+    """
+
+    recording: str
+    acceptance: tuple[Chance, ...]
+    seed: int = 0
+
+
+class ScriptedDrafter:
+    """Proposes the recorded continuation as a chain, corrupted from some depth on by chance.
+
+    The chance is drawn from the seed and the request's length alone, so that two runs guess alike.
+    """
+
+    Options = ScriptedOptions
+    needs_executor = False
+
+    def __init__(self, options: ScriptedOptions) -> None:
+        self.options = options
+        raw = Path(options.recording).read_bytes()
+        self.texts = [array("i", ids) for ids in msgspec.json.decode(raw, type=list[list[int]])]
+        self.known: dict[int, array[int]] = {}  # request -> its whole text
+
+    def propose(self, items: Sequence[DraftItem]) -> list[Draft]:
+        return [self.chain(item) for item in items]
+
+    def chain(self, item: DraftItem) -> Draft:
+        end = len(item.token_ids)
+        text = self.text_of(item)
+        chance = random.Random(f"{self.options.seed} {item.seed} {end}")
+        tokens = text[end : end + min(item.limit, len(self.options.acceptance))].tolist()
+        for depth, acceptance in enumerate(self.options.acceptance[: len(tokens)]):
+            if chance.random() >= acceptance:
+                tokens[depth:] = [wrong(token) for token in tokens[depth:]]
+                break
+        return Draft.chain(tokens)
+
+    def text_of(self, item: DraftItem) -> "array[int]":
+        """The recorded text that begins with what the request has; an empty one where none does."""
+        text = self.known.get(item.id)
+        if text is None or text[: len(item.token_ids)] != item.token_ids:
+            begins = (t for t in self.texts if t[: len(item.token_ids)] == item.token_ids)
+            text = self.known[item.id] = next(begins, item.token_ids)
+        return text
+
+    def observe(self, id: int, draft: Draft, accepted: Sequence[int]) -> None:
+        pass
+
+    def forget(self, id: int) -> None:
+        self.known.pop(id, None)
+
+
+def wrong(token: int) -> int:
+    """Another id of the vocabulary, whichever it is."""
+    return token - 1 if token else 1

@@ -1,0 +1,210 @@
+"""Subjects in turn over workloads and loads: what `specserve bench` measures, as a Result."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from specserve import LLM
+from specserve.config import Config
+from specserve.engine.build import Weights, needs_draft_model, resolve_draft, resolve_model
+from specserve.errors import ConfigError
+from specserve.version import VERSION
+from specserve_bench import scripted
+from specserve_bench.hosted import Hosted
+from specserve_bench.local import Local
+from specserve_bench.results import Goals, Load, Result, Round, Run, Subject
+from specserve_bench.scale import scaled_from
+from specserve_bench.workloads import Workload
+
+PATHS = ("model.path", "drafter.model")  # of one machine; the models' names say enough
+PACKAGES = ("torch", "transformers", "numpy")
+
+
+class Runnable(Protocol):
+    def run(self, workload: Workload, load: Load) -> Round: ...
+
+
+class Contender(NamedTuple):
+    label: str
+    about: Subject
+    runnable: Runnable
+
+
+class Plan(NamedTuple):
+    """Which rounds: every subject on every workload under every load, again and again."""
+
+    workloads: Sequence[Workload]
+    loads: Sequence[Load]
+    rounds: int
+    warmup: int = 1  # rounds that are run first, and thrown away
+
+
+def measure(
+    kind: str, contenders: Sequence[Contender], plan: Plan, goals: Goals, progress: bool = True
+) -> Result:
+    """All rounds, interleaved: what disturbs the machine for a while hits every subject."""
+    runs = {
+        (c.label, w.name, load): Run(subject=c.label, workload=w.name, load=load, rounds=[])
+        for w in plan.workloads
+        for load in plan.loads
+        for c in contenders
+    }
+    by_name = {w.name: w for w in plan.workloads}
+    by_label = {c.label: c for c in contenders}
+    total = (plan.warmup + plan.rounds) * len(runs)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    bar = Progress(
+        *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not progress
+    )
+    with bar:
+        task = bar.add_task("measuring", total=total)
+        for number in range(plan.warmup + plan.rounds):
+            for (label, name, load), run in runs.items():
+                bar.update(task, description=f"{name}, {label}")
+                done = by_label[label].runnable.run(by_name[name], load)
+                if number >= plan.warmup:
+                    run.rounds.append(done)
+                bar.advance(task)
+    return Result(
+        kind=kind,
+        machine=machine(),
+        subjects={c.label: c.about for c in contenders},
+        workloads={w.name: w.described() for w in plan.workloads},
+        runs=list(runs.values()),
+        goals=goals,
+    )
+
+
+class Loader:
+    """LLMs of configs; those of the same models share their weights."""
+
+    def __init__(self, progress: bool = True) -> None:
+        self.progress = progress
+        self.known: dict[tuple[str | None, str], Weights] = {}  # without a draft model
+        self.pairs: dict[tuple[str | None, str, str | None], Weights] = {}
+
+    def load(self, label: str, config: Config) -> Contender:
+        target = config.model.path, config.model.dtype
+        pair = *target, config.drafter.model
+        weights = self.pairs.get(pair) or self.known.get(target)
+        settings = settings_of(config)
+        llm = LLM(set=settings, progress=self.progress, weights=weights)
+        self.known[target] = Weights(llm.weights.target, None)
+        if llm.weights.draft is not None:
+            self.pairs[pair] = llm.weights
+        return Contender(label, about(config, settings), Local(llm))
+
+
+def settings_of(config: Config) -> Mapping[str, Any]:
+    """What differs from the defaults, by "section.key"."""
+    plain, usual = msgspec.to_builtins(config), msgspec.to_builtins(Config())
+    return {
+        f"{section}.{key}": value
+        for section, values in plain.items()
+        for key, value in values.items()
+        if value != usual[section][key]
+    }
+
+
+def about(config: Config, settings: Mapping[str, Any]) -> Subject:
+    folder = resolve_model(config)
+    draft = resolve_draft(config) if needs_draft_model(config) else None
+    is_drafting = config.drafter_name != "none"
+    return Subject(
+        model=folder.name,
+        draft_model=None if draft is None else draft.name,
+        drafter=config.drafter_name,
+        max_nodes=config.speculation.max_nodes if is_drafting else 0,
+        config={key: value for key, value in settings.items() if key not in PATHS},
+        scaled=scaled_from(folder),
+    )
+
+
+def hosted(url: str, key: str | None, model: str | None) -> Contender:
+    server = Hosted(url, key, model)
+    return Contender(url, Subject(url=url, model=server.remote.fields["model"]), server)
+
+
+def drafting(setting: str) -> dict[str, Any]:
+    """off, NAME or NAME:NODES, scripted:0.9/0.8/0.7 -> settings of the engine."""
+    name, colon, rest = setting.partition(":")
+    if name in ("off", "none") and not colon:
+        return {"drafter.name": "none", "drafter.model": None}
+    if name == "scripted":
+        return scripted_settings(setting, rest)
+    if "." in name:  # package.module:Class:NODES
+        attribute, colon, rest = rest.partition(":")
+        name = f"{name}:{attribute}"
+    if colon and not rest.isdecimal():
+        raise ConfigError(f"--drafters {setting}: write off, NAME or NAME:NODES, as in ngram:8")
+    nodes = {"speculation.max_nodes": int(rest)} if colon else {}
+    alone = {"drafter.model": None} if name == "ngram" else {}
+    return {"drafter.name": name, **alone, **nodes}
+
+
+def scripted_settings(setting: str, chances: str) -> dict[str, Any]:
+    try:
+        acceptance = [float(part) for part in chances.split("/")]
+    except ValueError as e:
+        raise ConfigError(
+            f"--drafters {setting}: write the acceptance by depth, as in scripted:0.9/0.8/0.7"
+        ) from e
+    return {
+        "drafter.name": scripted.NAME,
+        "drafter.model": None,
+        "drafter.options": {"acceptance": acceptance},
+        "speculation.max_nodes": len(acceptance),
+    }
+
+
+def record(llm: LLM, workloads: Sequence[Workload], file: Path) -> None:
+    """What the target says to every request, for the scripted drafter."""
+    local = Local(llm)
+    checked = [local.check(ask) for workload in workloads for ask in workload.asks]
+    outputs = llm.generate([ids for ids, _ in checked], [params for _, params in checked])
+    file.write_text(json.dumps([o.prompt_token_ids + o.token_ids for o in outputs]))
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what this was measured."""
+    return {
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        **{name: version(name) for name in PACKAGES},
+        "specserve": VERSION,
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(["specserve", "bench", *sys.argv[2:]]),
+    }
+
+
+def commit() -> str | None:
+    """Of the working tree that specserve runs from; None where it is installed without one."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run([*git, "--abbrev=12"], capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
+def cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(": ")[2]
+    except OSError:
+        pass
+    return platform.processor() or "unknown"

@@ -1,0 +1,135 @@
+"""What is asked of an engine: conversations and texts that the demo pair was not trained on.
+
+Every workload is made offline, from the seed alone, and says in the JSON what it is.
+"""
+
+import random
+import string
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from specserve.demo import evaluation
+from specserve.errors import ConfigError
+
+Message = dict[str, str]
+NUM_TURNS = 8  # of a conversation with an agent
+FILE_CHARACTERS = 1600  # of the file that it begins with: about 500 tokens
+RESULT_CHARACTERS = 360  # of what a tool says in a turn
+LONG_CHARACTERS = 6000  # about 1,900 tokens
+
+
+class Ask(NamedTuple):
+    """One request: a conversation, or a text to go on with."""
+
+    prompt: str | Sequence[Message]
+    max_tokens: int
+    temperature: float
+    seed: int
+
+
+class Workload(NamedTuple):
+    name: str
+    about: str
+    asks: list[Ask]
+
+    def described(self) -> dict[str, Any]:
+        """For the JSON."""
+        return {
+            "about": self.about,
+            "requests": len(self.asks),
+            "max_tokens": max(ask.max_tokens for ask in self.asks),
+            "temperature": max(ask.temperature for ask in self.asks),
+        }
+
+
+def workload(name: str, size: int, seed: int, temperature: float | None = None) -> Workload:
+    """The workload of that name with `size` requests; a temperature given goes for all of them."""
+    if name not in WORKLOADS:
+        raise ConfigError(f"--workload {name}: the workloads are {', '.join(WORKLOADS)}")
+    about, make = WORKLOADS[name]
+    asks = make(random.Random(f"{name} {seed}"), size)
+    if temperature is not None:
+        asks = [ask._replace(temperature=temperature) for ask in asks]
+    return Workload(name, about, asks)
+
+
+def ask(source: random.Random, prompt: str | Sequence[Message], max_tokens: int) -> Ask:
+    return Ask(prompt, max_tokens, 0.0, source.randrange(2**32))
+
+
+def says(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def questions(source: random.Random, size: int) -> list[Ask]:
+    known = evaluation.questions()
+    drawn = source.sample(known, size) if size <= len(known) else source.choices(known, k=size)
+    return [ask(source, [says("user", q.question)], 96) for q in drawn]
+
+
+def completion(source: random.Random, size: int) -> list[Ask]:
+    return [ask(source, beginning(source, 1200), 96) for _ in range(size)]
+
+
+def beginning(source: random.Random, characters: int) -> str:
+    """Lines of a file up to somewhere inside it, where a new line begins."""
+    text = source.choice(list(evaluation.source_files().values()))
+    end = text.index("\n", source.randrange(min(characters, len(text) // 2), len(text) - 1)) + 1
+    start = text.rfind("\n", 0, max(0, end - characters)) + 1
+    return text[start:end]
+
+
+def agent(source: random.Random, size: int) -> list[Ask]:
+    """Whole conversations, turn by turn: each request repeats the last one and adds a little."""
+    asks: list[Ask] = []
+    while len(asks) < size:
+        messages = [says("user", f"Here is a file.\n\n{beginning(source, FILE_CHARACTERS)}")]
+        for _ in range(min(NUM_TURNS, size - len(asks))):
+            asks.append(ask(source, list(messages), 48))
+            known = source.choice(evaluation.questions())
+            messages.append(says("assistant", known.first_sentence))
+            result = beginning(source, RESULT_CHARACTERS)
+            messages.append(says("user", f"{known.question}\n\n{result}"))
+    return asks
+
+
+def random_text(source: random.Random, size: int) -> list[Ask]:
+    """Nothing to guess by: random characters, gone on with at a temperature of 2."""
+    signs = string.ascii_letters + string.digits + string.punctuation + "  "
+    texts = ["".join(source.choices(signs, k=400)) for _ in range(size)]
+    return [ask(source, text, 64)._replace(temperature=2.0) for text in texts]
+
+
+def mixed(source: random.Random, size: int) -> list[Ask]:
+    """Every fourth prompt is long, the others are questions."""
+    short = iter(questions(source, size))
+    return [
+        ask(source, long_text(source), 32) if number % 4 == 3 else next(short)
+        for number in range(size)
+    ]
+
+
+def long_text(source: random.Random) -> str:
+    parts = (beginning(source, 2000) for _ in range(3))
+    return "\n".join(parts)[:LONG_CHARACTERS]
+
+
+HELD_OUT = "twelve files of the standard library that training never saw"
+Make = Callable[[random.Random, int], list[Ask]]
+WORKLOADS: dict[str, tuple[str, Make]] = {
+    "questions": (
+        "questions on the standard library in phrasings that training never saw",
+        questions,
+    ),
+    "completion": (f"Python to go on with, from {HELD_OUT}", completion),
+    "agent": (
+        f"conversations of {NUM_TURNS} turns over a file, each request the last one and a little "
+        f"more; files from {HELD_OUT}",
+        agent,
+    ),
+    "random": (
+        "random characters, gone on with at temperature 2: nothing to guess by",
+        random_text,
+    ),
+    "mixed": (f"three questions to one long prompt, from {HELD_OUT}", mixed),
+}

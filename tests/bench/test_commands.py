@@ -1,0 +1,193 @@
+"""`specserve bench` as a user calls it, on a tiny model: JSON, tables, plots, mistakes."""
+
+import json
+
+import msgspec
+import pytest
+
+from specserve.cli import main
+from specserve_bench import results, suite
+from specserve_bench.plots import draw
+from specserve_bench.report import report
+from specserve_bench.results import Load
+from specserve_bench.workloads import workload
+from tests.checkpoints import tiny_checkpoint
+
+SMALL = ["--requests=2", "--rounds=2", "--set=model.threads=1", "--set=memory.kv_bytes=67108864"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    sizes = {"max_position_embeddings": 2048}
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "target", seed=1, **sizes)
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory):
+    sizes = {"max_position_embeddings": 2048, "num_hidden_layers": 1}
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "draft", seed=2, **sizes)
+
+
+@pytest.fixture(scope="module")
+def latency(folder, draft, tmp_path_factory):
+    """Result file, and what was printed, of a latency run with plots."""
+    out = tmp_path_factory.mktemp("out")
+    args = ["--model", folder, "--draft-model", draft, "--out", out / "new" / "r.json"]
+    args += ["--plots", out / "plots", "--drafters=off,ngram:4,model:4,scripted:0.9/0.5"]
+    with pytest.MonkeyPatch.context() as patch, open(out / "printed", "w+") as printed:
+        patch.setattr("sys.stdout", printed)
+        assert main(list(map(str, ["bench", "latency", *args, *SMALL]))) == 0
+    return out / "new" / "r.json", (out / "printed").read_text()
+
+
+def test_every_subject_is_measured_on_every_workload_and_says_the_same(latency):
+    result = results.read(latency[0])
+    assert list(result.subjects) == ["off", "ngram:4", "model:4", "scripted:0.9/0.5"]
+    assert list(result.workloads) == ["questions", "completion"]
+    assert len(result.runs) == 8
+    assert all(len(run.rounds) == 2 for run in result.runs)
+    for name in result.workloads:
+        hashes = {r.output_hash for run in result.runs if run.workload == name for r in run.rounds}
+        assert len(hashes) == 1
+    about = result.subjects["model:4"]
+    assert (about.model, about.draft_model) == ("target", "draft")
+    assert (about.drafter, about.max_nodes) == ("model", 4)
+
+
+def test_the_file_says_where_how_and_of_what(latency, folder):
+    text = latency[0].read_text()
+    known = json.loads(text)
+    assert known["machine"].keys() >= {"cpu", "cores", "torch", "specserve", "commit", "date"}
+    assert str(folder) not in json.dumps(known["subjects"])
+    assert "never saw" in known["workloads"]["questions"]["about"]
+    assert known["subjects"]["ngram:4"]["config"]["speculation.max_nodes"] == 4
+
+
+def test_tables_and_plots_come_from_the_file_alone(latency, tmp_path, capsys, monkeypatch):
+    def no_model(*args, **others):
+        raise AssertionError("a kept result is shown without a model")
+
+    monkeypatch.setattr(suite, "LLM", no_model)
+    file, printed = latency
+    assert main(["bench", "show", str(file), "--plots", str(tmp_path / "again")]) == 0
+    shown = capsys.readouterr().out
+    tables = [line for line in shown.splitlines() if not line.startswith("plot: ")]
+    assert tables == [line for line in printed.splitlines() if not line.startswith("plot: ")]
+    plots = {p.name: p.read_bytes() for p in (tmp_path / "again").iterdir()}
+    assert plots.keys() == {"latency-cdf.png", "acceptance-by-depth.png", "tpot-ratios.png"}
+    first = {p.name: p.read_bytes() for p in (file.parents[1] / "plots").iterdir()}
+    assert plots == first
+
+
+def test_the_last_line_is_json_with_the_figures(latency):
+    line = json.loads([x for x in latency[1].splitlines() if x.startswith("{")][-1])
+    assert [row["subject"] for row in line["rows"][:2]] == ["off", "ngram:4"]
+    row = line["rows"][0]
+    assert row["tpot_ratio"]["median"] == 1.0 and row["is_same"] is True
+    assert row["ttft_ms"]["p99"] >= row["ttft_ms"]["p50"] > 0
+
+
+def test_an_output_that_differs_is_said_aloud(latency):
+    result = results.read(latency[0])
+    result.runs[1].rounds[1].output_hash = "0123456789abcdef"
+    text = report(result)
+    assert "OUTPUTS DIFFER from those of off: ngram:4" in text and "DIFFERENT" in text
+    assert "DIFFER" not in latency[1]
+
+
+def test_a_scaled_model_is_never_shown_without_saying_so(latency):
+    result = results.read(latency[0])
+    scaled = {"source": "specserve-demo", "like": "qwen3-0.6b", "note": "..."}
+    off = msgspec.structs.replace(result.subjects["off"], scaled=scaled)
+    result.subjects["off"] = off
+    assert "scaled demo: says what specserve-demo says, at the cost of qwen3-0.6b" in report(result)
+
+
+@pytest.fixture(scope="module")
+def loaded(folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out")
+    args = ["--model", folder, "--out", out / "r.json", "--concurrency=1,2"]
+    args += ["--workloads=questions", "--goal-ttft-ms=1e9", "--goal-tpot-ms=1e9"]
+    assert main(list(map(str, ["bench", "load", *args, *SMALL]))) == 0
+    return out / "r.json"
+
+
+def test_load_runs_every_concurrency_and_counts_goodput(loaded, tmp_path):
+    result = results.read(loaded)
+    assert [str(run.load) for run in result.runs[::2]] == ["1 at a time", "2 at a time"]
+    for run in result.runs:
+        for r in run.rounds:
+            assert results.goodput(r, result.goals) == pytest.approx(2 / r.seconds)
+    assert "tpot-over-concurrency.png" in {file.name for file in draw([result], tmp_path)}
+
+
+def test_load_at_a_rate_is_open_loop(folder, tmp_path):
+    args = ["--model", folder, "--rate=50", "--burstiness=2", "--out", tmp_path / "r.json"]
+    args += ["--workloads=questions", "--drafters=off"]
+    assert main(list(map(str, ["bench", "load", *args, *SMALL]))) == 0
+    [run] = results.read(tmp_path / "r.json").runs
+    assert run.load == Load(rate=50.0, burstiness=2.0)
+    arrivals = [[a.arrived_at for a in r.answers] for r in run.rounds]
+    assert arrivals[0] == arrivals[1] and arrivals[0][1] > 0
+
+
+def test_compare_takes_configs_in_turn(folder, tmp_path):
+    files = []
+    for name in ("none", "ngram"):
+        files.append(tmp_path / f"{name}.toml")
+        model = f'path = "{folder}"\nthreads = 1'
+        files[-1].write_text(f'[model]\n{model}\n[drafter]\nname = "{name}"\n')
+    args = [*files, "--out", tmp_path / "r.json", "--requests=1", "--rounds=1"]
+    assert main(list(map(str, ["bench", "compare", *args, "--workloads=completion"]))) == 0
+    result = results.read(tmp_path / "r.json")
+    assert [s.drafter for s in result.subjects.values()] == ["none", "ngram"]
+
+
+def test_rounds_are_interleaved_and_the_first_is_thrown_away():
+    order = []
+
+    class Runnable:
+        def __init__(self, label):
+            self.label = label
+
+        def run(self, workload, load):
+            order.append((workload.name, self.label))
+            return results.Round(seconds=len(order), answers=[], itl_ms=None, output_hash="")
+
+    subject = results.Subject(model="m")
+    contenders = [suite.Contender(x, subject, Runnable(x)) for x in "ab"]
+    chosen = [workload(name, 1, 0) for name in ("questions", "random")]
+    plan = suite.Plan(chosen, [Load(concurrency=1)], rounds=2)
+    result = suite.measure("latency", contenders, plan, results.Goals(), progress=False)
+    once = [(w, label) for w in ("questions", "random") for label in "ab"]
+    assert order == once * 3
+    assert [r.seconds for r in result.runs[0].rounds] == [5, 9]
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (["latency", "--workloads=chess"], "questions, completion"),
+        (["latency", "--drafters=ngram:many"], "NAME:NODES"),
+        (["latency", "--drafters=scripted:often"], "scripted:0.9/0.8/0.7"),
+        (["latency", "--drafters=telepathy"], "no drafter 'telepathy'"),
+        (["latency", "--url=http://127.0.0.1:1", "--drafters=off"], "--drafters is the server's"),
+        (["latency", "--url=http://127.0.0.1:1"], "specserve serve"),
+        (["latency", "--api-key-file=k"], "--url"),
+        (["compare", "gone.toml"], "gone.toml"),
+        (["show", "gone.json"], "gone.json"),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_what_to_do(folder, capsys, args, complaint):
+    model = ["--model", str(folder)] if args[0] == "latency" and "--url" not in args[1] else []
+    assert main(["bench", *args, *model]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert complaint in err
+
+
+@pytest.mark.parametrize("arg", ["--requests=0", "--rounds=-1", "--rate=0", "--rate=inf"])
+def test_a_number_that_cannot_be_is_refused(capsys, arg):
+    with pytest.raises(SystemExit):
+        main(["bench", "load", arg])
+    assert arg.split("=")[0] in capsys.readouterr().err

@@ -1,0 +1,186 @@
+"""Requests to a server, told by one that keeps to a script."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from specserve_bench.hosted import Hosted
+from specserve_bench.results import Load
+from specserve_bench.workloads import Ask, Workload
+
+GAP = 0.05
+
+
+def said(text=None, reason=None, **rest):
+    choices = [] if text is None else [{"delta": {"content": text}, "finish_reason": reason}]
+    return {"choices": choices, **rest}
+
+
+USAGE = {"usage": {"prompt_tokens": 5, "completion_tokens": 9}}
+TOLD = {
+    "num_spec_steps": 4,
+    "num_draft_tokens": 12,
+    "acceptance_histogram": [2, 1, 1],
+    "mean_acceptance_length": 1.75,
+}
+# Nine tokens in three events of text, the first of which comes with an empty one before it.
+PLAIN = [said(""), said("a"), said("bc"), said("d", "stop"), said(**USAGE)]
+
+
+class Scripted(BaseHTTPRequestHandler):
+    """Serves `server.events`, 50 ms apart, and `server.series` as its metrics."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def do_GET(self):
+        if self.path == "/v1/models":
+            self.whole(json.dumps({"data": [{"id": "m"}]}).encode())
+        elif self.path == "/metrics" and self.server.series:
+            self.whole(self.server.series.pop(0).encode())
+        else:
+            self.send_error(404)
+
+    def whole(self, body, status=200):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.asked.append((self.path, body))
+            self.server.live += 1
+            self.server.most = max(self.server.most, self.server.live)
+        if self.server.refuses:
+            self.whole(json.dumps({"error": {"message": "too many"}}).encode(), 429)
+        else:
+            self.send_response(200)
+            self.send_header("Connection", "close")
+            self.end_headers()
+            for event in self.server.events:
+                time.sleep(GAP)
+                self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            if self.server.is_done:
+                self.wfile.write(b"data: [DONE]\n\n")
+            self.close_connection = True
+        with self.server.lock:
+            self.server.live -= 1
+
+
+@pytest.fixture
+def server():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Scripted) as server:
+        server.events, server.series, server.asked = PLAIN, [], []
+        server.lock, server.live, server.most = threading.Lock(), 0, 0
+        server.is_done, server.refuses = True, False
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def asked(count, prompt=({"role": "user", "content": "?"},)):
+    return Workload("test", "a test", [Ask(prompt, 9, 0.5, seed) for seed in range(count)])
+
+
+def run(server, load=None, count=1, **others):
+    return Hosted(server.url).run(asked(count, **others), load or Load(concurrency=1))
+
+
+def test_tokens_are_counted_by_usage_and_events_by_their_text(server):
+    [answer] = run(server).answers
+    assert (answer.prompt_tokens, answer.completion_tokens, answer.num_events) == (5, 9, 3)
+    spread = answer.last_at - answer.first_at
+    assert answer.tpot_ms == pytest.approx(1e3 * spread / 8)
+    assert spread == pytest.approx(2 * GAP, abs=0.04)
+    assert answer.ttft_ms == pytest.approx(2e3 * GAP, abs=60)
+    assert answer.error is None
+
+
+def test_a_conversation_and_a_text_go_where_they_belong(server):
+    run(server)
+    server.events = [{"choices": [{"text": "x", "finish_reason": "length"}]}, said(**USAGE)]
+    text = run(server, prompt="def f")
+    assert text.answers[0].num_events == 1
+    (chat, first), (completions, second) = server.asked
+    assert (chat, completions) == ("/v1/chat/completions", "/v1/completions")
+    assert first["messages"] == [{"role": "user", "content": "?"}] and "prompt" not in first
+    assert second["prompt"] == "def f" and "messages" not in second
+    asked_for = {key: second[key] for key in ("model", "max_tokens", "temperature", "seed")}
+    assert asked_for == {"model": "m", "max_tokens": 9, "temperature": 0.5, "seed": 0}
+    assert second["stream"] is True and second["stream_options"] == {"include_usage": True}
+
+
+def test_a_concurrency_is_kept_and_not_exceeded(server):
+    round = run(server, Load(concurrency=2), count=5)
+    assert server.most == 2
+    # A request is due when there is room for it, so that none has waited.
+    assert all(a.ttft_ms < 4e3 * GAP for a in round.answers)
+
+
+def test_at_a_rate_requests_do_not_wait_for_each_other(server):
+    round = run(server, Load(rate=100.0), count=5)
+    assert server.most >= 4
+    assert [a.arrived_at for a in round.answers] == sorted(a.arrived_at for a in round.answers)
+    assert round.answers[0].arrived_at == 0.0
+
+
+def test_statistics_of_specserve_are_taken_from_its_last_chunk(server):
+    server.events = [*PLAIN[:-1], said(**USAGE, metrics={"speculative_decoding": TOLD})]
+    speculation = run(server, count=2).speculation
+    assert (speculation.steps, speculation.tokens, speculation.drafted) == (8, 14, 24)
+    assert speculation.accepted == [4, 2, 2]
+
+
+SERIES = """
+# TYPE vllm:spec_decode_num_drafts counter
+vllm:spec_decode_num_drafts_total{{engine="0"}} {drafts}
+# TYPE vllm:spec_decode_num_draft_tokens counter
+vllm:spec_decode_num_draft_tokens_total{{engine="0"}} {drafted}
+# TYPE vllm:spec_decode_num_accepted_tokens counter
+vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {accepted}
+# TYPE vllm:spec_decode_num_accepted_tokens_per_pos counter
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="0"}} {first}
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="1"}} {second}
+# TYPE specserve_step_seconds histogram
+specserve_step_seconds_bucket{{le="+Inf"}} 3
+specserve_step_seconds_sum {seconds}
+"""
+
+
+def test_series_of_vllm_tell_the_rest_as_the_growth_during_the_round(server):
+    before = {"drafts": 10, "drafted": 40, "accepted": 20, "first": 15, "second": 5, "seconds": 2.5}
+    after = {"drafts": 20, "drafted": 80, "accepted": 31, "first": 22, "second": 9, "seconds": 4}
+    server.series = [SERIES.format(**before), SERIES.format(**after)]
+    round = run(server)
+    s = round.speculation
+    assert (s.steps, s.tokens, s.drafted, s.accepted) == (10, 21, 40, [3, 3, 4])
+    assert (round.step_seconds, round.draft_seconds) == (1.5, None)
+
+
+def test_a_server_without_statistics_is_measured_all_the_same(server):
+    round = run(server)
+    assert (round.speculation, round.step_seconds) == (None, None)
+    assert round.output_hash
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"refuses": True}, "too many"),
+        ({"is_done": False}, "broke off"),
+        ({"events": [said("a"), {"error": {"message": "out of memory"}}]}, "out of memory"),
+        ({"events": [{"choices": 3}]}, "choices"),
+    ],
+)
+def test_a_failure_is_kept_with_its_request(server, changes, complaint):
+    vars(server).update(changes)
+    round = run(server, count=2)
+    assert all(complaint in answer.error for answer in round.answers)

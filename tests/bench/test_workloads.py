@@ -1,0 +1,70 @@
+"""What is asked: made from the seed, of what the demo pair has not been trained on."""
+
+import pytest
+
+from specserve.demo.corpus import EVALUATION_FILES, PURPOSE
+from specserve.demo.evaluation import questions, source_files
+from specserve.errors import ConfigError
+from specserve_bench.workloads import NUM_TURNS, WORKLOADS, workload
+
+HELD_OUT = "\n\n".join(source_files().values())
+
+
+def text_of(ask):
+    if isinstance(ask.prompt, str):
+        return ask.prompt
+    return "".join(f"<{m['role']}>{m['content']}" for m in ask.prompt)
+
+
+def test_the_committed_files_are_those_that_training_leaves_out():
+    assert set(source_files()) == {name.replace("/", ".") for name in EVALUATION_FILES}
+
+
+def test_the_committed_questions_are_phrased_as_training_never_does():
+    beginnings = {p.split("{}")[0] for p in PURPOSE.training}
+    for q in questions():
+        asked = q.question.split(q.symbol)
+        assert len(asked) >= 2 and asked[0] not in beginnings - {""}
+        assert any(p.format(q.symbol) == q.question for p in PURPOSE.held_out)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_workload_is_its_name_its_size_and_its_seed(name):
+    first, again = (workload(name, 12, seed=5) for _ in range(2))
+    assert first == again
+    assert len(first.asks) == 12
+    assert [a.prompt for a in first.asks] != [a.prompt for a in workload(name, 12, seed=6).asks]
+    assert len({ask.seed for ask in first.asks}) == 12
+    assert first.described()["requests"] == 12 and first.described()["about"] == first.about
+
+
+def test_a_temperature_goes_for_every_request():
+    asks = workload("random", 3, 0).asks
+    assert {ask.temperature for ask in asks} == {2.0}
+    assert {ask.temperature for ask in workload("random", 3, 0, temperature=0.5).asks} == {0.5}
+
+
+def test_source_to_go_on_with_comes_from_the_held_out_files():
+    for ask in workload("completion", 30, 1).asks:
+        assert ask.prompt in HELD_OUT and ask.prompt.endswith("\n")
+
+
+def test_an_agent_repeats_most_of_its_last_request():
+    asks = workload("agent", 2 * NUM_TURNS, 0).asks
+    overlaps = []
+    for number, ask in enumerate(asks):
+        if number % NUM_TURNS:
+            before, now = text_of(asks[number - 1]), text_of(ask)
+            assert now.startswith(before)
+            overlaps.append(len(before) / len(now))
+    assert min(overlaps) >= 0.70 and max(overlaps) <= 0.95
+
+
+def test_every_fourth_request_of_the_mixed_workload_is_long():
+    lengths = [len(text_of(ask)) for ask in workload("mixed", 8, 0).asks]
+    assert all((length > 2000) == (n % 4 == 3) for n, length in enumerate(lengths))
+
+
+def test_an_unknown_workload_is_named_with_those_that_exist():
+    with pytest.raises(ConfigError, match="chess: the workloads are questions, completion"):
+        workload("chess", 1, 0)
