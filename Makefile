@@ -15,16 +15,6 @@ SPECSERVE_TEST_MODELS ?= $(abspath ../shared/models)
 endif
 export SPECSERVE_TEST_MODELS
 
-TINY := .models/tiny
-PAIR := $(wildcard $(SPECSERVE_TEST_MODELS)/code-target/config.json)
-ifdef PAIR
-MODEL := $(SPECSERVE_TEST_MODELS)/code-target
-DRAFT_FLAGS := --draft-model $(SPECSERVE_TEST_MODELS)/code-draft
-else
-MODEL := $(TINY)
-MODEL_NEEDS := $(TINY)/config.json
-endif
-
 .PHONY: setup test check lint serve generate bench
 
 setup: $(COMPILED)
@@ -53,15 +43,11 @@ lint: setup
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 
-serve: setup $(MODEL_NEEDS)
-	$(VENV)/bin/specserve serve $(MODEL) $(DRAFT_FLAGS)
+serve: setup
+	$(VENV)/bin/specserve serve
 
-generate: setup $(MODEL_NEEDS)
-	$(VENV)/bin/specserve generate "$$(cat examples/prompt.txt)" --model $(MODEL) $(DRAFT_FLAGS) \
-		--max-tokens 96 --temperature 0.8 --seed 0
-
-$(TINY)/config.json: | setup
-	$(PY) -m tests.checkpoints $(TINY)
+generate: setup
+	$(VENV)/bin/specserve generate "$$(cat examples/prompt.txt)" --max-tokens 96 --seed 0
 
 bench: setup
 	$(PY) -m specserve_bench.figures

@@ -78,7 +78,6 @@ def test_the_model_may_stand_in_the_file(fake, tmp_path):
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        (["generate", "a"], "--model"),
         (["generate", "a", "--model", "m", "--drafter", "model"], "--draft-model"),
         (["generate", "a", "--model", "m", "--set", "memory.blocksize=1"], "memory.block_size?"),
         (["generate", "a", "--model", "m", "--config", "gone.toml"], "gone.toml"),

@@ -5,11 +5,17 @@ import shlex
 from contextlib import nullcontext
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import specserve
 from specserve import LLM, SamplingParams, cli
 from specserve.config import KNOBS, description
+from specserve_bench import scale, suite
+from specserve_bench.report import markdown
+from specserve_bench.results import Result, Subject, read
+from specserve_bench.shapes import SHAPES
+from specserve_bench.workloads import WORKLOADS
 from tests.checkpoints import tiny_checkpoint
 from tests.fakes import FakeLLM, FakeParams
 
@@ -17,7 +23,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md")}
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGES["README.md"], re.DOTALL)
 SHELL = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
-COMMANDS = [line for line in SHELL if line.startswith("specserve ")]
+MANUAL = (ROOT / "docs/bench.md").read_text()
+BENCH = re.findall(r"^(specserve bench .*?)(?:  +#.*)?$", "\n".join([*SHELL, MANUAL]), re.MULTILINE)
+COMMANDS = [line for line in SHELL if line.startswith("specserve ") and line not in BENCH]
 
 
 @pytest.mark.parametrize(
@@ -44,10 +52,40 @@ def test_every_command_runs(command, folders, monkeypatch, capsys):
     monkeypatch.setattr("specserve.server.listen.listen", lambda limits: nullcontext())
     monkeypatch.setattr("specserve.server.serve.serve", lambda *args: 0)
     monkeypatch.setattr("specserve.remote.Remote", lambda *args: None)
+    monkeypatch.setattr("specserve.chat.Local", lambda *args: None)
     monkeypatch.setattr("specserve.chat.converse", lambda chat: None)
     for name, folder in folders.items():
         command = command.replace(name, folder)
     assert cli.main(shlex.split(command)[1:]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", sorted(set(BENCH)))
+def test_every_bench_command_is_understood(command, folders, tmp_path, monkeypatch, capsys):
+    """And all it names is looked at; what it measures, tests/bench has."""
+    result = Result(kind="latency", machine={}, subjects={}, workloads={}, runs=[])
+    subject = suite.Contender("", Subject(model="m"), None)
+    monkeypatch.setattr(suite, "measure", lambda *args: result)
+    monkeypatch.setattr(suite, "hosted", lambda *args: subject)
+    monkeypatch.setattr(suite.Loader, "load", lambda self, label, config: subject)
+    monkeypatch.setattr(scale, "scale_model", lambda *args, **others: None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "run.json").write_bytes(msgspec.json.encode(result))
+    for name, folder in folders.items():
+        command = command.replace(name, folder)
+    assert cli.main(shlex.split(command)[1:]) == 0, capsys.readouterr().err
+
+
+def test_the_table_is_that_of_the_kept_results():
+    kept = [read(ROOT / f"bench/results/{name}.json") for name in ("demo-cpu", "demo-0.6b-cpu")]
+    assert markdown(kept) in PAGES["README.md"]
+
+
+def test_the_manual_of_the_bench_names_every_workload_shape_and_command():
+    named = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", MANUAL, flags=re.DOTALL))
+    assert {*WORKLOADS, *SHAPES} <= set(named)
+    commands = re.findall(r"specserve bench ([\w-]+)", MANUAL)
+    assert set(commands) == {"latency", "drafters", "load", "compare", "show", "scale-model"}
 
 
 def test_the_python_example_runs(folders, capsys):

@@ -9,6 +9,7 @@ LAYERS = [  # ground floor first
     ("specserve_kernels",),
     ("specserve_drafters",),
     ("specserve.errors", "specserve.config", "specserve.version", "specserve.process"),
+    ("specserve.machine",),
     ("specserve.keys",),
     ("specserve.progress",),
     ("specserve.memory", "specserve.models", "specserve.sampling", "specserve.text"),

@@ -190,7 +190,8 @@ def finish(
             path.mkdir(parents=True, exist_ok=True)  # now, not after an hour
     goals = Goals(args.goal_ttft_ms, args.goal_tpot_ms)
     plan = suite.Plan(workloads, loads, args.rounds)
-    result = suite.measure(kind, chosen, plan, goals)
+    command = " ".join(["specserve", *sys.argv[1:]])
+    result = suite.measure(kind, chosen, plan, goals, command)
     if args.out is not None:
         args.out.write_bytes(msgspec.json.encode(result) + b"\n")
     present([result], args.plots)
@@ -206,7 +207,6 @@ def present(measured: Sequence[Result], folder: Path | None) -> None:
     if folder is not None:
         from specserve_bench.plots import draw  # matplotlib is not everybody's
 
-        folder.mkdir(parents=True, exist_ok=True)
         for file in draw(measured, folder):
             print(f"plot: {file}")
 

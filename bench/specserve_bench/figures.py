@@ -1,30 +1,34 @@
-"""`make bench`: the figures of engine and server on the CPU, as tables and JSON lines.
+"""`make bench`: the figures of engine, server and drafters on the CPU, as tables and JSON lines.
 
 Where two things are compared they are run in turn, so that a busy neighbour hits both.
 """
 
 import json
 import os
-import platform
 import resource
-import subprocess
+import shutil
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from specserve import LLM, SamplingParams  # first: it settles the process before torch comes
-from specserve.version import VERSION
 
-import torch  # isort: skip
+import msgspec  # isort: skip
 
+from specserve.config import DEMO_DRAFT, DEMO_TARGET, load_config
+from specserve_bench import suite
+from specserve_bench.plots import draw
 from specserve_bench.prompts import PROMPTS
+from specserve_bench.report import markdown, report
+from specserve_bench.results import Goals, Load, Result
+from specserve_bench.scale import scale_model
 from specserve_bench.serving import serving_figures
 from specserve_bench.shapes import random_checkpoint
 from specserve_bench.steps import plain_step_figures
 from specserve_bench.watch import OpClock
+from specserve_bench.workloads import workload
 
 ROUNDS = 3
 NEW_TOKENS = 128
@@ -38,7 +42,7 @@ RANDOM_SHAPE = Path(".models/qwen3-0.6b-random")
 
 
 def main(parts: Sequence[str]) -> int:
-    """All parts, or those named: engine, server."""
+    """All parts, or those named: engine, server, demo."""
     models = os.environ.get("SPECSERVE_TEST_MODELS")
     if not models:
         print("SPECSERVE_TEST_MODELS is not set: the figures of the trained pair are left out")
@@ -48,12 +52,50 @@ def main(parts: Sequence[str]) -> int:
         keep("engine-cpu", figures | {"plain_step": plain_step_figures(shape)})
     if models and ("server" in parts or not parts):
         keep("server-cpu", serving_figures(Path(models)))
+    if "demo" in parts or not parts:
+        demo_figures()
     return 0
+
+
+def demo_figures() -> None:
+    """The demo pair and its scaling to a larger model's cost, off against every drafter."""
+    pair = DEMO_TARGET, DEMO_DRAFT
+    large = scaled(DEMO_TARGET, "qwen3-0.6b"), scaled(DEMO_DRAFT, "qwen3-0.6b-draft")
+    measured = [
+        drafter_figures("demo-cpu", *pair, requests=16),
+        drafter_figures("demo-0.6b-cpu", *large, requests=6),
+    ]
+    print(markdown(measured))
+    draw(measured, RESULTS / "demo", ["tpot-ratios", "acceptance-by-depth"])
+
+
+def scaled(source: Path, shape: str) -> Path:
+    target = Path(".models", f"{source.name}-{shape}")
+    shutil.rmtree(target, ignore_errors=True)
+    scale_model(source, target, shape)
+    return target
+
+
+def drafter_figures(name: str, target: Path, draft: Path, requests: int) -> Result:
+    chosen = [workload(w, requests, seed=0) for w in ("questions", "completion")]
+    every = ["off", *(f"{drafter}:{n}" for drafter in ("ngram", "model") for n in (4, 8, 16))]
+    models = {"model.path": str(target), "drafter.model": str(draft)}
+    loader = suite.Loader(progress=False)
+    contenders = [
+        loader.load(setting, load_config(None, models | suite.drafting(setting)))
+        for setting in every
+    ]
+    plan = suite.Plan(chosen, [Load(concurrency=1)], ROUNDS)
+    result = suite.measure("drafters", contenders, plan, Goals(), "make bench")
+    print(report(result))
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{name}.json").write_bytes(msgspec.json.encode(result) + b"\n")
+    return result
 
 
 def keep(name: str, figures: dict[str, Any]) -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
-    line = json.dumps({"machine": machine()} | figures)
+    line = json.dumps({"machine": suite.machine("make bench")} | figures)
     (RESULTS / f"{name}.json").write_text(line + "\n")
     print(line)
 
@@ -140,26 +182,6 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
     print(" | ".join(keys))
     for row in rows:
         print(" | ".join(f"{row[k]:>{len(k)}}" for k in keys))
-
-
-def machine() -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    return {
-        "cpu": platform.processor() or cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
-        "torch": torch.__version__,
-        "specserve": VERSION,
-        "commit": commit.stdout.strip(),
-        "date": time.strftime("%Y-%m-%d"),
-        "command": "make bench",
-    }
-
-
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(": ")[2]
-    return "unknown"
 
 
 if __name__ == "__main__":

@@ -13,30 +13,29 @@ try:
 except ImportError as e:
     raise ConfigError("plots need matplotlib: pip install 'specserve[bench]'") from e
 
-SIZE = (8.0, 4.5)  # inches
+SIZE = (6.0, 3.6)  # inches
 
 
-def draw(results: Sequence[Result], folder: Path) -> list[Path]:
-    """Those plots that the results have something for."""
-    plots: dict[str, Callable[[Sequence[Result]], Figure | None]] = {
-        "latency-cdf": latency_cdf,
-        "tpot-over-concurrency": tpot_over_concurrency,
-        "acceptance-by-depth": acceptance_by_depth,
-        "tpot-ratios": tpot_ratios,
-    }
+def draw(results: Sequence[Result], folder: Path, names: Sequence[str] = ()) -> list[Path]:
+    """Those plots, or all, that the results have something for."""
+    folder.mkdir(parents=True, exist_ok=True)
     files = []
-    for name, plot in plots.items():
-        figure = plot(results)
+    for name in names or PLOTS:
+        figure = PLOTS[name](results)
         if figure is not None:
             files.append(folder / f"{name}.png")
-            figure.savefig(files[-1], dpi=120, bbox_inches="tight")
+            figure.savefig(files[-1], dpi=100)
     return files
 
 
 def panels(count: int) -> tuple[Figure, list[Any]]:
-    """A figure with so many plots beside each other."""
-    figure = Figure(figsize=(SIZE[0] * count, SIZE[1]))
-    return figure, list(figure.subplots(1, count, squeeze=False)[0])
+    """A figure of so many plots, two in a row."""
+    width, height = min(count, 2), -(-count // 2)
+    figure = Figure(figsize=(SIZE[0] * width, SIZE[1] * height), layout="constrained")
+    axes = list(figure.subplots(height, width, squeeze=False).flat)
+    for spare in axes[count:]:
+        spare.remove()
+    return figure, axes[:count]
 
 
 def title_of(result: Result, *parts: str) -> str:
@@ -108,7 +107,7 @@ def acceptance_by_depth(results: Sequence[Result]) -> Figure | None:
 def tpot_ratios(results: Sequence[Result]) -> Figure | None:
     """TPOT of each subject over the first one's, with the extremes of rounds as whiskers."""
     found = [
-        (result, place, [line for line in lines if line.tpot_ratio is not None])
+        (result, place, [line for line in lines if line.ratios["tpot_ms"] is not None])
         for result in results
         for place, lines in grouped(result)
     ]
@@ -124,7 +123,7 @@ def tpot_ratios(results: Sequence[Result]) -> Figure | None:
 
 def bars(ax: Any, lines: Sequence[Line]) -> None:
     for number, line in enumerate(lines):
-        ratio = line.tpot_ratio
+        ratio = line.ratios["tpot_ms"]
         assert ratio is not None
         whisker = [[ratio.median - ratio.low], [ratio.high - ratio.median]]
         ax.bar(number, ratio.median, yerr=whisker, capsize=3, color=f"C{number}")
@@ -149,3 +148,11 @@ def label(ax: Any, title: str, x: str, y: str) -> None:
     ax.set_ylabel(y)
     if ax.get_legend_handles_labels()[0]:
         ax.legend(fontsize=8)
+
+
+PLOTS: dict[str, Callable[[Sequence[Result]], Figure | None]] = {
+    "latency-cdf": latency_cdf,
+    "tpot-over-concurrency": tpot_over_concurrency,
+    "acceptance-by-depth": acceptance_by_depth,
+    "tpot-ratios": tpot_ratios,
+}

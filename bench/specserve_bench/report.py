@@ -28,6 +28,7 @@ TIMES = {
     "longest stall": "stall_ms",
     "end to end": "end_to_end_ms",
 }
+COMPARED = ("ttft_ms", "tpot_ms", "end_to_end_ms")
 COLUMNS = Spread.__struct_fields__
 SECONDS = ("draft_s", "verify_s", "other_s")
 DEPTHS = 6  # of acceptance, that a table has room for
@@ -38,7 +39,7 @@ class Line(NamedTuple):
 
     subject: str
     values: Mapping[str, Any]
-    tpot_ratio: Ratio | None
+    ratios: Mapping[str, Ratio | None]  # of the means of times
     is_same: bool  # as the first subject's outputs, in every round
 
 
@@ -94,7 +95,10 @@ def line(run: Run, base: Run, result: Result) -> Line:
     return Line(
         subject=run.subject,
         values={name: over_rounds([f[name] for f in each]) for name in each[0]},
-        tpot_ratio=ratio([mean(f["tpot_ms"]) for f in each], [mean(f["tpot_ms"]) for f in others]),
+        ratios={
+            name: ratio([mean(f[name]) for f in each], [mean(f[name]) for f in others])
+            for name in TIMES.values()
+        },
         is_same={f["output_hash"] for f in each} == {f["output_hash"] for f in others},
     )
 
@@ -119,14 +123,14 @@ def mean(spread: Spread | None) -> float | None:
 def summary_table(where: str, lines: Sequence[Line], result: Result) -> Table:
     goals = result.goals
     good = f"goodput/s (TTFT {goals.ttft_ms:g}, TPOT {goals.tpot_ms:g})"
-    names = ("", "TPOT mean", "x base", "tokens/s", "acceptance", "by depth", "wasted rows")
-    table = table_of(where, *names, "draft / verify / other s", good, "errors", "outputs")
+    times = [f"{words} (x base)" for words, name in TIMES.items() if name in COMPARED]
+    names = ("tokens/s", "acceptance", "by depth", "wasted rows", "draft / verify / other s")
+    table = table_of(where, "", *times, *names, good, "errors", "outputs")
     for line in lines:
         v = line.values
         table.add_row(
             line.subject,
-            shown(mean(v["tpot_ms"])),
-            ratio_words(line.tpot_ratio),
+            *(f"{shown(mean(v[n]))} {ratio_words(line.ratios[n])}".strip() for n in COMPARED),
             shown(v["tokens_per_s"], 1),
             shown(v["acceptance_length"]),
             " ".join(f"{share:.2f}" for share in v["acceptance_by_depth"][:DEPTHS]) or "-",
@@ -161,14 +165,38 @@ def shown(value: float | None, digits: int = 2) -> str:
 
 
 def ratio_words(ratio: Ratio | None) -> str:
-    return "-" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
+    return "" if ratio is None else f"({ratio.median:.2f}, {ratio.low:.2f}-{ratio.high:.2f})"
+
+
+def markdown(results: Sequence[Result]) -> str:
+    """One table of results over the same subjects: a row for each, a column for each workload.
+
+    A cell is mean TPOT in milliseconds, in brackets over the first row's, then tokens a step.
+    """
+    columns = [(r, place, lines) for r in results for place, lines in grouped(r)]
+    heads = [f"{model_words(r)}: {workload}" for r, (workload, _), _ in columns]
+    rows = [["drafter:nodes", *heads], ["---"] * (1 + len(heads))]
+    for number, subject in enumerate(results[0].subjects):
+        rows.append([subject, *(cell(lines[number]) for _, _, lines in columns)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def model_words(result: Result) -> str:
+    subject = next(iter(result.subjects.values()))
+    return subject.model if subject.scaled is None else f"scaled to {subject.scaled['like']}"
+
+
+def cell(line: Line) -> str:
+    ratio, length = line.ratios["tpot_ms"], line.values["acceptance_length"]
+    over = "-" if ratio is None else f"{ratio.median:.2f}"
+    return f"{shown(mean(line.values['tpot_ms']))} ({over}), {shown(length)}"
 
 
 def one_line(result: Result) -> str:
     """The tables' figures, for programs that read the output."""
     rows = [
         {"workload": workload, "load": str(load), "subject": line.subject}
-        | {"tpot_ratio": line.tpot_ratio, "is_same": line.is_same, **line.values}
+        | {"ratios": line.ratios, "is_same": line.is_same, **line.values}
         for (workload, load), lines in grouped(result)
         for line in lines
     ]

@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -19,6 +18,7 @@ from specserve import LLM
 from specserve.config import Config
 from specserve.engine.build import Weights, needs_draft_model, resolve_draft, resolve_model
 from specserve.errors import ConfigError
+from specserve.machine import cpu_name
 from specserve.version import VERSION
 from specserve_bench import scripted
 from specserve_bench.hosted import Hosted
@@ -47,13 +47,15 @@ class Plan(NamedTuple):
     workloads: Sequence[Workload]
     loads: Sequence[Load]
     rounds: int
-    warmup: int = 1  # rounds that are run first, and thrown away
 
 
 def measure(
-    kind: str, contenders: Sequence[Contender], plan: Plan, goals: Goals, progress: bool = True
+    kind: str, contenders: Sequence[Contender], plan: Plan, goals: Goals, command: str
 ) -> Result:
-    """All rounds, interleaved: what disturbs the machine for a while hits every subject."""
+    """All rounds, interleaved: what disturbs the machine for a while hits every subject.
+
+    Before them, every subject answers the first request of every workload: that is thrown away.
+    """
     runs = {
         (c.label, w.name, load): Run(subject=c.label, workload=w.name, load=load, rounds=[])
         for w in plan.workloads
@@ -62,23 +64,23 @@ def measure(
     }
     by_name = {w.name: w for w in plan.workloads}
     by_label = {c.label: c for c in contenders}
-    total = (plan.warmup + plan.rounds) * len(runs)
+    total = (1 + plan.rounds) * len(runs)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    bar = Progress(
-        *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not progress
-    )
+    bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
     with bar:
         task = bar.add_task("measuring", total=total)
-        for number in range(plan.warmup + plan.rounds):
+        for number in range(1 + plan.rounds):
             for (label, name, load), run in runs.items():
                 bar.update(task, description=f"{name}, {label}")
-                done = by_label[label].runnable.run(by_name[name], load)
-                if number >= plan.warmup:
-                    run.rounds.append(done)
+                asked, runnable = by_name[name], by_label[label].runnable
+                if number == 0:
+                    runnable.run(asked._replace(asks=asked.asks[:1]), load)
+                else:
+                    run.rounds.append(runnable.run(asked, load))
                 bar.advance(task)
     return Result(
         kind=kind,
-        machine=machine(),
+        machine=machine(command),
         subjects={c.label: c.about for c in contenders},
         workloads={w.name: w.described() for w in plan.workloads},
         runs=list(runs.values()),
@@ -176,8 +178,8 @@ def record(llm: LLM, workloads: Sequence[Workload], file: Path) -> None:
     file.write_text(json.dumps([o.prompt_token_ids + o.token_ids for o in outputs]))
 
 
-def machine() -> dict[str, Any]:
-    """Where and with what this was measured."""
+def machine(command: str) -> dict[str, Any]:
+    """Where, with what and how this was measured."""
     return {
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
@@ -186,7 +188,7 @@ def machine() -> dict[str, Any]:
         "specserve": VERSION,
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["specserve", "bench", *sys.argv[2:]]),
+        "command": command,
     }
 
 
@@ -198,13 +200,3 @@ def commit() -> str | None:
     except OSError:
         return None
     return done.stdout.strip() or None
-
-
-def cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(": ")[2]
-    except OSError:
-        pass
-    return platform.processor() or "unknown"

@@ -1,14 +1,15 @@
-"""`python -m specserve.demo.train OUT`: from the standard library to a target and its draft.
+"""`python -m specserve.demo.train OUT`: from the standard library to a target, its draft, a card.
 
-Stages leave files behind, and a stage whose files stand is passed over: run it again to go on.
+Every few minutes a stage leaves its state behind: run it again to go on from there.
 """
 
 import argparse
-import json
 import math
+import platform
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from time import monotonic
 from typing import Any
 
@@ -24,9 +25,13 @@ from torch import Tensor, nn  # isort: skip
 from torch.nn import functional as F  # isort: skip
 from transformers import Qwen3Config, Qwen3ForCausalLM  # isort: skip
 
+from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.demo.batches import IGNORED, Batch, Corpus, batch, encode
+from specserve.demo.card import Card, write_card
 from specserve.demo.corpus import library, read_source, source_files, symbols, turns
+from specserve.demo.evaluate import evaluate
 from specserve.demo.tokenizer import END_OF_TEXT, END_TURN, load_or_train
+from specserve.machine import cpu_name
 
 SAVE_SECONDS = 300.0  # of work that a kill may cost
 
@@ -52,6 +57,7 @@ class Plan(msgspec.Struct, frozen=True):
     long_length: int = 1024  # of every eighth step, for those that are not
     talk_share: float = 0.7
     peak_rate: float = 3e-3
+    ask_every: int = 1  # in the evaluation: of the questions, every so many
     max_files: int | None = None  # for tests
     max_symbols: int | None = None
 
@@ -65,12 +71,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--plan", type=Path, help="JSON with fields of Plan that differ")
     args = parser.parse_args(argv)
     raw = args.plan.read_bytes() if args.plan else b"{}"
-    train(args.out, msgspec.json.decode(raw, type=Plan))
+    plan = msgspec.json.decode(raw, type=Plan)
+    train(args.out, plan)
+    figures = evaluate(args.out / DEMO_TARGET.name, args.out / DEMO_DRAFT.name, plan.ask_every)
+    training = facts(args.out, plan)
+    write_card(args.out, Card(figures=figures, training=training, plan=msgspec.to_builtins(plan)))
     return 0
 
 
 def train(out: Path, plan: Plan) -> None:
-    """Both models, in OUT/target and OUT/draft."""
+    """Both models, in OUT; what is half done, in OUT/target and OUT/draft."""
     torch.manual_seed(plan.seed)
     sources, talk = read_corpus(plan)
     texts = [*sources, *(text for turn in talk for text in turn)]
@@ -82,8 +92,8 @@ def train(out: Path, plan: Plan) -> None:
     draft = build(plan.draft, plan, tokenizer)
     loss = distillation_loss(draft, target.eval().requires_grad_(False))
     learn(out / "draft", draft, plan, plan.draft_tokens, corpus, loss)
-    for name, model in (("target", target), ("draft", draft)):
-        export(out / name, model, tokenizer)
+    export(out / DEMO_TARGET.name, target, tokenizer)
+    export(out / DEMO_DRAFT.name, draft, tokenizer)
 
 
 def read_corpus(plan: Plan) -> tuple[list[str], list[Any]]:
@@ -152,6 +162,7 @@ def learn(
     first = load_state(folder, model, optimizers)
     saved_at = monotonic()
     for step in progress(folder.name, first, num_steps):
+        started_at = monotonic()
         length = plan.length_of(step)
         num_rows = plan.step_tokens // length
         drawn = batch(corpus, plan.seed, step, num_rows, length, plan.talk_share)
@@ -164,7 +175,7 @@ def learn(
             for group in optimizer.param_groups:
                 group["lr"] = plan.peak_rate * rate(step, num_steps)
             optimizer.step()
-        log(folder, step, value.item())
+        log(folder, Step(step, round(value.item(), 4), round(monotonic() - started_at, 3)))
         if step + 1 == num_steps or monotonic() - saved_at > SAVE_SECONDS:
             save_state(folder, model, optimizers, step + 1)
             saved_at = monotonic()
@@ -199,10 +210,35 @@ def progress(name: str, first: int, last: int) -> Iterator[int]:
             bar.update(task, completed=step + 1)
 
 
-def log(folder: Path, step: int, loss: float) -> None:
+class Step(msgspec.Struct, frozen=True):
+    """A line of a stage's log."""
+
+    step: int
+    loss: float
+    seconds: float | None = None
+
+
+def log(folder: Path, step: Step) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "log.jsonl").open("a") as file:
-        file.write(json.dumps({"step": step, "loss": round(loss, 4)}) + "\n")
+    with (folder / "log.jsonl").open("ab") as file:
+        file.write(msgspec.json.encode(step) + b"\n")
+
+
+def facts(out: Path, plan: Plan) -> dict[str, Any]:
+    """For the card. Hours go by the median step, which a busy neighbour moves little."""
+    hours = {}
+    for stage in ("target", "draft"):
+        lines = (out / stage / "log.jsonl").read_bytes().splitlines()
+        steps = [msgspec.json.decode(line, type=Step) for line in lines]
+        seconds = [step.seconds for step in steps if step.seconds is not None]
+        hours[stage] = round(median(seconds) * (1 + steps[-1].step) / 3600, 2)
+    return {
+        "hours": hours,
+        "tokens": {"target": plan.target_tokens, "draft": plan.draft_tokens},
+        "machine": f"{cpu_name()}, {torch.get_num_threads()} threads",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
 
 
 Optimizers = list[torch.optim.Optimizer]
@@ -239,9 +275,8 @@ def load_state(folder: Path, model: nn.Module, optimizers: Optimizers) -> int:
 
 def export(folder: Path, model: Any, tokenizer: Any) -> None:
     """As any model's folder: bf16 weights in shards, config, tokenizer."""
-    done = folder / "model"
-    model.to(torch.bfloat16).save_pretrained(done, max_shard_size="14MB")
-    tokenizer.save_pretrained(done)
+    model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="14MB")
+    tokenizer.save_pretrained(folder)
 
 
 if __name__ == "__main__":

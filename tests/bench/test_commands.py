@@ -83,7 +83,7 @@ def test_the_last_line_is_json_with_the_figures(latency):
     line = json.loads([x for x in latency[1].splitlines() if x.startswith("{")][-1])
     assert [row["subject"] for row in line["rows"][:2]] == ["off", "ngram:4"]
     row = line["rows"][0]
-    assert row["tpot_ratio"]["median"] == 1.0 and row["is_same"] is True
+    assert row["ratios"]["tpot_ms"]["median"] == 1.0 and row["is_same"] is True
     assert row["ttft_ms"]["p99"] >= row["ttft_ms"]["p50"] > 0
 
 
@@ -143,7 +143,7 @@ def test_compare_takes_configs_in_turn(folder, tmp_path):
     assert [s.drafter for s in result.subjects.values()] == ["none", "ngram"]
 
 
-def test_rounds_are_interleaved_and_the_first_is_thrown_away():
+def test_rounds_are_interleaved_after_a_first_request_that_is_thrown_away():
     order = []
 
     class Runnable:
@@ -151,16 +151,16 @@ def test_rounds_are_interleaved_and_the_first_is_thrown_away():
             self.label = label
 
         def run(self, workload, load):
-            order.append((workload.name, self.label))
+            order.append((workload.name, self.label, len(workload.asks)))
             return results.Round(seconds=len(order), answers=[], itl_ms=None, output_hash="")
 
     subject = results.Subject(model="m")
     contenders = [suite.Contender(x, subject, Runnable(x)) for x in "ab"]
-    chosen = [workload(name, 1, 0) for name in ("questions", "random")]
+    chosen = [workload(name, 3, 0) for name in ("questions", "random")]
     plan = suite.Plan(chosen, [Load(concurrency=1)], rounds=2)
-    result = suite.measure("latency", contenders, plan, results.Goals(), progress=False)
+    result = suite.measure("latency", contenders, plan, results.Goals(), "test")
     once = [(w, label) for w in ("questions", "random") for label in "ab"]
-    assert order == once * 3
+    assert order == [(*pair, size) for size in (1, 3, 3) for pair in once]
     assert [r.seconds for r in result.runs[0].rounds] == [5, 9]
 
 

@@ -5,11 +5,14 @@ import numpy as np
 import pytest
 
 from specserve import LLM, SamplingParams
+from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.demo import train
 from specserve.demo.batches import IGNORED, batch, encode
+from specserve.demo.card import read_card
 from specserve.demo.corpus import Turn
 from specserve.demo.tokenizer import train_tokenizer
 
+NAMES = DEMO_TARGET.name, DEMO_DRAFT.name
 SIZE = train.Size(1, 64, 1, 64)
 PLAN = train.Plan(
     vocab_size=400,
@@ -17,8 +20,10 @@ PLAN = train.Plan(
     draft=SIZE,
     target_tokens=6 * 64,
     draft_tokens=2 * 64,
+    step_tokens=64,
     length=32,
-    rows=2,
+    long_length=64,
+    ask_every=1000,
     max_files=3,
     max_symbols=5,
 )
@@ -59,7 +64,7 @@ def test_the_rate_rises_stays_and_falls():
 
 
 def weights(out):
-    return [(out / of / "model" / "model.safetensors").read_bytes() for of in ("target", "draft")]
+    return [(out / name / "model.safetensors").read_bytes() for name in NAMES]
 
 
 @pytest.mark.slow
@@ -68,9 +73,9 @@ def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, mon
     monkeypatch.setattr(train, "SAVE_SECONDS", 0.0)
     write = train.log
 
-    def stop(folder, step, loss):
-        write(folder, step, loss)
-        if step == 4:
+    def stop(folder, step):
+        write(folder, step)
+        if step.step == 4:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(train, "log", stop)
@@ -86,8 +91,13 @@ def test_the_pair_is_served_as_any_other(tmp_path):
     plan = tmp_path / "plan.json"
     plan.write_bytes(msgspec.json.encode(PLAN))
     assert train.main([str(tmp_path / "pair"), "--plan", str(plan)]) == 0
-    target, draft = (tmp_path / "pair" / of / "model" for of in ("target", "draft"))
+    target, draft = (tmp_path / "pair" / name for name in NAMES)
     settings = {"memory.kv_bytes": 1 << 26, "model.threads": 1}
     with LLM(target, draft, set=settings, progress=False) as llm:
         (output,) = llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=9))
     assert output.usage.completion_tokens > 0
+    card = read_card(tmp_path / "pair")
+    assert card.plan == msgspec.to_builtins(PLAN) and card.figures.questions == 3
+    assert card.training["tokens"] == {"target": 384, "draft": 128}
+    text = (tmp_path / "pair" / "README.md").read_text()
+    assert f"{card.figures.held_out_loss:.2f}" in text and "PSF" in text
