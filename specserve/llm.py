@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from specserve.config import Config, load_config
-from specserve.engine.build import Phases, Weights, build
+from specserve.engine.build import Model, Phases, Weights, build
 from specserve.errors import ConfigError, RequestError
 from specserve.generation import Generation, Output
 from specserve.intake import Message, load_intake
@@ -24,9 +24,9 @@ class LLM:
     """A model and a drafter, loaded once. Close it, or use it as a context manager.
 
     drafter unset is "model" where a draft model is given, else "ngram"; "none" is off. Arguments
-    win over `set` ("section.key" -> value), and `set` wins over the file `config`. `weights` are
-    another LLM's `weights` of the same models, so that two which differ in the rest load them once.
-    Errors: ConfigError for anything wrong here, RequestError for a prompt or its parameters.
+    win over `set` ("section.key" -> value), and `set` wins over the file `config`. Of `weights`,
+    which are other LLMs' `weights`, those that this one needs are not loaded again. Errors:
+    ConfigError for anything wrong here, RequestError for a prompt or its parameters.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class LLM:
         config: str | Path | None = None,
         set: Mapping[str, Any] | None = None,
         progress: bool = True,
-        weights: Weights | None = None,
+        weights: Iterable[Model | None] = (),
     ) -> None:
         if set is not None and not isinstance(set, Mapping):
             raise ConfigError(f"set = {set!r} is no mapping: give {{'section.key': value}}")

@@ -244,7 +244,6 @@ def test_a_prompt_longer_than_the_context_names_both_numbers(llm):
 
 
 WRONG = {
-    "no model": (None, {}, "--model"),
     "a folder that is not there": ("no/such/folder", {}, "no/such/folder"),
     "longer than the model": (..., {"scheduler.max_model_len": 9999}, "512 positions"),
     "a pool too small for one request": (..., {"memory.kv_bytes": 1 << 17}, "at most 192, or"),

@@ -3,9 +3,10 @@
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -20,7 +21,7 @@ from specserve_bench.workloads import WORKLOADS, Workload, workload
 
 NODES = (4, 8, 16)
 TRIED = ("questions", "completion")
-Number = TypeVar("Number", int, float)
+CONCURRENCIES = (1, 2, 4, 8)
 
 
 def main(argv: list[str]) -> int:
@@ -28,6 +29,8 @@ def main(argv: list[str]) -> int:
     if argv and argv[0] == "scale-model":
         return scale.main(argv[1:])
     args = parser().parse_args(argv)
+    if "out" in args:
+        prepare(args)
     action: Callable[[argparse.Namespace], None] = args.action
     action(args)
     return 0
@@ -75,8 +78,7 @@ def add_load(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument(
         "--burstiness",
-        type=float,
-        default=1.0,
+        type=above_0,
         metavar="CV",
         help="with --rate: coefficient of variation of the gaps; default: 1, which is Poisson",
     )
@@ -87,7 +89,7 @@ def add_load(p: argparse.ArgumentParser) -> None:
 def add_drafters(p: argparse.ArgumentParser) -> None:
     add_subject(p)
     add_workloads(p, ("questions",))
-    p.add_argument("--nodes", type=whole, default=NODES, metavar="N,...", help="default: 4,8,16")
+    p.add_argument("--nodes", type=whole, metavar="N,...", help="default: 4,8,16")
     add_run(p)
     p.set_defaults(action=drafters)
 
@@ -134,47 +136,70 @@ def add_workloads(p: argparse.ArgumentParser, usual: Sequence[str]) -> None:
 
 def add_run(p: argparse.ArgumentParser) -> None:
     p.add_argument("--rounds", type=at_least_1, default=3, help="interleaved; default: 3")
-    p.add_argument("--goal-ttft-ms", type=float, default=Goals().ttft_ms, help="for goodput")
-    p.add_argument("--goal-tpot-ms", type=float, default=Goals().tpot_ms, help="for goodput")
+    p.add_argument("--goal-ttft-ms", type=above_0, default=Goals().ttft_ms, help="for goodput")
+    p.add_argument("--goal-tpot-ms", type=above_0, default=Goals().tpot_ms, help="for goodput")
     p.add_argument("--out", type=Path, metavar="JSON", help="keep the results")
     p.add_argument("--plots", type=Path, metavar="FOLDER", help="write PNG plots there")
 
 
 def latency(args: argparse.Namespace) -> None:
-    every = [f"{name}:{NODES[-1]}" for name in guessing(args)]
-    one_by_one("latency", args, ["off", *every])
+    one_by_one("latency", args, ["off", *guessing(args)])
 
 
 def drafters(args: argparse.Namespace) -> None:
-    every = [f"{name}:{n}" for name in guessing(args) for n in args.nodes]
-    one_by_one("drafters", args, ["off", *every])
+    if args.nodes and (args.drafters or args.url):
+        raise ConfigError("--nodes: only without --drafters and --url; there, write NAME:NODES")
+    sizes = args.nodes or NODES
+    one_by_one("drafters", args, ["off", *(f"{d}:{n}" for d in guessing(args) for n in sizes)])
 
 
 def one_by_one(kind: str, args: argparse.Namespace, usual: Sequence[str]) -> None:
     workloads = workloads_of(args)
-    finish(kind, args, subjects(args, usual, workloads), workloads, [Load(concurrency=1)])
+    with subjects(args, usual, workloads) as chosen:
+        finish(kind, args, chosen, workloads, [Load(concurrency=1)])
 
 
 def loaded(args: argparse.Namespace) -> None:
-    if args.rate:
-        loads = [Load(rate=r, burstiness=args.burstiness, seed=args.seed) for r in args.rate]
-    else:
-        loads = [Load(concurrency=n) for n in args.concurrency or (1, 2, 4, 8)]
+    if args.burstiness and not args.rate:
+        raise ConfigError("--burstiness: only requests at a rate come in bursts; give --rate")
+    cv = args.burstiness or 1.0
+    loads = (
+        [Load(rate=r, burstiness=cv, seed=args.seed) for r in args.rate]
+        if args.rate
+        else [Load(concurrency=n) for n in args.concurrency or CONCURRENCIES]
+    )
     workloads = workloads_of(args)
-    chosen = subjects(args, ["off", guessing(args)[-1]], workloads)
-    finish("load", args, chosen, workloads, loads)
+    with subjects(args, ["off", guessing(args)[-1]], workloads) as chosen:
+        finish("load", args, chosen, workloads, loads)
 
 
 def compare(args: argparse.Namespace) -> None:
+    urls = [name for name in args.subjects if is_url(name)]
+    if args.api_key_file and len(urls) != 1:
+        raise ConfigError("--api-key-file: a key is for one server; name exactly one URL")
+    if len(args.subjects) < 2:
+        raise ConfigError(f"compare {args.subjects[0]}: name another one to hold it against")
     loader, key = suite.Loader(), key_of(args)
     chosen = [
-        suite.hosted(name, key, None)
-        if name.startswith(("http://", "https://"))
-        else loader.load(name, load_config(Path(name)))
-        for name in dict.fromkeys(args.subjects)
+        suite.hosted(label, name, key, None)
+        if is_url(name)
+        else loader.load(label, load_config(Path(name)))
+        for label, name in zip(distinct(args.subjects), args.subjects, strict=True)
     ]
     loads = [Load(concurrency=n) for n in args.concurrency]
     finish("compare", args, chosen, workloads_of(args), loads)
+
+
+def is_url(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """The second of a name is `name (2)`: the same thing twice shows how much noise there is."""
+    return [
+        name if (seen := names[:n].count(name)) == 0 else f"{name} ({seen + 1})"
+        for n, name in enumerate(names)
+    ]
 
 
 def finish(
@@ -184,10 +209,7 @@ def finish(
     workloads: Sequence[Workload],
     loads: Sequence[Load],
 ) -> None:
-    """Measure, show, keep."""
-    for path in (args.out and args.out.parent, args.plots):
-        if path is not None:
-            path.mkdir(parents=True, exist_ok=True)  # now, not after an hour
+    """Measure, keep, show."""
     goals = Goals(args.goal_ttft_ms, args.goal_tpot_ms)
     plan = suite.Plan(workloads, loads, args.rounds)
     command = " ".join(["specserve", *sys.argv[1:]])
@@ -195,6 +217,20 @@ def finish(
     if args.out is not None:
         args.out.write_bytes(msgspec.json.encode(result) + b"\n")
     present([result], args.plots)
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Refuse now, not after an hour, what cannot be written."""
+    try:
+        if args.out is not None:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.touch()
+        if args.plots is not None:
+            args.plots.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"{e.filename}: cannot be written ({e.strerror}): name another") from e
+    if args.plots is not None:
+        import specserve_bench.plots  # noqa: F401, it may lack matplotlib
 
 
 def shown(args: argparse.Namespace) -> None:
@@ -208,63 +244,62 @@ def present(measured: Sequence[Result], folder: Path | None) -> None:
         from specserve_bench.plots import draw  # matplotlib is not everybody's
 
         for file in draw(measured, folder):
-            print(f"plot: {file}")
+            print(f"plot: {file}", file=sys.stderr)
 
 
 def workloads_of(args: argparse.Namespace) -> list[Workload]:
     return [workload(name, args.requests, args.seed, args.temperature) for name in args.workloads]
 
 
+@contextmanager
 def subjects(
     args: argparse.Namespace, usual: Sequence[str], workloads: Sequence[Workload]
-) -> list[suite.Contender]:
+) -> Iterator[list[suite.Contender]]:
     """The server, or an engine in this process for each drafter setting."""
     if args.url is not None:
-        for flag in ("draft_model", "drafters", "config", "set"):
-            if getattr(args, flag):
-                name = flag.replace("_", "-")
-                raise ConfigError(f"--{name} is the server's own affair: leave it out with --url")
-        return [suite.hosted(args.url, key_of(args), args.model)]
-    if args.api_key_file is not None:
-        raise ConfigError("--api-key-file: only a server takes a key; name it with --url")
-    settings = args.drafters or usual
-    drafting = {setting: suite.drafting(setting) for setting in dict.fromkeys(settings)}
-    configs = {label: configured(args, chosen) for label, chosen in drafting.items()}
-    loader = suite.Loader()
-    if any(chosen["drafter.name"] == scripted.NAME for chosen in drafting.values()):
-        with_recording(args, configs, loader, workloads)
-    return [loader.load(label, config) for label, config in configs.items()]
+        yield [suite.hosted(args.url, args.url, key_of(args), args.model)]
+        return
+    base, loader = configured(args), suite.Loader()
+    settings = {label: suite.drafting(label, base) for label in args.drafters or usual}
+    if args.draft_model and all("drafter.model" in chosen for chosen in settings.values()):
+        raise ConfigError("--draft-model: none of --drafters uses it; add model, or leave it out")
+    with tempfile.TemporaryDirectory(prefix="specserve-bench-") as folder:
+        recording = Path(folder) / "recording.json"
+        if any(chosen["drafter.name"] == scripted.NAME for chosen in settings.values()):
+            plain = loader.load("off", configured(args, **suite.drafting("off", base))).runnable
+            assert isinstance(plain, Local)
+            suite.record(plain.llm, workloads, recording)
+            for chosen in settings.values():
+                if chosen["drafter.name"] == scripted.NAME:
+                    chosen["drafter.options"] |= {"recording": str(recording)}
+        yield [loader.load(label, configured(args, **chosen)) for label, chosen in settings.items()]
 
 
-def with_recording(
-    args: argparse.Namespace,
-    configs: dict[str, Config],
-    loader: suite.Loader,
-    workloads: Sequence[Workload],
-) -> None:
-    """Let the target say all of it once, and tell the scripted drafters."""
-    plain = loader.load("off", configured(args, suite.drafting("off"))).runnable
-    assert isinstance(plain, Local)
-    file = Path(tempfile.mkdtemp(prefix="specserve-bench-")) / "recording.json"
-    suite.record(plain.llm, workloads, file)
-    told = {"drafter.options.recording": str(file)}
-    for label, config in configs.items():
-        if config.drafter_name == scripted.NAME:
-            configs[label] = configured(args, suite.drafting(label) | told)
-
-
-def configured(args: argparse.Namespace, drafting: Mapping[str, Any]) -> Config:
+def configured(args: argparse.Namespace, **drafting: Any) -> Config:
     flags = {"model.path": args.model, "drafter.model": args.draft_model}
     given = {key: value for key, value in flags.items() if value is not None}
     return load_config(args.config, {**dict(map(parse_override, args.set)), **given, **drafting})
 
 
 def guessing(args: argparse.Namespace) -> list[str]:
-    """The built-in drafters that have what they need."""
+    """ngram, model where there is a draft model, and whoever the config names; the best is last."""
     if args.url is not None:
-        return ["ngram"]  # whoever guesses there
-    name = configured(args, {}).drafter_name
-    return ["ngram", "model"] if name == "model" else ["ngram"]
+        refuse_with_url(args)
+        return ["whoever it is"]
+    if args.api_key_file is not None:
+        raise ConfigError("--api-key-file: only a server takes a key; name it with --url")
+    if any(text.startswith("drafter.name") for text in args.set):
+        raise ConfigError("--set drafter.name: say it with --drafters")
+    config = configured(args)
+    names = ["ngram", *(["model"] if config.draft else []), config.drafter_name]
+    return [name for name in dict.fromkeys(names) if name != "none"]
+
+
+def refuse_with_url(args: argparse.Namespace) -> None:
+    for flag in ("draft_model", "drafters", "config", "set"):
+        if getattr(args, flag):
+            name = flag.replace("_", "-")
+            raise ConfigError(f"--{name} is the server's own affair: leave it out with --url")
 
 
 def key_of(args: argparse.Namespace) -> str | None:
@@ -272,11 +307,14 @@ def key_of(args: argparse.Namespace) -> str | None:
 
 
 def words(text: str) -> tuple[str, ...]:
-    return tuple(part for part in text.split(",") if part)
+    parts = tuple(part for part in text.split(",") if part)
+    if not parts:
+        raise argparse.ArgumentTypeError("names nothing")
+    return parts
 
 
 def numbers(text: str) -> tuple[float, ...]:
-    return tuple(positive(float(part)) for part in words(text))
+    return tuple(map(above_0, words(text)))
 
 
 def whole(text: str) -> tuple[int, ...]:
@@ -284,12 +322,18 @@ def whole(text: str) -> tuple[int, ...]:
 
 
 def at_least_1(text: str) -> int:
-    return positive(int(text))
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
 
 
-def positive(value: Number) -> Number:
+def above_0(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value} is not above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
     return value
 
 

@@ -80,9 +80,9 @@ def drafter_figures(name: str, target: Path, draft: Path, requests: int) -> Resu
     chosen = [workload(w, requests, seed=0) for w in ("questions", "completion")]
     every = ["off", *(f"{drafter}:{n}" for drafter in ("ngram", "model") for n in (4, 8, 16))]
     models = {"model.path": str(target), "drafter.model": str(draft)}
-    loader = suite.Loader(progress=False)
+    base, loader = load_config(None, models), suite.Loader(progress=False)
     contenders = [
-        loader.load(setting, load_config(None, models | suite.drafting(setting)))
+        loader.load(setting, load_config(None, models | suite.drafting(setting, base)))
         for setting in every
     ]
     plan = suite.Plan(chosen, [Load(concurrency=1)], ROUNDS)

@@ -17,8 +17,6 @@ from specserve_bench.arrivals import due_times
 from specserve_bench.results import Answer, Load, Round, Speculation, gaps, output_hash, spread
 from specserve_bench.workloads import Ask, Workload
 
-MOST_AT_ONCE = 256  # threads, one for each request that is out
-
 
 class Told(msgspec.Struct, frozen=True):
     """specserve's statistics of one request, on its last chunk."""
@@ -40,6 +38,8 @@ class Usage(msgspec.Struct, frozen=True):
 
 class Delta(msgspec.Struct, frozen=True):
     content: str | None = None
+    reasoning_content: str | None = None  # what a model thinks aloud is text that was waited for
+    reasoning: str | None = None
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -66,10 +66,12 @@ class Heard(msgspec.Struct):
 
     number: int
     due_at: float
+    data: list[tuple[float, bytes]] = []  # of its events, read once the round is over
     moments: list[float] = []  # of events with text
+    ended_at: float = 0.0
     text: str = ""
     finish_reason: str | None = None
-    usage: Usage = Usage()
+    usage: Usage | None = None
     told: Told | None = None
     error: str | None = None
 
@@ -82,17 +84,19 @@ class Hosted:
 
     def run(self, workload: Workload, load: Load) -> Round:
         due = due_times(load, len(workload.asks))
-        at_once = MOST_AT_ONCE if load.concurrency is None else load.concurrency
         before = self.series()
         started_at = time.perf_counter()
         waiting: list[Future[Heard]] = []
-        with ThreadPoolExecutor(at_once) as threads:
+        with ThreadPoolExecutor(load.concurrency or len(due)) as threads:
             for number, (ask, at) in enumerate(zip(workload.asks, due, strict=True)):
                 time.sleep(max(0.0, started_at + at - time.perf_counter()))
                 due_at = None if load.rate is None else at
                 waiting.append(threads.submit(self.ask, number, ask, due_at, started_at))
             heard = [future.result() for future in waiting]
-        return finished(heard, before, self.series())
+        after = self.series()
+        for each in heard:
+            read(each)
+        return finished(heard, before, after)
 
     def ask(self, number: int, ask: Ask, due_at: float | None, started_at: float) -> Heard:
         """One request from its beginning to its end; a failure is kept, not raised."""
@@ -108,13 +112,11 @@ class Hosted:
             "top_p": 1.0,
             "seed": ask.seed,
         }
-        came: list[tuple[float, bytes]] = []
         try:
             with self.remote.request("POST", path, json.dumps(body).encode()) as response:
                 for data in events(response):
-                    came.append((time.perf_counter() - started_at, data))
-            read(heard, came)
-        except (SpecserveError, msgspec.MsgspecError) as e:
+                    heard.data.append((time.perf_counter() - started_at, data))
+        except SpecserveError as e:
             heard.error = str(e)
         return heard
 
@@ -138,41 +140,57 @@ class Hosted:
         return series
 
 
-def read(heard: Heard, came: Sequence[tuple[float, bytes]]) -> None:
-    """Events, after the fact: what reads them must not delay the next."""
-    for at, data in came:
-        if data == b"[DONE]":
-            return
-        chunk = msgspec.json.decode(data, type=Chunk)
-        if chunk.error is not None:
-            heard.error = chunk.error.message
-        for choice in chunk.choices[:1]:
-            text = choice.text or choice.delta.content or ""
-            heard.finish_reason = choice.finish_reason or heard.finish_reason
-            if text:
-                heard.moments.append(at)
-                heard.text += text
-        heard.usage = chunk.usage or heard.usage
-        if chunk.metrics is not None:
-            heard.told = chunk.metrics.speculative_decoding
-    heard.error = heard.error or "the stream broke off before [DONE]"
+def read(heard: Heard) -> None:
+    """Make something of the events; where that fails, it is the request's error."""
+    try:
+        is_done = any([read_event(heard, at, data) for at, data in heard.data])
+    except msgspec.MsgspecError as e:
+        heard.error = str(e)
+        return
+    if not is_done:
+        heard.error = heard.error or "the stream broke off before [DONE]"
+    elif heard.usage is None:
+        heard.error = heard.error or "no usage was told: stream_options.include_usage asks for it"
+
+
+def read_event(heard: Heard, at: float, data: bytes) -> bool:
+    """Whether it is the last one."""
+    if data == b"[DONE]":
+        return True
+    chunk = msgspec.json.decode(data, type=Chunk)
+    if chunk.error is not None:
+        heard.error = chunk.error.message
+    for choice in chunk.choices[:1]:
+        delta = choice.delta
+        parts = delta.reasoning_content or delta.reasoning, delta.content, choice.text
+        text = "".join(part for part in parts if part)
+        heard.finish_reason = choice.finish_reason or heard.finish_reason
+        heard.text += text
+        if text:
+            heard.moments.append(at)
+        if text or choice.finish_reason:  # a last token may be no text
+            heard.ended_at = at
+    heard.usage = chunk.usage or heard.usage
+    if chunk.metrics is not None:
+        heard.told = chunk.metrics.speculative_decoding
+    return False
 
 
 def finished(
     heard: Sequence[Heard], before: Mapping[str, float], after: Mapping[str, float]
 ) -> Round:
-    ends = [h.moments[-1] for h in heard if h.moments]
+    whole = [h for h in heard if h.error is None]
     first = min(h.due_at for h in heard)
 
     def grown(name: str) -> float | None:
         return after[name] - before.get(name, 0.0) if name in after else None
 
     return Round(
-        seconds=max(ends, default=first) - first,
+        seconds=max((h.ended_at for h in whole), default=first) - first,
         answers=[answer(h) for h in heard],
-        itl_ms=spread([gap for h in heard for gap in gaps(h.moments)]),
+        itl_ms=spread([gap for h in whole for gap in gaps(h.moments)]),
         output_hash=output_hash([(h.text, h.finish_reason) for h in heard]),
-        speculation=told(heard) or counted(grown),
+        speculation=told(whole) or counted(grown),
         draft_seconds=grown("specserve_draft_seconds_sum"),
         verify_seconds=grown("specserve_verify_seconds_sum"),
         step_seconds=grown("specserve_step_seconds_sum"),
@@ -180,16 +198,18 @@ def finished(
 
 
 def answer(heard: Heard) -> Answer:
+    """Without times where it failed: a part of an answer is none."""
+    if heard.error is not None or heard.usage is None:
+        return Answer(number=heard.number, arrived_at=heard.due_at, error=heard.error)
     return Answer(
         number=heard.number,
         arrived_at=heard.due_at,
-        first_at=heard.moments[0] if heard.moments else None,
-        last_at=heard.moments[-1] if heard.moments else None,
+        first_at=heard.moments[0] if heard.moments else heard.ended_at,
+        last_at=heard.ended_at,
         num_events=len(heard.moments),
         longest_stall_ms=max(gaps(heard.moments), default=None),
         prompt_tokens=heard.usage.prompt_tokens,
         completion_tokens=heard.usage.completion_tokens,
-        error=heard.error,
     )
 
 

@@ -107,6 +107,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     drafter: str | None = None
     max_nodes: int | None = None
     config: dict[str, Any] = {}  # settings of an engine of ours that are not the default
+    threads: dict[str, str] = {}  # of the models' steps, as timed at load
     scaled: dict[str, Any] | None = None  # of a checkpoint that `scale-model` wrote
 
 

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from specserve import LLM
 from specserve.config import Config
-from specserve.engine.build import Weights, needs_draft_model, resolve_draft, resolve_model
+from specserve.engine.build import Model, needs_draft_model, resolve_draft, resolve_model
 from specserve.errors import ConfigError
 from specserve.machine import cpu_name
 from specserve.version import VERSION
@@ -26,8 +26,9 @@ from specserve_bench.local import Local
 from specserve_bench.results import Goals, Load, Result, Round, Run, Subject
 from specserve_bench.scale import scaled_from
 from specserve_bench.workloads import Workload
+from specserve_drafters.tree import MAX_NODES
 
-PATHS = ("model.path", "drafter.model")  # of one machine; the models' names say enough
+PATHS = ("model.path", "drafter.model", "recording")  # of one machine: names say enough
 PACKAGES = ("torch", "transformers", "numpy")
 
 
@@ -54,7 +55,8 @@ def measure(
 ) -> Result:
     """All rounds, interleaved: what disturbs the machine for a while hits every subject.
 
-    Before them, every subject answers the first request of every workload: that is thrown away.
+    Before them, every subject answers the first requests of every workload, as many as come at a
+    time: that is thrown away.
     """
     runs = {
         (c.label, w.name, load): Run(subject=c.label, workload=w.name, load=load, rounds=[])
@@ -74,7 +76,7 @@ def measure(
                 bar.update(task, description=f"{name}, {label}")
                 asked, runnable = by_name[name], by_label[label].runnable
                 if number == 0:
-                    runnable.run(asked._replace(asks=asked.asks[:1]), load)
+                    runnable.run(asked._replace(asks=asked.asks[: load.concurrency or 1]), load)
                 else:
                     run.rounds.append(runnable.run(asked, load))
                 bar.advance(task)
@@ -89,23 +91,16 @@ def measure(
 
 
 class Loader:
-    """LLMs of configs; those of the same models share their weights."""
+    """LLMs of configs, which share their models: each is loaded, and timed for threads, once."""
 
     def __init__(self, progress: bool = True) -> None:
         self.progress = progress
-        self.known: dict[tuple[str | None, str], Weights] = {}  # without a draft model
-        self.pairs: dict[tuple[str | None, str, str | None], Weights] = {}
+        self.models: list[Model | None] = []
 
     def load(self, label: str, config: Config) -> Contender:
-        target = config.model.path, config.model.dtype
-        pair = *target, config.drafter.model
-        weights = self.pairs.get(pair) or self.known.get(target)
-        settings = settings_of(config)
-        llm = LLM(set=settings, progress=self.progress, weights=weights)
-        self.known[target] = Weights(llm.weights.target, None)
-        if llm.weights.draft is not None:
-            self.pairs[pair] = llm.weights
-        return Contender(label, about(config, settings), Local(llm))
+        llm = LLM(set=settings_of(config), progress=self.progress, weights=self.models)
+        self.models += [model for model in llm.weights if model not in self.models]
+        return Contender(label, about(llm), Local(llm))
 
 
 def settings_of(config: Config) -> Mapping[str, Any]:
@@ -119,55 +114,74 @@ def settings_of(config: Config) -> Mapping[str, Any]:
     }
 
 
-def about(config: Config, settings: Mapping[str, Any]) -> Subject:
+def about(llm: LLM) -> Subject:
+    config = llm.config
     folder = resolve_model(config)
-    draft = resolve_draft(config) if needs_draft_model(config) else None
+    phases = llm.loaded.phases
     is_drafting = config.drafter_name != "none"
     return Subject(
         model=folder.name,
-        draft_model=None if draft is None else draft.name,
+        draft_model=resolve_draft(config).name if needs_draft_model(config) else None,
         drafter=config.drafter_name,
         max_nodes=config.speculation.max_nodes if is_drafting else 0,
-        config={key: value for key, value in settings.items() if key not in PATHS},
+        config=without_paths(settings_of(config)),
+        threads={name: words for name, words in phases.items() if name.endswith("threads")},
         scaled=scaled_from(folder),
     )
 
 
-def hosted(url: str, key: str | None, model: str | None) -> Contender:
+def without_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Also without those among a drafter's options."""
+    return {
+        key: without_paths(value) if isinstance(value, dict) else value
+        for key, value in settings.items()
+        if key not in PATHS
+    }
+
+
+def hosted(label: str, url: str, key: str | None, model: str | None) -> Contender:
     server = Hosted(url, key, model)
-    return Contender(url, Subject(url=url, model=server.remote.fields["model"]), server)
+    return Contender(label, Subject(url=url, model=server.remote.fields["model"]), server)
 
 
-def drafting(setting: str) -> dict[str, Any]:
-    """off, NAME or NAME:NODES, scripted:0.9/0.8/0.7 -> settings of the engine."""
+def drafting(setting: str, base: Config) -> dict[str, Any]:
+    """off, NAME or NAME:NODES, scripted:0.9/0.8/0.7 -> settings of the engine, on top of `base`."""
     name, colon, rest = setting.partition(":")
-    if name in ("off", "none") and not colon:
-        return {"drafter.name": "none", "drafter.model": None}
-    if name == "scripted":
-        return scripted_settings(setting, rest)
     if "." in name:  # package.module:Class:NODES
         attribute, colon, rest = rest.partition(":")
         name = f"{name}:{attribute}"
-    if colon and not rest.isdecimal():
-        raise ConfigError(f"--drafters {setting}: write off, NAME or NAME:NODES, as in ngram:8")
-    nodes = {"speculation.max_nodes": int(rest)} if colon else {}
-    alone = {"drafter.model": None} if name == "ngram" else {}
-    return {"drafter.name": name, **alone, **nodes}
+    if name in ("off", "none") and not colon:
+        return {"drafter.name": "none", "drafter.model": None, "drafter.options": {}}
+    if name == "scripted":
+        acceptance = chances(setting, rest)
+        settings = {"drafter.name": scripted.NAME, "drafter.options": {"acceptance": acceptance}}
+        return settings | {"drafter.model": None} | nodes(len(acceptance), base)
+    if colon and not (rest.isdecimal() and 1 <= int(rest) <= MAX_NODES):
+        raise ConfigError(
+            f"--drafters {setting}: write off, NAME or NAME:NODES with 1 to {MAX_NODES} nodes, as "
+            "in ngram:8"
+        )
+    return (
+        {"drafter.name": name}
+        | ({"drafter.model": None} if name == "ngram" else {})
+        | ({} if name == base.drafter_name else {"drafter.options": {}})  # another drafter's
+        | (nodes(int(rest), base) if colon else {})
+    )
 
 
-def scripted_settings(setting: str, chances: str) -> dict[str, Any]:
+def nodes(number: int, base: Config) -> dict[str, Any]:
+    """So many guesses for a request, and room for them in a step."""
+    most = max(number, base.speculation.max_step_nodes)
+    return {"speculation.max_nodes": number, "speculation.max_step_nodes": most}
+
+
+def chances(setting: str, text: str) -> list[float]:
     try:
-        acceptance = [float(part) for part in chances.split("/")]
+        return [float(part) for part in text.split("/")]
     except ValueError as e:
         raise ConfigError(
             f"--drafters {setting}: write the acceptance by depth, as in scripted:0.9/0.8/0.7"
         ) from e
-    return {
-        "drafter.name": scripted.NAME,
-        "drafter.model": None,
-        "drafter.options": {"acceptance": acceptance},
-        "speculation.max_nodes": len(acceptance),
-    }
 
 
 def record(llm: LLM, workloads: Sequence[Workload], file: Path) -> None:
@@ -193,10 +207,15 @@ def machine(command: str) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Of the working tree that specserve runs from; None where it is installed without one."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    """Of the repository that this file is part of; None where it is installed without one."""
+    git, here = ["git", "-C", str(Path(__file__).parent)], Path(__file__).name
     try:
-        done = subprocess.run([*git, "--abbrev=12"], capture_output=True, text=True)
+        known = subprocess.run([*git, "ls-files", "--error-unmatch", here], capture_output=True)
+        done = subprocess.run(
+            [*git, "describe", "--always", "--dirty", "--abbrev=12"],
+            capture_output=True,
+            text=True,
+        )
     except OSError:
         return None
-    return done.stdout.strip() or None
+    return done.stdout.strip() if known.returncode == 0 else None

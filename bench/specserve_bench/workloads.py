@@ -3,6 +3,8 @@
 Every workload is made offline, from the seed alone, and says in the JSON what it is.
 """
 
+import hashlib
+import json
 import random
 import string
 from collections.abc import Callable, Sequence
@@ -30,12 +32,15 @@ class Ask(NamedTuple):
 class Workload(NamedTuple):
     name: str
     about: str
+    seed: int
     asks: list[Ask]
 
     def described(self) -> dict[str, Any]:
         """For the JSON."""
         return {
             "about": self.about,
+            "seed": self.seed,
+            "hash": hashlib.sha256(json.dumps(self.asks).encode()).hexdigest()[:16],
             "requests": len(self.asks),
             "max_tokens": max(ask.max_tokens for ask in self.asks),
             "temperature": max(ask.temperature for ask in self.asks),
@@ -45,12 +50,12 @@ class Workload(NamedTuple):
 def workload(name: str, size: int, seed: int, temperature: float | None = None) -> Workload:
     """The workload of that name with `size` requests; a temperature given goes for all of them."""
     if name not in WORKLOADS:
-        raise ConfigError(f"--workload {name}: the workloads are {', '.join(WORKLOADS)}")
+        raise ConfigError(f"--workloads {name}: the workloads are {', '.join(WORKLOADS)}")
     about, make = WORKLOADS[name]
     asks = make(random.Random(f"{name} {seed}"), size)
     if temperature is not None:
         asks = [ask._replace(temperature=temperature) for ask in asks]
-    return Workload(name, about, asks)
+    return Workload(name, about, seed, asks)
 
 
 def ask(source: random.Random, prompt: str | Sequence[Message], max_tokens: int) -> Ask:

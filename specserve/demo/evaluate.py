@@ -81,7 +81,7 @@ def is_right(answer: str, question: Question) -> bool:
 
 
 def complete(llm: LLM) -> list[Output]:
-    """The second half of every evaluation file's first 2,000 characters, one after the other."""
+    """128 tokens after the first 1,000 characters of every evaluation file, one at a time."""
     params = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
     return [llm.generate(text[:1000], params)[0] for text in source_files().values()]
 

@@ -31,6 +31,7 @@ from specserve.demo.card import Card, write_card
 from specserve.demo.corpus import library, read_source, source_files, symbols, turns
 from specserve.demo.evaluate import evaluate
 from specserve.demo.tokenizer import END_OF_TEXT, END_TURN, load_or_train
+from specserve.errors import ConfigError
 from specserve.machine import cpu_name
 
 SAVE_SECONDS = 300.0  # of work that a kill may cost
@@ -45,7 +46,7 @@ class Size(msgspec.Struct, frozen=True):
     mlp: int
 
 
-class Plan(msgspec.Struct, frozen=True):
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
     vocab_size: int = 8192
     target: Size = Size(4, 384, 6, 1024)
@@ -70,8 +71,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("out", type=Path, help="the folder of the pair, and of what is half done")
     parser.add_argument("--plan", type=Path, help="JSON with fields of Plan that differ")
     args = parser.parse_args(argv)
-    raw = args.plan.read_bytes() if args.plan else b"{}"
-    plan = msgspec.json.decode(raw, type=Plan)
+    plan = read_plan(args.plan)
     train(args.out, plan)
     figures = evaluate(args.out / DEMO_TARGET.name, args.out / DEMO_DRAFT.name, plan.ask_every)
     training = facts(args.out, plan)
@@ -79,8 +79,16 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def read_plan(file: Path | None) -> Plan:
+    try:
+        return msgspec.json.decode(file.read_bytes() if file else b"{}", type=Plan)
+    except (OSError, msgspec.MsgspecError) as e:
+        raise ConfigError(f"--plan {file}: {e}") from e
+
+
 def train(out: Path, plan: Plan) -> None:
     """Both models, in OUT; what is half done, in OUT/target and OUT/draft."""
+    check_plan(out / "plan.json", plan)
     torch.manual_seed(plan.seed)
     sources, talk = read_corpus(plan)
     texts = [*sources, *(text for turn in talk for text in turn)]
@@ -94,6 +102,15 @@ def train(out: Path, plan: Plan) -> None:
     learn(out / "draft", draft, plan, plan.draft_tokens, corpus, loss)
     export(out / DEMO_TARGET.name, target, tokenizer)
     export(out / DEMO_DRAFT.name, draft, tokenizer)
+
+
+def check_plan(file: Path, plan: Plan) -> None:
+    """What was begun by one plan is not ended by another."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if not file.exists():
+        file.write_bytes(msgspec.json.encode(plan))
+    if msgspec.json.decode(file.read_bytes(), type=Plan) != plan:
+        raise ConfigError(f"{file}: begun by another plan; give that one, or another folder")
 
 
 def read_corpus(plan: Plan) -> tuple[list[str], list[Any]]:
@@ -280,4 +297,7 @@ def export(folder: Path, model: Any, tokenizer: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ConfigError as e:
+        sys.exit(f"error: {e}")

@@ -1,6 +1,6 @@
 """From a config to an engine that is ready to step: models, pool, drafter, threads."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -25,17 +25,32 @@ from specserve.scheduling.scheduler import Limits
 from specserve_drafters import Drafter, DrafterError, make_drafter
 from specserve_drafters.base import drafter_options, find_drafter
 from specserve_drafters.tree import MAX_NODES
-from specserve_kernels import Ops, load
+from specserve_kernels import Ops, Threads, load
 
 TREE_SLOTS = MAX_NODES + 1
 Progress = Callable[[str, int, int], None]  # phase, done, total
 
 
-class Weights(NamedTuple):
-    """Models that have been loaded; any number of engines can share them."""
+class Model:
+    """A model that has been loaded: any number of engines can share it."""
 
-    target: Decoder
-    draft: Decoder | None
+    def __init__(self, decoder: Decoder, source: tuple[str, str, int | None]) -> None:
+        self.decoder, self.source = decoder, source
+        self.threads: tuple[Threads, str] | None = None  # as timed, and in words
+
+    def tune(self, runner: Runner, pool: BlockPool, max_len: int, asked: int | None) -> str:
+        """Settle the runner's threads, timing them if nobody has; what was settled, in words."""
+        if self.threads is None or asked is not None:
+            words = tune(runner, pool, max_len, asked)
+            assert runner.threads is not None
+            self.threads = runner.threads, words
+        runner.threads, words = self.threads
+        return words
+
+
+class Weights(NamedTuple):
+    target: Model
+    draft: Model | None
 
 
 class Loaded(NamedTuple):
@@ -69,42 +84,46 @@ def build(
     config: Config,
     progress: Progress | None = None,
     phases: Phases | None = None,
-    weights: Weights | None = None,
+    known: Iterable[Model | None] = (),
 ) -> Loaded:
     """Load the models that the config names; ConfigError tells what to change.
 
-    `weights` of an engine built before for the same models are taken as they are.
+    Models that are `known` from engines built before are shared with them.
     """
     phases = phases or Phases()
-    weights = load_weights(config, progress, phases, weights)
-    max_len = context_length(config, weights.target.config)
-    draft = weights.draft if needs_draft_model(config) else None
+    weights = load_weights(config, progress, phases, known)
+    target, draft = weights
+    max_len = context_length(config, target.decoder.config)
     with phases.phase("pool"):
-        engine = assemble(config, weights.target, draft, max_len)
+        engine = assemble(config, target.decoder, draft.decoder if draft else None, max_len)
         phases.note("pool", memory_plan(config, engine.pool))
-    runners = {"target threads": engine.target}
-    if engine.draft_model is not None:
-        runners["draft threads"] = engine.draft_model.runner
-    for name, runner in runners.items():
+    runners = {"target threads": (target, engine.target)}
+    if engine.draft_model is not None and draft is not None:
+        runners["draft threads"] = draft, engine.draft_model.runner
+    for name, (model, runner) in runners.items():
         with phases.phase(name):
-            phases.note(name, tune(runner, engine.pool, max_len, config.model.threads))
+            phases.note(name, model.tune(runner, engine.pool, max_len, config.model.threads))
     return Loaded(engine, weights, max_len, config.drafter_name, phases.table)
 
 
 def load_weights(
-    config: Config, progress: Progress | None, phases: Phases, known: Weights | None
+    config: Config, progress: Progress | None, phases: Phases, known: Iterable[Model | None]
 ) -> Weights:
-    """What the config needs and nobody has loaded yet."""
+    """The models that the config needs; one that is known is not loaded again."""
+    loaded = {model.source: model for model in known if model is not None}
+
+    def get(name: str, path: Path) -> Model:
+        source = str(path.resolve()), config.model.dtype, config.scheduler.max_model_len
+        if source not in loaded:
+            with phases.phase(name):
+                loaded[source] = Model(load_model(path, config, ops, progress), source)
+        return loaded[source]
+
     with phases.phase("kernels"):
         ops = load(torch.device("cpu"))
-    target, draft = known or (None, None)
-    if target is None:
-        with phases.phase("target"):
-            target = load_model(resolve_model(config), config, ops, progress)
-    context_length(config, target.config)  # refused before the next load
-    if draft is None and needs_draft_model(config):
-        with phases.phase("draft model"):
-            draft = load_model(resolve_draft(config), config, ops, progress)
+    target = get("target", resolve_model(config))
+    context_length(config, target.decoder.config)  # refused before the next load
+    draft = get("draft model", resolve_draft(config)) if needs_draft_model(config) else None
     return Weights(target, draft)
 
 

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from specserve.cli import main
+from specserve.config import load_config
 from specserve_bench import results, suite
 from specserve_bench.plots import draw
 from specserve_bench.report import report
@@ -71,8 +72,7 @@ def test_tables_and_plots_come_from_the_file_alone(latency, tmp_path, capsys, mo
     file, printed = latency
     assert main(["bench", "show", str(file), "--plots", str(tmp_path / "again")]) == 0
     shown = capsys.readouterr().out
-    tables = [line for line in shown.splitlines() if not line.startswith("plot: ")]
-    assert tables == [line for line in printed.splitlines() if not line.startswith("plot: ")]
+    assert shown == printed
     plots = {p.name: p.read_bytes() for p in (tmp_path / "again").iterdir()}
     assert plots.keys() == {"latency-cdf.png", "acceptance-by-depth.png", "tpot-ratios.png"}
     first = {p.name: p.read_bytes() for p in (file.parents[1] / "plots").iterdir()}
@@ -80,7 +80,7 @@ def test_tables_and_plots_come_from_the_file_alone(latency, tmp_path, capsys, mo
 
 
 def test_the_last_line_is_json_with_the_figures(latency):
-    line = json.loads([x for x in latency[1].splitlines() if x.startswith("{")][-1])
+    line = json.loads(latency[1].splitlines()[-1])
     assert [row["subject"] for row in line["rows"][:2]] == ["off", "ngram:4"]
     row = line["rows"][0]
     assert row["ratios"]["tpot_ms"]["median"] == 1.0 and row["is_same"] is True
@@ -143,6 +143,54 @@ def test_compare_takes_configs_in_turn(folder, tmp_path):
     assert [s.drafter for s in result.subjects.values()] == ["none", "ngram"]
 
 
+def test_the_same_config_twice_shows_the_noise(folder, tmp_path):
+    file = tmp_path / "off.toml"
+    file.write_text(f'[model]\npath = "{folder}"\nthreads = 1\n[drafter]\nname = "none"\n')
+    args = [file, file, "--out", tmp_path / "r.json", "--requests=1", "--rounds=1"]
+    assert main(list(map(str, ["bench", "compare", *args, "--workloads=questions"]))) == 0
+    assert list(results.read(tmp_path / "r.json").subjects) == [str(file), f"{file} (2)"]
+
+
+def test_every_drafter_at_every_size_is_tried_with_room_for_its_guesses(folder, draft, tmp_path):
+    args = ["--model", folder, "--draft-model", draft, "--out", tmp_path / "r.json"]
+    args += ["--nodes=2,40", "--requests=1", "--rounds=1", "--set=memory.kv_bytes=67108864"]
+    assert main(list(map(str, ["bench", "drafters", *args]))) == 0
+    subjects = results.read(tmp_path / "r.json").subjects
+    assert list(subjects) == ["off", "ngram:2", "ngram:40", "model:2", "model:40"]
+    wide = subjects["model:40"]
+    assert (wide.max_nodes, wide.config["speculation.max_step_nodes"]) == (40, 40)
+    assert wide.threads.keys() == {"target threads", "draft threads"}
+    assert len({s.threads["target threads"].partition(": ")[2] for s in subjects.values()}) == 1
+
+
+def test_models_are_loaded_once(folder, draft):
+    loader = suite.Loader(progress=False)
+    small = {"memory.kv_bytes": 1 << 26, "model.path": str(folder)}
+    model = {"drafter.model": str(draft)}
+    chosen = [{}, model, {"drafter.name": "none"}, model, {"scheduler.max_model_len": 512}]
+    llms = [
+        loader.load("", load_config(None, small | settings)).runnable.llm for settings in chosen
+    ]
+    targets = [llm.weights.target for llm in llms]
+    assert targets[:4] == targets[:1] * 4 and targets[4] is not targets[0]
+    assert llms[0].weights.draft is None and llms[1].weights.draft is llms[3].weights.draft
+    assert len({id(llm.engine.target.decoder) for llm in llms}) == 2
+
+
+def test_a_drafter_that_the_config_names_is_tried_with_its_options(folder, tmp_path):
+    settings = [f"--set=drafter.options.{key}=2" for key in ("min_ngram", "max_ngram")]
+    file = tmp_path / "mine.toml"
+    file.write_text('[drafter]\nname = "specserve_drafters.ngram:NgramDrafter"\n')
+    args = ["--model", folder, "--config", file, "--out", tmp_path / "r.json", "--requests=1"]
+    args += ["--rounds=1", *settings]
+    assert main(list(map(str, ["bench", "latency", *args]))) == 0
+    subjects = results.read(tmp_path / "r.json").subjects
+    own = "specserve_drafters.ngram:NgramDrafter"
+    assert list(subjects) == ["off", "ngram", own]
+    assert subjects[own].config["drafter.options"] == {"min_ngram": 2, "max_ngram": 2}
+    assert "drafter.options" not in subjects["ngram"].config
+
+
 def test_rounds_are_interleaved_after_a_first_request_that_is_thrown_away():
     order = []
 
@@ -174,7 +222,15 @@ def test_rounds_are_interleaved_after_a_first_request_that_is_thrown_away():
         (["latency", "--url=http://127.0.0.1:1", "--drafters=off"], "--drafters is the server's"),
         (["latency", "--url=http://127.0.0.1:1"], "specserve serve"),
         (["latency", "--api-key-file=k"], "--url"),
-        (["compare", "gone.toml"], "gone.toml"),
+        (["latency", "--drafters=ngram:64"], "1 to 63"),
+        (["latency", "--drafters=off,ngram", "--draft-model=d"], "none of --drafters uses it"),
+        (["latency", "--set=drafter.name=ngram"], "--drafters"),
+        (["latency", "--drafters=off", "--out=/dev/null/x/r.json"], "cannot be written"),
+        (["load", "--burstiness=2"], "--rate"),
+        (["drafters", "--nodes=4", "--drafters=off"], "NAME:NODES"),
+        (["compare", "off.toml"], "hold it against"),
+        (["compare", "off.toml", "on.toml", "--api-key-file=k"], "one URL"),
+        (["compare", "gone.toml", "gone.toml"], "gone.toml"),
         (["show", "gone.json"], "gone.json"),
     ],
 )
@@ -186,7 +242,17 @@ def test_a_mistake_is_one_line_that_says_what_to_do(folder, capsys, args, compla
     assert complaint in err
 
 
-@pytest.mark.parametrize("arg", ["--requests=0", "--rounds=-1", "--rate=0", "--rate=inf"])
+@pytest.mark.parametrize(
+    "arg",
+    [
+        "--requests=0",
+        "--rounds=-1",
+        "--rate=0",
+        "--rate=inf",
+        "--concurrency=,",
+        "--burstiness=nan",
+    ],
+)
 def test_a_number_that_cannot_be_is_refused(capsys, arg):
     with pytest.raises(SystemExit):
         main(["bench", "load", arg])

@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from specserve_bench import results
 from specserve_bench.hosted import Hosted
 from specserve_bench.results import Load
 from specserve_bench.workloads import Ask, Workload
@@ -87,7 +88,30 @@ def server():
 
 
 def asked(count, prompt=({"role": "user", "content": "?"},)):
-    return Workload("test", "a test", [Ask(prompt, 9, 0.5, seed) for seed in range(count)])
+    return Workload("test", "a test", 0, [Ask(prompt, 9, 0.5, seed) for seed in range(count)])
+
+
+def test_a_last_token_without_text_counts_until_it_came(server):
+    server.events = [said("a"), said("b"), said("", "stop"), said(**USAGE)]
+    [answer] = run(server).answers
+    assert answer.num_events == 2
+    assert answer.last_at - answer.first_at == pytest.approx(2 * GAP, abs=0.04)
+
+
+def test_an_answer_without_any_text_ends_when_it_begins(server):
+    usage = {"prompt_tokens": 5, "completion_tokens": 1}
+    server.events = [said(""), said("", "stop"), said(usage=usage)]
+    [answer] = run(server).answers
+    assert answer.error is None and answer.tpot_ms is None
+    assert answer.ttft_ms == answer.end_to_end_ms == pytest.approx(2e3 * GAP, abs=60)
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_thoughts_are_text_that_is_waited_for(server, field):
+    thought = {"choices": [{"delta": {field: "hm"}}]}
+    server.events = [thought, said("a", "stop"), said(**USAGE)]
+    [answer] = run(server).answers
+    assert answer.num_events == 2 and answer.ttft_ms < 2e3 * GAP
 
 
 def run(server, load=None, count=1, **others):
@@ -178,9 +202,14 @@ def test_a_server_without_statistics_is_measured_all_the_same(server):
         ({"is_done": False}, "broke off"),
         ({"events": [said("a"), {"error": {"message": "out of memory"}}]}, "out of memory"),
         ({"events": [{"choices": 3}]}, "choices"),
+        ({"events": PLAIN[:-1]}, "include_usage"),
     ],
 )
 def test_a_failure_is_kept_with_its_request(server, changes, complaint):
     vars(server).update(changes)
     round = run(server, count=2)
     assert all(complaint in answer.error for answer in round.answers)
+    figures = results.figures(round, results.Goals())
+    assert figures["errors"] == 2
+    assert [figures[name] for name in ("ttft_ms", "itl_ms", "end_to_end_ms")] == [None] * 3
+    assert (figures["tokens_per_s"], figures["goodput"]) == (0.0, 0.0)

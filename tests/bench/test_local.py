@@ -68,7 +68,7 @@ class ClockedLLM:
 
 
 def asked(*prompts):
-    return Workload("test", "a test", [Ask(p, 8, 0.0, 0) for p in prompts])
+    return Workload("test", "a test", 0, [Ask(p, 8, 0.0, 0) for p in prompts])
 
 
 def run(load, *prompts):

@@ -35,7 +35,9 @@ def test_a_workload_is_its_name_its_size_and_its_seed(name):
     assert len(first.asks) == 12
     assert [a.prompt for a in first.asks] != [a.prompt for a in workload(name, 12, seed=6).asks]
     assert len({ask.seed for ask in first.asks}) == 12
-    assert first.described()["requests"] == 12 and first.described()["about"] == first.about
+    told = first.described()
+    assert (told["requests"], told["about"], told["seed"]) == (12, first.about, 5)
+    assert told["hash"] != workload(name, 12, seed=6).described()["hash"]
 
 
 def test_a_temperature_goes_for_every_request():

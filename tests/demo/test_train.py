@@ -11,6 +11,7 @@ from specserve.demo.batches import IGNORED, batch, encode
 from specserve.demo.card import read_card
 from specserve.demo.corpus import Turn
 from specserve.demo.tokenizer import train_tokenizer
+from specserve.errors import ConfigError
 
 NAMES = DEMO_TARGET.name, DEMO_DRAFT.name
 SIZE = train.Size(1, 64, 1, 64)
@@ -65,6 +66,20 @@ def test_the_rate_rises_stays_and_falls():
 
 def weights(out):
     return [(out / name / "model.safetensors").read_bytes() for name in NAMES]
+
+
+def test_a_training_is_not_ended_by_another_plan(tmp_path):
+    train.check_plan(tmp_path / "new" / "plan.json", PLAN)
+    train.check_plan(tmp_path / "new" / "plan.json", PLAN)
+    with pytest.raises(ConfigError, match=r"plan\.json: begun by another plan"):
+        train.check_plan(tmp_path / "new" / "plan.json", train.Plan())
+
+
+@pytest.mark.parametrize("text", ['{"sed": 3}', '{"seed": "3"}', "[]", "{"])
+def test_a_plan_with_a_mistake_is_named(tmp_path, text):
+    (tmp_path / "mine.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"--plan .*mine\.json"):
+        train.read_plan(tmp_path / "mine.json")
 
 
 @pytest.mark.slow
