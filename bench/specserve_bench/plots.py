@@ -10,6 +10,7 @@ from specserve_bench.results import Load, Result, Run
 
 try:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 except ImportError as e:
     raise ConfigError("plots need matplotlib: pip install 'specserve[bench]'") from e
 
@@ -99,6 +100,7 @@ def acceptance_by_depth(results: Sequence[Result]) -> Figure | None:
             shares = line.values["acceptance_by_depth"]
             ax.plot(range(1, len(shares) + 1), shares, marker="o", label=line.subject)
         ax.set_ylim(0, 1)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         title = title_of(result, workload, str(load))
         label(ax, title, "depth", "share of steps that reach it")
     return figure
@@ -117,16 +119,25 @@ def tpot_ratios(results: Sequence[Result]) -> Figure | None:
     figure, axes = panels(len(found))
     for ax, (result, (workload, load), lines) in zip(axes, found, strict=True):
         bars(ax, lines)
-        label(ax, title_of(result, workload, str(load)), "", "TPOT over the first one's")
+        label(
+            ax,
+            title_of(result, workload, str(load)),
+            "",
+            "TPOT over the first one's (tokens a step below)",
+        )
     return figure
 
 
 def bars(ax: Any, lines: Sequence[Line]) -> None:
+    names = dict.fromkeys(line.subject.split(":")[0] for line in lines)  # of drafters
+    colors = {name: f"C{number}" for number, name in enumerate(names)}
     for number, line in enumerate(lines):
         ratio = line.ratios["tpot_ms"]
         assert ratio is not None
         whisker = [[ratio.median - ratio.low], [ratio.high - ratio.median]]
-        ax.bar(number, ratio.median, yerr=whisker, capsize=3, color=f"C{number}")
+        ax.bar(
+            number, ratio.median, yerr=whisker, capsize=3, color=colors[line.subject.split(":")[0]]
+        )
         length = line.values["acceptance_length"]
         if length is not None:
             ax.text(number, 0.02, f"{length:.2f}", ha="center", fontsize=8)

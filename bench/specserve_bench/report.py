@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -28,9 +29,10 @@ TIMES = {
     "longest stall": "stall_ms",
     "end to end": "end_to_end_ms",
 }
-COMPARED = ("ttft_ms", "tpot_ms", "end_to_end_ms")
+COMPARED = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "end_to_end_ms": "end to end"}
 COLUMNS = Spread.__struct_fields__
-SECONDS = ("draft_s", "verify_s", "other_s")
+SECONDS = {"draft_s": "draft s", "verify_s": "verify s", "other_s": "other s"}
+WIDTH = 200  # of characters: what is narrower is not broken
 DEPTHS = 6  # of acceptance, that a table has room for
 
 
@@ -45,17 +47,18 @@ class Line(NamedTuple):
 
 def report(result: Result) -> str:
     text = io.StringIO()
-    console = Console(file=text, width=150)
+    console = Console(file=text, width=WIDTH)
     console.print(heading(result))
     for (workload, load), lines in grouped(result):
         where = f"{workload}, {load}"
-        console.print(summary_table(where, lines, result))
-        console.print(times_table(where, lines))
+        for table in (speed_table, speculation_table, times_table):
+            console.print(table(where, lines))
     differing = [line.subject for _, lines in grouped(result) for line in lines if not line.is_same]
     if differing:
         names = ", ".join(dict.fromkeys(differing))
         console.print(f"OUTPUTS DIFFER from those of {next(iter(result.subjects))}: {names}")
-    return f"{text.getvalue()}{one_line(result)}"
+    lines = (line.rstrip() for line in text.getvalue().splitlines())
+    return "\n".join([*lines, one_line(result)])
 
 
 def heading(result: Result) -> str:
@@ -64,7 +67,9 @@ def heading(result: Result) -> str:
     lines += [f"{label}: {subject_words(subject)}" for label, subject in result.subjects.items()]
     lines += [f"{name}: {about['about']}" for name, about in result.workloads.items()]
     rounds = max((len(run.rounds) for run in result.runs), default=0)
-    return "\n".join([*lines, f"medians over {rounds} interleaved rounds, milliseconds"])
+    goals = result.goals
+    lines.append(f"goodput: TTFT at most {goals.ttft_ms:g} ms, TPOT at most {goals.tpot_ms:g} ms")
+    return "\n".join([*lines, f"milliseconds, means; medians over {rounds} interleaved rounds"])
 
 
 def subject_words(subject: Subject) -> str:
@@ -120,25 +125,34 @@ def mean(spread: Spread | None) -> float | None:
     return None if spread is None else spread.mean
 
 
-def summary_table(where: str, lines: Sequence[Line], result: Result) -> Table:
-    goals = result.goals
-    good = f"goodput/s (TTFT {goals.ttft_ms:g}, TPOT {goals.tpot_ms:g})"
-    times = [f"{words} (x base)" for words, name in TIMES.items() if name in COMPARED]
-    names = ("tokens/s", "acceptance", "by depth", "wasted rows", "draft / verify / other s")
-    table = table_of(where, "", *times, *names, good, "errors", "outputs")
+def speed_table(where: str, lines: Sequence[Line]) -> Table:
+    times = [column for words in COMPARED.values() for column in (words, "x base")]
+    table = table_of(where, "", *times, "tokens/s", "goodput/s", "errors", "outputs")
+    for line in lines:
+        v = line.values
+        cells = ((shown(mean(v[n])), ratio_words(line.ratios[n])) for n in COMPARED)
+        table.add_row(
+            line.subject,
+            *(text for pair in cells for text in pair),
+            shown(v["tokens_per_s"], 1),
+            shown(v["goodput"]),
+            shown(v["errors"], 0),
+            f"{v['output_hash'][:8]}{'' if line.is_same else ' DIFFERENT'}",
+        )
+    return table
+
+
+def speculation_table(where: str, lines: Sequence[Line]) -> Table:
+    names = ("tokens a step", "reach depth 1, 2, ...", "wasted rows", *SECONDS.values())
+    table = table_of(where, "", *names)
     for line in lines:
         v = line.values
         table.add_row(
             line.subject,
-            *(f"{shown(mean(v[n]))} {ratio_words(line.ratios[n])}".strip() for n in COMPARED),
-            shown(v["tokens_per_s"], 1),
             shown(v["acceptance_length"]),
             " ".join(f"{share:.2f}" for share in v["acceptance_by_depth"][:DEPTHS]) or "-",
             "-" if v["wasted_rows"] is None else f"{v['wasted_rows']:.0%}",
-            " / ".join(shown(v[name]) for name in SECONDS),
-            shown(v["goodput"]),
-            shown(v["errors"], 0),
-            f"{v['output_hash'][:8]}{'' if line.is_same else ' DIFFERENT'}",
+            *(shown(v[name]) for name in SECONDS),
         )
     return table
 
@@ -154,9 +168,9 @@ def times_table(where: str, lines: Sequence[Line]) -> Table:
 
 
 def table_of(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", overflow="fold")
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
     return table
 
 
@@ -165,7 +179,7 @@ def shown(value: float | None, digits: int = 2) -> str:
 
 
 def ratio_words(ratio: Ratio | None) -> str:
-    return "" if ratio is None else f"({ratio.median:.2f}, {ratio.low:.2f}-{ratio.high:.2f})"
+    return "-" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
 
 
 def markdown(results: Sequence[Result]) -> str:
