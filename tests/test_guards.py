@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import tiny_checkpoint
-
 ROOT = Path(__file__).parents[1]
 
 PROBE = """
@@ -49,7 +47,7 @@ def wheel(tmp_path_factory):
     return path
 
 
-def test_the_wheel_has_four_packages_and_the_cpp_sources(wheel):
+def test_the_wheel_has_four_packages_the_cpp_sources_and_the_demo_pair(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {
         "specserve",
@@ -61,6 +59,8 @@ def test_the_wheel_has_four_packages_and_the_cpp_sources(wheel):
     assert sources
     assert sources <= set(names)
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
+    demo = {p.relative_to(ROOT).as_posix() for p in ROOT.glob("specserve/demo/**/*") if p.is_file()}
+    assert {name for name in demo if not name.endswith(".pyc")} <= set(names)
 
 
 def install(wheel, folder):
@@ -80,7 +80,7 @@ def test_the_wheel_installs_and_generates_two_tokens(wheel, tmp_path):
     python = install(wheel, tmp_path / "venv")
     home = run(python, "-c", "import specserve; print(specserve.__file__)", cwd=tmp_path)
     assert home.startswith(str(tmp_path))
-    model = tiny_checkpoint(tmp_path / "tiny")
-    flags = ["--model", model, "--max-tokens", "2", "--temperature", "0", "--json"]
+    flags = ["--max-tokens", "2", "--temperature", "0", "--json"]
     output = run(python, "-m", "specserve", "generate", "def read", *flags, cwd=tmp_path)
     assert len(json.loads(output)["token_ids"]) == 2
+    assert "bench" in run(python, "-m", "specserve", "--help", cwd=tmp_path)
