@@ -57,8 +57,8 @@ def report(result: Result) -> str:
     if differing:
         names = ", ".join(dict.fromkeys(differing))
         console.print(f"OUTPUTS DIFFER from those of {next(iter(result.subjects))}: {names}")
-    lines = (line.rstrip() for line in text.getvalue().splitlines())
-    return "\n".join([*lines, one_line(result)])
+    printed = [row.rstrip() for row in text.getvalue().splitlines()]
+    return "\n".join([*printed, one_line(result)])
 
 
 def heading(result: Result) -> str:

@@ -5,20 +5,24 @@ Every few minutes a stage leaves its state behind: run it again to go on from th
 
 import argparse
 import math
+import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from statistics import median
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
-import specserve.process  # noqa: F401, first: it settles malloc before torch comes
+from specserve import LLM, SamplingParams  # first: it settles the process before torch comes
 
 import msgspec  # isort: skip
+import numpy as np  # isort: skip
 import torch  # isort: skip
 from rich.console import Console  # isort: skip
 from rich.progress import Progress, TextColumn, TimeRemainingColumn, BarColumn  # isort: skip
+from numpy.typing import NDArray  # isort: skip
 from safetensors import safe_open  # isort: skip
 from safetensors.torch import save_file  # isort: skip
 from torch import Tensor, nn  # isort: skip
@@ -34,6 +38,7 @@ from specserve.demo.tokenizer import END_OF_TEXT, END_TURN, load_or_train
 from specserve.errors import ConfigError
 from specserve.machine import cpu_name
 
+BEGINNING, OWN_LENGTH = 160, 128  # tokens of source at most, and of the target after them
 SAVE_SECONDS = 300.0  # of work that a kill may cost
 
 
@@ -50,13 +55,15 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
     vocab_size: int = 8192
     target: Size = Size(4, 384, 6, 1024)
-    draft: Size = Size(1, 128, 2, 512)
+    draft: Size = Size(1, 128, 2, 768)
     target_tokens: int = 13_000_000
-    draft_tokens: int = 5_000_000
+    own_tokens: int = 1_200_000
+    draft_tokens: int = 7_500_000
     step_tokens: int = 6144
     length: int = 256  # attention is what grows with it, and most conversations are shorter
     long_length: int = 1024  # of every eighth step, for those that are not
     talk_share: float = 0.7
+    draft_talk_share: float = 0.4
     peak_rate: float = 3e-3
     ask_every: int = 1  # in the evaluation: of the questions, every so many
     max_files: int | None = None  # for tests
@@ -96,11 +103,14 @@ def train(out: Path, plan: Plan) -> None:
     corpus = encode(tokenizer, sources, talk)
     print(f"{corpus.num_tokens:,} tokens, {len(corpus.source):,} of them source", file=sys.stderr)
     target = build(plan.target, plan, tokenizer)
-    learn(out / "target", target, plan, plan.target_tokens, corpus, next_token_loss(target))
+    stage = Stage(out / "target", plan.target_tokens, plan.talk_share)
+    learn(stage, target, plan, corpus, next_token_loss(target))
+    export(out / DEMO_TARGET.name, target, tokenizer)
+    own = corpus._replace(source=own_text(out, plan, corpus))
     draft = build(plan.draft, plan, tokenizer)
     loss = distillation_loss(draft, target.eval().requires_grad_(False))
-    learn(out / "draft", draft, plan, plan.draft_tokens, corpus, loss)
-    export(out / DEMO_TARGET.name, target, tokenizer)
+    stage = Stage(out / "draft", plan.draft_tokens, plan.draft_talk_share)
+    learn(stage, draft, plan, own, loss)
     export(out / DEMO_DRAFT.name, draft, tokenizer)
 
 
@@ -119,6 +129,34 @@ def read_corpus(plan: Plan) -> tuple[list[str], list[Any]]:
     sources = [text for name in names if (text := read_source(folder / name)) is not None]
     known = symbols(folder)[: plan.max_symbols]
     return sources, [turn for symbol in known for turn in turns(symbol)]
+
+
+def own_text(out: Path, plan: Plan, corpus: Corpus) -> NDArray[np.uint16]:
+    """Beginnings of source, each gone on with by the target: what its draft will have to guess.
+
+    Half greedily, half at temperature 1. A draft that has only seen what others wrote does not
+    know the target's own ways, loops among them (on-policy distillation, Agarwal et al. 2023).
+    """
+    file = out / "own.npy"
+    if not file.exists():
+        random = np.random.default_rng(plan.seed)
+        prompts, params = [], []
+        for number in range(plan.own_tokens // OWN_LENGTH):
+            start = int(random.integers(len(corpus.source) - BEGINNING))
+            length = int(random.integers(1, BEGINNING))
+            prompts.append(corpus.source[start : start + length].tolist())
+            temperature = float(number % 2)
+            params.append(
+                SamplingParams(
+                    max_tokens=OWN_LENGTH, temperature=temperature, seed=number, ignore_eos=True
+                )
+            )
+        with LLM(out / DEMO_TARGET.name, drafter="none") as llm:
+            outputs = llm.generate(prompts, params)
+        ids = [token for o in outputs for token in o.prompt_token_ids + o.token_ids]
+        np.save(file, np.array(ids, dtype=np.uint16))
+    own: NDArray[np.uint16] = np.load(file)
+    return own
 
 
 def build(size: Size, plan: Plan, tokenizer: Any) -> Any:
@@ -168,13 +206,17 @@ def distillation_loss(draft: Any, target: Any) -> Loss:
     return loss
 
 
-def learn(
-    folder: Path, model: nn.Module, plan: Plan, num_tokens: int, corpus: Corpus, loss: Loss
-) -> None:
+class Stage(NamedTuple):
+    folder: Path
+    num_tokens: int
+    talk_share: float
+
+
+def learn(stage: Stage, model: nn.Module, plan: Plan, corpus: Corpus, loss: Loss) -> None:
     """Muon (Jordan et al. 2024) for the layers' matrices, AdamW (Loshchilov and Hutter 2019) for
     the rest, in bf16 autocast; picks up where it was stopped.
     """
-    num_steps = max(1, num_tokens // plan.step_tokens)
+    folder, num_steps = stage.folder, max(1, stage.num_tokens // plan.step_tokens)
     optimizers = build_optimizers(model, plan.peak_rate)
     first = load_state(folder, model, optimizers)
     saved_at = monotonic()
@@ -182,7 +224,7 @@ def learn(
         started_at = monotonic()
         length = plan.length_of(step)
         num_rows = plan.step_tokens // length
-        drawn = batch(corpus, plan.seed, step, num_rows, length, plan.talk_share)
+        drawn = batch(corpus, plan.seed, step, num_rows, length, stage.talk_share)
         with torch.autocast("cpu", torch.bfloat16):
             value = loss(drawn)
         model.zero_grad()
@@ -252,9 +294,9 @@ def facts(out: Path, plan: Plan) -> dict[str, Any]:
     return {
         "hours": hours,
         "tokens": {"target": plan.target_tokens, "draft": plan.draft_tokens},
-        "machine": f"{cpu_name()}, {torch.get_num_threads()} threads",
+        "machine": f"{len(os.sched_getaffinity(0))} cores of {cpu_name()}",
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
     }
 
 
@@ -292,7 +334,8 @@ def load_state(folder: Path, model: nn.Module, optimizers: Optimizers) -> int:
 
 def export(folder: Path, model: Any, tokenizer: Any) -> None:
     """As any model's folder: bf16 weights in shards, config, tokenizer."""
-    model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="14MB")
+    copy = deepcopy(model).to(torch.bfloat16)
+    copy.save_pretrained(folder, max_shard_size="14MB")
     tokenizer.save_pretrained(folder)
 
 

@@ -20,6 +20,7 @@ PLAN = train.Plan(
     target=SIZE,
     draft=SIZE,
     target_tokens=6 * 64,
+    own_tokens=4 * train.OWN_LENGTH,
     draft_tokens=2 * 64,
     step_tokens=64,
     length=32,
