@@ -58,12 +58,12 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     draft: Size = Size(1, 128, 2, 768)
     target_tokens: int = 13_000_000
     own_tokens: int = 1_200_000
-    draft_tokens: int = 7_500_000
+    draft_tokens: int = 15_000_000
     step_tokens: int = 6144
     length: int = 256  # attention is what grows with it, and most conversations are shorter
     long_length: int = 1024  # of every eighth step, for those that are not
     talk_share: float = 0.7
-    draft_talk_share: float = 0.4
+    draft_talk_share: float = 0.6
     peak_rate: float = 3e-3
     ask_every: int = 1  # in the evaluation: of the questions, every so many
     max_files: int | None = None  # for tests
