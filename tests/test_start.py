@@ -85,11 +85,7 @@ def test_without_a_cache_folder_the_reference_serves_with_one_warning_line(code,
     assert done.stderr.count("\n") == 1 and "set XDG_CACHE_HOME" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "kept",
-    [pytest.param(0.5, marks=pytest.mark.slow), 0.0],
-    ids=["half of it", "a few zeros"],
-)
+@pytest.mark.parametrize("kept", [0.5, 0.0], ids=["half of it", "a few zeros"])
 def test_a_spoilt_library_in_the_cache_is_compiled_afresh(tmp_path, kept):
     whole = Path(cpu.library()._name)
     path = tmp_path / "specserve" / whole.name

@@ -85,7 +85,7 @@ def tpot_over_concurrency(results: Sequence[Result]) -> Figure | None:
 
 
 def acceptance_by_depth(results: Sequence[Result]) -> Figure | None:
-    """For subjects that guess; all loads of a workload together are one curve each."""
+    """For subjects that guess, a panel for each workload and load."""
     found = [
         (result, place, [line for line in lines if line.values["acceptance_by_depth"]])
         for result in results

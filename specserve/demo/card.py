@@ -66,12 +66,13 @@ knows nothing else, and makes things up about functions that it does not know we
   the letter.
 - **Mean acceptance length** at 16 nodes, greedy: {f.acceptance_on_questions:.2f} on questions,
   {f.acceptance_on_completion:.2f} on source.
-- **Cost of a draft forward** of 8 rows: {f.draft_cost:.2f} of the target's.
+- **Cost of a draft forward** of 8 rows, embedding to logits, ten in a row: {f.draft_cost:.2f} of
+  the target's. What surrounds it in the engine, and weights that have left the caches, cost more.
 - **Vocabulary:** byte-level BPE, {plan["vocab_size"]:,}. Up to 8,192 positions; training saw
   {plan["length"]} and {plan["long_length"]} at a time.
 - **Machine:** {t["machine"]}, torch {t["torch"]}.
 
-`python -m specserve.demo.train OUT` makes the pair, `python -m specserve.demo.evaluate` measures
+`python -m specserve.demo.train OUT` makes such a pair, `python -m specserve.demo.evaluate` measures
 these figures again.
 """
 

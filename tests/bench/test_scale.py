@@ -349,7 +349,7 @@ def test_nothing_is_overwritten(tmp_path, source, is_file):
 
 def test_an_empty_folder_may_stand_already(tmp_path, source):
     (tmp_path / "target").mkdir()
-    load_config(scaled(tmp_path, source))
+    assert load_config(scaled(tmp_path, source)).architecture == "Qwen3ForCausalLM"
 
 
 SIZES = {  # as their makers state them; a draft's come from its table of sizes

@@ -85,7 +85,7 @@ def test_text_is_the_targets_own_whatever_a_drafter_does(
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(**scenarios)
 def test_text_is_the_targets_own_with_every_drafter(pair, drafter, scenario, squeezed, **limits):
     target, draft = pair
