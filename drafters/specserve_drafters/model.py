@@ -1,7 +1,11 @@
-"""A small model guesses: its likeliest tree, level by level, coupled with the target's noise."""
+"""A small model guesses: its likeliest tree, level by level, coupled with the target's noise.
+
+N-grams guess along: what stood here before is one more path, worth as much as such paths have
+lately turned out to be.
+"""
 
 from collections.abc import Sequence
-from math import exp
+from math import exp, log
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -14,11 +18,13 @@ from specserve_drafters.ngram import NgramDrafter
 from specserve_drafters.tree import MAX_NODES, ROOT, Draft
 from specserve_kernels import SampleParams
 
+FIRST_TRUST, LEAST_TRUST, TRUST_RATE = 0.5, 0.02, 0.125
+
 
 class ModelDrafter:
     """Best-first trees after EAGLE-2 (Li et al. 2406.16858), ranked by coupled probabilities.
 
-    A request whose draft KV has not caught up is drafted by n-grams meanwhile.
+    A request whose draft KV has not caught up is drafted by n-grams alone meanwhile.
     """
 
     needs_executor: ClassVar[bool] = True
@@ -29,14 +35,19 @@ class ModelDrafter:
         tau: Annotated[float, Meta(gt=0, le=4)] = 1.0  # see Ops.top_children
         min_gain: Annotated[float, Meta(ge=0)] = 0.3  # accepted tokens a level must promise
         min_value: Annotated[float, Meta(ge=0, le=1)] = 0.03  # of a guess: its path's probability
+        ngrams: bool = True  # guess along
 
     def __init__(self, options: Options, executor: base.Executor) -> None:
         self.options, self.executor = options, executor
-        self.fallback = NgramDrafter(NgramDrafter.Options())
+        self.lookup = NgramDrafter(NgramDrafter.Options())
+        self.trust: dict[int, float] = {}  # by request: how often an n-gram's next token is right
+        self.looked_up: dict[int, list[int]] = {}  # nodes of the last draft that n-grams guessed
 
     def propose(self, items: Sequence[base.DraftItem]) -> list[Draft]:
+        for item in items:
+            self.looked_up.pop(item.id, None)  # nodes of a draft that nobody verified
         ready, logits = self.executor.extend(items)
-        trees = {i: Tree(items[i]) for i in ready}
+        trees = {i: self.plant(items[i]) for i in ready}
         if ready:
             self.branch([(tree, [ROOT]) for tree in trees.values()], logits)
         growing = list(trees.values())
@@ -45,11 +56,22 @@ class ModelDrafter:
             if not growing:
                 break
         return [
-            trees[i].draft(self.options.min_value)
+            self.harvest(trees[i])
             if i in trees
-            else self.fallback.look_up(item.token_ids, item.limit)
+            else self.lookup.look_up(item.token_ids, item.limit)
             for i, item in enumerate(items)
         ]
+
+    def plant(self, item: base.DraftItem) -> "Tree":
+        tree = Tree(item)
+        if self.options.ngrams:
+            trust = self.trust.get(item.id, FIRST_TRUST)
+            tree.look_up(self.lookup.look_up(item.token_ids, item.limit).trunk(), -log(trust))
+        return tree
+
+    def harvest(self, tree: "Tree") -> Draft:
+        draft, self.looked_up[tree.item.id] = tree.draft(self.options.min_value)
+        return draft
 
     def grow(self, trees: list["Tree"]) -> list["Tree"]:
         """Run one level of every tree that it still promises something; those that have grown."""
@@ -76,10 +98,18 @@ class ModelDrafter:
             tree.add(node, tokens, values)
 
     def observe(self, id: int, draft: Draft, accepted: Sequence[int]) -> None:
-        pass
+        """Trust n-grams as far as those that got their turn were right."""
+        nodes = [n for n in self.looked_up.pop(id, ()) if n <= len(draft)]
+        reached, trust = {ROOT, *accepted}, self.trust.get(id, FIRST_TRUST)
+        for node in nodes:
+            if draft.parents[node - 1] in reached:
+                trust += TRUST_RATE * ((node in reached) - trust)
+        if nodes:
+            self.trust[id] = min(max(trust, LEAST_TRUST), 1 - LEAST_TRUST)
 
     def forget(self, id: int) -> None:
-        pass
+        self.trust.pop(id, None)
+        self.looked_up.pop(id, None)
 
 
 def coupling(items: Sequence[base.DraftItem], index: list[int]) -> SampleParams:
@@ -109,19 +139,38 @@ class Tree:
         self.expanded = [0]  # the draft model's number of a candidate that it has run
         self.num_expanded = 0
         self.frontier: list[int] = []  # candidates of the last level
+        self.looked_up: dict[int, int] = {}  # parent -> its child that n-grams guess
+
+    def look_up(self, tokens: list[int], cost: float) -> None:
+        """A path that n-grams guess; each token costs so much."""
+        node = ROOT
+        for token in tokens:
+            child = self.append(node, token, self.costs[node] + cost)
+            self.looked_up[node] = child
+            node = child
 
     def add(self, parent: int, tokens: list[int], log_p: list[float]) -> None:
-        n, cost = len(tokens), self.costs[parent]
-        self.frontier += range(len(self.tokens), len(self.tokens) + n)
-        self.tokens += tokens
-        self.parents += [parent] * n
-        self.depths += [self.depths[parent] + 1] * n
-        self.costs += [cost - x for x in log_p]
-        self.expanded += [0] * n
+        """Children that the draft model guesses; one that n-grams guess as well is one."""
+        known = self.looked_up.get(parent, ROOT)
+        for token, x in zip(tokens, log_p, strict=True):
+            cost = self.costs[parent] - x
+            if token == self.tokens[known]:
+                self.costs[known] = min(self.costs[known], cost)
+                self.frontier.append(known)
+            else:
+                self.frontier.append(self.append(parent, token, cost))
+
+    def append(self, parent: int, token: int, cost: float) -> int:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
+        self.costs.append(cost)
+        self.expanded.append(0)
+        return len(self.tokens) - 1
 
     def worth_running(self, options: ModelDrafter.Options) -> list[int]:
         """Candidates of the last level whose children may get into the draft, the likeliest."""
-        if self.depths[-1] >= self.item.limit:
+        if not self.frontier or self.depths[self.frontier[0]] >= self.item.limit:
             return []
         among = set(self.best(self.item.limit))
         room = min(options.width, MAX_NODES - self.num_expanded)
@@ -143,8 +192,8 @@ class Tree:
         order = sorted(range(1, len(self.tokens)), key=self.costs.__getitem__)
         return order[:n]  # the sort is stable: parents first
 
-    def draft(self, min_value: float) -> Draft:
-        """The likeliest candidates as a draft, the likeliest path first.
+    def draft(self, min_value: float) -> tuple[Draft, list[int]]:
+        """The likeliest candidates as a draft, the likeliest path first; and n-grams' nodes of it.
 
         A guess that is hardly ever right costs a row of the target's forward all the same.
         """
@@ -156,8 +205,9 @@ class Tree:
                 node = c
         order = path + [c for c in best if c not in set(path)]
         number = {c: k for k, c in enumerate(order, 1)} | {ROOT: ROOT}
-        return Draft(
+        draft = Draft(
             [self.tokens[c] for c in order],
             [number[self.parents[c]] for c in order],
             [self.expanded[c] for c in order],
         )
+        return draft, [number[c] for c in self.looked_up.values() if c in number]

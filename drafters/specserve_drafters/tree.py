@@ -29,6 +29,11 @@ class Draft(msgspec.Struct, frozen=True):
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def trunk(self) -> list[int]:
+        """The tokens of the path that has the lowest numbers."""
+        ends = (k for k, parent in enumerate(self.parents) if parent != k)
+        return self.tokens[: next(ends, len(self.tokens))]
+
     def child(self, node: int, token: int) -> int | None:
         for k in range(node + 1, len(self.tokens) + 1):  # children come after their parent
             if self.parents[k - 1] == node and self.tokens[k - 1] == token:

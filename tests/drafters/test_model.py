@@ -106,6 +106,57 @@ def test_a_guess_that_is_hardly_ever_right_is_not_worth_its_row():
     ]
 
 
+AGAIN = (1, 2, 3, 1, 2)  # n-grams go on with 3, 1, 2, ...
+
+
+def test_a_path_that_stood_here_before_is_one_among_the_others():
+    # At first an n-gram's token is trusted by half: 3 .5, 31 .25, 312 .125; the model's as above.
+    [draft] = propose(Script(always), ask(ids=AGAIN, limit=5))
+    assert paths(draft) == [[], [0], [0, 0], [3], [1], [3, 1]]
+    assert draft.expanded == [1, 3, 0, 2, 0]
+
+
+def test_a_token_that_both_guess_is_one_node_as_likely_as_the_surer_of_them_says():
+    [draft] = propose(Script(lambda text: [0.1, 0.1, 0.1, 0.7]), ask(ids=AGAIN, limit=3))
+    assert paths(draft) == [[], [3], [3, 3], [3, 3, 3]]
+    [draft] = propose(Script(lambda text: [0.3, 0.3, 0.2, 0.2]), ask(ids=AGAIN, limit=1))
+    assert paths(draft) == [[], [3]]
+
+
+def test_n_grams_are_trusted_as_far_as_they_were_right():
+    script = Script(lambda text: [0.6, 0.3, 0.09, 0.01])
+    drafter = ModelDrafter(ModelDrafter.Options(width=2, min_gain=0.0, min_value=0.0), script)
+    asked = ask(ids=AGAIN, limit=4)
+    for _ in range(30):
+        [draft] = drafter.propose([asked])
+        right = [
+            k for k, path in enumerate(paths(draft)) if path and path == [3, 1, 2, 3][: len(path)]
+        ]
+        drafter.observe(asked.id, draft, right)
+    assert paths(draft) == [[], [3], [3, 1], [3, 1, 2], [3, 1, 2, 3]]
+    for _ in range(30):
+        [draft] = drafter.propose([asked])
+        drafter.observe(asked.id, draft, [])
+    assert not any(path[:1] == [3] for path in paths(draft))
+    drafter.forget(asked.id)
+    assert [3] in paths(drafter.propose([asked])[0])
+    assert not drafter.trust
+
+
+def test_what_is_told_of_a_draft_that_was_not_made_is_no_error():
+    drafter = ModelDrafter(ModelDrafter.Options(), Script(always))
+    drafter.propose([ask(7, ids=AGAIN, limit=4)])
+    drafter.observe(7, Draft.chain([1]), [1])
+    drafter.observe(8, Draft(), [])
+    drafter.forget(7)
+    assert not drafter.trust and not drafter.looked_up
+
+
+def test_n_grams_can_be_left_out():
+    [draft] = propose(Script(always), ask(ids=AGAIN, limit=4), ngrams=False)
+    assert draft == Draft([0, 0, 0, 1], [0, 1, 2, 0], [1, 3, 5, 2])
+
+
 def test_all_requests_of_a_level_go_through_together():
     script = Script(always)
     drafts = propose(script, ask(7), ask(8, limit=2), ask(9))

@@ -7,7 +7,7 @@ from specserve_drafters import DraftItem, Nodes
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.house import Case, Watch, engine_for, load_small, plain
 
-CHAIN = {"width": 1, "min_gain": 0.0, "min_value": 0.0, "max_depth": 63}
+CHAIN = {"width": 1, "min_gain": 0.0, "min_value": 0.0, "max_depth": 63, "ngrams": False}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_the_likeliest_path_of_an_identical_draft_is_always_accepted(
         "model",
         max_nodes=12,
         draft_block_size=draft_block_size,
-        options={"min_gain": 0.0, "min_value": 0.0},
+        options={"min_gain": 0.0, "min_value": 0.0, "ngrams": False},
     )
     moves, seen = [], []
     engine.draft_model.runner.move = lambda m, move=engine.draft_model.runner.move: (

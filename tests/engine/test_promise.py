@@ -129,7 +129,7 @@ def test_an_identical_draft_model_is_always_right(pair, temperature, draft_block
         "model",
         max_nodes=max_nodes,
         draft_block_size=draft_block_size,
-        options={"width": 1, "min_gain": 0.0, "min_value": 0.0, "max_depth": 63},
+        options={"width": 1, "min_gain": 0.0, "min_value": 0.0, "max_depth": 63, "ngrams": False},
     )
     prompts = [range(1, n) for n in (2, 20, 150)]
     sampling = Sampling(
