@@ -21,6 +21,7 @@ from specserve.demo.card import JSON, Figures, read_card
 from specserve.demo.evaluation import Question, questions, source_files
 from specserve.engine.batch import RowGroup, build_batch
 from specserve.engine.runner import Runner
+from specserve.errors import ConfigError
 from specserve.generation import Output
 from specserve.memory import BlockTable
 
@@ -32,7 +33,7 @@ NODES = 16
 ASKED_FOR_ACCEPTANCE = 200  # questions, evenly drawn from all
 WINDOW = 512  # tokens of a file that are scored together
 ROWS, CONTEXT = 8, 256
-TURNS, IN_A_ROW = 20, 10  # of the forwards that are timed
+TURNS, IN_A_ROW = 60, 10  # of the forwards that are timed
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,6 +42,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--draft", type=Path, default=DEMO_DRAFT)
     parser.add_argument("--every", type=int, default=1, help="ask every Nth question only")
     args = parser.parse_args(argv)
+    if args.every < 1:
+        parser.error(f"--every {args.every}: at least 1")
     show(evaluate(args.target, args.draft, args.every), args.target.parent)
     return 0
 
@@ -54,12 +57,16 @@ def show(figures: Figures, folder: Path) -> None:
 
 def evaluate(target: Path, draft: Path, every: int = 1) -> Figures:
     asked = questions()[::every]
-    settings = {"speculation.max_nodes": NODES, "scheduler.max_running": 16}
+    settings: dict[str, Any] = {"speculation.max_nodes": NODES, "scheduler.max_running": 16}
     with LLM(target, draft, "model", set=settings) as llm:
         outputs = ask(llm, asked)
         one_by_one = [output for q in asked[:: spacing(asked)] for output in ask(llm, [q])]
         completed = complete(llm)
         cost = draft_cost(llm)
+        weights = llm.weights
+    settings["drafter.options.ngrams"] = False
+    with LLM(target, draft, "model", set=settings, weights=weights) as llm:
+        completed_alone = complete(llm)
     right = sum(is_right(o.text, q) for o, q in zip(outputs, asked, strict=True))
     return Figures(
         questions=len(asked),
@@ -68,6 +75,7 @@ def evaluate(target: Path, draft: Path, every: int = 1) -> Figures:
         held_out_draft_loss=round(held_out_loss(draft), 4),
         acceptance_on_questions=round(acceptance_length(one_by_one), 3),
         acceptance_on_completion=round(acceptance_length(completed), 3),
+        acceptance_alone_on_completion=round(acceptance_length(completed_alone), 3),
         draft_cost=round(cost, 3),
     )
 
@@ -151,4 +159,7 @@ def held_out_loss(folder: Path) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ConfigError as e:
+        sys.exit(f"error: {e}")

@@ -13,7 +13,7 @@ from copy import deepcopy
 from pathlib import Path
 from statistics import median
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from specserve import LLM, SamplingParams  # first: it settles the process before torch comes
 
@@ -22,6 +22,7 @@ import numpy as np  # isort: skip
 import torch  # isort: skip
 from rich.console import Console  # isort: skip
 from rich.progress import Progress, TextColumn, TimeRemainingColumn, BarColumn  # isort: skip
+from msgspec import Meta  # isort: skip
 from numpy.typing import NDArray  # isort: skip
 from safetensors import safe_open  # isort: skip
 from safetensors.torch import save_file  # isort: skip
@@ -39,35 +40,49 @@ from specserve.errors import ConfigError
 from specserve.machine import cpu_name
 
 BEGINNING, OWN_LENGTH = 160, 128  # tokens of source at most, and of the target after them
+PART = 512  # rows of logits at a time
 SAVE_SECONDS = 300.0  # of work that a kill may cost
+
+
+Positive = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Rate = Annotated[float, Meta(gt=0, le=1)]
 
 
 class Size(msgspec.Struct, frozen=True):
     """Of a Qwen3-shaped model with as many KV heads as heads of 64."""
 
-    layers: int
-    hidden: int
-    heads: int
-    mlp: int
+    layers: Positive
+    hidden: Positive
+    heads: Positive
+    mlp: Positive
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    seed: int = 0
-    vocab_size: int = 8192
+    seed: Annotated[int, Meta(ge=0, lt=2**53)] = 0
+    vocab_size: Annotated[int, Meta(ge=300, lt=2**16)] = 8192
     target: Size = Size(4, 384, 6, 1024)
     draft: Size = Size(1, 128, 2, 768)
-    target_tokens: int = 13_000_000
-    own_tokens: int = 1_200_000
-    draft_tokens: int = 15_000_000
-    step_tokens: int = 6144
-    length: int = 256  # attention is what grows with it, and most conversations are shorter
-    long_length: int = 1024  # of every eighth step, for those that are not
-    talk_share: float = 0.7
-    draft_talk_share: float = 0.6
-    peak_rate: float = 3e-3
-    ask_every: int = 1  # in the evaluation: of the questions, every so many
-    max_files: int | None = None  # for tests
-    max_symbols: int | None = None
+    target_tokens: Positive = 13_000_000
+    own_tokens: Annotated[int, Meta(ge=4 * OWN_LENGTH)] = 1_200_000
+    draft_tokens: Positive = 15_000_000
+    step_tokens: Positive = 6144
+    length: Positive = 256  # attention is what grows with it, and most conversations are shorter
+    long_length: Positive = 1024  # of every eighth step, for those that are not
+    talk_share: Share = 0.7
+    draft_talk_share: Share = 0.6
+    peak_rate: Rate = 3e-3
+    draft_peak_rate: Rate = 6e-3
+    ask_every: Positive = 1  # in the evaluation: of the questions, every so many
+    max_files: Positive | None = None  # for tests
+    max_symbols: Positive | None = None
+
+    def __post_init__(self) -> None:
+        longest = max(self.length, self.long_length)
+        if longest > self.step_tokens:
+            raise ValueError(
+                f"step_tokens = {self.step_tokens} has no room for {longest} at a time"
+            )
 
     def length_of(self, step: int) -> int:
         return self.long_length if step % 8 == 7 else self.length
@@ -103,23 +118,28 @@ def train(out: Path, plan: Plan) -> None:
     corpus = encode(tokenizer, sources, talk)
     print(f"{corpus.num_tokens:,} tokens, {len(corpus.source):,} of them source", file=sys.stderr)
     target = build(plan.target, plan, tokenizer)
-    stage = Stage(out / "target", plan.target_tokens, plan.talk_share)
+    stage = Stage(out / "target", plan.target_tokens, plan.talk_share, plan.peak_rate)
     learn(stage, target, plan, corpus, next_token_loss(target))
     export(out / DEMO_TARGET.name, target, tokenizer)
     own = corpus._replace(source=own_text(out, plan, corpus))
     draft = build(plan.draft, plan, tokenizer)
+    begin_as(draft, target)
     loss = distillation_loss(draft, target.eval().requires_grad_(False))
-    stage = Stage(out / "draft", plan.draft_tokens, plan.draft_talk_share)
+    stage = Stage(out / "draft", plan.draft_tokens, plan.draft_talk_share, plan.draft_peak_rate)
     learn(stage, draft, plan, own, loss)
     export(out / DEMO_DRAFT.name, draft, tokenizer)
 
 
 def check_plan(file: Path, plan: Plan) -> None:
     """What was begun by one plan is not ended by another."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if not file.exists():
-        file.write_bytes(msgspec.json.encode(plan))
-    if msgspec.json.decode(file.read_bytes(), type=Plan) != plan:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not file.exists():
+            file.write_bytes(msgspec.json.encode(plan))
+        begun = msgspec.json.decode(file.read_bytes(), type=Plan)
+    except (OSError, msgspec.MsgspecError) as e:
+        raise ConfigError(f"{file}: {e}; give another folder") from e
+    if begun != plan:
         raise ConfigError(f"{file}: begun by another plan; give that one, or another folder")
 
 
@@ -154,7 +174,10 @@ def own_text(out: Path, plan: Plan, corpus: Corpus) -> NDArray[np.uint16]:
         with LLM(out / DEMO_TARGET.name, drafter="none") as llm:
             outputs = llm.generate(prompts, params)
         ids = [token for o in outputs for token in o.prompt_token_ids + o.token_ids]
-        np.save(file, np.array(ids, dtype=np.uint16))
+        half = file.with_suffix(".part")
+        with half.open("wb") as opened:
+            np.save(opened, np.array(ids, dtype=np.uint16))
+        half.replace(file)
     own: NDArray[np.uint16] = np.load(file)
     return own
 
@@ -180,36 +203,82 @@ def build(size: Size, plan: Plan, tokenizer: Any) -> Any:
     )
 
 
-Loss = Callable[[Batch], Tensor]
+def begin_as(draft: Any, target: Any) -> None:
+    """The draft's embedding is the target's along its first principal directions (Eckart and Young
+    1936), so that from the first step on words lie beside those that the target takes for alike.
+    """
+    embedding = draft.get_input_embeddings().weight
+    u, s, _ = torch.linalg.svd(target.get_input_embeddings().weight.detach(), full_matrices=False)
+    width = min(embedding.shape[1], len(s))
+    embedding.data[:, :width] = (u * s)[:, :width]
 
 
-def logits_of_labels(model: Any, b: Batch) -> Tensor:
-    """[n, V] float32, for the positions that have a label; others need none."""
-    hidden = model.model(b.token_ids).last_hidden_state
-    logits: Tensor = model.lm_head(hidden[b.labels != IGNORED])
-    return logits.float()
+Loss = Callable[[Batch], float]  # in nats a label; adds its gradients
 
 
 def next_token_loss(model: Any) -> Loss:
-    return lambda b: F.cross_entropy(logits_of_labels(model, b), b.labels[b.labels != IGNORED])
+    def loss(b: Batch) -> float:
+        labels = b.labels[b.labels != IGNORED]
+        labels = F.pad(labels, (0, -len(labels) % PART), value=IGNORED)
+
+        def entropy(logits: Tensor, part: slice) -> Tensor:
+            return F.cross_entropy(logits, labels[part], reduction="sum", ignore_index=IGNORED)
+
+        return by_parts(model, b, entropy)
+
+    return loss
 
 
 def distillation_loss(draft: Any, target: Any) -> Loss:
     """KL(target || draft) over the positions that have a label (Hinton et al. 2015, T = 1)."""
 
-    def loss(b: Batch) -> Tensor:
+    def loss(b: Batch) -> float:
         with torch.no_grad():
-            want = logits_of_labels(target, b).log_softmax(-1)
-        got = logits_of_labels(draft, b).log_softmax(-1)
-        return F.kl_div(got, want, reduction="batchmean", log_target=True)
+            wanted = hidden_of_labels(target, b)
+
+        def divergence(logits: Tensor, part: slice) -> Tensor:
+            with torch.no_grad():
+                want = target.lm_head(wanted[part]).float().log_softmax(-1)
+            return F.kl_div(logits.log_softmax(-1), want, reduction="sum", log_target=True)
+
+        return by_parts(draft, b, divergence)
 
     return loss
+
+
+def by_parts(model: Any, b: Batch, sum_of: Callable[[Tensor, slice], Tensor]) -> float:
+    """The mean over the labels of a loss that is a sum over [PART, V] float32 logits, and backward
+    through it.
+
+    All logits at once would take gigabytes. Rows of zeros fill the last part: libraries keep
+    something for every shape they meet, and the heap would come to be full of holes.
+    """
+    hidden = hidden_of_labels(model, b)
+    leaf, total = hidden.detach().requires_grad_(), 0.0
+    num_labels = int((b.labels != IGNORED).sum())
+    for start in range(0, len(leaf), PART):
+        part = slice(start, start + PART)
+        value = sum_of(model.lm_head(leaf[part]).float(), part) / num_labels
+        torch.autograd.backward(value)
+        total += value.item()
+    torch.autograd.backward(hidden, leaf.grad)
+    return total
+
+
+def hidden_of_labels(model: Any, b: Batch) -> Tensor:
+    """[n, hidden], for the positions that have a label; zeros up to a multiple of PART.
+
+    Zeros make uniform logits, of any model: there is nothing in them for a loss.
+    """
+    hidden: Tensor = model.model(b.token_ids).last_hidden_state[b.labels != IGNORED]
+    return F.pad(hidden, (0, 0, 0, -len(hidden) % PART))
 
 
 class Stage(NamedTuple):
     folder: Path
     num_tokens: int
     talk_share: float
+    peak_rate: float
 
 
 def learn(stage: Stage, model: nn.Module, plan: Plan, corpus: Corpus, loss: Loss) -> None:
@@ -217,7 +286,7 @@ def learn(stage: Stage, model: nn.Module, plan: Plan, corpus: Corpus, loss: Loss
     the rest, in bf16 autocast; picks up where it was stopped.
     """
     folder, num_steps = stage.folder, max(1, stage.num_tokens // plan.step_tokens)
-    optimizers = build_optimizers(model, plan.peak_rate)
+    optimizers = build_optimizers(model, stage.peak_rate)
     first = load_state(folder, model, optimizers)
     saved_at = monotonic()
     for step in progress(folder.name, first, num_steps):
@@ -225,16 +294,15 @@ def learn(stage: Stage, model: nn.Module, plan: Plan, corpus: Corpus, loss: Loss
         length = plan.length_of(step)
         num_rows = plan.step_tokens // length
         drawn = batch(corpus, plan.seed, step, num_rows, length, stage.talk_share)
+        model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             value = loss(drawn)
-        model.zero_grad()
-        torch.autograd.backward(value)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = plan.peak_rate * rate(step, num_steps)
+                group["lr"] = stage.peak_rate * rate(step, num_steps)
             optimizer.step()
-        log(folder, Step(step, round(value.item(), 4), round(monotonic() - started_at, 3)))
+        log(folder, Step(step, round(value, 4), round(monotonic() - started_at, 3)))
         if step + 1 == num_steps or monotonic() - saved_at > SAVE_SECONDS:
             save_state(folder, model, optimizers, step + 1)
             saved_at = monotonic()

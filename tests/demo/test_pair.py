@@ -1,5 +1,6 @@
 """The pair that comes with specserve, and what its card says of it."""
 
+import json
 import math
 
 import pytest
@@ -9,6 +10,9 @@ from specserve.config import DEMO, DEMO_DRAFT, DEMO_TARGET
 from specserve.demo import evaluate
 from specserve.demo.card import TEXT, read_card, words
 from specserve.demo.evaluation import Question, questions
+from specserve_bench.local import Local
+from specserve_bench.results import Load
+from specserve_bench.workloads import workload
 
 SETTINGS = {"memory.kv_bytes": 1 << 27}
 
@@ -31,6 +35,29 @@ def test_without_a_model_the_pair_is_there(llm):
 def test_the_files_are_small_enough_for_a_repository():
     sizes = [file.stat().st_size for file in DEMO.rglob("*") if file.is_file()]
     assert sum(sizes) <= 45e6 and max(sizes) < 15e6
+
+
+def test_the_pair_is_what_was_asked_of_it():
+    """Floors of a pair that two cores have trained."""
+    figures = read_card().figures
+    assert figures.right_first_sentences >= 0.6
+    assert min(figures.acceptance_on_questions, figures.acceptance_on_completion) >= 3
+    assert figures.acceptance_alone_on_completion >= 2.5
+    assert figures.draft_cost <= 1 / 6
+    for folder, num_layers in ((DEMO_TARGET, 4), (DEMO_DRAFT, 1)):
+        fields = json.loads((folder / "config.json").read_text())
+        assert (fields["model_type"], fields["dtype"]) == ("qwen3", "bfloat16")
+        assert fields["num_hidden_layers"] == num_layers
+        assert fields["num_key_value_heads"] == fields["num_attention_heads"]
+        assert fields["max_position_embeddings"] == 8192
+
+
+def test_in_random_text_there_is_nothing_to_guess_by_but_the_samplers_own_noise(llm):
+    asked = workload("random", 4, seed=0)
+    coupled = Local(llm).run(asked, Load(concurrency=4)).speculation
+    with LLM(drafter="ngram", set=SETTINGS, progress=False, weights=llm.weights) as other:
+        text_alone = Local(other).run(asked, Load(concurrency=4)).speculation
+    assert text_alone.acceptance_length < 1.1 < coupled.acceptance_length
 
 
 def test_the_card_in_words_is_the_card(llm):

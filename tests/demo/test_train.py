@@ -3,6 +3,8 @@
 import msgspec
 import numpy as np
 import pytest
+import torch
+from torch.nn import functional as F
 
 from specserve import LLM, SamplingParams
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
@@ -21,7 +23,7 @@ PLAN = train.Plan(
     draft=SIZE,
     target_tokens=6 * 64,
     own_tokens=4 * train.OWN_LENGTH,
-    draft_tokens=2 * 64,
+    draft_tokens=4 * 64,
     step_tokens=64,
     length=32,
     long_length=64,
@@ -65,6 +67,44 @@ def test_the_rate_rises_stays_and_falls():
     assert rates[600:] == sorted(rates[600:], reverse=True) and rates[-1] < 0.011
 
 
+@pytest.fixture
+def pair(tokenizer):
+    torch.manual_seed(0)
+    return [train.build(SIZE, PLAN, tokenizer) for _ in range(2)]
+
+
+def gradients(model):
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["next token", "distillation"])
+def test_a_loss_by_parts_is_that_of_all_logits_at_once(kind, pair, tokens, monkeypatch):
+    draft, target = pair
+    drawn = batch(tokens, 0, 0, 3, 32, talk_share=0.5)
+    marked = drawn.labels != IGNORED
+    logits = draft(drawn.token_ids).logits[marked]
+    if kind == "distillation":
+        want = target(drawn.token_ids).logits[marked].log_softmax(-1).detach()
+        all_at_once = (want.exp() * (want - logits.log_softmax(-1))).sum(-1).mean()
+        loss = train.distillation_loss(draft, target)
+    else:
+        all_at_once = F.cross_entropy(logits, drawn.labels[marked])
+        loss = train.next_token_loss(draft)
+    all_at_once.backward()
+    wanted = gradients(draft)
+    draft.zero_grad()
+    monkeypatch.setattr(train, "PART", 7)
+    assert marked.sum() % train.PART
+    assert loss(drawn) == pytest.approx(all_at_once.item(), rel=1e-5)
+    torch.testing.assert_close(gradients(draft), wanted)
+
+
+def test_a_draft_begins_with_the_likenesses_of_the_targets_words(pair):
+    draft, target = (model.get_input_embeddings().weight for model in pair)
+    train.begin_as(*pair)
+    torch.testing.assert_close(draft @ draft.T, target @ target.T)
+
+
 def weights(out):
     return [(out / name / "model.safetensors").read_bytes() for name in NAMES]
 
@@ -74,9 +114,20 @@ def test_a_training_is_not_ended_by_another_plan(tmp_path):
     train.check_plan(tmp_path / "new" / "plan.json", PLAN)
     with pytest.raises(ConfigError, match=r"plan\.json: begun by another plan"):
         train.check_plan(tmp_path / "new" / "plan.json", train.Plan())
+    (tmp_path / "new" / "plan.json").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"plan\.json.*another folder"):
+        train.check_plan(tmp_path / "new" / "plan.json", PLAN)
+    with pytest.raises(ConfigError, match="another folder"):
+        train.check_plan(tmp_path / "new" / "plan.json" / "plan.json", PLAN)
 
 
-@pytest.mark.parametrize("text", ['{"sed": 3}', '{"seed": "3"}', "[]", "{"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *('{"sed": 3}', '{"seed": "3"}', "[]", "{", '{"seed": -1}', '{"own_tokens": 0}'),
+        *('{"ask_every": 0}', '{"step_tokens": 64}', '{"vocab_size": 10}', '{"peak_rate": -1}'),
+    ],
+)
 def test_a_plan_with_a_mistake_is_named(tmp_path, text):
     (tmp_path / "mine.json").write_text(text)
     with pytest.raises(ConfigError, match=r"--plan .*mine\.json"):
@@ -88,16 +139,20 @@ def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, mon
     train.train(tmp_path / "whole", PLAN)
     monkeypatch.setattr(train, "SAVE_SECONDS", 0.0)
     write = train.log
+    stops = [("target", 4), ("draft", 2)]
 
     def stop(folder, step):
         write(folder, step)
-        if step.step == 4:
+        if stops and (folder.name, step.step) == stops[0]:
+            del stops[0]
             raise KeyboardInterrupt
 
     monkeypatch.setattr(train, "log", stop)
-    with pytest.raises(KeyboardInterrupt):
-        train.train(tmp_path / "stopped", PLAN)
-    monkeypatch.setattr(train, "log", write)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            train.train(tmp_path / "stopped", PLAN)
+    assert not stops
+    monkeypatch.setattr(train, "LLM", None)  # the target's own text is there already
     train.train(tmp_path / "stopped", PLAN)
     assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
 
@@ -114,6 +169,6 @@ def test_the_pair_is_served_as_any_other(tmp_path):
     assert output.usage.completion_tokens > 0
     card = read_card(tmp_path / "pair")
     assert card.plan == msgspec.to_builtins(PLAN) and card.figures.questions == 3
-    assert card.training["tokens"] == {"target": 384, "draft": 128}
+    assert card.training["tokens"] == {"target": 384, "draft": 256}
     text = (tmp_path / "pair" / "README.md").read_text()
     assert f"{card.figures.held_out_loss:.2f}" in text and "PSF" in text
