@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -26,5 +27,6 @@ def spawn(config: Config) -> Spawned:
             stdin=subprocess.DEVNULL,
             process_group=0,  # a terminal's Ctrl-C is for the parent
         )
-    ours.sendall(pack(msgspec.msgpack.encode(config)))  # the first frame is the config
+    with suppress(BrokenPipeError, ConnectionResetError):  # it has died: whoever listens will see
+        ours.sendall(pack(msgspec.msgpack.encode(config)))  # the first frame is the config
     return Spawned(process, ours)

@@ -5,11 +5,14 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 from openai import APIError, OpenAI
 
+from specserve.config import Config
+from specserve.engine.spawn import spawn
 from specserve.server.serve import ENGINE_DIED
 from tests.server.asking import (
     COMPLETIONS,
@@ -146,6 +149,20 @@ def test_when_the_engine_dies_while_it_loads_the_server_says_so_and_ends(folder)
         _, errors = server.process.communicate()
     assert "error: the engine process ended while it was loading" in errors
     assert "Traceback" not in errors
+
+
+def test_an_engine_that_died_before_it_heard_anything_is_a_closed_socket(monkeypatch):
+    start = subprocess.Popen
+
+    def die(command, **options):
+        process = start(["false"], **options)
+        process.wait()
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", die)
+    process, sock = spawn(Config())
+    with sock:
+        assert process.returncode == 1 and sock.recv(1) == b""
 
 
 @pytest.mark.slow
