@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 # No deadline: the first example of a run compiles and allocates. Derandomized: a suite that every
@@ -19,6 +20,15 @@ def test_models():
     if not folder or not Path(folder, "code-target", "config.json").is_file():
         pytest.skip("needs the trained pair of models: SPECSERVE_TEST_MODELS names its folder")
     return Path(folder)
+
+
+@pytest.fixture
+def one_thread():
+    """For tiny models threads are all barrier, which a busy machine turns into seconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_terminal_summary(terminalreporter):
