@@ -11,6 +11,7 @@ import msgspec
 
 from specserve.chat import Message, Statistics
 from specserve.errors import ConfigError, RequestError, SpecserveError
+from specserve.models.folder import Scaled
 
 CONNECT_SECONDS = 10.0
 SILENT_SECONDS = 300.0  # a long prompt takes its time, and not every server sends comments
@@ -33,6 +34,10 @@ class Refusal(msgspec.Struct, frozen=True):
 
 class Card(msgspec.Struct, frozen=True):
     id: str
+    # What a server of ours tells; `scaled` are demos at another model's cost.
+    drafter: str | None = None
+    max_nodes: int | None = None
+    scaled: list[Scaled] = []
 
 
 class Cards(msgspec.Struct, frozen=True):
@@ -83,21 +88,22 @@ class Remote:
         if key is not None:
             self.headers["Authorization"] = f"Bearer {key}"
         self.fields = {k: v for k, v in fields.items() if v is not None}
-        self.fields["model"] = self.pick(fields.get("model"))
+        self.card = self.pick(fields.get("model"))
+        self.fields["model"] = self.card.id
         self.fields |= {"stream": True, "stream_options": {"include_usage": True}}
 
-    def pick(self, model: str | None) -> str:
+    def pick(self, model: str | None) -> Card:
         """The model to ask for: the one that was named, or the first one."""
         try:
             with self.request("GET", "/models") as response:
-                names = [card.id for card in decode(response.read(), Cards).data]
+                cards = {card.id: card for card in decode(response.read(), Cards).data}
         except SpecserveError as e:
             raise ConfigError(str(e)) from e
-        if model is None and names:
-            return names[0]
-        if model in names:
-            return model
-        raise ConfigError(f"--model {model}: the server at {self.url} has {', '.join(names)}")
+        if model is None and cards:
+            return next(iter(cards.values()))
+        if model in cards:
+            return cards[model]
+        raise ConfigError(f"--model {model}: the server at {self.url} has {', '.join(cards)}")
 
     def say(self, messages: Sequence[Message]) -> Generator[str, None, Statistics]:
         # json, unlike msgspec, also takes what a terminal made of bytes that are no text

@@ -18,7 +18,7 @@ from specserve.memory import Arena, BlockPool, BlockTable, KVLayout
 from specserve.memory.arena import block_bytes
 from specserve.models.decoder import Decoder
 from specserve.models.families import DecoderConfig
-from specserve.models.folder import resolve
+from specserve.models.folder import Scaled, resolve, scaled_from
 from specserve.models.loader import load_decoder
 from specserve.scheduling import Scheduler
 from specserve.scheduling.scheduler import Limits
@@ -159,6 +159,14 @@ def resolve_draft(config: Config) -> Path:
             "--draft-model"
         )
     return resolve(config.draft)
+
+
+def scaled_models(config: Config) -> list[Scaled]:
+    """Of those that the config needs, which are demos at another model's cost."""
+    folders = [resolve_model(config)]
+    if needs_draft_model(config):
+        folders.append(resolve_draft(config))
+    return [scaled for folder in folders if (scaled := scaled_from(folder)) is not None]
 
 
 def needs_draft_model(config: Config) -> bool:

@@ -4,12 +4,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from specserve.errors import ConfigError
 
+SCALED = "specserve_scaled"  # in a config.json: a demo, at the cost of a larger model
 # Nothing that executes: no *.py, and neither *.bin nor *.pth, which are pickles.
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 # Mistral's hub repositories hold their weights twice, Llama's keep another copy in a folder.
 UNWANTED = ["consolidated*", "*/*"]
+
+
+class Scaled(msgspec.Struct, frozen=True):
+    """What a model is that `specserve bench scale-model` has written."""
+
+    source: str  # whose words it says
+    like: str  # whose cost it has
+    note: str = ""
 
 
 def resolve(path: str) -> Path:
@@ -31,6 +42,21 @@ def resolve(path: str) -> Path:
             f"{path}: neither a local folder nor a model that the hub gives out ({reason}); check "
             "the name, the network and, for a gated model, `hf auth login`"
         ) from e
+
+
+def name_of(path: str) -> str:
+    """What a model is called: by its folder, or its hub id."""
+    folder = Path(path).expanduser()
+    return folder.resolve().name if folder.is_dir() else path
+
+
+def scaled_from(folder: Path) -> Scaled | None:
+    """None for a model that is none."""
+    file = folder / "config.json"
+    try:
+        return msgspec.convert(read_json(file).get(SCALED), Scaled | None)
+    except msgspec.ValidationError as e:
+        raise ConfigError(f"{file}: {SCALED}: {e}; scale the model again") from e
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from specserve.server.chat import chat
 from specserve.server.completions import completions
 from specserve.server.protocol import Unauthorized, cut, error_response, json_response
 from specserve.server.service import Service
+from specserve.server.shape import Served
 from specserve.server.texts import detokenize, tokenize
 from specserve.version import VERSION
 
@@ -161,7 +162,14 @@ def card(service: Service) -> dict[str, Any]:
         "root": service.name,
         "parent": None,
         "max_model_len": service.intake.max_model_len if service.loaded else None,
+        **(speculation(service.served) if service.loaded else {}),
     }
+
+
+def speculation(served: Served) -> dict[str, Any]:
+    """Ours: who guesses, and whether the models are demos at another one's cost."""
+    scaled = {"scaled": served.scaled} if served.scaled else {}
+    return {"drafter": served.drafter, "max_nodes": served.max_nodes, **scaled}
 
 
 async def ready(request: Request) -> Response:

@@ -15,7 +15,7 @@ import uvicorn
 import uvloop
 
 from specserve.config import Config
-from specserve.engine.build import Phases, resolve_model
+from specserve.engine.build import Phases, resolve_model, scaled_models
 from specserve.engine.client import EngineClient
 from specserve.engine.messages import Ready
 from specserve.engine.spawn import Spawned
@@ -31,7 +31,7 @@ from specserve.server.shape import Served
 ENGINE_DIED = 70  # the exit code; EX_SOFTWARE of sysexits.h
 KEEP_ALIVE = 60  # seconds; longer than clients keep an idle connection, so that they close it
 FAREWELL, HASTE = 5.0, 0.5  # seconds for the last bytes to reach clients that read them
-QUESTION = '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64, "stream": true}'
+QUESTION = '{"messages": [{"role": "user", "content": "%s"}], "max_tokens": 64, "stream": true}'
 PREFIX = '{"prompt": "def ", "max_tokens": 64, "stream": true}'
 
 
@@ -75,8 +75,8 @@ async def live(service: Service, listener: socket.socket, started_at: float) -> 
         engine.on_loading = bar
         intake = await asyncio.to_thread(load_intake, config, phases)
         ready = await engine.ready
-    identity = fingerprint(config, resolve_model(config))
-    served = Served(service.name, identity, ready.drafter, config.speculation.max_nodes)
+    identity, scaled = fingerprint(config, resolve_model(config)), scaled_models(config)
+    served = Served(service.name, identity, ready.drafter, config.speculation.max_nodes, scaled)
     service.open(intake, served, ready)
     show_phases(phases.table | ready.phases)
     for line in introduction(service, ready, listener.getsockname(), perf_counter() - started_at):
@@ -153,7 +153,9 @@ def introduction(
     url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
     guesses = f", up to {config.speculation.max_nodes} guesses a step"
     has_chat = bool(service.intake.tokenizer.chat_template)
-    route, body = ("chat/completions", QUESTION) if has_chat else ("completions", PREFIX)
+    question = "What does shutil.copytree do?" if config.model.path is None else "Hello"
+    body = QUESTION % question if has_chat else PREFIX
+    route = "chat/completions" if has_chat else "completions"
     file = config.server.api_key_file
     first = f"grep -m 1 '^[^#]' {shlex.quote(file)}" if file else ""
     key = f' -H "Authorization: Bearer $({first})"' if file else ""

@@ -13,6 +13,7 @@ from specserve.engine.client import EngineClient
 from specserve.engine.messages import Ready
 from specserve.errors import Overloaded, RequestError
 from specserve.intake import Intake
+from specserve.models.folder import name_of
 from specserve.sampling import SamplingParams
 from specserve.server.answer import Answer
 from specserve.server.metrics import Metrics
@@ -154,10 +155,7 @@ def blaming(field: str) -> Iterator[None]:
 
 
 def served_name(config: Config) -> str:
-    path = config.target
-    if config.server.served_model_name is not None:
-        return config.server.served_model_name
-    return Path(path).resolve().name if Path(path).is_dir() else path
+    return config.server.served_model_name or name_of(config.target)
 
 
 def fingerprint(config: Config, folder: Path) -> str:

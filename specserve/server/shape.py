@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from specserve.generation import Generation
+from specserve.models.folder import Scaled
 from specserve.server.answer import Answer, Said
 from specserve.server.protocol import Body
 from specserve.server.statistics import metrics, timings, usage
@@ -28,6 +29,7 @@ class Served(NamedTuple):
     fingerprint: str  # equal ones, with equal seeds, say equal texts
     drafter: str
     max_nodes: int
+    scaled: list[Scaled]  # those of its models that are demos at another model's cost
 
 
 class Shape:
