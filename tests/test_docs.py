@@ -12,7 +12,8 @@ import specserve
 from specserve import LLM, SamplingParams, cli
 from specserve.config import KNOBS, description
 from specserve_bench import scale, suite
-from specserve_bench.results import Result, Subject
+from specserve_bench.report import markdown
+from specserve_bench.results import Result, Subject, read
 from specserve_bench.shapes import SHAPES
 from specserve_bench.workloads import WORKLOADS
 from tests.checkpoints import tiny_checkpoint
@@ -73,6 +74,11 @@ def test_every_bench_command_is_understood(command, folders, tmp_path, monkeypat
     for name, folder in folders.items():
         command = command.replace(name, folder)
     assert cli.main(shlex.split(command)[1:]) == 0, capsys.readouterr().err
+
+
+def test_the_table_is_that_of_the_kept_results():
+    kept = [read(ROOT / f"bench/results/{name}.json") for name in ("demo-cpu", "demo-0.6b-cpu")]
+    assert markdown(kept) in PAGES["README.md"]
 
 
 def test_the_manual_of_the_bench_names_every_workload_shape_and_command():

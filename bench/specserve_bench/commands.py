@@ -15,7 +15,7 @@ from specserve.errors import ConfigError
 from specserve.keys import read_keys
 from specserve_bench import results, scale, scripted, suite
 from specserve_bench.local import Local
-from specserve_bench.report import report
+from specserve_bench.report import markdown, report
 from specserve_bench.results import Goals, Load, Result
 from specserve_bench.workloads import WORKLOADS, Workload, workload
 
@@ -29,11 +29,9 @@ def main(argv: list[str]) -> int:
     if argv and argv[0] == "scale-model":
         return scale.main(argv[1:])
     args = parser().parse_args(argv)
-    if "out" in args:
-        prepare(args)
-    action: Callable[[argparse.Namespace], None] = args.action
-    action(args)
-    return 0
+    prepare(args)
+    action: Callable[[argparse.Namespace], int] = args.action
+    return action(args)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,7 +50,10 @@ def parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="the tables of kept results once more, and plots")
     show.add_argument("files", nargs="+", type=Path, metavar="JSON")
     show.add_argument("--plots", type=Path, metavar="FOLDER", help="write PNG plots there")
-    show.set_defaults(action=shown)
+    show.add_argument(
+        "--markdown", action="store_true", help="one table of all files, a row for each subject"
+    )
+    show.set_defaults(action=shown, out=None)
     return top
 
 
@@ -78,7 +79,7 @@ def add_load(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument(
         "--burstiness",
-        type=above_0,
+        type=burst,
         metavar="CV",
         help="with --rate: coefficient of variation of the gaps; default: 1, which is Poisson",
     )
@@ -130,8 +131,8 @@ def add_workloads(p: argparse.ArgumentParser, usual: Sequence[str]) -> None:
         help=f"of {', '.join(WORKLOADS)}; default: {','.join(usual)}",
     )
     p.add_argument("--requests", type=at_least_1, default=16, help="of a workload; default: 16")
-    p.add_argument("--temperature", type=float, help="of all requests; default: the workload's")
-    p.add_argument("--seed", type=int, default=0, help="of workloads and arrivals; default: 0")
+    p.add_argument("--temperature", type=warmth, help="of all requests; default: the workload's")
+    p.add_argument("--seed", type=natural, default=0, help="of workloads and arrivals; default: 0")
 
 
 def add_run(p: argparse.ArgumentParser) -> None:
@@ -142,24 +143,27 @@ def add_run(p: argparse.ArgumentParser) -> None:
     p.add_argument("--plots", type=Path, metavar="FOLDER", help="write PNG plots there")
 
 
-def latency(args: argparse.Namespace) -> None:
-    one_by_one("latency", args, ["off", *guessing(args)])
+def latency(args: argparse.Namespace) -> int:
+    return one_by_one("latency", args, ["off", *guessing(args)])
 
 
-def drafters(args: argparse.Namespace) -> None:
-    if args.nodes and (args.drafters or args.url):
-        raise ConfigError("--nodes: only without --drafters and --url; there, write NAME:NODES")
+def drafters(args: argparse.Namespace) -> int:
+    if args.url is not None:
+        raise ConfigError("--url: a server has one drafter; measure it by latency, or compare some")
+    if args.nodes and args.drafters:
+        raise ConfigError("--nodes: only without --drafters; there, write NAME:NODES")
     sizes = args.nodes or NODES
-    one_by_one("drafters", args, ["off", *(f"{d}:{n}" for d in guessing(args) for n in sizes)])
+    usual = ["off", *(f"{d}:{n}" for d in guessing(args) for n in sizes)]
+    return one_by_one("drafters", args, usual)
 
 
-def one_by_one(kind: str, args: argparse.Namespace, usual: Sequence[str]) -> None:
+def one_by_one(kind: str, args: argparse.Namespace, usual: Sequence[str]) -> int:
     workloads = workloads_of(args)
     with subjects(args, usual, workloads) as chosen:
-        finish(kind, args, chosen, workloads, [Load(concurrency=1)])
+        return finish(kind, args, chosen, workloads, [Load(concurrency=1)])
 
 
-def loaded(args: argparse.Namespace) -> None:
+def loaded(args: argparse.Namespace) -> int:
     if args.burstiness and not args.rate:
         raise ConfigError("--burstiness: only requests at a rate come in bursts; give --rate")
     cv = args.burstiness or 1.0
@@ -170,10 +174,10 @@ def loaded(args: argparse.Namespace) -> None:
     )
     workloads = workloads_of(args)
     with subjects(args, ["off", guessing(args)[-1]], workloads) as chosen:
-        finish("load", args, chosen, workloads, loads)
+        return finish("load", args, chosen, workloads, loads)
 
 
-def compare(args: argparse.Namespace) -> None:
+def compare(args: argparse.Namespace) -> int:
     urls = [name for name in args.subjects if is_url(name)]
     if args.api_key_file and len(urls) != 1:
         raise ConfigError("--api-key-file: a key is for one server; name exactly one URL")
@@ -187,7 +191,7 @@ def compare(args: argparse.Namespace) -> None:
         for label, name in zip(distinct(args.subjects), args.subjects, strict=True)
     ]
     loads = [Load(concurrency=n) for n in args.concurrency]
-    finish("compare", args, chosen, workloads_of(args), loads)
+    return finish("compare", args, chosen, workloads_of(args), loads)
 
 
 def is_url(name: str) -> bool:
@@ -208,38 +212,53 @@ def finish(
     chosen: Sequence[suite.Contender],
     workloads: Sequence[Workload],
     loads: Sequence[Load],
-) -> None:
-    """Measure, keep, show."""
+) -> int:
+    """Measure, keep, show; the exit code, 1 where a subject has answered nothing at all."""
     goals = Goals(args.goal_ttft_ms, args.goal_tpot_ms)
     plan = suite.Plan(workloads, loads, args.rounds)
     command = " ".join(["specserve", *sys.argv[1:]])
     result = suite.measure(kind, chosen, plan, goals, command)
-    if args.out is not None:
-        args.out.write_bytes(msgspec.json.encode(result) + b"\n")
+    try:
+        if args.out is not None:
+            args.out.write_bytes(msgspec.json.encode(result) + b"\n")
+    except OSError as e:
+        print(report(result))  # it is all there is
+        raise ConfigError(f"{args.out}: cannot be written ({e.strerror})") from e
     present([result], args.plots)
+    answers = {run.subject: [a for r in run.rounds for a in r.answers] for run in result.runs}
+    return int(any(all(a.error for a in each) for each in answers.values()))
 
 
 def prepare(args: argparse.Namespace) -> None:
     """Refuse now, not after an hour, what cannot be written."""
     try:
-        if args.out is not None:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.touch()
         if args.plots is not None:
             args.plots.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=args.plots):
+                pass
+        if args.out is not None:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            is_new = not args.out.exists()
+            args.out.open("ab").close()
+            if is_new:
+                args.out.unlink()  # what is measured may yet fail
     except OSError as e:
-        raise ConfigError(f"{e.filename}: cannot be written ({e.strerror}): name another") from e
+        raise ConfigError(
+            f"{e.filename or args.plots}: cannot be written ({e.strerror}): name another"
+        ) from e
     if args.plots is not None:
         import specserve_bench.plots  # noqa: F401, it may lack matplotlib
 
 
-def shown(args: argparse.Namespace) -> None:
-    present([results.read(file) for file in args.files], args.plots)
+def shown(args: argparse.Namespace) -> int:
+    present([results.read(file) for file in args.files], args.plots, args.markdown)
+    return 0
 
 
-def present(measured: Sequence[Result], folder: Path | None) -> None:
-    for result in measured:
-        print(report(result))
+def present(measured: Sequence[Result], folder: Path | None, is_markdown: bool = False) -> None:
+    has_json = not sys.stdout.isatty()  # nobody reads it there
+    for text in [markdown(measured)] if is_markdown else (report(r, has_json) for r in measured):
+        print(text)
     if folder is not None:
         from specserve_bench.plots import draw  # matplotlib is not everybody's
 
@@ -260,7 +279,16 @@ def subjects(
         yield [suite.hosted(args.url, args.url, key_of(args), args.model)]
         return
     base, loader = configured(args), suite.Loader()
-    settings = {label: suite.drafting(label, base) for label in args.drafters or usual}
+    names = args.drafters or usual
+    settings = {
+        label: suite.drafting(name, base)
+        for label, name in zip(distinct(names), names, strict=True)
+    }
+    if base.drafter.options and all("drafter.options" in chosen for chosen in settings.values()):
+        raise ConfigError(
+            f"drafter.options: they are those of {base.drafter_name}, which none of --drafters is; "
+            "name the drafter that they are for in --config"
+        )
     if args.draft_model and all("drafter.model" in chosen for chosen in settings.values()):
         raise ConfigError("--draft-model: none of --drafters uses it; add model, or leave it out")
     with tempfile.TemporaryDirectory(prefix="specserve-bench-") as folder:
@@ -322,18 +350,38 @@ def whole(text: str) -> tuple[int, ...]:
 
 
 def at_least_1(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return integer(text, 1, 10**6)
+
+
+def natural(text: str) -> int:
+    return integer(text, 0, 2**53 - 1)
+
+
+def integer(text: str, low: int, high: int) -> int:
+    if not text.isdecimal() or not low <= int(text) <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {low} to {high}")
     return int(text)
 
 
 def above_0(text: str) -> float:
+    return number(text, 1e-6, 1e12)
+
+
+def burst(text: str) -> float:
+    return number(text, 0.01, 100)
+
+
+def warmth(text: str) -> float:
+    return number(text, 0, 1e4)
+
+
+def number(text: str, low: float, high: float) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        value = float("nan")
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from {low:g} to {high:g}")
     return value
 
 

@@ -1,14 +1,17 @@
 """Requests to a server of the OpenAI API, specserve or any other, over HTTP."""
 
 import json
+import math
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from http.client import HTTPException
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 from prometheus_client.parser import text_string_to_metric_families
 
 from specserve.errors import SpecserveError
@@ -17,14 +20,17 @@ from specserve_bench.arrivals import due_times
 from specserve_bench.results import Answer, Load, Round, Speculation, gaps, output_hash, spread
 from specserve_bench.workloads import Ask, Workload
 
+T = TypeVar("T")
+Count = Annotated[int, Meta(ge=0, lt=2**31)]
+
 
 class Told(msgspec.Struct, frozen=True):
     """specserve's statistics of one request, on its last chunk."""
 
-    num_spec_steps: int
-    num_draft_tokens: int
-    acceptance_histogram: list[int]
-    mean_acceptance_length: float | None = None
+    num_spec_steps: Count
+    num_draft_tokens: Count
+    acceptance_histogram: list[Count]
+    mean_acceptance_length: Annotated[float, Meta(ge=0, le=1e4)] | None = None
 
 
 class Statistics(msgspec.Struct, frozen=True):
@@ -32,8 +38,8 @@ class Statistics(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: Count = 0
+    completion_tokens: Count = 0
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -87,16 +93,20 @@ class Hosted:
         before = self.series()
         started_at = time.perf_counter()
         waiting: list[Future[Heard]] = []
-        with ThreadPoolExecutor(load.concurrency or len(due)) as threads:
-            for number, (ask, at) in enumerate(zip(workload.asks, due, strict=True)):
-                time.sleep(max(0.0, started_at + at - time.perf_counter()))
-                due_at = None if load.rate is None else at
-                waiting.append(threads.submit(self.ask, number, ask, due_at, started_at))
-            heard = [future.result() for future in waiting]
+        places = threading.Semaphore(load.concurrency or len(due))
+        for number, (ask, at) in enumerate(zip(workload.asks, due, strict=True)):
+            time.sleep(max(0.0, started_at + at - time.perf_counter()))
+            places.acquire()
+            due_at = None if load.rate is None else at
+            waiting.append(in_thread(places, self.ask, number, ask, due_at, started_at))
+        heard = [future.result() for future in waiting]
         after = self.series()
         for each in heard:
             read(each)
         return finished(heard, before, after)
+
+    def check(self, ask: Ask) -> None:
+        """What a server refuses is an error of the request."""
 
     def ask(self, number: int, ask: Ask, due_at: float | None, started_at: float) -> Heard:
         """One request from its beginning to its end; a failure is kept, not raised."""
@@ -133,11 +143,30 @@ class Hosted:
             return {}
         series: dict[str, float] = {}
         for sample in (s for family in families for s in family.samples):
-            if "le" not in sample.labels:
+            if "le" not in sample.labels and math.isfinite(sample.value):
                 position = sample.labels.get("position")
                 name = sample.name + (f"[{position}]" if position else "")
                 series[name] = series.get(name, 0.0) + sample.value
         return series
+
+
+def in_thread(places: threading.Semaphore, do: Callable[..., T], *args: Any) -> "Future[T]":
+    """Run beside this thread, and never outlive it: a server may be silent for as long as it likes.
+
+    A place is free again when it is done.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(do(*args))
+        except BaseException as e:  # a bug of ours
+            future.set_exception(e)
+        finally:
+            places.release()
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def read(heard: Heard) -> None:
@@ -149,6 +178,10 @@ def read(heard: Heard) -> None:
         return
     if not is_done:
         heard.error = heard.error or "the stream broke off before [DONE]"
+    elif heard.finish_reason is None:
+        heard.error = heard.error or "the stream has ended, and told no finish_reason"
+    elif heard.usage is not None and not heard.usage.completion_tokens:
+        heard.error = heard.error or "the stream has ended, and its usage tells of no token"
     elif heard.usage is None:
         heard.error = heard.error or "no usage was told: stream_options.include_usage asks for it"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from specserve.errors import ConfigError
-from specserve_bench.report import Line, grouped, mean
+from specserve_bench.report import Line, grouped, mean, scaled_words
 from specserve_bench.results import Load, Result, Run
 
 try:
@@ -41,8 +41,8 @@ def panels(count: int) -> tuple[Figure, list[Any]]:
 
 def title_of(result: Result, *parts: str) -> str:
     subject = next(iter(result.subjects.values()))
-    scaled = subject.scaled and f" (scaled demo, cost of {subject.scaled['like']})"
-    return ", ".join([f"{subject.model}{scaled or ''}", *parts])
+    scaled = f" (demo, {words})" if (words := scaled_words(result)) else ""
+    return ", ".join([f"{subject.model}{scaled}", *parts])
 
 
 def latency_cdf(results: Sequence[Result]) -> Figure | None:
@@ -78,6 +78,7 @@ def tpot_over_concurrency(results: Sequence[Result]) -> Figure | None:
                     points.setdefault(line.subject, []).append((at, value))
         for subject, found in points.items():
             ax.plot(*zip(*sorted(found), strict=True), marker="o", label=subject)
+        ax.margins(y=0.1)
         ax.set_ylim(bottom=0)
         axis = "requests a second" if is_open else "requests at a time"
         label(ax, title_of(result, workload), axis, "mean TPOT, ms")
@@ -123,7 +124,7 @@ def tpot_ratios(results: Sequence[Result]) -> Figure | None:
             ax,
             title_of(result, workload, str(load)),
             "",
-            "TPOT over the first one's (tokens a step below)",
+            "TPOT over the first one's",
         )
     return figure
 

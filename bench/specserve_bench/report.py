@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from specserve.errors import ConfigError
 from specserve_bench.results import (
     Load,
     Ratio,
@@ -29,11 +31,12 @@ TIMES = {
     "longest stall": "stall_ms",
     "end to end": "end_to_end_ms",
 }
-COMPARED = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "end_to_end_ms": "end to end"}
+COMPARED = {"ttft_ms": "TTFT", "tpot_ms": "TPOT"}
 COLUMNS = Spread.__struct_fields__
 SECONDS = {"draft_s": "draft s", "verify_s": "verify s", "other_s": "other s"}
 WIDTH = 200  # of characters: what is narrower is not broken
 DEPTHS = 6  # of acceptance, that a table has room for
+MAX_ERRORS = 5  # different ones that a report shows
 
 
 class Line(NamedTuple):
@@ -45,20 +48,35 @@ class Line(NamedTuple):
     is_same: bool  # in every round, as the first subject's in the first
 
 
-def report(result: Result) -> str:
+def report(result: Result, has_json: bool = True) -> str:
+    """Tables, then a line of JSON with their figures."""
     text = io.StringIO()
-    console = Console(file=text, width=WIDTH)
+    console = Console(file=text, width=WIDTH, markup=False, emoji=False, highlight=False)
     console.print(heading(result))
     for (workload, load), lines in grouped(result):
         where = f"{workload}, {load}"
         for table in (speed_table, speculation_table, times_table):
             console.print(table(where, lines))
+    for words, count in errors(result).items():
+        console.print(f"{count} errors: {words}", soft_wrap=True)
     differing = [line.subject for _, lines in grouped(result) for line in lines if not line.is_same]
     if differing:
         names = ", ".join(dict.fromkeys(differing))
         console.print(f"OUTPUTS DIFFER from those of {next(iter(result.subjects))}: {names}")
     printed = [row.rstrip() for row in text.getvalue().splitlines()]
-    return "\n".join([*printed, one_line(result)])
+    return "\n".join([*printed, one_line(result)] if has_json else printed)
+
+
+def errors(result: Result) -> Counter[str]:
+    """What failed requests were told, the most frequent first."""
+    told = Counter(
+        f"{run.subject}: {answer.error}"
+        for run in result.runs
+        for round in run.rounds
+        for answer in round.answers
+        if answer.error is not None
+    )
+    return Counter(dict(told.most_common(MAX_ERRORS)))
 
 
 def heading(result: Result) -> str:
@@ -74,11 +92,9 @@ def heading(result: Result) -> str:
 
 def subject_words(subject: Subject) -> str:
     parts = [subject.model]
-    if subject.scaled is not None:
-        parts.append(
-            f"(scaled demo: says what {subject.scaled['source']} says, at the cost of "
-            f"{subject.scaled['like']})"
-        )
+    if subject.scaled:
+        costs = ", ".join(f"{s.source} at the cost of {s.like}" for s in subject.scaled)
+        parts.append(f"(scaled demo: {costs})")
     if subject.draft_model is not None:
         parts.append(f"with {subject.draft_model}")
     if subject.drafter not in (None, "none"):
@@ -185,25 +201,43 @@ def ratio_words(ratio: Ratio | None) -> str:
 def markdown(results: Sequence[Result]) -> str:
     """One table of results over the same subjects: a row for each, a column for each workload.
 
-    A cell is mean TPOT in milliseconds, in brackets over the first row's, then tokens a step.
+    A cell is mean TPOT in milliseconds, in brackets over the first row's of the same round (the
+    median of rounds), then tokens a step.
     """
+    if len({tuple(r.subjects) for r in results}) > 1:
+        raise ConfigError("one table: the results have other subjects; show them one by one")
     columns = [(r, place, lines) for r in results for place, lines in grouped(r)]
-    heads = [f"{model_words(r)}: {workload}" for r, (workload, _), _ in columns]
-    rows = [["drafter:nodes", *heads], ["---"] * (1 + len(heads))]
+    heads = [
+        f"{model_words(r)}: {workload}{f', {load}' if has_many(r) else ''}"
+        for r, (workload, load), _ in columns
+    ]
+    rows = [["drafter", *heads], ["---"] * (1 + len(heads))]
     for number, subject in enumerate(results[0].subjects):
         rows.append([subject, *(cell(lines[number]) for _, _, lines in columns)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def has_many(result: Result) -> bool:
+    """Loads."""
+    return len({run.load for run in result.runs}) > 1
+
+
 def model_words(result: Result) -> str:
-    subject = next(iter(result.subjects.values()))
-    return subject.model if subject.scaled is None else f"scaled to {subject.scaled['like']}"
+    return scaled_words(result) or next(iter(result.subjects.values())).model
+
+
+def scaled_words(result: Result) -> str:
+    """Whose cost the scaled demos among the subjects have; nothing where none is one."""
+    costs = [subject.scaled[0].like for subject in result.subjects.values() if subject.scaled]
+    return f"scaled to {', '.join(dict.fromkeys(costs))}" if costs else ""
 
 
 def cell(line: Line) -> str:
     ratio, length = line.ratios["tpot_ms"], line.values["acceptance_length"]
     over = "-" if ratio is None else f"{ratio.median:.2f}"
-    return f"{shown(mean(line.values['tpot_ms']))} ({over}), {shown(length)}"
+    failed = line.values["errors"]
+    notes = f"{f', {failed:g} errors' if failed else ''}{'' if line.is_same else ', DIFFERENT'}"
+    return f"{shown(mean(line.values['tpot_ms']))} ({over}), {shown(length)}{notes}"
 
 
 def one_line(result: Result) -> str:
@@ -215,7 +249,9 @@ def one_line(result: Result) -> str:
         for line in lines
     ]
     plain = msgspec.to_builtins(rows)
-    return json.dumps({"kind": result.kind, "machine": result.machine, "rows": rounded(plain)})
+    scaled = {"scaled_demo": words} if (words := scaled_words(result)) else {}
+    about = {"kind": result.kind, "machine": result.machine, **scaled}
+    return json.dumps(about | {"rows": rounded(plain)})
 
 
 def rounded(value: Any) -> Any:

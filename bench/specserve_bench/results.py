@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from specserve.errors import ConfigError
+from specserve.models.folder import Scaled
 
 
 class Answer(msgspec.Struct, kw_only=True):
@@ -76,7 +77,8 @@ class Speculation(msgspec.Struct, frozen=True):
     @property
     def acceptance_by_depth(self) -> list[float]:
         """Share of verified steps whose accepted path reaches depth 1, 2, ..."""
-        return [sum(self.accepted[n:]) / self.steps for n in range(1, len(self.accepted))]
+        depths = range(1, len(self.accepted) if self.steps else 0)
+        return [sum(self.accepted[n:]) / self.steps for n in depths]
 
     @property
     def wasted_rows(self) -> float | None:
@@ -108,7 +110,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     max_nodes: int | None = None
     config: dict[str, Any] = {}  # settings of an engine of ours that are not the default
     threads: dict[str, str] = {}  # of the models' steps, as timed at load
-    scaled: dict[str, Any] | None = None  # of a checkpoint that `scale-model` wrote
+    scaled: list[Scaled] = []  # of its models, those that `scale-model` wrote
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,11 +157,30 @@ class Result(msgspec.Struct, kw_only=True):
 
 def read(path: Path) -> Result:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Result)
+        result = msgspec.json.decode(path.read_bytes(), type=Result)
+        check(result)
+        return result
     except OSError as e:
         raise ConfigError(f"{path}: cannot be read ({e.strerror}): check the path") from e
-    except msgspec.MsgspecError as e:
+    except (msgspec.MsgspecError, ValueError) as e:
         raise ConfigError(f"{path}: no results of `specserve bench` ({e})") from e
+
+
+def check(result: Result) -> None:
+    """ValueError for what no measurement leaves behind."""
+    if any(not isinstance(about.get("about"), str) for about in result.workloads.values()):
+        raise ValueError("a workload says nothing of itself")
+    places: dict[tuple[str, Load], list[str]] = {}
+    for run in result.runs:
+        places.setdefault((run.workload, run.load), []).append(run.subject)
+        if (run.load.concurrency is None) == (run.load.rate is None):
+            raise ValueError("a load has either a concurrency or a rate")
+        if not run.rounds or any(r.seconds < 0 for r in run.rounds):
+            raise ValueError("a run has no rounds, or one that ended before it began")
+        if run.workload not in result.workloads:
+            raise ValueError(f"the workload {run.workload} is not described")
+    if any(names != [*result.subjects] for names in places.values()):
+        raise ValueError("every workload and load has a run of every subject, in order")
 
 
 def spread(values: Sequence[float]) -> Spread | None:

@@ -35,15 +35,14 @@ from specserve.errors import ConfigError
 from specserve.models import families
 from specserve.models.checkpoint import INDEX, PICKLES, SINGLE, Checkpoint
 from specserve.models.families import DecoderConfig
-from specserve.models.folder import read_json, resolve
+from specserve.models.folder import SCALED, name_of, read_json, resolve
 from specserve.models.loader import DTYPES, EMBEDDING, HEAD, load_config
 from specserve_bench.shapes import SHAPES, shape_config
 
 NORM = "model.norm.weight"
-FIELD = "specserve_scaled"  # of the result's config.json
 NOTE = (
     "a demo: the source's function, padded to the cost of a larger shape. Its speed is that of "
-    "the shape, its words and its acceptance of drafts are the source's"
+    "the shape, its words and its acceptance of drafts are the source's, as far as its dtype goes"
 )
 SHARD_BYTES = 1 << 30
 RANDOM = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # what added parts read with
@@ -64,12 +63,23 @@ def main(argv: list[str]) -> int:
         "--like", required=True, metavar="NAME", help=f"{known}, or a folder with a config.json"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--seed", type=int, default=0, help="of what is added; default: 0")
+    parser.add_argument("--seed", type=seed, default=0, help="of what is added; default: 0")
     args = parser.parse_args(argv)
     source = resolve(args.source)
-    scale_model(source, args.target, args.like, dtype=DTYPES[args.dtype], seed=args.seed)
-    print(f"{args.target}: computes what {source} does, at the cost of {args.like}")
+    dtype, name = DTYPES[args.dtype], name_of(args.source)
+    try:
+        scale_model(source, args.target, args.like, dtype=dtype, seed=args.seed, name=name)
+    except OSError as e:
+        raise ConfigError(f"{e.filename or args.target}: cannot be written ({e.strerror})") from e
+    rounded = "" if args.dtype == "fp32" else f", as far as {args.dtype} goes"
+    print(f"{args.target}: computes what {name} does{rounded}, at the cost of {args.like}")
     return 0
+
+
+def seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number below 2^63")
+    return int(text)
 
 
 def scale_model(
@@ -80,10 +90,12 @@ def scale_model(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
     shard_bytes: int = SHARD_BYTES,
+    name: str | None = None,
 ) -> None:
     """Write to `target` a checkpoint of a shape that computes the function of `source`.
 
-    `shape` is a name in SHAPES or a folder with a config.json. Same arguments, same bytes.
+    `shape` is a name in SHAPES or a folder with a config.json, `name` what the source is called
+    where that is not its folder's. Same arguments, same bytes.
     """
     refuse_existing(target)
     small, like = load_config(source), read_shape(shape)
@@ -96,7 +108,8 @@ def scale_model(
             "an untied shape"
         )
     fields = scaled_fields(read_json(source / "config.json"), small, like, dtype)
-    fields[FIELD] = {"source": source.resolve().name, "like": shape_name(shape), "note": NOTE}
+    source_name = name or source.resolve().name
+    fields[SCALED] = {"source": source_name, "like": shape_name(shape), "note": NOTE}
     large = families.parse(fields)
     refuse_other_rotation(source, small, large)
 
@@ -105,12 +118,6 @@ def scale_model(
     write_shards(Scaling(checkpoint, small, large, dtype, seed), target, shard_bytes)
     # Last: a folder without a config.json is no model.
     (target / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-
-
-def scaled_from(folder: Path) -> dict[str, Any] | None:
-    """Source, shape and a note, if the model is a scaled one."""
-    scaled: dict[str, Any] | None = read_json(folder / "config.json").get(FIELD)
-    return scaled
 
 
 def read_shape(shape: str) -> DecoderConfig:

@@ -5,10 +5,10 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -16,23 +16,28 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from specserve import LLM
 from specserve.config import Config
-from specserve.engine.build import Model, needs_draft_model, resolve_draft, resolve_model
+from specserve.engine.build import Model, needs_draft_model, scaled_models
 from specserve.errors import ConfigError
 from specserve.machine import cpu_name
+from specserve.models.folder import name_of
 from specserve.version import VERSION
 from specserve_bench import scripted
 from specserve_bench.hosted import Hosted
 from specserve_bench.local import Local
 from specserve_bench.results import Goals, Load, Result, Round, Run, Subject
-from specserve_bench.scale import scaled_from
-from specserve_bench.workloads import Workload
+from specserve_bench.workloads import Ask, Workload
 from specserve_drafters.tree import MAX_NODES
 
 PATHS = ("model.path", "drafter.model", "recording")  # of one machine: names say enough
 PACKAGES = ("torch", "transformers", "numpy")
+T = TypeVar("T")
 
 
 class Runnable(Protocol):
+    def check(self, ask: Ask) -> object:
+        """Refuse what would not be answered, as far as that can be told beforehand."""
+        ...
+
     def run(self, workload: Workload, load: Load) -> Round: ...
 
 
@@ -55,8 +60,9 @@ def measure(
 ) -> Result:
     """All rounds, interleaved: what disturbs the machine for a while hits every subject.
 
-    Before them, every subject answers the first requests of every workload, as many as come at a
-    time: that is thrown away.
+    Everyone is first in turn: whatever that costs, it is nobody's own. Before all rounds, every
+    subject answers the longest requests of every workload, as many as come at a time: that is
+    thrown away.
     """
     runs = {
         (c.label, w.name, load): Run(subject=c.label, workload=w.name, load=load, rounds=[])
@@ -66,17 +72,22 @@ def measure(
     }
     by_name = {w.name: w for w in plan.workloads}
     by_label = {c.label: c for c in contenders}
+    for ask in (ask for w in plan.workloads for ask in w.asks):
+        for contender in contenders:
+            contender.runnable.check(ask)
     total = (1 + plan.rounds) * len(runs)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
     with bar:
         task = bar.add_task("measuring", total=total)
         for number in range(1 + plan.rounds):
-            for (label, name, load), run in runs.items():
+            for label, name, load in in_turn(runs, number, len(contenders)):
                 bar.update(task, description=f"{name}, {label}")
                 asked, runnable = by_name[name], by_label[label].runnable
+                run = runs[label, name, load]
                 if number == 0:
-                    runnable.run(asked._replace(asks=asked.asks[: load.concurrency or 1]), load)
+                    longest = sorted(asked.asks, key=lambda ask: -len(str(ask.prompt)))
+                    runnable.run(asked._replace(asks=longest[: load.concurrency or 1]), load)
                 else:
                     run.rounds.append(runnable.run(asked, load))
                 bar.advance(task)
@@ -88,6 +99,14 @@ def measure(
         runs=list(runs.values()),
         goals=goals,
     )
+
+
+def in_turn(runs: Iterable[T], number: int, num_subjects: int) -> Iterator[T]:
+    """Runs, grouped by place, each group beginning with another subject in every round."""
+    everyone = list(runs)
+    for start in range(0, len(everyone), num_subjects):
+        group, first = everyone[start : start + num_subjects], number % num_subjects
+        yield from group[first:] + group[:first]
 
 
 class Loader:
@@ -115,18 +134,17 @@ def settings_of(config: Config) -> Mapping[str, Any]:
 
 
 def about(llm: LLM) -> Subject:
-    config = llm.config
-    folder = resolve_model(config)
-    phases = llm.loaded.phases
+    config, phases = llm.config, llm.loaded.phases
+    needs_draft = needs_draft_model(config)
     is_drafting = config.drafter_name != "none"
     return Subject(
-        model=folder.name,
-        draft_model=resolve_draft(config).name if needs_draft_model(config) else None,
+        model=name_of(config.target),
+        draft_model=name_of(config.draft) if needs_draft and config.draft else None,
         drafter=config.drafter_name,
         max_nodes=config.speculation.max_nodes if is_drafting else 0,
         config=without_paths(settings_of(config)),
         threads={name: words for name, words in phases.items() if name.endswith("threads")},
-        scaled=scaled_from(folder),
+        scaled=scaled_models(config),
     )
 
 
@@ -141,7 +159,15 @@ def without_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def hosted(label: str, url: str, key: str | None, model: str | None) -> Contender:
     server = Hosted(url, key, model)
-    return Contender(label, Subject(url=url, model=server.remote.fields["model"]), server)
+    card = server.remote.card
+    about = Subject(
+        url=url,
+        model=card.id,
+        drafter=card.drafter,
+        max_nodes=card.max_nodes,
+        scaled=card.scaled,
+    )
+    return Contender(label, about, server)
 
 
 def drafting(setting: str, base: Config) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def agent(source: random.Random, size: int) -> list[Ask]:
 
 
 def random_text(source: random.Random, size: int) -> list[Ask]:
-    """Nothing to guess by: random characters, gone on with at a temperature of 2."""
+    """Nothing in the text to guess by: random characters, gone on with at a temperature of 2."""
     signs = string.ascii_letters + string.digits + string.punctuation + "  "
     texts = ["".join(source.choices(signs, k=400)) for _ in range(size)]
     return [ask(source, text, 64)._replace(temperature=2.0) for text in texts]
@@ -133,7 +133,7 @@ WORKLOADS: dict[str, tuple[str, Make]] = {
         agent,
     ),
     "random": (
-        "random characters, gone on with at temperature 2: nothing to guess by",
+        "random characters, gone on with at temperature 2: nothing in the text to guess by",
         random_text,
     ),
     "mixed": (f"three questions to one long prompt, from {HELD_OUT}", mixed),

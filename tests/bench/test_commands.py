@@ -1,15 +1,17 @@
 """`specserve bench` as a user calls it, on a tiny model: JSON, tables, plots, mistakes."""
 
 import json
+import shutil
 
 import msgspec
 import pytest
 
 from specserve.cli import main
 from specserve.config import load_config
+from specserve.models.folder import SCALED, Scaled
 from specserve_bench import results, suite
-from specserve_bench.plots import draw
-from specserve_bench.report import report
+from specserve_bench.plots import PLOTS, draw
+from specserve_bench.report import markdown, report
 from specserve_bench.results import Load
 from specserve_bench.workloads import workload
 from tests.checkpoints import tiny_checkpoint
@@ -95,12 +97,103 @@ def test_an_output_that_differs_is_said_aloud(latency):
     assert "DIFFER" not in latency[1]
 
 
-def test_a_scaled_model_is_never_shown_without_saying_so(latency):
+@pytest.mark.parametrize("label", ["off", "model:4"])
+def test_a_scaled_model_is_never_shown_without_saying_so(latency, label):
     result = results.read(latency[0])
-    scaled = {"source": "specserve-demo", "like": "qwen3-0.6b", "note": "..."}
-    off = msgspec.structs.replace(result.subjects["off"], scaled=scaled)
-    result.subjects["off"] = off
-    assert "scaled demo: says what specserve-demo says, at the cost of qwen3-0.6b" in report(result)
+    scaled = [Scaled("small", "qwen3-0.6b")]
+    result.subjects[label] = msgspec.structs.replace(result.subjects[label], scaled=scaled)
+    text = report(result)
+    assert "(scaled demo: small at the cost of qwen3-0.6b)" in text
+    assert json.loads(text.splitlines()[-1])["scaled_demo"] == "scaled to qwen3-0.6b"
+    assert "scaled to qwen3-0.6b: questions" in markdown([result])
+    assert all("scaled to qwen3-0.6b" in title for title in titles(result))
+
+
+def titles(result):
+    figures = [plot([result]) for plot in PLOTS.values()]
+    return [ax.get_title() for figure in figures if figure is not None for ax in figure.axes]
+
+
+def test_kept_results_make_the_readmes_table(latency, capsys):
+    file = str(latency[0])
+    assert main(["bench", "show", file, file, "--markdown"]) == 0
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    assert head == "| drafter" + " | target: questions | target: completion" * 2 + " |"
+    assert [row.split(" | ")[0] for row in rows] == [
+        "| off",
+        "| ngram:4",
+        "| model:4",
+        "| scripted:0.9/0.5",
+    ]
+
+
+def test_what_a_server_calls_things_is_no_markup(latency):
+    result = results.read(latency[0])
+    odd = "m[/x] [bold]:smile:[/bold]"
+    result.subjects["off"] = msgspec.structs.replace(result.subjects["off"], model=odd)
+    result.runs[0].rounds[0].answers[0].error = "template [/INST] not allowed"
+    text = report(result)
+    assert odd in text and "1 errors: off: template [/INST] not allowed" in text
+    assert ", 1 errors" not in markdown([result]), "a median over rounds"
+
+
+BROKEN = {
+    "no rounds": lambda r: r.runs[0].rounds.clear(),
+    "a round that ends before it begins": lambda r: setattr(r.runs[0].rounds[0], "seconds", -1.0),
+    "a workload that says nothing": lambda r: r.workloads["questions"].pop("about"),
+    "a workload that is not there": lambda r: r.workloads.pop("questions"),
+    "no load": lambda r: setattr(r.runs[0], "load", Load()),
+    "no subjects": lambda r: r.subjects.clear(),
+    "a subject without runs": lambda r: r.subjects.update(other=r.subjects["off"]),
+    "an unknown subject": lambda r: setattr(r.runs[0], "subject", "other"),
+}
+
+
+@pytest.mark.parametrize("damage", BROKEN.values(), ids=BROKEN)
+def test_a_file_that_no_measurement_left_is_named(latency, tmp_path, damage, capsys):
+    result = results.read(latency[0])
+    damage(result)
+    (tmp_path / "r.json").write_bytes(msgspec.json.encode(result))
+    assert main(["bench", "show", str(tmp_path / "r.json"), "--markdown"]) == 1
+    assert "r.json: no results of" in capsys.readouterr().err
+
+
+def test_a_scaled_draft_is_one_as_well(folder, tmp_path):
+    draft = tmp_path / "draft"
+    shutil.copytree(folder, draft)
+    fields = json.loads((draft / "config.json").read_text())
+    fields[SCALED] = {"source": "small", "like": "large"}
+    (draft / "config.json").write_text(json.dumps(fields))
+    settings = {"memory.kv_bytes": 1 << 26, "model.path": str(folder), "drafter.model": str(draft)}
+    loader = suite.Loader(progress=False)
+    with_draft = loader.load("", load_config(None, settings)).about
+    assert with_draft.scaled == [Scaled(**fields[SCALED])]
+    off = loader.load("", load_config(None, settings | {"drafter.name": "none"})).about
+    assert off.scaled == []
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_anything_is_measured(tmp_path, capsys):
+    short = tiny_checkpoint(tmp_path / "short", seed=1, max_position_embeddings=512)
+    out = tmp_path / "r.json"
+    args = ["--model", short, "--out", out, "--workloads=questions,mixed", "--drafters=off"]
+    assert main(list(map(str, ["bench", "latency", *args, *SMALL, "--requests=4"]))) == 1
+    shown = capsys.readouterr()
+    assert "measuring" not in shown.err and "tokens" in shown.err and not out.exists()
+
+
+def test_what_cannot_be_kept_after_all_is_shown(folder, capsys):
+    args = ["--model", folder, "--drafters=off", "--workloads=questions", "--out=/dev/full"]
+    assert main(list(map(str, ["bench", "latency", *args, *SMALL]))) == 1
+    shown = capsys.readouterr()
+    assert "questions, 1 at a time" in shown.out
+    assert "/dev/full: cannot be written" in shown.err
+
+
+def test_the_same_drafter_twice_shows_the_noise(folder, tmp_path):
+    args = ["--model", folder, "--drafters=off,off", "--out", tmp_path / "r.json"]
+    args += ["--workloads=questions", "--requests=1", "--rounds=1"]
+    assert main(list(map(str, ["bench", "latency", *args]))) == 0
+    assert list(results.read(tmp_path / "r.json").subjects) == ["off", "off (2)"]
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +291,9 @@ def test_rounds_are_interleaved_after_a_first_request_that_is_thrown_away():
         def __init__(self, label):
             self.label = label
 
+        def check(self, ask):
+            assert not order, "refuse before anything is measured"
+
         def run(self, workload, load):
             order.append((workload.name, self.label, len(workload.asks)))
             return results.Round(seconds=len(order), answers=[], itl_ms=None, output_hash="")
@@ -207,9 +303,14 @@ def test_rounds_are_interleaved_after_a_first_request_that_is_thrown_away():
     chosen = [workload(name, 3, 0) for name in ("questions", "random")]
     plan = suite.Plan(chosen, [Load(concurrency=1)], rounds=2)
     result = suite.measure("latency", contenders, plan, results.Goals(), "test")
-    once = [(w, label) for w in ("questions", "random") for label in "ab"]
-    assert order == [(*pair, size) for size in (1, 3, 3) for pair in once]
-    assert [r.seconds for r in result.runs[0].rounds] == [5, 9]
+    turns = ("ab", 1), ("ba", 3), ("ab", 3)
+    assert order == [
+        (w, label, size)
+        for labels, size in turns
+        for w in ("questions", "random")
+        for label in labels
+    ]
+    assert [r.seconds for r in result.runs[0].rounds] == [6, 9]
 
 
 @pytest.mark.parametrize(
@@ -232,6 +333,14 @@ def test_rounds_are_interleaved_after_a_first_request_that_is_thrown_away():
         (["compare", "off.toml", "on.toml", "--api-key-file=k"], "one URL"),
         (["compare", "gone.toml", "gone.toml"], "gone.toml"),
         (["show", "gone.json"], "gone.json"),
+        (["show", "gone.json", "--plots=/dev/null/x"], "cannot be written"),
+        (["show", "gone.json", "--plots=/proc"], "cannot be written"),
+        (["latency", "--drafters=off", "--out=/proc", "--plots=/tmp"], "cannot be written"),
+        (["drafters", "--url=http://127.0.0.1:1"], "measure it by latency"),
+        (
+            ["latency", "--drafters=off", "--set=drafter.options.max_ngram=2"],
+            "none of --drafters is",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_that_says_what_to_do(folder, capsys, args, complaint):
@@ -240,6 +349,12 @@ def test_a_mistake_is_one_line_that_says_what_to_do(folder, capsys, args, compla
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1
     assert complaint in err
+
+
+def test_a_command_that_failed_leaves_no_result(folder, tmp_path, capsys):
+    out = tmp_path / "new" / "r.json"
+    assert main(["bench", "latency", f"--model={folder}", "--drafters=telepathy", f"--out={out}"])
+    assert "telepathy" in capsys.readouterr().err and not out.exists()
 
 
 @pytest.mark.parametrize(
@@ -251,6 +366,12 @@ def test_a_mistake_is_one_line_that_says_what_to_do(folder, capsys, args, compla
         "--rate=inf",
         "--concurrency=,",
         "--burstiness=nan",
+        "--burstiness=1e-200",
+        "--rate=1e-310",
+        "--requests=100000000000000",
+        "--seed=-1",
+        "--temperature=nan",
+        "--temperature=-1",
     ],
 )
 def test_a_number_that_cannot_be_is_refused(capsys, arg):

@@ -1,16 +1,18 @@
 """Requests to a server, told by one that keeps to a script."""
 
 import json
+import signal
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from specserve.cli import main
 from specserve_bench import results
 from specserve_bench.hosted import Hosted
 from specserve_bench.results import Load
-from specserve_bench.workloads import Ask, Workload
+from specserve_bench.workloads import Ask, Workload, workload
 
 GAP = 0.05
 
@@ -27,6 +29,12 @@ TOLD = {
     "acceptance_histogram": [2, 1, 1],
     "mean_acceptance_length": 1.75,
 }
+
+
+def told(**changed):
+    return said(metrics={"speculative_decoding": TOLD | changed})
+
+
 # Nine tokens in three events of text, the first of which comes with an empty one before it.
 PLAIN = [said(""), said("a"), said("bc"), said("d", "stop"), said(**USAGE)]
 
@@ -41,7 +49,7 @@ class Scripted(BaseHTTPRequestHandler):
 
     def do_GET(self):
         if self.path == "/v1/models":
-            self.whole(json.dumps({"data": [{"id": "m"}]}).encode())
+            self.whole(json.dumps({"data": [{"id": "m"} | self.server.card]}).encode())
         elif self.path == "/metrics" and self.server.series:
             self.whole(self.server.series.pop(0).encode())
         else:
@@ -57,6 +65,7 @@ class Scripted(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
             self.server.asked.append((self.path, body))
+            self.server.keys.append(self.headers.get("Authorization"))
             self.server.live += 1
             self.server.most = max(self.server.most, self.server.live)
         if self.server.refuses:
@@ -78,9 +87,9 @@ class Scripted(BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     with ThreadingHTTPServer(("127.0.0.1", 0), Scripted) as server:
-        server.events, server.series, server.asked = PLAIN, [], []
+        server.events, server.series, server.asked, server.keys = PLAIN, [], [], []
         server.lock, server.live, server.most = threading.Lock(), 0, 0
-        server.is_done, server.refuses = True, False
+        server.is_done, server.refuses, server.card = True, False, {}
         server.url = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
@@ -189,6 +198,63 @@ def test_series_of_vllm_tell_the_rest_as_the_growth_during_the_round(server):
     assert (round.step_seconds, round.draft_seconds) == (1.5, None)
 
 
+def test_a_server_is_measured_from_the_command_line(server, tmp_path, capsys):
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    args = ["--url", server.url, "--model=m", "--api-key-file", key, "--out", tmp_path / "r.json"]
+    args += ["--workloads=questions", "--requests=2", "--rounds=1", "--temperature=0.25"]
+    args += ["--seed=7", "--goal-ttft-ms=1e5", "--goal-tpot-ms=0.5"]
+    assert main(list(map(str, ["bench", "latency", *args]))) == 0
+    result = results.read(tmp_path / "r.json")
+    assert result.goals == results.Goals(ttft_ms=1e5, tpot_ms=0.5)
+    [subject] = result.subjects.values()
+    assert (subject.url, subject.model) == (server.url, "m")
+    [[round]] = [run.rounds for run in result.runs]
+    assert results.goodput(round, result.goals) == 0.0 < results.goodput(round, results.Goals())
+    wanted = workload("questions", 2, 7).asks
+    heard = [(b["messages"][0]["content"], b["seed"], b["temperature"]) for _, b in server.asked]
+    assert heard[-2:] == [(a.prompt[0]["content"], a.seed, 0.25) for a in wanted]
+    assert set(server.keys) == {"Bearer secret"}
+    assert "goodput: TTFT at most 100000 ms, TPOT at most 0.5 ms" in capsys.readouterr().out
+
+
+def test_what_a_server_refuses_is_shown_and_no_success(server, capsys):
+    server.refuses = True
+    args = ["--url", server.url, "--workloads=questions", "--requests=2", "--rounds=2"]
+    assert main(["bench", "latency", *args]) == 1
+    assert f"4 errors: {server.url}: " in capsys.readouterr().out
+
+
+def test_a_server_of_a_scaled_demo_is_shown_as_one(server, capsys):
+    scaled = [{"source": "small", "like": "qwen3-0.6b"}]
+    server.card = {"scaled": scaled, "drafter": "ngram", "max_nodes": 8}
+    args = ["--url", server.url, "--workloads=questions", "--requests=1", "--rounds=1"]
+    assert main(["bench", "latency", *args]) == 0
+    words = "m (scaled demo: small at the cost of qwen3-0.6b) drafter ngram, at most 8 nodes"
+    assert f"{server.url}: {words}" in capsys.readouterr().out
+
+
+def test_statistics_that_make_no_sense_are_no_statistics(server):
+    server.events = [*PLAIN[:-1], told(num_spec_steps=0), said(**USAGE)]
+    figures = results.figures(run(server), results.Goals())
+    assert figures["acceptance_by_depth"] == [] and figures["acceptance_length"] is None
+    nan = "# TYPE vllm:spec_decode_num_drafts counter\nvllm:spec_decode_num_drafts_total NaN\n"
+    server.events, server.series = PLAIN, [nan, nan]
+    assert run(server).speculation is None
+
+
+def test_an_interrupt_ends_it_however_silent_the_server_is(server):
+    hosted, at_rest = Hosted(server.url), threading.active_count()
+    server.events, server.is_done = [said("a")] * 30, False
+    timer = threading.Timer(0.3, lambda: signal.raise_signal(signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        hosted.run(asked(3), Load(concurrency=2))
+    assert all(t.daemon for t in threading.enumerate() if t is not threading.main_thread())
+    assert at_rest <= threading.active_count()
+    server.events = []
+
+
 def test_a_server_without_statistics_is_measured_all_the_same(server):
     round = run(server)
     assert (round.speculation, round.step_seconds) == (None, None)
@@ -203,6 +269,11 @@ def test_a_server_without_statistics_is_measured_all_the_same(server):
         ({"events": [said("a"), {"error": {"message": "out of memory"}}]}, "out of memory"),
         ({"events": [{"choices": 3}]}, "choices"),
         ({"events": PLAIN[:-1]}, "include_usage"),
+        ({"events": [said("a"), said(**USAGE)]}, "told no finish_reason"),
+        ({"events": [*PLAIN[:-1], said(usage={"completion_tokens": 0})]}, "no token"),
+        ({"events": [*PLAIN[:-1], said(usage={"completion_tokens": -7})]}, "completion_tokens"),
+        ({"events": [*PLAIN, told(mean_acceptance_length=1e308)]}, "mean_acceptance_length"),
+        ({"events": [*PLAIN, told(num_spec_steps=-3)]}, "num_spec_steps"),
     ],
 )
 def test_a_failure_is_kept_with_its_request(server, changes, complaint):

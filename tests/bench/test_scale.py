@@ -12,11 +12,14 @@ from specserve import LLM, SamplingParams
 from specserve.errors import ConfigError
 from specserve.models.checkpoint import INDEX, SINGLE, Checkpoint
 from specserve.models.families import tensor_shapes
+from specserve.models.folder import scaled_from
 from specserve.models.loader import load_config
 from specserve_bench import scale
-from specserve_bench.scale import main, scale_model, scaled_from
+from specserve_bench.scale import main, scale_model
 from specserve_bench.shapes import SHAPES, shape_config
 from tests.checkpoints import tiny_checkpoint
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -64,15 +67,6 @@ CASES = {  # what departs from SOURCE, from SAME
     "another rope": ({"rope_parameters": LLAMA3 | {"rope_theta": 100.0}}, LARGER),
     "yarn": ({"rope_parameters": YARN | {"rope_theta": 100.0}}, LARGER | {"head_dim": 16}),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """For tiny models threads are all barrier, which a busy machine turns into seconds."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def tiny_source(folder, **overrides):
@@ -270,8 +264,8 @@ def test_a_scaled_model_says_what_it_is(tmp_path, source, capsys):
     assert main([str(source), str(target), "--like", shape]) == 0
     assert "at the cost of" in capsys.readouterr().out
     said = scaled_from(target)
-    assert (said["source"], said["like"]) == ("source", "shape")
-    assert "demo" in said["note"]
+    assert (said.source, said.like) == ("source", "shape")
+    assert "demo" in said.note
     assert scaled_from(source) is None
     config, was = (json.loads((f / "config.json").read_text()) for f in (target, source))
     assert config["eos_token_id"] == was["eos_token_id"] is not None
