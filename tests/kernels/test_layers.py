@@ -74,6 +74,14 @@ def test_linear_is_torchs(ops, N, K, has_bias, dtype):
         assert (row_errors(got, want[:rows]) < TOLERANCE[dtype]).all()
 
 
+@pytest.mark.parametrize("R", [5, 6, 10, 13])
+def test_rows_that_run_in_pieces_come_back_in_order(R, monkeypatch):
+    monkeypatch.setattr("specserve_kernels.cpu.ops._MAX_ROWS", 5)
+    x, w = (random_tensor(n, 331, dtype=torch.bfloat16, seed=n) for n in (R, 40))
+    got = cpu.linear(x, cpu.prepack(w))
+    assert (row_errors(got, linear(x.double(), w.double())) < TOLERANCE[torch.bfloat16]).all()
+
+
 @BUILDS
 def test_no_rows_are_no_error(ops):
     assert ops.linear(torch.empty(0, 64), ops.prepack(random_tensor(32, 64))).shape == (0, 32)

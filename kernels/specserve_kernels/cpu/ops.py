@@ -19,6 +19,9 @@ _EXPECTED_ROWS = 8  # of a step: what oneDNN lays the weight out for
 # One row is another kernel in oneDNN, with other bits; from two rows on all are equal. And two rows
 # take longer than four: `make bench` prints both, as gemm_ms for 1 and for 4 rows of a step.
 _MIN_ROWS = 4
+# With AMX the order in which a row's bfloat16 products are summed depends on the number of rows,
+# but not up to 32 of them.
+_MAX_ROWS: int | None = 32 if torch.cpu.get_capabilities().get("amx_bf16") else None
 
 
 # The fields of Rows that the kernels read, in the order of rows.h.
@@ -105,6 +108,8 @@ def prepack(weight: Tensor) -> Tensor:
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     R = x.shape[0]
+    if _MAX_ROWS is not None and R > _MAX_ROWS and x.dtype == torch.bfloat16:
+        return torch.cat([linear(part, packed, bias) for part in x.split(_MAX_ROWS)])
     if R >= _MIN_ROWS or R == 0:
         return _linear(x, packed, bias, "none", [], "")
     padded = torch.cat((x,) * -(-_MIN_ROWS // R))
