@@ -33,10 +33,10 @@ $(COMPILED): $(INSTALLED) $(KERNELS)
 	touch $@
 
 test: setup
-	$(PY) -m pytest -m "not slow"
+	$(PY) -m pytest -m "not slow" -n 2 --dist loadfile
 
-check: setup
-	$(PY) -m pytest
+check: test
+	$(PY) -m pytest -m slow
 
 lint: setup
 	$(VENV)/bin/ruff check

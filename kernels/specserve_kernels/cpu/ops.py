@@ -109,7 +109,8 @@ def prepack(weight: Tensor) -> Tensor:
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     R = x.shape[0]
     if _MAX_ROWS is not None and R > _MAX_ROWS and x.dtype == torch.bfloat16:
-        return torch.cat([linear(part, packed, bias) for part in x.split(_MAX_ROWS)])
+        parts = [x[i : i + _MAX_ROWS] for i in range(0, R, _MAX_ROWS)]
+        return torch.cat([linear(part, packed, bias) for part in parts])
     if R >= _MIN_ROWS or R == 0:
         return _linear(x, packed, bias, "none", [], "")
     padded = torch.cat((x,) * -(-_MIN_ROWS // R))
