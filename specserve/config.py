@@ -59,6 +59,9 @@ class MemoryConfig(Section, frozen=True):
     draft_block_size: Annotated[
         Positive | None, about("draft tokens in a block, at least 1; unset: as many as fit")
     ] = None
+    prefix_cache: Annotated[bool, about("whether prompts that begin alike are computed once")] = (
+        True
+    )
 
 
 class SchedulerConfig(Section, frozen=True):

@@ -15,6 +15,7 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    cached_tokens: int  # of the prompt, found in the prefix cache
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -31,9 +32,21 @@ class Speculation(msgspec.Struct, frozen=True):
     drafted: int
     accepted: int
     mean_acceptance_length: float | None  # None where nothing was drafted
+    fallbacks: int  # drafts made by n-grams, as the draft model had not caught up
+
+
+class Choice(msgspec.Struct, frozen=True):
+    token_ids: list[int]
+    text: str
+    finish_reason: str  # "stop" | "length"
+    seed: int
+    timing: Timing
+    speculation: Speculation
 
 
 class Output(msgspec.Struct, frozen=True):
+    """Of one prompt. What is said of the text is said of its first choice; `usage` is of all."""
+
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str
@@ -42,6 +55,7 @@ class Output(msgspec.Struct, frozen=True):
     usage: Usage
     timing: Timing
     speculation: Speculation
+    choices: list[Choice]
 
 
 class Generation:
@@ -58,6 +72,7 @@ class Generation:
         self.finish_reason: str | None = None
         self.steps: list[tuple[int, int]] = []  # drafted, accepted: of each verified step
         self.num_step_tokens = 0  # said by those steps
+        self.num_cached = self.num_fallbacks = 0
         self.arrived = perf_counter()
         self.admitted_at = self.first_token_at = self.last_token_at = 0.0
 
@@ -68,7 +83,8 @@ class Generation:
     def push(self, emission: Emission) -> str:
         """Take a step's tokens; the text that they add."""
         now = perf_counter()
-        self.admitted_at = emission.admitted_at
+        self.admitted_at, self.num_cached = emission.admitted_at, emission.num_cached
+        self.num_fallbacks += emission.is_fallback
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
         text, num_tokens, is_stopped = self.stream.push(emission.tokens)
@@ -90,10 +106,6 @@ class Generation:
     def num_accepted(self) -> int:
         return sum(accepted for _, accepted in self.steps)
 
-    def usage(self) -> Usage:
-        n = len(self.token_ids)
-        return Usage(len(self.prompt), n, len(self.prompt) + n)
-
     def timing(self) -> Timing:
         n = len(self.token_ids)
         spread = 1e3 * (self.last_token_at - self.first_token_at)
@@ -111,16 +123,25 @@ class Generation:
             drafted=drafted,
             accepted=self.num_accepted,
             mean_acceptance_length=self.num_step_tokens / len(self.steps) if drafted else None,
+            fallbacks=self.num_fallbacks,
         )
 
-    def output(self, drafter: str) -> Output:
-        return Output(
-            prompt_token_ids=list(self.prompt),
+    def said(self, drafter: str) -> Choice:
+        return Choice(
             token_ids=self.token_ids,
             text=self.text,
             finish_reason=self.finish_reason or "abort",
             seed=self.sampling.seed,
-            usage=self.usage(),
             timing=self.timing(),
             speculation=self.speculation(drafter),
         )
+
+
+def output(choices: Sequence[Generation], drafter: str) -> Output:
+    """What the choices of one prompt have come to."""
+    said = [generation.said(drafter) for generation in choices]
+    first, num_prompt = choices[0], len(choices[0].prompt)
+    num_said = sum(len(c.token_ids) for c in said)
+    usage = Usage(num_prompt, num_said, num_prompt + num_said, first.num_cached)
+    of_first = msgspec.structs.asdict(said[0])
+    return Output(prompt_token_ids=list(first.prompt), usage=usage, choices=said, **of_first)

@@ -12,10 +12,10 @@ from typing import Any, Self
 from specserve.config import Config, load_config
 from specserve.engine.build import Model, Phases, Weights, build
 from specserve.errors import ConfigError, RequestError
-from specserve.generation import Generation, Output
+from specserve.generation import Generation, Output, output
 from specserve.intake import Message, load_intake
 from specserve.progress import LoadProgress, show_phases, track
-from specserve.sampling import SamplingParams
+from specserve.sampling import SamplingParams, choices_of
 
 Prompt = str | Sequence[int]
 
@@ -78,13 +78,14 @@ class LLM:
                 f"{len(asked)} prompts and {len(each)} SamplingParams: give one each"
             )
         checked = [self.check(p, q) for p, q in zip(asked, each, strict=True)]
-        generations = [self.start(*c) for c in checked]
+        each_choices = [self.start(*c) for c in checked]
+        generations = [g for choices in each_choices for g in choices]
         try:
-            for _ in track(generations, enabled=self.progress and len(asked) > 1):
+            for _ in track(generations, enabled=self.progress and len(generations) > 1):
                 self.step()
         finally:
             self.end(generations)
-        return [g.output(self.loaded.drafter) for g in generations]
+        return [output(choices, self.loaded.drafter) for choices in each_choices]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
@@ -93,12 +94,14 @@ class LLM:
 
         The prompt is checked at once, and starts to run when the first step is asked for.
         """
+        if params is not None and params.n != 1:
+            raise RequestError("n: a stream is one choice's; leave it out, or call generate", "n")
         return self.stream_checked(*self.check(prompt, params))
 
     def stream_checked(
         self, ids: list[int], params: SamplingParams
     ) -> Generator[tuple[str, list[int]], None, Output]:
-        generation = self.start(ids, params)
+        [generation] = self.start(ids, params)
         shown, num_shown = 0, 0
         try:
             while num_shown < len(generation.token_ids) or not generation.is_done:
@@ -110,7 +113,7 @@ class LLM:
                     yield text, token_ids
         finally:
             self.end([generation])
-        return generation.output(self.loaded.drafter)
+        return output([generation], self.loaded.drafter)
 
     def chat(
         self,
@@ -129,8 +132,13 @@ class LLM:
         return self.loaded.weights
 
     def memory(self) -> dict[str, int]:
-        """Blocks by holder."""
+        """Blocks by holder; what several requests share counts once."""
         return self.engine.memory()
+
+    def reset_cache(self) -> None:
+        """Forget all prefixes: what comes next is computed from its beginning."""
+        with self.lock, interrupts_held():
+            self.engine.reset_cache()
 
     def close(self) -> None:
         """End what is running."""
@@ -160,12 +168,14 @@ class LLM:
         self.intake.resolve(asked, len(ids))
         return ids, asked
 
-    def start(self, ids: list[int], params: SamplingParams) -> Generation:
-        sampling = self.intake.resolve(params, len(ids))
+    def start(self, ids: list[int], params: SamplingParams) -> list[Generation]:
+        """Queue a prompt; its choices."""
+        samplings = choices_of(self.intake.resolve(params, len(ids)), params.n)
         with self.lock, interrupts_held():
-            id = self.engine.add(ids, sampling).id
-            generation = self.live[id] = Generation(id, ids, sampling, self.tokenizer)
-        return generation
+            requests = self.engine.add_choices(ids, samplings)
+            choices = [Generation(r.id, ids, r.sampling, self.tokenizer) for r in requests]
+            self.live.update({generation.id: generation for generation in choices})
+        return choices
 
     def step(self) -> None:
         """One step of the engine; every live generation gets what is its own."""

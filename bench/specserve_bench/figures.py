@@ -124,7 +124,11 @@ def pair_figures(models: Path) -> dict[str, Any]:
 
 def load(models: Path, drafter: str, nodes: int) -> LLM:
     draft = models / "code-draft" if drafter == "model" else None
-    settings = {"speculation.max_nodes": nodes, "memory.kv_bytes": 1 << 28}
+    settings = {
+        "speculation.max_nodes": nodes,
+        "memory.kv_bytes": 1 << 28,
+        "memory.prefix_cache": False,  # all rounds ask the same
+    }
     return LLM(models / "code-target", draft, drafter, set=settings, progress=False)
 
 

@@ -32,7 +32,11 @@ class Local:
         self.llm, self.clock, self.wait = llm, clock, wait
 
     def run(self, workload: Workload, load: Load) -> Round:
-        """Every request once; one that is due starts between two steps."""
+        """Every request once; one that is due starts between two steps.
+
+        Nobody gains from rounds before: their prefixes are forgotten.
+        """
+        self.llm.reset_cache()
         prompts = [self.check(ask) for ask in workload.asks]
         due, most = due_times(load, len(prompts)), limit(load)
         stats = self.llm.engine.stats
@@ -46,7 +50,7 @@ class Local:
             while started < len(prompts) and len(running) < most and due[started] <= now:
                 # With a fixed concurrency, a request is due when there is room for it.
                 at = now if load.rate is None else due[started]
-                generation = self.llm.start(*prompts[started])
+                [generation] = self.llm.start(*prompts[started])
                 running.append(Going(started, at, generation, []))
                 started += 1
             if not running:

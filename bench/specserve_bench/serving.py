@@ -111,7 +111,8 @@ def newcomer(pair: tuple[object, ...]) -> dict[str, Any]:
     """
     target, _, draft = pair
     options = {"scheduler.prefill_chunk": CHUNK, "model.threads": 1, "memory.kv_bytes": 1 << 28}
-    flags = [f"--set={key}={value}" for key, value in options.items()]
+    options["memory.prefix_cache"] = False  # the same is asked again and again
+    flags = [f"--set={key}={json.dumps(value)}" for key, value in options.items()]
     with (
         LLM(str(target), str(draft), set=options, progress=False) as llm,
         Served(*pair, *flags) as s,
@@ -145,7 +146,7 @@ def one_newcomer(served: Served, llm: LLM, seed: int) -> dict[str, float]:
 
 def longest_step(llm: LLM, prompt: list[int]) -> float:
     """Of the steps that compute a prompt with nobody else there."""
-    generation = llm.start(prompt, SamplingParams(max_tokens=1))
+    [generation] = llm.start(prompt, SamplingParams(max_tokens=1))
     seconds = []
     while not generation.is_done:
         start = perf_counter()

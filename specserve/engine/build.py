@@ -137,7 +137,17 @@ def assemble(config: Config, target: Decoder, draft: Decoder | None, max_len: in
     runners, pool = build_pool(config, target, draft, max_len)
     scheduler = Scheduler(limits(config), pool)
     draft_model = DraftModel(runners[1], scheduler) if len(runners) > 1 else None
-    return Engine(runners[0], scheduler, build_drafter(config, draft_model), draft_model)
+    drafter = build_drafter(config, draft_model)
+    names = kv_names(config, target, draft) if config.memory.prefix_cache else None
+    return Engine(runners[0], scheduler, drafter, draft_model, names)
+
+
+def kv_names(config: Config, target: Decoder, draft: Decoder | None) -> dict[str, str]:
+    """The model and the dtype that each kind of KV comes from."""
+    return {
+        "target": f"target {config.target} {target.dtype}",
+        "draft": f"draft {config.draft} {draft.dtype if draft else None}",
+    }
 
 
 def resolve_model(config: Config) -> Path:
@@ -253,7 +263,9 @@ def build_pool(
             "memory.kv_bytes or memory.kv_fraction"
         ) from e
     views = map(arena.view, layouts, block_sizes)
-    return [Runner(m, v) for m, v in zip(models, views, strict=True)], BlockPool(num_blocks, size)
+    return [Runner(m, v) for m, v in zip(models, views, strict=True)], BlockPool(
+        num_blocks, size, arena.copy
+    )
 
 
 def draft_block_size(asked: int | None, fits: int) -> int:

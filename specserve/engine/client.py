@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Protocol, cast
 
 from specserve.engine.engine import Emission
@@ -37,39 +36,60 @@ class EngineClient(asyncio.Protocol):
         self.on_loading: Callable[[str, int, int], None] = lambda name, done, total: None
         self.on_report: Callable[[Report], None] = lambda report: None
         self.heard_at = self.loop.time()
-        self.ids, self.frames = count(), Frames()
+        self.next_id, self.frames = 0, Frames()
         self.adds: list[Add] = []
         self.finishes: list[int] = []
+        self.resets: dict[asyncio.Future[None], int] = {}  # -> the engine's count that ends it
+        self.num_resets = 0  # ordered
+        self.is_reset_due = False
         self.transport: asyncio.WriteTransport | None = None
 
     async def connect(self) -> None:
         await self.loop.create_connection(lambda: self, sock=self.socket)
 
-    def add(self, token_ids: Sequence[int], sampling: Sampling, listener: Listener) -> int:
-        """Queue a request; its id. Nothing is said to `listener` before this returns."""
+    def add(
+        self,
+        token_ids: Sequence[int],
+        samplings: Sequence[Sampling],
+        listeners: Sequence[Listener],
+    ) -> list[int]:
+        """Queue a prompt's choices; their ids. Nothing is said to listeners before this returns."""
         assert not self.died.is_set(), "the engine process is gone: nobody may be admitted"
         if not self.listeners:
             self.heard_at = self.loop.time()  # an idle engine has nothing to say
-        id = next(self.ids)
-        self.listeners[id] = listener
-        self.adds.append(Add(id, list(token_ids), sampling))
+        id = self.next_id
+        self.next_id += len(samplings)
+        ids = list(range(id, self.next_id))
+        self.listeners.update(zip(ids, listeners, strict=True))
         self.flush_soon()
-        return id
+        self.adds.append(Add(id, list(token_ids), list(samplings)))
+        return ids
 
     def finish(self, id: int) -> None:
         """Let go of a request, whether or not it has ended."""
         if self.listeners.pop(id, None) is not None and not self.died.is_set():
-            self.finishes.append(id)
             self.flush_soon()
+            self.finishes.append(id)
+
+    async def reset_cache(self) -> None:
+        """Have all prefixes forgotten; EngineDied where there is nobody to do it."""
+        if self.died.is_set():
+            raise EngineDied("the engine process has ended")
+        self.flush_soon()
+        self.is_reset_due = True
+        future = self.loop.create_future()
+        self.resets[future] = self.num_resets + 1
+        await future
 
     def flush_soon(self) -> None:
         """One message for all that one turn of the event loop asks for."""
-        if len(self.adds) + len(self.finishes) == 1:
+        if not (self.adds or self.finishes or self.is_reset_due):
             self.loop.call_soon(self.flush)
 
     def flush(self) -> None:
-        orders = Orders(self.adds, self.finishes)
-        self.adds, self.finishes = [], []
+        orders = Orders(self.adds, self.finishes, self.is_reset_due)
+        self.num_resets += self.is_reset_due
+        self.adds, self.finishes, self.is_reset_due = [], [], False
         if self.transport is not None and not self.died.is_set():
             self.transport.write(frame(orders))
 
@@ -103,6 +123,11 @@ class EngineClient(asyncio.Protocol):
                 self.listeners.pop(emission.id, None)
             if listener is not None:  # else it was let go of while the step ran
                 listener.push(emission)
+        for future, count in [*self.resets.items()]:
+            if report.stats.num_resets >= count:
+                del self.resets[future]
+                if not future.done():  # else whoever asked has left
+                    future.set_result(None)
         self.on_report(report)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -110,6 +135,9 @@ class EngineClient(asyncio.Protocol):
         message = "the engine process has ended: the answer cannot be finished"
         if not self.ready.done():
             self.ready.set_exception(EngineDied("the engine process ended while it was loading"))
+        for future in self.resets:
+            if not future.done():
+                future.set_exception(EngineDied(message))
         listeners, self.listeners = self.listeners, {}
         for listener in listeners.values():
             listener.fail(message)

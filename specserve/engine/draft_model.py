@@ -8,7 +8,7 @@ from torch import Tensor
 from specserve.engine.batch import RowGroup
 from specserve.engine.runner import Runner
 from specserve.memory import BlockTable
-from specserve.scheduling import Request, Scheduler
+from specserve.scheduling import Request, Scheduler, Work
 from specserve_drafters import ROOT, Draft, DraftItem, Nodes
 from specserve_drafters.tree import MAX_NODES
 
@@ -29,11 +29,16 @@ class DraftModel:
         self.max_len = min(runner.decoder.config.max_positions, room)
         self.requests: dict[int, Request] = {}  # of this step
         self.masks: dict[int, list[int]] = {}  # by request; of its nodes in this step
+        self.nodes: dict[int, list[tuple[int, int]]] = {}  # their tokens and parents
+        self.spare = 0  # blocks that draft KV may take in this step
 
     def lend(self, requests: Sequence[Request]) -> None:
-        """Begin a step for these requests."""
+        """Begin a step for these requests. Draft KV takes blocks that nobody has been promised, and
+        leaves one to every running request.
+        """
         self.requests = {r.id: r for r in requests}
-        self.masks = {}
+        self.masks, self.nodes = {}, {}
+        self.spare = self.scheduler.spare - len(self.scheduler.running)
 
     def take_back(self) -> None:
         """The drafter has had its say: what it asks for later is refused."""
@@ -45,9 +50,15 @@ class DraftModel:
         lent = [self.requests[item.id] for item in items]
         if len({r.id for r in lent}) < len(lent):
             raise ValueError("a request was given twice: its KV would be counted twice")
-        gaps = [len(r.token_ids) - r.draft_table.num_computed for r in lent]
+        for request in lent:
+            if request.draft_gap > USUAL_LAG and not self.waits(request):
+                request.begin_draft()
+        gaps = [r.draft_gap for r in lent]
+        ahead: list[Request] = []
         for i in sorted(range(len(items)), key=gaps.__getitem__):
             token_ids, table = lent[i].token_ids, lent[i].draft_table
+            if self.waits(lent[i]) or any(shares_next(r, lent[i]) for r in ahead):
+                continue
             known = len(token_ids)
             size = gaps[i] if gaps[i] <= USUAL_LAG else min(gaps[i], rows)
             start = table.num_computed
@@ -59,7 +70,8 @@ class DraftModel:
             groups.append(RowGroup(table, tokens, start, num_logits=int(is_ready)))
             if is_ready:
                 ready.append(i)
-                self.masks[lent[i].id] = []
+                self.masks[lent[i].id], self.nodes[lent[i].id] = [], []
+            ahead.append(lent[i])
         logits = self.forward(groups)
         for group in groups:
             group.table.num_computed += len(group.token_ids)
@@ -74,9 +86,10 @@ class DraftModel:
             is_full = first + len(tokens) > MAX_NODES or end > self.max_len
             if is_full or not self.try_reserve(table, end):
                 continue
-            for parent in parents:
+            for token, parent in zip(tokens, parents, strict=True):
                 above = masks[parent - 1] if parent != ROOT else 0
                 masks.append(above | 1 << len(masks))
+                self.nodes[id].append((token, parent))
             size, start = len(tokens), known + first
             groups.append(RowGroup(table, tokens, start, size, known, masks[first:]))
             fit.append(i)
@@ -86,26 +99,49 @@ class DraftModel:
         return self.runner.forward(groups) if groups else torch.empty(0, 0)
 
     def try_reserve(self, table: BlockTable, num_slots: int) -> bool:
-        """Draft KV takes free blocks only, and leaves one to every running request."""
-        spare = self.scheduler.pool.num_free - len(self.scheduler.running)
         missing = table.missing(num_slots)
-        return missing == 0 or (missing <= spare and table.try_reserve(num_slots))
+        if missing > max(0, self.spare) or not table.try_reserve(num_slots):
+            return False
+        self.spare -= missing
+        return True
+
+    def waits(self, request: Request) -> bool:
+        """Another choice of the same prompt, lent as well, is about to bring the draft KV along."""
+        first = request.first
+        if first is None or first.id not in self.requests or request.draft_table.num_computed > 0:
+            return False
+        return first.draft_table.num_computed < min(request.num_prompt, len(request.token_ids) - 1)
+
+    def is_behind(self, work: Work) -> bool:
+        """Whether a work that might have had the model's guesses had to do without."""
+        return work.draft_limit > 0 and work.request.id not in self.masks
 
     def keep(
         self, request: Request, draft: Draft, nodes: Sequence[int]
     ) -> list[tuple[BlockTable, int, int]]:
         """Keep the draft KV of accepted nodes, as far down as the draft model has run them.
 
-        -> the moves that it takes. A draft whose numbers make no sense keeps nothing: only the
-        draft model would suffer, and catches up.
+        -> the moves that it takes. A draft whose numbers are of other tokens keeps nothing from
+        there on: the draft model catches up, and nobody finds KV that is not what its key says.
         """
-        table, kept, moves = request.draft_table, 0, []
+        table, kept, moves, parent = request.draft_table, 0, [], ROOT
+        run = self.nodes.get(request.id, [])
         for k in nodes:
             e = draft.expanded[k - 1]
-            if not kept < e <= len(self.masks.get(request.id, ())):
+            if not kept < e <= len(run) or run[e - 1] != (draft.tokens[k - 1], parent):
                 break
+            parent = e
             kept += 1
             if e != kept:
                 moves.append((table, table.num_computed + e - 1, table.num_computed + kept - 1))
         table.num_computed += kept
         return moves
+
+
+def shares_next(one: Request, other: Request) -> bool:
+    """Whether one, first in line, is about to run a block that the other could then have."""
+    place = other.draft_table.num_computed // other.draft_table.block_size
+    key = next(other.draft_table.keys(other.token_ids, place), None)
+    own = next(one.draft_table.keys(one.token_ids, place), None)
+    is_there = one.draft_table.num_computed // one.draft_table.block_size > place
+    return key is not None and key == own and not is_there

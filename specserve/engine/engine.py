@@ -3,7 +3,7 @@
 import logging
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from time import perf_counter
 
@@ -15,7 +15,7 @@ from specserve.engine.batch import RowGroup
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.runner import Runner
 from specserve.engine.verify import Path, walk
-from specserve.memory import BlockPool, BlockTable
+from specserve.memory import BlockPool, BlockTable, Chain, root_key
 from specserve.sampling import Sampler, Sampling
 from specserve.scheduling import Request, Scheduler, Work
 from specserve_drafters import Draft, Drafter, DraftItem
@@ -33,6 +33,8 @@ class Emission(msgspec.Struct, frozen=True, array_like=True):
     num_drafted: int
     num_accepted: int
     admitted_at: float  # seconds, perf_counter: when it left the queue
+    num_cached: int = 0  # tokens of the prompt that were found in the prefix cache
+    is_fallback: bool = False  # n-grams guessed, as the draft model had not caught up
 
 
 class Stats(msgspec.Struct):
@@ -46,6 +48,10 @@ class Stats(msgspec.Struct):
     verify_seconds: float = 0.0  # the target's forward
     step_seconds: float = 0.0
     drafter_errors: int = 0
+    num_fallbacks: int = 0  # drafts that n-grams made, as the draft model had not caught up
+    num_looked_up: int = 0  # tokens of prompts, looked for in the prefix cache
+    num_cached: int = 0  # those that were found
+    num_resets: int = 0  # of the prefix cache
 
 
 class Engine:
@@ -60,9 +66,11 @@ class Engine:
         scheduler: Scheduler,
         drafter: Drafter | None = None,
         draft_model: DraftModel | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> None:
         self.target, self.scheduler = target, scheduler
         self.drafter, self.draft_model = drafter, draft_model
+        self.names = names  # whose KV a block of each model's is; None keeps no prefixes
         self.requests: dict[int, Request] = {}  # all that have not ended
         self.stats = Stats()
         self.ids = count()
@@ -148,6 +156,9 @@ class Engine:
         for work in works:
             work.request.table.num_computed = work.end
         self.keep_kv(sampled, paths)
+        for work in works:
+            if not work.is_sampled:
+                work.request.publish()
         return [self.append(work, path) for work, path in zip(sampled, paths, strict=True)]
 
     def keep_kv(self, sampled: list[Work], paths: list[Path]) -> None:
@@ -176,10 +187,18 @@ class Engine:
             num_drafted=len(draft),
             num_accepted=len(path.nodes),
             admitted_at=request.admitted_at,
+            num_cached=request.num_cached,
+            is_fallback=self.draft_model is not None and self.draft_model.is_behind(work),
         )
+        if request.num_output == 0 and request.first is None:
+            self.stats.num_looked_up += request.num_prompt
+            self.stats.num_cached += request.num_cached
         request.token_ids.extend(path.tokens)
+        request.publish()
+        request.share_prompt()
         self.stats.num_drafted += emission.num_drafted
         self.stats.num_accepted += emission.num_accepted
+        self.stats.num_fallbacks += emission.is_fallback
         if draft.tokens:
             self.tell("observe", request.id, draft, path.nodes)
         if emission.finish_reason is not None:
@@ -191,17 +210,42 @@ class Engine:
 
     def add(self, token_ids: Sequence[int], sampling: Sampling, id: int | None = None) -> Request:
         """Queue a request; its prompt and parameters have been checked, its id is unused."""
-        draft_kv = (self.draft_model.runner if self.draft_model else self.target).kv
-        request = Request(
-            id=next(self.ids) if id is None else id,
-            token_ids=array("i", token_ids),
-            sampling=sampling,
-            table=BlockTable(self.pool, self.target.kv.block_size),
-            draft_table=BlockTable(self.pool, draft_kv.block_size),
-        )
-        self.requests[request.id] = request
-        self.scheduler.add(request)
-        return request
+        return self.add_choices(token_ids, [sampling], id)[0]
+
+    def add_choices(
+        self, token_ids: Sequence[int], samplings: Sequence[Sampling], id: int | None = None
+    ) -> list[Request]:
+        """Queue requests with one prompt, which is computed once; ids count on from `id`."""
+        ids = [next(self.ids) if id is None else id + i for i in range(len(samplings))]
+        choices = [
+            Request(
+                id=own,
+                token_ids=array("i", token_ids),
+                sampling=sampling,
+                table=self.table("target", sampling.cache_salt),
+                draft_table=self.table("draft", sampling.cache_salt),
+            )
+            for own, sampling in zip(ids, samplings, strict=True)
+        ]
+        first, *others = choices
+        first.behind = others
+        for request in choices:
+            request.first = None if request is first else first
+            self.requests[request.id] = request
+            self.scheduler.add(request)
+        return choices
+
+    def table(self, owner: str, salt: str) -> BlockTable:
+        """An empty one for the target's KV, or for the draft model's."""
+        draft = self.draft_model if owner == "draft" else None
+        size = (draft.runner if draft is not None else self.target).kv.block_size
+        chain = Chain(root_key(self.names[owner], salt), size) if self.names else None
+        return BlockTable(self.pool, size, owner, chain)
+
+    def reset_cache(self) -> None:
+        """Forget all prefixes; who runs goes on."""
+        self.pool.reset_cache()
+        self.stats.num_resets += 1
 
     def finish(self, id: int) -> None:
         """End a request, wherever it is; one that has ended already is left alone."""
@@ -231,18 +275,13 @@ class Engine:
             log.error(message, where, sys.exception(), count, exc_info=count == 1)
 
     def check(self) -> None:
-        """Assert the pool's invariant: every block is free, or held by exactly whom it counts."""
+        """Assert that every block is free, cached, or held by exactly those whom it counts."""
         tables = [t.blocks for r in self.requests.values() for t in (r.table, r.draft_table)]
         self.pool.check(tables)
 
     def memory(self) -> dict[str, int]:
-        """Blocks by holder."""
-        requests = self.scheduler.running  # nobody else holds any
-        return {
-            "target": sum(len(r.table.blocks) for r in requests),
-            "draft": sum(len(r.draft_table.blocks) for r in requests),
-            "free": self.pool.num_free,
-        }
+        """Blocks by holder; what several requests share counts once."""
+        return self.pool.holders()
 
 
 def draft_item(work: Work) -> DraftItem:

@@ -8,11 +8,13 @@ from specserve.sampling import Sampling
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True):
-    """A request to run; whoever asks chooses an id that was never used."""
+    """A prompt to run once for every one of `samplings`; their ids count on from `id`, and whoever
+    asks has used none of them.
+    """
 
     id: int
     token_ids: list[int]
-    sampling: Sampling
+    samplings: list[Sampling]
 
 
 class Orders(msgspec.Struct, frozen=True):
@@ -20,6 +22,7 @@ class Orders(msgspec.Struct, frozen=True):
 
     add: list[Add]
     finish: list[int]
+    reset_cache: bool = False
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):

@@ -90,9 +90,11 @@ def serve(link: Link, engine: Engine) -> None:
         for payload in link.receive(wait=engine.is_idle):
             orders = decode_orders(payload)
             for asked in orders.add:
-                engine.add(asked.token_ids, asked.sampling, asked.id)
+                engine.add_choices(asked.token_ids, asked.samplings, asked.id)
             for id in orders.finish:
                 engine.finish(id)
+            if orders.reset_cache:
+                engine.reset_cache()
         link.send(report(engine, engine.step()))
 
 

@@ -42,6 +42,11 @@ class Arena:
         self.memory = mmap.mmap(-1, num_blocks * block_bytes, flags=flags)
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
 
+    def copy(self, source: int, target: int) -> None:
+        """All layers of a block."""
+        blocks = self.bytes.view(self.num_blocks, self.block_bytes)
+        blocks[target].copy_(blocks[source])
+
     def view(self, layout: KVLayout, block_size: int) -> KVCache:
         """All blocks as one model sees them; only the blocks that it holds are its own."""
         used = block_size * layout.token_bytes

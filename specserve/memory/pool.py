@@ -1,43 +1,118 @@
-"""Which blocks are free, and how many hold the others."""
+"""Which blocks are free, which are cached, and how many hold the others."""
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockPool:
-    """Invariant: free + held = all blocks, and every block's count equals its holders."""
+    """Invariant: free + cached + held = all blocks, and every block's count equals its holders.
 
-    def __init__(self, num_blocks: int, block_bytes: int = 0) -> None:
-        self.num_blocks, self.block_bytes = num_blocks, block_bytes
+    A block with a key can be found again by it. Once nobody holds it, it is cached: given out only
+    where no free one is left, the one that was let go of first before the others.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_bytes: int = 0,
+        copy: Callable[[int, int], None] = lambda source, target: None,
+    ) -> None:
+        self.num_blocks, self.block_bytes, self.copy = num_blocks, block_bytes, copy
         # The last one given back is the next one given out: its memory has been touched.
         self.free = list(range(num_blocks - 1, -1, -1))
+        self.cached: OrderedDict[int, None] = OrderedDict()  # in order of eviction
         self.counts = [0] * num_blocks
+        self.owners = [""] * num_blocks  # whose KV is in it: "target" or "draft"
+        self.keys: list[bytes | None] = [None] * num_blocks
+        self.found: dict[bytes, int] = {}
+        self.num_held: Counter[str] = Counter()  # by owner
+        self.num_resets = 0
 
     @property
-    def num_free(self) -> int:
-        return len(self.free)
+    def num_available(self) -> int:
+        """Blocks that can be given out."""
+        return len(self.free) + len(self.cached)
 
     @property
     def is_whole(self) -> bool:
         """Nobody holds anything."""
-        return len(self.free) == self.num_blocks
+        return self.num_available == self.num_blocks
 
-    def try_allocate(self, n: int) -> list[int] | None:
+    def holders(self) -> dict[str, int]:
+        """Blocks by holder; one that several share counts once."""
+        held = {owner: self.num_held[owner] for owner in ("target", "draft")}
+        return {**held, "cached": len(self.cached), "free": len(self.free)}
+
+    def try_allocate(self, n: int, owner: str = "target") -> list[int] | None:
         """n blocks with one holder each, or none at all."""
-        if n > len(self.free):
+        if n > self.num_available:
             return None
-        blocks = [self.free.pop() for _ in range(n)]
+        blocks = [self.free.pop() if self.free else self.evict() for _ in range(n)]
         for block in blocks:
-            self.counts[block] = 1
+            self.counts[block], self.owners[block] = 1, owner
+        self.num_held[owner] += n
         return blocks
+
+    def evict(self) -> int:
+        block, _ = self.cached.popitem(last=False)
+        self.forget(block)
+        return block
+
+    def forget(self, block: int) -> None:
+        key = self.keys[block]
+        if key is not None:
+            del self.found[key]
+            self.keys[block] = None
+
+    def hold(self, block: int) -> None:
+        """One holder more, of a block that is held or cached."""
+        if self.counts[block] == 0:
+            del self.cached[block]
+            self.num_held[self.owners[block]] += 1
+        self.counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """One holder of each block lets go of it."""
         for block in blocks:
             self.counts[block] -= 1
             assert self.counts[block] >= 0, f"block {block} was given back twice"
-            if self.counts[block] == 0:
+            if self.counts[block] > 0:
+                continue
+            self.num_held[self.owners[block]] -= 1
+            if self.keys[block] is None:
                 self.free.append(block)
+            else:
+                self.cached[block] = None
+
+    def publish(self, block: int, key: bytes) -> int:
+        """Let a block be found. Where one with the same content can be found already, its holder
+        gets that one for it, so that whoever holds a block holds all that come before it.
+        """
+        twin = self.found.setdefault(key, block)
+        if twin == block:
+            self.keys[block] = key
+        else:
+            self.hold(twin)
+            self.release([block])
+        return twin
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """The blocks of these keys, up to the first that is not there."""
+        blocks = []
+        for key in keys:
+            block = self.found.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def reset_cache(self) -> None:
+        """Nothing that was computed before is found again."""
+        self.num_resets += 1
+        self.keys = [None] * self.num_blocks
+        self.found.clear()
+        self.free.extend(self.cached)
+        self.cached.clear()
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Assert the invariant, given the blocks of everyone who holds some."""
@@ -46,4 +121,13 @@ class BlockPool:
         assert len(free) == len(self.free), "a block is free twice"
         for block, count in enumerate(self.counts):
             assert count == holders[block], f"block {block}: {count} != {holders[block]} holders"
-            assert (count == 0) == (block in free), f"block {block} is lost, or free and held"
+            places = (count > 0) + (block in free) + (block in self.cached)
+            assert places == 1, f"block {block} is lost, or in two places"
+            key = self.keys[block]
+            assert key is None or self.found.get(key) == block, f"block {block} is not found"
+            assert key is not None or block not in self.cached, f"block {block} cannot be found"
+            assert key is None or block not in free, f"block {block} is free, and can be found"
+        num_held, num_keys = (sum(map(bool, x)) for x in (self.counts, self.keys))
+        owned = self.num_held.total()
+        assert owned == num_held, f"owners hold {owned} blocks, and {num_held} are held"
+        assert len(self.found) == num_keys, "more keys than blocks that have one"

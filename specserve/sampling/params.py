@@ -17,6 +17,7 @@ from specserve.models.defaults import (
 )
 
 T = TypeVar("T")
+MAX_CHOICES = 128
 MAX_SEED = 2**53  # exclusive: a JavaScript client can hold it exactly
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 
@@ -33,6 +34,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop            up to 16 strings; the text ends before the first
     stop_token_ids  ids that end the text
     ignore_eos      go on after the model's own end of text
+    n               choices, 1 to 128, that share the prompt's KV; choice c has the seed
+                    mix64(seed, c), and says what a request alone with that seed would
+    priority        the smaller goes first: into the batch, and last out of it when memory is short
+    cache_salt      prompts find each other's KV under one salt only; "" is one, too
     """
 
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -44,6 +49,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: StopString | Annotated[tuple[StopString, ...], Meta(max_length=16)] = ()
     stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=1024)] = ()
     ignore_eos: bool = False
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
+    cache_salt: Annotated[str, Meta(max_length=1024)] = ""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +65,26 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    cache_salt: str = ""
+
+
+def mix64(seed: int, choice: int) -> int:
+    """A choice's own seed, in [0, 2^53): the request's for choice 0, else SplitMix64 (Steele, Lea
+    and Flood 2014) of seed + choice golden gammas.
+    """
+    if choice == 0:
+        return seed
+    z = (seed + choice * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return (z ^ z >> 31) % MAX_SEED
+
+
+def choices_of(sampling: Sampling, n: int) -> list[Sampling]:
+    """The parameters of n choices of a request, each with its seed."""
+    seeds = [mix64(sampling.seed, c) for c in range(n)]
+    return [msgspec.structs.replace(sampling, seed=seed) for seed in seeds]
 
 
 def resolve(
@@ -89,6 +117,8 @@ def resolve(
         seed=pick(given.seed, secrets.randbelow(MAX_SEED)),
         stop=(given.stop,) if isinstance(given.stop, str) else given.stop,
         stop_ids=frozenset(eos) | frozenset(given.stop_token_ids),
+        priority=given.priority,
+        cache_salt=given.cache_salt,
     )
 
 

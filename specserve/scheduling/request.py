@@ -18,10 +18,23 @@ class Request(msgspec.Struct, eq=False):
     table: BlockTable  # the target's KV
     draft_table: BlockTable  # the draft model's; empty where none is used
     num_prompt: int = 0
+    num_cached: int = 0  # prompt tokens that were found when it was first admitted
     admitted_at: float = 0.0  # seconds, perf_counter; the first time, where it was preempted
+    # Where several choices have one prompt, the first computes it, and the others wait for that.
+    first: "Request | None" = None
+    behind: "list[Request]" = []  # those who wait for this one
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.token_ids)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who goes first, and who has to go last: by priority, then by arrival."""
+        return self.sampling.priority, self.id
+
+    @property
+    def is_behind(self) -> bool:
+        return self.first is not None and self in self.first.behind
 
     @property
     def num_computed(self) -> int:
@@ -41,6 +54,64 @@ class Request(msgspec.Struct, eq=False):
     def is_due(self) -> bool:
         """Exactly one known token is uncomputed: the request has a root, and may have a tree."""
         return self.num_computed == len(self.token_ids) - 1
+
+    @property
+    def is_computing(self) -> bool:
+        """More than one known token is uncomputed."""
+        return self.num_computed < len(self.token_ids) - 1
+
+    @property
+    def draft_gap(self) -> int:
+        """Known tokens that the draft model has not computed."""
+        return len(self.token_ids) - self.draft_table.num_computed
+
+    def is_ahead_of(self, other: "Request") -> bool:
+        """Whether it is computing a block that the other could then have."""
+        place = self.table.num_published
+        key = next(self.table.keys(self.token_ids, place), None)
+        wanted = next(other.table.keys(other.token_ids, place), None)
+        return self.is_computing and key is not None and key == wanted
+
+    def begin(self) -> None:
+        """Take what is cached of its known tokens, unless another choice has brought them along."""
+        if not self.table.blocks:
+            self.table.match(self.token_ids)
+
+    def begin_draft(self) -> None:
+        """The same for the draft model's KV, which may be behind at any time."""
+        table, first = self.draft_table, self.first
+        table.trim()
+        shared = min(self.num_prompt, len(self.token_ids) - 1)
+        is_there = first is not None and first.draft_table.num_computed >= shared
+        if first is not None and is_there and not table.blocks:
+            table.fork(first.draft_table, shared)
+        else:
+            table.match(self.token_ids)
+
+    def share_prompt(self) -> None:
+        """Now that the prompt is computed: the other choices begin with it, but for its last token,
+        after which each has its own say.
+        """
+        for other in self.behind:
+            other.table.fork(self.table, self.num_prompt - 1)
+        self.behind = []
+
+    def leave(self) -> None:
+        """It ends: nobody waits for it, and it for nobody. Where it has not computed the prompt yet,
+        the next choice does.
+        """
+        if self.first is not None and self.is_behind:
+            self.first.behind.remove(self)
+        if self.behind:
+            heir, *others = self.behind
+            heir.first, heir.behind, self.behind = None, others, []
+            for other in others:
+                other.first = heir
+
+    def publish(self) -> None:
+        """Let others find the blocks that are full of committed tokens."""
+        self.table.publish(self.token_ids)
+        self.draft_table.publish(self.token_ids)
 
     def release(self) -> None:
         """Give all blocks back; the KV has to be computed again."""

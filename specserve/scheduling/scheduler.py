@@ -1,6 +1,7 @@
 """Continuous batching: who is admitted, who is preempted, and how a step's rows are spent."""
 
-from collections import deque
+from bisect import insort
+from collections import Counter
 from time import perf_counter
 
 import msgspec
@@ -20,17 +21,17 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scheduler:
-    """`running` is in order of admission: the last one is the youngest, and the first victim."""
+    """`waiting` and `running` are in order of rank. Who runs and ranks last is the first victim."""
 
     def __init__(self, limits: Limits, pool: BlockPool) -> None:
         self.limits, self.pool = limits, pool
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_preempted = 0
         self.turn = 0  # whose share of the guesses is rounded up first
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        insort(self.waiting, request, key=rank)
 
     def remove(self, request: Request) -> None:
         """Take out a request wherever it is; its blocks go back."""
@@ -38,6 +39,7 @@ class Scheduler:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+        request.leave()
         request.release()
 
     def plan(self) -> list[Work]:
@@ -46,18 +48,114 @@ class Scheduler:
         Where prompts and guesses both want what the roots leave, each gets half: a long prompt
         stalls no stream, and no tree starves a prompt.
         """
-        roots = self.plan_roots()
         self.admit()
-        roots += [Work(r, r.num_computed, r.num_computed + 1) for r in self.newly_due(roots)]
+        roots = self.plan_roots()
         left = self.limits.max_batched_tokens - len(roots)
         wanted = min(self.limits.max_step_nodes, sum(map(self.room, roots)))
         chunks = self.plan_chunks(min(self.limits.prefill_chunk, left - min(left // 2, wanted)))
         left -= sum(w.end - w.start for w in chunks)
         self.plan_guesses(roots, min(left, self.limits.max_step_nodes))
+        if self.running and not roots and not chunks:  # prompts alone, each with a part of the pool
+            self.preempt(self.running[-1])
+            return self.plan()
         return roots + chunks
 
+    @property
+    def spare(self) -> int:
+        """Blocks that nobody has been promised: those who run get what they know computed."""
+        promised = sum(r.table.missing(len(r.token_ids)) for r in self.running)
+        return self.pool.num_available - promised
+
+    def admit(self) -> None:
+        """Let requests in by rank, each with blocks for all it knows, promised if not yet taken.
+
+        A block a running request stays over, so that the newcomer does not at once force one out.
+        """
+        for request in self.waiting[:]:
+            if self.is_held_back(request):
+                continue
+            if not self.make_place(request):
+                return
+            request.begin()
+            if request.admitted_at == 0.0:
+                request.num_cached = request.num_computed
+                request.admitted_at = perf_counter()
+            self.waiting.remove(request)
+            insort(self.running, request, key=rank)
+
+    def is_held_back(self, request: Request) -> bool:
+        """Whether somebody is about to compute what this one would compute as well."""
+        return request.is_behind or any(r.is_ahead_of(request) for r in self.running)
+
+    def make_place(self, request: Request) -> bool:
+        """Whether a request can be let in now, others having made room for it if they must."""
+        most = self.limits.max_running
+        found = (
+            [] if request.table.blocks else self.pool.find(request.table.keys(request.token_ids))
+        )
+        needed = request.table.missing(len(request.token_ids)) - len(found)
+
+        def is_short() -> bool:
+            idle = sum(self.pool.counts[block] == 0 for block in found)
+            return needed + idle + len(self.running) > self.spare
+
+        if (len(self.running) >= most or is_short()) and not self.can_make_place(
+            request, needed, found
+        ):
+            return False
+        while len(self.running) >= most or is_short():
+            if len(self.running) >= most or not self.reclaim(request):
+                self.preempt(self.running[-1])
+        return True
+
+    def can_make_place(self, request: Request, needed: int, found: list[int]) -> bool:
+        """Whether it would do if all of a lower priority, and who can do without, gave back."""
+        victims = [r for r in self.running if r.sampling.priority > request.sampling.priority]
+        kept = self.running[: len(self.running) - len(victims)]
+        tables = [r.draft_table for r in self.running]
+        tables += [r.table for r in (*self.waiting, *victims) if r is not request]
+        holders = Counter(block for table in tables for block in table.blocks)
+        usable = sum(count == self.pool.counts[block] for block, count in holders.items())
+        usable += self.pool.num_available
+        usable -= sum(self.pool.counts[block] == holders[block] for block in found)
+        promised = sum(r.table.missing(len(r.token_ids)) for r in kept)
+        is_enough = needed + len(kept) + promised <= usable
+        return is_enough and len(kept) < self.limits.max_running
+
+    def reclaim(self, keeper: Request) -> bool:
+        """Get somebody's blocks back at no cost but time: the draft KV of the last who runs and has
+        some, who catches up later; else what the last who waits was brought along.
+        """
+        for request in reversed(self.running):
+            if request.draft_table.blocks:
+                request.draft_table.clear()
+                return True
+        for request in reversed(self.waiting):
+            if request.table.blocks and request is not keeper:
+                request.release()
+                return True
+        return False
+
+    def make_room(self, request: Request) -> bool:
+        """Get the root its slot; False where it is the last itself that had to go."""
+        while not request.table.try_reserve(request.num_computed + 1):
+            if self.reclaim(request):
+                continue
+            victim = self.running[-1]
+            self.preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def preempt(self, request: Request) -> None:
+        """Take a request's blocks; it waits for its turn, and finds or computes all again."""
+        self.running.remove(request)
+        request.release()
+        self.add(request)
+        self.num_preempted += 1
+
     def plan_roots(self) -> list[Work]:
-        """A row for every running request that is due; the youngest make room for the oldest."""
+        """A row for every running request that is due; the last make room for the first."""
         roots: list[Work] = []
         place = 0
         while place < len(self.running):  # it shrinks from the end
@@ -67,79 +165,41 @@ class Scheduler:
             place += 1
         return roots
 
-    def newly_due(self, roots: list[Work]) -> list[Request]:
-        """Admitted this very step with one token to compute."""
-        planned = {work.request.id for work in roots}
-        return [r for r in self.running if r.is_due and r.id not in planned]
-
-    def make_room(self, request: Request) -> bool:
-        """Get the root its slot; False where it is the youngest itself that had to go."""
-        while not request.table.try_reserve(request.num_computed + 1):
-            if self.drop_draft_blocks():
-                continue
-            victim = self.running[-1]
-            self.preempt(victim)
-            if victim is request:
-                return False
-        return True
-
-    def drop_draft_blocks(self) -> bool:
-        """Free the draft KV of the youngest request that has some; it catches up later."""
-        for request in reversed(self.running):
-            if request.draft_table.blocks:
-                request.draft_table.clear()
-                return True
-        return False
-
-    def preempt(self, request: Request) -> None:
-        """Take a request's blocks; it waits at the head of the queue and is computed again."""
-        self.running.remove(request)
-        request.release()
-        self.waiting.appendleft(request)
-        self.num_preempted += 1
-
-    def admit(self) -> None:
-        """Let requests in, first come first served, each with blocks for all it knows.
-
-        A block a running request stays free, so that the newcomer does not at once force one out.
-        """
-        while self.waiting and len(self.running) < self.limits.max_running:
-            request = self.waiting[0]
-            needed = request.table.missing(len(request.token_ids)) + len(self.running)
-            drafted = sum(len(r.draft_table.blocks) for r in self.running)
-            if self.pool.num_free + drafted < needed:
-                return
-            while self.pool.num_free < needed:
-                self.drop_draft_blocks()
-            reserved = request.table.try_reserve(len(request.token_ids))
-            assert reserved, "admitted without blocks"
-            request.admitted_at = request.admitted_at or perf_counter()
-            self.running.append(self.waiting.popleft())
-
     def room(self, work: Work) -> int:
         """Guesses that a root may have: with the bonus token they are the tokens left."""
         return max(0, min(self.limits.max_nodes, work.request.num_left - 1))
 
     def plan_chunks(self, rows: int) -> list[Work]:
-        """First come, first served; a request has causal rows or a tree in a step, never both."""
+        """First by rank; a request has causal rows or a tree in a step, never both."""
         chunks: list[Work] = []
         for request in self.running:
             if rows == 0:
                 break
-            start, known = request.num_computed, len(request.token_ids)
-            if start < known - 1:
-                end = min(start + rows, known)
-                chunks.append(Work(request, start, end))
+            if request.is_computing:
+                start, table = request.num_computed, request.table
+                end = min(start + rows, len(request.token_ids))
+                while table.missing(end) > self.pool.num_available and self.reclaim(request):
+                    pass
+                end = table.reserve_some(end, self.pool.num_available)
+                if end > start:
+                    chunks.append(Work(request, start, end))
                 rows -= end - start
         return chunks
 
     def plan_guesses(self, roots: list[Work], rows: int) -> None:
-        """Share guess rows evenly; a tree whose blocks are not free is cut, never refused."""
+        """Share guess rows evenly; a tree whose blocks are not there is cut, never refused."""
         self.turn += 1
         limits = share(rows, [self.room(work) for work in roots], self.turn)
+        spare = self.spare
         for work, limit in zip(roots, limits, strict=True):
-            slots = work.request.table.reserve_some(work.end + limit)
-            work.draft_limit = slots - work.end
+            table = work.request.table
+            had = len(table.blocks)
+            work.draft_limit = table.reserve_some(work.end + limit, spare) - work.end
+            spare -= len(table.blocks) - had
+
+
+def rank(request: Request) -> tuple[int, int]:
+    return request.rank
 
 
 def share(total: int, caps: list[int], turn: int) -> list[int]:

@@ -22,27 +22,33 @@ class Said(NamedTuple):
 
 
 class Answer:
-    """Choices in order of their prompts. `release` it whatever happens: that frees their blocks."""
+    """Choices in order of their prompts, those of one prompt side by side. `release` it whatever
+    happens: that frees their blocks.
+    """
 
     def __init__(
         self, engine: EngineClient, live: "set[Answer]", metrics: Metrics, arrived: float
     ) -> None:
         self.engine, self.live, self.metrics, self.arrived = engine, live, metrics, arrived
         self.generations: list[Generation] = []
+        self.firsts: list[Generation] = []  # of each prompt
+        self.num_said = 0  # tokens
         self.said: deque[Said] = deque()
         self.error: SpecserveError | None = None
         self.has_left = False  # the client
         self.waiter: asyncio.Future[None] | None = None
         live.add(self)  # until it is released
 
-    def ask(self, prompt: Sequence[int], sampling: Sampling, tokenizer: Any) -> Generation:
-        """One more choice."""
-        choice = Choice(self, len(self.generations))
-        id = self.engine.add(prompt, sampling, choice)
-        generation = Generation(id, prompt, sampling, tokenizer)
-        generation.arrived = self.arrived
-        self.generations.append(generation)
-        return generation
+    def ask(self, prompt: Sequence[int], samplings: Sequence[Sampling], tokenizer: Any) -> None:
+        """One more prompt, and all its choices."""
+        begin = len(self.generations)
+        listeners = [Choice(self, begin + i) for i in range(len(samplings))]
+        ids = self.engine.add(prompt, samplings, listeners)
+        for id, sampling in zip(ids, samplings, strict=True):
+            generation = Generation(id, prompt, sampling, tokenizer)
+            generation.arrived = self.arrived
+            self.generations.append(generation)
+        self.firsts.append(self.generations[begin])
 
     @property
     def is_done(self) -> bool:
@@ -101,6 +107,7 @@ class Choice:
         generation = answer.generations[self.index]
         before = len(generation.token_ids), generation.last_token_at
         text = generation.push(emission)
+        answer.num_said += len(generation.token_ids) - before[0]
         answer.metrics.on_tokens(generation, *before)
         if generation.is_done:  # the engine may not know it yet
             answer.engine.finish(generation.id)

@@ -35,6 +35,7 @@ def make_app(service: Service) -> Starlette:
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/models", list_models),
         Route("/v1/models/{id:path}", show_model),
+        Route("/v1/cache/reset", reset_cache, methods=["POST"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
         Route("/health", ready),
@@ -170,6 +171,13 @@ def speculation(served: Served) -> dict[str, Any]:
     """Ours: who guesses, and whether the models are demos at another one's cost."""
     scaled = {"scaled": served.scaled} if served.scaled else {}
     return {"drafter": served.drafter, "max_nodes": served.max_nodes, **scaled}
+
+
+async def reset_cache(request: Request) -> Response:
+    service: Service = request.app.state.service
+    service.check_open()
+    await service.engine.reset_cache()
+    return json_response({"status": "reset"})
 
 
 async def ready(request: Request) -> Response:

@@ -44,6 +44,10 @@ class Metrics:
             ["model_name", "engine", "holder"],
             registry=self.registry,
         )
+        self.looked_up = self.counter(
+            "vllm:prefix_cache_queries", "Prompt tokens that were looked for in the prefix cache."
+        )
+        self.cached = self.counter("vllm:prefix_cache_hits", "Those that were found.")
         self.preemptions = self.counter("vllm:num_preemptions", "Requests put back in the queue.")
         self.prompt_tokens = self.counter("vllm:prompt_tokens", "Prompt tokens of requests.")
         self.generation_tokens = self.counter("vllm:generation_tokens", "Tokens emitted.")
@@ -60,6 +64,9 @@ class Metrics:
         self.rows = self.counter("specserve_rows", "Rows that the target computed.")
         self.wasted = self.counter("specserve_wasted_rows", "Rows of guesses not accepted.")
         self.drafter_errors = self.counter("specserve_drafter_errors", "Failures of the drafter.")
+        self.fallbacks = self.counter(
+            "specserve_draft_fallbacks", "Drafts by n-grams, as the draft model had not caught up."
+        )
         self.step_seconds = self.histogram("specserve_step_seconds", "Wall time of a step.")
         self.draft_seconds = self.histogram("specserve_draft_seconds", "Drafting, of a step.")
         self.verify_seconds = self.histogram(
@@ -129,7 +136,7 @@ class Metrics:
     def on_report(self, report: Report) -> None:
         self.running.set(report.num_running)
         self.waiting.set(report.num_waiting)
-        held = sum(n for holder, n in report.blocks.items() if holder != "free")
+        held = report.blocks["target"] + report.blocks["draft"]
         self.usage.set(held / (sum(report.blocks.values()) or 1))
         for holder, count in report.blocks.items():
             self.blocks.labels(self.model, "0", holder).set(count)
@@ -151,6 +158,9 @@ class Metrics:
         self.accepted.inc(accepted)
         self.wasted.inc(drafted - accepted)
         self.rows.inc(stats.num_rows - before.num_rows)
+        self.fallbacks.inc(stats.num_fallbacks - before.num_fallbacks)
+        self.looked_up.inc(stats.num_looked_up - before.num_looked_up)
+        self.cached.inc(stats.num_cached - before.num_cached)
         self.drafter_errors.inc(stats.drafter_errors - before.drafter_errors)
         if stats.num_steps > before.num_steps:
             self.step_tokens.observe(stats.num_rows - before.num_rows)

@@ -27,7 +27,6 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
-    "cache_salt": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": (),
@@ -43,11 +42,9 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": (),
     "min_tokens": (0,),
     "modalities": (["text"],),
-    "n": (1,),
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "presence_penalty": (0,),
-    "priority": (0,),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "repetition_penalty": (1,),
@@ -87,6 +84,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 REMEDIES = {  # fields whose wrong values mean something elsewhere
     "max_tokens": "leave it out for the rest of the context",
+    "n": "1 to 128 choices",
     "role": "it is system, developer, user or assistant",
     "seed": "leave it out, and one is drawn",
     "top_k": "0 is off",

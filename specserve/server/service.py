@@ -14,7 +14,7 @@ from specserve.engine.messages import Ready
 from specserve.errors import Overloaded, RequestError
 from specserve.intake import Intake
 from specserve.models.folder import name_of
-from specserve.sampling import SamplingParams
+from specserve.sampling import SamplingParams, choices_of
 from specserve.server.answer import Answer
 from specserve.server.metrics import Metrics
 from specserve.server.protocol import NotFound, cut
@@ -97,10 +97,10 @@ class Service:
                 self.intake.check_length(prompt)
         samplings = [self.intake.resolve(params, len(prompt)) for prompt in prompts]
         self.check_open()  # again: reading the body took its time
-        self.check_queue(prompts)
+        self.check_queue(prompts, params.n, "n" if params.n > 1 else field)
         answer = Answer(self.engine, self.answers, self.metrics, arrived)
         for prompt, sampling in zip(prompts, samplings, strict=True):
-            answer.ask(prompt, sampling, self.intake.tokenizer)
+            answer.ask(prompt, choices_of(sampling, params.n), self.intake.tokenizer)
         return answer
 
     async def parse(self, raw: bytes, read: Callable[[bytes], T]) -> T:
@@ -117,19 +117,19 @@ class Service:
             self.intake.check_length(prompt)  # first, as it costs nothing
             return await self.worker.run(self.intake.read_ids, prompt)
 
-    def check_queue(self, prompts: Sequence[list[int]]) -> None:
+    def check_queue(self, prompts: Sequence[list[int]], n: int, field: str) -> None:
         """Better a refusal now than a first token that comes too late for anybody."""
         queued = [g for a in self.answers for g in a.generations if not g.token_ids]
-        tokens = max(self.limits.max_queued_tokens, self.intake.max_model_len)
-        self.check_room("requests", len(queued), len(prompts), self.limits.max_queued_requests)
-        self.check_room(
-            "tokens", sum(len(g.prompt) for g in queued), sum(map(len, prompts)), tokens
-        )
+        firsts = [g for a in self.answers for g in a.firsts if not g.token_ids]
+        requests, tokens = len(prompts) * n, sum(map(len, prompts))
+        most = max(self.limits.max_queued_tokens, self.intake.max_model_len)
+        self.check_room("requests", len(queued), requests, self.limits.max_queued_requests, field)
+        self.check_room("tokens", sum(len(g.prompt) for g in firsts), tokens, most, field)
 
-    def check_room(self, what: str, waiting: int, asked: int, most: int) -> None:
+    def check_room(self, what: str, waiting: int, asked: int, most: int, field: str) -> None:
         if asked > most:
             raise RequestError(
-                f"prompt: {asked} {what}, and {most} may wait: ask for fewer at once", "prompt"
+                f"{field}: {asked} {what}, and {most} may wait: ask for fewer at once", field
             )
         if waiting + asked > most:
             self.reject(f"queued_{what}")

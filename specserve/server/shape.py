@@ -72,7 +72,7 @@ class Shape:
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self.head | {"choices": [choice]}
         if self.has_running_usage:
-            chunk["usage"] = usage(self.answer.generations)
+            chunk["usage"] = usage(self.answer)
         elif self.has_usage:
             chunk["usage"] = None
         return chunk
@@ -81,13 +81,13 @@ class Shape:
         """The usage chunk, where it was asked for."""
         if not self.has_usage:
             return None
-        count = {"choices": [], "usage": usage(self.answer.generations)}
+        count = {"choices": [], "usage": usage(self.answer)}
         return self.head | count | self.statistics()
 
     def whole(self) -> dict[str, Any]:
         generations = self.answer.generations
         choices = [self.whole_choice(i, g) for i, g in enumerate(generations)]
-        said = {"object": self.form.whole, "choices": choices, "usage": usage(generations)}
+        said = {"object": self.form.whole, "choices": choices, "usage": usage(self.answer)}
         return self.head | said | self.statistics()
 
     def whole_choice(self, index: int, generation: Generation) -> dict[str, Any]:
@@ -103,5 +103,5 @@ class Shape:
         generations, served = self.answer.generations, self.served
         return {
             "metrics": metrics(generations, served.drafter, served.max_nodes),
-            "timings": timings(generations),
+            "timings": timings(self.answer),
         }

@@ -5,30 +5,34 @@ from collections.abc import Sequence
 from typing import Any
 
 from specserve.generation import Generation
+from specserve.server.answer import Answer
 
 
-def usage(generations: Sequence[Generation]) -> dict[str, int]:
-    prompt = sum(len(g.prompt) for g in generations)
-    completion = sum(len(g.token_ids) for g in generations)
+def usage(answer: Answer) -> dict[str, Any]:
+    """A prompt counts once, however many choices it has."""
+    prompt = sum(len(g.prompt) for g in answer.firsts)
+    cached = sum(g.num_cached for g in answer.firsts)
     return {
         "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
+        "completion_tokens": answer.num_said,
+        "total_tokens": prompt + answer.num_said,
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 
-def timings(generations: Sequence[Generation]) -> dict[str, float | int | None]:
+def timings(answer: Answer) -> dict[str, float | int | None]:
     """llama.cpp's names. Choices run side by side: their milliseconds are from first to last."""
-    counts = usage(generations)
+    generations, counts = answer.generations, usage(answer)
+    cached = counts["prompt_tokens_details"]["cached_tokens"]
     prompt_ms = 1e3 * (first_token_at(generations) - admitted_at(generations))
     predicted_ms = 1e3 * (last_token_at(generations) - first_token_at(generations))
     return {
-        "prompt_n": counts["prompt_tokens"],
+        "prompt_n": counts["prompt_tokens"] - cached,
         "prompt_ms": prompt_ms,
         "predicted_n": counts["completion_tokens"],
         "predicted_ms": predicted_ms,
         "predicted_per_second": per_second(generations),
-        "cache_n": 0,
+        "cache_n": cached,
         "draft_n": sum(g.num_drafted for g in generations),
         "draft_n_accepted": sum(g.num_accepted for g in generations),
     }
@@ -64,6 +68,7 @@ def speculation(generations: Sequence[Generation], max_nodes: int) -> dict[str, 
         "num_accepted_draft_tokens": accepted,
         "num_draft_tokens": drafted,
         "num_spec_tokens": max_nodes,
+        "num_draft_fallbacks": sum(g.num_fallbacks for g in generations),
     }
 
 

@@ -21,7 +21,7 @@ class ClockedLLM:
     """
 
     def __init__(self):
-        self.now, self.running, self.num_ended = 100.0, [], 0
+        self.now, self.running, self.num_ended, self.is_reset = 100.0, [], 0, False
         stats = SimpleNamespace(draft_seconds=7.0, verify_seconds=8.0, step_seconds=9.0)
         self.engine = SimpleNamespace(stats=stats)
         self.intake = SimpleNamespace(render=lambda messages: messages[0]["content"])
@@ -32,6 +32,10 @@ class ClockedLLM:
     def wait(self, seconds):
         assert seconds > 0 and not self.running
         self.now += seconds
+
+    def reset_cache(self):
+        assert not self.running
+        self.is_reset = True
 
     def check(self, prompt, params):
         return prompt, params
@@ -50,7 +54,7 @@ class ClockedLLM:
             num_drafted=4 * (len(bursts) - 1),
         )
         self.running.append(generation)
-        return generation
+        return [generation]
 
     def step(self):
         self.now += STEP
@@ -74,7 +78,7 @@ def asked(*prompts):
 def run(load, *prompts):
     llm = ClockedLLM()
     round = Local(llm, llm.clock, llm.wait).run(asked(*prompts), load)
-    assert llm.num_ended == len(prompts) and not llm.running
+    assert llm.num_ended == len(prompts) and not llm.running and llm.is_reset
     return round
 
 

@@ -71,7 +71,7 @@ def test_the_engine_accepts_what_was_asked_for_and_says_the_same(folder, tmp_pat
     options = {"recording": str(tmp_path / "recording.json"), "acceptance": [0.8, 0.5, 0.5]}
     settings = SETTINGS | {"drafter.options": options}
     with LLM(folder, drafter=NAME, set=settings, progress=False, weights=llm.weights) as llm:
-        generations = [llm.start(*llm.check(p, PARAMS)) for p in PROMPTS]
+        generations = [g for p in PROMPTS for g in llm.start(*llm.check(p, PARAMS))]
         while not all(g.is_done for g in generations):
             llm.step()
         assert [g.token_ids for g in generations] == [o.token_ids for o in plain]

@@ -1,6 +1,7 @@
 """An engine around small real models, watched while it runs a scenario."""
 
 from collections import Counter
+from itertools import cycle
 
 import msgspec
 import torch
@@ -8,8 +9,9 @@ import torch
 from specserve.config import load_config
 from specserve.engine.build import assemble
 from specserve.models.loader import load_decoder
-from specserve.sampling import Sampling
+from specserve.sampling import Sampling, choices_of
 from specserve_drafters import ROOT, Draft
+from specserve_drafters.ngram import NgramDrafter
 from specserve_kernels import load
 
 MAX_LEN = 288
@@ -22,12 +24,26 @@ def load_small(folder, dtype="fp32"):
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One request of a scenario."""
+    """One prompt of a scenario, and its choices."""
 
     prompt: list[int]
     sampling: Sampling
     arrives: int = 0  # in this step
-    leaves: int | None = None  # given up in this step
+    leaves: int | None = None  # its last choice is given up in this step
+    n: int = 1
+
+    @property
+    def choices(self):
+        return choices_of(self.sampling, self.n)
+
+
+def each_choice(cases):
+    """(case, sampling, whether it may be given up) of every choice of every case, in order."""
+    return [
+        (case, sampling, case.leaves is not None and c == case.n - 1)
+        for case in cases
+        for c, sampling in enumerate(case.choices)
+    ]
 
 
 def engine_for(target, draft=None, drafter="none", **overrides):
@@ -37,6 +53,7 @@ def engine_for(target, draft=None, drafter="none", **overrides):
         "block_size": "memory",
         "draft_block_size": "memory",
         "kv_bytes": "memory",
+        "prefix_cache": "memory",
         "max_nodes": "speculation",
         "max_step_nodes": "speculation",
         "options": "drafter",
@@ -52,11 +69,11 @@ def engine_for(target, draft=None, drafter="none", **overrides):
 
 
 def plain(target, cases, **overrides):
-    """What the target says alone: one request at a time, nothing guessed."""
-    engine = engine_for(target, max_nodes=0, **overrides)
+    """What the target says alone: one choice at a time, nothing guessed, nothing found again."""
+    engine = engine_for(target, max_nodes=0, prefix_cache=False, **overrides)
     out = []
-    for case in cases:
-        request = engine.add(case.prompt, case.sampling)
+    for case, sampling, _ in each_choice(cases):
+        request = engine.add(case.prompt, sampling)
         while not engine.is_idle:
             engine.step()
         out.append(request.token_ids.tolist())
@@ -64,19 +81,32 @@ def plain(target, cases, **overrides):
 
 
 class Watch:
-    """Counts what a run has met, by looking at every step from outside."""
+    """Counts what a run has met, by looking at every step from outside, and disturbs it.
+
+    What nobody may read is poisoned: slots after the computed ones, and blocks that are free.
+    """
 
     def __init__(self, engine):
         self.engine, self.seen = engine, Counter()
+        copy = engine.pool.copy
         self.verify, self.move, self.commit = engine.verify, engine.target.move, engine.commit
         engine.verify, engine.target.move = self.on_verify, self.on_move
-        engine.commit = self.on_commit
+        engine.commit, engine.pool.copy = self.on_commit, self.on_copy
+        self.drafters = cycle([NgramDrafter(NgramDrafter.Options()), engine.drafter])
         self.emitted = {}  # by request: what its emissions add up to
         self.behind = set()  # requests whose draft KV had to catch up
+        self.arena = copy.__self__
+        self.poisoned = set()
 
     def on_verify(self, works):
         trees = [w for w in works if w.draft.tokens]
         chunks = [w for w in works if w.end - w.start > 1]
+        for w in works:
+            table, nodes = w.request.table, len(w.draft)
+            written = range(
+                w.start // table.block_size, (w.end + nodes - 1) // table.block_size + 1
+            )
+            assert all(self.engine.pool.counts[table.blocks[i]] == 1 for i in written)
         for w in trees:
             size = w.request.table.block_size
             self.seen["crossed"] += w.start // size != (w.start + len(w.draft)) // size
@@ -91,15 +121,21 @@ class Watch:
         self.seen["moved"] += bool(moves)
         return self.move(moves)
 
+    def on_copy(self, source, target):
+        self.seen["copied"] += 1
+        self.arena.copy(source, target)
+
     def on_commit(self, works, sampled, paths):
         emissions = self.commit(works, sampled, paths)
         for e in emissions:
             total = self.emitted.setdefault(e.id, Counter())
+            self.seen["found"] += e.num_cached > 0 and not total
             total["tokens"] += len(e.tokens)
             total["steps"] += e.is_verified
             total["step_tokens"] += len(e.tokens) * e.is_verified
             total["drafted"] += e.num_drafted
             total["accepted"] += e.num_accepted
+            total["fallbacks"] += e.is_fallback
         return emissions
 
     def check_tables(self):
@@ -108,34 +144,67 @@ class Watch:
             for table in (r.table, r.draft_table):
                 assert len(table.blocks) <= -(-len(r.token_ids) // table.block_size)
 
+    def poison(self):
+        pool, draft = self.engine.pool, self.engine.draft_model
+        free = set(pool.free)
+        blocks = self.arena.bytes.view(pool.num_blocks, pool.block_bytes)
+        for block in free - self.poisoned:
+            blocks[block].fill_(255)  # NaN, in any dtype
+        self.poisoned = free
+        kv = {"target": self.engine.target.kv, "draft": draft.runner.kv if draft else None}
+        for r in self.engine.requests.values():
+            for table in (r.table, r.draft_table):
+                place, offset = divmod(table.num_computed, table.block_size)
+                if place < len(table.blocks) and not table.is_copy_due:
+                    for layer in kv[table.owner].layers:
+                        for part in (layer.k, layer.v):
+                            part[table.blocks[place], offset:] = float("nan")
+
+    def disturb(self, event):
+        """Something that may happen between two steps."""
+        engine, running = self.engine, self.engine.scheduler.running
+        if event == "preempt" and running:
+            engine.scheduler.preempt(running[-1])
+        elif event == "drop":
+            while any(r.draft_table.blocks for r in running):
+                engine.scheduler.reclaim(running[0])
+        elif event == "reset":
+            engine.reset_cache()
+        elif event == "swap":
+            engine.drafter = next(self.drafters)
+
     def step_squeezed(self):
-        """Somebody unseen holds all free blocks for the time of a step."""
+        """Somebody unseen holds all other blocks for the time of a step."""
         pool, whole = self.engine.pool, self.engine.pool.num_blocks
-        taken = pool.try_allocate(pool.num_free)
+        taken = pool.try_allocate(pool.num_available)
         pool.num_blocks -= len(taken)
         self.engine.step()
         pool.num_blocks = whole
         pool.release(taken)
 
-    def run(self, cases, squeezed=()):
-        """Step until all is said; in the steps `squeezed`, with no free block in the pool."""
-        requests, step, pool = {}, 0, self.engine.pool
+    def run(self, cases, events=()):
+        """Step until all is said; `events` is what happens in which steps."""
+        requests, step, pool, events = {}, 0, self.engine.pool, dict(events)
         while len(requests) < len(cases) or not self.engine.is_idle:
             for i, case in enumerate(cases):
                 if case.arrives == step:
-                    requests[i] = self.engine.add(case.prompt, case.sampling)
+                    requests[i] = self.engine.add_choices(case.prompt, case.choices)
                 if case.leaves == step and i in requests:
-                    self.engine.finish(requests[i].id)
-            if step in squeezed:
+                    self.engine.finish(requests[i][-1].id)
+            self.disturb(events.get(step))
+            if events.get(step) == "squeeze":
                 self.step_squeezed()
             else:
                 self.engine.step()
             self.engine.check()
             self.check_tables()
+            self.poison()
             step += 1
         self.seen["preempted"] += self.engine.scheduler.num_preempted
         assert pool.is_whole, "blocks held at idle"
-        return [requests[i] for i in range(len(cases))]
+        self.engine.reset_cache()
+        assert len(pool.free) == pool.num_blocks
+        return [request for i in range(len(cases)) for request in requests[i]]
 
 
 class Scripted:

@@ -274,13 +274,13 @@ def test_who_is_removed_gives_everything_back(place):
     if place == "waiting":
         s.preempt(r)
     s.remove(r)
-    assert ([*s.running, *s.waiting], s.pool.num_free) == ([], 9)
+    assert ([*s.running, *s.waiting], s.pool.num_available) == ([], 9)
 
 
 def test_who_is_nowhere_is_removed_without_harm():
     s = scheduler(num_blocks=9)
     s.remove(request(s, 0, 5))
-    assert s.pool.num_free == 9
+    assert s.pool.num_available == 9
 
 
 counts = st.integers(1, 60)
@@ -319,7 +319,7 @@ def test_every_step_keeps_to_its_limits_and_everyone_ends(
         for w in works:
             finish(s, w, accepts)
         s.pool.check(t.blocks for r in s.running for t in (r.table, r.draft_table))
-    assert s.pool.num_free == num_blocks
+    assert s.pool.num_available == num_blocks
 
 
 def check_step(s, works, budget, chunk, nodes, step_nodes):

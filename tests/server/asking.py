@@ -23,12 +23,14 @@ def said(choice):
 
 
 def whole(server, path, body):
-    """(text, finish_reason, seed) of every choice, and the usage, of a whole answer."""
+    """(text, finish_reason, seed) of every choice, and the usage, of a whole answer; what of it was
+    cached depends on what was asked before.
+    """
     answer = server.post(path, body)
     assert answer.status == 200, answer.body
     assert [c["index"] for c in answer.body["choices"]] == [*range(len(answer.body["choices"]))]
     choices = [(said(c), c["finish_reason"], c["seed"]) for c in answer.body["choices"]]
-    return choices, answer.body["usage"]
+    return choices, counted(answer.body["usage"])
 
 
 def streamed(server, path, body):
@@ -39,7 +41,13 @@ def streamed(server, path, body):
     ends = sorted((c for c in pieces if c["finish_reason"]), key=lambda c: c["index"])
     texts = ["".join(said(c) for c in pieces if c["index"] == end["index"]) for end in ends]
     choices = [(t, e["finish_reason"], e["seed"]) for t, e in zip(texts, ends, strict=True)]
-    return choices, chunks[-1]["usage"]
+    return choices, counted(chunks[-1]["usage"])
+
+
+def counted(usage):
+    details = usage["prompt_tokens_details"]
+    assert 0 <= details["cached_tokens"] < usage["prompt_tokens"] and len(details) == 1
+    return {key: value for key, value in usage.items() if key != "prompt_tokens_details"}
 
 
 def in_process(outputs):

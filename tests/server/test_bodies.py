@@ -208,7 +208,7 @@ def test_any_bytes_are_refused(small, raw):
 NUMBERS = [-1, -(2**63), 2**63, 1e308, True, "1", [[]], {"a": 1}]
 COUNTS = ["max_tokens", "seed", "top_k", "n", "best_of", "logprobs", "top_logprobs", "min_tokens"]
 COUNTS += ["prompt_logprobs", "priority", "truncate_prompt_tokens", "thinking_token_budget"]
-LEGAL = {"max_tokens": [2**63]}  # more than fits means the rest of the context
+LEGAL = {"max_tokens": [2**63], "priority": [-1]}  # more than fits is the rest of the context
 
 
 @pytest.mark.parametrize("field", COUNTS)
@@ -249,8 +249,8 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 BOMB = {"type": "json_schema", "json_schema": {"name": "b", "schema": {"anyOf": [{}] * 900}}}
 
 HOSTILE = {
-    "a billion choices": (with_field(n=10**9), "n is not supported"),
-    "129 choices": (with_field(n=129), "n is not supported"),
+    "a billion choices": (with_field(n=10**9), "1 to 128 choices"),
+    "129 choices": (with_field(n=129), "1 to 128 choices"),
     "embeddings": (with_field(prompt_embeds="gASVAA=="), "prompt_embeds is refused"),
     "an image": (saying([IMAGE]), "only text"),
     "audio": (saying([AUDIO]), "only text"),

@@ -36,8 +36,9 @@ def test_a_chat_streams_what_it_answers_whole(client):
     assert "".join(c.choices[0].delta.content for c in chunks) == choice.message.content
     assert chunks[0].choices[0].delta.role == choice.message.role == "assistant"
     assert final.finish_reason == choice.finish_reason == "length"
-    assert (last.choices, last.usage) == ([], answer.usage)
+    assert (last.choices, last.usage.total_tokens) == ([], answer.usage.total_tokens)
     assert answer.usage.completion_tokens == 40
+    assert last.usage.prompt_tokens_details.cached_tokens == 16  # of 24, of the first answer
 
 
 def test_a_completion_streams_what_it_answers_whole(client):
@@ -49,7 +50,7 @@ def test_a_completion_streams_what_it_answers_whole(client):
         mine = [c for c in said if c.index == choice.index]
         assert "".join(c.text for c in mine) == choice.text
         assert mine[-1].finish_reason == choice.finish_reason in ("stop", "length")
-    assert (last.choices, last.usage) == ([], answer.usage)
+    assert (last.choices, last.usage.total_tokens) == ([], answer.usage.total_tokens)
 
 
 def test_the_stream_helper_puts_an_answer_together(client):
@@ -98,7 +99,7 @@ ERRORS = {
         "temprature",
         "unknown_parameter",
     ),
-    "what is not built": ({"n": 2}, openai.BadRequestError, "n", None),
+    "what is not built": ({"logprobs": True}, openai.BadRequestError, "logprobs", None),
     "a model": ({"model": "x"}, openai.NotFoundError, "model", "model_not_found"),
     "a long prompt": (
         {"messages": [{"role": "user", "content": "the cat " * 300}]},

@@ -161,7 +161,6 @@ def test_fields_that_ask_for_nothing_are_read_past(server):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
         ("n", True),
         ("store", True),
         ("frequency_penalty", 0.5),

@@ -1,7 +1,6 @@
 """The routes beside the two that generate, and who is let in."""
 
 from asyncio import Event
-from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -227,7 +226,7 @@ def test_a_file_that_holds_what_no_header_can_is_refused(tmp_path, text):
 
 def test_an_engine_that_was_idle_has_its_time_for_the_first_step(monkeypatch):
     loop = SimpleNamespace(time=lambda: 1000.0)
-    engine = SimpleNamespace(loop=loop, listeners={}, ids=count(), adds=[], finishes=[0])
+    engine = SimpleNamespace(loop=loop, listeners={}, next_id=0, adds=[])
     engine.died, engine.heard_at, engine.flush_soon = Event(), 0.0, lambda: None
-    EngineClient.add(engine, [1], None, None)
+    EngineClient.add(engine, [1], [None], [None])
     assert engine.heard_at == 1000.0

@@ -1,0 +1,146 @@
+"""Choices of one prompt, prefixes that are found again, salts and priorities, over HTTP."""
+
+import asyncio
+
+import pytest
+from openai import OpenAI
+
+from specserve.engine.client import EngineClient
+from specserve.errors import EngineDied
+from specserve.sampling.params import mix64
+from tests.server.asking import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    chat_body,
+    completion_body,
+    streamed,
+    whole,
+)
+
+LONG = "the cat sat on the mat. " * 12
+
+
+def cached(server, body):
+    answer = server.post(COMPLETIONS, body).body
+    details, timings = answer["usage"]["prompt_tokens_details"], answer["timings"]
+    assert timings["cache_n"] == details["cached_tokens"]
+    return details["cached_tokens"]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_every_choice_says_what_it_would_say_alone(server, path):
+    prompt = {"messages": MESSAGES} if path == CHAT else {"prompt": ["the cat", LONG]}
+    asked = prompt | {"temperature": 1, "seed": 11, "max_tokens": 30}
+    together = whole(server, path, asked | {"n": 3})
+    assert together == streamed(server, path, asked | {"n": 3})
+    alone = [whole(server, path, asked | {"seed": mix64(11, c)}) for c in range(3)]
+    num_prompts = len(alone[0][0])
+    assert together[0] == [alone[c][0][p] for p in range(num_prompts) for c in range(3)]
+    assert together[1]["prompt_tokens"] == alone[0][1]["prompt_tokens"]
+    counts = [usage["completion_tokens"] for _, usage in alone]
+    assert together[1]["completion_tokens"] == sum(counts)
+
+
+def test_choices_come_side_by_side(server):
+    chunks = server.stream(COMPLETIONS, completion_body(n=3, temperature=1, seed=1))
+    order = [c["index"] for chunk in chunks[:-1] for c in chunk["choices"]]
+    assert {*order} == {0, 1, 2} and sorted(order) != order
+
+
+def test_a_prefix_is_found_again_and_not_after_a_reset(server):
+    body = completion_body(prompt=LONG, max_tokens=4, cache_salt="test of the reset")
+    assert cached(server, body) == 0
+    num_prompt = server.post("/tokenize", {"prompt": LONG}).body["count"]
+    assert cached(server, body) == (num_prompt - 1) // 16 * 16
+    assert server.post("/v1/cache/reset", {}).body == {"status": "reset"}
+    assert cached(server, body) == 0
+    assert server.get("/v1/cache/reset").status == 405
+
+
+def test_a_reset_that_nobody_can_do_is_an_error():
+    async def reset(died):
+        engine = object.__new__(EngineClient)
+        engine.died, engine.loop = asyncio.Event(), asyncio.get_running_loop()
+        engine.ready, engine.listeners = engine.loop.create_future(), {}
+        engine.adds, engine.finishes, engine.resets, engine.transport = [], [], {}, None
+        engine.num_resets, engine.is_reset_due = 0, False
+        engine.ready.set_result(None)
+        if died:
+            engine.died.set()
+        else:
+            engine.loop.call_later(0.01, engine.connection_lost, None)
+        await engine.reset_cache()
+
+    for died in (False, True):
+        with pytest.raises(EngineDied):
+            asyncio.run(reset(died))
+
+
+def test_generated_text_is_found_by_the_next_turn_of_a_chat(server):
+    salt = {"cache_salt": "a chat of its own"}
+    answer = server.post(CHAT, chat_body(max_tokens=40, ignore_eos=True) | salt).body
+    said = answer["choices"][0]["message"]["content"]
+    turns = [
+        *MESSAGES,
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": "go on"},
+    ]
+    again = server.post(CHAT, chat_body(messages=turns) | salt).body["usage"]
+    assert 64 <= again["prompt_tokens_details"]["cached_tokens"] <= answer["usage"]["total_tokens"]
+
+
+def test_a_guess_at_anothers_prompt_is_a_miss(server):
+    body = completion_body(prompt=LONG, max_tokens=4)
+    mine, other = {"cache_salt": "mine"}, {"cache_salt": "other"}
+    assert cached(server, body | mine) == 0
+    assert cached(server, body | other) == 0
+    assert cached(server, body | mine) > 0
+
+
+def test_looked_up_and_found_tokens_are_counted(server):
+    body = completion_body(prompt=LONG, max_tokens=4, cache_salt="of the counters")
+    names = [f"vllm:prefix_cache_{what}_total" for what in ("queries", "hits")]
+    before = [server.metric(name) for name in names]
+    found = cached(server, body) + cached(server, body)
+    after = [server.metric(name) for name in names]
+    num_prompt = server.post("/tokenize", {"prompt": LONG}).body["count"]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [2 * num_prompt, found]
+    assert found > 0
+
+
+def test_what_is_cached_is_not_in_use(server):
+    server.post(COMPLETIONS, completion_body(prompt=LONG))
+    held = {
+        h: server.metric("specserve_kv_blocks", holder=h) for h in ("target", "draft", "cached")
+    }
+    assert held["cached"] > 0 and held["target"] == held["draft"] == 0
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("n", value) for value in (0, 129, 1.5)),
+        *(("priority", value) for value in (2**31, "high", 0.5)),
+        *(("cache_salt", value) for value in (7, "x" * 1025)),
+    ],
+)
+def test_wrong_values_are_refused_by_name(server, field, value):
+    answer = server.post(COMPLETIONS, completion_body(**{field: value}))
+    assert (answer.status, answer.body["error"]["param"]) == (400, field)
+
+
+def test_more_choices_than_may_wait_are_refused_by_their_field(server):
+    answer = server.post(COMPLETIONS, completion_body(prompt=["a"] * 9, n=128))
+    assert (answer.status, answer.body["error"]["param"]) == (400, "n")
+
+
+def test_openais_client_gets_all_choices(server):
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    answer = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, n=4, max_tokens=9, temperature=1, seed=5
+    )
+    assert [c.index for c in answer.choices] == [0, 1, 2, 3]
+    assert len({c.message.content for c in answer.choices}) == 4
+    client.close()
