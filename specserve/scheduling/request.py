@@ -97,7 +97,7 @@ class Request(msgspec.Struct, eq=False):
         self.behind = []
 
     def leave(self) -> None:
-        """It ends: nobody waits for it, and it for nobody. Where it has not computed the prompt yet,
+        """It ends: nobody waits for it, and it for nobody. Where it has not computed the prompt,
         the next choice does.
         """
         if self.first is not None and self.is_behind:

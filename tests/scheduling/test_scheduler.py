@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.memory import BlockPool, BlockTable
+from specserve.memory import BlockPool, BlockTable, Chain
 from specserve.sampling import Sampling
 from specserve.scheduling import Request, Scheduler
 from specserve.scheduling.scheduler import Limits, share
@@ -18,10 +18,14 @@ def scheduler(num_blocks=1000, **limits):
     return Scheduler(Limits(**limits), BlockPool(num_blocks))
 
 
-def request(s, id, known, max_tokens=100, block_size=16):
-    sampling = Sampling(max_tokens=max_tokens, temperature=0, top_k=0, top_p=1, min_p=0, seed=0)
-    tables = [BlockTable(s.pool, block_size) for _ in range(2)]
-    return Request(id, array("i", range(known)), sampling, *tables)
+def request(s, id, known, max_tokens=100, block_size=16, priority=0, text=0):
+    greedy = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "seed": 0}
+    sampling = Sampling(max_tokens=max_tokens, priority=priority, **greedy)
+    tables = [
+        BlockTable(s.pool, block_size, owner, Chain(owner.encode(), block_size))
+        for owner in ("target", "draft")
+    ]
+    return Request(id, array("i", range(text, text + known)), sampling, *tables)
 
 
 def run(s, states, **kwargs):
@@ -169,6 +173,120 @@ def test_admission_leaves_a_block_to_every_running_request(free, running):
     assert len(s.running) == running
 
 
+def ids(requests):
+    return [r.id for r in requests]
+
+
+def test_the_smaller_priority_is_admitted_first_then_who_came_first():
+    s = scheduler(max_running=3)
+    for id, priority in enumerate([5, 0, -1, 0, 5]):
+        s.add(request(s, id, 10, priority=priority, text=1000 * id))
+    s.plan()
+    assert (ids(s.running), ids(s.waiting)) == ([2, 1, 3], [0, 4])
+
+
+@pytest.mark.parametrize(("priority", "running"), [(-1, [9, 0]), (0, [0, 1]), (1, [0, 1])])
+def test_a_newcomer_takes_the_place_of_a_larger_priority_only(priority, running):
+    s = scheduler(max_running=2)
+    run(s, [STREAM] * 2)
+    s.add(request(s, 9, 10, priority=priority))
+    s.plan()
+    assert (ids(s.running), s.num_preempted) == (running, int(priority < 0))
+
+
+@pytest.mark.parametrize(("known", "running"), [(70, [9, 0]), (90, [9]), (150, [0, 1])])
+def test_a_newcomer_preempts_no_more_than_it_takes_and_nobody_in_vain(known, running):
+    s = scheduler(num_blocks=9)
+    for r in run(s, [(33, 32)] * 2):
+        r.draft_table.try_reserve(16)
+    s.add(request(s, 9, known, priority=-1))
+    s.admit()
+    assert ids(s.running) == running
+    if known == 150:
+        assert [len(r.draft_table.blocks) for r in s.running] == [1, 1]
+
+
+def test_rows_for_prompts_go_by_rank():
+    s = scheduler(prefill_chunk=20)
+    s.add(request(s, 0, 50, priority=1))
+    s.add(request(s, 1, 15, text=1000))
+    assert rows(s.plan()) == {1: (15, 0), 0: (5, 0)}
+
+
+def test_blocks_are_taken_as_they_are_about_to_be_written():
+    s = scheduler(num_blocks=20, prefill_chunk=16)
+    s.add(late := request(s, 0, 160))
+    for chunks in range(1, 4):
+        advance(s.plan())
+        assert len(late.table.blocks) == chunks
+
+
+def test_what_a_prompt_has_been_promised_goes_to_nobody_else():
+    s = scheduler(num_blocks=14, prefill_chunk=16, max_nodes=63)
+    run(s, [STREAM])
+    s.add(request(s, 1, 160, text=1000))
+    for _ in range(9):
+        works = s.plan()
+        assert works[0].draft_limit <= 63 and len(works) == 2
+        advance(works)
+    s.add(request(s, 2, 30, text=2000))
+    s.plan()
+    assert ids(s.waiting) == [2], "a block for each of the two would not be left"
+
+
+def test_prompts_that_hold_a_part_of_the_pool_each_do_not_wait_for_each_other():
+    s = scheduler(num_blocks=6)
+    for r in run(s, [(48, 48)] * 2):
+        r.token_ids.extend(range(30))
+    works = s.plan()
+    assert ids(s.running) == [0] and rows(works) == {0: (30, 0)}
+    assert ids(s.waiting) == [1]
+
+
+def publish(s, r, computed):
+    r.table.num_computed = computed
+    r.publish()
+
+
+def test_who_begins_like_one_who_is_computing_waits_for_the_block():
+    s = scheduler(prefill_chunk=32)
+    for id, text in ((0, 0), (1, 0), (2, 1000)):
+        s.add(request(s, id, 60, text=text))
+    s.plan()
+    assert (ids(s.running), ids(s.waiting)) == ([0, 2], [1])
+    publish(s, s.running[0], 32)
+    s.plan()
+    assert ids(s.waiting) == [1], "the third block is still to come"
+    publish(s, s.running[0], 48)
+    s.plan()
+    assert (ids(s.waiting), s.running[1].num_computed) == ([], 48)
+
+
+def test_nobody_waits_for_one_who_has_gone():
+    s = scheduler(prefill_chunk=32)
+    for id in (0, 1):
+        s.add(request(s, id, 60))
+    s.plan()
+    s.remove(s.running[0])
+    assert rows(s.plan()) == {1: (32, 0)}
+
+
+def test_what_a_waiting_choice_was_brought_goes_before_a_running_request():
+    s = scheduler(num_blocks=6, max_running=1)
+    (stream,) = run(s, [(33, 33)])
+    other = request(s, 1, 33)
+    other.table.fork(stream.table, 32)
+    stream.table.clear()
+    assert stream.table.try_reserve(48)
+    stream.table.num_computed = 47
+    s.pool.try_allocate(s.pool.num_available)
+    stream.token_ids = array("i", range(49))
+    stream.table.num_computed = 48
+    s.add(other)
+    assert rows(s.plan()).keys() == {0}
+    assert len(other.table.blocks) == 0 and s.num_preempted == 0
+
+
 def test_no_more_than_max_running_are_admitted():
     s = scheduler(max_running=2)
     for id in range(4):
@@ -288,7 +406,11 @@ counts = st.integers(1, 60)
 
 @settings(max_examples=150)
 @given(
-    arrivals=st.lists(st.tuples(counts, st.integers(1, 12)), min_size=1, max_size=8),
+    arrivals=st.lists(
+        st.tuples(counts, st.integers(1, 12), st.integers(-1, 1), st.sampled_from([0, 0, 1000])),
+        min_size=1,
+        max_size=8,
+    ),
     max_running=st.integers(1, 6),
     room=st.integers(1, 30),
     chunk=st.integers(1, 40),
@@ -310,8 +432,8 @@ def test_every_step_keeps_to_its_limits_and_everyone_ends(
         max_nodes=nodes,
         max_step_nodes=step_nodes,
     )
-    for id, (known, max_tokens) in enumerate(arrivals):
-        s.add(request(s, id, known, max_tokens, block_size))
+    for id, (known, max_tokens, priority, text) in enumerate(arrivals):
+        s.add(request(s, id, known, max_tokens, block_size, priority, text))
     while s.running or s.waiting:
         works = s.plan()
         assert works, "a step with someone waiting serves someone"
@@ -319,6 +441,8 @@ def test_every_step_keeps_to_its_limits_and_everyone_ends(
         for w in works:
             finish(s, w, accepts)
         s.pool.check(t.blocks for r in s.running for t in (r.table, r.draft_table))
+        assert s.running == sorted(s.running, key=lambda r: r.rank)
+        assert s.waiting == sorted(s.waiting, key=lambda r: r.rank)
     assert s.pool.num_available == num_blocks
 
 

@@ -1,0 +1,523 @@
+"""What is found again, what is shared, what goes first, and what others have got wrong in it.
+
+The bug tests at the end are those that peers met: names and references are in their docstrings.
+"""
+
+from collections import Counter
+
+import pytest
+
+from specserve.sampling import Sampling
+from specserve.sampling.params import mix64
+from specserve_drafters import Draft
+from tests.checkpoints import tiny_checkpoint
+from tests.engine.house import (
+    Case,
+    Scripted,
+    Watch,
+    bush,
+    engine_for,
+    hedge,
+    load_small,
+    plain,
+    right,
+)
+
+PROMPT = [*range(1, 101)]
+CHAIN = {"width": 1, "min_gain": 0.0, "min_value": 0.0, "max_depth": 63, "ngrams": False}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A random target, and a draft that is the target itself but for one layer."""
+    root = tmp_path_factory.mktemp("models")
+    return (
+        load_small(tiny_checkpoint(root / "target", seed=1)),
+        load_small(tiny_checkpoint(root / "draft", seed=1, num_hidden_layers=1)),
+    )
+
+
+@pytest.fixture(scope="module")
+def target(pair):
+    return pair[0]
+
+
+def sampling(max_tokens=8, temperature=0.0, **more):
+    plain = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5}
+    return Sampling(max_tokens=max_tokens, temperature=temperature, **(plain | more))
+
+
+def answer(engine, prompt, asked=None):
+    """One request from its beginning to its end, and the rows that the target computed for it."""
+    before = engine.stats.num_rows
+    request = engine.add(prompt, asked or sampling())
+    while not engine.is_idle:
+        engine.step()
+        engine.check()
+    return request, engine.stats.num_rows - before
+
+
+def off(target, **overrides):
+    return engine_for(target, max_nodes=0, **overrides)
+
+
+@pytest.mark.parametrize(("known", "found"), [(16, 0), (17, 16), (32, 16), (33, 32), (100, 96)])
+def test_whole_blocks_are_found_but_the_last_token_is_computed(target, known, found):
+    engine = off(target)
+    first, rows = answer(engine, PROMPT[:known])
+    again, fewer = answer(engine, PROMPT[:known])
+    assert again.token_ids == first.token_ids
+    assert (first.num_cached, again.num_cached) == (0, found)
+    assert fewer == rows - found
+
+
+def test_what_was_generated_is_found_as_well(target):
+    engine = off(target)
+    first, _ = answer(engine, PROMPT[:30], sampling(40))
+    turn, _ = answer(engine, [*first.token_ids, 7, 8, 9])
+    assert turn.num_cached == 64  # of 70, of which the last one said was never computed
+
+
+def test_guesses_are_never_found(target):
+    case = Case(PROMPT[:30], sampling(40))
+    truth = plain(target, [case])[0]
+    wrong = engine_for(target, None, Scripted(lambda t, n: Draft.chain([t[0] ^ 1] * n), {0: truth}))
+    request, _ = answer(wrong, case.prompt, case.sampling)
+    assert request.token_ids.tolist() == truth
+    lie = [*truth[:32], *(truth[31 + i] ^ 1 for i in range(1, 17)), 1]
+    assert answer(wrong, lie)[0].num_cached == 32
+
+
+@pytest.mark.parametrize("end", [101, 250])
+def test_prefix_cache_false_keeps_nothing(target, end):
+    engine = off(target, prefix_cache=False)
+    for _ in range(2):
+        request, rows = answer(engine, [*range(1, end)])
+        assert (request.num_cached, rows) == (0, end - 1 + 7)
+    assert engine.memory()["cached"] == 0
+
+
+def test_after_a_reset_nothing_is_found_not_even_of_who_was_running(target):
+    engine = off(target)
+    running = engine.add(PROMPT, sampling(60))
+    for _ in range(5):
+        engine.step()
+    engine.reset_cache()
+    assert answer(engine, PROMPT)[0].num_cached == 0
+    assert len(running.token_ids) == 160
+    assert engine.memory()["cached"] == len(PROMPT) // 16, "what came after is kept"
+    engine.reset_cache()
+    assert engine.memory()["free"] == engine.pool.num_blocks
+
+
+def test_least_recently_used_goes_first_and_ends_before_beginnings(target):
+    engine = off(target, kv_bytes=22 * 8192)
+    assert engine.pool.num_blocks == 22
+    old, new = PROMPT[:65], [*range(200, 265)]
+    for prompt in (old, new, new):
+        answer(engine, prompt, sampling(1))
+    assert engine.memory()["cached"] == 8
+    answer(engine, [*range(50, 300)], sampling(1))  # 16 blocks: two more than are free
+    assert answer(engine, new, sampling(1))[0].num_cached == 64
+    assert answer(engine, old, sampling(1))[0].num_cached == 32
+
+
+def test_target_and_draft_are_found_each_on_its_own(pair):
+    engine = engine_for(*pair, "model", max_nodes=4)
+    answer(engine, PROMPT, sampling(30))
+    draft = engine.draft_model.runner
+    counts, forward = [], draft.forward
+    draft.forward = lambda groups: (
+        counts.append([len(g.token_ids) for g in groups]) or forward(groups)
+    )
+    answer(engine, PROMPT, sampling(30))
+    size = draft.kv.layers[0].k.shape[1]
+    assert counts[0] == [len(PROMPT) + 1 - 100 // size * size]
+    drafts = [b for b in engine.pool.cached if engine.pool.owners[b] == "draft"]
+    for block in drafts:
+        engine.pool.forget(block)
+        del engine.pool.cached[block]
+        engine.pool.free.append(block)
+    counts.clear()
+    request, _ = answer(engine, PROMPT, sampling(30))
+    assert request.num_cached == 96 and counts[0] == [101], "a shorter draft hit is caught up"
+
+
+def test_a_guess_under_another_salt_costs_what_a_miss_costs(target):
+    """In steps, in rows and in blocks."""
+
+    def cost(*salts):
+        """Of the last of these requests."""
+        engine = off(target, prefill_chunk=16)
+        for salt in salts:
+            steps, free = engine.stats.num_steps, engine.memory()["free"]
+            _, rows = answer(engine, PROMPT, sampling(cache_salt=salt))
+        return engine.stats.num_steps - steps, rows, free - engine.memory()["free"]
+
+    assert cost("alice", "mallory") == cost("mallory")
+    assert all(hit < miss for hit, miss in zip(cost("alice", "alice"), cost("alice"), strict=True))
+
+
+def test_a_salt_holds_for_the_draft_model_too(pair):
+    engine = engine_for(*pair, "model", max_nodes=4)
+    for salt, want in (("a", [101]), ("b", [101])):
+        counts, forward = [], engine.draft_model.runner.forward
+        engine.draft_model.runner.forward = lambda groups, c=counts, f=forward: (
+            c.append([len(g.token_ids) for g in groups]) or f(groups)
+        )
+        answer(engine, PROMPT, sampling(cache_salt=salt))
+        assert counts[0] == want
+
+
+def test_requests_that_begin_alike_wait_for_who_computes_it(target):
+    engine = off(target, prefill_chunk=32)
+    prompts = [[*PROMPT, *range(200 + i, 220 + i)] for i in range(5)]
+    requests = [engine.add(p, sampling(1)) for p in [*prompts, [9] * 40]]
+    rows = engine.stats.num_rows
+    while not engine.is_idle:
+        engine.step()
+    found = [r.num_cached for r in requests]
+    assert found == [0, 96, 96, 96, 96, 0]
+    assert engine.stats.num_rows - rows == 120 + 4 * (120 - 96) + 40
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
+@pytest.mark.parametrize("known", [1, 16, 17, 100])
+def test_choices_share_the_prompt_and_copy_one_block_each(pair, drafter, known, prefix_cache):
+    """One block per fork and model: those that two would write."""
+    draft = pair[1] if drafter == "model" else None
+    nodes = 0 if drafter == "none" else 4
+    engine = engine_for(
+        pair[0], draft, drafter, max_nodes=nodes, max_step_nodes=64, prefix_cache=prefix_cache
+    )
+    copies, copy = Counter(), engine.pool.copy
+
+    def counted(source, target):
+        copies[engine.pool.owners[source]] += 1
+        copy(source, target)
+
+    engine.pool.copy = counted
+    requests = engine.add_choices(PROMPT[:known], [sampling(20, 1.0, seed=i) for i in range(6)])
+    engine.step()
+    rows = engine.stats.num_rows - engine.stats.num_drafted
+    assert rows == known, "the prompt is computed once"
+    peak = 0
+    while not engine.is_idle:
+        engine.step()
+        engine.check()
+        peak = max(peak, engine.memory()["target"])
+    shared = (known - 1) // 16
+    most = shared + 6 * (-(-(known + 20 + 4) // 16) - shared)
+    assert peak <= most
+    assert copies["target"] == (5 if (known - 1) % 16 else 0)
+    assert copies["draft"] <= 5
+    cases = [Case(PROMPT[:known], sampling(20, 1.0, seed=i)) for i in range(6)]
+    assert [r.token_ids.tolist() for r in requests] == plain(pair[0], cases)
+
+
+def test_choices_of_a_single_token_cost_one_prompt_even_without_a_cache(target):
+    engine = off(target, prefix_cache=False, max_running=4)
+    engine.add_choices(PROMPT, [sampling(1, 1.0, seed=i) for i in range(16)])
+    while not engine.is_idle:
+        engine.step()
+        engine.check()
+    assert engine.stats.num_rows == len(PROMPT) + 15
+
+
+@pytest.mark.parametrize("moment", range(6))
+@pytest.mark.parametrize("gone", [0, 1, 3])
+def test_a_choice_given_up_at_any_moment_leaves_the_others(target, moment, gone):
+    engine = off(target, prefill_chunk=40, prefix_cache=False)
+    samplings = [sampling(4, 1.0, seed=i) for i in range(4)]
+    requests = engine.add_choices(PROMPT, samplings)
+    for _ in range(moment):
+        engine.step()
+    engine.finish(requests[gone].id)
+    while not engine.is_idle:
+        engine.step()
+        engine.check()
+    want = plain(target, [Case(PROMPT, s) for s in samplings])
+    for i, request in enumerate(requests):
+        said = request.token_ids.tolist()
+        assert said == (want[i] if i != gone else want[i][: len(said)])
+    if gone == 0 and moment < 3:
+        assert engine.stats.num_rows <= 2 * len(PROMPT) + 2 + 3 * 3
+
+
+SPLITMIX = [6457827717110365317, 3203168211198807973, 9817491932198370423]  # of seed 1234567
+
+
+def test_a_choices_seed_is_the_next_of_splitmix64():
+    """The generator's well-known outputs, cut to 53 bits."""
+    assert [mix64(1234567, c) for c in (1, 2, 3)] == [x % 2**53 for x in SPLITMIX]
+    assert mix64(7, 0) == 7
+    assert all(0 <= mix64(2**53 - 1, c) < 2**53 for c in range(128))
+
+
+def test_a_server_of_ngrams_spends_no_byte_on_draft_kv(target):
+    engine, most = engine_for(target, None, "ngram", max_nodes=8), Counter()
+    engine.add_choices([1, 2, 3] * 30, [sampling(40, 1.0, seed=i) for i in range(3)])
+    while not engine.is_idle:
+        engine.step()
+        most |= Counter(engine.memory())
+    assert most["draft"] == 0 < most["target"]
+
+
+def test_a_draft_table_begins_with_the_first_draft(pair):
+    engine = engine_for(*pair, "model", max_nodes=4, prefill_chunk=40)
+    request = engine.add(PROMPT, sampling(20))
+    for _ in range(3):
+        engine.step()
+        assert engine.memory()["draft"] == 0
+    engine.step()
+    assert request.num_output == 2 and engine.memory()["draft"] > 0
+
+
+@pytest.mark.parametrize(("prefix_cache", "fallbacks"), [(False, 4), (True, 2)])
+def test_who_lost_its_draft_blocks_goes_on_with_ngrams_until_it_has_caught_up(
+    pair, prefix_cache, fallbacks
+):
+    """Three chunks of forty are two steps without; the cache may have the second three at once."""
+    engine = engine_for(*pair, "model", max_nodes=4, prefill_chunk=40, prefix_cache=prefix_cache)
+    watch = Watch(engine)
+    (request,) = watch.run([Case(PROMPT[:90], sampling(40))], {12: "drop"})
+    assert watch.emitted[request.id]["fallbacks"] == engine.stats.num_fallbacks == fallbacks
+    assert engine.stats.num_drafted > 0
+
+
+def squeezed_engine(pair, num_blocks, **more):
+    """Two requests run, with draft KV each, and this many blocks are left."""
+    engine = engine_for(*pair, "model", max_nodes=4, **more)
+    first, second = (engine.add([i] * 40, sampling(100, seed=i)) for i in (1, 2))
+    for _ in range(6):
+        engine.step()
+    pool = engine.pool
+    engine.reset_cache()
+    engine.taken = pool.try_allocate(pool.num_available - num_blocks)
+    return engine, first, second
+
+
+def test_under_pressure_cached_blocks_go_first_then_draft_blocks_then_a_request(pair):
+    engine, first, second = squeezed_engine(pair, 4)
+    pool = engine.pool
+    cached = pool.try_allocate(4)
+    for block in cached:
+        pool.publish(block, b"%d" % block)
+    pool.release(cached)
+    order = []
+    while not order or order[-1] != "request":
+        had = (
+            len(pool.cached),
+            len(first.draft_table.blocks) > 0,
+            len(second.draft_table.blocks) > 0,
+        )
+        engine.taken += pool.try_allocate(min(1, pool.num_available)) or []
+        engine.step()
+        if len(pool.cached) < had[0]:
+            order.append("cached")
+        if had[2] and not second.draft_table.blocks:
+            order.append("the last one's draft")
+        if had[1] and not first.draft_table.blocks:
+            order.append("the first one's draft")
+        if engine.scheduler.num_preempted:
+            order.append("request")
+    assert list(dict.fromkeys(order)) == [
+        "cached",
+        "the last one's draft",
+        "the first one's draft",
+        "request",
+    ]
+
+
+def test_a_preempted_request_finds_what_it_had(target):
+    engine = off(target)
+    request = engine.add(PROMPT, sampling(60))
+    for _ in range(30):
+        engine.step()
+    rows = engine.stats.num_rows
+    engine.scheduler.preempt(request)
+    engine.step()
+    known = 100 + 30
+    assert engine.stats.num_rows - rows == known - (known - 1) // 16 * 16
+    assert request.num_cached == 0, "of its own it has made no use"
+
+
+# What peers met, each under the name of what went wrong
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 17, 20, 64])
+@pytest.mark.parametrize("draft_block_size", [1, 16, 20, None])
+def test_scattered_drafter_layers(target, block_size, draft_block_size):
+    """vllm PR 50169: slots of the drafter's layers in the wrong group, acceptance 0.29 %."""
+    if draft_block_size is not None and draft_block_size > block_size:
+        pytest.skip("does not fit into a block")
+    engine = engine_for(
+        target,
+        target,
+        "model",
+        max_nodes=6,
+        block_size=block_size,
+        draft_block_size=draft_block_size,
+        options=CHAIN,
+    )
+    watch = Watch(engine)
+    for request in watch.run([Case(PROMPT, sampling(40)), Case(PROMPT[:40], sampling(40), 3)]):
+        total = watch.emitted[request.id]
+        assert total["accepted"] == total["drafted"] > 0
+
+
+def test_launches_do_not_grow_with_requests_that_draft(pair):
+    """vllm PR 51742: one group for each drafter layer halved the throughput."""
+
+    def forwards(n):
+        engine = engine_for(*pair, "model", max_nodes=4, max_step_nodes=64, options=CHAIN)
+        calls = Counter()
+        for name, runner in (("target", engine.target), ("draft", engine.draft_model.runner)):
+            runner.forward = lambda groups, name=name, do=runner.forward: (
+                calls.update([name]) or do(groups)
+            )
+        for i in range(n):
+            engine.add([i + 1] * 9, sampling(30, seed=i))
+        for _ in range(3):
+            engine.step()
+        calls.clear()
+        engine.step()
+        return calls
+
+    one, eight = forwards(1), forwards(8)
+    assert one["target"] == eight["target"] == 1
+    assert eight["draft"] <= 1 + 4
+
+
+CASES = ["no draft pages", "shorter draft pages", "draft pages"]
+
+
+@pytest.mark.parametrize("shape", [right, bush, hedge], ids=["chain", "bush", "hedge"])
+@pytest.mark.parametrize("block_size", [1, 16, 17])
+def test_prefix_hit_and_tree(target, shape, block_size):
+    """vllm#40756, #44889: a prefix hit and a draft, and memory that is nobody's is read."""
+    cases = [Case(PROMPT, sampling(30), arrives=9 * i) for i in range(3)]
+    want = plain(target, cases)
+    drafter = Scripted(shape, dict(enumerate(want)))
+    engine = engine_for(target, None, drafter, max_nodes=12, block_size=block_size)
+    watch = Watch(engine)
+    assert [r.token_ids.tolist() for r in watch.run(cases)] == want
+    assert watch.seen["found"] == 2 and engine.stats.num_accepted > 30
+
+
+@pytest.mark.parametrize("draft_pages", CASES)
+def test_prefix_hit_and_draft_pages(pair, draft_pages):
+    """The same with the draft model: none of its pages, some, or all are found."""
+    engine = engine_for(*pair, "model", max_nodes=8)
+    first, _ = answer(engine, PROMPT, sampling(30, 1.0))
+    pool = engine.pool
+    drafts = [b for b in pool.cached if pool.owners[b] == "draft"]
+    for block in {"no draft pages": drafts, "shorter draft pages": drafts[:2]}.get(draft_pages, []):
+        pool.forget(block)
+        del pool.cached[block]
+        pool.free.append(block)
+    watch = Watch(engine)
+    (again,) = watch.run([Case(PROMPT, sampling(30, 1.0))])
+    assert again.token_ids == first.token_ids and again.num_cached == 96
+
+
+@pytest.mark.parametrize("max_nodes", [1, 7, 15, 16, 17, 31])
+def test_block_boundary_overrun(target, max_nodes):
+    """TRT-LLM PR 16280, #7310: every L mod B, with trees that cross into the next page."""
+    prompts = [[*range(1, n + 1)] for n in range(16, 33)]
+    cases = [Case(p, sampling(20)) for p in prompts]
+    want = plain(target, cases)
+    drafter = Scripted(hedge, dict(enumerate(want)))
+    engine = engine_for(target, None, drafter, max_nodes=max_nodes, max_step_nodes=200)
+    watch = Watch(engine)
+    assert [r.token_ids.tolist() for r in watch.run(cases)] == want
+    assert watch.seen["crossed"] > 0
+
+
+@pytest.mark.parametrize("max_nodes", [4, 63])
+def test_a_tree_at_the_end_of_the_context(target, max_nodes):
+    """sglang#12349: L + N at exactly the longest context."""
+    case = Case([*range(1, 200)], sampling(89))  # 199 + 89 = MAX_LEN
+    truth = plain(target, [case])
+    for script in (right, bush):
+        engine = engine_for(target, None, Scripted(script, {0: truth[0]}), max_nodes=max_nodes)
+        (request,) = Watch(engine).run([case])
+        assert request.token_ids.tolist() == truth[0] and len(truth[0]) == 288
+
+
+def test_acceptance_of_a_replayed_prompt_does_not_decay(target):
+    """vllm#41838: it fell over hours with prefix caching. The long form runs in `make check`."""
+    replayed(target, 60)
+
+
+@pytest.mark.slow
+def test_acceptance_of_a_replayed_prompt_after_ten_thousand_requests(target):
+    replayed(target, 10_000)
+
+
+def replayed(target, count):
+    """A prompt between others, in a pool that has always to evict somebody's blocks."""
+    engine = engine_for(target, target, "model", max_nodes=4, kv_bytes=400_000)
+    assert engine.pool.num_blocks < 60
+    prompt, accepted, evicted = [*range(50, 90)], set(), 0
+    for i in range(count):
+        if i % 20 == 0:
+            before = engine.stats.num_accepted
+            answer(engine, prompt, sampling(12))
+            accepted.add(engine.stats.num_accepted - before)
+        other = [(i * 31 + k * 7) % 300 + 1 for k in range(20 + i % 30)]
+        had = set(engine.pool.found)
+        answer(engine, other, sampling(2))
+        evicted += not had <= engine.pool.found.keys()
+    assert len(accepted) == 1 and accepted != {0}
+    assert evicted > count / 2
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 20, 64])
+def test_trees_in_pages_of_any_size(target, block_size):
+    """SGLang: topk > 1 with page_size > 1 "unstable and produces incorrect results"."""
+    cases = [Case(PROMPT[: 30 + 11 * i], sampling(30), arrives=i) for i in range(4)]
+    want = plain(target, cases)
+    for script in (bush, hedge):
+        drafter = Scripted(script, dict(enumerate(want)))
+        engine = engine_for(target, None, drafter, max_nodes=9, block_size=block_size)
+        assert [r.token_ids.tolist() for r in Watch(engine).run(cases)] == want
+
+
+def test_draft_memory_is_in_the_budget(pair):
+    """vllm#9995, TRT-LLM#9279: draft KV beside the pool, or all of it."""
+    engine = engine_for(*pair, "model", max_nodes=8, kv_bytes=300_000)
+    for i in range(6):
+        engine.add([i + 1] * 60, sampling(40, seed=i))
+    while not engine.is_idle:
+        engine.step()
+        engine.check()
+        assert sum(engine.memory().values()) == engine.pool.num_blocks
+    assert engine.pool.num_blocks * engine.pool.block_bytes <= 300_000
+
+
+def test_rejected_slots_are_never_read(target):
+    """vLLM's list `rejected_placeholders`: Watch fills them with NaN after every step."""
+    cases = [Case(PROMPT, sampling(40, 1.0), n=3), Case(PROMPT[:50], sampling(40))]
+    want = plain(target, cases)
+    watch = Watch(engine_for(target, None, Scripted(hedge, dict(enumerate(want))), max_nodes=9))
+    assert [r.token_ids.tolist() for r in watch.run(cases)] == want
+    assert watch.seen["moved"] and watch.seen["copied"]
+
+
+@pytest.mark.parametrize("moment", range(9))
+def test_slots_of_who_leaves(pair, moment):
+    """sglang#36333: three slots lost with every client that left."""
+    engine = engine_for(*pair, "model", prefill_chunk=30, max_nodes=6, max_step_nodes=64)
+    engine.add(PROMPT, sampling(3))
+    requests = engine.add_choices(PROMPT, [sampling(30, 1.0, seed=i) for i in range(3)])
+    for _ in range(moment):
+        engine.step()
+    for request in requests:
+        engine.finish(request.id)
+        engine.check()
+    while not engine.is_idle:
+        engine.step()
+    engine.reset_cache()
+    assert engine.memory()["free"] == engine.pool.num_blocks
