@@ -10,6 +10,7 @@ import string
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from specserve import LLM
 from specserve.demo import evaluation
 from specserve.errors import ConfigError
 
@@ -56,6 +57,12 @@ def workload(name: str, size: int, seed: int, temperature: float | None = None) 
     if temperature is not None:
         asks = [ask._replace(temperature=temperature) for ask in asks]
     return Workload(name, about, seed, asks)
+
+
+def source_tokens(llm: LLM) -> list[int]:
+    """All of the source that the demo pair was not trained on."""
+    texts = evaluation.source_files().values()
+    return [token for text in texts for token in llm.tokenizer(text)["input_ids"]]
 
 
 def ask(source: random.Random, prompt: str | Sequence[Message], max_tokens: int) -> Ask:

@@ -139,10 +139,11 @@ class Watch:
         return emissions
 
     def check_tables(self):
-        """Between steps nobody keeps a block for guesses."""
+        """Between steps nobody holds a block that has no token."""
         for r in self.engine.scheduler.running:
-            for table in (r.table, r.draft_table):
-                assert len(table.blocks) <= -(-len(r.token_ids) // table.block_size)
+            assert len(r.table.blocks) == -(-r.num_computed // r.table.block_size)
+            table = r.draft_table
+            assert len(table.blocks) <= -(-len(r.token_ids) // table.block_size)
 
     def poison(self):
         pool, draft = self.engine.pool, self.engine.draft_model

@@ -181,6 +181,36 @@ def test_requests_that_begin_alike_wait_for_who_computes_it(target):
     assert engine.stats.num_rows - rows == 120 + 4 * (120 - 96) + 40
 
 
+def peak_of(engine):
+    peak = 0
+    while not engine.is_idle:
+        engine.step()
+        peak = max(peak, sum(engine.memory()[h] for h in ("target", "draft")))
+    return peak
+
+
+def test_a_prefix_that_all_share_is_held_once(target):
+    engine = off(target)
+    for i in range(20):
+        engine.add([*PROMPT, *PROMPT, 250 + i, *range(10)], sampling(20))
+    least = 200 // 16 + 20 * (-(-231 // 16) - 200 // 16)
+    assert peak_of(engine) <= 1.05 * least
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
+def test_choices_hold_far_less_than_requests_alone(pair, drafter):
+    asked = [sampling(20, 1.0, seed=i) for i in range(16)]
+    engines = [
+        engine_for(pair[0], pair[1] if drafter == "model" else None, drafter, prefix_cache=is_kept)
+        for is_kept in (True, False)
+    ]
+    engines[0].add_choices([*PROMPT, *PROMPT], asked)
+    for each in asked:
+        engines[1].add([*PROMPT, *PROMPT], each)
+    shared, alone = map(peak_of, engines)
+    assert shared <= alone / 3, "and longer prompts share more"
+
+
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
 @pytest.mark.parametrize("known", [1, 16, 17, 100])

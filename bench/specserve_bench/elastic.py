@@ -1,0 +1,140 @@
+"""Draft KV in the target's pool against draft KV in a pool of its own, where bytes are short."""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from specserve import LLM, SamplingParams
+from specserve.config import DEMO_DRAFT
+from specserve.memory import BlockPool, BlockTable
+from specserve.scheduling import Request
+from specserve_bench.scale import scale_model
+from specserve_bench.workloads import source_tokens
+
+HEADS = 6  # of the draft: its KV has a quarter of the target's bytes a token
+BLOCK_SIZE, SHARE = 16, 0.6
+ROUNDS = 5
+
+
+class Load(NamedTuple):
+    """Requests that all come at once, of source and what follows."""
+
+    requests: int
+    num_prompt: int
+    num_said: int
+
+
+LOADS = [Load(32, 300, 100), Load(16, 800, 200)]
+
+
+def elastic_figures() -> list[dict[str, Any]]:
+    """Tokens a second in a pool of 60 % of what both models want, over those of a fixed split."""
+    with TemporaryDirectory(prefix="specserve-bench-") as folder:
+        draft = larger_draft(Path(folder))
+        return [one_load(load, draft) for load in LOADS]
+
+
+def larger_draft(folder: Path) -> Path:
+    """The demo pair's draft with heads added, which compute what is multiplied by zero."""
+    shape = json.loads((DEMO_DRAFT / "config.json").read_text())
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS}
+    (folder / "shape").mkdir()
+    (folder / "shape" / "config.json").write_text(json.dumps(shape | heads))
+    scale_model(DEMO_DRAFT, folder / "draft", str(folder / "shape"))
+    return folder / "draft"
+
+
+def one_load(load: Load, draft: Path) -> dict[str, Any]:
+    elastic = LLM(draft_model=draft, progress=False, set=settings(load, num_blocks=0))
+    bytes_of = [
+        runner.kv.layers[0].k[0, 0].nbytes * 2 * len(runner.kv.layers)
+        for runner in (elastic.engine.target, elastic.engine.draft_model.runner)  # type: ignore[union-attr]
+    ]
+    draft_share = bytes_of[1] / sum(bytes_of)
+    length = load.num_prompt + load.num_said
+    target_blocks = load.requests * -(-length // BLOCK_SIZE)
+    num_blocks = int(SHARE * target_blocks / (1 - draft_share))
+    sized, weights = settings(load, num_blocks), elastic.weights
+    llms = {
+        name: LLM(draft_model=draft, drafter=drafter, progress=False, set=sized, weights=weights)
+        for name, drafter in (("elastic", "model"), ("split", "model"), ("off", "none"))
+    }
+    split(llms["split"], draft_share)
+    asks = prompts(elastic, load)
+    rates: dict[str, list[float]] = {name: [] for name in llms}
+    fallbacks = {}
+    for _ in range(1 + ROUNDS):  # the first one warms up
+        for name, llm in llms.items():
+            before = llm.engine.stats.num_fallbacks
+            rates[name].append(tokens_per_second(llm, asks, load.num_said))
+            fallbacks[name] = llm.engine.stats.num_fallbacks - before
+    ratios = [e / s for e, s in zip(rates["elastic"][1:], rates["split"][1:], strict=True)]
+    return {
+        **load._asdict(),
+        "blocks": num_blocks,
+        "draft_bytes_over_target": round(bytes_of[1] / bytes_of[0], 3),
+        "tokens_per_s": {name: round(median(x[1:]), 1) for name, x in rates.items()},
+        "fallbacks": fallbacks,
+        "elastic_over_split": round(median(ratios), 3),
+        "elastic_over_split_min_max": [round(f(ratios), 3) for f in (min, max)],
+    }
+
+
+def settings(load: Load, num_blocks: int) -> dict[str, Any]:
+    """Zero blocks: as many as are wanted."""
+    limits = {
+        "scheduler.max_running": load.requests,
+        "scheduler.max_model_len": load.num_prompt + load.num_said + 1,
+        "memory.block_size": BLOCK_SIZE,
+    }
+    block_bytes = BLOCK_SIZE * 6144  # of the demo pair's target
+    return limits | {"memory.kv_bytes": num_blocks * block_bytes or 1 << 28}
+
+
+def prompts(llm: LLM, load: Load) -> list[list[int]]:
+    """Beginnings anywhere in source that the demo pair was not trained on."""
+    source = source_tokens(llm)
+    rng, most = random.Random(0), len(source) - load.num_prompt
+    begins = [rng.randrange(most) for _ in range(load.requests)]
+    return [source[begin : begin + load.num_prompt] for begin in begins]
+
+
+def tokens_per_second(llm: LLM, asks: Sequence[list[int]], num_said: int) -> float:
+    llm.reset_cache()
+    params = SamplingParams(max_tokens=num_said, temperature=0, ignore_eos=True)
+    start = perf_counter()
+    llm.generate(asks, params)
+    return len(asks) * num_said / (perf_counter() - start)
+
+
+def split(llm: LLM, draft_share: float) -> None:
+    """Give the draft model's KV a pool of its own, which nothing else may use, and it nothing else.
+
+    Both lie in the same arena: the target keeps the first blocks.
+    """
+    engine, pool = llm.engine, llm.engine.pool
+    draft_model, scheduler = engine.draft_model, engine.scheduler
+    assert draft_model is not None
+    total, kept = pool.num_blocks, round(pool.num_blocks * (1 - draft_share))
+    drafts = BlockPool(total, pool.block_bytes, pool.copy)
+    drafts.free = list(range(total - 1, kept - 1, -1))
+    pool.free, pool.num_blocks = list(range(kept - 1, -1, -1)), kept
+    make_table, lend = engine.table, draft_model.lend
+
+    def table(owner: str, salt: str) -> BlockTable:
+        made = make_table(owner, salt)
+        if owner == "draft":
+            made.pool = drafts
+        return made
+
+    def lend_all(requests: Sequence[Request]) -> None:
+        lend(requests)
+        draft_model.spare = drafts.num_available
+
+    engine.table, draft_model.lend = table, lend_all  # type: ignore[method-assign]
+    scheduler.reclaim = lambda keeper: False  # type: ignore[method-assign]
