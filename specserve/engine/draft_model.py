@@ -51,13 +51,12 @@ class DraftModel:
         if len({r.id for r in lent}) < len(lent):
             raise ValueError("a request was given twice: its KV would be counted twice")
         for request in lent:
-            if request.draft_gap > USUAL_LAG and not self.waits(request):
-                request.begin_draft()
+            self.begin(request)
         gaps = [r.draft_gap for r in lent]
         ahead: list[Request] = []
         for i in sorted(range(len(items)), key=gaps.__getitem__):
             token_ids, table = lent[i].token_ids, lent[i].draft_table
-            if self.waits(lent[i]) or any(shares_next(r, lent[i]) for r in ahead):
+            if self.waits(lent[i]) or self.is_shared(lent[i], ahead):
                 continue
             known = len(token_ids)
             size = gaps[i] if gaps[i] <= USUAL_LAG else min(gaps[i], rows)
@@ -77,6 +76,13 @@ class DraftModel:
             group.table.num_computed += len(group.token_ids)
         return ready, logits
 
+    def begin(self, request: Request) -> None:
+        """Have what can be found of its known tokens, as far as there are blocks to spare."""
+        if request.draft_gap > USUAL_LAG and not self.waits(request):
+            before = self.scheduler.pool.num_available
+            request.begin_draft(self.spare)
+            self.spare -= before - self.scheduler.pool.num_available
+
     def expand(self, nodes: Sequence[Nodes]) -> tuple[list[int], Tensor]:
         groups, fit = [], []
         for i, (id, tokens, parents) in enumerate(nodes):
@@ -86,14 +92,16 @@ class DraftModel:
             is_full = first + len(tokens) > MAX_NODES or end > self.max_len
             if is_full or not self.try_reserve(table, end):
                 continue
-            for token, parent in zip(tokens, parents, strict=True):
+            for parent in parents:
                 above = masks[parent - 1] if parent != ROOT else 0
                 masks.append(above | 1 << len(masks))
-                self.nodes[id].append((token, parent))
             size, start = len(tokens), known + first
             groups.append(RowGroup(table, tokens, start, size, known, masks[first:]))
             fit.append(i)
-        return fit, self.forward(groups)
+        logits = self.forward(groups)
+        for id, tokens, parents in (nodes[i] for i in fit):
+            self.nodes[id] += zip(tokens, parents, strict=True)
+        return fit, logits
 
     def forward(self, groups: list[RowGroup]) -> Tensor:
         return self.runner.forward(groups) if groups else torch.empty(0, 0)
@@ -110,7 +118,23 @@ class DraftModel:
         first = request.first
         if first is None or first.id not in self.requests or request.draft_table.num_computed > 0:
             return False
+        if len(first.token_ids) > self.max_len:  # its draft KV goes no further
+            return False
         return first.draft_table.num_computed < min(request.num_prompt, len(request.token_ids) - 1)
+
+    def is_shared(self, request: Request, ahead: Sequence[Request]) -> bool:
+        """Whether one before it in line is about to run a block that it could then have."""
+        table = request.draft_table
+        place, offset = divmod(table.num_computed, table.block_size)
+        key = table.key(request.token_ids, place)
+        if offset or key is None or request.draft_gap <= USUAL_LAG:
+            return False
+        return any(
+            r.draft_table.is_publishing
+            and r.draft_table.num_computed // table.block_size <= place
+            and r.draft_table.key(r.token_ids, place) == key
+            for r in ahead
+        )
 
     def is_behind(self, work: Work) -> bool:
         """Whether a work that might have had the model's guesses had to do without."""
@@ -136,12 +160,3 @@ class DraftModel:
                 moves.append((table, table.num_computed + e - 1, table.num_computed + kept - 1))
         table.num_computed += kept
         return moves
-
-
-def shares_next(one: Request, other: Request) -> bool:
-    """Whether one, first in line, is about to run a block that the other could then have."""
-    place = other.draft_table.num_computed // other.draft_table.block_size
-    key = next(other.draft_table.keys(other.token_ids, place), None)
-    own = next(one.draft_table.keys(one.token_ids, place), None)
-    is_there = one.draft_table.num_computed // one.draft_table.block_size > place
-    return key is not None and key == own and not is_there

@@ -1,8 +1,6 @@
 """One request's blocks of one model, in order."""
 
 from array import array
-from collections.abc import Iterator
-from itertools import islice
 
 from specserve.memory.pool import BlockPool
 from specserve.memory.prefix_cache import Chain
@@ -11,8 +9,8 @@ from specserve.memory.prefix_cache import Chain
 class BlockTable:
     """The slots 0, 1, .. of a request; the KV of its first `num_computed` tokens stands in them.
 
-    Blocks may be held by several tables. Only full ones have keys, and a block is written by none
-    but its only holder, so what is shared stays as it is.
+    Blocks may be held by several tables. A block is written by none but its only holder, and not
+    once it can be found: what is shared stays as it is.
     """
 
     def __init__(
@@ -31,9 +29,12 @@ class BlockTable:
 
     @property
     def is_copy_due(self) -> bool:
-        """The next slot lies in a block that others hold as well."""
+        """The next slot lies in a block that others hold as well, or may find."""
         place = self.num_computed // self.block_size
-        return place < len(self.blocks) and self.pool.counts[self.blocks[place]] > 1
+        if place >= len(self.blocks):
+            return False
+        block = self.blocks[place]
+        return self.pool.counts[block] > 1 or self.pool.keys[block] is not None
 
     def missing(self, num_slots: int) -> int:
         """Blocks still to be had before so many slots can be written from `num_computed` on."""
@@ -70,24 +71,37 @@ class BlockTable:
         assert reserved, "fewer blocks than were said to be there"
         return num_slots
 
-    def keys(self, token_ids: "array[int]", start: int = 0) -> Iterator[bytes]:
-        """Those of the blocks from `start` on that may be found for these tokens: the last token is
-        always computed, for what is said after it.
+    def num_keys(self, token_ids: "array[int]") -> int:
+        """Blocks that may be found for these tokens: the last one is always computed, for what is
+        said after it.
         """
-        if self.chain is None:
-            return iter(())
-        num_tokens = len(token_ids) - 1
-        keys = self.chain.extend(token_ids, num_tokens)
-        return islice(keys, start, num_tokens // self.block_size)
+        return 0 if self.chain is None else (len(token_ids) - 1) // self.block_size
 
-    def match(self, token_ids: "array[int]") -> None:
-        """Go on with the longest continuation that is cached, at the end of a block."""
+    def key(self, token_ids: "array[int]", place: int) -> bytes | None:
+        if self.chain is None or place >= self.num_keys(token_ids):
+            return None
+        return self.chain.extend(token_ids, len(token_ids) - 1)[place]
+
+    def find(self, token_ids: "array[int]") -> list[int]:
+        """The blocks that are cached of these tokens, from the end of the table on."""
+        if self.chain is None:
+            return []
+        keys = self.chain.extend(token_ids, len(token_ids) - 1)
+        return self.pool.find(keys[len(self.blocks) : self.num_keys(token_ids)])
+
+    def match(self, token_ids: "array[int]", spare: int) -> None:
+        """Go on with the longest continuation that is cached, at the end of a block; with so many
+        blocks, at most, that nobody else holds.
+        """
         if not self.blocks:
             self.epoch = self.pool.num_resets
         place = len(self.blocks)
         if place * self.block_size != self.num_computed:
             return
-        for block in self.pool.find(self.keys(token_ids, place)):
+        for block in self.find(token_ids):
+            spare -= self.pool.counts[block] == 0
+            if spare < 0:
+                break
             self.pool.hold(block)
             self.blocks.append(block)
         if len(self.blocks) > place:
@@ -104,11 +118,15 @@ class BlockTable:
         self.num_computed, self.epoch = num_tokens, other.epoch
         self.num_published = min(other.num_published, num_tokens // self.block_size)
 
+    @property
+    def is_publishing(self) -> bool:
+        """Unless it was begun with what must not be found again."""
+        return self.chain is not None and self.epoch == self.pool.num_resets
+
     def publish(self, token_ids: "array[int]") -> None:
         """Let others find the blocks that are full of computed tokens."""
         full = self.num_computed // self.block_size
-        is_old = self.epoch != self.pool.num_resets  # begun with what must not be found again
-        if self.chain is None or full == self.num_published or is_old:
+        if self.chain is None or not self.is_publishing or full == self.num_published:
             return
         keys = self.chain.extend(token_ids, self.num_computed)
         for i in range(self.num_published, full):

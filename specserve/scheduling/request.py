@@ -66,18 +66,19 @@ class Request(msgspec.Struct, eq=False):
         return len(self.token_ids) - self.draft_table.num_computed
 
     def is_ahead_of(self, other: "Request") -> bool:
-        """Whether it is computing a block that the other could then have."""
-        place = self.table.num_published
-        key = next(self.table.keys(self.token_ids, place), None)
-        wanted = next(other.table.keys(other.token_ids, place), None)
-        return self.is_computing and key is not None and key == wanted
+        """Whether it is computing a block that the other could then have, and at least as soon."""
+        table, place = self.table, self.table.num_published
+        if self.sampling.priority > other.sampling.priority or not table.is_publishing:
+            return False
+        key = table.key(self.token_ids, place)
+        return key is not None and key == other.table.key(other.token_ids, place)
 
     def begin(self) -> None:
         """Take what is cached of its known tokens, unless another choice has brought them along."""
         if not self.table.blocks:
-            self.table.match(self.token_ids)
+            self.table.match(self.token_ids, self.table.pool.num_available)
 
-    def begin_draft(self) -> None:
+    def begin_draft(self, spare: int) -> None:
         """The same for the draft model's KV, which may be behind at any time."""
         table, first = self.draft_table, self.first
         table.trim()
@@ -86,7 +87,7 @@ class Request(msgspec.Struct, eq=False):
         if first is not None and is_there and not table.blocks:
             table.fork(first.draft_table, shared)
         else:
-            table.match(self.token_ids)
+            table.match(self.token_ids, spare)
 
     def share_prompt(self) -> None:
         """Now that the prompt is computed: the other choices begin with it, but for its last token,

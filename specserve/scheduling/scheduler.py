@@ -66,14 +66,19 @@ class Scheduler:
         promised = sum(r.table.missing(len(r.token_ids)) for r in self.running)
         return self.pool.num_available - promised
 
+    @property
+    def computing(self) -> list[Request]:
+        return [r for r in self.running if r.is_computing]
+
     def admit(self) -> None:
         """Let requests in by rank, each with blocks for all it knows, promised if not yet taken.
 
         A block a running request stays over, so that the newcomer does not at once force one out.
         """
-        for request in self.waiting[:]:
-            if self.is_held_back(request):
-                continue
+        computing = self.computing
+        for request in self.waiting[: self.limits.max_running]:  # a step's time is everybody's
+            if request.is_behind or any(r.is_ahead_of(request) for r in computing):
+                continue  # somebody is about to compute what it would compute as well
             if not self.make_place(request):
                 return
             request.begin()
@@ -82,17 +87,13 @@ class Scheduler:
                 request.admitted_at = perf_counter()
             self.waiting.remove(request)
             insort(self.running, request, key=rank)
-
-    def is_held_back(self, request: Request) -> bool:
-        """Whether somebody is about to compute what this one would compute as well."""
-        return request.is_behind or any(r.is_ahead_of(request) for r in self.running)
+            if request.is_computing:
+                computing.append(request)
 
     def make_place(self, request: Request) -> bool:
         """Whether a request can be let in now, others having made room for it if they must."""
         most = self.limits.max_running
-        found = (
-            [] if request.table.blocks else self.pool.find(request.table.keys(request.token_ids))
-        )
+        found = [] if request.table.blocks else request.table.find(request.token_ids)
         needed = request.table.missing(len(request.token_ids)) - len(found)
 
         def is_short() -> bool:
@@ -112,6 +113,8 @@ class Scheduler:
         """Whether it would do if all of a lower priority, and who can do without, gave back."""
         victims = [r for r in self.running if r.sampling.priority > request.sampling.priority]
         kept = self.running[: len(self.running) - len(victims)]
+        if len(kept) >= self.limits.max_running:
+            return False
         tables = [r.draft_table for r in self.running]
         tables += [r.table for r in (*self.waiting, *victims) if r is not request]
         holders = Counter(block for table in tables for block in table.blocks)
@@ -119,8 +122,7 @@ class Scheduler:
         usable += self.pool.num_available
         usable -= sum(self.pool.counts[block] == holders[block] for block in found)
         promised = sum(r.table.missing(len(r.token_ids)) for r in kept)
-        is_enough = needed + len(kept) + promised <= usable
-        return is_enough and len(kept) < self.limits.max_running
+        return needed + len(kept) + promised <= usable
 
     def reclaim(self, keeper: Request) -> bool:
         """Get somebody's blocks back at no cost but time: the draft KV of the last who runs and has
@@ -172,18 +174,17 @@ class Scheduler:
     def plan_chunks(self, rows: int) -> list[Work]:
         """First by rank; a request has causal rows or a tree in a step, never both."""
         chunks: list[Work] = []
-        for request in self.running:
+        for request in self.computing:
             if rows == 0:
                 break
-            if request.is_computing:
-                start, table = request.num_computed, request.table
-                end = min(start + rows, len(request.token_ids))
-                while table.missing(end) > self.pool.num_available and self.reclaim(request):
-                    pass
-                end = table.reserve_some(end, self.pool.num_available)
-                if end > start:
-                    chunks.append(Work(request, start, end))
-                rows -= end - start
+            start, table = request.num_computed, request.table
+            end = min(start + rows, len(request.token_ids))
+            while table.missing(end) > self.pool.num_available and self.reclaim(request):
+                pass
+            end = table.reserve_some(end, self.pool.num_available)
+            if end > start:
+                chunks.append(Work(request, start, end))
+            rows -= end - start
         return chunks
 
     def plan_guesses(self, roots: list[Work], rows: int) -> None:

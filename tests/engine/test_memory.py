@@ -9,7 +9,7 @@ import pytest
 
 from specserve.sampling import Sampling
 from specserve.sampling.params import mix64
-from specserve_drafters import Draft
+from specserve_drafters import Draft, Nodes
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.house import (
     Case,
@@ -551,3 +551,101 @@ def test_slots_of_who_leaves(pair, moment):
         engine.step()
     engine.reset_cache()
     assert engine.memory()["free"] == engine.pool.num_blocks
+
+
+def test_a_block_that_was_published_is_copied_even_by_its_only_holder(target):
+    """A tree fills and publishes the block that the other choice is then brought, and its holder
+    ends: whoever looks for that text has to find it unharmed.
+    """
+    prompt, asked = PROMPT[:21], [sampling(30, 1.0, seed=1), sampling(30, 1.0, seed=2)]
+    want = plain(target, [Case(prompt, s) for s in asked])
+    drafter = Scripted(right, dict(enumerate([*want, want[0] + [0] * 90])))
+    engine = engine_for(target, None, drafter, max_nodes=12, prefill_chunk=20, max_running=1)
+    watch = Watch(engine)
+    got = engine.add_choices(prompt, asked)
+    while not engine.is_idle:
+        engine.step()
+        engine.check()
+        watch.poison()
+    assert [r.token_ids.tolist() for r in got] == want
+    longer = Case(want[0][:40], sampling(9))
+    again, _ = answer(engine, longer.prompt, longer.sampling)
+    assert again.num_cached == 32
+    assert [again.token_ids.tolist()] == plain(target, [longer])
+
+
+def test_a_prompt_of_a_larger_priority_holds_nobody_up(target):
+    engine = off(target, prefill_chunk=16)
+    engine.add(PROMPT, sampling(1, priority=5))
+    engine.step()
+    others = [engine.add([i] * 90, sampling(1)) for i in range(200, 203)]
+    urgent = engine.add(PROMPT, sampling(1, priority=-1))
+    for _ in range(8):
+        engine.step()
+    assert urgent.num_output == 1 and all(r.num_output == 0 for r in others[1:])
+
+
+def test_nobody_waits_for_blocks_of_before_a_reset(target):
+    engine = off(target, prefill_chunk=16)
+    engine.add(PROMPT, sampling(1))
+    engine.step()
+    engine.reset_cache()
+    late = engine.add([*PROMPT, 7], sampling(1))
+    engine.step()
+    assert late in engine.scheduler.running
+
+
+def test_draft_kv_takes_no_block_that_was_promised_even_to_be_found_again(pair):
+    engine = engine_for(*pair, "model", max_nodes=4, prefill_chunk=16)
+    answer(engine, PROMPT, sampling(20))
+    engine.add(PROMPT, sampling(20))
+    engine.step()  # it has its root, and may have a draft
+    pool, scheduler = engine.pool, engine.scheduler
+    engine.add([9] * 200, sampling(5))
+    pool.num_blocks -= len(pool.try_allocate(pool.num_available - 20))
+    while not engine.is_idle:
+        engine.step()
+        promised = sum(r.table.missing(len(r.token_ids)) for r in scheduler.running)
+        assert pool.num_available >= promised
+
+
+def test_what_a_failing_draft_model_has_not_run_is_not_kept(pair):
+    engine = engine_for(pair[0], pair[0], "model", max_nodes=4, options=CHAIN)
+    expand, ran = engine.draft_model.expand, []
+
+    class Stubborn:
+        """Guesses what it failed to run."""
+
+        needs_executor = True
+
+        def propose(self, items):
+            engine.draft_model.extend(items)
+            forward = engine.draft_model.forward
+            engine.draft_model.forward = None
+            try:
+                expand([Nodes(items[0].id, [truth[len(items[0].token_ids)]], [0])])
+            except TypeError:
+                ran.append(False)
+            engine.draft_model.forward = forward
+            return [Draft([truth[len(items[0].token_ids)]], [0], [1])]
+
+    (truth,) = plain(pair[0], [Case(PROMPT, sampling(20))])
+    engine.drafter = Stubborn()
+    (request,) = Watch(engine).run([Case(PROMPT, sampling(15))])
+    assert request.token_ids.tolist() == truth[:115]
+    assert ran and engine.stats.num_accepted > 5
+
+
+def test_choices_wait_for_no_draft_kv_that_will_never_come(target, tmp_path):
+    """Of a first choice that has outgrown the draft model's context."""
+    short = load_small(tiny_checkpoint(tmp_path, seed=3, max_position_embeddings=60))
+    engine = engine_for(target, short, "model", max_nodes=4, prefix_cache=False, max_running=2)
+    engine.add_choices(PROMPT[:30], [sampling(n, seed=n) for n in (80, 40, 20)])
+    for _ in range(50):
+        engine.step()
+        if len(engine.scheduler.running[0].token_ids) == 60:
+            engine.scheduler.running[0].draft_table.clear()
+    before = engine.stats.num_drafted
+    while not engine.is_idle:
+        engine.step()
+    assert engine.stats.num_drafted > before

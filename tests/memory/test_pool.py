@@ -60,6 +60,7 @@ class Tables(RuleBasedStateMachine):
         for slot in range(table.num_computed, min(end + guesses, self.room(table))):
             block, offset = divmod(slot, table.block_size)
             assert self.pool.counts[table.blocks[block]] == 1, "a shared block is written"
+            assert self.pool.keys[table.blocks[block]] is None, "a block that is found is written"
             self.content[table.blocks[block]][offset] = text[slot] if slot < end else "guess"
         table.num_computed = max(table.num_computed, end)
         table.publish(text)
@@ -72,13 +73,13 @@ class Tables(RuleBasedStateMachine):
     @rule(i=TABLES, text=st.sampled_from(TEXTS))
     def begin_again(self, i, text):
         table, self.texts[i] = self.fresh(i), text
-        table.match(text)
+        table.match(text, self.pool.num_available)
         assert table.num_computed % SIZES[i] == 0 and table.num_computed < len(text)
 
-    @rule(i=TABLES)
-    def go_on_with_what_is_cached(self, i):
+    @rule(i=TABLES, spare=st.integers(-1, 3))
+    def go_on_with_what_is_cached(self, i, spare):
         self.tables[i].trim()
-        self.tables[i].match(self.texts[i])
+        self.tables[i].match(self.texts[i], spare)
 
     @rule(n=SLOTS)
     def fork(self, n):
@@ -116,7 +117,7 @@ class Tables(RuleBasedStateMachine):
     def what_can_be_found_can_be_found_from_its_beginning_on(self):
         for size in set(SIZES):
             for text in TEXTS:
-                keys = self.table(size).keys(text)
+                keys = Chain(b"%d" % size, size).extend(text, len(text))
                 are_there = [key in self.pool.found for key in keys]
                 assert are_there == sorted(are_there, reverse=True)
 
