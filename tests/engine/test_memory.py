@@ -640,12 +640,109 @@ def test_choices_wait_for_no_draft_kv_that_will_never_come(target, tmp_path):
     """Of a first choice that has outgrown the draft model's context."""
     short = load_small(tiny_checkpoint(tmp_path, seed=3, max_position_embeddings=60))
     engine = engine_for(target, short, "model", max_nodes=4, prefix_cache=False, max_running=2)
-    engine.add_choices(PROMPT[:30], [sampling(n, seed=n) for n in (80, 40, 20)])
-    for _ in range(50):
-        engine.step()
-        if len(engine.scheduler.running[0].token_ids) == 60:
-            engine.scheduler.running[0].draft_table.clear()
-    before = engine.stats.num_drafted
+    first, _, third = engine.add_choices(PROMPT[:30], [sampling(n, seed=n) for n in (150, 40, 20)])
+    fallbacks = []
+    while third.id in engine.requests:
+        if len(first.token_ids) > 60:
+            first.draft_table.clear()
+        said = [e for e in engine.step() if e.id == third.id]
+        fallbacks += [e.is_fallback for e in said if e.num_drafted]
+    assert len(fallbacks) > 3 and fallbacks.count(False) >= len(fallbacks) - 1
+
+
+def test_who_waited_through_a_reset_is_found_afterwards(target):
+    engine = off(target)
+    engine.add(PROMPT, sampling(2))
+    engine.reset_cache()
     while not engine.is_idle:
         engine.step()
-    assert engine.stats.num_drafted > before
+    assert answer(engine, PROMPT)[0].num_cached == 96
+
+
+@pytest.mark.parametrize("spare", [-1, 0, 1, 2])
+def test_draft_kv_is_found_again_as_far_as_there_are_blocks_to_spare(pair, spare):
+    engine = engine_for(*pair, "model", max_nodes=4, draft_block_size=16)
+    answer(engine, PROMPT, sampling(20))
+    request, draft_model = engine.add(PROMPT, sampling(20)), engine.draft_model
+    draft_model.lend([request])
+    draft_model.spare = spare
+    draft_model.begin(request)
+    assert len(request.draft_table.blocks) == max(0, spare)
+    assert draft_model.spare == min(0, spare)
+
+
+def test_draft_kv_takes_what_may_be_spared_in_a_step_and_no_more(pair):
+    engine = engine_for(*pair, "model", max_nodes=4, draft_block_size=16)
+    requests, draft_model = [engine.add([i] * 40, sampling()) for i in (1, 2)], engine.draft_model
+    draft_model.lend(requests)
+    draft_model.spare = 3
+    got = [draft_model.try_reserve(r.draft_table, n) for r in requests for n in (20, 40)]
+    assert got == [True, True, False, False] and draft_model.spare == 0
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_choices_share_draft_kv_of_the_prompt_and_no_more(target, prefix_cache):
+    """A draft that is the target itself stays right whatever it is brought, and when."""
+    engine = engine_for(
+        target,
+        target,
+        "model",
+        max_nodes=4,
+        max_step_nodes=64,
+        prefix_cache=prefix_cache,
+        options=CHAIN,
+    )
+    rows, forward = Counter(), engine.draft_model.runner.forward
+
+    def counted(groups):
+        rows["catching up"] += sum(len(g.token_ids) for g in groups if len(g.token_ids) > 2)
+        return forward(groups)
+
+    engine.draft_model.runner.forward = counted
+    watch = Watch(engine)
+    requests = watch.run([Case(PROMPT, sampling(40, 1.0), n=5)], {7: "drop"})
+    for total in (watch.emitted[r.id] for r in requests):
+        assert total["accepted"] == total["drafted"] > 0
+    # The prompt once before and, without a cache, once after they lost it; then their own words.
+    assert rows["catching up"] <= 101 + 5 * 32 + (0 if prefix_cache else 101 + 5 * 20)
+
+
+def test_requests_that_begin_alike_run_the_draft_model_once(pair):
+    engine = engine_for(*pair, "model", max_nodes=4, max_step_nodes=64)
+    answer(engine, PROMPT, sampling(1))  # the target's KV is there, the draft's is not
+    rows, forward = [], engine.draft_model.runner.forward
+    engine.draft_model.runner.forward = lambda groups: (
+        rows.extend(len(g.token_ids) for g in groups if len(g.token_ids) > 2) or forward(groups)
+    )
+    for i in range(5):
+        engine.add(PROMPT, sampling(8, seed=i))
+    while not engine.is_idle:
+        engine.step()
+    size = engine.draft_model.runner.kv.layers[0].k.shape[1]
+    assert sorted(rows)[-1] <= 101 and sum(rows) <= 101 + 4 * (size + 8)
+
+
+def test_draft_kv_of_other_tokens_than_were_run_is_not_kept(target):
+    engine = engine_for(target, target, "model", max_nodes=4)
+    (truth,) = plain(target, [Case(PROMPT, sampling(20))])
+    kept = []
+
+    class Mistaken:
+        """Runs one token, and guesses another by its number."""
+
+        needs_executor = True
+
+        def propose(self, items):
+            (item,) = items
+            engine.draft_model.extend(items)
+            token = truth[len(item.token_ids)]
+            engine.draft_model.expand([Nodes(item.id, [token ^ 1], [0])])
+            return [Draft([token], [0], [1])]
+
+        def observe(self, id, draft, accepted):
+            request = engine.requests[id]
+            kept.append((accepted, len(request.token_ids) - request.draft_table.num_computed))
+
+    engine.drafter = Mistaken()
+    Watch(engine).run([Case(PROMPT, sampling(15))])
+    assert kept and all(seen == ([1], 2) for seen in kept)
