@@ -71,6 +71,14 @@ def test_whole_blocks_are_found_but_the_last_token_is_computed(target, known, fo
     assert fewer == rows - found
 
 
+def test_of_a_prompt_given_up_halfway_the_first_half_is_found(target):
+    engine = off(target, prefill_chunk=50)
+    request = engine.add(PROMPT, sampling())
+    engine.step()
+    engine.finish(request.id)
+    assert answer(engine, PROMPT)[0].num_cached == 48
+
+
 def test_what_was_generated_is_found_as_well(target):
     engine = off(target)
     first, _ = answer(engine, PROMPT[:30], sampling(40))
@@ -568,6 +576,7 @@ def test_a_block_that_was_published_is_copied_even_by_its_only_holder(target):
         engine.check()
         watch.poison()
     assert [r.token_ids.tolist() for r in got] == want
+    assert got[1].num_computed == 0 and got[1].num_cached == 20, "the prompt was brought along"
     longer = Case(want[0][:40], sampling(9))
     again, _ = answer(engine, longer.prompt, longer.sampling)
     assert again.num_cached == 32

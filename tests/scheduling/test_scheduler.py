@@ -262,6 +262,19 @@ def test_who_begins_like_one_who_is_computing_waits_for_the_block():
     assert (ids(s.waiting), s.running[1].num_computed) == ([], 48)
 
 
+@pytest.mark.parametrize(("num_blocks", "is_in"), [(8, False), (9, True)])
+def test_what_is_found_but_held_by_nobody_counts_as_taken(num_blocks, is_in):
+    s = scheduler(num_blocks=num_blocks)
+    old = request(s, 0, 65)
+    assert old.table.try_reserve(64)
+    publish(s, old, 64)
+    old.release()
+    run(s, [STREAM])
+    s.add(request(s, 9, 100))
+    s.admit()
+    assert (9 in ids(s.running)) == is_in
+
+
 def test_nobody_waits_for_one_who_has_gone():
     s = scheduler(prefill_chunk=32)
     for id in (0, 1):
