@@ -183,8 +183,10 @@ class Watch:
         pool.num_blocks = whole
         pool.release(taken)
 
-    def run(self, cases, events=()):
-        """Step until all is said; `events` is what happens in which steps."""
+    def run(self, cases, events=(), is_kept=False):
+        """Step until all is said; `events` is what happens in which steps. What is cached then may
+        be kept for the next run.
+        """
         requests, step, pool, events = {}, 0, self.engine.pool, dict(events)
         while len(requests) < len(cases) or not self.engine.is_idle:
             for i, case in enumerate(cases):
@@ -203,8 +205,9 @@ class Watch:
             step += 1
         self.seen["preempted"] += self.engine.scheduler.num_preempted
         assert pool.is_whole, "blocks held at idle"
-        self.engine.reset_cache()
-        assert len(pool.free) == pool.num_blocks
+        if not is_kept:
+            self.engine.reset_cache()
+            assert len(pool.free) == pool.num_blocks
         return [request for i in range(len(cases)) for request in requests[i]]
 
 

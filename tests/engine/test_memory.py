@@ -561,6 +561,39 @@ def test_slots_of_who_leaves(pair, moment):
     assert engine.memory()["free"] == engine.pool.num_blocks
 
 
+@pytest.fixture(scope="module")
+def conversation(pair):
+    """Prompts that begin alike, greedy and seeded, alone and with choices; and what is said."""
+    cases = [
+        Case(PROMPT[:70], sampling(20)),
+        Case(PROMPT[:50], sampling(20, 1.0, seed=3), arrives=1, n=2),
+        Case([*PROMPT, *PROMPT[:40]], sampling(12, 0.8, seed=4), arrives=2),
+    ]
+    return cases, plain(pair[0], cases)
+
+
+@pytest.mark.parametrize("event", [None, "preempt", "drop"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
+@pytest.mark.parametrize("block_size", [1, 16, 17])
+def test_cold_hot_or_disturbed_at_every_step_the_text_is_the_same(
+    pair, conversation, block_size, drafter, event
+):
+    cases, want = conversation
+    draft = pair[1] if drafter == "model" else None
+    engine = engine_for(
+        pair[0], draft, drafter, block_size=block_size, max_nodes=0 if drafter == "none" else 6
+    )
+    watch, events = Watch(engine), dict.fromkeys(range(40), event)
+    for is_hot in (False, True):
+        found = watch.seen["found"]
+        got = watch.run(cases, events, is_kept=True)
+        assert [r.token_ids.tolist() for r in got] == want
+        assert watch.seen["found"] - found >= (4 if is_hot else 0)
+        watch.emitted.clear()
+    if event == "preempt":
+        assert watch.seen["preempted"] > 40
+
+
 def test_a_block_that_was_published_is_copied_even_by_its_only_holder(target):
     """A tree fills and publishes the block that the other choice is then brought, and its holder
     ends: whoever looks for that text has to find it unharmed.
