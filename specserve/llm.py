@@ -78,9 +78,12 @@ class LLM:
                 f"{len(asked)} prompts and {len(each)} SamplingParams: give one each"
             )
         checked = [self.check(p, q) for p, q in zip(asked, each, strict=True)]
-        each_choices = [self.start(*c) for c in checked]
-        generations = [g for choices in each_choices for g in choices]
+        each_choices: list[list[Generation]] = []
+        generations: list[Generation] = []
         try:
+            for ids, asked_for in checked:
+                each_choices.append(self.start(ids, asked_for))
+                generations += each_choices[-1]
             for _ in track(generations, enabled=self.progress and len(generations) > 1):
                 self.step()
         finally:

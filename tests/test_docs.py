@@ -1,5 +1,6 @@
 """What the README says is run, so that it stays true."""
 
+import json
 import re
 import shlex
 from contextlib import nullcontext
@@ -11,7 +12,7 @@ import pytest
 import specserve
 from specserve import LLM, SamplingParams, cli
 from specserve.config import KNOBS, description
-from specserve_bench import scale, suite
+from specserve_bench import memory, scale, suite
 from specserve_bench.report import markdown
 from specserve_bench.results import Result, Subject, read
 from specserve_bench.shapes import SHAPES
@@ -79,6 +80,11 @@ def test_every_bench_command_is_understood(command, folders, tmp_path, monkeypat
 def test_the_table_is_that_of_the_kept_results():
     kept = [read(ROOT / f"bench/results/{name}.json") for name in ("demo-cpu", "demo-0.6b-cpu")]
     assert markdown(kept) in PAGES["README.md"]
+
+
+def test_the_table_of_the_memory_is_that_of_the_kept_result():
+    kept = json.loads((ROOT / "bench/results/memory-cpu.json").read_text())
+    assert memory.table(kept) in MANUAL
 
 
 def test_the_manual_of_the_bench_names_every_workload_shape_and_command():

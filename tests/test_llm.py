@@ -303,3 +303,54 @@ def test_without_a_chat_template_chat_says_so(folder, llm, monkeypatch):
     monkeypatch.setattr(llm.tokenizer, "chat_template", None)
     with pytest.raises(RequestError, match="chat template"):
         llm.chat([{"role": "user", "content": "hi"}])
+
+
+def test_choices_are_those_of_their_seeds_and_count_their_prompt_once(llm):
+    asked = {"temperature": 1, "max_tokens": 9, "ignore_eos": True}
+    (o,) = llm.generate("the cat sat on the mat", SamplingParams(n=5, seed=2, **asked))
+    alone = [
+        llm.generate("the cat sat on the mat", SamplingParams(seed=c.seed, **asked))[0]
+        for c in o.choices
+    ]
+    assert [c.text for c in o.choices] == [a.text for a in alone]
+    assert len({c.seed for c in o.choices}) == 5 and o.choices[0].seed == 2
+    assert (o.text, o.token_ids, o.seed) == (o.choices[0].text, o.choices[0].token_ids, 2)
+    assert o.usage.total_tokens == len(o.prompt_token_ids) + 5 * 9
+
+
+def test_a_stream_is_of_one_choice(llm):
+    with pytest.raises(RequestError, match="n: a stream is one choice's"):
+        llm.stream("the cat", SamplingParams(n=2))
+
+
+def test_what_was_asked_before_is_found_until_the_cache_is_reset(llm):
+    prompt = "the cat sat on the mat, and the other cat sat on the other mat" * 3
+    salted = SamplingParams(max_tokens=2, cache_salt="of this test")
+    found = [llm.generate(prompt, salted)[0].usage.cached_tokens for _ in range(2)]
+    llm.reset_cache()
+    memory = llm.memory()
+    found.append(llm.generate(prompt, salted)[0].usage.cached_tokens)
+    assert found[0] == found[2] == 0 < found[1]
+    assert (memory["cached"], memory["target"], memory["draft"]) == (0, 0, 0)
+
+
+def test_a_salt_that_is_no_text_is_refused_by_its_name(llm):
+    with pytest.raises(RequestError, match="cache_salt") as raised:
+        llm.generate(["a", "b"], [GREEDY, SamplingParams(cache_salt="\ud800")])
+    assert raised.value.param == "cache_salt"
+    assert not llm.live and llm.engine.is_idle
+
+
+def test_where_one_cannot_start_those_before_it_are_given_up(llm, monkeypatch):
+    start, started = llm.start, []
+
+    def failing(ids, params):
+        if started:
+            raise MemoryError
+        started.append(ids)
+        return start(ids, params)
+
+    monkeypatch.setattr(llm, "start", failing)
+    with pytest.raises(MemoryError):
+        llm.generate(["a", "b"], GREEDY)
+    assert not llm.live and llm.engine.is_idle

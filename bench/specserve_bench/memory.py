@@ -36,9 +36,36 @@ def memory_figures(shape: Path) -> dict[str, Any]:
         "overhead": overhead(shape),
         "elastic": elastic_figures(),
     }
-    for name, figure in figures.items():
-        print(f"{name}: {figure}")
+    print(table(figures))
     return figures
+
+
+def table(figures: dict[str, Any]) -> str:
+    """In Markdown, as the manual has it."""
+    shared, elastic = figures["shared_prefix"], figures["elastic"]
+    rows = {
+        f"TTFT of a prompt whose first {shared['prefix_tokens']:,} tokens are found, over a miss": (
+            f"{shared['hit_over_miss']:.3f}"
+        ),
+        f"blocks of {shared['requests']} requests that share them, over the least there could be": (
+            f"{shared['peak_over_least']:.2f}"
+        ),
+        "blocks that 16 choices save of those of 16 requests alone (off, ngram, model)": ", ".join(
+            f"{c['saved']:.0%}" for c in figures["choices"]
+        ),
+        "slots of held target blocks without a token, after a step: mean, highest": (
+            f"{figures['unwritten']['mean_share']:.1%}, {figures['unwritten']['highest_share']:.1%}"
+        ),
+        "allocation, hashing, lookup and commit, of a step of a 0.6B shape, 32 running": (
+            f"{figures['overhead']['share']:.2%}"
+        ),
+        "tokens/s with elastic draft blocks, over a fixed split of too small a pool": ", ".join(
+            f"{e['elastic_over_split']:.2f}" for e in elastic
+        ),
+    }
+    return "\n".join(
+        ["| what | measured |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows.items())]
+    )
 
 
 def demo(drafter: str, **settings: Any) -> LLM:

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
+import msgspec
+
 from specserve.engine.engine import Emission
 from specserve.engine.frames import Frames
 from specserve.engine.messages import Add, Failed, Loading, Orders, Ready, Report, frame
@@ -53,7 +55,9 @@ class EngineClient(asyncio.Protocol):
         samplings: Sequence[Sampling],
         listeners: Sequence[Listener],
     ) -> list[int]:
-        """Queue a prompt's choices; their ids. Nothing is said to listeners before this returns."""
+        """Queue a prompt's choices, which differ in their seeds; their ids. Nothing is said to
+        listeners before this returns.
+        """
         assert not self.died.is_set(), "the engine process is gone: nobody may be admitted"
         if not self.listeners:
             self.heard_at = self.loop.time()  # an idle engine has nothing to say
@@ -62,7 +66,8 @@ class EngineClient(asyncio.Protocol):
         ids = list(range(id, self.next_id))
         self.listeners.update(zip(ids, listeners, strict=True))
         self.flush_soon()
-        self.adds.append(Add(id, list(token_ids), list(samplings)))
+        shared = msgspec.structs.replace(samplings[0], stop=())  # texts are for this side alone
+        self.adds.append(Add(id, list(token_ids), shared, [s.seed for s in samplings]))
         return ids
 
     def finish(self, id: int) -> None:

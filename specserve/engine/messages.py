@@ -8,13 +8,18 @@ from specserve.sampling import Sampling
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt to run once for every one of `samplings`; their ids count on from `id`, and whoever
-    asks has used none of them.
+    """A prompt and the seeds of its choices; their ids count on from `id`, and whoever asks has
+    used none of them. What choices have in common is sent once: to read it takes time from steps.
     """
 
     id: int
     token_ids: list[int]
-    samplings: list[Sampling]
+    sampling: Sampling
+    seeds: list[int]
+
+    @property
+    def samplings(self) -> list[Sampling]:
+        return [msgspec.structs.replace(self.sampling, seed=seed) for seed in self.seeds]
 
 
 class Orders(msgspec.Struct, frozen=True):

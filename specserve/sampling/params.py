@@ -37,7 +37,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     n               choices, 1 to 128, that share the prompt's KV; choice c has the seed
                     mix64(seed, c), and says what a request alone with that seed would
     priority        the smaller goes first: into the batch, and last out of it when memory is short
-    cache_salt      prompts find each other's KV under one salt only; "" is one, too
+    cache_salt      prompts find each other's KV under the same salt only; "" is that of all who
+                    give none
     """
 
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -101,6 +102,10 @@ def resolve(
         param = path.rstrip("`") or None
         where = f"{param}: " if param else ""
         raise RequestError(f"sampling parameters: {where}{reason}", param) from e
+    try:
+        given.cache_salt.encode()
+    except UnicodeError as e:
+        raise RequestError(f"sampling parameters: cache_salt is no text: {e}", "cache_salt") from e
     for token in given.stop_token_ids:
         if not 0 <= token < vocab_size:
             raise RequestError(

@@ -80,7 +80,8 @@ class Answer:
         for generation in self.generations:
             self.engine.finish(generation.id)
             broken_off = "error" if self.error is not None else "abort"
-            self.metrics.on_end(generation, generation.finish_reason or broken_off)
+            reason = generation.finish_reason or broken_off
+            self.metrics.on_end(generation, reason, generation in self.firsts)
 
     def wake(self) -> None:
         if self.waiter is not None and not self.waiter.done():

@@ -179,9 +179,10 @@ class Metrics:
             self.queue.observe(max(0.0, generation.admitted_at - generation.arrived))
             self.prefill.observe(now - generation.admitted_at)
 
-    def on_end(self, generation: Generation, reason: str) -> None:
+    def on_end(self, generation: Generation, reason: str, is_first: bool) -> None:
+        """Choices are requests, but that the prompt of several is computed, and counts, once."""
         self.success.labels(self.model, "0", reason).inc()
-        self.prompt_tokens.inc(len(generation.prompt))
+        self.prompt_tokens.inc(len(generation.prompt) if is_first else 0)
         self.num_prompt.observe(len(generation.prompt))
         self.num_output.observe(len(generation.token_ids))
         self.max_tokens.observe(generation.sampling.max_tokens)

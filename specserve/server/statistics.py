@@ -76,7 +76,7 @@ def per_second(generations: Sequence[Generation]) -> float | None:
     """Tokens after the first ones, over the time that they took."""
     seconds = last_token_at(generations) - first_token_at(generations)
     num_tokens = sum(len(g.token_ids) - 1 for g in generations)
-    return num_tokens / seconds if seconds > 0 else None
+    return num_tokens / seconds if num_tokens > 0 and seconds > 0 else None
 
 
 def admitted_at(generations: Sequence[Generation]) -> float:

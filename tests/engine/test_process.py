@@ -38,7 +38,7 @@ def run(target, *steps):
 
 
 def asked(id, num_tokens):
-    return Add(id, [5, 17, 42], [greedy(num_tokens)])
+    return Add(id, [5, 17, 42], greedy(num_tokens), [0])
 
 
 def test_who_is_let_go_of_holds_nothing_after_the_very_next_step(target):

@@ -1,12 +1,15 @@
 """Choices of one prompt, prefixes that are found again, salts and priorities, over HTTP."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from openai import OpenAI
 
 from specserve.engine.client import EngineClient
+from specserve.engine.messages import Orders, encode
 from specserve.errors import EngineDied
+from specserve.sampling import Sampling, choices_of
 from specserve.sampling.params import mix64
 from tests.server.asking import (
     CHAT,
@@ -144,3 +147,33 @@ def test_openais_client_gets_all_choices(server):
     assert [c.index for c in answer.choices] == [0, 1, 2, 3]
     assert len({c.message.content for c in answer.choices}) == 4
     client.close()
+
+
+def test_what_choices_have_in_common_is_sent_once_and_stop_strings_never():
+    engine = SimpleNamespace(loop=None, listeners={-1: None}, next_id=0, adds=[])
+    engine.died, engine.flush_soon = asyncio.Event(), lambda: None
+    stop, ids = tuple("z" * 1024 for _ in range(16)), frozenset(range(1024))
+    given = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "seed": 7}
+    sampling = Sampling(max_tokens=1, stop=stop, stop_ids=ids, **given)
+    EngineClient.add(engine, [1], choices_of(sampling, 128), [None] * 128)
+    [add] = engine.adds
+    assert [s.seed for s in add.samplings] == [mix64(7, c) for c in range(128)]
+    assert all((s.stop, s.stop_ids) == ((), ids) for s in add.samplings)
+    assert len(encode(Orders(engine.adds, []))) < 10_000
+
+
+def test_prompts_count_once_and_choices_as_requests(server):
+    names = ["vllm:prompt_tokens_total", "vllm:request_prompt_tokens_count"]
+    before = [server.metric(name) for name in names]
+    answer = server.post(COMPLETIONS, completion_body(prompt=["a", LONG], n=3)).body
+    after = [server.metric(name) for name in names]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [
+        answer["usage"]["prompt_tokens"],
+        6,
+    ]
+
+
+def test_choices_of_a_single_token_have_no_rates(server):
+    answer = server.post(COMPLETIONS, completion_body(n=3, max_tokens=1)).body
+    assert answer["metrics"]["tokens_per_second"] is None
+    assert answer["timings"]["predicted_per_second"] is None
