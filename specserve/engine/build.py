@@ -263,9 +263,8 @@ def build_pool(
             "memory.kv_bytes or memory.kv_fraction"
         ) from e
     views = map(arena.view, layouts, block_sizes)
-    return [Runner(m, v) for m, v in zip(models, views, strict=True)], BlockPool(
-        num_blocks, size, arena.copy
-    )
+    runners = [Runner(m, v) for m, v in zip(models, views, strict=True)]
+    return runners, BlockPool(num_blocks, size, arena.copy)
 
 
 def draft_block_size(asked: int | None, fits: int) -> int:

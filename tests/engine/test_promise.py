@@ -94,7 +94,7 @@ def test_text_is_the_targets_own_whatever_a_drafter_does(pair, script, scenario,
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
-@settings(max_examples=60)
+@settings(max_examples=45)
 @given(**scenarios)
 def test_text_is_the_targets_own_with_every_drafter(pair, drafter, scenario, events, **limits):
     target, draft = pair
