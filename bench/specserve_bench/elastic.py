@@ -50,22 +50,24 @@ def larger_draft(folder: Path) -> Path:
 
 
 def one_load(load: Load, draft: Path) -> dict[str, Any]:
-    elastic = LLM(draft_model=draft, progress=False, set=settings(load, num_blocks=0))
+    roomy = LLM(draft_model=draft, progress=False, set=settings(load, kv_bytes=1 << 28))
     bytes_of = [
         runner.kv.layers[0].k[0, 0].nbytes * 2 * len(runner.kv.layers)
-        for runner in (elastic.engine.target, elastic.engine.draft_model.runner)  # type: ignore[union-attr]
+        for runner in (roomy.engine.target, roomy.engine.draft_model.runner)  # type: ignore[union-attr]
     ]
     draft_share = bytes_of[1] / sum(bytes_of)
     length = load.num_prompt + load.num_said
     target_blocks = load.requests * -(-length // BLOCK_SIZE)
     num_blocks = int(SHARE * target_blocks / (1 - draft_share))
-    sized, weights = settings(load, num_blocks), elastic.weights
+    sized = settings(load, num_blocks * roomy.engine.pool.block_bytes)
     llms = {
-        name: LLM(draft_model=draft, drafter=drafter, progress=False, set=sized, weights=weights)
+        name: LLM(
+            draft_model=draft, drafter=drafter, progress=False, set=sized, weights=roomy.weights
+        )
         for name, drafter in (("elastic", "model"), ("split", "model"), ("off", "none"))
     }
     split(llms["split"], draft_share)
-    asks = prompts(elastic, load)
+    asks = prompts(roomy, load)
     rates: dict[str, list[float]] = {name: [] for name in llms}
     fallbacks = {}
     for _ in range(1 + ROUNDS):  # the first one warms up
@@ -85,15 +87,13 @@ def one_load(load: Load, draft: Path) -> dict[str, Any]:
     }
 
 
-def settings(load: Load, num_blocks: int) -> dict[str, Any]:
-    """Zero blocks: as many as are wanted."""
-    limits = {
+def settings(load: Load, kv_bytes: int) -> dict[str, Any]:
+    return {
         "scheduler.max_running": load.requests,
         "scheduler.max_model_len": load.num_prompt + load.num_said + 1,
         "memory.block_size": BLOCK_SIZE,
+        "memory.kv_bytes": kv_bytes,
     }
-    block_bytes = BLOCK_SIZE * 6144  # of the demo pair's target
-    return limits | {"memory.kv_bytes": num_blocks * block_bytes or 1 << 28}
 
 
 def prompts(llm: LLM, load: Load) -> list[list[int]]:

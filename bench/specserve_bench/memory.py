@@ -1,13 +1,11 @@
 """What the pool's parts bring: prefixes found again, choices that share, no slot held in vain."""
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
-from unittest.mock import patch
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,16 +13,17 @@ from specserve import LLM, SamplingParams
 from specserve.config import load_config
 from specserve.engine.build import assemble
 from specserve.engine.engine import Engine
-from specserve.memory import BlockPool, BlockTable
 from specserve.models.loader import load_decoder
 from specserve.sampling import Sampling
 from specserve.scheduling import Request
-from specserve_bench.elastic import elastic_figures
+from specserve_bench.elastic import BLOCK_SIZE, elastic_figures
 from specserve_bench.workloads import source_tokens
 from specserve_kernels import load
 
 PREFIX, SHARERS = 3000, 32
 ROUNDS = 5
+
+T = TypeVar("T")
 
 
 def memory_figures(shape: Path) -> dict[str, Any]:
@@ -56,8 +55,8 @@ def table(figures: dict[str, Any]) -> str:
         "slots of held target blocks without a token, after a step: mean, highest": (
             f"{figures['unwritten']['mean_share']:.1%}, {figures['unwritten']['highest_share']:.1%}"
         ),
-        "allocation, hashing, lookup and commit, of a step of a 0.6B shape, 32 running": (
-            f"{figures['overhead']['share']:.2%}"
+        "planning and committing, of a step of a 0.6B shape with 32 running: usual, highest": (
+            f"{figures['overhead']['share']:.1%}, {figures['overhead']['highest_share']:.1%}"
         ),
         "tokens/s with elastic draft blocks, over a fixed split of too small a pool": ", ".join(
             f"{e['elastic_over_split']:.2f}" for e in elastic
@@ -68,10 +67,9 @@ def table(figures: dict[str, Any]) -> str:
     )
 
 
-def demo(drafter: str, **settings: Any) -> LLM:
-    base = {"memory.kv_bytes": 1 << 28}
-    keys = {key.replace("__", "."): value for key, value in settings.items()}
-    return LLM(drafter=drafter, set=base | keys, progress=False)
+def demo(drafter: str, settings: Mapping[str, Any] | None = None) -> LLM:
+    base = {"memory.kv_bytes": 1 << 28, "memory.block_size": BLOCK_SIZE}
+    return LLM(drafter=drafter, set={**base, **(settings or {})}, progress=False)
 
 
 def saying(max_tokens: int, seed: int = 0, temperature: float = 0, n: int = 1) -> SamplingParams:
@@ -97,9 +95,8 @@ def shared_prefix() -> dict[str, Any]:
         generations = [g for choices in starts for g in choices]
         peak = peak_blocks(llm, generations)["target"]
         llm.end(generations)
-    size = 16
-    tails = [-(-(len(p) + 64) // size) - PREFIX // size for p in prompts]
-    least = PREFIX // size + sum(tails)
+    tails = [-(-(len(p) + 64) // BLOCK_SIZE) - PREFIX // BLOCK_SIZE for p in prompts]
+    least = PREFIX // BLOCK_SIZE + sum(tails)
     return {
         "prefix_tokens": PREFIX,
         "requests": SHARERS,
@@ -120,12 +117,12 @@ def sharing(source: list[int]) -> list[list[int]]:
 
 
 def peak_blocks(llm: LLM, generations: Sequence[Any]) -> dict[str, int]:
-    """The most blocks that were held at once between two steps."""
-    peak = {"target": 0, "draft": 0}
+    """The most blocks that were held at once between two steps, and how many requests ran then."""
+    peak = {"target": 0, "draft": 0, "running": 0}
     while not all(g.is_done for g in generations):
         llm.step()
-        held = llm.memory()
-        if held["target"] + held["draft"] > sum(peak.values()):
+        held = llm.memory() | {"running": len(llm.engine.scheduler.running)}
+        if held["target"] + held["draft"] > peak["target"] + peak["draft"]:
             peak = {holder: held[holder] for holder in peak}
     return peak
 
@@ -134,8 +131,8 @@ def choices(drafter: str) -> dict[str, Any]:
     """Peak blocks of 16 choices of a prompt against 16 requests without a prefix cache."""
     n, num_prompt, num_said = 16, 1000, 100
     held = {}
-    for name, settings in (("choices", {}), ("requests", {"memory__prefix_cache": False})):
-        with demo(drafter, **settings) as llm:
+    for name, settings in (("choices", {}), ("requests", {"memory.prefix_cache": False})):
+        with demo(drafter, settings) as llm:
             prompt = source_tokens(llm)[:num_prompt]
             if name == "choices":
                 generations = llm.start(*llm.check(prompt, saying(num_said, temperature=1, n=n)))
@@ -147,14 +144,14 @@ def choices(drafter: str) -> dict[str, Any]:
                 generations = [g for choices in starts for g in choices]
             held[name] = peak_blocks(llm, generations)
             llm.end(generations)
-    fewer = 1 - sum(held["choices"].values()) / sum(held["requests"].values())
-    return {"drafter": drafter, "peak_blocks": held, "saved": round(fewer, 3)}
+    shared, alone = (held[name]["target"] + held[name]["draft"] for name in held)
+    return {"drafter": drafter, "peak": held, "saved": round(1 - shared / alone, 3)}
 
 
 def unwritten() -> dict[str, Any]:
     """Slots of held target blocks that hold no token, at the ends of steps."""
     rng, shares = random.Random(0), []
-    with demo("none", memory__block_size=16) as llm:
+    with demo("none") as llm:
         source = source_tokens(llm)
         generations = []
         for _ in range(64):
@@ -165,7 +162,7 @@ def unwritten() -> dict[str, Any]:
         while not all(g.is_done for g in generations):
             llm.step()
             tables = [r.table for r in llm.engine.scheduler.running]
-            slots = 16 * sum(len(t.blocks) for t in tables)
+            slots = BLOCK_SIZE * sum(len(t.blocks) for t in tables)
             if slots:
                 shares.append(1 - sum(t.num_computed for t in tables) / slots)
         llm.end(generations)
@@ -178,50 +175,28 @@ def unwritten() -> dict[str, Any]:
     }
 
 
-MEMORY = {
-    BlockTable: ("try_reserve", "reserve_some", "match", "fork", "publish", "trim", "clear"),
-    BlockPool: ("find",),
-}
-
-
 class Stopwatch:
-    """Seconds inside the memory's methods; one called by another counts once."""
+    """Seconds inside the calls that it stands around."""
 
     def __init__(self) -> None:
-        self.seconds, self.depth = 0.0, 0
+        self.seconds = 0.0
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        patches = [
-            patch.object(cls, name, self.timed(getattr(cls, name)))
-            for cls, names in MEMORY.items()
-            for name in names
-        ]
-        for each in patches:
-            each.start()
-        try:
-            yield
-        finally:
-            for each in patches:
-                each.stop()
-
-    def timed(self, method: Any) -> Any:
-        def call(*args: Any) -> Any:
-            self.depth += 1
+    def around(self, call: Callable[..., T]) -> Callable[..., T]:
+        def timed(*args: Any) -> T:
             start = perf_counter()
             try:
-                return method(*args)
+                return call(*args)
             finally:
-                self.depth -= 1
-                if self.depth == 0:
-                    self.seconds += perf_counter() - start
+                self.seconds += perf_counter() - start
 
-        return call
+        return timed
 
 
 @torch.inference_mode()
 def overhead(shape: Path) -> dict[str, Any]:
-    """Of a step with 32 requests of the 0.6B shape: its memory's share. Requests come and go."""
+    """Of steps with 32 requests of the 0.6B shape: the share of planning and committing, in which
+    all blocks are had, hashed, looked up, published and given back. Requests come and go.
+    """
     running, prompt, said = 32, 160, 24
     decoder = load_decoder(shape, "bf16", load(torch.device("cpu")), 512)
     settings = {
@@ -236,21 +211,26 @@ def overhead(shape: Path) -> dict[str, Any]:
     for i in range(2 * running):  # the first half of a prompt is found by those that come later
         ending = [rng.randrange(decoder.config.vocab_size) for _ in range(prompt // 2)]
         engine.add(beginning + ending, plain(said + i % running))
-    watch, steps = Stopwatch(), []
-    with watch.watching():
-        while not engine.is_idle:
-            before, start = watch.seconds, perf_counter()
-            engine.step()
-            if len(engine.scheduler.running) >= running * 3 // 4:
-                steps.append((perf_counter() - start, watch.seconds - before))
-    step, memory = (sum(column) for column in zip(*steps, strict=True))
+    watch = Stopwatch()
+    engine.scheduler.plan = watch.around(engine.scheduler.plan)  # type: ignore[method-assign]
+    engine.commit = watch.around(engine.commit)  # type: ignore[method-assign]
+    times: list[tuple[float, float]] = []  # of steps, and of the memory in them
+    plain_times = []  # where no prompt has rows
+    while not engine.is_idle:
+        before, rows, start = watch.seconds, engine.stats.num_rows, perf_counter()
+        num_said = len(engine.step())
+        if num_said == running:
+            times.append((perf_counter() - start, watch.seconds - before))
+            if engine.stats.num_rows - rows == running:
+                plain_times.append(times[-1])
+    step, memory = (median(column) for column in zip(*plain_times, strict=True))
     return {
         "running": running,
-        "steps": len(steps),
-        "step_ms": round(1e3 * step / len(steps), 2),
-        "memory_ms": round(1e3 * memory / len(steps), 3),
+        "steps": len(plain_times),
+        "step_ms": round(1e3 * step, 2),
+        "memory_ms": round(1e3 * memory, 3),
         "share": round(memory / step, 5),
-        "highest_share": round(max(m / s for s, m in steps), 5),
+        "highest_share": round(max(m / s for s, m in times), 5),
     }
 
 

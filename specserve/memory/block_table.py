@@ -117,6 +117,10 @@ class BlockTable:
             self.pool.hold(block)
         self.num_computed, self.epoch = num_tokens, other.epoch
         self.num_published = min(other.num_published, num_tokens // self.block_size)
+        if (
+            self.chain is not None and other.chain is not None
+        ):  # what is hashed once is known to all
+            self.chain.keys = other.chain.keys[: num_tokens // self.block_size]
 
     @property
     def is_publishing(self) -> bool:

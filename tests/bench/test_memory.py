@@ -1,20 +1,19 @@
 """How the memory's figures are taken: what is timed, and what a fixed split is."""
 
-from specserve.memory import BlockPool, BlockTable
+import pytest
+
 from specserve_bench import elastic
 from specserve_bench.memory import Stopwatch
 
 
-def test_seconds_of_a_call_inside_another_count_once(monkeypatch):
-    now = iter(range(100))
-    monkeypatch.setattr("specserve_bench.memory.perf_counter", lambda: float(next(now)))
-    watch, table = Stopwatch(), BlockTable(BlockPool(4), 16)
-    with watch.watching():
-        table.reserve_some(40, 4)  # it calls try_reserve, which reads the clock once
-        table.clear()  # it calls trim
-    assert watch.seconds == 2 + 2
-    table.try_reserve(16)
-    assert watch.seconds == 4, "nobody watches any more"
+def test_seconds_inside_the_calls_are_added_up(monkeypatch):
+    now = iter([0.0, 2.0, 10.0, 13.0])
+    monkeypatch.setattr("specserve_bench.memory.perf_counter", lambda: next(now))
+    watch = Stopwatch()
+    assert watch.around(max)(3, 5) == 5
+    with pytest.raises(ValueError):
+        watch.around(int)("x")
+    assert watch.seconds == 2.0 + 3.0
 
 
 def test_a_fixed_split_gives_neither_side_the_others_blocks(monkeypatch, tmp_path):

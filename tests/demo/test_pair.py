@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+import torch
 
 from specserve import LLM, SamplingParams
 from specserve.config import DEMO, DEMO_DRAFT, DEMO_TARGET
@@ -75,18 +76,22 @@ def test_the_share_of_right_answers_is_that_of_the_card(llm):
     assert sum(right) / len(right) == pytest.approx(told, abs=3 * chance)
 
 
+# Where a processor has it, unlike the card's, bfloat16 is rounded otherwise, and the target gains
+# more of it than so small a draft.
+WITH_AMX = {"acceptance_on_completion": 5.237, "draft_cost": 0.224}
+
+
 @pytest.mark.slow
 def test_one_command_measures_the_figures_of_the_card_again(capsys):
     assert evaluate.main([]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     figures = {name: (float(value), float(card[:-1])) for name, value, _, card in lines}
     assert figures.keys() == set(type(read_card().figures).__struct_fields__)
-    # Seconds are this machine's: with AMX the target gains more than so small a draft, which then
-    # costs 0.22 of it instead of 0.13. Words differ by rounding between kinds of processors, long
-    # texts the most: acceptance on completion is 3.4 % below the card's there.
-    leeway = {"draft_cost": 1.0, "acceptance_on_completion": 0.05}
+    there = WITH_AMX if torch.cpu.get_capabilities().get("amx_bf16") else {}
     for name, (value, card) in figures.items():
-        assert value == pytest.approx(card, rel=leeway.get(name, 0.02)), name
+        want = there.get(name, card)
+        # Seconds are this machine's; words differ by rounding between kinds of processors.
+        assert value == pytest.approx(want, rel=0.5 if name == "draft_cost" else 0.02), name
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ def test_the_shortest_gap_is_closed_first(target):
 
 
 def test_beyond_its_own_context_a_draft_model_is_silent(target, tmp_path):
+    """vllm#57941: a crash, or the draft's limit for the whole server."""
     short = load_small(tiny_checkpoint(tmp_path, seed=3, max_position_embeddings=48))
     engine = engine_for(target, short, "model", max_nodes=8)
     cases = [Case([*range(1, 30)], sampling(60)), Case([*range(1, 100)], sampling(20))]

@@ -486,15 +486,15 @@ def test_a_tree_at_the_end_of_the_context(target, max_nodes):
 
 def test_acceptance_of_a_replayed_prompt_does_not_decay(target):
     """vllm#41838: it fell over hours with prefix caching. The long form runs in `make check`."""
-    replayed(target, 60)
+    check_replays(target, 60)
 
 
 @pytest.mark.slow
 def test_acceptance_of_a_replayed_prompt_after_ten_thousand_requests(target):
-    replayed(target, 10_000)
+    check_replays(target, 10_000)
 
 
-def replayed(target, count):
+def check_replays(target, count):
     """A prompt between others, in a pool that has always to evict somebody's blocks."""
     engine = engine_for(target, target, "model", max_nodes=4, kv_bytes=400_000)
     assert engine.pool.num_blocks < 60
@@ -788,3 +788,29 @@ def test_draft_kv_of_other_tokens_than_were_run_is_not_kept(target):
     engine.drafter = Mistaken()
     Watch(engine).run([Case(PROMPT, sampling(15))])
     assert kept and all(seen == ([1], 2) for seen in kept)
+
+
+def test_the_two_models_and_every_salt_have_keys_of_their_own(pair):
+    engine = engine_for(*pair, "model", max_nodes=4)
+    roots = {engine.table(o, s).chain.root for o in ("target", "draft") for s in ("", "a", "b")}
+    assert len(roots) == 6
+    assert all(str(pair[0].dtype) in name for name in engine.names.values())
+    assert "loaded" in engine.names["draft"], "the model's name"
+
+
+def test_blocks_of_one_size_are_not_found_by_the_other_model(pair, conversation):
+    cases, want = conversation
+    engine = engine_for(*pair, "model", max_nodes=6, draft_block_size=16)
+    watch = Watch(engine)
+    for _ in range(2):
+        got = watch.run(cases, is_kept=True)
+        assert [r.token_ids.tolist() for r in got] == want
+        watch.emitted.clear()
+
+
+def test_the_prompt_of_choices_is_hashed_once(target):
+    engine = off(target)
+    requests = engine.add_choices(PROMPT, [sampling(20, 1.0, seed=i) for i in range(3)])
+    engine.step()
+    keys = requests[0].table.chain.keys
+    assert len(keys) == 6 and all(r.table.chain.keys == keys for r in requests[1:])

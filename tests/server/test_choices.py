@@ -177,3 +177,21 @@ def test_choices_of_a_single_token_have_no_rates(server):
     answer = server.post(COMPLETIONS, completion_body(n=3, max_tokens=1)).body
     assert answer["metrics"]["tokens_per_second"] is None
     assert answer["timings"]["predicted_per_second"] is None
+
+
+def test_each_choice_ends_at_its_own_time(server):
+    body = completion_body(n=6, temperature=1, seed=3, max_tokens=200, stop=["a", "e"])
+    choices = [c for chunk in server.stream(COMPLETIONS, body)[:-1] for c in chunk["choices"]]
+    ended_at = {c["index"]: i for i, c in enumerate(choices) if c["finish_reason"]}
+    said_after = [c["index"] for c in choices[min(ended_at.values()) + 1 :]]
+    assert len(ended_at) == 6 and len({*said_after}) >= 2
+    assert whole(server, COMPLETIONS, body)[0] == streamed(server, COMPLETIONS, body)[0]
+
+
+def test_fallbacks_are_told_of_each_request_and_counted(presets):
+    server, body = presets["draft-model"], chat_body(cache_salt="new", max_tokens=30)
+    body["messages"] = [{"role": "user", "content": 3 * LONG}]
+    before = server.metric("specserve_draft_fallbacks_total")
+    said = server.post(CHAT, body).body["metrics"]["speculative_decoding"]
+    after = server.metric("specserve_draft_fallbacks_total")
+    assert after - before == said["num_draft_fallbacks"] > 0
