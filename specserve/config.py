@@ -41,6 +41,11 @@ class ModelConfig(Section, frozen=True):
     dtype: Annotated[
         Literal["auto", "bf16", "fp32"], about("auto, bf16 or fp32; auto is the checkpoint's")
     ] = "auto"
+    device: Annotated[
+        str,
+        Meta(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$"),
+        about("auto, cpu, cuda, or cuda:1 for the second GPU; auto is a GPU where there is one"),
+    ] = "auto"
     threads: Annotated[Positive | None, about("CPU threads, at least 1; unset: timed at load")] = (
         None
     )

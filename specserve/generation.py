@@ -70,6 +70,7 @@ class Generation:
         self.token_ids: list[int] = []
         self.text = ""
         self.finish_reason: str | None = None
+        self.failure = ""
         self.steps: list[tuple[int, int]] = []  # drafted, accepted: of each verified step
         self.num_step_tokens = 0  # said by those steps
         self.num_cached = self.num_fallbacks = 0
@@ -82,6 +83,7 @@ class Generation:
 
     def push(self, emission: Emission) -> str:
         """Take a step's tokens; the text that they add."""
+        self.failure = emission.failure
         now = perf_counter()
         self.admitted_at, self.num_cached = emission.admitted_at, emission.num_cached
         self.num_fallbacks += emission.is_fallback

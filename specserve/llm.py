@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from specserve.config import Config, load_config
 from specserve.engine.build import Model, Phases, Weights, build
-from specserve.errors import ConfigError, RequestError
+from specserve.errors import ConfigError, Overloaded, RequestError
 from specserve.generation import Generation, Output, output
 from specserve.intake import Message, load_intake
 from specserve.progress import LoadProgress, show_phases, track
@@ -88,6 +88,7 @@ class LLM:
                 self.step()
         finally:
             self.end(generations)
+        refuse_failed(generations)
         return [output(choices, self.loaded.drafter) for choices in each_choices]
 
     def stream(
@@ -116,6 +117,7 @@ class LLM:
                     yield text, token_ids
         finally:
             self.end([generation])
+        refuse_failed([generation])
         return output([generation], self.loaded.drafter)
 
     def chat(
@@ -196,6 +198,12 @@ class LLM:
                 self.engine.finish(generation.id)
                 generation.finish_reason = generation.finish_reason or "abort"
                 self.live.pop(generation.id, None)
+
+
+def refuse_failed(generations: Iterable[Generation]) -> None:
+    for generation in generations:
+        if generation.failure:
+            raise Overloaded(generation.failure)
 
 
 def is_one(prompts: Prompt | Sequence[Prompt]) -> bool:

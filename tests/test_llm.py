@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 
 from specserve import LLM, SamplingParams
-from specserve.errors import ConfigError, PromptTooLong, RequestError
+from specserve.errors import ConfigError, Overloaded, PromptTooLong, RequestError
 from tests.checkpoints import EOS, tiny_checkpoint, tiny_tokenizer
 
 SETTINGS = {"model.threads": 1, "memory.kv_bytes": 1 << 26}
@@ -354,3 +355,18 @@ def test_where_one_cannot_start_those_before_it_are_given_up(llm, monkeypatch):
     with pytest.raises(MemoryError):
         llm.generate(["a", "b"], GREEDY)
     assert not llm.live and llm.engine.is_idle
+
+
+def test_a_step_out_of_memory_ends_its_requests_and_the_next_is_served(folder, monkeypatch):
+    def fail(groups):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    with load(folder) as llm:
+        (want,) = llm.generate("the cat", GREEDY)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine.target, "forward", fail)
+            for ask in (llm.generate, lambda *args: list(llm.stream(*args))):
+                with pytest.raises(Overloaded, match=r"lower memory\.kv_fraction"):
+                    ask("the cat", GREEDY)
+        assert not llm.live and llm.engine.is_idle
+        assert llm.generate("the cat", GREEDY)[0].token_ids == want.token_ids

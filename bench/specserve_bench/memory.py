@@ -11,11 +11,9 @@ import torch
 
 from specserve import LLM, SamplingParams
 from specserve.config import load_config
-from specserve.engine.build import assemble
-from specserve.engine.engine import Engine
+from specserve.engine.build import assemble, tune
 from specserve.models.loader import load_decoder
 from specserve.sampling import Sampling
-from specserve.scheduling import Request
 from specserve_bench.elastic import BLOCK_SIZE, elastic_figures
 from specserve_bench.workloads import source_tokens
 from specserve_kernels import load
@@ -204,8 +202,9 @@ def overhead(shape: Path) -> dict[str, Any]:
         "scheduler.max_running": running,
         "drafter.name": "none",
     }
-    engine = assemble(load_config(None, settings), decoder, None, 512)
-    engine.target.threads, _ = engine.target.ops.tune(lambda rows: warm(engine, rows), None)
+    config = load_config(None, settings)
+    engine = assemble(config, decoder, None, 512)
+    tune(engine.target, engine.pool, config, 512)
     rng = random.Random(0)
     beginning = [rng.randrange(decoder.config.vocab_size) for _ in range(prompt // 2)]
     for i in range(2 * running):  # the first half of a prompt is found by those that come later
@@ -236,9 +235,3 @@ def overhead(shape: Path) -> dict[str, Any]:
 
 def plain(max_tokens: int) -> Sampling:
     return Sampling(max_tokens=max_tokens, temperature=0, top_k=0, top_p=1, min_p=0, seed=0)
-
-
-def warm(engine: Engine, rows: int) -> None:
-    request: Request = engine.add(range(rows), plain(1))
-    while request.id in engine.requests:
-        engine.step()

@@ -39,7 +39,7 @@ def plain_step_figures(folder: Path) -> list[dict[str, Any]]:
     table.try_reserve(CONTEXT + MAX_ROWS)
     engine.target.forward([RowGroup(table, [1] * CONTEXT, 0, 1)])
     target = engine.target
-    target.threads, threads = target.ops.tune(lambda rows: step(target, table, rows), None)
+    target.threads, threads = target.ops.tune(lambda rows: step(target, table, rows), 64, None)
     bandwidth = read_bandwidth()
     print(f"qwen3-0.6b shape, context {CONTEXT}: {threads}, {bandwidth / 1e9:.1f} GB/s read")
     kv_seconds = CONTEXT * kv_token_bytes(decoder) / bandwidth
@@ -67,10 +67,10 @@ def one_size(target: Runner, table: BlockTable, rows: int, kv_seconds: float) ->
     return figure
 
 
-def step(target: Runner, table: BlockTable, rows: int) -> None:
+def step(target: Runner, table: BlockTable, rows: int) -> Tensor:
     """A root and rows - 1 guesses, as a verification has them."""
     masks = [(2 << k) - 1 for k in range(rows)]
-    target.forward([RowGroup(table, [7] * rows, CONTEXT, rows, CONTEXT, masks)])
+    return target.forward([RowGroup(table, [7] * rows, CONTEXT, rows, CONTEXT, masks)])
 
 
 def all_gemms(decoder: Decoder, rows: int) -> Callable[[], None]:

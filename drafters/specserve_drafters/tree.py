@@ -29,6 +29,11 @@ class Draft(msgspec.Struct, frozen=True):
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def is_chain(self) -> bool:
+        """Every guess stands below the one before it: the rows of a tree are then plain text."""
+        return all(parent == k for k, parent in enumerate(self.parents))
+
     def trunk(self) -> list[int]:
         """The tokens of the path that has the lowest numbers."""
         ends = (k for k, parent in enumerate(self.parents) if parent != k)
@@ -39,6 +44,13 @@ class Draft(msgspec.Struct, frozen=True):
             if self.parents[k - 1] == node and self.tokens[k - 1] == token:
                 return k
         return None
+
+    def depths(self) -> list[int]:
+        """Of the root, which is 0, and of every guess."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return depths
 
     def masks(self) -> list[int]:
         """For the root and every guess, the bits of its ancestors and its own."""

@@ -1,14 +1,16 @@
 """Functions from tensors to tensors, in builds of equal signatures; `load` picks one."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from specserve_kernels.errors import DeviceError
 from specserve_kernels.threads import Threads
 from specserve_kernels.types import (
+    NO_WINDOW,
     KVCache,
     KVLayer,
     QKNorm,
@@ -18,6 +20,8 @@ from specserve_kernels.types import (
 )
 
 __all__ = [
+    "NO_WINDOW",
+    "DeviceError",
     "KVCache",
     "KVLayer",
     "Ops",
@@ -36,8 +40,19 @@ log = logging.getLogger("specserve")
 class Ops(Protocol):
     """What a build must offer. The reference build's docstrings are the contract.
 
-    A packed weight and a plan are the build's own objects: made once, handed back unread.
+    A packed weight and a plan are the build's own objects: made once, handed back unread, but for
+    `plan.also`.
     """
+
+    samples_ahead: bool  # asking for one token costs as much as asking for all of a step's
+
+    def place(self, x: Tensor) -> Tensor: ...
+
+    def allocate(self, num_bytes: int) -> Tensor: ...
+
+    def free_memory(self) -> int: ...
+
+    def has_bf16(self) -> bool: ...
 
     def prepack(self, weight: Tensor) -> Any: ...
 
@@ -49,7 +64,14 @@ class Ops(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
 
-    def plan(self, rows: Rows, kv: KVCache, num_heads: int) -> Any: ...
+    def plan(
+        self,
+        rows: Rows,
+        kv: KVCache,
+        num_heads: int,
+        windows: Sequence[int | None] = NO_WINDOW,
+        also: Sequence[Tensor] = (),
+    ) -> Any: ...
 
     def rope_write_kv(
         self, qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Any
@@ -67,13 +89,25 @@ class Ops(Protocol):
         self, logits: Tensor, params: SampleParams, k: int, tau: float
     ) -> tuple[Tensor, Tensor]: ...
 
-    def tune(self, step: Callable[[int], object], threads: int | None) -> tuple[Threads, str]: ...
+    def tune(
+        self, step: Callable[[int], Tensor], most: int, threads: int | None
+    ) -> tuple[Threads, str]: ...
 
 
-def load(device: torch.device) -> Ops:
-    """The build for a device. Called once, at start-up: no other line asks what device this is."""
+def load(device: str | torch.device = "auto") -> Ops:
+    """The build for a device, DeviceError if it cannot be used; auto: a GPU where there is one.
+
+    Called once, at start-up: no other line asks what device this is.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda":
+        from specserve_kernels.cuda import build
+
+        return build(device)
     if device.type != "cpu":
-        raise ValueError(f"no kernels for device {device.type!r}; there are kernels for 'cpu'")
+        raise DeviceError(f"there are no kernels for {device.type!r}: take 'cpu' or 'cuda'")
     from specserve_kernels import cpu, reference
 
     try:

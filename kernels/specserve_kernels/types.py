@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+NO_WINDOW: tuple[int | None, ...] = (None,)
+
 
 class Rows(NamedTuple):
     """Where each row of a step stands and what it may see; host tensors.
@@ -24,7 +26,8 @@ class Rows(NamedTuple):
     mask           [R]    int64  ... and slot prefix + j for every bit j; the row's own is in there
 
     A causal row has prefix = position + 1 and no mask. Rows of one request that have a mask share
-    one prefix, and a node's ancestors stand in lower bits than the node.
+    one prefix, and a node's ancestors stand in lower bits than the node. A request has a mask in
+    all of its rows or in none, and requests without come before those with.
     """
 
     qo_indptr: Tensor

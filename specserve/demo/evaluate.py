@@ -120,7 +120,7 @@ def forward_seconds(llm: LLM, runner: Runner) -> list[float]:
     batch = build_batch([RowGroup(table, [0] * ROWS, CONTEXT, num_logits=ROWS)])
     assert runner.threads is not None
     runner.threads.use(ROWS)
-    plan = runner.ops.plan(batch.rows, runner.kv, runner.decoder.config.num_heads)
+    plan = runner.decoder.plan(batch.rows, runner.kv)
     moments = [perf_counter()]
     for _ in range(IN_A_ROW):
         runner.decoder.logits(runner.decoder.forward(batch.token_ids, runner.kv, plan))

@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from specserve.config import Config
 from specserve.engine.batch import RowGroup
@@ -19,29 +20,30 @@ from specserve.memory.arena import block_bytes
 from specserve.models.decoder import Decoder
 from specserve.models.families import DecoderConfig
 from specserve.models.folder import Scaled, resolve, scaled_from
-from specserve.models.loader import load_decoder
+from specserve.models.loader import load_decoder, weight_bytes
 from specserve.scheduling import Scheduler
 from specserve.scheduling.scheduler import Limits
 from specserve_drafters import Drafter, DrafterError, make_drafter
 from specserve_drafters.base import drafter_options, find_drafter
 from specserve_drafters.tree import MAX_NODES
-from specserve_kernels import Ops, Threads, load
+from specserve_kernels import DeviceError, Ops, Threads, load
 
 TREE_SLOTS = MAX_NODES + 1
 Progress = Callable[[str, int, int], None]  # phase, done, total
+Source = tuple[str, str, str, int | None]  # folder, device, dtype, max_model_len
 
 
 class Model:
     """A model that has been loaded: any number of engines can share it."""
 
-    def __init__(self, decoder: Decoder, source: tuple[str, str, int | None]) -> None:
+    def __init__(self, decoder: Decoder, source: Source) -> None:
         self.decoder, self.source = decoder, source
         self.threads: tuple[Threads, str] | None = None  # as timed, and in words
 
-    def tune(self, runner: Runner, pool: BlockPool, max_len: int, asked: int | None) -> str:
+    def tune(self, runner: Runner, pool: BlockPool, config: Config, max_len: int) -> str:
         """Settle the runner's threads, timing them if nobody has; what was settled, in words."""
-        if self.threads is None or asked is not None:
-            words = tune(runner, pool, max_len, asked)
+        if self.threads is None or config.model.threads is not None:
+            words = tune(runner, pool, config, max_len)
             assert runner.threads is not None
             self.threads = runner.threads, words
         runner.threads, words = self.threads
@@ -90,7 +92,15 @@ def build(
 
     Models that are `known` from engines built before are shared with them.
     """
-    phases = phases or Phases()
+    try:
+        return build_on_device(config, progress, phases or Phases(), known)
+    except DeviceError as e:
+        raise ConfigError(f"model.device = {config.model.device!r}: {e}") from e
+
+
+def build_on_device(
+    config: Config, progress: Progress | None, phases: Phases, known: Iterable[Model | None]
+) -> Loaded:
     weights = load_weights(config, progress, phases, known)
     target, draft = weights
     max_len = context_length(config, target.decoder.config)
@@ -102,7 +112,7 @@ def build(
         runners["draft threads"] = draft, engine.draft_model.runner
     for name, (model, runner) in runners.items():
         with phases.phase(name):
-            phases.note(name, model.tune(runner, engine.pool, max_len, config.model.threads))
+            phases.note(name, model.tune(runner, engine.pool, config, max_len))
     return Loaded(engine, weights, max_len, config.drafter_name, phases.table)
 
 
@@ -113,14 +123,15 @@ def load_weights(
     loaded = {model.source: model for model in known if model is not None}
 
     def get(name: str, path: Path) -> Model:
-        source = str(path.resolve()), config.model.dtype, config.scheduler.max_model_len
+        chosen = config.model.device, config.model.dtype, config.scheduler.max_model_len
+        source = (str(path.resolve()), *chosen)
         if source not in loaded:
             with phases.phase(name):
                 loaded[source] = Model(load_model(path, config, ops, progress), source)
         return loaded[source]
 
     with phases.phase("kernels"):
-        ops = load(torch.device("cpu"))
+        ops = load(config.model.device)
     target = get("target", resolve_model(config))
     context_length(config, target.decoder.config)  # refused before the next load
     draft = get("draft model", resolve_draft(config)) if needs_draft_model(config) else None
@@ -159,7 +170,21 @@ def load_model(folder: Path, config: Config, ops: Ops, progress: Progress | None
         if progress is not None:
             progress(folder.name, done, total)
 
-    return load_decoder(folder, config.model.dtype, ops, config.scheduler.max_model_len, report)
+    free = ops.free_memory()
+    try:
+        return load_decoder(folder, config.model.dtype, ops, config.scheduler.max_model_len, report)
+    except torch.OutOfMemoryError as e:
+        raise ConfigError(
+            f"{folder}: its {weight_bytes(folder, config.model.dtype, ops) / 2**30:.1f} GiB of "
+            f"weights do not fit into the {free / 2**30:.1f} GiB that were free on the device "
+            f"({asked_for(e)}): free some, set model.dtype = 'bf16', or take a smaller model or "
+            "another model.device"
+        ) from e
+
+
+def asked_for(e: BaseException) -> str:
+    """The first sentence of torch's complaint, which tells how much was asked for."""
+    return ". ".join(str(e).split(". ")[:2]).strip(" .")
 
 
 def resolve_draft(config: Config) -> Path:
@@ -246,21 +271,23 @@ def build_pool(
         fits = layouts[1].block_size(size)
         block_sizes.append(draft_block_size(config.memory.draft_block_size, fits))
     per_request = [-(-(max_len + TREE_SLOTS) // b) for b in block_sizes]
-    num_blocks = min(kv_bytes(config) // size, sum(per_request) * config.scheduler.max_running)
+    allowed = kv_bytes(config, target.ops)
+    num_blocks = min(allowed // size, sum(per_request) * config.scheduler.max_running)
     if num_blocks < per_request[0]:
         fit = num_blocks * block_sizes[0] - TREE_SLOTS
         shorter = f"set scheduler.max_model_len to at most {fit}, or " if fit >= 2 else ""
         raise ConfigError(
             f"a request of {max_len} tokens and its tree need {per_request[0] * size} bytes of KV, "
-            f"and memory allows {kv_bytes(config)}: {shorter}raise memory.kv_bytes or "
+            f"and memory allows {allowed}: {shorter}raise memory.kv_bytes or "
             "memory.kv_fraction, or lower memory.block_size"
         )
     try:
-        arena = Arena(num_blocks, size)
-    except (OSError, OverflowError) as e:
+        arena = Arena(target.ops.allocate(num_blocks * size), size)
+    except (OSError, OverflowError, torch.OutOfMemoryError) as e:
         raise ConfigError(
-            f"the system refuses {num_blocks * size} bytes for the KV pool ({e}): lower "
-            "memory.kv_bytes or memory.kv_fraction"
+            f"the system refuses {num_blocks * size} bytes for the KV pool, with "
+            f"{target.ops.free_memory()} free ({asked_for(e)}): lower memory.kv_bytes or "
+            "memory.kv_fraction"
         ) from e
     views = map(arena.view, layouts, block_sizes)
     runners = [Runner(m, v) for m, v in zip(models, views, strict=True)]
@@ -276,35 +303,38 @@ def draft_block_size(asked: int | None, fits: int) -> int:
     return asked or fits
 
 
-def kv_bytes(config: Config) -> int:
+def kv_bytes(config: Config, ops: Ops) -> int:
     if config.memory.kv_bytes is not None:
         return config.memory.kv_bytes
-    return int(config.memory.kv_fraction * free_memory())
-
-
-def free_memory() -> int:
-    """Bytes that the system could give away now."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigError("this system does not tell its free memory: set memory.kv_bytes")
+    try:
+        return int(config.memory.kv_fraction * ops.free_memory())
+    except DeviceError as e:
+        raise ConfigError(f"{e}: set memory.kv_bytes") from e
 
 
 @torch.inference_mode()
-def tune(runner: Runner, pool: BlockPool, max_len: int, threads: int | None) -> str:
+def tune(runner: Runner, pool: BlockPool, config: Config, max_len: int) -> str:
     """Settle the number of threads on the model's own steps, at a middling context."""
     table = BlockTable(pool, runner.kv.block_size)
     positions = min(max_len + TREE_SLOTS, len(runner.decoder.rotary.cos))  # a draft may have fewer
+    positions = min(positions, pool.num_blocks * table.block_size)
     start = max(0, min(256, positions - TREE_SLOTS))
-    table.try_reserve(start + TREE_SLOTS)
+    most = min(config.scheduler.max_batched_tokens, positions - start)
+    table.try_reserve(start + max(most, TREE_SLOTS))
 
-    def step(rows: int) -> None:
-        runner.forward([RowGroup(table, [0] * rows, start, num_logits=1)])
+    def step(rows: int) -> Tensor:
+        return runner.forward([RowGroup(table, [0] * rows, start, num_logits=1)])
 
     try:
-        runner.threads, words = runner.ops.tune(step, threads)
+        runner.threads, words = runner.ops.tune(step, most, config.model.threads)
     except ValueError as e:
         raise ConfigError(f"model.threads: {e}") from e
+    except torch.OutOfMemoryError as e:
+        raise ConfigError(
+            f"beside weights and KV pool too little memory is left for a step of {most} rows "
+            f"({asked_for(e)}): lower memory.kv_bytes or memory.kv_fraction, or "
+            "scheduler.max_batched_tokens"
+        ) from e
     finally:
         table.clear()
     return words

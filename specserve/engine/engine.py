@@ -4,17 +4,17 @@ import logging
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import count
 from time import perf_counter
 
 import msgspec
 import torch
-from torch import Tensor
 
 from specserve.engine.batch import RowGroup
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.runner import Runner
-from specserve.engine.verify import Path, walk
+from specserve.engine.verify import Answer, Path, walk
 from specserve.memory import BlockPool, BlockTable, Chain, root_key
 from specserve.sampling import Sampler, Sampling
 from specserve.scheduling import Request, Scheduler, Work
@@ -28,13 +28,14 @@ class Emission(msgspec.Struct, frozen=True, array_like=True):
 
     id: int
     tokens: list[int]
-    finish_reason: str | None  # "stop" | "length" where these tokens end it
+    finish_reason: str | None  # "stop" | "length" where these tokens end it, "error" at a failure
     is_verified: bool  # the step had a root, so that it counts for the acceptance length
     num_drafted: int
     num_accepted: int
     admitted_at: float  # seconds, perf_counter: when it left the queue
     num_cached: int = 0  # tokens of the prompt that were found in the prefix cache
     is_fallback: bool = False  # n-grams guessed, as the draft model had not caught up
+    failure: str = ""  # why it cannot go on, where that is so
 
 
 class Stats(msgspec.Struct):
@@ -91,9 +92,13 @@ class Engine:
         if not works:
             return []
         self.guess([w for w in works if w.draft_limit])
-        logits = self.verify(works)
+        works.sort(key=lambda w: not w.draft.is_chain)  # rows with masks come last
+        try:
+            answer = self.verify(works)
+        except torch.OutOfMemoryError as e:
+            return self.give_up(works, str(e))
         sampled = [w for w in works if w.is_sampled]
-        paths = self.walk(sampled, logits)
+        paths = self.walk(sampled, answer)
         emissions = self.commit(works, sampled, paths)
         self.stats.num_steps += 1
         self.stats.step_seconds += perf_counter() - start
@@ -118,36 +123,25 @@ class Engine:
                 self.draft_model.take_back()
         self.stats.draft_seconds += perf_counter() - start
 
-    def verify(self, works: list[Work]) -> Tensor:
-        """The target's logits after every row that is sampled, root and guesses."""
+    def verify(self, works: list[Work]) -> Answer:
+        """Run the rows of all works; what the target says after a node, root or guess."""
         start = perf_counter()
         groups = [rows_of(w) for w in works]
-        logits = self.target.forward(groups)
+        sampler = sampler_for([w for w in works if w.is_sampled])
+        if self.target.ops.samples_ahead and sampler.requests:
+            tokens = self.target.answers(groups, sampler.params([*sampler.nodes()]))
+            answer: Answer = partial(sampler.look_up, tokens)
+        else:
+            answer = partial(sampler.draw, self.target.ops, self.target.forward(groups))
         self.stats.num_rows += sum(len(g.token_ids) for g in groups)
         self.stats.verify_seconds += perf_counter() - start
-        return logits
+        return answer
 
-    def walk(self, sampled: list[Work], logits: Tensor) -> list[Path]:
-        """The ordinary sampler, node by node down each tree."""
-        if not sampled:
-            return []
-        requests = [w.request for w in sampled]
-        sampler = Sampler(self.target.ops, logits, [r.sampling for r in requests])
-        root_rows, depths = [], [0] * len(sampled)
-        row = 0
-        for work in sampled:
-            root_rows.append(row)
-            row += 1 + len(work.draft)
-
-        def answer(at: list[tuple[int, int]]) -> list[int]:
-            who = [i for i, _ in at]
-            index = [len(requests[i].token_ids) + depths[i] for i in who]
-            for i in who:
-                depths[i] += 1
-            return sampler.draw(who, [root_rows[i] + node for i, node in at], index)
+    def walk(self, sampled: list[Work], answer: Answer) -> list[Path]:
+        """Node by node down each tree."""
 
         def is_last(i: int, tokens: list[int]) -> bool:
-            return finish_reason(requests[i], tokens) is not None
+            return finish_reason(sampled[i].request, tokens) is not None
 
         return walk([w.draft for w in sampled], answer, is_last)
 
@@ -256,6 +250,20 @@ class Engine:
         self.tell("forget", id)
         assert not self.is_idle or self.pool.is_whole, "blocks are held, and nobody is there"
 
+    def give_up(self, works: list[Work], reason: str) -> list[Emission]:
+        """End the requests of a step that could not be run; what was written is nobody's."""
+        failure = (
+            "the device ran out of memory in a step of this request: try again later; its operator "
+            "should lower memory.kv_fraction, memory.kv_bytes or scheduler.max_batched_tokens"
+        )
+        log.error("%d requests ended, as the device ran out of memory: %s", len(works), reason)
+        for work in works:
+            self.finish(work.request.id)
+        return [
+            Emission(w.request.id, [], "error", False, 0, 0, w.request.admitted_at, failure=failure)
+            for w in works
+        ]
+
     def tell(self, what: str, *args: object) -> None:
         """Let the drafter know; what it does with that is its own affair."""
         listen = getattr(self.drafter, what, None)  # a drafter need not care
@@ -292,6 +300,12 @@ def draft_item(work: Work) -> DraftItem:
     )
 
 
+def sampler_for(sampled: list[Work]) -> Sampler:
+    requests = [w.request for w in sampled]
+    lengths = [len(r.token_ids) for r in requests]
+    return Sampler([r.sampling for r in requests], lengths, [w.draft for w in sampled])
+
+
 def rows_of(work: Work) -> RowGroup:
     """A work's rows for the target, causal ones or a root and its tree."""
     r, draft = work.request, work.draft
@@ -299,6 +313,8 @@ def rows_of(work: Work) -> RowGroup:
     if not draft.tokens:
         return RowGroup(r.table, tokens, work.start, int(work.is_sampled))
     nodes = tokens.tolist() + draft.tokens
+    if draft.is_chain:
+        return RowGroup(r.table, nodes, work.start, len(nodes))
     return RowGroup(r.table, nodes, work.start, len(nodes), work.start, draft.masks())
 
 

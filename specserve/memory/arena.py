@@ -1,9 +1,8 @@
 """The bytes of the pool: equal blocks in one flat arena, and a model's view of them."""
 
-import mmap
-
 import msgspec
 import torch
+from torch import Tensor
 
 from specserve_kernels import KVCache, KVLayer
 
@@ -34,13 +33,11 @@ def block_bytes(target: KVLayout, block_size: int, others: list[KVLayout]) -> in
 
 
 class Arena:
-    """`num_blocks` blocks of zeroed memory, which the system hands over as it is first touched."""
+    """As many blocks of `block_bytes` as there is memory for; bytes [..] uint8, zeroed."""
 
-    def __init__(self, num_blocks: int, block_bytes: int) -> None:
-        self.num_blocks, self.block_bytes = num_blocks, block_bytes
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self.memory = mmap.mmap(-1, num_blocks * block_bytes, flags=flags)
-        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+    def __init__(self, memory: Tensor, block_bytes: int) -> None:
+        self.num_blocks, self.block_bytes = len(memory) // block_bytes, block_bytes
+        self.bytes = memory
 
     def copy(self, source: int, target: int) -> None:
         """All layers of a block."""

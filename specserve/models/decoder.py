@@ -1,12 +1,13 @@
 """The decoder of the Llama family, written against the ops alone."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specserve.models.families import DecoderConfig
-from specserve_kernels import KVCache, Ops, QKNorm, Rotary
+from specserve_kernels import KVCache, Ops, QKNorm, Rotary, Rows
 
 
 class Layer(NamedTuple):
@@ -45,7 +46,7 @@ class Weights(NamedTuple):
 class Decoder:
     """Token ids in, logits out; the KV of every row is written on the way.
 
-    The caller holds torch.inference_mode, and makes the plan with `ops.plan` once a step.
+    The caller holds torch.inference_mode, and calls `plan` once a step.
     """
 
     def __init__(self, config: DecoderConfig, ops: Ops, rotary: Rotary, weights: Weights) -> None:
@@ -54,11 +55,16 @@ class Decoder:
         self.rotary = rotary
         self.weights = weights
         self.scale = config.head_dim**-0.5
+        self.windows = tuple(dict.fromkeys(config.windows))
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the activations and of the KV."""
         return self.weights.embedding.dtype
+
+    def plan(self, rows: Rows, kv: KVCache, also: Sequence[Tensor] = ()) -> Any:
+        """What the layers share; `plan.also` are the tensors given, where the ops read them."""
+        return self.ops.plan(rows, kv, self.config.num_heads, self.windows, also)
 
     def forward(self, token_ids: Tensor, kv: KVCache, plan: Any) -> Tensor:
         """The residual stream after the last layer.

@@ -4,6 +4,7 @@ import math
 import mmap
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,42 +55,49 @@ def load_decoder(
     if HEAD in checkpoint:  # it counts even where config.json calls it tied
         shapes[HEAD] = shapes[EMBEDDING]
     checkpoint.check(shapes)
-    reader = Reader(checkpoint, shapes, compute_dtype(dtype, checkpoint))
+    reader = Reader(checkpoint, shapes, compute_dtype(dtype, checkpoint, ops), ops)
     if progress is not None:
         reader.report = progress
     # A tree's nodes stand at positions beyond the last known token.
     length = (max_len or config.max_positions) + MAX_TREE
     frequencies = torch.tensor(config.frequencies, dtype=torch.float32)
-    table = rotary.tables(frequencies, config.rope_factor, length)
+    table = Rotary(*map(ops.place, rotary.tables(frequencies, config.rope_factor, length)))
     return Decoder(config, ops, table, read_weights(reader, config, ops, table))
 
 
-def compute_dtype(dtype: str, checkpoint: Checkpoint) -> torch.dtype:
+def weight_bytes(folder: Path, dtype: str, ops: Ops) -> int:
+    """Of a model, as `load_decoder` would hold it."""
+    checkpoint, shapes = Checkpoint(folder), families.tensor_shapes(load_config(folder))
+    numbers = sum(map(math.prod, shapes.values()))
+    return numbers * compute_dtype(dtype, checkpoint, ops).itemsize
+
+
+def compute_dtype(dtype: str, checkpoint: Checkpoint, ops: Ops) -> torch.dtype:
     if dtype in DTYPES:
         return DTYPES[dtype]
     if dtype != "auto":
         raise ConfigError(f"dtype {dtype!r} is not known; use auto, bf16 or fp32")
     is_fp32 = checkpoint.dtype(EMBEDDING) == torch.float32
-    return torch.float32 if is_fp32 or not has_bf16() else torch.bfloat16
-
-
-def has_bf16() -> bool:
-    """Whether this CPU multiplies bf16; without, fp32 is the faster as well as the better one."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.float32 if is_fp32 or not ops.has_bf16() else torch.bfloat16
 
 
 class Reader:
-    """Tensors of a checkpoint in the model's dtype and in memory of their own."""
+    """Tensors of a checkpoint in the model's dtype, where the ops read them."""
 
     def __init__(
-        self, checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+        self,
+        checkpoint: Checkpoint,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        ops: Ops,
     ) -> None:
-        self.checkpoint, self.shapes, self.dtype = checkpoint, shapes, dtype
+        self.checkpoint, self.shapes, self.dtype, self.ops = checkpoint, shapes, dtype, ops
         self.report: Progress = lambda done, total: None
         self.num_read, self.num_elements = 0, sum(map(math.prod, shapes.values()))
 
     def read(self, name: str) -> Tensor:
-        return self.read_into(torch.empty(self.shapes[name], dtype=self.dtype), [name])
+        memory = torch.empty(self.shapes[name], dtype=self.dtype)
+        return self.ops.place(self.read_into(memory, [name]))
 
     def read_bias(self, *names: str) -> Tensor | None:
         """Of maps that are fused into one."""
@@ -98,14 +106,15 @@ class Reader:
             return None
         return torch.cat([self.read(bias) for bias in biases])
 
-    def read_weight(self, *names: str) -> Tensor:
-        """Of linear maps that are fused into one, to be packed and forgotten."""
+    def read_weight(self, *names: str) -> Any:
+        """Of linear maps that are fused into one; packed, and forgotten as it was."""
         weights = [f"{name}.weight" for name in names]
         height, width = sum(self.shapes[w][0] for w in weights), self.shapes[weights[0]][1]
         size = height * width * self.dtype.itemsize
         # Not from malloc: between the packed weights each of these would leave a hole.
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return self.read_into(torch.frombuffer(memory, dtype=self.dtype).view(-1, width), weights)
+        weight = torch.frombuffer(memory, dtype=self.dtype).view(-1, width)
+        return self.ops.prepack(self.read_into(weight, weights))
 
     def read_into(self, out: Tensor, names: list[str]) -> Tensor:
         """Fill `out` with tensors, one below the other."""
@@ -120,12 +129,12 @@ class Reader:
 def read_weights(reader: Reader, config: DecoderConfig, ops: Ops, table: Rotary) -> Weights:
     embedding = reader.read(EMBEDDING)
     # The largest weight before the others: its unpacked form is gone by the time they stand.
-    head = ops.prepack(reader.read_weight("lm_head") if HEAD in reader.shapes else embedding)
+    head = reader.read_weight("lm_head") if HEAD in reader.shapes else ops.prepack(embedding)
     still = table if all(config.rope) else rotary.still(table)
     return Weights(
         embedding=embedding,
         layers=tuple(
-            read_layer(reader, config, ops, i, table if config.rope[i] else still)
+            read_layer(reader, config, i, table if config.rope[i] else still)
             for i in range(config.num_layers)
         ),
         norm=reader.read("model.norm.weight"),
@@ -133,7 +142,7 @@ def read_weights(reader: Reader, config: DecoderConfig, ops: Ops, table: Rotary)
     )
 
 
-def read_layer(reader: Reader, config: DecoderConfig, ops: Ops, index: int, table: Rotary) -> Layer:
+def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary) -> Layer:
     layer = f"model.layers.{index}"
     qkv = [f"{layer}.self_attn.{part}_proj" for part in "qkv"]
     gate_up = [f"{layer}.mlp.{part}_proj" for part in ("gate", "up")]
@@ -143,14 +152,14 @@ def read_layer(reader: Reader, config: DecoderConfig, ops: Ops, index: int, tabl
         rotary=table,
         qk_norm=read_qk_norm(reader, config, layer),
         attention_norm=reader.read(f"{layer}.input_layernorm.weight"),
-        qkv=ops.prepack(reader.read_weight(*qkv)),
+        qkv=reader.read_weight(*qkv),
         qkv_bias=reader.read_bias(*qkv),
-        out=ops.prepack(reader.read_weight(out)),
+        out=reader.read_weight(out),
         out_bias=reader.read_bias(out),
         mlp_norm=reader.read(f"{layer}.post_attention_layernorm.weight"),
-        gate_up=ops.prepack(reader.read_weight(*gate_up)),
+        gate_up=reader.read_weight(*gate_up),
         gate_up_bias=reader.read_bias(*gate_up),
-        down=ops.prepack(reader.read_weight(down)),
+        down=reader.read_weight(down),
         down_bias=reader.read_bias(down),
     )
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from specserve.engine.client import EngineClient
 from specserve.engine.engine import Emission
-from specserve.errors import EngineDied, SpecserveError
+from specserve.errors import EngineDied, Overloaded, SpecserveError
 from specserve.generation import Generation
 from specserve.sampling import Sampling
 from specserve.server.metrics import Metrics
@@ -105,6 +105,9 @@ class Choice:
 
     def push(self, emission: Emission) -> None:
         answer = self.answer
+        if emission.failure:
+            answer.end(Overloaded(emission.failure))
+            return
         generation = answer.generations[self.index]
         before = len(generation.token_ids), generation.last_token_at
         text = generation.push(emission)

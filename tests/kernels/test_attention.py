@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from specserve_kernels import KVCache, QKNorm, Rotary, cpu, reference
+from tests.kernels.builds import BUILDS
 from tests.kernels.world import Req, World, queries, random_reqs, random_tensor, row_errors, tokens
 
-BUILDS = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}  # of a row, relative to its norm
 
 VISIBLE = {  # a request's rows, the window -> the slots that each row sees

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from specserve_kernels import cpu, load, reference
+from specserve_kernels import DeviceError, cpu, load, reference
 from specserve_kernels.cpu import build
 from specserve_kernels.threads import Threads, allowed_threads
+from tests.kernels.builds import BUILDS
 from tests.kernels.world import random_tensor, row_errors
 
-BUILDS = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+HOST_BUILDS = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}  # of a row, relative to its norm
 
@@ -115,10 +116,10 @@ def test_exp_holds_its_two_ulp():
     torch.testing.assert_close(got, want, rtol=4 * 2.0**-23, atol=1e-36)
 
 
-def test_only_the_cpu_has_kernels():
+def test_a_device_that_nobody_has_kernels_for_is_refused():
     assert load(torch.device("cpu")) is cpu
-    with pytest.raises(ValueError, match="no kernels for device 'cuda'"):
-        load(torch.device("cuda"))
+    with pytest.raises(DeviceError, match="no kernels for 'xpu': take 'cpu' or 'cuda'"):
+        load("xpu")
 
 
 COMPILERS = {
@@ -151,25 +152,25 @@ def test_kernels_are_compiled_once(tmp_path, monkeypatch):
     build.library.cache_clear()
 
 
-@BUILDS
+@HOST_BUILDS
 def test_threads_are_as_configured(ops):
     allowed = allowed_threads()
-    threads, words = ops.tune(lambda rows: None, allowed)
+    threads, words = ops.tune(lambda rows: None, 512, allowed)
     assert threads == (allowed, allowed)
     assert words.startswith(f"{allowed}, ")
 
 
-@BUILDS
+@HOST_BUILDS
 def test_more_threads_than_the_process_may_use_are_refused(ops):
     allowed, before = allowed_threads(), torch.get_num_threads()
     with pytest.raises(ValueError, match=rf"^{allowed + 1} threads.* {allowed} CPUs.*set at most"):
-        ops.tune(lambda rows: None, allowed + 1)
+        ops.tune(lambda rows: None, 512, allowed + 1)
     assert torch.get_num_threads() == before
 
 
 def test_threads_are_timed_where_nothing_is_configured():
     seen = set()
-    threads, words = cpu.tune(lambda rows: seen.add((rows, torch.get_num_threads())), None)
+    threads, words = cpu.tune(lambda rows: seen.add((rows, torch.get_num_threads())), 512, None)
     assert {(4, 1), (64, 1), (4, allowed_threads()), (64, allowed_threads())} == seen
     assert f"{threads.few} for 4 rows" in words and f"{threads.many} for 64 rows" in words
 

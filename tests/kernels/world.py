@@ -122,7 +122,8 @@ class World:
         )
 
     def attend(self, ops, q, window=None, rows=None):
-        plan = ops.plan(self.rows() if rows is None else rows, self.kv, self.num_heads)
+        rows = self.rows() if rows is None else rows
+        plan = ops.plan(rows, self.kv, self.num_heads, [window])
         return ops.attention(q, self.kv.layers[0], plan, self.head_dim**-0.5, window)
 
 

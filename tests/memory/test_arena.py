@@ -3,10 +3,14 @@ import torch
 
 from specserve.memory import Arena, KVLayout
 from specserve.memory.arena import block_bytes
-from specserve_kernels import KVCache
+from specserve_kernels import KVCache, cpu
 
 WIDE = KVLayout(num_layers=3, num_kv_heads=2, head_dim=20, dtype=torch.float32)
 NARROW = KVLayout(num_layers=2, num_kv_heads=1, head_dim=6, dtype=torch.bfloat16)
+
+
+def arena_of(num_blocks, block_bytes):
+    return Arena(cpu.allocate(num_blocks * block_bytes), block_bytes)
 
 
 def test_a_token_has_k_and_v_in_every_layer():
@@ -32,7 +36,7 @@ def test_a_block_holds(target, size, others, want):
 
 
 def test_a_block_lies_as_layer_k_or_v_slot_head_dim():
-    arena = Arena(5, 4096)
+    arena = arena_of(5, 4096)
     cache = arena.view(WIDE, 4)
     want = torch.randn(5, 3, 2, 4, 2, 20, generator=torch.Generator().manual_seed(0))
     for i, layer in enumerate(cache.layers):
@@ -45,7 +49,7 @@ def test_a_block_lies_as_layer_k_or_v_slot_head_dim():
 
 @pytest.mark.parametrize(("layout", "size"), [(WIDE, 4), (WIDE, 1), (NARROW, 85)], ids=str)
 def test_what_one_model_writes_into_its_blocks_no_other_block_sees(layout, size):
-    arena = Arena(6, 4096)
+    arena = arena_of(6, 4096)
     arena.bytes.fill_(7)
     for layer in arena.view(layout, size).layers:
         layer.k[[1, 4]] = 1.0
@@ -55,7 +59,7 @@ def test_what_one_model_writes_into_its_blocks_no_other_block_sees(layout, size)
 
 
 def test_two_models_keep_their_tokens_in_blocks_of_their_own():
-    arena = Arena(4, 960)
+    arena = arena_of(4, 960)
     target, draft = arena.view(WIDE, 1), arena.view(NARROW, 20)
     for cache, blocks, value in ((target, [0, 2], 3.0), (draft, [1, 3], 5.0)):
         for layer in cache.layers:
@@ -65,7 +69,7 @@ def test_two_models_keep_their_tokens_in_blocks_of_their_own():
 
 
 def test_layers_are_views_that_share_the_arenas_memory():
-    arena = Arena(3, 4096)
+    arena = arena_of(3, 4096)
     cache = arena.view(WIDE, 4)
     assert isinstance(cache, KVCache)
     assert (len(cache.layers), cache.block_size) == (3, 4)
@@ -75,9 +79,9 @@ def test_layers_are_views_that_share_the_arenas_memory():
 
 
 def test_memory_is_zero_until_it_is_touched():
-    assert not Arena(3, 4096).bytes.any()
+    assert not arena_of(3, 4096).bytes.any()
 
 
 def test_a_block_too_small_for_its_tokens_is_noticed():
     with pytest.raises(AssertionError, match="more tokens a block than fit"):
-        Arena(2, 960).view(WIDE, 2)
+        arena_of(2, 960).view(WIDE, 2)

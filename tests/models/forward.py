@@ -32,7 +32,7 @@ def logits(decoder, ids, *, block_size=16, chunks=(23,)):
     with torch.inference_mode():
         for start, end in itertools.pairwise(borders):
             rows = causal_rows(table, start, end, block_size)
-            plan = decoder.ops.plan(rows, kv, decoder.config.num_heads)
+            plan = decoder.plan(rows, kv)
             out.append(decoder.logits(decoder.forward(ids[start:end], kv, plan)))
     return torch.cat(out).float()
 

@@ -5,7 +5,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specserve.errors import ConfigError
-from specserve.models import loader
 from specserve.models.loader import load_decoder
 from specserve_kernels import reference
 from tests.checkpoints import tiny_checkpoint
@@ -28,7 +27,7 @@ def load(folder, dtype="auto", **kwargs):
     ],
 )
 def test_dtype(tmp_path, monkeypatch, stored, dtype, has_bf16, want):
-    monkeypatch.setattr(loader, "has_bf16", lambda: has_bf16)
+    monkeypatch.setattr(reference, "has_bf16", lambda: has_bf16)
     decoder = load(tiny_checkpoint(tmp_path, dtype=stored), dtype)
     assert decoder.dtype == want
     assert logits(decoder, prompt(320, 3), chunks=()).isfinite().all()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from specserve.sampling import Sampler, Sampling
+from specserve_drafters import Draft
 from specserve_kernels import cpu, reference
 
 BUILDS = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
@@ -18,32 +19,54 @@ def asks(**given):
 MIXED = [asks(seed=1), asks(temperature=0.0), asks(top_k=1), asks(top_p=0.1, seed=2), asks(min_p=1)]
 
 
+def draw(ops, logits, requests, lengths, drafts=None):
+    """One token of every request, or of every node of their trees, one row of the logits each."""
+    sampler = Sampler(requests, lengths, drafts or [Draft()] * len(requests))
+    return sampler.draw(ops, logits, [*sampler.nodes()])
+
+
 @BUILDS
 def test_a_token_is_the_same_alone_and_in_company(ops):
-    who, rows, index = [0, 1, 2, 3, 4, 0], [0, 1, 2, 3, 4, 5], [10, 11, 12, 13, 14, 15]
-    together = Sampler(ops, LOGITS, MIXED).draw(who, rows, index)
-    for i, row, at, token in zip(who, rows, index, together, strict=True):
-        assert Sampler(ops, LOGITS, [MIXED[i]]).draw([0], [row], [at]) == [token]
+    together = draw(ops, LOGITS, MIXED, [10, 11, 12, 13, 14])
+    for i, token in enumerate(together):
+        assert draw(ops, LOGITS[[i]], [MIXED[i]], [10 + i]) == [token]
+
+
+@BUILDS
+def test_a_node_is_drawn_as_the_next_token_of_its_path(ops):
+    """Its index counts the guesses above it, however they are numbered."""
+    bush = Draft([1, 2, 3, 4], [0, 0, 1, 3])  # depths 0 | 1 1 2 3
+    got = draw(ops, LOGITS, [asks(seed=8), asks(seed=9)], [20, 70], [bush, Draft()])
+    for row, (seed, at) in enumerate([(8, 20), (8, 21), (8, 21), (8, 22), (8, 23), (9, 70)]):
+        assert draw(ops, LOGITS[[row]], [asks(seed=seed)], [at]) == [got[row]]
+
+
+@BUILDS
+def test_nodes_may_be_drawn_one_by_one_or_looked_up(ops):
+    drafts = [Draft([5, 6], [0, 0]), Draft(), Draft([7], [0])]
+    sampler = Sampler(MIXED[2:], [4, 9, 30], drafts)
+    tokens = sampler.draw(ops, LOGITS, [*sampler.nodes()])
+    for at in ([(0, 0), (1, 0), (2, 0)], [(2, 1), (0, 2)], [(0, 1)]):
+        assert sampler.draw(ops, LOGITS, at) == sampler.look_up(tokens, at)
 
 
 @BUILDS
 @pytest.mark.parametrize("sure", [1, 2, 4], ids=["T = 0", "top_k = 1", "min_p = 1"])
 def test_who_asks_for_the_likeliest_gets_it_beside_others(ops, sure):
-    got = Sampler(ops, LOGITS, MIXED).draw([0, sure, 3], [3, 4, 5], [9, 9, 9])
+    got = draw(ops, LOGITS[3:], [MIXED[0], MIXED[sure], MIXED[3]], [9, 9, 9])
     assert got[1] == LOGITS[4].argmax()
 
 
 @BUILDS
 def test_greedy_requests_need_no_noise(ops):
-    got = Sampler(ops, LOGITS, [asks(temperature=0.0)] * 2).draw([1, 0], [2, 0], [7, 7])
-    assert got == LOGITS[[2, 0]].argmax(1).tolist()
+    got = draw(ops, LOGITS[:2], [asks(temperature=0.0)] * 2, [7, 7])
+    assert got == LOGITS[:2].argmax(1).tolist()
 
 
 @BUILDS
 def test_seed_and_index_are_all_that_makes_a_draw_another(ops):
-    flat = torch.zeros(3, 1000)
-    sampler = Sampler(ops, flat, [asks(seed=1), asks(seed=1), asks(seed=2)])
-    a, same, other_seed, other_index = sampler.draw([0, 1, 2, 0], [0, 2, 0, 0], [4, 4, 4, 5])
+    requests = [asks(seed=1), asks(seed=1), asks(seed=2), asks(seed=1)]
+    a, same, other_seed, other_index = draw(ops, torch.zeros(4, 1000), requests, [4, 4, 4, 5])
     assert a == same
     assert len({a, other_seed, other_index}) == 3
 
@@ -51,6 +74,5 @@ def test_seed_and_index_are_all_that_makes_a_draw_another(ops):
 @BUILDS
 @pytest.mark.parametrize("seed", [0, 2**32, 2**53 - 1])
 def test_the_largest_seeds_reach_the_kernel_whole(ops, seed):
-    flat = torch.zeros(1, 1000)
-    a, b = (Sampler(ops, flat, [asks(seed=s)]).draw([0], [0], [0]) for s in (seed, seed ^ 2**52))
+    a, b = draw(ops, torch.zeros(2, 1000), [asks(seed=s) for s in (seed, seed ^ 2**52)], [0, 0])
     assert a != b

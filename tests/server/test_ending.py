@@ -216,3 +216,39 @@ def listening(pid):
     return {
         int(r[1].rpartition(":")[2], 16) for r in rows if r[3] in ("0A", "07") and r[9] in sockets
     }
+
+
+HUNGRY = """
+import torch
+from specserve.engine.runner import Runner
+from specserve_drafters import Draft
+from specserve_drafters.base import Options
+
+
+class Hungry:
+    needs_executor = False
+    Options = Options
+
+    def __init__(self, options):
+        self.forward = Runner.forward
+
+    def propose(self, items):
+        Runner.forward = self.fail if any(i.seed == 404 for i in items) else self.forward
+        return [Draft() for _ in items]
+
+    def fail(self, groups):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+"""
+
+
+def test_a_step_out_of_memory_is_a_503_and_the_next_request_is_served(folder, tmp_path):
+    (tmp_path / "hungry.py").write_text(HUNGRY)
+    with ServerProcess(
+        folder, "--drafter=hungry:Hungry", env={"PYTHONPATH": str(tmp_path)}
+    ) as server:
+        refusal = server.post(COMPLETIONS, saying(5) | {"seed": 404})
+        assert refusal.status == 503 and "lower memory.kv_fraction" in str(refusal.body)
+        with server.open_stream(COMPLETIONS, saying(5) | {"seed": 404}) as events:
+            assert "ran out of memory" in broken_off(list(events))["message"]
+        assert server.post(COMPLETIONS, saying(5)).status == 200
+        assert server.metric("vllm:num_requests_running") == 0

@@ -1,7 +1,7 @@
 """The C++ kernels and oneDNN's GEMM as functions from tensors to tensors."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import byref, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from typing import Any, NamedTuple
@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.cpu.build import library
-from specserve_kernels.types import KVCache, KVLayer, QKNorm, Rotary, Rows, SampleParams
+from specserve_kernels.types import (
+    NO_WINDOW,
+    KVCache,
+    KVLayer,
+    QKNorm,
+    Rotary,
+    Rows,
+    SampleParams,
+)
 
 # Private to torch, but the only way to oneDNN's prepacked GEMM; tests pin its numerics.
 _linear: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
@@ -68,6 +76,7 @@ class Plan(NamedTuple):
     """A step's rows as the kernels read them, and the tensors that keep the memory alive."""
 
     rows: Rows
+    also: Sequence[Tensor]
     native: Any
     num_rows: int
     num_heads: int
@@ -139,11 +148,17 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
-def plan(rows: Rows, kv: KVCache, num_heads: int) -> Plan:
+def plan(
+    rows: Rows,
+    kv: KVCache,
+    num_heads: int,
+    windows: Sequence[int | None] = NO_WINDOW,
+    also: Sequence[Tensor] = (),
+) -> Plan:
     sizes = len(rows.qo_indptr) - 1, len(rows.positions)
     native = _Rows(*sizes, *(getattr(rows, name).data_ptr() for name in _POINTERS))
     _, _, num_kv_heads, D = kv.layers[0].k.shape
-    return Plan(rows, native, sizes[1], num_heads, num_kv_heads, D)
+    return Plan(rows, also, native, sizes[1], num_heads, num_kv_heads, D)
 
 
 def _layer(kv: KVLayer) -> Any:

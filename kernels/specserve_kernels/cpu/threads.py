@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from specserve_kernels.threads import Threads, allowed_threads, check_threads
 
@@ -11,7 +12,7 @@ FEW, MANY = 4, 64  # rows of the steps that are timed: a small tree, a piece of 
 _REPEATS = 10
 
 
-def tune(step: Callable[[int], object], threads: int | None) -> tuple[Threads, str]:
+def tune(step: Callable[[int], Tensor], most: int, threads: int | None) -> tuple[Threads, str]:
     """Time steps of few and of many rows with 1 thread and with all; keep the better for each."""
     if threads is not None:
         count = check_threads(threads)
@@ -21,7 +22,7 @@ def tune(step: Callable[[int], object], threads: int | None) -> tuple[Threads, s
     return Threads(few, many), f"{few_words}; {many_words}"
 
 
-def fastest(step: Callable[[int], object], rows: int) -> tuple[int, str]:
+def fastest(step: Callable[[int], Tensor], rows: int) -> tuple[int, str]:
     counts = sorted({1, allowed_threads()})
     seconds = dict.fromkeys(counts, float("inf"))
     for _ in range(_REPEATS):  # interleaved: a busy neighbour hits all counts alike

@@ -1,18 +1,36 @@
 """Rotary embedding, the KV write, attention over block tables and KV moves, a row at a time."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from specserve_kernels.types import KVCache, KVLayer, QKNorm, Rotary, Rows
+from specserve_kernels.types import NO_WINDOW, KVCache, KVLayer, QKNorm, Rotary, Rows
 
 
-def plan(rows: Rows, kv: KVCache, num_heads: int) -> Rows:
-    """What the layers of a step share, made once a step."""
-    return rows
+class Plan(NamedTuple):
+    rows: Rows
+    also: Sequence[Tensor]
+
+
+def plan(
+    rows: Rows,
+    kv: KVCache,
+    num_heads: int,
+    windows: Sequence[int | None] = NO_WINDOW,
+    also: Sequence[Tensor] = (),
+) -> Plan:
+    """What the layers of a step share, made once a step.
+
+    windows  every window that `attention` will be asked for
+    also     host tensors that other ops of the step take; `plan.also` has them where ops read them
+    """
+    return Plan(rows, also)
 
 
 def rope_write_kv(
-    qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Rows
+    qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Plan
 ) -> Tensor:
     """Normalize and rotate the heads; write K and V of every row into its slot.
 
@@ -22,16 +40,16 @@ def rope_write_kv(
     The rotation pairs dimension i with i + D/2 (Su et al. 2104.09864, in Hugging Face's order).
     """
     block_size, num_kv_heads, D = kv.k.shape[1:]
-    R = len(plan.positions)
+    R = len(plan.rows.positions)
     heads = qkv[:R].view(R, -1, D).float()
     num_heads = heads.shape[1] - 2 * num_kv_heads
     q, k, v = heads.tensor_split([num_heads, num_heads + num_kv_heads], dim=1)
     if norm is not None:
         q, k = _norm(q, norm.q, norm.eps), _norm(k, norm.k, norm.eps)
-    position = plan.positions.long()
+    position = plan.rows.positions.long()
     cos, sin = rotary.cos[position][:, None], rotary.sin[position][:, None]
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-    for r, slot in enumerate(plan.slots.tolist()):
+    for r, slot in enumerate(plan.rows.slots.tolist()):
         kv.k[slot // block_size, slot % block_size] = k[r].to(kv.k.dtype)
         kv.v[slot // block_size, slot % block_size] = v[r].to(kv.v.dtype)
     return q.to(qkv.dtype)
@@ -47,7 +65,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attention(
-    q: Tensor, kv: KVLayer, plan: Rows, scale: float, window: int | None = None
+    q: Tensor, kv: KVLayer, plan: Plan, scale: float, window: int | None = None
 ) -> Tensor:
     """softmax(scale q K^T) V of each row over what it may see.
 
@@ -55,14 +73,14 @@ def attention(
     window  a row at position p sees the positions (p - window, p] only; None sees all
     ->      [R, H D]   as q
     """
-    block_size = kv.k.shape[1]
+    block_size, rows = kv.k.shape[1], plan.rows
     group = q.shape[1] // kv.k.shape[2]
     out = torch.empty_like(q)
-    qo, indptr = plan.qo_indptr.tolist(), plan.indptr.tolist()
+    qo, indptr = rows.qo_indptr.tolist(), rows.indptr.tolist()
     for b in range(len(qo) - 1):
-        blocks = plan.indices[indptr[b] : indptr[b + 1]].long()
+        blocks = rows.indices[indptr[b] : indptr[b + 1]].long()
         for r in range(qo[b], qo[b + 1]):
-            slot = _visible(int(plan.prefix[r]), int(plan.mask[r]), window)
+            slot = _visible(int(rows.prefix[r]), int(rows.mask[r]), window)
             at = blocks[slot // block_size], slot % block_size
             k = kv.k[at].float().repeat_interleave(group, dim=1)  # [visible, H, D]
             v = kv.v[at].float().repeat_interleave(group, dim=1)

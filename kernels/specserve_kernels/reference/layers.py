@@ -65,10 +65,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return torch.stack(rows).to(gate_up.dtype)
 
 
-def tune(step: Callable[[int], object], threads: int | None) -> tuple[Threads, str]:
-    """Settle how many threads run a step.
+def tune(step: Callable[[int], Tensor], most: int, threads: int | None) -> tuple[Threads, str]:
+    """Settle how many threads run a step, and have done what only a first step has to do.
 
-    step     runs one of so many rows, to be timed
+    step     runs one of so many rows, to be timed; the logits [n, V] of some of them
+    most     rows that a step may have
     threads  that many, or None for the build to choose
     ->       what a runner asks before each forward, and the choice in words
     """

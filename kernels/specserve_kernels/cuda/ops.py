@@ -1,0 +1,153 @@
+"""The ops on one GPU: what they share, and where each of them comes from."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from specserve_kernels.cuda import move, norm, paged, rope, sample, silu, top_children
+from specserve_kernels.cuda.attention import FlashInfer, Part
+from specserve_kernels.cuda.masks import sight
+from specserve_kernels.cuda.staging import Staging
+from specserve_kernels.threads import Threads, check_threads
+from specserve_kernels.types import (
+    NO_WINDOW,
+    KVCache,
+    KVLayer,
+    QKNorm,
+    Rotary,
+    Rows,
+    SampleParams,
+)
+
+
+class Shared(NamedTuple):
+    """Of the step's Rows, what every kernel may read, on the device."""
+
+    positions: Tensor
+    slots: Tensor
+    indices: Tensor
+    indptr: Tensor
+
+
+class Plan(NamedTuple):
+    """A step's inputs on the device, and its attention: in FlashInfer's parts, or in tiles."""
+
+    also: list[Tensor]
+    shared: Shared
+    parts: list[Part]
+    tiles: dict[int | None, tuple[paged.Tiles, paged.Inputs]]  # by window
+
+
+class CudaOps:
+    """One for each GPU, as it owns memory there."""
+
+    samples_ahead = True
+    rms_norm = staticmethod(norm.rms_norm)
+    add_rms_norm = staticmethod(norm.add_rms_norm)
+    silu_mul = staticmethod(silu.silu_mul)
+
+    def __init__(self, device: torch.device, flashinfer: Any) -> None:
+        self.device = device
+        self.staging = Staging(device)
+        self.flashinfer = FlashInfer(device, flashinfer)
+
+    def place(self, x: Tensor) -> Tensor:
+        return x.to(self.device)
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        # FlashInfer multiplies hidden values by 0: what nobody has written must be finite.
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def free_memory(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return free + cached
+
+    def has_bf16(self) -> bool:
+        return torch.cuda.get_device_capability(self.device) >= (8, 0)
+
+    def prepack(self, weight: Tensor) -> Tensor:
+        return self.place(weight)
+
+    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear(x, packed, bias)
+
+    def plan(
+        self,
+        rows: Rows,
+        kv: KVCache,
+        num_heads: int,
+        windows: Sequence[int | None] = NO_WINDOW,
+        also: Sequence[Tensor] = (),
+    ) -> Plan:
+        """Everything that the step's kernels read goes up in one copy."""
+        if self.flashinfer.fits(kv):
+            masks = self.flashinfer.masks(rows, kv, windows)
+            shared, placed_also, rest = self.upload(rows, also, chain(*masks.values()))
+            on_device = dict(zip(masks, batched(rest, 2), strict=True))
+            parts = self.flashinfer.plan(rows, shared.indices, kv, num_heads, windows, on_device)
+            return Plan(placed_also, shared, parts, {})
+        seen = [sight(rows, window) for window in windows]
+        dealt = [paged.deal(rows, s, num_heads, kv.layers[0].k.shape[2]) for s in seen]
+        host = ((tiles.table, *s.tensors()) for s, tiles in zip(seen, dealt, strict=True))
+        shared, placed_also, rest = self.upload(rows, also, chain(*host))
+        tiles = {
+            window: (d, paged.Inputs._make((*inputs, *shared[2:])))
+            for window, d, inputs in zip(windows, dealt, batched(rest, 4), strict=True)
+        }
+        return Plan(placed_also, shared, [], tiles)
+
+    def upload(
+        self, rows: Rows, also: Sequence[Tensor], others: Iterable[Tensor]
+    ) -> tuple[Shared, list[Tensor], list[Tensor]]:
+        shared = (rows.positions, rows.slots, rows.indices, rows.indptr)
+        placed = iter(self.staging.upload([*shared, *also, *others]))
+        return Shared(*islice(placed, 4)), list(islice(placed, len(also))), list(placed)
+
+    def rope_write_kv(
+        self, qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Plan
+    ) -> Tensor:
+        return rope.rope_write_kv(qkv, rotary, norm, kv, plan.shared.positions, plan.shared.slots)
+
+    def attention(
+        self, q: Tensor, kv: KVLayer, plan: Plan, scale: float, window: int | None = None
+    ) -> Tensor:
+        if plan.tiles:
+            return paged.attention(q, kv, scale, *plan.tiles[window]).flatten(1)
+        return self.flashinfer.run(q, kv, plan.parts, scale, window).flatten(1)
+
+    def move_kv(self, kv: KVCache, source: Tensor, target: Tensor) -> None:
+        move.move_kv(kv, *self.staging.upload([source, target]))
+
+    def sample(self, logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
+        if rows.device != logits.device:
+            rows, *asked = self.staging.upload([rows, *params])
+            params = SampleParams(*asked)
+        return sample.sample(logits, rows, params)
+
+    def top_children(
+        self, logits: Tensor, params: SampleParams, k: int, tau: float
+    ) -> tuple[Tensor, Tensor]:
+        placed = SampleParams(*self.staging.upload(params))
+        return top_children.top_children(logits, placed, k, tau)
+
+    def tune(
+        self, step: Callable[[int], Tensor], most: int, threads: int | None
+    ) -> tuple[Threads, str]:
+        """First steps compile kernels, and the largest finds out whether its memory is there."""
+        count = torch.get_num_threads() if threads is None else check_threads(threads)
+        for rows in (1, most):
+            logits = step(rows)
+        one = SampleParams.greedy(1)
+        self.sample(logits, torch.zeros(1, dtype=torch.int64), one).tolist()
+        self.top_children(logits, one, min(4, logits.shape[1]), 1.0)
+        name = torch.cuda.get_device_name(self.device)
+        return Threads(count, count), f"{name}, {count} threads beside it"
+
+
+def batched(tensors: list[Tensor], n: int) -> Iterator[Any]:
+    return zip(*(tensors[i::n] for i in range(n)), strict=True)

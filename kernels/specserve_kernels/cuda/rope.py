@@ -1,0 +1,104 @@
+"""Norm and rotation of the heads, and the KV write: a program a few heads of a row."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specserve_kernels.types import KVLayer, QKNorm, Rotary
+
+HEADS = 8  # of a program
+
+
+@triton.jit
+def _rope_write_kv(
+    qkv,
+    q_out,
+    k_cache,
+    v_cache,
+    cos,
+    sin,
+    q_norm,
+    k_norm,
+    positions,
+    slots,
+    num_heads,
+    num_kv_heads,
+    block_size,
+    block_stride,
+    eps,
+    HAS_NORM: tl.constexpr,
+    HALF: tl.constexpr,  # D / 2
+    HALF_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    heads = num_heads + 2 * num_kv_heads
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    i = tl.arange(0, HALF_BLOCK)[None, :]
+    D: tl.constexpr = 2 * HALF
+    inside = (head < heads) & (i < HALF)
+    at = qkv + (row * heads + head) * D + i
+    a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    is_q = head < num_heads
+    is_v = head >= num_heads + num_kv_heads
+
+    na, nb = a, b
+    if HAS_NORM:
+        mean = (tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / D
+        scale = (1 / tl.sqrt(mean + eps))[:, None]
+        qa = tl.load(q_norm + i, mask=i < HALF, other=0.0).to(tl.float32)
+        qb = tl.load(q_norm + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+        ka = tl.load(k_norm + i, mask=i < HALF, other=0.0).to(tl.float32)
+        kb = tl.load(k_norm + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+        na = a * scale * tl.where(is_q, qa, ka)
+        nb = b * scale * tl.where(is_q, qb, kb)
+    angle = tl.load(positions + row).to(tl.int64) * HALF + i
+    c = tl.load(cos + angle, mask=i < HALF, other=0.0)
+    s = tl.load(sin + angle, mask=i < HALF, other=0.0)
+    ra, rb = na * c - nb * s, nb * c + na * s
+
+    q_at = q_out + (row * num_heads + head) * D + i
+    tl.store(q_at, ra.to(q_out.dtype.element_ty), mask=inside & is_q)
+    tl.store(q_at + HALF, rb.to(q_out.dtype.element_ty), mask=inside & is_q)
+    slot = tl.load(slots + row)
+    place = (slot // block_size) * block_stride + (slot % block_size) * num_kv_heads * D + i
+    k_at = k_cache + place + (head - num_heads) * D
+    v_at = v_cache + place + (head - num_heads - num_kv_heads) * D
+    is_k = (head >= num_heads) & (head < num_heads + num_kv_heads)
+    tl.store(k_at, ra.to(k_cache.dtype.element_ty), mask=inside & is_k)
+    tl.store(k_at + HALF, rb.to(k_cache.dtype.element_ty), mask=inside & is_k)
+    tl.store(v_at, a.to(v_cache.dtype.element_ty), mask=inside & is_v)
+    tl.store(v_at + HALF, b.to(v_cache.dtype.element_ty), mask=inside & is_v)
+
+
+def rope_write_kv(
+    qkv: Tensor,
+    rotary: Rotary,
+    norm: QKNorm | None,
+    kv: KVLayer,
+    positions: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """As the reference's, with the rows' positions and slots on the device."""
+    _, block_size, num_kv_heads, D = kv.k.shape
+    stride, *inner = kv.k.stride()
+    assert qkv.is_contiguous(), "rows with gaps"
+    assert kv.v.stride() == kv.k.stride(), "K and V lie differently"
+    assert inner == [num_kv_heads * D, D, 1], "KV with gaps in a block"
+    R, heads = len(positions), qkv.shape[1] // D
+    num_heads = heads - 2 * num_kv_heads
+    q = qkv.new_empty(R, num_heads, D)
+    if R:
+        _rope_write_kv[(R, triton.cdiv(heads, HEADS))](
+            *(qkv, q, kv.k, kv.v, rotary.cos, rotary.sin),
+            *((norm.q, norm.k) if norm else (qkv, qkv)),
+            *(positions, slots, num_heads, num_kv_heads, block_size, stride),
+            norm.eps if norm else 0.0,
+            HAS_NORM=norm is not None,
+            HALF=D // 2,
+            HALF_BLOCK=triton.next_power_of_2(D // 2),
+            HEADS=HEADS,
+            num_warps=4,
+        )
+    return q

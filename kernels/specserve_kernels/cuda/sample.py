@@ -1,0 +1,206 @@
+"""Choosing tokens: all filters of a row become one bound, then there is an argmax in splits."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specserve_kernels.cuda.noise import gumbel
+from specserve_kernels.types import SampleParams
+
+LOWEST = tl.constexpr(-(2**63))  # ranks below every candidate
+_SPLIT = 1024  # ids of one program: so a single row of 152k keeps a whole GPU busy
+_BLOCK = 8192  # ids of a row that one program looks at in one go
+
+
+def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
+    """As the reference's; all tensors are on the device, and nothing waits for it.
+
+    The launches depend on shapes only: what a row asks for is found out on the device.
+    """
+    bound, last = bounds(logits, rows, params)
+    V, n = logits.shape[1], len(rows)
+    block = min(_SPLIT, max(4, triton.next_power_of_2(V)))
+    splits = triton.cdiv(V, block)
+    best, out = rows.new_empty(n * splits), rows.new_empty(n)
+    asked = params.temperature, params.seeds, params.token_index
+    _best_of_split[(n, splits)](logits, rows, *asked, bound, last, best, V, BLOCK=block)
+    _best_of_all[(n,)](best, out, splits, BLOCK=triton.next_power_of_2(splits))
+    return out
+
+
+def bounds(logits: Tensor, rows: Tensor, params: SampleParams) -> tuple[Tensor, Tensor]:
+    """What the filters leave of rows: the tokens above a bound, and those at it up to an id.
+
+    ->  [n]  float32  the bounds, of logits / temperature
+    ->  [n]  int32    the ids
+    """
+    for x in (logits, rows, *params):
+        assert x.is_contiguous(), "a kernel was handed a tensor with gaps"
+    V, n = logits.shape[1], len(rows)
+    block = min(_BLOCK, triton.next_power_of_2(V))
+    scaled = logits.new_empty(n, V, dtype=torch.float32)
+    bound, last = scaled.new_empty(n), scaled.new_empty(n, dtype=torch.int32)
+    _bounds[(n,)](logits, rows, *params[:4], scaled, bound, last, V, BLOCK=block, num_warps=32)
+    return bound, last
+
+
+@triton.jit
+def _bounds(
+    logits, rows, temperature, top_k, top_p, min_p, scaled, bounds, lasts, V, BLOCK: tl.constexpr
+):
+    i = tl.program_id(0).to(tl.int64)
+    t, k = tl.load(temperature + i), tl.load(top_k + i)
+    p, share = tl.load(top_p + i), tl.load(min_p + i)
+    has_top_k, has_top_p = (k > 0) & (k < V), p < 1
+    bound, last = float("-inf"), V
+    if (t > 0) & (has_top_k | has_top_p | (share > 0)):
+        z = scaled + i * V
+        bound, most = _scale(logits + tl.load(rows + i) * V, z, t, V, BLOCK)
+        if share > 0:
+            bound = most + tl.log(share)
+        if has_top_k | has_top_p:
+            if has_top_k:
+                bound = _search(z, V, bound, most, k, False, BLOCK)
+            above, mass, equal, _, _ = _survey(z, V, bound, most, BLOCK)
+            room = tl.where(has_top_k, k - above, equal)  # so many of the equal are left
+            if has_top_p:
+                mass += tl.minimum(room, equal) * _mass(bound, most)
+                enough = p.to(tl.float64) * mass
+                bound = _search(z, V, bound, most, enough, True, BLOCK)
+                _, mass, equal, _, _ = _survey(z, V, bound, most, BLOCK)
+                fit = tl.ceil((enough - mass) / _mass(bound, most))
+                room = tl.where(fit > 1, fit, 1.0).to(tl.int32)  # the likeliest stays at any top_p
+            if room < equal:
+                last = _last_kept(z, V, bound, room, BLOCK)
+    tl.store(bounds + i, bound)
+    tl.store(lasts + i, last)
+
+
+@triton.jit
+def _scale(x, z, temperature, V, BLOCK: tl.constexpr):
+    """z = x / temperature; the least that is finite, and the greatest."""
+    lane = tl.arange(0, BLOCK)
+    least = tl.full([BLOCK], float("inf"), tl.float32)
+    most = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in range(0, V, BLOCK):
+        is_id = start + lane < V
+        value = tl.load(x + start + lane, mask=is_id, other=float("-inf")).to(tl.float32)
+        value = tl.div_rn(value, temperature)
+        tl.store(z + start + lane, value, mask=is_id)
+        least = tl.minimum(least, tl.where(value > float("-inf"), value, float("inf")))
+        most = tl.maximum(most, value)
+    tl.debug_barrier()  # threads will read what others wrote
+    return tl.min(least, 0), tl.max(most, 0)
+
+
+@triton.jit
+def _search(z, V, low, most, enough, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """The least value, from `low` to `most`, that has less than `enough` above it.
+
+    `low` need not be a value of the row. A round halves [low, high], then moves the end onto the
+    next value there is: a dozen rounds for logits, and fewer than 300 for any finite floats.
+    """
+    high = most
+    while low < high:
+        middle = low * 0.5 + high * 0.5
+        middle = tl.where(middle < high, middle, low)  # neighbors have nothing between them
+        above, mass, _, upper, lower = _survey(z, V, middle, most, BLOCK)
+        if (mass if BY_MASS else above) < enough:
+            high = lower
+        else:
+            low = upper
+    return low
+
+
+@triton.jit
+def _survey(z, V, cut, most, BLOCK: tl.constexpr):
+    """A row around a value.
+
+    ->  how many tokens are above it, and their mass; how many are equal; the least value above it,
+        and the greatest that is not
+    """
+    lane = tl.arange(0, BLOCK)
+    above, equal = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+    mass = tl.zeros([BLOCK], tl.float64)
+    upper = tl.full([BLOCK], float("inf"), tl.float32)
+    lower = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in range(0, V, BLOCK):
+        value = tl.load(z + start + lane, mask=start + lane < V, other=float("-inf"))
+        is_above = value > cut
+        above += is_above.to(tl.int32)
+        equal += (value == cut).to(tl.int32)
+        mass += tl.where(is_above, _mass(value, most), 0.0)
+        upper = tl.minimum(upper, tl.where(is_above, value, float("inf")))
+        lower = tl.maximum(lower, tl.where(is_above, float("-inf"), value))
+    return tl.sum(above, 0), tl.sum(mass, 0), tl.sum(equal, 0), tl.min(upper, 0), tl.max(lower, 0)
+
+
+@triton.jit
+def _mass(z, most):
+    return tl.exp(z - most).to(tl.float64)
+
+
+@triton.jit
+def _last_kept(z, V, bound, room, BLOCK: tl.constexpr):
+    """The id of the `room`-th token at the bound, or of the last if there are fewer."""
+    lane = tl.arange(0, BLOCK)
+    seen, last = 0, -1
+    for start in range(0, V, BLOCK):
+        value = tl.load(z + start + lane, mask=start + lane < V, other=float("-inf"))
+        is_equal = value == bound
+        nth = seen + tl.cumsum(is_equal.to(tl.int32), 0)
+        last = tl.maximum(last, tl.max(tl.where(is_equal & (nth <= room), start + lane, -1), 0))
+        seen += tl.sum(is_equal.to(tl.int32), 0)
+    return last
+
+
+@triton.jit
+def _best_of_split(
+    logits, rows, temperature, seeds, index, bounds, lasts, best, V, BLOCK: tl.constexpr
+):
+    """The best candidate among the ids of a split."""
+    i, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    id = split * BLOCK + tl.arange(0, BLOCK)
+    x = logits + tl.load(rows + i) * V + id
+    z = tl.load(x, mask=id < V, other=float("-inf")).to(tl.float32)
+    t = tl.load(temperature + i)
+    if t > 0:
+        z = tl.div_rn(z, t)
+        bound, last = tl.load(bounds + i), tl.load(lasts + i)
+        is_out = (z < bound) | ((z == bound) & (id > last))  # a NaN stays
+        noise = gumbel(tl.load(seeds + i), tl.load(index + i), split * BLOCK, BLOCK)
+        z = tl.where(is_out, float("-inf"), z + noise)
+    tl.store(best + i * tl.num_programs(1) + split, tl.max(rank(z, id), 0))
+
+
+@triton.jit
+def _best_of_all(best, out, splits, BLOCK: tl.constexpr):
+    """The id of the best candidate of all splits."""
+    i, split = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    candidate = tl.load(best + i * splits + split, mask=split < splits, other=LOWEST)
+    tl.store(out + i, ranked_id(tl.max(candidate, 0)))
+
+
+@triton.jit
+def rank(value, id):
+    """A candidate as one number: the greater value comes first, then the lower id.
+
+    A NaN comes before everything, as id 0.
+    """
+    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)  # -0 is 0
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    is_nan = value != value
+    key, id = tl.where(is_nan, 0x7FFFFFFF, key), tl.where(is_nan, 0, id)
+    return (key.to(tl.int64) << 32) | (0x7FFFFFFF - id).to(tl.int64)
+
+
+@triton.jit
+def ranked_id(rank):
+    return 0x7FFFFFFF - (rank & 0x7FFFFFFF)
+
+
+@triton.jit
+def ranked_value(rank):
+    key = (rank >> 32).to(tl.int32)
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)

@@ -1,0 +1,63 @@
+"""The host's inputs on their way to the device: side by side, in one copy."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16  # bytes: vector loads
+NUM_BUFFERS = 4  # uploads that may be under way
+
+
+class Staging:
+    """Pinned buffers that take turns, and one on the device.
+
+    What an upload has brought is there until the next one: work on the stream comes in order, so
+    whatever was launched in between has read it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_cuda = device.type == "cuda"
+        self.hosts = [self.empty(0) for _ in range(NUM_BUFFERS)]
+        self.copied = [torch.cuda.Event() if self.is_cuda else None for _ in range(NUM_BUFFERS)]
+        self.buffer = self.empty(0, device)
+        self.num_uploads = 0
+
+    def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Host tensors on the device, of the same shapes and dtypes."""
+        begin, total = [], 0
+        for x in tensors:
+            begin.append(total)
+            total += -(-x.nbytes // ALIGNMENT) * ALIGNMENT
+        host = self.host(total)
+        parts = [(x, slice(b, b + x.nbytes)) for x, b in zip(tensors, begin, strict=True)]
+        for x, at in parts:
+            host[at].view(x.dtype).view(x.shape).copy_(x)
+        if len(self.buffer) < total:
+            self.buffer = self.empty(2 * total, self.device)
+        self.buffer[:total].copy_(host[:total], non_blocking=True)
+        self.sent()
+        return [self.buffer[at].view(x.dtype).view(x.shape) for x, at in parts]
+
+    def host(self, num_bytes: int) -> Tensor:
+        """The buffer whose turn it is, once its last copy is through."""
+        turn = self.num_uploads % NUM_BUFFERS
+        event = self.copied[turn]
+        if event is not None:
+            event.synchronize()
+        if len(self.hosts[turn]) < num_bytes:
+            self.hosts[turn] = self.empty(2 * num_bytes)
+        return self.hosts[turn]
+
+    def sent(self) -> None:
+        event = self.copied[self.num_uploads % NUM_BUFFERS]
+        if event is not None:
+            event.record()
+        self.num_uploads += 1
+
+    @torch.inference_mode(False)  # what is made within that mode could be written only there
+    def empty(self, num_bytes: int, device: torch.device | None = None) -> Tensor:
+        """Bytes on the device, or pinned ones on the host."""
+        pin = self.is_cuda and device is None
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pin)

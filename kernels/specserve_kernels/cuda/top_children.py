@@ -1,0 +1,98 @@
+"""The likeliest answers of the target for a draft model: the best of splits, then of those."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specserve_kernels.cuda.noise import gumbel
+from specserve_kernels.cuda.sample import LOWEST, rank, ranked_id, ranked_value
+from specserve_kernels.types import SampleParams
+
+_LEAST_FINITE = tl.constexpr(-3.4028234663852886e38)
+_SPLIT = 1024  # ids of one program
+
+
+@triton.jit
+def _best_of_split(
+    logits,
+    temperature,
+    seeds,
+    index,
+    ranks,
+    mosts,
+    totals,
+    V,
+    tau,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A split's K first candidates, its greatest weight, and its sum of exp(weight - greatest)."""
+    i, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    id = split * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(logits + i * V + id, mask=id < V, other=float("-inf")).to(tl.float32)
+    t = tl.load(temperature + i)
+    if t > 0:
+        noise = gumbel(tl.load(seeds + i), tl.load(index + i), split * BLOCK, BLOCK)
+        z = tl.div_rn(z, t) + noise
+    w = tl.div_rn(z, tau)
+    candidate = rank(w, id)  # what is past the row comes last: -inf, and a higher id than any
+    first = tl.max(candidate, 0)
+    most = ranked_value(first)
+    most = tl.where(most == float("-inf"), _LEAST_FINITE, most)  # a finite one leaves exp(-inf) 0
+    at = i * tl.num_programs(1) + split
+    tl.store(mosts + at, most)
+    tl.store(totals + at, tl.sum(tl.exp(w - most), 0))
+    for j in range(K):
+        tl.store(ranks + at * K + j, first)
+        first = tl.max(tl.where(candidate < first, candidate, LOWEST), 0)
+
+
+@triton.jit
+def _best_of_all(
+    ranks, mosts, totals, out, splits, K: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The K first of all splits' candidates: their ids, then the bits of their log-weights."""
+    i = tl.program_id(0).to(tl.int64)
+    split, at = tl.arange(0, SPLITS), tl.arange(0, BLOCK)
+    each = tl.load(mosts + i * splits + split, mask=split < splits, other=_LEAST_FINITE)
+    total = tl.load(totals + i * splits + split, mask=split < splits, other=0.0)
+    most = tl.max(each, 0)
+    log_total = tl.log(tl.sum(total * tl.exp(each - most), 0))
+    candidate = tl.load(ranks + i * splits * K + at, mask=at < splits * K, other=LOWEST)
+    first = tl.max(candidate, 0)
+    out += i * 2 * K
+    for j in range(K):
+        weight = ranked_value(first) - most - log_total
+        # Where no weight is a number, the ids are the first as well.
+        tl.store(out + j, tl.where(log_total == log_total, ranked_id(first), j).to(tl.int32))
+        tl.store(out + K + j, weight.to(tl.int32, bitcast=True))
+        first = tl.max(tl.where(candidate < first, candidate, LOWEST), 0)
+
+
+def launch_top_children(logits: Tensor, params: SampleParams, k: int, tau: float) -> Tensor:
+    """What `top_children` brings to the host, on the device still; nothing waits for it.
+
+    ->  [R, 2k]  int32  a row's k ids, then the bits of their k log-weights
+    """
+    R, V = logits.shape
+    assert k <= V, "more children than tokens"
+    asked = params.temperature, params.seeds, params.token_index
+    for x in (logits, *asked):
+        assert x.is_contiguous(), "a kernel was handed a tensor with gaps"
+    block = min(_SPLIT, max(4, triton.next_power_of_2(V)))
+    splits = triton.cdiv(V, block)
+    ranks = logits.new_empty(R * splits * k, dtype=torch.int64)
+    mosts, totals = logits.new_empty(2, R * splits, dtype=torch.float32)
+    out = logits.new_empty(R, 2 * k, dtype=torch.int32)
+    each = ranks, mosts, totals
+    _best_of_split[(R, splits)](logits, *asked, *each, V, tau, K=k, BLOCK=block)
+    sizes = triton.next_power_of_2(splits), triton.next_power_of_2(splits * k)
+    _best_of_all[(R,)](*each, out, splits, K=k, SPLITS=sizes[0], BLOCK=sizes[1], num_warps=8)
+    return out
+
+
+def top_children(logits: Tensor, params: SampleParams, k: int, tau: float) -> tuple[Tensor, Tensor]:
+    """As the reference's, on the host, in one copy; logits and params are on the device."""
+    packed = launch_top_children(logits, params, k, tau).cpu()
+    return packed[:, :k].long(), packed[:, k:].contiguous().view(torch.float32)

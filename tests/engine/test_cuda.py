@@ -1,0 +1,127 @@
+"""The engine on the build for the GPU, in Triton's interpreter, says what the CPU's build says."""
+
+import pytest
+import torch
+
+from specserve.config import load_config
+from specserve.engine import build
+from specserve.errors import ConfigError
+from specserve.models.loader import load_decoder
+from specserve.sampling import Sampling
+from specserve_kernels import cpu
+from tests.checkpoints import tiny_checkpoint
+from tests.engine.house import Case, Scripted, Watch, bush, engine_for, hedge, load_small, plain
+from tests.kernels.builds import interpreted
+
+pytestmark = pytest.mark.skipif(interpreted is None, reason="Triton compiles for the GPU here")
+MAX_LEN = 288
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Target and draft, by the CPU's build and by the one for the GPU."""
+    root = tmp_path_factory.mktemp("models")
+    target = tiny_checkpoint(root / "target", seed=1, tie_word_embeddings=False)
+    draft = tiny_checkpoint(root / "draft", seed=1, num_hidden_layers=1)
+    there = [load_decoder(f, "fp32", interpreted, MAX_LEN) for f in (target, draft)]
+    return load_small(target), *there
+
+
+def sampling(temperature, seed):
+    return Sampling(
+        max_tokens=10, temperature=temperature, top_k=40, top_p=0.95, min_p=0.01, seed=seed
+    )
+
+
+def cases():
+    """Prompts of more than a chunk and of a token; the last begins as the first does."""
+    prompts = [[*range(1, 41)], [7], [5, 6, 7] * 6, [*range(1, 34)]]
+    return [Case(p, sampling(i % 2, i), arrives=2 * i) for i, p in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model", bush, hedge])
+def test_the_text_is_the_cpus_own_with_every_drafter(models, drafter):
+    on_cpu, target, draft = models
+    want = plain(on_cpu, cases())
+    engine = engine_for(
+        target,
+        draft if drafter == "model" else None,
+        drafter if isinstance(drafter, str) else Scripted(drafter, dict(enumerate(want))),
+        max_nodes=6,
+        prefill_chunk=16,
+        options={"width": 2, "max_depth": 3} if drafter == "model" else {},
+    )
+    watch = Watch(engine)
+    got = watch.run(cases())
+    assert [r.token_ids.tolist() for r in got] == want
+    assert drafter in ("none", "ngram") or engine.stats.num_accepted > 0
+    assert drafter not in (bush, hedge) or watch.seen["moved"] > 0
+
+
+class OutOfMemory:
+    """Stands in for a runner's answers, once."""
+
+    def __init__(self, runner):
+        self.runner, self.answers = runner, runner.answers
+        runner.answers = self
+
+    def __call__(self, groups, params):
+        self.runner.answers = self.answers
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def test_a_step_out_of_memory_ends_its_own_requests_and_nothing_else(models, caplog):
+    on_cpu, target, _ = models
+    first, second, later = cases()[:3]
+    engine = engine_for(target, None, "none", max_running=2)
+    requests = [engine.add(c.prompt, c.sampling) for c in (first, second, later)]
+    engine.step()
+    OutOfMemory(engine.target)
+    failed = engine.step()
+    assert {e.id for e in failed} == {requests[0].id, requests[1].id}
+    assert all(
+        e.finish_reason == "error" and "lower memory.kv_fraction" in e.failure for e in failed
+    )
+    assert "Tried to allocate 2.00 GiB" in caplog.messages[0]
+    while not engine.is_idle:
+        engine.step()
+        engine.check()
+    assert requests[2].token_ids.tolist() == plain(on_cpu, [later])[0]
+    assert engine.pool.is_whole
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_device_that_is_not_there_is_one_clear_line():
+    with pytest.raises(ConfigError) as e:
+        build.build(load_config(None, {"model.device": "cuda"}))
+    assert str(e.value).startswith("model.device = 'cuda': ")
+    assert "or take 'cpu'" in str(e.value) and "\n" not in str(e.value)
+
+
+def no_memory(*args, **kwargs):
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 9.50 GiB. GPU 0 has a total capacity of 139 GiB"
+    )
+
+
+PLACES = {  # where memory runs out at load -> what is said of it
+    "weights": (build, "load_decoder", ["GiB of weights", "that were free", "set model.dtype"]),
+    "pool": (cpu, "allocate", ["bytes for the KV pool, with", "free", "lower memory.kv_bytes"]),
+    "step": (
+        build.Runner,
+        "forward",
+        ["a step of 512 rows", "lower memory.kv_bytes", "max_batched"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("where", "name", "words"), PLACES.values(), ids=PLACES)
+def test_memory_that_runs_out_at_load_says_what_was_asked_and_what_to_lower(
+    where, name, words, monkeypatch
+):
+    monkeypatch.setattr(where, name, no_memory)
+    with pytest.raises(ConfigError) as e:
+        build.build(load_config(None, {"model.device": "cpu", "memory.kv_bytes": 1 << 26}))
+    assert not [
+        part for part in ["Tried to allocate 9.50 GiB)", *words] if part not in str(e.value)
+    ]

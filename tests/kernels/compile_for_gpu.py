@@ -1,0 +1,107 @@
+"""Compiles every Triton kernel for an H200, as a model of 8 billion parameters calls it."""
+
+import os
+import sys
+from itertools import chain
+
+os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported
+
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from specserve_kernels.cuda import move, norm, paged, rope, silu
+
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+def source(kernel, constants, **types):
+    """The kernel for arguments of these types; all others are constants."""
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    assert {n for n, t in signature.items() if t == "constexpr"} == set(constants), kernel
+    return ASTSource(fn=kernel, signature=signature, constexprs=constants)
+
+
+def with_ones(x):
+    """As Triton compiles it where integers are 1: then they are constants, with other methods."""
+    fixed = {p.name for p in x.fn.params if p.do_not_specialize}
+    ones = {n for n, t in x.signature.items() if t == "i32" and n not in fixed}
+    signature = {name: "constexpr" if name in ones else t for name, t in x.signature.items()}
+    constants = {x.fn.arg_names[at[0]]: value for at, value in x.constants.items()}
+    return ASTSource(fn=x.fn, signature=signature, constexprs=constants | dict.fromkeys(ones, 1))
+
+
+def sources():
+    for t, dot in (("*bf16", tl.bfloat16), ("*fp32", tl.float32)):
+        ints = dict.fromkeys(("block_size", "block_stride"), "i32")
+        for has_residual in (False, True):
+            yield source(
+                norm._rms_norm,
+                {"HAS_RESIDUAL": has_residual, "BLOCK": 4096},
+                **dict.fromkeys(("x", "residual", "weight", "out"), t),
+                K="i32",
+                eps="fp32",
+            )
+        yield source(silu._silu_mul, {"BLOCK": silu.BLOCK}, gate_up=t, out=t, F="i32")
+        for half, block in ((64, 64),):
+            yield source(
+                rope._rope_write_kv,
+                {"HAS_NORM": True, "HALF": half, "HALF_BLOCK": block, "HEADS": rope.HEADS},
+                **dict.fromkeys(("qkv", "q_out", "k_cache", "v_cache", "q_norm", "k_norm"), t),
+                **dict.fromkeys(("cos", "sin"), "*fp32"),
+                **dict.fromkeys(("num_heads", "num_kv_heads"), "i32"),
+                **ints,
+                positions="*i32",
+                slots="*i64",
+                eps="fp32",
+            )
+        yield source(
+            move._move_kv,
+            {"BLOCK": move.BLOCK},
+            k=t,
+            **dict.fromkeys(("source", "target"), "*i64"),
+            **dict.fromkeys(("num_moves", "token", "layer_stride", "v_offset"), "i32"),
+            **ints,
+        )
+        for rows, group, D in ((8, 4, 128),):
+            yield source(
+                paged._attend,
+                {
+                    "ONE_PIECE": False,
+                    "GROUP": group,
+                    "GROUP_BLOCK": group,
+                    "ROWS": rows,
+                    "D": D,
+                    "D_BLOCK": max(16, 1 << (D - 1).bit_length()),
+                    "SLOTS": paged.SLOTS,
+                    "DOT": dot,
+                },
+                **dict.fromkeys(("q", "k", "v"), t),
+                **dict.fromkeys(("out", "lse"), "*fp32"),
+                **dict.fromkeys(("tiles", "indptr", "indices"), "*i32"),
+                **dict.fromkeys(("first", "prefix", "mask"), "*i64"),
+                **dict.fromkeys(("num_rows", "num_heads", "num_kv_heads", "piece"), "i32"),
+                **ints,
+                scale="fp32",
+            )
+        yield source(
+            paged._merge,
+            {"D": 80, "D_BLOCK": 128},
+            parts="*fp32",
+            lse="*fp32",
+            out=t,
+            pieces="i32",
+            num_rows_heads="i32",
+        )
+
+
+def main():
+    for x in chain.from_iterable((plain, with_ones(plain)) for plain in sources()):
+        kernel = compile(x, target=HOPPER)
+        shared = kernel.metadata.shared
+        print(f"{x.name:16} {len(kernel.asm['cubin']):6} bytes, {shared} bytes of shared memory")
+        assert shared <= 227 << 10, "more shared memory than an SM has"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,295 @@
+"""The Triton kernels that choose tokens, by the reference: noise, filters, choices, children."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from specserve_kernels import SampleParams, reference
+from specserve_kernels.cuda.noise import gumbel
+from specserve_kernels.cuda.sample import bounds, sample
+from specserve_kernels.cuda.top_children import launch_top_children, top_children
+from specserve_kernels.reference import sampling
+from tests.kernels.test_noise import EXTREMES, KNOWN, SEEDS, flat, ints
+from tests.kernels.test_sampling import CHILDREN, CHOICES, DTYPES, FILTERS, asked, mixed
+from tests.kernels.world import random_tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CASES = list(enumerate([1, 5, 64, 300, 1000, 4099]))  # which of the mixes, V
+NAN, INF = float("nan"), float("inf")
+# The interpreter's numpy warns of what a GPU computes in silence.
+NO_NUMBERS = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """New tensors hold NaN or the greatest integer: no kernel may read what none has written."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def on_device(params):
+    return SampleParams(*(x.to(DEVICE) for x in params))
+
+
+def drawn(logits, rows, params):
+    return sample(logits.to(DEVICE), rows.to(DEVICE), on_device(params)).cpu()
+
+
+def left(logits, rows, params):
+    """Which tokens the kernel's filters leave, [n, V]; never those that are impossible."""
+    bound, last = bounds(logits.to(DEVICE), rows.to(DEVICE), on_device(params))
+    bound, last, t = bound.cpu()[:, None], last.cpu()[:, None], params.temperature[:, None]
+    z = logits[rows].float() / t.where(t > 0, 1.0)
+    is_left = (z > bound) | ((z == bound) & (torch.arange(z.shape[1]) <= last))
+    return is_left & z.isfinite()
+
+
+def left_by_definition(logits, rows, params):
+    each = zip(rows.tolist(), *(x.tolist() for x in params[:4]), strict=True)
+    return torch.stack([sampling.transform(logits[r].float(), *p).isfinite() for r, *p in each])
+
+
+def some_mixes(start, step):
+    """Of the mixes of all parameters every step-th."""
+    return SampleParams(*(x[start::step].contiguous() for x in mixed()))
+
+
+@triton.jit
+def _philox(counter, key, out):
+    w0, w1, w2, w3 = tl.philox(
+        tl.load(key) | (tl.load(key + 1) << 32),
+        *(tl.load(counter), tl.load(counter + 1), tl.load(counter + 2), tl.load(counter + 3)),
+    )
+    tl.store(out, w0)
+    tl.store(out + 1, w1)
+    tl.store(out + 2, w2)
+    tl.store(out + 3, w3)
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
+def test_tritons_philox_gives_the_published_words(counter, key, words):
+    counter, key = (torch.tensor(ints(x), device=DEVICE) for x in (counter, key))
+    out = torch.empty(4, dtype=torch.int64, device=DEVICE)
+    _philox[(1,)](counter.to(torch.uint32), key, out)
+    assert out.tolist() == ints(words)
+
+
+@triton.jit
+def _gumbel(seeds, index, out, first, BLOCK: tl.constexpr):
+    i = tl.program_id(0)
+    noise = gumbel(tl.load(seeds + i), tl.load(index + i), first, BLOCK)
+    tl.store(out + i * BLOCK + tl.arange(0, BLOCK), noise)
+
+
+def noise(seeds, index, first, n):
+    """The kernels' noise, [.., n], of the ids from `first` on."""
+    out = torch.empty(len(seeds), n, device=DEVICE)
+    seeds, index = (torch.tensor(x, device=DEVICE) for x in (seeds, index))
+    _gumbel[(len(seeds),)](seeds, index, out, first, BLOCK=n)
+    return out.cpu()
+
+
+@pytest.mark.parametrize("first", [0, 4, 1024, 151_936])
+def test_noise_is_the_references(first):
+    cases = [(s, i) for s in SEEDS for i in (0, 1, 4096, 2**31, 2**32 - 1)]
+    want = torch.stack([sampling.gumbel(*case, first + 64)[first:] for case in cases])
+    got = noise(*zip(*cases, strict=True), first, 64)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_an_extreme_word_is_finite_noise():
+    seeds, index, ids, _, want = zip(*EXTREMES, strict=True)
+    got = noise(seeds, index, 0, 4)[torch.arange(len(ids)), ids]
+    torch.testing.assert_close(got, torch.tensor(want), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("p", "params", "ids"), FILTERS.values(), ids=FILTERS)
+def test_filters_leave(p, params, ids):
+    got = left(torch.tensor([p]).log(), torch.zeros(1).long(), asked(1, **params))
+    assert set(got[0].nonzero().flatten().tolist()) == ids
+
+
+@DTYPES
+@pytest.mark.parametrize("spread", [0.5, 8.0], ids=["flat", "peaked"])
+@pytest.mark.parametrize(("start", "V"), CASES)
+def test_filters_leave_what_the_reference_leaves(start, V, spread, dtype):
+    logits, params = spread * random_tensor(7, V, dtype=dtype), some_mixes(start, 11)
+    rows = torch.arange(len(params.top_k)) % 7
+    assert torch.equal(left(logits, rows, params), left_by_definition(logits, rows, params))
+
+
+def test_filters_cut_ties_as_the_reference():
+    logits = torch.randint(3, (7, 999), generator=torch.Generator().manual_seed(0)).float()
+    params = some_mixes(1, 2)
+    rows = torch.arange(len(params.top_k)) % 7
+    assert torch.equal(left(logits, rows, params), left_by_definition(logits, rows, params))
+
+
+def test_filters_leave_of_impossible_tokens_none():
+    logits, params = 3 * random_tensor(2, 50), some_mixes(0, 5)
+    logits[:, ::3], logits[1, 4:] = -INF, -INF
+    rows = torch.arange(len(params.top_k)) % 2
+    assert torch.equal(left(logits, rows, params), left_by_definition(logits, rows, params))
+
+
+LONG = [  # top_k, top_p, min_p of a row that no program takes in at once
+    (7000, 1.0, 0.0),
+    (15000, 1.0, 0.0),
+    (0, 0.5, 0.0),
+    (0, 0.9999, 0.0),
+    (0, 0.95, 0.5),
+    (12000, 0.9, 0.01),
+    (12000, 0.3, 0.0),
+]
+
+
+@pytest.mark.parametrize("levels", [2, 10**9], ids=["ties", "no ties"])
+def test_filters_of_a_long_row_leave_what_the_reference_leaves(levels):
+    logits = torch.randint(levels, (1, 20_011), generator=torch.Generator().manual_seed(0))
+    logits = 3.0 * logits / levels
+    n, rows = len(LONG), torch.zeros(len(LONG)).long()
+    top_k, top_p, min_p = (torch.tensor(x) for x in zip(*LONG, strict=True))
+    params = asked(n)._replace(top_k=top_k.int(), top_p=top_p, min_p=min_p)
+    assert torch.equal(left(logits, rows, params), left_by_definition(logits, rows, params))
+
+
+@DTYPES
+@pytest.mark.parametrize(("logits", "params", "token"), CHOICES.values(), ids=CHOICES)
+def test_the_choice_is(logits, params, token, dtype):
+    got = drawn(torch.tensor([logits], dtype=dtype), torch.zeros(2).long(), asked(2, **params))
+    assert got.tolist() == [token] * 2
+
+
+NUMBERS = {  # logits, the parameters -> the token
+    "a NaN": ([1.0, 2.0, NAN, 1.0], {}, 0),
+    "a NaN of the other sign": ([1.0, 2.0, -NAN, 1.0], {}, 0),
+    "a NaN at T = 0": ([1.0, 2.0, NAN, 1.0], {"temperature": 0}, 0),
+    "a NaN and filters": ([1.0, 2.0, NAN, 1.0], {"top_k": 2, "top_p": 0.5, "min_p": 0.5}, 0),
+    "a NaN in a later split": ([1.0] * 3000 + [NAN], {}, 0),
+    "only NaNs": ([NAN, NAN], {"top_k": 1}, 0),
+    "no hope": ([-INF] * 1500, {}, 0),
+    "no hope and filters": ([-INF] * 3, {"top_k": 2, "top_p": 0.5, "min_p": 0.5}, 0),
+    "certainty": ([1.0, 2.0, INF, INF], {}, 2),
+    "certainty and top_k": ([1.0, 2.0, INF, 1.0], {"top_k": 2}, 2),
+    "certainty and top_p": ([1.0, 2.0, INF, INF], {"top_p": 0.5}, 2),
+    "two zeros": ([-1.0, -0.0, 0.0], {"temperature": 0}, 1),
+    "the other two zeros": ([-1.0, 0.0, -0.0], {"temperature": 0}, 1),
+}
+
+
+@NO_NUMBERS
+@DTYPES
+@pytest.mark.parametrize(("logits", "params", "token"), NUMBERS.values(), ids=NUMBERS)
+def test_of_odd_numbers_the_choice_is(logits, params, token, dtype):
+    logits, row = torch.tensor([logits], dtype=dtype), torch.zeros(1).long()
+    assert reference.sample(logits, row, asked(1, **params)).tolist() == [token]
+    assert drawn(logits, row, asked(1, **params)).tolist() == [token]
+
+
+@DTYPES
+@pytest.mark.parametrize(("start", "V"), CASES)
+def test_tokens_are_chosen_as_by_the_reference(start, V, dtype):
+    logits, params = 3 * random_tensor(7, V, dtype=dtype), some_mixes(start, 11)
+    rows = torch.arange(len(params.top_k)) % 7
+    assert torch.equal(drawn(logits, rows, params), reference.sample(logits, rows, params))
+
+
+@pytest.mark.parametrize("V", [2, 63, 4097])
+def test_flat_logits_are_decided_by_the_references_noise(V):
+    logits, params = flat(8, V, [s * 2**40 + 1 for s in range(8)], [i * i for i in range(8)])
+    rows = torch.arange(8)
+    assert torch.equal(drawn(logits, rows, params), reference.sample(logits, rows, params))
+
+
+def test_ties_go_to_the_lowest_id_across_splits():
+    logits = torch.zeros(2, 3000)
+    logits[0, [1500, 2500]], logits[1, [700, 1030, 2999]] = 1.0, 1.0
+    assert drawn(logits, torch.arange(2), SampleParams.greedy(2)).tolist() == [1500, 700]
+
+
+def test_each_token_is_chosen_from_its_own_row():
+    logits, rows = 5.0 * torch.eye(4), torch.tensor([2, 0, 2, 3])
+    assert drawn(logits, rows, SampleParams.greedy(4)).tolist() == [2, 0, 2, 3]
+    assert drawn(logits, rows, asked(4, top_k=1)).tolist() == [2, 0, 2, 3]
+
+
+def test_a_tensor_with_gaps_is_refused():
+    wide, logits = torch.zeros(2, 6), torch.zeros(2, 3)
+    rows, params = torch.zeros(2).long(), SampleParams.greedy(2)
+    gaps = params._replace(seeds=torch.zeros(2, 2).long()[:, 0])
+    for given in (
+        (wide[:, ::2], rows, params),
+        (logits, torch.zeros(2, 2).long()[:, 0], params),
+        (logits, rows, gaps),
+    ):
+        with pytest.raises(AssertionError, match="gaps"):
+            drawn(*given)
+    for given in ((wide[:, ::2], params), (logits, gaps)):
+        with pytest.raises(AssertionError, match="gaps"):
+            children(*given, 1, 1.0)
+
+
+def test_there_are_no_more_children_than_tokens():
+    with pytest.raises(AssertionError, match="more children than tokens"):
+        children(torch.zeros(1, 3), SampleParams.greedy(1), 4, 1.0)
+
+
+def children(logits, params, k, tau):
+    return top_children(logits.to(DEVICE), on_device(params), k, tau)
+
+
+@pytest.mark.parametrize(("p", "tau", "ids", "law"), CHILDREN.values(), ids=CHILDREN)
+def test_the_likeliest_children_are(p, tau, ids, law):
+    got, weight = children(torch.tensor([p]).log(), SampleParams.greedy(1), 3, tau)
+    assert got.tolist() == [ids]
+    torch.testing.assert_close(weight.exp(), torch.tensor([law]), rtol=1e-5, atol=0)
+
+
+@DTYPES
+@pytest.mark.parametrize("temperature", [0, 0.5])
+@pytest.mark.parametrize(("V", "k"), [(1, 1), (16, 16), (5, 2), (300, 1), (1025, 16), (4099, 8)])
+def test_children_are_ranked_as_by_the_reference(V, k, temperature, dtype):
+    logits, params = 3 * random_tensor(3, V, dtype=dtype), asked(3, temperature)
+    (got, weight), (want, law) = (
+        f(logits, params, k, 0.8) for f in (children, reference.top_children)
+    )
+    assert torch.equal(got, want)
+    torch.testing.assert_close(weight, law, rtol=1e-5, atol=1e-5)
+
+
+def test_children_across_splits_are_ranked_by_id_where_tied_and_however_low_all_are():
+    logits = torch.randint(3, (2, 2500), generator=torch.Generator().manual_seed(0)) - 300.0
+    logits[0, 1024:] = -INF
+    (got, weight), (want, law) = (
+        f(logits, SampleParams.greedy(2), 16, 1.0) for f in (children, reference.top_children)
+    )
+    assert torch.equal(got, want)
+    torch.testing.assert_close(weight, law, rtol=1e-5, atol=1e-5)
+
+
+@NO_NUMBERS
+@pytest.mark.parametrize("V", [5, 1500])
+def test_children_of_odd_numbers_are_the_references(V):
+    logits = random_tensor(5, V)
+    logits[0], logits[1, :3], logits[2, 1], logits[3, 2], logits[4, 4:] = -INF, -INF, NAN, INF, -INF
+    (got, weight), (want, law) = (
+        f(logits, asked(5), 5, 0.8) for f in (children, reference.top_children)
+    )
+    assert torch.equal(got, want)
+    torch.testing.assert_close(weight, law, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_children_come_from_the_device_as_one_tensor():
+    logits, params = random_tensor(3, 50), asked(3)
+    packed = launch_top_children(logits.to(DEVICE), on_device(params), 4, 0.8).cpu()
+    ids, weight = children(logits, params, 4, 0.8)
+    assert packed.dtype == torch.int32 and (ids.dtype, weight.dtype) == (torch.int64, torch.float32)
+    assert torch.equal(packed, torch.cat([ids.int(), weight.view(torch.int32)], dim=1))
+
+
+def test_the_first_child_is_what_the_target_would_draw_from_the_same_logits():
+    logits, rows = random_tensor(8, 333), torch.arange(8)
+    ids, _ = children(logits, asked(8, 0.7), 4, 0.8)
+    assert torch.equal(ids[:, 0], drawn(logits, rows, asked(8, 0.7)))
