@@ -15,7 +15,7 @@ SPECSERVE_TEST_MODELS ?= $(abspath ../shared/models)
 endif
 export SPECSERVE_TEST_MODELS
 
-.PHONY: setup test check lint serve generate bench
+.PHONY: setup test check lint serve generate bench gpu-check
 
 setup: $(COMPILED)
 
@@ -51,3 +51,11 @@ generate: setup
 
 bench: setup
 	$(PY) -m specserve_bench.figures
+
+# On a machine with an NVIDIA GPU. Takes the Python that is there, not .venv: WHEELS names a folder
+# of wheels that it lacks, OUT where the JSON goes, STAGES some of the stages.
+GPU_PYTHON ?= python3
+OUT ?= bench/results
+gpu-check:
+	PYTHONPATH=bench $(GPU_PYTHON) -m specserve_bench.gpu --out $(OUT) \
+		$(if $(WHEELS),--wheels $(WHEELS)) $(STAGES)

@@ -6,11 +6,12 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -225,11 +226,33 @@ def machine(command: str) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         **{name: version(name) for name in PACKAGES},
+        **gpu(),
         "specserve": VERSION,
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
         "command": command,
     }
+
+
+def gpu() -> dict[str, Any]:
+    """The accelerator and what drives it; nothing where there is none."""
+    if not torch.cuda.is_available():
+        return {}
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
+    except OSError:
+        driver = "unknown"
+    found = {name: installed_version(name) for name in ("triton", "flashinfer-python")}
+    name, cuda = torch.cuda.get_device_name(), torch.version.cuda
+    return {"gpu": name, "driver": driver, "cuda": cuda, **found}
+
+
+def installed_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def commit() -> str | None:

@@ -1,0 +1,1 @@
+"""`make gpu-check`: what has to be seen on a GPU before any of it is claimed."""

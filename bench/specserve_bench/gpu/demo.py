@@ -1,0 +1,57 @@
+"""The demo pair at the cost of 8 billion parameters: off, n-grams and the small draft model."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec  # isort: skip
+
+from specserve.config import DEMO_DRAFT, DEMO_TARGET, load_config
+from specserve_bench import suite
+from specserve_bench.gpu.record import Record
+from specserve_bench.report import report
+from specserve_bench.results import Goals, Load
+from specserve_bench.scale import scale_model
+from specserve_bench.workloads import workload
+
+TARGET, DRAFT = "llama-3.1-8b", "llama-3.1-8b-draft"
+SETTINGS = ("off", "ngram:8", "model:8", "model:16")
+REQUESTS, ROUNDS = 4, 2
+
+
+def main(argv: list[str]) -> int:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--seconds", type=int, default=540)
+    p.add_argument("--models", type=Path, default=Path(".models"))
+    args = p.parse_args(argv)
+    record = Record(args.out, suite.machine("python -m specserve_bench.gpu demo"))
+    models = {
+        "model.path": str(scaled(DEMO_TARGET, TARGET, args.models)),
+        "drafter.model": str(scaled(DEMO_DRAFT, DRAFT, args.models)),
+        "memory.kv_bytes": 4 << 30,
+    }
+    base, loader = load_config(None, models), suite.Loader(progress=False)
+    contenders = [
+        loader.load(setting, load_config(None, models | suite.drafting(setting, base)))
+        for setting in SETTINGS
+    ]
+    chosen = [workload(w, REQUESTS, seed=0) for w in ("questions", "completion")]
+    plan = suite.Plan(chosen, [Load(concurrency=1)], ROUNDS)
+    result = suite.measure("drafters", contenders, plan, Goals(), "specserve_bench.gpu demo")
+    print(report(result))
+    record.put("result", msgspec.to_builtins(result))
+    record.save(done=True)
+    return 0
+
+
+def scaled(source: Path, shape: str, models: Path) -> Path:
+    """Once on this machine."""
+    target = models / f"{source.name}-{shape}"
+    if not (target / "config.json").exists():
+        scale_model(source, target, shape)
+    return target
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

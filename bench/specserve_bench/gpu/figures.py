@@ -1,0 +1,328 @@
+"""What the GPU build costs, against the machine's copy bandwidth: steps, attention, TTFT, gaps."""
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+from specserve.engine.batch import build_batch
+from specserve.engine.engine import Engine
+from specserve.memory import BlockPool
+from specserve.sampling import Sampling
+from specserve.scheduling import Scheduler
+from specserve.scheduling.scheduler import Limits
+from specserve_bench.gpu.record import Record
+from specserve_bench.gpu.stages import UNFINISHED
+from specserve_bench.gpu.world import (
+    World,
+    device_seconds,
+    layout_of,
+    random_decoder,
+    streamed_bytes,
+    timed,
+)
+from specserve_bench.suite import machine
+from specserve_kernels import Ops, load
+from specserve_kernels.cuda import paged
+from specserve_kernels.cuda.attention import FlashInfer, load_flashinfer
+from specserve_kernels.cuda.masks import sight
+
+ROWS = (1, 4, 8, 16, 32, 64)
+REQUESTS = (1, 8, 32)
+CONTEXTS = (512, 4096, 32768)
+RESERVE = 4 << 30  # bytes for activations and workspaces
+PROMPT = 1000
+PROFILED = 5  # steps
+TTFT_TARGET, PLAIN_TARGET, VERIFY_TARGET = 0.060, 1.5, 1.15
+
+
+class Kernel(NamedTuple):
+    """One launch; microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+class Size(NamedTuple):
+    """How much is measured: less of it in a trial without a GPU."""
+
+    shapes: dict[str, dict[str, Any]]  # of SHAPES, and what is changed of them
+    rows: tuple[int, ...] = ROWS
+    requests: tuple[int, ...] = REQUESTS
+    contexts: tuple[int, ...] = CONTEXTS
+    copied: int = 4 << 30  # bytes
+    prompt: int = PROMPT
+
+
+FULL = Size({"llama-3.1-8b": {}, "qwen3-0.6b": {}})
+TRIAL = Size(
+    {"qwen3-0.6b": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 320}},
+    rows=(1, 4),
+    requests=(1, 2),
+    contexts=(40, 1 << 22),
+    copied=1 << 20,
+    prompt=20,
+)
+
+
+def main(argv: list[str]) -> int:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--seconds", type=int, default=540)
+    p.add_argument("--trial", action="store_true", help="small, on whatever device there is")
+    args = p.parse_args(argv)
+    size = TRIAL if args.trial else FULL
+    ops = load("auto" if args.trial else "cuda")
+    record = Record(args.out, machine("python -m specserve_bench.gpu figures"))
+    with torch.inference_mode():
+        is_done = measure(record, ops, size, perf_counter() + args.seconds)
+    print(summary(record.figures))
+    record.save(done=is_done)
+    return 0 if is_done else UNFINISHED
+
+
+def measure(record: Record, ops: Ops, size: Size, deadline: float) -> bool:
+    """Whatever the record lacks, until the deadline; whether it is complete."""
+    if "copy GB/s" not in record:
+        record.put("copy GB/s", copy_bandwidth(ops, size.copied) / 1e9)
+    for shape in size.shapes:
+        points = [name for name, _ in Shape(record, ops, size, shape, None).parts()]
+        if all(name in record for name in points):
+            continue
+        longest = max(size.contexts) + 64 if size is not TRIAL else 1024
+        decoder = random_decoder(shape, ops, longest, **size.shapes[shape])
+        for name, figure in Shape(record, ops, size, shape, decoder).parts():
+            if name in record:
+                continue
+            if perf_counter() > deadline:
+                return False
+            record.put(name, figure())
+            print(name, record.figures[name], flush=True)
+        del decoder
+    return True
+
+
+def copy_bandwidth(ops: Ops, num_bytes: int) -> float:
+    """Bytes a second, read and written, of a copy on the device."""
+    source = ops.allocate(num_bytes)
+    source.view(torch.bfloat16).normal_()
+    target = torch.empty_like(source)
+    return 2 * num_bytes / device_seconds(lambda: target.copy_(source)).median
+
+
+class Shape:
+    """The figures of one model shape, by name; nothing is made before it is asked for."""
+
+    def __init__(self, record: Record, ops: Ops, size: Size, name: str, decoder: Any) -> None:
+        self.record, self.ops, self.size, self.name = record, ops, size, name
+        self.decoder = decoder
+        self.world: World | None = None
+
+    def parts(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        yield f"{self.name} TTFT of {self.size.prompt} tokens", self.ttft
+        for rows in (1, 32):
+            yield f"{self.name} gaps: {rows} rows", partial(self.gaps, rows)
+        for context in self.size.contexts:
+            for requests in self.size.requests:
+                for rows in self.size.rows:
+                    name = f"{self.name} step: {rows} rows x {requests} requests, context {context}"
+                    yield name, partial(self.step, rows, requests, context)
+                yield (
+                    f"{self.name} attention: {requests} requests, context {context}",
+                    partial(self.attention, requests, context),
+                )
+
+    def room(self, num_tokens: int) -> World | None:
+        """A world with so much room; None where the device has not."""
+        size = layout_of(self.decoder).token_bytes
+        if self.world is not None and self.world.pool.num_available * 16 >= num_tokens:
+            return self.world
+        self.world = None
+        if num_tokens * size + RESERVE * (self.size is not TRIAL) > self.ops.free_memory():
+            return None
+        self.world = World(self.decoder, num_tokens + 16)
+        return self.world
+
+    def step(self, rows: int, requests: int, context: int) -> dict[str, Any] | str:
+        world = self.room(requests * (context + rows + 16))
+        if world is None:
+            return "left out: does not fit"
+        groups = world.groups(requests, rows, context)
+        taken = timed(world.step(groups))
+        world.release(groups)
+        kv = requests * (context + rows) * layout_of(self.decoder).token_bytes
+        bandwidth = 1e9 * self.record.figures["copy GB/s"]
+        floor = (streamed_bytes(self.decoder) + kv) / bandwidth
+        return {
+            "ms": [round(1e3 * t, 3) for t in taken],
+            "weights and KV at copy bandwidth, ms": round(1e3 * floor, 3),
+            "over": round(taken.median / floor, 3),
+        }
+
+    def attention(self, requests: int, context: int) -> dict[str, Any] | str:
+        """A layer of it: microseconds by kind and rows, and the KV at copy bandwidth."""
+        world = self.room(requests * (context + 64 + 16))
+        if world is None:
+            return "left out: does not fit"
+        kv_bytes = requests * context * layout_of(self.decoder).token_bytes
+        bandwidth = 1e9 * self.record.figures["copy GB/s"]
+        layers = self.decoder.config.num_layers
+        out: dict[str, Any] = {"KV, us": round(1e6 * kv_bytes / layers / bandwidth, 1)}
+        for rows in self.size.rows:
+            for name, run in attentions(world, requests, rows, context):
+                try:
+                    taken = device_seconds(run)
+                    out[f"{name}, {rows} rows"] = [round(1e6 * t, 1) for t in taken]
+                except Exception as e:  # one kind's failure is a result
+                    out[f"{name}, {rows} rows"] = f"{type(e).__name__}: {e}"[:300]
+        return out
+
+    def ttft(self) -> dict[str, Any]:
+        """From the request to its first token, through the engine; nobody else is there."""
+        world = self.room(2 * self.size.prompt + 2048)
+        assert world is not None, "no room for a prompt"
+        chunk = self.size.prompt + 24
+        limits = Limits(
+            max_running=64,
+            max_batched_tokens=chunk + 64,
+            prefill_chunk=chunk,
+            max_nodes=0,
+            max_step_nodes=0,
+        )
+        pool = BlockPool(world.pool.num_blocks, world.pool.block_bytes, world.arena.copy)
+        engine = Engine(world.runner, Scheduler(limits, pool))
+        vocab_size = self.decoder.config.vocab_size
+        prompt = [world.random.randrange(vocab_size) for _ in range(self.size.prompt)]
+        sampling = Sampling(max_tokens=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+
+        def ask() -> None:
+            engine.add(prompt, sampling)
+            while not engine.is_idle:
+                engine.step()
+
+        return {"ms": [round(1e3 * t, 3) for t in timed(ask)]}
+
+    def gaps(self, rows: int) -> dict[str, Any]:
+        """Where the time of a step goes that no kernel takes."""
+        world = self.room(self.size.contexts[0] + rows + 16)
+        assert world is not None, "no room for a step"
+        groups = world.groups(1, rows, self.size.contexts[0])
+        step = world.step(groups)
+        taken = timed(step)
+        planned = timed(lambda: self.decoder.plan(build_batch(groups).rows, world.runner.kv))
+        figure: dict[str, Any] = {
+            "step ms": round(1e3 * taken.median, 3),
+            "plan ms": round(1e3 * planned.median, 3),
+        }
+        figure |= gaps(profile(step), PROFILED)
+        world.release(groups)
+        return figure
+
+
+def attentions(
+    world: World, requests: int, rows: int, context: int
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Calls of one layer's attention by every means there is, over the same requests."""
+    decoder, kv = world.decoder, world.runner.kv
+    heads, scale, layer = decoder.config.num_heads, decoder.scale, kv.layers[0]
+    device = layer.k.device
+    q = torch.randn(requests * rows, heads, decoder.config.head_dim, device=device)
+    q = q.to(decoder.dtype)
+    for kind in ("chain", "tree"):
+        groups = world.groups(requests, rows, context, kind)
+        batch = build_batch(groups)
+        seen = sight(batch.rows, None)
+        placed = tuple(x.to(device) for x in (batch.rows.indices, batch.rows.indptr))
+        if kind == "tree" or rows == 1:
+            tiles = paged.deal(batch.rows, seen, heads, layer.k.shape[2])
+            host = (tiles.table, *seen.tensors())
+            inputs = paged.Inputs(*(x.to(device) for x in host), *placed)
+            if device.type == "cuda":
+                yield "own split", partial(paged.attention, q, layer, scale, tiles, inputs)
+        for backend in ("fa2", "fa3") if device.type == "cuda" else ():
+            if kind == "tree" and backend == "fa3":
+                continue  # it knows no mask
+            flashinfer = FlashInfer(device, load_flashinfer(), backend)
+            masks = flashinfer.masks(batch.rows, kv, [None])
+            on_device = {w: (m[0].to(device), m[1].to(device)) for w, m in masks.items()}
+            parts = flashinfer.plan(batch.rows, placed[0], kv, heads, [None], on_device)
+            name = f"causal {backend}" if kind == "chain" or rows == 1 else "custom mask fa2"
+            if kind == "chain" or rows > 1:
+                yield name, partial(flashinfer.run, q, layer, parts, scale, None)
+        world.release(groups)
+
+
+def profile(step: Callable[[], object]) -> list[Kernel]:
+    """The kernels of some steps, in order; without a GPU, the host's operators in their stead."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    has_gpu = torch.cuda.is_available()
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_gpu else [])]
+    with profiler(activities=kinds) as seen:
+        for _ in range(PROFILED):
+            step()
+    known: Any = torch.autograd.profiler
+    where = known.DeviceType.CUDA if has_gpu else known.DeviceType.CPU
+    events = [e for e in seen.events() or () if e.device_type == where]
+    return sorted(
+        (Kernel(e.name[:80], e.time_range.start, e.time_range.end) for e in events),
+        key=lambda kernel: kernel.start,
+    )
+
+
+def gaps(kernels: list[Kernel], steps: int) -> dict[str, Any]:
+    """How busy the device was, where it idled, and before which kernel; milliseconds a step."""
+    busy: dict[str, float] = defaultdict(float)
+    idle: dict[str, float] = defaultdict(float)
+    end = kernels[0].start
+    for kernel in kernels:
+        busy[kernel.name] += kernel.end - kernel.start
+        idle[kernel.name] += max(0.0, kernel.start - end)
+        end = max(end, kernel.end)
+
+    def ms(microseconds: float) -> float:
+        return round(microseconds / 1e3 / steps, 4)
+
+    def longest(by_name: dict[str, float]) -> dict[str, float]:
+        ordered = sorted(by_name.items(), key=lambda item: -item[1])
+        return {name: ms(t) for name, t in ordered[:12]}
+
+    return {
+        "launches": len(kernels) / steps,
+        "busy ms": ms(sum(busy.values())),
+        "idle ms": ms(sum(idle.values())),
+        "busy ms by kernel": longest(busy),
+        "idle ms before kernel": longest(idle),
+    }
+
+
+def summary(figures: dict[str, Any]) -> str:
+    """The few lines that one looks for first, with what was asked."""
+    lines = [f"copy {figures.get('copy GB/s', 0):.0f} GB/s"]
+    for shape in FULL.shapes:
+        one, tree = (
+            figures.get(f"{shape} step: {rows} rows x 1 requests, context 512") for rows in (1, 32)
+        )
+        if one and tree:
+            ratio = tree["ms"][0] / one["ms"][0]
+            lines.append(
+                f"{shape}: plain step {one['ms'][0]:.2f} ms, {one['over']:.2f} x weights and KV at "
+                f"that (asked of 8B: {PLAIN_TARGET}); 32 rows {ratio:.3f} x (asked: "
+                f"{VERIFY_TARGET})"
+            )
+        ttft = figures.get(f"{shape} TTFT of {PROMPT} tokens")
+        if ttft:
+            lines.append(f"{shape}: TTFT {ttft['ms'][0]:.1f} ms (asked of 8B: {1e3 * TTFT_TARGET})")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
