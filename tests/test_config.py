@@ -5,7 +5,13 @@ import pytest
 from specserve.config import KNOBS, Config, load_config, parse_override, to_toml
 from specserve.errors import ConfigError
 
-PRESETS = {"off": "none", "ngram": "ngram", "draft-model": "model"}
+PRESETS = {
+    "off": "none",
+    "ngram": "ngram",
+    "draft-model": "model",
+    "h200-llama-8b": "model",
+    "h200-qwen3-8b": "model",
+}
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
@@ -32,6 +38,8 @@ def test_no_preset_goes_untested():
         ("[memory]\nkv_fraction = nan", ["memory.kv_fraction = nan", "> 0"]),
         ("[speculation]\nmax_nodes = 64", ["speculation.max_nodes = 64", "0 to 63"]),
         ('[model]\ndtype = "fp16"', ["model.dtype = 'fp16'", "auto, bf16 or fp32"]),
+        ('[model]\ndevice = "gpu"', ["model.device = 'gpu'", "cuda:1 for the second GPU"]),
+        ('[model]\ndevice = "cuda:"', ["model.device = 'cuda:'", "auto, cpu, cuda"]),
         ("[scheduler]\nmax_batched_tokens = 8", ["max_batched_tokens = 8", "max_running = 64"]),
         ("[scheduler]\nmax_running = 512", ["max_batched_tokens = 512", "lower the second"]),
         ('[model]\npath = "m"\n[drafter]\nname = "model"', ["drafter.model", "--draft-model"]),

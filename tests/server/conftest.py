@@ -11,7 +11,10 @@ from specserve import LLM
 from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
 from tests.server.house import SETTINGS, ServerProcess
 
-PRESETS = {p.stem: p for p in (Path(__file__).parents[2] / "configs").glob("*.toml")}
+CONFIGS = (Path(__file__).parents[2] / "configs").glob("*.toml")
+PRESETS = {
+    p.stem: p for p in CONFIGS if "device" not in tomllib.loads(p.read_text()).get("model", {})
+}
 LONG_NAME = "m" * 4000  # every event carries it: few of them fill the buffers of a connection
 STRICT = {
     "scheduler.max_running": 1,
@@ -81,7 +84,7 @@ def plain(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def presets(plain):
-    """A server for every file in configs/; they start side by side."""
+    """A server for every file in configs/ that asks for no device; they start side by side."""
     servers = {}
     for name, path in PRESETS.items():
         drafts = "model" in tomllib.loads(path.read_text())["drafter"]
