@@ -1,6 +1,8 @@
 """The architecture, as a test: a file may import its own layer and those above it in this list."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,12 @@ def test_the_folder_of_a_floor_is_no_package(folder):
 )
 def test_an_upward_import_would_be_seen(importer, imported):
     assert layer(imported) > layer(importer)
+
+
+def test_every_module_can_be_imported_without_a_gpu():
+    """Nor does importing one need FlashInfer, which no machine without a GPU has."""
+    names = [name_of(path).removesuffix(".__init__") for path in FILES]
+    names = [name for name in names if not name.endswith("__main__")]
+    code = f"import sys; sys.modules['flashinfer'] = None; import {', '.join(names)}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,17 +1,23 @@
 """The engine on the build for the GPU, in Triton's interpreter, says what the CPU's build says."""
 
+from collections import Counter
+
 import pytest
 import torch
 
 from specserve.config import load_config
 from specserve.engine import build
+from specserve.engine.batch import RowGroup
 from specserve.errors import ConfigError
+from specserve.memory import BlockPool, BlockTable
 from specserve.models.loader import load_decoder
 from specserve.sampling import Sampling
 from specserve_kernels import cpu
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.house import Case, Scripted, Watch, bush, engine_for, hedge, load_small, plain
 from tests.kernels.builds import interpreted
+from tests.kernels.fake_flashinfer import BatchPrefillWithPagedKVCacheWrapper
+from tests.kernels.world import row_errors
 
 pytestmark = pytest.mark.skipif(interpreted is None, reason="Triton compiles for the GPU here")
 MAX_LEN = 288
@@ -56,6 +62,52 @@ def test_the_text_is_the_cpus_own_with_every_drafter(models, drafter):
     assert [r.token_ids.tolist() for r in got] == want
     assert drafter in ("none", "ngram") or engine.stats.num_accepted > 0
     assert drafter not in (bush, hedge) or watch.seen["moved"] > 0
+
+
+def test_a_step_takes_one_copy_up_and_draws_all_its_tokens_at_once(models, monkeypatch):
+    _, target, _ = models
+    draws = Counter()
+    monkeypatch.setattr(interpreted, "sample", counting(draws, "sample", interpreted.sample))
+    monkeypatch.setattr(interpreted, "move_kv", counting(draws, "move", interpreted.move_kv))
+    engine = engine_for(target, None, "ngram", max_nodes=4, prefill_chunk=16)
+    engine.add([5, 6, 7] * 11, sampling(1.0, 3))
+    while not engine.is_idle:
+        before = interpreted.staging.num_uploads, draws["sample"], draws["move"]
+        engine.step()
+        num_moves = draws["move"] - before[2]
+        assert interpreted.staging.num_uploads - before[0] == 1 + num_moves
+        assert draws["sample"] - before[1] <= 1
+    assert draws["sample"] < engine.stats.num_steps  # chunks of the prompt draw nothing
+
+
+def counting(counter, name, call):
+    def counted(*args, **kwargs):
+        counter[name] += 1
+        return call(*args, **kwargs)
+
+    return counted
+
+
+def test_attention_is_planned_once_a_forward_and_run_once_a_layer(tmp_path, monkeypatch):
+    """A bfloat16 model with heads of 64: FlashInfer's, in its two parts."""
+    shape = {"head_dim": 64, "num_hidden_layers": 3, "dtype": torch.bfloat16}
+    folder = tiny_checkpoint(tmp_path, seed=2, **shape)
+    decoders = [load_decoder(folder, "bf16", ops, MAX_LEN) for ops in (cpu, interpreted)]
+    calls, made = Counter(), BatchPrefillWithPagedKVCacheWrapper
+    for name in ("plan", "run"):
+        monkeypatch.setattr(made, name, counting(calls, name, getattr(made, name)))
+    logits = []
+    for decoder in decoders:
+        runner = engine_for(decoder).target
+        pool = BlockPool(runner.kv.layers[0].k.shape[0])
+        tables = [BlockTable(pool, 16) for _ in range(2)]
+        assert all(table.try_reserve(60) for table in tables)
+        with torch.inference_mode():
+            runner.forward([RowGroup(table, [*range(40)], 0, 0) for table in tables])
+            tree = RowGroup(tables[1], [7, 8, 9], 40, 3, 40, [0b1, 0b11, 0b101])
+            logits.append(runner.forward([RowGroup(tables[0], [3], 40, 1), tree]))
+    assert row_errors(logits[1], logits[0]).max() < 0.03
+    assert calls == {"plan": 1 + 2, "run": 3 * (1 + 2)}
 
 
 class OutOfMemory:

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from specserve_kernels.cuda import move, norm, paged, rope, silu
+from specserve_kernels.cuda import move, norm, paged, rope, sample, silu, top_children
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -94,9 +94,35 @@ def sources():
             num_rows_heads="i32",
         )
 
+        yield from sampling(t)
+
+
+def sampling(t, V=152064, K=4):
+    """Kernels over a vocabulary; their constants are what the functions around them choose."""
+    asked = {"temperature": "*fp32", "seeds": "*i64", "index": "*i64"}
+    bounds = {"bounds": "*fp32", "lasts": "*i32"}
+    sums = {"ranks": "*i64", "mosts": "*fp32", "totals": "*fp32"}
+    filters = {"temperature": "*fp32", "top_k": "*i32", "top_p": "*fp32", "min_p": "*fp32"}
+    splits, V32 = -(-V // sample._SPLIT), {"V": "i32"}
+    rows = {"logits": t, "rows": "*i64"}
+    whole = {"BLOCK": sample._BLOCK}
+    yield source(sample._bounds, whole, **rows, **filters, scaled="*fp32", **bounds, **V32)
+    split = {"BLOCK": sample._SPLIT}
+    yield source(sample._best_of_split, split, **rows, **asked, **bounds, best="*i64", **V32)
+    merged = {"BLOCK": 1 << (splits - 1).bit_length()}
+    yield source(sample._best_of_all, merged, best="*i64", out="*i64", splits="i32")
+    split |= {"K": K}
+    yield source(top_children._best_of_split, split, logits=t, **asked, **sums, **V32, tau="fp32")
+    merged = {"K": K, "SPLITS": merged["BLOCK"], "BLOCK": 1 << (splits * K - 1).bit_length()}
+    yield source(top_children._best_of_all, merged, **sums, out="*i32", splits="i32")
+
+
+def variants(x):
+    return (x, with_ones(x)) if "*bf16" in x.signature.values() else (x,)
+
 
 def main():
-    for x in chain.from_iterable((plain, with_ones(plain)) for plain in sources()):
+    for x in chain.from_iterable(variants(plain) for plain in sources()):
         kernel = compile(x, target=HOPPER)
         shared = kernel.metadata.shared
         print(f"{x.name:16} {len(kernel.asm['cubin']):6} bytes, {shared} bytes of shared memory")

@@ -9,7 +9,7 @@ import msgspec  # isort: skip
 from specserve.config import DEMO_DRAFT, DEMO_TARGET, load_config
 from specserve_bench import suite
 from specserve_bench.gpu.record import Record
-from specserve_bench.report import report
+from specserve_bench.report import markdown
 from specserve_bench.results import Goals, Load
 from specserve_bench.scale import scale_model
 from specserve_bench.workloads import workload
@@ -17,6 +17,7 @@ from specserve_bench.workloads import workload
 TARGET, DRAFT = "llama-3.1-8b", "llama-3.1-8b-draft"
 SETTINGS = ("off", "ngram:8", "model:8", "model:16")
 REQUESTS, ROUNDS = 4, 2
+DEVICE = "cuda"
 
 
 def main(argv: list[str]) -> int:
@@ -29,6 +30,7 @@ def main(argv: list[str]) -> int:
     models = {
         "model.path": str(scaled(DEMO_TARGET, TARGET, args.models)),
         "drafter.model": str(scaled(DEMO_DRAFT, DRAFT, args.models)),
+        "model.device": DEVICE,
         "memory.kv_bytes": 4 << 30,
     }
     base, loader = load_config(None, models), suite.Loader(progress=False)
@@ -39,7 +41,7 @@ def main(argv: list[str]) -> int:
     chosen = [workload(w, REQUESTS, seed=0) for w in ("questions", "completion")]
     plan = suite.Plan(chosen, [Load(concurrency=1)], ROUNDS)
     result = suite.measure("drafters", contenders, plan, Goals(), "specserve_bench.gpu demo")
-    print(report(result))
+    print(markdown([result]))
     record.put("result", msgspec.to_builtins(result))
     record.save(done=True)
     return 0

@@ -6,16 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def gumbel(seed, index, first, BLOCK: tl.constexpr):
-    """Noise of the ids [first, first + BLOCK), float32; both are multiples of 4."""
+    """-log(-log1p(-u)) of the ids [first, first + BLOCK); `first` and BLOCK are multiples of 4."""
     quad = first // 4 + tl.arange(0, BLOCK // 4)
-    w0, w1, w2, w3 = tl.philox(seed, quad, index.to(tl.int32), 0, 0)  # 10 rounds
-    word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))  # four ids in a row
-    return gumbel_of(word)
-
-
-@triton.jit
-def gumbel_of(word):
-    """-log(-log1p(-u)) with u = min((word + 0.5) / 2^32, 1 - 2^-24)."""
+    w0, w1, w2, w3 = tl.philox(seed, quad, index.to(tl.int32), 0, 0)  # of 10 rounds, if not told
+    word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))  # w0 w1 w2 w3 of each quad
     u = tl.minimum((word.to(tl.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     w = 1.0 - u
     # log1p(-u) = log(w) * u / (1 - w) undoes the rounding of w (Kahan); where w = 1 it is -u.

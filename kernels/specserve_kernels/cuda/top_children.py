@@ -83,10 +83,11 @@ def launch_top_children(logits: Tensor, params: SampleParams, k: int, tau: float
     block = min(_SPLIT, max(4, triton.next_power_of_2(V)))
     splits = triton.cdiv(V, block)
     ranks = logits.new_empty(R * splits * k, dtype=torch.int64)
-    mosts, totals = logits.new_empty(2, R * splits, dtype=torch.float32)
+    # Not two parts of one: with their alignment the kernels would change, and compile again.
+    mosts, totals = (logits.new_empty(R * splits, dtype=torch.float32) for _ in range(2))
     out = logits.new_empty(R, 2 * k, dtype=torch.int32)
     each = ranks, mosts, totals
-    _best_of_split[(R, splits)](logits, *asked, *each, V, tau, K=k, BLOCK=block)
+    _best_of_split[(R, splits)](logits, *asked, *each, V, float(tau), K=k, BLOCK=block)
     sizes = triton.next_power_of_2(splits), triton.next_power_of_2(splits * k)
     _best_of_all[(R,)](*each, out, splits, K=k, SPLITS=sizes[0], BLOCK=sizes[1], num_warps=8)
     return out
