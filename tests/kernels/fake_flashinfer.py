@@ -35,6 +35,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert qo_indptr[0] == paged_kv_indptr[0] == 0
         assert len(paged_kv_indices) == paged_kv_indptr[-1]
         assert (paged_kv_last_page_len >= 1).all() and (paged_kv_last_page_len <= page_size).all()
+        assert not causal or packed_custom_mask is None
         self.heads = num_qo_heads, num_kv_heads, head_dim_qk
         self.page_size, self.causal, self.window_left = page_size, causal, window_left
         self.dtypes = q_data_type, kv_data_type

@@ -48,7 +48,7 @@ def sight(rows: Rows, window: int | None) -> Sight:
     num_left_behind = first - prefix
     for i in range(min(64, num_left_behind.max(initial=0))):
         mask = np.where(num_left_behind > i, mask & (mask - np.uint64(1)), mask)
-    return Sight(first.clip(0, prefix), prefix, mask)
+    return Sight(first.clip(0), prefix, mask)
 
 
 def kv_lengths(rows: Rows, block_size: int) -> Ints:

@@ -58,7 +58,6 @@ def _attend(
     request, row0, tile_rows = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     begin = tl.maximum(tl.load(tile + 3), part * piece)
     end = tl.minimum(tl.load(tile + 4), (part + 1) * piece)
-    begin = begin // SLOTS * SLOTS
 
     m = tl.arange(0, ROWS * GROUP_BLOCK)
     r, g = m // GROUP_BLOCK, m % GROUP_BLOCK
