@@ -325,19 +325,34 @@ def test_a_missing_library_is_one_clear_error(missing, name):
     )
 
 
-def test_flashinfer_that_cannot_compile_says_what_it_takes():
+def planned_by(complaint):
+    """A plan by a FlashInfer that complains."""
+
     class Broken:
         class BatchPrefillWithPagedKVCacheWrapper:
             def __init__(self, *args, **kwargs):
                 pass
 
             def plan(self, *args, **kwargs):
-                raise RuntimeError("Could not find nvcc\nin any of these places")
+                raise complaint
 
     world = World([Req(3, 1)], head_dim=64, dtype=torch.bfloat16)
     flashinfer = attention.FlashInfer(CPU, Broken)
-    with pytest.raises(DeviceError, match=r"\(Could not find nvcc\): .* takes nvcc and ninja$"):
-        flashinfer.plan(world.rows(), world.rows().indices, world.kv, 4, [None], {})
+    flashinfer.plan(world.rows(), world.rows().indices, world.kv, 4, [None], {})
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [("Could not find nvcc\nin any of these places", "Could not find nvcc"), ("", "")],
+)
+def test_flashinfer_that_cannot_compile_says_what_it_takes(said, shown):
+    with pytest.raises(DeviceError, match=rf"\({shown}\): .* takes nvcc and ninja$"):
+        planned_by(RuntimeError(said))
+
+
+def test_flashinfer_out_of_memory_is_out_of_memory():
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        planned_by(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
 
 
 def test_auto_is_the_cpu_where_there_is_no_gpu(monkeypatch):

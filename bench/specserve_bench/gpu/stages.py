@@ -36,6 +36,7 @@ class Outcome(NamedTuple):
 
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
+    args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     environment = prepare(args.wheels)
     outcomes = []

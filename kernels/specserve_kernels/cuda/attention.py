@@ -137,8 +137,10 @@ class FlashInfer:
                 q_data_type=dtype,
                 kv_data_type=dtype,
             )
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as e:
-            reason = str(e).strip().splitlines()[0]
+            reason = str(e).strip().partition("\n")[0]
             raise DeviceError(
                 f"FlashInfer cannot prepare its kernels ({reason}): it compiles them at their "
                 "first use, which takes nvcc and ninja"
