@@ -53,9 +53,9 @@ bench: setup
 	$(PY) -m specserve_bench.figures
 
 # On a machine with an NVIDIA GPU. Takes the Python that is there, not .venv: WHEELS names a folder
-# of wheels that it lacks, OUT where the JSON goes, STAGES some of the stages.
+# of wheels that it lacks, RESULTS where the JSON goes, STAGES some of the stages.
 GPU_PYTHON ?= python3
-OUT ?= bench/results
+RESULTS ?= bench/results
 gpu-check:
-	PYTHONPATH=bench $(GPU_PYTHON) -m specserve_bench.gpu --out $(OUT) \
+	PYTHONPATH=bench $(GPU_PYTHON) -m specserve_bench.gpu --out $(RESULTS) \
 		$(if $(WHEELS),--wheels $(WHEELS)) $(STAGES)

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from specserve_bench.gpu import checks, figures, record, stages
+from specserve_bench.gpu import checks, figures, record, stages, toolchain
 from specserve_bench.gpu.figures import Kernel, gaps
 from specserve_bench.gpu.record import Record
 
@@ -134,3 +134,43 @@ def test_the_figures_can_be_stopped_and_gone_on_with(tmp_path, one_thread):
     assert names["qwen3-0.6b step: 4 rows x 2 requests, context 40"]["over"] > 0
     assert names["qwen3-0.6b gaps: 32 rows"]["busy ms"] > 0
     assert len(names["qwen3-0.6b TTFT of 20 tokens"]["ms"]) == 3
+
+
+def test_a_figure_that_fails_is_told_and_the_others_are_taken(tmp_path):
+    def fails():
+        raise ValueError("too large")
+
+    kept = Record(tmp_path / "gpu-figures.json", {})
+    assert not figures.take(kept, "one", fails)
+    assert not figures.take(kept, "two", lambda: 2)
+    assert kept.figures == {"one": {"error": "ValueError: too large"}, "two": 2}
+
+
+def test_a_fault_of_the_device_ends_the_process_that_met_it(tmp_path):
+    def fault():
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    assert figures.take(Record(tmp_path / "gpu-figures.json", {}), "one", fault)
+
+
+def test_checks_out_of_time_keep_what_they_have_come_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "GRACE", 4)
+    (tmp_path / "test_slow.py").write_text(
+        "import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)\n"
+    )
+    code, tests = checks.run(str(tmp_path / "test_slow.py"), deadline=0.0)
+    assert code == 2
+    assert ("test_a", "passed") in [(t["name"], t["outcome"]) for t in tests]
+
+
+def test_the_toolkit_is_found_with_its_libraries(tmp_path, monkeypatch):
+    home = tmp_path / "cuda"
+    for file in ("include/cuda_runtime.h", "lib64/libcudart.so.13", "lib64/stubs/libcuda.so"):
+        (home / file).parent.mkdir(parents=True, exist_ok=True)
+        (home / file).touch()
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    got = toolchain.toolchain()
+    links = toolchain.Path(got["FLASHINFER_EXTRA_LDFLAGS"].removeprefix("-L"))
+    assert got["CUDA_HOME"] == str(home)
+    assert (links / "libcudart.so").resolve() == home / "lib64/libcudart.so.13"
+    assert (links / "libcuda.so").resolve() == home / "lib64/stubs/libcuda.so"

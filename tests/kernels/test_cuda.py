@@ -4,6 +4,7 @@ import random
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ import torch
 from specserve_kernels import DeviceError, QKNorm, Rotary, load, reference
 from specserve_kernels.cuda import attention, paged
 from specserve_kernels.cuda.masks import Sight, kv_lengths, pack, sight
+from specserve_kernels.cuda.ops import CudaOps
 from specserve_kernels.cuda.staging import Staging
 from tests.kernels.builds import interpreted
+from tests.kernels.fake_flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from tests.kernels.world import (
     Req,
     World,
@@ -341,13 +344,32 @@ def planned_by(complaint):
     flashinfer.plan(world.rows(), world.rows().indices, world.kv, 4, [None], {})
 
 
-@pytest.mark.parametrize(
-    ("said", "shown"),
-    [("Could not find nvcc\nin any of these places", "Could not find nvcc"), ("", "")],
-)
+COMPLAINTS = {  # what FlashInfer says -> what is passed on
+    "Could not find nvcc\nin any of these places": "Could not find nvcc",
+    "Ninja build failed.\nld: cannot find -lcuda\nstopped": "ld: cannot find -lcuda",
+    "": "",
+}
+
+
+@pytest.mark.parametrize(("said", "shown"), COMPLAINTS.items())
 def test_flashinfer_that_cannot_compile_says_what_it_takes(said, shown):
     with pytest.raises(DeviceError, match=rf"\({shown}\): .* takes nvcc and ninja$"):
         planned_by(RuntimeError(said))
+
+
+@without_gpu
+def test_triton_attends_where_flashinfer_cannot_compile(caplog):
+    class Broken(BatchPrefillWithPagedKVCacheWrapper):
+        def plan(self, *args, **kwargs):
+            raise RuntimeError("Could not find nvcc")
+
+    ops = CudaOps(CPU, SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Broken))
+    world = World([Req(3, 1), Req(4, parents=[0, 0])], 16, 4, 2, 64, torch.bfloat16).filled()
+    for _ in range(2):
+        got, want = (world.attend(build, queries(world, 4)) for build in (ops, reference))
+        assert row_errors(got, want).max() < TOLERANCE[torch.bfloat16]
+    (line,) = caplog.messages
+    assert "takes nvcc and ninja. Triton attends instead" in line
 
 
 def test_flashinfer_out_of_memory_is_out_of_memory():

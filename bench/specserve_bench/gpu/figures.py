@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from specserve.engine.batch import build_batch
 from specserve.engine.engine import Engine
@@ -28,7 +29,7 @@ from specserve_bench.gpu.world import (
     timed,
 )
 from specserve_bench.suite import machine
-from specserve_kernels import Ops, load
+from specserve_kernels import Ops, Rows, SampleParams, load
 from specserve_kernels.cuda import paged
 from specserve_kernels.cuda.attention import FlashInfer, load_flashinfer
 from specserve_kernels.cuda.masks import sight
@@ -84,8 +85,10 @@ def main(argv: list[str]) -> int:
     with torch.inference_mode():
         is_done = measure(record, ops, size, perf_counter() + args.seconds)
     print(summary(record.figures))
-    record.save(done=is_done)
-    return 0 if is_done else UNFINISHED
+    errors = [name for name, figure in record.figures.items() if "error" in str(figure)]
+    print(f"{len(errors)} figures failed: {', '.join(errors)}" if errors else "no figure failed")
+    record.save(done=is_done and not errors)
+    return UNFINISHED if not is_done else 1 if errors else 0
 
 
 def measure(record: Record, ops: Ops, size: Size, deadline: float) -> bool:
@@ -103,10 +106,22 @@ def measure(record: Record, ops: Ops, size: Size, deadline: float) -> bool:
                 continue
             if perf_counter() > deadline:
                 return False
-            record.put(name, figure())
+            is_faulty = take(record, name, figure)
             print(name, record.figures[name], flush=True)
+            if is_faulty:
+                return False
         del decoder
     return True
+
+
+def take(record: Record, name: str, figure: Callable[[], Any]) -> bool:
+    """One figure, or why there is none; whether this process can have no more of the device."""
+    try:
+        record.put(name, figure())
+    except Exception as e:  # the others are wanted all the same
+        record.put(name, {"error": f"{type(e).__name__}: {e}"[:500]})
+        return isinstance(e, torch.AcceleratorError)
+    return False
 
 
 def copy_bandwidth(ops: Ops, num_bytes: int) -> float:
@@ -129,6 +144,8 @@ class Shape:
         yield f"{self.name} TTFT of {self.size.prompt} tokens", self.ttft
         for rows in (1, 32):
             yield f"{self.name} gaps: {rows} rows", partial(self.gaps, rows)
+        for rows in (1, 64):
+            yield f"{self.name} sampling: {rows} rows", partial(self.sampling, rows)
         for context in self.size.contexts:
             for requests in self.size.requests:
                 for rows in self.size.rows:
@@ -176,10 +193,12 @@ class Shape:
         layers = self.decoder.config.num_layers
         out: dict[str, Any] = {"KV, us": round(1e6 * kv_bytes / layers / bandwidth, 1)}
         for rows in self.size.rows:
-            for name, run in attentions(world, requests, rows, context):
+            for name, prepare in attentions(world, requests, rows, context):
                 try:
-                    taken = device_seconds(run)
+                    taken = device_seconds(prepare())
                     out[f"{name}, {rows} rows"] = [round(1e6 * t, 1) for t in taken]
+                except torch.AcceleratorError:
+                    raise
                 except Exception as e:  # one kind's failure is a result
                     out[f"{name}, {rows} rows"] = f"{type(e).__name__}: {e}"[:300]
         return out
@@ -209,6 +228,28 @@ class Shape:
 
         return {"ms": [round(1e3 * t, 3) for t in timed(ask)]}
 
+    def sampling(self, rows: int) -> dict[str, Any]:
+        """Milliseconds to choose tokens, by what is asked of them."""
+        world = self.room(1024)
+        assert world is not None, "no room at all"
+        greedy = SampleParams.greedy(rows)
+        warm = greedy._replace(temperature=torch.ones(rows), seeds=torch.arange(rows))
+        top_k, top_p = torch.full((rows,), 40, dtype=torch.int32), torch.full((rows,), 0.95)
+        asked = {"greedy": greedy, "T = 1": warm}
+        asked["T = 1, top_k, top_p"] = warm._replace(top_k=top_k, top_p=top_p)
+        device, at = world.arena.bytes.device, torch.arange(rows)
+        logits = 3 * torch.randn(rows, self.decoder.config.vocab_size, device=device)
+        logits = logits.to(self.decoder.dtype)
+
+        def choose(params: SampleParams) -> list[int]:
+            tokens: list[int] = self.ops.sample(logits, at, params).tolist()
+            return tokens
+
+        return {
+            name: [round(1e3 * t, 4) for t in timed(partial(choose, params))]
+            for name, params in asked.items()
+        }
+
     def gaps(self, rows: int) -> dict[str, Any]:
         """Where the time of a step goes that no kernel takes."""
         world = self.room(self.size.contexts[0] + rows + 16)
@@ -228,35 +269,37 @@ class Shape:
 
 def attentions(
     world: World, requests: int, rows: int, context: int
-) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Calls of one layer's attention by every means there is, over the same requests."""
-    decoder, kv = world.decoder, world.runner.kv
-    heads, scale, layer = decoder.config.num_heads, decoder.scale, kv.layers[0]
-    device = layer.k.device
-    q = torch.randn(requests * rows, heads, decoder.config.head_dim, device=device)
-    q = q.to(decoder.dtype)
-    for kind in ("chain", "tree"):
+) -> Iterator[tuple[str, Callable[[], Callable[[], object]]]]:
+    """Calls of one layer's attention by every means there is; what makes each of them ready."""
+    if not torch.cuda.is_available():
+        return
+    decoder, layer = world.decoder, world.runner.kv.layers[0]
+    shape = requests * rows, decoder.config.num_heads, decoder.config.head_dim
+    q = torch.randn(shape, device=layer.k.device).to(decoder.dtype)
+    kinds = {"causal fa2": "chain", "causal fa3": "chain", "own split": "tree"}
+    kinds |= {"custom mask fa2": "tree"} if rows > 1 else {}
+    for name, kind in kinds.items():
         groups = world.groups(requests, rows, context, kind)
-        batch = build_batch(groups)
-        seen = sight(batch.rows, None)
-        placed = tuple(x.to(device) for x in (batch.rows.indices, batch.rows.indptr))
-        if kind == "tree" or rows == 1:
-            tiles = paged.deal(batch.rows, seen, heads, layer.k.shape[2])
-            host = (tiles.table, *seen.tensors())
-            inputs = paged.Inputs(*(x.to(device) for x in host), *placed)
-            if device.type == "cuda":
-                yield "own split", partial(paged.attention, q, layer, scale, tiles, inputs)
-        for backend in ("fa2", "fa3") if device.type == "cuda" else ():
-            if kind == "tree" and backend == "fa3":
-                continue  # it knows no mask
-            flashinfer = FlashInfer(device, load_flashinfer(), backend)
-            masks = flashinfer.masks(batch.rows, kv, [None])
-            on_device = {w: (m[0].to(device), m[1].to(device)) for w, m in masks.items()}
-            parts = flashinfer.plan(batch.rows, placed[0], kv, heads, [None], on_device)
-            name = f"causal {backend}" if kind == "chain" or rows == 1 else "custom mask fa2"
-            if kind == "chain" or rows > 1:
-                yield name, partial(flashinfer.run, q, layer, parts, scale, None)
+        means = own_split if name == "own split" else partial(flashinfer_of, name[-3:])
+        yield name, partial(means, world, build_batch(groups).rows, q)
         world.release(groups)
+
+
+def own_split(world: World, rows: Rows, q: Tensor) -> Callable[[], object]:
+    layer, seen = world.runner.kv.layers[0], sight(rows, None)
+    tiles = paged.deal(rows, seen, q.shape[1], layer.k.shape[2])
+    host = (tiles.table, *seen.tensors(), rows.indices, rows.indptr)
+    inputs = paged.Inputs(*(x.to(q.device) for x in host))
+    return partial(paged.attention, q, layer, world.decoder.scale, tiles, inputs)
+
+
+def flashinfer_of(backend: str, world: World, rows: Rows, q: Tensor) -> Callable[[], object]:
+    kv, indices = world.runner.kv, rows.indices.to(q.device)
+    flashinfer = FlashInfer(q.device, load_flashinfer(), backend)
+    masks = flashinfer.masks(rows, kv, [None])
+    on_device = {w: (m[0].to(q.device), m[1].to(q.device)) for w, m in masks.items()}
+    parts = flashinfer.plan(rows, indices, kv, q.shape[1], [None], on_device)
+    return partial(flashinfer.run, q, kv.layers[0], parts, world.decoder.scale, None)
 
 
 def profile(step: Callable[[], object]) -> list[Kernel]:
@@ -265,7 +308,7 @@ def profile(step: Callable[[], object]) -> list[Kernel]:
     from torch.profiler import profile as profiler
 
     has_gpu = torch.cuda.is_available()
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_gpu else [])]
+    kinds = [ProfilerActivity.CUDA if has_gpu else ProfilerActivity.CPU]
     with profiler(activities=kinds) as seen:
         for _ in range(PROFILED):
             step()
@@ -311,15 +354,18 @@ def summary(figures: dict[str, Any]) -> str:
         one, tree = (
             figures.get(f"{shape} step: {rows} rows x 1 requests, context 512") for rows in (1, 32)
         )
-        if one and tree:
+        if one and tree and "ms" in one and "ms" in tree:
             ratio = tree["ms"][0] / one["ms"][0]
+            busy = [
+                figures.get(f"{shape} gaps: {rows} rows", {}).get("busy ms") for rows in (1, 32)
+            ]
             lines.append(
                 f"{shape}: plain step {one['ms'][0]:.2f} ms, {one['over']:.2f} x weights and KV at "
                 f"that (asked of 8B: {PLAIN_TARGET}); 32 rows {ratio:.3f} x (asked: "
-                f"{VERIFY_TARGET})"
+                f"{VERIFY_TARGET}), kernels alone in ms: {busy}"
             )
         ttft = figures.get(f"{shape} TTFT of {PROMPT} tokens")
-        if ttft:
+        if ttft and "ms" in ttft:
             lines.append(f"{shape}: TTFT {ttft['ms'][0]:.1f} ms (asked of 8B: {1e3 * TTFT_TARGET})")
     return "\n".join(lines)
 

@@ -6,6 +6,7 @@ standard library until those are installed. A stage that is done for this source
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,15 +15,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specserve_bench.gpu.record import load_done, source_digest
+from specserve_bench.gpu.toolchain import toolchain
 
 ROOT = Path(__file__).parents[3]
 LIMIT = 570  # seconds of a stage
 UNFINISHED = 3  # the exit status of a stage that has run out of time, and can be gone on with
 MODULE = "specserve_bench.gpu."
+GPU_TESTS = "tests/kernels/test_gpu.py -m gpu"
 STAGES: dict[str, list[str]] = {
     "compile": [f"{MODULE}compiling"],
-    "kernels": [f"{MODULE}checks", "tests/kernels/test_gpu.py"],
-    "parity": [f"{MODULE}checks", "tests/engine/test_gpu.py"],
+    "kernels": [
+        f"{MODULE}checks",
+        "tests/kernels/test_triton_sampling.py",
+        f"{GPU_TESTS} -k flashinfer",
+        f"{GPU_TESTS} -k 'not flashinfer'",
+    ],
+    "parity": [f"{MODULE}checks", "tests/engine/test_gpu.py -m gpu"],
     "figures": [f"{MODULE}figures"],
     "demo": [f"{MODULE}demo"],
 }
@@ -74,30 +82,23 @@ def prepare(wheels: Path | None) -> dict[str, str]:
         subprocess.run([*pip, "--no-compile", "--target", site, *found], check=True)
         paths.append(site)
     given = os.environ.get("PYTHONPATH")
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join([*paths, *([given] if given else [])]),
-        "PYTHONUNBUFFERED": "1",
-    }
+    own = {"PYTHONPATH": os.pathsep.join([*paths, *([given] if given else [])])}
+    return os.environ | toolchain() | own | {"PYTHONUNBUFFERED": "1"}
 
 
 def run(stage: str, file: Path, environment: dict[str, str], limit: int) -> Outcome:
     print(f"\n== {stage} ==", flush=True)
     module, *args = STAGES[stage]
-    command = [
-        sys.executable,
-        "-m",
-        module,
-        *args,
-        "--out",
-        str(file),
-        "--seconds",
-        str(limit - 30),
-    ]
+    options = ["--out", str(file), "--seconds", str(max(1, limit - 30))]
+    command = [sys.executable, "-m", module, *args, *options]
     start = time.monotonic()
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     try:
-        code = subprocess.run(command, cwd=ROOT, env=environment, timeout=limit).returncode
+        code = process.wait(limit)
     except subprocess.TimeoutExpired:
-        code = -1
-    left = "unfinished" if code in (UNFINISHED, -1) else "failed"
+        os.killpg(process.pid, signal.SIGKILL)  # whoever it started would disturb the next stage
+        code = process.wait()
+    is_stopped = code == -signal.SIGKILL
+    left = "unfinished" if code == UNFINISHED or is_stopped else "failed"
     state = "done" if load_done(file) else left
     return Outcome(stage, state, time.monotonic() - start)

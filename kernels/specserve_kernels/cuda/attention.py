@@ -15,7 +15,7 @@ from specserve_kernels.errors import DeviceError
 from specserve_kernels.types import KVCache, KVLayer, Rows
 
 HEAD_SIZES = (64, 128, 256)
-WORKSPACE_BYTES = 256 << 20  # for the pieces of a split KV: at most 264 tiles, 4 bytes a number
+WORKSPACE_BYTES = 512 << 20  # for the pieces of a split KV: H/Hk x 264 tiles of 128 rows at most
 # fa3 is the faster for long chunks, but has no split KV and a program for every query head, so
 # that a few rows over a long context would leave most of the chip idle. And with one arithmetic
 # for causal rows and for trees, a drafter flips fewer near-ties.
@@ -137,10 +137,10 @@ class FlashInfer:
                 q_data_type=dtype,
                 kv_data_type=dtype,
             )
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
-        except RuntimeError as e:
-            reason = str(e).strip().partition("\n")[0]
+        except (RuntimeError, OSError) as e:
+            reason = cause(str(e))
             raise DeviceError(
                 f"FlashInfer cannot prepare its kernels ({reason}): it compiles them at their "
                 "first use, which takes nvcc and ninja"
@@ -166,6 +166,13 @@ class FlashInfer:
             at = slice(part.begin, part.end)
             part.wrappers[window].run(q[at], (kv.k, kv.v), q_scale=scale, out=out[at])
         return out
+
+
+def cause(complaint: str) -> str:
+    """The line of a failed build that says why; else the first."""
+    lines = [line.strip() for line in complaint.splitlines() if line.strip()]
+    telling = [line for line in lines if "error" in line.lower() or "cannot find" in line]
+    return (telling or lines or [""])[0][:300]
 
 
 def num_causal(rows: Rows) -> tuple[int, int]:

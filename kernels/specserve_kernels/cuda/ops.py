@@ -1,5 +1,6 @@
 """The ops on one GPU: what they share, and where each of them comes from."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from specserve_kernels.cuda import move, norm, paged, rope, sample, silu, top_ch
 from specserve_kernels.cuda.attention import FlashInfer, Part
 from specserve_kernels.cuda.masks import sight
 from specserve_kernels.cuda.staging import Staging
+from specserve_kernels.errors import DeviceError
 from specserve_kernels.threads import Threads, check_threads
 from specserve_kernels.types import (
     NO_WINDOW,
@@ -22,6 +24,8 @@ from specserve_kernels.types import (
     Rows,
     SampleParams,
 )
+
+log = logging.getLogger("specserve")
 
 
 class Shared(NamedTuple):
@@ -54,6 +58,7 @@ class CudaOps:
         self.device = device
         self.staging = Staging(device)
         self.flashinfer = FlashInfer(device, flashinfer)
+        self.has_flashinfer = True  # until it turns out that it cannot compile its kernels
 
     def place(self, x: Tensor) -> Tensor:
         return x.to(self.device)
@@ -85,12 +90,12 @@ class CudaOps:
         also: Sequence[Tensor] = (),
     ) -> Plan:
         """Everything that the step's kernels read goes up in one copy."""
-        if self.flashinfer.fits(kv):
-            masks = self.flashinfer.masks(rows, kv, windows)
-            shared, placed_also, rest = self.upload(rows, also, chain(*masks.values()))
-            on_device = dict(zip(masks, batched(rest, 2), strict=True))
-            parts = self.flashinfer.plan(rows, shared.indices, kv, num_heads, windows, on_device)
-            return Plan(placed_also, shared, parts, {})
+        if self.has_flashinfer and self.flashinfer.fits(kv):
+            try:
+                return self.plan_flashinfer(rows, kv, num_heads, windows, also)
+            except DeviceError as e:
+                log.warning("%s. Triton attends instead, more slowly", e)
+                self.has_flashinfer = False
         seen = [sight(rows, window) for window in windows]
         dealt = [paged.deal(rows, s, num_heads, kv.layers[0].k.shape[2]) for s in seen]
         host = ((tiles.table, *s.tensors()) for s, tiles in zip(seen, dealt, strict=True))
@@ -100,6 +105,20 @@ class CudaOps:
             for window, d, inputs in zip(windows, dealt, batched(rest, 4), strict=True)
         }
         return Plan(placed_also, shared, [], tiles)
+
+    def plan_flashinfer(
+        self,
+        rows: Rows,
+        kv: KVCache,
+        num_heads: int,
+        windows: Sequence[int | None],
+        also: Sequence[Tensor],
+    ) -> Plan:
+        masks = self.flashinfer.masks(rows, kv, windows)
+        shared, placed_also, rest = self.upload(rows, also, chain(*masks.values()))
+        on_device = dict(zip(masks, batched(rest, 2), strict=True))
+        parts = self.flashinfer.plan(rows, shared.indices, kv, num_heads, windows, on_device)
+        return Plan(placed_also, shared, parts, {})
 
     def upload(
         self, rows: Rows, also: Sequence[Tensor], others: Iterable[Tensor]
