@@ -74,6 +74,12 @@ def test_a_folder_without_wheels_is_refused(tmp_path):
         stages.main(["--out", str(tmp_path), "--wheels", str(tmp_path)])
 
 
+def test_a_stage_that_nobody_knows_is_refused_before_any_is_run(tmp_path):
+    with pytest.raises(SystemExit, match="no stage figure: there are compile, kernels, parity"):
+        stages.main(["--out", str(tmp_path / "out"), "compile", "figure"])
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_stages_take_nothing_but_the_standard_library_to_begin():
     code = "import sys; import specserve_bench.gpu.stages; print(*sys.modules)"
     done = stages.subprocess.run(

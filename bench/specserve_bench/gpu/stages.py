@@ -44,6 +44,9 @@ class Outcome(NamedTuple):
 
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
+    unknown = [stage for stage in args.stages if stage not in STAGES]
+    if unknown:
+        raise SystemExit(f"no stage {', '.join(unknown)}: there are {', '.join(STAGES)}")
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     environment = prepare(args.wheels)

@@ -16,8 +16,8 @@ def build(device: torch.device) -> "CudaOps":
     """The ops on this GPU; DeviceError says in a line what is missing."""
     if torch.version.cuda is None:
         raise DeviceError(
-            f"this torch ({torch.__version__}) is built without CUDA: install one that is, or take "
-            "'cpu'"
+            f"this torch ({torch.__version__}) is built without CUDA: install a build with it, or "
+            "take 'cpu'"
         )
     count = torch.cuda.device_count()
     if count == 0:
