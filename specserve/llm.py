@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from specserve.config import Config, load_config
-from specserve.engine.build import Model, Phases, Weights, build
+from specserve.engine.build import Model, Phases, Weights, build, check_device
 from specserve.errors import ConfigError, Overloaded, RequestError
 from specserve.generation import Generation, Output, output
 from specserve.intake import Message, load_intake
@@ -53,6 +53,7 @@ class LLM:
         self.config: Config = load_config(file, overrides)
         self.progress = progress
         phases = Phases()
+        check_device(self.config)
         self.intake = load_intake(self.config, phases)
         self.tokenizer = self.intake.tokenizer
         with LoadProgress(progress) as bar:

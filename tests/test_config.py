@@ -40,6 +40,8 @@ def test_no_preset_goes_untested():
         ('[model]\ndtype = "fp16"', ["model.dtype = 'fp16'", "auto, bf16 or fp32"]),
         ('[model]\ndevice = "gpu"', ["model.device = 'gpu'", "cuda:1 for the second GPU"]),
         ('[model]\ndevice = "cuda:"', ["model.device = 'cuda:'", "auto, cpu, cuda"]),
+        ('[model]\ndevice = "cuda:01"', ["model.device = 'cuda:01'", "auto, cpu, cuda"]),
+        ('[model]\ndevice = "cuda:100"', ["model.device = 'cuda:100'", "auto, cpu, cuda"]),
         ("[scheduler]\nmax_batched_tokens = 8", ["max_batched_tokens = 8", "max_running = 64"]),
         ("[scheduler]\nmax_running = 512", ["max_batched_tokens = 512", "lower the second"]),
         ('[model]\npath = "m"\n[drafter]\nname = "model"', ["drafter.model", "--draft-model"]),

@@ -370,3 +370,9 @@ def test_a_step_out_of_memory_ends_its_requests_and_the_next_is_served(folder, m
                     ask("the cat", GREEDY)
         assert not llm.live and llm.engine.is_idle
         assert llm.generate("the cat", GREEDY)[0].token_ids == want.token_ids
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_gpu_that_is_not_there_is_refused_before_a_model_is_looked_for():
+    with pytest.raises(ConfigError, match=r"^model\.device = 'cuda': "):
+        LLM("nobody/has-this-model", set={"model.device": "cuda"}, progress=False)

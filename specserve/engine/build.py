@@ -98,6 +98,15 @@ def build(
         raise ConfigError(f"model.device = {config.model.device!r}: {e}") from e
 
 
+def check_device(config: Config) -> None:
+    """Refuse a GPU that is not there, before a model is fetched for it."""
+    if config.model.device not in ("auto", "cpu"):
+        try:
+            load(config.model.device)
+        except DeviceError as e:
+            raise ConfigError(f"model.device = {config.model.device!r}: {e}") from e
+
+
 def build_on_device(
     config: Config, progress: Progress | None, phases: Phases, known: Iterable[Model | None]
 ) -> Loaded:

@@ -51,6 +51,7 @@ def run_stages(tmp_path, monkeypatch, capsys, names, *options):
         (tmp_path / f"{name}.py").write_text(STAGES[name][0])
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(stages, "STAGES", {name: [name] for name in names})
+    monkeypatch.setattr(stages, "check_machine", lambda environment: None)
     code = stages.main(["--out", str(tmp_path), "--limit", "3", *options])
     lines = capsys.readouterr().out.splitlines()[-len(names) :]
     return code, {name: line[10:].split()[0] for name, line in zip(names, lines, strict=True)}
@@ -90,6 +91,20 @@ def test_the_stages_take_nothing_but_the_standard_library_to_begin():
         check=True,
     )
     assert not {"torch", "msgspec", "numpy", "specserve"} & set(done.stdout.split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+@pytest.mark.parametrize(
+    ("needed", "complaint"),
+    [
+        (("torch", "no_such_module"), "lacks no_such_module: name another"),
+        (("torch",), "no NVIDIA"),
+    ],
+)
+def test_a_machine_where_nothing_can_be_checked_is_refused(needed, complaint, monkeypatch):
+    monkeypatch.setattr(stages, "NEEDED", needed)
+    with pytest.raises(SystemExit, match=complaint):
+        stages.check_machine(dict(stages.os.environ))
 
 
 REPORT = """<testsuites><testsuite>

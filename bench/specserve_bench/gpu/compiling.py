@@ -50,7 +50,8 @@ def every(out: Path) -> int:
             record.put(name, future.result())
     failed = {name: said for name, said in record.figures.items() if not said["ok"]}
     for name, said in record.figures.items():
-        print(f"{name:40} {said['seconds']:6.1f} s {'' if said['ok'] else said['error'][-300:]}")
+        reason = "" if said["ok"] else said["error"].strip().splitlines()[-1]
+        print(f"{name:40} {said['seconds']:6.1f} s {reason}")
     record.save(done=not failed)
     return 1 if failed else 0
 

@@ -36,6 +36,18 @@ STAGES: dict[str, list[str]] = {
 }
 
 
+NEEDED = ("torch", "triton", "flashinfer", "msgspec", "transformers", "pytest", "hypothesis")
+MACHINE = """
+import importlib.util, sys
+missing = [name for name in {needed} if importlib.util.find_spec(name) is None]
+if missing:
+    sys.exit(f"{{sys.executable}} lacks {{', '.join(missing)}}: name another GPU_PYTHON, or WHEELS")
+import torch
+if not torch.cuda.is_available():
+    sys.exit(f"torch {{torch.__version__}} sees no NVIDIA GPU: nothing can be checked here")
+"""
+
+
 class Outcome(NamedTuple):
     stage: str
     state: str  # kept, done, unfinished, failed
@@ -50,6 +62,7 @@ def main(argv: list[str]) -> int:
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     environment = prepare(args.wheels)
+    check_machine(environment)
     outcomes = []
     for stage in args.stages or STAGES:
         file = args.out / f"gpu-{stage}.json"
@@ -87,6 +100,14 @@ def prepare(wheels: Path | None) -> dict[str, str]:
     given = os.environ.get("PYTHONPATH")
     own = {"PYTHONPATH": os.pathsep.join([*paths, *([given] if given else [])])}
     return os.environ | toolchain() | own | {"PYTHONUNBUFFERED": "1"}
+
+
+def check_machine(environment: dict[str, str]) -> None:
+    """Refuse a Python that lacks what the stages import, or that sees no GPU."""
+    command = [sys.executable, "-c", MACHINE.format(needed=NEEDED)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit((done.stdout + done.stderr).strip().splitlines()[-1])
 
 
 def run(stage: str, file: Path, environment: dict[str, str], limit: int) -> Outcome:
