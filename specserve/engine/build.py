@@ -92,24 +92,7 @@ def build(
 
     Models that are `known` from engines built before are shared with them.
     """
-    try:
-        return build_on_device(config, progress, phases or Phases(), known)
-    except DeviceError as e:
-        raise ConfigError(f"model.device = {config.model.device!r}: {e}") from e
-
-
-def check_device(config: Config) -> None:
-    """Refuse a GPU that is not there, before a model is fetched for it."""
-    if config.model.device not in ("auto", "cpu"):
-        try:
-            load(config.model.device)
-        except DeviceError as e:
-            raise ConfigError(f"model.device = {config.model.device!r}: {e}") from e
-
-
-def build_on_device(
-    config: Config, progress: Progress | None, phases: Phases, known: Iterable[Model | None]
-) -> Loaded:
+    phases = phases or Phases()
     weights = load_weights(config, progress, phases, known)
     target, draft = weights
     max_len = context_length(config, target.decoder.config)
@@ -140,11 +123,24 @@ def load_weights(
         return loaded[source]
 
     with phases.phase("kernels"):
-        ops = load(config.model.device)
+        ops = load_ops(config)
     target = get("target", resolve_model(config))
     context_length(config, target.decoder.config)  # refused before the next load
     draft = get("draft model", resolve_draft(config)) if needs_draft_model(config) else None
     return Weights(target, draft)
+
+
+def load_ops(config: Config) -> Ops:
+    try:
+        return load(config.model.device)
+    except DeviceError as e:
+        raise ConfigError(f"model.device = {config.model.device!r}: {e}") from e
+
+
+def check_device(config: Config) -> None:
+    """Refuse a GPU that is not there, before a model is fetched for it."""
+    if config.model.device not in ("auto", "cpu"):
+        load_ops(config)
 
 
 def memory_plan(config: Config, pool: BlockPool) -> str:
@@ -179,21 +175,19 @@ def load_model(folder: Path, config: Config, ops: Ops, progress: Progress | None
         if progress is not None:
             progress(folder.name, done, total)
 
-    free = ops.free_memory()
     try:
         return load_decoder(folder, config.model.dtype, ops, config.scheduler.max_model_len, report)
     except torch.OutOfMemoryError as e:
         raise ConfigError(
             f"{folder}: its {weight_bytes(folder, config.model.dtype, ops) / 2**30:.1f} GiB of "
-            f"weights do not fit into the {free / 2**30:.1f} GiB that were free on the device "
-            f"({asked_for(e)}): free some, set model.dtype = 'bf16', or take a smaller model or "
-            "another model.device"
+            f"weights do not fit ({asked_for(e)}): free some memory, set model.dtype = 'bf16', or "
+            "take a smaller model or another model.device"
         ) from e
 
 
 def asked_for(e: BaseException) -> str:
-    """The first sentence of torch's complaint, which tells how much was asked for."""
-    return ". ".join(str(e).split(". ")[:2]).strip(" .")
+    """The sentences of torch's complaint that tell how much was asked for, and what was free."""
+    return ". ".join(str(e).split(". ")[:3]).strip(" .")
 
 
 def resolve_draft(config: Config) -> Path:
@@ -294,9 +288,8 @@ def build_pool(
         arena = Arena(target.ops.allocate(num_blocks * size), size)
     except (OSError, OverflowError, torch.OutOfMemoryError) as e:
         raise ConfigError(
-            f"the system refuses {num_blocks * size} bytes for the KV pool, with "
-            f"{target.ops.free_memory()} free ({asked_for(e)}): lower memory.kv_bytes or "
-            "memory.kv_fraction"
+            f"the system refuses {num_blocks * size} bytes for the KV pool ({asked_for(e)}): lower "
+            "memory.kv_bytes or memory.kv_fraction"
         ) from e
     views = map(arena.view, layouts, block_sizes)
     runners = [Runner(m, v) for m, v in zip(models, views, strict=True)]

@@ -12,7 +12,7 @@ from specserve.errors import ConfigError
 from specserve.memory import BlockPool, BlockTable
 from specserve.models.loader import load_decoder
 from specserve.sampling import Sampling
-from specserve_kernels import cpu
+from specserve_kernels import DeviceError, cpu
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.house import Case, Scripted, Watch, bush, engine_for, hedge, load_small, plain
 from tests.kernels.builds import interpreted
@@ -152,13 +152,14 @@ def test_a_device_that_is_not_there_is_one_clear_line():
 
 def no_memory(*args, **kwargs):
     raise torch.OutOfMemoryError(
-        "CUDA out of memory. Tried to allocate 9.50 GiB. GPU 0 has a total capacity of 139 GiB"
+        "CUDA out of memory. Tried to allocate 9.50 GiB. GPU 0 has a total capacity of "
+        "139.00 GiB of which 1.25 GiB is free. Including non-PyTorch memory, this process has more"
     )
 
 
 PLACES = {  # where memory runs out at load -> what is said of it
-    "weights": (build, "load_decoder", ["GiB of weights", "that were free", "set model.dtype"]),
-    "pool": (cpu, "allocate", ["bytes for the KV pool, with", "free", "lower memory.kv_bytes"]),
+    "weights": (build, "load_decoder", ["GiB of weights", "set model.dtype"]),
+    "pool": (cpu, "allocate", ["bytes for the KV pool", "lower memory.kv_bytes"]),
     "step": (
         build.Runner,
         "forward",
@@ -175,5 +176,18 @@ def test_memory_that_runs_out_at_load_says_what_was_asked_and_what_to_lower(
     with pytest.raises(ConfigError) as e:
         build.build(load_config(None, {"model.device": "cpu", "memory.kv_bytes": 1 << 26}))
     assert not [
-        part for part in ["Tried to allocate 9.50 GiB)", *words] if part not in str(e.value)
+        part
+        for part in ["allocate 9.50 GiB", "of which 1.25 GiB is free)", *words]
+        if part not in str(e.value)
     ]
+
+
+def test_a_system_that_does_not_tell_its_free_memory_loads_where_the_pool_is_sized(monkeypatch):
+    def untold():
+        raise DeviceError("this system does not tell its free memory")
+
+    monkeypatch.setattr(cpu, "free_memory", untold)
+    settings = {"model.device": "cpu", "model.threads": 1}
+    build.build(load_config(None, settings | {"memory.kv_bytes": 1 << 26}))
+    with pytest.raises(ConfigError, match=r"^this system does not tell .*: set memory\.kv_bytes$"):
+        build.build(load_config(None, settings))
