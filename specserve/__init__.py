@@ -9,9 +9,9 @@ from specserve import process
 from specserve.version import VERSION as __version__
 
 if TYPE_CHECKING:
+    from specserve.exchange.sampling_params import SamplingParams
     from specserve.generation import Output
     from specserve.llm import LLM
-    from specserve.sampling import SamplingParams
 
 process.prepare()  # here, where torch cannot have been imported by us
 
@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Any:
 
         return Output
     if name == "SamplingParams":
-        from specserve.sampling import SamplingParams
+        from specserve.exchange.sampling_params import SamplingParams
 
         return SamplingParams
     raise AttributeError(f"module 'specserve' has no attribute {name!r}")

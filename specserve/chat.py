@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from specserve.errors import PromptTooLong, RequestError, SpecserveError
 
 if TYPE_CHECKING:
+    from specserve.exchange.sampling_params import SamplingParams
     from specserve.generation import Output
     from specserve.llm import LLM
-    from specserve.sampling import SamplingParams
 
 Message = Mapping[str, str]
 
@@ -172,10 +172,10 @@ class Local:
     def __init__(self, llm: "LLM", params: "SamplingParams") -> None:
         self.llm, self.params = llm, params
         # What no message could mend, as a missing template, is said before the first.
-        llm.check(llm.intake.render([{"role": "user", "content": "Hello"}]), params)
+        llm.check(llm.input_processor.render([{"role": "user", "content": "Hello"}]), params)
 
     def say(self, messages: Sequence[Message]) -> Generator[str, None, Statistics]:
-        ids = self.llm.intake.render(messages)
+        ids = self.llm.input_processor.render(messages)
         with closing(self.llm.stream(ids, self.params)) as steps:
             while True:
                 try:

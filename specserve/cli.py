@@ -175,7 +175,7 @@ def serve(args: argparse.Namespace) -> int:
         served_model_name=args.served_model_name,
         api_key_file=args.api_key_file,
     )
-    from specserve.engine.spawn import spawn
+    from specserve.exchange.spawn import spawn
     from specserve.models.folder import resolve as resolve_folder
     from specserve.server.listen import listen
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from specserve.engine.engine import Emission
-from specserve.sampling import Sampling
+from specserve.exchange.sampling_params import Sampling
+from specserve.exchange.step_output import StepOutput
 from specserve.text import TextStream
 
 
@@ -59,7 +59,7 @@ class Output(msgspec.Struct, frozen=True):
 
 
 class Generation:
-    """Fed with the emissions of its request; keeps all that is needed to tell, or to resume it.
+    """Fed with the outputs of its request; keeps all that is needed to tell, or to resume it.
 
     A stop string is found here, so that the engine has to be told when `is_done` comes from one.
     """
@@ -81,22 +81,22 @@ class Generation:
     def is_done(self) -> bool:
         return self.finish_reason is not None
 
-    def push(self, emission: Emission) -> str:
+    def push(self, output: StepOutput) -> str:
         """Take a step's tokens; the text that they add."""
-        self.failure = emission.failure
+        self.failure = output.failure
         now = perf_counter()
-        self.admitted_at, self.num_cached = emission.admitted_at, emission.num_cached
-        self.num_fallbacks += emission.is_fallback
+        self.admitted_at, self.num_cached = output.admitted_at, output.num_cached
+        self.num_fallbacks += output.is_fallback
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
-        text, num_tokens, is_stopped = self.stream.push(emission.tokens)
-        self.finish_reason = "stop" if is_stopped else emission.finish_reason
+        text, num_tokens, is_stopped = self.stream.push(output.tokens)
+        self.finish_reason = "stop" if is_stopped else output.finish_reason
         if self.is_done and not is_stopped:
             text += self.stream.finish()
-        self.token_ids += emission.tokens[:num_tokens]
+        self.token_ids += output.tokens[:num_tokens]
         self.text += text
-        if emission.is_verified:
-            self.steps.append((emission.num_drafted, emission.num_accepted))
+        if output.is_verified:
+            self.steps.append((output.num_drafted, output.num_accepted))
             self.num_step_tokens += num_tokens
         return text
 

@@ -12,10 +12,10 @@ from typing import Any, Self
 from specserve.config import Config, load_config
 from specserve.engine.build import Model, Phases, Weights, build, check_device
 from specserve.errors import ConfigError, Overloaded, RequestError
+from specserve.exchange.sampling_params import SamplingParams, choices_of
 from specserve.generation import Generation, Output, output
-from specserve.intake import Message, load_intake
+from specserve.input_processor import Message, load_input_processor
 from specserve.progress import LoadProgress, show_phases, track
-from specserve.sampling import SamplingParams, choices_of
 
 Prompt = str | Sequence[int]
 
@@ -54,8 +54,8 @@ class LLM:
         self.progress = progress
         phases = Phases()
         check_device(self.config)
-        self.intake = load_intake(self.config, phases)
-        self.tokenizer = self.intake.tokenizer
+        self.input_processor = load_input_processor(self.config, phases)
+        self.tokenizer = self.input_processor.tokenizer
         with LoadProgress(progress) as bar:
             self.loaded = build(self.config, bar, phases, weights)
         if progress:
@@ -131,7 +131,7 @@ class LLM:
             raise RequestError(f"a conversation is a list of messages, not {messages!r:.50}")
         is_single = not messages or isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_single else messages
-        return self.generate([self.intake.render(c) for c in conversations], params)
+        return self.generate([self.input_processor.render(c) for c in conversations], params)
 
     @property
     def weights(self) -> Weights:
@@ -164,19 +164,19 @@ class LLM:
         """The prompt's ids; RequestError where it cannot be served."""
         if isinstance(prompt, str):
             with self.lock:
-                ids = self.intake.encode(prompt)
+                ids = self.input_processor.encode(prompt)
         else:
-            ids = self.intake.read_ids(prompt)
-        self.intake.check_length(ids)
+            ids = self.input_processor.read_ids(prompt)
+        self.input_processor.check_length(ids)
         asked = SamplingParams() if params is None else params
         if not isinstance(asked, SamplingParams):
             raise RequestError(f"params: {asked!r} is not a SamplingParams")
-        self.intake.resolve(asked, len(ids))
+        self.input_processor.resolve(asked, len(ids))
         return ids, asked
 
     def start(self, ids: list[int], params: SamplingParams) -> list[Generation]:
         """Queue a prompt; its choices."""
-        samplings = choices_of(self.intake.resolve(params, len(ids)), params.n)
+        samplings = choices_of(self.input_processor.resolve(params, len(ids)), params.n)
         with self.lock, interrupts_held():
             requests = self.engine.add_choices(ids, samplings)
             choices = [Generation(r.id, ids, r.sampling, self.tokenizer) for r in requests]
@@ -186,11 +186,11 @@ class LLM:
     def step(self) -> None:
         """One step of the engine; every live generation gets what is its own."""
         with self.lock, interrupts_held():
-            for emission in self.engine.step():
-                generation = self.live[emission.id]
-                generation.push(emission)
+            for output in self.engine.step():
+                generation = self.live[output.id]
+                generation.push(output)
                 if generation.is_done:  # the engine may not know it yet
-                    self.engine.finish(emission.id)
+                    self.engine.finish(output.id)
 
     def end(self, generations: Iterable[Generation]) -> None:
         """Forget generations; one that is still running is given up, and its blocks go back."""

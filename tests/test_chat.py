@@ -21,7 +21,7 @@ from specserve.chat import Chat, Local, Statistics
 from specserve.errors import PromptTooLong, RequestError
 from specserve.remote import CUT, events
 from tests.checkpoints import tiny_checkpoint
-from tests.server.house import SETTINGS, ServerProcess, eventually
+from tests.server.server_process import SETTINGS, ServerProcess, eventually
 
 HEAD = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
 DONE = b"data: [DONE]\n\n"

@@ -49,7 +49,7 @@ def test_every_command_runs(command, folders, monkeypatch, capsys):
     monkeypatch.setitem(vars(specserve), "LLM", FakeLLM)
     monkeypatch.setitem(vars(specserve), "SamplingParams", FakeParams)
     # What serves and what listens have tests of their own, and so has `chat`.
-    monkeypatch.setattr("specserve.engine.spawn.spawn", lambda config: config)
+    monkeypatch.setattr("specserve.exchange.spawn.spawn", lambda config: config)
     monkeypatch.setattr("specserve.server.listen.listen", lambda limits: nullcontext())
     monkeypatch.setattr("specserve.server.serve.serve", lambda *args: 0)
     monkeypatch.setattr("specserve.remote.Remote", lambda *args: None)

@@ -14,10 +14,11 @@ LAYERS = [  # ground floor first
     ("specserve.machine",),
     ("specserve.keys",),
     ("specserve.progress",),
-    ("specserve.memory", "specserve.models", "specserve.sampling", "specserve.text"),
+    ("specserve.memory", "specserve.models", "specserve.text"),
+    ("specserve.exchange",),
     ("specserve.scheduling",),
     ("specserve.engine",),
-    ("specserve.intake", "specserve.generation"),
+    ("specserve.input_processor", "specserve.generation"),
     ("specserve.llm", "specserve"),  # `specserve` itself exports what `specserve.llm` defines
     ("specserve.server",),
     ("specserve.demo",),

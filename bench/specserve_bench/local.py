@@ -71,7 +71,7 @@ class Local:
         )
         prompt: Any = ask.prompt
         if not isinstance(prompt, str):
-            prompt = self.llm.intake.render(prompt)
+            prompt = self.llm.input_processor.render(prompt)
         return self.llm.check(prompt, params)
 
     def step(self, running: Sequence[Going], started_at: float) -> None:

@@ -12,8 +12,8 @@ import torch
 from specserve import LLM, SamplingParams
 from specserve.config import load_config
 from specserve.engine.build import assemble, tune
+from specserve.exchange.sampling_params import Sampling
 from specserve.models.loader import load_decoder
-from specserve.sampling import Sampling
 from specserve_bench.elastic import BLOCK_SIZE, elastic_figures
 from specserve_bench.workloads import source_tokens
 from specserve_kernels import load

@@ -22,7 +22,7 @@ from specserve.models.families import DecoderConfig
 from specserve.models.folder import Scaled, resolve, scaled_from
 from specserve.models.loader import load_decoder, weight_bytes
 from specserve.scheduling import Scheduler
-from specserve.scheduling.scheduler import Limits
+from specserve.scheduling.scheduler import StepBudget
 from specserve_drafters import Drafter, DrafterError, make_drafter
 from specserve_drafters.base import drafter_options, find_drafter
 from specserve_drafters.tree import MAX_NODES
@@ -151,7 +151,7 @@ def memory_plan(config: Config, pool: BlockPool) -> str:
 def assemble(config: Config, target: Decoder, draft: Decoder | None, max_len: int) -> Engine:
     """An engine around models that have been loaded."""
     runners, pool = build_pool(config, target, draft, max_len)
-    scheduler = Scheduler(limits(config), pool)
+    scheduler = Scheduler(step_budget(config), pool)
     draft_model = DraftModel(runners[1], scheduler) if len(runners) > 1 else None
     drafter = build_drafter(config, draft_model)
     names = kv_names(config, target, draft) if config.memory.prefix_cache else None
@@ -246,9 +246,9 @@ def context_length(config: Config, target: DecoderConfig) -> int:
     return asked or longest
 
 
-def limits(config: Config) -> Limits:
+def step_budget(config: Config) -> StepBudget:
     c, has_drafter = config.scheduler, config.drafter_name != "none"
-    return Limits(
+    return StepBudget(
         max_running=c.max_running,
         max_batched_tokens=c.max_batched_tokens,
         prefill_chunk=c.prefill_chunk,

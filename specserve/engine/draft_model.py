@@ -8,7 +8,7 @@ from torch import Tensor
 from specserve.engine.batch import RowGroup
 from specserve.engine.runner import Runner
 from specserve.memory import BlockTable
-from specserve.scheduling import Request, Scheduler, Work
+from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve_drafters import ROOT, Draft, DraftItem, Nodes
 from specserve_drafters.tree import MAX_NODES
 
@@ -46,7 +46,7 @@ class DraftModel:
 
     def extend(self, items: Sequence[DraftItem]) -> tuple[list[int], Tensor]:
         groups, ready = [], []
-        rows = self.scheduler.limits.prefill_chunk
+        rows = self.scheduler.budget.prefill_chunk
         lent = [self.requests[item.id] for item in items]
         if len({r.id for r in lent}) < len(lent):
             raise ValueError("a request was given twice: its KV would be counted twice")
@@ -136,7 +136,7 @@ class DraftModel:
             for r in ahead
         )
 
-    def is_behind(self, work: Work) -> bool:
+    def is_behind(self, work: ScheduledRequest) -> bool:
         """Whether a work that might have had the model's guesses had to do without."""
         return work.draft_limit > 0 and work.request.id not in self.masks
 

@@ -8,51 +8,20 @@ from functools import partial
 from itertools import count
 from time import perf_counter
 
-import msgspec
 import torch
 
 from specserve.engine.batch import RowGroup
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.runner import Runner
+from specserve.engine.sampler import Sampler
 from specserve.engine.verify import Answer, Path, walk
-from specserve.memory import BlockPool, BlockTable, Chain, root_key
-from specserve.sampling import Sampler, Sampling
-from specserve.scheduling import Request, Scheduler, Work
+from specserve.exchange.sampling_params import Sampling
+from specserve.exchange.step_output import Stats, StepOutput
+from specserve.memory import BlockHasher, BlockPool, BlockTable, root_key
+from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve_drafters import Draft, Drafter, DraftItem
 
 log = logging.getLogger("specserve")
-
-
-class Emission(msgspec.Struct, frozen=True, array_like=True):
-    """What a step brought one request. Plain data: it is sent to other processes as it stands."""
-
-    id: int
-    tokens: list[int]
-    finish_reason: str | None  # "stop" | "length" where these tokens end it, "error" at a failure
-    is_verified: bool  # the step had a root, so that it counts for the acceptance length
-    num_drafted: int
-    num_accepted: int
-    admitted_at: float  # seconds, perf_counter: when it left the queue
-    num_cached: int = 0  # tokens of the prompt that were found in the prefix cache
-    is_fallback: bool = False  # n-grams guessed, as the draft model had not caught up
-    failure: str = ""  # why it cannot go on, where that is so
-
-
-class Stats(msgspec.Struct):
-    """Sums over all steps; seconds are wall time."""
-
-    num_steps: int = 0
-    num_rows: int = 0
-    num_drafted: int = 0  # rows of guesses
-    num_accepted: int = 0
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0  # the target's forward
-    step_seconds: float = 0.0
-    drafter_errors: int = 0
-    num_fallbacks: int = 0  # drafts that n-grams made, as the draft model had not caught up
-    num_looked_up: int = 0  # tokens of prompts, looked for in the prefix cache
-    num_cached: int = 0  # those that were found
-    num_resets: int = 0  # of the prefix cache
 
 
 class Engine:
@@ -85,36 +54,36 @@ class Engine:
         return not self.requests
 
     @torch.inference_mode()
-    def step(self) -> list[Emission]:
+    def step(self) -> list[StepOutput]:
         """One forward of the target for everyone; the new tokens of those who were due some."""
         start = perf_counter()
-        works = self.scheduler.plan()
-        if not works:
+        scheduled = self.scheduler.plan()
+        if not scheduled:
             return []
-        self.guess([w for w in works if w.draft_limit])
-        works.sort(key=lambda w: not w.draft.is_chain)  # rows with masks come last
+        self.draft([w for w in scheduled if w.draft_limit])
+        scheduled.sort(key=lambda w: not w.draft.is_chain)  # rows with masks come last
         try:
-            answer = self.verify(works)
+            answer = self.verify(scheduled)
         except torch.OutOfMemoryError as e:
-            return self.give_up(works, str(e))
-        sampled = [w for w in works if w.is_sampled]
+            return self.give_up(scheduled, str(e))
+        sampled = [w for w in scheduled if w.is_sampled]
         paths = self.walk(sampled, answer)
-        emissions = self.commit(works, sampled, paths)
+        outputs = self.commit(scheduled, sampled, paths)
         self.stats.num_steps += 1
         self.stats.step_seconds += perf_counter() - start
-        return emissions
+        return outputs
 
-    def guess(self, works: list[Work]) -> None:
+    def draft(self, scheduled: list[ScheduledRequest]) -> None:
         """A draft for every root that may have one; a drafter's failure costs the drafts only."""
-        if self.drafter is None or not works:
+        if self.drafter is None or not scheduled:
             return
         start = perf_counter()
         if self.draft_model is not None:
-            self.draft_model.lend([w.request for w in works])
+            self.draft_model.lend([w.request for w in scheduled])
         try:
-            drafts = self.drafter.propose([draft_item(w) for w in works])
+            drafts = self.drafter.propose([draft_item(w) for w in scheduled])
             vocab_size = self.target.decoder.config.vocab_size
-            for work, draft in zip(works, drafts, strict=True):
+            for work, draft in zip(scheduled, drafts, strict=True):
                 work.draft = Draft.cut(draft, work.draft_limit, vocab_size)
         except BaseException:  # anybody's code runs here, and no text may depend on what it does
             self.drafter_failed("propose")
@@ -123,11 +92,11 @@ class Engine:
                 self.draft_model.take_back()
         self.stats.draft_seconds += perf_counter() - start
 
-    def verify(self, works: list[Work]) -> Answer:
-        """Run the rows of all works; what the target says after a node, root or guess."""
+    def verify(self, scheduled: list[ScheduledRequest]) -> Answer:
+        """Run the rows of all scheduled; what the target says after a node, root or guess."""
         start = perf_counter()
-        groups = [rows_of(w) for w in works]
-        sampler = sampler_for([w for w in works if w.is_sampled])
+        groups = [rows_of(w) for w in scheduled]
+        sampler = sampler_for([w for w in scheduled if w.is_sampled])
         if self.target.ops.samples_ahead and sampler.requests:
             tokens = self.target.answers(groups, sampler.params([*sampler.nodes()]))
             answer: Answer = partial(sampler.look_up, tokens)
@@ -137,7 +106,7 @@ class Engine:
         self.stats.verify_seconds += perf_counter() - start
         return answer
 
-    def walk(self, sampled: list[Work], answer: Answer) -> list[Path]:
+    def walk(self, sampled: list[ScheduledRequest], answer: Answer) -> list[Path]:
         """Node by node down each tree."""
 
         def is_last(i: int, tokens: list[int]) -> bool:
@@ -145,17 +114,19 @@ class Engine:
 
         return walk([w.draft for w in sampled], answer, is_last)
 
-    def commit(self, works: list[Work], sampled: list[Work], paths: list[Path]) -> list[Emission]:
+    def commit(
+        self, scheduled: list[ScheduledRequest], sampled: list[ScheduledRequest], paths: list[Path]
+    ) -> list[StepOutput]:
         """Keep the accepted path's KV, give the rest back; the tokens join their request."""
-        for work in works:
+        for work in scheduled:
             work.request.table.num_computed = work.end
         self.keep_kv(sampled, paths)
-        for work in works:
+        for work in scheduled:
             if not work.is_sampled:
                 work.request.publish()
         return [self.append(work, path) for work, path in zip(sampled, paths, strict=True)]
 
-    def keep_kv(self, sampled: list[Work], paths: list[Path]) -> None:
+    def keep_kv(self, sampled: list[ScheduledRequest], paths: list[Path]) -> None:
         moves: list[tuple[BlockTable, int, int]] = []
         draft_moves: list[tuple[BlockTable, int, int]] = []
         for work, path in zip(sampled, paths, strict=True):
@@ -170,10 +141,10 @@ class Engine:
         if self.draft_model is not None:
             self.draft_model.runner.move(draft_moves)
 
-    def append(self, work: Work, path: Path) -> Emission:
+    def append(self, work: ScheduledRequest, path: Path) -> StepOutput:
         """The tokens of a path join their request, which may end with them."""
         request, draft = work.request, work.draft
-        emission = Emission(
+        output = StepOutput(
             id=request.id,
             tokens=path.tokens,
             finish_reason=finish_reason(request, path.tokens),
@@ -190,17 +161,17 @@ class Engine:
         request.token_ids.extend(path.tokens)
         request.publish()
         request.share_prompt()
-        self.stats.num_drafted += emission.num_drafted
-        self.stats.num_accepted += emission.num_accepted
-        self.stats.num_fallbacks += emission.is_fallback
+        self.stats.num_drafted += output.num_drafted
+        self.stats.num_accepted += output.num_accepted
+        self.stats.num_fallbacks += output.is_fallback
         if draft.tokens:
             self.tell("observe", request.id, draft, path.nodes)
-        if emission.finish_reason is not None:
+        if output.finish_reason is not None:
             self.finish(request.id)
         else:
             request.table.trim()
             request.draft_table.trim()
-        return emission
+        return output
 
     def add(self, token_ids: Sequence[int], sampling: Sampling, id: int | None = None) -> Request:
         """Queue a request; its prompt and parameters have been checked, its id is unused."""
@@ -233,7 +204,7 @@ class Engine:
         """An empty one for the target's KV, or for the draft model's."""
         draft = self.draft_model if owner == "draft" else None
         size = (draft.runner if draft is not None else self.target).kv.block_size
-        chain = Chain(root_key(self.names[owner], salt), size) if self.names else None
+        chain = BlockHasher(root_key(self.names[owner], salt), size) if self.names else None
         return BlockTable(self.pool, size, owner, chain)
 
     def reset_cache(self) -> None:
@@ -250,18 +221,20 @@ class Engine:
         self.tell("forget", id)
         assert not self.is_idle or self.pool.is_whole, "blocks are held, and nobody is there"
 
-    def give_up(self, works: list[Work], reason: str) -> list[Emission]:
+    def give_up(self, scheduled: list[ScheduledRequest], reason: str) -> list[StepOutput]:
         """End the requests of a step that could not be run; what was written is nobody's."""
         failure = (
             "the device ran out of memory in a step of this request: try again later; its operator "
             "should lower memory.kv_fraction, memory.kv_bytes or scheduler.max_batched_tokens"
         )
-        log.error("%d requests ended, as the device ran out of memory: %s", len(works), reason)
-        for work in works:
+        log.error("%d requests ended, as the device ran out of memory: %s", len(scheduled), reason)
+        for work in scheduled:
             self.finish(work.request.id)
         return [
-            Emission(w.request.id, [], "error", False, 0, 0, w.request.admitted_at, failure=failure)
-            for w in works
+            StepOutput(
+                w.request.id, [], "error", False, 0, 0, w.request.admitted_at, failure=failure
+            )
+            for w in scheduled
         ]
 
     def tell(self, what: str, *args: object) -> None:
@@ -292,7 +265,7 @@ class Engine:
         return self.pool.holders()
 
 
-def draft_item(work: Work) -> DraftItem:
+def draft_item(work: ScheduledRequest) -> DraftItem:
     r = work.request
     # A copy: what a drafter does to it changes no text.
     return DraftItem(
@@ -300,13 +273,13 @@ def draft_item(work: Work) -> DraftItem:
     )
 
 
-def sampler_for(sampled: list[Work]) -> Sampler:
+def sampler_for(sampled: list[ScheduledRequest]) -> Sampler:
     requests = [w.request for w in sampled]
     lengths = [len(r.token_ids) for r in requests]
     return Sampler([r.sampling for r in requests], lengths, [w.draft for w in sampled])
 
 
-def rows_of(work: Work) -> RowGroup:
+def rows_of(work: ScheduledRequest) -> RowGroup:
     """A work's rows for the target, causal ones or a root and its tree."""
     r, draft = work.request, work.draft
     tokens = r.token_ids[work.start : work.end]

@@ -9,18 +9,19 @@ import msgspec
 
 from specserve.config import Config
 from specserve.engine.build import Loaded, build
-from specserve.engine.engine import Emission, Engine
-from specserve.engine.frames import Frames
-from specserve.engine.messages import (
+from specserve.engine.engine import Engine
+from specserve.errors import ConfigError
+from specserve.exchange.frames import Frames
+from specserve.exchange.messages import (
     Failed,
     FromEngine,
     Loading,
     Ready,
     Report,
-    decode_orders,
+    decode_commands,
     frame,
 )
-from specserve.errors import ConfigError
+from specserve.exchange.step_output import StepOutput
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 CHUNK = 1 << 20
@@ -50,7 +51,7 @@ class Link:
 
 def main(fd: int) -> None:
     """Load, and step until nobody is at the other end any more."""
-    outlive_nobody()
+    die_with_parent()
     # A service manager sends SIGTERM to all processes of a service. The parent alone decides what
     # it means: this one goes on stepping while requests are drained.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -61,7 +62,7 @@ def main(fd: int) -> None:
         return
 
 
-def outlive_nobody() -> None:
+def die_with_parent() -> None:
     """Have the kernel end this process, loading or stepping, when its parent ends.
 
     A parent that ended before this call is met as a closed socket.
@@ -88,12 +89,12 @@ def serve(link: Link, engine: Engine) -> None:
     link.send(report(engine, []))
     while True:
         for payload in link.receive(wait=engine.is_idle):
-            orders = decode_orders(payload)
-            for asked in orders.add:
+            commands = decode_commands(payload)
+            for asked in commands.add:
                 engine.add_choices(asked.token_ids, asked.samplings, asked.id)
-            for id in orders.finish:
+            for id in commands.finish:
                 engine.finish(id)
-            if orders.reset_cache:
+            if commands.reset_cache:
                 engine.reset_cache()
         link.send(report(engine, engine.step()))
 
@@ -108,10 +109,10 @@ def ready(loaded: Loaded) -> Ready:
     )
 
 
-def report(engine: Engine, emissions: list[Emission]) -> Report:
+def report(engine: Engine, outputs: list[StepOutput]) -> Report:
     scheduler = engine.scheduler
     return Report(
-        emissions=emissions,
+        outputs=outputs,
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
         num_preempted=scheduler.num_preempted,

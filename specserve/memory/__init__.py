@@ -3,6 +3,6 @@
 from specserve.memory.arena import Arena, KVLayout
 from specserve.memory.block_table import BlockTable
 from specserve.memory.pool import BlockPool
-from specserve.memory.prefix_cache import Chain, root_key
+from specserve.memory.prefix_cache import BlockHasher, root_key
 
-__all__ = ["Arena", "BlockPool", "BlockTable", "Chain", "KVLayout", "root_key"]
+__all__ = ["Arena", "BlockHasher", "BlockPool", "BlockTable", "KVLayout", "root_key"]

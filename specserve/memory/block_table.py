@@ -3,7 +3,7 @@
 from array import array
 
 from specserve.memory.pool import BlockPool
-from specserve.memory.prefix_cache import Chain
+from specserve.memory.prefix_cache import BlockHasher
 
 
 class BlockTable:
@@ -18,10 +18,10 @@ class BlockTable:
         pool: BlockPool,
         block_size: int,
         owner: str = "target",
-        chain: Chain | None = None,
+        hasher: BlockHasher | None = None,
     ) -> None:
         self.pool, self.block_size, self.owner = pool, block_size, owner
-        self.chain = chain  # None where nothing is to be found again
+        self.hasher = hasher  # None where nothing is to be found again
         self.blocks = array("i")
         self.num_computed = 0
         self.num_published = 0  # blocks
@@ -75,18 +75,18 @@ class BlockTable:
         """Blocks that may be found for these tokens: the last one is always computed, for what is
         said after it.
         """
-        return 0 if self.chain is None else (len(token_ids) - 1) // self.block_size
+        return 0 if self.hasher is None else (len(token_ids) - 1) // self.block_size
 
     def key(self, token_ids: "array[int]", place: int) -> bytes | None:
-        if self.chain is None or place >= self.num_keys(token_ids):
+        if self.hasher is None or place >= self.num_keys(token_ids):
             return None
-        return self.chain.extend(token_ids, len(token_ids) - 1)[place]
+        return self.hasher.extend(token_ids, len(token_ids) - 1)[place]
 
     def find(self, token_ids: "array[int]") -> list[int]:
         """The blocks that are cached of these tokens, from the end of the table on."""
-        if self.chain is None:
+        if self.hasher is None:
             return []
-        keys = self.chain.extend(token_ids, len(token_ids) - 1)
+        keys = self.hasher.extend(token_ids, len(token_ids) - 1)
         return self.pool.find(keys[len(self.blocks) : self.num_keys(token_ids)])
 
     def match(self, token_ids: "array[int]", spare: int) -> None:
@@ -118,21 +118,21 @@ class BlockTable:
         self.num_computed, self.epoch = num_tokens, other.epoch
         self.num_published = min(other.num_published, num_tokens // self.block_size)
         if (
-            self.chain is not None and other.chain is not None
+            self.hasher is not None and other.hasher is not None
         ):  # what is hashed once is known to all
-            self.chain.keys = other.chain.keys[: num_tokens // self.block_size]
+            self.hasher.keys = other.hasher.keys[: num_tokens // self.block_size]
 
     @property
     def is_publishing(self) -> bool:
         """Unless it was begun with what must not be found again."""
-        return self.chain is not None and self.epoch == self.pool.num_resets
+        return self.hasher is not None and self.epoch == self.pool.num_resets
 
     def publish(self, token_ids: "array[int]") -> None:
         """Let others find the blocks that are full of computed tokens."""
         full = self.num_computed // self.block_size
-        if self.chain is None or not self.is_publishing or full == self.num_published:
+        if self.hasher is None or not self.is_publishing or full == self.num_published:
             return
-        keys = self.chain.extend(token_ids, self.num_computed)
+        keys = self.hasher.extend(token_ids, self.num_computed)
         for i in range(self.num_published, full):
             self.blocks[i] = self.pool.publish(self.blocks[i], keys[i])
         self.num_published = full

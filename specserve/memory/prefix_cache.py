@@ -11,7 +11,7 @@ def root_key(*parts: str) -> bytes:
     return hashlib.sha256(msgspec.json.encode(parts)).digest()
 
 
-class Chain:
+class BlockHasher:
     """The keys of one request's full blocks of one model, in order.
 
     key = SHA-256(parent key, tokens): equal keys mean equal tokens from the first one on. Not a

@@ -1,6 +1,6 @@
 """Who runs, and with which rows."""
 
-from specserve.scheduling.request import Request, Work
+from specserve.scheduling.request import Request, ScheduledRequest
 from specserve.scheduling.scheduler import Scheduler
 
-__all__ = ["Request", "Scheduler", "Work"]
+__all__ = ["Request", "ScheduledRequest", "Scheduler"]

@@ -4,8 +4,8 @@ from array import array
 
 import msgspec
 
+from specserve.exchange.sampling_params import Sampling
 from specserve.memory import BlockTable
-from specserve.sampling import Sampling
 from specserve_drafters import Draft
 
 
@@ -120,7 +120,7 @@ class Request(msgspec.Struct, eq=False):
         self.draft_table.clear()
 
 
-class Work(msgspec.Struct, eq=False):
+class ScheduledRequest(msgspec.Struct, eq=False):
     """Tokens [start, end) of a request, then the nodes of its draft, go through together."""
 
     request: Request

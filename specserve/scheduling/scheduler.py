@@ -7,10 +7,10 @@ from time import perf_counter
 import msgspec
 
 from specserve.memory import BlockPool
-from specserve.scheduling.request import Request, Work
+from specserve.scheduling.request import Request, ScheduledRequest
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class StepBudget(msgspec.Struct, frozen=True, kw_only=True):
     """What a step may have."""
 
     max_running: int = 64
@@ -23,8 +23,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class Scheduler:
     """`waiting` and `running` are in order of rank. Who runs and ranks last is the first victim."""
 
-    def __init__(self, limits: Limits, pool: BlockPool) -> None:
-        self.limits, self.pool = limits, pool
+    def __init__(self, budget: StepBudget, pool: BlockPool) -> None:
+        self.budget, self.pool = budget, pool
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_preempted = 0
@@ -42,7 +42,7 @@ class Scheduler:
         request.leave()
         request.release()
 
-    def plan(self) -> list[Work]:
+    def plan(self) -> list[ScheduledRequest]:
         """Spend the step's rows: a root for every request that is due, then prompts, then guesses.
 
         Where prompts and guesses both want what the roots leave, each gets half: a long prompt
@@ -50,11 +50,11 @@ class Scheduler:
         """
         self.admit()
         roots = self.plan_roots()
-        left = self.limits.max_batched_tokens - len(roots)
-        wanted = min(self.limits.max_step_nodes, sum(map(self.room, roots)))
-        chunks = self.plan_chunks(min(self.limits.prefill_chunk, left - min(left // 2, wanted)))
+        left = self.budget.max_batched_tokens - len(roots)
+        wanted = min(self.budget.max_step_nodes, sum(map(self.room, roots)))
+        chunks = self.plan_chunks(min(self.budget.prefill_chunk, left - min(left // 2, wanted)))
         left -= sum(w.end - w.start for w in chunks)
-        self.plan_guesses(roots, min(left, self.limits.max_step_nodes))
+        self.plan_guesses(roots, min(left, self.budget.max_step_nodes))
         if self.running and not roots and not chunks:  # prompts alone, each with a part of the pool
             self.preempt(self.running[-1])
             return self.plan()
@@ -76,7 +76,7 @@ class Scheduler:
         A block a running request stays over, so that the newcomer does not at once force one out.
         """
         computing = self.computing
-        for request in self.waiting[: self.limits.max_running]:  # a step's time is everybody's
+        for request in self.waiting[: self.budget.max_running]:  # a step's time is everybody's
             if request.is_behind or any(r.is_ahead_of(request) for r in computing):
                 continue  # somebody is about to compute what it would compute as well
             if not self.make_place(request):
@@ -92,7 +92,7 @@ class Scheduler:
 
     def make_place(self, request: Request) -> bool:
         """Whether a request can be let in now, others having made room for it if they must."""
-        most = self.limits.max_running
+        most = self.budget.max_running
         found = [] if request.table.blocks else request.table.find(request.token_ids)
         needed = request.table.missing(len(request.token_ids)) - len(found)
 
@@ -113,7 +113,7 @@ class Scheduler:
         """Whether it would do if all of a lower priority, and who can do without, gave back."""
         victims = [r for r in self.running if r.sampling.priority > request.sampling.priority]
         kept = self.running[: len(self.running) - len(victims)]
-        if len(kept) >= self.limits.max_running:
+        if len(kept) >= self.budget.max_running:
             return False
         tables = [r.draft_table for r in self.running]
         tables += [r.table for r in (*self.waiting, *victims) if r is not request]
@@ -156,24 +156,26 @@ class Scheduler:
         self.add(request)
         self.num_preempted += 1
 
-    def plan_roots(self) -> list[Work]:
+    def plan_roots(self) -> list[ScheduledRequest]:
         """A row for every running request that is due; the last make room for the first."""
-        roots: list[Work] = []
+        roots: list[ScheduledRequest] = []
         place = 0
         while place < len(self.running):  # it shrinks from the end
             request = self.running[place]
             if request.is_due and self.make_room(request):
-                roots.append(Work(request, request.num_computed, request.num_computed + 1))
+                roots.append(
+                    ScheduledRequest(request, request.num_computed, request.num_computed + 1)
+                )
             place += 1
         return roots
 
-    def room(self, work: Work) -> int:
+    def room(self, work: ScheduledRequest) -> int:
         """Guesses that a root may have: with the bonus token they are the tokens left."""
-        return max(0, min(self.limits.max_nodes, work.request.num_left - 1))
+        return max(0, min(self.budget.max_nodes, work.request.num_left - 1))
 
-    def plan_chunks(self, rows: int) -> list[Work]:
+    def plan_chunks(self, rows: int) -> list[ScheduledRequest]:
         """First by rank; a request has causal rows or a tree in a step, never both."""
-        chunks: list[Work] = []
+        chunks: list[ScheduledRequest] = []
         for request in self.computing:
             if rows == 0:
                 break
@@ -183,11 +185,11 @@ class Scheduler:
                 pass
             end = table.reserve_some(end, self.pool.num_available)
             if end > start:
-                chunks.append(Work(request, start, end))
+                chunks.append(ScheduledRequest(request, start, end))
             rows -= end - start
         return chunks
 
-    def plan_guesses(self, roots: list[Work], rows: int) -> None:
+    def plan_guesses(self, roots: list[ScheduledRequest], rows: int) -> None:
         """Share guess rows evenly; a tree whose blocks are not there is cut, never refused."""
         self.turn += 1
         limits = share(rows, [self.room(work) for work in roots], self.turn)

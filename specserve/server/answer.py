@@ -5,11 +5,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from specserve.engine.client import EngineClient
-from specserve.engine.engine import Emission
 from specserve.errors import EngineDied, Overloaded, SpecserveError
+from specserve.exchange.client import EngineClient
+from specserve.exchange.sampling_params import Sampling
+from specserve.exchange.step_output import StepOutput
 from specserve.generation import Generation
-from specserve.sampling import Sampling
 from specserve.server.metrics import Metrics
 
 
@@ -103,14 +103,14 @@ class Choice:
     def __init__(self, answer: Answer, index: int) -> None:
         self.answer, self.index = answer, index
 
-    def push(self, emission: Emission) -> None:
+    def push(self, output: StepOutput) -> None:
         answer = self.answer
-        if emission.failure:
-            answer.end(Overloaded(emission.failure))
+        if output.failure:
+            answer.end(Overloaded(output.failure))
             return
         generation = answer.generations[self.index]
         before = len(generation.token_ids), generation.last_token_at
-        text = generation.push(emission)
+        text = generation.push(output)
         answer.num_said += len(generation.token_ids) - before[0]
         answer.metrics.on_tokens(generation, *before)
         if generation.is_done:  # the engine may not know it yet

@@ -162,7 +162,7 @@ def card(service: Service) -> dict[str, Any]:
         "owned_by": "specserve",
         "root": service.name,
         "parent": None,
-        "max_model_len": service.intake.max_model_len if service.loaded else None,
+        "max_model_len": service.input_processor.max_model_len if service.loaded else None,
         **(speculation(service.served) if service.loaded else {}),
     }
 

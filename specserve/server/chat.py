@@ -67,9 +67,9 @@ async def chat(request: Request) -> Response:
 
 async def encode(service: Service, messages: Sequence[dict[str, Any]]) -> list[int]:
     """The conversation's tokens; the template, which is somebody's program, gets a deadline."""
-    seconds, intake = service.limits.template_seconds, service.intake
+    seconds, input_processor = service.limits.template_seconds, service.input_processor
     try:
-        text = await service.worker.run_within(seconds, lambda: intake.template(messages))
+        text = await service.worker.run_within(seconds, lambda: input_processor.template(messages))
     except TimeoutError as e:
         raise RequestError(
             f"messages: the chat template ran for more than {seconds:g} s: send fewer", "messages"

@@ -13,8 +13,8 @@ from prometheus_client import (
 )
 from prometheus_client.metrics import MetricWrapperBase
 
-from specserve.engine.engine import Stats
-from specserve.engine.messages import Ready, Report
+from specserve.exchange.messages import Ready, Report
+from specserve.exchange.step_output import Stats
 from specserve.generation import Generation
 
 # From half a millisecond on: vLLM's own begin where a step of a small model has long ended.
@@ -143,10 +143,10 @@ class Metrics:
         self.preemptions.inc(report.num_preempted - self.num_preempted)
         self.num_preempted = report.num_preempted
         self.on_stats(report.stats)
-        for emission in report.emissions:
-            if emission.num_drafted:
+        for output in report.outputs:
+            if output.num_drafted:
                 self.drafts.inc()
-            for position in range(emission.num_accepted):
+            for position in range(output.num_accepted):
                 self.accepted_at[position].inc()
 
     def on_stats(self, stats: Stats) -> None:

@@ -10,7 +10,7 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from specserve.errors import Overloaded, RequestError, SpecserveError
-from specserve.sampling import SamplingParams
+from specserve.exchange.sampling_params import SamplingParams
 
 MAX_ECHO = 200  # characters of the input that a refusal may repeat
 

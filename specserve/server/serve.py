@@ -16,11 +16,11 @@ import uvloop
 
 from specserve.config import Config
 from specserve.engine.build import Phases, resolve_model, scaled_models
-from specserve.engine.client import EngineClient
-from specserve.engine.messages import Ready
-from specserve.engine.spawn import Spawned
 from specserve.errors import EngineDied, Overloaded
-from specserve.intake import load_intake
+from specserve.exchange.client import EngineClient
+from specserve.exchange.messages import Ready
+from specserve.exchange.spawn import Spawned
+from specserve.input_processor import load_input_processor
 from specserve.process import tell
 from specserve.progress import LoadProgress, show_phases
 from specserve.server.app import make_app
@@ -73,11 +73,11 @@ async def live(service: Service, listener: socket.socket, started_at: float) -> 
     config, engine = service.config, service.engine
     with LoadProgress(sys.stderr.isatty()) as bar:
         engine.on_loading = bar
-        intake = await asyncio.to_thread(load_intake, config, phases)
+        input_processor = await asyncio.to_thread(load_input_processor, config, phases)
         ready = await engine.ready
     identity, scaled = fingerprint(config, resolve_model(config)), scaled_models(config)
     served = Served(service.name, identity, ready.drafter, config.speculation.max_nodes, scaled)
-    service.open(intake, served, ready)
+    service.open(input_processor, served, ready)
     show_phases(phases.table | ready.phases)
     for line in introduction(service, ready, listener.getsockname(), perf_counter() - started_at):
         tell(line, number=1)
@@ -152,7 +152,7 @@ def introduction(
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(host), str(host))
     url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
     guesses = f", up to {config.speculation.max_nodes} guesses a step"
-    has_chat = bool(service.intake.tokenizer.chat_template)
+    has_chat = bool(service.input_processor.tokenizer.chat_template)
     question = "What does shutil.copytree do?" if config.model.path is None else "Hello"
     body = QUESTION % question if has_chat else PREFIX
     route = "chat/completions" if has_chat else "completions"
@@ -162,8 +162,8 @@ def introduction(
     return [
         f"serving {config.target} as {service.name}",
         f"drafter {ready.drafter}{guesses if ready.drafter != 'none' else ', no guesses'}",
-        f"memory {ready.phases['pool'].partition(': ')[2]}; up to {service.intake.max_model_len} "
-        "tokens a request",
+        f"memory {ready.phases['pool'].partition(': ')[2]}; up to "
+        f"{service.input_processor.max_model_len} tokens a request",
         f"ready in {seconds:.1f} s at {url}",
         f"curl -N {url}/v1/{route}{key} -H 'Content-Type: application/json' -d '{body}'",
     ]

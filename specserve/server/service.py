@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from specserve.config import Config
-from specserve.engine.client import EngineClient
-from specserve.engine.messages import Ready
 from specserve.errors import Overloaded, RequestError
-from specserve.intake import Intake
+from specserve.exchange.client import EngineClient
+from specserve.exchange.messages import Ready
+from specserve.exchange.sampling_params import SamplingParams, choices_of
+from specserve.input_processor import InputProcessor
 from specserve.models.folder import name_of
-from specserve.sampling import SamplingParams, choices_of
 from specserve.server.answer import Answer
 from specserve.server.metrics import Metrics
 from specserve.server.protocol import NotFound, cut
@@ -38,11 +38,11 @@ class Service:
         self.worker = Worker()
         self.answers: set[Answer] = set()
         self.is_draining = False
-        self.loaded: tuple[Intake, Served] | None = None
+        self.loaded: tuple[InputProcessor, Served] | None = None
         engine.on_report = self.metrics.on_report
 
     @property
-    def intake(self) -> Intake:
+    def input_processor(self) -> InputProcessor:
         assert self.loaded is not None, "a route reads only after check_open"
         return self.loaded[0]
 
@@ -61,10 +61,10 @@ class Service:
         silence = asyncio.get_running_loop().time() - self.engine.heard_at
         return not self.engine.died.is_set() and (not self.answers or silence < HUNG_SECONDS)
 
-    def open(self, intake: Intake, served: Served, ready: Ready) -> None:
+    def open(self, input_processor: InputProcessor, served: Served, ready: Ready) -> None:
         """All is loaded: let requests in."""
         self.metrics.on_ready(ready)
-        self.loaded = intake, served
+        self.loaded = input_processor, served
 
     def check_open(self) -> None:
         if self.is_draining or self.engine.died.is_set():
@@ -94,13 +94,13 @@ class Service:
             )
         for prompt in prompts:
             with blaming(field):
-                self.intake.check_length(prompt)
-        samplings = [self.intake.resolve(params, len(prompt)) for prompt in prompts]
+                self.input_processor.check_length(prompt)
+        samplings = [self.input_processor.resolve(params, len(prompt)) for prompt in prompts]
         self.check_open()  # again: reading the body took its time
         self.check_queue(prompts, params.n, "n" if params.n > 1 else field)
         answer = Answer(self.engine, self.answers, self.metrics, arrived)
         for prompt, sampling in zip(prompts, samplings, strict=True):
-            answer.ask(prompt, choices_of(sampling, params.n), self.intake.tokenizer)
+            answer.ask(prompt, choices_of(sampling, params.n), self.input_processor.tokenizer)
         return answer
 
     async def parse(self, raw: bytes, read: Callable[[bytes], T]) -> T:
@@ -113,16 +113,18 @@ class Service:
         """The tokens of what came in `field`."""
         with blaming(field):
             if isinstance(prompt, str):
-                return await self.worker.run(self.intake.encode, prompt, add_special_tokens)
-            self.intake.check_length(prompt)  # first, as it costs nothing
-            return await self.worker.run(self.intake.read_ids, prompt)
+                return await self.worker.run(
+                    self.input_processor.encode, prompt, add_special_tokens
+                )
+            self.input_processor.check_length(prompt)  # first, as it costs nothing
+            return await self.worker.run(self.input_processor.read_ids, prompt)
 
     def check_queue(self, prompts: Sequence[list[int]], n: int, field: str) -> None:
         """Better a refusal now than a first token that comes too late for anybody."""
         queued = [g for a in self.answers for g in a.generations if not g.token_ids]
         firsts = [g for a in self.answers for g in a.firsts if not g.token_ids]
         requests, tokens = len(prompts) * n, sum(map(len, prompts))
-        most = max(self.limits.max_queued_tokens, self.intake.max_model_len)
+        most = max(self.limits.max_queued_tokens, self.input_processor.max_model_len)
         self.check_room("requests", len(queued), requests, self.limits.max_queued_requests, field)
         self.check_room("tokens", sum(len(g.prompt) for g in firsts), tokens, most, field)
 

@@ -46,7 +46,7 @@ async def tokenize(request: Request) -> Response:
         ids = await encode(service, read_messages(asked.messages))
     else:
         ids = await service.encode(asked.prompt or "", "prompt", asked.add_special_tokens)
-    limit = service.intake.max_model_len
+    limit = service.input_processor.max_model_len
     return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids})
 
 
@@ -55,9 +55,9 @@ async def detokenize(request: Request) -> Response:
     asked = await asked_of(request, DetokenizeBody)
     if asked.tokens is None:
         raise RequestError("tokens: give a list of token ids", "tokens")
-    most = service.intake.max_model_len
+    most = service.input_processor.max_model_len
     if len(asked.tokens) > most:
         raise RequestError(f"tokens: {len(asked.tokens)} ids, and {most} are allowed", "tokens")
-    ids = await service.worker.run(service.intake.read_ids, asked.tokens)
-    text = await service.worker.run(service.intake.tokenizer.decode, ids)
+    ids = await service.worker.run(service.input_processor.read_ids, asked.tokens)
+    text = await service.worker.run(service.input_processor.tokenizer.decode, ids)
     return json_response({"prompt": text})

@@ -24,7 +24,7 @@ class ClockedLLM:
         self.now, self.running, self.num_ended, self.is_reset = 100.0, [], 0, False
         stats = SimpleNamespace(draft_seconds=7.0, verify_seconds=8.0, step_seconds=9.0)
         self.engine = SimpleNamespace(stats=stats)
-        self.intake = SimpleNamespace(render=lambda messages: messages[0]["content"])
+        self.input_processor = SimpleNamespace(render=lambda messages: messages[0]["content"])
 
     def clock(self):
         return self.now

@@ -9,15 +9,15 @@ from specserve.config import load_config
 from specserve.engine import build
 from specserve.engine.batch import RowGroup
 from specserve.errors import ConfigError
+from specserve.exchange.sampling_params import Sampling
 from specserve.memory import BlockPool, BlockTable
 from specserve.models.loader import load_decoder
-from specserve.sampling import Sampling
 from specserve_kernels import DeviceError, cpu
 from tests.checkpoints import tiny_checkpoint
-from tests.engine.house import Case, Scripted, Watch, bush, engine_for, hedge, load_small, plain
+from tests.engine.engines import Case, Scripted, Watch, bush, engine_for, hedge, load_small, plain
 from tests.kernels.builds import interpreted
 from tests.kernels.fake_flashinfer import BatchPrefillWithPagedKVCacheWrapper
-from tests.kernels.world import row_errors
+from tests.kernels.random_steps import row_errors
 
 pytestmark = pytest.mark.skipif(interpreted is None, reason="Triton compiles for the GPU here")
 MAX_LEN = 288

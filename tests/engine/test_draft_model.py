@@ -2,10 +2,10 @@
 
 import pytest
 
-from specserve.sampling import Sampling
+from specserve.exchange.sampling_params import Sampling
 from specserve_drafters import DraftItem, Nodes
 from tests.checkpoints import tiny_checkpoint
-from tests.engine.house import Case, Watch, engine_for, load_small, plain
+from tests.engine.engines import Case, Watch, engine_for, load_small, plain
 
 CHAIN = {"width": 1, "min_gain": 0.0, "min_value": 0.0, "max_depth": 63, "ngrams": False}
 

@@ -4,10 +4,10 @@ import logging
 
 import pytest
 
-from specserve.sampling import Sampling
+from specserve.exchange.sampling_params import Sampling
 from specserve_drafters import Draft
 from tests.checkpoints import tiny_checkpoint
-from tests.engine.house import (
+from tests.engine.engines import (
     Case,
     Scripted,
     Watch,

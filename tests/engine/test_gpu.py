@@ -15,15 +15,15 @@ from specserve import LLM, SamplingParams
 from specserve.config import DEMO_DRAFT, DEMO_TARGET, load_config
 from specserve.engine.batch import RowGroup
 from specserve.engine.build import Phases
-from specserve.intake import load_intake
+from specserve.exchange.sampling_params import Sampling
+from specserve.input_processor import load_input_processor
 from specserve.memory import BlockTable
 from specserve.models.loader import load_decoder
-from specserve.sampling import Sampling
 from specserve_bench.workloads import workload
 from specserve_kernels import load
 from specserve_kernels.reference.sampling import gumbel, transform
 from tests.checkpoints import tiny_checkpoint
-from tests.engine.house import Case, Scripted, Watch, bush, engine_for, hedge, plain, wrong_later
+from tests.engine.engines import Case, Scripted, Watch, bush, engine_for, hedge, plain, wrong_later
 from tests.models.forward import prompt
 from tests.models.test_parity import CASES as MODELS
 from tests.test_parity import CASES as TEXTS
@@ -203,16 +203,16 @@ def pair(ops):
 @pytest.fixture(scope="module")
 def asked():
     """Every prompt twice: greedily, and at T = 1 without filters."""
-    intake = load_intake(load_config(None, {}), Phases())
+    input_processor = load_input_processor(load_config(None, {}), Phases())
     cases = []
     for ask in [a for w in ("questions", "completion") for a in workload(w, SIZE, SEED).asks]:
         is_text = isinstance(ask.prompt, str)
-        ids = intake.encode(ask.prompt) if is_text else intake.render(ask.prompt)
+        ids = input_processor.encode(ask.prompt) if is_text else input_processor.render(ask.prompt)
         for temperature in (0.0, 1.0):
             params = SamplingParams(
                 max_tokens=MAX_TOKENS, temperature=temperature, top_k=0, top_p=1.0, seed=ask.seed
             )
-            cases.append(Case(ids, intake.resolve(params, len(ids))))
+            cases.append(Case(ids, input_processor.resolve(params, len(ids))))
     return cases
 
 

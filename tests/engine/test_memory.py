@@ -7,11 +7,10 @@ from collections import Counter
 
 import pytest
 
-from specserve.sampling import Sampling
-from specserve.sampling.params import mix64
+from specserve.exchange.sampling_params import Sampling, mix64
 from specserve_drafters import Draft, Nodes
 from tests.checkpoints import tiny_checkpoint
-from tests.engine.house import (
+from tests.engine.engines import (
     Case,
     Scripted,
     Watch,
@@ -792,7 +791,7 @@ def test_draft_kv_of_other_tokens_than_were_run_is_not_kept(target):
 
 def test_the_two_models_and_every_salt_have_keys_of_their_own(pair):
     engine = engine_for(*pair, "model", max_nodes=4)
-    roots = {engine.table(o, s).chain.root for o in ("target", "draft") for s in ("", "a", "b")}
+    roots = {engine.table(o, s).hasher.root for o in ("target", "draft") for s in ("", "a", "b")}
     assert len(roots) == 6
     assert all(str(pair[0].dtype) in name for name in engine.names.values())
     assert "loaded" in engine.names["draft"], "the model's name"
@@ -812,5 +811,5 @@ def test_the_prompt_of_choices_is_hashed_once(target):
     engine = off(target)
     requests = engine.add_choices(PROMPT, [sampling(20, 1.0, seed=i) for i in range(3)])
     engine.step()
-    keys = requests[0].table.chain.keys
-    assert len(keys) == 6 and all(r.table.chain.keys == keys for r in requests[1:])
+    keys = requests[0].table.hasher.keys
+    assert len(keys) == 6 and all(r.table.hasher.keys == keys for r in requests[1:])

@@ -2,10 +2,10 @@
 
 import pytest
 
-from specserve.engine.messages import Add, Orders, encode
 from specserve.engine.process import serve
+from specserve.exchange.messages import Add, EngineCommands, encode
 from tests.checkpoints import tiny_checkpoint
-from tests.engine.house import engine_for, load_small
+from tests.engine.engines import engine_for, load_small
 from tests.engine.test_engine import greedy
 
 
@@ -19,7 +19,7 @@ class Script:
         self.waits.append(wait)
         if not self.steps:
             raise EOFError
-        return [encode(orders) for orders in self.steps.pop(0)]
+        return [encode(commands) for commands in self.steps.pop(0)]
 
     def send(self, report):
         self.reports.append(report)
@@ -42,20 +42,20 @@ def asked(id, num_tokens):
 
 
 def test_who_is_let_go_of_holds_nothing_after_the_very_next_step(target):
-    both, end = Orders([asked(7, 99), asked(8, 99)], []), Orders([], [7])
+    both, end = EngineCommands([asked(7, 99), asked(8, 99)], []), EngineCommands([], [7])
     script = run(target, [both], [], [], [end], [])
-    ids = [[e.id for e in report.emissions] for report in script.reports]
+    ids = [[e.id for e in report.outputs] for report in script.reports]
     assert ids == [[], [7, 8], [7, 8], [7, 8], [8], [8]]
     assert [r.num_running for r in script.reports] == [0, 2, 2, 2, 1, 1]
     assert [r.blocks["target"] for r in script.reports[3:]] == [2, 1, 1]
 
 
 def test_who_waits_is_let_go_of_before_it_ever_runs(target):
-    script = run(target, [Orders([asked(1, 9)], []), Orders([], [1])], [])
-    assert [r.emissions for r in script.reports] == [[], [], []]
+    script = run(target, [EngineCommands([asked(1, 9)], []), EngineCommands([], [1])], [])
+    assert [r.outputs for r in script.reports] == [[], [], []]
 
 
 def test_it_sleeps_only_while_there_is_nothing_to_do(target):
-    script = run(target, [Orders([asked(1, 2)], [])], [], [])
+    script = run(target, [EngineCommands([asked(1, 2)], [])], [], [])
     assert script.waits == [True, False, True, True]
-    assert script.reports[2].emissions[0].finish_reason == "length"
+    assert script.reports[2].outputs[0].finish_reason == "length"

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specserve.exchange.sampling_params import Sampling
 from specserve.models.tokenizer import load_tokenizer
-from specserve.sampling import Sampling
 from tests.checkpoints import tiny_checkpoint
-from tests.engine.house import (
+from tests.engine.engines import (
     SCRIPTS,
     Case,
     Scripted,

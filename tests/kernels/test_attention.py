@@ -8,7 +8,15 @@ import torch
 
 from specserve_kernels import KVCache, QKNorm, Rotary, cpu, reference
 from tests.kernels.builds import BUILDS
-from tests.kernels.world import Req, World, queries, random_reqs, random_tensor, row_errors, tokens
+from tests.kernels.random_steps import (
+    Req,
+    World,
+    queries,
+    random_reqs,
+    random_tensor,
+    row_errors,
+    tokens,
+)
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}  # of a row, relative to its norm
 

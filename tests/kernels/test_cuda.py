@@ -17,7 +17,7 @@ from specserve_kernels.cuda.ops import CudaOps
 from specserve_kernels.cuda.staging import Staging
 from tests.kernels.builds import interpreted
 from tests.kernels.fake_flashinfer import BatchPrefillWithPagedKVCacheWrapper
-from tests.kernels.world import (
+from tests.kernels.random_steps import (
     Req,
     World,
     queries,

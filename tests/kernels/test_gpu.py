@@ -11,8 +11,8 @@ import torch
 
 from specserve_kernels import KVCache, KVLayer, QKNorm, Rotary, SampleParams, load, reference
 from specserve_kernels.reference.sampling import gumbel, transform
+from tests.kernels.random_steps import Req, World, random_tree
 from tests.kernels.test_sampling import MIXES, mixed
-from tests.kernels.world import Req, World, random_tree
 
 pytestmark = [
     pytest.mark.gpu,

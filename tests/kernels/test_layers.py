@@ -10,7 +10,7 @@ from specserve_kernels import DeviceError, cpu, load, reference
 from specserve_kernels.cpu import build
 from specserve_kernels.threads import Threads, allowed_threads
 from tests.kernels.builds import BUILDS
-from tests.kernels.world import random_tensor, row_errors
+from tests.kernels.random_steps import random_tensor, row_errors
 
 HOST_BUILDS = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specserve_kernels import QKNorm, Rotary, SampleParams, cpu, reference
-from tests.kernels.world import (
+from tests.kernels.random_steps import (
     Req,
     World,
     only,

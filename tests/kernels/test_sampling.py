@@ -7,7 +7,7 @@ import torch
 
 from specserve_kernels import SampleParams, cpu, reference
 from specserve_kernels.reference.sampling import transform
-from tests.kernels.world import random_tensor
+from tests.kernels.random_steps import random_tensor
 
 BUILDS = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

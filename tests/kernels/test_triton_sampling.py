@@ -10,9 +10,9 @@ from specserve_kernels.cuda.noise import gumbel
 from specserve_kernels.cuda.sample import bounds, sample
 from specserve_kernels.cuda.top_children import launch_top_children, top_children
 from specserve_kernels.reference import sampling
+from tests.kernels.random_steps import random_tensor
 from tests.kernels.test_noise import EXTREMES, KNOWN, SEEDS, flat, ints
 from tests.kernels.test_sampling import CHILDREN, CHOICES, DTYPES, FILTERS, asked, mixed
-from tests.kernels.world import random_tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = list(enumerate([1, 5, 64, 300, 1000, 4099]))  # which of the mixes, V

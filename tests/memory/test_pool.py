@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from specserve.memory import BlockPool, BlockTable, Chain
+from specserve.memory import BlockHasher, BlockPool, BlockTable
 
 SIZES = [1, 4, 5, 5]  # tokens a block, of a table each
 TABLES = st.integers(0, len(SIZES) - 1)
@@ -32,7 +32,7 @@ class Tables(RuleBasedStateMachine):
         self.content[target] = dict(self.content[source])
 
     def table(self, size):
-        return BlockTable(self.pool, size, chain=Chain(b"%d" % size, size))
+        return BlockTable(self.pool, size, hasher=BlockHasher(b"%d" % size, size))
 
     @rule(i=TABLES, slots=SLOTS)
     def reserve(self, i, slots):
@@ -117,7 +117,7 @@ class Tables(RuleBasedStateMachine):
     def what_can_be_found_can_be_found_from_its_beginning_on(self):
         for size in set(SIZES):
             for text in TEXTS:
-                keys = Chain(b"%d" % size, size).extend(text, len(text))
+                keys = BlockHasher(b"%d" % size, size).extend(text, len(text))
                 are_there = [key in self.pool.found for key in keys]
                 assert are_there == sorted(are_there, reverse=True)
 

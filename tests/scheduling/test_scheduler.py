@@ -6,23 +6,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.memory import BlockPool, BlockTable, Chain
-from specserve.sampling import Sampling
+from specserve.exchange.sampling_params import Sampling
+from specserve.memory import BlockHasher, BlockPool, BlockTable
 from specserve.scheduling import Request, Scheduler
-from specserve.scheduling.scheduler import Limits, share
+from specserve.scheduling.scheduler import StepBudget, share
 
 STREAM, PROMPT = (10, 9), (99, 0)  # known tokens, computed ones
 
 
 def scheduler(num_blocks=1000, **limits):
-    return Scheduler(Limits(**limits), BlockPool(num_blocks))
+    return Scheduler(StepBudget(**limits), BlockPool(num_blocks))
 
 
 def request(s, id, known, max_tokens=100, block_size=16, priority=0, text=0):
     greedy = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "seed": 0}
     sampling = Sampling(max_tokens=max_tokens, priority=priority, **greedy)
     tables = [
-        BlockTable(s.pool, block_size, owner, Chain(owner.encode(), block_size))
+        BlockTable(s.pool, block_size, owner, BlockHasher(owner.encode(), block_size))
         for owner in ("target", "draft")
     ]
     return Request(id, array("i", range(text, text + known)), sampling, *tables)
@@ -37,9 +37,9 @@ def run(s, states, **kwargs):
     return s.running[:]
 
 
-def rows(works):
+def rows(scheduled):
     """Request -> (rows of known tokens, guesses)."""
-    return {w.request.id: (w.end - w.start, w.draft_limit) for w in works}
+    return {w.request.id: (w.end - w.start, w.draft_limit) for w in scheduled}
 
 
 PLANS = {  # (known, computed) of who runs, limits beside 20 rows a step -> rows and guesses
@@ -90,9 +90,9 @@ def test_the_rows_of_a_step(states, limits, want):
     given = {"max_batched_tokens": 20, "max_running": 19, "max_nodes": 9, "max_step_nodes": 99}
     s = scheduler(**(given | limits))
     run(s, states)
-    works = s.plan()
-    assert rows(works) == dict(enumerate(want))
-    for w in works:
+    scheduled = s.plan()
+    assert rows(scheduled) == dict(enumerate(want))
+    for w in scheduled:
         assert w.start == w.request.num_computed
         assert w.is_sampled == (w.end == len(w.request.token_ids))
         assert w.is_root == (w.end - w.start == 1 and w.is_sampled)
@@ -132,9 +132,9 @@ def test_what_does_not_divide_goes_round():
     assert [sum(plan[i][1] for plan in plans) for i in range(3)] == [7, 7, 7]
 
 
-def advance(works):
+def advance(scheduled):
     """Compute what was planned; who is sampled says one more token."""
-    for w in works:
+    for w in scheduled:
         w.request.table.num_computed = w.end
         if w.is_sampled:
             w.request.token_ids.append(0)
@@ -146,10 +146,10 @@ def test_a_long_prompt_stalls_nobody_and_gets_on():
     streams = run(s, [STREAM] * 3)
     s.add(late := request(s, 9, 300))
     for _ in range(30):
-        done, works = late.num_computed, s.plan()
-        assert {r.id for r in streams} <= rows(works).keys()
-        assert rows(works)[9][0] >= 6
-        advance(works)
+        done, scheduled = late.num_computed, s.plan()
+        assert {r.id for r in streams} <= rows(scheduled).keys()
+        assert rows(scheduled)[9][0] >= 6
+        advance(scheduled)
         assert late.num_computed > done
 
 
@@ -226,9 +226,9 @@ def test_what_a_prompt_has_been_promised_goes_to_nobody_else():
     run(s, [STREAM])
     s.add(request(s, 1, 160, text=1000))
     for _ in range(9):
-        works = s.plan()
-        assert works[0].draft_limit <= 63 and len(works) == 2
-        advance(works)
+        scheduled = s.plan()
+        assert scheduled[0].draft_limit <= 63 and len(scheduled) == 2
+        advance(scheduled)
     s.add(request(s, 2, 30, text=2000))
     s.plan()
     assert ids(s.waiting) == [2], "a block for each of the two would not be left"
@@ -238,8 +238,8 @@ def test_prompts_that_hold_a_part_of_the_pool_each_do_not_wait_for_each_other():
     s = scheduler(num_blocks=6)
     for r in run(s, [(48, 48)] * 2):
         r.token_ids.extend(range(30))
-    works = s.plan()
-    assert ids(s.running) == [0] and rows(works) == {0: (30, 0)}
+    scheduled = s.plan()
+    assert ids(s.running) == [0] and rows(scheduled) == {0: (30, 0)}
     assert ids(s.waiting) == [1]
 
 
@@ -448,10 +448,10 @@ def test_every_step_keeps_to_its_limits_and_everyone_ends(
     for id, (known, max_tokens, priority, text) in enumerate(arrivals):
         s.add(request(s, id, known, max_tokens, block_size, priority, text))
     while s.running or s.waiting:
-        works = s.plan()
-        assert works, "a step with someone waiting serves someone"
-        check_step(s, works, budget, chunk, nodes, step_nodes)
-        for w in works:
+        scheduled = s.plan()
+        assert scheduled, "a step with someone waiting serves someone"
+        check_step(s, scheduled, budget, chunk, nodes, step_nodes)
+        for w in scheduled:
             finish(s, w, accepts)
         s.pool.check(t.blocks for r in s.running for t in (r.table, r.draft_table))
         assert s.running == sorted(s.running, key=lambda r: r.rank)
@@ -459,17 +459,17 @@ def test_every_step_keeps_to_its_limits_and_everyone_ends(
     assert s.pool.num_available == num_blocks
 
 
-def check_step(s, works, budget, chunk, nodes, step_nodes):
-    chunks = [w for w in works if not w.is_root]
-    guesses = [w.draft_limit for w in works]
-    assert len({w.request.id for w in works}) == len(works)
-    assert sum(w.end - w.start for w in works) + sum(guesses) <= budget
+def check_step(s, scheduled, budget, chunk, nodes, step_nodes):
+    chunks = [w for w in scheduled if not w.is_root]
+    guesses = [w.draft_limit for w in scheduled]
+    assert len({w.request.id for w in scheduled}) == len(scheduled)
+    assert sum(w.end - w.start for w in scheduled) + sum(guesses) <= budget
     assert sum(w.end - w.start for w in chunks) <= chunk
     assert sum(guesses) <= step_nodes and max(guesses) <= nodes
     assert not any(w.draft_limit for w in chunks), "causal rows or a tree, never both"
-    assert {r.id for r in s.running if r.is_due} == {w.request.id for w in works if w.is_root}
-    assert {r.id for r in s.running} >= {w.request.id for w in works}
-    assert all(w.request.table.missing(w.end + w.draft_limit) == 0 for w in works)
+    assert {r.id for r in s.running if r.is_due} == {w.request.id for w in scheduled if w.is_root}
+    assert {r.id for r in s.running} >= {w.request.id for w in scheduled}
+    assert all(w.request.table.missing(w.end + w.draft_limit) == 0 for w in scheduled)
     if any(len(r.token_ids) - r.num_computed > 1 for r in s.running):
         assert chunks, "trees starve no prompt"
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from specserve import LLM
 from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
-from tests.server.house import SETTINGS, ServerProcess
+from tests.server.server_process import SETTINGS, ServerProcess
 
 CONFIGS = (Path(__file__).parents[2] / "configs").glob("*.toml")
 PRESETS = {

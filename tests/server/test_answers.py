@@ -24,7 +24,7 @@ from tests.server.asking import (
     whole,
 )
 from tests.server.conftest import PRESETS
-from tests.server.house import SETTINGS
+from tests.server.server_process import SETTINGS
 
 ASKED = {
     "greedy": {"temperature": 0, "max_tokens": 40},

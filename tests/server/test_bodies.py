@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.server.house import ServerProcess, eventually
+from tests.server.server_process import ServerProcess, eventually
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_MODEL_LEN = 128

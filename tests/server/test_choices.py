@@ -6,11 +6,10 @@ from types import SimpleNamespace
 import pytest
 from openai import OpenAI
 
-from specserve.engine.client import EngineClient
-from specserve.engine.messages import Orders, encode
 from specserve.errors import EngineDied
-from specserve.sampling import Sampling, choices_of
-from specserve.sampling.params import mix64
+from specserve.exchange.client import EngineClient
+from specserve.exchange.messages import EngineCommands, encode
+from specserve.exchange.sampling_params import Sampling, choices_of, mix64
 from tests.server.asking import (
     CHAT,
     COMPLETIONS,
@@ -159,7 +158,7 @@ def test_what_choices_have_in_common_is_sent_once_and_stop_strings_never():
     [add] = engine.adds
     assert [s.seed for s in add.samplings] == [mix64(7, c) for c in range(128)]
     assert all((s.stop, s.stop_ids) == ((), ids) for s in add.samplings)
-    assert len(encode(Orders(engine.adds, []))) < 10_000
+    assert len(encode(EngineCommands(engine.adds, []))) < 10_000
 
 
 def test_prompts_count_once_and_choices_as_requests(server):

@@ -17,7 +17,7 @@ from tests.server.asking import (
     is_running,
     saying,
 )
-from tests.server.house import eventually
+from tests.server.server_process import eventually
 
 
 def reply(client):

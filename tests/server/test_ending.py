@@ -12,7 +12,7 @@ import pytest
 from openai import APIError, OpenAI
 
 from specserve.config import Config
-from specserve.engine.spawn import spawn
+from specserve.exchange.spawn import spawn
 from specserve.server.serve import ENGINE_DIED
 from tests.server.asking import (
     COMPLETIONS,
@@ -23,7 +23,7 @@ from tests.server.asking import (
     saying,
     streaming,
 )
-from tests.server.house import ServerProcess, eventually
+from tests.server.server_process import ServerProcess, eventually
 
 
 def test_sigterm_lets_answers_end_in_time_and_breaks_off_the_others(paced):

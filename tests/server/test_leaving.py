@@ -18,7 +18,7 @@ from tests.server.asking import (
     saying,
     streaming,
 )
-from tests.server.house import eventually
+from tests.server.server_process import eventually
 
 
 def test_a_client_may_leave_before_its_body_is_complete(strict):

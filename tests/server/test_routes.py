@@ -7,9 +7,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from specserve.config import ServerConfig
-from specserve.engine.client import EngineClient
 from specserve.errors import ConfigError
-from specserve.sampling import Sampling
+from specserve.exchange.client import EngineClient
+from specserve.exchange.sampling_params import Sampling
 from specserve.server.app import LIVENESS, make_app
 from specserve.version import VERSION
 from tests.checkpoints import tiny_tokenizer

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from specserve.engine.batch import build_batch
 from specserve.engine.engine import Engine
+from specserve.exchange.sampling_params import Sampling
 from specserve.memory import BlockPool
-from specserve.sampling import Sampling
 from specserve.scheduling import Scheduler
-from specserve.scheduling.scheduler import Limits
+from specserve.scheduling.scheduler import StepBudget
 from specserve_bench.gpu.record import Record
 from specserve_bench.gpu.stages import UNFINISHED
 from specserve_bench.gpu.world import (
@@ -208,7 +208,7 @@ class Shape:
         world = self.room(2 * self.size.prompt + 2048)
         assert world is not None, "no room for a prompt"
         chunk = self.size.prompt + 24
-        limits = Limits(
+        limits = StepBudget(
             max_running=64,
             max_batched_tokens=chunk + 64,
             prefill_chunk=chunk,

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from specserve.sampling import Sampler, Sampling
+from specserve.engine.sampler import Sampler
+from specserve.exchange.sampling_params import Sampling
 from specserve_drafters import Draft
 from specserve_kernels import cpu, reference
 

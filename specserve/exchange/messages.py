@@ -2,9 +2,9 @@
 
 import msgspec
 
-from specserve.engine.engine import Emission, Stats
-from specserve.engine.frames import pack
-from specserve.sampling import Sampling
+from specserve.exchange.frames import pack
+from specserve.exchange.sampling_params import Sampling
+from specserve.exchange.step_output import Stats, StepOutput
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True):
@@ -22,7 +22,7 @@ class Add(msgspec.Struct, frozen=True, array_like=True):
         return [msgspec.structs.replace(self.sampling, seed=seed) for seed in self.seeds]
 
 
-class Orders(msgspec.Struct, frozen=True):
+class EngineCommands(msgspec.Struct, frozen=True):
     """To the engine: what to begin, and whom to let go of. To be obeyed before the next step."""
 
     add: list[Add]
@@ -52,7 +52,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 class Report(msgspec.Struct, frozen=True, tag=True):
     """From the engine, after every step and whenever requests have gone: what there is to know."""
 
-    emissions: list[Emission]
+    outputs: list[StepOutput]
     num_running: int
     num_waiting: int
     num_preempted: int
@@ -63,9 +63,9 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 FromEngine = Loading | Failed | Ready | Report
 
 encode = msgspec.msgpack.Encoder().encode
-decode_orders = msgspec.msgpack.Decoder(Orders).decode
+decode_commands = msgspec.msgpack.Decoder(EngineCommands).decode
 decode_reply = msgspec.msgpack.Decoder(FromEngine).decode
 
 
-def frame(message: Orders | FromEngine) -> bytes:
+def frame(message: EngineCommands | FromEngine) -> bytes:
     return pack(encode(message))

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specserve.sampling.params import Sampling
+from specserve.exchange.sampling_params import Sampling
 from specserve_drafters import Draft
 from specserve_kernels import Ops, SampleParams
 

@@ -15,16 +15,16 @@ from specserve.engine.build import (
     resolve_model,
 )
 from specserve.errors import PromptTooLong, RequestError
+from specserve.exchange.sampling_params import Sampling, SamplingParams, resolve
 from specserve.models.defaults import GenerationDefaults, load_defaults
 from specserve.models.loader import load_config
 from specserve.models.tokenizer import check_same_vocabulary, load_tokenizer
-from specserve.sampling import Sampling, SamplingParams, resolve
 
 Message = Mapping[str, Any]
 PIECE = 16  # characters of text for every token of the context: four times what words have
 
 
-class Intake(msgspec.Struct, frozen=True):
+class InputProcessor(msgspec.Struct, frozen=True):
     """What a model can read: its vocabulary, its context, and its defaults."""
 
     tokenizer: Any
@@ -99,7 +99,7 @@ class Intake(msgspec.Struct, frozen=True):
         return resolve(params, self.defaults, self.max_model_len - num_prompt, self.vocab_size)
 
 
-def load_intake(config: Config, phases: Phases) -> Intake:
+def load_input_processor(config: Config, phases: Phases) -> InputProcessor:
     """The text side of the model that the config names; its weights are not touched."""
     with phases.phase("tokenizer"):
         folder = resolve_model(config)
@@ -108,4 +108,6 @@ def load_intake(config: Config, phases: Phases) -> Intake:
         if needs_draft_model(config):
             draft = resolve_draft(config)
             check_same_vocabulary(target, load_config(draft), tokenizer, load_tokenizer(draft))
-        return Intake(tokenizer, defaults, context_length(config, target), target.vocab_size)
+        return InputProcessor(
+            tokenizer, defaults, context_length(config, target), target.vocab_size
+        )

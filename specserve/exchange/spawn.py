@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from specserve.config import Config
-from specserve.engine.frames import pack
+from specserve.exchange.frames import pack
 
 
 class Spawned(NamedTuple):

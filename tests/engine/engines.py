@@ -8,8 +8,8 @@ import torch
 
 from specserve.config import load_config
 from specserve.engine.build import assemble
+from specserve.exchange.sampling_params import Sampling, choices_of
 from specserve.models.loader import load_decoder
-from specserve.sampling import Sampling, choices_of
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.ngram import NgramDrafter
 from specserve_kernels import load
@@ -93,15 +93,15 @@ class Watch:
         engine.verify, engine.target.move = self.on_verify, self.on_move
         engine.commit, engine.pool.copy = self.on_commit, self.on_copy
         self.drafters = cycle([NgramDrafter(NgramDrafter.Options()), engine.drafter])
-        self.emitted = {}  # by request: what its emissions add up to
+        self.emitted = {}  # by request: what its outputs add up to
         self.behind = set()  # requests whose draft KV had to catch up
         self.arena = copy.__self__
         self.poisoned = set()
 
-    def on_verify(self, works):
-        trees = [w for w in works if w.draft.tokens]
-        chunks = [w for w in works if w.end - w.start > 1]
-        for w in works:
+    def on_verify(self, scheduled):
+        trees = [w for w in scheduled if w.draft.tokens]
+        chunks = [w for w in scheduled if w.end - w.start > 1]
+        for w in scheduled:
             table, nodes = w.request.table, len(w.draft)
             written = range(
                 w.start // table.block_size, (w.end + nodes - 1) // table.block_size + 1
@@ -113,9 +113,9 @@ class Watch:
             if w.draft.expanded and w.request.id in self.behind:
                 self.seen["caught up"] += 1
                 self.behind.discard(w.request.id)
-        self.behind |= {w.request.id for w in works if w.draft_limit and not w.draft.expanded}
+        self.behind |= {w.request.id for w in scheduled if w.draft_limit and not w.draft.expanded}
         self.seen["mixed"] += bool(trees and chunks)
-        return self.verify(works)
+        return self.verify(scheduled)
 
     def on_move(self, moves):
         self.seen["moved"] += bool(moves)
@@ -125,9 +125,9 @@ class Watch:
         self.seen["copied"] += 1
         self.arena.copy(source, target)
 
-    def on_commit(self, works, sampled, paths):
-        emissions = self.commit(works, sampled, paths)
-        for e in emissions:
+    def on_commit(self, scheduled, sampled, paths):
+        outputs = self.commit(scheduled, sampled, paths)
+        for e in outputs:
             total = self.emitted.setdefault(e.id, Counter())
             self.seen["found"] += e.num_cached > 0 and not total
             total["tokens"] += len(e.tokens)
@@ -136,7 +136,7 @@ class Watch:
             total["drafted"] += e.num_drafted
             total["accepted"] += e.num_accepted
             total["fallbacks"] += e.is_fallback
-        return emissions
+        return outputs
 
     def check_tables(self):
         """Between steps nobody holds a block that has no token."""

@@ -1,4 +1,4 @@
-"""The API process's side of the socket: requests out, their emissions in."""
+"""The API process's side of the socket: requests out, their outputs in."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -6,19 +6,19 @@ from typing import Protocol, cast
 
 import msgspec
 
-from specserve.engine.engine import Emission
-from specserve.engine.frames import Frames
-from specserve.engine.messages import Add, Failed, Loading, Orders, Ready, Report, frame
-from specserve.engine.messages import decode_reply as decode
-from specserve.engine.spawn import Spawned
 from specserve.errors import ConfigError, EngineDied
-from specserve.sampling import Sampling
+from specserve.exchange.frames import Frames
+from specserve.exchange.messages import Add, EngineCommands, Failed, Loading, Ready, Report, frame
+from specserve.exchange.messages import decode_reply as decode
+from specserve.exchange.sampling_params import Sampling
+from specserve.exchange.spawn import Spawned
+from specserve.exchange.step_output import StepOutput
 
 
 class Listener(Protocol):
     """Whoever waits for a request's tokens."""
 
-    def push(self, emission: Emission) -> None: ...
+    def push(self, output: StepOutput) -> None: ...
 
     def fail(self, message: str) -> None:
         """No more will come."""
@@ -92,11 +92,11 @@ class EngineClient(asyncio.Protocol):
             self.loop.call_soon(self.flush)
 
     def flush(self) -> None:
-        orders = Orders(self.adds, self.finishes, self.is_reset_due)
+        commands = EngineCommands(self.adds, self.finishes, self.is_reset_due)
         self.num_resets += self.is_reset_due
         self.adds, self.finishes, self.is_reset_due = [], [], False
         if self.transport is not None and not self.died.is_set():
-            self.transport.write(frame(orders))
+            self.transport.write(frame(commands))
 
     def close(self) -> None:
         """End the engine process."""
@@ -122,12 +122,12 @@ class EngineClient(asyncio.Protocol):
                     self.ready.set_exception(ConfigError(message))
 
     def deliver(self, report: Report) -> None:
-        for emission in report.emissions:
-            listener = self.listeners.get(emission.id)
-            if emission.finish_reason is not None:  # the engine has let go of it
-                self.listeners.pop(emission.id, None)
+        for output in report.outputs:
+            listener = self.listeners.get(output.id)
+            if output.finish_reason is not None:  # the engine has let go of it
+                self.listeners.pop(output.id, None)
             if listener is not None:  # else it was let go of while the step ran
-                listener.push(emission)
+                listener.push(output)
         for future, count in [*self.resets.items()]:
             if report.stats.num_resets >= count:
                 del self.resets[future]

@@ -2,8 +2,8 @@ import msgspec
 import pytest
 
 from specserve.errors import RequestError
+from specserve.exchange.sampling_params import Sampling, SamplingParams, resolve
 from specserve.models.defaults import GenerationDefaults
-from specserve.sampling import Sampling, SamplingParams, resolve
 
 PLAIN = GenerationDefaults(eos_token_ids=(7,))
 

@@ -1,0 +1,1 @@
+"""What the HTTP and the engine process exchange: plain data, without torch or transformers."""
