@@ -358,13 +358,13 @@ def test_where_one_cannot_start_those_before_it_are_given_up(llm, monkeypatch):
 
 
 def test_a_step_out_of_memory_ends_its_requests_and_the_next_is_served(folder, monkeypatch):
-    def fail(groups):
+    def fail(step):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     with load(folder) as llm:
         (want,) = llm.generate("the cat", GREEDY)
         with monkeypatch.context() as patch:
-            patch.setattr(llm.engine.target, "forward", fail)
+            patch.setattr(llm.engine.target, "launch", fail)
             for ask in (llm.generate, lambda *args: list(llm.stream(*args))):
                 with pytest.raises(Overloaded, match=r"lower memory\.kv_fraction"):
                     ask("the cat", GREEDY)

@@ -121,7 +121,8 @@ def split(llm: LLM, draft_share: float) -> None:
     draft_model, scheduler = engine.draft_model, engine.scheduler
     assert draft_model is not None
     total, kept = pool.num_blocks, round(pool.num_blocks * (1 - draft_share))
-    drafts = BlockPool(total, pool.block_bytes, pool.copy)
+    drafts = BlockPool(total, pool.block_bytes)
+    drafts.updates = pool.updates
     drafts.free = list(range(total - 1, kept - 1, -1))
     pool.free, pool.num_blocks = list(range(kept - 1, -1, -1)), kept
     make_table, lend = engine.table, draft_model.lend

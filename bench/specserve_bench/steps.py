@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from specserve.config import load_config
-from specserve.engine.batch import RowGroup
 from specserve.engine.build import assemble
 from specserve.engine.runner import Runner
+from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.memory import BlockTable
 from specserve.models.decoder import Decoder
 from specserve.models.loader import load_decoder
@@ -37,7 +37,8 @@ def plain_step_figures(folder: Path) -> list[dict[str, Any]]:
     engine = assemble(config, decoder, None, CONTEXT + MAX_ROWS)
     table = BlockTable(engine.pool, engine.target.kv.block_size)
     table.try_reserve(CONTEXT + MAX_ROWS)
-    engine.target.forward([RowGroup(table, [1] * CONTEXT, 0, 1)])
+    group = RowGroup(table, [1] * CONTEXT, 0, 1)
+    engine.target.launch(build_step_input([group], engine.pool.updates))
     target = engine.target
     target.threads, threads = target.ops.tune(lambda rows: step(target, table, rows), 64, None)
     bandwidth = read_bandwidth()
@@ -70,7 +71,8 @@ def one_size(target: Runner, table: BlockTable, rows: int, kv_seconds: float) ->
 def step(target: Runner, table: BlockTable, rows: int) -> Tensor:
     """A root and rows - 1 guesses, as a verification has them."""
     masks = [(2 << k) - 1 for k in range(rows)]
-    return target.forward([RowGroup(table, [7] * rows, CONTEXT, rows, CONTEXT, masks)])
+    group = RowGroup(table, [7] * rows, CONTEXT, rows, CONTEXT, masks)
+    return target.launch(build_step_input([group], table.pool.updates)).logits
 
 
 def all_gemms(decoder: Decoder, rows: int) -> Callable[[], None]:

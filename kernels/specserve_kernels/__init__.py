@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from specserve_kernels.errors import DeviceError
+from specserve_kernels.errors import DeviceError, is_out_of_memory
 from specserve_kernels.threads import Threads
 from specserve_kernels.types import (
     NO_WINDOW,
@@ -30,6 +30,7 @@ __all__ = [
     "Rows",
     "SampleParams",
     "Threads",
+    "is_out_of_memory",
     "load",
 ]
 
@@ -56,7 +57,13 @@ class Ops(Protocol):
 
     def prepack(self, weight: Tensor) -> Any: ...
 
+    def embed(self, table: Tensor, token_ids: Tensor) -> Tensor: ...
+
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor: ...
+
     def linear(self, x: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor: ...
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor: ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
@@ -82,6 +89,8 @@ class Ops(Protocol):
     ) -> Tensor: ...
 
     def move_kv(self, kv: KVCache, source: Tensor, target: Tensor) -> None: ...
+
+    def copy_blocks(self, blocks: Tensor, source: Tensor, target: Tensor) -> None: ...
 
     def sample(self, logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor: ...
 

@@ -20,6 +20,16 @@ def allocate(num_bytes: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=torch.uint8)
 
 
+def copy_blocks(blocks: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy whole blocks of the arena, in the order given.
+
+    blocks          [num_blocks, block_bytes]  uint8
+    source, target  [c]                        int64
+    """
+    for s, t in zip(source.tolist(), target.tolist(), strict=True):
+        blocks[t].copy_(blocks[s])
+
+
 def free_memory() -> int:
     """Bytes that could be allocated now."""
     for line in Path("/proc/meminfo").read_text().splitlines():

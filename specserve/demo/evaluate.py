@@ -19,8 +19,8 @@ from specserve import LLM, SamplingParams
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.demo.card import JSON, Figures, read_card
 from specserve.demo.evaluation import Question, questions, source_files
-from specserve.engine.batch import RowGroup, build_batch
 from specserve.engine.runner import Runner
+from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.errors import ConfigError
 from specserve.generation import Output
 from specserve.memory import BlockTable
@@ -117,13 +117,11 @@ def draft_cost(llm: LLM) -> float:
 def forward_seconds(llm: LLM, runner: Runner) -> list[float]:
     table = BlockTable(llm.engine.pool, runner.kv.block_size)
     table.try_reserve(CONTEXT + ROWS)
-    batch = build_batch([RowGroup(table, [0] * ROWS, CONTEXT, num_logits=ROWS)])
-    assert runner.threads is not None
-    runner.threads.use(ROWS)
-    plan = runner.decoder.plan(batch.rows, runner.kv)
+    group = RowGroup(table, [0] * ROWS, CONTEXT, num_read=ROWS)
+    step = build_step_input([group], llm.engine.pool.updates)
     moments = [perf_counter()]
     for _ in range(IN_A_ROW):
-        runner.decoder.logits(runner.decoder.forward(batch.token_ids, runner.kv, plan))
+        runner.launch(step)
         moments.append(perf_counter())
     table.clear()
     return [b - a for a, b in pairwise(moments)]

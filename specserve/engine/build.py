@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from specserve.config import Config
-from specserve.engine.batch import RowGroup
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.engine import Engine
 from specserve.engine.runner import Runner
+from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.errors import ConfigError
-from specserve.memory import Arena, BlockPool, BlockTable, KVLayout
-from specserve.memory.arena import block_bytes
+from specserve.memory import Arena, BlockPool, BlockTable
+from specserve.memory.arena import block_bytes, tokens_that_fit
 from specserve.models.decoder import Decoder
 from specserve.models.families import DecoderConfig
 from specserve.models.folder import Scaled, resolve, scaled_from
@@ -257,21 +257,17 @@ def step_budget(config: Config) -> StepBudget:
     )
 
 
-def layout_of(decoder: Decoder) -> KVLayout:
-    c = decoder.config
-    return KVLayout(c.num_layers, c.num_kv_heads, c.head_dim, decoder.dtype)
-
-
 def build_pool(
     config: Config, target: Decoder, draft: Decoder | None, max_len: int
 ) -> tuple[list[Runner], BlockPool]:
     """One arena for both models, no larger than `max_running` requests of full length need."""
     models = [target] if draft is None else [target, draft]
-    layouts = [layout_of(m) for m in models]
-    size = block_bytes(layouts[0], config.memory.block_size, layouts[1:])
+    size = block_bytes(
+        target.kv_layouts, config.memory.block_size, () if draft is None else draft.kv_layouts
+    )
     block_sizes = [config.memory.block_size]
     if draft is not None:
-        fits = layouts[1].block_size(size)
+        fits = tokens_that_fit(draft.kv_layouts, size)
         block_sizes.append(draft_block_size(config.memory.draft_block_size, fits))
     per_request = [-(-(max_len + TREE_SLOTS) // b) for b in block_sizes]
     allowed = kv_bytes(config, target.ops)
@@ -291,9 +287,11 @@ def build_pool(
             f"the system refuses {num_blocks * size} bytes for the KV pool ({asked_for(e)}): lower "
             "memory.kv_bytes or memory.kv_fraction"
         ) from e
-    views = map(arena.view, layouts, block_sizes)
-    runners = [Runner(m, v) for m, v in zip(models, views, strict=True)]
-    return runners, BlockPool(num_blocks, size, arena.copy)
+    runners = []
+    for name, model, block_size in zip(("target", "draft"), models, block_sizes, strict=False):
+        arena.add_view(name, model.kv_layouts, block_size)
+        runners.append(Runner(model, arena, name))
+    return runners, BlockPool(num_blocks, size)
 
 
 def draft_block_size(asked: int | None, fits: int) -> int:
@@ -325,7 +323,8 @@ def tune(runner: Runner, pool: BlockPool, config: Config, max_len: int) -> str:
     table.try_reserve(start + max(most, TREE_SLOTS))
 
     def step(rows: int) -> Tensor:
-        return runner.forward([RowGroup(table, [0] * rows, start, num_logits=1)])
+        group = RowGroup(table, [0] * rows, start, num_read=1)
+        return runner.launch(build_step_input([group], pool.updates)).logits
 
     try:
         runner.threads, words = runner.ops.tune(step, most, config.model.threads)

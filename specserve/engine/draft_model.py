@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specserve.engine.batch import RowGroup
 from specserve.engine.runner import Runner
+from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.memory import BlockTable
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve_drafters import ROOT, Draft, DraftItem, Nodes
@@ -33,15 +33,15 @@ class DraftModel:
         self.spare = 0  # blocks that draft KV may take in this step
 
     def lend(self, requests: Sequence[Request]) -> None:
-        """Begin a step for these requests. Draft KV takes blocks that nobody has been promised, and
-        leaves one to every running request.
+        """Begin a step for these requests. Draft KV takes only blocks that are not reserved for
+        running requests, and leaves one more to each of them.
         """
         self.requests = {r.id: r for r in requests}
         self.masks, self.nodes = {}, {}
         self.spare = self.scheduler.spare - len(self.scheduler.running)
 
     def take_back(self) -> None:
-        """The drafter has had its say: what it asks for later is refused."""
+        """Executor access ends here: a drafter that asks later is refused."""
         self.requests = {}
 
     def extend(self, items: Sequence[DraftItem]) -> tuple[list[int], Tensor]:
@@ -66,7 +66,7 @@ class DraftModel:
             rows -= size if gaps[i] > USUAL_LAG else 0
             is_ready = start + size == known
             tokens = token_ids[start : start + size]
-            groups.append(RowGroup(table, tokens, start, num_logits=int(is_ready)))
+            groups.append(RowGroup(table, tokens, start, num_read=int(is_ready)))
             if is_ready:
                 ready.append(i)
                 self.masks[lent[i].id], self.nodes[lent[i].id] = [], []
@@ -77,7 +77,7 @@ class DraftModel:
         return ready, logits
 
     def begin(self, request: Request) -> None:
-        """Have what can be found of its known tokens, as far as there are blocks to spare."""
+        """Take the cached draft KV of its known tokens, as far as there are blocks to spare."""
         if request.draft_gap > USUAL_LAG and not self.waits(request):
             before = self.scheduler.pool.num_available
             request.begin_draft(self.spare)
@@ -104,7 +104,11 @@ class DraftModel:
         return fit, logits
 
     def forward(self, groups: list[RowGroup]) -> Tensor:
-        return self.runner.forward(groups) if groups else torch.empty(0, 0)
+        """The logits of the rows that are read, in order."""
+        if not groups:
+            return torch.empty(0, 0)
+        step = build_step_input(groups, self.scheduler.pool.updates)
+        return self.runner.launch(step).logits
 
     def try_reserve(self, table: BlockTable, num_slots: int) -> bool:
         missing = table.missing(num_slots)
@@ -136,19 +140,18 @@ class DraftModel:
             for r in ahead
         )
 
-    def is_behind(self, work: ScheduledRequest) -> bool:
-        """Whether a work that might have had the model's guesses had to do without."""
-        return work.draft_limit > 0 and work.request.id not in self.masks
+    def is_catching_up(self, item: ScheduledRequest) -> bool:
+        """Whether a root that could have guesses had none of the model's: its KV is not there."""
+        return item.draft_limit > 0 and item.request.id not in self.masks
 
-    def keep(
-        self, request: Request, draft: Draft, nodes: Sequence[int]
-    ) -> list[tuple[BlockTable, int, int]]:
-        """Keep the draft KV of accepted nodes, as far down as the draft model has run them.
+    def keep(self, request: Request, draft: Draft, nodes: Sequence[int]) -> None:
+        """Keep the draft KV of accepted nodes, as far down as the draft model has run them; the
+        next launch moves it.
 
-        -> the moves that it takes. A draft whose numbers are of other tokens keeps nothing from
-        there on: the draft model catches up, and nobody finds KV that is not what its key says.
+        A draft whose numbers are of other tokens keeps nothing from there on: the draft model
+        catches up, and no block is found whose KV is not what its key says.
         """
-        table, kept, moves, parent = request.draft_table, 0, [], ROOT
+        table, kept, slots, parent = request.draft_table, 0, [], ROOT
         run = self.nodes.get(request.id, [])
         for k in nodes:
             e = draft.expanded[k - 1]
@@ -157,6 +160,8 @@ class DraftModel:
             parent = e
             kept += 1
             if e != kept:
-                moves.append((table, table.num_computed + e - 1, table.num_computed + kept - 1))
+                known = table.num_computed
+                slots.append((table.slot(known + e - 1), table.slot(known + kept - 1)))
         table.num_computed += kept
-        return moves
+        if slots:
+            self.scheduler.pool.updates.move("draft", slots)

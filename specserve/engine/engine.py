@@ -1,25 +1,26 @@
-"""The step loop: plan, draft, forward, walk, commit."""
+"""The step loop: plan, draft, build, launch, collect, walk, commit."""
 
 import logging
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import count
 from time import perf_counter
 
 import torch
 
-from specserve.engine.batch import RowGroup
 from specserve.engine.draft_model import DraftModel
-from specserve.engine.runner import Runner
-from specserve.engine.sampler import Sampler
-from specserve.engine.verify import Answer, Path, walk
+from specserve.engine.draws import draws_of
+from specserve.engine.runner import Answers, KVLost, Runner
+from specserve.engine.step_input import RowGroup, StepInput, build_step_input
+from specserve.engine.verify import Node, Path, walk
+from specserve.errors import RequestError
 from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.step_output import Stats, StepOutput
 from specserve.memory import BlockHasher, BlockPool, BlockTable, root_key
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve_drafters import Draft, Drafter, DraftItem
+from specserve_kernels import is_out_of_memory
 
 log = logging.getLogger("specserve")
 
@@ -60,14 +61,14 @@ class Engine:
         scheduled = self.scheduler.plan()
         if not scheduled:
             return []
-        self.draft([w for w in scheduled if w.draft_limit])
-        scheduled.sort(key=lambda w: not w.draft.is_chain)  # rows with masks come last
         try:
-            answer = self.verify(scheduled)
-        except torch.OutOfMemoryError as e:
-            return self.give_up(scheduled, str(e))
-        sampled = [w for w in scheduled if w.is_sampled]
-        paths = self.walk(sampled, answer)
+            self.draft([s for s in scheduled if s.draft_limit])
+            scheduled.sort(key=lambda s: not s.draft.is_chain)  # rows with masks come last
+            sampled = [s for s in scheduled if s.is_sampled]
+            answers = self.verify(self.build(scheduled, sampled))
+            paths = self.walk(sampled, answers)
+        except Exception as e:
+            return self.give_up(scheduled, e)
         outputs = self.commit(scheduled, sampled, paths)
         self.stats.num_steps += 1
         self.stats.step_seconds += perf_counter() - start
@@ -79,12 +80,14 @@ class Engine:
             return
         start = perf_counter()
         if self.draft_model is not None:
-            self.draft_model.lend([w.request for w in scheduled])
+            self.draft_model.lend([s.request for s in scheduled])
         try:
-            drafts = self.drafter.propose([draft_item(w) for w in scheduled])
+            drafts = self.drafter.propose([draft_item(s) for s in scheduled])
             vocab_size = self.target.decoder.config.vocab_size
-            for work, draft in zip(scheduled, drafts, strict=True):
-                work.draft = Draft.cut(draft, work.draft_limit, vocab_size)
+            for item, draft in zip(scheduled, drafts, strict=True):
+                item.draft = Draft.cut(draft, item.draft_limit, vocab_size)
+        except KVLost:
+            raise
         except BaseException:  # anybody's code runs here, and no text may depend on what it does
             self.drafter_failed("propose")
         finally:
@@ -92,68 +95,86 @@ class Engine:
                 self.draft_model.take_back()
         self.stats.draft_seconds += perf_counter() - start
 
-    def verify(self, scheduled: list[ScheduledRequest]) -> Answer:
-        """Run the rows of all scheduled; what the target says after a node, root or guess."""
-        start = perf_counter()
-        groups = [rows_of(w) for w in scheduled]
-        sampler = sampler_for([w for w in scheduled if w.is_sampled])
-        if self.target.ops.samples_ahead and sampler.requests:
-            tokens = self.target.answers(groups, sampler.params([*sampler.nodes()]))
-            answer: Answer = partial(sampler.look_up, tokens)
-        else:
-            answer = partial(sampler.draw, self.target.ops, self.target.forward(groups))
-        self.stats.num_rows += sum(len(g.token_ids) for g in groups)
-        self.stats.verify_seconds += perf_counter() - start
-        return answer
+    def build(
+        self, scheduled: list[ScheduledRequest], sampled: list[ScheduledRequest]
+    ) -> StepInput:
+        """The step as data; it takes the KV updates that are pending, and so has to be launched."""
+        requests = [s.request for s in sampled]
+        draws = draws_of(
+            [r.sampling for r in requests],
+            [len(r.token_ids) for r in requests],
+            [s.draft for s in sampled],
+        )
+        groups = [rows_of(s) for s in scheduled]
+        return build_step_input(groups, self.pool.updates, draws)
 
-    def walk(self, sampled: list[ScheduledRequest], answer: Answer) -> list[Path]:
+    def verify(self, step: StepInput) -> Answers:
+        """Run the step; what the target says after the rows that are read."""
+        start = perf_counter()
+        answers = self.target.collect(step, self.target.launch(step))
+        self.stats.num_rows += len(step.token_ids)
+        self.stats.verify_seconds += perf_counter() - start
+        return answers
+
+    def walk(self, sampled: list[ScheduledRequest], answers: Answers) -> list[Path]:
         """Node by node down each tree."""
+        drafts, roots, rows = [s.draft for s in sampled], [], 0
+        for draft in drafts:
+            roots.append(rows)
+            rows += 1 + len(draft)
+
+        def tokens_after(at: list[Node]) -> list[int]:
+            return answers.after([roots[i] + node for i, node in at])
 
         def is_last(i: int, tokens: list[int]) -> bool:
             return finish_reason(sampled[i].request, tokens) is not None
 
-        return walk([w.draft for w in sampled], answer, is_last)
+        return walk(drafts, tokens_after, is_last)
 
     def commit(
-        self, scheduled: list[ScheduledRequest], sampled: list[ScheduledRequest], paths: list[Path]
+        self,
+        scheduled: list[ScheduledRequest],
+        sampled: list[ScheduledRequest],
+        paths: list[Path],
     ) -> list[StepOutput]:
         """Keep the accepted path's KV, give the rest back; the tokens join their request."""
-        for work in scheduled:
-            work.request.table.num_computed = work.end
-        self.keep_kv(sampled, paths)
-        for work in scheduled:
-            if not work.is_sampled:
-                work.request.publish()
-        return [self.append(work, path) for work, path in zip(sampled, paths, strict=True)]
+        for item in scheduled:
+            item.request.table.num_computed = item.end
+        for item, path in zip(sampled, paths, strict=True):
+            self.keep_kv(item, path)
+        for item in scheduled:
+            if not item.is_sampled:
+                item.request.publish()
+        return [self.append(item, path) for item, path in zip(sampled, paths, strict=True)]
 
-    def keep_kv(self, sampled: list[ScheduledRequest], paths: list[Path]) -> None:
-        moves: list[tuple[BlockTable, int, int]] = []
-        draft_moves: list[tuple[BlockTable, int, int]] = []
-        for work, path in zip(sampled, paths, strict=True):
-            # Node k was written at slot root + k, the j-th accepted one belongs at root + j: never
-            # further down than any later source, so that copying in order needs no scratch.
-            table, root = work.request.table, work.end - 1
-            moves += [(table, root + k, root + j) for j, k in enumerate(path.nodes, 1) if k != j]
-            table.num_computed += len(path.nodes)
-            if self.draft_model is not None and any(work.draft.expanded):
-                draft_moves += self.draft_model.keep(work.request, work.draft, path.nodes)
-        self.target.move(moves)
-        if self.draft_model is not None:
-            self.draft_model.runner.move(draft_moves)
+    def keep_kv(self, item: ScheduledRequest, path: Path) -> None:
+        """Leave the accepted nodes' KV to the next launch to move.
 
-    def append(self, work: ScheduledRequest, path: Path) -> StepOutput:
+        Node k was written at slot root + k, the j-th accepted one belongs at root + j: never
+        further down than any later source, so that moving in order needs no scratch.
+        """
+        table, root = item.request.table, item.end - 1
+        moved = [(j, k) for j, k in enumerate(path.nodes, 1) if k != j]
+        if moved:
+            slots = [(table.slot(root + k), table.slot(root + j)) for j, k in moved]
+            self.pool.updates.move("target", slots)
+        table.num_computed += len(path.nodes)
+        if self.draft_model is not None and any(item.draft.expanded):
+            self.draft_model.keep(item.request, item.draft, path.nodes)
+
+    def append(self, item: ScheduledRequest, path: Path) -> StepOutput:
         """The tokens of a path join their request, which may end with them."""
-        request, draft = work.request, work.draft
+        request, draft = item.request, item.draft
         output = StepOutput(
             id=request.id,
             tokens=path.tokens,
             finish_reason=finish_reason(request, path.tokens),
-            is_verified=work.is_root,
+            is_verified=item.is_root,
             num_drafted=len(draft),
             num_accepted=len(path.nodes),
             admitted_at=request.admitted_at,
             num_cached=request.num_cached,
-            is_fallback=self.draft_model is not None and self.draft_model.is_behind(work),
+            is_fallback=self.draft_model is not None and self.draft_model.is_catching_up(item),
         )
         if request.num_output == 0 and request.first is None:
             self.stats.num_looked_up += request.num_prompt
@@ -180,12 +201,16 @@ class Engine:
     def add_choices(
         self, token_ids: Sequence[int], samplings: Sequence[Sampling], id: int | None = None
     ) -> list[Request]:
-        """Queue requests with one prompt, which is computed once; ids count on from `id`."""
+        """Queue requests with one prompt, which is computed once; ids count on from `id`.
+
+        RequestError for a prompt that the model cannot read, whoever made its token ids.
+        """
+        prompt = self.checked(token_ids)
         ids = [next(self.ids) if id is None else id + i for i in range(len(samplings))]
         choices = [
             Request(
                 id=own,
-                token_ids=array("i", token_ids),
+                token_ids=prompt[:],
                 sampling=sampling,
                 table=self.table("target", sampling.cache_salt),
                 draft_table=self.table("draft", sampling.cache_salt),
@@ -200,12 +225,30 @@ class Engine:
             self.scheduler.add(request)
         return choices
 
+    def checked(self, token_ids: Sequence[int]) -> "array[int]":
+        """The prompt as requests hold it: an id beyond the embedding would end the process."""
+        vocab_size = self.target.decoder.config.vocab_size
+        try:
+            prompt = array("i", token_ids)
+        except OverflowError as e:
+            raise RequestError(
+                f"the prompt has an id outside of [0, {vocab_size})", "prompt"
+            ) from e
+        if not prompt:
+            raise RequestError("the prompt has no tokens: give at least one", "prompt")
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < vocab_size:
+                raise RequestError(
+                    f"prompt token {token} is no id: ids lie in [0, {vocab_size})", "prompt"
+                )
+        return prompt
+
     def table(self, owner: str, salt: str) -> BlockTable:
         """An empty one for the target's KV, or for the draft model's."""
         draft = self.draft_model if owner == "draft" else None
         size = (draft.runner if draft is not None else self.target).kv.block_size
-        chain = BlockHasher(root_key(self.names[owner], salt), size) if self.names else None
-        return BlockTable(self.pool, size, owner, chain)
+        hasher = BlockHasher(root_key(self.names[owner], salt), size) if self.names else None
+        return BlockTable(self.pool, size, owner, hasher)
 
     def reset_cache(self) -> None:
         """Forget all prefixes; who runs goes on."""
@@ -221,20 +264,29 @@ class Engine:
         self.tell("forget", id)
         assert not self.is_idle or self.pool.is_whole, "blocks are held, and nobody is there"
 
-    def give_up(self, scheduled: list[ScheduledRequest], reason: str) -> list[StepOutput]:
-        """End the requests of a step that could not be run; what was written is nobody's."""
+    def give_up(self, scheduled: list[ScheduledRequest], error: Exception) -> list[StepOutput]:
+        """End the requests of a step that ran out of memory; anything else is ours, and raised.
+
+        What the step wrote has no owner then. Where accepted KV was lost on its way, all requests
+        end and nothing that was cached is found again.
+        """
+        requests = [s.request for s in scheduled]
+        cause = error.__cause__ if isinstance(error, KVLost) else error
+        if cause is None or not is_out_of_memory(cause):
+            raise error
+        if isinstance(error, KVLost):
+            self.reset_cache()
+            requests = list(self.requests.values())
         failure = (
             "the device ran out of memory in a step of this request: try again later; its operator "
             "should lower memory.kv_fraction, memory.kv_bytes or scheduler.max_batched_tokens"
         )
-        log.error("%d requests ended, as the device ran out of memory: %s", len(scheduled), reason)
-        for work in scheduled:
-            self.finish(work.request.id)
+        log.error("%d requests ended, as the device ran out of memory: %s", len(requests), cause)
+        for request in requests:
+            self.finish(request.id)
         return [
-            StepOutput(
-                w.request.id, [], "error", False, 0, 0, w.request.admitted_at, failure=failure
-            )
-            for w in scheduled
+            StepOutput(r.id, [], "error", False, 0, 0, r.admitted_at, failure=failure)
+            for r in requests
         ]
 
     def tell(self, what: str, *args: object) -> None:
@@ -265,30 +317,24 @@ class Engine:
         return self.pool.holders()
 
 
-def draft_item(work: ScheduledRequest) -> DraftItem:
-    r = work.request
+def draft_item(item: ScheduledRequest) -> DraftItem:
+    r = item.request
     # A copy: what a drafter does to it changes no text.
     return DraftItem(
-        r.id, r.token_ids[:], work.draft_limit, r.sampling.temperature, r.sampling.seed
+        r.id, r.token_ids[:], item.draft_limit, r.sampling.temperature, r.sampling.seed
     )
 
 
-def sampler_for(sampled: list[ScheduledRequest]) -> Sampler:
-    requests = [w.request for w in sampled]
-    lengths = [len(r.token_ids) for r in requests]
-    return Sampler([r.sampling for r in requests], lengths, [w.draft for w in sampled])
-
-
-def rows_of(work: ScheduledRequest) -> RowGroup:
-    """A work's rows for the target, causal ones or a root and its tree."""
-    r, draft = work.request, work.draft
-    tokens = r.token_ids[work.start : work.end]
+def rows_of(item: ScheduledRequest) -> RowGroup:
+    """A request's rows for the target, causal ones or a root and its tree."""
+    r, draft = item.request, item.draft
+    tokens = r.token_ids[item.start : item.end]
     if not draft.tokens:
-        return RowGroup(r.table, tokens, work.start, int(work.is_sampled))
+        return RowGroup(r.table, tokens, item.start, int(item.is_sampled))
     nodes = tokens.tolist() + draft.tokens
     if draft.is_chain:
-        return RowGroup(r.table, nodes, work.start, len(nodes))
-    return RowGroup(r.table, nodes, work.start, len(nodes), work.start, draft.masks())
+        return RowGroup(r.table, nodes, item.start, len(nodes))
+    return RowGroup(r.table, nodes, item.start, len(nodes), item.start, draft.masks())
 
 
 def finish_reason(request: Request, tokens: Sequence[int]) -> str | None:

@@ -10,9 +10,10 @@ import msgspec
 from specserve.config import Config
 from specserve.engine.build import Loaded, build
 from specserve.engine.engine import Engine
-from specserve.errors import ConfigError
+from specserve.errors import ConfigError, RequestError
 from specserve.exchange.frames import Frames
 from specserve.exchange.messages import (
+    Add,
     Failed,
     FromEngine,
     Loading,
@@ -88,15 +89,26 @@ def serve(link: Link, engine: Engine) -> None:
     """All orders that have come, one step, one report; asleep while there is nothing to do."""
     link.send(report(engine, []))
     while True:
+        refused: list[StepOutput] = []
         for payload in link.receive(wait=engine.is_idle):
             commands = decode_commands(payload)
             for asked in commands.add:
-                engine.add_choices(asked.token_ids, asked.samplings, asked.id)
+                refused += add(engine, asked)
             for id in commands.finish:
                 engine.finish(id)
             if commands.reset_cache:
                 engine.reset_cache()
-        link.send(report(engine, engine.step()))
+        link.send(report(engine, refused + engine.step()))
+
+
+def add(engine: Engine, asked: Add) -> list[StepOutput]:
+    """Queue a prompt's choices; what there is to say of those that are refused."""
+    try:
+        engine.add_choices(asked.token_ids, asked.samplings, asked.id)
+    except RequestError as e:
+        ids = range(asked.id, asked.id + len(asked.seeds))
+        return [StepOutput(id, [], "error", False, 0, 0, 0.0, failure=str(e)) for id in ids]
+    return []
 
 
 def ready(loaded: Loaded) -> Ready:

@@ -1,58 +1,99 @@
-"""A model with its KV: rows in, logits out. Target and draft model run through the same class."""
+"""A model with its KV: a StepInput in, logits or tokens out. Target and draft model alike."""
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from specserve.engine.batch import Batch, RowGroup, build_batch
-from specserve.memory import BlockTable
+from specserve.engine.draws import Draws
+from specserve.engine.step_input import StepInput
+from specserve.memory import Arena, KVUpdates
 from specserve.models.decoder import Decoder
-from specserve_kernels import KVCache, SampleParams, Threads
+from specserve_kernels import Ops, SampleParams, Threads
+
+
+class KVLost(RuntimeError):
+    """KV could not be moved to where it belongs: what the arena holds is not known."""
+
+
+class Launched(NamedTuple):
+    """A step that has been started.
+
+    logits  [n, V]  of the rows that are read; empty [0, 0] where none is
+    tokens  [n]     int64, after each of them, where the build draws all at once; else None
+    """
+
+    logits: Tensor
+    tokens: Tensor | None
+
+
+class Answers:
+    """The target's token after each row that was read."""
+
+    def __init__(self, ops: Ops, draws: Draws, launched: Launched) -> None:
+        self.ops, self.draws, self.logits = ops, draws, launched.logits
+        # One wait for all of them.
+        self.tokens = None if launched.tokens is None else launched.tokens.tolist()
+
+    def after(self, rows: list[int]) -> list[int]:
+        """The tokens after some of the rows read, drawn here unless they have been."""
+        if self.tokens is not None:
+            return [self.tokens[row] for row in rows]
+        at = np.array(rows, np.int64)
+        params = self.draws.params(at)
+        tokens: list[int] = self.ops.sample(self.logits, torch.from_numpy(at), params).tolist()
+        return tokens
 
 
 class Runner:
-    def __init__(self, decoder: Decoder, kv: KVCache) -> None:
-        self.decoder, self.kv, self.ops = decoder, kv, decoder.ops
+    """Runs one model's steps. The caller holds torch.inference_mode: entering it for every draft
+    level would add up.
+    """
+
+    def __init__(self, decoder: Decoder, arena: Arena, name: str) -> None:
+        self.decoder, self.ops, self.arena = decoder, decoder.ops, arena
+        self.kv = arena.views[name]
         self.threads: Threads | None = None  # None leaves them as they are
 
-    def forward(self, groups: Sequence[RowGroup]) -> Tensor:
-        """Write the KV of all rows; the logits [n, V] of those that are read, in order.
-
-        The caller holds torch.inference_mode: entering it for every draft level would add up.
+    def launch(self, step: StepInput) -> Launched:
+        """Do the step's KV updates, write the KV of all its rows, compute the logits that are
+        read. KVLost where the updates fail.
         """
-        logits, _ = self.run(build_batch(groups))
-        return logits
-
-    def answers(self, groups: Sequence[RowGroup], params: SampleParams) -> list[int]:
-        """As `forward`, and the token after each row that is read: all at once, in one wait."""
-        batch = build_batch(groups)
-        rows = torch.arange(len(batch.logit_rows))
-        logits, (rows, *asked) = self.run(batch, [rows, *params])
-        tokens: list[int] = self.ops.sample(logits, rows, SampleParams(*asked)).tolist()
-        return tokens
-
-    def run(self, batch: Batch, also: Sequence[Tensor] = ()) -> tuple[Tensor, Sequence[Tensor]]:
-        """The logits, and host tensors that went along where the ops read them."""
+        if step.updates:
+            self.update(step.updates)
         if self.threads is not None:
-            self.threads.use(len(batch.token_ids))
-        plan = self.decoder.plan(batch.rows, self.kv, [batch.token_ids, batch.logit_rows, *also])
-        token_ids, logit_rows, *placed = plan.also
-        hidden = self.decoder.forward(token_ids, self.kv, plan)
-        if len(logit_rows) < len(hidden):
-            hidden = hidden.index_select(0, logit_rows)
-        if len(hidden) == 0:
-            return hidden.new_empty(0, self.decoder.config.vocab_size), placed
-        return self.decoder.logits(hidden), placed
+            self.threads.use(len(step.token_ids))
+        also = [torch.from_numpy(step.token_ids), torch.from_numpy(step.read)]
+        if self.ops.samples_ahead and step.draws is not None and len(step.read) > 0:
+            also += [torch.arange(len(step.read)), *step.draws.params()]
+        plan = self.decoder.plan(step.rows(), self.kv, also)
+        token_ids, read, *drawn = plan.also
+        residual = self.decoder.forward(token_ids, self.kv, plan)
+        if len(read) == 0:
+            return Launched(torch.empty(0, 0), None)
+        logits = self.decoder.logits(residual, read)
+        if not drawn:
+            return Launched(logits, None)
+        each, *params = drawn
+        return Launched(logits, self.ops.sample(logits, each, SampleParams(*params)))
 
-    def move(self, moves: Sequence[tuple[BlockTable, int, int]]) -> None:
-        """Copy KV from slot to slot of a request's table, in the order given."""
-        if not moves:
-            return
-        source = [flat_slot(table, slot) for table, slot, _ in moves]
-        target = [flat_slot(table, slot) for table, _, slot in moves]
-        self.ops.move_kv(self.kv, torch.tensor(source), torch.tensor(target))
+    def collect(self, step: StepInput, launched: Launched) -> Answers:
+        """What a step with draws says; waits for it where it runs elsewhere."""
+        assert step.draws is not None, "nobody said how the tokens are drawn"
+        return Answers(self.ops, step.draws, launched)
+
+    def update(self, updates: KVUpdates) -> None:
+        """The moves of every model, then the copies."""
+        try:
+            for name, slots in updates.moves.items():
+                self.ops.move_kv(self.arena.views[name], *columns(slots))
+            if len(updates.copies):
+                self.ops.copy_blocks(self.arena.blocks, *columns(updates.copies))
+        except Exception as e:
+            raise KVLost(f"KV could not be moved ({e})") from e
 
 
-def flat_slot(table: BlockTable, slot: int) -> int:
-    return table.blocks[slot // table.block_size] * table.block_size + slot % table.block_size
+def columns(pairs: np.ndarray) -> tuple[Tensor, Tensor]:
+    source, target = np.ascontiguousarray(pairs.T)
+    return torch.from_numpy(source), torch.from_numpy(target)

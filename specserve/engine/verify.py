@@ -6,9 +6,9 @@ import msgspec
 
 from specserve_drafters import ROOT, Draft
 
-# (request, node) pairs in, the target's token after each of them out. A token depends on the
-# node's path, so it is asked for only where the walk has come to.
-Answer = Callable[[list[tuple[int, int]]], list[int]]
+Node = tuple[int, int]  # a request's number in the step, and a node of its tree
+# The target's token after each node. It is asked for only where the walk has come to.
+TokensAfter = Callable[[list[Node]], list[int]]
 IsLast = Callable[[int, list[int]], bool]
 
 
@@ -19,7 +19,7 @@ class Path(msgspec.Struct, eq=False):
     nodes: list[int]
 
 
-def walk(drafts: Sequence[Draft], answer: Answer, is_last: IsLast) -> list[Path]:
+def walk(drafts: Sequence[Draft], tokens_after: TokensAfter, is_last: IsLast) -> list[Path]:
     """Follow the target's own words through each tree for as long as the tree foresaw them.
 
     All requests take a step down at once. is_last(request, tokens) ends a request's output. The
@@ -30,7 +30,7 @@ def walk(drafts: Sequence[Draft], answer: Answer, is_last: IsLast) -> list[Path]
     at = [(i, ROOT) for i in range(len(drafts))]
     while at:
         below = []
-        for (i, node), token in zip(at, answer(at), strict=True):
+        for (i, node), token in zip(at, tokens_after(at), strict=True):
             paths[i].tokens.append(token)
             child = None if is_last(i, paths[i].tokens) else drafts[i].child(node, token)
             if child is not None:

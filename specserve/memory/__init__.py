@@ -4,5 +4,15 @@ from specserve.memory.arena import Arena, KVLayout
 from specserve.memory.block_table import BlockTable
 from specserve.memory.pool import BlockPool
 from specserve.memory.prefix_cache import BlockHasher, root_key
+from specserve.memory.updates import KVUpdates, PendingUpdates
 
-__all__ = ["Arena", "BlockHasher", "BlockPool", "BlockTable", "KVLayout", "root_key"]
+__all__ = [
+    "Arena",
+    "BlockHasher",
+    "BlockPool",
+    "BlockTable",
+    "KVLayout",
+    "KVUpdates",
+    "PendingUpdates",
+    "root_key",
+]

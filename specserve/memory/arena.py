@@ -1,4 +1,6 @@
-"""The bytes of the pool: equal blocks in one flat arena, and a model's view of them."""
+"""The bytes of the pool: equal blocks in one flat arena, and each model's view of them."""
+
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -10,49 +12,66 @@ ALIGNMENT = 16  # bytes: vector loads
 
 
 class KVLayout(msgspec.Struct, frozen=True):
-    """How one model's KV lies in a block: [layer][K|V][slot][kv_head][head_dim]."""
+    """How one layer's KV lies in a block: [K|V][slot][kv_head][head_dim]."""
 
-    num_layers: int
     num_kv_heads: int
     head_dim: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # its own: KV may be narrower than the activations
 
-    @property
-    def token_bytes(self) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-
-    def block_size(self, block_bytes: int) -> int:
-        """Tokens that fit into a block."""
-        return block_bytes // self.token_bytes
+    def slab_bytes(self, block_size: int) -> int:
+        """Of its K in a block, or of its V; the next one begins at a multiple of ALIGNMENT."""
+        size = block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def block_bytes(target: KVLayout, block_size: int, others: list[KVLayout]) -> int:
-    """A block holds `block_size` target tokens, and at least one token of any model."""
-    size = max(target.token_bytes * block_size, *(x.token_bytes for x in [target, *others]))
-    return -(-size // ALIGNMENT) * ALIGNMENT
+def used_bytes(layouts: Sequence[KVLayout], block_size: int) -> int:
+    """What `block_size` tokens of a model take of a block."""
+    return sum(2 * layout.slab_bytes(block_size) for layout in layouts)
+
+
+def block_bytes(layouts: Sequence[KVLayout], block_size: int, others: Sequence[KVLayout]) -> int:
+    """A block holds `block_size` target tokens, and at least one token of the other model."""
+    return max(used_bytes(layouts, block_size), used_bytes(others, 1))
+
+
+def tokens_that_fit(layouts: Sequence[KVLayout], block_bytes: int) -> int:
+    """The largest block size of a model whose KV lies in blocks of so many bytes."""
+    size = 0
+    while used_bytes(layouts, size + 1) <= block_bytes:
+        size += 1
+    return size
 
 
 class Arena:
-    """As many blocks of `block_bytes` as there is memory for; bytes [..] uint8, zeroed."""
+    """As many blocks of `block_bytes` as there is memory for.
+
+    blocks  [num_blocks, block_bytes]  uint8, zeroed
+    views   each model's KV in them, by the model's name; a block is one model's at a time
+    """
 
     def __init__(self, memory: Tensor, block_bytes: int) -> None:
-        self.num_blocks, self.block_bytes = len(memory) // block_bytes, block_bytes
-        self.bytes = memory
+        num_blocks = len(memory) // block_bytes
+        self.blocks = memory[: num_blocks * block_bytes].view(num_blocks, block_bytes)
+        self.views: dict[str, KVCache] = {}
 
-    def copy(self, source: int, target: int) -> None:
-        """All layers of a block."""
-        blocks = self.bytes.view(self.num_blocks, self.block_bytes)
-        blocks[target].copy_(blocks[source])
+    def add_view(self, name: str, layouts: Sequence[KVLayout], block_size: int) -> KVCache:
+        """All blocks as one model sees them, layer after layer."""
+        used, block_bytes = used_bytes(layouts, block_size), self.blocks.shape[1]
+        assert used <= block_bytes, "more tokens a block than fit into it"
+        layers, begin = [], 0
+        for layout in layouts:
+            slab = layout.slab_bytes(block_size)
+            k, v = (self.slab(layout, block_size, at) for at in (begin, begin + slab))
+            layers.append(KVLayer(k, v))
+            begin += 2 * slab
+        self.views[name] = KVCache(tuple(layers))
+        return self.views[name]
 
-    def view(self, layout: KVLayout, block_size: int) -> KVCache:
-        """All blocks as one model sees them; only the blocks that it holds are its own."""
-        used = block_size * layout.token_bytes
-        assert used <= self.block_bytes, "more tokens a block than fit into it"
-        flat = self.bytes.view(layout.dtype)
-        inner = (block_size, layout.num_kv_heads, layout.head_dim)
-        slab = block_size * layout.num_kv_heads * layout.head_dim  # one layer's K, or its V
-        shape = (self.num_blocks, *inner)
-        token = layout.num_kv_heads * layout.head_dim
-        stride = (self.block_bytes // layout.dtype.itemsize, token, layout.head_dim, 1)
-        views = [flat.as_strided(shape, stride, i * slab) for i in range(2 * layout.num_layers)]
-        return KVCache(tuple(map(KVLayer, views[0::2], views[1::2])))
+    def slab(self, layout: KVLayout, block_size: int, begin: int) -> Tensor:
+        """K or V of a layer, which begins at this byte of every block."""
+        num_blocks, block_bytes = self.blocks.shape
+        shape = (num_blocks, block_size, layout.num_kv_heads, layout.head_dim)
+        token, itemsize = layout.num_kv_heads * layout.head_dim, layout.dtype.itemsize
+        stride = (block_bytes // itemsize, token, layout.head_dim, 1)
+        flat = self.blocks.view(-1).view(layout.dtype)
+        return flat.as_strided(shape, stride, flat.storage_offset() + begin // itemsize)

@@ -57,7 +57,7 @@ class BlockTable:
     def replace(self, place: int, block: int) -> None:
         """Go on in a copy of a block, which the others keep."""
         shared = self.blocks[place]
-        self.pool.copy(shared, block)
+        self.pool.updates.copy(shared, block)
         self.blocks[place] = block
         self.pool.release([shared])
 
@@ -136,6 +136,11 @@ class BlockTable:
         for i in range(self.num_published, full):
             self.blocks[i] = self.pool.publish(self.blocks[i], keys[i])
         self.num_published = full
+
+    def slot(self, place: int) -> int:
+        """Where the KV of the token at this place of the request lies in the arena."""
+        block, offset = divmod(place, self.block_size)
+        return self.blocks[block] * self.block_size + offset
 
     def trim(self) -> None:
         """Give back the blocks that hold no computed token, the last one first: what is cached

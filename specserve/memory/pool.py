@@ -1,7 +1,9 @@
 """Which blocks are free, which are cached, and how many hold the others."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+
+from specserve.memory.updates import PendingUpdates
 
 
 class BlockPool:
@@ -15,9 +17,9 @@ class BlockPool:
         self,
         num_blocks: int,
         block_bytes: int = 0,
-        copy: Callable[[int, int], None] = lambda source, target: None,
     ) -> None:
-        self.num_blocks, self.block_bytes, self.copy = num_blocks, block_bytes, copy
+        self.num_blocks, self.block_bytes = num_blocks, block_bytes
+        self.updates = PendingUpdates()
         # The last one given back is the next one given out: its memory has been touched.
         self.free = list(range(num_blocks - 1, -1, -1))
         self.cached: OrderedDict[int, None] = OrderedDict()  # in order of eviction

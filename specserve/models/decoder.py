@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specserve.memory import KVLayout
 from specserve.models.families import DecoderConfig
 from specserve_kernels import KVCache, Ops, QKNorm, Rotary, Rows
 
@@ -59,8 +60,14 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the activations and of the KV."""
+        """Of the activations."""
         return self.weights.embedding.dtype
+
+    @property
+    def kv_layouts(self) -> tuple[KVLayout, ...]:
+        """Of every layer's KV; in the activations' dtype, which is what all builds read."""
+        c = self.config
+        return (KVLayout(c.num_kv_heads, c.head_dim, self.dtype),) * c.num_layers
 
     def plan(self, rows: Rows, kv: KVCache, also: Sequence[Tensor] = ()) -> Any:
         """What the layers share; `plan.also` are the tensors given, where the ops read them."""
@@ -70,10 +77,10 @@ class Decoder:
         """The residual stream after the last layer.
 
         token_ids  [R]          int64
-        ->         [R, hidden]  the model's dtype; rows of it are what `logits` takes
+        ->         [R, hidden]  the model's dtype; what `logits` takes
         """
         ops, eps, scale = self.ops, self.config.rms_eps, self.scale
-        residual = self.weights.embedding.index_select(0, token_ids)
+        residual = ops.embed(self.weights.embedding, token_ids)
         # x is what the last sublayer has to add: each norm adds it on its way, in place.
         x: Tensor | None = None
         for layer, cache in zip(self.weights.layers, kv.layers, strict=True):
@@ -88,15 +95,15 @@ class Decoder:
             h = ops.add_rms_norm(h, residual, layer.mlp_norm, eps)
             h = ops.linear(h, layer.gate_up, layer.gate_up_bias)
             x = ops.linear(ops.silu_mul(h), layer.down, layer.down_bias)
-        return residual if x is None else residual.add_(x)
+        return residual if x is None else ops.add(x, residual)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, residual: Tensor, rows: Tensor) -> Tensor:
         """What the model says after some rows: the final norm and the head, for those rows only.
 
-        hidden  [n, hidden]  rows of what `forward` returned
-        ->      [n, V]       the model's dtype
+        residual  [R, hidden]  what `forward` returned
+        rows      [n]          int64, ascending
+        ->        [n, V]       the model's dtype
         """
-        weights = self.weights
-        return self.ops.linear(
-            self.ops.rms_norm(hidden, weights.norm, self.config.rms_eps), weights.head
-        )
+        ops, weights = self.ops, self.weights
+        hidden = residual if len(rows) == len(residual) else ops.take_rows(residual, rows)
+        return ops.linear(ops.rms_norm(hidden, weights.norm, self.config.rms_eps), weights.head)

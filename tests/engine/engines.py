@@ -1,14 +1,18 @@
 """An engine around small real models, watched while it runs a scenario."""
 
 from collections import Counter
+from functools import partial
 from itertools import cycle
 
 import msgspec
+import numpy as np
 import torch
 
 from specserve.config import load_config
 from specserve.engine.build import assemble
+from specserve.engine.step_input import build_step_input
 from specserve.exchange.sampling_params import Sampling, choices_of
+from specserve.memory import PendingUpdates
 from specserve.models.loader import load_decoder
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.ngram import NgramDrafter
@@ -88,17 +92,23 @@ class Watch:
 
     def __init__(self, engine):
         self.engine, self.seen = engine, Counter()
-        copy = engine.pool.copy
-        self.verify, self.move, self.commit = engine.verify, engine.target.move, engine.commit
-        engine.verify, engine.target.move = self.on_verify, self.on_move
-        engine.commit, engine.pool.copy = self.on_commit, self.on_copy
+        self.plan, self.build, self.commit = engine.scheduler.plan, engine.build, engine.commit
+        engine.scheduler.plan, engine.build = self.on_plan, self.on_build
+        engine.commit = self.on_commit
+        for runner in runners_of(engine):
+            on_launch(runner, partial(self.before_launch, runner))
+        self.is_first_launch = False  # of its step
         self.drafters = cycle([NgramDrafter(NgramDrafter.Options()), engine.drafter])
         self.emitted = {}  # by request: what its outputs add up to
         self.behind = set()  # requests whose draft KV had to catch up
-        self.arena = copy.__self__
+        self.arena = engine.target.arena
         self.poisoned = set()
 
-    def on_verify(self, scheduled):
+    def on_plan(self):
+        self.is_first_launch = True
+        return self.plan()
+
+    def on_build(self, scheduled, sampled):
         trees = [w for w in scheduled if w.draft.tokens]
         chunks = [w for w in scheduled if w.end - w.start > 1]
         for w in scheduled:
@@ -115,15 +125,18 @@ class Watch:
                 self.behind.discard(w.request.id)
         self.behind |= {w.request.id for w in scheduled if w.draft_limit and not w.draft.expanded}
         self.seen["mixed"] += bool(trees and chunks)
-        return self.verify(scheduled)
+        return self.build(scheduled, sampled)
 
-    def on_move(self, moves):
-        self.seen["moved"] += bool(moves)
-        return self.move(moves)
-
-    def on_copy(self, source, target):
-        self.seen["copied"] += 1
-        self.arena.copy(source, target)
+    def before_launch(self, runner, step):
+        """Updates are all that may be read of what others gave up since the last step."""
+        self.seen["moved"] += "target" in step.updates.moves
+        self.seen["copied"] += len(step.updates.copies)
+        if self.is_first_launch:
+            self.is_first_launch = False
+            runner.update(step.updates)
+            self.poison()
+            return step._replace(updates=PendingUpdates().take())
+        return step
 
     def on_commit(self, scheduled, sampled, paths):
         outputs = self.commit(scheduled, sampled, paths)
@@ -148,9 +161,8 @@ class Watch:
     def poison(self):
         pool, draft = self.engine.pool, self.engine.draft_model
         free = set(pool.free)
-        blocks = self.arena.bytes.view(pool.num_blocks, pool.block_bytes)
         for block in free - self.poisoned:
-            blocks[block].fill_(255)  # NaN, in any dtype
+            self.arena.blocks[block].fill_(255)  # NaN, in any dtype
         self.poisoned = free
         kv = {"target": self.engine.target.kv, "draft": draft.runner.kv if draft else None}
         for r in self.engine.requests.values():
@@ -201,7 +213,6 @@ class Watch:
                 self.engine.step()
             self.engine.check()
             self.check_tables()
-            self.poison()
             step += 1
         self.seen["preempted"] += self.engine.scheduler.num_preempted
         assert pool.is_whole, "blocks held at idle"
@@ -209,6 +220,29 @@ class Watch:
             self.engine.reset_cache()
             assert len(pool.free) == pool.num_blocks
         return [request for i in range(len(cases)) for request in requests[i]]
+
+
+def runners_of(engine):
+    draft = engine.draft_model
+    return [engine.target] if draft is None else [engine.target, draft.runner]
+
+
+def on_launch(runner, hear):
+    """Let `hear(step)` see every StepInput that is launched, and maybe give another for it."""
+    launch = runner.launch
+    runner.launch = lambda step: launch(hear(step) or step)
+
+
+def row_counts(runner):
+    """The rows of each request in each launch, as they come."""
+    counts = []
+    on_launch(runner, lambda step: counts.append(np.diff(step.qo_indptr).tolist()))
+    return counts
+
+
+def logits_of(runner, groups):
+    """Of the rows that are read; nothing is pending."""
+    return runner.launch(build_step_input(groups, PendingUpdates())).logits
 
 
 class Scripted:

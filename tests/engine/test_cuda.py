@@ -7,14 +7,24 @@ import torch
 
 from specserve.config import load_config
 from specserve.engine import build
-from specserve.engine.batch import RowGroup
+from specserve.engine.step_input import RowGroup
 from specserve.errors import ConfigError
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory import BlockPool, BlockTable
 from specserve.models.loader import load_decoder
 from specserve_kernels import DeviceError, cpu
 from tests.checkpoints import tiny_checkpoint
-from tests.engine.engines import Case, Scripted, Watch, bush, engine_for, hedge, load_small, plain
+from tests.engine.engines import (
+    Case,
+    Scripted,
+    Watch,
+    bush,
+    engine_for,
+    hedge,
+    load_small,
+    logits_of,
+    plain,
+)
 from tests.kernels.builds import interpreted
 from tests.kernels.fake_flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from tests.kernels.random_steps import row_errors
@@ -103,22 +113,22 @@ def test_attention_is_planned_once_a_forward_and_run_once_a_layer(tmp_path, monk
         tables = [BlockTable(pool, 16) for _ in range(2)]
         assert all(table.try_reserve(60) for table in tables)
         with torch.inference_mode():
-            runner.forward([RowGroup(table, [*range(40)], 0, 0) for table in tables])
+            logits_of(runner, [RowGroup(table, [*range(40)], 0, 0) for table in tables])
             tree = RowGroup(tables[1], [7, 8, 9], 40, 3, 40, [0b1, 0b11, 0b101])
-            logits.append(runner.forward([RowGroup(tables[0], [3], 40, 1), tree]))
+            logits.append(logits_of(runner, [RowGroup(tables[0], [3], 40, 1), tree]))
     assert row_errors(logits[1], logits[0]).max() < 0.03
     assert calls == {"plan": 1 + 2, "run": 3 * (1 + 2)}
 
 
 class OutOfMemory:
-    """Stands in for a runner's answers, once."""
+    """Stands in for a runner's launch, once."""
 
     def __init__(self, runner):
-        self.runner, self.answers = runner, runner.answers
-        runner.answers = self
+        self.runner, self.launch = runner, runner.launch
+        runner.launch = self
 
-    def __call__(self, groups, params):
-        self.runner.answers = self.answers
+    def __call__(self, step):
+        self.runner.launch = self.launch
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
@@ -162,7 +172,7 @@ PLACES = {  # where memory runs out at load -> what is said of it
     "pool": (cpu, "allocate", ["bytes for the KV pool", "lower memory.kv_bytes"]),
     "step": (
         build.Runner,
-        "forward",
+        "launch",
         ["a step of 512 rows", "lower memory.kv_bytes", "max_batched"],
     ),
 }

@@ -5,7 +5,16 @@ import pytest
 from specserve.exchange.sampling_params import Sampling
 from specserve_drafters import DraftItem, Nodes
 from tests.checkpoints import tiny_checkpoint
-from tests.engine.engines import Case, Watch, engine_for, load_small, plain
+from tests.engine.engines import (
+    Case,
+    Watch,
+    engine_for,
+    load_small,
+    on_launch,
+    plain,
+    row_counts,
+    runners_of,
+)
 
 CHAIN = {"width": 1, "min_gain": 0.0, "min_value": 0.0, "max_depth": 63, "ngrams": False}
 
@@ -19,18 +28,6 @@ def sampling(max_tokens, temperature=0.0):
     return Sampling(
         max_tokens=max_tokens, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, seed=5
     )
-
-
-def row_counts(engine):
-    """Rows of each forward of the draft model, as they come."""
-    counts, forward = [], engine.draft_model.runner.forward
-
-    def counted(groups):
-        counts.append([len(g.token_ids) for g in groups])
-        return forward(groups)
-
-    engine.draft_model.runner.forward = counted
-    return counts
 
 
 def first_path(draft):
@@ -51,20 +48,18 @@ def test_the_likeliest_path_of_an_identical_draft_is_always_accepted(
         draft_block_size=draft_block_size,
         options={"min_gain": 0.0, "min_value": 0.0, "ngrams": False},
     )
-    moves, seen = [], []
-    engine.draft_model.runner.move = lambda m, move=engine.draft_model.runner.move: (
-        moves.extend(m),
-        move(m),
-    )
+    moves, seen, watch = [], [], Watch(engine)
+    for runner in runners_of(engine):
+        on_launch(runner, lambda step: moves.extend(step.updates.moves.get("draft", ())))
     engine.drafter.observe = lambda id, draft, accepted: seen.append((first_path(draft), accepted))
-    Watch(engine).run([Case([*range(1, 30)], sampling(100, temperature))])
+    watch.run([Case([*range(1, 30)], sampling(100, temperature))])
     assert len(moves) > 10, "no draft KV ever had to move: this test shows nothing"
     assert all(accepted[: len(path)] == path for path, accepted in seen[:-1])
 
 
 def test_what_was_accepted_is_not_run_again(target):
     engine = engine_for(target, target, "model", max_nodes=6, options=CHAIN)
-    counts = row_counts(engine)
+    counts = row_counts(engine.draft_model.runner)
     watch = Watch(engine)
     (request,) = watch.run([Case([*range(1, 20)], sampling(60))])
     assert counts[0] == [20]  # the prompt and the first token, to catch up
@@ -75,7 +70,7 @@ def test_what_was_accepted_is_not_run_again(target):
 
 def test_catching_up_takes_no_more_rows_a_step_than_a_chunk(target):
     engine = engine_for(target, target, "model", max_nodes=2, prefill_chunk=16, max_step_nodes=8)
-    counts = row_counts(engine)
+    counts = row_counts(engine.draft_model.runner)
     cases = [Case([*range(1, 60 + i)], sampling(40)) for i in range(3)]
     Watch(engine).run(cases)
     behind = [sum(n for n in c if n > 2) for c in counts]
@@ -84,7 +79,7 @@ def test_catching_up_takes_no_more_rows_a_step_than_a_chunk(target):
 
 def test_the_shortest_gap_is_closed_first(target):
     engine = engine_for(target, target, "model", max_nodes=2, prefill_chunk=64)
-    counts = row_counts(engine)
+    counts = row_counts(engine.draft_model.runner)
     Watch(engine).run([Case([*range(1, 50)], sampling(9)), Case([*range(1, 10)], sampling(9))])
     first = next(c for c in counts if max(c) > 2)
     assert first[0] <= 12

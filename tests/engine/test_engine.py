@@ -1,9 +1,12 @@
 """What the promise cannot see: that right guesses pay, and that nobody waits for anybody."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from specserve.errors import RequestError
 from specserve.exchange.sampling_params import Sampling
 from specserve_drafters import Draft
 from tests.checkpoints import tiny_checkpoint
@@ -157,3 +160,90 @@ def test_a_request_given_up_at_any_moment_leaves_no_block(target):
         engine.finish(request.id)
         engine.check()
         assert engine.is_idle and engine.pool.num_available == engine.pool.num_blocks
+
+
+def fail_once(owner, name, error):
+    """Have the next call of a method raise, and those after it do what they always did."""
+    method = getattr(owner, name)
+
+    def failing(*args, **kwargs):
+        setattr(owner, name, method)
+        raise error
+
+    setattr(owner, name, failing)
+
+
+SHORTAGES = {
+    "the device's": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "torch's on the host": RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+    "Python's": MemoryError(),
+}
+PLACES = {  # of a step -> whose method, its name
+    "build": lambda engine: (engine, "build"),
+    "launch": lambda engine: (engine.target, "launch"),
+    "collect": lambda engine: (engine.target, "collect"),
+    "walk": lambda engine: (engine, "walk"),
+}
+
+
+@pytest.mark.parametrize("shortage", SHORTAGES.values(), ids=SHORTAGES)
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_a_shortage_of_memory_anywhere_in_a_step_ends_its_own_requests_only(
+    target, place, shortage, caplog
+):
+    cases = [Case([*range(i, i + 20)], greedy(9)) for i in range(1, 4)]
+    want = plain(target, cases)
+    engine = engine_for(target, None, Scripted(bush, dict(enumerate(want))), max_running=2)
+    requests = [engine.add(c.prompt, c.sampling) for c in cases]
+    engine.step()
+    engine.step()
+    fail_once(*place(engine), shortage)
+    failed = engine.step()
+    assert {output.id for output in failed} == {0, 1}
+    assert all(o.finish_reason == "error" and "ran out of memory" in o.failure for o in failed)
+    assert str(shortage) in caplog.messages[-1]
+    while not engine.is_idle:
+        engine.step()
+        engine.check()
+    assert requests[2].token_ids.tolist() == want[2]
+
+
+def test_a_shortage_of_memory_while_kv_is_moved_ends_all_and_forgets_what_is_cached(target):
+    """What the arena holds is not known then: nobody may read it."""
+    cases = [Case([*range(i, i + 40)], greedy(30)) for i in range(1, 4)]
+    want = plain(target, cases)
+    engine = engine_for(target, None, Scripted(bush, dict(enumerate(want))), max_running=2)
+    for case in cases:
+        engine.add(case.prompt, case.sampling)
+    while not engine.pool.updates.moves:
+        engine.step()
+    ops = engine.target.ops
+    engine.target.ops = SimpleNamespace(move_kv=lambda *args: raise_(MemoryError()))
+    assert {output.id for output in engine.step()} == {0, 1, 2}
+    assert engine.is_idle and engine.pool.is_whole and not engine.pool.found
+    engine.target.ops = ops
+    again = [engine.add(c.prompt, c.sampling) for c in cases]
+    engine.drafter.truth = {r.id: tokens for r, tokens in zip(again, want, strict=True)}
+    while not engine.is_idle:
+        engine.step()
+    assert [r.token_ids.tolist() for r in again] == want
+
+
+def raise_(error):
+    raise error
+
+
+def test_what_fails_in_a_step_and_is_no_shortage_ends_the_engine(target):
+    engine = engine_for(target)
+    engine.add(PROMPT, greedy(3))
+    fail_once(engine.target, "launch", RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        engine.step()
+
+
+@pytest.mark.parametrize("ids", [[3, 320], [-1], [2**31], [2**70], []], ids=str)
+def test_ids_that_the_model_does_not_know_never_get_in_whoever_made_them(target, ids):
+    engine = engine_for(target)
+    with pytest.raises(RequestError, match=r"\[0, 320\)|no tokens"):
+        engine.add(ids, greedy(3))
+    assert engine.is_idle and engine.step() == []

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from specserve import LLM, SamplingParams
 from specserve.config import DEMO_DRAFT, DEMO_TARGET, load_config
-from specserve.engine.batch import RowGroup
 from specserve.engine.build import Phases
+from specserve.engine.step_input import RowGroup
 from specserve.exchange.sampling_params import Sampling
 from specserve.input_processor import load_input_processor
 from specserve.memory import BlockTable
@@ -23,7 +23,17 @@ from specserve_bench.workloads import workload
 from specserve_kernels import load
 from specserve_kernels.reference.sampling import gumbel, transform
 from tests.checkpoints import tiny_checkpoint
-from tests.engine.engines import Case, Scripted, Watch, bush, engine_for, hedge, plain, wrong_later
+from tests.engine.engines import (
+    Case,
+    Scripted,
+    Watch,
+    bush,
+    engine_for,
+    hedge,
+    logits_of,
+    plain,
+    wrong_later,
+)
 from tests.models.forward import prompt
 from tests.models.test_parity import CASES as MODELS
 from tests.test_parity import CASES as TEXTS
@@ -68,10 +78,10 @@ def logits(decoder, ids, borders, **settings):
     out = []
     for spans in zip(*map(itertools.pairwise, borders), strict=True):
         groups = [
-            RowGroup(table, ids[start:end], start, num_logits=end - start)
+            RowGroup(table, ids[start:end], start, num_read=end - start)
             for table, (start, end) in zip(tables, spans, strict=True)
         ]
-        rows = engine.target.forward(groups)
+        rows = logits_of(engine.target, groups)
         out.append(rows.split([end - start for start, end in spans]))
     return torch.stack([torch.cat(rows) for rows in zip(*out, strict=True)]).float()
 
@@ -259,7 +269,7 @@ class Flip:
         table = BlockTable(engine.pool, engine.target.kv.block_size)
         assert table.try_reserve(self.place)
         with torch.inference_mode():
-            rows = engine.target.forward([RowGroup(table, one[: self.place], 0, num_logits=1)])
+            rows = logits_of(engine.target, [RowGroup(table, one[: self.place], 0, 1)])
         table.clear()
         logits, sampling = rows[0].float().cpu(), case.sampling
         z = transform(logits, sampling.temperature, 0, 1.0, 0.0)

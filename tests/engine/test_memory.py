@@ -18,8 +18,11 @@ from tests.engine.engines import (
     engine_for,
     hedge,
     load_small,
+    on_launch,
     plain,
     right,
+    row_counts,
+    runners_of,
 )
 
 PROMPT = [*range(1, 101)]
@@ -133,10 +136,7 @@ def test_target_and_draft_are_found_each_on_its_own(pair):
     engine = engine_for(*pair, "model", max_nodes=4)
     answer(engine, PROMPT, sampling(30))
     draft = engine.draft_model.runner
-    counts, forward = [], draft.forward
-    draft.forward = lambda groups: (
-        counts.append([len(g.token_ids) for g in groups]) or forward(groups)
-    )
+    counts = row_counts(draft)
     answer(engine, PROMPT, sampling(30))
     size = draft.kv.layers[0].k.shape[1]
     assert counts[0] == [len(PROMPT) + 1 - 100 // size * size]
@@ -168,10 +168,7 @@ def test_a_guess_under_another_salt_costs_what_a_miss_costs(target):
 def test_a_salt_holds_for_the_draft_model_too(pair):
     engine = engine_for(*pair, "model", max_nodes=4)
     for salt, want in (("a", [101]), ("b", [101])):
-        counts, forward = [], engine.draft_model.runner.forward
-        engine.draft_model.runner.forward = lambda groups, c=counts, f=forward: (
-            c.append([len(g.token_ids) for g in groups]) or f(groups)
-        )
+        counts = row_counts(engine.draft_model.runner)
         answer(engine, PROMPT, sampling(cache_salt=salt))
         assert counts[0] == want
 
@@ -228,13 +225,13 @@ def test_choices_share_the_prompt_and_copy_one_block_each(pair, drafter, known, 
     engine = engine_for(
         pair[0], draft, drafter, max_nodes=nodes, max_step_nodes=64, prefix_cache=prefix_cache
     )
-    copies, copy = Counter(), engine.pool.copy
+    copies = Counter()
 
-    def counted(source, target):
-        copies[engine.pool.owners[source]] += 1
-        copy(source, target)
+    def count(step):
+        copies.update(engine.pool.owners[source] for source, _ in step.updates.copies)
 
-    engine.pool.copy = counted
+    for runner in runners_of(engine):
+        on_launch(runner, count)
     requests = engine.add_choices(PROMPT[:known], [sampling(20, 1.0, seed=i) for i in range(6)])
     engine.step()
     rows = engine.stats.num_rows - engine.stats.num_drafted
@@ -411,9 +408,7 @@ def test_launches_do_not_grow_with_requests_that_draft(pair):
         engine = engine_for(*pair, "model", max_nodes=4, max_step_nodes=64, options=CHAIN)
         calls = Counter()
         for name, runner in (("target", engine.target), ("draft", engine.draft_model.runner)):
-            runner.forward = lambda groups, name=name, do=runner.forward: (
-                calls.update([name]) or do(groups)
-            )
+            on_launch(runner, lambda step, name=name: calls.update([name]))
         for i in range(n):
             engine.add([i + 1] * 9, sampling(30, seed=i))
         for _ in range(3):
@@ -733,32 +728,25 @@ def test_choices_share_draft_kv_of_the_prompt_and_no_more(target, prefix_cache):
         prefix_cache=prefix_cache,
         options=CHAIN,
     )
-    rows, forward = Counter(), engine.draft_model.runner.forward
-
-    def counted(groups):
-        rows["catching up"] += sum(len(g.token_ids) for g in groups if len(g.token_ids) > 2)
-        return forward(groups)
-
-    engine.draft_model.runner.forward = counted
+    counts = row_counts(engine.draft_model.runner)
     watch = Watch(engine)
     requests = watch.run([Case(PROMPT, sampling(40, 1.0), n=5)], {7: "drop"})
     for total in (watch.emitted[r.id] for r in requests):
         assert total["accepted"] == total["drafted"] > 0
     # The prompt once before and, without a cache, once after they lost it; then their own words.
-    assert rows["catching up"] <= 101 + 5 * 32 + (0 if prefix_cache else 101 + 5 * 20)
+    catching_up = sum(n for each in counts for n in each if n > 2)
+    assert catching_up <= 101 + 5 * 32 + (0 if prefix_cache else 101 + 5 * 20)
 
 
 def test_requests_that_begin_alike_run_the_draft_model_once(pair):
     engine = engine_for(*pair, "model", max_nodes=4, max_step_nodes=64)
     answer(engine, PROMPT, sampling(1))  # the target's KV is there, the draft's is not
-    rows, forward = [], engine.draft_model.runner.forward
-    engine.draft_model.runner.forward = lambda groups: (
-        rows.extend(len(g.token_ids) for g in groups if len(g.token_ids) > 2) or forward(groups)
-    )
+    counts = row_counts(engine.draft_model.runner)
     for i in range(5):
         engine.add(PROMPT, sampling(8, seed=i))
     while not engine.is_idle:
         engine.step()
+    rows = [n for each in counts for n in each if n > 2]
     size = engine.draft_model.runner.kv.layers[0].k.shape[1]
     assert sorted(rows)[-1] <= 101 and sum(rows) <= 101 + 4 * (size + 8)
 

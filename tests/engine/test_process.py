@@ -59,3 +59,14 @@ def test_it_sleeps_only_while_there_is_nothing_to_do(target):
     script = run(target, [EngineCommands([asked(1, 2)], [])], [], [])
     assert script.waits == [True, False, True, True]
     assert script.reports[2].outputs[0].finish_reason == "length"
+
+
+def test_ids_that_the_model_does_not_know_end_their_request_and_no_process(target):
+    bad = Add(7, [5, 10**6], greedy(2), [0, 1])
+    script = run(target, [EngineCommands([bad, asked(9, 2)], [])], [], [])
+    outputs = [output for report in script.reports for output in report.outputs]
+    refused = [o for o in outputs if o.id in (7, 8)]
+    assert [(o.finish_reason, "1000000 is no id" in o.failure) for o in refused] == [
+        ("error", True)
+    ] * 2
+    assert [len(o.tokens) for o in outputs if o.id == 9] == [1, 1]

@@ -84,6 +84,32 @@ def test_rows_that_run_in_pieces_come_back_in_order(R, monkeypatch):
 
 
 @BUILDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_embedding_and_row_selection_copy_whole_rows(ops, dtype):
+    table = random_tensor(9, 5).to(dtype)
+    rows = torch.tensor([8, 0, 3, 3])
+    for taken in (ops.embed(table, rows), ops.take_rows(table, rows)):
+        assert taken.dtype == dtype and torch.equal(taken, torch.stack([table[r] for r in rows]))
+    ops.embed(table, rows).fill_(7)
+    assert not (table == 7).any(), "the residual stream begins with a tensor of its own"
+
+
+@BUILDS
+def test_add_writes_into_the_residual_and_rounds_once(ops):
+    x, residual = (random_tensor(3, 7).bfloat16() for _ in range(2))
+    want = (residual.float() + x.float()).bfloat16()
+    out = ops.add(x, residual)
+    assert out is residual and torch.equal(residual, want)
+
+
+@BUILDS
+def test_blocks_are_copied_whole_and_in_order(ops):
+    blocks = torch.arange(5, dtype=torch.uint8)[:, None].repeat(1, 16)
+    ops.copy_blocks(blocks, torch.tensor([4, 0, 1]), torch.tensor([0, 1, 4]))
+    assert blocks[:, 0].tolist() == [4, 4, 2, 3, 4] and (blocks == blocks[:, :1]).all()
+
+
+@BUILDS
 def test_no_rows_are_no_error(ops):
     assert ops.linear(torch.empty(0, 64), ops.prepack(random_tensor(32, 64))).shape == (0, 32)
 

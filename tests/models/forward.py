@@ -33,7 +33,8 @@ def logits(decoder, ids, *, block_size=16, chunks=(23,)):
         for start, end in itertools.pairwise(borders):
             rows = causal_rows(table, start, end, block_size)
             plan = decoder.plan(rows, kv)
-            out.append(decoder.logits(decoder.forward(ids[start:end], kv, plan)))
+            residual = decoder.forward(ids[start:end], kv, plan)
+            out.append(decoder.logits(residual, torch.arange(end - start)))
     return torch.cat(out).float()
 
 

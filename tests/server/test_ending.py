@@ -230,13 +230,13 @@ class Hungry:
     Options = Options
 
     def __init__(self, options):
-        self.forward = Runner.forward
+        self.launch = Runner.launch
 
     def propose(self, items):
-        Runner.forward = self.fail if any(i.seed == 404 for i in items) else self.forward
+        Runner.launch = self.fail if any(i.seed == 404 for i in items) else self.launch
         return [Draft() for _ in items]
 
-    def fail(self, groups):
+    def fail(self, step):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 """
 

@@ -97,6 +97,7 @@ def own_kernels() -> None:
     """A step, a sample, children and moves, in both dtypes and on both paths of attention."""
     import torch
 
+    from specserve.engine.step_input import build_step_input
     from specserve_bench.gpu.world import World, random_decoder
     from specserve_kernels import SampleParams, load
 
@@ -108,8 +109,9 @@ def own_kernels() -> None:
         groups = world.groups(3, 1, 100) + world.groups(2, 7, 300)
         with torch.inference_mode():
             world.step(groups)()
-            world.runner.move([(groups[0].table, 3, 2)])
-            ops.top_children(world.runner.forward(groups), SampleParams.greedy(17), 4, 1.0)
+            world.pool.updates.move("target", [(3, 2)])
+            launched = world.runner.launch(build_step_input(groups, world.pool.updates))
+            ops.top_children(launched.logits, SampleParams.greedy(17), 4, 1.0)
     torch.cuda.synchronize()
 
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specserve.engine.batch import build_batch
 from specserve.engine.engine import Engine
+from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory import BlockPool
 from specserve.scheduling import Scheduler
@@ -23,10 +23,10 @@ from specserve_bench.gpu.stages import UNFINISHED
 from specserve_bench.gpu.world import (
     World,
     device_seconds,
-    layout_of,
     random_decoder,
     streamed_bytes,
     timed,
+    token_bytes,
 )
 from specserve_bench.suite import machine
 from specserve_kernels import Ops, Rows, SampleParams, load
@@ -158,7 +158,7 @@ class Shape:
 
     def room(self, num_tokens: int) -> World | None:
         """A world with so much room; None where the device has not."""
-        size = layout_of(self.decoder).token_bytes
+        size = token_bytes(self.decoder)
         if self.world is not None and self.world.pool.num_available * 16 >= num_tokens:
             return self.world
         self.world = None
@@ -174,7 +174,7 @@ class Shape:
         groups = world.groups(requests, rows, context)
         taken = timed(world.step(groups))
         world.release(groups)
-        kv = requests * (context + rows) * layout_of(self.decoder).token_bytes
+        kv = requests * (context + rows) * token_bytes(self.decoder)
         bandwidth = 1e9 * self.record.figures["copy GB/s"]
         floor = (streamed_bytes(self.decoder) + kv) / bandwidth
         return {
@@ -188,7 +188,7 @@ class Shape:
         world = self.room(requests * (context + 64 + 16))
         if world is None:
             return "left out: does not fit"
-        kv_bytes = requests * context * layout_of(self.decoder).token_bytes
+        kv_bytes = requests * context * token_bytes(self.decoder)
         bandwidth = 1e9 * self.record.figures["copy GB/s"]
         layers = self.decoder.config.num_layers
         out: dict[str, Any] = {"KV, us": round(1e6 * kv_bytes / layers / bandwidth, 1)}
@@ -215,7 +215,7 @@ class Shape:
             max_nodes=0,
             max_step_nodes=0,
         )
-        pool = BlockPool(world.pool.num_blocks, world.pool.block_bytes, world.arena.copy)
+        pool = BlockPool(world.pool.num_blocks, world.pool.block_bytes)
         engine = Engine(world.runner, Scheduler(limits, pool))
         vocab_size = self.decoder.config.vocab_size
         prompt = [world.random.randrange(vocab_size) for _ in range(self.size.prompt)]
@@ -237,7 +237,7 @@ class Shape:
         top_k, top_p = torch.full((rows,), 40, dtype=torch.int32), torch.full((rows,), 0.95)
         asked = {"greedy": greedy, "T = 1": warm}
         asked["T = 1, top_k, top_p"] = warm._replace(top_k=top_k, top_p=top_p)
-        device, at = world.arena.bytes.device, torch.arange(rows)
+        device, at = world.arena.blocks.device, torch.arange(rows)
         logits = 3 * torch.randn(rows, self.decoder.config.vocab_size, device=device)
         logits = logits.to(self.decoder.dtype)
 
@@ -257,7 +257,7 @@ class Shape:
         groups = world.groups(1, rows, self.size.contexts[0])
         step = world.step(groups)
         taken = timed(step)
-        planned = timed(lambda: self.decoder.plan(build_batch(groups).rows, world.runner.kv))
+        planned = timed(lambda: self.decoder.plan(rows_of(world, groups), world.runner.kv))
         figure: dict[str, Any] = {
             "step ms": round(1e3 * taken.median, 3),
             "plan ms": round(1e3 * planned.median, 3),
@@ -265,6 +265,10 @@ class Shape:
         figure |= gaps(profile(step), PROFILED)
         world.release(groups)
         return figure
+
+
+def rows_of(world: World, groups: list[RowGroup]) -> Rows:
+    return build_step_input(groups, world.pool.updates).rows()
 
 
 def attentions(
@@ -281,7 +285,7 @@ def attentions(
     for name, kind in kinds.items():
         groups = world.groups(requests, rows, context, kind)
         means = own_split if name == "own split" else partial(flashinfer_of, name[-3:])
-        yield name, partial(means, world, build_batch(groups).rows, q)
+        yield name, partial(means, world, rows_of(world, groups), q)
         world.release(groups)
 
 

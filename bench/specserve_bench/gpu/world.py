@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from specserve.engine.batch import RowGroup
+from specserve.engine.draws import greedy_draws
 from specserve.engine.runner import Runner
-from specserve.memory import Arena, BlockPool, BlockTable, KVLayout
+from specserve.engine.step_input import RowGroup, build_step_input
+from specserve.memory import Arena, BlockPool, BlockTable
+from specserve.memory.arena import used_bytes
 from specserve.models import families, rotary
 from specserve.models.decoder import Decoder, Layer, Weights
 from specserve_bench.shapes import SHAPES
 from specserve_drafters import Draft
-from specserve_kernels import Ops, QKNorm, Rotary, SampleParams
+from specserve_kernels import Ops, QKNorm, Rotary
 
 BLOCK_SIZE = 16
 STD = 0.02
@@ -81,21 +83,21 @@ def streamed_bytes(decoder: Decoder) -> int:
     return numbers * decoder.dtype.itemsize
 
 
-def layout_of(decoder: Decoder) -> KVLayout:
-    c = decoder.config
-    return KVLayout(c.num_layers, c.num_kv_heads, c.head_dim, decoder.dtype)
+def token_bytes(decoder: Decoder) -> int:
+    """Of a token's KV in all layers."""
+    return used_bytes(decoder.kv_layouts, BLOCK_SIZE) // BLOCK_SIZE
 
 
 class World:
     """A runner whose KV is random, with room for `num_tokens`."""
 
     def __init__(self, decoder: Decoder, num_tokens: int) -> None:
-        layout = layout_of(decoder)
-        self.decoder, size = decoder, layout.token_bytes * BLOCK_SIZE
+        self.decoder, size = decoder, used_bytes(decoder.kv_layouts, BLOCK_SIZE)
         num_blocks = -(-num_tokens // BLOCK_SIZE)
         self.arena = Arena(decoder.ops.allocate(num_blocks * size), size)
-        self.arena.bytes.view(decoder.dtype).normal_()
-        self.runner = Runner(decoder, self.arena.view(layout, BLOCK_SIZE))
+        self.arena.blocks.view(decoder.dtype).normal_()
+        self.arena.add_view("target", decoder.kv_layouts, BLOCK_SIZE)
+        self.runner = Runner(decoder, self.arena, "target")
         self.pool = BlockPool(num_blocks, size)
         random.Random(0).shuffle(self.pool.free)
         self.random = random.Random(0)
@@ -126,8 +128,14 @@ class World:
 
     def step(self, groups: list[RowGroup]) -> Callable[[], object]:
         """All that the target does in a step: its rows up, the tokens after them down."""
-        params = SampleParams.greedy(sum(g.num_logits for g in groups))
-        return lambda: self.runner.answers(groups, params)
+        num_read = sum(g.num_read for g in groups)
+
+        def run() -> list[int]:
+            step = build_step_input(groups, self.pool.updates, greedy_draws(num_read))
+            answers = self.runner.collect(step, self.runner.launch(step))
+            return answers.after([*range(num_read)])
+
+        return run
 
 
 def timed(run: Callable[[], object], repeats: int = 20, warm_up: int = 3) -> Timed:

@@ -2,8 +2,10 @@
 
 from specserve_kernels.cpu.build import BuildError, library
 from specserve_kernels.cpu.ops import (
+    add,
     add_rms_norm,
     attention,
+    embed,
     linear,
     move_kv,
     plan,
@@ -12,16 +14,20 @@ from specserve_kernels.cpu.ops import (
     rope_write_kv,
     sample,
     silu_mul,
+    take_rows,
     top_children,
 )
 from specserve_kernels.cpu.threads import tune
-from specserve_kernels.host import allocate, free_memory, has_bf16, place
+from specserve_kernels.host import allocate, copy_blocks, free_memory, has_bf16, place
 
 __all__ = [
     "BuildError",
+    "add",
     "add_rms_norm",
     "allocate",
     "attention",
+    "copy_blocks",
+    "embed",
     "free_memory",
     "has_bf16",
     "library",
@@ -35,6 +41,7 @@ __all__ = [
     "sample",
     "samples_ahead",
     "silu_mul",
+    "take_rows",
     "top_children",
     "tune",
 ]

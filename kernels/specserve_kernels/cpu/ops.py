@@ -126,6 +126,18 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     return _linear(padded, packed, bias, "none", [], "")[:R]
 
 
+def embed(table: Tensor, token_ids: Tensor) -> Tensor:
+    return table.index_select(0, token_ids)
+
+
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    return x.index_select(0, rows)
+
+
+def add(x: Tensor, residual: Tensor) -> Tensor:
+    return residual.add_(x)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     _kernel("rms_norm")(

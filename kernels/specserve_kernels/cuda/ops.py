@@ -14,6 +14,7 @@ from specserve_kernels.cuda.attention import FlashInfer, Part
 from specserve_kernels.cuda.masks import sight
 from specserve_kernels.cuda.staging import Staging
 from specserve_kernels.errors import DeviceError
+from specserve_kernels.host import copy_blocks
 from specserve_kernels.threads import Threads, check_threads
 from specserve_kernels.types import (
     NO_WINDOW,
@@ -53,6 +54,7 @@ class CudaOps:
     rms_norm = staticmethod(norm.rms_norm)
     add_rms_norm = staticmethod(norm.add_rms_norm)
     silu_mul = staticmethod(silu.silu_mul)
+    copy_blocks = staticmethod(copy_blocks)
 
     def __init__(self, device: torch.device, flashinfer: Any) -> None:
         self.device = device
@@ -80,6 +82,15 @@ class CudaOps:
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear(x, packed, bias)
+
+    def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
+        return table.index_select(0, token_ids)
+
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        return x.index_select(0, rows)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return residual.add_(x)
 
     def plan(
         self,

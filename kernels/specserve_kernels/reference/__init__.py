@@ -1,21 +1,27 @@
 """The ops in plain torch, float32 inside, each row on its own: the definition and the oracle."""
 
-from specserve_kernels.host import allocate, free_memory, has_bf16, place
+from specserve_kernels.host import allocate, copy_blocks, free_memory, has_bf16, place
 from specserve_kernels.reference.attention import attention, move_kv, plan, rope_write_kv
 from specserve_kernels.reference.layers import (
+    add,
     add_rms_norm,
+    embed,
     linear,
     prepack,
     rms_norm,
     silu_mul,
+    take_rows,
     tune,
 )
 from specserve_kernels.reference.sampling import sample, top_children
 
 __all__ = [
+    "add",
     "add_rms_norm",
     "allocate",
     "attention",
+    "copy_blocks",
+    "embed",
     "free_memory",
     "has_bf16",
     "linear",
@@ -28,6 +34,7 @@ __all__ = [
     "sample",
     "samples_ahead",
     "silu_mul",
+    "take_rows",
     "top_children",
     "tune",
 ]

@@ -29,6 +29,35 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     return (out if bias is None else out + bias.float()).to(x.dtype)
 
 
+def embed(table: Tensor, token_ids: Tensor) -> Tensor:
+    """The embeddings of some tokens, a tensor of its own: the residual stream begins with it.
+
+    table      [V, K]  bfloat16 | float32
+    token_ids  [R]     int64
+    ->         [R, K]  as table
+    """
+    return table.index_select(0, token_ids)
+
+
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Some rows of a tensor, in the order given.
+
+    x     [R, K]  bfloat16 | float32
+    rows  [n]     int64
+    ->    [n, K]  as x
+    """
+    return x.index_select(0, rows)
+
+
+def add(x: Tensor, residual: Tensor) -> Tensor:
+    """Add x to the residual stream, in place; the residual stream.
+
+    x         [R, K]  bfloat16 | float32
+    residual  [R, K]  as x; becomes residual + x, rounded
+    """
+    return residual.copy_(residual.float() + x.float())
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, rounded once, at the end (Zhang, Sennrich 1910.07467).
 
@@ -48,8 +77,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     weight    [K]     as x
     ->        [R, K]  as x, rms_norm(residual)
     """
-    residual.copy_(residual.float() + x.float())
-    return rms_norm(residual, weight, eps)
+    return rms_norm(add(x, residual), weight, eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
-"""The sampler hands each row its own request's parameters, seed and index."""
+"""Each row is drawn with its own request's parameters and seed, and its own place in the text."""
 
 import pytest
 import torch
 
-from specserve.engine.sampler import Sampler
+from specserve.engine.draws import draws_of
+from specserve.engine.runner import Answers, Launched
 from specserve.exchange.sampling_params import Sampling
 from specserve_drafters import Draft
 from specserve_kernels import cpu, reference
@@ -22,8 +23,8 @@ MIXED = [asks(seed=1), asks(temperature=0.0), asks(top_k=1), asks(top_p=0.1, see
 
 def draw(ops, logits, requests, lengths, drafts=None):
     """One token of every request, or of every node of their trees, one row of the logits each."""
-    sampler = Sampler(requests, lengths, drafts or [Draft()] * len(requests))
-    return sampler.draw(ops, logits, [*sampler.nodes()])
+    draws = draws_of(requests, lengths, drafts or [Draft()] * len(requests))
+    return Answers(ops, draws, Launched(logits, None)).after([*range(len(draws.seeds))])
 
 
 @BUILDS
@@ -43,12 +44,15 @@ def test_a_node_is_drawn_as_the_next_token_of_its_path(ops):
 
 
 @BUILDS
-def test_nodes_may_be_drawn_one_by_one_or_looked_up(ops):
+@pytest.mark.parametrize("requests", [MIXED[2:], [asks(temperature=0.0)] * 3], ids=["T", "greedy"])
+def test_rows_may_be_drawn_one_by_one_or_looked_up(ops, requests):
     drafts = [Draft([5, 6], [0, 0]), Draft(), Draft([7], [0])]
-    sampler = Sampler(MIXED[2:], [4, 9, 30], drafts)
-    tokens = sampler.draw(ops, LOGITS, [*sampler.nodes()])
-    for at in ([(0, 0), (1, 0), (2, 0)], [(2, 1), (0, 2)], [(0, 1)]):
-        assert sampler.draw(ops, LOGITS, at) == sampler.look_up(tokens, at)
+    draws = draws_of(requests, [4, 9, 30], drafts)
+    drawn = Answers(ops, draws, Launched(LOGITS, None))
+    at_once = ops.sample(LOGITS, torch.arange(6), draws.params())
+    looked_up = Answers(ops, draws, Launched(LOGITS, at_once))
+    for at in ([0, 3, 4], [5, 2], [1], [*range(6)]):
+        assert drawn.after(at) == looked_up.after(at)
 
 
 @BUILDS

@@ -1,0 +1,114 @@
+"""A step of one model as data: all that a forward reads, as plain arrays."""
+
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from specserve.engine.draws import Draws
+from specserve.memory import BlockTable, KVUpdates, PendingUpdates
+from specserve_kernels import Rows
+
+
+class RowGroup(NamedTuple):
+    """One request's rows: tokens in the slots [start, start + n) of its table.
+
+    Without masks they are causal rows. With masks they are nodes of a tree that see the slots
+    [0, prefix), and slot prefix + j for each bit j of their mask.
+    """
+
+    table: BlockTable
+    token_ids: "array[int] | list[int]"
+    start: int
+    num_read: int  # the logits of the last so many rows are read
+    prefix: int = 0
+    masks: list[int] | None = None
+
+
+class StepInput(NamedTuple):
+    """What a rank, a recorded graph or a native program can take as it stands.
+
+    updates    done first, to any model's KV
+    token_ids  [R]  int64
+    qo_indptr .. mask     the fields of kernels' Rows, in its order and dtypes
+    read       [n]  int64  the rows whose logits are read, ascending
+    draws      how the token after each of these is drawn; None where the logits alone are wanted
+    """
+
+    updates: KVUpdates
+    token_ids: NDArray[np.int64]
+    qo_indptr: NDArray[np.int32]
+    indptr: NDArray[np.int32]
+    indices: NDArray[np.int32]
+    last_page_len: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    slots: NDArray[np.int64]
+    prefix: NDArray[np.int32]
+    mask: NDArray[np.int64]
+    read: NDArray[np.int64]
+    draws: Draws | None
+
+    def rows(self) -> Rows:
+        """The rows as the ops take them; host tensors that share the arrays' memory."""
+        return Rows(*(torch.from_numpy(getattr(self, name)) for name in Rows._fields))
+
+
+def build_step_input(
+    groups: Sequence[RowGroup], pending: PendingUpdates, draws: Draws | None = None
+) -> StepInput:
+    """Lay the groups' rows one after the other.
+
+    It takes the updates that are pending, as the last thing that could fail: the step has to be
+    launched then.
+    """
+    block_size = groups[0].table.block_size
+    token_ids, blocks, begin, used = array("i"), array("i"), [0], [0]
+    for g in groups:
+        token_ids.extend(g.token_ids)
+        begin.append(len(token_ids))
+        # A slice is a copy: a table that numpy looks into could neither grow nor shrink.
+        blocks.extend(g.table.blocks[: -(-(g.start + len(g.token_ids)) // block_size)])
+        used.append(len(blocks))
+    qo_indptr, indptr = np.array(begin, np.int32), np.array(used, np.int32)
+    counts = np.diff(qo_indptr)
+    starts = np.array([g.start for g in groups], np.int32)
+    place = np.arange(begin[-1], dtype=np.int32) + np.repeat(starts - qo_indptr[:-1], counts)
+    position, prefix = place.copy(), place + 1
+    mask = np.zeros(begin[-1], np.uint64)
+    for i, g in enumerate(groups):
+        if g.masks is not None:
+            at = slice(begin[i], begin[i + 1])
+            mask[at], prefix[at] = g.masks, g.prefix
+            position[at] = np.bitwise_count(mask[at])
+            position[at] += g.prefix - 1
+    indices = np.frombuffer(blocks, np.int32)
+    block, offset = np.divmod(place, block_size)
+    block += np.repeat(indptr[:-1], counts)
+    slots = indices[block].astype(np.int64) * block_size + offset
+    last_page_len = (starts + counts - 1) % block_size + 1
+    read = rows_read(groups, begin)
+    return StepInput(
+        updates=pending.take(),
+        token_ids=np.array(token_ids, np.int64),
+        qo_indptr=qo_indptr,
+        indptr=indptr,
+        indices=indices,
+        last_page_len=last_page_len,
+        positions=position,
+        slots=slots,
+        prefix=prefix,
+        mask=mask.view(np.int64),
+        read=read,
+        draws=draws,
+    )
+
+
+def rows_read(groups: Sequence[RowGroup], begin: Sequence[int]) -> NDArray[Any]:
+    """The last `num_read` rows of each group."""
+    read = array("q")
+    for group, end in zip(groups, begin[1:], strict=True):
+        read.extend(range(end - group.num_read, end))
+    return np.array(read, np.int64)

@@ -1,0 +1,172 @@
+"""A step as plain arrays, against a builder that goes row by row, and what a runner makes of it."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from specserve.engine.draws import greedy_draws
+from specserve.engine.runner import KVLost
+from specserve.engine.step_input import RowGroup, StepInput, build_step_input
+from specserve.memory import BlockPool, BlockTable, PendingUpdates
+from specserve.models.decoder import Decoder
+from tests.checkpoints import tiny_checkpoint
+from tests.engine.engines import engine_for, load_small, logits_of
+
+
+def random_tree(rng, n):
+    masks = [1]
+    for k in range(1, n):
+        masks.append(masks[rng.randrange(k)] | 1 << k)
+    return masks
+
+
+def random_groups(seed):
+    """Chunks, decode rows and trees over tables whose blocks lie anywhere."""
+    rng = random.Random(seed)
+    block_size, pool = rng.choice([1, 3, 16]), BlockPool(3000)
+    rng.shuffle(pool.free)
+    groups = []
+    for kind in rng.choices(["chunk", "decode", "tree"], k=rng.randint(1, 9)):
+        table, start = BlockTable(pool, block_size), rng.choice([0, 1, 15, 16, 200, 300])
+        n = {"chunk": rng.randint(1, 40), "decode": 1, "tree": rng.randint(2, 64)}[kind]
+        assert table.try_reserve(start + n + rng.randrange(20))
+        tokens, read = [rng.randrange(1 << 17) for _ in range(n)], rng.randint(0, n)
+        if kind == "tree":
+            groups.append(RowGroup(table, tokens, start, n, start, random_tree(rng, n)))
+        else:
+            groups.append(RowGroup(table, tokens, start, read))
+    return groups
+
+
+def row_by_row(groups):
+    """The same step with nothing clever about it."""
+    out = {name: [] for name in StepInput._fields[1:-1]}
+    out["qo_indptr"], out["indptr"] = [0], [0]
+    for g in groups:
+        size, end = g.table.block_size, g.start + len(g.token_ids)
+        out["indices"] += g.table.blocks[: -(-end // size)]
+        out["indptr"].append(len(out["indices"]))
+        out["last_page_len"].append((end - 1) % size + 1)
+        for i, token in enumerate(g.token_ids):
+            slot, mask = g.start + i, g.masks[i] if g.masks else 0
+            out["token_ids"].append(token)
+            out["slots"].append(g.table.blocks[slot // size] * size + slot % size)
+            out["mask"].append(mask - (1 << 64) * (mask >> 63))
+            out["prefix"].append(g.prefix if g.masks else slot + 1)
+            out["positions"].append(g.prefix + mask.bit_count() - 1 if g.masks else slot)
+            if i >= len(g.token_ids) - g.num_read:
+                out["read"].append(len(out["token_ids"]) - 1)
+        out["qo_indptr"].append(len(out["token_ids"]))
+    return out
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_step_has_the_rows_of_its_requests(seed):
+    groups = random_groups(seed)
+    step = build_step_input(groups, PendingUpdates())
+    for name, want in row_by_row(groups).items():
+        got = getattr(step, name)
+        assert got.tolist() == want, name
+        assert got.dtype == (
+            np.int64 if name in ("token_ids", "slots", "mask", "read") else np.int32
+        )
+
+
+def test_a_step_takes_the_pending_updates_once_and_moves_come_in_order():
+    pending, groups = PendingUpdates(), random_groups(0)
+    pending.move("target", [(9, 7), (8, 9)])
+    pending.move("draft", [(3, 2)])
+    pending.copy(5, 6)
+    first, second = (build_step_input(groups, pending).updates for _ in range(2))
+    assert {name: pairs.tolist() for name, pairs in first.moves.items()} == {
+        "target": [[9, 7], [8, 9]],
+        "draft": [[3, 2]],
+    }
+    assert first.copies.tolist() == [[5, 6]] and first and not second
+
+
+def test_a_step_that_cannot_be_built_leaves_the_updates_pending():
+    pending = PendingUpdates()
+    pending.copy(1, 2)
+    [group] = random_groups(3)[:1]
+    with pytest.raises(TypeError):
+        build_step_input([group._replace(token_ids=["no id"] * len(group.token_ids))], pending)
+    assert pending.take().copies.tolist() == [[1, 2]]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return load_small(tiny_checkpoint(tmp_path_factory.mktemp("target"), seed=3))
+
+
+@torch.inference_mode()
+def test_a_launch_moves_then_copies_then_computes(target):
+    """The last row reads a token that was moved into a block, of which it has a copy."""
+    engine = engine_for(target)
+    pool, size = engine.pool, engine.target.kv.block_size
+    plain, spread, copy = (BlockTable(pool, size) for _ in range(3))
+    assert all(table.try_reserve(size) for table in (plain, spread, copy))
+    logits_of(engine.target, [RowGroup(plain, [5, 6], 0, 0), RowGroup(spread, [5], 0, 0)])
+    want = logits_of(engine.target, [RowGroup(plain, [7], 2, 1)])
+    # Token 6 at position 1, but in slot 2: the mask leaves slot 1 out.
+    logits_of(engine.target, [RowGroup(spread, [9, 6], 1, 0, 1, [0b1, 0b10])])
+    pool.updates.move("target", [(spread.slot(2), spread.slot(1))])
+    pool.updates.copy(spread.blocks[0], copy.blocks[0])
+    step = build_step_input([RowGroup(copy, [7], 2, 1)], pool.updates)
+    assert torch.equal(engine.target.launch(step).logits, want)
+
+
+def test_updates_that_fail_are_told_apart_from_a_step_that_fails(target, monkeypatch):
+    engine = engine_for(target)
+    table = BlockTable(engine.pool, 16)
+    table.try_reserve(1)
+    engine.pool.updates.move("target", [(1, 0)])
+    monkeypatch.setattr(engine.target.ops, "move_kv", lambda *args: 1 / 0)
+    with pytest.raises(KVLost, match="division by zero"):
+        engine.target.launch(build_step_input([RowGroup(table, [3], 0, 1)], engine.pool.updates))
+
+
+def test_a_step_without_rows_to_read_has_no_logits(target):
+    engine = engine_for(target)
+    table = BlockTable(engine.pool, 16)
+    table.try_reserve(4)
+    step = build_step_input([RowGroup(table, [3, 4], 0, 0)], PendingUpdates(), greedy_draws(0))
+    with torch.inference_mode():
+        assert engine.target.launch(step).logits.shape == (0, 0)
+
+
+class Handle:
+    """Stands for a tensor that nobody may look into."""
+
+    def __init__(self, num_rows):
+        self.num_rows = num_rows
+
+    def __len__(self):
+        return self.num_rows
+
+
+class HandleOps:
+    """Ops that give handles for handles, and note what was called."""
+
+    def __init__(self):
+        self.called = []
+
+    def __getattr__(self, name):
+        def op(first, *rest):
+            self.called.append(name)
+            rows = rest[0] if name in ("embed", "take_rows") else first
+            return Handle(len(rows))
+
+        return op
+
+
+def test_a_forward_calls_nothing_but_ops(target):
+    ops, layers = HandleOps(), len(target.weights.layers)
+    decoder = Decoder(target.config, ops, target.rotary, target.weights)
+    kv = engine_for(target).target.kv
+    residual = decoder.forward(Handle(5), kv, plan=None)
+    assert len(decoder.logits(residual, Handle(2))) == 2
+    assert ops.called[0] == "embed" and ops.called.count("attention") == layers
+    assert ops.called[-4:] == ["add", "take_rows", "rms_norm", "linear"]
