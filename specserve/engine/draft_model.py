@@ -1,4 +1,4 @@
-"""The draft model as a drafter sees it: its KV in the shared pool, catching up and keeping up."""
+"""The draft model as drafters use it: catching up with known tokens, running guesses."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ USUAL_LAG = 2
 
 
 class DraftModel:
-    """An Executor: lends the draft model to a drafter for the requests that are running.
+    """An Executor: gives a drafter access to the draft model for the requests of a step.
 
     Slots [0, T) of a request's draft table hold its known tokens, node e of the step stands at
     T + e - 1.

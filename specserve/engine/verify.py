@@ -1,4 +1,4 @@
-"""The target's way through trees of guesses."""
+"""The walk: following the target's tokens down trees of guesses."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,18 +13,18 @@ IsLast = Callable[[int, list[int]], bool]
 
 
 class Path(msgspec.Struct, eq=False):
-    """What one request says in a step, and the guesses that foresaw it, from the root down."""
+    """A request's new tokens in a step, and the nodes that guessed them, from the root down."""
 
     tokens: list[int]
     nodes: list[int]
 
 
 def walk(drafts: Sequence[Draft], tokens_after: TokensAfter, is_last: IsLast) -> list[Path]:
-    """Follow the target's own words through each tree for as long as the tree foresaw them.
+    """Follow the target's tokens down each tree for as long as a child has guessed them.
 
-    All requests take a step down at once. is_last(request, tokens) ends a request's output. The
-    last token of a path that no node foresaw is the bonus token. No token depends on a draft: only
-    how many there are does.
+    All requests go down a level at once. is_last(request, tokens) ends a request's output. The
+    last token of a path, which no node has guessed, is the bonus token. A draft decides how many
+    tokens a path has, never which.
     """
     paths = [Path([], []) for _ in drafts]
     at = [(i, ROOT) for i in range(len(drafts))]

@@ -9,8 +9,8 @@ from specserve.memory.prefix_cache import BlockHasher
 class BlockTable:
     """The slots 0, 1, .. of a request; the KV of its first `num_computed` tokens stands in them.
 
-    Blocks may be held by several tables. A block is written by none but its only holder, and not
-    once it can be found: what is shared stays as it is.
+    Several tables may hold a block. It is written only while one table holds it and no key finds
+    it, so that shared KV never changes.
     """
 
     def __init__(
@@ -21,7 +21,7 @@ class BlockTable:
         hasher: BlockHasher | None = None,
     ) -> None:
         self.pool, self.block_size, self.owner = pool, block_size, owner
-        self.hasher = hasher  # None where nothing is to be found again
+        self.hasher = hasher  # None where no prefix is kept
         self.blocks = array("i")
         self.num_computed = 0
         self.num_published = 0  # blocks
@@ -29,7 +29,7 @@ class BlockTable:
 
     @property
     def is_copy_due(self) -> bool:
-        """The next slot lies in a block that others hold as well, or may find."""
+        """Whether the next slot lies in a block that may not be written: shared, or with a key."""
         place = self.num_computed // self.block_size
         if place >= len(self.blocks):
             return False
@@ -37,12 +37,14 @@ class BlockTable:
         return self.pool.counts[block] > 1 or self.pool.keys[block] is not None
 
     def missing(self, num_slots: int) -> int:
-        """Blocks still to be had before so many slots can be written from `num_computed` on."""
+        """Blocks to allocate before the slots [num_computed, num_slots) can be written."""
         new = max(0, -(-num_slots // self.block_size) - len(self.blocks))
         return new + (num_slots > self.num_computed and self.is_copy_due)
 
     def try_reserve(self, num_slots: int) -> bool:
-        """Own at least so many slots; False, and nothing changed, where blocks are short."""
+        """Hold blocks for `num_slots` slots; False, with nothing changed, where too few are
+        available.
+        """
         missing = self.missing(num_slots)
         if missing == 0:
             return True
@@ -55,25 +57,25 @@ class BlockTable:
         return True
 
     def replace(self, place: int, block: int) -> None:
-        """Go on in a copy of a block, which the others keep."""
+        """Hold a copy of a block instead of the block itself; the next launch makes it."""
         shared = self.blocks[place]
         self.pool.updates.copy(shared, block)
         self.blocks[place] = block
         self.pool.release([shared])
 
     def reserve_some(self, num_slots: int, spare: int) -> int:
-        """Own as many of so many slots as so many more blocks allow; how many that is."""
+        """Hold as many of `num_slots` slots as `spare` more blocks allow; how many that is."""
         spare = max(0, spare)
         if self.missing(num_slots) > spare:
             more = spare - self.is_copy_due
             num_slots = max(self.num_computed, (len(self.blocks) + more) * self.block_size)
         reserved = self.try_reserve(num_slots)
-        assert reserved, "fewer blocks than were said to be there"
+        assert reserved, "fewer blocks are available than the caller said"
         return num_slots
 
     def num_keys(self, token_ids: "array[int]") -> int:
-        """Blocks that may be found for these tokens: the last one is always computed, for what is
-        said after it.
+        """Blocks of these tokens that a lookup may give: the last token is always computed, as its
+        logits are needed.
         """
         return 0 if self.hasher is None else (len(token_ids) - 1) // self.block_size
 
@@ -83,15 +85,15 @@ class BlockTable:
         return self.hasher.extend(token_ids, len(token_ids) - 1)[place]
 
     def find(self, token_ids: "array[int]") -> list[int]:
-        """The blocks that are cached of these tokens, from the end of the table on."""
+        """The blocks with these tokens' KV that can be found, from the end of the table on."""
         if self.hasher is None:
             return []
         keys = self.hasher.extend(token_ids, len(token_ids) - 1)
         return self.pool.find(keys[len(self.blocks) : self.num_keys(token_ids)])
 
     def match(self, token_ids: "array[int]", spare: int) -> None:
-        """Go on with the longest continuation that is cached, at the end of a block; with so many
-        blocks, at most, that nobody else holds.
+        """Take the longest run of found blocks that continues the table, where it ends with a full
+        block. At most `spare` of them may be cached ones, which no request holds.
         """
         if not self.blocks:
             self.epoch = self.pool.num_resets
@@ -109,26 +111,26 @@ class BlockTable:
             self.num_computed = self.num_published * self.block_size
 
     def fork(self, other: "BlockTable", num_tokens: int) -> None:
-        """Begin with another's first tokens. A half full block is copied by who next writes it."""
-        assert not self.blocks, "what has been begun is not begun again"
+        """Share another table's first tokens. A partly full block is copied by the first of its
+        holders that writes it.
+        """
+        assert not self.blocks, "only an empty table can fork another"
         assert num_tokens <= other.num_computed
         self.blocks = other.blocks[: -(-num_tokens // self.block_size)]
         for block in self.blocks:
             self.pool.hold(block)
         self.num_computed, self.epoch = num_tokens, other.epoch
         self.num_published = min(other.num_published, num_tokens // self.block_size)
-        if (
-            self.hasher is not None and other.hasher is not None
-        ):  # what is hashed once is known to all
+        if self.hasher is not None and other.hasher is not None:  # their text is hashed once
             self.hasher.keys = other.hasher.keys[: num_tokens // self.block_size]
 
     @property
     def is_publishing(self) -> bool:
-        """Unless it was begun with what must not be found again."""
+        """Whether its blocks get keys: not if some were found before the cache was reset."""
         return self.hasher is not None and self.epoch == self.pool.num_resets
 
     def publish(self, token_ids: "array[int]") -> None:
-        """Let others find the blocks that are full of computed tokens."""
+        """Give keys to the blocks that are full of computed tokens, so that others find them."""
         full = self.num_computed // self.block_size
         if self.hasher is None or not self.is_publishing or full == self.num_published:
             return
@@ -143,8 +145,8 @@ class BlockTable:
         return self.blocks[block] * self.block_size + offset
 
     def trim(self) -> None:
-        """Give back the blocks that hold no computed token, the last one first: what is cached
-        loses its end before its beginning.
+        """Give back the blocks without a computed token, the last one first: then the cache evicts
+        the end of a prefix before its beginning.
         """
         kept = -(-self.num_computed // self.block_size)
         if kept < len(self.blocks):
@@ -153,6 +155,6 @@ class BlockTable:
             self.pool.release(reversed(given_back))
 
     def clear(self) -> None:
-        """Give everything back: it has to be found again, or computed again."""
+        """Give all blocks back; the KV has to be found or computed again."""
         self.num_computed = self.num_published = 0
         self.trim()

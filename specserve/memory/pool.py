@@ -9,8 +9,8 @@ from specserve.memory.updates import PendingUpdates
 class BlockPool:
     """Invariant: free + cached + held = all blocks, and every block's count equals its holders.
 
-    A block with a key can be found again by it. Once nobody holds it, it is cached: given out only
-    where no free one is left, the one that was let go of first before the others.
+    A block with a key can be found by it. While no table holds it, it is cached: it is given out
+    only where no free block is left, the least recently held first.
     """
 
     def __init__(
@@ -20,7 +20,7 @@ class BlockPool:
     ) -> None:
         self.num_blocks, self.block_bytes = num_blocks, block_bytes
         self.updates = PendingUpdates()
-        # The last one given back is the next one given out: its memory has been touched.
+        # A stack: memory that was touched is used again before memory that was not.
         self.free = list(range(num_blocks - 1, -1, -1))
         self.cached: OrderedDict[int, None] = OrderedDict()  # in order of eviction
         self.counts = [0] * num_blocks
@@ -32,16 +32,16 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be given out."""
+        """Blocks that `try_allocate` can give out."""
         return len(self.free) + len(self.cached)
 
     @property
     def is_whole(self) -> bool:
-        """Nobody holds anything."""
+        """Whether no table holds a block."""
         return self.num_available == self.num_blocks
 
     def holders(self) -> dict[str, int]:
-        """Blocks by holder; one that several share counts once."""
+        """Number of blocks by holder; a shared block counts once."""
         held = {owner: self.num_held[owner] for owner in ("target", "draft")}
         return {**held, "cached": len(self.cached), "free": len(self.free)}
 
@@ -67,17 +67,17 @@ class BlockPool:
             self.keys[block] = None
 
     def hold(self, block: int) -> None:
-        """One holder more, of a block that is held or cached."""
+        """Add a holder to a block that is held or cached."""
         if self.counts[block] == 0:
             del self.cached[block]
             self.num_held[self.owners[block]] += 1
         self.counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One holder of each block lets go of it."""
+        """Remove a holder from each block, in order: cached ones are evicted in that order."""
         for block in blocks:
             self.counts[block] -= 1
-            assert self.counts[block] >= 0, f"block {block} was given back twice"
+            assert self.counts[block] >= 0, f"block {block} was released twice"
             if self.counts[block] > 0:
                 continue
             self.num_held[self.owners[block]] -= 1
@@ -87,8 +87,10 @@ class BlockPool:
                 self.cached[block] = None
 
     def publish(self, block: int, key: bytes) -> int:
-        """Let a block be found. Where one with the same content can be found already, its holder
-        gets that one for it, so that whoever holds a block holds all that come before it.
+        """Give a held block a key; the block that is found by that key from now on.
+
+        Where another block has the key, the caller holds that one instead, so that whoever holds
+        a block of a prefix holds all blocks before it.
         """
         twin = self.found.setdefault(key, block)
         if twin == block:
@@ -99,7 +101,7 @@ class BlockPool:
         return twin
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of these keys, up to the first that is not there."""
+        """The blocks of these keys, up to the first key that no block has."""
         blocks = []
         for key in keys:
             block = self.found.get(key)
@@ -109,7 +111,7 @@ class BlockPool:
         return blocks
 
     def reset_cache(self) -> None:
-        """Nothing that was computed before is found again."""
+        """Forget all keys: no KV computed before is found again."""
         self.num_resets += 1
         self.keys = [None] * self.num_blocks
         self.found.clear()
@@ -117,7 +119,7 @@ class BlockPool:
         self.cached.clear()
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Assert the invariant, given the blocks of everyone who holds some."""
+        """Assert the invariant, given the blocks of all tables."""
         holders = Counter(block for table in tables for block in table)
         free = set(self.free)
         assert len(free) == len(self.free), "a block is free twice"
