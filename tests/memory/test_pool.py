@@ -168,7 +168,7 @@ def test_a_block_given_back_twice_is_noticed():
     pool = BlockPool(2)
     blocks = pool.try_allocate(1)
     pool.release(blocks)
-    with pytest.raises(AssertionError, match="block 0 was given back twice"):
+    with pytest.raises(AssertionError, match="block 0 was released twice"):
         pool.release(blocks)
 
 
