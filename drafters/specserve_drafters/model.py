@@ -1,7 +1,7 @@
-"""A small model guesses: its likeliest tree, level by level, coupled with the target's noise.
+"""A draft model's likeliest tree, level by level, coupled with the target's noise.
 
-N-grams guess along: what stood here before is one more path, worth as much as such paths have
-lately turned out to be.
+Prompt lookup adds one more path to it, whose tokens count as likely as such tokens have lately
+been right for this request.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ FIRST_TRUST, LEAST_TRUST, TRUST_RATE = 0.5, 0.02, 0.125
 class ModelDrafter:
     """Best-first trees after EAGLE-2 (Li et al. 2406.16858), ranked by coupled probabilities.
 
-    A request whose draft KV has not caught up is drafted by n-grams alone meanwhile.
+    A request whose draft KV has not caught up gets the path of the prompt lookup alone.
     """
 
     needs_executor: ClassVar[bool] = True
@@ -35,7 +35,7 @@ class ModelDrafter:
         tau: Annotated[float, Meta(gt=0, le=4)] = 1.0  # see Ops.top_children
         min_gain: Annotated[float, Meta(ge=0)] = 0.3  # accepted tokens a level must promise
         min_value: Annotated[float, Meta(ge=0, le=1)] = 0.03  # of a guess: its path's probability
-        ngrams: bool = True  # guess along
+        ngrams: bool = True  # add the path of a prompt lookup
 
     def __init__(self, options: Options, executor: base.Executor) -> None:
         self.options, self.executor = options, executor
@@ -74,7 +74,7 @@ class ModelDrafter:
         return draft
 
     def grow(self, trees: list["Tree"]) -> list["Tree"]:
-        """Run one level of every tree that it still promises something; those that have grown."""
+        """Run one more level of the trees where that is worth it; the trees that have grown."""
         chosen = [(tree, tree.worth_running(self.options)) for tree in trees]
         chosen = [(tree, nodes) for tree, nodes in chosen if nodes]
         if not chosen:
@@ -86,7 +86,7 @@ class ModelDrafter:
         return [tree for tree, _ in grown]
 
     def branch(self, chosen: list[tuple["Tree", list[int]]], logits: Tensor) -> None:
-        """Give every node that was run its likeliest children; logits [nodes, V], in order."""
+        """Add the likeliest children of every node that was run; logits [nodes, V], in order."""
         rows = [(tree, node) for tree, nodes in chosen for node in nodes]
         k = min(self.options.width, logits.shape[1])
         index = [len(tree.item.token_ids) + tree.depths[node] for tree, node in rows]
@@ -98,7 +98,7 @@ class ModelDrafter:
             tree.add(node, tokens, values)
 
     def observe(self, id: int, draft: Draft, accepted: Sequence[int]) -> None:
-        """Trust n-grams as far as those that got their turn were right."""
+        """Update how often an n-gram's token is right, given that its parent was."""
         nodes = [n for n in self.looked_up.pop(id, ()) if n <= len(draft)]
         reached, trust = {ROOT, *accepted}, self.trust.get(id, FIRST_TRUST)
         for node in nodes:
@@ -142,7 +142,7 @@ class Tree:
         self.looked_up: dict[int, int] = {}  # parent -> its child that n-grams guess
 
     def look_up(self, tokens: list[int], cost: float) -> None:
-        """A path that n-grams guess; each token costs so much."""
+        """Add the path of a prompt lookup; each of its tokens costs `cost`."""
         node = ROOT
         for token in tokens:
             child = self.append(node, token, self.costs[node] + cost)
@@ -150,7 +150,9 @@ class Tree:
             node = child
 
     def add(self, parent: int, tokens: list[int], log_p: list[float]) -> None:
-        """Children that the draft model guesses; one that n-grams guess as well is one."""
+        """Add the draft model's children of a candidate; a token that the prompt lookup has added
+        already is the same candidate.
+        """
         known = self.looked_up.get(parent, ROOT)
         for token, x in zip(tokens, log_p, strict=True):
             cost = self.costs[parent] - x
@@ -169,7 +171,7 @@ class Tree:
         return len(self.tokens) - 1
 
     def worth_running(self, options: ModelDrafter.Options) -> list[int]:
-        """Candidates of the last level whose children may get into the draft, the likeliest."""
+        """The likeliest candidates of the last level, where their children may enter the draft."""
         if not self.frontier or self.depths[self.frontier[0]] >= self.item.limit:
             return []
         among = set(self.best(self.item.limit))
@@ -188,14 +190,13 @@ class Tree:
         return base.Nodes(self.item.id, tokens, [self.expanded[self.parents[c]] for c in nodes])
 
     def best(self, n: int) -> list[int]:
-        """The n likeliest candidates; with each of them, its parent."""
+        """The n likeliest candidates; a candidate's parent is always among them."""
         order = sorted(range(1, len(self.tokens)), key=self.costs.__getitem__)
         return order[:n]  # the sort is stable: parents first
 
     def draft(self, min_value: float) -> tuple[Draft, list[int]]:
-        """The likeliest candidates as a draft, the likeliest path first; and n-grams' nodes of it.
-
-        A guess that is hardly ever right costs a row of the target's forward all the same.
+        """The likeliest candidates as a draft, the likeliest path first, and which of its nodes the
+        prompt lookup has guessed. Below `min_value` a guess is not worth its row.
         """
         best = [c for c in self.best(self.item.limit) if exp(-self.costs[c]) >= min_value]
         path, node = [], ROOT

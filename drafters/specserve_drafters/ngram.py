@@ -14,7 +14,7 @@ _MAX_MATCHES = 16  # looked at for a continuation that differs: a text of one to
 
 
 class NgramDrafter:
-    """Two continuations at most: the longest recent match's, and the next best that differs."""
+    """At most two continuations: the longest latest match's, and the next one that differs."""
 
     needs_executor: ClassVar[bool] = False
 
@@ -49,7 +49,7 @@ class NgramDrafter:
         return Draft.chain(best)
 
     def matches(self, ids: "array[int]") -> Iterator[int]:
-        """Where to go on reading: after the longest matches first, the latest of them first."""
+        """The places behind earlier copies of the last tokens: longest copies first, then latest."""
         history, seen = bytes(ids), set()
         for n in self.sizes:
             if n >= len(ids):
@@ -71,9 +71,9 @@ def find_back(history: bytes, n: int, size: int) -> Iterator[int]:
 
 
 def continuation(ids: "array[int]", start: int, limit: int) -> list[int]:
-    """What follows a match; at the end of the text the guess goes on reading itself.
+    """What follows a match; where the text ends, the continuation is read again from its start.
 
-    A text that repeats with a period p < limit is so guessed for as long as the tree allows.
+    So a text that repeats with a period p < limit is guessed for the whole limit.
     """
     follows = ids[start : start + limit].tolist()
     while len(follows) < limit:
