@@ -49,7 +49,7 @@ class NgramDrafter:
         return Draft.chain(best)
 
     def matches(self, ids: "array[int]") -> Iterator[int]:
-        """Places behind earlier copies of the last tokens: the longest copies first, then the latest."""
+        """Where earlier copies of the last tokens end: longest copies first, then the latest."""
         history, seen = bytes(ids), set()
         for n in self.sizes:
             if n >= len(ids):
