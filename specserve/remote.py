@@ -48,7 +48,7 @@ class Delta(msgspec.Struct, frozen=True):
     content: str | None = None
 
 
-class Choice(msgspec.Struct, frozen=True):
+class ChunkChoice(msgspec.Struct, frozen=True):
     delta: Delta
     finish_reason: str | None = None
 
@@ -72,7 +72,7 @@ class Metrics(msgspec.Struct, frozen=True):
 class Chunk(msgspec.Struct, frozen=True):
     """As much of an event as a chat needs."""
 
-    choices: list[Choice] = []
+    choices: list[ChunkChoice] = []
     usage: Usage | None = None
     metrics: Metrics | None = None
     error: Failure | None = None

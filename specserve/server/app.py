@@ -16,13 +16,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from specserve.errors import RequestError, SpecserveError
+from specserve.errors import SpecserveError
 from specserve.keys import read_keys
 from specserve.server.chat import chat
 from specserve.server.completions import completions
-from specserve.server.protocol import Unauthorized, cut, error_response, json_response
-from specserve.server.service import Service
-from specserve.server.shape import Served
+from specserve.server.refusal import Foreign, NoRoute, Unauthorized, cut, error_response
+from specserve.server.response import json_response
+from specserve.server.service import ServedModel, Service
 from specserve.server.texts import detokenize, tokenize
 from specserve.version import VERSION
 
@@ -72,14 +72,6 @@ def guards(service: Service) -> Iterable[Middleware]:
         )
     if limits.api_key_file is not None:
         yield Middleware(KeyGuard, keys=read_keys(Path(limits.api_key_file)))
-
-
-class NoRoute(RequestError):
-    status = 404
-
-
-class Foreign(RequestError):
-    status, code = 403, "origin_not_allowed"
 
 
 class OriginGuard:
@@ -167,7 +159,7 @@ def card(service: Service) -> dict[str, Any]:
     }
 
 
-def speculation(served: Served) -> dict[str, Any]:
+def speculation(served: ServedModel) -> dict[str, Any]:
     """Ours: who guesses, and whether the models are demos at another one's cost."""
     scaled = {"scaled": served.scaled} if served.scaled else {}
     return {"drafter": served.drafter, "max_nodes": served.max_nodes, **scaled}

@@ -9,11 +9,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specserve.errors import RequestError
-from specserve.server.body import read_body
-from specserve.server.protocol import Body, convert, cut, fields, is_same, read, refuse_unknown
-from specserve.server.respond import respond
+from specserve.server.body import (
+    Body,
+    convert,
+    fields,
+    is_same,
+    read,
+    read_body,
+    refuse_unknown,
+)
+from specserve.server.refusal import cut
+from specserve.server.response import RouteSchema, respond
 from specserve.server.service import Service
-from specserve.server.shape import Form
 
 # What clients send back of an answer they got -> the values that ask for nothing.
 NO_OP: dict[str, tuple[Any, ...]] = {
@@ -51,7 +58,7 @@ def message(text: str) -> dict[str, Any]:
     return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
 
-FORM = Form("chatcmpl", "chat.completion.chunk", "chat.completion", piece, message)
+SCHEMA = RouteSchema("chatcmpl", "chat.completion.chunk", "chat.completion", piece, message)
 
 
 async def chat(request: Request) -> Response:
@@ -61,8 +68,8 @@ async def chat(request: Request) -> Response:
     asked = await service.parse(await read_body(request, service.limits), read_chat)
     service.check_model(asked.model)
     prompt = await encode(service, asked.messages)
-    answer = service.ask([prompt], asked.params, arrived, "messages")
-    return await respond(request, FORM, asked, answer)
+    completion = service.ask([prompt], asked.params, arrived, "messages")
+    return await respond(request, SCHEMA, asked, completion)
 
 
 async def encode(service: Service, messages: Sequence[dict[str, Any]]) -> list[int]:

@@ -8,11 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specserve.errors import RequestError
-from specserve.server.body import read_body
-from specserve.server.protocol import Body, convert, read
-from specserve.server.respond import respond
+from specserve.server.body import Body, convert, read, read_body
+from specserve.server.response import RouteSchema, respond
 from specserve.server.service import Service
-from specserve.server.shape import Form
 
 Prompt = str | list[int]
 
@@ -21,7 +19,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
     prompt: str | list[Any] | None = None
 
 
-FORM = Form(
+SCHEMA = RouteSchema(
     "cmpl",
     "text_completion",
     "text_completion",
@@ -38,7 +36,8 @@ async def completions(request: Request) -> Response:
     asked, prompts = await service.parse(raw, partial(read_completion, service.limits.max_prompts))
     service.check_model(asked.model)
     ids = [await service.encode(prompt) for prompt in prompts]
-    return await respond(request, FORM, asked, service.ask(ids, asked.params, arrived, "prompt"))
+    completion = service.ask(ids, asked.params, arrived, "prompt")
+    return await respond(request, SCHEMA, asked, completion)
 
 
 def read_completion(max_prompts: int, raw: bytes) -> tuple[CompletionBody, list[Prompt]]:

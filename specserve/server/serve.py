@@ -24,9 +24,8 @@ from specserve.input_processor import load_input_processor
 from specserve.process import tell
 from specserve.progress import LoadProgress, show_phases
 from specserve.server.app import make_app
-from specserve.server.http import bounded
-from specserve.server.service import Service, fingerprint
-from specserve.server.shape import Served
+from specserve.server.connection import bounded
+from specserve.server.service import ServedModel, Service, fingerprint
 
 ENGINE_DIED = 70  # the exit code; EX_SOFTWARE of sysexits.h
 KEEP_ALIVE = 60  # seconds; longer than clients keep an idle connection, so that they close it
@@ -76,7 +75,8 @@ async def live(service: Service, listener: socket.socket, started_at: float) -> 
         input_processor = await asyncio.to_thread(load_input_processor, config, phases)
         ready = await engine.ready
     identity, scaled = fingerprint(config, resolve_model(config)), scaled_models(config)
-    served = Served(service.name, identity, ready.drafter, config.speculation.max_nodes, scaled)
+    max_nodes = config.speculation.max_nodes
+    served = ServedModel(service.name, identity, ready.drafter, max_nodes, scaled)
     service.open(input_processor, served, ready)
     show_phases(phases.table | ready.phases)
     for line in introduction(service, ready, listener.getsockname(), perf_counter() - started_at):
@@ -89,13 +89,13 @@ async def drain(service: Service, server: "Server") -> int:
     """Take nobody in, and let answers end; a second signal, or time, breaks them off."""
     service.is_draining = True
     seconds = service.limits.drain_seconds
-    if service.answers:
-        tell(f"{len(service.answers)} answers have {seconds:g} s to end; another signal ends them")
+    if number := len(service.completions):
+        tell(f"{number} answers have {seconds:g} s to end; another signal ends them")
     drained = asyncio.create_task(service.drained())
     again = asyncio.create_task(server.signals.get())
     await asyncio.wait((drained, again), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    for answer in list(service.answers):
-        answer.end(Overloaded("the server has ended before the answer did", retry_after=None))
+    for completion in list(service.completions):
+        completion.end(Overloaded("the server has ended before the answer did", retry_after=None))
     if service.engine.died.is_set():
         raise EngineDied("the engine process has ended before its last answers did")
     if not again.done():

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from specserve.config import Config
 from specserve.errors import Overloaded, RequestError
@@ -14,11 +14,10 @@ from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Ready
 from specserve.exchange.sampling_params import SamplingParams, choices_of
 from specserve.input_processor import InputProcessor
-from specserve.models.folder import name_of
-from specserve.server.answer import Answer
+from specserve.models.folder import Scaled, name_of
+from specserve.server.live_completion import LiveCompletion
 from specserve.server.metrics import Metrics
-from specserve.server.protocol import NotFound, cut
-from specserve.server.shape import Served
+from specserve.server.refusal import NotFound, cut
 from specserve.server.worker import Worker
 from specserve.version import VERSION
 
@@ -26,6 +25,16 @@ LARGE = 1 << 15  # bytes of a body: reading it takes a millisecond or more
 HUNG_SECONDS = 300  # no step takes so long that has not lost its way
 
 T = TypeVar("T")
+
+
+class ServedModel(NamedTuple):
+    """What every response tells of its server."""
+
+    model: str
+    fingerprint: str  # equal ones, with equal seeds, say equal texts
+    drafter: str
+    max_nodes: int
+    scaled: list[Scaled]  # those of its models that are demos at another model's cost
 
 
 class Service:
@@ -36,9 +45,9 @@ class Service:
         self.name, self.started_at = served_name(config), int(time.time())
         self.metrics = Metrics(self.name, config.speculation.max_nodes)
         self.worker = Worker()
-        self.answers: set[Answer] = set()
+        self.completions: set[LiveCompletion] = set()
         self.is_draining = False
-        self.loaded: tuple[InputProcessor, Served] | None = None
+        self.loaded: tuple[InputProcessor, ServedModel] | None = None
         engine.on_report = self.metrics.on_report
 
     @property
@@ -47,7 +56,7 @@ class Service:
         return self.loaded[0]
 
     @property
-    def served(self) -> Served:
+    def served(self) -> ServedModel:
         assert self.loaded is not None, "a route answers only after check_open"
         return self.loaded[1]
 
@@ -59,9 +68,9 @@ class Service:
     def is_alive(self) -> bool:
         """The engine process is there and, where somebody waits for it, has lately stepped."""
         silence = asyncio.get_running_loop().time() - self.engine.heard_at
-        return not self.engine.died.is_set() and (not self.answers or silence < HUNG_SECONDS)
+        return not self.engine.died.is_set() and (not self.completions or silence < HUNG_SECONDS)
 
-    def open(self, input_processor: InputProcessor, served: Served, ready: Ready) -> None:
+    def open(self, input_processor: InputProcessor, served: ServedModel, ready: Ready) -> None:
         """All is loaded: let requests in."""
         self.metrics.on_ready(ready)
         self.loaded = input_processor, served
@@ -85,7 +94,7 @@ class Service:
 
     def ask(
         self, prompts: Sequence[list[int]], params: SamplingParams, arrived: float, field: str
-    ) -> Answer:
+    ) -> LiveCompletion:
         """Queue a request for every prompt, which came in `field`, or refuse them all."""
         num_stop = 1 if isinstance(params.stop, str) else len(params.stop)
         if num_stop > self.limits.max_stop_strings:
@@ -98,10 +107,11 @@ class Service:
         samplings = [self.input_processor.resolve(params, len(prompt)) for prompt in prompts]
         self.check_open()  # again: reading the body took its time
         self.check_queue(prompts, params.n, "n" if params.n > 1 else field)
-        answer = Answer(self.engine, self.answers, self.metrics, arrived)
+        completion = LiveCompletion(self.engine, self.completions, self.metrics, arrived)
         for prompt, sampling in zip(prompts, samplings, strict=True):
-            answer.ask(prompt, choices_of(sampling, params.n), self.input_processor.tokenizer)
-        return answer
+            choices = choices_of(sampling, params.n)
+            completion.ask(prompt, choices, self.input_processor.tokenizer)
+        return completion
 
     async def parse(self, raw: bytes, read: Callable[[bytes], T]) -> T:
         """A body's fields; a large one is read beside the event loop."""
@@ -121,8 +131,8 @@ class Service:
 
     def check_queue(self, prompts: Sequence[list[int]], n: int, field: str) -> None:
         """Better a refusal now than a first token that comes too late for anybody."""
-        queued = [g for a in self.answers for g in a.generations if not g.token_ids]
-        firsts = [g for a in self.answers for g in a.firsts if not g.token_ids]
+        queued = [g for c in self.completions for g in c.generations if not g.token_ids]
+        firsts = [g for c in self.completions for g in c.firsts if not g.token_ids]
         requests, tokens = len(prompts) * n, sum(map(len, prompts))
         most = max(self.limits.max_queued_tokens, self.input_processor.max_model_len)
         self.check_room("requests", len(queued), requests, self.limits.max_queued_requests, field)
@@ -142,7 +152,7 @@ class Service:
 
     async def drained(self) -> None:
         """Until nobody waits for an answer any more."""
-        while self.answers:
+        while self.completions:
             await asyncio.sleep(0.02)
 
 

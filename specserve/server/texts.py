@@ -7,9 +7,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specserve.errors import RequestError
-from specserve.server.body import read_body
+from specserve.server.body import read_body, read_fields
 from specserve.server.chat import encode, read_messages
-from specserve.server.protocol import json_response, read_fields
+from specserve.server.response import json_response
 from specserve.server.service import Service
 
 

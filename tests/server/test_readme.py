@@ -12,7 +12,7 @@ import pytest
 
 from specserve.config import ServerConfig
 from specserve.server.app import make_app
-from specserve.server.protocol import HARMLESS
+from specserve.server.body import HARMLESS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -1,48 +1,30 @@
 """One connection, within bounds that uvicorn does not set: bytes of headers, seconds, how many."""
 
+import logging
 from asyncio import BaseTransport, TimerHandle
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
+from http import HTTPStatus
+from typing import Any
 
 import msgspec
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
-from uvicorn.protocols.http.httptools_impl import (
-    STATUS_LINE,
-    HttpToolsProtocol,
-    RequestResponseCycle,
-)
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.config import ServerConfig
 from specserve.errors import Overloaded, RequestError
-from specserve.server.protocol import TimedOut, error_body
+from specserve.server.refusal import (
+    HeadersTooLarge,
+    NoTunnel,
+    TimedOut,
+    error_body,
+    error_headers,
+)
+from specserve.server.uvicorn_interface import HttpToolsProtocol, RequestResponseCycle
 
 GRACE = 5.0  # seconds beyond those of the application, which can say what was too slow
-EXTENSION = "specserve"  # of the scope: a Hold
 SPARE = 128  # connections beyond the limit that are told so; more are cut
 
-
-class HeadersTooLarge(RequestError):
-    status, code = 431, "headers_too_large"
-
-
-class Hold:
-    """What a response may ask of the connection that it goes out on."""
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self.cycle = cycle
-
-    @contextmanager
-    def without_close(self) -> Iterator[None]:
-        """Headers sent in here say no `Connection: close`, even to a client that asked for it.
-
-        A client that has read it takes a cut for the end of a stream.
-        """
-        is_kept = self.cycle.keep_alive
-        self.cycle.keep_alive = True
-        try:
-            yield
-        finally:
-            self.cycle.keep_alive = is_kept
+log = logging.getLogger("specserve")
 
 
 class Connection(HttpToolsProtocol):
@@ -83,22 +65,40 @@ class Connection(HttpToolsProtocol):
             self.refuse(too_large(self.limits))
 
     def feed(self, data: bytes) -> None:
+        """Have the parser read; a request that wants another protocol is read a second time."""
         try:
             self.parser.feed_data(data)
         except HttpParserUpgrade as upgrade:
-            # The parser leaves the body to another protocol. There is none here: read the
-            # same request again, without the wish for one.
-            head = self.plain_head()
-            self.parser = HttpRequestParser(self)
-            self.feed(head + data[upgrade.args[0] :])
+            if self.may_read_again():
+                # The parser leaves the body to the other protocol. There is none here: the same
+                # request, without the wish for one, is answered or refused as any other.
+                head = self.plain_head()
+                self.parser = HttpRequestParser(self)
+                self.feed(head + data[upgrade.args[0] :])
         except HttpParserError:
-            self.refuse(RequestError("no valid HTTP"))
+            if not self.is_deaf:
+                self.refuse(RequestError("no valid HTTP"))
+
+    def may_read_again(self) -> bool:
+        """Of the requests in one piece of data, only the first: it is being answered, or has been
+        refused, once it has been read again.
+        """
+        if self.is_deaf:
+            return False
+        if self.is_answering:
+            self.hear_no_more()
+            return False
+        if self.parser.get_method() == b"CONNECT":
+            log.warning("refused CONNECT from %s: this server is no proxy", self.client)
+            self.refuse(NoTunnel("this server is no proxy: send requests to it itself"))
+            return False
+        return True
 
     def plain_head(self) -> bytes:
+        """The request line and the headers, without the wish for another protocol."""
         version = self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
-        kept = (h for h in self.headers if h[0] not in (b"connection", b"upgrade"))
-        lines += [b"%b: %b" % header for header in kept]
+        lines += [b"%b: %b" % (name, value) for name, value in self.headers if name != b"upgrade"]
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -112,7 +112,7 @@ class Connection(HttpToolsProtocol):
         self.is_in_headers = False
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if self.is_answering:
-            self.is_deaf, self.cycle.keep_alive = True, False
+            self.hear_no_more()
         elif size > self.limits.max_header_bytes:
             self.refuse(too_large(self.limits))
         elif len(self.connections) > self.limits.max_connections:
@@ -122,7 +122,6 @@ class Connection(HttpToolsProtocol):
         else:
             self.timer = self.loop.call_later(self.limits.body_seconds + GRACE, self.cut)
             super().on_headers_complete()
-            self.scope["extensions"] = {EXTENSION: Hold(self.cycle)}  # type: ignore[dict-item]
 
     def on_body(self, body: bytes) -> None:
         self.num_pending = 0
@@ -136,10 +135,34 @@ class Connection(HttpToolsProtocol):
         self.is_in_headers, self.num_pending = True, 0
         super().on_message_complete()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        super()._start_asgi_task(cycle, partial(self.run_app, cycle, app))
+
+    async def run_app(
+        self, cycle: RequestResponseCycle, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Event streams say no `Connection: close`, even to a client that asked for it: one that
+        has read that takes a cut for the end of a stream.
+        """
+
+        async def send_open(message: Message) -> None:
+            if not is_begin_of_events(message):
+                await send(message)
+                return
+            is_kept, cycle.keep_alive = cycle.keep_alive, True
+            await send(message)
+            cycle.keep_alive = is_kept and not self.is_deaf
+
+        await app(scope, receive, send_open)
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self.is_in_headers and self.expect_100_continue and not self.cycle.body:
             self.transport.close()  # the body was not asked for: what comes next may be none
+
+    def hear_no_more(self) -> None:
+        """The request that is being answered is the last one."""
+        self.is_deaf, self.cycle.keep_alive = True, False
 
     def expect_headers(self) -> None:
         self.timer = self.loop.call_later(self.limits.header_seconds, self.on_slow_headers)
@@ -175,16 +198,24 @@ class Connection(HttpToolsProtocol):
             self.cut()  # there is no place for a second answer inside of the first
             return
         body = msgspec.json.encode(error_body(error))
-        head = [
-            STATUS_LINE[error.status].rstrip(),
-            b"Content-Type: application/json",
-            b"Content-Length: %d" % len(body),
-            b"Connection: close",
-        ]
-        if isinstance(error, Overloaded):
-            head.append(b"Retry-After: %d" % (error.retry_after or 1))
-        self.transport.write(b"\r\n".join(head) + b"\r\n\r\n" + body)
+        status = HTTPStatus(error.status)
+        headers = {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+            "Connection": "close",
+            **error_headers(error),
+        }
+        lines = [f"HTTP/1.1 {status} {status.phrase}", *map(": ".join, headers.items()), "", ""]
+        self.transport.write("\r\n".join(lines).encode() + body)
         self.transport.close()
+
+
+def is_begin_of_events(message: Message) -> bool:
+    """Whether a stream of server-sent events begins with this ASGI message."""
+    return message["type"] == "http.response.start" and any(
+        name == b"content-type" and value.startswith(b"text/event-stream")
+        for name, value in message["headers"]
+    )
 
 
 def bounded(limits: ServerConfig) -> type[Connection]:

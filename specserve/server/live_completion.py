@@ -1,0 +1,198 @@
+"""The completion that one HTTP request waits for: the engine fills it, the response drains it."""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from specserve.errors import EngineDied, Overloaded, SpecserveError
+from specserve.exchange.client import EngineClient
+from specserve.exchange.sampling_params import Sampling
+from specserve.exchange.step_output import StepOutput
+from specserve.generation import Generation
+from specserve.server.metrics import Metrics
+
+
+class ChoiceDelta(NamedTuple):
+    """What one step added to one choice."""
+
+    choice: int
+    text: str
+    is_last: bool
+
+
+class LiveCompletion:
+    """Choices in order of their prompts, those of one prompt side by side. `release` it whatever
+    happens: that frees their blocks.
+    """
+
+    def __init__(
+        self, engine: EngineClient, live: "set[LiveCompletion]", metrics: Metrics, arrived: float
+    ) -> None:
+        self.engine, self.live, self.metrics, self.arrived = engine, live, metrics, arrived
+        self.generations: list[Generation] = []
+        self.firsts: list[Generation] = []  # of each prompt
+        self.num_tokens = 0  # of all choices
+        self.deltas: deque[ChoiceDelta] = deque()  # not yet taken by `wait`
+        self.error: SpecserveError | None = None
+        self.has_left = False  # the client
+        self.waiter: asyncio.Future[None] | None = None
+        live.add(self)  # until it is released
+
+    def ask(self, prompt: Sequence[int], samplings: Sequence[Sampling], tokenizer: Any) -> None:
+        """One more prompt, and all its choices."""
+        begin = len(self.generations)
+        listeners = [ChoiceListener(self, begin + i) for i in range(len(samplings))]
+        ids = self.engine.add(prompt, samplings, listeners)
+        for id, sampling in zip(ids, samplings, strict=True):
+            generation = Generation(id, prompt, sampling, tokenizer)
+            generation.arrived = self.arrived
+            self.generations.append(generation)
+        self.firsts.append(self.generations[begin])
+
+    @property
+    def is_done(self) -> bool:
+        return all(g.is_done for g in self.generations)
+
+    @property
+    def is_over(self) -> bool:
+        """No more text comes, whatever the reason."""
+        return self.is_done or self.has_left or self.error is not None
+
+    def end(self, error: SpecserveError) -> None:
+        """Break off; a client that still listens is told why."""
+        if not self.is_over:
+            self.error = error
+            self.wake()
+            self.release()
+
+    def leave(self) -> None:
+        """The client has gone."""
+        self.has_left = True
+        self.wake()
+        self.release()
+
+    def release(self) -> None:
+        """No response takes its text any more: choices that still run are ended."""
+        if self not in self.live:
+            return
+        self.live.discard(self)
+        for generation in self.generations:
+            self.engine.finish(generation.id)
+            broken_off = "error" if self.error is not None else "abort"
+            reason = generation.finish_reason or broken_off
+            self.metrics.on_end(generation, reason, generation in self.firsts)
+
+    def wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    async def wait(self, seconds: float | None = None) -> list[ChoiceDelta]:
+        """What has been added since the last call; nothing after so many silent seconds."""
+        if not self.deltas and not self.is_over:
+            self.waiter = asyncio.get_running_loop().create_future()
+            await asyncio.wait((self.waiter,), timeout=seconds)
+        deltas = list(self.deltas)
+        self.deltas.clear()
+        return deltas
+
+    def usage(self) -> dict[str, Any]:
+        """A prompt counts once, however many choices it has."""
+        prompt = sum(len(g.prompt) for g in self.firsts)
+        cached = sum(g.num_cached for g in self.firsts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.num_tokens,
+            "total_tokens": prompt + self.num_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def timings(self) -> dict[str, float | int | None]:
+        """llama.cpp's names. Milliseconds are from the first to the last of all choices."""
+        counts = self.usage()
+        cached = counts["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "prompt_n": counts["prompt_tokens"] - cached,
+            "prompt_ms": 1e3 * (self.first_token_at - self.admitted_at),
+            "predicted_n": counts["completion_tokens"],
+            "predicted_ms": 1e3 * (self.last_token_at - self.first_token_at),
+            "predicted_per_second": self.tokens_per_second,
+            "cache_n": cached,
+            "draft_n": sum(g.num_drafted for g in self.generations),
+            "draft_n_accepted": sum(g.num_accepted for g in self.generations),
+        }
+
+    def statistics(self, drafter: str, max_nodes: int) -> dict[str, Any]:
+        """vLLM's names. A step counts whether or not anything was drafted for it."""
+        gaps = sum(max(0, len(g.token_ids) - 1) for g in self.generations)
+        spread = sum(g.last_token_at - g.first_token_at for g in self.generations)
+        return {
+            "time_to_first_token_ms": 1e3 * (self.first_token_at - self.arrived),
+            "generation_time_ms": 1e3 * (self.last_token_at - self.first_token_at),
+            "queue_time_ms": 1e3 * (self.admitted_at - self.arrived),
+            "mean_itl_ms": 1e3 * spread / gaps if gaps else None,
+            "tokens_per_second": self.tokens_per_second,
+            "speculative_decoding": None
+            if drafter == "none"
+            else {"drafter": drafter} | self.speculation(max_nodes),
+        }
+
+    def speculation(self, max_nodes: int) -> dict[str, Any]:
+        steps = [step for g in self.generations for step in g.steps]
+        drafted, accepted = sum(d for d, _ in steps), sum(a for _, a in steps)
+        num_tokens = sum(g.num_step_tokens for g in self.generations)
+        histogram = Counter(a for _, a in steps)
+        return {
+            "mean_acceptance_length": num_tokens / len(steps) if steps else None,
+            "draft_acceptance_rate": accepted / drafted if drafted else None,
+            "acceptance_histogram": [histogram[n] for n in range(max(histogram, default=-1) + 1)],
+            "num_spec_steps": len(steps),
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": drafted,
+            "num_spec_tokens": max_nodes,
+            "num_draft_fallbacks": sum(g.num_fallbacks for g in self.generations),
+        }
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens after the first ones, over the time that they took."""
+        seconds = self.last_token_at - self.first_token_at
+        num_tokens = sum(len(g.token_ids) - 1 for g in self.generations)
+        return num_tokens / seconds if num_tokens > 0 and seconds > 0 else None
+
+    @property
+    def admitted_at(self) -> float:
+        return min(g.admitted_at for g in self.generations)
+
+    @property
+    def first_token_at(self) -> float:
+        return min(g.first_token_at for g in self.generations)
+
+    @property
+    def last_token_at(self) -> float:
+        return max(g.last_token_at for g in self.generations)
+
+
+class ChoiceListener:
+    """Takes the engine's outputs for one of a completion's generations."""
+
+    def __init__(self, completion: LiveCompletion, index: int) -> None:
+        self.completion, self.index = completion, index
+
+    def push(self, output: StepOutput) -> None:
+        completion = self.completion
+        if output.failure:
+            completion.end(Overloaded(output.failure))
+            return
+        generation = completion.generations[self.index]
+        before = len(generation.token_ids), generation.last_token_at
+        text = generation.push(output)
+        completion.num_tokens += len(generation.token_ids) - before[0]
+        completion.metrics.on_tokens(generation, *before)
+        if generation.is_done:  # the engine may not know it yet
+            completion.engine.finish(generation.id)
+        completion.deltas.append(ChoiceDelta(self.index, text, generation.is_done))
+        completion.wake()
+
+    def fail(self, message: str) -> None:
+        self.completion.end(EngineDied(message))

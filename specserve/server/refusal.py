@@ -1,0 +1,83 @@
+"""Refusals: their kinds, and how they read, in OpenAI's shape."""
+
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from specserve.errors import Overloaded, RequestError, SpecserveError
+
+MAX_ECHO = 200  # characters of the input that a refusal may repeat
+
+
+class NotFound(RequestError):
+    status = 404
+
+
+class NoRoute(RequestError):
+    status = 404
+
+
+class Foreign(RequestError):
+    status, code = 403, "origin_not_allowed"
+
+
+class Unauthorized(RequestError):
+    status, code = 401, "invalid_api_key"
+
+
+class NoTunnel(RequestError):
+    status = 405
+
+
+class TooLarge(RequestError):
+    status, code = 413, "request_too_large"
+
+
+class HeadersTooLarge(RequestError):
+    status, code = 431, "headers_too_large"
+
+
+class TimedOut(RequestError):
+    status, code = 408, "request_timeout"
+
+
+def cut(text: str) -> str:
+    """Bounded: a refusal must not be larger than what it refuses."""
+    return text if len(text) <= MAX_ECHO // 2 else f"{text[: MAX_ECHO // 2]}..."
+
+
+def error_body(error: BaseException) -> dict[str, Any]:
+    """OpenAI's shape: four fields, `code` a string or null."""
+    message, param, code = str(error), None, None
+    match error:
+        case RequestError():
+            kind, param, code = "invalid_request_error", error.param, error.code
+        case Overloaded():
+            kind, code = "service_unavailable", error.code
+        case SpecserveError():
+            kind = "server_error"
+        case _:
+            # Ours: what is in it may be anything, and is for the log.
+            message, kind, code = "the server failed; its log says why", "server_error", "internal"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_headers(error: BaseException) -> dict[str, str]:
+    """What a client may do about it, as far as there are headers that say so."""
+    match error:
+        case Overloaded(retry_after=None):
+            return {"Retry-After": "30", "x-should-retry": "false"}
+        case Overloaded():
+            return {"Retry-After": str(error.retry_after)}
+        case Unauthorized():
+            return {"WWW-Authenticate": "Bearer"}
+        case NoTunnel():
+            return {"Allow": "GET, HEAD, POST"}
+    return {}
+
+
+def error_response(error: BaseException) -> Response:
+    body = msgspec.json.encode(error_body(error))
+    status = getattr(error, "status", 500)
+    return Response(body, status, error_headers(error), "application/json")

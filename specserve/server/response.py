@@ -1,0 +1,212 @@
+"""A completion's response: chunks as server-sent events, or one JSON object; other JSON besides."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from specserve.generation import Generation
+from specserve.server.body import Body
+from specserve.server.live_completion import ChoiceDelta, LiveCompletion
+from specserve.server.refusal import error_body, error_response
+from specserve.server.service import ServedModel, Service
+
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect events
+]
+DONE = b"data: [DONE]\n\n"
+COMMENT = b": waiting\n\n"
+# Line ends to Python's splitlines(), on which some clients cut a stream.
+LINE_ENDS = {c.encode(): f"\\u{ord(c):04x}".encode() for c in "\u2028\u2029\u0085"}
+
+log = logging.getLogger("specserve")
+
+
+class RouteSchema(NamedTuple):
+    """Where the JSON of two routes differs."""
+
+    prefix: str  # of ids
+    chunk: str  # names of objects
+    whole: str
+    piece: Callable[[str, bool], dict[str, Any]]  # text, and whether it is the first of its choice
+    all: Callable[[str], dict[str, Any]]
+
+
+class CompletionWriter:
+    """Writes a completion in the JSON of its route, as chunks or whole."""
+
+    def __init__(
+        self, schema: RouteSchema, served: ServedModel, asked: Body, completion: LiveCompletion
+    ) -> None:
+        self.schema, self.served, self.completion = schema, served, completion
+        options = asked.stream_options
+        self.has_usage = bool(options and options.include_usage)
+        self.has_running_usage = bool(options and options.continuous_usage_stats)
+        self.begun: set[int] = set()
+        self.num_ended = 0
+        self.head = {
+            "id": f"{schema.prefix}-{secrets.token_hex(12)}",
+            "object": schema.chunk,
+            "created": int(time.time()),
+            "model": served.model,
+            "system_fingerprint": served.fingerprint,
+        }
+
+    def chunks(self, delta: ChoiceDelta) -> Iterator[dict[str, Any]]:
+        """A step of one choice; none where it adds nothing that could be shown.
+
+        Its first always does: clients take it for the first token, whose text may be still held.
+        """
+        is_first = delta.choice not in self.begun
+        if delta.text or (is_first and not delta.is_last):
+            yield self.chunk(self.choice(delta.choice, delta.text))
+        if delta.is_last:
+            generation = self.completion.generations[delta.choice]
+            self.num_ended += 1
+            choice = self.choice(delta.choice, "", generation.finish_reason)
+            chunk = self.chunk(choice | {"seed": generation.sampling.seed})
+            is_final = self.num_ended == len(self.completion.generations) and not self.has_usage
+            yield chunk | self.statistics() if is_final else chunk
+
+    def choice(self, index: int, text: str, reason: str | None = None) -> dict[str, Any]:
+        piece = self.schema.piece(text, index not in self.begun)
+        self.begun.add(index)
+        return {"index": index, **piece, "logprobs": None, "finish_reason": reason}
+
+    def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk = self.head | {"choices": [choice]}
+        if self.has_running_usage:
+            chunk["usage"] = self.completion.usage()
+        elif self.has_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def last_chunk(self) -> dict[str, Any] | None:
+        """The usage chunk, where it was asked for."""
+        if not self.has_usage:
+            return None
+        count = {"choices": [], "usage": self.completion.usage()}
+        return self.head | count | self.statistics()
+
+    def whole(self) -> dict[str, Any]:
+        choices = [self.whole_choice(i, g) for i, g in enumerate(self.completion.generations)]
+        usage = self.completion.usage()
+        whole = {"object": self.schema.whole, "choices": choices, "usage": usage}
+        return self.head | whole | self.statistics()
+
+    def whole_choice(self, index: int, generation: Generation) -> dict[str, Any]:
+        return {
+            "index": index,
+            **self.schema.all(generation.text),
+            "logprobs": None,
+            "finish_reason": generation.finish_reason,
+            "seed": generation.sampling.seed,
+        }
+
+    def statistics(self) -> dict[str, Any]:
+        completion, served = self.completion, self.served
+        return {
+            "metrics": completion.statistics(served.drafter, served.max_nodes),
+            "timings": completion.timings(),
+        }
+
+
+class EventStream(Response):
+    """Ends in one of two ways: all chunks and [DONE], or an error event and [DONE]."""
+
+    def __init__(
+        self, completion: LiveCompletion, writer: CompletionWriter, comment_seconds: float
+    ) -> None:
+        self.completion, self.writer = completion, writer
+        self.comment_seconds = comment_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with watched(self.completion, receive):
+            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            async for piece in self.pieces():
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """All that there is to send at a time, so that it goes out in one write."""
+        completion = self.completion
+        try:
+            while True:
+                deltas = await completion.wait(self.comment_seconds)
+                events = [event(chunk) for d in deltas for chunk in self.writer.chunks(d)]
+                if completion.is_over:
+                    break
+                if events or not deltas:
+                    yield b"".join(events) or COMMENT
+            if completion.error is not None:
+                events.append(event(error_body(completion.error)))
+            elif (last := self.writer.last_chunk()) is not None:
+                events.append(event(last))
+        except Exception as e:  # a stream must not end without a word
+            log.exception("a completion could not be streamed")
+            events = [event(error_body(e))]
+        yield b"".join([*events, DONE])
+
+
+def event(data: dict[str, Any]) -> bytes:
+    payload = msgspec.json.encode(data)
+    for end, escape in LINE_ENDS.items():
+        payload = payload.replace(end, escape)
+    return b"data: %b\n\n" % payload
+
+
+async def respond(
+    request: Request, schema: RouteSchema, asked: Body, completion: LiveCompletion
+) -> Response:
+    """A completion that has been queued, as its request wants it: as a stream or whole."""
+    service: Service = request.app.state.service
+    writer = CompletionWriter(schema, service.served, asked, completion)
+    if asked.stream:
+        return EventStream(completion, writer, service.limits.comment_seconds)
+    return await whole(completion, writer, request.receive)
+
+
+async def whole(completion: LiveCompletion, writer: CompletionWriter, receive: Receive) -> Response:
+    """The completion in one piece, once it has ended."""
+    async with watched(completion, receive):
+        while not completion.is_over:
+            await completion.wait()
+    if completion.has_left:
+        return Response(status_code=499)  # nobody reads it
+    if completion.error is not None:
+        return error_response(completion.error)
+    return json_response(writer.whole())
+
+
+@asynccontextmanager
+async def watched(completion: LiveCompletion, receive: Receive) -> AsyncIterator[None]:
+    """While the response is made, notice at once when its client leaves; then release it."""
+    watcher = asyncio.create_task(watch(completion, receive))
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        completion.release()
+
+
+async def watch(completion: LiveCompletion, receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    completion.leave()
+
+
+def json_response(
+    content: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    body = msgspec.json.encode(content)
+    return Response(body, status, headers=headers, media_type="application/json")

@@ -1,0 +1,103 @@
+"""What is used of uvicorn and httptools beyond what they document, and whether it is still there.
+
+They may change it without notice. That is found out at start-up, not under a client's request.
+"""
+
+import dis
+import inspect
+from collections.abc import Iterator
+from importlib.metadata import version
+from itertools import chain
+
+from httptools import HttpParserUpgrade, HttpRequestParser
+
+from specserve.errors import ConfigError
+
+REMEDY = "install those that this was written for: pip install 'uvicorn==0.54.*' 'httptools==0.9.*'"
+
+
+def changed(what: str) -> ConfigError:
+    versions = f"uvicorn {version('uvicorn')} with httptools {version('httptools')}"
+    return ConfigError(f"{versions} cannot be used, as {what} has changed: {REMEDY}")
+
+
+try:
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as HttpToolsProtocol
+    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle as RequestResponseCycle
+    from uvicorn.server import Server, ServerState
+except ImportError as e:
+    raise changed(str(e)) from e
+
+# Methods that are called or overridden, with their parameters.
+METHODS: dict[type, dict[str, str]] = {
+    HttpToolsProtocol: {
+        "__init__": "self config server_state app_state _loop",
+        "connection_made": "self transport",
+        "connection_lost": "self exc",
+        "data_received": "self data",
+        "pause_writing": "self",
+        "resume_writing": "self",
+        "on_message_begin": "self",
+        "on_url": "self url",
+        "on_header": "self name value",
+        "on_headers_complete": "self",
+        "on_body": "self body",
+        "on_message_complete": "self",
+        "on_response_complete": "self",
+        "_start_asgi_task": "self cycle app",
+        "_unset_keepalive_if_required": "self",
+    },
+    Server: {
+        "serve": "self sockets",
+        "handle_exit": "self sig frame",
+    },
+}
+
+# Attributes of their objects, which their methods set.
+ATTRIBUTES: dict[type, str] = {
+    HttpToolsProtocol: (
+        "client connections cycle expect_100_continue headers loop parser transport url"
+    ),
+    RequestResponseCycle: "body keep_alive response_complete response_started",
+    Server: "force_exit server_state should_exit",
+    ServerState: "connections",
+}
+
+
+def changes() -> Iterator[str]:
+    """Everything that is not as the code here expects it, by name."""
+    for owner, methods in METHODS.items():
+        for name, parameters in methods.items():
+            method = getattr(owner, name, None)
+            if method is None or " ".join(inspect.signature(method).parameters) != parameters:
+                yield f"{owner.__name__}.{name}"
+    for owner, names in ATTRIBUTES.items():
+        assigned = assigned_by(owner)
+        yield from (f"{owner.__name__}.{name}" for name in names.split() if name not in assigned)
+    if not tells_where_an_upgrade_ends():
+        yield "httptools.HttpParserUpgrade"
+
+
+def assigned_by(owner: type) -> set[str]:
+    """The names of attributes that its methods assign."""
+    methods = filter(inspect.isfunction, vars(owner).values())
+    steps = chain.from_iterable(map(dis.get_instructions, methods))
+    return {step.argval for step in steps if step.opname == "STORE_ATTR"}
+
+
+def tells_where_an_upgrade_ends() -> bool:
+    head = b"CONNECT a:1 HTTP/1.1\r\n\r\n"
+    try:
+        HttpRequestParser(object()).feed_data(head + b"rest")
+    except HttpParserUpgrade as upgrade:
+        return upgrade.args == (len(head),)
+    return False
+
+
+def check() -> None:
+    """ConfigError where anything has changed."""
+    if found := list(changes()):
+        raise changed(", ".join(found))
+
+
+check()

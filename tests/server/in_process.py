@@ -1,0 +1,65 @@
+"""The engine process and the server as threads of the process that tests them."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import uvloop
+
+from specserve.config import load_config
+from specserve.engine import process
+from specserve.errors import EngineDied
+from specserve.exchange.spawn import Spawned
+from specserve.server import serve
+from specserve.server.listen import listen
+from tests.server.server_process import SETTINGS, ServerProcess, eventually
+
+
+def config_of(folder, **settings):
+    return load_config(None, SETTINGS | {"model.path": str(folder)} | settings)
+
+
+@contextlib.contextmanager
+def engine_thread(config):
+    """An engine that loads and steps in a thread until the block ends: a `Spawned`."""
+    ours, theirs = socket.socketpair()
+
+    def run():
+        with contextlib.suppress(EOFError, ConnectionError):
+            process.run(process.Link(theirs), config)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield Spawned(SimpleNamespace(kill=lambda: None, wait=lambda: 0), ours)
+    finally:
+        with contextlib.suppress(OSError):  # it is closed
+            theirs.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        theirs.close()
+
+
+@contextlib.contextmanager
+def server_threads(folder):
+    """Both halves of a server, ready; what tests ask of a `ServerProcess` can be asked of it."""
+    config = config_of(folder, **{"server.port": 0})
+    server = ServerProcess.__new__(ServerProcess)
+    with listen(config.server) as listener:
+        server.port = listener.getsockname()[1]
+        with engine_thread(config) as spawned:
+            thread = threading.Thread(target=speak, args=(config, spawned, listener))
+            thread.start()
+            eventually(lambda: server.get("/health").status == 200, seconds=30)
+            yield server
+        thread.join()  # it ends with the engine
+
+
+def speak(config, spawned, listener):
+    with (
+        contextlib.suppress(EngineDied),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        runner.run(serve.run(config, spawned, listener, time.perf_counter()))
