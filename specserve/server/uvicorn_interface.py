@@ -9,11 +9,9 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from itertools import chain
 
-from httptools import HttpParserUpgrade, HttpRequestParser
-
 from specserve.errors import ConfigError
 
-REMEDY = "install those that this was written for: pip install 'uvicorn==0.54.*' 'httptools==0.9.*'"
+REMEDY = "pip install 'uvicorn>=0.54,<0.55' 'httptools>=0.9,<0.10'"  # as in pyproject.toml
 
 
 def changed(what: str) -> ConfigError:
@@ -22,6 +20,7 @@ def changed(what: str) -> ConfigError:
 
 
 try:
+    from httptools import HttpParserUpgrade, HttpRequestParser
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as HttpToolsProtocol
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle as RequestResponseCycle
     from uvicorn.server import Server, ServerState
@@ -68,7 +67,7 @@ def changes() -> Iterator[str]:
     """Everything that is not as the code here expects it, by name."""
     for owner, methods in METHODS.items():
         for name, parameters in methods.items():
-            method = getattr(owner, name, None)
+            method = vars(owner).get(name)
             if method is None or " ".join(inspect.signature(method).parameters) != parameters:
                 yield f"{owner.__name__}.{name}"
     for owner, names in ATTRIBUTES.items():
