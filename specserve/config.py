@@ -160,6 +160,11 @@ class ServerConfig(Section, frozen=True):
     ] = 1 << 20
     max_prompts: Annotated[Positive, about("prompts in one completions request")] = 128
     max_stop_strings: Annotated[int, Meta(ge=0, le=16), about("of a request, 0 to 16")] = 16
+    min_priority: Annotated[
+        int,
+        Meta(ge=-(2**31), le=0),
+        about("the smallest priority, and so the most urgent, that clients may ask for; 0 or less"),
+    ] = 0
     drain_seconds: Annotated[
         Annotated[float, Meta(ge=0)], about("time for running answers to end after SIGTERM")
     ] = 30.0

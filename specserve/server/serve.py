@@ -21,7 +21,7 @@ from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Ready
 from specserve.exchange.spawn import Spawned
 from specserve.input_processor import load_input_processor
-from specserve.process import tell
+from specserve.process import return_freed_memory, tell
 from specserve.progress import LoadProgress, show_phases
 from specserve.server.app import make_app
 from specserve.server.connection import bounded
@@ -36,6 +36,7 @@ PREFIX = '{"prompt": "def ", "max_tokens": 64, "stream": true}'
 
 def serve(config: Config, spawned: Spawned, listener: socket.socket, started_at: float) -> int:
     """Serve until a signal comes or the engine dies; the exit code."""
+    return_freed_memory()
     raise_file_limit()
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     try:

@@ -96,11 +96,7 @@ class Service:
         self, prompts: Sequence[list[int]], params: SamplingParams, arrived: float, field: str
     ) -> LiveCompletion:
         """Queue a request for every prompt, which came in `field`, or refuse them all."""
-        num_stop = 1 if isinstance(params.stop, str) else len(params.stop)
-        if num_stop > self.limits.max_stop_strings:
-            raise RequestError(
-                f"stop: {num_stop} strings, and {self.limits.max_stop_strings} are allowed", "stop"
-            )
+        self.check_params(params)
         for prompt in prompts:
             with blaming(field):
                 self.input_processor.check_length(prompt)
@@ -112,6 +108,21 @@ class Service:
             choices = choices_of(sampling, params.n)
             completion.ask(prompt, choices, self.input_processor.tokenizer)
         return completion
+
+    def check_params(self, params: SamplingParams) -> None:
+        """What the operator lets no client ask for, though the engine would take it."""
+        num_stop = 1 if isinstance(params.stop, str) else len(params.stop)
+        if num_stop > self.limits.max_stop_strings:
+            raise RequestError(
+                f"stop: {num_stop} strings, and {self.limits.max_stop_strings} are allowed", "stop"
+            )
+        if params.priority < self.limits.min_priority:
+            raise RequestError(
+                f"priority: {params.priority} is below {self.limits.min_priority}, the most urgent "
+                "that this server lets clients have: send a larger one, or none; its operator can "
+                "lower server.min_priority",
+                "priority",
+            )
 
     async def parse(self, raw: bytes, read: Callable[[bytes], T]) -> T:
         """A body's fields; a large one is read beside the event loop."""

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from openai import OpenAI
 
+from specserve import SamplingParams
 from specserve.errors import EngineDied
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import EngineCommands, encode
@@ -19,6 +20,7 @@ from tests.server.asking import (
     streamed,
     whole,
 )
+from tests.server.server_process import ServerProcess
 
 LONG = "the cat sat on the mat. " * 12
 
@@ -131,6 +133,27 @@ def test_what_is_cached_is_not_in_use(server):
 def test_wrong_values_are_refused_by_name(server, field, value):
     answer = server.post(COMPLETIONS, completion_body(**{field: value}))
     assert (answer.status, answer.body["error"]["param"]) == (400, field)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_no_client_goes_before_the_rest_unless_the_operator_lets_it(server, path):
+    asked = chat_body if path == CHAT else completion_body
+    error = server.post(path, asked(priority=-1)).body["error"]
+    assert error["param"] == "priority"
+    assert "-1 is below 0" in error["message"] and "server.min_priority" in error["message"]
+    assert server.post(path, asked(priority=0)).status == 200
+    assert server.post(path, asked(priority=2**31 - 1)).status == 200
+
+
+def test_the_operator_says_how_urgent_a_request_may_be(folder):
+    with ServerProcess(folder, **{"server.min_priority": -5}) as server:
+        assert server.post(COMPLETIONS, completion_body(priority=-5)).status == 200
+        refusal = server.post(COMPLETIONS, completion_body(priority=-6))
+    assert refusal.status == 400 and "-6 is below -5" in refusal.body["error"]["message"]
+
+
+def test_a_program_of_its_own_may_ask_for_any_priority(llm):
+    assert llm.generate("the cat", SamplingParams(priority=-(2**31), max_tokens=1))[0].token_ids
 
 
 def test_more_choices_than_may_wait_are_refused_by_their_field(server):

@@ -150,6 +150,9 @@ NOTHING = {
     **{"frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0},
     **{"tool_choice": "none", "tools": None, "parallel_tool_calls": True, "prediction": None},
     "response_format": {"type": "text"},
+    # vLLM's router adds these to whatever it passes on.
+    **{"no_stop_trim": False, "separate_reasoning": True, "stream_reasoning": True},
+    "return_hidden_states": False,
 }
 
 
@@ -182,6 +185,10 @@ def test_fields_that_ask_for_nothing_are_read_past(server):
         ("chat_template", "x"),
         ("use_beam_search", True),
         ("min_tokens", 1),
+        ("no_stop_trim", True),
+        ("separate_reasoning", False),
+        ("stream_reasoning", False),
+        ("return_hidden_states", True),
     ],
 )
 def test_a_field_that_would_have_to_do_something_is_refused_by_name(server, field, value):

@@ -1,0 +1,61 @@
+"""The application asks nothing of the server that runs it but what ASGI says."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+from specserve.engine.build import Phases
+from specserve.exchange.client import EngineClient
+from specserve.input_processor import load_input_processor
+from specserve.server.app import make_app
+from specserve.server.service import ServedModel, Service
+from tests.server.asking import CHAT, chat_body
+from tests.server.in_process import config_of, engine_thread
+
+
+def scope_of(path):
+    """No more than ASGI demands of a server."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": path,
+        "query_string": b"",
+        "headers": [(b"connection", b"close")],
+    }
+
+
+async def call(config, spawned, body):
+    """The messages with which the application answers, over an engine of its own."""
+    engine = EngineClient(spawned)
+    service = Service(config, engine)
+    await engine.connect()
+    ready = await engine.ready
+    served = ServedModel(service.name, "fp", ready.drafter, config.speculation.max_nodes, [])
+    service.open(load_input_processor(config, Phases()), served, ready)
+    sent, stays = [], asyncio.Event()
+
+    async def receive():
+        if receive.messages:
+            return receive.messages.pop()
+        await stays.wait()
+
+    async def send(message):
+        sent.append(SimpleNamespace(**message))
+
+    receive.messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+    await make_app(service)(scope_of(CHAT), receive, send)
+    engine.close()
+    return sent
+
+
+def test_any_server_streams_the_application(folder):
+    config = config_of(folder)
+    with engine_thread(config) as spawned:
+        start, *bodies, end = asyncio.run(call(config, spawned, chat_body(stream=True)))
+    assert (start.type, start.status) == ("http.response.start", 200)
+    assert (b"content-type", b"text/event-stream; charset=utf-8") in start.headers
+    assert all(b.type == "http.response.body" and b.more_body for b in bodies)
+    assert len(bodies) > 2 and bodies[-1].body.endswith(b"data: [DONE]\n\n")
+    assert (end.type, end.body) == ("http.response.body", b"")
