@@ -1,12 +1,16 @@
 """Requests for another protocol: CONNECT is refused, and the wish of any other is passed over."""
 
+import asyncio
 import contextlib
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from specserve.server.connection import Connection
+from specserve.server.response import HEADERS
 from tests.server.asking import COMPLETIONS, head, saying, streaming
 from tests.server.test_connections import is_cut, reply
 
@@ -65,7 +69,13 @@ def cpu_seconds(server):
 LONG_TARGET = b"CONNECT %b:1 HTTP/1.1\r\n\r\n" % (b"h" * 1900)
 MANY_HEADERS = b"CONNECT host:1 HTTP/1.1\r\n" + b"X: y\r\n" * 300 + b"\r\n"
 AFTER_EACH_OTHER = head("Connection: Upgrade", "Upgrade: h2c", "Content-Length: 0") * 60
-COSTLY = {"a target": LONG_TARGET, "headers": MANY_HEADERS, "upgrades": AFTER_EACH_OTHER}
+AFTER_A_REFUSAL = head("X: " + "x" * 2000) + AFTER_EACH_OTHER * 30
+COSTLY = {
+    "a target": LONG_TARGET,
+    "headers": MANY_HEADERS,
+    "upgrades": AFTER_EACH_OTHER,
+    "upgrades after a refusal": AFTER_A_REFUSAL,
+}
 
 
 @pytest.mark.parametrize("data", COSTLY.values(), ids=COSTLY)
@@ -74,7 +84,8 @@ def test_50_of_them_cost_little_while_a_stream_goes_on(strict, data):
         start = cpu_seconds(strict)
         for _ in range(50):
             with strict.connect() as client:
-                client.sendall(data)
+                with contextlib.suppress(ConnectionError):  # refused before its end
+                    client.sendall(data)
                 assert reply(client).status >= 400
         next(events)
         assert cpu_seconds(strict) - start < 1  # 20 ms each; the recursion took 200 and more
@@ -93,6 +104,7 @@ def test_a_refused_tunnel_writes_one_line_to_the_log(paced):
 
 
 ASKED = json.dumps(saying(2)).encode()
+PLAIN = head(f"Content-Length: {len(ASKED)}") + ASKED
 WISHES = {
     "upgrade": ["Connection: Upgrade", "Upgrade: websocket"],
     "several names": ["Connection: keep-alive, Upgrade", "Upgrade: h2c, websocket"],
@@ -121,14 +133,35 @@ def test_a_request_is_answered_as_without_its_wish(strict, what, split):
             assert reply(client).status == 200
 
 
-def test_of_wishes_sent_after_each_other_the_first_alone_is_answered(strict):
-    asked = head(f"Content-Length: {len(ASKED)}", *WISHES["upgrade"]) + ASKED
-    for after in (asked * 200, CONNECTS["plain"] * 200):
-        with strict.connect() as client:
-            client.sendall(asked + after)
-            answer = reply(client)
-            assert answer.status == 200 and answer.headers["connection"] == "close"
-            assert is_cut(client)
+WISHING = head(f"Content-Length: {len(ASKED)}", *WISHES["upgrade"]) + ASKED
+BEHIND = {
+    "the same": (WISHING, WISHING * 200),
+    "tunnels": (WISHING, CONNECTS["plain"] * 200),
+    "a plain one and no HTTP": (PLAIN, PLAIN + b"no HTTP at all"),
+}
+
+
+@pytest.mark.parametrize(("first", "others"), BEHIND.values(), ids=BEHIND)
+def test_of_requests_sent_after_each_other_the_first_alone_is_answered(strict, first, others):
+    with strict.connect() as client:
+        client.sendall(first + others)
+        answer = reply(client)
+        assert answer.status == 200 and answer.headers["connection"] == "close"
+        assert is_cut(client)
+
+
+def test_a_second_request_ends_the_connection_though_it_comes_as_a_stream_begins():
+    connection, cycle = SimpleNamespace(is_deaf=False), SimpleNamespace(keep_alive=True)
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "headers": HEADERS})
+
+    async def send(message):
+        assert cycle.keep_alive  # else a header would say that the connection closes
+        connection.is_deaf, cycle.keep_alive = True, False  # while the client's buffer is full
+
+    asyncio.run(Connection.run_app(connection, cycle, app, {}, None, send))
+    assert not cycle.keep_alive
 
 
 def test_a_wish_in_a_trailer_is_no_wish(strict):
