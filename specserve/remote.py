@@ -53,28 +53,28 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
 
 
-class Usage(msgspec.Struct, frozen=True):
+class ChunkUsage(msgspec.Struct, frozen=True):
     completion_tokens: int
 
 
-class Speculation(msgspec.Struct, frozen=True):
+class ChunkSpeculation(msgspec.Struct, frozen=True):
     num_draft_tokens: int
     mean_acceptance_length: float | None
     drafter: str | None = None  # ours to tell
 
 
-class Metrics(msgspec.Struct, frozen=True):
+class ChunkMetrics(msgspec.Struct, frozen=True):
     time_to_first_token_ms: float | None = None
     generation_time_ms: float | None = None
-    speculative_decoding: Speculation | None = None
+    speculative_decoding: ChunkSpeculation | None = None
 
 
 class Chunk(msgspec.Struct, frozen=True):
     """As much of an event as a chat needs."""
 
     choices: list[ChunkChoice] = []
-    usage: Usage | None = None
-    metrics: Metrics | None = None
+    usage: ChunkUsage | None = None
+    metrics: ChunkMetrics | None = None
     error: Failure | None = None
 
 

@@ -50,7 +50,7 @@ def make_app(service: Service) -> Starlette:
         exception_handlers={
             SpecserveError: refuse,
             HTTPException: refuse_route,
-            ClientDisconnect: nobody_listens,
+            ClientDisconnect: client_gone,
             Exception: refuse,  # a bug of ours; it goes to the log as well
         },
     )
@@ -131,7 +131,7 @@ async def refuse_route(request: Request, error: Exception) -> Response:
     return response
 
 
-async def nobody_listens(request: Request, error: Exception) -> Response:
+async def client_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=499)
 
 

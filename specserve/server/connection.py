@@ -34,7 +34,7 @@ class Connection(HttpToolsProtocol):
     timer: TimerHandle | None = None  # while the rest of a request is waited for
     stalled: TimerHandle | None = None  # while the client does not take what it is sent
     is_in_headers = True
-    is_deaf = False  # what comes is read past, but for the end
+    is_input_closed = False  # what comes is read past, but for the end
     num_pending = 0  # bytes of anything but a body, since they began to come
 
     def connection_made(self, transport: BaseTransport) -> None:
@@ -54,45 +54,44 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
-        if self.is_deaf:
+        if self.is_input_closed:
             return
         self._unset_keepalive_if_required()
         if self.timer is None:
             self.expect_headers()
         self.num_pending += len(data)
         self.feed(data)
-        if self.num_pending > self.limits.max_header_bytes and not self.is_deaf:
+        if self.num_pending > self.limits.max_header_bytes and not self.is_input_closed:
             self.refuse(too_large(self.limits))
 
     def feed(self, data: bytes) -> None:
-        """Have the parser read; a request that wants another protocol is read a second time."""
         try:
             self.parser.feed_data(data)
         except HttpParserUpgrade as upgrade:
-            if self.may_read_again():
-                # The parser leaves the body to the other protocol. There is none here: the same
-                # request, without the wish for one, is answered or refused as any other.
-                head = self.plain_head()
-                self.parser = HttpRequestParser(self)
-                self.feed(head + data[upgrade.args[0] :])
+            self.read_without_upgrade(data[upgrade.args[0] :])
         except HttpParserError:
-            if not self.is_deaf:
+            if not self.is_input_closed:
                 self.refuse(RequestError("no valid HTTP"))
 
-    def may_read_again(self) -> bool:
-        """Of the requests in one piece of data, only the first: it is being answered, or has been
-        refused, once it has been read again.
+    def read_without_upgrade(self, rest: bytes) -> None:
+        """Read a request again without its wish for another protocol: the parser leaves the body
+        to that protocol, and there is none here.
+
+        Of all requests in a piece of data this reads the first one at most, and once: after that
+        it is being answered, or the input is closed.
         """
-        if self.is_deaf:
-            return False
+        if self.is_input_closed:
+            return
         if self.is_answering:
-            self.hear_no_more()
-            return False
-        if self.parser.get_method() == b"CONNECT":
+            self.close_input()
+        elif self.parser.get_method() == b"CONNECT":
             log.warning("refused CONNECT from %s: this server is no proxy", self.client)
             self.refuse(NoTunnel("this server is no proxy: send requests to it itself"))
-            return False
-        return True
+        else:
+            head = self.plain_head()
+            self.parser = HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+            self.feed(head + rest)
 
     def plain_head(self) -> bytes:
         """The request line and the headers, without the wish for another protocol."""
@@ -106,13 +105,13 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self.is_deaf or self.parser.should_upgrade():
+        if self.is_input_closed or self.parser.should_upgrade():
             return
         self.expect_nothing()
         self.is_in_headers = False
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if self.is_answering:
-            self.hear_no_more()
+            self.close_input()
         elif size > self.limits.max_header_bytes:
             self.refuse(too_large(self.limits))
         elif len(self.connections) > self.limits.max_connections:
@@ -125,11 +124,11 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self.num_pending = 0
-        if not self.is_deaf:
+        if not self.is_input_closed:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self.is_deaf or self.parser.should_upgrade():
+        if self.is_input_closed or self.parser.should_upgrade():
             return
         self.expect_nothing()
         self.is_in_headers, self.num_pending = True, 0
@@ -151,7 +150,7 @@ class Connection(HttpToolsProtocol):
                 return
             is_kept, cycle.keep_alive = cycle.keep_alive, True
             await send(message)
-            cycle.keep_alive = is_kept and not self.is_deaf
+            cycle.keep_alive = is_kept and not self.is_input_closed
 
         await app(scope, receive, send_open)
 
@@ -160,9 +159,9 @@ class Connection(HttpToolsProtocol):
         if not self.is_in_headers and self.expect_100_continue and not self.cycle.body:
             self.transport.close()  # the body was not asked for: what comes next may be none
 
-    def hear_no_more(self) -> None:
+    def close_input(self) -> None:
         """The request that is being answered is the last one."""
-        self.is_deaf, self.cycle.keep_alive = True, False
+        self.is_input_closed, self.cycle.keep_alive = True, False
 
     def expect_headers(self) -> None:
         self.timer = self.loop.call_later(self.limits.header_seconds, self.on_slow_headers)
@@ -193,7 +192,7 @@ class Connection(HttpToolsProtocol):
 
     def refuse(self, error: RequestError | Overloaded) -> None:
         """An answer without the application, and the end of the connection."""
-        self.is_deaf = True
+        self.is_input_closed = True
         if self.is_answering and self.cycle.response_started:
             self.cut()  # there is no place for a second answer inside of the first
             return

@@ -151,14 +151,17 @@ def test_of_requests_sent_after_each_other_the_first_alone_is_answered(strict, f
 
 
 def test_a_second_request_ends_the_connection_though_it_comes_as_a_stream_begins():
-    connection, cycle = SimpleNamespace(is_deaf=False), SimpleNamespace(keep_alive=True)
+    connection, cycle = SimpleNamespace(is_input_closed=False), SimpleNamespace(keep_alive=True)
 
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "headers": HEADERS})
 
     async def send(message):
         assert cycle.keep_alive  # else a header would say that the connection closes
-        connection.is_deaf, cycle.keep_alive = True, False  # while the client's buffer is full
+        connection.is_input_closed, cycle.keep_alive = (
+            True,
+            False,
+        )  # while the client's buffer is full
 
     asyncio.run(Connection.run_app(connection, cycle, app, {}, None, send))
     assert not cycle.keep_alive
