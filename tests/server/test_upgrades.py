@@ -134,7 +134,9 @@ def test_a_request_is_answered_as_without_its_wish(strict, what, split):
 
 
 WISHING = head(f"Content-Length: {len(ASKED)}", *WISHES["upgrade"]) + ASKED
+CLOSING = head(f"Content-Length: {len(ASKED)}", *WISHES["to close"]) + ASKED
 BEHIND = {
+    "the same, after one that was to be the last": (CLOSING, WISHING),
     "the same": (WISHING, WISHING * 200),
     "tunnels": (WISHING, CONNECTS["plain"] * 200),
     "a plain one and no HTTP": (PLAIN, PLAIN + b"no HTTP at all"),
@@ -158,10 +160,8 @@ def test_a_second_request_ends_the_connection_though_it_comes_as_a_stream_begins
 
     async def send(message):
         assert cycle.keep_alive  # else a header would say that the connection closes
-        connection.is_input_closed, cycle.keep_alive = (
-            True,
-            False,
-        )  # while the client's buffer is full
+        # Meanwhile, as it waits for the client to read:
+        connection.is_input_closed, cycle.keep_alive = True, False
 
     asyncio.run(Connection.run_app(connection, cycle, app, {}, None, send))
     assert not cycle.keep_alive
