@@ -143,6 +143,9 @@ class ServerConfig(Section, frozen=True):
     ] = 2048
     max_header_bytes: Annotated[Positive, about("bytes of a request's line and headers")] = 65536
     max_body_bytes: Annotated[Positive, about("bytes of a request's body")] = 4 << 20
+    max_incoming_bytes: Annotated[
+        Positive, about("bytes of all bodies above 64 KiB that are on their way; more get a 503")
+    ] = 256 << 20
     header_seconds: Annotated[Seconds, about("time for a client to send its headers")] = 10.0
     body_seconds: Annotated[Seconds, about("time for a client to send its body")] = 30.0
     stall_seconds: Annotated[

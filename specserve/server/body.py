@@ -2,6 +2,7 @@
 
 import asyncio
 import difflib
+from collections.abc import Callable
 from functools import cache
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -10,7 +11,7 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from specserve.config import ServerConfig
-from specserve.errors import RequestError
+from specserve.errors import Overloaded, RequestError
 from specserve.exchange.sampling_params import SamplingParams
 from specserve.server.refusal import TimedOut, TooLarge, cut
 
@@ -83,6 +84,8 @@ REFUSED = {
     ),
 }
 
+SMALL = 1 << 16  # bytes of a body that always have room: connections are limited in number
+
 T = TypeVar("T", bound="Body")
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -120,22 +123,47 @@ class Body(SamplingParams, frozen=True, kw_only=True):
         return SamplingParams(**{name: getattr(self, name) for name in names})
 
 
-async def read_body(request: Request, limits: ServerConfig) -> bytes:
-    """Refused as soon as it is too large, not once it has come."""
-    most = limits.max_body_bytes
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > most:
-        raise too_large(most)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(limits.body_seconds):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > most:
-                    raise too_large(most)
-    except TimeoutError as e:
-        raise TimedOut(f"the body did not come within {limits.body_seconds:g} s") from e
-    return bytes(body)
+class BodyReader:
+    """Reads bodies: each within its bytes and seconds, and all within the bytes of
+    `server.max_incoming_bytes`, as thousands of connections may send one at a time.
+    """
+
+    def __init__(self, limits: ServerConfig, reject: Callable[[str], None]) -> None:
+        self.limits, self.reject = limits, reject
+        self.num_incoming = 0  # bytes of bodies that are not complete, beyond the SMALL of each
+
+    async def read(self, request: Request) -> bytes:
+        """Refused as soon as it is too large, not once it has come."""
+        limits = self.limits
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > limits.max_body_bytes:
+            raise too_large(limits.max_body_bytes)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(limits.body_seconds):
+                async for chunk in request.stream():
+                    self.extend(body, chunk)
+        except TimeoutError as e:
+            raise TimedOut(f"the body did not come within {limits.body_seconds:g} s") from e
+        finally:
+            self.num_incoming -= counted(body)
+        return bytes(body)
+
+    def extend(self, body: bytearray, chunk: bytes) -> None:
+        """Take a piece of a body, or refuse what has become too large by itself or with others."""
+        limits, before = self.limits, counted(body)
+        body += chunk
+        self.num_incoming += counted(body) - before
+        if len(body) > limits.max_body_bytes:
+            raise too_large(limits.max_body_bytes)
+        most = max(limits.max_incoming_bytes, limits.max_body_bytes)  # a lone one may always come
+        if counted(body) and self.num_incoming > most:
+            self.reject("incoming_bytes")
+            raise Overloaded("too many large bodies are on their way: send this one later")
+
+
+def counted(body: bytearray) -> int:
+    return max(0, len(body) - SMALL)
 
 
 def too_large(most: int) -> TooLarge:

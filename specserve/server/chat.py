@@ -15,7 +15,6 @@ from specserve.server.body import (
     fields,
     is_same,
     read,
-    read_body,
     refuse_unknown,
 )
 from specserve.server.refusal import cut
@@ -65,7 +64,7 @@ async def chat(request: Request) -> Response:
     service: Service = request.app.state.service
     arrived = perf_counter()
     service.check_open()
-    asked = await service.parse(await read_body(request, service.limits), read_chat)
+    asked = await service.parse(await service.bodies.read(request), read_chat)
     service.check_model(asked.model)
     prompt = await encode(service, asked.messages)
     completion = service.ask([prompt], asked.params, arrived, "messages")

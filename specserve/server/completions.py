@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specserve.errors import RequestError
-from specserve.server.body import Body, convert, read, read_body
+from specserve.server.body import Body, convert, read
 from specserve.server.response import RouteSchema, respond
 from specserve.server.service import Service
 
@@ -32,7 +32,7 @@ async def completions(request: Request) -> Response:
     service: Service = request.app.state.service
     arrived = perf_counter()
     service.check_open()
-    raw = await read_body(request, service.limits)
+    raw = await service.bodies.read(request)
     asked, prompts = await service.parse(raw, partial(read_completion, service.limits.max_prompts))
     service.check_model(asked.model)
     ids = [await service.encode(prompt) for prompt in prompts]

@@ -15,6 +15,7 @@ from specserve.exchange.messages import Ready
 from specserve.exchange.sampling_params import SamplingParams, choices_of
 from specserve.input_processor import InputProcessor
 from specserve.models.folder import Scaled, name_of
+from specserve.server.body import BodyReader
 from specserve.server.live_completion import LiveCompletion
 from specserve.server.metrics import Metrics
 from specserve.server.refusal import NotFound, cut
@@ -44,6 +45,7 @@ class Service:
         self.config, self.limits, self.engine = config, config.server, engine
         self.name, self.started_at = served_name(config), int(time.time())
         self.metrics = Metrics(self.name, config.speculation.max_nodes)
+        self.bodies = BodyReader(self.limits, self.reject)
         self.worker = Worker()
         self.completions: set[LiveCompletion] = set()
         self.is_draining = False

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specserve.errors import RequestError
-from specserve.server.body import read_body, read_fields
+from specserve.server.body import read_fields
 from specserve.server.chat import encode, read_messages
 from specserve.server.response import json_response
 from specserve.server.service import Service
@@ -31,7 +31,7 @@ T = TypeVar("T", TokenizeBody, DetokenizeBody)
 async def asked_of(request: Request, kind: type[T]) -> T:
     service: Service = request.app.state.service
     service.check_open()
-    raw = await read_body(request, service.limits)
+    raw = await service.bodies.read(request)
     asked = await service.parse(raw, lambda raw: read_fields(raw, kind))
     service.check_model(asked.model)
     return asked

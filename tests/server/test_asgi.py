@@ -4,12 +4,10 @@ import asyncio
 import json
 from types import SimpleNamespace
 
-from specserve.engine.build import Phases
 from specserve.exchange.client import EngineClient
-from specserve.input_processor import load_input_processor
 from specserve.server.app import make_app
 from specserve.server.service import ServedModel, Service
-from tests.server.asking import CHAT, chat_body
+from tests.server.asking import COMPLETIONS, completion_body
 from tests.server.in_process import config_of, engine_thread
 
 
@@ -26,14 +24,14 @@ def scope_of(path):
     }
 
 
-async def call(config, spawned, body):
+async def call(config, spawned, input_processor):
     """The messages with which the application answers, over an engine of its own."""
     engine = EngineClient(spawned)
     service = Service(config, engine)
     await engine.connect()
     ready = await engine.ready
     served = ServedModel(service.name, "fp", ready.drafter, config.speculation.max_nodes, [])
-    service.open(load_input_processor(config, Phases()), served, ready)
+    service.open(input_processor, served, ready)
     sent, stays = [], asyncio.Event()
 
     async def receive():
@@ -44,16 +42,17 @@ async def call(config, spawned, body):
     async def send(message):
         sent.append(SimpleNamespace(**message))
 
+    body = completion_body(stream=True)
     receive.messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
-    await make_app(service)(scope_of(CHAT), receive, send)
+    await make_app(service)(scope_of(COMPLETIONS), receive, send)
     engine.close()
     return sent
 
 
-def test_any_server_streams_the_application(folder):
+def test_any_server_streams_the_application(folder, llm):
     config = config_of(folder)
     with engine_thread(config) as spawned:
-        start, *bodies, end = asyncio.run(call(config, spawned, chat_body(stream=True)))
+        start, *bodies, end = asyncio.run(call(config, spawned, llm.input_processor))
     assert (start.type, start.status) == ("http.response.start", 200)
     assert (b"content-type", b"text/event-stream; charset=utf-8") in start.headers
     assert all(b.type == "http.response.body" and b.more_body for b in bodies)

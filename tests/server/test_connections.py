@@ -175,3 +175,21 @@ def test_any_answer_that_nobody_takes_is_cut(strict):
             while piece := client.recv(1 << 20):
                 whole -= len(piece)
     assert whole > 0
+
+
+def test_many_large_bodies_at_a_time_are_refused_and_small_ones_never(paced):
+    limits = {"server.max_body_bytes": 1 << 20, "server.max_incoming_bytes": 5 << 20}
+    large = head("Content-Length: 1000000") + b" " * 999_999
+    with paced(**limits) as server, contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(server.connect()) for _ in range(8)]
+        for client in clients:
+            client.sendall(large)
+        eventually(lambda: len(select(clients, [], [], 0)[0]) == 3)  # they have been answered
+        assert server.metric("vllm:admission_rejections_total", reason="incoming_bytes") == 3
+        assert server.post(COMPLETIONS, {"prompt": [1] * 20_000}).status == 400  # it is too long
+        for client in clients:
+            with contextlib.suppress(ConnectionError):
+                client.sendall(b"x")
+        statuses = sorted(reply(client).status for client in clients)
+        assert statuses == [400] * 5 + [503] * 3
+        assert server.post(COMPLETIONS, {"prompt": " " * 900_000}).status == 400  # room again
