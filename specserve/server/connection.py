@@ -213,7 +213,7 @@ def is_begin_of_events(message: Message) -> bool:
     """Whether a stream of server-sent events begins with this ASGI message."""
     return message["type"] == "http.response.start" and any(
         name == b"content-type" and value.startswith(b"text/event-stream")
-        for name, value in message["headers"]
+        for name, value in message.get("headers", ())
     )
 
 
