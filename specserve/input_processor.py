@@ -17,7 +17,7 @@ from specserve.engine.build import (
 from specserve.errors import PromptTooLong, RequestError
 from specserve.exchange.sampling_params import Sampling, SamplingParams, resolve
 from specserve.models.defaults import GenerationDefaults, load_defaults
-from specserve.models.loader import load_config
+from specserve.models.families import load_config
 from specserve.models.tokenizer import check_same_vocabulary, load_tokenizer
 
 Message = Mapping[str, Any]

@@ -34,9 +34,10 @@ from torch import Tensor
 from specserve.errors import ConfigError
 from specserve.models import families
 from specserve.models.checkpoint import INDEX, PICKLES, SINGLE, Checkpoint
-from specserve.models.families import DecoderConfig
+from specserve.models.families import DecoderConfig, load_config
 from specserve.models.folder import SCALED, name_of, read_json, resolve
-from specserve.models.loader import DTYPES, EMBEDDING, HEAD, load_config
+from specserve.models.loader import DTYPES, EMBEDDING, HEAD
+from specserve.models.rotary import frequencies
 from specserve_bench.shapes import SHAPES, shape_config
 
 NORM = "model.norm.weight"
@@ -191,7 +192,8 @@ def refuse_smaller(source: Path, small: DecoderConfig, shape: str, like: Decoder
 def refuse_other_rotation(source: Path, small: DecoderConfig, large: DecoderConfig) -> None:
     """Frequencies may depend on the head size otherwise than by theta^(-2i/D), as yarn's do."""
     stride = large.head_dim // small.head_dim
-    if large.frequencies[::stride] != small.frequencies or large.rope_factor != small.rope_factor:
+    of_small, of_large = (frequencies(c.rope_parameters, c.head_dim) for c in (small, large))
+    if not torch.equal(of_large[::stride], of_small):
         raise ConfigError(
             f"{source}: cannot be scaled: its rope_parameters turn heads of {large.head_dim} "
             f"otherwise than its own of {small.head_dim}; take a shape with its head size"

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import CONFIG_MAPPING
 
 from specserve.models import families
 from specserve.models.families import DecoderConfig
@@ -69,8 +68,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def shape_config(shape: str) -> DecoderConfig:
-    fields = SHAPES[shape]
-    return families.parse(CONFIG_MAPPING[fields["model_type"]](**fields).to_dict() | fields)
+    return families.parse(SHAPES[shape])
 
 
 def random_checkpoint(shape: str, folder: Path) -> Path:

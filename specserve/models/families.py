@@ -1,37 +1,92 @@
 """Which models the decoder can be, and what a config.json says of one's shape."""
 
-import math
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
-from transformers import CONFIG_MAPPING
 
-from specserve.models.rotary import frequencies
+from specserve.errors import ConfigError
+from specserve.models import rope
+from specserve.models.folder import read_json
+from specserve.models.rope import RopeParameters
 
 MAX_HEAD_DIM = 512  # of the kernels: MAX_D in attention.cpp
+MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
+LLAMA: dict[str, Any] = {  # what a missing field means
+    "attention_bias": False,
+    "head_dim": None,  # hidden_size / num_attention_heads
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "layer_types": None,
+    "max_position_embeddings": 2048,
+    "mlp_bias": False,
+    "no_rope_layers": None,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": None,  # num_attention_heads
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+MISTRAL = LLAMA | {
+    "intermediate_size": 14336,
+    "max_position_embeddings": 4096 * 32,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+}
+QWEN2 = LLAMA | {
+    "intermediate_size": 22016,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+SMOLLM3 = LLAMA | {
+    "hidden_size": 2048,
+    "max_position_embeddings": 32768,
+    "no_rope_layer_interval": 4,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 4,
+    "rope_theta": 2_000_000.0,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 128256,
+}
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
     """How a family's code departs from its config; None leaves the matter to the config."""
 
-    model_type: str
+    defaults: Mapping[str, Any]
     qkv_bias: bool | None = None  # None: attention_bias
     out_bias: bool | None = None  # None: attention_bias
     mlp_bias: bool | None = None  # None: mlp_bias
     qk_norm: bool = False
-    windowed: bool = False  # without layer_types, sliding_window holds for all layers
+    # Which layers have the sliding_window where there are no layer_types: those from
+    # max_window_layers on, or those without rotary embedding, if use_sliding_window says so.
+    windowed: Literal["none", "all", "upper", "unrotated"] = "none"
 
 
 # SmolLM and SmolLM2 are LlamaForCausalLM.
 FAMILIES = {
-    "LlamaForCausalLM": Family(model_type="llama"),
+    "LlamaForCausalLM": Family(defaults=LLAMA),
     "MistralForCausalLM": Family(
-        model_type="mistral", qkv_bias=False, out_bias=False, mlp_bias=False, windowed=True
+        defaults=MISTRAL, qkv_bias=False, out_bias=False, mlp_bias=False, windowed="all"
     ),
-    "Qwen2ForCausalLM": Family(model_type="qwen2", qkv_bias=True, out_bias=False, mlp_bias=False),
-    "Qwen3ForCausalLM": Family(model_type="qwen3", mlp_bias=False, qk_norm=True),
-    "SmolLM3ForCausalLM": Family(model_type="smollm3"),
+    "Qwen2ForCausalLM": Family(
+        defaults=QWEN2, qkv_bias=True, out_bias=False, mlp_bias=False, windowed="upper"
+    ),
+    "Qwen3ForCausalLM": Family(
+        defaults=QWEN2 | {"head_dim": 128}, mlp_bias=False, qk_norm=True, windowed="upper"
+    ),
+    "SmolLM3ForCausalLM": Family(defaults=SMOLLM3, windowed="unrotated"),
 }
 
 
@@ -55,40 +110,48 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: bool
     windows: tuple[int | None, ...]  # by layer; None sees everything
     rope: tuple[bool, ...]  # by layer; False does not rotate
-    frequencies: tuple[float, ...]  # D/2 radians a position
-    rope_factor: float  # of all cosines and sines
+    rope_parameters: RopeParameters
 
 
-def parse(fields: dict[str, Any]) -> DecoderConfig:
+def load_config(folder: Path) -> DecoderConfig:
+    """The decoder that a folder's config.json describes."""
+    path = folder / "config.json"
+    try:
+        return parse(read_json(path))
+    except ValueError as e:
+        raise ConfigError(
+            f"{path}: {e}; take another checkpoint, or correct the file if it is wrong"
+        ) from e
+
+
+def parse(written: dict[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes; ValueError says what cannot be served, and why."""
-    architecture, family = find_family(fields)
-    refuse_quantized(fields)
-    # Not AutoConfig, which would look at auto_map: the table alone decides which class reads this.
-    config = CONFIG_MAPPING[family.model_type].from_dict(fields)
-    if config.hidden_act != "silu":
-        raise ValueError(f"hidden_act = {config.hidden_act!r} is not supported: only 'silu' is")
-    heads, kv_heads, head_dim = head_shape(config)
-    inverse, factor = frequencies(config, head_dim)
+    architecture, family = find_family(written)
+    refuse_quantized(written)
+    fields = {**family.defaults, **written}
+    if fields["hidden_act"] != "silu":
+        raise ValueError(f"hidden_act = {fields['hidden_act']!r} is not supported: only 'silu' is")
+    heads, kv_heads, head_dim = head_shape(fields)
+    max_positions, rotates = positive(fields, "max_position_embeddings"), rotating_layers(fields)
     return DecoderConfig(
         architecture=architecture,
-        num_layers=positive(config, "num_hidden_layers"),
-        hidden_size=positive(config, "hidden_size"),
+        num_layers=len(rotates),
+        hidden_size=positive(fields, "hidden_size"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=positive(config, "intermediate_size"),
-        vocab_size=positive(config, "vocab_size"),
-        max_positions=positive(config, "max_position_embeddings"),
-        rms_eps=norm_eps(config),
-        tied=config.tie_word_embeddings,
-        qkv_bias=either(family.qkv_bias, config, "attention_bias"),
-        out_bias=either(family.out_bias, config, "attention_bias"),
-        mlp_bias=either(family.mlp_bias, config, "mlp_bias"),
+        intermediate_size=positive(fields, "intermediate_size"),
+        vocab_size=positive(fields, "vocab_size"),
+        max_positions=max_positions,
+        rms_eps=norm_eps(fields),
+        tied=flag(fields, "tie_word_embeddings"),
+        qkv_bias=either(family.qkv_bias, fields, "attention_bias"),
+        out_bias=either(family.out_bias, fields, "attention_bias"),
+        mlp_bias=either(family.mlp_bias, fields, "mlp_bias"),
         qk_norm=family.qk_norm,
-        windows=windows(config, family),
-        rope=rotating_layers(config),
-        frequencies=tuple(inverse.tolist()),
-        rope_factor=factor,
+        windows=windows(fields, family, rotates),
+        rope=rotates,
+        rope_parameters=rope.parse(written, family.defaults["rope_theta"], max_positions),
     )
 
 
@@ -107,15 +170,16 @@ def refuse_quantized(fields: Mapping[str, Any]) -> None:
             )
 
 
-def head_shape(config: Any) -> tuple[int, int, int]:
+def head_shape(fields: Mapping[str, Any]) -> tuple[int, int, int]:
     """Query heads, KV heads, head size."""
-    heads = positive(config, "num_attention_heads")
-    kv_heads = positive(config, "num_key_value_heads")
+    heads = positive(fields, "num_attention_heads")
+    has_own = fields["num_key_value_heads"] is not None
+    kv_heads = positive(fields, "num_key_value_heads") if has_own else heads
     if heads % kv_heads:
         raise ValueError(
             f"num_attention_heads = {heads} is no multiple of num_key_value_heads = {kv_heads}"
         )
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    head_dim = head_size(fields, heads)
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim = {head_dim} is not supported: rotary embedding needs pairs")
     if head_dim > MAX_HEAD_DIM:
@@ -123,54 +187,105 @@ def head_shape(config: Any) -> tuple[int, int, int]:
     return heads, kv_heads, head_dim
 
 
-def norm_eps(config: Any) -> float:
-    eps = config.rms_norm_eps
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
-        raise ValueError(f"rms_norm_eps = {eps!r} must be a finite number, 0 or more")
+def head_size(fields: Mapping[str, Any], heads: int) -> int:
+    if fields["head_dim"] is not None:
+        return positive(fields, "head_dim")
+    hidden = positive(fields, "hidden_size")
+    if hidden % heads:
+        raise ValueError(f"hidden_size = {hidden} is no multiple of num_attention_heads = {heads}")
+    return hidden // heads
+
+
+def norm_eps(fields: Mapping[str, Any]) -> float:
+    eps = fields["rms_norm_eps"]
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps <= 1:
+        raise ValueError(f"rms_norm_eps = {eps!r} must be a number from 0 to 1")
     return float(eps)
 
 
-def windows(config: Any, family: Family) -> tuple[int | None, ...]:
-    num_layers: int = config.num_hidden_layers
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        is_windowed = family.windowed and window is not None
-        types = ["sliding_attention" if is_windowed else "full_attention"] * num_layers
-    return tuple(layer_window(kind, window) for kind in types)
+def windows(
+    fields: Mapping[str, Any], family: Family, rotates: tuple[bool, ...]
+) -> tuple[int | None, ...]:
+    """By layer; None sees everything."""
+    window, kinds = fields["sliding_window"], fields["layer_types"]
+    if family.windowed == "upper" and not flag(fields, "use_sliding_window"):
+        window = None
+    if kinds is None:
+        names = {True: "sliding_attention", False: "full_attention"}
+        has_any = window is not None
+        kinds = [names[has_any and w] for w in windowed_layers(fields, family, rotates)]
+    if not isinstance(kinds, list) or len(kinds) != len(rotates):
+        raise ValueError(
+            f"layer_types = {kinds!r} is no list of {len(rotates)}, one for each layer"
+        )
+    return tuple(layer_window(kind, window) for kind in kinds)
 
 
-def layer_window(kind: str, window: int | None) -> int | None:
+def windowed_layers(
+    fields: Mapping[str, Any], family: Family, rotates: tuple[bool, ...]
+) -> list[bool]:
+    """Which layers have the window if there is one, by the family's own rule."""
+    if family.windowed == "upper":
+        first = natural(fields, "max_window_layers")
+        return [i >= first for i in range(len(rotates))]
+    if family.windowed == "unrotated":
+        is_used = flag(fields, "use_sliding_window")
+        return [is_used and not rotating for rotating in rotates]
+    return [family.windowed == "all"] * len(rotates)
+
+
+def layer_window(kind: Any, window: Any) -> int | None:
     if kind == "full_attention":
         return None
     if kind != "sliding_attention":
         raise ValueError(
             f"layer type {kind!r} is not supported: full_attention and sliding_attention are"
         )
-    if window is None or window < 1:
-        raise ValueError(f"a layer has sliding_attention, and the sliding_window is {window}")
-    return window
+    if not is_int(window) or not 1 <= window <= MAX_SIZE:
+        raise ValueError(f"a layer has sliding_attention, and the sliding_window is {window!r}")
+    return int(window)
 
 
-def rotating_layers(config: Any) -> tuple[bool, ...]:
-    num_layers: int = config.num_hidden_layers
-    layers = getattr(config, "no_rope_layers", None)  # 1 rotates, whatever the name says
+def rotating_layers(fields: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Whether a layer has rotary embedding, by layer."""
+    num_layers = positive(fields, "num_hidden_layers", MAX_LAYERS)
+    layers = fields["no_rope_layers"]  # 1 rotates, whatever the name says
+    if layers is None and "no_rope_layer_interval" in fields:
+        interval = positive(fields, "no_rope_layer_interval")
+        layers = [(i + 1) % interval for i in range(num_layers)]
     if layers is None:
         return (True,) * num_layers
-    if len(layers) < num_layers:
-        raise ValueError(f"no_rope_layers has {len(layers)} entries, fewer than there are layers")
+    if not isinstance(layers, list) or len(layers) < num_layers:
+        raise ValueError(
+            f"no_rope_layers = {layers!r} is no list of {num_layers}, one for each layer"
+        )
     return tuple(bool(x) for x in layers[:num_layers])
 
 
-def either(fixed: bool | None, config: Any, key: str) -> bool:
-    return bool(getattr(config, key, False)) if fixed is None else fixed
+def either(fixed: bool | None, fields: Mapping[str, Any], key: str) -> bool:
+    return flag(fields, key) if fixed is None else fixed
 
 
-def positive(config: Any, key: str) -> int:
-    value = getattr(config, key)
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key} = {value!r} must be at least 1")
+def flag(fields: Mapping[str, Any], key: str) -> bool:
+    value = fields[key]
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} = {value!r} must be true or false")
     return value
+
+
+def positive(fields: Mapping[str, Any], key: str, most: int = MAX_SIZE) -> int:
+    value = fields[key]
+    if not is_int(value) or not 1 <= value <= most:
+        raise ValueError(f"{key} = {value!r} must be a whole number from 1 to {most}")
+    return int(value)
+
+
+def natural(fields: Mapping[str, Any], key: str) -> int:
+    return 0 if fields[key] == 0 else positive(fields, key)
+
+
+def is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

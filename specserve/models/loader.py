@@ -13,8 +13,7 @@ from specserve.errors import ConfigError
 from specserve.models import families, rotary
 from specserve.models.checkpoint import Checkpoint
 from specserve.models.decoder import Decoder, Layer, Weights
-from specserve.models.families import DecoderConfig
-from specserve.models.folder import read_json
+from specserve.models.families import DecoderConfig, load_config
 from specserve_kernels import Ops, QKNorm, Rotary
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -22,19 +21,6 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MAX_TREE = 64  # nodes that a step may place after the last known token
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
-
-
-def load_config(folder: Path) -> DecoderConfig:
-    path = folder / "config.json"
-    fields = read_json(path)
-    try:
-        return families.parse(fields)
-    except Exception as e:  # transformers checks fields in many ways, each with its own exception
-        words = " ".join(str(e).split())
-        reason = words if isinstance(e, ValueError) else f"{type(e).__name__}: {words}"
-        raise ConfigError(
-            f"{path}: {reason}; take another checkpoint, or correct the file if it is wrong"
-        ) from e
 
 
 def load_decoder(
@@ -60,8 +46,8 @@ def load_decoder(
         reader.report = progress
     # A tree's nodes stand at positions beyond the last known token.
     length = (max_len or config.max_positions) + MAX_TREE
-    frequencies = torch.tensor(config.frequencies, dtype=torch.float32)
-    table = Rotary(*map(ops.place, rotary.tables(frequencies, config.rope_factor, length)))
+    tables = rotary.tables(config.rope_parameters, config.head_dim, length)
+    table = Rotary(*map(ops.place, tables))
     return Decoder(config, ops, table, read_weights(reader, config, ops, table))
 
 

@@ -1,59 +1,74 @@
 """Rotary embedding: how fast each pair of dimensions turns, and the tables made of it."""
 
-from collections.abc import Mapping
-from typing import Any
+import math
 
 import torch
 from torch import Tensor
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from specserve.models.rope import RopeParameters
 from specserve_kernels.types import Rotary
 
-SUPPORTED = ("default", "linear", "llama3", "yarn")
-LENGTH_BOUND = ("dynamic", "longrope")
 
+def frequencies(rope: RopeParameters, head_dim: int) -> Tensor:
+    """Radians a position, [D/2] float32.
 
-def frequencies(config: Any, head_dim: int) -> tuple[Tensor, float]:
-    """What a transformers config says of rope; ValueError where it cannot be served.
-
-    ->  [D/2]  float32  radians a position
-    ->         the factor of all cosines and sines (yarn's attention factor)
+    In float32, and in the order of operations that transformers has: the bits are the same.
     """
-    rope = config.rope_parameters
-    refuse_unsupported(rope)
-    if rope["rope_type"] == "default":
-        inverse, factor = default_frequencies(rope["rope_theta"], head_dim), 1.0
-    else:
-        inverse, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
-    if not inverse.isfinite().all():
-        raise ValueError(f"rope_parameters = {rope} give infinite frequencies")
-    return inverse, float(factor)
-
-
-def refuse_unsupported(rope: Mapping[str, Any]) -> None:
-    kind, partial = rope.get("rope_type"), rope.get("partial_rotary_factor", 1.0)
-    if kind in LENGTH_BOUND:
-        raise ValueError(
-            f"rope type {kind!r} is not supported: its frequencies depend on the length of the "
-            f"batch, and so would a token's KV; {', '.join(SUPPORTED)} are supported"
-        )
-    if kind not in SUPPORTED:
-        raise ValueError(f"rope type {kind!r} is not supported: {', '.join(SUPPORTED)} are")
-    if partial != 1.0:
-        raise ValueError(f"partial_rotary_factor = {partial} is not supported: only 1.0 is")
-
-
-def default_frequencies(theta: float, head_dim: int) -> Tensor:
-    """theta^(-2i/D), in float32 throughout, as transformers has it."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    inverse: Tensor = 1.0 / (theta**exponent)
+    inverse = 1.0 / wavelengths(rope.theta, head_dim)
+    match rope.kind:
+        case "linear":  # every position is divided by the factor
+            return inverse / rope.factor
+        case "llama3":
+            return llama3(rope, inverse)
+        case "yarn":
+            return yarn(rope, head_dim)
     return inverse
 
 
-def tables(inverse: Tensor, factor: float, length: int) -> Rotary:
+def wavelengths(theta: float, head_dim: int) -> Tensor:
+    """theta^(2i/D): positions a radian."""
+    powers: Tensor = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    return powers
+
+
+def llama3(rope: RopeParameters, inverse: Tensor) -> Tensor:
+    """Short waves stay, long ones are stretched by the factor, those between in part."""
+    low, high, original = rope.low_freq_factor, rope.high_freq_factor, rope.original_length
+    wave = 2 * math.pi / inverse
+    stretched = torch.where(wave > original / low, inverse / rope.factor, inverse)
+    smooth = (original / wave - low) / (high - low)
+    between = (1 - smooth) * stretched / rope.factor + smooth * stretched
+    is_between = ~(wave < original / high) & ~(wave > original / low)
+    return torch.where(is_between, between, stretched)
+
+
+def yarn(rope: RopeParameters, head_dim: int) -> Tensor:
+    """Dimensions that turn often in the original length stay, slow ones are stretched."""
+    waves = wavelengths(rope.theta, head_dim)
+    low, high = yarn_range(rope, head_dim)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)
+    kept = 1 - torch.clamp(ramp, 0, 1)
+    return 1.0 / (rope.factor * waves) * (1 - kept) + 1.0 / waves * kept
+
+
+def yarn_range(rope: RopeParameters, head_dim: int) -> tuple[float, float]:
+    """The dimensions that turn `beta_fast` and `beta_slow` times in the original length."""
+
+    def dimension(turns: float) -> float:
+        ratio = rope.original_length / (turns * 2 * math.pi)
+        return (head_dim * math.log(ratio)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    return low, high + 0.001 if low == high else high  # a ramp of no width divides by zero
+
+
+def tables(rope: RopeParameters, head_dim: int, length: int) -> Rotary:
     """Cosines and sines of the positions [0, length)."""
-    angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse
-    return Rotary(angles.cos() * factor, angles.sin() * factor)
+    angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies(rope, head_dim)
+    return Rotary(angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor)
 
 
 def still(rotary: Rotary) -> Rotary:

@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM
 from specserve import LLM, SamplingParams
 from specserve.errors import ConfigError
 from specserve.models.checkpoint import INDEX, SINGLE, Checkpoint
-from specserve.models.families import tensor_shapes
+from specserve.models.families import load_config, tensor_shapes
 from specserve.models.folder import scaled_from
-from specserve.models.loader import load_config
 from specserve_bench import scale
 from specserve_bench.scale import main, scale_model
 from specserve_bench.shapes import SHAPES, shape_config

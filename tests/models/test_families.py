@@ -3,8 +3,7 @@ import json
 import pytest
 
 from specserve.errors import ConfigError
-from specserve.models.families import FAMILIES
-from specserve.models.loader import load_config
+from specserve.models.families import FAMILIES, load_config
 from tests.checkpoints import tiny_checkpoint
 
 
@@ -63,8 +62,30 @@ REFUSED = {  # what is wrong -> the change, the complaint
     "an eps that is no number": ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan"),
     "a word for an eps": ({"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
     "no eps": ({"rms_norm_eps": None}, "rms_norm_eps"),
-    "no heads": ({"num_attention_heads": 0}, "num_attention_heads|ZeroDivision"),
+    "no heads": ({"num_attention_heads": 0}, "num_attention_heads = 0"),
     "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
+    "layers beyond all reason": ({"num_hidden_layers": 10**400}, "num_hidden_layers = 1000"),
+    "a truth for a number": ({"vocab_size": True}, "vocab_size = True"),
+    "a word for a truth": ({"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no'"),
+    "null for a number": ({"intermediate_size": None}, "intermediate_size = None"),
+    "heads of no whole size": ({"head_dim": None, "hidden_size": 66}, "hidden_size = 66.*= 4"),
+    "a theta of nothing": ({"rope_parameters": {"rope_theta": 0}}, "rope_theta = 0"),
+    "a rope that is no table": ({"rope_parameters": "default"}, "'default' is no table"),
+    "a rope for each layer type": (
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "one for all layers",
+    ),
+    "bands that do not differ": (
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8,
+                "low_freq_factor": 4,
+                "high_freq_factor": 4,
+            }
+        },
+        "low_freq_factor and high_freq_factor",
+    ),
     "a word for a number": ({"hidden_size": "64"}, "hidden_size"),
     "another layer type": (
         QWEN3 | {"layer_types": ["full_attention", "chunked_attention"]},
@@ -77,7 +98,7 @@ REFUSED = {  # what is wrong -> the change, the complaint
     "an empty window": (MISTRAL | {"sliding_window": 0}, "sliding_window is 0"),
     "too few rope layers": (
         SMOLLM3 | {"no_rope_layers": [1], "layer_types": ["full_attention"] * 2},
-        "no_rope_layers has 1",
+        r"no_rope_layers = \[1\].* list of 2",
     ),
     "rope by length": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "the batch"),
     "rope by length, old style": (

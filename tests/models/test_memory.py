@@ -11,8 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from specserve.models import checkpoint
-from specserve.models.families import tensor_shapes
-from specserve.models.loader import load_config
+from specserve.models.families import load_config, tensor_shapes
 from tests.checkpoints import tiny_checkpoint
 
 LOAD = """

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from specserve.errors import ConfigError
-from specserve.models.loader import load_config
+from specserve.models.families import load_config
 from specserve.models.tokenizer import check_same_vocabulary, load_tokenizer
 from tests.checkpoints import tiny_checkpoint
 

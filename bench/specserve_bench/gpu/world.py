@@ -49,8 +49,8 @@ def random_decoder(
 
     hidden, D = config.hidden_size, config.head_dim
     heads, kv_heads = config.num_heads, config.num_kv_heads
-    frequencies = torch.tensor(config.frequencies, dtype=torch.float32)
-    table = Rotary(*map(ops.place, rotary.tables(frequencies, config.rope_factor, max_len + 64)))
+    tables = rotary.tables(config.rope_parameters, D, max_len + 64)
+    table = Rotary(*map(ops.place, tables))
     embedding = weight(config.vocab_size, hidden)
     layers = tuple(
         Layer(

@@ -1,0 +1,137 @@
+"""What a config.json says of rotary embedding, in its new spelling and in the old ones."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+SUPPORTED = ("default", "linear", "llama3", "yarn")
+LENGTH_BOUND = ("dynamic", "longrope")
+LEAST, MOST = 1e-6, 1e18  # of any number here: frequencies are then finite in float32
+
+
+class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
+    """The kind of rotary embedding and its numbers; `rotary.frequencies` has the formulas."""
+
+    kind: str  # one of SUPPORTED
+    theta: float
+    factor: float = 1.0  # linear, llama3, yarn: how much further positions reach
+    original_length: int = 0  # llama3, yarn: positions before they were stretched
+    low_freq_factor: float = 0.0  # llama3
+    high_freq_factor: float = 0.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn
+    attention_factor: float = 1.0  # yarn: of all cosines and sines
+
+
+def parse(fields: Mapping[str, Any], default_theta: float, max_positions: int) -> RopeParameters:
+    """The rope of a config.json; ValueError where it cannot be served.
+
+    It stands in `rope_parameters`, or in `rope_scaling` beside a `rope_theta` (the old spelling,
+    which wins where both are there, as in transformers).
+    """
+    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters = {rope!r} is no table")
+    outer = {key: fields[key] for key in ("rope_theta", "partial_rotary_factor") if key in fields}
+    rope = {"rope_theta": default_theta} | outer | rope
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    refuse_unsupported(kind, rope)
+    theta = number(rope, "rope_theta")
+    if kind == "default":
+        return RopeParameters(kind=kind, theta=theta)
+    if kind == "linear":
+        return RopeParameters(kind=kind, theta=theta, factor=number(rope, "factor"))
+    if "original_max_position_embeddings" in fields:
+        rope["original_max_position_embeddings"] = fields["original_max_position_embeddings"]
+    rope.setdefault("original_max_position_embeddings", max_positions)
+    return llama3(rope, theta) if kind == "llama3" else yarn(rope, theta, max_positions)
+
+
+def refuse_unsupported(kind: Any, rope: Mapping[str, Any]) -> None:
+    if kind in LENGTH_BOUND:
+        raise ValueError(
+            f"rope type {kind!r} is not supported: its frequencies depend on the length of the "
+            f"batch, and so would a token's KV; {', '.join(SUPPORTED)} are supported"
+        )
+    if kind not in SUPPORTED:
+        raise ValueError(f"rope type {kind!r} is not supported: {', '.join(SUPPORTED)} are")
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError("rope_parameters by layer type are not supported: one for all layers is")
+    partial = rope.get("partial_rotary_factor")
+    if partial is not None and partial != 1.0:
+        raise ValueError(f"partial_rotary_factor = {partial} is not supported: only 1.0 is")
+
+
+def llama3(rope: Mapping[str, Any], theta: float) -> RopeParameters:
+    """As in https://github.com/meta-llama/llama-models, models/llama3/model.py (apply_scaling)."""
+    low, high = number(rope, "low_freq_factor"), number(rope, "high_freq_factor")
+    if low == high:
+        raise ValueError(f"rope_parameters: low_freq_factor and high_freq_factor are both {low}")
+    return RopeParameters(
+        kind="llama3",
+        theta=theta,
+        factor=number(rope, "factor"),
+        original_length=length(rope),
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def yarn(rope: Mapping[str, Any], theta: float, max_positions: int) -> RopeParameters:
+    """YaRN (Peng et al. 2309.00071), with DeepSeek's mscale where a config has it."""
+    if theta == 1:
+        raise ValueError("rope_theta = 1 gives yarn no frequencies to choose from")
+    original = length(rope)
+    ratio = max_positions / original
+    factor = ratio if given(rope, "factor") is None else number(rope, "factor")
+    return RopeParameters(
+        kind="yarn",
+        theta=theta,
+        factor=factor,
+        original_length=original,
+        beta_fast=number(rope, "beta_fast", default=32.0),
+        beta_slow=number(rope, "beta_slow", default=1.0),
+        truncate=bool(rope.get("truncate", True)),
+        attention_factor=attention_factor(rope, factor),
+    )
+
+
+def attention_factor(rope: Mapping[str, Any], factor: float) -> float:
+    """Section 3.4: logits grow by (0.1 ln(factor) + 1)^2, so queries and keys by its root."""
+    if rope.get("attention_factor") is not None:
+        return number(rope, "attention_factor")
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        scale, all_dims = number(rope, "mscale"), number(rope, "mscale_all_dim")
+        return temperature(factor, scale) / temperature(factor, all_dims)
+    return temperature(factor)
+
+
+def temperature(factor: float, mscale: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def given(rope: Mapping[str, Any], key: str) -> Any:
+    if key not in rope:
+        raise ValueError(f"rope_parameters = {dict(rope)} lack {key}")
+    return rope[key]
+
+
+def number(rope: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """A number that gives finite frequencies; null and 0 mean the default, where there is one."""
+    if default is not None and not rope.get(key):
+        return default
+    value = given(rope, key)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not LEAST <= value <= MOST:
+        raise ValueError(
+            f"rope_parameters: {key} = {value!r} must be a number from {LEAST:g} to {MOST:g}, as "
+            "others give infinite frequencies"
+        )
+    return float(value)
+
+
+def length(rope: Mapping[str, Any]) -> int:
+    return int(number(rope, "original_max_position_embeddings"))

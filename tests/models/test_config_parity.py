@@ -1,0 +1,151 @@
+"""What is read from a config.json, against transformers' own classes."""
+
+import copy
+import math
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from specserve.models import families
+from specserve.models.families import FAMILIES
+from specserve.models.rotary import frequencies
+
+MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "SmolLM3ForCausalLM": "smollm3",
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+DEEPSEEK = YARN | {"mscale": 1.0, "mscale_all_dim": 0.707, "beta_fast": 16, "beta_slow": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
+SMALL = {"num_hidden_layers": 4, "hidden_size": 256} | HEADS
+
+COMMON = {  # for every family: what is read of it -> fields
+    "nothing": {},
+    "sizes": SMALL | {"vocab_size": 300, "intermediate_size": 100, "rms_norm_eps": 1e-5},
+    "as many KV heads as heads": SMALL | {"num_key_value_heads": None},
+    "KV heads": SMALL | {"num_key_value_heads": 2},
+    "a head size": SMALL | {"head_dim": 32},
+    "tied": {"tie_word_embeddings": True},
+    "not tied": {"tie_word_embeddings": False},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "an old dtype": {"torch_dtype": "bfloat16"},
+    "theta, old": {"rope_theta": 500_000},
+    "theta, new": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    "theta, in both places": {"rope_theta": 1e6, "rope_parameters": {"rope_theta": 5e5}},
+    "no scaling": {"rope_scaling": None, "rope_theta": 1e6},
+    "linear, oldest": {"rope_scaling": {"type": "linear", "factor": 3}, "rope_theta": 1e6},
+    "linear, old": {"rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+    "linear, new": {"rope_parameters": {"rope_type": "linear", "factor": 3, "rope_theta": 7e4}},
+    "two types": {"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2.0}},
+    "two spellings": {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": YARN},
+    "llama3, old": {"rope_scaling": LLAMA3, "rope_theta": 500_000.0},
+    "llama3, new": {"rope_parameters": LLAMA3 | {"rope_theta": 500_000.0}},
+    "llama3, without a length": {
+        "rope_parameters": {k: v for k, v in LLAMA3.items() if not k.startswith("orig")},
+        "max_position_embeddings": 8192,
+    },
+    "yarn, old": {"rope_scaling": {"type": "yarn", **YARN}, "rope_theta": 1e6},
+    "yarn, new": {"rope_parameters": YARN | {"rope_theta": 1e6}},
+    "yarn, with a length outside": {
+        "rope_parameters": YARN,
+        "original_max_position_embeddings": 4096,
+    },
+    "yarn, with the ratio": {"rope_parameters": YARN | {"factor": None}},
+    "yarn, with an attention factor": {"rope_parameters": YARN | {"attention_factor": 0.5}},
+    "yarn, as DeepSeek has it": {"rope_parameters": DEEPSEEK},
+    "yarn, between dimensions": {"rope_parameters": YARN | {"truncate": False}},
+    "yarn, of a short text": {"rope_parameters": YARN | {"original_max_position_embeddings": 6}},
+    "all of the head rotates": {"partial_rotary_factor": 1.0},
+    "a window": SMALL | {"sliding_window": 8},
+    "no window": SMALL | {"sliding_window": None},
+    "a window that is used": SMALL | {"sliding_window": 8, "use_sliding_window": True},
+    "a window from a layer on": SMALL
+    | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2},
+    "layer types": SMALL
+    | {"layer_types": ["full_attention"] * 4, "sliding_window": 8, "use_sliding_window": True},
+    "windows by layer": SMALL
+    | {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 8,
+        "use_sliding_window": True,
+    },
+    "layers that do not rotate": SMALL | {"no_rope_layers": [1, 0, 1, 0]},
+}
+OWN = {
+    "SmolLM3ForCausalLM": {
+        "every second layer does not rotate": SMALL | {"no_rope_layer_interval": 2},
+        "a window where it does not rotate": SMALL
+        | {"sliding_window": 8, "use_sliding_window": True, "no_rope_layers": [1, 0, 0, 1]},
+    }
+}
+TABLE = {
+    f"{family}: {name}": {"architectures": [family], **fields}
+    for family in FAMILIES
+    for name, fields in (COMMON | OWN.get(family, {})).items()
+}
+del TABLE["MistralForCausalLM: as many KV heads as heads"]  # transformers refuses null there
+
+
+def theirs(fields):
+    family = fields["architectures"][0]
+    return CONFIG_MAPPING[MODEL_TYPES[family]].from_dict(copy.deepcopy(fields))
+
+
+def rope_of(config):
+    """The frequencies and the factor of all cosines and sines."""
+    rope = config.rope_parameters
+    if rope["rope_type"] != "default":
+        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return 1.0 / (rope["rope_theta"] ** exponent), 1.0
+
+
+def windows_of(config):
+    types = getattr(config, "layer_types", None)
+    if types is None:  # Mistral's are all alike; Llama's attention has no window
+        kind = "sliding_attention" if config.model_type == "mistral" else "full_attention"
+        types = [kind] * config.num_hidden_layers
+    return tuple(config.sliding_window if t == "sliding_attention" else None for t in types)
+
+
+@pytest.mark.parametrize("fields", TABLE.values(), ids=TABLE)
+def test_a_config_means_what_transformers_takes_it_to_mean(fields):
+    want, got = theirs(fields), families.parse(fields)
+    assert got.num_layers == want.num_hidden_layers
+    assert got.num_heads == want.num_attention_heads
+    assert got.num_kv_heads == want.num_key_value_heads
+    assert got.head_dim == (
+        getattr(want, "head_dim", None) or want.hidden_size // want.num_attention_heads
+    )
+    for name in ("hidden_size", "intermediate_size", "vocab_size"):
+        assert getattr(got, name) == getattr(want, name), name
+    assert got.max_positions == want.max_position_embeddings
+    assert got.rms_eps == want.rms_norm_eps
+    assert got.tied == want.tie_word_embeddings
+    assert got.windows == windows_of(want)
+    every = [1] * want.num_hidden_layers
+    assert list(got.rope) == [bool(x) for x in getattr(want, "no_rope_layers", every)]
+    inverse, factor = rope_of(want)
+    assert torch.equal(frequencies(got.rope_parameters, got.head_dim), inverse)
+    assert math.isclose(got.rope_parameters.attention_factor, factor, rel_tol=1e-15)
+
+
+def test_the_table_tells_the_kinds_of_rope_apart():
+    """Else a kind that is read as another one would pass."""
+    ropes = {name: families.parse(fields).rope_parameters for name, fields in TABLE.items()}
+    llama = {name: rope for name, rope in ropes.items() if name.startswith("Llama")}
+    assert {rope.kind for rope in llama.values()} == {"default", "linear", "llama3", "yarn"}
+    assert len({rope.attention_factor for rope in llama.values()}) == 4
