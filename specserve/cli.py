@@ -141,14 +141,14 @@ def show_config(args: argparse.Namespace) -> None:
     if args.what == "show":
         print(to_toml(config), end="")
         return
-    from specserve.engine.build import check_drafter
+    from specserve.selection import check_drafter
 
     check_drafter(config)
     print("OK")
 
 
 def generate(args: argparse.Namespace) -> None:
-    settings = resolve(args)  # before the import: a mistake should not cost seconds
+    settings = checked(args)
     start = perf_counter()
     from specserve import LLM, SamplingParams
 
@@ -175,18 +175,19 @@ def serve(args: argparse.Namespace) -> int:
         served_model_name=args.served_model_name,
         api_key_file=args.api_key_file,
     )
+    from specserve import preflight
     from specserve.exchange.spawn import spawn
-    from specserve.models.folder import resolve as resolve_folder
+    from specserve.keys import read_keys
     from specserve.server.listen import listen
 
-    for path in (config.model.path, config.drafter.model):
-        if path is not None:
-            resolve_folder(path)  # a download is for this process to show, and to do once
+    if config.server.api_key_file is not None:
+        read_keys(Path(config.server.api_key_file))
+    folders = preflight.check(config)
     with listen(config.server) as listener:
         spawned = spawn(config)  # it imports and loads while this process does
-        from specserve.server.serve import serve
+        from specserve.server.serve import Start, serve
 
-        return serve(config, spawned, listener, started_at)
+        return serve(Start(config, folders, spawned, listener, started_at))
 
 
 def chat(args: argparse.Namespace) -> None:
@@ -203,7 +204,7 @@ def chat(args: argparse.Namespace) -> None:
         return
     if args.api_key_file is not None:
         raise ConfigError("--api-key-file: only a server takes a key; name it with --url")
-    settings = resolve(args)
+    settings = checked(args)
     from specserve import LLM, SamplingParams
 
     with LLM(config=args.config, **settings) as llm:
@@ -222,10 +223,14 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
-def resolve(args: argparse.Namespace) -> dict[str, Any]:
-    """What `LLM` is called with; a mistake in any setting is raised here."""
+def checked(args: argparse.Namespace) -> dict[str, Any]:
+    """What `LLM` is called with; a mistake is raised here, before torch is imported."""
+    from specserve import preflight
+
+    config = configured(args)
+    preflight.check(config)
     return {
-        "model": configured(args).model.path,
+        "model": config.model.path,
         "draft_model": args.draft_model,
         "drafter": args.drafter,
         "set": dict(map(parse_override, args.set)),

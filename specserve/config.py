@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from specserve.errors import ConfigError
+from specserve_drafters.tree import MAX_NODES
 
 # A small pair of models that comes with specserve, for when none is named.
 DEMO = Path(__file__).parent / "demo" / "weights"
@@ -93,7 +94,9 @@ class SpeculationConfig(Section, frozen=True):
     """How much may be guessed."""
 
     max_nodes: Annotated[
-        int, Meta(ge=0, le=63), about("guesses a request and step, 0 to 63; 0: no speculation")
+        int,
+        Meta(ge=0, le=MAX_NODES),
+        about(f"guesses a request and step, 0 to {MAX_NODES}; 0: no speculation"),
     ] = 16
     max_step_nodes: Annotated[Natural, about("guesses a step, over all requests, 0 or more")] = 32
 

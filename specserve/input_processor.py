@@ -2,18 +2,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
-from specserve.config import Config
-from specserve.engine.build import (
-    Phases,
-    context_length,
-    needs_draft_model,
-    resolve_draft,
-    resolve_model,
-)
 from specserve.errors import PromptTooLong, RequestError
 from specserve.exchange.sampling_params import Sampling, SamplingParams, resolve
 from specserve.models.defaults import GenerationDefaults, load_defaults
@@ -22,6 +15,26 @@ from specserve.models.tokenizer import check_same_vocabulary, load_tokenizer
 
 Message = Mapping[str, Any]
 PIECE = 16  # characters of text for every token of the context: four times what words have
+
+
+class TextFiles(NamedTuple):
+    """What a model's folder says of text; its weights, and their shape, are not among it."""
+
+    tokenizer: Any
+    defaults: GenerationDefaults
+
+
+def load_text_files(folder: Path, draft: Path | None = None) -> TextFiles:
+    """ConfigError where they are broken, or where a draft model's tokens are others."""
+    tokenizer, defaults = load_tokenizer(folder), load_defaults(folder)
+    if draft is not None:
+        shapes = load_config(folder), load_config(draft)
+        check_same_vocabulary(*shapes, tokenizer, load_tokenizer(draft))
+    return TextFiles(tokenizer, defaults)
+
+
+def make_input_processor(files: TextFiles, vocab_size: int, max_model_len: int) -> "InputProcessor":
+    return InputProcessor(files.tokenizer, files.defaults, max_model_len, vocab_size)
 
 
 class InputProcessor(msgspec.Struct, frozen=True):
@@ -97,17 +110,3 @@ class InputProcessor(msgspec.Struct, frozen=True):
 
     def resolve(self, params: SamplingParams, num_prompt: int) -> Sampling:
         return resolve(params, self.defaults, self.max_model_len - num_prompt, self.vocab_size)
-
-
-def load_input_processor(config: Config, phases: Phases) -> InputProcessor:
-    """The text side of the model that the config names; its weights are not touched."""
-    with phases.phase("tokenizer"):
-        folder = resolve_model(config)
-        target = load_config(folder)  # what is wrong with the model is said before its tokenizer
-        tokenizer, defaults = load_tokenizer(folder), load_defaults(folder)
-        if needs_draft_model(config):
-            draft = resolve_draft(config)
-            check_same_vocabulary(target, load_config(draft), tokenizer, load_tokenizer(draft))
-        return InputProcessor(
-            tokenizer, defaults, context_length(config, target), target.vocab_size
-        )

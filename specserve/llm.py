@@ -9,12 +9,15 @@ from threading import RLock, current_thread, main_thread
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from specserve import preflight
 from specserve.config import Config, load_config
-from specserve.engine.build import Model, Phases, Weights, build, check_device
+from specserve.engine.build import build
+from specserve.engine.loading import Model, Weights, check_device
 from specserve.errors import ConfigError, Overloaded, RequestError
 from specserve.exchange.sampling_params import SamplingParams, choices_of
 from specserve.generation import Generation, Output, output
-from specserve.input_processor import Message, load_input_processor
+from specserve.input_processor import Message, load_text_files, make_input_processor
+from specserve.phases import Phases
 from specserve.progress import LoadProgress, show_phases, track
 
 Prompt = str | Sequence[int]
@@ -54,10 +57,15 @@ class LLM:
         self.progress = progress
         phases = Phases()
         check_device(self.config)
-        self.input_processor = load_input_processor(self.config, phases)
-        self.tokenizer = self.input_processor.tokenizer
+        folders = preflight.check(self.config)
+        with phases.phase("tokenizer"):
+            files = load_text_files(*folders)
         with LoadProgress(progress) as bar:
             self.loaded = build(self.config, bar, phases, weights)
+        self.input_processor = make_input_processor(
+            files, self.loaded.vocab_size, self.loaded.max_model_len
+        )
+        self.tokenizer = self.input_processor.tokenizer
         if progress:
             show_phases(self.loaded.phases)
         self.engine = self.loaded.engine

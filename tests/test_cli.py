@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import specserve
-from specserve import cli
+from specserve import cli, preflight
 from specserve.errors import RequestError
 from specserve.version import VERSION
 from tests.checkpoints import tiny_checkpoint
@@ -15,6 +15,7 @@ from tests.fakes import FakeLLM, FakeParams
 
 @pytest.fixture
 def fake(monkeypatch):
+    monkeypatch.setattr(preflight, "check", lambda config: None)  # there is no model
     monkeypatch.setitem(vars(specserve), "LLM", FakeLLM)
     monkeypatch.setitem(vars(specserve), "SamplingParams", FakeParams)
     return FakeLLM

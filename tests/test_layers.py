@@ -15,6 +15,7 @@ LAYERS = [  # ground floor first
     ("specserve.keys",),
     ("specserve.progress",),
     ("specserve.memory", "specserve.models", "specserve.text"),
+    ("specserve.phases", "specserve.selection", "specserve.preflight"),
     ("specserve.exchange",),
     ("specserve.scheduling",),
     ("specserve.engine",),

@@ -11,7 +11,8 @@ import torch
 
 from specserve import LLM, SamplingParams
 from specserve.config import load_config
-from specserve.engine.build import assemble, tune
+from specserve.engine.build import assemble
+from specserve.engine.tuning import choose_threads
 from specserve.exchange.sampling_params import Sampling
 from specserve.models.loader import load_decoder
 from specserve_bench.elastic import BLOCK_SIZE, elastic_figures
@@ -204,7 +205,7 @@ def overhead(shape: Path) -> dict[str, Any]:
     }
     config = load_config(None, settings)
     engine = assemble(config, decoder, None, 512)
-    tune(engine.target, engine.pool, config, 512)
+    engine.target.threads, _ = choose_threads(engine.target, engine.pool, config, 512)
     rng = random.Random(0)
     beginning = [rng.randrange(decoder.config.vocab_size) for _ in range(prompt // 2)]
     for i in range(2 * running):  # the first half of a prompt is found by those that come later

@@ -33,11 +33,12 @@ from torch import Tensor
 
 from specserve.errors import ConfigError
 from specserve.models import families
-from specserve.models.checkpoint import INDEX, PICKLES, SINGLE, Checkpoint
+from specserve.models.checkpoint import Checkpoint
 from specserve.models.families import DecoderConfig, load_config
 from specserve.models.folder import SCALED, name_of, read_json, resolve
 from specserve.models.loader import DTYPES, EMBEDDING, HEAD
 from specserve.models.rotary import frequencies
+from specserve.models.weight_files import INDEX, PICKLES, SINGLE
 from specserve_bench.shapes import SHAPES, shape_config
 
 NORM = "model.norm.weight"

@@ -13,6 +13,7 @@ from specserve.config import load_config
 from specserve.engine.build import assemble
 from specserve.engine.runner import Runner
 from specserve.engine.step_input import RowGroup, build_step_input
+from specserve.engine.tuning import model_key
 from specserve.memory import BlockTable
 from specserve.models.decoder import Decoder
 from specserve.models.loader import load_decoder
@@ -40,9 +41,9 @@ def plain_step_figures(folder: Path) -> list[dict[str, Any]]:
     group = RowGroup(table, [1] * CONTEXT, 0, 1)
     engine.target.launch(build_step_input([group], engine.pool.updates))
     target = engine.target
-    target.threads, threads = target.ops.tune(lambda rows: step(target, table, rows), 64, None)
+    settle_threads(target, table)
     bandwidth = read_bandwidth()
-    print(f"qwen3-0.6b shape, context {CONTEXT}: {threads}, {bandwidth / 1e9:.1f} GB/s read")
+    print(f"qwen3-0.6b shape, context {CONTEXT}: {bandwidth / 1e9:.1f} GB/s read")
     kv_seconds = CONTEXT * kv_token_bytes(decoder) / bandwidth
     return [one_size(engine.target, table, rows, kv_seconds) for rows in ROWS]
 
@@ -66,6 +67,15 @@ def one_size(target: Runner, table: BlockTable, rows: int, kv_seconds: float) ->
     }
     print(figure)
     return figure
+
+
+def settle_threads(target: Runner, table: BlockTable) -> None:
+    """Run steps until the number of threads for each of the sizes is found."""
+    key = model_key(target.decoder)
+    target.threads, _ = target.ops.tune(lambda rows: step(target, table, rows), 64, None, key)
+    for rows in ROWS:
+        while not target.threads.is_settled(rows):
+            step(target, table, rows)
 
 
 def step(target: Runner, table: BlockTable, rows: int) -> Tensor:

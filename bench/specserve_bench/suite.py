@@ -17,10 +17,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from specserve import LLM
 from specserve.config import Config
-from specserve.engine.build import Model, needs_draft_model, scaled_models
+from specserve.engine.loading import Model
 from specserve.errors import ConfigError
 from specserve.machine import cpu_name
 from specserve.models.folder import name_of
+from specserve.selection import needs_draft_model, scaled_models
 from specserve.version import VERSION
 from specserve_bench import scripted
 from specserve_bench.hosted import Hosted

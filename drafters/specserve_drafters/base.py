@@ -3,13 +3,16 @@
 import importlib
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import msgspec
-from torch import Tensor
 
 from specserve_drafters.tree import Draft
-from specserve_kernels import Ops
+
+if TYPE_CHECKING:  # a process that only checks a drafter's name and options needs no torch
+    from torch import Tensor
+
+    from specserve_kernels import Ops
 
 BUILTIN = {
     "ngram": "specserve_drafters.ngram:NgramDrafter",
@@ -46,9 +49,9 @@ class Nodes(NamedTuple):
 class Executor(Protocol):
     """A draft model, lent to a drafter for the time of one `propose`."""
 
-    ops: Ops
+    ops: "Ops"
 
-    def extend(self, items: Sequence[DraftItem]) -> tuple[list[int], Tensor]:
+    def extend(self, items: Sequence[DraftItem]) -> "tuple[list[int], Tensor]":
         """Run known tokens that the draft model has not seen.
 
         -> which items it has caught up with, and for each of these the logits after its last
@@ -56,7 +59,7 @@ class Executor(Protocol):
         """
         ...
 
-    def expand(self, nodes: Sequence[Nodes]) -> tuple[list[int], Tensor]:
+    def expand(self, nodes: Sequence[Nodes]) -> "tuple[list[int], Tensor]":
         """Run one level of guesses, all requests in one forward.
 
         -> which entries had room for their KV, and the logits after each of their nodes, in

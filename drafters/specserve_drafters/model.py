@@ -6,17 +6,18 @@ been right for this request.
 
 from collections.abc import Sequence
 from math import exp, log
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-import numpy as np
-import torch
 from msgspec import Meta
-from torch import Tensor
 
 from specserve_drafters import base
 from specserve_drafters.ngram import NgramDrafter
 from specserve_drafters.tree import MAX_NODES, ROOT, Draft
-from specserve_kernels import SampleParams
+
+if TYPE_CHECKING:  # see base.py
+    from torch import Tensor
+
+    from specserve_kernels import SampleParams
 
 FIRST_TRUST, LEAST_TRUST, TRUST_RATE = 0.5, 0.02, 0.125
 
@@ -85,7 +86,7 @@ class ModelDrafter:
             self.branch(grown, logits)
         return [tree for tree, _ in grown]
 
-    def branch(self, chosen: list[tuple["Tree", list[int]]], logits: Tensor) -> None:
+    def branch(self, chosen: list[tuple["Tree", list[int]]], logits: "Tensor") -> None:
         """Add the likeliest children of every node that was run; logits [nodes, V], in order."""
         rows = [(tree, node) for tree, nodes in chosen for node in nodes]
         k = min(self.options.width, logits.shape[1])
@@ -112,8 +113,13 @@ class ModelDrafter:
         self.looked_up.pop(id, None)
 
 
-def coupling(items: Sequence[base.DraftItem], index: list[int]) -> SampleParams:
+def coupling(items: Sequence[base.DraftItem], index: list[int]) -> "SampleParams":
     """The temperature and the noise with which the target will draw the token at each index."""
+    import numpy as np
+    import torch
+
+    from specserve_kernels import SampleParams
+
     n = len(items)
     params = SampleParams.greedy(n)
     if not any(item.temperature for item in items):

@@ -7,7 +7,8 @@ from typing import Self, SupportsIndex
 import msgspec
 
 ROOT = 0  # the last committed token: node 0 of every tree, no guess
-MAX_NODES = 63  # guesses; with the root, the bits of one mask word
+TREE_SLOTS = 64  # nodes of the largest tree, root included: the bits of one mask word
+MAX_NODES = TREE_SLOTS - 1  # guesses
 
 
 class Draft(msgspec.Struct, frozen=True):
@@ -72,7 +73,7 @@ class Draft(msgspec.Struct, frozen=True):
                 break
             tokens.append(t)
             parents.append(p)
-        expanded = [as_index(e, MAX_NODES + 1) or 0 for e in islice(self.expanded, len(tokens))]
+        expanded = [as_index(e, TREE_SLOTS) or 0 for e in islice(self.expanded, len(tokens))]
         if expanded:
             return Draft(tokens, parents, expanded + [0] * (len(tokens) - len(expanded)))
         return Draft(tokens, parents)

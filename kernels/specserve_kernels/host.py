@@ -1,6 +1,7 @@
 """The memory of the machine itself, for the builds that compute there."""
 
 import mmap
+import platform
 from pathlib import Path
 
 import torch
@@ -41,3 +42,14 @@ def free_memory() -> int:
 def has_bf16() -> bool:
     """Whether bf16 is multiplied in hardware; without, fp32 is the faster as well as the better."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def instruction_set() -> str:
+    """The extensions of this CPU that kernels choose their arithmetic by."""
+    known = "amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "bf16", "asimd"
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return " ".join(name for name in known if name in flags.split()) or platform.machine()

@@ -1,22 +1,40 @@
 """How many threads a step gets."""
 
 import os
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 
-class Threads(NamedTuple):
-    """Threads by rows: a step of a few rows can lose more to barriers than a second thread wins."""
-
-    few: int  # for up to FEW_ROWS rows
-    many: int
+class Threads(Protocol):
+    """Called around every forward. A row's result does not depend on the number of threads."""
 
     def use(self, rows: int) -> None:
-        torch.set_num_threads(self.few if rows <= FEW_ROWS else self.many)
+        """Set the number for a forward of so many rows."""
+        ...
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """What the forward took that `use` was called for last."""
+        ...
+
+    def is_settled(self, rows: int) -> bool:
+        """Whether the number for so many rows will not change."""
+        ...
 
 
-FEW_ROWS = 24  # a root and its tree, rather than a chunk of a prompt
+class FixedThreads(NamedTuple):
+    """The same number for every step."""
+
+    number: int
+
+    def use(self, rows: int) -> None:
+        torch.set_num_threads(self.number)
+
+    def observe(self, rows: int, seconds: float) -> None:
+        pass
+
+    def is_settled(self, rows: int) -> bool:
+        return True
 
 
 def allowed_threads() -> int:

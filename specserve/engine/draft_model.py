@@ -10,7 +10,7 @@ from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.memory import BlockTable
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve_drafters import ROOT, Draft, DraftItem, Nodes
-from specserve_drafters.tree import MAX_NODES
+from specserve_drafters.tree import MAX_NODES, TREE_SLOTS
 
 # The bonus token, and the last accepted guess where the draft model had not run it.
 USUAL_LAG = 2
@@ -25,7 +25,7 @@ class DraftModel:
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self.runner, self.ops, self.scheduler = runner, runner.ops, scheduler
-        room = len(runner.decoder.rotary.cos) - (MAX_NODES + 1)
+        room = len(runner.decoder.rotary.cos) - TREE_SLOTS
         self.max_len = min(runner.decoder.config.max_positions, room)
         self.requests: dict[int, Request] = {}  # of this step
         self.masks: dict[int, list[int]] = {}  # by request; of its nodes in this step

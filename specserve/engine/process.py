@@ -23,6 +23,7 @@ from specserve.exchange.messages import (
     frame,
 )
 from specserve.exchange.step_output import StepOutput
+from specserve.models.loader import name_of_dtype
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 CHUNK = 1 << 20
@@ -112,10 +113,14 @@ def add(engine: Engine, asked: Add) -> list[StepOutput]:
 
 
 def ready(loaded: Loaded) -> Ready:
-    engine = loaded.engine
+    engine, decoder = loaded.engine, loaded.weights.target.decoder
     return Ready(
         phases=loaded.phases,
         drafter=loaded.drafter,
+        vocab_size=loaded.vocab_size,
+        max_model_len=loaded.max_model_len,
+        dtype=name_of_dtype(decoder.dtype),
+        arithmetic=decoder.ops.arithmetic(),
         block_size=engine.target.kv.block_size,
         num_blocks=engine.pool.num_blocks,
     )

@@ -1,5 +1,6 @@
 """A model with its KV: a StepInput in, logits or tokens out. Target and draft model alike."""
 
+from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -62,8 +63,15 @@ class Runner:
         """
         if step.updates:
             self.update(step.updates)
-        if self.threads is not None:
-            self.threads.use(len(step.token_ids))
+        if self.threads is None:
+            return self.compute(step)
+        rows, start = len(step.token_ids), perf_counter()
+        self.threads.use(rows)
+        launched = self.compute(step)
+        self.threads.observe(rows, perf_counter() - start)
+        return launched
+
+    def compute(self, step: StepInput) -> Launched:
         also = [torch.from_numpy(step.token_ids), torch.from_numpy(step.read)]
         if self.ops.samples_ahead and step.draws is not None and len(step.read) > 0:
             also += [torch.arange(len(step.read)), *step.draws.params()]

@@ -43,8 +43,14 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
+    """All is loaded: what the HTTP process has to know of the model and of the engine."""
+
     phases: dict[str, str]  # of the start-up, in words
     drafter: str
+    vocab_size: int
+    max_model_len: int
+    dtype: str  # of weights and KV, as resolved: "bf16" | "fp32"
+    arithmetic: str  # the build of the kernels, and the instruction set or the GPU
     block_size: int  # target tokens in a block
     num_blocks: int
 

@@ -4,7 +4,7 @@ import ctypes
 import mmap
 import re
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +12,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specserve.errors import ConfigError
-from specserve.models.folder import read_json
+from specserve.models.weight_files import INDEX, SINGLE, find_weights
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-PICKLES = (".bin", ".pt", ".pth")
 READ_BYTES = 4 << 20  # of a file that are resident at a time
 IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")  # a buffer that old versions saved
 
@@ -27,13 +25,12 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files: dict[str, Any] = {}  # tensor name -> the open file that holds it
-        if (folder / SINGLE).exists():
+        shards = find_weights(folder)
+        if shards is None:
             file = open_file(folder / SINGLE)
             self.files = dict.fromkeys(file.keys(), file)
-        elif (folder / INDEX).exists():
-            self.open_shards(weight_map(folder))
         else:
-            raise ConfigError(f"{folder}: {missing_weights(folder)}")
+            self.open_shards(shards)
 
     def __contains__(self, name: str) -> bool:
         return name in self.files
@@ -95,57 +92,6 @@ class Checkpoint:
             rows.copy_(part)
             done += part.nbytes
             drop_pages(source.data_ptr(), done)
-
-
-def weight_map(folder: Path) -> dict[str, str]:
-    """Which shard holds each tensor, every shard being a file of this folder."""
-    shards = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
-        raise ConfigError(f"{folder / INDEX}: no weight_map from names to files; download it again")
-    for shard in set(shards.values()):
-        check_shard(folder, shard)
-    return shards
-
-
-def check_shard(folder: Path, shard: str) -> None:
-    """A weight_map comes with the model: it must not make us open other files."""
-    if PurePosixPath(shard).name != shard or "\\" in shard or not shard.endswith(".safetensors"):
-        raise ConfigError(
-            f"{folder / INDEX}: weight_map names {shard!r}, which is no *.safetensors file of "
-            "this folder; do not use this checkpoint unless you trust its source, and then put "
-            "the file into the folder"
-        )
-    if not (folder / shard).exists():
-        raise ConfigError(
-            f"{folder / shard}: missing, and {INDEX} asks for it; download the model again"
-        )
-    target = (folder / shard).resolve()
-    if not is_at_home(folder.resolve(), target):
-        raise ConfigError(
-            f"{folder / shard}: a link that leaves the folder, to {target}; put the file itself "
-            "into the folder"
-        )
-
-
-def is_at_home(home: Path, target: Path) -> bool:
-    """Whether a file lies in a folder, or where the hub's cache keeps the files of this one.
-
-    There snapshots/<revision>/* are links into blobs/ of the repository, which may be links
-    in their turn, into a blobs/ that all repositories share.
-    """
-    repository = home.parent.parent
-    stores = repository / "blobs", repository.parent / "blobs"
-    is_cached = home.parent.name == "snapshots" and repository.name.startswith("models--")
-    return target.parent == home or (is_cached and any(s in target.parents for s in stores))
-
-
-def missing_weights(folder: Path) -> str:
-    if any(path.suffix in PICKLES for path in folder.iterdir()):
-        return (
-            "the weights are pickles (*.bin, *.pt, *.pth), which can run code when they are read "
-            "and are refused; convert them to safetensors"
-        )
-    return f"no weights; there must be {SINGLE}, or {INDEX} and the files that it names"
 
 
 def open_file(path: Path) -> Any:

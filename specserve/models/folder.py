@@ -13,6 +13,7 @@ SCALED = "specserve_scaled"  # in a config.json: a demo, at the cost of a larger
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 # Mistral's hub repositories hold their weights twice, Llama's keep another copy in a folder.
 UNWANTED = ["consolidated*", "*/*"]
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # each is enough to build one of
 
 
 class Scaled(msgspec.Struct, frozen=True):
@@ -48,6 +49,14 @@ def name_of(path: str) -> str:
     """What a model is called: by its folder, or its hub id."""
     folder = Path(path).expanduser()
     return folder.resolve().name if folder.is_dir() else path
+
+
+def check_tokenizer(folder: Path) -> None:
+    if not any((folder / name).exists() for name in TOKENIZERS):
+        raise ConfigError(
+            f"{folder}: no tokenizer ({', '.join(TOKENIZERS)}); copy the tokenizer's files of the "
+            "original model into the folder"
+        )
 
 
 def scaled_from(folder: Path) -> Scaled | None:

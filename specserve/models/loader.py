@@ -14,11 +14,11 @@ from specserve.models import families, rotary
 from specserve.models.checkpoint import Checkpoint
 from specserve.models.decoder import Decoder, Layer, Weights
 from specserve.models.families import DecoderConfig, load_config
+from specserve_drafters.tree import TREE_SLOTS
 from specserve_kernels import Ops, QKNorm, Rotary
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-MAX_TREE = 64  # nodes that a step may place after the last known token
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 
@@ -45,7 +45,7 @@ def load_decoder(
     if progress is not None:
         reader.report = progress
     # A tree's nodes stand at positions beyond the last known token.
-    length = (max_len or config.max_positions) + MAX_TREE
+    length = (max_len or config.max_positions) + TREE_SLOTS
     tables = rotary.tables(config.rope_parameters, config.head_dim, length)
     table = Rotary(*map(ops.place, tables))
     return Decoder(config, ops, table, read_weights(reader, config, ops, table))
@@ -65,6 +65,10 @@ def compute_dtype(dtype: str, checkpoint: Checkpoint, ops: Ops) -> torch.dtype:
         raise ConfigError(f"dtype {dtype!r} is not known; use auto, bf16 or fp32")
     is_fp32 = checkpoint.dtype(EMBEDDING) == torch.float32
     return torch.float32 if is_fp32 or not ops.has_bf16() else torch.bfloat16
+
+
+def name_of_dtype(dtype: torch.dtype) -> str:
+    return next(name for name, known in DTYPES.items() if known == dtype)
 
 
 class Reader:

@@ -3,21 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from specserve.errors import ConfigError
 from specserve.models.families import DecoderConfig
-
-FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # each is enough to build one of
+from specserve.models.folder import check_tokenizer
 
 
 def load_tokenizer(folder: Path) -> Any:
     """transformers' tokenizer, its chat template included; code in the folder is never run."""
-    if not any((folder / name).exists() for name in FILES):
-        raise ConfigError(
-            f"{folder}: no tokenizer ({', '.join(FILES)}); copy the tokenizer's files of the "
-            "original model into the folder"
-        )
+    from transformers import AutoTokenizer  # costly
+
+    check_tokenizer(folder)
     try:
         return AutoTokenizer.from_pretrained(
             folder, use_fast=True, trust_remote_code=False, local_files_only=True

@@ -9,20 +9,22 @@ import sys
 from collections.abc import Sequence
 from time import perf_counter
 from types import FrameType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import uvicorn
 import uvloop
 
 from specserve.config import Config
-from specserve.engine.build import Phases, resolve_model, scaled_models
 from specserve.errors import EngineDied, Overloaded
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Ready
 from specserve.exchange.spawn import Spawned
-from specserve.input_processor import load_input_processor
+from specserve.input_processor import load_text_files, make_input_processor
+from specserve.phases import Phases
+from specserve.preflight import Folders
 from specserve.process import return_freed_memory, tell
 from specserve.progress import LoadProgress, show_phases
+from specserve.selection import scaled_models
 from specserve.server.app import make_app
 from specserve.server.connection import bounded
 from specserve.server.service import ServedModel, Service, fingerprint
@@ -34,26 +36,36 @@ QUESTION = '{"messages": [{"role": "user", "content": "%s"}], "max_tokens": 64, 
 PREFIX = '{"prompt": "def ", "max_tokens": 64, "stream": true}'
 
 
-def serve(config: Config, spawned: Spawned, listener: socket.socket, started_at: float) -> int:
+class Start(NamedTuple):
+    """What `specserve serve` has done before this module was imported."""
+
+    config: Config
+    folders: Folders
+    spawned: Spawned
+    listener: socket.socket
+    started_at: float  # perf_counter
+
+
+def serve(start: Start) -> int:
     """Serve until a signal comes or the engine dies; the exit code."""
     return_freed_memory()
     raise_file_limit()
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(run(config, spawned, listener, started_at))
+            return runner.run(run(start))
     except EngineDied as e:
         tell(f"error: {e}")
         return ENGINE_DIED
 
 
-async def run(config: Config, spawned: Spawned, listener: socket.socket, started_at: float) -> int:
-    engine = EngineClient(spawned)
-    service = Service(config, engine)
+async def run(start: Start) -> int:
+    engine = EngineClient(start.spawned)
+    service = Service(start.config, engine)
     server = Server(service)
     await engine.connect()  # last: what it has said by now is heard at once
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    living = asyncio.create_task(live(service, listener, started_at))
+    serving = asyncio.create_task(server.serve(sockets=[start.listener]))
+    living = asyncio.create_task(live(service, start))
     signalled = asyncio.create_task(server.signals.get())
     try:
         await asyncio.wait((living, signalled), return_when=asyncio.FIRST_COMPLETED)
@@ -66,21 +78,23 @@ async def run(config: Config, spawned: Spawned, listener: socket.socket, started
         engine.close()
 
 
-async def live(service: Service, listener: socket.socket, started_at: float) -> NoReturn:
+async def live(service: Service, start: Start) -> NoReturn:
     """Load, and serve until the engine dies."""
     phases = Phases()
-    phases.note("imports", f"{perf_counter() - started_at:.2f} s")
-    config, engine = service.config, service.engine
+    phases.note("imports", f"{perf_counter() - start.started_at:.2f} s")
+    config, engine = start.config, service.engine
     with LoadProgress(sys.stderr.isatty()) as bar:
         engine.on_loading = bar
-        input_processor = await asyncio.to_thread(load_input_processor, config, phases)
+        with phases.phase("tokenizer"):
+            files = await asyncio.to_thread(load_text_files, *start.folders)
         ready = await engine.ready
-    identity, scaled = fingerprint(config, resolve_model(config)), scaled_models(config)
+    identity, scaled = fingerprint(start.folders.target, ready), scaled_models(config)
     max_nodes = config.speculation.max_nodes
     served = ServedModel(service.name, identity, ready.drafter, max_nodes, scaled)
-    service.open(input_processor, served, ready)
+    service.open(make_input_processor(files, ready.vocab_size, ready.max_model_len), served, ready)
     show_phases(phases.table | ready.phases)
-    for line in introduction(service, ready, listener.getsockname(), perf_counter() - started_at):
+    seconds = perf_counter() - start.started_at
+    for line in introduction(service, ready, start.listener.getsockname(), seconds):
         tell(line, number=1)
     await engine.died.wait()
     raise EngineDied("the engine process has ended, and so does this one")

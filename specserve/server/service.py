@@ -183,9 +183,9 @@ def served_name(config: Config) -> str:
     return config.server.served_model_name or name_of(config.target)
 
 
-def fingerprint(config: Config, folder: Path) -> str:
+def fingerprint(folder: Path, ready: Ready) -> str:
     """Of all that the text depends on beside a request: equal for every drafter."""
-    digest = hashlib.sha256(f"{VERSION} {config.model.dtype}".encode())
+    digest = hashlib.sha256(f"{VERSION} {ready.dtype} {ready.arithmetic}".encode())
     for file in sorted([*folder.glob("*.json"), *folder.glob("*.jinja")]):
         digest.update(file.read_bytes())
     for file in sorted(folder.glob("*.safetensors")):

@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from specserve import LLM, SamplingParams
 from specserve.errors import ConfigError
-from specserve.models.checkpoint import INDEX, SINGLE, Checkpoint
+from specserve.models.checkpoint import Checkpoint
 from specserve.models.families import load_config, tensor_shapes
 from specserve.models.folder import scaled_from
+from specserve.models.weight_files import INDEX, SINGLE
 from specserve_bench import scale
 from specserve_bench.scale import main, scale_model
 from specserve_bench.shapes import SHAPES, shape_config

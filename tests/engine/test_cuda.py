@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specserve.config import load_config
-from specserve.engine import build
+from specserve.engine import build, loading
 from specserve.engine.step_input import RowGroup
 from specserve.errors import ConfigError
 from specserve.exchange.sampling_params import Sampling
@@ -168,13 +168,9 @@ def no_memory(*args, **kwargs):
 
 
 PLACES = {  # where memory runs out at load -> what is said of it
-    "weights": (build, "load_decoder", ["GiB of weights", "set model.dtype"]),
+    "weights": (loading, "load_decoder", ["GiB of weights", "set model.dtype"]),
     "pool": (cpu, "allocate", ["bytes for the KV pool", "lower memory.kv_bytes"]),
-    "step": (
-        build.Runner,
-        "launch",
-        ["a step of 512 rows", "lower memory.kv_bytes", "max_batched"],
-    ),
+    "step": (cpu, "tune", ["a step of 512 rows", "lower memory.kv_bytes", "max_batched"]),
 }
 
 

@@ -12,12 +12,12 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from specserve import LLM, SamplingParams
-from specserve.config import DEMO_DRAFT, DEMO_TARGET, load_config
-from specserve.engine.build import Phases
+from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.engine.step_input import RowGroup
 from specserve.exchange.sampling_params import Sampling
-from specserve.input_processor import load_input_processor
+from specserve.input_processor import load_text_files, make_input_processor
 from specserve.memory import BlockTable
+from specserve.models.families import load_config
 from specserve.models.loader import load_decoder
 from specserve_bench.workloads import workload
 from specserve_kernels import load
@@ -213,7 +213,9 @@ def pair(ops):
 @pytest.fixture(scope="module")
 def asked():
     """Every prompt twice: greedily, and at T = 1 without filters."""
-    input_processor = load_input_processor(load_config(None, {}), Phases())
+    shape = load_config(DEMO_TARGET)
+    files = load_text_files(DEMO_TARGET)
+    input_processor = make_input_processor(files, shape.vocab_size, shape.max_positions)
     cases = []
     for ask in [a for w in ("questions", "completion") for a in workload(w, SIZE, SEED).asks]:
         is_text = isinstance(ask.prompt, str)

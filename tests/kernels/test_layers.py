@@ -1,4 +1,4 @@
-"""Linear maps, norms and the gated SiLU; which build is loaded; how many threads it is given."""
+"""Linear maps, norms and the gated SiLU; which build is loaded."""
 
 import shutil
 
@@ -8,11 +8,9 @@ from torch.nn.functional import linear
 
 from specserve_kernels import DeviceError, cpu, load, reference
 from specserve_kernels.cpu import build
-from specserve_kernels.threads import Threads, allowed_threads
 from tests.kernels.builds import BUILDS
 from tests.kernels.random_steps import random_tensor, row_errors
 
-HOST_BUILDS = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}  # of a row, relative to its norm
 
@@ -176,36 +174,3 @@ def test_kernels_are_compiled_once(tmp_path, monkeypatch):
     build.library.cache_clear()
     assert build.library().specserve_sample
     build.library.cache_clear()
-
-
-@HOST_BUILDS
-def test_threads_are_as_configured(ops):
-    allowed = allowed_threads()
-    threads, words = ops.tune(lambda rows: None, 512, allowed)
-    assert threads == (allowed, allowed)
-    assert words.startswith(f"{allowed}, ")
-
-
-@HOST_BUILDS
-def test_more_threads_than_the_process_may_use_are_refused(ops):
-    allowed, before = allowed_threads(), torch.get_num_threads()
-    with pytest.raises(ValueError, match=rf"^{allowed + 1} threads.* {allowed} CPUs.*set at most"):
-        ops.tune(lambda rows: None, 512, allowed + 1)
-    assert torch.get_num_threads() == before
-
-
-def test_threads_are_timed_where_nothing_is_configured():
-    seen = set()
-    threads, words = cpu.tune(lambda rows: seen.add((rows, torch.get_num_threads())), 512, None)
-    assert {(4, 1), (64, 1), (4, allowed_threads()), (64, allowed_threads())} == seen
-    assert f"{threads.few} for 4 rows" in words and f"{threads.many} for 64 rows" in words
-
-
-def test_a_step_gets_threads_by_its_rows():
-    threads, before = Threads(few=1, many=2), torch.get_num_threads()
-    counts = []
-    for rows in (1, 24, 25, 512, 2):
-        threads.use(rows)
-        counts.append(torch.get_num_threads())
-    torch.set_num_threads(before)
-    assert counts == [1, 1, 2, 2, 1]

@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specserve.errors import ConfigError
-from specserve.models.checkpoint import is_at_home
 from specserve.models.loader import load_decoder
+from specserve.models.weight_files import is_at_home
 from specserve_kernels import reference
 from tests.checkpoints import tiny_checkpoint
 from tests.models.forward import logits, prompt

@@ -18,13 +18,21 @@ from specserve_kernels.cpu.ops import (
     top_children,
 )
 from specserve_kernels.cpu.threads import tune
-from specserve_kernels.host import allocate, copy_blocks, free_memory, has_bf16, place
+from specserve_kernels.host import (
+    allocate,
+    copy_blocks,
+    free_memory,
+    has_bf16,
+    instruction_set,
+    place,
+)
 
 __all__ = [
     "BuildError",
     "add",
     "add_rms_norm",
     "allocate",
+    "arithmetic",
     "attention",
     "copy_blocks",
     "embed",
@@ -47,3 +55,7 @@ __all__ = [
 ]
 
 samples_ahead = False
+
+
+def arithmetic() -> str:
+    return f"cpu {instruction_set()}"

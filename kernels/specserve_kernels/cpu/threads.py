@@ -1,36 +1,147 @@
-"""Settling the number of threads by timing the model's own step."""
+"""Settling the number of threads by timing the steps that are run anyway."""
 
-import time
-from collections.abc import Callable
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from specserve_kernels.threads import Threads, allowed_threads, check_threads
+from specserve_kernels.cpu.build import BuildError, cache_folder, cpu
+from specserve_kernels.threads import FixedThreads, Threads, allowed_threads, check_threads
 
-FEW, MANY = 4, 64  # rows of the steps that are timed: a small tree, a piece of a prompt
-_REPEATS = 10
+STEPS, RANK = 9, 2  # timed with each of two numbers; the third best of each decides
+HOPELESS, HOPELESS_STEPS = 1.5, 4  # so much slower in its best of so few: not tried any longer
+
+log = logging.getLogger("specserve")
 
 
-def tune(step: Callable[[int], Tensor], most: int, threads: int | None) -> tuple[Threads, str]:
-    """Time steps of few and of many rows with 1 thread and with all; keep the better for each."""
+def tune(
+    step: Callable[[int], Tensor], most: int, threads: int | None, key: str
+) -> tuple[Threads, str]:
+    """All threads at first, unless it is known from earlier what suits the model `key`.
+
+    No step is run here: `MeasuredThreads` learns from those that requests need.
+    """
     if threads is not None:
-        count = check_threads(threads)
-        return Threads(count, count), f"{count}, as configured"
-    few, few_words = fastest(step, FEW)
-    many, many_words = fastest(step, MANY)
-    return Threads(few, many), f"{few_words}; {many_words}"
+        return FixedThreads(check_threads(threads)), f"{threads}, as configured"
+    allowed = allowed_threads()
+    if allowed == 1:
+        return FixedThreads(1), "1, as there is one CPU"
+    measured = MeasuredThreads(allowed, cache_file(key, allowed))
+    return measured, measured.words()
 
 
-def fastest(step: Callable[[int], Tensor], rows: int) -> tuple[int, str]:
-    counts = sorted({1, allowed_threads()})
-    seconds = dict.fromkeys(counts, float("inf"))
-    for _ in range(_REPEATS):  # interleaved: a busy neighbour hits all counts alike
-        for count in counts:
-            torch.set_num_threads(count)
-            start = time.perf_counter()
-            step(rows)
-            seconds[count] = min(seconds[count], time.perf_counter() - start)
-    best = min(counts, key=seconds.__getitem__)
-    timed = ", ".join(f"{n}: {s * 1e3:.2f} ms" for n, s in seconds.items())
-    return best, f"{best} for {rows} rows (of {timed})"
+class Duel:
+    """Two numbers of threads, used in turns for steps of one size."""
+
+    def __init__(self, holder: int, challenger: int) -> None:
+        self.holder, self.challenger = holder, challenger
+        self.seconds: dict[int, list[float]] = {holder: [], challenger: []}
+
+    def next(self) -> int:
+        """In turns, so that a busy neighbour hits both alike."""
+        held, tried = self.seconds[self.holder], self.seconds[self.challenger]
+        return self.holder if len(held) <= len(tried) else self.challenger
+
+    def winner(self) -> int | None:
+        """None while it is open. A challenger that is far slower is not tried to the end."""
+        held, tried = self.seconds[self.holder], self.seconds[self.challenger]
+        if len(tried) >= HOPELESS_STEPS and min(tried) > HOPELESS * min(held):
+            return self.holder
+        if len(tried) < STEPS:
+            return None
+        # A neighbour makes some steps slower and none faster; the very best may have been short.
+        is_better = sorted(tried)[RANK] < sorted(held)[RANK]
+        return self.challenger if is_better else self.holder
+
+
+class MeasuredThreads:
+    """A number of threads for each size of a step, settled by timing real steps.
+
+    Steps of few rows can lose more to barriers than further threads win. Sizes are powers of two:
+    steps of up to 1, 2, 4, ... rows. Each begins with all CPUs, which half as many challenge; who
+    wins is challenged by half as many again, so that no step is ever much slower than it need be.
+    What is settled is kept in `file`, for the next start.
+    """
+
+    def __init__(self, allowed: int, file: Path | None = None) -> None:
+        self.allowed, self.file = allowed, file
+        self.settled = read(file, allowed)  # bits of the size -> number
+        self.duels: dict[int, Duel] = {}  # bits of the size -> what is being tried
+        self.used = allowed
+
+    def use(self, rows: int) -> None:
+        size = size_of(rows)
+        self.used = self.settled[size] if size in self.settled else self.duel(size).next()
+        torch.set_num_threads(self.used)
+
+    def observe(self, rows: int, seconds: float) -> None:
+        size = size_of(rows)
+        if size in self.settled:
+            return
+        duel = self.duel(size)
+        duel.seconds[self.used].append(seconds)
+        winner = duel.winner()
+        if winner == duel.challenger and winner > 1:
+            self.duels[size] = Duel(winner, winner // 2)
+        elif winner is not None:
+            self.settle(size, winner)
+
+    def is_settled(self, rows: int) -> bool:
+        return size_of(rows) in self.settled
+
+    def duel(self, size: int) -> Duel:
+        return self.duels.setdefault(size, Duel(self.allowed, self.allowed // 2))
+
+    def settle(self, size: int, number: int) -> None:
+        self.settled[size] = number
+        self.duels.pop(size, None)
+        if self.file is not None:
+            write(self.file, self.settled)
+
+    def words(self) -> str:
+        if not self.settled:
+            return f"{self.allowed}, until steps have been timed"
+        known = ", ".join(f"{n} for up to {1 << size} rows" for size, n in self.settled.items())
+        return f"{known}, as timed before"
+
+
+def size_of(rows: int) -> int:
+    return (rows - 1).bit_length()
+
+
+def cache_file(key: str, allowed: int) -> Path | None:
+    """For one model on one kind of machine; None where there is no place for it."""
+    parts = key, str(allowed), torch.__version__, cpu().decode(errors="replace")
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    try:
+        return cache_folder() / f"threads-{digest}.json"
+    except (BuildError, OSError):
+        return None
+
+
+def read(file: Path | None, allowed: int) -> dict[int, int]:
+    """What an earlier process settled; nothing, where the file is not what `write` leaves."""
+    try:
+        found = json.loads(file.read_text()) if file is not None else {}
+        settled = {int(size): number for size, number in found.items()}
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return {}
+    is_ours = all(type(n) is int and 1 <= n <= allowed for n in settled.values())
+    return settled if is_ours and all(0 <= size < 64 for size in settled) else {}
+
+
+def write(file: Path, settled: Mapping[int, int]) -> None:
+    """Whole or not at all: another process may read it at any time."""
+    try:
+        handle, temporary = tempfile.mkstemp(suffix=".json", dir=file.parent)
+        with os.fdopen(handle, "w") as out:
+            json.dump(dict(settled), out)
+        os.replace(temporary, file)
+    except OSError as e:
+        log.debug("%s: the threads that suit best are not kept: %s", file, e)

@@ -15,7 +15,7 @@ from specserve_kernels.cuda.masks import sight
 from specserve_kernels.cuda.staging import Staging
 from specserve_kernels.errors import DeviceError
 from specserve_kernels.host import copy_blocks
-from specserve_kernels.threads import Threads, check_threads
+from specserve_kernels.threads import FixedThreads, Threads, check_threads
 from specserve_kernels.types import (
     NO_WINDOW,
     KVCache,
@@ -165,8 +165,11 @@ class CudaOps:
         placed = SampleParams(*self.staging.upload(params))
         return top_children.top_children(logits, placed, k, tau)
 
+    def arithmetic(self) -> str:
+        return f"cuda {torch.cuda.get_device_name(self.device)}"
+
     def tune(
-        self, step: Callable[[int], Tensor], most: int, threads: int | None
+        self, step: Callable[[int], Tensor], most: int, threads: int | None, key: str
     ) -> tuple[Threads, str]:
         """First steps compile kernels, and the largest finds out whether its memory is there."""
         count = torch.get_num_threads() if threads is None else check_threads(threads)
@@ -176,7 +179,7 @@ class CudaOps:
         self.sample(logits, torch.zeros(1, dtype=torch.int64), one).tolist()
         self.top_children(logits, one, min(4, logits.shape[1]), 1.0)
         name = torch.cuda.get_device_name(self.device)
-        return Threads(count, count), f"{name}, {count} threads beside it"
+        return FixedThreads(count), f"{name}, {count} threads beside it"
 
 
 def batched(tensors: list[Tensor], n: int) -> Iterator[Any]:

@@ -1,6 +1,13 @@
 """The ops in plain torch, float32 inside, each row on its own: the definition and the oracle."""
 
-from specserve_kernels.host import allocate, copy_blocks, free_memory, has_bf16, place
+from specserve_kernels.host import (
+    allocate,
+    copy_blocks,
+    free_memory,
+    has_bf16,
+    instruction_set,
+    place,
+)
 from specserve_kernels.reference.attention import attention, move_kv, plan, rope_write_kv
 from specserve_kernels.reference.layers import (
     add,
@@ -19,6 +26,7 @@ __all__ = [
     "add",
     "add_rms_norm",
     "allocate",
+    "arithmetic",
     "attention",
     "copy_blocks",
     "embed",
@@ -40,3 +48,8 @@ __all__ = [
 ]
 
 samples_ahead = False
+
+
+def arithmetic() -> str:
+    """The build and what it computes with: on others the same row may have other bits."""
+    return f"reference {instruction_set()}"

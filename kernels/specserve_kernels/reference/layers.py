@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specserve_kernels.threads import Threads, check_threads
+from specserve_kernels.threads import FixedThreads, Threads, check_threads
 
 
 def prepack(weight: Tensor) -> Tensor:
@@ -93,13 +93,16 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return torch.stack(rows).to(gate_up.dtype)
 
 
-def tune(step: Callable[[int], Tensor], most: int, threads: int | None) -> tuple[Threads, str]:
-    """Settle how many threads run a step, and have done what only a first step has to do.
+def tune(
+    step: Callable[[int], Tensor], most: int, threads: int | None, key: str
+) -> tuple[Threads, str]:
+    """Choose how many threads run a step, and have done what only a first step has to do.
 
-    step     runs one of so many rows, to be timed; the logits [n, V] of some of them
+    step     runs one of so many rows; the logits [n, V] of some of them
     most     rows that a step may have
     threads  that many, or None for the build to choose
-    ->       what a runner asks before each forward, and the choice in words
+    key      of the model: what is learnt of its steps may be kept under it
+    ->       what a runner calls around each forward, and the choice in words
     """
     count = torch.get_num_threads() if threads is None else check_threads(threads)
-    return Threads(count, count), f"{count}, with reference kernels"
+    return FixedThreads(count), f"{count}, with reference kernels"

@@ -1,0 +1,99 @@
+"""How much memory the KV pool gets, and how it is cut for target and draft model."""
+
+import torch
+
+from specserve.config import Config
+from specserve.engine.loading import asked_for
+from specserve.engine.runner import Runner
+from specserve.errors import ConfigError
+from specserve.memory import Arena, BlockPool
+from specserve.memory.arena import block_bytes, tokens_that_fit
+from specserve.models.decoder import Decoder
+from specserve_drafters.tree import TREE_SLOTS
+from specserve_kernels import DeviceError, Ops
+
+
+class PoolPlan:
+    """The sizes of one arena for all models, the target first, and requests of `max_len` tokens.
+
+    block_bytes  of a block, whichever model holds it
+    block_sizes  tokens in a block, by model
+    per_request  blocks of a request of full length and its tree, by model
+    num_blocks   no more than `max_running` such requests need, and no more than memory allows
+    """
+
+    def __init__(self, config: Config, models: list[Decoder], max_len: int) -> None:
+        target, *drafts = models
+        draft_layouts = [layout for draft in drafts for layout in draft.kv_layouts]
+        self.block_bytes = block_bytes(target.kv_layouts, config.memory.block_size, draft_layouts)
+        self.block_sizes = [config.memory.block_size]
+        for draft in drafts:
+            fits = tokens_that_fit(draft.kv_layouts, self.block_bytes)
+            self.block_sizes.append(draft_block_size(config.memory.draft_block_size, fits))
+        self.max_len = max_len
+        self.per_request = [-(-(max_len + TREE_SLOTS) // size) for size in self.block_sizes]
+        self.allowed = kv_bytes(config, models[0].ops)
+        needed = sum(self.per_request) * config.scheduler.max_running
+        self.num_blocks = min(self.allowed // self.block_bytes, needed)
+
+    def check(self) -> None:
+        """Room for one request at least; ConfigError says what to change."""
+        if self.num_blocks >= self.per_request[0]:
+            return
+        fit = self.num_blocks * self.block_sizes[0] - TREE_SLOTS
+        shorter = f"set scheduler.max_model_len to at most {fit}, or " if fit >= 2 else ""
+        needed = self.per_request[0] * self.block_bytes
+        raise ConfigError(
+            f"a request of {self.max_len} tokens and its tree need {needed} bytes of KV, and "
+            f"memory allows {self.allowed}: {shorter}raise memory.kv_bytes or memory.kv_fraction, "
+            "or lower memory.block_size"
+        )
+
+
+def build_pool(
+    config: Config, target: Decoder, draft: Decoder | None, max_len: int
+) -> tuple[list[Runner], BlockPool]:
+    """A runner for each model, and the pool that they share."""
+    models = [target] if draft is None else [target, draft]
+    plan = PoolPlan(config, models, max_len)
+    plan.check()
+    arena = allocate(plan, target.ops)
+    runners = []
+    for name, model, size in zip(("target", "draft"), models, plan.block_sizes, strict=False):
+        arena.add_view(name, model.kv_layouts, size)
+        runners.append(Runner(model, arena, name))
+    return runners, BlockPool(plan.num_blocks, plan.block_bytes)
+
+
+def allocate(plan: PoolPlan, ops: Ops) -> Arena:
+    size = plan.num_blocks * plan.block_bytes
+    try:
+        return Arena(ops.allocate(size), plan.block_bytes)
+    except (OSError, OverflowError, torch.OutOfMemoryError) as e:
+        raise ConfigError(
+            f"the system refuses {size} bytes for the KV pool ({asked_for(e)}): lower "
+            "memory.kv_bytes or memory.kv_fraction"
+        ) from e
+
+
+def pool_words(config: Config, pool: BlockPool) -> str:
+    mib = pool.num_blocks * pool.block_bytes / 2**20
+    return f"{pool.num_blocks} blocks of {config.memory.block_size} target tokens, {mib:.0f} MiB"
+
+
+def draft_block_size(asked: int | None, fits: int) -> int:
+    if asked is not None and asked > fits:
+        raise ConfigError(
+            f"memory.draft_block_size = {asked} is more than the {fits} draft tokens that fit into "
+            "a block: lower it, or raise memory.block_size"
+        )
+    return asked or fits
+
+
+def kv_bytes(config: Config, ops: Ops) -> int:
+    if config.memory.kv_bytes is not None:
+        return config.memory.kv_bytes
+    try:
+        return int(config.memory.kv_fraction * ops.free_memory())
+    except DeviceError as e:
+        raise ConfigError(f"{e}: set memory.kv_bytes") from e

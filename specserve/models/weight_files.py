@@ -1,0 +1,69 @@
+"""Which files of a folder hold a model's weights; none of them is opened."""
+
+from pathlib import Path, PurePosixPath
+
+from specserve.errors import ConfigError
+from specserve.models.folder import read_json
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth")
+
+
+def find_weights(folder: Path) -> dict[str, str] | None:
+    """Which shard holds each tensor; None where SINGLE holds all. ConfigError for no weights."""
+    if (folder / SINGLE).exists():
+        return None
+    if (folder / INDEX).exists():
+        return weight_map(folder)
+    raise ConfigError(f"{folder}: {missing_weights(folder)}")
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """Which shard holds each tensor, every shard being a file of this folder."""
+    shards = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
+        raise ConfigError(f"{folder / INDEX}: no weight_map from names to files; download it again")
+    for shard in set(shards.values()):
+        check_shard(folder, shard)
+    return shards
+
+
+def check_shard(folder: Path, shard: str) -> None:
+    """A weight_map comes with the model: it must not make us open other files."""
+    if PurePosixPath(shard).name != shard or "\\" in shard or not shard.endswith(".safetensors"):
+        raise ConfigError(
+            f"{folder / INDEX}: weight_map names {shard!r}, which is no *.safetensors file of "
+            "this folder; do not use this checkpoint unless you trust its source, and then put "
+            "the file into the folder"
+        )
+    if not (folder / shard).exists():
+        raise ConfigError(
+            f"{folder / shard}: missing, and {INDEX} asks for it; download the model again"
+        )
+    target = (folder / shard).resolve()
+    if not is_at_home(folder.resolve(), target):
+        raise ConfigError(
+            f"{folder / shard}: a link that leaves the folder, to {target}; put the file itself "
+            "into the folder"
+        )
+
+
+def is_at_home(home: Path, target: Path) -> bool:
+    """Whether a file lies in a folder, or where the hub's cache keeps the files of this one.
+
+    There snapshots/<revision>/* are links into blobs/ of the repository, which may be links
+    in their turn, into a blobs/ that all repositories share.
+    """
+    repository = home.parent.parent
+    stores = repository / "blobs", repository.parent / "blobs"
+    is_cached = home.parent.name == "snapshots" and repository.name.startswith("models--")
+    return target.parent == home or (is_cached and any(s in target.parents for s in stores))
+
+
+def missing_weights(folder: Path) -> str:
+    if any(path.suffix in PICKLES for path in folder.iterdir()):
+        return (
+            "the weights are pickles (*.bin, *.pt, *.pth), which can run code when they are read "
+            "and are refused; convert them to safetensors"
+        )
+    return f"no weights; there must be {SINGLE}, or {INDEX} and the files that it names"

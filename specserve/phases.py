@@ -1,0 +1,22 @@
+"""How long each phase of a start-up took, in words."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+
+class Phases:
+    """A table from the name of a phase to its seconds, and what there is to say of it."""
+
+    def __init__(self) -> None:
+        self.table: dict[str, str] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = perf_counter()
+        yield
+        note = self.table.get(name, "")
+        self.table[name] = f"{perf_counter() - start:.2f} s{note and ': '}{note}"
+
+    def note(self, name: str, text: str) -> None:
+        self.table[name] = text

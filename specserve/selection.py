@@ -1,0 +1,85 @@
+"""Which models and which drafter a config stands for; no torch in here."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from specserve.config import Config
+from specserve.errors import ConfigError
+from specserve.models.families import DecoderConfig
+from specserve.models.folder import Scaled, resolve, scaled_from
+from specserve_drafters import DrafterError
+from specserve_drafters.base import BUILTIN, drafter_options, find_drafter
+
+
+def resolve_model(config: Config) -> Path:
+    return resolve(config.target)
+
+
+def resolve_draft(config: Config) -> Path:
+    if config.draft is None:
+        raise ConfigError(
+            f"drafter {config.drafter_name!r} needs a draft model: set drafter.model, or say "
+            "--draft-model"
+        )
+    return resolve(config.draft)
+
+
+def needs_draft_model(config: Config) -> bool:
+    """Asked of the drafter's class, whose module is imported."""
+    if config.drafter_name == "none":
+        return False
+    try:
+        return bool(getattr(find_drafter(config.drafter_name), "needs_executor", False))
+    except DrafterError as e:
+        raise ConfigError(f"drafter.name: {e}") from e
+
+
+def may_need_draft_model(config: Config) -> bool:
+    """As far as it can be told without running the code of a drafter that is not built in."""
+    if config.drafter_name == "none" or config.drafter_name in BUILTIN:
+        return needs_draft_model(config)
+    return config.draft is not None
+
+
+def check_drafter(config: Config) -> None:
+    """Whether there is such a drafter with such options; its module is imported."""
+    if config.drafter_name == "none":
+        return
+    try:
+        drafter_options(config.drafter_name, config.drafter.options)
+    except DrafterError as e:
+        raise ConfigError(str(e)) from e
+
+
+def check_drafter_name(config: Config) -> None:
+    """As `check_drafter`, but no code is run of a drafter that is not built in."""
+    is_foreign = config.drafter_name not in ("none", *BUILTIN)
+    if not (is_foreign and is_installed(config.drafter_name)):
+        check_drafter(config)
+
+
+def is_installed(name: str) -> bool:
+    """Whether there is the package that a `package.module:Class` names; it is not imported."""
+    try:
+        return find_spec(name.partition(":")[0].partition(".")[0]) is not None
+    except ValueError:  # no name at all
+        return False
+
+
+def scaled_models(config: Config) -> list[Scaled]:
+    """Of those that the config needs, which are demos at another model's cost."""
+    folders = [resolve_model(config)]
+    if may_need_draft_model(config):
+        folders.append(resolve_draft(config))
+    return [scaled for folder in folders if (scaled := scaled_from(folder)) is not None]
+
+
+def context_length(config: Config, target: DecoderConfig) -> int:
+    """Tokens of prompt and output that a request may have."""
+    longest, asked = target.max_positions, config.scheduler.max_model_len
+    if asked is not None and asked > longest:
+        raise ConfigError(
+            f"scheduler.max_model_len = {asked} is more than the model's {longest} positions: "
+            "lower it, or leave it out"
+        )
+    return asked or longest

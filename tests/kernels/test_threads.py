@@ -1,0 +1,164 @@
+"""How many threads a step is given, and what that is learnt from."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from specserve_kernels import cpu, reference
+from specserve_kernels.cpu.threads import STEPS, MeasuredThreads
+from specserve_kernels.threads import allowed_threads
+
+HOST_BUILDS = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+
+
+@pytest.fixture(autouse=True)
+def keep_threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """A cache folder of this test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "specserve"
+
+
+def untimed(rows):
+    raise AssertionError("no step is run at load")
+
+
+def run(threads, seconds, rows=4, steps=200):
+    """Steps that take seconds(number of threads); the numbers that were used."""
+    used = []
+    while len(used) < steps and not threads.is_settled(rows):
+        threads.use(rows)
+        used.append(torch.get_num_threads())
+        threads.observe(rows, seconds(used[-1]))
+    return used
+
+
+def chosen(threads, rows):
+    threads.use(rows)
+    return torch.get_num_threads()
+
+
+COSTS = {  # CPUs, seconds of a step by number of threads -> the best number
+    "all are best": (8, {8: 1.0, 4: 1.5, 2: 3.0, 1: 6.0}, 8),
+    "half are best": (8, {8: 1.2, 4: 1.0, 2: 1.1, 1: 2.0}, 4),
+    "one is best": (8, {8: 4.0, 4: 3.0, 2: 2.0, 1: 1.0}, 1),
+    "two, and all are best": (2, {2: 1.0, 1: 1.9}, 2),
+    "two, and one is best": (2, {2: 1.0, 1: 0.9}, 1),
+    "an odd number": (3, {3: 1.0, 1: 0.9}, 1),
+}
+
+
+@pytest.mark.parametrize(("allowed", "cost", "best"), COSTS.values(), ids=COSTS)
+def test_the_fastest_number_of_threads_is_found(allowed, cost, best):
+    threads = MeasuredThreads(allowed)
+    assert run(threads, cost.__getitem__)[0] == allowed
+    assert threads.is_settled(4) and chosen(threads, 4) == best
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("best", [1, 2])
+def test_a_busy_neighbour_does_not_decide(best, seed):
+    """One step in four takes up to ten times as long, whatever their threads."""
+    noise = random.Random(seed)
+
+    def seconds(number):
+        slowed = noise.uniform(1, 10) if noise.random() < 0.25 else 1.0
+        return (1.0 if number == best else 1.4) * noise.uniform(1.0, 1.05) * slowed
+
+    threads = MeasuredThreads(2)
+    run(threads, seconds)
+    assert chosen(threads, 4) == best
+
+
+def test_both_numbers_are_tried_in_turns():
+    used = run(MeasuredThreads(2), {2: 1.0, 1: 1.1}.__getitem__)
+    assert used == [2, 1] * STEPS
+
+
+def test_what_is_far_slower_is_given_up_at_once_and_worse_is_never_tried():
+    cost = {64: 1.0, 32: 1.7, 16: 3.4, 8: 7.0, 4: 14.0, 2: 28.0, 1: 56.0}
+    assert run(MeasuredThreads(64), cost.__getitem__) == [64, 32] * 4
+
+
+def test_each_size_of_a_step_has_a_number_of_its_own():
+    threads = MeasuredThreads(2)
+    run(threads, {2: 2.0, 1: 1.0}.__getitem__, rows=1)
+    run(threads, {2: 1.0, 1: 2.0}.__getitem__, rows=64)
+    assert [chosen(threads, rows) for rows in (1, 64, 33)] == [1, 2, 2]
+    assert threads.is_settled(33) and not threads.is_settled(65) and not threads.is_settled(2)
+
+
+@pytest.mark.skipif(allowed_threads() == 1, reason="one CPU leaves no choice")
+def test_what_is_settled_is_known_at_the_next_start(cache):
+    first, words = cpu.tune(untimed, 512, None, "model")
+    assert words == f"{allowed_threads()}, until steps have been timed"
+    run(first, lambda number: float(number))
+    again, words = cpu.tune(untimed, 512, None, "model")
+    assert again.is_settled(4) and chosen(again, 4) == 1
+    assert words == "1 for up to 4 rows, as timed before"
+    other, _ = cpu.tune(untimed, 512, None, "another model")
+    assert not other.is_settled(4)
+
+
+SPOILT = {
+    "cut short": '{"2":',
+    "no table": "[1]",
+    "a number alone": "7",
+    "no bytes": "",
+    "no number": '{"2": "1"}',
+    "a truth": '{"2": true}',
+    "more than there are": '{"2": 9}',
+    "none at all": '{"2": 0}',
+    "no size": '{"rows": 1}',
+    "an absurd size": '{"-1": 1}',
+    "too deep": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("text", SPOILT.values(), ids=SPOILT)
+def test_a_spoilt_file_in_the_cache_is_ignored_and_replaced(tmp_path, text):
+    file = tmp_path / "threads.json"
+    file.write_text(text)
+    threads = MeasuredThreads(2, file)
+    assert threads.settled == {}
+    run(threads, lambda number: float(number))
+    assert json.loads(file.read_text()) == {"2": 1}
+
+
+@pytest.mark.parametrize("folder", ["/dev/null/x", "/proc/1/x"])
+def test_without_a_place_for_the_cache_threads_are_settled_all_the_same(folder, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", folder)
+    threads, _ = cpu.tune(untimed, 512, None, "model")
+    run(threads, lambda number: float(number))
+    assert threads.is_settled(4)
+
+
+def test_a_cache_that_has_become_full_stops_no_step(tmp_path):
+    threads = MeasuredThreads(2, tmp_path / "gone" / "threads.json")
+    run(threads, lambda number: float(number))
+    assert chosen(threads, 4) == 1
+
+
+@HOST_BUILDS
+def test_threads_are_as_configured(ops):
+    allowed = allowed_threads()
+    threads, words = ops.tune(untimed, 512, allowed, "model")
+    assert threads.is_settled(1)
+    assert [chosen(threads, rows) for rows in (1, 512)] == [allowed, allowed]
+    assert words.startswith(f"{allowed}, ")
+
+
+@HOST_BUILDS
+def test_more_threads_than_the_process_may_use_are_refused(ops):
+    allowed, before = allowed_threads(), torch.get_num_threads()
+    with pytest.raises(ValueError, match=rf"^{allowed + 1} threads.* {allowed} CPUs.*set at most"):
+        ops.tune(untimed, 512, allowed + 1, "model")
+    assert torch.get_num_threads() == before
