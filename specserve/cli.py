@@ -14,7 +14,7 @@ import msgspec
 
 from specserve.config import Config, load_config, parse_override, to_toml
 from specserve.errors import ConfigError, SpecserveError
-from specserve.process import ensure_streams
+from specserve.process import ensure_streams, keep_stderr_from_failing
 from specserve.version import VERSION
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ BROKEN_PIPE = 141  # .. and one whose reader left
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     ensure_streams()
+    keep_stderr_from_failing()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may not know every character
     try:

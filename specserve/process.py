@@ -1,9 +1,11 @@
-"""Settings of the process that only count before torch is imported: memory and OpenMP."""
+"""Settings of a process that come before all else: memory, OpenMP, and the standard streams."""
 
 import ctypes
+import io
 import os
 import sys
 from contextlib import suppress
+from typing import Any
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
@@ -55,6 +57,29 @@ def ensure_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115, open for good
+
+
+class LossyFile(io.FileIO):
+    """A file for people to watch: what cannot be written, as a disk is full, is dropped."""
+
+    def write(self, data: Any) -> int:
+        written: int | None = None  # also where the file is a pipe that is full
+        with suppress(OSError):
+            written = super().write(data)
+        return memoryview(data).nbytes if written is None else written
+
+
+def keep_stderr_from_failing() -> None:
+    """Have nothing that is printed on stderr, by whatever library, stop the process."""
+    if sys.stderr is not sys.__stderr__:
+        return  # somebody watches it otherwise, as tests do
+    raw = LossyFile(sys.stderr.fileno(), "w", closefd=False)
+    sys.stderr = io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding=sys.stderr.encoding,
+        errors="backslashreplace",
+        line_buffering=True,
+    )
 
 
 def tell(text: str, number: int = 2) -> None:

@@ -24,6 +24,7 @@ from specserve.exchange.messages import (
 )
 from specserve.exchange.step_output import StepOutput
 from specserve.models.loader import name_of_dtype
+from specserve.process import keep_stderr_from_failing
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 CHUNK = 1 << 20
@@ -54,6 +55,7 @@ class Link:
 def main(fd: int) -> None:
     """Load, and step until nobody is at the other end any more."""
     die_with_parent()
+    keep_stderr_from_failing()
     # A service manager sends SIGTERM to all processes of a service. The parent alone decides what
     # it means: this one goes on stepping while requests are drained.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

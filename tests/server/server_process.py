@@ -20,13 +20,13 @@ READY = re.compile(r"ready in [\d.]+ s at (http://\S+)")
 class ServerProcess:
     """`specserve serve MODEL`; killed, if it still runs, when the block ends."""
 
-    def __init__(self, model, *args, env=None, **settings):
+    def __init__(self, model, *args, env=None, stderr=subprocess.PIPE, **settings):
         sets = [f"--set={key}={value}" for key, value in (SETTINGS | settings).items()]
         command = [sys.executable, "-m", "specserve", "serve", str(model), "--port=0"]
         self.process = subprocess.Popen(
             [*command, *args, *sets],
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             env=os.environ | (env or {}),
         )

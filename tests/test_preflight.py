@@ -1,0 +1,168 @@
+"""Mistakes that are told at once, and modules that stay light."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from time import perf_counter
+
+import pytest
+
+from tests.checkpoints import tiny_checkpoint
+
+EXCHANGE = Path(__file__).parents[1] / "specserve" / "exchange"
+HEAVY = "torch", "transformers"
+# The command, in a process that cannot import torch and start no other.
+COMMAND = f"""
+import sys
+
+class Spared:
+    def find_spec(self, name, path=None, target=None):
+        assert name not in {HEAVY}, f"{{name}} is imported"
+
+def spawned(config):
+    raise AssertionError("a process is started")
+
+sys.meta_path.insert(0, Spared())
+from specserve.exchange import spawn
+spawn.spawn = spawned
+from specserve.cli import main
+sys.exit(main())
+"""
+SECONDS = 5  # ten times what it may take on a quiet machine
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A folder with `whole`, a model, and with copies of it that each have a mistake."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny_checkpoint(folder / "whole")
+    tiny_checkpoint(folder / "other_ids", vocab_size=321)
+    for name, spoil in SPOILT.items():
+        shutil.copytree(folder / "whole", folder / name)
+        spoil(folder / name)
+    return folder
+
+
+def rewrite(**changes):
+    def change(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def remove(name):
+    return lambda folder: (folder / name).unlink()
+
+
+SPOILT = {
+    "no_config": remove("config.json"),
+    "broken_config": lambda folder: (folder / "config.json").write_text("{"),
+    "other_family": rewrite(architectures=["GemmaForCausalLM"]),
+    "quantized": rewrite(quantization_config={"bits": 4}),
+    "no_weights": remove("model.safetensors"),
+    "pickles": lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"),
+    "no_tokenizer": remove("tokenizer.json"),
+}
+MISTAKES = {  # arguments after the command -> words of the complaint
+    "no folder": (["--model=./nowhere"], "no such folder"),
+    "a file": (["--model=whole/config.json"], "name the folder that holds config.json"),
+    "no config.json": (["--model=./no_config"], "config.json: missing"),
+    "a broken config.json": (["--model=./broken_config"], "no valid JSON"),
+    "another architecture": (["--model=./other_family"], "'GemmaForCausalLM'"),
+    "quantized": (["--model=./quantized"], "quantized weights are not supported"),
+    "no weights": (["--model=./no_weights"], "no weights; there must be"),
+    "pickles": (["--model=./pickles"], "convert them to safetensors"),
+    "no tokenizer": (["--model=./no_tokenizer"], "no tokenizer"),
+    "an unknown drafter": (["--model=./whole", "--drafter=ngarm"], "no drafter 'ngarm'"),
+    "no such package": (["--model=./whole", "--drafter=nosuch.module:Class"], "nosuch"),
+    "a drafter without a name": (["--model=./whole", "--drafter=:Class"], "no drafter ':Class'"),
+    "an unknown option": (["--model=./whole", "--set=drafter.options.max_gram=3"], "max_gram"),
+    "a wrong option": (["--model=./whole", "--set=drafter.options.max_ngram=0"], "max_ngram"),
+    "a wrong option of the model's drafter": (
+        ["--model=./whole", "--draft-model=./whole", "--set=drafter.options.width=99"],
+        "width",
+    ),
+    "no draft model": (["--model=./whole", "--draft-model=./nowhere"], "no such folder"),
+    "a draft model without weights": (
+        ["--model=./whole", "--draft-model=./no_weights"],
+        "no weights",
+    ),
+    "a draft model of other ids": (
+        ["--model=./whole", "--draft-model=./other_ids"],
+        "vocab_size is 321, and the target's is 320",
+    ),
+    "a context that is too long": (
+        ["--model=./whole", "--set=scheduler.max_model_len=513"],
+        "more than the model's 512 positions",
+    ),
+    "an unknown key": (["--model=./whole", "--set=memory.blocksize=1"], "memory.block_size?"),
+    "a value out of range": (["--model=./whole", "--set=memory.kv_fraction=2"], "kv_fraction"),
+    "no config file": (["--model=./whole", "--config=gone.toml"], "gone.toml"),
+}
+COMMANDS = {"serve": [], "generate": ["a prompt"], "chat": []}
+FOR_ALL = "no folder", "no tokenizer", "an unknown drafter"
+TABLE = [("serve", *mistake) for mistake in MISTAKES.values()]
+TABLE += [(command, *MISTAKES[name]) for command in ("generate", "chat") for name in FOR_ALL]
+
+
+def refusal(cwd, command, *args):
+    """The one line on stderr; in time, without torch."""
+    args = [a.removeprefix("--model=") if command == "serve" else a for a in args]
+    start = perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, command, *COMMANDS[command], *args],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+    )
+    assert perf_counter() - start < SECONDS
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(("command", "args", "complaint"), TABLE)
+def test_a_mistake_is_told_before_torch_is_imported(models, command, args, complaint):
+    assert complaint in refusal(models, command, *args)
+
+
+def test_a_port_that_is_taken_is_told_before_torch_is_imported(models):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert "cannot listen" in refusal(models, "serve", "./whole", f"--port={port}")
+
+
+@pytest.mark.parametrize(("text", "words"), [(None, "cannot be read"), ("# none", "no API key")])
+def test_a_key_file_that_is_of_no_use_is_told_before_torch_is_imported(
+    models, tmp_path, text, words
+):
+    if text is not None:
+        (tmp_path / "keys").write_text(text)
+    assert words in refusal(models, "serve", "./whole", f"--api-key-file={tmp_path / 'keys'}")
+
+
+def test_a_command_that_would_import_torch_is_seen():
+    """Else the tests above would pass whatever is imported."""
+    code = COMMAND.replace("from specserve.cli import main", "import torch")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "torch is imported" in done.stderr
+
+
+LIGHT = [
+    "specserve.cli",
+    "specserve.server.serve",
+    *(f"specserve.exchange.{path.stem}" for path in EXCHANGE.glob("[a-z]*.py")),
+    "specserve_drafters.ngram",
+    "specserve_drafters.model",
+]
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_what_the_http_process_imports_is_light(module):
+    code = f"import sys, {module}; print(*({{*{HEAVY}, 'numpy'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("\n", "")
