@@ -71,12 +71,13 @@ class LossyFile(io.FileIO):
 
 def keep_stderr_from_failing() -> None:
     """Have nothing that is printed on stderr, by whatever library, stop the process."""
-    if sys.stderr is not sys.__stderr__:
-        return  # somebody watches it otherwise, as tests do
-    raw = LossyFile(sys.stderr.fileno(), "w", closefd=False)
+    stream = sys.__stderr__
+    if stream is None or sys.stderr is not stream:
+        return  # it goes elsewhere already, as under tests
+    raw = LossyFile(stream.fileno(), "w", closefd=False)
     sys.stderr = io.TextIOWrapper(
         io.BufferedWriter(raw),
-        encoding=sys.stderr.encoding,
+        encoding=stream.encoding,
         errors="backslashreplace",
         line_buffering=True,
     )
