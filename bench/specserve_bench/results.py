@@ -109,7 +109,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     drafter: str | None = None
     max_nodes: int | None = None
     config: dict[str, Any] = {}  # settings of an engine of ours that are not the default
-    threads: dict[str, str] = {}  # of the models' steps, as timed at load
+    threads: dict[str, str] = {}  # of the models' steps, in words
     scaled: list[Scaled] = []  # of its models, those that `scale-model` wrote
 
 

@@ -26,6 +26,7 @@ def serving_figures(models: Path) -> dict[str, Any]:
     pair = (models / "code-target", "--draft-model", models / "code-draft")
     figures = {
         "ready_s": ready_seconds(pair),
+        "demo_ready_s": ready_seconds(()),
         "overhead": overhead(pair),
         "idle": idle_connections(pair),
         "newcomer": newcomer(pair),

@@ -112,7 +112,7 @@ def in_turn(runs: Iterable[T], number: int, num_subjects: int) -> Iterator[T]:
 
 
 class Loader:
-    """LLMs of configs, which share their models: each is loaded, and timed for threads, once."""
+    """LLMs of configs, which share their models: each is loaded once."""
 
     def __init__(self, progress: bool = True) -> None:
         self.progress = progress
