@@ -47,9 +47,7 @@ class ModelConfig(Section, frozen=True):
         Meta(pattern=r"^(auto|cpu|cuda(:(0|[1-9][0-9]?))?)$"),
         about("auto, cpu, cuda, or cuda:1 for the second GPU; auto is a GPU where there is one"),
     ] = "auto"
-    threads: Annotated[Positive | None, about("CPU threads, at least 1; unset: as steps are timed")] = (
-        None
-    )
+    threads: Annotated[Positive | None, about("CPU threads, at least 1; unset: by timing")] = None
 
 
 class MemoryConfig(Section, frozen=True):

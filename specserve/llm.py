@@ -57,9 +57,9 @@ class LLM:
         self.progress = progress
         phases = Phases()
         check_device(self.config)
-        folders = preflight.check(self.config)
+        self.folders = preflight.check(self.config)
         with phases.phase("tokenizer"):
-            files = load_text_files(*folders)
+            files = load_text_files(*self.folders)
         with LoadProgress(progress) as bar:
             self.loaded = build(self.config, bar, phases, weights)
         self.input_processor = make_input_processor(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from specserve.config import Config
 from specserve.errors import ConfigError
 from specserve.models.families import DecoderConfig, load_config
-from specserve.models.folder import check_tokenizer
+from specserve.models.folder import check_tokenizer, scaled_from
 from specserve.models.weight_files import find_weights
 from specserve.selection import (
     check_drafter_name,
@@ -39,6 +39,7 @@ def check(config: Config) -> Folders:
 def check_folder(folder: Path) -> DecoderConfig:
     """What config.json says, if all that a model needs is there; no weight is read."""
     shape = load_config(folder)
+    scaled_from(folder)
     find_weights(folder)
     check_tokenizer(folder)
     return shape

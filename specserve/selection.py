@@ -1,5 +1,6 @@
 """Which models and which drafter a config stands for; no torch in here."""
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -66,12 +67,10 @@ def is_installed(name: str) -> bool:
         return False
 
 
-def scaled_models(config: Config) -> list[Scaled]:
-    """Of those that the config needs, which are demos at another model's cost."""
-    folders = [resolve_model(config)]
-    if may_need_draft_model(config):
-        folders.append(resolve_draft(config))
-    return [scaled for folder in folders if (scaled := scaled_from(folder)) is not None]
+def scaled_models(folders: Iterable[Path | None]) -> list[Scaled]:
+    """Those that are demos at another model's cost."""
+    found = (scaled_from(folder) for folder in folders if folder is not None)
+    return [scaled for scaled in found if scaled is not None]
 
 
 def context_length(config: Config, target: DecoderConfig) -> int:

@@ -146,7 +146,7 @@ def about(llm: LLM) -> Subject:
         max_nodes=config.speculation.max_nodes if is_drafting else 0,
         config=without_paths(settings_of(config)),
         threads={name: words for name, words in phases.items() if name.endswith("threads")},
-        scaled=scaled_models(config),
+        scaled=scaled_models(llm.folders),
     )
 
 

@@ -80,24 +80,29 @@ async def run(start: Start) -> int:
 
 async def live(service: Service, start: Start) -> NoReturn:
     """Load, and serve until the engine dies."""
-    phases = Phases()
-    phases.note("imports", f"{perf_counter() - start.started_at:.2f} s")
-    config, engine = start.config, service.engine
-    with LoadProgress(sys.stderr.isatty()) as bar:
-        engine.on_loading = bar
-        with phases.phase("tokenizer"):
-            files = await asyncio.to_thread(load_text_files, *start.folders)
-        ready = await engine.ready
-    identity, scaled = fingerprint(start.folders.target, ready), scaled_models(config)
-    max_nodes = config.speculation.max_nodes
-    served = ServedModel(service.name, identity, ready.drafter, max_nodes, scaled)
-    service.open(make_input_processor(files, ready.vocab_size, ready.max_model_len), served, ready)
-    show_phases(phases.table | ready.phases)
+    ready = await load(service, start)
     seconds = perf_counter() - start.started_at
     for line in introduction(service, ready, start.listener.getsockname(), seconds):
         tell(line, number=1)
-    await engine.died.wait()
+    await service.engine.died.wait()
     raise EngineDied("the engine process has ended, and so does this one")
+
+
+async def load(service: Service, start: Start) -> Ready:
+    """Read the tokenizer while the engine process loads, and open the service."""
+    phases = Phases()
+    phases.note("imports", f"{perf_counter() - start.started_at:.2f} s")
+    folders, max_nodes = start.folders, start.config.speculation.max_nodes
+    with LoadProgress(sys.stderr.isatty()) as bar:
+        service.engine.on_loading = bar
+        with phases.phase("tokenizer"):
+            files = await asyncio.to_thread(load_text_files, *folders)
+        ready = await service.engine.ready
+    identity, scaled = fingerprint(folders.target, ready), scaled_models(folders)
+    served = ServedModel(service.name, identity, ready.drafter, max_nodes, scaled)
+    service.open(make_input_processor(files, ready.vocab_size, ready.max_model_len), served, ready)
+    show_phases(phases.table | ready.phases)
+    return ready
 
 
 async def drain(service: Service, server: "Server") -> int:
