@@ -1,0 +1,66 @@
+"""The number of threads is found while requests run, and changes no text."""
+
+import pytest
+import torch
+
+from specserve.config import load_config
+from specserve.engine.build import build
+from specserve.engine.process import ready
+from specserve_kernels.cpu.threads import MeasuredThreads
+from specserve_kernels.threads import FixedThreads
+from tests.checkpoints import tiny_checkpoint
+from tests.engine.engines import engine_for, load_small
+from tests.engine.test_engine import greedy
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("target"), seed=3)
+
+
+@pytest.fixture(autouse=True)
+def keep_threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def text(target, threads):
+    engine = engine_for(target)
+    engine.target.threads = threads
+    request = engine.add([5, 17, 42], greedy(60))
+    while not engine.is_idle:
+        engine.step()
+    return request.token_ids.tolist()
+
+
+def test_steps_of_requests_settle_the_threads_and_the_text_is_the_same(folder):
+    target, threads = load_small(folder), MeasuredThreads(2)
+    assert text(target, threads) == text(target, FixedThreads(1))
+    assert threads.is_settled(1)
+    assert len(threads.duels[2].seconds[2]) == 1, "the prompt's three rows are a size of their own"
+
+
+SETTINGS = {"memory.kv_bytes": 1 << 24, "drafter.name": "none"}
+
+
+@pytest.mark.parametrize(("asked", "dtype"), [("auto", "fp32"), ("bf16", "bf16")])
+def test_the_engine_process_tells_what_it_has_chosen(folder, asked, dtype):
+    config = load_config(None, SETTINGS | {"model.path": str(folder), "model.dtype": asked})
+    told = ready(build(config))
+    assert (told.dtype, told.vocab_size, told.max_model_len) == (dtype, 320, 512)
+    assert told.arithmetic.split()[0] == "cpu" and len(told.arithmetic.split()) > 1
+
+
+def test_a_number_of_threads_that_the_config_names_stays(folder):
+    settings = SETTINGS | {"model.path": str(folder), "model.threads": 1}
+    loaded = build(load_config(None, settings))
+    assert loaded.engine.target.threads == FixedThreads(1)
+    assert loaded.phases["target threads"].endswith("1, as configured")
+
+
+def test_engines_that_share_a_model_learn_together(folder):
+    config = load_config(None, SETTINGS | {"model.path": str(folder)})
+    first = build(config)
+    second = build(config, known=first.weights)
+    assert second.engine.target.threads is first.engine.target.threads
