@@ -1,12 +1,10 @@
 """The offline face of the engine: prompts in, outputs or streams out, in this process."""
 
-import signal
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
-from threading import RLock, current_thread, main_thread
-from types import FrameType, TracebackType
+from threading import RLock
+from types import TracebackType
 from typing import Any, Self
 
 from specserve import preflight
@@ -17,6 +15,7 @@ from specserve.errors import ConfigError, Overloaded, RequestError
 from specserve.exchange.sampling_params import SamplingParams, choices_of
 from specserve.generation import Generation, Output, output
 from specserve.input_processor import Message, load_text_files, make_input_processor
+from specserve.interrupts import interrupts_held
 from specserve.phases import Phases
 from specserve.progress import LoadProgress, show_phases, track
 
@@ -115,13 +114,18 @@ class LLM:
         self, ids: list[int], params: SamplingParams
     ) -> Generator[tuple[str, list[int]], None, Output]:
         [generation] = self.start(ids, params)
-        shown, num_shown = 0, 0
+        num_characters = num_tokens = 0  # that have been yielded
+        is_done = False
         try:
-            while num_shown < len(generation.token_ids) or not generation.is_done:
-                if num_shown == len(generation.token_ids):  # else somebody else's step brought some
-                    self.step()
-                text, token_ids = generation.text[shown:], generation.token_ids[num_shown:]
-                shown, num_shown = len(generation.text), len(generation.token_ids)
+            while not is_done:
+                with self.lock:  # another thread's step may have brought tokens, or bring some
+                    if not generation.is_done and num_tokens == len(generation.token_ids):
+                        self.step()
+                    text = generation.text[num_characters:]
+                    token_ids = generation.token_ids[num_tokens:]
+                    is_done = generation.is_done
+                num_characters += len(text)
+                num_tokens += len(token_ids)
                 if token_ids:
                     yield text, token_ids
         finally:
@@ -220,19 +224,3 @@ def is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
         return True
     return len(prompts) > 0 and isinstance(prompts[0], Integral)
-
-
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of a step: half a step done is a state nobody can go on from."""
-    if current_thread() is not main_thread():
-        yield  # only the main thread is ever interrupted
-        return
-    came: list[FrameType | None] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(frame))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)
-    if came and callable(before):
-        before(signal.SIGINT, came[0])

@@ -1,5 +1,6 @@
 import itertools
 import os
+import signal
 from collections import Counter
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from hypothesis import settings
 # Triton decides at its import: without a GPU its kernels run in its interpreter.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A suite that a shell runs in the background is born with SIGINT ignored, and so are its children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: the first example of a run compiles and allocates. Derandomized: a suite that every
 # change must pass may not fail by chance.

@@ -13,6 +13,7 @@ LAYERS = [  # ground floor first
     ("specserve.errors", "specserve.config", "specserve.version", "specserve.process"),
     ("specserve.machine",),
     ("specserve.keys",),
+    ("specserve.interrupts",),
     ("specserve.progress",),
     ("specserve.memory", "specserve.models", "specserve.text"),
     ("specserve.phases", "specserve.selection", "specserve.preflight"),

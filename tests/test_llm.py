@@ -3,6 +3,7 @@
 import signal
 from array import array
 from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from specserve import LLM, SamplingParams
 from specserve.errors import ConfigError, Overloaded, PromptTooLong, RequestError
+from specserve.generation import Generation
 from tests.checkpoints import EOS, tiny_checkpoint, tiny_tokenizer
 
 SETTINGS = {"model.threads": 1, "memory.kv_bytes": 1 << 26}
@@ -199,6 +201,39 @@ def test_threads_may_share_an_llm(llm):
         got = list(pool.map(lambda p: llm.generate(p, params)[0].token_ids, prompts))
     assert got == want
     assert llm.engine.pool.is_whole
+
+
+def test_a_stream_loses_nothing_to_a_step_of_another_thread(llm, monkeypatch):
+    class SteppedOnRead(Generation):
+        """Its text is followed by a step of another thread, wherever the lock lets one in."""
+
+        @property
+        def text(self):
+            text = self.read
+            in_thread(step_if_free)
+            return text
+
+        @text.setter
+        def text(self, text):
+            self.read = text
+
+    def step_if_free():
+        if llm.lock.acquire(blocking=False):
+            llm.step()
+            llm.lock.release()
+
+    monkeypatch.setattr("specserve.llm.Generation", SteppedOnRead)
+    params = SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
+    pieces = list(llm.stream("the cat", params))
+    (want,) = llm.generate("the cat", params)
+    assert "".join(text for text, _ in pieces) == want.text
+    assert [token for _, ids in pieces for token in ids] == want.token_ids
+
+
+def in_thread(function):
+    thread = Thread(target=function)
+    thread.start()
+    thread.join()
 
 
 def test_ids_of_any_integer_type_are_ids(llm):
