@@ -47,7 +47,9 @@ def wheel(tmp_path_factory):
     return path
 
 
-def test_the_wheel_has_four_packages_the_cpp_sources_and_the_demo_pair(wheel):
+def test_the_wheel_has_four_packages_the_cpp_sources_and_the_demo_pair_without_its_evaluation(
+    wheel,
+):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {
         "specserve",
@@ -60,7 +62,8 @@ def test_the_wheel_has_four_packages_the_cpp_sources_and_the_demo_pair(wheel):
     assert sources <= set(names)
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
     demo = {p.relative_to(ROOT).as_posix() for p in ROOT.glob("specserve/demo/**/*") if p.is_file()}
-    assert {name for name in demo if not name.endswith(".pyc")} <= set(names)
+    assert demo <= set(names)
+    assert not [name for name in names if "/evaluation/" in name or name.endswith(".jsonl")]
 
 
 def install(wheel, folder):

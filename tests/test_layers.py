@@ -23,10 +23,10 @@ LAYERS = [  # ground floor first
     ("specserve.input_processor", "specserve.generation"),
     ("specserve.llm", "specserve"),  # `specserve` itself exports what `specserve.llm` defines
     ("specserve.server",),
-    ("specserve.demo",),
     ("specserve.chat",),
     ("specserve.remote",),
     ("specserve.cli", "specserve.__main__"),
+    ("specserve_bench.demo",),
     ("specserve_bench",),
 ]
 REPOSITORY = Path(__file__).parents[1]

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from specserve import LLM
-from specserve.demo import evaluation
 from specserve.errors import ConfigError
+from specserve_bench.demo import held_out
 
 Message = dict[str, str]
 NUM_TURNS = 8  # of a conversation with an agent
@@ -61,7 +61,7 @@ def workload(name: str, size: int, seed: int, temperature: float | None = None) 
 
 def source_tokens(llm: LLM) -> list[int]:
     """All of the source that the demo pair was not trained on."""
-    texts = evaluation.source_files().values()
+    texts = held_out.source_files().values()
     return [token for text in texts for token in llm.tokenizer(text)["input_ids"]]
 
 
@@ -74,7 +74,7 @@ def says(role: str, content: str) -> Message:
 
 
 def questions(source: random.Random, size: int) -> list[Ask]:
-    known = evaluation.questions()
+    known = held_out.questions()
     drawn = source.sample(known, size) if size <= len(known) else source.choices(known, k=size)
     return [ask(source, [says("user", q.question)], 96) for q in drawn]
 
@@ -85,7 +85,7 @@ def completion(source: random.Random, size: int) -> list[Ask]:
 
 def beginning(source: random.Random, characters: int) -> str:
     """Lines of a file up to somewhere inside it, where a new line begins."""
-    text = source.choice(list(evaluation.source_files().values()))
+    text = source.choice(list(held_out.source_files().values()))
     end = text.index("\n", source.randrange(min(characters, len(text) // 2), len(text) - 1)) + 1
     start = text.rfind("\n", 0, max(0, end - characters)) + 1
     return text[start:end]
@@ -98,7 +98,7 @@ def agent(source: random.Random, size: int) -> list[Ask]:
         messages = [says("user", f"Here is a file.\n\n{beginning(source, FILE_CHARACTERS)}")]
         for _ in range(min(NUM_TURNS, size - len(asks))):
             asks.append(ask(source, list(messages), 48))
-            known = source.choice(evaluation.questions())
+            known = source.choice(held_out.questions())
             messages.append(says("assistant", known.first_sentence))
             result = beginning(source, RESULT_CHARACTERS)
             messages.append(says("user", f"{known.question}\n\n{result}"))

@@ -2,9 +2,10 @@
 
 import pytest
 
-from specserve.demo.corpus import EVALUATION_FILES, PURPOSE
-from specserve.demo.evaluation import questions, source_files
 from specserve.errors import ConfigError
+from specserve_bench.demo import held_out
+from specserve_bench.demo.corpus import EVALUATION_FILES, PURPOSE
+from specserve_bench.demo.held_out import questions, source_files
 from specserve_bench.workloads import NUM_TURNS, WORKLOADS, workload
 
 HELD_OUT = "\n\n".join(source_files().values())
@@ -26,6 +27,15 @@ def test_the_committed_questions_are_phrased_as_training_never_does():
         asked = q.question.split(q.symbol)
         assert len(asked) >= 2 and asked[0] not in beginnings - {""}
         assert any(p.format(q.symbol) == q.question for p in PURPOSE.held_out)
+
+
+def test_without_the_committed_files_there_are_those_of_the_running_python(tmp_path, monkeypatch):
+    names = list(source_files())
+    monkeypatch.setattr(held_out, "COMMITTED", tmp_path)
+    assert list(source_files()) == names and all(source_files().values())
+    (q,) = [q for q in questions() if q.symbol == "shutil.copytree"]
+    assert q.first_sentence.startswith("Recursively copy") and "shutil.copytree" in q.question
+    assert len(workload("mixed", 4, seed=0).asks) == 4
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

@@ -2,8 +2,9 @@
 
 import pytest
 
-from specserve.demo import corpus
-from specserve.demo.corpus import EVALUATION_FILES, library, source_files, symbols, turns
+from specserve_bench.demo import corpus
+from specserve_bench.demo.corpus import EVALUATION_FILES, library, source_files, symbols, turns
+from specserve_bench.demo.held_out import questions_about
 
 PHRASINGS = (corpus.PURPOSE, corpus.SIGNATURE, corpus.CALL, corpus.NAME)
 
@@ -35,7 +36,7 @@ def test_held_out_phrasings_are_never_trained_on(known):
     held_out = {p.split("{}")[0] for phrasings in PHRASINGS for p in phrasings.held_out}
     assert not {p.split("{}")[0] for phrasings in PHRASINGS for p in phrasings.training} & held_out
     asked = {turn.question for s in known.values() for turn in turns(s)}
-    assert not asked & {question for question, _ in corpus.held_out_questions(known.values())}
+    assert not asked & {q.question for q in questions_about(known.values())}
 
 
 SOURCE = '''

@@ -8,9 +8,9 @@ import torch
 
 from specserve import LLM, SamplingParams
 from specserve.config import DEMO, DEMO_DRAFT, DEMO_TARGET
-from specserve.demo import evaluate
-from specserve.demo.card import TEXT, read_card, words
-from specserve.demo.evaluation import Question, questions
+from specserve_bench.demo import evaluate
+from specserve_bench.demo.card import TEXT, read_card, words
+from specserve_bench.demo.held_out import Question, questions
 from specserve_bench.local import Local
 from specserve_bench.results import Load
 from specserve_bench.workloads import workload

@@ -1,4 +1,4 @@
-"""The training of the demo pair, on a plan of seconds."""
+"""The training of the demo pair, on a config that takes seconds."""
 
 import msgspec
 import numpy as np
@@ -8,21 +8,28 @@ from torch.nn import functional as F
 
 from specserve import LLM, SamplingParams
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
-from specserve.demo import train
-from specserve.demo.batches import IGNORED, batch, encode
-from specserve.demo.card import read_card
-from specserve.demo.corpus import Turn
-from specserve.demo.tokenizer import train_tokenizer
 from specserve.errors import ConfigError
+from specserve_bench.demo import learning, losses, train
+from specserve_bench.demo.batches import IGNORED, batch, encode
+from specserve_bench.demo.card import read_card
+from specserve_bench.demo.corpus import Turn
+from specserve_bench.demo.tokenizer import train_tokenizer
+from specserve_bench.demo.training_config import (
+    OWN_LENGTH,
+    Size,
+    TrainingConfig,
+    check_config,
+    read_config,
+)
 
 NAMES = DEMO_TARGET.name, DEMO_DRAFT.name
-SIZE = train.Size(1, 64, 1, 64)
-PLAN = train.Plan(
+SIZE = Size(1, 64, 1, 64)
+CONFIG = TrainingConfig(
     vocab_size=400,
     target=SIZE,
     draft=SIZE,
     target_tokens=6 * 64,
-    own_tokens=4 * train.OWN_LENGTH,
+    own_tokens=4 * OWN_LENGTH,
     draft_tokens=4 * 64,
     step_tokens=64,
     length=32,
@@ -62,7 +69,7 @@ def test_of_a_conversation_only_the_answer_is_learnt(tokens, tokenizer):
 
 
 def test_the_rate_rises_stays_and_falls():
-    rates = [train.rate(step, 1000) for step in range(1000)]
+    rates = [learning.rate(step, 1000) for step in range(1000)]
     assert rates[0] == 0.05 and rates[19:600] == [1.0] * 581
     assert rates[600:] == sorted(rates[600:], reverse=True) and rates[-1] < 0.011
 
@@ -70,7 +77,7 @@ def test_the_rate_rises_stays_and_falls():
 @pytest.fixture
 def pair(tokenizer):
     torch.manual_seed(0)
-    return [train.build(SIZE, PLAN, tokenizer) for _ in range(2)]
+    return [train.build(SIZE, CONFIG, tokenizer) for _ in range(2)]
 
 
 def gradients(model):
@@ -86,15 +93,15 @@ def test_a_loss_by_parts_is_that_of_all_logits_at_once(kind, pair, tokens, monke
     if kind == "distillation":
         want = target(drawn.token_ids).logits[marked].log_softmax(-1).detach()
         all_at_once = (want.exp() * (want - logits.log_softmax(-1))).sum(-1).mean()
-        loss = train.distillation_loss(draft, target)
+        loss = losses.distillation_loss(draft, target)
     else:
         all_at_once = F.cross_entropy(logits, drawn.labels[marked])
-        loss = train.next_token_loss(draft)
+        loss = losses.next_token_loss(draft)
     all_at_once.backward()
     wanted = gradients(draft)
     draft.zero_grad()
-    monkeypatch.setattr(train, "PART", 7)
-    assert marked.sum() % train.PART
+    monkeypatch.setattr(losses, "PART", 7)
+    assert marked.sum() % losses.PART
     assert loss(drawn) == pytest.approx(all_at_once.item(), rel=1e-5)
     torch.testing.assert_close(gradients(draft), wanted)
 
@@ -105,20 +112,31 @@ def test_a_draft_begins_with_the_likenesses_of_the_targets_words(pair):
     torch.testing.assert_close(draft @ draft.T, target @ target.T)
 
 
+def leaving(num_threads):
+    """An engine that has chosen this number of threads, as its timing may have it choose any."""
+
+    class Leaving(LLM):
+        def __exit__(self, *args):
+            super().__exit__(*args)
+            torch.set_num_threads(num_threads)
+
+    return Leaving
+
+
 def weights(out):
     return [(out / name / "model.safetensors").read_bytes() for name in NAMES]
 
 
-def test_a_training_is_not_ended_by_another_plan(tmp_path):
-    train.check_plan(tmp_path / "new" / "plan.json", PLAN)
-    train.check_plan(tmp_path / "new" / "plan.json", PLAN)
-    with pytest.raises(ConfigError, match=r"plan\.json: begun by another plan"):
-        train.check_plan(tmp_path / "new" / "plan.json", train.Plan())
-    (tmp_path / "new" / "plan.json").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"plan\.json.*another folder"):
-        train.check_plan(tmp_path / "new" / "plan.json", PLAN)
+def test_a_training_is_not_continued_with_another_config(tmp_path):
+    check_config(tmp_path / "new" / "training.json", CONFIG)
+    check_config(tmp_path / "new" / "training.json", CONFIG)
+    with pytest.raises(ConfigError, match=r"training\.json: begun by another config"):
+        check_config(tmp_path / "new" / "training.json", TrainingConfig())
+    (tmp_path / "new" / "training.json").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"training\.json.*another folder"):
+        check_config(tmp_path / "new" / "training.json", CONFIG)
     with pytest.raises(ConfigError, match="another folder"):
-        train.check_plan(tmp_path / "new" / "plan.json" / "plan.json", PLAN)
+        check_config(tmp_path / "new" / "training.json" / "training.json", CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -128,17 +146,49 @@ def test_a_training_is_not_ended_by_another_plan(tmp_path):
         *('{"ask_every": 0}', '{"step_tokens": 64}', '{"vocab_size": 10}', '{"peak_rate": -1}'),
     ],
 )
-def test_a_plan_with_a_mistake_is_named(tmp_path, text):
+def test_a_config_with_a_mistake_is_named(tmp_path, text):
     (tmp_path / "mine.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"--plan .*mine\.json"):
-        train.read_plan(tmp_path / "mine.json")
+    with pytest.raises(ConfigError, match=r"--config .*mine\.json"):
+        read_config(tmp_path / "mine.json")
+
+
+class TwoThreads:
+    """An engine that says nothing, and has chosen two threads by its timing."""
+
+    def __init__(self, *args, **options):
+        torch.set_num_threads(2)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def generate(self, prompts, params):
+        return []
+
+
+def test_the_threads_that_the_engine_chose_do_not_reach_the_training(
+    tmp_path, tokens, monkeypatch, one_thread
+):
+    """The gradients' sums, and so the weights, depend on their number."""
+    monkeypatch.setattr(train, "LLM", TwoThreads)
+    source = np.zeros(2 * train.BEGINNING, dtype=np.uint16)
+    assert train.continue_source(tmp_path, CONFIG, tokens._replace(source=source)) == []
+    assert torch.get_num_threads() == 1
 
 
 @pytest.mark.slow
-def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch):
-    train.train(tmp_path / "whole", PLAN)
-    monkeypatch.setattr(train, "SAVE_SECONDS", 0.0)
-    write = train.log
+def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(
+    tmp_path, monkeypatch, one_thread
+):
+    torch.set_num_threads(2)
+    monkeypatch.setattr(train, "LLM", leaving(1))
+    train.train(tmp_path / "whole", CONFIG)
+    monkeypatch.setattr(train, "LLM", leaving(2))
+    torch.set_num_threads(1)  # the process that continues may begin with any number
+    monkeypatch.setattr(learning, "SAVE_SECONDS", 0.0)
+    write = learning.log
     stops = [("target", 4), ("draft", 2)]
 
     def stop(folder, step):
@@ -147,28 +197,28 @@ def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, mon
             del stops[0]
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "log", stop)
+    monkeypatch.setattr(learning, "log", stop)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            train.train(tmp_path / "stopped", PLAN)
+            train.train(tmp_path / "stopped", CONFIG)
     assert not stops
     monkeypatch.setattr(train, "LLM", None)  # the target's own text is there already
-    train.train(tmp_path / "stopped", PLAN)
+    train.train(tmp_path / "stopped", CONFIG)
     assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
 
 
 @pytest.mark.slow
 def test_the_pair_is_served_as_any_other(tmp_path):
-    plan = tmp_path / "plan.json"
-    plan.write_bytes(msgspec.json.encode(PLAN))
-    assert train.main([str(tmp_path / "pair"), "--plan", str(plan)]) == 0
+    config = tmp_path / "mine.json"
+    config.write_bytes(msgspec.json.encode(CONFIG))
+    assert train.main([str(tmp_path / "pair"), "--config", str(config)]) == 0
     target, draft = (tmp_path / "pair" / name for name in NAMES)
     settings = {"memory.kv_bytes": 1 << 26, "model.threads": 1}
     with LLM(target, draft, set=settings, progress=False) as llm:
         (output,) = llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=9))
     assert output.usage.completion_tokens > 0
     card = read_card(tmp_path / "pair")
-    assert card.plan == msgspec.to_builtins(PLAN) and card.figures.questions == 3
+    assert card.config == msgspec.to_builtins(CONFIG) and card.figures.questions == 3
     assert card.training["tokens"] == {"target": 384, "draft": 256}
     text = (tmp_path / "pair" / "README.md").read_text()
     assert f"{card.figures.held_out_loss:.2f}" in text and "PSF" in text

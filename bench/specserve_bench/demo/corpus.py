@@ -1,7 +1,7 @@
-"""What the demo pair learns: the standard library's source, and talk about its functions.
+"""What the demo pair learns: the standard library's source, and questions about its functions.
 
-Everything comes from the running interpreter's own installation (PSF licence). Source is parsed,
-never imported, but for the few modules that have none.
+Both come from the running interpreter's installation (PSF licence). Source is parsed and not
+imported; the few modules without source are imported and inspected.
 """
 
 import ast
@@ -10,18 +10,18 @@ import importlib
 import inspect
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-# Held out of training in every Python version; evaluation and benchmarks read them.
+# Left out of training; evaluation and workloads read them.
 EVALUATION_FILES = (
     *("colorsys.py", "graphlib.py", "sched.py", "fractions.py", "queue.py", "netrc.py"),
     *("quopri.py", "stringprep.py", "zipapp.py", "json/encoder.py", "email/quoprimime.py"),
     "concurrent/futures/thread.py",
 )
-# Not read at all: generated tables, foreign data, programs, and what has left newer versions.
+# Not read: generated tables, data, programs, and packages that newer versions have removed.
 SKIPPED = {"site-packages", "pydoc_data", "idlelib", "lib2to3", "distutils", "turtledemo"}
 NOT_ASKED_ABOUT = SKIPPED | {"test", "tests", "encodings", "ensurepip", "unittest"}
 WITHOUT_SOURCE = ("math", "itertools", "time", "zlib", "binascii", "array", "cmath", "errno")
@@ -32,11 +32,11 @@ SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`'\"(])")
 
 
 class Symbol(NamedTuple):
-    """A public function or class, and what its author says of it."""
+    """A public function or class, and its documentation."""
 
-    name: str  # as one would write it: shutil.copytree
+    name: str  # dotted, as imported: shutil.copytree
     signature: str  # (src, dst, symlinks=False)
-    call: str  # with what has to be given: shutil.copytree(src, dst)
+    call: str  # with its required arguments: shutil.copytree(src, dst)
     summary: str  # the docstring's first sentence
     more: str  # the rest of its first paragraph; may be empty
 
@@ -53,7 +53,7 @@ def source_files(folder: Path) -> list[str]:
 
 
 def read_source(path: Path) -> str | None:
-    """None for what is no UTF-8 text: the library's own tests have some of that."""
+    """None where it is not UTF-8, as some of the library's own test data is not."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -61,7 +61,7 @@ def read_source(path: Path) -> str | None:
 
 
 def symbols(folder: Path) -> list[Symbol]:
-    """All that the demo is asked about, by name, each once."""
+    """Every symbol that there are questions about, sorted by name, without duplicates."""
     found = {s.name: s for s in [*symbols_of_sources(folder), *symbols_without_source()]}
     return [found[name] for name in sorted(found)]
 
@@ -123,7 +123,7 @@ def inspected(owner: str, holder: ModuleType | type, key: str) -> Iterator[Symbo
         return
     try:
         parameters = list(inspect.signature(value).parameters.values())
-    except (TypeError, ValueError):  # many have none that can be told
+    except (TypeError, ValueError):  # many builtins have no signature
         return
     parameters = [p for p in parameters if p.name != "self"]
     signature = str(inspect.Signature(parameters)) if parameters else "()"
@@ -136,7 +136,7 @@ def inspected(owner: str, holder: ModuleType | type, key: str) -> Iterator[Symbo
 
 
 def symbol(name: str, signature: str, needed: list[str], doc: str | None) -> Iterator[Symbol]:
-    """None for what is private, says nothing of itself, or is told better elsewhere."""
+    """The symbol, unless it is private, undocumented, or too long to ask about."""
     if is_private(name) or not doc or len(needed) > MAX_ARGUMENTS or len(signature) > 200:
         return
     paragraph = " ".join(doc.strip().split("\n\n")[0].split())
@@ -147,7 +147,7 @@ def symbol(name: str, signature: str, needed: list[str], doc: str | None) -> Ite
 
 
 class Phrasings(NamedTuple):
-    """Ways to ask one kind of question; `{}` is what it is about."""
+    """Ways to ask one kind of question; `{}` stands for its subject."""
 
     training: tuple[str, ...]
     held_out: tuple[str, ...]
@@ -212,10 +212,3 @@ def turns(symbol: Symbol) -> Iterator[Turn]:
         (NAME, symbol.summary, name),
     ):
         yield from (Turn(p.format(about), answer) for p in phrasings.training)
-
-
-def held_out_questions(symbols: Iterable[Symbol]) -> Iterator[tuple[str, str]]:
-    """(question in a phrasing never trained on, the first sentence that is right)."""
-    for number, s in enumerate(symbols):
-        phrasing = PURPOSE.held_out[number % len(PURPOSE.held_out)]
-        yield phrasing.format(s.name), s.summary

@@ -1,6 +1,6 @@
-"""`python -m specserve.demo.evaluate`: the figures of the demo pair's card, measured again.
+"""`python -m specserve_bench.demo.evaluate`: measures the figures of the demo pair's card.
 
-Everything is asked through the engine, greedily, from the committed evaluation files.
+All text is greedy and comes from the engine; prompts come from the held-out files and questions.
 """
 
 import argparse
@@ -17,13 +17,13 @@ import msgspec
 
 from specserve import LLM, SamplingParams
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
-from specserve.demo.card import JSON, Figures, read_card
-from specserve.demo.evaluation import Question, questions, source_files
 from specserve.engine.runner import Runner
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.errors import ConfigError
 from specserve.generation import Output
 from specserve.memory import BlockTable
+from specserve_bench.demo.card import JSON, Figures, read_card
+from specserve_bench.demo.held_out import Question, questions, source_files
 
 import torch  # isort: skip
 from torch.nn import functional as F  # isort: skip
@@ -37,7 +37,9 @@ TURNS, IN_A_ROW = 60, 10  # of the forwards that are timed
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m specserve.demo.evaluate", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m specserve_bench.demo.evaluate", description=__doc__
+    )
     parser.add_argument("--target", type=Path, default=DEMO_TARGET)
     parser.add_argument("--draft", type=Path, default=DEMO_DRAFT)
     parser.add_argument("--every", type=int, default=1, help="ask every Nth question only")
@@ -49,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show(figures: Figures, folder: Path) -> None:
-    """Beside those of the card, where there is one."""
+    """Print figures, each with the card's where the folder has a card."""
     card = msgspec.to_builtins(read_card(folder).figures) if (folder / JSON).exists() else {}
     for name, value in msgspec.to_builtins(figures).items():
         print(f"{name:26} {value:>10} {f'(card: {card[name]})' if card else ''}".rstrip())
@@ -92,7 +94,7 @@ def is_right(answer: str, question: Question) -> bool:
 
 
 def complete(llm: LLM) -> list[Output]:
-    """128 tokens after the first 1,000 characters of every evaluation file, one at a time."""
+    """128 tokens after the first 1,000 characters of every held-out file, one file at a time."""
     params = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
     return [llm.generate(text[:1000], params)[0] for text in source_files().values()]
 
@@ -101,8 +103,8 @@ def complete(llm: LLM) -> list[Output]:
 def draft_cost(llm: LLM) -> float:
     """Seconds of a forward of 8 rows, embedding to logits, the draft's over the target's.
 
-    Medians of many, in turns of some in a row: the first after the other's has to fetch its weights
-    again, those of a draft's further levels have not.
+    Medians over turns of IN_A_ROW forwards: only the first of a turn finds the caches filled with
+    the other model's weights, as only the first level of a draft does.
     """
     assert llm.engine.draft_model is not None
     runners = [llm.engine.target, llm.engine.draft_model.runner]
@@ -133,7 +135,7 @@ def spacing(asked: Sequence[Any]) -> int:
 
 def acceptance_length(outputs: Sequence[Output]) -> float:
     steps = sum(o.speculation.steps for o in outputs)
-    # A lone output tells its mean over steps; one without guesses said a token a step.
+    # Without guesses there is no mean: each step gives one token.
     tokens = sum(
         (o.speculation.mean_acceptance_length or 1.0) * o.speculation.steps for o in outputs
     )
@@ -142,7 +144,7 @@ def acceptance_length(outputs: Sequence[Output]) -> float:
 
 @torch.inference_mode()
 def held_out_loss(folder: Path) -> float:
-    """Mean nats a token over the evaluation files, in windows, by transformers in float32."""
+    """Mean nats a token over the held-out files, in windows, by transformers in float32."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     total, count = 0.0, 0

@@ -1,4 +1,4 @@
-"""What the demo pair is, how it came about, and what it was measured to do."""
+"""The demo pair's card: how it was trained, and the figures that were measured."""
 
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,11 @@ JSON, TEXT = "card.json", "README.md"
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured by `python -m specserve.demo.evaluate`."""
+    """Measured by `python -m specserve_bench.demo.evaluate`."""
 
     questions: int
     right_first_sentences: float  # share of the questions
-    held_out_loss: float  # nats a token of the evaluation files, the target's
+    held_out_loss: float  # nats a token of the held-out files, the target's
     held_out_draft_loss: float
     acceptance_on_questions: float  # mean acceptance length at 16 nodes
     acceptance_on_completion: float
@@ -26,7 +26,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 class Card(msgspec.Struct, frozen=True, kw_only=True):
     figures: Figures
     training: dict[str, Any]
-    plan: dict[str, Any]
+    config: dict[str, Any]
 
 
 def read_card(folder: Path = DEMO) -> Card:
@@ -41,8 +41,8 @@ def write_card(folder: Path, card: Card) -> None:
 
 
 def words(card: Card) -> str:
-    f, t, plan = card.figures, card.training, card.plan
-    target, draft = plan["target"], plan["draft"]
+    f, t, config = card.figures, card.training, card.config
+    target, draft = config["target"], config["draft"]
     return f"""# specserve-demo and specserve-demo-draft
 
 Two small models that come with specserve, so that there is something to serve in the first minute
@@ -59,11 +59,11 @@ knows nothing else, and makes things up about functions that it does not know we
 
 - **Data:** the standard library of Python {t["python"]} as installed, source and docstrings, and
   conversations made of its signatures and docstrings. Licence: PSF
-  (`specserve/demo/evaluation/LICENSE.txt`), which holds for what the models repeat of it. The
+  (`specserve/demo/weights/LICENSE.txt`), which holds for what the models repeat of it. The
   draft learnt from the same conversations, and from beginnings of source with the target's own
   continuations, half of them greedy, half at temperature 1.
-- **Not in training:** the files in `specserve/demo/evaluation/files`, what is defined there, and
-  the phrasings of `specserve/demo/evaluation/questions.jsonl`.
+- **Not in training:** the files in `bench/specserve_bench/demo/evaluation/files`, what is defined
+  there, and the phrasings of `questions.jsonl` beside them.
 - **Right first sentences:** {f.right_first_sentences:.1%} of {f.questions:,} questions about
   functions and classes it has seen, in phrasings it has not: the docstring's first sentence, to
   the letter.
@@ -74,12 +74,12 @@ knows nothing else, and makes things up about functions that it does not know we
   small a target repeats itself.
 - **Cost of a draft forward** of 8 rows, embedding to logits, ten in a row: {f.draft_cost:.2f} of
   the target's. What surrounds it in the engine, and weights that have left the caches, cost more.
-- **Vocabulary:** byte-level BPE, {plan["vocab_size"]:,}. Up to 8,192 positions; training saw
-  {plan["length"]} and {plan["long_length"]} at a time.
+- **Vocabulary:** byte-level BPE, {config["vocab_size"]:,}. Up to 8,192 positions; training saw
+  {config["length"]} and {config["long_length"]} at a time.
 - **Machine:** {t["machine"]}, torch {t["torch"]}.
 
-`python -m specserve.demo.train OUT` makes such a pair, `python -m specserve.demo.evaluate` measures
-these figures again.
+`python -m specserve_bench.demo.train OUT` makes such a pair,
+`python -m specserve_bench.demo.evaluate` measures these figures again.
 """
 
 

@@ -1,4 +1,4 @@
-"""The corpus as tokens, and batches of it that depend on the seed and the step only."""
+"""The corpus as token ids, and batches of it, each a function of the seed and the step."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.demo.corpus import Turn
-from specserve.demo.tokenizer import END_OF_TEXT
+from specserve_bench.demo.corpus import Turn
+from specserve_bench.demo.tokenizer import END_OF_TEXT
 
-IGNORED = -100  # label of what nobody has to guess; torch's own default
+IGNORED = -100  # the label of a token that is not learnt; torch's default
 
 
 class Batch(NamedTuple):
@@ -22,7 +22,7 @@ class Batch(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """Source as one string of tokens; conversations one after the other, and which is where."""
+    """All source and all conversations, concatenated; conversation n starts at starts[n]."""
 
     source: NDArray[np.uint16]
     talk: NDArray[np.uint16]
@@ -54,7 +54,7 @@ def encode(tokenizer: Any, sources: Sequence[str], turns: Sequence[Turn]) -> Cor
 
 
 def batch(corpus: Corpus, seed: int, step: int, size: int, length: int, talk_share: float) -> Batch:
-    """`talk_share` of the rows, by chance, are conversations one after the other; others source."""
+    """Each row is conversations with probability `talk_share`, else a window of source."""
     random = np.random.default_rng((seed, step))
     rows = [
         talk_row(corpus, random, length)
@@ -76,7 +76,7 @@ def source_row(corpus: Corpus, random: np.random.Generator, length: int) -> Row:
 
 
 def talk_row(corpus: Corpus, random: np.random.Generator, length: int) -> Row:
-    """What is learnt of a conversation is its answer; its question is given."""
+    """Random conversations one after the other; labels are those of answers only."""
     tokens: list[NDArray[np.int64]] = []
     labels: list[NDArray[np.int64]] = []
     room = length + 1

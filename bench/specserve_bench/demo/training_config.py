@@ -1,0 +1,76 @@
+"""What a training of the demo pair is made of: sizes, tokens, rates."""
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from specserve.errors import ConfigError
+
+OWN_LENGTH = 128  # tokens that the target continues a beginning with
+
+Positive = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Rate = Annotated[float, Meta(gt=0, le=1)]
+
+
+class Size(msgspec.Struct, frozen=True):
+    """Of a Qwen3-shaped model with as many KV heads as heads of 64."""
+
+    layers: Positive
+    hidden: Positive
+    heads: Positive
+    mlp: Positive
+
+
+class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Both stages: first the target's, then the draft's. The defaults make the demo pair."""
+
+    seed: Annotated[int, Meta(ge=0, lt=2**53)] = 0
+    vocab_size: Annotated[int, Meta(ge=300, lt=2**16)] = 8192
+    target: Size = Size(4, 384, 6, 1024)
+    draft: Size = Size(1, 128, 2, 768)
+    target_tokens: Positive = 13_000_000
+    own_tokens: Annotated[int, Meta(ge=4 * OWN_LENGTH)] = 1_200_000
+    draft_tokens: Positive = 15_000_000
+    step_tokens: Positive = 6144
+    length: Positive = 256  # of a row; longer ones cost more attention
+    long_length: Positive = 1024  # in every eighth step, for long conversations
+    talk_share: Share = 0.7
+    draft_talk_share: Share = 0.6
+    peak_rate: Rate = 3e-3
+    draft_peak_rate: Rate = 6e-3
+    ask_every: Positive = 1  # the evaluation asks every so many questions
+    max_files: Positive | None = None  # for tests
+    max_symbols: Positive | None = None
+
+    def __post_init__(self) -> None:
+        longest = max(self.length, self.long_length)
+        if longest > self.step_tokens:
+            raise ValueError(
+                f"step_tokens = {self.step_tokens} has no room for {longest} at a time"
+            )
+
+    def length_of(self, step: int) -> int:
+        return self.long_length if step % 8 == 7 else self.length
+
+
+def read_config(file: Path | None) -> TrainingConfig:
+    try:
+        return msgspec.json.decode(file.read_bytes() if file else b"{}", type=TrainingConfig)
+    except (OSError, msgspec.MsgspecError) as e:
+        raise ConfigError(f"--config {file}: {e}") from e
+
+
+def check_config(file: Path, config: TrainingConfig) -> None:
+    """Keep the config of a training in its folder; ConfigError where another one is there."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not file.exists():
+            file.write_bytes(msgspec.json.encode(config))
+        begun = msgspec.json.decode(file.read_bytes(), type=TrainingConfig)
+    except (OSError, msgspec.MsgspecError) as e:
+        raise ConfigError(f"{file}: {e}; give another folder") from e
+    if begun != config:
+        raise ConfigError(f"{file}: begun by another config; give that one, or another folder")
