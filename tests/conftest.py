@@ -38,13 +38,10 @@ def test_models():
     return Path(folder)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def one_thread():
     """For tiny models threads are all barrier, which a busy machine turns into seconds."""
-    before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def pytest_terminal_summary(terminalreporter):

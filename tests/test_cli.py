@@ -10,7 +10,7 @@ from specserve import cli, preflight
 from specserve.errors import RequestError
 from specserve.version import VERSION
 from tests.checkpoints import tiny_checkpoint
-from tests.fakes import FakeLLM, FakeParams
+from tests.fake_llm import FakeLLM, FakeParams
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from specserve_bench.results import Result, Subject, read
 from specserve_bench.shapes import SHAPES
 from specserve_bench.workloads import WORKLOADS
 from tests.checkpoints import tiny_checkpoint
-from tests.fakes import FakeLLM, FakeParams
+from tests.fake_llm import FakeLLM, FakeParams
 
 ROOT = Path(__file__).parents[1]
 PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md")}

@@ -1,1 +1,1 @@
-"""Measures specserve from outside, the way a user meets it."""
+"""Measures specserve through its command and Python API, and trains the demo pair."""

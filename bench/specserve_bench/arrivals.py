@@ -22,5 +22,5 @@ def due_times(load: Load, size: int) -> list[float]:
 
 
 def limit(load: Load) -> float:
-    """How many may be there at a time."""
+    """How many requests may run at a time."""
     return math.inf if load.concurrency is None else load.concurrency

@@ -25,7 +25,7 @@ CONCURRENCIES = (1, 2, 4, 8)
 
 
 def main(argv: list[str]) -> int:
-    """Of the entry point that `specserve` finds."""
+    """The entry point of `specserve bench`."""
     if argv and argv[0] == "scale-model":
         return scale.main(argv[1:])
     args = parser().parse_args(argv)
@@ -199,7 +199,7 @@ def is_url(name: str) -> bool:
 
 
 def distinct(names: Sequence[str]) -> list[str]:
-    """The second of a name is `name (2)`: the same thing twice shows how much noise there is."""
+    """Number repeated labels, `name (2)`: a subject that is named twice shows the noise."""
     return [
         name if (seen := names[:n].count(name)) == 0 else f"{name} ({seen + 1})"
         for n, name in enumerate(names)
@@ -213,11 +213,11 @@ def finish(
     workloads: Sequence[Workload],
     loads: Sequence[Load],
 ) -> int:
-    """Measure, keep, show; the exit code, 1 where a subject has answered nothing at all."""
+    """Measure, keep and show; the exit code is 1 where every request of a subject failed."""
     goals = Goals(args.goal_ttft_ms, args.goal_tpot_ms)
-    plan = suite.Plan(workloads, loads, args.rounds)
+    trials = suite.Trials(workloads, loads, args.rounds)
     command = " ".join(["specserve", *sys.argv[1:]])
-    result = suite.measure(kind, chosen, plan, goals, command)
+    result = suite.measure(kind, chosen, trials, goals, command)
     try:
         if args.out is not None:
             args.out.write_bytes(msgspec.json.encode(result) + b"\n")
@@ -225,12 +225,12 @@ def finish(
         print(report(result))  # it is all there is
         raise ConfigError(f"{args.out}: cannot be written ({e.strerror})") from e
     present([result], args.plots)
-    answers = {run.subject: [a for r in run.rounds for a in r.answers] for run in result.runs}
+    answers = {run.subject: [a for r in run.rounds for a in r.requests] for run in result.runs}
     return int(any(all(a.error for a in each) for each in answers.values()))
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Refuse now, not after an hour, what cannot be written."""
+    """Refuse outputs that cannot be written, before anything is measured."""
     try:
         if args.plots is not None:
             args.plots.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Draft KV in the target's pool against draft KV in a pool of its own, where bytes are short."""
+"""Draft KV in the target's pool, compared with a pool of its own, where memory is short."""
 
 import json
 import random
@@ -22,7 +22,7 @@ ROUNDS = 5
 
 
 class Load(NamedTuple):
-    """Requests that all come at once, of source and what follows."""
+    """Requests that arrive at once: prompts of source, and tokens to generate."""
 
     requests: int
     num_prompt: int
@@ -40,7 +40,7 @@ def elastic_figures() -> list[dict[str, Any]]:
 
 
 def larger_draft(folder: Path) -> Path:
-    """The demo pair's draft with heads added, which compute what is multiplied by zero."""
+    """The demo pair's draft with heads added, whose outputs are multiplied by zero."""
     shape = json.loads((DEMO_DRAFT / "config.json").read_text())
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS}
     (folder / "shape").mkdir()
@@ -113,7 +113,7 @@ def tokens_per_second(llm: LLM, asks: Sequence[list[int]], num_said: int) -> flo
 
 
 def split(llm: LLM, draft_share: float) -> None:
-    """Give the draft model's KV a pool of its own, which nothing else may use, and it nothing else.
+    """Split the pool: the draft model's KV gets a fixed part, which nothing else may use.
 
     Both lie in the same arena: the target keeps the first blocks.
     """

@@ -1,6 +1,6 @@
 """`make bench`: the figures of engine, server and drafters on the CPU, as tables and JSON lines.
 
-Where two things are compared they are run in turn, so that a busy neighbour hits both.
+Runs that are compared are interleaved, so that other load on the machine affects both.
 """
 
 import json
@@ -88,8 +88,8 @@ def drafter_figures(name: str, target: Path, draft: Path, requests: int) -> Resu
         loader.load(setting, load_config(None, models | suite.drafting(setting, base)))
         for setting in every
     ]
-    plan = suite.Plan(chosen, [Load(concurrency=1)], ROUNDS)
-    result = suite.measure("drafters", contenders, plan, Goals(), "make bench")
+    trials = suite.Trials(chosen, [Load(concurrency=1)], ROUNDS)
+    result = suite.measure("drafters", contenders, trials, Goals(), "make bench")
     print(report(result))
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}.json").write_bytes(msgspec.json.encode(result) + b"\n")
@@ -136,7 +136,7 @@ def load(models: Path, drafter: str, nodes: int) -> LLM:
 
 
 def one_run(llm: LLM, temperature: float) -> tuple[dict[str, float], str]:
-    """All prompts one after the other; means over them, and what was said."""
+    """All prompts, one after the other; means over them, and the texts."""
     clock, stats = OpClock(llm.engine), llm.engine.stats
     before = (stats.num_steps, stats.draft_seconds, stats.verify_seconds, stats.step_seconds)
     params = SamplingParams(
@@ -169,7 +169,7 @@ def summary(name: str, temperature: float, runs: list[dict[str, float]]) -> dict
 
 
 def page_faults(llm: LLM) -> int:
-    """Minor faults of the process during 20 steps of a stream that has settled."""
+    """Minor page faults of the process during 20 steps of a stream, after its first ones."""
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
     for _ in llm.stream(PROMPTS[0], params):
         pass  # the blocks that the next stream gets have been touched

@@ -17,7 +17,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from specserve.errors import SpecserveError
 from specserve.remote import Remote, events
 from specserve_bench.arrivals import due_times
-from specserve_bench.results import Answer, Load, Round, Speculation, gaps, output_hash, spread
+from specserve_bench.results import (
+    Load,
+    MeasuredRequest,
+    Round,
+    Speculation,
+    gaps,
+    output_hash,
+    spread,
+)
 from specserve_bench.workloads import Ask, Workload
 
 T = TypeVar("T")
@@ -44,11 +52,13 @@ class Usage(msgspec.Struct, frozen=True):
 
 class Delta(msgspec.Struct, frozen=True):
     content: str | None = None
-    reasoning_content: str | None = None  # what a model thinks aloud is text that was waited for
+    reasoning_content: str | None = None  # reasoning counts as text
     reasoning: str | None = None
 
 
-class Choice(msgspec.Struct, frozen=True):
+class WireChoice(msgspec.Struct, frozen=True):
+    """A choice of an event: of a completion (text) or of a chat (delta)."""
+
     text: str | None = None
     delta: Delta = Delta()
     finish_reason: str | None = None
@@ -59,16 +69,16 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """As much of an event as is measured."""
+    """The fields of an event that are measured."""
 
-    choices: list[Choice] = []
+    choices: list[WireChoice] = []
     usage: Usage | None = None
     metrics: Statistics | None = None
     error: Failure | None = None
 
 
 class Heard(msgspec.Struct):
-    """What came of one request."""
+    """The events of one request, and what was read from them."""
 
     number: int
     due_at: float
@@ -83,7 +93,7 @@ class Heard(msgspec.Struct):
 
 
 class Hosted:
-    """A server at a URL; it is asked by one thread for each request that is out."""
+    """A server at a URL; each running request has a thread."""
 
     def __init__(self, url: str, key: str | None = None, model: str | None = None) -> None:
         self.remote = Remote(url, key, {"model": model})
@@ -106,10 +116,10 @@ class Hosted:
         return finished(heard, before, after)
 
     def check(self, ask: Ask) -> None:
-        """What a server refuses is an error of the request."""
+        """Nothing is checked beforehand: a refusal is the request's error."""
 
     def ask(self, number: int, ask: Ask, due_at: float | None, started_at: float) -> Heard:
-        """One request from its beginning to its end; a failure is kept, not raised."""
+        """One request, to its end; a failure is kept in it, not raised."""
         now = time.perf_counter() - started_at
         heard = Heard(number, now if due_at is None else due_at)
         is_text = isinstance(ask.prompt, str)
@@ -151,9 +161,9 @@ class Hosted:
 
 
 def in_thread(places: threading.Semaphore, do: Callable[..., T], *args: Any) -> "Future[T]":
-    """Run beside this thread, and never outlive it: a server may be silent for as long as it likes.
+    """Run in a daemon thread, as a silent server must not keep the process alive.
 
-    A place is free again when it is done.
+    Gives a place back at the end.
     """
     future: Future[T] = Future()
 
@@ -170,7 +180,7 @@ def in_thread(places: threading.Semaphore, do: Callable[..., T], *args: Any) -> 
 
 
 def read(heard: Heard) -> None:
-    """Make something of the events; where that fails, it is the request's error."""
+    """Decode the events of a request; what is malformed is the request's error."""
     try:
         is_done = any([read_event(heard, at, data) for at, data in heard.data])
     except msgspec.MsgspecError as e:
@@ -220,7 +230,7 @@ def finished(
 
     return Round(
         seconds=max((h.ended_at for h in whole), default=first) - first,
-        answers=[answer(h) for h in heard],
+        requests=[measured(h) for h in heard],
         itl_ms=spread([gap for h in whole for gap in gaps(h.moments)]),
         output_hash=output_hash([(h.text, h.finish_reason) for h in heard]),
         speculation=told(whole) or counted(grown),
@@ -230,11 +240,11 @@ def finished(
     )
 
 
-def answer(heard: Heard) -> Answer:
-    """Without times where it failed: a part of an answer is none."""
+def measured(heard: Heard) -> MeasuredRequest:
+    """Without times where it failed."""
     if heard.error is not None or heard.usage is None:
-        return Answer(number=heard.number, arrived_at=heard.due_at, error=heard.error)
-    return Answer(
+        return MeasuredRequest(number=heard.number, arrived_at=heard.due_at, error=heard.error)
+    return MeasuredRequest(
         number=heard.number,
         arrived_at=heard.due_at,
         first_at=heard.moments[0] if heard.moments else heard.ended_at,
@@ -261,7 +271,7 @@ def told(heard: Sequence[Heard]) -> Speculation | None:
 
 
 def counted(grown: Any) -> Speculation | None:
-    """From vLLM's series, whose steps are those with a draft."""
+    """From vLLM's series, which count steps with a draft only."""
     steps = grown("vllm:spec_decode_num_drafts_total")
     if not steps:
         return None

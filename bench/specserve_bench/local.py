@@ -8,14 +8,22 @@ from typing import Any, NamedTuple
 from specserve import LLM, SamplingParams
 from specserve.generation import Generation
 from specserve_bench.arrivals import due_times, limit
-from specserve_bench.results import Answer, Load, Round, Speculation, gaps, output_hash, spread
+from specserve_bench.results import (
+    Load,
+    MeasuredRequest,
+    Round,
+    Speculation,
+    gaps,
+    output_hash,
+    spread,
+)
 from specserve_bench.workloads import Ask, Workload
 
 Clock = Callable[[], float]
 
 
 class Going(NamedTuple):
-    """A request that runs, and the moments at which tokens came."""
+    """A running request, and the times of its tokens."""
 
     number: int
     due_at: float
@@ -24,7 +32,7 @@ class Going(NamedTuple):
 
 
 class Local:
-    """Steps an LLM; `clock` and `wait` are for tests to put in."""
+    """Steps an LLM; tests replace `clock` and `wait`."""
 
     def __init__(
         self, llm: LLM, clock: Clock = time.perf_counter, wait: Callable[[float], None] = time.sleep
@@ -34,7 +42,7 @@ class Local:
     def run(self, workload: Workload, load: Load) -> Round:
         """Every request once; one that is due starts between two steps.
 
-        Nobody gains from rounds before: their prefixes are forgotten.
+        The prefix cache is emptied first, so that no round gains from the one before.
         """
         self.llm.reset_cache()
         prompts = [self.check(ask) for ask in workload.asks]
@@ -86,7 +94,7 @@ class Local:
 def finished(done: Sequence[Going], drafting: float, verifying: float, stepping: float) -> Round:
     return Round(
         seconds=max(g.events[-1] for g in done) - min(g.due_at for g in done),
-        answers=[answer(g) for g in done],
+        requests=[measured(g) for g in done],
         itl_ms=spread([gap for g in done for gap in gaps(g.events)]),
         output_hash=output_hash([(g.generation.text, g.generation.finish_reason) for g in done]),
         speculation=speculation([g.generation for g in done]),
@@ -96,9 +104,9 @@ def finished(done: Sequence[Going], drafting: float, verifying: float, stepping:
     )
 
 
-def answer(going: Going) -> Answer:
+def measured(going: Going) -> MeasuredRequest:
     events = going.events
-    return Answer(
+    return MeasuredRequest(
         number=going.number,
         arrived_at=going.due_at,
         first_at=events[0],

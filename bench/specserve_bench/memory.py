@@ -1,4 +1,4 @@
-"""What the pool's parts bring: prefixes found again, choices that share, no slot held in vain."""
+"""What the block pool brings: prefix hits, choices that share blocks, few unwritten slots."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,7 @@ def memory_figures(shape: Path) -> dict[str, Any]:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """In Markdown, as the manual has it."""
+    """In Markdown, as in docs/bench.md."""
     shared, elastic = figures["shared_prefix"], figures["elastic"]
     rows = {
         f"TTFT of a prompt whose first {shared['prefix_tokens']:,} tokens are found, over a miss": (
@@ -110,13 +110,13 @@ def shared_prefix() -> dict[str, Any]:
 
 
 def sharing(source: list[int]) -> list[list[int]]:
-    """One beginning, and an end of its own for each request."""
+    """Prompts with one common beginning and different ends."""
     ends = [source[PREFIX + 40 * i :][:40] for i in range(SHARERS)]
     return [source[:PREFIX] + end for end in ends]
 
 
 def peak_blocks(llm: LLM, generations: Sequence[Any]) -> dict[str, int]:
-    """The most blocks that were held at once between two steps, and how many requests ran then."""
+    """The most blocks held between two steps, and how many requests ran then."""
     peak = {"target": 0, "draft": 0, "running": 0}
     while not all(g.is_done for g in generations):
         llm.step()
@@ -175,7 +175,7 @@ def unwritten() -> dict[str, Any]:
 
 
 class Stopwatch:
-    """Seconds inside the calls that it stands around."""
+    """Sums the seconds of the calls that it wraps."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -193,8 +193,8 @@ class Stopwatch:
 
 @torch.inference_mode()
 def overhead(shape: Path) -> dict[str, Any]:
-    """Of steps with 32 requests of the 0.6B shape: the share of planning and committing, in which
-    all blocks are had, hashed, looked up, published and given back. Requests come and go.
+    """Share of planning and committing in steps with 32 requests of the 0.6B shape, in which all
+    blocks are allocated, hashed, looked up, published and freed. Requests come and go.
     """
     running, prompt, said = 32, 160, 24
     decoder = load_decoder(shape, "bf16", load(torch.device("cpu")), 512)

@@ -1,4 +1,4 @@
-"""PNG plots of Results; nothing but what the JSON holds goes into them."""
+"""PNG plots of Results, from the JSON alone."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ SIZE = (6.0, 3.6)  # inches
 
 
 def draw(results: Sequence[Result], folder: Path, names: Sequence[str] = ()) -> list[Path]:
-    """Those plots, or all, that the results have something for."""
+    """Draw the named plots, or all, as far as the results have data for them."""
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     for name in names or PLOTS:
@@ -30,7 +30,7 @@ def draw(results: Sequence[Result], folder: Path, names: Sequence[str] = ()) -> 
 
 
 def panels(count: int) -> tuple[Figure, list[Any]]:
-    """A figure of so many plots, two in a row."""
+    """A figure of that many plots, two in a row."""
     width, height = min(count, 2), -(-count // 2)
     figure = Figure(figsize=(SIZE[0] * width, SIZE[1] * height), layout="constrained")
     axes = list(figure.subplots(height, width, squeeze=False).flat)
@@ -46,14 +46,14 @@ def title_of(result: Result, *parts: str) -> str:
 
 
 def latency_cdf(results: Sequence[Result]) -> Figure | None:
-    """Share of requests that were over by then, all rounds together."""
+    """Share of requests that had ended by a time, all rounds together."""
     places = [(r, place) for r in results for place, _ in grouped(r)]
     if not places:
         return None
     figure, axes = panels(len(places))
     for ax, (result, (workload, load)) in zip(axes, places, strict=True):
         for run in runs_at(result, workload, load):
-            times = [a.end_to_end_ms for r in run.rounds for a in r.answers]
+            times = [a.end_to_end_ms for r in run.rounds for a in r.requests]
             values = sorted(t for t in times if t is not None)
             shares = [(n + 1) / len(values) for n in range(len(values))]
             ax.step(values, shares, where="post", label=run.subject)

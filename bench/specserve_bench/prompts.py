@@ -1,4 +1,4 @@
-"""Eight beginnings of Python files, written for this benchmark: no model has seen them."""
+"""Eight beginnings of Python files, written for this benchmark: no model was trained on them."""
 
 PROMPTS = [
     '''import csv

@@ -68,12 +68,12 @@ def report(result: Result, has_json: bool = True) -> str:
 
 
 def errors(result: Result) -> Counter[str]:
-    """What failed requests were told, the most frequent first."""
+    """Errors of failed requests, the most frequent first."""
     told = Counter(
         f"{run.subject}: {answer.error}"
         for run in result.runs
         for round in run.rounds
-        for answer in round.answers
+        for answer in round.requests
         if answer.error is not None
     )
     return Counter(dict(told.most_common(MAX_ERRORS)))
@@ -125,7 +125,7 @@ def line(run: Run, base: Run, result: Result) -> Line:
 
 
 def over_rounds(values: Sequence[Any]) -> Any:
-    """The median of what rounds say: of numbers, of each part of a spread, of each depth."""
+    """The median over rounds: of numbers, of each part of a spread, of each depth."""
     told = [v for v in values if v is not None]
     if not told or isinstance(told[0], str):
         return told[0] if told else None
@@ -218,7 +218,7 @@ def markdown(results: Sequence[Result]) -> str:
 
 
 def has_many(result: Result) -> bool:
-    """Loads."""
+    """Whether there are several loads."""
     return len({run.load for run in result.runs}) > 1
 
 
@@ -227,7 +227,7 @@ def model_words(result: Result) -> str:
 
 
 def scaled_words(result: Result) -> str:
-    """Whose cost the scaled demos among the subjects have; nothing where none is one."""
+    """The shapes whose cost scaled subjects have; empty where none is scaled."""
     costs = [subject.scaled[0].like for subject in result.subjects.values() if subject.scaled]
     return f"scaled to {', '.join(dict.fromkeys(costs))}" if costs else ""
 

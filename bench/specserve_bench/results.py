@@ -1,4 +1,4 @@
-"""What a run leaves behind, as it lies in the JSON, and every figure that is made of it.
+"""The results of a run, as the JSON keeps them, and every figure that is computed from them.
 
 Tables and plots read these types and nothing else, so a kept JSON can be shown again.
 """
@@ -17,11 +17,11 @@ from specserve.errors import ConfigError
 from specserve.models.folder import Scaled
 
 
-class Answer(msgspec.Struct, kw_only=True):
+class MeasuredRequest(msgspec.Struct, kw_only=True):
     """One request. Seconds count from the start of its round.
 
-    arrived_at       when it was due: what it waits for a client that is late counts as well
-    completion_tokens  as usage tells them; an event may carry several
+    arrived_at         when it was due; a client that is late sends it later
+    completion_tokens  as `usage` counts them; an event may carry several
     """
 
     number: int  # of the workload's requests
@@ -60,8 +60,8 @@ class Spread(msgspec.Struct, frozen=True):
 class Speculation(msgspec.Struct, frozen=True):
     """Sums over all requests of a round."""
 
-    steps: int  # of the target, that had a root
-    tokens: int  # that those steps said
+    steps: int  # of the target, with a root
+    tokens: int  # that those steps emitted
     drafted: int  # guesses that they verified
     accepted: list[int]  # how many of them accepted 0, 1, 2, ... guesses
 
@@ -82,16 +82,16 @@ class Speculation(msgspec.Struct, frozen=True):
 
     @property
     def wasted_rows(self) -> float | None:
-        """Share of verified rows that were guesses, and wrong."""
+        """Share of verified rows that were rejected guesses."""
         rows = self.steps + self.drafted
         return (self.drafted - self.num_accepted) / rows if rows else None
 
 
 class Round(msgspec.Struct, kw_only=True):
-    """All requests of a workload, once. What nobody tells is None."""
+    """All requests of a workload, once. None is what was not reported."""
 
     seconds: float  # from the first arrival to the last token
-    answers: list[Answer]
+    requests: list[MeasuredRequest] = msgspec.field(name="answers")  # as in kept files
     itl_ms: Spread | None  # gaps between events, of all requests together
     output_hash: str
     speculation: Speculation | None = None
@@ -114,7 +114,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """How requests arrive: so many at a time, or by chance at a rate, whoever is still there."""
+    """How requests arrive: a fixed number at a time, or at random at a rate (open loop)."""
 
     concurrency: int | None = None
     rate: float | None = None  # requests a second
@@ -129,7 +129,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, kw_only=True):
-    """A subject under a load on a workload, its rounds taken in turn with the others'."""
+    """A subject under a load on a workload; rounds of all runs are interleaved."""
 
     subject: str
     workload: str
@@ -138,7 +138,7 @@ class Run(msgspec.Struct, kw_only=True):
 
 
 class Goals(msgspec.Struct, frozen=True):
-    """What a good answer keeps to."""
+    """Upper bounds for a request that counts as goodput."""
 
     ttft_ms: float = 1000.0
     tpot_ms: float = 50.0
@@ -167,7 +167,7 @@ def read(path: Path) -> Result:
 
 
 def check(result: Result) -> None:
-    """ValueError for what no measurement leaves behind."""
+    """Raise ValueError for values that no measurement produces."""
     if any(not isinstance(about.get("about"), str) for about in result.workloads.values()):
         raise ValueError("a workload says nothing of itself")
     places: dict[tuple[str, Load], list[str]] = {}
@@ -184,16 +184,16 @@ def check(result: Result) -> None:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Percentiles lie on straight lines between the values; None of nothing."""
+    """Percentiles are interpolated linearly; None without values."""
     if not values:
         return None
     p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
     return Spread(float(np.mean(values)), p50, p90, p99)
 
 
-def spread_of(answers: Sequence[Answer], name: str) -> Spread | None:
-    """Of a time that answers have, among those that have it."""
-    values = [getattr(a, name) for a in answers]
+def spread_of(requests: Sequence[MeasuredRequest], name: str) -> Spread | None:
+    """Of the attribute `name`, over the requests where it is not None."""
+    values = [getattr(a, name) for a in requests]
     return spread([v for v in values if v is not None])
 
 
@@ -203,17 +203,17 @@ def gaps(events: Sequence[float]) -> list[float]:
 
 
 def output_hash(texts: Sequence[tuple[str, str | None]]) -> str:
-    """Of (text, finish reason) in the workload's order."""
+    """A hash of all (text, finish reason), in the workload's order."""
     return hashlib.sha256(msgspec.json.encode(texts)).hexdigest()[:16]
 
 
 def goodput(round: Round, goals: Goals) -> float:
-    """Requests a second that were answered within both goals; a lone token has no TPOT to miss."""
+    """Requests a second within both goals; a single token has no TPOT and is within that goal."""
     good = sum(
         a.error is None
         and (a.ttft_ms is not None and a.ttft_ms <= goals.ttft_ms)
         and (a.tpot_ms is None or a.tpot_ms <= goals.tpot_ms)
-        for a in round.answers
+        for a in round.requests
     )
     return per_second(good, round)
 
@@ -223,8 +223,8 @@ def per_second(count: int, round: Round) -> float:
 
 
 def figures(round: Round, goals: Goals) -> dict[str, Any]:
-    """All figures of a round, by name; None for what cannot be told."""
-    answers, speculation = round.answers, round.speculation
+    """All figures of a round, by name; None where it cannot be computed."""
+    requests, speculation = round.requests, round.speculation
     drafting, verifying, steps = round.draft_seconds, round.verify_seconds, round.step_seconds
     other = (
         None
@@ -232,12 +232,12 @@ def figures(round: Round, goals: Goals) -> dict[str, Any]:
         else steps - drafting - verifying
     )
     return {
-        "ttft_ms": spread_of(answers, "ttft_ms"),
-        "tpot_ms": spread_of(answers, "tpot_ms"),
+        "ttft_ms": spread_of(requests, "ttft_ms"),
+        "tpot_ms": spread_of(requests, "tpot_ms"),
         "itl_ms": round.itl_ms,
-        "stall_ms": spread_of(answers, "longest_stall_ms"),
-        "end_to_end_ms": spread_of(answers, "end_to_end_ms"),
-        "tokens_per_s": per_second(sum(a.completion_tokens for a in answers), round),
+        "stall_ms": spread_of(requests, "longest_stall_ms"),
+        "end_to_end_ms": spread_of(requests, "end_to_end_ms"),
+        "tokens_per_s": per_second(sum(a.completion_tokens for a in requests), round),
         "acceptance_length": speculation and speculation.acceptance_length,
         "acceptance_by_depth": speculation.acceptance_by_depth if speculation else [],
         "wasted_rows": speculation and speculation.wasted_rows,
@@ -245,7 +245,7 @@ def figures(round: Round, goals: Goals) -> dict[str, Any]:
         "verify_s": verifying,
         "other_s": other,
         "goodput": goodput(round, goals),
-        "errors": sum(a.error is not None for a in answers),
+        "errors": sum(a.error is not None for a in requests),
         "output_hash": round.output_hash,
     }
 
@@ -266,6 +266,6 @@ def ratio(rounds: Sequence[float | None], base: Sequence[float | None]) -> Ratio
 
 
 def middle(values: Sequence[float | None]) -> float | None:
-    """The median over rounds of what rounds can tell."""
+    """The median over the rounds that have a value."""
     told = [v for v in values if v is not None]
     return median(told) if told else None

@@ -1,12 +1,12 @@
-"""A small model's words at a large model's cost: its checkpoint, written in a larger shape.
+"""A small model's text at a large model's cost: its checkpoint, written in a larger shape.
 
-Real acceptance of drafts needs a trained model, real cost a large one. What is added computes,
-and is then multiplied by zero:
+Real acceptance of drafts needs a trained model, real cost a large one. Added parts compute, and
+their outputs are multiplied by zero:
 
 * The residual stream is padded with zeros. RMSNorm divides by sqrt(mean(x^2) + eps), and the mean
   falls by h0/h: so eps falls as much, and the norms' weights fall by its root.
-* Heads, MLP units and layers that are added read at random and write nothing. The source's head j
-  is the first query head of KV group j, and the others of the group read its KV.
+* Added heads, MLP units and layers have random input weights and zero output weights. The source's
+  head j is the first query head of KV group j, and the others of the group read its KV.
 * Pair i of a rotary head of d0 becomes pair i*d/d0 of one of d, where the frequency is the same.
   q/k norms have the same eps as all others: s = sqrt(h0*d / (h*d0)) on q and k makes it right for
   them. That leaves each sqrt(d/d0) too long, and scores are divided by sqrt(d): k's norm takes
@@ -191,7 +191,7 @@ def refuse_smaller(source: Path, small: DecoderConfig, shape: str, like: Decoder
 
 
 def refuse_other_rotation(source: Path, small: DecoderConfig, large: DecoderConfig) -> None:
-    """Frequencies may depend on the head size otherwise than by theta^(-2i/D), as yarn's do."""
+    """Refuse rotary frequencies that are not theta^(-2i/D), such as yarn's."""
     stride = large.head_dim // small.head_dim
     of_small, of_large = (frequencies(c.rope_parameters, c.head_dim) for c in (small, large))
     if not torch.equal(of_large[::stride], of_small):
@@ -282,7 +282,7 @@ class Scaling:
         return out
 
     def added(self, name: str) -> Tensor:
-        """What the larger model has where the source has nothing."""
+        """The entries of a tensor that the source does not have."""
         out = torch.zeros(self.shapes[name], dtype=self.dtype)
         if part(name) in RANDOM:
             return out.normal_(0, STD, generator=self.generator)
@@ -290,7 +290,7 @@ class Scaling:
         return out.fill_(1) if is_norm_of_added_layer else out
 
     def given(self, name: str) -> Tensor | None:
-        """What the source has, in float32 and scaled; None if it is of an added layer."""
+        """The source's tensor, in float32 and scaled; None for an added layer."""
         if name == HEAD and HEAD not in self.checkpoint:
             name = EMBEDDING
         if name not in self.source_shapes:
@@ -361,7 +361,7 @@ def factors(small: DecoderConfig, large: DecoderConfig) -> dict[str, float]:
 
 
 def write_shards(scaling: Scaling, target: Path, shard_bytes: int) -> None:
-    """One after the other: memory holds one."""
+    """Write shards one after the other, so that memory holds one."""
     sizes = {name: math.prod(s) * scaling.dtype.itemsize for name, s in scaling.shapes.items()}
     shards = split(sizes, shard_bytes)
     console = Console(stderr=True)

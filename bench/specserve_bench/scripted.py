@@ -1,4 +1,4 @@
-"""A drafter that is right as often as one likes: the engine's speed at any acceptance."""
+"""A drafter with a chosen acceptance, to measure the engine's speed at it."""
 
 import random
 from array import array
@@ -30,7 +30,7 @@ class ScriptedOptions(Options, frozen=True):
 class ScriptedDrafter:
     """Proposes the recorded continuation as a chain, corrupted from some depth on by chance.
 
-    The chance is drawn from the seed and the request's length alone, so that two runs guess alike.
+    The draw depends on the seed and the request's length only, so that runs guess alike.
     """
 
     Options = ScriptedOptions

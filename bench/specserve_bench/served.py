@@ -1,4 +1,4 @@
-"""A server in a process of its own, and what the system says of it."""
+"""A server in a process of its own, and its CPU time and memory."""
 
 import os
 import re

@@ -37,7 +37,7 @@ def serving_figures(models: Path) -> dict[str, Any]:
 
 
 def ready_seconds(pair: tuple[object, ...]) -> list[float]:
-    """From the start of the process until it says that it is ready."""
+    """From the start of the process until it prints that it is ready."""
     return sorted(round(one_start(pair), 2) for _ in range(ROUNDS))
 
 
@@ -146,7 +146,7 @@ def one_newcomer(served: Served, llm: LLM, seed: int) -> dict[str, float]:
 
 
 def longest_step(llm: LLM, prompt: list[int]) -> float:
-    """Of the steps that compute a prompt with nobody else there."""
+    """The longest step that computes a prompt alone."""
     [generation] = llm.start(prompt, SamplingParams(max_tokens=1))
     seconds = []
     while not generation.is_done:

@@ -1,4 +1,4 @@
-"""The shapes of known models, and random checkpoints in them: real cost, meaningless words."""
+"""The shapes of known models, and random checkpoints in them: real cost, meaningless text."""
 
 import json
 from pathlib import Path

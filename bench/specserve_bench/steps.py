@@ -1,4 +1,4 @@
-"""The plain step of one request against what cannot be avoided: its GEMMs, and reading its KV."""
+"""A step without speculation of one request, against its lower bound: GEMMs and reading KV."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -110,7 +110,7 @@ def kv_token_bytes(decoder: Decoder) -> int:
 
 
 def read_bandwidth() -> float:
-    """Bytes a second of summing memory that no cache holds, with the threads of a step."""
+    """Bytes a second of summing memory outside the CPU's caches, with the threads of a step."""
     memory: Tensor = torch.ones(1 << 28, dtype=torch.int8).view(torch.int64)
     memory.sum()
     return memory.numel() * 8 / min(seconds(memory.sum) for _ in range(5))

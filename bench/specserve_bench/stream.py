@@ -1,4 +1,4 @@
-"""A streaming client that costs little: it notes when events come, and reads them afterwards."""
+"""A streaming client that costs little: it keeps the time of each event, and decodes them later."""
 
 import asyncio
 import itertools
@@ -10,7 +10,7 @@ END = b"data: [DONE]\n"
 
 
 class Stream(NamedTuple):
-    """What one request got: when it was sent, and each event with the moment it was read."""
+    """One request: when it was sent, and each event with the time at which it was read."""
 
     sent_at: float
     events: list[tuple[float, dict[str, Any]]]

@@ -30,14 +30,18 @@ from specserve_bench.results import Goals, Load, Result, Round, Run, Subject
 from specserve_bench.workloads import Ask, Workload
 from specserve_drafters.tree import MAX_NODES
 
-PATHS = ("model.path", "drafter.model", "recording")  # of one machine: names say enough
+PATHS = (
+    "model.path",
+    "drafter.model",
+    "recording",
+)  # of one machine; labels have the names
 PACKAGES = ("torch", "transformers", "numpy")
 T = TypeVar("T")
 
 
 class Runnable(Protocol):
     def check(self, ask: Ask) -> object:
-        """Refuse what would not be answered, as far as that can be told beforehand."""
+        """Raise for a request that would be refused, as far as that is known beforehand."""
         ...
 
     def run(self, workload: Workload, load: Load) -> Round: ...
@@ -49,8 +53,8 @@ class Contender(NamedTuple):
     runnable: Runnable
 
 
-class Plan(NamedTuple):
-    """Which rounds: every subject on every workload under every load, again and again."""
+class Trials(NamedTuple):
+    """Every subject runs each workload under each load, `rounds` times."""
 
     workloads: Sequence[Workload]
     loads: Sequence[Load]
@@ -58,31 +62,30 @@ class Plan(NamedTuple):
 
 
 def measure(
-    kind: str, contenders: Sequence[Contender], plan: Plan, goals: Goals, command: str
+    kind: str, contenders: Sequence[Contender], trials: Trials, goals: Goals, command: str
 ) -> Result:
-    """All rounds, interleaved: what disturbs the machine for a while hits every subject.
+    """All rounds, interleaved, so that other load on the machine affects every subject.
 
-    Everyone is first in turn: whatever that costs, it is nobody's own. Before all rounds, every
-    subject answers the longest requests of every workload, as many as come at a time: that is
-    thrown away.
+    Each round begins with another subject, as the first may be slower. Before all rounds, every
+    subject warms up on the longest requests of every workload, as many as the load has at a time.
     """
     runs = {
         (c.label, w.name, load): Run(subject=c.label, workload=w.name, load=load, rounds=[])
-        for w in plan.workloads
-        for load in plan.loads
+        for w in trials.workloads
+        for load in trials.loads
         for c in contenders
     }
-    by_name = {w.name: w for w in plan.workloads}
+    by_name = {w.name: w for w in trials.workloads}
     by_label = {c.label: c for c in contenders}
-    for ask in (ask for w in plan.workloads for ask in w.asks):
+    for ask in (ask for w in trials.workloads for ask in w.asks):
         for contender in contenders:
             contender.runnable.check(ask)
-    total = (1 + plan.rounds) * len(runs)
+    total = (1 + trials.rounds) * len(runs)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
     with bar:
         task = bar.add_task("measuring", total=total)
-        for number in range(1 + plan.rounds):
+        for number in range(1 + trials.rounds):
             for label, name, load in in_turn(runs, number, len(contenders)):
                 bar.update(task, description=f"{name}, {label}")
                 asked, runnable = by_name[name], by_label[label].runnable
@@ -97,14 +100,14 @@ def measure(
         kind=kind,
         machine=machine(command),
         subjects={c.label: c.about for c in contenders},
-        workloads={w.name: w.described() for w in plan.workloads},
+        workloads={w.name: w.described() for w in trials.workloads},
         runs=list(runs.values()),
         goals=goals,
     )
 
 
 def in_turn(runs: Iterable[T], number: int, num_subjects: int) -> Iterator[T]:
-    """Runs, grouped by place, each group beginning with another subject in every round."""
+    """Runs grouped by workload and load, each group beginning with another subject every round."""
     everyone = list(runs)
     for start in range(0, len(everyone), num_subjects):
         group, first = everyone[start : start + num_subjects], number % num_subjects
@@ -151,7 +154,7 @@ def about(llm: LLM) -> Subject:
 
 
 def without_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Also without those among a drafter's options."""
+    """Leave out paths, also among a drafter's options."""
     return {
         key: without_paths(value) if isinstance(value, dict) else value
         for key, value in settings.items()
@@ -198,7 +201,7 @@ def drafting(setting: str, base: Config) -> dict[str, Any]:
 
 
 def nodes(number: int, base: Config) -> dict[str, Any]:
-    """So many guesses for a request, and room for them in a step."""
+    """Settings for that many guesses a request, and room for them in a step."""
     most = max(number, base.speculation.max_step_nodes)
     return {"speculation.max_nodes": number, "speculation.max_step_nodes": most}
 
@@ -236,7 +239,7 @@ def machine(command: str) -> dict[str, Any]:
 
 
 def gpu() -> dict[str, Any]:
-    """The accelerator and what drives it; nothing where there is none."""
+    """The GPU and its driver and libraries; empty where there is none."""
     if not torch.cuda.is_available():
         return {}
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -257,7 +260,7 @@ def installed_version(name: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Of the repository that this file is part of; None where it is installed without one."""
+    """The commit of this file's repository; None where it is installed without one."""
     git, here = ["git", "-C", str(Path(__file__).parent)], Path(__file__).name
     try:
         known = subprocess.run([*git, "ls-files", "--error-unmatch", here], capture_output=True)

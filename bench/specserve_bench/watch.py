@@ -1,4 +1,4 @@
-"""Time spent in model operations, told apart from everything around them."""
+"""Time spent in model operations, apart from everything around them."""
 
 from collections.abc import Callable
 from time import perf_counter
@@ -37,7 +37,7 @@ class OpClock:
             undo()
 
     def watch(self, part: Runner | DraftModel, add: Callable[[str, float], None]) -> None:
-        """Put timed stand-ins where the part finds its operations."""
+        """Replace the part's operations by timed ones."""
         self.put(part, "ops", Timed(part.ops, OPS_AROUND_A_FORWARD, add))
         if isinstance(part, Runner):
             self.put(part, "decoder", Timed(part.decoder, ("forward", "logits"), add))
@@ -56,7 +56,7 @@ class OpClock:
 
 
 class Timed:
-    """Somebody else's attributes, a few of them functions whose seconds are told."""
+    """Another object's attributes, some of them functions that are timed."""
 
     def __init__(self, real: Any, names: tuple[str, ...], add: Callable[[str, float], None]):
         self.real, self.names, self.add = real, names, add

@@ -1,6 +1,6 @@
-"""What is asked of an engine: conversations and texts that the demo pair was not trained on.
+"""Workloads: conversations and texts that the demo pair was not trained on.
 
-Every workload is made offline, from the seed alone, and says in the JSON what it is.
+Each is made offline, from the seed alone; the JSON keeps its description and hash.
 """
 
 import hashlib

@@ -131,7 +131,7 @@ def test_what_a_server_calls_things_is_no_markup(latency):
     result = results.read(latency[0])
     odd = "m[/x] [bold]:smile:[/bold]"
     result.subjects["off"] = msgspec.structs.replace(result.subjects["off"], model=odd)
-    result.runs[0].rounds[0].answers[0].error = "template [/INST] not allowed"
+    result.runs[0].rounds[0].requests[0].error = "template [/INST] not allowed"
     text = report(result)
     assert odd in text and "1 errors: off: template [/INST] not allowed" in text
     assert ", 1 errors" not in markdown([result]), "a median over rounds"
@@ -220,7 +220,7 @@ def test_load_at_a_rate_is_open_loop(folder, tmp_path):
     assert main(list(map(str, ["bench", "load", *args, *SMALL]))) == 0
     [run] = results.read(tmp_path / "r.json").runs
     assert run.load == Load(rate=50.0, burstiness=2.0)
-    arrivals = [[a.arrived_at for a in r.answers] for r in run.rounds]
+    arrivals = [[a.arrived_at for a in r.requests] for r in run.rounds]
     assert arrivals[0] == arrivals[1] and arrivals[0][1] > 0
 
 
@@ -296,13 +296,13 @@ def test_rounds_are_interleaved_after_a_first_request_that_is_thrown_away():
 
         def run(self, workload, load):
             order.append((workload.name, self.label, len(workload.asks)))
-            return results.Round(seconds=len(order), answers=[], itl_ms=None, output_hash="")
+            return results.Round(seconds=len(order), requests=[], itl_ms=None, output_hash="")
 
     subject = results.Subject(model="m")
     contenders = [suite.Contender(x, subject, Runnable(x)) for x in "ab"]
     chosen = [workload(name, 3, 0) for name in ("questions", "random")]
-    plan = suite.Plan(chosen, [Load(concurrency=1)], rounds=2)
-    result = suite.measure("latency", contenders, plan, results.Goals(), "test")
+    trials = suite.Trials(chosen, [Load(concurrency=1)], rounds=2)
+    result = suite.measure("latency", contenders, trials, results.Goals(), "test")
     turns = ("ab", 1), ("ba", 3), ("ab", 3)
     assert order == [
         (w, label, size)

@@ -40,7 +40,7 @@ PLAIN = [said(""), said("a"), said("bc"), said("d", "stop"), said(**USAGE)]
 
 
 class Scripted(BaseHTTPRequestHandler):
-    """Serves `server.events`, 50 ms apart, and `server.series` as its metrics."""
+    """Serves `server.events`, `server.gap` seconds apart, and `server.series` as its metrics."""
 
     protocol_version = "HTTP/1.1"
 
@@ -75,7 +75,7 @@ class Scripted(BaseHTTPRequestHandler):
             self.send_header("Connection", "close")
             self.end_headers()
             for event in self.server.events:
-                time.sleep(GAP)
+                time.sleep(self.server.gap)
                 self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             if self.server.is_done:
                 self.wfile.write(b"data: [DONE]\n\n")
@@ -89,37 +89,44 @@ def server():
     with ThreadingHTTPServer(("127.0.0.1", 0), Scripted) as server:
         server.events, server.series, server.asked, server.keys = PLAIN, [], [], []
         server.lock, server.live, server.most = threading.Lock(), 0, 0
-        server.is_done, server.refuses, server.card = True, False, {}
+        server.is_done, server.refuses, server.card, server.gap = True, False, {}, 0.0
         server.url = f"http://127.0.0.1:{server.server_port}"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
         yield server
         server.shutdown()
+
+
+@pytest.fixture
+def paced(server):
+    """Events come GAP seconds apart."""
+    server.gap = GAP
+    return server
 
 
 def asked(count, prompt=({"role": "user", "content": "?"},)):
     return Workload("test", "a test", 0, [Ask(prompt, 9, 0.5, seed) for seed in range(count)])
 
 
-def test_a_last_token_without_text_counts_until_it_came(server):
-    server.events = [said("a"), said("b"), said("", "stop"), said(**USAGE)]
-    [answer] = run(server).answers
+def test_a_last_token_without_text_counts_until_it_came(paced):
+    paced.events = [said("a"), said("b"), said("", "stop"), said(**USAGE)]
+    [answer] = run(paced).requests
     assert answer.num_events == 2
     assert answer.last_at - answer.first_at == pytest.approx(2 * GAP, abs=0.04)
 
 
-def test_an_answer_without_any_text_ends_when_it_begins(server):
+def test_an_answer_without_any_text_ends_when_it_begins(paced):
     usage = {"prompt_tokens": 5, "completion_tokens": 1}
-    server.events = [said(""), said("", "stop"), said(usage=usage)]
-    [answer] = run(server).answers
+    paced.events = [said(""), said("", "stop"), said(usage=usage)]
+    [answer] = run(paced).requests
     assert answer.error is None and answer.tpot_ms is None
     assert answer.ttft_ms == answer.end_to_end_ms == pytest.approx(2e3 * GAP, abs=60)
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
-def test_thoughts_are_text_that_is_waited_for(server, field):
+def test_thoughts_are_text_that_is_waited_for(paced, field):
     thought = {"choices": [{"delta": {field: "hm"}}]}
-    server.events = [thought, said("a", "stop"), said(**USAGE)]
-    [answer] = run(server).answers
+    paced.events = [thought, said("a", "stop"), said(**USAGE)]
+    [answer] = run(paced).requests
     assert answer.num_events == 2 and answer.ttft_ms < 2e3 * GAP
 
 
@@ -127,8 +134,8 @@ def run(server, load=None, count=1, **others):
     return Hosted(server.url).run(asked(count, **others), load or Load(concurrency=1))
 
 
-def test_tokens_are_counted_by_usage_and_events_by_their_text(server):
-    [answer] = run(server).answers
+def test_tokens_are_counted_by_usage_and_events_by_their_text(paced):
+    [answer] = run(paced).requests
     assert (answer.prompt_tokens, answer.completion_tokens, answer.num_events) == (5, 9, 3)
     spread = answer.last_at - answer.first_at
     assert answer.tpot_ms == pytest.approx(1e3 * spread / 8)
@@ -141,7 +148,7 @@ def test_a_conversation_and_a_text_go_where_they_belong(server):
     run(server)
     server.events = [{"choices": [{"text": "x", "finish_reason": "length"}]}, said(**USAGE)]
     text = run(server, prompt="def f")
-    assert text.answers[0].num_events == 1
+    assert text.requests[0].num_events == 1
     (chat, first), (completions, second) = server.asked
     assert (chat, completions) == ("/v1/chat/completions", "/v1/completions")
     assert first["messages"] == [{"role": "user", "content": "?"}] and "prompt" not in first
@@ -151,18 +158,18 @@ def test_a_conversation_and_a_text_go_where_they_belong(server):
     assert second["stream"] is True and second["stream_options"] == {"include_usage": True}
 
 
-def test_a_concurrency_is_kept_and_not_exceeded(server):
-    round = run(server, Load(concurrency=2), count=5)
-    assert server.most == 2
+def test_a_concurrency_is_kept_and_not_exceeded(paced):
+    round = run(paced, Load(concurrency=2), count=5)
+    assert paced.most == 2
     # A request is due when there is room for it, so that none has waited.
-    assert all(a.ttft_ms < 4e3 * GAP for a in round.answers)
+    assert all(a.ttft_ms < 4e3 * GAP for a in round.requests)
 
 
-def test_at_a_rate_requests_do_not_wait_for_each_other(server):
-    round = run(server, Load(rate=100.0), count=5)
-    assert server.most >= 4
-    assert [a.arrived_at for a in round.answers] == sorted(a.arrived_at for a in round.answers)
-    assert round.answers[0].arrived_at == 0.0
+def test_at_a_rate_requests_do_not_wait_for_each_other(paced):
+    round = run(paced, Load(rate=100.0), count=5)
+    assert paced.most >= 4
+    assert [a.arrived_at for a in round.requests] == sorted(a.arrived_at for a in round.requests)
+    assert round.requests[0].arrived_at == 0.0
 
 
 def test_statistics_of_specserve_are_taken_from_its_last_chunk(server):
@@ -198,23 +205,23 @@ def test_series_of_vllm_tell_the_rest_as_the_growth_during_the_round(server):
     assert (round.step_seconds, round.draft_seconds) == (1.5, None)
 
 
-def test_a_server_is_measured_from_the_command_line(server, tmp_path, capsys):
+def test_a_server_is_measured_from_the_command_line(paced, tmp_path, capsys):
     key = tmp_path / "key"
     key.write_text("secret\n")
-    args = ["--url", server.url, "--model=m", "--api-key-file", key, "--out", tmp_path / "r.json"]
+    args = ["--url", paced.url, "--model=m", "--api-key-file", key, "--out", tmp_path / "r.json"]
     args += ["--workloads=questions", "--requests=2", "--rounds=1", "--temperature=0.25"]
     args += ["--seed=7", "--goal-ttft-ms=1e5", "--goal-tpot-ms=0.5"]
     assert main(list(map(str, ["bench", "latency", *args]))) == 0
     result = results.read(tmp_path / "r.json")
     assert result.goals == results.Goals(ttft_ms=1e5, tpot_ms=0.5)
     [subject] = result.subjects.values()
-    assert (subject.url, subject.model) == (server.url, "m")
+    assert (subject.url, subject.model) == (paced.url, "m")
     [[round]] = [run.rounds for run in result.runs]
     assert results.goodput(round, result.goals) == 0.0 < results.goodput(round, results.Goals())
     wanted = workload("questions", 2, 7).asks
-    heard = [(b["messages"][0]["content"], b["seed"], b["temperature"]) for _, b in server.asked]
+    heard = [(b["messages"][0]["content"], b["seed"], b["temperature"]) for _, b in paced.asked]
     assert heard[-2:] == [(a.prompt[0]["content"], a.seed, 0.25) for a in wanted]
-    assert set(server.keys) == {"Bearer secret"}
+    assert set(paced.keys) == {"Bearer secret"}
     assert "goodput: TTFT at most 100000 ms, TPOT at most 0.5 ms" in capsys.readouterr().out
 
 
@@ -243,15 +250,17 @@ def test_statistics_that_make_no_sense_are_no_statistics(server):
     assert run(server).speculation is None
 
 
-def test_an_interrupt_ends_it_however_silent_the_server_is(server):
-    hosted = Hosted(server.url)
-    server.events, server.is_done = [said("a")] * 30, False
-    timer = threading.Timer(0.3, lambda: signal.raise_signal(signal.SIGINT))
+def test_an_interrupt_ends_it_however_silent_the_server_is(paced):
+    hosted = Hosted(paced.url)
+    paced.events, paced.is_done = [said("a")] * 30, False
+    main_thread = threading.main_thread().ident
+    timer = threading.Timer(0.2, signal.pthread_kill, [main_thread, signal.SIGINT])
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         hosted.run(asked(3), Load(concurrency=2))
+    assert paced.live == 2, "the answers have ended before the interrupt"
     assert all(t.daemon for t in threading.enumerate() if t is not threading.main_thread())
-    server.events = []
+    paced.events = []
 
 
 def test_a_server_without_statistics_is_measured_all_the_same(server):
@@ -278,7 +287,7 @@ def test_a_server_without_statistics_is_measured_all_the_same(server):
 def test_a_failure_is_kept_with_its_request(server, changes, complaint):
     vars(server).update(changes)
     round = run(server, count=2)
-    assert all(complaint in answer.error for answer in round.answers)
+    assert all(complaint in answer.error for answer in round.requests)
     figures = results.figures(round, results.Goals())
     assert figures["errors"] == 2
     assert [figures[name] for name in ("ttft_ms", "itl_ms", "end_to_end_ms")] == [None] * 3

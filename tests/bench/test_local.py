@@ -84,7 +84,7 @@ def run(load, *prompts):
 
 def test_one_at_a_time_the_next_starts_when_the_last_has_ended():
     round = run(Load(concurrency=1), "1 3", "1 1 1")
-    first, second = round.answers
+    first, second = round.requests
     assert (first.arrived_at, first.first_at, first.last_at) == (0.0, STEP, 2 * STEP)
     assert (second.arrived_at, second.first_at, second.last_at) == (2 * STEP, 3 * STEP, 5 * STEP)
     assert (first.completion_tokens, first.num_events, first.tpot_ms) == (4, 2, 125 / 3)
@@ -94,7 +94,7 @@ def test_one_at_a_time_the_next_starts_when_the_last_has_ended():
 
 def test_a_step_without_tokens_is_a_longer_gap_and_no_event():
     round = run(Load(concurrency=1), "1 0 0 2")
-    [answer] = round.answers
+    [answer] = round.requests
     assert (answer.num_events, answer.longest_stall_ms) == (2, 375.0)
     assert round.itl_ms == Spread(375.0, 375.0, 375.0, 375.0)
 
@@ -111,16 +111,16 @@ def test_at_a_rate_requests_come_when_they_are_due_whoever_is_there(monkeypatch)
     due = [0.0, STEP / 2, 1.0]
     monkeypatch.setattr("specserve_bench.local.due_times", lambda load, size: due)
     round = run(Load(rate=1.0), "1 1 1", "1", "1")
-    assert [a.arrived_at for a in round.answers] == due
+    assert [a.arrived_at for a in round.requests] == due
     # The second came during the first step, and its waiting for the step's end counts.
-    assert [a.first_at for a in round.answers] == [STEP, 2 * STEP, 1.0 + STEP]
-    assert round.answers[1].ttft_ms == 187.5
+    assert [a.first_at for a in round.requests] == [STEP, 2 * STEP, 1.0 + STEP]
+    assert round.requests[1].ttft_ms == 187.5
     assert round.seconds == 1.0 + STEP
 
 
 def test_answers_keep_the_order_of_the_workload():
     round = run(Load(concurrency=3), "1 1 1", "1", "1 1")
-    assert [a.number for a in round.answers] == [0, 1, 2]
+    assert [a.number for a in round.requests] == [0, 1, 2]
     same = run(Load(concurrency=1), "1 1 1", "1", "1 1")
     assert round.output_hash == same.output_hash
     assert round.output_hash != run(Load(concurrency=1), "1", "1 1 1", "1 1").output_hash
@@ -142,7 +142,7 @@ def test_an_engine_says_the_same_whoever_guesses_and_however_many_ask(folder):
                 round = Local(llm).run(questions, Load(concurrency=concurrency))
                 hashes.add(round.output_hash)
                 s = round.speculation
-                assert s.tokens == sum(a.completion_tokens - 1 for a in round.answers)
+                assert s.tokens == sum(a.completion_tokens - 1 for a in round.requests)
                 assert (s.drafted > 0) == (drafter == "ngram")
                 assert round.draft_seconds + round.verify_seconds < round.step_seconds
     assert len(hashes) == 1

@@ -4,7 +4,16 @@ import pytest
 
 from specserve_bench import plots
 from specserve_bench.report import report
-from specserve_bench.results import Answer, Load, Result, Round, Run, Speculation, Spread, Subject
+from specserve_bench.results import (
+    Load,
+    MeasuredRequest,
+    Result,
+    Round,
+    Run,
+    Speculation,
+    Spread,
+    Subject,
+)
 
 QUESTIONS = Load(concurrency=1)
 
@@ -12,13 +21,15 @@ QUESTIONS = Load(concurrency=1)
 def a_round(seconds, ends, speculation=None):
     """Requests of five tokens, due at once; each ends one second after its first token."""
     answers = [
-        Answer(number=n, arrived_at=0.0, first_at=end - 1, last_at=end, completion_tokens=5)
+        MeasuredRequest(
+            number=n, arrived_at=0.0, first_at=end - 1, last_at=end, completion_tokens=5
+        )
         for n, end in enumerate(ends)
     ]
     gaps = Spread(mean=10.0, p50=20.0, p90=30.0, p99=40.0)
     return Round(
         seconds=seconds,
-        answers=answers,
+        requests=answers,
         itl_ms=gaps,
         output_hash="same",
         speculation=speculation,

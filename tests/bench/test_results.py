@@ -5,11 +5,11 @@ import pytest
 
 from specserve.errors import ConfigError
 from specserve_bench import results
-from specserve_bench.results import Answer, Goals, Ratio, Round, Speculation, Spread
+from specserve_bench.results import Goals, MeasuredRequest, Ratio, Round, Speculation, Spread
 
 
 def answer(number=0, arrived=0.0, first=1.0, last=2.0, tokens=5, **others):
-    return Answer(
+    return MeasuredRequest(
         number=number,
         arrived_at=arrived,
         first_at=first,
@@ -20,7 +20,7 @@ def answer(number=0, arrived=0.0, first=1.0, last=2.0, tokens=5, **others):
 
 
 def a_round(*answers, seconds=2.0, **others):
-    return Round(seconds=seconds, answers=list(answers), itl_ms=None, output_hash="x", **others)
+    return Round(seconds=seconds, requests=list(answers), itl_ms=None, output_hash="x", **others)
 
 
 def test_times_of_an_answer_count_from_when_it_was_due():

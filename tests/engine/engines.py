@@ -20,7 +20,6 @@ from specserve_kernels import load
 
 MAX_LEN = 288
 OPS = load(torch.device("cpu"))
-torch.set_num_threads(1)  # steps this small lose to barriers; threads have their own tests
 
 
 def load_small(folder, dtype="fp32"):

@@ -42,8 +42,8 @@ def main(argv: list[str]) -> int:
         for setting in SETTINGS
     ]
     chosen = [workload(w, REQUESTS, seed=0) for w in ("questions", "completion")]
-    plan = suite.Plan(chosen, [Load(concurrency=1)], ROUNDS)
-    result = suite.measure("drafters", contenders, plan, Goals(), "specserve_bench.gpu demo")
+    trials = suite.Trials(chosen, [Load(concurrency=1)], ROUNDS)
+    result = suite.measure("drafters", contenders, trials, Goals(), "specserve_bench.gpu demo")
     print(markdown([result]))
     record.put("result", msgspec.to_builtins(result))
     record.save(done=True)

@@ -1,4 +1,4 @@
-"""Stand-ins with the shape of the real thing, for tests of what stands around it."""
+"""A stand-in for `LLM` and its outputs, for tests of the command line and the documents."""
 
 import msgspec
 
