@@ -12,6 +12,7 @@ from specserve.config import Config, load_config
 from specserve.engine.build import build
 from specserve.engine.loading import Model, Weights, check_device
 from specserve.errors import ConfigError, Overloaded, RequestError
+from specserve.exchange.caller import Caller
 from specserve.exchange.sampling_params import SamplingParams, choices_of
 from specserve.generation import Generation, Output, output
 from specserve.input_processor import Message, load_text_files, make_input_processor
@@ -90,7 +91,8 @@ class LLM:
         generations: list[Generation] = []
         try:
             for ids, asked_for in checked:
-                each_choices.append(self.start(ids, asked_for))
+                call = each_choices[0][0].id if each_choices else None
+                each_choices.append(self.start(ids, asked_for, call))
                 generations += each_choices[-1]
             for _ in track(generations, enabled=self.progress and len(generations) > 1):
                 self.step()
@@ -186,11 +188,15 @@ class LLM:
         self.input_processor.resolve(asked, len(ids))
         return ids, asked
 
-    def start(self, ids: list[int], params: SamplingParams) -> list[Generation]:
-        """Queue a prompt; its choices."""
+    def start(
+        self, ids: list[int], params: SamplingParams, call: int | None = None
+    ) -> list[Generation]:
+        """Queue a prompt; its choices. `call` is the first id of what it was asked with, if any."""
         samplings = choices_of(self.input_processor.resolve(params, len(ids)), params.n)
+        keys = self.engine.prompt_keys(ids, samplings[0].cache_salt)  # others may step meanwhile
+        caller = None if call is None else Caller(call)
         with self.lock, interrupts_held():
-            requests = self.engine.add_choices(ids, samplings)
+            requests = self.engine.add_choices(ids, samplings, keys=keys, caller=caller)
             choices = [Generation(r.id, ids, r.sampling, self.tokenizer) for r in requests]
             self.live.update({generation.id: generation for generation in choices})
         return choices

@@ -15,6 +15,7 @@ LAYERS = [  # ground floor first
     ("specserve.keys",),
     ("specserve.interrupts",),
     ("specserve.progress",),
+    ("specserve.block_keys",),
     ("specserve.memory", "specserve.models", "specserve.text"),
     ("specserve.phases", "specserve.selection", "specserve.preflight"),
     ("specserve.exchange",),

@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from specserve import LLM, SamplingParams
+from specserve.block_keys import Keys
 from specserve.config import DEMO_DRAFT
 from specserve.memory import BlockPool, BlockTable
 from specserve.scheduling import Request
@@ -127,9 +128,9 @@ def split(llm: LLM, draft_share: float) -> None:
     pool.free, pool.num_blocks = list(range(kept - 1, -1, -1)), kept
     make_table, lend = engine.table, draft_model.lend
 
-    def table(owner: str, salt: str) -> BlockTable:
-        made = make_table(owner, salt)
-        if owner == "draft":
+    def table(model: str, salt: str, keys: Keys | None = None) -> BlockTable:
+        made = make_table(model, salt, keys)
+        if model == "draft":
             made.pool = drafts
         return made
 

@@ -38,7 +38,7 @@ class DraftModel:
         """
         self.requests = {r.id: r for r in requests}
         self.masks, self.nodes = {}, {}
-        self.spare = self.scheduler.spare - len(self.scheduler.running)
+        self.spare = self.scheduler.num_unreserved - len(self.scheduler.running)
 
     def take_back(self) -> None:
         """Executor access ends here: a drafter that asks later is refused."""
@@ -80,7 +80,7 @@ class DraftModel:
         """Take the cached draft KV of its known tokens, as far as there are blocks to spare."""
         if request.draft_gap > USUAL_LAG and not self.waits(request):
             before = self.scheduler.pool.num_available
-            request.begin_draft(self.spare)
+            request.find_draft_prefix(self.spare)
             self.spare -= before - self.scheduler.pool.num_available
 
     def expand(self, nodes: Sequence[Nodes]) -> tuple[list[int], Tensor]:
@@ -119,12 +119,12 @@ class DraftModel:
 
     def waits(self, request: Request) -> bool:
         """Another choice of the same prompt, lent as well, is about to bring the draft KV along."""
-        first = request.first
-        if first is None or first.id not in self.requests or request.draft_table.num_computed > 0:
+        leader = request.leader
+        if leader is None or leader.id not in self.requests:
             return False
-        if len(first.token_ids) > self.max_len:  # its draft KV goes no further
-            return False
-        return first.draft_table.num_computed < min(request.num_prompt, len(request.token_ids) - 1)
+        if request.draft_table.num_computed > 0 or len(leader.token_ids) > self.max_len:
+            return False  # it has begun, or the leader's draft KV goes no further
+        return leader.draft_table.num_computed < min(request.num_prompt, len(request.token_ids) - 1)
 
     def is_shared(self, request: Request, ahead: Sequence[Request]) -> bool:
         """Whether one before it in line is about to run a block that it could then have."""

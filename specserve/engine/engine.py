@@ -9,15 +9,17 @@ from time import perf_counter
 
 import torch
 
+from specserve.block_keys import Keys, KVFormat, prompt_keys
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.draws import draws_of
 from specserve.engine.runner import Answers, KVLost, Runner
 from specserve.engine.step_input import RowGroup, StepInput, build_step_input
 from specserve.engine.verify import Node, Path, walk
 from specserve.errors import RequestError
+from specserve.exchange.caller import Caller
 from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.step_output import Stats, StepOutput
-from specserve.memory import BlockHasher, BlockPool, BlockTable, root_key
+from specserve.memory import BlockPool, BlockTable
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve_drafters import Draft, Drafter, DraftItem
 from specserve_kernels import is_out_of_memory
@@ -39,9 +41,10 @@ class Engine:
         draft_model: DraftModel | None = None,
         names: Mapping[str, str] | None = None,
     ) -> None:
+        """`names` tells whose KV a block of each model's is; without it no prefix is kept."""
         self.target, self.scheduler = target, scheduler
         self.drafter, self.draft_model = drafter, draft_model
-        self.names = names  # whose KV a block of each model's is; None keeps no prefixes
+        self.formats = self.kv_formats(names or {})  # of the models whose prefixes are kept
         self.requests: dict[int, Request] = {}  # all that have not ended
         self.stats = Stats()
         self.ids = count()
@@ -176,12 +179,12 @@ class Engine:
             num_cached=request.num_cached,
             is_fallback=self.draft_model is not None and self.draft_model.is_catching_up(item),
         )
-        if request.num_output == 0 and request.first is None:
+        if request.num_output == 0 and request.leader is None:
             self.stats.num_looked_up += request.num_prompt
             self.stats.num_cached += request.num_cached
         request.token_ids.extend(path.tokens)
         request.publish()
-        request.share_prompt()
+        self.scheduler.share_prompt(request)
         self.stats.num_drafted += output.num_drafted
         self.stats.num_accepted += output.num_accepted
         self.stats.num_fallbacks += output.is_fallback
@@ -199,28 +202,38 @@ class Engine:
         return self.add_choices(token_ids, [sampling], id)[0]
 
     def add_choices(
-        self, token_ids: Sequence[int], samplings: Sequence[Sampling], id: int | None = None
+        self,
+        token_ids: Sequence[int],
+        samplings: Sequence[Sampling],
+        id: int | None = None,
+        keys: Keys | None = None,
+        caller: Caller | None = None,
     ) -> list[Request]:
         """Queue requests with one prompt, which is computed once; ids count on from `id`.
 
-        RequestError for a prompt that the model cannot read, whoever made its token ids.
+        `keys` are the prompt's, by `prompt_keys`, which else is called here: no step hashes it.
+        Without a caller they are a call of their own. RequestError for a prompt that the model
+        cannot read, whoever made its token ids.
         """
         prompt = self.checked(token_ids)
         ids = [next(self.ids) if id is None else id + i for i in range(len(samplings))]
+        salt = samplings[0].cache_salt
+        known = keys or self.prompt_keys(prompt, salt)
         choices = [
             Request(
                 id=own,
                 token_ids=prompt[:],
                 sampling=sampling,
-                table=self.table("target", sampling.cache_salt),
-                draft_table=self.table("draft", sampling.cache_salt),
+                table=self.table("target", salt, known),
+                draft_table=self.table("draft", salt, known),
+                caller=caller or Caller(ids[0]),
             )
             for own, sampling in zip(ids, samplings, strict=True)
         ]
-        first, *others = choices
-        first.behind = others
+        leader, *followers = choices
+        leader.followers = followers
         for request in choices:
-            request.first = None if request is first else first
+            request.leader = None if request is leader else leader
             self.requests[request.id] = request
             self.scheduler.add(request)
         return choices
@@ -243,12 +256,24 @@ class Engine:
                 )
         return prompt
 
-    def table(self, owner: str, salt: str) -> BlockTable:
-        """An empty one for the target's KV, or for the draft model's."""
-        draft = self.draft_model if owner == "draft" else None
+    def kv_formats(self, names: Mapping[str, str]) -> dict[str, KVFormat]:
+        runners = {"target": self.target}
+        if self.draft_model is not None:
+            runners["draft"] = self.draft_model.runner
+        return {m: KVFormat(names[m], r.kv.block_size) for m, r in runners.items() if m in names}
+
+    def prompt_keys(self, token_ids: Sequence[int], salt: str) -> Keys:
+        """The keys that `add_choices` takes; any thread may ask, while another one steps."""
+        return prompt_keys(self.formats, token_ids, salt)
+
+    def table(self, model: str, salt: str, keys: Keys | None = None) -> BlockTable:
+        """An empty one for the KV of "target" or "draft"; `keys` are those of a prompt."""
+        draft = self.draft_model if model == "draft" else None
         size = (draft.runner if draft is not None else self.target).kv.block_size
-        hasher = BlockHasher(root_key(self.names[owner], salt), size) if self.names else None
-        return BlockTable(self.pool, size, owner, hasher)
+        hasher = self.formats[model].hasher(salt) if model in self.formats else None
+        if hasher is not None and keys:
+            hasher.keys = list(keys[model])
+        return BlockTable(self.pool, size, model, hasher)
 
     def reset_cache(self) -> None:
         """Forget all prefixes; who runs goes on."""

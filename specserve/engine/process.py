@@ -107,7 +107,7 @@ def serve(link: Link, engine: Engine) -> None:
 def add(engine: Engine, asked: Add) -> list[StepOutput]:
     """Queue a prompt's choices; what there is to say of those that are refused."""
     try:
-        engine.add_choices(asked.token_ids, asked.samplings, asked.id)
+        engine.add_choices(asked.token_ids, asked.samplings, asked.id, asked.keys, asked.caller)
     except RequestError as e:
         ids = range(asked.id, asked.id + len(asked.seeds))
         return [StepOutput(id, [], "error", False, 0, 0, 0.0, failure=str(e)) for id in ids]
@@ -125,6 +125,7 @@ def ready(loaded: Loaded) -> Ready:
         arithmetic=decoder.ops.arithmetic(),
         block_size=engine.target.kv.block_size,
         num_blocks=engine.pool.num_blocks,
+        kv_formats=engine.formats,
     )
 
 

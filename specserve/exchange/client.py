@@ -6,7 +6,9 @@ from typing import Protocol, cast
 
 import msgspec
 
+from specserve.block_keys import Keys
 from specserve.errors import ConfigError, EngineDied
+from specserve.exchange.caller import Caller
 from specserve.exchange.frames import Frames
 from specserve.exchange.messages import Add, EngineCommands, Failed, Loading, Ready, Report, frame
 from specserve.exchange.messages import decode_reply as decode
@@ -54,6 +56,8 @@ class EngineClient(asyncio.Protocol):
         token_ids: Sequence[int],
         samplings: Sequence[Sampling],
         listeners: Sequence[Listener],
+        keys: Keys | None = None,
+        caller: Caller | None = None,
     ) -> list[int]:
         """Queue a prompt's choices, which differ in their seeds; their ids. Nothing is said to
         listeners before this returns.
@@ -67,7 +71,8 @@ class EngineClient(asyncio.Protocol):
         self.listeners.update(zip(ids, listeners, strict=True))
         self.flush_soon()
         shared = msgspec.structs.replace(samplings[0], stop=())  # texts are for this side alone
-        self.adds.append(Add(id, list(token_ids), shared, [s.seed for s in samplings]))
+        seeds = [s.seed for s in samplings]
+        self.adds.append(Add(id, list(token_ids), shared, seeds, keys or {}, caller))
         return ids
 
     def finish(self, id: int) -> None:

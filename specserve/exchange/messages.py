@@ -2,6 +2,8 @@
 
 import msgspec
 
+from specserve.block_keys import Keys, KVFormat
+from specserve.exchange.caller import Caller
 from specserve.exchange.frames import pack
 from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.step_output import Stats, StepOutput
@@ -16,6 +18,8 @@ class Add(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     sampling: Sampling
     seeds: list[int]
+    keys: Keys = {}  # of the prompt's blocks; where there are none the engine hashes it
+    caller: Caller | None = None
 
     @property
     def samplings(self) -> list[Sampling]:
@@ -53,6 +57,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     arithmetic: str  # the build of the kernels, and the instruction set or the GPU
     block_size: int  # target tokens in a block
     num_blocks: int
+    kv_formats: dict[str, KVFormat]  # of the models whose prefixes are kept
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):

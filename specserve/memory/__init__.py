@@ -1,9 +1,9 @@
 """The paged KV pool: bytes, blocks, who holds them, and how they are found again."""
 
+from specserve.block_keys import BlockHasher, root_key
 from specserve.memory.arena import Arena, KVLayout
 from specserve.memory.block_table import BlockTable
 from specserve.memory.pool import BlockPool
-from specserve.memory.prefix_cache import BlockHasher, root_key
 from specserve.memory.updates import KVUpdates, PendingUpdates
 
 __all__ = [

@@ -2,8 +2,8 @@
 
 from array import array
 
+from specserve.block_keys import BlockHasher
 from specserve.memory.pool import BlockPool
-from specserve.memory.prefix_cache import BlockHasher
 
 
 class BlockTable:

@@ -1,9 +1,11 @@
 """A request, and one request's share of a step."""
 
 from array import array
+from bisect import bisect_left
 
 import msgspec
 
+from specserve.exchange.caller import Caller
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory import BlockTable
 from specserve_drafters import Draft
@@ -17,29 +19,36 @@ class Request(msgspec.Struct, eq=False):
     sampling: Sampling
     table: BlockTable  # the target's KV
     draft_table: BlockTable  # the draft model's; empty where none is used
+    caller: Caller
     num_prompt: int = 0
     num_cached: int = 0  # prompt tokens that were found when it was first admitted
     admitted_at: float = 0.0  # seconds, perf_counter; the first time, where it was preempted
-    # Where several choices have one prompt, the first computes it, and the others wait for that.
-    first: "Request | None" = None
-    behind: "list[Request]" = []  # those who wait for this one
+    # Of several choices of one prompt the leader computes it; the followers wait for its KV.
+    leader: "Request | None" = None
+    followers: "list[Request]" = []
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.token_ids)
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Who goes first, and who has to go last: by priority, then by arrival."""
+        """The order of running requests: by priority, then by arrival."""
         return self.sampling.priority, self.id
 
     @property
-    def is_behind(self) -> bool:
-        return self.first is not None and self in self.first.behind
+    def is_following(self) -> bool:
+        """It waits until its leader has computed their prompt."""
+        return self.leader is not None and self in self.leader.followers
 
     @property
     def num_computed(self) -> int:
         """Tokens whose KV stands in the pool."""
         return self.table.num_computed
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Known tokens whose KV does not."""
+        return len(self.token_ids) - self.num_computed
 
     @property
     def num_output(self) -> int:
@@ -53,61 +62,70 @@ class Request(msgspec.Struct, eq=False):
     @property
     def is_due(self) -> bool:
         """Exactly one known token is uncomputed: the request has a root, and may have a tree."""
-        return self.num_computed == len(self.token_ids) - 1
+        return self.num_uncomputed == 1
 
     @property
     def is_computing(self) -> bool:
         """More than one known token is uncomputed."""
-        return self.num_computed < len(self.token_ids) - 1
+        return self.num_uncomputed > 1
 
     @property
     def draft_gap(self) -> int:
         """Known tokens that the draft model has not computed."""
         return len(self.token_ids) - self.draft_table.num_computed
 
-    def is_ahead_of(self, other: "Request") -> bool:
-        """Whether it is computing a block that the other could then have, and at least as soon."""
-        table, place = self.table, self.table.num_published
+    def num_blocks_to_share(self, other: "Request") -> int:
+        """Leading blocks that both have, where this one computes the next of them at no larger
+        priority, so that the other need not; else 0.
+        """
+        table = self.table
         if self.sampling.priority > other.sampling.priority or not table.is_publishing:
-            return False
-        key = table.key(self.token_ids, place)
-        return key is not None and key == other.table.key(other.token_ids, place)
+            return 0
 
-    def begin(self) -> None:
-        """Take what is cached of its known tokens, unless another choice has brought them along."""
+        def differs(place: int) -> bool:
+            key = table.key(self.token_ids, place)
+            return key is None or key != other.table.key(other.token_ids, place)
+
+        begin, end = table.num_published, table.num_keys(self.token_ids)
+        shared = bisect_left(range(end), True, lo=min(begin, end), key=differs)
+        return shared if shared > begin else 0
+
+    def find_prefix(self) -> None:
+        """Take what is cached of its known tokens, unless it has its leader's prompt already."""
         if not self.table.blocks:
             self.table.match(self.token_ids, self.table.pool.num_available)
 
-    def begin_draft(self, spare: int) -> None:
-        """The same for the draft model's KV, which may be behind at any time."""
-        table, first = self.draft_table, self.first
+    def find_draft_prefix(self, max_blocks: int) -> None:
+        """The same for the draft model's KV, with so many blocks, at most, that nobody holds."""
+        table, leader = self.draft_table, self.leader
         table.trim()
         shared = min(self.num_prompt, len(self.token_ids) - 1)
-        is_there = first is not None and first.draft_table.num_computed >= shared
-        if first is not None and is_there and not table.blocks:
-            table.fork(first.draft_table, shared)
+        is_there = leader is not None and leader.draft_table.num_computed >= shared
+        if leader is not None and is_there and not table.blocks:
+            table.fork(leader.draft_table, shared)
         else:
-            table.match(self.token_ids, spare)
+            table.match(self.token_ids, max_blocks)
 
-    def share_prompt(self) -> None:
-        """Now that the prompt is computed: the other choices begin with it, but for its last token,
-        after which each has its own say.
+    def fork_followers(self) -> "list[Request]":
+        """Once the prompt is computed: give its followers the KV of all but the last token, which
+        each computes for its own first output. -> those who followed.
         """
-        for other in self.behind:
-            other.table.fork(self.table, self.num_prompt - 1)
-        self.behind = []
+        forked, self.followers = self.followers, []
+        for request in forked:
+            request.table.fork(self.table, self.num_prompt - 1)
+        return forked
 
-    def leave(self) -> None:
-        """It ends: nobody waits for it, and it for nobody. Where it has not computed the prompt,
-        the next choice does.
-        """
-        if self.first is not None and self.is_behind:
-            self.first.behind.remove(self)
-        if self.behind:
-            heir, *others = self.behind
-            heir.first, heir.behind, self.behind = None, others, []
-            for other in others:
-                other.first = heir
+    def detach(self) -> "Request | None":
+        """Follow nobody, and lead nobody: the first follower, which is returned, leads the rest."""
+        if self.leader is not None and self.is_following:
+            self.leader.followers.remove(self)
+        if not self.followers:
+            return None
+        heir, *others = self.followers
+        heir.leader, heir.followers, self.followers = None, others, []
+        for other in others:
+            other.leader = heir
+        return heir
 
     def publish(self) -> None:
         """Let others find the blocks that are full of committed tokens."""

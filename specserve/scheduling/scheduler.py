@@ -2,12 +2,17 @@
 
 from bisect import insort
 from collections import Counter
+from collections.abc import Sequence
 from time import perf_counter
 
 import msgspec
 
 from specserve.memory import BlockPool
+from specserve.scheduling.places import Places
+from specserve.scheduling.prefill import prefill_rows
+from specserve.scheduling.queue import Queue
 from specserve.scheduling.request import Request, ScheduledRequest
+from specserve.scheduling.share import share
 
 
 class StepBudget(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,17 +26,20 @@ class StepBudget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scheduler:
-    """`waiting` and `running` are in order of rank. Who runs and ranks last is the first victim."""
+    """Decides in integers only: a plan touches neither a device nor a token's text.
+
+    `running` is in order of rank; where blocks run out, the last is preempted first.
+    """
 
     def __init__(self, budget: StepBudget, pool: BlockPool) -> None:
         self.budget, self.pool = budget, pool
-        self.waiting: list[Request] = []
+        self.waiting = Queue()
         self.running: list[Request] = []
         self.num_preempted = 0
-        self.turn = 0  # whose share of the guesses is rounded up first
+        self.num_plans = 0  # rotates what does not divide evenly
 
     def add(self, request: Request) -> None:
-        insort(self.waiting, request, key=rank)
+        self.waiting.add(request)
 
     def remove(self, request: Request) -> None:
         """Take out a request wherever it is; its blocks go back."""
@@ -39,8 +47,15 @@ class Scheduler:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-        request.leave()
+        leader = request.detach()
+        if leader is not None:
+            self.waiting.line_up(leader)
         request.release()
+
+    def share_prompt(self, request: Request) -> None:
+        """Its prompt is computed: the choices that waited for it may be admitted."""
+        for follower in request.fork_followers():
+            self.waiting.line_up(follower)
 
     def plan(self) -> list[ScheduledRequest]:
         """Spend the step's rows: a root for every request that is due, then prompts, then guesses.
@@ -48,12 +63,13 @@ class Scheduler:
         Where prompts and guesses both want what the roots leave, each gets half: a long prompt
         stalls no stream, and no tree starves a prompt.
         """
+        self.num_plans += 1
         self.admit()
         roots = self.plan_roots()
         left = self.budget.max_batched_tokens - len(roots)
-        wanted = min(self.budget.max_step_nodes, sum(map(self.room, roots)))
+        wanted = min(self.budget.max_step_nodes, sum(map(self.max_guesses, roots)))
         chunks = self.plan_chunks(min(self.budget.prefill_chunk, left - min(left // 2, wanted)))
-        left -= sum(w.end - w.start for w in chunks)
+        left -= sum(chunk.end - chunk.start for chunk in chunks)
         self.plan_guesses(roots, min(left, self.budget.max_step_nodes))
         if self.running and not roots and not chunks:  # prompts alone, each with a part of the pool
             self.preempt(self.running[-1])
@@ -61,58 +77,85 @@ class Scheduler:
         return roots + chunks
 
     @property
-    def spare(self) -> int:
-        """Blocks that nobody has been promised: those who run get what they know computed."""
-        promised = sum(r.table.missing(len(r.token_ids)) for r in self.running)
-        return self.pool.num_available - promised
+    def num_unreserved(self) -> int:
+        """Blocks that can be given out beyond those that running requests need for known tokens."""
+        reserved = sum(r.table.missing(len(r.token_ids)) for r in self.running)
+        return self.pool.num_available - reserved
 
     @property
     def computing(self) -> list[Request]:
         return [r for r in self.running if r.is_computing]
 
     def admit(self) -> None:
-        """Let requests in by rank, each with blocks for all it knows, promised if not yet taken.
+        """Let requests in as the queue orders them, each with blocks reserved for all it knows.
 
-        A block a running request stays over, so that the newcomer does not at once force one out.
+        A request for which there is no room holds up all behind it: a large one is not overtaken
+        for ever. One that needs a block which another is computing is set aside instead.
         """
-        computing = self.computing
-        for request in self.waiting[: self.budget.max_running]:  # a step's time is everybody's
-            if request.is_behind or any(r.is_ahead_of(request) for r in computing):
-                continue  # somebody is about to compute what it would compute as well
+        self.waiting.resume(self.running)
+        while (request := self.waiting.next(Places(self.running))) is not None:
+            if self.set_aside(request):
+                continue
             if not self.make_place(request):
                 return
-            request.begin()
+            request.find_prefix()
             if request.admitted_at == 0.0:
                 request.num_cached = request.num_computed
                 request.admitted_at = perf_counter()
             self.waiting.remove(request)
-            insort(self.running, request, key=rank)
-            if request.is_computing:
-                computing.append(request)
+            insort(self.running, request, key=lambda r: r.rank)
+
+    def set_aside(self, request: Request) -> bool:
+        """Whether a running request computes the next block that it needs, which it then awaits."""
+        for leader in self.computing:
+            num_blocks = leader.num_blocks_to_share(request)
+            if num_blocks > 0:
+                self.waiting.set_aside(request, leader, num_blocks)
+                return True
+        return False
 
     def make_place(self, request: Request) -> bool:
-        """Whether a request can be let in now, others having made room for it if they must."""
-        most = self.budget.max_running
+        """Whether a request can be admitted, others having been preempted for it where they must.
+
+        A block for every running request stays free, so that the newcomer does not at once force
+        one out.
+        """
         found = [] if request.table.blocks else request.table.find(request.token_ids)
         needed = request.table.missing(len(request.token_ids)) - len(found)
 
-        def is_short() -> bool:
-            idle = sum(self.pool.counts[block] == 0 for block in found)
-            return needed + idle + len(self.running) > self.spare
+        def is_full() -> bool:
+            return len(self.running) >= self.budget.max_running
 
-        if (len(self.running) >= most or is_short()) and not self.can_make_place(
-            request, needed, found
-        ):
+        def is_short() -> bool:
+            cached = sum(self.pool.counts[block] == 0 for block in found)
+            return needed + cached + len(self.running) > self.num_unreserved
+
+        if not is_full() and not is_short():
+            return True
+        victims = self.victims(request)
+        if not self.fits_without(victims, request, needed, found):
             return False
-        while len(self.running) >= most or is_short():
-            if len(self.running) >= most or not self.reclaim(request):
-                self.preempt(self.running[-1])
+        while is_full() or is_short():
+            if is_full() or not self.reclaim(request):
+                self.preempt(victims.pop(0))
         return True
 
-    def can_make_place(self, request: Request, needed: int, found: list[int]) -> bool:
-        """Whether it would do if all of a lower priority, and who can do without, gave back."""
-        victims = [r for r in self.running if r.sampling.priority > request.sampling.priority]
-        kept = self.running[: len(self.running) - len(victims)]
+    def victims(self, request: Request) -> list[Request]:
+        """Who may be preempted to admit a request, in this order: all of a larger priority, then
+        one of a tenant or call that holds more places than its own.
+        """
+        larger = [r for r in self.running if r.sampling.priority > request.sampling.priority]
+        peers = self.running[: len(self.running) - len(larger)]
+        victim = Places(peers).victim(request)
+        return [*reversed(larger), *([] if victim is None else [victim])]
+
+    def fits_without(
+        self, victims: Sequence[Request], request: Request, needed: int, found: Sequence[int]
+    ) -> bool:
+        """Whether a request would fit if these were preempted, and all draft KV and all that
+        waiting choices hold were given back.
+        """
+        kept = [r for r in self.running if r not in victims]
         if len(kept) >= self.budget.max_running:
             return False
         tables = [r.draft_table for r in self.running]
@@ -121,25 +164,26 @@ class Scheduler:
         usable = sum(count == self.pool.counts[block] for block, count in holders.items())
         usable += self.pool.num_available
         usable -= sum(self.pool.counts[block] == holders[block] for block in found)
-        promised = sum(r.table.missing(len(r.token_ids)) for r in kept)
-        return needed + len(kept) + promised <= usable
+        reserved = sum(r.table.missing(len(r.token_ids)) for r in kept)
+        return needed + len(kept) + reserved <= usable
 
     def reclaim(self, keeper: Request) -> bool:
-        """Get somebody's blocks back at no cost but time: the draft KV of the last who runs and has
-        some, who catches up later; else what the last who waits was brought along.
+        """Give back blocks at no cost but time: the draft KV of the last running request that has
+        some, and which catches up later; else the prompt KV of the last waiting choice, but the
+        keeper's.
         """
         for request in reversed(self.running):
             if request.draft_table.blocks:
                 request.draft_table.clear()
                 return True
-        for request in reversed(self.waiting):
-            if request.table.blocks and request is not keeper:
-                request.release()
-                return True
-        return False
+        holding = [r for r in self.waiting if r.table.blocks and r is not keeper]
+        if not holding:
+            return False
+        max(holding, key=lambda r: r.rank).release()
+        return True
 
     def make_room(self, request: Request) -> bool:
-        """Get the root its slot; False where it is the last itself that had to go."""
+        """Get the root its slot; False where the request itself, as the last, was preempted."""
         while not request.table.try_reserve(request.num_computed + 1):
             if self.reclaim(request):
                 continue
@@ -150,7 +194,7 @@ class Scheduler:
         return True
 
     def preempt(self, request: Request) -> None:
-        """Take a request's blocks; it waits for its turn, and finds or computes all again."""
+        """Take a request's blocks; it waits again, and finds or computes all of its KV again."""
         self.running.remove(request)
         request.release()
         self.add(request)
@@ -169,52 +213,38 @@ class Scheduler:
             place += 1
         return roots
 
-    def room(self, work: ScheduledRequest) -> int:
+    def max_guesses(self, root: ScheduledRequest) -> int:
         """Guesses that a root may have: with the bonus token they are the tokens left."""
-        return max(0, min(self.budget.max_nodes, work.request.num_left - 1))
+        return max(0, min(self.budget.max_nodes, root.request.num_left - 1))
 
     def plan_chunks(self, rows: int) -> list[ScheduledRequest]:
-        """First by rank; a request has causal rows or a tree in a step, never both."""
-        chunks: list[ScheduledRequest] = []
-        for request in self.computing:
-            if rows == 0:
-                break
-            start, table = request.num_computed, request.table
-            end = min(start + rows, len(request.token_ids))
-            while table.missing(end) > self.pool.num_available and self.reclaim(request):
-                pass
-            end = table.reserve_some(end, self.pool.num_available)
-            if end > start:
-                chunks.append(ScheduledRequest(request, start, end))
-            rows -= end - start
-        return chunks
+        """Parts of prompts; a request has causal rows or a tree in a step, never both."""
+        computing = self.computing
+        given = prefill_rows(computing, rows, self.num_plans)
+        chunks = [ScheduledRequest(r, r.num_computed, r.num_computed) for r in computing]
+        for chunk in chunks:
+            rows -= self.grow(chunk, given[chunk.request.id])
+        for chunk in chunks:  # rows that some have no blocks for
+            rows -= self.grow(chunk, rows)
+        return [chunk for chunk in chunks if chunk.end > chunk.start]
+
+    def grow(self, chunk: ScheduledRequest, rows: int) -> int:
+        """Add rows to a chunk as far as there are tokens and blocks; how many were added."""
+        request, table = chunk.request, chunk.request.table
+        begin, end = chunk.end, min(chunk.end + rows, len(chunk.request.token_ids))
+        if end == begin:
+            return 0
+        while table.missing(end) > self.pool.num_available and self.reclaim(request):
+            pass
+        chunk.end = max(begin, table.reserve_some(end, self.pool.num_available))
+        return chunk.end - begin
 
     def plan_guesses(self, roots: list[ScheduledRequest], rows: int) -> None:
         """Share guess rows evenly; a tree whose blocks are not there is cut, never refused."""
-        self.turn += 1
-        limits = share(rows, [self.room(work) for work in roots], self.turn)
-        spare = self.spare
-        for work, limit in zip(roots, limits, strict=True):
-            table = work.request.table
-            had = len(table.blocks)
-            work.draft_limit = table.reserve_some(work.end + limit, spare) - work.end
-            spare -= len(table.blocks) - had
-
-
-def rank(request: Request) -> tuple[int, int]:
-    return request.rank
-
-
-def share(total: int, caps: list[int], turn: int) -> list[int]:
-    """Split a total evenly under caps; what does not divide goes one each, in rotating order."""
-    got = [0] * len(caps)
-    start = turn % len(caps) if caps else 0
-    hungry = [i for i in [*range(start, len(caps)), *range(start)] if caps[i] > 0]
-    while total > 0 and hungry:
-        each, extra = divmod(total, len(hungry))
-        for place, i in enumerate(hungry):
-            more = min(caps[i] - got[i], each + (place < extra))
-            got[i] += more
-            total -= more
-        hungry = [i for i in hungry if got[i] < caps[i]]
-    return got
+        limits = share(rows, [self.max_guesses(root) for root in roots], self.num_plans)
+        spare = self.num_unreserved
+        for root, limit in zip(roots, limits, strict=True):
+            table = root.request.table
+            held = len(table.blocks)
+            root.draft_limit = table.reserve_some(root.end + limit, spare) - root.end
+            spare -= len(table.blocks) - held

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specserve.errors import SpecserveError
 from specserve.keys import read_keys
+from specserve.server.arrival import set_tenant
 from specserve.server.chat import chat
 from specserve.server.completions import completions
 from specserve.server.refusal import Foreign, NoRoute, Unauthorized, cut, error_response
@@ -99,17 +100,21 @@ class KeyGuard:
         self.app, self.keys = app, [digest(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == LIVENESS or self.knows(scope):
+        tenant = self.tenant(scope) if scope["type"] == "http" else None
+        if tenant is not None:
+            set_tenant(scope, tenant)
+        if tenant is not None or scope["type"] != "http" or scope["path"] == LIVENESS:
             await self.app(scope, receive, send)
             return
         error = Unauthorized("no valid API key: send the header Authorization: Bearer KEY")
         await error_response(error)(scope, receive, send)
 
-    def knows(self, scope: Scope) -> bool:
+    def tenant(self, scope: Scope) -> int | None:
+        """The place of the key that is shown among those that are let in."""
         shown = Request(scope).headers.get("authorization", "")
         kind, _, key = shown.partition(" ")
         same = [hmac.compare_digest(digest(key.strip()), known) for known in self.keys]
-        return kind.lower() == "bearer" and any(same)
+        return same.index(True) if kind.lower() == "bearer" and any(same) else None
 
 
 def digest(key: str) -> bytes:

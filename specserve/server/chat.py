@@ -1,7 +1,6 @@
 """POST /v1/chat/completions: messages in, through the model's own template."""
 
 from collections.abc import Sequence
-from time import perf_counter
 from typing import Any, Literal
 
 import msgspec
@@ -9,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specserve.errors import RequestError
+from specserve.server.arrival import arrival
 from specserve.server.body import (
     Body,
     convert,
@@ -62,12 +62,12 @@ SCHEMA = RouteSchema("chatcmpl", "chat.completion.chunk", "chat.completion", pie
 
 async def chat(request: Request) -> Response:
     service: Service = request.app.state.service
-    arrived = perf_counter()
+    arrived = arrival(request)
     service.check_open()
     asked = await service.parse(await service.bodies.read(request), read_chat)
     service.check_model(asked.model)
     prompt = await encode(service, asked.messages)
-    completion = service.ask([prompt], asked.params, arrived, "messages")
+    completion = await service.ask([prompt], asked.params, arrived, "messages")
     return await respond(request, SCHEMA, asked, completion)
 
 

@@ -1,13 +1,13 @@
 """POST /v1/completions: text or token ids in, one or several prompts."""
 
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from specserve.errors import RequestError
+from specserve.server.arrival import arrival
 from specserve.server.body import Body, convert, read
 from specserve.server.response import RouteSchema, respond
 from specserve.server.service import Service
@@ -30,13 +30,13 @@ SCHEMA = RouteSchema(
 
 async def completions(request: Request) -> Response:
     service: Service = request.app.state.service
-    arrived = perf_counter()
+    arrived = arrival(request)
     service.check_open()
     raw = await service.bodies.read(request)
     asked, prompts = await service.parse(raw, partial(read_completion, service.limits.max_prompts))
     service.check_model(asked.model)
     ids = [await service.encode(prompt) for prompt in prompts]
-    completion = service.ask(ids, asked.params, arrived, "prompt")
+    completion = await service.ask(ids, asked.params, arrived, "prompt")
     return await respond(request, SCHEMA, asked, completion)
 
 

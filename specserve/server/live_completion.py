@@ -5,11 +5,14 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from specserve.block_keys import Keys
 from specserve.errors import EngineDied, Overloaded, SpecserveError
+from specserve.exchange.caller import Caller
 from specserve.exchange.client import EngineClient
 from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.step_output import StepOutput
 from specserve.generation import Generation
+from specserve.server.arrival import Arrival
 from specserve.server.metrics import Metrics
 
 
@@ -27,9 +30,10 @@ class LiveCompletion:
     """
 
     def __init__(
-        self, engine: EngineClient, live: "set[LiveCompletion]", metrics: Metrics, arrived: float
+        self, engine: EngineClient, live: "set[LiveCompletion]", metrics: Metrics, arrived: Arrival
     ) -> None:
         self.engine, self.live, self.metrics, self.arrived = engine, live, metrics, arrived
+        self.caller = Caller(engine.next_id, arrived.tenant)
         self.generations: list[Generation] = []
         self.firsts: list[Generation] = []  # of each prompt
         self.num_tokens = 0  # of all choices
@@ -39,14 +43,16 @@ class LiveCompletion:
         self.waiter: asyncio.Future[None] | None = None
         live.add(self)  # until it is released
 
-    def ask(self, prompt: Sequence[int], samplings: Sequence[Sampling], tokenizer: Any) -> None:
-        """One more prompt, and all its choices."""
+    def ask(
+        self, prompt: Sequence[int], keys: Keys, samplings: Sequence[Sampling], tokenizer: Any
+    ) -> None:
+        """One more prompt, with the keys of its blocks, and all its choices."""
         begin = len(self.generations)
         listeners = [ChoiceListener(self, begin + i) for i in range(len(samplings))]
-        ids = self.engine.add(prompt, samplings, listeners)
+        ids = self.engine.add(prompt, samplings, listeners, keys, self.caller)
         for id, sampling in zip(ids, samplings, strict=True):
             generation = Generation(id, prompt, sampling, tokenizer)
-            generation.arrived = self.arrived
+            generation.arrived = self.arrived.at
             self.generations.append(generation)
         self.firsts.append(self.generations[begin])
 
@@ -127,9 +133,9 @@ class LiveCompletion:
         gaps = sum(max(0, len(g.token_ids) - 1) for g in self.generations)
         spread = sum(g.last_token_at - g.first_token_at for g in self.generations)
         return {
-            "time_to_first_token_ms": 1e3 * (self.first_token_at - self.arrived),
+            "time_to_first_token_ms": 1e3 * (self.first_token_at - self.arrived.at),
             "generation_time_ms": 1e3 * (self.last_token_at - self.first_token_at),
-            "queue_time_ms": 1e3 * (self.admitted_at - self.arrived),
+            "queue_time_ms": 1e3 * (self.admitted_at - self.arrived.at),
             "mean_itl_ms": 1e3 * spread / gaps if gaps else None,
             "tokens_per_second": self.tokens_per_second,
             "speculative_decoding": None

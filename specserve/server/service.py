@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from specserve.block_keys import Keys, KVFormat, prompt_keys
 from specserve.config import Config
 from specserve.errors import Overloaded, RequestError
 from specserve.exchange.client import EngineClient
@@ -15,6 +16,7 @@ from specserve.exchange.messages import Ready
 from specserve.exchange.sampling_params import SamplingParams, choices_of
 from specserve.input_processor import InputProcessor
 from specserve.models.folder import Scaled, name_of
+from specserve.server.arrival import Arrival
 from specserve.server.body import BodyReader
 from specserve.server.live_completion import LiveCompletion
 from specserve.server.metrics import Metrics
@@ -23,6 +25,7 @@ from specserve.server.worker import Worker
 from specserve.version import VERSION
 
 LARGE = 1 << 15  # bytes of a body: reading it takes a millisecond or more
+LONG = 1 << 12  # tokens of prompts: hashing them takes a good part of a millisecond
 HUNG_SECONDS = 300  # no step takes so long that has not lost its way
 
 T = TypeVar("T")
@@ -50,6 +53,7 @@ class Service:
         self.completions: set[LiveCompletion] = set()
         self.is_draining = False
         self.loaded: tuple[InputProcessor, ServedModel] | None = None
+        self.kv_formats: dict[str, KVFormat] = {}  # of the models whose prefixes are kept
         engine.on_report = self.metrics.on_report
 
     @property
@@ -75,6 +79,7 @@ class Service:
     def open(self, input_processor: InputProcessor, served: ServedModel, ready: Ready) -> None:
         """All is loaded: let requests in."""
         self.metrics.on_ready(ready)
+        self.kv_formats = ready.kv_formats
         self.loaded = input_processor, served
 
     def check_open(self) -> None:
@@ -94,8 +99,8 @@ class Service:
             error.code = "model_not_found"
             raise error
 
-    def ask(
-        self, prompts: Sequence[list[int]], params: SamplingParams, arrived: float, field: str
+    async def ask(
+        self, prompts: Sequence[list[int]], params: SamplingParams, arrived: Arrival, field: str
     ) -> LiveCompletion:
         """Queue a request for every prompt, which came in `field`, or refuse them all."""
         self.check_params(params)
@@ -103,12 +108,13 @@ class Service:
             with blaming(field):
                 self.input_processor.check_length(prompt)
         samplings = [self.input_processor.resolve(params, len(prompt)) for prompt in prompts]
+        keys = await self.hash(prompts, params.cache_salt)
         self.check_open()  # again: reading the body took its time
         self.check_queue(prompts, params.n, "n" if params.n > 1 else field)
         completion = LiveCompletion(self.engine, self.completions, self.metrics, arrived)
-        for prompt, sampling in zip(prompts, samplings, strict=True):
-            choices = choices_of(sampling, params.n)
-            completion.ask(prompt, choices, self.input_processor.tokenizer)
+        tokenizer = self.input_processor.tokenizer
+        for prompt, its_keys, sampling in zip(prompts, keys, samplings, strict=True):
+            completion.ask(prompt, its_keys, choices_of(sampling, params.n), tokenizer)
         return completion
 
     def check_params(self, params: SamplingParams) -> None:
@@ -129,6 +135,15 @@ class Service:
     async def parse(self, raw: bytes, read: Callable[[bytes], T]) -> T:
         """A body's fields; a large one is read beside the event loop."""
         return await self.worker.run(read, raw) if len(raw) > LARGE else read(raw)
+
+    async def hash(self, prompts: Sequence[list[int]], salt: str) -> list[Keys]:
+        """The keys of each prompt's blocks; many tokens are hashed beside the event loop."""
+
+        def hash_all() -> list[Keys]:
+            return [prompt_keys(self.kv_formats, prompt, salt) for prompt in prompts]
+
+        is_long = sum(map(len, prompts)) > LONG
+        return await self.worker.run(hash_all) if is_long else hash_all()
 
     async def encode(
         self, prompt: str | list[int], field: str = "prompt", add_special_tokens: bool = True

@@ -781,8 +781,8 @@ def test_the_two_models_and_every_salt_have_keys_of_their_own(pair):
     engine = engine_for(*pair, "model", max_nodes=4)
     roots = {engine.table(o, s).hasher.root for o in ("target", "draft") for s in ("", "a", "b")}
     assert len(roots) == 6
-    assert all(str(pair[0].dtype) in name for name in engine.names.values())
-    assert "loaded" in engine.names["draft"], "the model's name"
+    assert all(str(pair[0].dtype) in kv.name for kv in engine.formats.values())
+    assert "loaded" in engine.formats["draft"].name, "the model's name"
 
 
 def test_blocks_of_one_size_are_not_found_by_the_other_model(pair, conversation):

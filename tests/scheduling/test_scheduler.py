@@ -6,26 +6,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specserve.exchange.caller import Caller
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory import BlockHasher, BlockPool, BlockTable
 from specserve.scheduling import Request, Scheduler
-from specserve.scheduling.scheduler import StepBudget, share
+from specserve.scheduling.places import Places
+from specserve.scheduling.scheduler import StepBudget
+from specserve.scheduling.share import share
 
 STREAM, PROMPT = (10, 9), (99, 0)  # known tokens, computed ones
 
 
-def scheduler(num_blocks=1000, **limits):
-    return Scheduler(StepBudget(**limits), BlockPool(num_blocks))
+def scheduler(num_blocks=1000, **budget):
+    return Scheduler(StepBudget(**budget), BlockPool(num_blocks))
 
 
-def request(s, id, known, max_tokens=100, block_size=16, priority=0, text=0):
+def request(s, id, known, max_tokens=100, block_size=16, priority=0, text=0, call=None, tenant=0):
+    """Of a call of its own, where none is given."""
     greedy = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "seed": 0}
     sampling = Sampling(max_tokens=max_tokens, priority=priority, **greedy)
     tables = [
         BlockTable(s.pool, block_size, owner, BlockHasher(owner.encode(), block_size))
         for owner in ("target", "draft")
     ]
-    return Request(id, array("i", range(text, text + known)), sampling, *tables)
+    caller = Caller(id if call is None else call, tenant)
+    return Request(id, array("i", range(text, text + known)), sampling, *tables, caller)
 
 
 def run(s, states, **kwargs):
@@ -42,7 +47,7 @@ def rows(scheduled):
     return {w.request.id: (w.end - w.start, w.draft_limit) for w in scheduled}
 
 
-PLANS = {  # (known, computed) of who runs, limits beside 20 rows a step -> rows and guesses
+PLANS = {  # (known, computed) of who runs, budget beside 20 rows -> rows and guesses
     "a stream alone": ([STREAM], {}, [(1, 9)]),
     "a stream and as many guesses as fit": ([STREAM], {"max_nodes": 63}, [(1, 19)]),
     "no speculation": ([STREAM], {"max_nodes": 0}, [(1, 0)]),
@@ -85,10 +90,10 @@ PLANS = {  # (known, computed) of who runs, limits beside 20 rows a step -> rows
 }
 
 
-@pytest.mark.parametrize(("states", "limits", "want"), PLANS.values(), ids=PLANS)
-def test_the_rows_of_a_step(states, limits, want):
+@pytest.mark.parametrize(("states", "budget", "want"), PLANS.values(), ids=PLANS)
+def test_the_rows_of_a_step(states, budget, want):
     given = {"max_batched_tokens": 20, "max_running": 19, "max_nodes": 9, "max_step_nodes": 99}
-    s = scheduler(**(given | limits))
+    s = scheduler(**(given | budget))
     run(s, states)
     scheduled = s.plan()
     assert rows(scheduled) == dict(enumerate(want))
@@ -105,24 +110,24 @@ def test_nobody_guesses_beyond_the_tokens_left(max_tokens, guesses):
     assert rows(s.plan()) == {0: (1, guesses)}
 
 
-SHARES = {  # total, caps, turn -> shares
+SHARES = {  # total, caps, step -> shares
     "nobody": (5, [], 3, []),
     "nothing": (0, [4, 4], 0, [0, 0]),
     "evenly": (6, [9, 9, 9], 0, [2, 2, 2]),
     "no more than anyone can take": (99, [3, 1, 2], 0, [3, 1, 2]),
     "what one leaves the others take": (9, [1, 9, 9], 0, [1, 4, 4]),
     "what does not divide, from the first": (7, [9, 9, 9], 0, [3, 2, 2]),
-    "a turn later, from the second": (7, [9, 9, 9], 1, [2, 3, 2]),
-    "two turns later it goes round the end": (8, [9, 9, 9], 2, [3, 2, 3]),
-    "turns go on counting": (7, [9, 9, 9], 4, [2, 3, 2]),
+    "a step later, from the second": (7, [9, 9, 9], 1, [2, 3, 2]),
+    "two steps later it goes round the end": (8, [9, 9, 9], 2, [3, 2, 3]),
+    "steps go on counting": (7, [9, 9, 9], 4, [2, 3, 2]),
     "fewer than there are takers": (2, [9, 9, 9], 2, [1, 0, 1]),
     "who can take none is passed over": (3, [0, 9, 0, 9], 0, [0, 2, 0, 1]),
 }
 
 
-@pytest.mark.parametrize(("total", "caps", "turn", "want"), SHARES.values(), ids=SHARES)
-def test_a_share_is(total, caps, turn, want):
-    assert share(total, caps, turn) == want
+@pytest.mark.parametrize(("total", "caps", "step", "want"), SHARES.values(), ids=SHARES)
+def test_a_share_is(total, caps, step, want):
+    assert share(total, caps, step) == want
 
 
 def test_what_does_not_divide_goes_round():
@@ -159,7 +164,7 @@ def test_admission_is_first_come_first_served():
         s.add(request(s, id, known))
     s.plan()
     assert [r.id for r in s.running] == [0]
-    assert [r.id for r in s.waiting] == [1, 2], "a small request does not overtake"
+    assert ids(s.waiting) == [1, 2], "a small request does not overtake"
 
 
 @pytest.mark.parametrize(("free", "running"), [(1, 1), (2, 2), (3, 2), (4, 3)])
@@ -305,7 +310,7 @@ def test_no_more_than_max_running_are_admitted():
     for id in range(4):
         s.add(request(s, id, 10))
     s.plan()
-    assert ([r.id for r in s.running], [r.id for r in s.waiting]) == ([0, 1], [2, 3])
+    assert ([r.id for r in s.running], ids(s.waiting)) == ([0, 1], [2, 3])
 
 
 def test_whoever_is_admitted_has_blocks_for_all_it_knows():
@@ -350,7 +355,8 @@ def test_who_was_preempted_comes_before_who_waits_and_waits_for_blocks():
     s, (_, _, young) = streams_of_full_blocks(6)
     s.add(request(s, 9, 1))
     s.plan()
-    assert [r.id for r in s.waiting] == [young.id, 9]
+    assert sorted(ids(s.waiting)) == [young.id, 9]
+    assert s.waiting.next(Places(s.running)) is young
 
 
 def test_draft_blocks_go_before_a_request_does_the_youngests_first():
@@ -455,7 +461,6 @@ def test_every_step_keeps_to_its_limits_and_everyone_ends(
             finish(s, w, accepts)
         s.pool.check(t.blocks for r in s.running for t in (r.table, r.draft_table))
         assert s.running == sorted(s.running, key=lambda r: r.rank)
-        assert s.waiting == sorted(s.waiting, key=lambda r: r.rank)
     assert s.pool.num_available == num_blocks
 
 

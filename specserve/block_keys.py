@@ -2,8 +2,11 @@
 
 import hashlib
 from array import array
+from collections.abc import Mapping, Sequence
 
 import msgspec
+
+Keys = dict[str, list[bytes]]  # of a prompt's full blocks, by model: "target", "draft"
 
 
 def root_key(*parts: str) -> bytes:
@@ -29,3 +32,19 @@ class BlockHasher:
             tokens = token_ids[start : start + size].tobytes()
             keys.append(hashlib.sha256((keys[-1] if keys else self.root) + tokens).digest())
         return keys
+
+
+class KVFormat(msgspec.Struct, frozen=True):
+    """What the keys of one model's blocks depend on beside tokens and salt."""
+
+    name: str  # the model, and the dtype of its KV
+    block_size: int  # tokens
+
+    def hasher(self, salt: str) -> BlockHasher:
+        return BlockHasher(root_key(self.name, salt), self.block_size)
+
+
+def prompt_keys(formats: Mapping[str, KVFormat], token_ids: Sequence[int], salt: str) -> Keys:
+    """The keys of a prompt's full blocks for every model whose prefixes are kept."""
+    tokens = array("i", token_ids)
+    return {model: f.hasher(salt).extend(tokens, len(tokens)) for model, f in formats.items()}
