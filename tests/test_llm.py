@@ -380,11 +380,11 @@ def test_a_salt_that_is_no_text_is_refused_by_its_name(llm):
 def test_where_one_cannot_start_those_before_it_are_given_up(llm, monkeypatch):
     start, started = llm.start, []
 
-    def failing(ids, params):
+    def failing(ids, params, call):
         if started:
             raise MemoryError
         started.append(ids)
-        return start(ids, params)
+        return start(ids, params, call)
 
     monkeypatch.setattr(llm, "start", failing)
     with pytest.raises(MemoryError):
