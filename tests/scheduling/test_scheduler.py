@@ -6,46 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.exchange.caller import Caller
-from specserve.exchange.sampling_params import Sampling
-from specserve.memory import BlockHasher, BlockPool, BlockTable
-from specserve.scheduling import Request, Scheduler
 from specserve.scheduling.places import Places
-from specserve.scheduling.scheduler import StepBudget
 from specserve.scheduling.share import share
+from tests.scheduling.simulation import ids, request, rows, run, scheduler
 
 STREAM, PROMPT = (10, 9), (99, 0)  # known tokens, computed ones
-
-
-def scheduler(num_blocks=1000, **budget):
-    return Scheduler(StepBudget(**budget), BlockPool(num_blocks))
-
-
-def request(s, id, known, max_tokens=100, block_size=16, priority=0, text=0, call=None, tenant=0):
-    """Of a call of its own, where none is given."""
-    greedy = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "seed": 0}
-    sampling = Sampling(max_tokens=max_tokens, priority=priority, **greedy)
-    tables = [
-        BlockTable(s.pool, block_size, owner, BlockHasher(owner.encode(), block_size))
-        for owner in ("target", "draft")
-    ]
-    caller = Caller(id if call is None else call, tenant)
-    return Request(id, array("i", range(text, text + known)), sampling, *tables, caller)
-
-
-def run(s, states, **kwargs):
-    """Requests 0, 1, .. that run already, each with (known, computed) tokens."""
-    for id, (known, computed) in enumerate(states):
-        s.running.append(r := request(s, id, known, **kwargs))
-        assert r.table.try_reserve(known)
-        r.table.num_computed = computed
-    return s.running[:]
-
-
-def rows(scheduled):
-    """Request -> (rows of known tokens, guesses)."""
-    return {w.request.id: (w.end - w.start, w.draft_limit) for w in scheduled}
-
 
 PLANS = {  # (known, computed) of who runs, budget beside 20 rows -> rows and guesses
     "a stream alone": ([STREAM], {}, [(1, 9)]),
@@ -176,10 +141,6 @@ def test_admission_leaves_a_block_to_every_running_request(free, running):
     s.plan_roots()
     s.admit()
     assert len(s.running) == running
-
-
-def ids(requests):
-    return [r.id for r in requests]
 
 
 def test_the_smaller_priority_is_admitted_first_then_who_came_first():
