@@ -121,8 +121,6 @@ class BlockTable:
             self.pool.hold(block)
         self.num_computed, self.epoch = num_tokens, other.epoch
         self.num_published = min(other.num_published, num_tokens // self.block_size)
-        if self.hasher is not None and other.hasher is not None:  # their text is hashed once
-            self.hasher.keys = other.hasher.keys[: num_tokens // self.block_size]
 
     @property
     def is_publishing(self) -> bool:

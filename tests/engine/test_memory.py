@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from specserve.block_keys import BlockHasher
 from specserve.exchange.sampling_params import Sampling, mix64
 from specserve_drafters import Draft, Nodes
 from tests.checkpoints import tiny_checkpoint
@@ -795,9 +796,56 @@ def test_blocks_of_one_size_are_not_found_by_the_other_model(pair, conversation)
         watch.emitted.clear()
 
 
-def test_the_prompt_of_choices_is_hashed_once(target):
+@pytest.fixture
+def hashed(monkeypatch):
+    """The blocks of tokens that are hashed from here on."""
+    blocks, extend = [], BlockHasher.extend
+
+    def watched(hasher, token_ids, num_tokens):
+        before = len(hasher.keys)
+        keys = extend(hasher, token_ids, num_tokens)
+        size = hasher.block_size
+        blocks.extend(list(token_ids[i * size : (i + 1) * size]) for i in range(before, len(keys)))
+        return keys
+
+    monkeypatch.setattr(BlockHasher, "extend", watched)
+    return blocks
+
+
+@pytest.mark.parametrize("known", [100, 96])
+@pytest.mark.parametrize("event", [None, "preempt", "reset"])
+def test_no_step_hashes_a_prompt(pair, hashed, event, known):
+    engine = engine_for(*pair, "model", max_nodes=4, prefill_chunk=40, draft_block_size=16)
+    watch, prompt = Watch(engine), PROMPT[:known]
+    requests = engine.add_choices(prompt, [sampling(40, 1.0, seed=i) for i in range(3)])
+    blocks = [prompt[i : i + 16] for i in range(0, 96, 16)]
+    assert hashed == 2 * blocks, "once for each model, however many choices there are"
+    hashed.clear()
+    for step in range(8):
+        watch.disturb(event if step == 4 else None)
+        engine.step()
+    assert hashed == [] and all(len(r.token_ids) < 112 for r in requests)
+    while not engine.is_idle:
+        engine.step()
+    assert not any(block in blocks for block in hashed)
+    assert bool(hashed) == (event != "reset"), "blocks of the output are, as they fill"
+
+
+def test_keys_that_come_with_a_prompt_are_those_that_it_would_be_given(target, hashed):
     engine = off(target)
-    requests = engine.add_choices(PROMPT, [sampling(20, 1.0, seed=i) for i in range(3)])
-    engine.step()
-    keys = requests[0].table.hasher.keys
-    assert len(keys) == 6 and all(r.table.hasher.keys == keys for r in requests[1:])
+    keys = engine.prompt_keys(PROMPT, "salt")
+    first, _ = answer(engine, PROMPT, sampling(cache_salt="salt"))
+    hashed.clear()
+    [again] = engine.add_choices(PROMPT, [sampling(cache_salt="salt")], keys=keys)
+    assert hashed == []
+    while not engine.is_idle:
+        engine.step()
+    assert (again.num_cached, again.token_ids) == (96, first.token_ids)
+    assert engine.prompt_keys(PROMPT, "") != keys
+
+
+def test_without_a_prefix_cache_nothing_is_hashed(target, hashed):
+    engine = off(target, prefix_cache=False)
+    assert engine.prompt_keys(PROMPT, "") == {}
+    answer(engine, PROMPT)
+    assert hashed == []
