@@ -411,3 +411,33 @@ def test_a_step_out_of_memory_ends_its_requests_and_the_next_is_served(folder, m
 def test_a_gpu_that_is_not_there_is_refused_before_a_model_is_looked_for():
     with pytest.raises(ConfigError, match=r"^model\.device = 'cuda': "):
         LLM("nobody/has-this-model", set={"model.device": "cuda"}, progress=False)
+
+
+def test_the_prompts_of_one_generate_are_one_call_and_choices_are_of_theirs(llm, monkeypatch):
+    calls, add = [], llm.engine.scheduler.add
+    monkeypatch.setattr(
+        llm.engine.scheduler, "add", lambda r: calls.append(r.caller.call) or add(r)
+    )
+    llm.generate(["a", "b"], SamplingParams(n=2, max_tokens=1))
+    llm.generate("a", SamplingParams(max_tokens=1))
+    first, *rest = calls
+    assert rest == [first] * 3 + [first + 4]
+
+
+def test_prompts_are_hashed_while_other_threads_may_step(llm, monkeypatch):
+    seen, hash_prompt = [], llm.engine.prompt_keys
+
+    def take_lock():
+        seen.append(llm.lock.acquire(blocking=False))
+        if seen[-1]:
+            llm.lock.release()
+
+    def watched(*args):
+        other = Thread(target=take_lock)
+        other.start()
+        other.join()
+        return hash_prompt(*args)
+
+    monkeypatch.setattr(llm.engine, "prompt_keys", watched)
+    llm.generate("a", SamplingParams(max_tokens=1))
+    assert seen == [True]

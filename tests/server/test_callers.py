@@ -1,0 +1,98 @@
+"""What reaches the engine of who asks: the key's place, the call, and the hashes of the prompts."""
+
+import asyncio
+from threading import get_ident
+from types import SimpleNamespace
+
+import pytest
+from starlette.requests import Request
+
+from specserve.block_keys import KVFormat, prompt_keys
+from specserve.config import Config
+from specserve.exchange.caller import Caller
+from specserve.exchange.client import EngineClient
+from specserve.exchange.messages import Ready
+from specserve.exchange.sampling_params import SamplingParams
+from specserve.input_processor import InputProcessor
+from specserve.models.defaults import GenerationDefaults
+from specserve.server import service as service_module
+from specserve.server.app import KeyGuard
+from specserve.server.arrival import Arrival, arrival
+from specserve.server.service import Service
+from tests.checkpoints import tiny_tokenizer
+
+FORMATS = {"target": KVFormat("target", 16), "draft": KVFormat("draft", 20)}
+
+
+@pytest.mark.parametrize(("key", "tenant"), [("first", 0), ("second", 1)])
+def test_a_tenant_is_the_place_of_its_key_and_the_key_goes_no_further(key, tenant):
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append(arrival(Request(scope)))
+
+    headers = [(b"authorization", f"Bearer {key}".encode())]
+    scope = {"type": "http", "path": "/v1/completions", "headers": headers}
+    asyncio.run(KeyGuard(app, ["first", "second"])(scope, None, None))
+    assert [a.tenant for a in seen] == [tenant]
+
+
+def test_where_no_keys_are_needed_all_are_one_tenant():
+    assert arrival(Request({"type": "http"})).tenant == 0
+
+
+def open_service():
+    """A service whose engine keeps what it is asked."""
+    engine = SimpleNamespace(listeners={}, next_id=0, adds=[], died=asyncio.Event())
+    engine.loop, engine.heard_at, engine.flush_soon = asyncio.get_running_loop(), 0.0, lambda: None
+    engine.add = lambda *args: EngineClient.add(engine, *args)
+    service = Service(Config(), engine)
+    processor = InputProcessor(tiny_tokenizer(), GenerationDefaults(), 9000, 320)
+    service.open(processor, None, Ready({}, "none", 16, 100, FORMATS))
+    return service
+
+
+def asked(*calls):
+    """The Adds of calls, each with (tenant, prompts)."""
+
+    async def ask_all():
+        service = open_service()
+        for tenant, prompts in calls:
+            params = SamplingParams(n=2, cache_salt="salt")
+            await service.ask(prompts, params, Arrival(0.0, tenant), "prompt")
+        return service.engine.adds
+
+    return asyncio.run(ask_all())
+
+
+def test_prompts_of_one_http_request_are_one_call():
+    adds = asked((0, [[1] * 40, [2] * 40]), (3, [[1] * 40]))
+    assert [(a.id, a.caller) for a in adds] == [
+        (0, Caller(0, 0)),
+        (2, Caller(0, 0)),
+        (4, Caller(4, 3)),
+    ]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 100, service_module.LONG + 1])
+def test_prompts_are_sent_with_the_keys_of_their_blocks(num_tokens):
+    prompt = [i % 300 for i in range(num_tokens)]
+    [add] = asked((0, [prompt]))
+    assert add.keys == prompt_keys(FORMATS, prompt, "salt")
+    assert [len(keys) for keys in add.keys.values()] == [num_tokens // 16, num_tokens // 20]
+
+
+def test_long_prompts_are_hashed_beside_the_event_loop(monkeypatch):
+    """Also where many short ones are as long together."""
+
+    async def threads_of(prompts):
+        service, seen = open_service(), []
+        monkeypatch.setattr(
+            service_module, "prompt_keys", lambda *args: seen.append(get_ident()) or {}
+        )
+        await service.ask(prompts, SamplingParams(), Arrival(0.0), "prompt")
+        return {ident == get_ident() for ident in seen}
+
+    assert asyncio.run(threads_of([[1] * 100])) == {True}
+    assert asyncio.run(threads_of([[1] * 5000])) == {False}
+    assert asyncio.run(threads_of([[1] * 100] * 50)) == {False}
