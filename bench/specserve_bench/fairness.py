@@ -1,7 +1,7 @@
 """How long a small request waits for its first token beside a large one."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -20,18 +20,29 @@ def fairness_figures() -> dict[str, Any]:
     settings = {"memory.kv_bytes": 1 << 28}
     with LLM(set=settings, progress=False) as llm:
         source = source_tokens(llm)
+        choices = f"beside {CHOICES} choices of {CHOICE_TOKENS} tokens"
         beside: dict[str, Callable[[], Any]] = {
             "alone": lambda: None,
-            f"{CHOICES}_choices": lambda: start(llm, source[:100], CHOICE_TOKENS, n=CHOICES),
-            f"prompt_of_{LONG_PROMPT}": lambda: start(llm, source[:LONG_PROMPT], 1),
+            choices: lambda: start(llm, source[:100], CHOICE_TOKENS, CHOICES),
+            f"beside a prompt of {LONG_PROMPT:,} tokens": lambda: start(llm, source[:LONG_PROMPT]),
         }
         figures = {name: first_token(llm, large, source) for name, large in beside.items()}
-    for name, values in figures.items():
-        print(f"{name}: {values}")
+    print(table(figures))
     return figures
 
 
-def start(llm: LLM, prompt: list[int], max_tokens: int, n: int = 1) -> Any:
+def table(figures: Mapping[str, Any]) -> str:
+    """In Markdown, as the manual has it."""
+    rows = (
+        f"| {name} | {row['ttft_ms']} ({row['ttft_ms_min_max'][0]} to {row['ttft_ms_min_max'][1]}) "
+        f"| {row['steps']} |"
+        for name, row in figures.items()
+    )
+    head = f"| a prompt of {SMALL_PROMPT} tokens | TTFT, ms (lowest to highest) | steps |"
+    return "\n".join([head, "|---|---|---|", *rows])
+
+
+def start(llm: LLM, prompt: list[int], max_tokens: int = 1, n: int = 1) -> Any:
     params = SamplingParams(
         max_tokens=max_tokens, temperature=1 if n > 1 else 0, seed=0, n=n, ignore_eos=True
     )

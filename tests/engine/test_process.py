@@ -1,8 +1,11 @@
 """The engine's side of the socket, with a scripted other side."""
 
 import pytest
+from msgspec import structs
 
+from specserve.engine.engine import Engine
 from specserve.engine.process import serve
+from specserve.exchange.caller import Caller
 from specserve.exchange.messages import Add, EngineCommands, encode
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import engine_for, load_small
@@ -70,3 +73,11 @@ def test_ids_that_the_model_does_not_know_end_their_request_and_no_process(targe
         ("error", True)
     ] * 2
     assert [len(o.tokens) for o in outputs if o.id == 9] == [1, 1]
+
+
+def test_what_an_order_says_of_its_caller_and_its_blocks_reaches_the_request(target, monkeypatch):
+    asks, caller, keys = [], Caller(7, 3), {"target": [b"key"]}
+    order = structs.replace(asked(7, 1), keys=keys, caller=caller)
+    monkeypatch.setattr(Engine, "add_choices", lambda engine, *args: asks.append(args))
+    run(target, [EngineCommands([order], [])])
+    assert asks == [([5, 17, 42], order.samplings, 7, keys, caller)]

@@ -96,4 +96,5 @@ class Simulation:
         before = self.num_steps
         while self.requests:
             assert self.step(), "a step with someone waiting serves someone"
+            assert self.num_steps < 5000, "somebody does not get on"
         return self.num_steps - before

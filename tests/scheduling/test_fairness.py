@@ -40,6 +40,17 @@ def test_beside_128_choices_small_requests_that_come_together_all_speak_within_s
     assert s.scheduler.num_preempted <= 30
 
 
+def test_the_place_comes_from_the_last_of_the_largest_call():
+    s = Simulation(max_running=6)
+    few, many = s.ask(20, n=2), s.ask(20, n=4)
+    for _ in range(3):
+        s.step()
+    assert ids(s.scheduler.running) == few + many
+    [small] = s.ask(20)
+    s.step()
+    assert ids(s.scheduler.running) == [*few, *many[:3], small]
+
+
 def test_two_calls_of_many_choices_end_up_with_half_of_the_places_each():
     s = Simulation(max_running=8)
     s.ask(20, max_tokens=5, n=50)
