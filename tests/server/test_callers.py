@@ -48,7 +48,21 @@ def open_service():
     engine.add = lambda *args: EngineClient.add(engine, *args)
     service = Service(Config(), engine)
     processor = InputProcessor(tiny_tokenizer(), GenerationDefaults(), 9000, 320)
-    service.open(processor, None, Ready({}, "none", 16, 100, FORMATS))
+    service.open(
+        processor,
+        None,
+        Ready(
+            phases={},
+            drafter="none",
+            vocab_size=320,
+            max_model_len=9000,
+            dtype="fp32",
+            arithmetic="reference",
+            block_size=16,
+            num_blocks=100,
+            kv_formats=FORMATS,
+        ),
+    )
     return service
 
 
