@@ -6,6 +6,7 @@ import torch
 from specserve.config import load_config
 from specserve.engine.build import build
 from specserve.engine.process import ready
+from specserve_kernels import cpu
 from specserve_kernels.cpu.threads import MeasuredThreads
 from specserve_kernels.threads import FixedThreads
 from tests.checkpoints import tiny_checkpoint
@@ -64,3 +65,17 @@ def test_engines_that_share_a_model_learn_together(folder):
     first = build(config)
     second = build(config, known=first.weights)
     assert second.engine.target.threads is first.engine.target.threads
+
+
+def test_a_build_of_the_ops_may_run_its_first_steps_at_load(folder, monkeypatch):
+    """As the one for GPUs does, which finds out so whether the memory of a step is there."""
+    seen = []
+
+    def tune(step, most, threads, key):
+        seen.extend((rows, tuple(step(rows).shape)) for rows in (1, most))
+        return FixedThreads(1), "1"
+
+    monkeypatch.setattr(cpu, "tune", tune)
+    engine = build(load_config(None, SETTINGS | {"model.path": str(folder)})).engine
+    assert seen == [(1, (1, 320)), (512 + 64 - 256, (1, 320))]
+    assert engine.pool.is_whole
