@@ -214,7 +214,7 @@ class Config(Section, frozen=True):
 
     @property
     def drafter_name(self) -> str:
-        """Who guesses once every knob has been heard; "none" where nobody may."""
+        """The drafter that all knobs together come to; "none" where there is no speculation."""
         if self.speculation.max_nodes == 0 or self.speculation.max_step_nodes == 0:
             return "none"
         return self.drafter.name or ("model" if self.draft else "ngram")
@@ -303,7 +303,7 @@ def build(section: str, values: dict[str, Any], settings: list[Setting]) -> Any:
 
 
 def origins(settings: list[Setting], section: str) -> str:
-    """Everyone who had a say in a section."""
+    """Where the settings of a section came from."""
     return ", ".join(dict.fromkeys(s.origin for s in settings if s.key.startswith(f"{section}.")))
 
 

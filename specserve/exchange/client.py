@@ -1,4 +1,4 @@
-"""The API process's side of the socket: requests out, their outputs in."""
+"""The HTTP process's end of the socket: requests out, their outputs in."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -18,23 +18,23 @@ from specserve.exchange.step_output import StepOutput
 
 
 class Listener(Protocol):
-    """Whoever waits for a request's tokens."""
+    """What a request's outputs are handed to."""
 
     def push(self, output: StepOutput) -> None: ...
 
     def fail(self, message: str) -> None:
-        """No more will come."""
+        """The engine process has ended: no more outputs will come."""
         ...
 
 
 class EngineClient(asyncio.Protocol):
-    """One event loop's hold on an engine process. `died` is set once that process has gone."""
+    """The engine process as one event loop uses it. `died` is set once that process has ended."""
 
     def __init__(self, spawned: Spawned) -> None:
         self.process, self.socket = spawned
         self.loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Ready] = self.loop.create_future()
-        self.ready.add_done_callback(asyncio.Future.exception)  # heard, whoever awaits it or not
+        self.ready.add_done_callback(asyncio.Future.exception)  # no warning if nobody awaits it
         self.died = asyncio.Event()
         self.listeners: dict[int, Listener] = {}
         self.on_loading: Callable[[str, int, int], None] = lambda name, done, total: None
@@ -59,30 +59,31 @@ class EngineClient(asyncio.Protocol):
         keys: Keys | None = None,
         caller: Caller | None = None,
     ) -> list[int]:
-        """Queue a prompt's choices, which differ in their seeds; their ids. Nothing is said to
-        listeners before this returns.
+        """Queue a prompt's choices, which differ in their seeds; their ids. No listener is called
+        before this returns.
         """
-        assert not self.died.is_set(), "the engine process is gone: nobody may be admitted"
+        assert not self.died.is_set(), "the engine process has ended: no request can be added"
         if not self.listeners:
-            self.heard_at = self.loop.time()  # an idle engine has nothing to say
+            self.heard_at = self.loop.time()  # an idle engine sends nothing
         id = self.next_id
         self.next_id += len(samplings)
         ids = list(range(id, self.next_id))
         self.listeners.update(zip(ids, listeners, strict=True))
         self.flush_soon()
-        shared = msgspec.structs.replace(samplings[0], stop=())  # texts are for this side alone
+        # Stop strings are looked for on this side.
+        shared = msgspec.structs.replace(samplings[0], stop=())
         seeds = [s.seed for s in samplings]
         self.adds.append(Add(id, list(token_ids), shared, seeds, keys or {}, caller))
         return ids
 
     def finish(self, id: int) -> None:
-        """Let go of a request, whether or not it has ended."""
+        """Forget a request, and stop it if it still runs."""
         if self.listeners.pop(id, None) is not None and not self.died.is_set():
             self.flush_soon()
             self.finishes.append(id)
 
     async def reset_cache(self) -> None:
-        """Have all prefixes forgotten; EngineDied where there is nobody to do it."""
+        """Empty the prefix cache; EngineDied if the engine process ends before it has."""
         if self.died.is_set():
             raise EngineDied("the engine process has ended")
         self.flush_soon()
@@ -92,7 +93,7 @@ class EngineClient(asyncio.Protocol):
         await future
 
     def flush_soon(self) -> None:
-        """One message for all that one turn of the event loop asks for."""
+        """Send one message for all that one turn of the event loop asks for."""
         if not (self.adds or self.finishes or self.is_reset_due):
             self.loop.call_soon(self.flush)
 
@@ -129,14 +130,14 @@ class EngineClient(asyncio.Protocol):
     def deliver(self, report: Report) -> None:
         for output in report.outputs:
             listener = self.listeners.get(output.id)
-            if output.finish_reason is not None:  # the engine has let go of it
+            if output.finish_reason is not None:  # the engine has forgotten it
                 self.listeners.pop(output.id, None)
-            if listener is not None:  # else it was let go of while the step ran
+            if listener is not None:  # else it was finished while the step ran
                 listener.push(output)
         for future, count in [*self.resets.items()]:
             if report.stats.num_resets >= count:
                 del self.resets[future]
-                if not future.done():  # else whoever asked has left
+                if not future.done():  # else the caller was cancelled
                     future.set_result(None)
         self.on_report(report)
 

@@ -1,4 +1,4 @@
-"""What the API process and the engine process say to each other: plain data, typed both ways."""
+"""The messages between the HTTP process and the engine process: plain data, typed both ways."""
 
 import msgspec
 
@@ -10,8 +10,9 @@ from specserve.exchange.step_output import Stats, StepOutput
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt and the seeds of its choices; their ids count on from `id`, and whoever asks has
-    used none of them. What choices have in common is sent once: to read it takes time from steps.
+    """A prompt and the seeds of its choices; their ids are `id`, `id` + 1, ..., all unused so far.
+
+    What choices have in common is sent once: reading it takes time from steps.
     """
 
     id: int
@@ -27,7 +28,7 @@ class Add(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineCommands(msgspec.Struct, frozen=True):
-    """To the engine: what to begin, and whom to let go of. To be obeyed before the next step."""
+    """To the engine: requests to add and ids to forget, before the next step."""
 
     add: list[Add]
     finish: list[int]
@@ -47,7 +48,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """All is loaded: what the HTTP process has to know of the model and of the engine."""
+    """The engine can step: what the HTTP process has to know of it and of its model."""
 
     phases: dict[str, str]  # of the start-up, in words
     drafter: str
@@ -61,7 +62,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """From the engine, after every step and whenever requests have gone: what there is to know."""
+    """From the engine, after every step and whenever requests have been forgotten: its state."""
 
     outputs: list[StepOutput]
     num_running: int
