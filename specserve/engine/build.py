@@ -14,7 +14,7 @@ from specserve.models.decoder import Decoder
 from specserve.phases import Phases
 from specserve.scheduling import Scheduler
 from specserve.scheduling.scheduler import StepBudget
-from specserve.selection import context_length
+from specserve.selection import check_drafter, context_length
 from specserve_drafters import Drafter, DrafterError, make_drafter
 
 
@@ -43,6 +43,7 @@ def build(
     Models that are `known` from engines built before are shared with them.
     """
     phases = phases or Phases()
+    check_drafter(config)
     weights = load_weights(config, progress, phases, known)
     target, draft = weights
     max_len = context_length(config, target.decoder.config)
