@@ -35,6 +35,7 @@ READY = Ready(
     arithmetic="cpu avx512_bf16 avx512f avx2",
     block_size=16,
     num_blocks=10,
+    kv_formats={},
 )
 OTHERS = {  # what the engine process says -> whether the text may differ by it
     "another type of numbers": ({"dtype": "fp32"}, True),
