@@ -47,6 +47,10 @@ class ModelConfig(Section, frozen=True):
         Meta(pattern=r"^(auto|cpu|cuda(:(0|[1-9][0-9]?))?)$"),
         about("auto, cpu, cuda, or cuda:1 for the second GPU; auto is a GPU where there is one"),
     ] = "auto"
+    attention: Annotated[
+        Literal["auto", "flashinfer", "triton"],
+        about("on a GPU: auto, flashinfer or triton; auto is FlashInfer where it has kernels"),
+    ] = "auto"
     threads: Annotated[Positive | None, about("CPU threads, at least 1; unset: by timing")] = None
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +47,10 @@ class Ops(Protocol):
     """
 
     samples_ahead: bool  # asking for one token costs as much as asking for all of a step's
+
+    # Held from a forward's plan until its results are read, as a device's buffers are shared.
+    @property
+    def lock(self) -> AbstractContextManager[None]: ...
 
     def place(self, x: Tensor) -> Tensor: ...
 
@@ -105,8 +110,11 @@ class Ops(Protocol):
     ) -> tuple[Threads, str]: ...
 
 
-def load(device: str | torch.device = "auto") -> Ops:
+def load(device: str | torch.device = "auto", attention: str = "auto") -> Ops:
     """The build for a device, DeviceError if it cannot be used; auto: a GPU where there is one.
+
+    attention  on a GPU: `flashinfer` or `triton`, and no other; auto: FlashInfer where it is there
+               and has kernels for the model, else Triton
 
     Called once, at start-up: no other line asks what device this is.
     """
@@ -116,9 +124,11 @@ def load(device: str | torch.device = "auto") -> Ops:
     if device.type == "cuda":
         from specserve_kernels.cuda import build
 
-        return build(device)
+        return build(device, attention)
     if device.type != "cpu":
         raise DeviceError(f"there are no kernels for {device.type!r}: take 'cpu' or 'cuda'")
+    if attention != "auto":
+        raise DeviceError(f"there is no choice of attention on a CPU: {attention!r} is for a GPU")
     from specserve_kernels import cpu, reference
 
     try:

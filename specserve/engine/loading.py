@@ -22,6 +22,7 @@ class ModelKey(NamedTuple):
 
     folder: str
     device: str
+    attention: str
     dtype: str
     max_model_len: int | None
 
@@ -46,8 +47,8 @@ def load_weights(
     loaded = {model.key: model for model in known if model is not None}
 
     def get(name: str, path: Path) -> Model:
-        chosen = config.model.device, config.model.dtype, config.scheduler.max_model_len
-        key = ModelKey(str(path.resolve()), *chosen)
+        model, most = config.model, config.scheduler.max_model_len
+        key = ModelKey(str(path.resolve()), model.device, model.attention, model.dtype, most)
         if key not in loaded:
             with phases.phase(name):
                 loaded[key] = Model(load_model(path, config, ops, progress), key)
@@ -63,9 +64,16 @@ def load_weights(
 
 def load_ops(config: Config) -> Ops:
     try:
-        return load(config.model.device)
+        return load(config.model.device, config.model.attention)
     except DeviceError as e:
-        raise ConfigError(f"model.device = {config.model.device!r}: {e}") from e
+        raise device_refused(config, e) from e
+
+
+def device_refused(config: Config, e: DeviceError) -> ConfigError:
+    asked, attention = f"model.device = {config.model.device!r}", config.model.attention
+    if attention != "auto":
+        asked += f", model.attention = {attention!r}"
+    return ConfigError(f"{asked}: {e}")
 
 
 def check_device(config: Config) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from specserve.config import Config
-from specserve.engine.loading import Model, asked_for
+from specserve.engine.loading import Model, asked_for, device_refused
 from specserve.engine.runner import Runner
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.errors import ConfigError
@@ -12,7 +12,7 @@ from specserve.memory import BlockPool, BlockTable
 from specserve.models.decoder import Decoder
 from specserve.version import VERSION
 from specserve_drafters.tree import TREE_SLOTS
-from specserve_kernels import Threads
+from specserve_kernels import DeviceError, Threads
 
 CONTEXT = 256  # tokens before the rows of a step that is run at load
 
@@ -38,6 +38,7 @@ def choose_threads(
 
     def step(rows: int) -> Tensor:
         table.try_reserve(start + max(most, TREE_SLOTS))
+        warm_up(runner, table, start)
         group = RowGroup(table, [0] * rows, start, num_read=1)
         return runner.launch(build_step_input([group], pool.updates)).logits
 
@@ -45,6 +46,8 @@ def choose_threads(
         return runner.ops.tune(step, most, config.model.threads, model_key(runner.decoder))
     except ValueError as e:
         raise ConfigError(f"model.threads: {e}") from e
+    except DeviceError as e:
+        raise device_refused(config, e) from e
     except torch.OutOfMemoryError as e:
         raise ConfigError(
             f"beside weights and KV pool too little memory is left for a step of {most} rows "
@@ -53,6 +56,13 @@ def choose_threads(
         ) from e
     finally:
         table.clear()
+
+
+def warm_up(runner: Runner, table: BlockTable, start: int) -> None:
+    """A root with two children, and a KV move: on a GPU their first use compiles kernels."""
+    tree = RowGroup(table, [0] * 3, start, 3, start, [0b1, 0b11, 0b101])
+    table.pool.updates.move("target", [(table.slot(0), table.slot(0))])
+    runner.launch(build_step_input([tree], table.pool.updates))
 
 
 def model_key(decoder: Decoder) -> str:

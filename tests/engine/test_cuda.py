@@ -114,10 +114,30 @@ def test_attention_is_planned_once_a_forward_and_run_once_a_layer(tmp_path, monk
         assert all(table.try_reserve(60) for table in tables)
         with torch.inference_mode():
             logits_of(runner, [RowGroup(table, [*range(40)], 0, 0) for table in tables])
+            calls.clear()  # the first forward has checked FlashInfer, too
             tree = RowGroup(tables[1], [7, 8, 9], 40, 3, 40, [0b1, 0b11, 0b101])
             logits.append(logits_of(runner, [RowGroup(tables[0], [3], 40, 1), tree]))
     assert row_errors(logits[1], logits[0]).max() < 0.03
-    assert calls == {"plan": 1 + 2, "run": 3 * (1 + 2)}
+    assert calls == {"plan": 2, "run": 3 * 2}
+
+
+def test_a_load_runs_what_a_later_step_would_compile_and_tells_who_attends(models, monkeypatch):
+    """A tree, a KV move, a choice and its children: none waits for a compiler in mid-stream."""
+    _, target, _ = models
+    engine, calls = engine_for(target), Counter()
+    for name in ("attention", "move_kv", "sample", "top_children"):
+        monkeypatch.setattr(interpreted, name, counting(calls, name, getattr(interpreted, name)))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    masks = []
+    plan = interpreted.plan
+    monkeypatch.setattr(
+        interpreted, "plan", lambda rows, *args: masks.append(rows.mask.any()) or plan(rows, *args)
+    )
+    words = build.tune(engine.target, engine.pool, load_config(None, {"model.threads": 1}), MAX_LEN)
+    assert calls.keys() == {"attention", "move_kv", "sample", "top_children"}
+    assert any(masks) and not all(masks)
+    assert words == "a GPU, Triton attends, 1 threads beside it"
+    assert engine.pool.is_whole
 
 
 class OutOfMemory:

@@ -4,7 +4,19 @@ Faithful to 0.6.4 where that is not what one would expect: `plan` counts a packe
 bits instead of bytes, and takes `qo_indptr` and the like as host tensors only to be quick.
 """
 
+from types import SimpleNamespace
+
 import torch
+
+__version__ = "0.6.4"
+built = []  # what has been compiled, in order
+
+
+def get_batch_prefill_module(backend, *variant):
+    built.append((backend, *variant))
+
+
+prefill = SimpleNamespace(get_batch_prefill_module=get_batch_prefill_module)
 
 
 class BatchPrefillWithPagedKVCacheWrapper:

@@ -1,4 +1,4 @@
-"""Small random worlds for the attention ops: prefixes and trees over shuffled blocks."""
+"""Small random steps for the attention ops: prefixes and trees over shuffled blocks."""
 
 import random
 from dataclasses import dataclass
@@ -56,8 +56,11 @@ def random_reqs(rng, longest=300):
 
 
 @dataclass
-class World:
-    """A KV cache with `fill` in every slot, and requests whose blocks lie in it in any order."""
+class RandomStep:
+    """A step of some requests, and a KV cache in which their blocks lie in a random order.
+
+    A slot that nothing was put into holds `fill`.
+    """
 
     reqs: list[Req]
     block_size: int = 16
@@ -135,14 +138,14 @@ def only(rows, chosen):
     return rows._replace(qo_indptr=qo, **{name: getattr(rows, name)[chosen] for name in each})
 
 
-def tokens(world, b, n):
+def tokens(step, b, n):
     """K and V of request b's first n tokens, [2, n, Hk, D]: the same however the blocks lie."""
-    shape = (n, 2, world.num_kv_heads, world.head_dim)
-    return random_tensor(*shape, dtype=world.dtype, seed=b).transpose(0, 1)
+    shape = (n, 2, step.num_kv_heads, step.head_dim)
+    return random_tensor(*shape, dtype=step.dtype, seed=b).transpose(0, 1)
 
 
-def queries(world, num_rows):
-    return random_tensor(num_rows, world.num_heads, world.head_dim, dtype=world.dtype, seed=99)
+def queries(step, num_rows):
+    return random_tensor(num_rows, step.num_heads, step.head_dim, dtype=step.dtype, seed=99)
 
 
 def random_tensor(*shape, dtype=torch.float32, seed=0):

@@ -9,8 +9,8 @@ import torch
 from specserve_kernels import KVCache, QKNorm, Rotary, cpu, reference
 from tests.kernels.builds import BUILDS
 from tests.kernels.random_steps import (
+    RandomStep,
     Req,
-    World,
     queries,
     random_reqs,
     random_tensor,
@@ -50,10 +50,10 @@ VISIBLE = {  # a request's rows, the window -> the slots that each row sees
 @BUILDS
 @pytest.mark.parametrize(("req", "window", "seen"), VISIBLE.values(), ids=VISIBLE)
 def test_a_row_attends_to_exactly_what_it_may_see(ops, req, window, seen):
-    world = World([req], block_size=2, num_heads=1, num_kv_heads=1, head_dim=8)
+    step = RandomStep([req], block_size=2, num_heads=1, num_kv_heads=1, head_dim=8)
     values = 2.0 ** torch.arange(req.end).view(-1, 1, 1).expand(-1, 1, 8)
-    world.put(0, list(range(req.end)), [torch.zeros_like(values), values])
-    out = world.attend(ops, queries(world, len(seen)), window)
+    step.put(0, list(range(req.end)), [torch.zeros_like(values), values])
+    out = step.attend(ops, queries(step, len(seen)), window)
     # Equal scores: the mean of the values, whose sum names the slots.
     want = torch.tensor([[sum(2.0**s for s in slots) / len(slots)] * 8 for slots in seen])
     torch.testing.assert_close(out, want, rtol=1e-6, atol=0)
@@ -61,30 +61,30 @@ def test_a_row_attends_to_exactly_what_it_may_see(ops, req, window, seen):
 
 @BUILDS
 def test_weights_are_the_softmax_of_the_scaled_scores(ops):
-    world = World([Req(2, 1)], num_heads=1, num_kv_heads=1, head_dim=4)
+    step = RandomStep([Req(2, 1)], num_heads=1, num_kv_heads=1, head_dim=4)
     weights = torch.tensor([1.0, 2.0, 5.0])
     keys = torch.zeros(3, 1, 4)
     keys[:, 0, 1] = weights.log() / 4
-    world.put(0, [0, 1, 2], [keys, torch.eye(4)[:3, None]])
-    plan = ops.plan(world.rows(), world.kv, 1)
-    out = ops.attention(torch.tensor([[[9.0, 2, 0, 0]]]), world.kv.layers[0], plan, 2.0)
+    step.put(0, [0, 1, 2], [keys, torch.eye(4)[:3, None]])
+    plan = ops.plan(step.rows(), step.kv, 1)
+    out = ops.attention(torch.tensor([[[9.0, 2, 0, 0]]]), step.kv.layers[0], plan, 2.0)
     torch.testing.assert_close(out, torch.tensor([[0.125, 0.25, 0.625, 0]]))
 
 
 @BUILDS
 def test_query_heads_share_kv_heads_in_order(ops):
-    world = World([Req(0, 1)], num_heads=6, num_kv_heads=2, head_dim=2)
-    world.put(0, [0], [torch.zeros(1, 2, 2), torch.tensor([[[1.0, 2], [3, 4]]])])
-    out = world.attend(ops, queries(world, 1))
+    step = RandomStep([Req(0, 1)], num_heads=6, num_kv_heads=2, head_dim=2)
+    step.put(0, [0], [torch.zeros(1, 2, 2), torch.tensor([[[1.0, 2], [3, 4]]])])
+    out = step.attend(ops, queries(step, 1))
     assert out.tolist() == [[1, 2, 1, 2, 1, 2, 3, 4, 3, 4, 3, 4]]
 
 
 @BUILDS
 def test_requests_see_their_own_blocks_only(ops):
-    world = World([Req(4, 2), Req(9, 1)], block_size=4, num_heads=1, num_kv_heads=1, head_dim=2)
-    for b, r in enumerate(world.reqs):
-        world.put(b, list(range(r.end)), torch.full((2, r.end, 1, 2), float(b + 1)))
-    out = world.attend(ops, queries(world, 3))
+    step = RandomStep([Req(4, 2), Req(9, 1)], block_size=4, num_heads=1, num_kv_heads=1, head_dim=2)
+    for b, r in enumerate(step.reqs):
+        step.put(b, list(range(r.end)), torch.full((2, r.end, 1, 2), float(b + 1)))
+    out = step.attend(ops, queries(step, 3))
     torch.testing.assert_close(out, torch.tensor([[1.0, 1], [1, 1], [2, 2]]))
 
 
@@ -92,11 +92,11 @@ def test_requests_see_their_own_blocks_only(ops):
 @pytest.mark.parametrize("place", [0, 20, 31, 32, 40], ids="slot {}".format)
 @pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
 def test_what_a_row_does_see_is_not_hidden_even_if_it_is_no_number(ops, which, place):
-    world = World([Req(40, 1)], num_heads=1, num_kv_heads=1).filled()
-    broken = tokens(world, 0, 41)[:, [place]]
+    step = RandomStep([Req(40, 1)], num_heads=1, num_kv_heads=1).filled()
+    broken = tokens(step, 0, 41)[:, [place]]
     broken[which] = float("nan")
-    world.put(0, [place], broken)
-    assert world.attend(ops, queries(world, 1)).isnan().all()
+    step.put(0, [place], broken)
+    assert step.attend(ops, queries(step, 1)).isnan().all()
 
 
 WINDOWS = itertools.cycle([None, 1000, 40, None, 31, 5, 1])
@@ -112,9 +112,9 @@ SHAPES = [  # every ratio of heads with every size of a head, windows and block 
 @pytest.mark.parametrize(("H", "Hk", "D", "block_size", "window"), SHAPES)
 def test_the_build_attends_as_the_reference(H, Hk, D, block_size, window, dtype):
     reqs = random_reqs(random.Random(H * D))
-    world = World(reqs, block_size, H, Hk, D, dtype).filled()
-    q = queries(world, len(world.rows().positions))
-    got, want = (world.attend(ops, q, window) for ops in (cpu, reference))
+    step = RandomStep(reqs, block_size, H, Hk, D, dtype).filled()
+    q = queries(step, len(step.rows().positions))
+    got, want = (step.attend(ops, q, window) for ops in (cpu, reference))
     assert got.dtype == dtype
     assert row_errors(got, want).max() < TOLERANCE[dtype]
 
@@ -123,17 +123,17 @@ def test_the_build_attends_as_the_reference(H, Hk, D, block_size, window, dtype)
 def test_the_build_attends_to_trees_of_every_size(size):
     rng = random.Random(size)
     parents = [rng.randrange(k + 1) for k in range(size)]
-    world = World([Req(rng.randrange(70), parents=parents)], block_size=16).filled()
-    q = queries(world, 1 + size)
-    assert row_errors(world.attend(cpu, q), world.attend(reference, q)).max() < 1e-5
+    step = RandomStep([Req(rng.randrange(70), parents=parents)], block_size=16).filled()
+    q = queries(step, 1 + size)
+    assert row_errors(step.attend(cpu, q), step.attend(reference, q)).max() < 1e-5
 
 
 @pytest.mark.parametrize("value", [-200.0, 200.0], ids=["far below", "far above"])
 def test_a_key_that_outshines_another_tile_is_no_overflow(value):
-    world = World([Req(69, 1)], num_heads=1, num_kv_heads=1, head_dim=16).filled()
-    world.put(0, [40], torch.full((2, 1, 1, 16), value))
+    step = RandomStep([Req(69, 1)], num_heads=1, num_kv_heads=1, head_dim=16).filled()
+    step.put(0, [40], torch.full((2, 1, 1, 16), value))
     q = torch.ones(1, 1, 16)
-    assert row_errors(world.attend(cpu, q), world.attend(reference, q)).max() < 1e-5
+    assert row_errors(step.attend(cpu, q), step.attend(reference, q)).max() < 1e-5
 
 
 ROTATIONS = {  # cosine, sine, norm -> the heads 3 4 | 5 12
@@ -147,18 +147,18 @@ ROTATIONS = {  # cosine, sine, norm -> the heads 3 4 | 5 12
 @BUILDS
 @pytest.mark.parametrize(("cos", "sin", "weight", "want"), ROTATIONS.values(), ids=ROTATIONS)
 def test_queries_and_keys_are_rotated_and_values_are_not(ops, cos, sin, weight, want):
-    world = World([Req(1, 1)], num_heads=1, num_kv_heads=1, head_dim=4)
+    step = RandomStep([Req(1, 1)], num_heads=1, num_kv_heads=1, head_dim=4)
     rotary = Rotary(torch.tensor([[7.0] * 2, [cos] * 2]), torch.tensor([[7.0] * 2, [sin] * 2]))
     eps = 100**2 - (3**2 + 4**2 + 5**2 + 12**2) / 4  # mean square and eps make 100^2
     norm = weight and QKNorm(*[torch.tensor(weight).float()] * 2, eps)
-    plan = ops.plan(world.rows(), world.kv, 1)
+    plan = ops.plan(step.rows(), step.kv, 1)
     q = ops.rope_write_kv(
-        torch.tensor([[3.0, 4, 5, 12] * 3]), rotary, norm, world.kv.layers[0], plan
+        torch.tensor([[3.0, 4, 5, 12] * 3]), rotary, norm, step.kv.layers[0], plan
     )
-    (slot,) = world.rows().slots.tolist()
+    (slot,) = step.rows().slots.tolist()
     torch.testing.assert_close(q.flatten(), torch.tensor(want).float())
-    torch.testing.assert_close(world.kv.layers[0].k[slot // 16, slot % 16, 0], q.flatten())
-    assert world.kv.layers[0].v[slot // 16, slot % 16, 0].tolist() == [3, 4, 5, 12]
+    torch.testing.assert_close(step.kv.layers[0].k[slot // 16, slot % 16, 0], q.flatten())
+    assert step.kv.layers[0].v[slot // 16, slot % 16, 0].tolist() == [3, 4, 5, 12]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -170,21 +170,19 @@ def test_the_build_writes_as_the_reference_and_only_its_slots(H, Hk, D, has_norm
     norm = QKNorm(
         random_tensor(D, dtype=dtype, seed=1), random_tensor(D, dtype=dtype, seed=2), 1e-6
     )
-    worlds, q = {}, {}
+    steps, q = {}, {}
     for ops in (cpu, reference):
-        worlds[ops] = world = World(reqs, 17, H, Hk, D, dtype, num_layers=2)
-        plan = ops.plan(world.rows(), world.kv, H)
-        qkv = random_tensor(len(world.rows().positions), (H + 2 * Hk) * D, dtype=dtype)
+        steps[ops] = step = RandomStep(reqs, 17, H, Hk, D, dtype, num_layers=2)
+        plan = ops.plan(step.rows(), step.kv, H)
+        qkv = random_tensor(len(step.rows().positions), (H + 2 * Hk) * D, dtype=dtype)
         rotary = Rotary(angle.cos(), angle.sin())
-        q[ops] = ops.rope_write_kv(
-            qkv, rotary, norm if has_norm else None, world.kv.layers[1], plan
-        )
-    slots, layers = world.rows().slots, [worlds[ops].kv.layers[1] for ops in (cpu, reference)]
+        q[ops] = ops.rope_write_kv(qkv, rotary, norm if has_norm else None, step.kv.layers[1], plan)
+    slots, layers = step.rows().slots, [steps[ops].kv.layers[1] for ops in (cpu, reference)]
     got, want = ([x.reshape(-1, Hk, D)[slots] for x in (layer.k, layer.v)] for layer in layers)
     assert row_errors(q[cpu], q[reference]).max() < TOLERANCE[dtype]
     assert row_errors(got[0], want[0]).max() < TOLERANCE[dtype]
     assert torch.equal(got[1], want[1])
-    assert torch.equal(worlds[cpu].arena.isnan(), worlds[reference].arena.isnan())
+    assert torch.equal(steps[cpu].arena.isnan(), steps[reference].arena.isnan())
 
 
 MOVES = {  # source, target slots, tokens 0 .. 5 of one request -> what stands there afterwards
@@ -200,22 +198,22 @@ MOVES = {  # source, target slots, tokens 0 .. 5 of one request -> what stands t
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("source", "target", "want"), MOVES.values(), ids=MOVES)
 def test_moves_copy_tokens_in_every_layer_in_order(ops, source, target, want, dtype):
-    world = World([Req(5, 1)], block_size=2, head_dim=20, dtype=dtype, num_layers=3)
-    slots = world.slots(0, 6)
-    flat = world.arena.view(-1, 6, 2, 40)  # [block, layer and K|V, slot, head and dim]
+    step = RandomStep([Req(5, 1)], block_size=2, head_dim=20, dtype=dtype, num_layers=3)
+    slots = step.slots(0, 6)
+    flat = step.arena.view(-1, 6, 2, 40)  # [block, layer and K|V, slot, head and dim]
     at = slots // 2, slice(None), slots % 2
     flat[at] = before = random_tensor(6, 6, 40, dtype=dtype)
-    ops.move_kv(world.kv, slots[source], slots[target])
+    ops.move_kv(step.kv, slots[source], slots[target])
     assert torch.equal(flat[at], before[want])
     assert flat.isnan().sum() == (len(flat) * 2 - 6) * 6 * 40  # what was not addressed
 
 
 @BUILDS
 def test_moves_cross_requests_and_blocks_of_a_real_arena(ops):
-    world = World([Req(40, 1), Req(20, 1)], block_size=17, num_layers=2).filled()
-    cache = KVCache(world.kv.layers[:1])
-    ops.move_kv(cache, world.slots(0, 41)[[33, 40]], world.slots(1, 21)[[16, 17]])
-    world_k = cache.layers[0].k.reshape(-1, 2, 16)[world.slots(1, 21)]
-    want = tokens(world, 1, 21)[0].clone()
-    want[[16, 17]] = tokens(world, 0, 41)[0][[33, 40]]
+    step = RandomStep([Req(40, 1), Req(20, 1)], block_size=17, num_layers=2).filled()
+    cache = KVCache(step.kv.layers[:1])
+    ops.move_kv(cache, step.slots(0, 41)[[33, 40]], step.slots(1, 21)[[16, 17]])
+    world_k = cache.layers[0].k.reshape(-1, 2, 16)[step.slots(1, 21)]
+    want = tokens(step, 1, 21)[0].clone()
+    want[[16, 17]] = tokens(step, 0, 41)[0][[33, 40]]
     assert torch.equal(world_k, want)

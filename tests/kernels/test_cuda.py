@@ -4,22 +4,28 @@ import random
 import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
+from threading import Event, Thread
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from specserve_kernels import DeviceError, QKNorm, Rotary, load, reference
+from specserve_kernels import DeviceError, QKNorm, Rotary, cpu, cuda, load, reference
 from specserve_kernels.cuda import attention, paged
+from specserve_kernels.cuda import ops as cuda_ops
+from specserve_kernels.cuda.lock import DeviceLock
 from specserve_kernels.cuda.masks import Sight, kv_lengths, pack, sight
 from specserve_kernels.cuda.ops import CudaOps
 from specserve_kernels.cuda.staging import Staging
+from tests.kernels import fake_flashinfer
 from tests.kernels.builds import interpreted
 from tests.kernels.fake_flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from tests.kernels.random_steps import (
+    RandomStep,
     Req,
-    World,
     queries,
     random_reqs,
     random_tensor,
@@ -27,6 +33,7 @@ from tests.kernels.random_steps import (
     row_errors,
 )
 
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}  # the interpreter cuts bfloat16 off
 without_gpu = pytest.mark.skipif(interpreted is None, reason="Triton compiles for the GPU here")
@@ -58,7 +65,7 @@ def seen_slots(req, window):
 @pytest.mark.parametrize("seed", range(4))
 def test_the_packed_mask_is_packbits_of_what_each_row_sees(seed, block_size, window):
     reqs = trees(random.Random(seed))
-    rows = World(reqs, block_size).rows()
+    rows = RandomStep(reqs, block_size).rows()
     lengths = kv_lengths(rows, block_size)
     packed, indptr = pack(rows.qo_indptr.diff().numpy(), lengths, sight(rows, window))
     assert lengths.tolist() == [req.end for req in reqs]
@@ -83,7 +90,7 @@ def test_the_packed_mask_of_two_small_trees_by_hand():
 @pytest.mark.parametrize("window", WINDOWS)
 def test_sight_is_what_a_row_sees(window):
     reqs = random_reqs(random.Random(3), 120)
-    rows = World(reqs).rows()
+    rows = RandomStep(reqs).rows()
     first, prefix, mask = sight(rows, window)
     every = [slots for req in reqs for slots in seen_slots(req, window)]
     for row, want in enumerate(every):
@@ -98,21 +105,21 @@ def test_flashinfer_is_asked_for_what_rows_see(H, Hk, D, block_size, window):
     ops = interpreted
     if ops is None:
         pytest.skip("the fake one computes on the CPU")
-    world = World(random_reqs(random.Random(D)), block_size, H, Hk, D, torch.bfloat16).filled()
-    assert ops.flashinfer.fits(world.kv)
-    q = queries(world, len(world.rows().positions))
-    got, want = (world.attend(build, q, window) for build in (ops, reference))
+    step = RandomStep(random_reqs(random.Random(D)), block_size, H, Hk, D, torch.bfloat16).filled()
+    assert ops.flashinfer.fits(step.kv)
+    q = queries(step, len(step.rows().positions))
+    got, want = (step.attend(build, q, window) for build in (ops, reference))
     assert row_errors(got, want).max() < 6e-3
 
 
 @without_gpu
 def test_layers_of_several_windows_share_a_plan():
-    world = World(random_reqs(random.Random(1)), 16, 4, 2, 64, torch.bfloat16).filled()
-    q, windows = queries(world, len(world.rows().positions)), [None, 5, 70]
-    plan = interpreted.plan(world.rows(), world.kv, 4, windows)
+    step = RandomStep(random_reqs(random.Random(1)), 16, 4, 2, 64, torch.bfloat16).filled()
+    q, windows = queries(step, len(step.rows().positions)), [None, 5, 70]
+    plan = interpreted.plan(step.rows(), step.kv, 4, windows)
     for window in [5, None, 70, 5]:
-        got = interpreted.attention(q, world.kv.layers[0], plan, 0.125, window)
-        want = world.attend(reference, q, window)
+        got = interpreted.attention(q, step.kv.layers[0], plan, 0.125, window)
+        want = step.attend(reference, q, window)
         assert row_errors(got, want).max() < 6e-3
 
 
@@ -122,14 +129,14 @@ def test_layers_of_several_windows_share_a_plan():
 def test_a_step_may_be_all_causal_or_all_trees(kind, H, D):
     rng = random.Random(2)
     reqs = trees(rng, 40)[:3] if kind == "tree" else [Req(0, 5), Req(33, 1), Req(16, 16)]
-    world = World(reqs, 16, H, 2, D, torch.bfloat16).filled()
-    q = queries(world, len(world.rows().positions))
-    got, want = (world.attend(build, q) for build in (interpreted, reference))
+    step = RandomStep(reqs, 16, H, 2, D, torch.bfloat16).filled()
+    q = queries(step, len(step.rows().positions))
+    got, want = (step.attend(build, q) for build in (interpreted, reference))
     assert row_errors(got, want).max() < TOLERANCE[torch.bfloat16]
 
 
 def test_a_tree_before_causal_rows_is_a_mistake_of_ours():
-    rows = World([Req(3, parents=[0]), Req(2, 1)]).rows()
+    rows = RandomStep([Req(3, parents=[0]), Req(2, 1)]).rows()
     with pytest.raises(AssertionError, match="without a mask comes after one with"):
         attention.num_causal(rows)
 
@@ -147,10 +154,10 @@ SHAPES = [  # heads, KV heads, head size, block size, window, dtype: what FlashI
 @without_gpu
 @pytest.mark.parametrize(("H", "Hk", "D", "block_size", "window", "dtype"), SHAPES)
 def test_triton_attends_as_the_reference(H, Hk, D, block_size, window, dtype):
-    world = World(random_reqs(random.Random(D), 100), block_size, H, Hk, D, dtype).filled()
-    assert not interpreted.flashinfer.fits(world.kv)
-    q = queries(world, len(world.rows().positions))
-    got, want = (world.attend(build, q, window) for build in (interpreted, reference))
+    step = RandomStep(random_reqs(random.Random(D), 100), block_size, H, Hk, D, dtype).filled()
+    assert not interpreted.flashinfer.fits(step.kv)
+    q = queries(step, len(step.rows().positions))
+    got, want = (step.attend(build, q, window) for build in (interpreted, reference))
     assert row_errors(got, want).max() < TOLERANCE[dtype]
 
 
@@ -158,17 +165,17 @@ def test_triton_attends_as_the_reference(H, Hk, D, block_size, window, dtype):
 @pytest.mark.parametrize("window", [None, 600, 100])
 def test_triton_merges_the_pieces_of_a_long_context(window):
     reqs = [Req(1100, 3), Req(30, 1), Req(1531, parents=random_tree(random.Random(4), 11))]
-    world = World(reqs, 16, 2, 1, 16).filled()
-    tiles = paged.deal(world.rows(), sight(world.rows(), window), 2, 1)
+    step = RandomStep(reqs, 16, 2, 1, 16).filled()
+    tiles = paged.deal(step.rows(), sight(step.rows(), window), 2, 1)
     assert tiles.pieces == 4
-    q = queries(world, 16)
-    got, want = (world.attend(build, q, window) for build in (interpreted, reference))
+    q = queries(step, 16)
+    got, want = (step.attend(build, q, window) for build in (interpreted, reference))
     assert row_errors(got, want).max() < 1e-5
 
 
 def test_tiles_cover_every_row_once_and_all_that_it_sees():
     reqs = random_reqs(random.Random(8), 400)
-    rows = World(reqs).rows()
+    rows = RandomStep(reqs).rows()
     for window in WINDOWS:
         seen = sight(rows, window)
         for heads, kv_heads in ((1, 1), (7, 1), (32, 8), (64, 1)):
@@ -218,31 +225,33 @@ def test_triton_rotates_and_writes_as_the_reference_and_only_its_slots(H, Hk, D,
     angle = torch.outer(torch.arange(100.0), random_tensor(D // 2))
     rotary = Rotary(angle.cos(), angle.sin())
     norm = QKNorm(*(random_tensor(D, dtype=dtype, seed=s) for s in (1, 2)), 1e-6)
-    worlds = [World(reqs, 17, H, Hk, D, dtype, num_layers=2) for _ in range(2)]
+    steps = [RandomStep(reqs, 17, H, Hk, D, dtype, num_layers=2) for _ in range(2)]
     qkv = random_tensor(9, (H + 2 * Hk) * D, dtype=dtype)
     q = []
-    for ops, world in zip((interpreted, reference), worlds, strict=True):
-        plan = ops.plan(world.rows(), world.kv, H)
-        layer = world.kv.layers[1]
+    for ops, step in zip((interpreted, reference), steps, strict=True):
+        plan = ops.plan(step.rows(), step.kv, H)
+        layer = step.kv.layers[1]
         q.append(ops.rope_write_kv(qkv, rotary, norm if has_norm else None, layer, plan))
-    slots = worlds[0].rows().slots
+    slots = steps[0].rows().slots
     (k, v), (want_k, want_v) = (
-        [x.reshape(-1, Hk, D)[slots] for x in (w.kv.layers[1].k, w.kv.layers[1].v)] for w in worlds
+        [x.reshape(-1, Hk, D)[slots] for x in (w.kv.layers[1].k, w.kv.layers[1].v)] for w in steps
     )
     assert row_errors(q[0], q[1]).max() < TOLERANCE[dtype]
     assert row_errors(k, want_k).max() < TOLERANCE[dtype]
     assert torch.equal(v, want_v)
-    assert torch.equal(worlds[0].arena.isnan(), worlds[1].arena.isnan())
+    assert torch.equal(steps[0].arena.isnan(), steps[1].arena.isnan())
 
 
 @without_gpu
 def test_wide_tokens_are_moved_whole():
-    worlds = [World([Req(40, 1)], 17, 8, 5, 128, torch.bfloat16, num_layers=2) for _ in range(2)]
-    for ops, world in zip((interpreted, reference), worlds, strict=True):
-        world.arena.copy_(random_tensor(*world.arena.shape))
-        at = world.slots(0, 41)
-        ops.move_kv(world.kv, at[[39, 40, 30]], at[[17, 18, 39]])
-    assert torch.equal(worlds[0].arena, worlds[1].arena)
+    steps = [
+        RandomStep([Req(40, 1)], 17, 8, 5, 128, torch.bfloat16, num_layers=2) for _ in range(2)
+    ]
+    for ops, step in zip((interpreted, reference), steps, strict=True):
+        step.arena.copy_(random_tensor(*step.arena.shape))
+        at = step.slots(0, 41)
+        ops.move_kv(step.kv, at[[39, 40, 30]], at[[17, 18, 39]])
+    assert torch.equal(steps[0].arena, steps[1].arena)
 
 
 def test_an_upload_brings_every_tensor_as_it_was_in_one_copy():
@@ -275,10 +284,10 @@ def test_what_was_uploaded_in_inference_mode_is_no_hindrance_outside():
 @without_gpu
 @pytest.mark.parametrize("D", [64, 80], ids=["FlashInfer", "Triton"])
 def test_a_plan_takes_one_upload(D):
-    world = World(random_reqs(random.Random(5)), 16, 4, 2, D, torch.bfloat16)
+    step = RandomStep(random_reqs(random.Random(5)), 16, 4, 2, D, torch.bfloat16)
     also = [torch.arange(9), torch.ones(4)]
     before = interpreted.staging.num_uploads
-    plan = interpreted.plan(world.rows(), world.kv, 4, [None, 7], also)
+    plan = interpreted.plan(step.rows(), step.kv, 4, [None, 7], also)
     assert interpreted.staging.num_uploads == before + 1
     assert all(torch.equal(x, y) for x, y in zip(plan.also, also, strict=True))
 
@@ -305,13 +314,12 @@ def test_a_gpu_that_is_not_there_is_one_clear_error(monkeypatch):
         load("cuda:2")
 
 
-LOAD_WITHOUT = """
+LOAD_WITHOUT_TRITON = """
 import sys, torch
-sys.modules[{missing!r}] = None
+sys.modules["triton"] = None
 torch.version.cuda = "13.0"
 torch.cuda.device_count = lambda: 1
 torch.cuda.current_device = lambda: 0
-torch.cuda.set_device = lambda index: None
 from specserve_kernels import DeviceError, load
 try:
     load("cuda")
@@ -320,30 +328,110 @@ except DeviceError as e:
 """
 
 
-@pytest.mark.parametrize(("missing", "name"), [("flashinfer", "FlashInfer"), ("triton", "Triton")])
-def test_a_missing_library_is_one_clear_error(missing, name):
-    code = LOAD_WITHOUT.format(missing=missing)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert re.fullmatch(
-        rf"{name} cannot be imported \(.*{missing}.*\): pip install 'specserve\[gpu\]'\n",
-        done.stdout,
+def test_a_missing_triton_is_one_clear_error():
+    command = [sys.executable, "-c", LOAD_WITHOUT_TRITON]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    wanted = r"Triton cannot be imported \(.*triton.*\): pip install 'specserve\[gpu\]'\n"
+    assert re.fullmatch(wanted, done.stdout)
+
+
+@pytest.fixture
+def one_gpu(monkeypatch):
+    """As if there were one; what is loaded for it is the FlashInfer that its ops would get."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(cuda_ops, "CudaOps", lambda device, flashinfer, attention: flashinfer)
+    cuda._on.cache_clear()
+    before = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    yield
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = before
+    cuda._on.cache_clear()
+
+
+FLASHINFERS = [  # what is installed, what is said of it
+    (None, "FlashInfer cannot be imported ("),
+    (SimpleNamespace(__version__="0.6.3"), "FlashInfer 0.6.3 is outside the versions that"),
+    (SimpleNamespace(__version__="0.7.0"), "FlashInfer 0.7.0 is outside the versions that"),
+]
+UNKNOWN = pytest.mark.parametrize(
+    ("module", "complaint"), FLASHINFERS, ids=["missing", "old", "new"]
+)
+
+
+@UNKNOWN
+def test_triton_attends_where_flashinfer_is_not_there_or_not_known(
+    module, complaint, one_gpu, monkeypatch, caplog
+):
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    assert load("cuda:0") is None
+    (line,) = caplog.messages
+    assert line.startswith(complaint)
+    assert line.endswith(": pip install 'specserve[gpu]'. Triton attends instead, more slowly")
+
+
+@UNKNOWN
+def test_a_flashinfer_that_is_demanded_and_not_there_is_one_clear_error(
+    module, complaint, one_gpu, monkeypatch, caplog
+):
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    with pytest.raises(DeviceError, match=f"^{re.escape(complaint)}.*: pip install"):
+        load("cuda:0", "flashinfer")
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("version", ["0.6.4", "0.6.18.post1"])
+def test_a_known_flashinfer_is_used_unless_triton_is_chosen(version, one_gpu, monkeypatch, caplog):
+    module = SimpleNamespace(__version__=version)
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    assert load("cuda:0") is load("cuda:0", "flashinfer") is module
+    assert load("cuda:0", "triton") is None
+    assert not caplog.messages
+
+
+def test_a_split_sum_of_cublas_is_not_rounded_to_bfloat16(one_gpu):
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    load("cuda:0", "triton")
+    assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction is False
+
+
+def test_the_versions_of_flashinfer_are_those_that_are_installed():
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = f"flashinfer-python>={attention.FROM},<{attention.BELOW}"
+    assert wanted in pyproject["project"]["optional-dependencies"]["gpu"]
+
+
+def test_a_choice_of_attention_is_for_a_gpu():
+    with pytest.raises(DeviceError, match="no choice of attention on a CPU: 'triton' is for a GPU"):
+        load("cpu", "triton")
+
+
+def flashinfer_with(build=fake_flashinfer.get_batch_prefill_module, **methods):
+    """The fake one, but for some methods of its wrapper, or its compiler."""
+    wrapper = type("Wrapper", (BatchPrefillWithPagedKVCacheWrapper,), methods)
+    return SimpleNamespace(
+        __version__="0.6.4",
+        prefill=SimpleNamespace(get_batch_prefill_module=build),
+        BatchPrefillWithPagedKVCacheWrapper=wrapper,
     )
 
 
-def planned_by(complaint):
-    """A plan by a FlashInfer that complains."""
+def raises(complaint):
+    def complain(*args, **kwargs):
+        raise complaint
 
-    class Broken:
-        class BatchPrefillWithPagedKVCacheWrapper:
-            def __init__(self, *args, **kwargs):
-                pass
+    return complain
 
-            def plan(self, *args, **kwargs):
-                raise complaint
 
-    world = World([Req(3, 1)], head_dim=64, dtype=torch.bfloat16)
-    flashinfer = attention.FlashInfer(CPU, Broken)
-    flashinfer.plan(world.rows(), world.rows().indices, world.kv, 4, [None], {})
+def small_step():
+    """A causal row and a tree, of a kind that FlashInfer takes."""
+    reqs = [Req(3, 1), Req(4, parents=[0, 0])]
+    return RandomStep(reqs, 16, 4, 2, 64, torch.bfloat16).filled()
+
+
+def check_attention(ops, step):
+    got, want = (step.attend(build, queries(step, 4)) for build in (ops, reference))
+    assert row_errors(got, want).max() < TOLERANCE[torch.bfloat16]
 
 
 COMPLAINTS = {  # what FlashInfer says -> what is passed on
@@ -353,30 +441,200 @@ COMPLAINTS = {  # what FlashInfer says -> what is passed on
 }
 
 
+@without_gpu
 @pytest.mark.parametrize(("said", "shown"), COMPLAINTS.items())
-def test_flashinfer_that_cannot_compile_says_what_it_takes(said, shown):
-    with pytest.raises(DeviceError, match=rf"\({shown}\): .* takes nvcc and ninja$"):
-        planned_by(RuntimeError(said))
+def test_triton_attends_where_flashinfer_cannot_be_built(said, shown, caplog):
+    ops, step = CudaOps(CPU, flashinfer_with(build=raises(RuntimeError(said)))), small_step()
+    for _ in range(2):
+        check_attention(ops, step)
+    assert ops.num_planned == {"Triton": 2}
+    (line,) = caplog.messages
+    assert f"({shown}): it compiles them at their first use, which takes nvcc and ninja." in line
+    assert line.endswith("Triton attends instead, more slowly")
+
+
+def test_flashinfer_that_is_demanded_and_cannot_be_built_is_an_error():
+    flashinfer = flashinfer_with(build=raises(OSError("no ninja")))
+    ops, step = CudaOps(CPU, flashinfer, "flashinfer"), small_step()
+    for _ in range(2):
+        with pytest.raises(DeviceError, match=r"cannot build its kernels \(no ninja\)"):
+            ops.plan(step.rows(), step.kv, 4)
+
+
+def test_flashinfer_that_is_demanded_for_heads_it_has_not_is_an_error():
+    step = RandomStep([Req(3, 1)], head_dim=80, dtype=torch.bfloat16)
+    ops = CudaOps(CPU, fake_flashinfer, "flashinfer")
+    with pytest.raises(DeviceError, match=r"no kernels for torch\.bfloat16 heads of 80"):
+        ops.plan(step.rows(), step.kv, 4)
+
+
+def after_the_check(complaint):
+    """A `plan` that complains of all steps but the one that checks FlashInfer's masks."""
+
+    def plan(self, qo_indptr, *args, **kwargs):
+        if qo_indptr.tolist() != [0, 3, 4]:
+            raise complaint
+        BatchPrefillWithPagedKVCacheWrapper.plan(self, qo_indptr, *args, **kwargs)
+
+    return plan
+
+
+@pytest.mark.parametrize(
+    "complaint",
+    [RuntimeError("qo_indptr[1] is below qo_indptr[0]"), ValueError("bad"), TypeError()],
+)
+def test_an_error_in_a_plan_is_raised_and_does_not_turn_flashinfer_off(complaint, caplog):
+    ops, step = CudaOps(CPU, flashinfer_with(plan=after_the_check(complaint))), small_step()
+    for _ in range(2):
+        with pytest.raises(type(complaint)) as e:
+            ops.plan(step.rows(), step.kv, 4)
+        assert e.value is complaint
+    assert not caplog.messages
+
+
+WORKSPACE = (
+    "Error in function 'aligned_alloc' at allocator.h:49: Buffer overflow when allocating memory "
+    "for batch_prefill_tmp_v with size 1 and alignment 16, but only 0 bytes available in "
+    "AlignedAllocator. Increase the workspace buffer size."
+)
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.mark.parametrize("broken", ["build", "plan"])
+def test_flashinfer_out_of_memory_is_out_of_memory(broken, caplog):
+    methods = {"build": raises(NO_MEMORY), "plan": after_the_check(NO_MEMORY)}
+    ops, step = CudaOps(CPU, flashinfer_with(**{broken: methods[broken]})), small_step()
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        ops.plan(step.rows(), step.kv, 4)
+    assert not caplog.messages
+
+
+def test_a_full_workspace_of_flashinfer_is_out_of_memory(caplog):
+    full = flashinfer_with(plan=after_the_check(RuntimeError(WORKSPACE)))
+    ops, step = CudaOps(CPU, full), small_step()
+    with pytest.raises(torch.OutOfMemoryError, match=r"workspace of 512 MiB is too small.*tmp_v"):
+        ops.plan(step.rows(), step.kv, 4)
+    assert not caplog.messages
+
+
+def planned_then(change):
+    def plan(self, *args, **kwargs):
+        BatchPrefillWithPagedKVCacheWrapper.plan(self, *args, **kwargs)
+        change(self)
+
+    return plan
+
+
+CHANGES = {  # of what we rely on in a wrapper
+    "another name": lambda w: delattr(w, "_mask_indptr_buf"),
+    "another dtype": lambda w: setattr(w, "_mask_indptr_buf", w._mask_indptr_buf.long()),
+    "another unit": lambda w: setattr(w, "_mask_indptr_buf", w._mask_indptr_buf * 2),
+    "on the host, as a list": lambda w: setattr(w, "_mask_indptr_buf", [0, 12, 17]),
+}
 
 
 @without_gpu
-def test_triton_attends_where_flashinfer_cannot_compile(caplog):
-    class Broken(BatchPrefillWithPagedKVCacheWrapper):
-        def plan(self, *args, **kwargs):
-            raise RuntimeError("Could not find nvcc")
-
-    ops = CudaOps(CPU, SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Broken))
-    world = World([Req(3, 1), Req(4, parents=[0, 0])], 16, 4, 2, 64, torch.bfloat16).filled()
-    for _ in range(2):
-        got, want = (world.attend(build, queries(world, 4)) for build in (ops, reference))
-        assert row_errors(got, want).max() < TOLERANCE[torch.bfloat16]
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_triton_attends_where_flashinfer_keeps_masks_otherwise(change, caplog):
+    ops, step = CudaOps(CPU, flashinfer_with(plan=planned_then(change))), small_step()
+    check_attention(ops, step)
+    assert ops.num_planned == {"Triton": 1}
     (line,) = caplog.messages
-    assert "takes nvcc and ninja. Triton attends instead" in line
+    assert line.startswith("FlashInfer 0.6.4 differs from the versions that are known to work")
 
 
-def test_flashinfer_out_of_memory_is_out_of_memory():
-    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-        planned_by(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+@without_gpu
+def test_masks_that_flashinfer_counts_in_bytes_itself_are_as_good():
+    def in_bytes(wrapper):
+        begins = wrapper._mask_indptr_buf
+        wrapper._mask_indptr_buf = torch.cat((begins[:1], ((begins.diff() + 7) // 8).cumsum(0)))
+        wrapper._mask_indptr_buf = wrapper._mask_indptr_buf.int()
+
+    ops = CudaOps(CPU, flashinfer_with(plan=planned_then(in_bytes)))
+    check_attention(ops, small_step())
+    assert ops.num_planned == {"FlashInfer": 1}
+
+
+@without_gpu
+def test_triton_attends_where_flashinfer_has_no_such_compiler(caplog):
+    flashinfer = flashinfer_with()
+    del flashinfer.prefill.get_batch_prefill_module
+    ops = CudaOps(CPU, flashinfer)
+    check_attention(ops, small_step())
+    assert ops.num_planned == {"Triton": 1}
+    assert "differs from the versions" in caplog.text
+
+
+def test_flashinfers_kernels_are_built_once_for_each_head_size_with_and_without_a_window():
+    built = []
+    flashinfer = flashinfer_with(build=lambda backend, *variant: built.append(variant))
+    ops = CudaOps(CPU, flashinfer)
+    for D, windows in ((64, [None]), (64, [None, 5]), (128, [7]), (64, [5, 9]), (128, [7])):
+        step = RandomStep([Req(3, 1)], head_dim=D, dtype=torch.bfloat16)
+        ops.plan(step.rows(), step.kv, 4, windows)
+    wanted = [(v[4], v[7]) for v in built]
+    assert sorted(wanted) == [(64, False), (64, True), (128, False), (128, True)]
+    assert ops.num_planned == {"FlashInfer": 5}
+
+
+@without_gpu
+@pytest.mark.parametrize("D", [64, 80], ids=["FlashInfer", "Triton"])
+def test_two_threads_that_share_a_device_attend_as_one_alone(D):
+    """Each is interrupted wherever it is: unlocked, one would run what the other has planned."""
+    ops = CudaOps(CPU, fake_flashinfer)
+    steps = [
+        RandomStep(trees(random.Random(i), 20)[:2], 16, 4, 2, D, torch.bfloat16, seed=i).filled()
+        for i in range(2)
+    ]
+    asked = [queries(step, len(step.rows().positions)) for step in steps]
+    wanted = [step.attend(reference, q) for step, q in zip(steps, asked, strict=True)]
+    planned = [Event(), Event()]
+    errors = [[], []]
+
+    def work(i):
+        for _ in range(10):
+            with ops.lock:
+                plan = ops.plan(steps[i].rows(), steps[i].kv, 4)
+                planned[i].set()
+                planned[1 - i].wait(0.01)  # without a lock the other one plans meanwhile
+                got = ops.attention(asked[i], steps[i].kv.layers[0], plan, D**-0.5)
+                planned[i].clear()
+            errors[i].append(row_errors(got, wanted[i]).max().item())
+
+    threads = [Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(e) for e in errors] == [10, 10]
+    assert max(errors[0] + errors[1]) < TOLERANCE[torch.bfloat16]
+
+
+def test_within_the_lock_the_device_is_the_threads_own(monkeypatch):
+    """And no other thread has the lock."""
+    current = [0]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    lock, taken = DeviceLock(torch.device("cuda", 1)), []
+
+    def other():
+        taken.append(lock.lock.acquire(blocking=False))
+
+    with lock:
+        with lock:
+            assert current[-1] == 1
+        assert current[-1] == 1
+        thread = Thread(target=other)
+        thread.start()
+        thread.join()
+    assert current[-1] == 0
+    assert taken == [False]
+
+
+def test_builds_that_keep_nothing_between_ops_are_never_waited_for():
+    for ops in (reference, cpu):
+        with ops.lock, ops.lock:
+            pass
 
 
 def test_auto_is_the_cpu_where_there_is_no_gpu(monkeypatch):

@@ -11,7 +11,7 @@ import torch
 
 from specserve_kernels import KVCache, KVLayer, QKNorm, Rotary, SampleParams, load, reference
 from specserve_kernels.reference.sampling import gumbel, transform
-from tests.kernels.random_steps import Req, World, random_tree
+from tests.kernels.random_steps import RandomStep, Req, random_tree
 from tests.kernels.test_sampling import MIXES, mixed
 
 pytestmark = [
@@ -128,24 +128,24 @@ def measured(record_property):
 
 
 def furnished(draw, reqs, scale=1.0, v_scale=1.0, **fields):
-    """A world on the device, and the K and V of every request's tokens, which its last layer has.
+    """A step on the device, and the K and V of every request's tokens, which its last layer has.
 
     The slots that hold no token hold what nobody may see.
     """
-    world = World(reqs, seed=draw.rng.getrandbits(30), num_layers=2, fill=HIDDEN, **fields)
-    world.arena = world.arena.to(DEVICE)
-    k, v = world.arena[:, 0::2].unbind(1), world.arena[:, 1::2].unbind(1)
-    world.kv = KVCache(tuple(map(KVLayer, k, v)))
-    layer, tokens = world.kv.layers[-1], []
+    step = RandomStep(reqs, seed=draw.rng.getrandbits(30), num_layers=2, fill=HIDDEN, **fields)
+    step.arena = step.arena.to(DEVICE)
+    k, v = step.arena[:, 0::2].unbind(1), step.arena[:, 1::2].unbind(1)
+    step.kv = KVCache(tuple(map(KVLayer, k, v)))
+    layer, tokens = step.kv.layers[-1], []
     for b, req in enumerate(reqs):
-        shape = req.end, world.num_kv_heads, world.head_dim
-        keys = draw.normal(*shape, dtype=world.dtype, scale=scale)
-        values = draw.normal(*shape, dtype=world.dtype, scale=v_scale)
-        at = world.slots(b, req.end).to(DEVICE)
-        layer.k[at // world.block_size, at % world.block_size] = keys
-        layer.v[at // world.block_size, at % world.block_size] = values
+        shape = req.end, step.num_kv_heads, step.head_dim
+        keys = draw.normal(*shape, dtype=step.dtype, scale=scale)
+        values = draw.normal(*shape, dtype=step.dtype, scale=v_scale)
+        at = step.slots(b, req.end).to(DEVICE)
+        layer.k[at // step.block_size, at % step.block_size] = keys
+        layer.v[at // step.block_size, at % step.block_size] = values
         tokens.append((keys, values))
-    return world, tokens
+    return step, tokens
 
 
 def seen(req, window):
@@ -170,26 +170,26 @@ def attention_by_definition(q, reqs, tokens, scale, window):
     return torch.cat(out)
 
 
-def attend(ops, world, q, window=None):
-    plan = ops.plan(world.rows(), world.kv, world.num_heads, [window])
-    return ops.attention(q, world.kv.layers[-1], plan, world.head_dim**-0.5, window)
+def attend(ops, step, q, window=None):
+    plan = ops.plan(step.rows(), step.kv, step.num_heads, [window])
+    return ops.attention(q, step.kv.layers[-1], plan, step.head_dim**-0.5, window)
 
 
-def queries(draw, world, scale=1.0):
-    R = len(world.rows().positions)
-    return draw.normal(R, world.num_heads, world.head_dim, dtype=world.dtype, scale=scale)
+def queries(draw, step, scale=1.0):
+    R = len(step.rows().positions)
+    return draw.normal(R, step.num_heads, step.head_dim, dtype=step.dtype, scale=scale)
 
 
 def check_attention(ops, draw, measured, reqs, window=None, **fields):
-    world, tokens = furnished(draw, reqs, **fields)
-    q = queries(draw, world)
-    want = attention_by_definition(q, reqs, tokens, world.head_dim**-0.5, window)
-    measured.close(path(world), attend(ops, world, q, window), want)
+    step, tokens = furnished(draw, reqs, **fields)
+    q = queries(draw, step)
+    want = attention_by_definition(q, reqs, tokens, step.head_dim**-0.5, window)
+    measured.close(path(step), attend(ops, step, q, window), want)
 
 
-def path(world):
-    is_for_flashinfer = world.dtype == BF16 and world.head_dim in (64, 128, 256)
-    return f"attention ({'FlashInfer' if is_for_flashinfer else 'Triton'}, {world.dtype})"
+def path(step):
+    is_for_flashinfer = step.dtype == BF16 and step.head_dim in (64, 128, 256)
+    return f"attention ({'FlashInfer' if is_for_flashinfer else 'Triton'}, {step.dtype})"
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 7, 8])
@@ -232,13 +232,13 @@ def test_rows_attend_within_a_window(ops, draw, measured, window, D, dtype):
 @PATHS
 def test_layers_of_several_windows_share_a_plan(ops, draw, measured, D, dtype):
     reqs, windows = draw.batch(), [None, 5, 1000]
-    world, tokens = furnished(draw, reqs, head_dim=D, dtype=dtype)
-    q = queries(draw, world)
-    plan = ops.plan(world.rows(), world.kv, world.num_heads, windows)
+    step, tokens = furnished(draw, reqs, head_dim=D, dtype=dtype)
+    q = queries(draw, step)
+    plan = ops.plan(step.rows(), step.kv, step.num_heads, windows)
     for window in (5, None, 1000, 5):
-        got = ops.attention(q, world.kv.layers[-1], plan, 0.1, window)
+        got = ops.attention(q, step.kv.layers[-1], plan, 0.1, window)
         want = attention_by_definition(q, reqs, tokens, 0.1, window)
-        measured.close(path(world), got, want)
+        measured.close(path(step), got, want)
 
 
 @PATHS
@@ -282,10 +282,10 @@ def test_heads_of_256_attend(ops, draw, measured, group):
 @pytest.mark.parametrize("window", [None, 40])
 def test_scores_of_50_and_large_values_are_no_overflow(ops, draw, measured, window, D, dtype):
     reqs = draw.batch()
-    world, tokens = furnished(draw, reqs, 3.3, 100.0, head_dim=D, dtype=dtype)
-    q = queries(draw, world, 3.3)
-    want = attention_by_definition(q, reqs, tokens, world.head_dim**-0.5, window)
-    measured.close(path(world), attend(ops, world, q, window), want, FAR_LIMITS)
+    step, tokens = furnished(draw, reqs, 3.3, 100.0, head_dim=D, dtype=dtype)
+    q = queries(draw, step, 3.3)
+    want = attention_by_definition(q, reqs, tokens, step.head_dim**-0.5, window)
+    measured.close(path(step), attend(ops, step, q, window), want, FAR_LIMITS)
 
 
 SEEN = [(64, BF16, 16), (64, BF16, 1), (128, BF16, 20), (80, BF16, 64), (64, FP32, 16)]
@@ -299,19 +299,19 @@ def test_a_row_sees_its_own_slots_and_no_others(ops, draw, measured, D, dtype, b
     Among thousands of slots a wrong one would drown in the rounding of random values.
     """
     reqs = draw.batch()
-    world, _ = furnished(draw, reqs, block_size=block_size, head_dim=D, dtype=dtype)
+    step, _ = furnished(draw, reqs, block_size=block_size, head_dim=D, dtype=dtype)
     masks = [seen(req, window) for req in reqs]
     share = torch.cat([m.sum(1) for m in masks]).float()[:, None, None]
     place = torch.cat([torch.arange(req.end) for req in reqs]).to(DEVICE)  # in its request
-    slot = torch.cat([world.slots(b, req.end) for b, req in enumerate(reqs)]).to(DEVICE)
-    layer, q = world.kv.layers[-1], torch.zeros_like(queries(draw, world))
-    plan = ops.plan(world.rows(), world.kv, world.num_heads, [window])
+    slot = torch.cat([step.slots(b, req.end) for b, req in enumerate(reqs)]).to(DEVICE)
+    layer, q = step.kv.layers[-1], torch.zeros_like(queries(draw, step))
+    plan = ops.plan(step.rows(), step.kv, step.num_heads, [window])
     worst = torch.zeros((), device=DEVICE)
     for begin in range(0, max(req.end for req in reqs), D):
         layer.v.zero_()
         chosen = (place >= begin) & (place < begin + D)
         at, column = slot[chosen], (place[chosen] - begin)[:, None, None]
-        one = (column == torch.arange(D, device=DEVICE)).to(dtype).repeat(1, world.num_kv_heads, 1)
+        one = (column == torch.arange(D, device=DEVICE)).to(dtype).repeat(1, step.num_kv_heads, 1)
         layer.v[at // block_size, at % block_size] = one
         out = ops.attention(q, layer, plan, 1.0, window).view(len(q), -1, D).float() * share
         want = torch.cat(
@@ -319,7 +319,7 @@ def test_a_row_sees_its_own_slots_and_no_others(ops, draw, measured, D, dtype, b
         )
         off = (out - want[:, None].float()).abs().amax()
         worst = torch.maximum(worst, off)
-    measured.note(path(world), worst.item(), 0.0)
+    measured.note(path(step), worst.item(), 0.0)
     assert worst.item() < 0.02, f"a row sees what it may not, or not what it may; seed {SEED}"
 
 
@@ -327,11 +327,11 @@ def test_a_plan_owes_nothing_to_the_last_one(ops, draw, measured):
     """Batches of unlike sizes, by the same wrappers."""
     sizes = [draw.batch(), [Req(3)], draw.batch()[:6], [draw.tree(0, 3)], draw.batch()[6:]]
     sizes.append([Req(draw.context(LONGEST // 8)) for _ in range(40)])
-    worlds = [furnished(draw, reqs, head_dim=64, dtype=BF16) for reqs in sizes]
-    for world, tokens in (*worlds, *draw.rng.sample(worlds, len(worlds))):
-        q = queries(draw, world)
-        want = attention_by_definition(q, world.reqs, tokens, 0.125, None)
-        measured.close(path(world), attend(ops, world, q), want)
+    given = [furnished(draw, reqs, head_dim=64, dtype=BF16) for reqs in sizes]
+    for step, tokens in (*given, *draw.rng.sample(given, len(given))):
+        q = queries(draw, step)
+        want = attention_by_definition(q, step.reqs, tokens, 0.125, None)
+        measured.close(path(step), attend(ops, step, q), want)
 
 
 def test_models_of_other_shapes_are_planned_in_turns(ops, draw, measured):
@@ -342,11 +342,11 @@ def test_models_of_other_shapes_are_planned_in_turns(ops, draw, measured):
         {"head_dim": 80, "num_heads": 7, "num_kv_heads": 1, "dtype": BF16, "block_size": 5},
         {"head_dim": 64, "num_heads": 6, "num_kv_heads": 2, "dtype": FP32, "block_size": 9},
     ]
-    worlds = [furnished(draw, draw.batch(), **shape) for shape in shapes]
-    for world, tokens in worlds * 3:
-        q = queries(draw, world)
-        want = attention_by_definition(q, world.reqs, tokens, world.head_dim**-0.5, None)
-        measured.close(path(world), attend(ops, world, q), want)
+    given = [furnished(draw, draw.batch(), **shape) for shape in shapes]
+    for step, tokens in given * 3:
+        q = queries(draw, step)
+        want = attention_by_definition(q, step.reqs, tokens, step.head_dim**-0.5, None)
+        measured.close(path(step), attend(ops, step, q), want)
 
 
 def rotated(x, cos, sin):
@@ -368,13 +368,13 @@ def test_heads_are_rotated_and_kv_is_written(
     ops, draw, measured, H, Hk, D, block_size, has_norm, dtype
 ):
     fields = {"num_heads": H, "num_kv_heads": Hk, "head_dim": D, "dtype": dtype}
-    world, _ = furnished(draw, draw.batch(), block_size=block_size, **fields)
+    step, _ = furnished(draw, draw.batch(), block_size=block_size, **fields)
     angle = torch.outer(torch.arange(LONGEST + 200.0, device=DEVICE), draw.normal(D // 2))
     rotary = Rotary(1.2 * angle.cos(), 1.2 * angle.sin())
     norm = QKNorm(draw.normal(D, dtype=dtype), draw.normal(D, dtype=dtype), 1e-6)
-    rows, layer, before = world.rows(), world.kv.layers[-1], world.arena.clone()
+    rows, layer, before = step.rows(), step.kv.layers[-1], step.arena.clone()
     qkv = draw.normal(len(rows.positions), (H + 2 * Hk) * D, dtype=dtype)
-    plan = ops.plan(rows, world.kv, H)
+    plan = ops.plan(rows, step.kv, H)
     got = ops.rope_write_kv(qkv, rotary, norm if has_norm else None, layer, plan)
 
     q, k, v = qkv.view(len(qkv), -1, D).split([H, Hk, Hk], dim=1)
@@ -387,11 +387,11 @@ def test_heads_are_rotated_and_kv_is_written(
     measured.close("rope_write_kv", got, rotated(q, cos, sin))
     measured.close("rope_write_kv", layer.k[at], rotated(k, cos, sin))
     measured.same("rope_write_kv", layer.v[at], v)
-    may_change = torch.zeros(world.arena.shape[:3], dtype=torch.bool, device=DEVICE)
+    may_change = torch.zeros(step.arena.shape[:3], dtype=torch.bool, device=DEVICE)
     may_change[:, -2:] = torch.isin(
         torch.arange(may_change[:, 0].numel(), device=DEVICE), slot
     ).view(-1, 1, block_size)
-    has_changed = (world.arena != before).flatten(3).any(-1)
+    has_changed = (step.arena != before).flatten(3).any(-1)
     measured.same("rope_write_kv", has_changed & ~may_change, torch.zeros_like(may_change))
 
 
@@ -454,27 +454,27 @@ def test_linear(ops, draw, measured, N, K, has_bias, dtype):
 @pytest.mark.parametrize("num_moves", [1, 5, 64])
 def test_moves_are_made_in_order(ops, draw, measured, num_moves, Hk, D, block_size, dtype):
     fields = {"num_heads": Hk, "num_kv_heads": Hk, "head_dim": D, "dtype": dtype}
-    world, _ = furnished(draw, [Req(200, 100)], block_size=block_size, **fields)
-    world.arena.copy_(draw.normal(*world.arena.shape, dtype=dtype))
-    few = world.slots(0, 300)[-30:].tolist()  # so that many moves go on from others
+    step, _ = furnished(draw, [Req(200, 100)], block_size=block_size, **fields)
+    step.arena.copy_(draw.normal(*step.arena.shape, dtype=dtype))
+    few = step.slots(0, 300)[-30:].tolist()  # so that many moves go on from others
     source, target = (draw.rng.choices(few, k=num_moves) for _ in range(2))
-    want = world.arena.cpu()
+    want = step.arena.cpu()
     for s, t in zip(source, target, strict=True):
         want[t // block_size, :, t % block_size] = want[s // block_size, :, s % block_size].clone()
-    ops.move_kv(world.kv, torch.tensor(source), torch.tensor(target))
-    measured.same("move_kv", world.arena.cpu(), want)
+    ops.move_kv(step.kv, torch.tensor(source), torch.tensor(target))
+    measured.same("move_kv", step.arena.cpu(), want)
 
 
 def test_wide_tokens_are_moved_whole(ops, draw, measured):
     fields = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 128, "dtype": BF16}
-    world, _ = furnished(draw, [Req(63, 1)], **fields)
-    world.arena.copy_(draw.normal(*world.arena.shape, dtype=BF16))
-    want, at = world.arena.cpu(), world.slots(0, 64)
+    step, _ = furnished(draw, [Req(63, 1)], **fields)
+    step.arena.copy_(draw.normal(*step.arena.shape, dtype=BF16))
+    want, at = step.arena.cpu(), step.slots(0, 64)
     for s, t in ((60, 17), (17, 18), (18, 60)):
         s, t = int(at[s]), int(at[t])
         want[t // 16, :, t % 16] = want[s // 16, :, s % 16].clone()
-    ops.move_kv(world.kv, at[[60, 17, 18]], at[[17, 18, 60]])
-    measured.same("move_kv", world.arena.cpu(), want)
+    ops.move_kv(step.kv, at[[60, 17, 18]], at[[17, 18, 60]])
+    measured.same("move_kv", step.arena.cpu(), want)
 
 
 def test_what_is_placed_is_on_the_device_as_it_was(ops, draw, measured):
@@ -644,11 +644,11 @@ def test_tied_children_are_ranked_by_id(ops, draw):
 
 @PATHS
 def test_a_plan_takes_one_upload_and_a_choice_at_most_one(ops, draw, D, dtype):
-    world, _ = furnished(draw, draw.batch(), head_dim=D, dtype=dtype)
+    step, _ = furnished(draw, draw.batch(), head_dim=D, dtype=dtype)
     also = [torch.arange(9), torch.ones(4)]
     logits, params = draw.normal(3, 500), SampleParams.greedy(3)
     uploads = [ops.staging.num_uploads]
-    plan = ops.plan(world.rows(), world.kv, world.num_heads, [None, 5], also)
+    plan = ops.plan(step.rows(), step.kv, step.num_heads, [None, 5], also)
     assert all(torch.equal(x.cpu(), y) for x, y in zip(plan.also, also, strict=True))
     uploads.append(ops.staging.num_uploads)
     ops.sample(logits, torch.arange(3), params)
@@ -659,27 +659,27 @@ def test_a_plan_takes_one_upload_and_a_choice_at_most_one(ops, draw, D, dtype):
     assert plan == 1 and choice <= 1 and children <= 1
 
 
-def subset(world, chosen):
-    """The world with some of its requests only."""
-    part = copy.copy(world)
-    part.reqs = [world.reqs[b] for b in chosen]
-    part.tables = [world.tables[b] for b in chosen]
+def subset(whole, chosen):
+    """The step with some of its requests only."""
+    part = copy.copy(whole)
+    part.reqs = [whole.reqs[b] for b in chosen]
+    part.tables = [whole.tables[b] for b in chosen]
     return part
 
 
-class Step:
+class Launches:
     """A step of some requests, from the plan to the moves."""
 
-    def __init__(self, draw, world, kinds):
+    def __init__(self, draw, whole, kinds):
         b = {
-            "causal": [b for b, r in enumerate(world.reqs) if r.parents is None],
-            "tree": [b for b, r in enumerate(world.reqs) if r.parents is not None],
+            "causal": [b for b, r in enumerate(whole.reqs) if r.parents is None],
+            "tree": [b for b, r in enumerate(whole.reqs) if r.parents is not None],
         }
         chosen = [draw.rng.sample(b[kind], draw.rng.randint(1, 8)) for kind in kinds]
-        self.part = subset(world, [*itertools.chain(*chosen)])
+        self.part = subset(whole, [*itertools.chain(*chosen)])
         self.rows = self.part.rows()
-        R, H, Hk, D = len(self.rows.slots), world.num_heads, world.num_kv_heads, world.head_dim
-        self.qkv = draw.normal(R, (H + 2 * Hk) * D, dtype=world.dtype)
+        R, H, Hk, D = len(self.rows.slots), whole.num_heads, whole.num_kv_heads, whole.head_dim
+        self.qkv = draw.normal(R, (H + 2 * Hk) * D, dtype=whole.dtype)
         self.also = [torch.tensor(draw.rng.choices(range(10**9), k=R))]
         self.logits = draw.normal(R, 3000)
         self.params = fresh(draw, SampleParams.greedy(R))._replace(temperature=torch.ones(R))
@@ -707,17 +707,17 @@ def test_steps_launched_back_to_back_come_to_the_same(ops, draw, measured, D, dt
     """Pinned memory is not written again before the device has read it."""
     reqs = [Req(draw.context(LONGEST // 8), draw.rng.choice([1, 1, 20])) for _ in range(20)]
     reqs += [draw.tree(draw.context(LONGEST // 8), draw.rng.randint(1, 30)) for _ in range(20)]
-    world, _ = furnished(draw, reqs, head_dim=D, dtype=dtype)
-    for layer in world.kv.layers:
+    whole, _ = furnished(draw, reqs, head_dim=D, dtype=dtype)
+    for layer in whole.kv.layers:
         layer.k.copy_(draw.normal(*layer.k.shape, dtype=dtype))
         layer.v.copy_(draw.normal(*layer.v.shape, dtype=dtype))
     angle = torch.outer(torch.arange(LONGEST + 100.0, device=DEVICE), draw.normal(D // 2))
-    rotary, before = Rotary(angle.cos(), angle.sin()), world.arena.clone()
+    rotary, before = Rotary(angle.cos(), angle.sin()), whole.arena.clone()
     kinds = [("causal",), ("tree",), ("causal", "tree")]
-    steps = [Step(draw, world, draw.rng.choice(kinds)) for _ in range(ROUNDS)]
+    steps = [Launches(draw, whole, draw.rng.choice(kinds)) for _ in range(ROUNDS)]
     one_by_one = [step.run(ops, rotary, torch.cuda.synchronize) for step in steps]
-    wanted = world.arena.clone()
-    world.arena.copy_(before)
+    wanted = whole.arena.clone()
+    whole.arena.copy_(before)
     heavy = draw.normal(BALLAST, BALLAST)
     together = []
     for i, step in enumerate(steps):
@@ -727,4 +727,4 @@ def test_steps_launched_back_to_back_come_to_the_same(ops, draw, measured, D, dt
     for got, want in zip(together, one_by_one, strict=True):
         for x, y in zip(got, want, strict=True):
             measured.same("uploads", x, y)
-    measured.same("uploads", world.arena, wanted)
+    measured.same("uploads", whole.arena, wanted)

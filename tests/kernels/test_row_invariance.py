@@ -7,8 +7,8 @@ import torch
 
 from specserve_kernels import QKNorm, Rotary, SampleParams, cpu, reference
 from tests.kernels.random_steps import (
+    RandomStep,
     Req,
-    World,
     only,
     queries,
     random_reqs,
@@ -102,32 +102,32 @@ def crowd(ops, seed):
     return [*reqs, Req(rng.randrange(50), 300)] if ops is cpu else reqs[2:6]
 
 
-def rope(ops, world, rows, qkv, has_norm):
+def rope(ops, step, rows, qkv, has_norm):
     """Rotated queries, and K and V as they stand in the cache afterwards; a row each."""
-    D = world.head_dim
+    D = step.head_dim
     norm = QKNorm(
-        random_tensor(D, dtype=world.dtype, seed=1), random_tensor(D, dtype=world.dtype), 1e-6
+        random_tensor(D, dtype=step.dtype, seed=1), random_tensor(D, dtype=step.dtype), 1e-6
     )
     angle = torch.outer(torch.arange(400.0), random_tensor(D // 2))
-    plan = ops.plan(rows, world.kv, world.num_heads)
+    plan = ops.plan(rows, step.kv, step.num_heads)
     rotary = Rotary(angle.cos(), angle.sin())
-    q = ops.rope_write_kv(qkv, rotary, norm if has_norm else None, world.kv.layers[0], plan)
-    at = rows.slots // world.block_size, rows.slots % world.block_size
-    return torch.cat((q, world.kv.layers[0].k[at], world.kv.layers[0].v[at]), dim=1)
+    q = ops.rope_write_kv(qkv, rotary, norm if has_norm else None, step.kv.layers[0], plan)
+    at = rows.slots // step.block_size, rows.slots % step.block_size
+    return torch.cat((q, step.kv.layers[0].k[at], step.kv.layers[0].v[at]), dim=1)
 
 
 @BUILDS
 @DTYPES
 @pytest.mark.parametrize(("has_norm", "D"), [(True, 16), (False, 80), (True, 20)])
 def test_rope_and_the_kv_write(ops, dtype, has_norm, D):
-    world = World(crowd(ops, 1), 16, 4, 2, D, dtype)
-    every = world.rows()
+    step = RandomStep(crowd(ops, 1), 16, 4, 2, D, dtype)
+    every = step.rows()
     qkv = random_tensor(len(every.slots), 8 * D, dtype=dtype)
-    want = rope(ops, world, every, qkv, has_norm)
+    want = rope(ops, step, every, qkv, has_norm)
     for threads, rows in companies(ops, len(qkv)):
         torch.set_num_threads(threads)
-        world = World(world.reqs, 17 if threads == 1 else 1, 4, 2, D, dtype, seed=len(rows))
-        got = rope(ops, world, only(world.rows(), rows), qkv[rows], has_norm)
+        step = RandomStep(step.reqs, 17 if threads == 1 else 1, 4, 2, D, dtype, seed=len(rows))
+        got = rope(ops, step, only(step.rows(), rows), qkv[rows], has_norm)
         assert torch.equal(got, want[rows]), (threads, rows)
 
 
@@ -136,13 +136,13 @@ def test_rope_and_the_kv_write(ops, dtype, has_norm, D):
 @pytest.mark.parametrize("window", [None, 37])
 @pytest.mark.parametrize(("H", "D"), [(2, 16), (14, 20), (8, 64)])
 def test_attention_beside_any_other_rows(ops, dtype, window, H, D):
-    world = World(crowd(ops, H), 16, H, 2, D, dtype).filled()
-    every = world.rows()
-    q = queries(world, len(every.slots))
-    want = world.attend(ops, q, window)
+    step = RandomStep(crowd(ops, H), 16, H, 2, D, dtype).filled()
+    every = step.rows()
+    q = queries(step, len(every.slots))
+    want = step.attend(ops, q, window)
     for threads, rows in companies(ops, len(q)):
         torch.set_num_threads(threads)
-        got = world.attend(ops, q[rows], window, only(every, rows))
+        got = step.attend(ops, q[rows], window, only(every, rows))
         assert torch.equal(got, want[rows]), (threads, rows)
 
 
@@ -150,13 +150,13 @@ def test_attention_beside_any_other_rows(ops, dtype, window, H, D):
 @DTYPES
 @pytest.mark.parametrize("window", [None, 37])
 def test_attention_from_any_blocks_and_slots(ops, dtype, window):
-    worlds = [
-        World(crowd(ops, 3), block_size, dtype=dtype, seed=seed, fill=fill).filled()
+    steps = [
+        RandomStep(crowd(ops, 3), block_size, dtype=dtype, seed=seed, fill=fill).filled()
         for block_size in (16, 1, 17, 64)
         for seed, fill in ((0, 0.0), (1, float("nan")))
     ]
-    q = queries(worlds[0], len(worlds[0].rows().slots))
-    want, *others = (world.attend(ops, q, window) for world in worlds)
+    q = queries(steps[0], len(steps[0].rows().slots))
+    want, *others = (step.attend(ops, q, window) for step in steps)
     assert all(torch.equal(got, want) for got in others)
 
 
@@ -165,30 +165,30 @@ def test_attention_from_any_blocks_and_slots(ops, dtype, window):
 @pytest.mark.parametrize("window", [None, 5, 37])
 def test_what_a_row_may_not_see_may_be_anything(ops, dtype, window):
     req = Req(75, parents=random_tree(random.Random(5), 40))
-    world = World([req], dtype=dtype).filled()
-    q = queries(world, 41)
-    want = world.attend(ops, q, window)
+    step = RandomStep([req], dtype=dtype).filled()
+    q = queries(step, 41)
+    want = step.attend(ops, q, window)
     for r, seen in enumerate(req.visible()):
-        bare = World([req], dtype=dtype, fill=float("nan"))
+        bare = RandomStep([req], dtype=dtype, fill=float("nan"))
         slots = seen[-window:] if window else seen
-        bare.put(0, slots, tokens(world, 0, req.end)[:, slots])
+        bare.put(0, slots, tokens(step, 0, req.end)[:, slots])
         assert torch.equal(bare.attend(ops, q[[r]], window, only(bare.rows(), [r]))[0], want[r])
 
 
-def as_plain_text(world, req):
+def as_plain_text(step, req):
     """Every path of a tree as a request of its own that was never anything but text."""
     paths = req.visible()
-    plain = World(
+    plain = RandomStep(
         [Req(len(path) - 1, 1) for path in paths],
         17,
-        world.num_heads,
-        world.num_kv_heads,
-        world.head_dim,
-        world.dtype,
+        step.num_heads,
+        step.num_kv_heads,
+        step.head_dim,
+        step.dtype,
         seed=1,
     )
     for b, path in enumerate(paths):
-        plain.put(b, list(range(len(path))), tokens(world, 0, req.end)[:, path])
+        plain.put(b, list(range(len(path))), tokens(step, 0, req.end)[:, path])
     return plain
 
 
@@ -197,11 +197,11 @@ def as_plain_text(world, req):
 def test_a_tree_row_attends_as_its_path_would_as_plain_text(start, dtype):
     rng = random.Random(start)
     req = Req(start, parents=random_tree(rng, rng.choice([5, 40, 63])))
-    world = World([req], dtype=dtype).filled()
-    q = queries(world, len(req.visible()))
-    plain = as_plain_text(world, req)
+    step = RandomStep([req], dtype=dtype).filled()
+    q = queries(step, len(req.visible()))
+    plain = as_plain_text(step, req)
     for window in (None, 1, 32, 50):
-        assert torch.equal(world.attend(cpu, q, window), plain.attend(cpu, q, window))
+        assert torch.equal(step.attend(cpu, q, window), plain.attend(cpu, q, window))
 
 
 @DTYPES
@@ -209,16 +209,16 @@ def test_a_tree_row_attends_as_its_path_would_as_plain_text(start, dtype):
 @pytest.mark.parametrize("start", [0, 1, 31, 33])
 def test_a_chain_that_crosses_tiles_attends_as_plain_text(start, H, Hk, D, dtype):
     req = Req(start, parents=list(range(63)))
-    world = World([req], 20, H, Hk, D, dtype).filled()
-    chunk = World([Req(start, 64)], 1, H, Hk, D, dtype).filled()
-    q = queries(world, 64)
-    assert torch.equal(world.attend(cpu, q), chunk.attend(cpu, q))
+    step = RandomStep([req], 20, H, Hk, D, dtype).filled()
+    chunk = RandomStep([Req(start, 64)], 1, H, Hk, D, dtype).filled()
+    q = queries(step, 64)
+    assert torch.equal(step.attend(cpu, q), chunk.attend(cpu, q))
 
 
 @pytest.mark.parametrize("start", [0, 5, 31, 40])
 def test_a_tree_row_of_the_reference_attends_as_plain_text(start):
     req = Req(start, parents=random_tree(random.Random(start), 20))
-    world = World([req]).filled()
-    q = queries(world, 21)
-    plain = as_plain_text(world, req)
-    assert torch.equal(world.attend(reference, q), plain.attend(reference, q))
+    step = RandomStep([req]).filled()
+    q = queries(step, 21)
+    plain = as_plain_text(step, req)
+    assert torch.equal(step.attend(reference, q), plain.attend(reference, q))

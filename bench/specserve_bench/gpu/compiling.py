@@ -77,7 +77,7 @@ def flashinfer_variant(D: int, backend: str, window: int | None) -> None:
     import torch
 
     from specserve_kernels import KVCache, KVLayer, Rows
-    from specserve_kernels.cuda.attention import FlashInfer, load_flashinfer
+    from specserve_kernels.cuda.attention import FlashInfer, load_flashinfer, run_parts
 
     device = torch.device("cuda")
     k, v = torch.randn(2, 4, 16, 2, D, device=device).bfloat16().unbind(0)
@@ -87,7 +87,7 @@ def flashinfer_variant(D: int, backend: str, window: int | None) -> None:
     rows = Rows._make((*ints, slots, prefix, torch.zeros(4, dtype=torch.int64)))
     flashinfer = FlashInfer(device, load_flashinfer(), backend)
     parts = flashinfer.plan(rows, rows.indices.to(device), kv, 4, [window], {})
-    out = flashinfer.run(
+    out = run_parts(
         torch.randn(4, 4, D, device=device).bfloat16(), kv.layers[0], parts, 0.1, window
     )
     assert out.isfinite().all(), "FlashInfer's output is not finite"

@@ -31,7 +31,7 @@ from specserve_bench.gpu.world import (
 from specserve_bench.suite import machine
 from specserve_kernels import Ops, Rows, SampleParams, load
 from specserve_kernels.cuda import paged
-from specserve_kernels.cuda.attention import FlashInfer, load_flashinfer
+from specserve_kernels.cuda.attention import FlashInfer, load_flashinfer, run_parts
 from specserve_kernels.cuda.masks import sight
 
 ROWS = (1, 4, 8, 16, 32, 64)
@@ -303,7 +303,7 @@ def flashinfer_of(backend: str, world: World, rows: Rows, q: Tensor) -> Callable
     masks = flashinfer.masks(rows, kv, [None])
     on_device = {w: (m[0].to(q.device), m[1].to(q.device)) for w, m in masks.items()}
     parts = flashinfer.plan(rows, indices, kv, q.shape[1], [None], on_device)
-    return partial(flashinfer.run, q, kv.layers[0], parts, world.decoder.scale, None)
+    return partial(run_parts, q, kv.layers[0], parts, world.decoder.scale, None)
 
 
 def profile(step: Callable[[], object]) -> list[Kernel]:

@@ -1,5 +1,7 @@
 """The ops on the CPU: oneDNN's prepacked GEMMs, and C++ for everything between them."""
 
+from contextlib import nullcontext
+
 from specserve_kernels.cpu.build import BuildError, library
 from specserve_kernels.cpu.ops import (
     add,
@@ -40,6 +42,7 @@ __all__ = [
     "has_bf16",
     "library",
     "linear",
+    "lock",
     "move_kv",
     "place",
     "plan",
@@ -55,6 +58,7 @@ __all__ = [
 ]
 
 samples_ahead = False
+lock = nullcontext()  # a forward's buffers are its own
 
 
 def arithmetic() -> str:

@@ -1,8 +1,9 @@
 """FlashInfer's paged attention: causal rows by position, trees by a packed mask.
 
-The only file that knows FlashInfer. Read in 0.6.4 and kept to what later versions share.
+The only file that knows FlashInfer. Read in 0.6.4 and 0.6.18.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from specserve_kernels.cuda.masks import kv_lengths, pack, sight
 from specserve_kernels.errors import DeviceError
 from specserve_kernels.types import KVCache, KVLayer, Rows
 
+FROM, BELOW = "0.6.4", "0.7"  # the versions that are used; pyproject.toml has the same bounds
 HEAD_SIZES = (64, 128, 256)
 WORKSPACE_BYTES = 512 << 20  # for the pieces of a split KV: H/Hk x 264 tiles of 128 rows at most
 # fa3 is the faster for long chunks, but has no split KV and a program for every query head, so
@@ -23,13 +25,23 @@ BACKEND = "fa2"
 
 
 def load_flashinfer() -> Any:
+    """The module; DeviceError where it is missing, or of a version that nobody has read."""
     try:
         import flashinfer
-    except ImportError as e:
+    except (ImportError, RuntimeError, OSError) as e:  # its parts load libraries as they come in
         raise DeviceError(
-            f"FlashInfer cannot be imported ({e}): pip install 'specserve[gpu]'"
+            f"FlashInfer cannot be imported ({cause(str(e))}): pip install 'specserve[gpu]'"
         ) from e
+    if not version(FROM) <= version(flashinfer.__version__) < version(BELOW):
+        raise DeviceError(
+            f"FlashInfer {flashinfer.__version__} is outside the versions that are known to work, "
+            f"from {FROM} to below {BELOW}: pip install 'specserve[gpu]'"
+        )
     return flashinfer
+
+
+def version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)[:3]))
 
 
 class Part(NamedTuple):
@@ -47,11 +59,64 @@ class FlashInfer:
         self.module, self.backend = module, backend
         self.workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self.wrappers: dict[tuple[str, int | None], Any] = {}
+        self.built: set[tuple[int, bool]] = set()  # head sizes, with a window or without
         self.planned = torch.cuda.Event() if device.type == "cuda" else None
 
     def fits(self, kv: KVCache) -> bool:
         k = kv.layers[0].k
         return k.shape[-1] in HEAD_SIZES and k.dtype == torch.bfloat16
+
+    def build(self, kv: KVCache, windows: Sequence[int | None]) -> None:
+        """Compile and load what a plan will use, unless it is there; DeviceError if that fails.
+
+        `plan` would do it as well, but there a build that fails looks like any other error.
+        """
+        D = kv.layers[0].k.shape[-1]
+        # The mask of a tree has the window in it.
+        for has_window in {False, *(w is not None for w in windows)}:
+            if (D, has_window) not in self.built:
+                self.build_kernels(D, has_window)
+                self.check_masks(D)
+                self.built.add((D, has_window))
+
+    def build_kernels(self, D: int, has_window: bool) -> None:
+        q = kv = out = torch.bfloat16
+        no_rotation, no_soft_cap, no_fp16 = 0, False, False
+        variant = (q, kv, out, torch.int32, D, D, no_rotation, has_window, no_soft_cap, no_fp16)
+        try:
+            self.module.prefill.get_batch_prefill_module(self.backend, *variant)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except (RuntimeError, OSError) as e:
+            raise DeviceError(
+                f"FlashInfer cannot build its kernels ({cause(str(e))}): it compiles them at their "
+                "first use, which takes nvcc and ninja"
+            ) from e
+        except (AttributeError, TypeError) as e:
+            raise self.unknown(e) from e
+
+    def check_masks(self, D: int) -> None:
+        """DeviceError unless `plan` keeps where each request's mask begins as it is known to.
+
+        That is the one thing we write into a wrapper. Two requests, of 3 rows over 4 slots and of
+        one row over 5: the masks begin at the bits 0 and 12, or the bytes 0 and 2.
+        """
+        ints = [torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 4], [0, 1, 2], [0, 1], [4, 5])]
+        mask = torch.full((3,), 255, dtype=torch.uint8, device=self.workspace.device)
+        ints[2] = ints[2].to(self.workspace.device)
+        wrapper = self.wrapper("tree", None)
+        self.ask(wrapper, ints, (1, 1, D, 16), -1, mask)
+        begins = getattr(wrapper, "_mask_indptr_buf", None)
+        if not torch.is_tensor(begins) or begins.dtype != torch.int32:
+            raise self.unknown(f"_mask_indptr_buf is {begins!r}")
+        if begins.tolist() not in ([0, 12, 17], [0, 2, 3]):
+            raise self.unknown(f"_mask_indptr_buf is {begins.tolist()}")
+
+    def unknown(self, what: object) -> DeviceError:
+        return DeviceError(
+            f"FlashInfer {self.module.__version__} differs from the versions that are known to "
+            f"work ({what}): install {FROM}"
+        )
 
     def masks(
         self, rows: Rows, kv: KVCache, windows: Sequence[int | None]
@@ -117,38 +182,49 @@ class FlashInfer:
         wrapper = self.wrapper(kind, window)
         upto = slice(requests.start, requests.stop + 1)
         qo, indptr = rows.qo_indptr[upto], rows.indptr[upto]
+        own = indices[int(indptr[0]) : int(indptr[-1])]
+        ints = [qo - qo[0], indptr - indptr[0], own, rows.last_page_len[requests]]
         _, block_size, num_kv_heads, D = kv.layers[0].k.shape
-        dtype = kv.layers[0].k.dtype
-        try:
-            wrapper.plan(
-                qo - qo[0],
-                indptr - indptr[0],
-                indices[int(indptr[0]) : int(indptr[-1])],
-                rows.last_page_len[requests],
-                num_heads,
-                num_kv_heads,
-                D,
-                block_size,
-                packed_custom_mask=None if mask is None else mask[0],
-                causal=mask is None,
-                sm_scale=1.0,  # `run` has the scale
-                # Its window counts slots, which for causal rows are the positions.
-                window_left=-1 if mask is not None or window is None else window - 1,
-                q_data_type=dtype,
-                kv_data_type=dtype,
-            )
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
-        except (RuntimeError, OSError) as e:
-            reason = cause(str(e))
-            raise DeviceError(
-                f"FlashInfer cannot prepare its kernels ({reason}): it compiles them at their "
-                "first use, which takes nvcc and ninja"
-            ) from e
+        # Its window counts slots, which for causal rows are the positions.
+        window_left = -1 if mask is not None or window is None else window - 1
+        heads = num_heads, num_kv_heads, D, block_size
+        self.ask(wrapper, ints, heads, window_left, None if mask is None else mask[0])
         if mask is not None:
-            # Given a packed mask, 0.6.4 takes the number of bits for the number of bytes.
+            # Given a packed mask, `plan` counts its bits where the kernels take bytes.
             wrapper._mask_indptr_buf = mask[1]
         return wrapper
+
+    def ask(
+        self,
+        wrapper: Any,
+        ints: Sequence[Tensor],
+        heads: tuple[int, int, int, int],
+        window_left: int,
+        mask: Tensor | None,
+    ) -> None:
+        """Plan; a workspace that is too small is torch's OutOfMemoryError, as other memory is.
+
+        ints   qo_indptr, indptr, indices, last_page_len, as in Rows
+        heads  query heads, KV heads, head size, block size
+        """
+        try:
+            wrapper.plan(
+                *ints,
+                *heads,
+                packed_custom_mask=mask,
+                causal=mask is None,
+                sm_scale=1.0,  # `run` has the scale
+                window_left=window_left,
+                q_data_type=torch.bfloat16,
+                kv_data_type=torch.bfloat16,
+            )
+        except RuntimeError as e:
+            if "workspace" not in str(e):
+                raise
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. FlashInfer's workspace of {WORKSPACE_BYTES >> 20} MiB is too "
+                f"small for this step. {cause(str(e))}"
+            ) from e
 
     @torch.inference_mode(False)  # it makes buffers that it writes into
     def wrapper(self, kind: str, window: int | None) -> Any:
@@ -157,15 +233,16 @@ class FlashInfer:
             self.wrappers[kind, window] = make(self.workspace, "NHD", backend=self.backend)
         return self.wrappers[kind, window]
 
-    def run(
-        self, q: Tensor, kv: KVLayer, parts: list[Part], scale: float, window: int | None
-    ) -> Tensor:
-        """[R, H, D] in, and out."""
-        out = torch.empty_like(q)
-        for part in parts:
-            at = slice(part.begin, part.end)
-            part.wrappers[window].run(q[at], (kv.k, kv.v), q_scale=scale, out=out[at])
-        return out
+
+def run_parts(
+    q: Tensor, kv: KVLayer, parts: list[Part], scale: float, window: int | None
+) -> Tensor:
+    """[R, H, D] in, and out: the parts of the step that was planned last."""
+    out = torch.empty_like(q)
+    for part in parts:
+        at = slice(part.begin, part.end)
+        part.wrappers[window].run(q[at], (kv.k, kv.v), q_scale=scale, out=out[at])
+    return out
 
 
 def cause(complaint: str) -> str:

@@ -1,6 +1,7 @@
 """The ops on one GPU: what they share, and where each of them comes from."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -10,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from specserve_kernels.cuda import move, norm, paged, rope, sample, silu, top_children
-from specserve_kernels.cuda.attention import FlashInfer, Part
+from specserve_kernels.cuda.attention import FlashInfer, Part, run_parts
+from specserve_kernels.cuda.lock import DeviceLock
 from specserve_kernels.cuda.masks import sight
 from specserve_kernels.cuda.staging import Staging
 from specserve_kernels.errors import DeviceError
@@ -48,7 +50,12 @@ class Plan(NamedTuple):
 
 
 class CudaOps:
-    """One for each GPU, as it owns memory there."""
+    """One for each GPU, as it owns memory there.
+
+    A plan's tensors are views of the staging buffer, and FlashInfer's wrappers hold what was
+    planned last: whoever plans a forward holds `lock` until its results are on the host, or
+    nothing but tensors of its own is left to read.
+    """
 
     samples_ahead = True
     rms_norm = staticmethod(norm.rms_norm)
@@ -56,11 +63,15 @@ class CudaOps:
     silu_mul = staticmethod(silu.silu_mul)
     copy_blocks = staticmethod(copy_blocks)
 
-    def __init__(self, device: torch.device, flashinfer: Any) -> None:
-        self.device = device
+    def __init__(
+        self, device: torch.device, flashinfer: Any | None, attention: str = "auto"
+    ) -> None:
+        """Without a FlashInfer, Triton attends; `attention` as in `load`."""
+        self.device, self.choice = device, attention
+        self.lock = DeviceLock(device)
         self.staging = Staging(device)
-        self.flashinfer = FlashInfer(device, flashinfer)
-        self.has_flashinfer = True  # until it turns out that it cannot compile its kernels
+        self.flashinfer = None if flashinfer is None else FlashInfer(device, flashinfer)
+        self.num_planned: Counter[str] = Counter()  # forwards, by what attends in them
 
     def place(self, x: Tensor) -> Tensor:
         return x.to(self.device)
@@ -101,12 +112,10 @@ class CudaOps:
         also: Sequence[Tensor] = (),
     ) -> Plan:
         """Everything that the step's kernels read goes up in one copy."""
-        if self.has_flashinfer and self.flashinfer.fits(kv):
-            try:
-                return self.plan_flashinfer(rows, kv, num_heads, windows, also)
-            except DeviceError as e:
-                log.warning("%s. Triton attends instead, more slowly", e)
-                self.has_flashinfer = False
+        flashinfer = self.flashinfer_for(kv, windows)
+        self.num_planned["FlashInfer" if flashinfer else "Triton"] += 1
+        if flashinfer:
+            return self.plan_flashinfer(flashinfer, rows, kv, num_heads, windows, also)
         seen = [sight(rows, window) for window in windows]
         dealt = [paged.deal(rows, s, num_heads, kv.layers[0].k.shape[2]) for s in seen]
         host = ((tiles.table, *s.tensors()) for s, tiles in zip(seen, dealt, strict=True))
@@ -117,18 +126,39 @@ class CudaOps:
         }
         return Plan(placed_also, shared, [], tiles)
 
+    def flashinfer_for(self, kv: KVCache, windows: Sequence[int | None]) -> FlashInfer | None:
+        """FlashInfer where it attends for this model, its kernels built; None where Triton does.
+
+        A build that fails turns it off. Any other error of FlashInfer is raised by the step that
+        met it: another path there would hide it.
+        """
+        try:
+            if self.flashinfer is not None and self.flashinfer.fits(kv):
+                self.flashinfer.build(kv, windows)
+                return self.flashinfer
+            if self.choice == "flashinfer":
+                k = kv.layers[0].k
+                raise DeviceError(f"FlashInfer has no kernels for {k.dtype} heads of {k.shape[-1]}")
+        except DeviceError as e:
+            if self.choice == "flashinfer":
+                raise
+            log.warning("%s. Triton attends instead, more slowly", e)
+            self.flashinfer = None
+        return None
+
     def plan_flashinfer(
         self,
+        flashinfer: FlashInfer,
         rows: Rows,
         kv: KVCache,
         num_heads: int,
         windows: Sequence[int | None],
         also: Sequence[Tensor],
     ) -> Plan:
-        masks = self.flashinfer.masks(rows, kv, windows)
+        masks = flashinfer.masks(rows, kv, windows)
         shared, placed_also, rest = self.upload(rows, also, chain(*masks.values()))
         on_device = dict(zip(masks, batched(rest, 2), strict=True))
-        parts = self.flashinfer.plan(rows, shared.indices, kv, num_heads, windows, on_device)
+        parts = flashinfer.plan(rows, shared.indices, kv, num_heads, windows, on_device)
         return Plan(placed_also, shared, parts, {})
 
     def upload(
@@ -148,7 +178,7 @@ class CudaOps:
     ) -> Tensor:
         if plan.tiles:
             return paged.attention(q, kv, scale, *plan.tiles[window]).flatten(1)
-        return self.flashinfer.run(q, kv, plan.parts, scale, window).flatten(1)
+        return run_parts(q, kv, plan.parts, scale, window).flatten(1)
 
     def move_kv(self, kv: KVCache, source: Tensor, target: Tensor) -> None:
         move.move_kv(kv, *self.staging.upload([source, target]))
@@ -173,13 +203,16 @@ class CudaOps:
     ) -> tuple[Threads, str]:
         """First steps compile kernels, and the largest finds out whether its memory is there."""
         count = torch.get_num_threads() if threads is None else check_threads(threads)
-        for rows in (1, most):
-            logits = step(rows)
-        one = SampleParams.greedy(1)
-        self.sample(logits, torch.zeros(1, dtype=torch.int64), one).tolist()
-        self.top_children(logits, one, min(4, logits.shape[1]), 1.0)
+        before = self.num_planned.copy()
+        with self.lock:
+            for rows in (1, most):
+                logits = step(rows)
+            one = SampleParams.greedy(1)
+            self.sample(logits, torch.zeros(1, dtype=torch.int64), one).tolist()
+            self.top_children(logits, one, min(4, logits.shape[1]), 1.0)
         name = torch.cuda.get_device_name(self.device)
-        return FixedThreads(count), f"{name}, {count} threads beside it"
+        attends = " and ".join(self.num_planned - before)
+        return FixedThreads(count), f"{name}, {attends} attends, {count} threads beside it"
 
 
 def batched(tensors: list[Tensor], n: int) -> Iterator[Any]:

@@ -1,5 +1,7 @@
 """The ops in plain torch, float32 inside, each row on its own: the definition and the oracle."""
 
+from contextlib import nullcontext
+
 from specserve_kernels.host import (
     allocate,
     copy_blocks,
@@ -33,6 +35,7 @@ __all__ = [
     "free_memory",
     "has_bf16",
     "linear",
+    "lock",
     "move_kv",
     "place",
     "plan",
@@ -48,6 +51,7 @@ __all__ = [
 ]
 
 samples_ahead = False
+lock = nullcontext()  # a forward's buffers are its own
 
 
 def arithmetic() -> str:

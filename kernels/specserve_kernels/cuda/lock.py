@@ -1,0 +1,28 @@
+"""Who may use a device's buffers."""
+
+from threading import RLock
+
+import torch
+
+
+class DeviceLock:
+    """Held by one thread at a time, any number of times; within, the device is the thread's own.
+
+    Torch keeps the current device by thread, and Triton launches on the current one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.index = device.index if device.type == "cuda" else None
+        self.lock = RLock()
+        self.outside: list[int] = []  # the devices that were current before
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        if self.index is not None:
+            self.outside.append(torch.cuda.current_device())
+            torch.cuda.set_device(self.index)
+
+    def __exit__(self, *exception: object) -> None:
+        if self.index is not None:
+            torch.cuda.set_device(self.outside.pop())
+        self.lock.release()
