@@ -5,6 +5,7 @@ import os
 import random
 import warnings
 from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -60,6 +61,15 @@ def ops():
 @pytest.fixture(autouse=True)
 def seed(record_property):
     record_property("seed", SEED)
+
+
+@contextmanager
+def attending(ops, name, record_property):
+    """All that is run meanwhile is attended to by these kernels, and by no others."""
+    before = ops.num_planned.copy()
+    yield
+    record_property("attention", name)
+    assert (ops.num_planned - before).keys() == {name}
 
 
 def transformers_model(folder):
@@ -228,7 +238,9 @@ def asked():
     return cases
 
 
-def test_the_demos_logits_in_bf16_are_close_to_transformers_in_fp32(pair, asked, record_property):
+def test_the_demos_logits_in_bf16_are_close_to_transformers_in_fp32(
+    ops, pair, asked, record_property
+):
     for decoder, folder in zip(pair, (DEMO_TARGET, DEMO_DRAFT), strict=True):
         model = transformers_model(folder)
         for case in asked[:: len(asked) // 4]:
@@ -236,7 +248,8 @@ def test_the_demos_logits_in_bf16_are_close_to_transformers_in_fp32(pair, asked,
             borders = [[0, len(ids) // 2, len(ids) - 1, len(ids)], [0, 1, len(ids) - 2, len(ids)]]
             with torch.inference_mode():
                 want = model(torch.tensor([ids], device=DEVICE)).logits[0]
-            got = logits(decoder, ids, borders, **ROOMY)
+            with attending(ops, "FlashInfer", record_property):
+                got = logits(decoder, ids, borders, **ROOMY)
             error = row_errors(got, want).mean().item()
             record_property("op", "logits of the demo pair in bf16")
             record_property("error", error)
@@ -284,7 +297,7 @@ class Flip:
 
 @pytest.mark.parametrize("drafter", ["alone", "ngram", "model", bush, hedge])
 def test_the_demos_text_in_bf16_is_its_own_but_for_near_ties(
-    pair, asked, said_without, drafter, record_property
+    ops, pair, asked, said_without, drafter, record_property
 ):
     """`alone` has no drafter: what it flips is due to the size of the batch."""
     target, draft = pair
@@ -297,7 +310,8 @@ def test_the_demos_text_in_bf16_is_its_own_but_for_near_ties(
         model = draft if drafter == "model" else None
         nodes = {"max_nodes": 16, "max_step_nodes": 16 * len(asked)}
         engine = engine_for(target, model, script or drafter, **nodes, **ROOMY)
-        texts, tokens_per_step = said(engine, asked)
+        with attending(ops, "FlashInfer", record_property):
+            texts, tokens_per_step = said(engine, asked)
     flips = [
         Flip(plain_engine, case, one, other)
         for case, one, other in zip(asked, said_without, texts, strict=True)
@@ -338,8 +352,10 @@ def calls(step):
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", bush])
-@pytest.mark.parametrize("which", ["tiny", "pair"], ids=["Triton", "FlashInfer"])
-def test_a_step_without_a_draft_model_has_one_wait(request, which, drafter, record_property):
+@pytest.mark.parametrize(("which", "attends"), [("tiny", "Triton"), ("pair", "FlashInfer")])
+def test_a_step_without_a_draft_model_has_one_wait(
+    request, ops, which, attends, drafter, record_property
+):
     target, _ = request.getfixturevalue(which)
     params = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     cases = [
@@ -353,7 +369,8 @@ def test_a_step_without_a_draft_model_has_one_wait(request, which, drafter, reco
         engine.add(case.prompt, case.sampling)
     for _ in range(4):  # the prompts; and what a first step compiles and allocates
         engine.step()
-    each = [waits(engine.step) for _ in range(STEPS)]
+    with attending(ops, attends, record_property):
+        each = [waits(engine.step) for _ in range(STEPS)]
     record_property("waits", str(each))
     record_property("calls", str(dict(calls(engine.step))))
     assert len(engine.requests) == len(cases), "too few tokens to look at steps"

@@ -170,8 +170,20 @@ def attention_by_definition(q, reqs, tokens, scale, window):
     return torch.cat(out)
 
 
+def attender(step):
+    """What has to attend for heads of this kind; anything else would be tested in its name."""
+    return "FlashInfer" if step.dtype == BF16 and step.head_dim in (64, 128, 256) else "Triton"
+
+
+def planned(ops, step, windows=(None,), also=(), rows=None):
+    before, rows = ops.num_planned[attender(step)], step.rows() if rows is None else rows
+    plan = ops.plan(rows, step.kv, step.num_heads, windows, also)
+    assert ops.num_planned[attender(step)] == before + 1, f"{attender(step)} does not attend"
+    return plan
+
+
 def attend(ops, step, q, window=None):
-    plan = ops.plan(step.rows(), step.kv, step.num_heads, [window])
+    plan = planned(ops, step, [window])
     return ops.attention(q, step.kv.layers[-1], plan, step.head_dim**-0.5, window)
 
 
@@ -188,8 +200,7 @@ def check_attention(ops, draw, measured, reqs, window=None, **fields):
 
 
 def path(step):
-    is_for_flashinfer = step.dtype == BF16 and step.head_dim in (64, 128, 256)
-    return f"attention ({'FlashInfer' if is_for_flashinfer else 'Triton'}, {step.dtype})"
+    return f"attention ({attender(step)}, {step.dtype})"
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 7, 8])
@@ -234,7 +245,7 @@ def test_layers_of_several_windows_share_a_plan(ops, draw, measured, D, dtype):
     reqs, windows = draw.batch(), [None, 5, 1000]
     step, tokens = furnished(draw, reqs, head_dim=D, dtype=dtype)
     q = queries(draw, step)
-    plan = ops.plan(step.rows(), step.kv, step.num_heads, windows)
+    plan = planned(ops, step, windows)
     for window in (5, None, 1000, 5):
         got = ops.attention(q, step.kv.layers[-1], plan, 0.1, window)
         want = attention_by_definition(q, reqs, tokens, 0.1, window)
@@ -305,7 +316,7 @@ def test_a_row_sees_its_own_slots_and_no_others(ops, draw, measured, D, dtype, b
     place = torch.cat([torch.arange(req.end) for req in reqs]).to(DEVICE)  # in its request
     slot = torch.cat([step.slots(b, req.end) for b, req in enumerate(reqs)]).to(DEVICE)
     layer, q = step.kv.layers[-1], torch.zeros_like(queries(draw, step))
-    plan = ops.plan(step.rows(), step.kv, step.num_heads, [window])
+    plan = planned(ops, step, [window])
     worst = torch.zeros((), device=DEVICE)
     for begin in range(0, max(req.end for req in reqs), D):
         layer.v.zero_()
@@ -374,7 +385,7 @@ def test_heads_are_rotated_and_kv_is_written(
     norm = QKNorm(draw.normal(D, dtype=dtype), draw.normal(D, dtype=dtype), 1e-6)
     rows, layer, before = step.rows(), step.kv.layers[-1], step.arena.clone()
     qkv = draw.normal(len(rows.positions), (H + 2 * Hk) * D, dtype=dtype)
-    plan = ops.plan(rows, step.kv, H)
+    plan = planned(ops, step, rows=rows)
     got = ops.rope_write_kv(qkv, rotary, norm if has_norm else None, layer, plan)
 
     q, k, v = qkv.view(len(qkv), -1, D).split([H, Hk, Hk], dim=1)
@@ -648,7 +659,7 @@ def test_a_plan_takes_one_upload_and_a_choice_at_most_one(ops, draw, D, dtype):
     also = [torch.arange(9), torch.ones(4)]
     logits, params = draw.normal(3, 500), SampleParams.greedy(3)
     uploads = [ops.staging.num_uploads]
-    plan = ops.plan(step.rows(), step.kv, step.num_heads, [None, 5], also)
+    plan = planned(ops, step, [None, 5], also)
     assert all(torch.equal(x.cpu(), y) for x, y in zip(plan.also, also, strict=True))
     uploads.append(ops.staging.num_uploads)
     ops.sample(logits, torch.arange(3), params)
@@ -688,7 +699,7 @@ class Launches:
     def run(self, ops, rotary, after):
         """`after` is called after every op."""
         part, (first, last) = self.part, self.part.kv.layers
-        plan = ops.plan(self.rows, part.kv, part.num_heads, [None], self.also)
+        plan = planned(ops, part, [None], self.also, self.rows)
         after()
         also = plan.also[0].clone()
         q = ops.rope_write_kv(self.qkv, rotary, None, first, plan)

@@ -98,19 +98,20 @@ def own_kernels() -> None:
     import torch
 
     from specserve.engine.step_input import build_step_input
-    from specserve_bench.gpu.world import World, random_decoder
+    from specserve_bench.gpu.random_batches import RandomBatches
+    from specserve_bench.gpu.random_model import random_decoder
     from specserve_kernels import SampleParams, load
 
     small = {"hidden_size": 256, "num_hidden_layers": 2, "vocab_size": 4099}
     ops = load("cuda")
     for dtype, head_dim in ((torch.bfloat16, 80), (torch.float32, 128)):
         decoder = random_decoder("qwen3-0.6b", ops, 512, dtype, head_dim=head_dim, **small)
-        world = World(decoder, 4096)
-        groups = world.groups(3, 1, 100) + world.groups(2, 7, 300)
+        batches = RandomBatches(decoder, 4096)
+        groups = batches.groups(3, 1, 100) + batches.groups(2, 7, 300)
         with torch.inference_mode():
-            world.step(groups)()
-            world.pool.updates.move("target", [(3, 2)])
-            launched = world.runner.launch(build_step_input(groups, world.pool.updates))
+            batches.step(groups)()
+            batches.pool.updates.move("target", [(3, 2)])
+            launched = batches.runner.launch(build_step_input(groups, batches.pool.updates))
             ops.top_children(launched.logits, SampleParams.greedy(17), 4, 1.0)
     torch.cuda.synchronize()
 

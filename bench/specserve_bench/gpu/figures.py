@@ -18,16 +18,11 @@ from specserve.exchange.sampling_params import Sampling
 from specserve.memory import BlockPool
 from specserve.scheduling import Scheduler
 from specserve.scheduling.scheduler import StepBudget
+from specserve_bench.gpu.random_batches import RandomBatches, token_bytes
+from specserve_bench.gpu.random_model import random_decoder, streamed_bytes
 from specserve_bench.gpu.record import Record
 from specserve_bench.gpu.stages import UNFINISHED
-from specserve_bench.gpu.world import (
-    World,
-    device_seconds,
-    random_decoder,
-    streamed_bytes,
-    timed,
-    token_bytes,
-)
+from specserve_bench.gpu.timing import device_seconds, timed
 from specserve_bench.suite import machine
 from specserve_kernels import Ops, Rows, SampleParams, load
 from specserve_kernels.cuda import paged
@@ -54,7 +49,7 @@ class Kernel(NamedTuple):
 class Size(NamedTuple):
     """How much is measured: less of it in a trial without a GPU."""
 
-    shapes: dict[str, dict[str, Any]]  # of SHAPES, and what is changed of them
+    models: dict[str, dict[str, Any]]  # names of SHAPES, and the fields that are changed
     rows: tuple[int, ...] = ROWS
     requests: tuple[int, ...] = REQUESTS
     contexts: tuple[int, ...] = CONTEXTS
@@ -95,13 +90,13 @@ def measure(record: Record, ops: Ops, size: Size, deadline: float) -> bool:
     """Whatever the record lacks, until the deadline; whether it is complete."""
     if "copy GB/s" not in record:
         record.put("copy GB/s", copy_bandwidth(ops, size.copied) / 1e9)
-    for shape in size.shapes:
-        points = [name for name, _ in Shape(record, ops, size, shape, None).parts()]
+    for model in size.models:
+        points = [name for name, _ in ModelFigures(record, ops, size, model, None).parts()]
         if all(name in record for name in points):
             continue
         longest = max(size.contexts) + 64 if size is not TRIAL else 1024
-        decoder = random_decoder(shape, ops, longest, **size.shapes[shape])
-        for name, figure in Shape(record, ops, size, shape, decoder).parts():
+        decoder = random_decoder(model, ops, longest, **size.models[model])
+        for name, figure in ModelFigures(record, ops, size, model, decoder).parts():
             if name in record:
                 continue
             if perf_counter() > deadline:
@@ -132,13 +127,13 @@ def copy_bandwidth(ops: Ops, num_bytes: int) -> float:
     return 2 * num_bytes / device_seconds(lambda: target.copy_(source)).median
 
 
-class Shape:
-    """The figures of one model shape, by name; nothing is made before it is asked for."""
+class ModelFigures:
+    """The figures of one model, by name; nothing is made before it is asked for."""
 
     def __init__(self, record: Record, ops: Ops, size: Size, name: str, decoder: Any) -> None:
         self.record, self.ops, self.size, self.name = record, ops, size, name
         self.decoder = decoder
-        self.world: World | None = None
+        self.batches: RandomBatches | None = None
 
     def parts(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"{self.name} TTFT of {self.size.prompt} tokens", self.ttft
@@ -156,24 +151,24 @@ class Shape:
                     partial(self.attention, requests, context),
                 )
 
-    def room(self, num_tokens: int) -> World | None:
-        """A world with so much room; None where the device has not."""
+    def room(self, num_tokens: int) -> RandomBatches | None:
+        """Batches with room for so many tokens; None where the device has not."""
         size = token_bytes(self.decoder)
-        if self.world is not None and self.world.pool.num_available * 16 >= num_tokens:
-            return self.world
-        self.world = None
+        if self.batches is not None and self.batches.pool.num_available * 16 >= num_tokens:
+            return self.batches
+        self.batches = None
         if num_tokens * size + RESERVE * (self.size is not TRIAL) > self.ops.free_memory():
             return None
-        self.world = World(self.decoder, num_tokens + 16)
-        return self.world
+        self.batches = RandomBatches(self.decoder, num_tokens + 16)
+        return self.batches
 
     def step(self, rows: int, requests: int, context: int) -> dict[str, Any] | str:
-        world = self.room(requests * (context + rows + 16))
-        if world is None:
+        batches = self.room(requests * (context + rows + 16))
+        if batches is None:
             return "left out: does not fit"
-        groups = world.groups(requests, rows, context)
-        taken = timed(world.step(groups))
-        world.release(groups)
+        groups = batches.groups(requests, rows, context)
+        taken = timed(batches.step(groups))
+        batches.release(groups)
         kv = requests * (context + rows) * token_bytes(self.decoder)
         bandwidth = 1e9 * self.record.figures["copy GB/s"]
         floor = (streamed_bytes(self.decoder) + kv) / bandwidth
@@ -185,15 +180,15 @@ class Shape:
 
     def attention(self, requests: int, context: int) -> dict[str, Any] | str:
         """A layer of it: microseconds by kind and rows, and the KV at copy bandwidth."""
-        world = self.room(requests * (context + 64 + 16))
-        if world is None:
+        batches = self.room(requests * (context + 64 + 16))
+        if batches is None:
             return "left out: does not fit"
         kv_bytes = requests * context * token_bytes(self.decoder)
         bandwidth = 1e9 * self.record.figures["copy GB/s"]
         layers = self.decoder.config.num_layers
         out: dict[str, Any] = {"KV, us": round(1e6 * kv_bytes / layers / bandwidth, 1)}
         for rows in self.size.rows:
-            for name, prepare in attentions(world, requests, rows, context):
+            for name, prepare in attentions(batches, requests, rows, context):
                 try:
                     taken = device_seconds(prepare())
                     out[f"{name}, {rows} rows"] = [round(1e6 * t, 1) for t in taken]
@@ -205,8 +200,8 @@ class Shape:
 
     def ttft(self) -> dict[str, Any]:
         """From the request to its first token, through the engine; nobody else is there."""
-        world = self.room(2 * self.size.prompt + 2048)
-        assert world is not None, "no room for a prompt"
+        batches = self.room(2 * self.size.prompt + 2048)
+        assert batches is not None, "no room for a prompt"
         chunk = self.size.prompt + 24
         limits = StepBudget(
             max_running=64,
@@ -215,10 +210,10 @@ class Shape:
             max_nodes=0,
             max_step_nodes=0,
         )
-        pool = BlockPool(world.pool.num_blocks, world.pool.block_bytes)
-        engine = Engine(world.runner, Scheduler(limits, pool))
+        pool = BlockPool(batches.pool.num_blocks, batches.pool.block_bytes)
+        engine = Engine(batches.runner, Scheduler(limits, pool))
         vocab_size = self.decoder.config.vocab_size
-        prompt = [world.random.randrange(vocab_size) for _ in range(self.size.prompt)]
+        prompt = [batches.random.randrange(vocab_size) for _ in range(self.size.prompt)]
         sampling = Sampling(max_tokens=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
         def ask() -> None:
@@ -230,14 +225,14 @@ class Shape:
 
     def sampling(self, rows: int) -> dict[str, Any]:
         """Milliseconds to choose tokens, by what is asked of them."""
-        world = self.room(1024)
-        assert world is not None, "no room at all"
+        batches = self.room(1024)
+        assert batches is not None, "no room at all"
         greedy = SampleParams.greedy(rows)
         warm = greedy._replace(temperature=torch.ones(rows), seeds=torch.arange(rows))
         top_k, top_p = torch.full((rows,), 40, dtype=torch.int32), torch.full((rows,), 0.95)
         asked = {"greedy": greedy, "T = 1": warm}
         asked["T = 1, top_k, top_p"] = warm._replace(top_k=top_k, top_p=top_p)
-        device, at = world.arena.blocks.device, torch.arange(rows)
+        device, at = batches.arena.blocks.device, torch.arange(rows)
         logits = 3 * torch.randn(rows, self.decoder.config.vocab_size, device=device)
         logits = logits.to(self.decoder.dtype)
 
@@ -252,58 +247,60 @@ class Shape:
 
     def gaps(self, rows: int) -> dict[str, Any]:
         """Where the time of a step goes that no kernel takes."""
-        world = self.room(self.size.contexts[0] + rows + 16)
-        assert world is not None, "no room for a step"
-        groups = world.groups(1, rows, self.size.contexts[0])
-        step = world.step(groups)
+        batches = self.room(self.size.contexts[0] + rows + 16)
+        assert batches is not None, "no room for a step"
+        groups = batches.groups(1, rows, self.size.contexts[0])
+        step = batches.step(groups)
         taken = timed(step)
-        planned = timed(lambda: self.decoder.plan(rows_of(world, groups), world.runner.kv))
+        planned = timed(lambda: self.decoder.plan(rows_of(batches, groups), batches.runner.kv))
         figure: dict[str, Any] = {
             "step ms": round(1e3 * taken.median, 3),
             "plan ms": round(1e3 * planned.median, 3),
         }
         figure |= gaps(profile(step), PROFILED)
-        world.release(groups)
+        batches.release(groups)
         return figure
 
 
-def rows_of(world: World, groups: list[RowGroup]) -> Rows:
-    return build_step_input(groups, world.pool.updates).rows()
+def rows_of(batches: RandomBatches, groups: list[RowGroup]) -> Rows:
+    return build_step_input(groups, batches.pool.updates).rows()
 
 
 def attentions(
-    world: World, requests: int, rows: int, context: int
+    batches: RandomBatches, requests: int, rows: int, context: int
 ) -> Iterator[tuple[str, Callable[[], Callable[[], object]]]]:
     """Calls of one layer's attention by every means there is; what makes each of them ready."""
     if not torch.cuda.is_available():
         return
-    decoder, layer = world.decoder, world.runner.kv.layers[0]
+    decoder, layer = batches.decoder, batches.runner.kv.layers[0]
     shape = requests * rows, decoder.config.num_heads, decoder.config.head_dim
     q = torch.randn(shape, device=layer.k.device).to(decoder.dtype)
     kinds = {"causal fa2": "chain", "causal fa3": "chain", "own split": "tree"}
     kinds |= {"custom mask fa2": "tree"} if rows > 1 else {}
     for name, kind in kinds.items():
-        groups = world.groups(requests, rows, context, kind)
+        groups = batches.groups(requests, rows, context, kind)
         means = own_split if name == "own split" else partial(flashinfer_of, name[-3:])
-        yield name, partial(means, world, rows_of(world, groups), q)
-        world.release(groups)
+        yield name, partial(means, batches, rows_of(batches, groups), q)
+        batches.release(groups)
 
 
-def own_split(world: World, rows: Rows, q: Tensor) -> Callable[[], object]:
-    layer, seen = world.runner.kv.layers[0], sight(rows, None)
+def own_split(batches: RandomBatches, rows: Rows, q: Tensor) -> Callable[[], object]:
+    layer, seen = batches.runner.kv.layers[0], sight(rows, None)
     tiles = paged.deal(rows, seen, q.shape[1], layer.k.shape[2])
     host = (tiles.table, *seen.tensors(), rows.indices, rows.indptr)
     inputs = paged.Inputs(*(x.to(q.device) for x in host))
-    return partial(paged.attention, q, layer, world.decoder.scale, tiles, inputs)
+    return partial(paged.attention, q, layer, batches.decoder.scale, tiles, inputs)
 
 
-def flashinfer_of(backend: str, world: World, rows: Rows, q: Tensor) -> Callable[[], object]:
-    kv, indices = world.runner.kv, rows.indices.to(q.device)
+def flashinfer_of(
+    backend: str, batches: RandomBatches, rows: Rows, q: Tensor
+) -> Callable[[], object]:
+    kv, indices = batches.runner.kv, rows.indices.to(q.device)
     flashinfer = FlashInfer(q.device, load_flashinfer(), backend)
     masks = flashinfer.masks(rows, kv, [None])
     on_device = {w: (m[0].to(q.device), m[1].to(q.device)) for w, m in masks.items()}
     parts = flashinfer.plan(rows, indices, kv, q.shape[1], [None], on_device)
-    return partial(run_parts, q, kv.layers[0], parts, world.decoder.scale, None)
+    return partial(run_parts, q, kv.layers[0], parts, batches.decoder.scale, None)
 
 
 def profile(step: Callable[[], object]) -> list[Kernel]:
@@ -354,23 +351,23 @@ def gaps(kernels: list[Kernel], steps: int) -> dict[str, Any]:
 def summary(figures: dict[str, Any]) -> str:
     """The few lines that one looks for first, with what was asked."""
     lines = [f"copy {figures.get('copy GB/s', 0):.0f} GB/s"]
-    for shape in FULL.shapes:
+    for model in FULL.models:
         one, tree = (
-            figures.get(f"{shape} step: {rows} rows x 1 requests, context 512") for rows in (1, 32)
+            figures.get(f"{model} step: {rows} rows x 1 requests, context 512") for rows in (1, 32)
         )
         if one and tree and "ms" in one and "ms" in tree:
             ratio = tree["ms"][0] / one["ms"][0]
             busy = [
-                figures.get(f"{shape} gaps: {rows} rows", {}).get("busy ms") for rows in (1, 32)
+                figures.get(f"{model} gaps: {rows} rows", {}).get("busy ms") for rows in (1, 32)
             ]
             lines.append(
-                f"{shape}: plain step {one['ms'][0]:.2f} ms, {one['over']:.2f} x weights and KV at "
+                f"{model}: plain step {one['ms'][0]:.2f} ms, {one['over']:.2f} x weights and KV at "
                 f"that (asked of 8B: {PLAIN_TARGET}); 32 rows {ratio:.3f} x (asked: "
                 f"{VERIFY_TARGET}), kernels alone in ms: {busy}"
             )
-        ttft = figures.get(f"{shape} TTFT of {PROMPT} tokens")
+        ttft = figures.get(f"{model} TTFT of {PROMPT} tokens")
         if ttft and "ms" in ttft:
-            lines.append(f"{shape}: TTFT {ttft['ms'][0]:.1f} ms (asked of 8B: {1e3 * TTFT_TARGET})")
+            lines.append(f"{model}: TTFT {ttft['ms'][0]:.1f} ms (asked of 8B: {1e3 * TTFT_TARGET})")
     return "\n".join(lines)
 
 

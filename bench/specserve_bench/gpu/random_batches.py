@@ -1,0 +1,69 @@
+"""Batches of random requests, of any number of rows and any context, over a random KV cache."""
+
+import random
+from collections.abc import Callable
+
+from specserve.engine.draws import greedy_draws
+from specserve.engine.runner import Runner
+from specserve.engine.step_input import RowGroup, build_step_input
+from specserve.memory import Arena, BlockPool, BlockTable
+from specserve.memory.arena import used_bytes
+from specserve.models.decoder import Decoder
+from specserve_drafters import Draft
+
+BLOCK_SIZE = 16
+
+
+def token_bytes(decoder: Decoder) -> int:
+    """Of a token's KV in all layers."""
+    return used_bytes(decoder.kv_layouts, BLOCK_SIZE) // BLOCK_SIZE
+
+
+class RandomBatches:
+    """Of requests that have room for `num_tokens` in all."""
+
+    def __init__(self, decoder: Decoder, num_tokens: int) -> None:
+        self.decoder, size = decoder, used_bytes(decoder.kv_layouts, BLOCK_SIZE)
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        self.arena = Arena(decoder.ops.allocate(num_blocks * size), size)
+        self.arena.blocks.view(decoder.dtype).normal_()
+        self.arena.add_view("target", decoder.kv_layouts, BLOCK_SIZE)
+        self.runner = Runner(decoder, self.arena, "target")
+        self.pool = BlockPool(num_blocks, size)
+        random.Random(0).shuffle(self.pool.free)
+        self.random = random.Random(0)
+
+    def tables(self, num_requests: int, num_slots: int) -> list[BlockTable]:
+        tables = [BlockTable(self.pool, BLOCK_SIZE) for _ in range(num_requests)]
+        assert all(table.try_reserve(num_slots) for table in tables), "the pool is too small"
+        return tables
+
+    def groups(
+        self, num_requests: int, rows: int, context: int, kind: str = "tree"
+    ) -> list[RowGroup]:
+        """A root and a random tree behind a context, each; `chain`: causal rows."""
+        groups = []
+        for table in self.tables(num_requests, context + rows):
+            tokens = [self.random.randrange(self.decoder.config.vocab_size) for _ in range(rows)]
+            if rows == 1 or kind == "chain":
+                groups.append(RowGroup(table, tokens, context, rows))
+                continue
+            parents = [self.random.randrange(max(0, k - 3), k + 1) for k in range(rows - 1)]
+            masks = Draft(tokens[1:], parents).masks()
+            groups.append(RowGroup(table, tokens, context, rows, context, masks))
+        return groups
+
+    def release(self, groups: list[RowGroup]) -> None:
+        for group in groups:
+            group.table.clear()
+
+    def step(self, groups: list[RowGroup]) -> Callable[[], object]:
+        """All that the target does in a step: its rows up, the tokens after them down."""
+        num_read = sum(g.num_read for g in groups)
+
+        def run() -> list[int]:
+            step = build_step_input(groups, self.pool.updates, greedy_draws(num_read))
+            answers = self.runner.collect(step, self.runner.launch(step))
+            return answers.after([*range(num_read)])
+
+        return run
