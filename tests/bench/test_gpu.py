@@ -1,14 +1,23 @@
 """`make gpu-check` without a GPU: what it keeps, goes on with, and says of what failed."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
+from pathlib import Path
+from time import monotonic, sleep
 
 import pytest
 import torch
 
-from specserve_bench.gpu import checks, figures, record, stages, toolchain
+from specserve_bench.gpu import attends, checks, figures, record, stages, text, toolchain
 from specserve_bench.gpu.figures import Kernel, gaps
 from specserve_bench.gpu.record import Record
+from specserve_kernels.cuda.ops import CudaOps
+from tests.kernels.builds import interpreted
+
+ROOT = stages.ROOT
 
 
 def test_a_record_goes_on_where_it_was_left(tmp_path):
@@ -16,10 +25,10 @@ def test_a_record_goes_on_where_it_was_left(tmp_path):
     Record(file, {"gpu": "one"}).put("a", 1)
     again = Record(file, {"gpu": "one"})
     assert "a" in again and "b" not in again
-    assert not record.load_done(file)
+    assert not record.load(file)["done"]
     again.put("b", [2.5])
     again.save(done=True)
-    assert record.load_done(file)
+    assert record.load(file)["done"]
     data = json.loads(file.read_text())
     assert (data["figures"], data["machine"]) == ({"a": 1, "b": [2.5]}, {"gpu": "one"})
 
@@ -35,39 +44,143 @@ DONE = """
 import sys
 from pathlib import Path
 from specserve_bench.gpu.record import Record
-Record(Path(sys.argv[sys.argv.index("--out") + 1]), {}).save(done=True)
+record = Record(Path(sys.argv[sys.argv.index("--out") + 1]), {})
+record.put("summary", "all is well")
+record.save(done=True)
+"""
+# Prints its number, and those of a child in a session of its own and of an orphan, and stays.
+STAYS = """
+import os, subprocess, sys, time
+from pathlib import Path
+from specserve_bench.gpu.record import Record
+record = Record(Path(sys.argv[sys.argv.index("--out") + 1]), {})
+record.put("summary", "half of it")
+stay = [sys.executable, "-c", "import time; time.sleep(600)"]
+child = subprocess.Popen(stay, start_new_session=True)
+start = f"import subprocess; print(subprocess.Popen({stay}, stdout=subprocess.DEVNULL).pid)"
+orphan = subprocess.check_output([sys.executable, "-c", start], text=True)
+record.put("pids", [os.getpid(), child.pid, int(orphan)])
+time.sleep(600)
 """
 STAGES = {  # what a stage does -> its state
     "done": (DONE, "done"),
     "failed": ("raise SystemExit(1)", "failed"),
+    "undone": ("", "failed"),
     "late": ("raise SystemExit(3)", "unfinished"),
-    "stopped": ("import time; time.sleep(60)", "unfinished"),
+    "stays": (STAYS, "unfinished"),
 }
+DRIVER = """
+import sys
+from specserve_bench.gpu import stages
+stages.check_machine = lambda environment: None
+stages.LEAST = 1
+stages.STAGES = {{name: stages.Stage(limit, [name]) for name, limit in {limits}.items()}}
+sys.exit(stages.main(sys.argv[1:]))
+"""
 
 
-def run_stages(tmp_path, monkeypatch, capsys, names, *options):
-    """The last column of what each stage is said to be, by name."""
-    for name in names:
+def driver(tmp_path, limits, *options):
+    """A process that runs these stages, each of which may take so many seconds."""
+    for name in limits:
         (tmp_path / f"{name}.py").write_text(STAGES[name][0])
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(stages, "STAGES", {name: [name] for name in names})
-    monkeypatch.setattr(stages, "check_machine", lambda environment: None)
-    code = stages.main(["--out", str(tmp_path), "--limit", "3", *options])
-    lines = capsys.readouterr().out.splitlines()[-len(names) :]
-    return code, {name: line[10:].split()[0] for name, line in zip(names, lines, strict=True)}
+    path = [str(tmp_path), *(str(ROOT / folder) for folder in ("", "kernels", "drafters", "bench"))]
+    return subprocess.Popen(
+        [sys.executable, "-c", DRIVER.format(limits=limits), "--out", str(tmp_path), *options],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
-def test_every_stage_is_run_whatever_the_one_before_it_did(tmp_path, monkeypatch, capsys):
-    names = ["failed", "late", "stopped", "done"]
-    code, said = run_stages(tmp_path, monkeypatch, capsys, names)
-    assert (code, said) == (1, {name: STAGES[name][1] for name in names})
+def run_stages(tmp_path, limits, *options):
+    """Its exit status, and the lines of JSON that it has printed, by stage."""
+    process = driver(tmp_path, limits, *options)
+    out, _ = process.communicate()
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    return process.returncode, {line["stage"]: line for line in lines}
 
 
-def test_what_is_done_for_this_source_is_kept(tmp_path, monkeypatch, capsys):
-    assert run_stages(tmp_path, monkeypatch, capsys, ["done"]) == (0, {"done": "done"})
-    assert run_stages(tmp_path, monkeypatch, capsys, ["done"]) == (0, {"done": "kept"})
-    again = run_stages(tmp_path, monkeypatch, capsys, ["done"], "--again")
-    assert again == (0, {"done": "done"})
+def states(lines):
+    return {name: line["state"] for name, line in lines.items()}
+
+
+def is_gone(pid):
+    return not Path(f"/proc/{pid}").exists()
+
+
+def test_every_stage_is_run_whatever_the_one_before_it_did_and_leaves_a_line_of_json(tmp_path):
+    limits = {"failed": 30, "undone": 30, "late": 30, "done": 30}
+    code, lines = run_stages(tmp_path, limits)
+    assert (code, states(lines)) == (1, {name: STAGES[name][1] for name in limits})
+    assert lines["done"]["summary"] == "all is well"
+    kept = (tmp_path / "gpu-check.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in kept] == list(lines.values())
+
+
+def test_a_stage_at_its_limit_is_ended_with_all_that_it_started_and_keeps_its_results(tmp_path):
+    code, lines = run_stages(tmp_path, {"stays": 4, "done": 30})
+    assert (code, states(lines)) == (1, {"stays": "unfinished", "done": "done"})
+    figures = json.loads((tmp_path / "gpu-stays.json").read_text())["figures"]
+    assert lines["stays"]["summary"] == figures["summary"] == "half of it"
+    assert len(figures["pids"]) == 3 and all(map(is_gone, figures["pids"]))
+
+
+def test_the_deadline_ends_a_stage_before_its_limit_and_begins_no_other(tmp_path):
+    start = monotonic()
+    code, lines = run_stages(tmp_path, {"stays": 600, "done": 600}, "--seconds", "5")
+    assert monotonic() - start < 60
+    assert (code, states(lines)) == (1, {"stays": "unfinished", "done": "not begun"})
+
+
+@pytest.mark.parametrize("signal", [signal.SIGTERM, signal.SIGINT])
+def test_a_driver_that_is_stopped_leaves_no_process_behind(signal, tmp_path):
+    process = driver(tmp_path, {"stays": 600})
+    pids = pids_of(tmp_path / "gpu-stays.json")
+    process.send_signal(signal)
+    process.communicate()
+    assert len(pids) == 3 and all(map(is_gone, pids))
+
+
+def test_a_stage_ends_with_a_driver_that_is_killed(tmp_path):
+    process = driver(tmp_path, {"stays": 600})
+    stage, *started = pids_of(tmp_path / "gpu-stays.json")
+    process.kill()
+    try:
+        assert waited_for(lambda: is_gone(stage))
+    finally:
+        for pid in started:
+            os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def pids_of(file):
+    """Once they are there."""
+
+    def read():
+        return file.exists() and json.loads(file.read_text())["figures"].get("pids")
+
+    return waited_for(read)
+
+
+def waited_for(question, seconds=30):
+    end = monotonic() + seconds
+    while monotonic() < end:
+        if answer := question():
+            return answer
+        sleep(0.02)
+    raise AssertionError("it does not come")
+
+
+def test_what_is_done_for_this_source_is_kept(tmp_path):
+    for options, state in (((), "done"), ((), "kept"), (("--again",), "done")):
+        code, lines = run_stages(tmp_path, {"done": 30}, *options)
+        assert (code, states(lines)) == (0, {"done": state})
+        assert lines["done"]["summary"] == "all is well"
+
+
+def test_what_runs_first_is_who_attends_then_the_text_then_the_steps_then_the_kernels():
+    assert [*stages.STAGES][:4] == ["attends", "text", "steps", "kernels"]
+    assert sum(stages.STAGES[name].seconds for name in ("attends", "text", "steps")) < 400
 
 
 def test_a_folder_without_wheels_is_refused(tmp_path):
@@ -76,7 +189,9 @@ def test_a_folder_without_wheels_is_refused(tmp_path):
 
 
 def test_a_stage_that_nobody_knows_is_refused_before_any_is_run(tmp_path):
-    with pytest.raises(SystemExit, match="no stage figure: there are compile, kernels, parity"):
+    with pytest.raises(
+        SystemExit, match="no stage figure: there are attends, text, steps, kernels"
+    ):
         stages.main(["--out", str(tmp_path / "out"), "compile", "figure"])
     assert not (tmp_path / "out").exists()
 
@@ -107,23 +222,51 @@ def test_a_machine_where_nothing_can_be_checked_is_refused(needed, complaint, mo
         stages.check_machine(dict(stages.os.environ))
 
 
-REPORT = """<testsuites><testsuite>
-<testcase name="test_a" time="1.5"><properties>
-  <property name="op" value="attention"/><property name="error" value="0.002"/>
-</properties></testcase>
-<testcase name="test_b" time="0"><properties>
-  <property name="op" value="attention"/><property name="error" value="0.003"/>
-</properties><failure message="too far off">trace</failure></testcase>
-<testcase name="test_c" time="0"><skipped message="no GPU"/></testcase>
-</testsuite></testsuites>"""
+TESTS = """
+import pytest, time
+
+@pytest.mark.parametrize("error", [0.002, 0.003])
+def test_a(error, record_property):
+    record_property("op", "attention")
+    record_property("error", error / 2)
+    record_property("error", error)
+
+def test_b(): assert 1 + 1 == 3, "too far off"
+
+@pytest.mark.skip(reason="no GPU")
+def test_c(): pass
+
+@pytest.fixture
+def broken(): raise ValueError("no room")
+
+def test_d(broken): pass
+
+def test_e(): time.sleep({seconds})
+"""
 
 
-def test_checks_read_outcomes_and_the_worst_error_of_each_op(tmp_path):
-    (tmp_path / "report.xml").write_text(REPORT)
-    tests = checks.read(tmp_path / "report.xml")
-    assert [t["outcome"] for t in tests] == ["passed", "failure", "skipped"]
-    assert [t.get("message") for t in tests] == [None, "too far off", "no GPU"]
+def test_checks_keep_each_test_as_it_ends_and_the_worst_error_of_each_op(tmp_path):
+    (tmp_path / "test_some.py").write_text(TESTS.replace("{seconds}", "0"))
+    code, tests = checks.run(str(tmp_path / "test_some.py"), monotonic() + 60)
+    outcomes = ["passed", "passed", "failed", "skipped early", "failed early", "passed"]
+    assert [t["outcome"] for t in tests] == outcomes
+    assert "too far off" in tests[2]["message"] and "no room" in tests[4]["message"]
     assert checks.worst(tests) == {"attention": 0.003}
+    said = checks.summary(tests, [code])
+    assert (code, said["passed"], said["first of them"]) == (1, 3, ["test_b", "test_c", "test_d"])
+
+
+def test_checks_out_of_time_keep_what_they_have_come_to(tmp_path):
+    (tmp_path / "test_slow.py").write_text(TESTS.replace("{seconds}", "600"))
+    code, tests = checks.run(str(tmp_path / "test_slow.py"), monotonic() + 8)
+    assert code is None
+    assert [t["name"] for t in tests] == [
+        "test_a[0.002]",
+        "test_a[0.003]",
+        "test_b",
+        "test_c",
+        "test_d",
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they would run")
@@ -132,6 +275,7 @@ def test_checks_that_are_skipped_are_not_done(tmp_path):
     checks.main(["tests/kernels/test_gpu.py", "--out", str(out)])
     data = json.loads(out.read_text())
     assert data["figures"]["summary"]["passed"] == 0
+    assert data["figures"]["summary"]["not passed"] > 0
     assert not data["done"]
 
 
@@ -145,8 +289,8 @@ def test_gaps_are_what_no_kernel_fills():
 
 
 def test_the_figures_can_be_stopped_and_gone_on_with(tmp_path, one_thread):
-    command = ["--trial", "--out", str(tmp_path / "gpu-figures.json")]
-    assert figures.main([*command, "--seconds", "0"]) == stages.UNFINISHED
+    command = ["--size", "trial", "--out", str(tmp_path / "gpu-figures.json")]
+    assert figures.main([*command, "--seconds", "0"]) == record.UNFINISHED
     assert figures.main(command) == 0
     data = json.loads((tmp_path / "gpu-figures.json").read_text())
     assert data["done"] and data["machine"]["command"]
@@ -174,24 +318,39 @@ def test_a_fault_of_the_device_ends_the_process_that_met_it(tmp_path):
     assert figures.take(Record(tmp_path / "gpu-figures.json", {}), "one", fault)
 
 
-def test_checks_out_of_time_keep_what_they_have_come_to(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "GRACE", 4)
-    (tmp_path / "test_slow.py").write_text(
-        "import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)\n"
-    )
-    code, tests = checks.run(str(tmp_path / "test_slow.py"), deadline=0.0)
-    assert code == 2
-    assert ("test_a", "passed") in [(t["name"], t["outcome"]) for t in tests]
-
-
 def test_the_toolkit_is_found_with_its_libraries(tmp_path, monkeypatch):
-    home = tmp_path / "cuda"
+    home = tmp_path / "toolkit"
     for file in ("include/cuda_runtime.h", "lib64/libcudart.so.13", "lib64/stubs/libcuda.so"):
         (home / file).parent.mkdir(parents=True, exist_ok=True)
         (home / file).touch()
     monkeypatch.setenv("CUDA_HOME", str(home))
-    got = toolchain.toolchain()
+    got = toolchain.toolchain(tmp_path)
     links = toolchain.Path(got["FLASHINFER_EXTRA_LDFLAGS"].removeprefix("-L"))
     assert got["CUDA_HOME"] == str(home)
+    assert links.is_relative_to(tmp_path)
     assert (links / "libcudart.so").resolve() == home / "lib64/libcudart.so.13"
     assert (links / "libcuda.so").resolve() == home / "lib64/stubs/libcuda.so"
+
+
+@pytest.mark.skipif(interpreted is None, reason="the fake FlashInfer computes on the CPU")
+def test_who_attends_is_asked_of_steps_that_have_run(monkeypatch):
+    tiny = {"hidden_size": 32, "vocab_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    monkeypatch.setattr(attends, "SMALL", tiny | {"num_hidden_layers": 1})
+    want = {attends.name_of(*kind): name for kind, name in attends.EXPECTED.items()}
+    assert attends.attending(interpreted) == want
+    without = CudaOps(torch.device("cpu"), None)
+    assert attends.who_attends(without, 64, torch.bfloat16) == "Triton"
+
+
+def test_texts_are_compared_up_to_where_they_part():
+    got = text.compared([[1, 2, 3, 4], [5, 6]], [[1, 2, 9, 4], [5, 6]])
+    assert got == {"requests": 2, "same": 1, "median in common": 0.75, "in common": [0.5, 1.0]}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "common", "is_right"),
+    [("fp32", 0.99, False), ("fp32", 1.0, True), ("bf16", 0.5, True), ("bf16", 0.1, False)],
+)
+def test_the_text_is_the_cpus_own_in_fp32_and_long_like_it_in_bf16(dtype, common, is_right):
+    figure = {"requests": 4, "same": 4 if common == 1 else 1, "median in common": common}
+    assert text.is_alike(figure, dtype) is is_right

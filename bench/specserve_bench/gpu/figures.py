@@ -20,8 +20,7 @@ from specserve.scheduling import Scheduler
 from specserve.scheduling.scheduler import StepBudget
 from specserve_bench.gpu.random_batches import RandomBatches, token_bytes
 from specserve_bench.gpu.random_model import random_decoder, streamed_bytes
-from specserve_bench.gpu.record import Record
-from specserve_bench.gpu.stages import UNFINISHED
+from specserve_bench.gpu.record import UNFINISHED, Record
 from specserve_bench.gpu.timing import device_seconds, timed
 from specserve_bench.suite import machine
 from specserve_kernels import Ops, Rows, SampleParams, load
@@ -58,6 +57,7 @@ class Size(NamedTuple):
 
 
 FULL = Size({"llama-3.1-8b": {}, "qwen3-0.6b": {}})
+FIRST = FULL._replace(requests=(1,), contexts=(512,))
 TRIAL = Size(
     {"qwen3-0.6b": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 320}},
     rows=(1, 4),
@@ -66,20 +66,23 @@ TRIAL = Size(
     copied=1 << 20,
     prompt=20,
 )
+# `first`: what one looks for first; `trial`: small, on whatever device there is.
+SIZES = {"full": FULL, "first": FIRST, "trial": TRIAL}
 
 
 def main(argv: list[str]) -> int:
     p = argparse.ArgumentParser()
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--seconds", type=int, default=540)
-    p.add_argument("--trial", action="store_true", help="small, on whatever device there is")
+    p.add_argument("--size", choices=SIZES, default="full", help="how much is measured")
     args = p.parse_args(argv)
-    size = TRIAL if args.trial else FULL
-    ops = load("auto" if args.trial else "cuda")
+    size = SIZES[args.size]
+    ops = load("auto" if size is TRIAL else "cuda")
     record = Record(args.out, machine("python -m specserve_bench.gpu figures"))
     with torch.inference_mode():
         is_done = measure(record, ops, size, perf_counter() + args.seconds)
-    print(summary(record.figures))
+    record.put("summary", summary(record.figures))
+    print("\n".join(record.figures["summary"]))
     errors = [name for name, figure in record.figures.items() if "error" in str(figure)]
     print(f"{len(errors)} figures failed: {', '.join(errors)}" if errors else "no figure failed")
     record.save(done=is_done and not errors)
@@ -348,7 +351,7 @@ def gaps(kernels: list[Kernel], steps: int) -> dict[str, Any]:
     }
 
 
-def summary(figures: dict[str, Any]) -> str:
+def summary(figures: dict[str, Any]) -> list[str]:
     """The few lines that one looks for first, with what was asked."""
     lines = [f"copy {figures.get('copy GB/s', 0):.0f} GB/s"]
     for model in FULL.models:
@@ -368,7 +371,7 @@ def summary(figures: dict[str, Any]) -> str:
         ttft = figures.get(f"{model} TTFT of {PROMPT} tokens")
         if ttft and "ms" in ttft:
             lines.append(f"{model}: TTFT {ttft['ms'][0]:.1f} ms (asked of 8B: {1e3 * TTFT_TARGET})")
-    return "\n".join(lines)
+    return lines
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+UNFINISHED = 3  # the exit status of a stage that has run out of time, and can be gone on with
 ROOT = Path(__file__).parents[3]
 SOURCES = ("kernels", "drafters", "specserve", "bench/specserve_bench")
 
@@ -26,11 +27,6 @@ def load(file: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return data if data.get("source") == source_digest() else None
-
-
-def load_done(file: Path) -> bool:
-    data = load(file)
-    return data is not None and data["done"]
 
 
 class Record:

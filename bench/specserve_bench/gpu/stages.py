@@ -1,10 +1,12 @@
-"""The stages of `make gpu-check`, each a process of its own with a limit, each to be gone on with.
+"""The stages of `make gpu-check`: processes of their own, with limits, under one deadline.
 
 Needs a checkout, the machine's Python, and a folder of the wheels that this Python lacks; only the
-standard library until those are installed. A stage that is done for this source is not run again.
+standard library until those are installed. A stage that is done for this source is not run again,
+and one that was stopped is gone on with.
 """
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -12,27 +14,43 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from specserve_bench.gpu.record import load_done, source_digest
+from specserve_bench.gpu import processes
+from specserve_bench.gpu.record import UNFINISHED, load, source_digest
 from specserve_bench.gpu.toolchain import toolchain
 
 ROOT = Path(__file__).parents[3]
-LIMIT = 570  # seconds of a stage
-UNFINISHED = 3  # the exit status of a stage that has run out of time, and can be gone on with
+DEADLINE = 570  # seconds for everything, of the 600 that a machine may be lent for
+ENDING = 10  # seconds between a stage's own limit and the one at which it is killed
+LEAST = 15  # seconds without which no stage is begun
 MODULE = "specserve_bench.gpu."
 GPU_TESTS = "tests/kernels/test_gpu.py -m gpu"
-STAGES: dict[str, list[str]] = {
-    "compile": [f"{MODULE}compiling"],
-    "kernels": [
-        f"{MODULE}checks",
-        "tests/kernels/test_triton_sampling.py",
-        f"{GPU_TESTS} -k flashinfer",
-        f"{GPU_TESTS} -k 'not flashinfer'",
-    ],
-    "parity": [f"{MODULE}checks", "tests/engine/test_gpu.py -m gpu"],
-    "figures": [f"{MODULE}figures"],
-    "demo": [f"{MODULE}demo"],
+
+
+class Stage(NamedTuple):
+    seconds: int  # at most
+    command: list[str]  # a module and its arguments
+
+
+# In this order, so that what comes first is what the rest is worth something by.
+STAGES = {
+    "attends": Stage(150, [f"{MODULE}attends"]),
+    "text": Stage(120, [f"{MODULE}text"]),
+    "steps": Stage(120, [f"{MODULE}figures", "--size", "first"]),
+    "kernels": Stage(
+        300,
+        [
+            f"{MODULE}checks",
+            f"{GPU_TESTS} -k flashinfer",
+            f"{GPU_TESTS} -k 'not flashinfer'",
+            "tests/kernels/test_triton_sampling.py",
+        ],
+    ),
+    "parity": Stage(300, [f"{MODULE}checks", "tests/engine/test_gpu.py -m gpu"]),
+    "figures": Stage(540, [f"{MODULE}figures"]),
+    "compile": Stage(300, [f"{MODULE}compiling"]),
+    "demo": Stage(540, [f"{MODULE}demo"]),
 }
 
 
@@ -48,32 +66,26 @@ if not torch.cuda.is_available():
 """
 
 
-class Outcome(NamedTuple):
-    stage: str
-    state: str  # kept, done, unfinished, failed
-    seconds: float
-
-
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
+    deadline = time.monotonic() + args.seconds
     unknown = [stage for stage in args.stages if stage not in STAGES]
     if unknown:
         raise SystemExit(f"no stage {', '.join(unknown)}: there are {', '.join(STAGES)}")
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
-    environment = prepare(args.wheels)
-    check_machine(environment)
-    outcomes = []
-    for stage in args.stages or STAGES:
-        file = args.out / f"gpu-{stage}.json"
-        if load_done(file) and not args.again:
-            outcomes.append(Outcome(stage, "kept", 0.0))
-            continue
-        outcomes.append(run(stage, file, environment, args.limit))
-    print(f"\nsource {source_digest()}")
-    for stage, state, seconds in outcomes:
-        print(f"{stage:10} {state:10} {seconds:6.0f} s  {args.out / f'gpu-{stage}.json'}")
-    return 0 if all(o.state in ("kept", "done") for o in outcomes) else 1
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through `finally`
+    with tempfile.TemporaryDirectory(prefix="specserve-gpu-") as scratch:
+        environment = prepare(args.wheels, Path(scratch))
+        check_machine(environment)
+        states = []
+        for name in args.stages or STAGES:
+            line = attempt(name, args, environment, deadline)
+            states.append(line["state"])
+            print(json.dumps(line), flush=True)
+            with (args.out / "gpu-check.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+    return 0 if set(states) <= {"kept", "done"} else 1
 
 
 def parser() -> argparse.ArgumentParser:
@@ -82,24 +94,24 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, default=ROOT / "bench/results", help="folder of the JSON")
     p.add_argument("--wheels", type=Path, help="folder of wheels to install, for this run alone")
     p.add_argument("--again", action="store_true", help="run also what is done for this source")
-    p.add_argument("--limit", type=int, default=LIMIT, help="seconds of a stage")
+    p.add_argument("--seconds", type=float, default=DEADLINE, help="for all stages together")
     return p
 
 
-def prepare(wheels: Path | None) -> dict[str, str]:
+def prepare(wheels: Path | None, scratch: Path) -> dict[str, str]:
     """The environment of the stages; what is missing is installed into a folder of its own."""
     paths = [str(ROOT / folder) for folder in ("", "kernels", "drafters", "bench")]
     if wheels is not None:
-        site = tempfile.mkdtemp(prefix="specserve-site-")
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
         found = sorted(map(str, wheels.glob("*.whl")))
         if not found:
             raise SystemExit(f"--wheels {wheels}: no wheels there")
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
+        site = str(scratch / "site")
         subprocess.run([*pip, "--no-compile", "--target", site, *found], check=True)
         paths.append(site)
     given = os.environ.get("PYTHONPATH")
     own = {"PYTHONPATH": os.pathsep.join([*paths, *([given] if given else [])])}
-    return os.environ | toolchain() | own | {"PYTHONUNBUFFERED": "1"}
+    return os.environ | toolchain(scratch) | own | {"PYTHONUNBUFFERED": "1"}
 
 
 def check_machine(environment: dict[str, str]) -> None:
@@ -110,19 +122,38 @@ def check_machine(environment: dict[str, str]) -> None:
         raise SystemExit((done.stdout + done.stderr).strip().splitlines()[-1])
 
 
-def run(stage: str, file: Path, environment: dict[str, str], limit: int) -> Outcome:
-    print(f"\n== {stage} ==", flush=True)
-    module, *args = STAGES[stage]
-    options = ["--out", str(file), "--seconds", str(max(1, limit - 30))]
-    command = [sys.executable, "-m", module, *args, *options]
-    start = time.monotonic()
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
-    try:
-        code = process.wait(limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # whoever it started would disturb the next stage
-        code = process.wait()
-    is_stopped = code == -signal.SIGKILL
-    left = "unfinished" if code == UNFINISHED or is_stopped else "failed"
-    state = "done" if load_done(file) else left
-    return Outcome(stage, state, time.monotonic() - start)
+def attempt(
+    name: str, args: argparse.Namespace, environment: dict[str, str], deadline: float
+) -> dict[str, Any]:
+    """Run a stage as far as time allows; what came of it, for one line of JSON.
+
+    state  done, or kept from an earlier run; failed; unfinished: at its limit, or at the deadline;
+           not begun: too little time was left
+    """
+    file, start = args.out / f"gpu-{name}.json", time.monotonic()
+    stage, known = STAGES[name], load(file)
+    seconds = min(float(stage.seconds), deadline - start)
+    if known is not None and known["done"] and not args.again:
+        state = "kept"
+    elif seconds < min(LEAST, stage.seconds):
+        state = "not begun"
+    else:
+        print(f"\n== {name}, {seconds:.0f} s at most ==", flush=True)
+        state = run(stage, file, environment, seconds)
+    return {
+        "stage": name,
+        "state": state,
+        "seconds": round(time.monotonic() - start, 1),
+        "source": source_digest(),
+        "summary": (load(file) or {}).get("figures", {}).get("summary"),
+    }
+
+
+def run(stage: Stage, file: Path, environment: dict[str, str], seconds: float) -> str:
+    options = ["--out", str(file), "--seconds", str(max(1, int(seconds) - ENDING))]
+    command = [sys.executable, "-m", *stage.command, *options]
+    code = processes.run(command, seconds, environment, ROOT)
+    if code in (None, UNFINISHED):
+        return "unfinished"
+    data = load(file)
+    return "done" if code == 0 and data is not None and data["done"] else "failed"

@@ -8,18 +8,17 @@ import os
 import shutil
 import subprocess
 import sysconfig
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 
-def toolchain() -> dict[str, str]:
-    """Environment variables for what could be found."""
+def toolchain(scratch: Path) -> dict[str, str]:
+    """Environment variables for what could be found; links to it go into `scratch`."""
     home = next((h for h in homes() if (h / "include/cuda_runtime.h").exists()), None)
     if home is None:
         return {}
-    links = Path(tempfile.mkdtemp(prefix="specserve-cuda-"))
-    (links / "include").mkdir()
+    links = scratch / "cuda"
+    (links / "include").mkdir(parents=True)
     for name, folders in (
         ("libcuda.so", ["lib64/stubs", "targets/x86_64-linux/lib/stubs"]),
         ("libcudart.so", ["lib64", "targets/x86_64-linux/lib"]),

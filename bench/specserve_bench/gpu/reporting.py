@@ -1,0 +1,53 @@
+"""A pytest plugin: each test's outcome is a line of JSON as soon as it is known."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--outcomes", type=Path, help="file that gets a line for each test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    file = config.getoption("--outcomes")
+    if file is not None:
+        config.pluginmanager.register(Outcomes(file), "outcomes")
+
+
+class Outcomes:
+    """Adds up a test's phases: set-up, call, tear-down."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.seconds, self.outcome, self.message = 0.0, "passed", ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds += report.duration
+        if report.outcome != "passed" and self.outcome == "passed":
+            self.outcome = report.outcome if report.when == "call" else f"{report.outcome} early"
+            self.message = str(report.longrepr)[-2000:]
+        if report.when == "teardown":
+            self.write(report)
+            self.seconds, self.outcome, self.message = 0.0, "passed", ""
+
+    def write(self, report: pytest.TestReport) -> None:
+        line: dict[str, Any] = {
+            "name": report.nodeid.rpartition("::")[2],
+            "seconds": round(self.seconds, 3),
+            "outcome": self.outcome,
+            **({"message": self.message} if self.message else {}),
+            **recorded(report.user_properties),
+        }
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def recorded(properties: list[tuple[str, object]]) -> dict[str, object]:
+    """What a test has put on record; of several errors, the largest."""
+    values: dict[str, Any] = {}
+    for name, value in properties:
+        values[name] = max(values[name], value) if name == "error" and name in values else value
+    return values
