@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -132,25 +133,34 @@ def test_the_deadline_ends_a_stage_before_its_limit_and_begins_no_other(tmp_path
     assert (code, states(lines)) == (1, {"stays": "unfinished", "done": "not begun"})
 
 
-@pytest.mark.parametrize("signal", [signal.SIGTERM, signal.SIGINT])
-def test_a_driver_that_is_stopped_leaves_no_process_behind(signal, tmp_path):
+def end(process, pids):
+    """Whatever a test has left of them, so that it fails instead of waiting for them."""
+    for pid in [process.pid, *pids]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_driver_that_is_stopped_leaves_no_process_behind(number, tmp_path):
     process = driver(tmp_path, {"stays": 600})
     pids = pids_of(tmp_path / "gpu-stays.json")
-    process.send_signal(signal)
-    process.communicate()
-    assert len(pids) == 3 and all(map(is_gone, pids))
+    try:
+        process.send_signal(number)
+        process.wait(30)
+        assert len(pids) == 3 and all(map(is_gone, pids))
+    finally:
+        end(process, pids)
 
 
 def test_a_stage_ends_with_a_driver_that_is_killed(tmp_path):
     process = driver(tmp_path, {"stays": 600})
-    stage, *started = pids_of(tmp_path / "gpu-stays.json")
-    process.kill()
+    pids = pids_of(tmp_path / "gpu-stays.json")
     try:
-        assert waited_for(lambda: is_gone(stage))
+        process.kill()
+        assert waited_for(lambda: is_gone(pids[0]))
     finally:
-        for pid in started:
-            os.kill(pid, signal.SIGKILL)
-        process.communicate()
+        end(process, pids)
 
 
 def pids_of(file):
