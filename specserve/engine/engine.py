@@ -65,11 +65,12 @@ class Engine:
         if not scheduled:
             return []
         try:
-            self.draft([s for s in scheduled if s.draft_limit])
-            scheduled.sort(key=lambda s: not s.draft.is_chain)  # rows with masks come last
-            sampled = [s for s in scheduled if s.is_sampled]
-            answers = self.verify(self.build(scheduled, sampled))
-            paths = self.walk(sampled, answers)
+            with self.target.ops.lock:  # engines on one device share what a forward uses
+                self.draft([s for s in scheduled if s.draft_limit])
+                scheduled.sort(key=lambda s: not s.draft.is_chain)  # rows with masks come last
+                sampled = [s for s in scheduled if s.is_sampled]
+                answers = self.verify(self.build(scheduled, sampled))
+                paths = self.walk(sampled, answers)
         except Exception as e:
             return self.give_up(scheduled, e)
         outputs = self.commit(scheduled, sampled, paths)

@@ -1,6 +1,7 @@
 """The engine on the build for the GPU, in Triton's interpreter, says what the CPU's build says."""
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -217,3 +218,34 @@ def test_a_system_that_does_not_tell_its_free_memory_loads_where_the_pool_is_siz
     build.build(load_config(None, settings | {"memory.kv_bytes": 1 << 26}))
     with pytest.raises(ConfigError, match=r"^this system does not tell .*: set memory\.kv_bytes$"):
         build.build(load_config(None, settings))
+
+
+def test_a_step_holds_the_lock_of_its_device_from_the_draft_to_the_walk(models):
+    """Two engines on one GPU share staging buffers and workspaces."""
+    _, target, draft = models
+    engine = engine_for(target, draft, "model", max_nodes=4)
+    engine.add([5, 6, 7] * 4, sampling(0.0, 3))
+    held = []
+    for owner, name in ((engine, "draft"), (engine.target, "launch"), (engine, "walk")):
+        method = getattr(owner, name)
+
+        def heard(*args, method=method):
+            held.append(not free_for_others(interpreted.lock))
+            return method(*args)
+
+        setattr(owner, name, heard)
+    engine.step()
+    assert held == [True] * 3 and free_for_others(interpreted.lock)
+
+
+def free_for_others(lock):
+    """Whether another thread could take it now."""
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(taken_and_given_back, lock).result()
+
+
+def taken_and_given_back(lock):
+    if not lock.lock.acquire(blocking=False):
+        return False
+    lock.lock.release()
+    return True
