@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any
 
 import msgspec
 
 from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.step_output import StepOutput
+from specserve.models.tokenizer import Tokenizer
 from specserve.text import TextStream
 
 
@@ -64,7 +64,9 @@ class Generation:
     A stop string is found here, so that the engine has to be told when `is_done` comes from one.
     """
 
-    def __init__(self, id: int, prompt: Sequence[int], sampling: Sampling, tokenizer: Any) -> None:
+    def __init__(
+        self, id: int, prompt: Sequence[int], sampling: Sampling, tokenizer: Tokenizer
+    ) -> None:
         self.id, self.prompt, self.sampling = id, prompt, sampling
         self.stream = TextStream(tokenizer, prompt, sampling.stop)
         self.token_ids: list[int] = []

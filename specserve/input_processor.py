@@ -9,18 +9,17 @@ import msgspec
 
 from specserve.errors import PromptTooLong, RequestError
 from specserve.exchange.sampling_params import Sampling, SamplingParams, resolve
+from specserve.models.chat_template import ChatTemplate, Message
 from specserve.models.defaults import GenerationDefaults, load_defaults
-from specserve.models.families import load_config
-from specserve.models.tokenizer import check_same_vocabulary, load_tokenizer
+from specserve.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 
-Message = Mapping[str, Any]
 PIECE = 16  # characters of text for every token of the context: four times what words have
 
 
 class TextFiles(NamedTuple):
     """What a model's folder says of text; its weights, and their shape, are not among it."""
 
-    tokenizer: Any
+    tokenizer: Tokenizer
     defaults: GenerationDefaults
 
 
@@ -28,30 +27,40 @@ def load_text_files(folder: Path, draft: Path | None = None) -> TextFiles:
     """ConfigError where they are broken, or where a draft model's tokens are others."""
     tokenizer, defaults = load_tokenizer(folder), load_defaults(folder)
     if draft is not None:
-        shapes = load_config(folder), load_config(draft)
-        check_same_vocabulary(*shapes, tokenizer, load_tokenizer(draft))
+        check_same_vocabulary(tokenizer, load_tokenizer(draft))
     return TextFiles(tokenizer, defaults)
 
 
 def make_input_processor(files: TextFiles, vocab_size: int, max_model_len: int) -> "InputProcessor":
-    return InputProcessor(files.tokenizer, files.defaults, max_model_len, vocab_size)
+    """For a model of so many token ids. An end of text beyond them cannot come: it is left out."""
+    ends = tuple(token for token in files.defaults.eos_token_ids if token < vocab_size)
+    defaults = msgspec.structs.replace(files.defaults, eos_token_ids=ends)
+    return InputProcessor(files.tokenizer, defaults, max_model_len, vocab_size)
 
 
 class InputProcessor(msgspec.Struct, frozen=True):
     """What a model can read: its vocabulary, its context, and its defaults."""
 
-    tokenizer: Any
+    tokenizer: Tokenizer
     defaults: GenerationDefaults
     max_model_len: int
     vocab_size: int
+
+    def read(self, prompt: Any) -> list[int]:
+        """The tokens of a prompt, text or ids, that the model can take and answer."""
+        ids = self.encode(prompt) if isinstance(prompt, str) else self.read_ids(prompt)
+        self.check_length(ids)
+        return ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """A text's tokens; PromptTooLong, before it costs seconds, where they are far too many."""
         try:
             self.check_size(text)
-            return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+            ids = self.tokenizer.encode(text, add_special_tokens)
         except (TypeError, UnicodeError) as e:
             raise RequestError(f"the prompt is no valid text: {e}", "prompt") from e
+        self.check_ids(ids, "prompt")
+        return ids
 
     def check_size(self, text: str) -> None:
         """Count a long text piece by piece, until there are twice as many tokens as fit.
@@ -60,30 +69,10 @@ class InputProcessor(msgspec.Struct, frozen=True):
         """
         size, num_tokens = PIECE * self.max_model_len, 0
         for start in range(0, len(text) if len(text) > size else 0, size):
-            piece = self.tokenizer(text[start : start + size], add_special_tokens=False)
-            num_tokens += len(piece["input_ids"])
+            piece = self.tokenizer.encode(text[start : start + size], add_special_tokens=False)
+            num_tokens += len(piece)
             if num_tokens > 2 * self.max_model_len:
                 raise PromptTooLong(num_tokens // 2, self.max_model_len - 1, is_at_least=True)
-
-    def render(self, messages: Sequence[Message]) -> list[int]:
-        """A conversation through the model's chat template, up to where the answer begins."""
-        return self.encode(self.template(messages), add_special_tokens=False)
-
-    def template(self, messages: Sequence[Message]) -> str:
-        if not self.tokenizer.chat_template:
-            raise RequestError(
-                "the model has no chat template: complete plain text instead, or add "
-                "chat_template.jinja to its folder"
-            )
-        try:
-            text: str = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=False
-            )
-        except TimeoutError:  # it was stopped
-            raise
-        except Exception as e:  # a template is the model's own code, and raises what it likes
-            raise RequestError(f"the chat template refuses these messages: {e!s:.200}") from e
-        return text
 
     def read_ids(self, prompt: Any) -> list[int]:
         """Token ids of any integer type, as Python's own."""
@@ -91,14 +80,34 @@ class InputProcessor(msgspec.Struct, frozen=True):
             raise RequestError(
                 f"a prompt is a string or a list of token ids, not {prompt!r:.50}", "prompt"
             )
-        ids, vocab_size = list(prompt), self.vocab_size
-        for token in ids:
-            is_id = isinstance(token, Integral) and not isinstance(token, bool)
-            if not is_id or not 0 <= token < vocab_size:
+        given = list(prompt)
+        for token in given:
+            if not isinstance(token, Integral) or isinstance(token, bool):
                 raise RequestError(
-                    f"prompt token {token!r:.50} is no id: ids lie in [0, {vocab_size})", "prompt"
+                    f"prompt token {token!r:.50} is no id: ids lie in [0, {self.vocab_size})",
+                    "prompt",
                 )
-        return [int(token) for token in ids]
+        ids = [int(token) for token in given]
+        self.check_ids(ids, "prompt")
+        return ids
+
+    def check_ids(self, ids: Sequence[int], field: str) -> None:
+        """Refuse ids that the model has no embedding of, whoever made them: the one door to the
+        engine, which would read memory that is not theirs.
+        """
+        if not ids or (min(ids) >= 0 and max(ids) < self.vocab_size):
+            return
+        token = next(token for token in ids if not 0 <= token < self.vocab_size)
+        text = self.tokenizer.id_to_token(token) if 0 <= token < 2**32 else None
+        if text is None:
+            raise RequestError(
+                f"{field}: {token} is no token id: ids lie in [0, {self.vocab_size})", field
+            )
+        raise RequestError(
+            f"{field}: the token {text!r:.50} has the id {token}, and the model's ids lie in "
+            f"[0, {self.vocab_size}): leave it out, or serve a model that has an embedding of it",
+            field,
+        )
 
     def check_length(self, ids: Sequence[int]) -> None:
         """At least one token to read, and room for one to say."""
@@ -108,5 +117,21 @@ class InputProcessor(msgspec.Struct, frozen=True):
         if len(ids) > limit:
             raise PromptTooLong(len(ids), limit)
 
-    def resolve(self, params: SamplingParams, num_prompt: int) -> Sampling:
-        return resolve(params, self.defaults, self.max_model_len - num_prompt, self.vocab_size)
+    def check_chat(self) -> ChatTemplate:
+        """The model's chat template; RequestError where it has none."""
+        if self.tokenizer.chat_template is None:
+            raise RequestError(
+                "the model has no chat template: complete plain text instead, or add "
+                "chat_template.jinja to its folder"
+            )
+        return self.tokenizer.chat_template
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """A conversation through the model's chat template, up to where the answer begins."""
+        return self.encode(self.check_chat().render(messages), add_special_tokens=False)
+
+    def resolve(self, params: SamplingParams, num_prompt: int = 1) -> Sampling:
+        """The parameters, checked, with nothing left open, for a prompt of so many tokens."""
+        sampling = resolve(params, self.defaults, self.max_model_len - num_prompt)
+        self.check_ids(params.stop_token_ids, "stop_token_ids")
+        return sampling

@@ -15,8 +15,9 @@ from specserve.errors import ConfigError, Overloaded, RequestError
 from specserve.exchange.caller import Caller
 from specserve.exchange.sampling_params import SamplingParams, choices_of
 from specserve.generation import Generation, Output, output
-from specserve.input_processor import Message, load_text_files, make_input_processor
+from specserve.input_processor import load_text_files, make_input_processor
 from specserve.interrupts import interrupts_held
+from specserve.models.chat_template import Message
 from specserve.phases import Phases
 from specserve.progress import LoadProgress, show_phases, track
 
@@ -176,17 +177,11 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None
     ) -> tuple[list[int], SamplingParams]:
         """The prompt's ids; RequestError where it cannot be served."""
-        if isinstance(prompt, str):
-            with self.lock:
-                ids = self.input_processor.encode(prompt)
-        else:
-            ids = self.input_processor.read_ids(prompt)
-        self.input_processor.check_length(ids)
         asked = SamplingParams() if params is None else params
         if not isinstance(asked, SamplingParams):
             raise RequestError(f"params: {asked!r} is not a SamplingParams")
-        self.input_processor.resolve(asked, len(ids))
-        return ids, asked
+        self.input_processor.resolve(asked)  # first, as it costs less than to tokenize
+        return self.input_processor.read(prompt), asked
 
     def start(
         self, ids: list[int], params: SamplingParams, call: int | None = None

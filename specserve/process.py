@@ -1,13 +1,15 @@
-"""Settings of a process that come before all else: memory, OpenMP, and the standard streams."""
+"""Settings of a process that come before all else: memory, OpenMP, streams, and its end."""
 
 import ctypes
 import io
 import os
+import signal
 import sys
 from contextlib import suppress
 from typing import Any
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def prepare() -> None:
@@ -81,6 +83,15 @@ def keep_stderr_from_failing() -> None:
         errors="backslashreplace",
         line_buffering=True,
     )
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process, loading or stepping, when its parent ends.
+
+    A parent that ended before this call is met as a closed socket.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def tell(text: str, number: int = 2) -> None:

@@ -1,7 +1,9 @@
 """Token ids to text as they come, and the end that a stop string makes."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from specserve.models.tokenizer import Tokenizer
 
 UNFINISHED = "\ufffd"  # what a decoder makes of bytes that are not yet a character
 CONTEXT = 6  # tokens of the prompt decoded along: some tokens' text depends on their left neighbour
@@ -23,12 +25,14 @@ class TextStream:
     how they are grouped, and text must not depend on how many guesses were right.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()
+    ) -> None:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.longest = max(map(len, self.stop), default=0)
         # Tokens whose text has been taken, as a left neighbour; then those whose has not.
         self.context, self.unread = list(prompt[-CONTEXT:]), list[int]()
-        self.before = self.decode(self.context)
+        self.before = self.tokenizer.decode(self.context)
         if self.before.endswith(UNFINISHED):  # a prompt that ends inside a character is no help
             self.context, self.before = [], ""
         self.held = ""  # text that may be the beginning of a stop string
@@ -52,18 +56,12 @@ class TextStream:
 
     def take(self, is_last: bool) -> str:
         """The text of the tokens that have not been read, once it ends with a whole character."""
-        after = self.decode(self.context + self.unread)
+        after = self.tokenizer.decode(self.context + self.unread)
         if len(after) <= len(self.before) or (after.endswith(UNFINISHED) and not is_last):
             return ""
         text = after[len(self.before) :]
         self.context, self.unread = self.unread, []
-        self.before = self.decode(self.context)
-        return text
-
-    def decode(self, token_ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(
-            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        self.before = self.tokenizer.decode(self.context)
         return text
 
     def find_stop(self) -> int | None:

@@ -1,5 +1,6 @@
 """Tiny random Hugging Face checkpoints, so that no test needs a model from the net."""
 
+import json
 import os
 import sys
 from functools import cache
@@ -67,6 +68,18 @@ def tiny_checkpoint(
     save_quietly(random_model(config, seed).to(dtype), folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def add_token_beyond(folder: Path) -> str:
+    """Give the tokenizer a token, and the generation an end, that the model has no embedding of."""
+    path, size = folder / "tokenizer.json", SIZES["vocab_size"]
+    tokenizer = Tokenizer.from_file(str(path))
+    tokens = [f"<|{i}|>" for i in range(tokenizer.get_vocab_size(), size + 1)]
+    tokenizer.add_tokens(tokens)
+    tokenizer.save(str(path))
+    ends = [tokenizer.token_to_id(EOS), size, 2**70]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return tokens[-1]
 
 
 def random_model(config: Any, seed: int) -> Any:

@@ -62,7 +62,7 @@ def workload(name: str, size: int, seed: int, temperature: float | None = None) 
 def source_tokens(llm: LLM) -> list[int]:
     """All of the source that the demo pair was not trained on."""
     texts = held_out.source_files().values()
-    return [token for text in texts for token in llm.tokenizer(text)["input_ids"]]
+    return [token for text in texts for token in llm.tokenizer.encode(text)]
 
 
 def ask(source: random.Random, prompt: str | Sequence[Message], max_tokens: int) -> Ask:

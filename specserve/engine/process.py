@@ -1,6 +1,5 @@
 """The engine's side of the socket: orders in, a step, a report out."""
 
-import ctypes
 import signal
 import socket
 import sys
@@ -11,45 +10,18 @@ from specserve.config import Config
 from specserve.engine.build import Loaded, build
 from specserve.engine.engine import Engine
 from specserve.errors import ConfigError, RequestError
-from specserve.exchange.frames import Frames
+from specserve.exchange.link import Link
 from specserve.exchange.messages import (
     Add,
     Failed,
-    FromEngine,
     Loading,
     Ready,
     Report,
     decode_commands,
-    frame,
 )
 from specserve.exchange.step_output import StepOutput
 from specserve.models.loader import name_of_dtype
-from specserve.process import keep_stderr_from_failing
-
-PR_SET_PDEATHSIG = 1  # prctl(2)
-CHUNK = 1 << 20
-
-
-class Link:
-    """This process's end of the socket pair; EOFError when the other end has gone."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock, self.frames = sock, Frames()
-
-    def receive(self, wait: bool) -> list[bytes]:
-        """The frames that have come; at least one where `wait` says so."""
-        got: list[bytes] = []
-        while True:
-            try:
-                data = self.sock.recv(CHUNK, 0 if wait and not got else socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return got
-            if not data:
-                raise EOFError
-            got += self.frames.feed(data)
-
-    def send(self, message: FromEngine) -> None:
-        self.sock.sendall(frame(message))
+from specserve.process import die_with_parent, keep_stderr_from_failing
 
 
 def main(fd: int) -> None:
@@ -64,15 +36,6 @@ def main(fd: int) -> None:
         run(link, msgspec.msgpack.decode(link.receive(wait=True)[0], type=Config))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
-
-
-def die_with_parent() -> None:
-    """Have the kernel end this process, loading or stepping, when its parent ends.
-
-    A parent that ended before this call is met as a closed socket.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run(link: Link, config: Config) -> None:

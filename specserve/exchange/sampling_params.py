@@ -88,9 +88,7 @@ def choices_of(sampling: Sampling, n: int) -> list[Sampling]:
     return [msgspec.structs.replace(sampling, seed=seed) for seed in seeds]
 
 
-def resolve(
-    params: SamplingParams, defaults: GenerationDefaults, room: int, vocab_size: int
-) -> Sampling:
+def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> Sampling:
     """Check the parameters and fill in what was left open; `room` is the rest of the context."""
     try:
         # By way of a dict: an instance of the very type would be believed unread.
@@ -106,12 +104,6 @@ def resolve(
         given.cache_salt.encode()
     except UnicodeError as e:
         raise RequestError(f"sampling parameters: cache_salt is no text: {e}", "cache_salt") from e
-    for token in given.stop_token_ids:
-        if not 0 <= token < vocab_size:
-            raise RequestError(
-                f"sampling parameters: stop_token_ids has {token}; ids lie in [0, {vocab_size})",
-                "stop_token_ids",
-            )
     eos = () if given.ignore_eos else defaults.eos_token_ids
     return Sampling(
         max_tokens=min(pick(given.max_tokens, room), room),

@@ -1,4 +1,4 @@
-"""Starts the engine process, before this one has imported anything heavy."""
+"""Starts processes of ours, each tied to this one by a socket pair."""
 
 import socket
 import subprocess
@@ -18,15 +18,22 @@ class Spawned(NamedTuple):
 
 
 def spawn(config: Config) -> Spawned:
-    """A process that loads what the config names; it inherits its end of a socket pair."""
+    """The engine process, which loads what the config names."""
+    return start_process("specserve.engine.process", msgspec.msgpack.encode(config))
+
+
+def start_process(module: str, first: bytes) -> Spawned:
+    """A process that runs a module of ours; `first` is the first frame on its end of a socket
+    pair, whose number is its argument.
+    """
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "specserve.engine.process", str(theirs.fileno())],
+            [sys.executable, "-m", module, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             process_group=0,  # a terminal's Ctrl-C is for the parent
         )
     with suppress(BrokenPipeError, ConnectionResetError):  # it has died: whoever listens will see
-        ours.sendall(pack(msgspec.msgpack.encode(config)))  # the first frame is the config
+        ours.sendall(pack(first))
     return Spawned(process, ours)

@@ -19,7 +19,7 @@ from specserve.server.body import (
 )
 from specserve.server.refusal import cut
 from specserve.server.response import RouteSchema, respond
-from specserve.server.service import Service
+from specserve.server.service import Service, blaming
 
 # What clients send back of an answer they got -> the values that ask for nothing.
 NO_OP: dict[str, tuple[Any, ...]] = {
@@ -66,21 +66,18 @@ async def chat(request: Request) -> Response:
     service.check_open()
     asked = await service.parse(await service.bodies.read(request), read_chat)
     service.check_model(asked.model)
+    service.check_asked(asked.params, 1, "messages")
     prompt = await encode(service, asked.messages)
+    with blaming("messages"):
+        service.input_processor.check_length(prompt)
     completion = await service.ask([prompt], asked.params, arrived, "messages")
     return await respond(request, SCHEMA, asked, completion)
 
 
 async def encode(service: Service, messages: Sequence[dict[str, Any]]) -> list[int]:
-    """The conversation's tokens; the template, which is somebody's program, gets a deadline."""
-    seconds, input_processor = service.limits.template_seconds, service.input_processor
-    try:
-        text = await service.worker.run_within(seconds, lambda: input_processor.template(messages))
-    except TimeoutError as e:
-        raise RequestError(
-            f"messages: the chat template ran for more than {seconds:g} s: send fewer", "messages"
-        ) from e
-    return await service.encode(text, "messages", add_special_tokens=False)
+    """The conversation's tokens."""
+    text = await service.render(messages)
+    return await service.tokenize(text, "messages", add_special_tokens=False)
 
 
 def read_chat(raw: bytes) -> ChatBody:

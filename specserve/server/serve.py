@@ -75,6 +75,7 @@ async def run(start: Start) -> int:
     finally:
         living.cancel()
         await server.leave(serving)
+        await service.close()
         engine.close()
 
 
@@ -97,6 +98,7 @@ async def load(service: Service, start: Start) -> Ready:
         service.engine.on_loading = bar
         with phases.phase("tokenizer"):
             files = await asyncio.to_thread(load_text_files, *folders)
+        service.start_templates(files.tokenizer.chat_template)
         ready = await service.engine.ready
     identity, scaled = fingerprint(folders.target, ready), scaled_models(folders)
     served = ServedModel(service.name, identity, ready.drafter, max_nodes, scaled)

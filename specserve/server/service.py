@@ -15,12 +15,14 @@ from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Ready
 from specserve.exchange.sampling_params import SamplingParams, choices_of
 from specserve.input_processor import InputProcessor
+from specserve.models.chat_template import ChatTemplate, Message
 from specserve.models.folder import Scaled, name_of
 from specserve.server.arrival import Arrival
 from specserve.server.body import BodyReader
 from specserve.server.live_completion import LiveCompletion
 from specserve.server.metrics import Metrics
 from specserve.server.refusal import NotFound, cut
+from specserve.server.templates import TemplateProcesses
 from specserve.server.worker import Worker
 from specserve.version import VERSION
 
@@ -50,6 +52,7 @@ class Service:
         self.metrics = Metrics(self.name, config.speculation.max_nodes)
         self.bodies = BodyReader(self.limits, self.reject)
         self.worker = Worker()
+        self.templates: TemplateProcesses | None = None
         self.completions: set[LiveCompletion] = set()
         self.is_draining = False
         self.loaded: tuple[InputProcessor, ServedModel] | None = None
@@ -75,6 +78,11 @@ class Service:
         """The engine process is there and, where somebody waits for it, has lately stepped."""
         silence = asyncio.get_running_loop().time() - self.engine.heard_at
         return not self.engine.died.is_set() and (not self.completions or silence < HUNG_SECONDS)
+
+    def start_templates(self, template: ChatTemplate | None) -> None:
+        """In the thread of the event loop: processes end with the thread that started them."""
+        if template is not None:
+            self.templates = TemplateProcesses(template, self.limits.template_seconds)
 
     def open(self, input_processor: InputProcessor, served: ServedModel, ready: Ready) -> None:
         """All is loaded: let requests in."""
@@ -103,19 +111,22 @@ class Service:
         self, prompts: Sequence[list[int]], params: SamplingParams, arrived: Arrival, field: str
     ) -> LiveCompletion:
         """Queue a request for every prompt, which came in `field`, or refuse them all."""
-        self.check_params(params)
-        for prompt in prompts:
-            with blaming(field):
-                self.input_processor.check_length(prompt)
         samplings = [self.input_processor.resolve(params, len(prompt)) for prompt in prompts]
         keys = await self.hash(prompts, params.cache_salt)
         self.check_open()  # again: reading the body took its time
-        self.check_queue(prompts, params.n, "n" if params.n > 1 else field)
+        self.check_requests(len(prompts) * params.n, "n" if params.n > 1 else field)
+        self.check_tokens(sum(map(len, prompts)), field)
         completion = LiveCompletion(self.engine, self.completions, self.metrics, arrived)
         tokenizer = self.input_processor.tokenizer
         for prompt, its_keys, sampling in zip(prompts, keys, samplings, strict=True):
             completion.ask(prompt, its_keys, choices_of(sampling, params.n), tokenizer)
         return completion
+
+    def check_asked(self, params: SamplingParams, num_prompts: int, field: str) -> None:
+        """Refuse what needs no look at the prompts, before any is tokenized."""
+        self.check_params(params)
+        self.input_processor.resolve(params)
+        self.check_requests(num_prompts * params.n, "n" if params.n > 1 else field)
 
     def check_params(self, params: SamplingParams) -> None:
         """What the operator lets no client ask for, though the engine would take it."""
@@ -145,26 +156,35 @@ class Service:
         is_long = sum(map(len, prompts)) > LONG
         return await self.worker.run(hash_all) if is_long else hash_all()
 
-    async def encode(
-        self, prompt: str | list[int], field: str = "prompt", add_special_tokens: bool = True
-    ) -> list[int]:
-        """The tokens of what came in `field`."""
-        with blaming(field):
-            if isinstance(prompt, str):
-                return await self.worker.run(
-                    self.input_processor.encode, prompt, add_special_tokens
-                )
-            self.input_processor.check_length(prompt)  # first, as it costs nothing
-            return await self.worker.run(self.input_processor.read_ids, prompt)
+    async def read_all(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        """Every prompt's tokens; the first that does not fit ends it, and no more are tokenized."""
+        with blaming("prompt"):
+            for prompt in prompts:
+                if not isinstance(prompt, str):
+                    self.input_processor.check_length(prompt)  # costs nothing
+            return [await self.worker.run(self.input_processor.read, prompt) for prompt in prompts]
 
-    def check_queue(self, prompts: Sequence[list[int]], n: int, field: str) -> None:
+    async def tokenize(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
+        """The tokens of the text that came in `field`, however many they are."""
+        with blaming(field):
+            return await self.worker.run(self.input_processor.encode, text, add_special_tokens)
+
+    async def render(self, messages: Sequence[Message]) -> str:
+        """The conversation through the chat template, which has a deadline."""
+        with blaming("messages"):
+            self.input_processor.check_chat()
+            assert self.templates is not None, "a template has its processes before requests come"
+            return await self.templates.render(messages)
+
+    def check_requests(self, number: int, field: str) -> None:
         """Better a refusal now than a first token that comes too late for anybody."""
-        queued = [g for c in self.completions for g in c.generations if not g.token_ids]
-        firsts = [g for c in self.completions for g in c.firsts if not g.token_ids]
-        requests, tokens = len(prompts) * n, sum(map(len, prompts))
+        queued = sum(not g.token_ids for c in self.completions for g in c.generations)
+        self.check_room("requests", queued, number, self.limits.max_queued_requests, field)
+
+    def check_tokens(self, number: int, field: str) -> None:
+        queued = sum(len(g.prompt) for c in self.completions for g in c.firsts if not g.token_ids)
         most = max(self.limits.max_queued_tokens, self.input_processor.max_model_len)
-        self.check_room("requests", len(queued), requests, self.limits.max_queued_requests, field)
-        self.check_room("tokens", sum(len(g.prompt) for g in firsts), tokens, most, field)
+        self.check_room("tokens", queued, number, most, field)
 
     def check_room(self, what: str, waiting: int, asked: int, most: int, field: str) -> None:
         if asked > most:
@@ -177,6 +197,10 @@ class Service:
 
     def reject(self, reason: str) -> None:
         self.metrics.on_rejection(reason)
+
+    async def close(self) -> None:
+        if self.templates is not None:
+            await self.templates.close()
 
     async def drained(self) -> None:
         """Until nobody waits for an answer any more."""

@@ -10,7 +10,7 @@ from specserve.errors import RequestError
 from specserve.server.body import read_fields
 from specserve.server.chat import encode, read_messages
 from specserve.server.response import json_response
-from specserve.server.service import Service
+from specserve.server.service import Service, blaming
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ async def tokenize(request: Request) -> Response:
     if asked.messages is not None:
         ids = await encode(service, read_messages(asked.messages))
     else:
-        ids = await service.encode(asked.prompt or "", "prompt", asked.add_special_tokens)
+        ids = await service.tokenize(asked.prompt or "", "prompt", asked.add_special_tokens)
     limit = service.input_processor.max_model_len
     return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids})
 
@@ -58,6 +58,7 @@ async def detokenize(request: Request) -> Response:
     most = service.input_processor.max_model_len
     if len(asked.tokens) > most:
         raise RequestError(f"tokens: {len(asked.tokens)} ids, and {most} are allowed", "tokens")
-    ids = await service.worker.run(service.input_processor.read_ids, asked.tokens)
-    text = await service.worker.run(service.input_processor.tokenizer.decode, ids)
+    with blaming("tokens"):
+        ids = await service.worker.run(service.input_processor.read_ids, asked.tokens)
+    text = await service.worker.run(service.input_processor.tokenizer.decode, ids, False)
     return json_response({"prompt": text})

@@ -160,7 +160,7 @@ def trained_cases(test_models):
         "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self",
         "for i in range(10):\n    print(i)\n" * 12,
     ]
-    ids = [tokenizer(t)["input_ids"] for t in texts]
+    ids = [tokenizer.encode(t) for t in texts]
     return [
         Case(x, greedy_or(t, seed=i), arrives=2 * i)
         for i, (x, t) in enumerate((x, t) for t in (0.0, 1.0) for x in ids)

@@ -92,11 +92,11 @@ def saying(num_tokens, ms=0, num_prompt=1, **fields):
 
 
 @contextlib.contextmanager
-def begun(server, body):
+def begun(server, body, path=COMPLETIONS):
     """A connection on which a request has been sent; its answer is not awaited."""
     connection = HTTPConnection("127.0.0.1", server.port, timeout=10)
     with contextlib.closing(connection):
-        connection.request("POST", COMPLETIONS, json.dumps(body).encode())
+        connection.request("POST", path, json.dumps(body).encode())
         yield connection
 
 

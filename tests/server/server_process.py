@@ -48,10 +48,14 @@ class ServerProcess:
 
     @property
     def engine_pid(self):
-        """The one child of the server."""
+        (pid,) = self.children("specserve.engine.process")
+        return pid
+
+    def children(self, module):
+        """The processes of the server that run a module."""
         pid = self.process.pid
-        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return int(child)
+        pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [int(n) for n in pids if module in Path(f"/proc/{n}/cmdline").read_text()]
 
     def signal(self, number=signal.SIGTERM):
         self.process.send_signal(number)

@@ -131,15 +131,11 @@ def loading(folder, *args, **settings):
     """A server whose engine process is there, and not ready yet; and that process's id."""
     server = ServerProcess(folder, *args, **settings)
     try:
-        eventually(lambda: children(server.process.pid))
-        yield server, children(server.process.pid)[0]
+        eventually(lambda: server.children("specserve.engine.process"))
+        yield server, server.engine_pid
     finally:
         server.process.kill()
         server.process.communicate()
-
-
-def children(pid):
-    return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_when_the_engine_dies_while_it_loads_the_server_says_so_and_ends(folder):

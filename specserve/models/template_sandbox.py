@@ -1,0 +1,89 @@
+"""What a chat template may use: jinja2's sandbox, with the names that templates expect."""
+
+import json
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, nodes, utils
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+@lru_cache(maxsize=8)
+def compile_template(source: str) -> Template:
+    """A program that can neither leave the sandbox nor change what it is given."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals |= {
+        "raise_exception": raise_exception,
+        "strftime_now": strftime_now,
+        "dict": Dict(),
+        "namespace": Namespace,
+    }
+    return environment.from_string(source)
+
+
+class GenerationTag(Extension):
+    """{% generation %}: marks what the assistant says, which matters to training only."""
+
+    tags = {"generation"}  # noqa: RUF012, as jinja2 declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class Dict:
+    """`dict` for templates, without methods that change what they are given."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class Namespace(utils.Namespace):
+    """`namespace` for templates: it holds no name that could reach into the interpreter."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        given = dict(*args[1:], **kwargs)
+        for name in given:
+            check_name(name)
+        utils.Namespace.__init__(args[0], given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        check_name(name)
+        super().__setitem__(name, value)
+
+
+def check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace holds no name that begins with _, as {name!r} does")
+
+
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it stands in a prompt: jinja2's own filter escapes it for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)

@@ -1,0 +1,96 @@
+"""A process that renders chat templates: it can be killed, and its memory is bounded."""
+
+import resource
+import signal
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from specserve.errors import RequestError
+from specserve.exchange.link import Link
+from specserve.models.chat_template import ChatTemplate
+from specserve.process import die_with_parent
+
+MAX_MEMORY = 1 << 29  # bytes of address space; Python and jinja2 take an eighth of it
+WORN_OUT = 1 << 27  # resident bytes with which a process ends, as it would keep them for good
+MAX_TEXT = 1 << 24  # characters; every prompt that fits a model is far shorter
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """From here on the process waits for messages."""
+
+
+class Rendered(msgspec.Struct, frozen=True, tag=True):
+    text: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    message: str
+
+
+class Ending(msgspec.Struct, frozen=True, tag=True):
+    """The next reply is the last: the process ends, for another to take its place."""
+
+
+FromProcess = Started | Rendered | Refused | Ending
+
+
+def main(fd: int) -> None:
+    """Render until nobody is at the other end any more."""
+    die_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent alone decides what it means
+    bound_memory()
+    link = Link(socket.socket(fileno=fd))
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        serve(link)
+
+
+def serve(link: Link) -> None:
+    """The first frame is the template; each of the others, which wait for replies, a chat."""
+    [first] = link.receive(wait=True)
+    template = msgspec.msgpack.decode(first, type=ChatTemplate)
+    link.send(Started())
+    template.prepare()
+    is_worn_out = False
+    while not is_worn_out:
+        [messages] = link.receive(wait=True)
+        reply = render(template, msgspec.msgpack.decode(messages))
+        is_worn_out = resident_bytes() > WORN_OUT
+        if is_worn_out:
+            link.send(Ending())
+        link.send(reply)
+
+
+def render(template: ChatTemplate, messages: list[dict[str, Any]]) -> Rendered | Refused:
+    try:
+        text = template.render(messages)
+        text.encode()
+    except RequestError as e:
+        return Refused(str(e))
+    except (MemoryError, UnicodeError) as e:
+        return Refused(f"the chat template makes no text of these messages: {e!s:.200}")
+    if len(text) > MAX_TEXT:
+        return Refused(f"the chat template makes {len(text)} characters of these messages")
+    return Rendered(text)
+
+
+def resident_bytes() -> int:
+    """0 where the system does not tell."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:
+        return 0
+    return int(pages) * resource.getpagesize()
+
+
+def bound_memory() -> None:
+    with suppress(ValueError, OSError):  # the system has a smaller bound, or knows none
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,137 @@
+"""The chat template, in processes beside this one: no template holds up more than its own chat."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Sequence
+from typing import cast
+
+import msgspec
+
+from specserve.errors import Overloaded, RequestError
+from specserve.exchange.frames import Frames, pack
+from specserve.exchange.spawn import start_process
+from specserve.models.chat_template import ChatTemplate, Message
+from specserve.server import template_process
+from specserve.server.template_process import Ending, FromProcess, Refused, Rendered, Started
+
+NUM_PROCESSES = 2  # one template that runs to its deadline leaves the other process to all others
+
+log = logging.getLogger("specserve")
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(FromProcess).decode
+
+
+class TemplateProcesses:
+    """Renders one chat in each process at a time; the others wait, in order.
+
+    So a chat waits for no longer than a deadline and the start of a process, unless several
+    templates that run to their deadlines are ahead of it.
+    """
+
+    def __init__(self, template: ChatTemplate, seconds: float) -> None:
+        self.template, self.seconds = template, seconds
+        self.free: asyncio.Queue[TemplateProcess] = asyncio.Queue()
+        self.processes = [TemplateProcess(template) for _ in range(NUM_PROCESSES)]
+        for process in self.processes:
+            self.free.put_nowait(process)
+
+    async def render(self, messages: Sequence[Message]) -> str:
+        """RequestError where the template refuses the messages, or is not done in time."""
+        try:
+            payload = encode(messages)
+        except (TypeError, ValueError, OverflowError) as e:
+            raise RequestError(f"messages: no valid text: {e}", "messages") from e
+        process = await self.free.get()
+        try:
+            if process.has_ended:
+                process = self.replace(process)
+            reply = await process.ask(payload, self.seconds)
+        except TimeoutError as e:
+            log.warning(
+                "a chat template ran for more than %g s: its process is killed and replaced",
+                self.seconds,
+            )
+            raise RequestError(
+                f"messages: the chat template ran for more than {self.seconds:g} s: send fewer",
+                "messages",
+            ) from e
+        finally:
+            if process.is_rendering:
+                process.close()
+            self.free.put_nowait(process)
+        if isinstance(reply, Refused):
+            raise RequestError(reply.message, "messages")
+        return reply.text
+
+    def replace(self, old: "TemplateProcess") -> "TemplateProcess":
+        try:
+            new = TemplateProcess(self.template)
+        except OSError as e:
+            raise Overloaded(f"no process can be started for the chat template: {e}") from e
+        self.processes[self.processes.index(old)] = new
+        return new
+
+    async def close(self) -> None:
+        for process in self.processes:
+            process.close()
+            await process.ended.wait()
+
+
+class TemplateProcess(asyncio.Protocol):
+    """One process, and the request that it is at, if there is any."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self.process, sock = start_process(template_process.__name__, encode(template))
+        self.loop = asyncio.get_running_loop()
+        self.connecting = self.loop.create_task(self.connect(sock))
+        self.transport: asyncio.WriteTransport | None = None
+        self.frames = Frames()
+        self.reply: asyncio.Future[Rendered | Refused] | None = None
+        self.started, self.ended = asyncio.Event(), asyncio.Event()
+        self.has_ended = False  # or is about to
+
+    async def connect(self, sock: socket.socket) -> None:
+        await self.loop.create_connection(lambda: self, sock=sock)
+
+    @property
+    def is_rendering(self) -> bool:
+        return self.reply is not None
+
+    async def ask(self, messages: bytes, seconds: float) -> Rendered | Refused:
+        """TimeoutError after so many seconds of rendering; to start takes none of them."""
+        await self.started.wait()
+        if self.has_ended or self.transport is None:
+            raise Overloaded("the process for the chat template has ended: ask again in a moment")
+        self.reply = self.loop.create_future()
+        self.transport.write(pack(messages))
+        async with asyncio.timeout(seconds):
+            reply = await self.reply
+        self.reply = None
+        return reply
+
+    def close(self) -> None:
+        self.has_ended = True
+        self.process.kill()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.WriteTransport, transport)  # uvloop's own class is none
+
+    def data_received(self, data: bytes) -> None:
+        for payload in self.frames.feed(data):
+            match decode(payload):
+                case Started():
+                    self.started.set()
+                case Ending():
+                    self.has_ended = True
+                case reply if self.reply is not None and not self.reply.done():
+                    self.reply.set_result(reply)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.has_ended = True
+        self.process.wait()  # it closes its files last: this takes no time
+        self.started.set()  # whoever waits for that has waited for long enough
+        self.ended.set()
+        if self.reply is not None and not self.reply.done():
+            error = RequestError("the chat template ended its process on these messages")
+            self.reply.set_exception(error)

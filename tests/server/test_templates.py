@@ -1,0 +1,147 @@
+"""Chat templates in processes of their own: whatever one does, other chats are answered."""
+
+import asyncio
+import logging
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from specserve.errors import RequestError
+from specserve.models.chat_template import ChatTemplate
+from specserve.server.templates import NUM_PROCESSES, TemplateProcesses
+
+TEMPLATE = """
+{%- set said = messages[0].content -%}
+{%- if said == "power" -%}{{ (8 + messages | length) ** (9 ** 9) }}
+{%- elif said == "huge" -%}{{ "a" * 10 ** (8 + messages | length) }}
+{%- elif said == "long" -%}{{ "a" * 2 ** (24 + messages | length) }}
+{%- elif said == "large" -%}{{ ("a" * 2 ** (26 + messages | length)) | length }}
+{%- elif said == "half" -%}{{ "\\ud800" }}
+{%- elif said == "raise" -%}{{ raise_exception("not this") }}
+{%- else -%}{{ bos_token }}{{ said }}
+{%- endif -%}
+"""
+
+
+def messages(said):
+    return [{"role": "user", "content": said}]
+
+
+def with_templates(test, seconds=0.4):
+    """Run a test on processes that have started."""
+
+    async def run():
+        templates = TemplateProcesses(ChatTemplate(TEMPLATE, {"bos_token": "<s>"}), seconds)
+        try:
+            assert await templates.render(messages("hello")) == "<s>hello"
+            await asyncio.gather(*(p.started.wait() for p in templates.processes))
+            await test(templates)
+        finally:
+            await templates.close()
+
+    asyncio.run(run())
+
+
+async def refusal(templates, said):
+    with pytest.raises(RequestError) as e:
+        await templates.render(messages(said))
+    return str(e.value)
+
+
+def test_templates_stuck_in_c_hold_up_nobody_for_longer_than_their_deadline(caplog):
+    async def test(templates):
+        stuck = [asyncio.create_task(refusal(templates, "power")) for _ in range(NUM_PROCESSES)]
+        others = [asyncio.create_task(templates.render(messages(f"{i}"))) for i in range(4)]
+        assert await asyncio.gather(*others) == [f"<s>{i}" for i in range(4)]
+        for task in stuck:
+            assert "ran for more than 0.4 s" in await task
+
+    with caplog.at_level(logging.WARNING, "specserve"):
+        with_templates(test)
+    assert len(caplog.messages) == NUM_PROCESSES
+    assert all("is killed and replaced" in line and "\n" not in line for line in caplog.messages)
+
+
+def test_one_stuck_template_delays_no_other_chat():
+    async def test(templates):
+        stuck = asyncio.create_task(refusal(templates, "power"))
+        await asyncio.sleep(0)  # it goes first
+        for i in range(20):
+            assert await templates.render(messages(f"{i}")) == f"<s>{i}"
+        assert not stuck.done()
+        stuck.cancel()
+        await asyncio.wait((stuck,))
+
+    with_templates(test, seconds=60)
+
+
+def test_a_chat_that_is_given_up_gives_its_process_back():
+    async def test(templates):
+        stuck = [asyncio.create_task(refusal(templates, "power")) for _ in range(NUM_PROCESSES)]
+        await asyncio.sleep(0)
+        for task in stuck:
+            task.cancel()
+        assert await templates.render(messages("next")) == "<s>next"
+
+    with_templates(test, seconds=60)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("raise", "not this"),
+        ("huge", "MemoryError"),
+        ("long", "characters"),
+        ("half", "makes no text"),
+    ],
+)
+def test_what_a_template_refuses_or_cannot_make_is_told_and_the_next_is_rendered(said, reason):
+    async def test(templates):
+        assert reason in await refusal(templates, said)
+        assert await templates.render(messages("next")) == "<s>next"
+
+    with_templates(test, seconds=60)
+
+
+def test_a_message_that_is_no_text_is_refused():
+    async def test(templates):
+        assert "no valid text" in await refusal(templates, "\ud800")
+
+    with_templates(test)
+
+
+def test_a_process_that_took_much_memory_gives_it_back():
+    async def test(templates):
+        before = {p.process.pid for p in templates.processes}
+        large = [templates.render(messages("large")) for _ in range(3 * NUM_PROCESSES)]
+        assert await asyncio.gather(*large) == [f"{2**27}"] * len(large)
+        for _ in range(NUM_PROCESSES):
+            assert await templates.render(messages("next")) == "<s>next"
+        assert before.isdisjoint(p.process.pid for p in templates.processes)
+
+    with_templates(test, seconds=60)
+
+
+def test_a_process_that_is_killed_in_the_middle_costs_its_own_chat_only():
+    async def test(templates):
+        stuck = asyncio.create_task(refusal(templates, "power"))
+        await asyncio.sleep(0)
+        (at_work,) = [p for p in templates.processes if p.is_rendering]
+        os.kill(at_work.process.pid, signal.SIGKILL)
+        assert "ended its process" in await stuck
+        assert await templates.render(messages("next")) == "<s>next"
+
+    with_templates(test, seconds=60)
+
+
+def test_closing_ends_every_process():
+    pids = []
+
+    async def test(templates):
+        pids.extend(p.process.pid for p in templates.processes)
+
+    with_templates(test)
+    assert len(pids) == NUM_PROCESSES
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
