@@ -5,7 +5,6 @@ import signal
 import socket
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,10 +12,9 @@ import msgspec
 from specserve.errors import RequestError
 from specserve.exchange.link import Link
 from specserve.models.chat_template import ChatTemplate
-from specserve.process import die_with_parent
+from specserve.process import die_with_parent, return_freed_memory
 
 MAX_MEMORY = 1 << 29  # bytes of address space; Python and jinja2 take an eighth of it
-WORN_OUT = 1 << 27  # resident bytes with which a process ends, as it would keep them for good
 MAX_TEXT = 1 << 24  # characters; every prompt that fits a model is far shorter
 
 
@@ -32,11 +30,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class Ending(msgspec.Struct, frozen=True, tag=True):
-    """The next reply is the last: the process ends, for another to take its place."""
-
-
-FromProcess = Started | Rendered | Refused | Ending
+FromProcess = Started | Rendered | Refused
 
 
 def main(fd: int) -> None:
@@ -44,6 +38,7 @@ def main(fd: int) -> None:
     die_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent alone decides what it means
     bound_memory()
+    return_freed_memory()
     link = Link(socket.socket(fileno=fd))
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         serve(link)
@@ -55,14 +50,9 @@ def serve(link: Link) -> None:
     template = msgspec.msgpack.decode(first, type=ChatTemplate)
     link.send(Started())
     template.prepare()
-    is_worn_out = False
-    while not is_worn_out:
+    while True:
         [messages] = link.receive(wait=True)
-        reply = render(template, msgspec.msgpack.decode(messages))
-        is_worn_out = resident_bytes() > WORN_OUT
-        if is_worn_out:
-            link.send(Ending())
-        link.send(reply)
+        link.send(render(template, msgspec.msgpack.decode(messages)))
 
 
 def render(template: ChatTemplate, messages: list[dict[str, Any]]) -> Rendered | Refused:
@@ -76,15 +66,6 @@ def render(template: ChatTemplate, messages: list[dict[str, Any]]) -> Rendered |
     if len(text) > MAX_TEXT:
         return Refused(f"the chat template makes {len(text)} characters of these messages")
     return Rendered(text)
-
-
-def resident_bytes() -> int:
-    """0 where the system does not tell."""
-    try:
-        pages = Path("/proc/self/statm").read_text().split()[1]
-    except OSError:
-        return 0
-    return int(pages) * resource.getpagesize()
 
 
 def bound_memory() -> None:

@@ -13,7 +13,7 @@ from specserve.exchange.frames import Frames, pack
 from specserve.exchange.spawn import start_process
 from specserve.models.chat_template import ChatTemplate, Message
 from specserve.server import template_process
-from specserve.server.template_process import Ending, FromProcess, Refused, Rendered, Started
+from specserve.server.template_process import FromProcess, Refused, Rendered, Started
 
 NUM_PROCESSES = 2  # one template that runs to its deadline leaves the other process to all others
 
@@ -122,8 +122,6 @@ class TemplateProcess(asyncio.Protocol):
             match decode(payload):
                 case Started():
                     self.started.set()
-                case Ending():
-                    self.has_ended = True
                 case reply if self.reply is not None and not self.reply.done():
                     self.reply.set_result(reply)
 
