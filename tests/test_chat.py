@@ -305,7 +305,9 @@ def test_a_server_answers_as_it_answers_everybody(server, talk):
 
 
 def test_a_message_that_does_not_fit_costs_one_line(server, talk):
-    code, out, err = talk(["the cat " * 4096, "hi"], "--url", server.url, "--max-tokens=1")
+    code, out, err = talk(
+        ["the cat " * 4096, "hi"], "--url", server.url, "--max-tokens=1", "--seed=0"
+    )
     assert code == 0 and out
     refused, answered = err.splitlines()
     assert refused.startswith("error: the prompt has ") and answered.startswith("[1 tokens")
