@@ -11,9 +11,8 @@ import torch
 
 from specserve.block_keys import Keys, KVFormat, prompt_keys
 from specserve.engine.draft_model import DraftModel
-from specserve.engine.draws import draws_of
 from specserve.engine.runner import Answers, KVLost, Runner
-from specserve.engine.step_input import RowGroup, StepInput, build_step_input
+from specserve.engine.step_input import RowGroup, StepInput, build_step_input, draws_of
 from specserve.engine.verify import Node, Path, walk
 from specserve.errors import RequestError
 from specserve.exchange.caller import Caller

@@ -10,7 +10,7 @@ from specserve.config import Config
 from specserve.engine.build import Loaded, build
 from specserve.engine.engine import Engine
 from specserve.errors import ConfigError, RequestError
-from specserve.exchange.link import Link
+from specserve.exchange.frames import Link
 from specserve.exchange.messages import (
     Add,
     Failed,

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specserve.engine.draws import Draws
-from specserve.engine.step_input import StepInput
+from specserve.engine.step_input import Draws, StepInput
 from specserve.memory import Arena, KVUpdates
 from specserve.models.decoder import Decoder
 from specserve_kernels import Ops, SampleParams, Threads

@@ -61,8 +61,9 @@ def choose_threads(
 def warm_up(runner: Runner, table: BlockTable, start: int) -> None:
     """A root with two children, and a KV move: on a GPU their first use compiles kernels."""
     tree = RowGroup(table, [0] * 3, start, 3, start, [0b1, 0b11, 0b101])
-    table.pool.updates.move("target", [(table.slot(0), table.slot(0))])
     runner.launch(build_step_input([tree], table.pool.updates))
+    slot = torch.tensor([table.slot(0)])
+    runner.ops.move_kv(runner.kv, slot, slot)
 
 
 def model_key(decoder: Decoder) -> str:

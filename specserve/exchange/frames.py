@@ -1,7 +1,10 @@
-"""Bytes to frames and back: each one versioned, and bounded in length."""
+"""Bytes to frames and back, each one versioned and bounded, and a child process's end of a link."""
 
+import socket
 from collections.abc import Iterator
 from struct import Struct
+
+import msgspec
 
 VERSION = 1  # of the messages; both ends come from the same installation, or they stop at once
 MAX_BYTES = 1 << 28
@@ -34,3 +37,29 @@ class Frames:
             frame = bytes(memoryview(self.pending)[HEADER.size : end])
             del self.pending[:end]
             yield frame
+
+
+CHUNK = 1 << 20
+encode = msgspec.msgpack.Encoder().encode
+
+
+class Link:
+    """Blocking, as a child process has nothing else to do; EOFError when the parent has gone."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock, self.frames = sock, Frames()
+
+    def receive(self, wait: bool) -> list[bytes]:
+        """The frames that have come; at least one where `wait` says so."""
+        got: list[bytes] = []
+        while True:
+            try:
+                data = self.sock.recv(CHUNK, 0 if wait and not got else socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return got
+            if not data:
+                raise EOFError
+            got += self.frames.feed(data)
+
+    def send(self, message: msgspec.Struct) -> None:
+        self.sock.sendall(pack(encode(message)))

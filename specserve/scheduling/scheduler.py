@@ -8,11 +8,9 @@ from time import perf_counter
 import msgspec
 
 from specserve.memory import BlockPool
-from specserve.scheduling.places import Places
-from specserve.scheduling.prefill import prefill_rows
-from specserve.scheduling.queue import Queue
+from specserve.scheduling.queue import Places, Queue
 from specserve.scheduling.request import Request, ScheduledRequest
-from specserve.scheduling.share import share
+from specserve.scheduling.share import prefill_rows, share
 
 
 class StepBudget(msgspec.Struct, frozen=True, kw_only=True):

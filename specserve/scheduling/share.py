@@ -1,6 +1,10 @@
-"""An even split."""
+"""How the rows of a step are shared: evenly, or between the tenants and calls with prompts."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from specserve.scheduling.request import Request
 
 
 def share(total: int, caps: Sequence[int], step: int) -> list[int]:
@@ -16,3 +20,43 @@ def share(total: int, caps: Sequence[int], step: int) -> list[int]:
             total -= more
         hungry = [i for i in hungry if got[i] < caps[i]]
     return got
+
+
+def prefill_rows(computing: Sequence[Request], rows: int, step: int) -> dict[int, int]:
+    """Rows by request id, of requests in order of rank.
+
+    A smaller priority takes all that it can use. Within one, tenants share evenly.
+    """
+    given: dict[int, int] = {}
+    for _, equals in groupby(computing, key=lambda r: r.sampling.priority):
+        tenants: dict[int, list[Request]] = {}
+        for request in equals:
+            tenants.setdefault(request.caller.tenant, []).append(request)
+        wanted = [sum(r.num_uncomputed for r in prompts) for prompts in tenants.values()]
+        for prompts, some in zip(tenants.values(), share(rows, wanted, step), strict=True):
+            given |= tenant_rows(prompts, some, step)
+            rows -= some
+    return given
+
+
+def tenant_rows(prompts: Sequence[Request], rows: int, step: int) -> dict[int, int]:
+    """Half for the earliest prompts, which so take at most twice as long as if they went first;
+    half for the calls with the least left to compute, which so need not wait for long prompts.
+    """
+    left = Counter[int]()
+    for request in prompts:
+        left[request.caller.call] += request.num_uncomputed
+    shortest = sorted(prompts, key=lambda r: (left[r.caller.call], r.rank))
+    half = (rows + step % 2) // 2  # of a single row, every other one
+    given = Counter[int]()
+    fill(given, shortest, half)
+    fill(given, prompts, rows - given.total())
+    return given
+
+
+def fill(given: Counter[int], prompts: Iterable[Request], rows: int) -> None:
+    """Give each as many as it can use, until none is left."""
+    for request in prompts:
+        some = min(rows, request.num_uncomputed - given[request.id])
+        given[request.id] += some
+        rows -= some

@@ -18,9 +18,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specserve.errors import SpecserveError
 from specserve.keys import read_keys
-from specserve.server.arrival import set_tenant
 from specserve.server.chat import chat
 from specserve.server.completions import completions
+from specserve.server.live_completion import set_tenant
 from specserve.server.refusal import Foreign, NoRoute, Unauthorized, cut, error_response
 from specserve.server.response import json_response
 from specserve.server.service import ServedModel, Service

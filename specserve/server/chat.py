@@ -8,7 +8,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specserve.errors import RequestError
-from specserve.server.arrival import arrival
 from specserve.server.body import (
     Body,
     convert,
@@ -17,6 +16,7 @@ from specserve.server.body import (
     read,
     refuse_unknown,
 )
+from specserve.server.live_completion import arrival
 from specserve.server.refusal import cut
 from specserve.server.response import RouteSchema, respond
 from specserve.server.service import Service, blaming

@@ -7,8 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specserve.errors import RequestError
-from specserve.server.arrival import arrival
 from specserve.server.body import Body, convert, read
+from specserve.server.live_completion import arrival
 from specserve.server.response import RouteSchema, respond
 from specserve.server.service import Service
 

@@ -3,7 +3,11 @@
 import asyncio
 from collections import Counter, deque
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any, NamedTuple
+
+from starlette.requests import Request
+from starlette.types import Scope
 
 from specserve.block_keys import Keys
 from specserve.errors import EngineDied, Overloaded, SpecserveError
@@ -12,8 +16,23 @@ from specserve.exchange.client import EngineClient
 from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.step_output import StepOutput
 from specserve.generation import Generation
-from specserve.server.arrival import Arrival
 from specserve.server.metrics import Metrics
+
+TENANT = "specserve.tenant"  # in a scope
+
+
+class Arrival(NamedTuple):
+    at: float  # seconds, perf_counter
+    tenant: int = 0  # the place of its API key in the file of keys; 0 where there are no keys
+
+
+def set_tenant(scope: Scope, tenant: int) -> None:
+    scope[TENANT] = tenant
+
+
+def arrival(request: Request) -> Arrival:
+    """Of a request that comes in this moment."""
+    return Arrival(perf_counter(), request.scope.get(TENANT, 0))
 
 
 class ChoiceDelta(NamedTuple):

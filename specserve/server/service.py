@@ -4,9 +4,10 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from specserve.block_keys import Keys, KVFormat, prompt_keys
 from specserve.config import Config
@@ -17,19 +18,18 @@ from specserve.exchange.sampling_params import SamplingParams, choices_of
 from specserve.input_processor import InputProcessor
 from specserve.models.chat_template import ChatTemplate, Message
 from specserve.models.folder import Scaled, name_of
-from specserve.server.arrival import Arrival
 from specserve.server.body import BodyReader
-from specserve.server.live_completion import LiveCompletion
+from specserve.server.live_completion import Arrival, LiveCompletion
 from specserve.server.metrics import Metrics
 from specserve.server.refusal import NotFound, cut
 from specserve.server.templates import TemplateProcesses
-from specserve.server.worker import Worker
 from specserve.version import VERSION
 
 LARGE = 1 << 15  # bytes of a body: reading it takes a millisecond or more
 LONG = 1 << 12  # tokens of prompts: hashing them takes a good part of a millisecond
 HUNG_SECONDS = 300  # no step takes so long that has not lost its way
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -51,7 +51,8 @@ class Service:
         self.name, self.started_at = served_name(config), int(time.time())
         self.metrics = Metrics(self.name, config.speculation.max_nodes)
         self.bodies = BodyReader(self.limits, self.reject)
-        self.worker = Worker()
+        # Parsing and tokenizing let other threads run while they are outside Python.
+        self.text_threads = ThreadPoolExecutor(2, thread_name_prefix="text")
         self.templates: TemplateProcesses | None = None
         self.completions: set[LiveCompletion] = set()
         self.is_draining = False
@@ -143,9 +144,14 @@ class Service:
                 "priority",
             )
 
+    async def in_thread(self, do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Work on text beside the event loop: a long prompt must not hold up any stream."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.text_threads, lambda: do(*args, **kwargs))
+
     async def parse(self, raw: bytes, read: Callable[[bytes], T]) -> T:
         """A body's fields; a large one is read beside the event loop."""
-        return await self.worker.run(read, raw) if len(raw) > LARGE else read(raw)
+        return await self.in_thread(read, raw) if len(raw) > LARGE else read(raw)
 
     async def hash(self, prompts: Sequence[list[int]], salt: str) -> list[Keys]:
         """The keys of each prompt's blocks; many tokens are hashed beside the event loop."""
@@ -154,7 +160,7 @@ class Service:
             return [prompt_keys(self.kv_formats, prompt, salt) for prompt in prompts]
 
         is_long = sum(map(len, prompts)) > LONG
-        return await self.worker.run(hash_all) if is_long else hash_all()
+        return await self.in_thread(hash_all) if is_long else hash_all()
 
     async def read_all(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         """Every prompt's tokens; the first that does not fit ends it, and no more are tokenized."""
@@ -162,12 +168,12 @@ class Service:
             for prompt in prompts:
                 if not isinstance(prompt, str):
                     self.input_processor.check_length(prompt)  # costs nothing
-            return [await self.worker.run(self.input_processor.read, prompt) for prompt in prompts]
+            return [await self.in_thread(self.input_processor.read, prompt) for prompt in prompts]
 
     async def tokenize(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
         """The tokens of the text that came in `field`, however many they are."""
         with blaming(field):
-            return await self.worker.run(self.input_processor.encode, text, add_special_tokens)
+            return await self.in_thread(self.input_processor.encode, text, add_special_tokens)
 
     async def render(self, messages: Sequence[Message]) -> str:
         """The conversation through the chat template, which has a deadline."""

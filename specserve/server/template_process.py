@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from specserve.errors import RequestError
-from specserve.exchange.link import Link
+from specserve.exchange.frames import Link
 from specserve.models.chat_template import ChatTemplate
 from specserve.process import die_with_parent, return_freed_memory
 

@@ -59,6 +59,6 @@ async def detokenize(request: Request) -> Response:
     if len(asked.tokens) > most:
         raise RequestError(f"tokens: {len(asked.tokens)} ids, and {most} are allowed", "tokens")
     with blaming("tokens"):
-        ids = await service.worker.run(service.input_processor.read_ids, asked.tokens)
-    text = await service.worker.run(service.input_processor.tokenizer.decode, ids, False)
+        ids = await service.in_thread(service.input_processor.read_ids, asked.tokens)
+    text = await service.in_thread(service.input_processor.tokenizer.decode, ids, False)
     return json_response({"prompt": text})

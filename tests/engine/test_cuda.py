@@ -9,6 +9,7 @@ import torch
 from specserve.config import load_config
 from specserve.engine import build, loading
 from specserve.engine.step_input import RowGroup
+from specserve.engine.tuning import choose_threads
 from specserve.errors import ConfigError
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory import BlockPool, BlockTable
@@ -134,7 +135,8 @@ def test_a_load_runs_what_a_later_step_would_compile_and_tells_who_attends(model
     monkeypatch.setattr(
         interpreted, "plan", lambda rows, *args: masks.append(rows.mask.any()) or plan(rows, *args)
     )
-    words = build.tune(engine.target, engine.pool, load_config(None, {"model.threads": 1}), MAX_LEN)
+    config = load_config(None, {"model.threads": 1})
+    _, words = choose_threads(engine.target, engine.pool, config, MAX_LEN)
     assert calls.keys() == {"attention", "move_kv", "sample", "top_children"}
     assert any(masks) and not all(masks)
     assert words == "a GPU, Triton attends, 1 threads beside it"

@@ -218,7 +218,7 @@ def test_a_shortage_of_memory_while_kv_is_moved_ends_all_and_forgets_what_is_cac
     while not engine.pool.updates.moves:
         engine.step()
     ops = engine.target.ops
-    engine.target.ops = SimpleNamespace(move_kv=lambda *args: raise_(MemoryError()))
+    engine.target.ops = SimpleNamespace(lock=ops.lock, move_kv=lambda *args: raise_(MemoryError()))
     assert {output.id for output in engine.step()} == {0, 1, 2}
     assert engine.is_idle and engine.pool.is_whole and not engine.pool.found
     engine.target.ops = ops

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.scheduling.places import Places
-from specserve.scheduling.prefill import prefill_rows
-from specserve.scheduling.queue import Queue
+from specserve.scheduling.queue import Places, Queue
+from specserve.scheduling.share import prefill_rows
 from tests.scheduling.simulation import Simulation, ids, request, scheduler
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.scheduling.places import Places
+from specserve.scheduling.queue import Places
 from specserve.scheduling.share import share
 from tests.scheduling.simulation import ids, request, rows, run, scheduler
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import uvloop
 
+from specserve import preflight
 from specserve.config import load_config
 from specserve.engine import process
 from specserve.errors import EngineDied
@@ -62,4 +63,6 @@ def speak(config, spawned, listener):
         contextlib.suppress(EngineDied),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        runner.run(serve.run(config, spawned, listener, time.perf_counter()))
+        folders = preflight.check(config)
+        start = serve.Start(config, folders, spawned, listener, time.perf_counter())
+        runner.run(serve.run(start))

@@ -17,7 +17,7 @@ from specserve.input_processor import InputProcessor
 from specserve.models.defaults import GenerationDefaults
 from specserve.server import service as service_module
 from specserve.server.app import KeyGuard
-from specserve.server.arrival import Arrival, arrival
+from specserve.server.live_completion import Arrival, arrival
 from specserve.server.service import Service
 from tests.checkpoints import tiny_tokenizer
 

@@ -3,9 +3,8 @@
 import random
 from collections.abc import Callable
 
-from specserve.engine.draws import greedy_draws
 from specserve.engine.runner import Runner
-from specserve.engine.step_input import RowGroup, build_step_input
+from specserve.engine.step_input import RowGroup, build_step_input, greedy_draws
 from specserve.memory import Arena, BlockPool, BlockTable
 from specserve.memory.arena import used_bytes
 from specserve.models.decoder import Decoder
