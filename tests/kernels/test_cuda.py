@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from specserve.memory import Arena, KVLayout
 from specserve_kernels import DeviceError, QKNorm, Rotary, cpu, cuda, load, reference
 from specserve_kernels.cuda import attention, paged
 from specserve_kernels.cuda import ops as cuda_ops
@@ -252,6 +253,18 @@ def test_wide_tokens_are_moved_whole():
         at = step.slots(0, 41)
         ops.move_kv(step.kv, at[[39, 40, 30]], at[[17, 18, 39]])
     assert torch.equal(steps[0].arena, steps[1].arena)
+
+
+def test_layers_whose_kv_differs_in_shape_and_dtype_are_moved_all():
+    shapes = [(2, 8, torch.float32)] * 3 + [(1, 16, torch.bfloat16), (2, 8, torch.float32)]
+    layouts = [KVLayout(*shape) for shape in shapes]
+    got, want = (Arena(torch.zeros(4 * 8192, dtype=torch.uint8), 8192) for _ in range(2))
+    got.blocks.random_(0, 100, generator=torch.Generator().manual_seed(0))
+    want.blocks.copy_(got.blocks)
+    source, target = torch.tensor([5, 9, 1]), torch.tensor([0, 5, 30])
+    for ops, arena in ((interpreted, got), (reference, want)):
+        ops.move_kv(arena.add_view("target", layouts, 8), source, target)
+    assert torch.equal(got.blocks, want.blocks) and not torch.equal(got.blocks[3], got.blocks[2])
 
 
 def test_an_upload_brings_every_tensor_as_it_was_in_one_copy():

@@ -1,10 +1,12 @@
 """KV moves: a program a piece of a token, in one layer's K or V, that makes all moves in order."""
 
+from collections.abc import Iterator, Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.types import KVCache
+from specserve_kernels.types import KVCache, KVLayer
 
 BLOCK = 512
 
@@ -35,22 +37,39 @@ def _move_kv(
 
 
 def move_kv(kv: KVCache, source: Tensor, target: Tensor) -> None:
-    """As the reference's, with the slots on the device."""
-    first = kv.layers[0]
-    _, block_size, num_heads, D = first.k.shape
-    size = first.k.element_size()
-    pitches = {
-        (b.k.data_ptr() - a.k.data_ptr(), b.v.data_ptr() - b.k.data_ptr())
-        for a, b in zip(kv.layers, kv.layers[1:], strict=False)
-    }
-    assert len(pitches) <= 1, "layers lie at unequal distances"
-    v_offset = first.v.data_ptr() - first.k.data_ptr()
-    layer_stride = pitches.pop()[0] if pitches else 0
-    token = num_heads * D
-    if len(source):
-        _move_kv[(triton.cdiv(token, BLOCK), 2 * len(kv.layers))](
-            *(first.k, source, target, len(source), token, block_size),
-            *(first.k.stride(0), layer_stride // size, v_offset // size),
+    """As the reference's, with the slots on the device: a launch for each run of layers alike."""
+    if not len(source):
+        return
+    for layers in runs(kv.layers):
+        k, v = layers[0].k, layers[0].v
+        _, block_size, num_heads, D = k.shape
+        token, size = num_heads * D, k.element_size()
+        pitch = layers[1].k.data_ptr() - k.data_ptr() if len(layers) > 1 else 0
+        _move_kv[(triton.cdiv(token, BLOCK), 2 * len(layers))](
+            *(k, source, target, len(source), token, block_size),
+            *(k.stride(0), pitch // size, (v.data_ptr() - k.data_ptr()) // size),
             BLOCK=BLOCK,
             num_warps=4,
         )
+
+
+def runs(layers: Sequence[KVLayer]) -> Iterator[list[KVLayer]]:
+    """Neighbors with KV of one shape and dtype, at equal distances from one to the next."""
+    run: list[KVLayer] = []
+    for layer in layers:
+        if run and not (is_alike(run[-1], layer) and is_spaced_as(run, layer)):
+            yield run
+            run = []
+        run.append(layer)
+    if run:
+        yield run
+
+
+def is_alike(a: KVLayer, b: KVLayer) -> bool:
+    offsets = [x.v.data_ptr() - x.k.data_ptr() for x in (a, b)]
+    return (a.k.shape, a.k.dtype) == (b.k.shape, b.k.dtype) and offsets[0] == offsets[1]
+
+
+def is_spaced_as(run: Sequence[KVLayer], layer: KVLayer) -> bool:
+    at = [x.k.data_ptr() for x in (*run, layer)]
+    return at[-1] - at[-2] == at[1] - at[0]
