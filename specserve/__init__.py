@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from specserve.generation import Output
     from specserve.llm import LLM
 
-process.prepare()  # here, where torch cannot have been imported by us
+process.prepare()  # before any module of this package imports torch
 
 __all__ = ["LLM", "Output", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the engine, and with it torch, when somebody asks for it."""
+    """Import the engine, and with it torch, on first access."""
     if name == "LLM":
         from specserve.llm import LLM
 

@@ -1,4 +1,4 @@
-"""What the KV of a block is known by: a chain of hashes over all that it depends on."""
+"""Keys of the prefix cache: a chain of hashes over all that a block's KV depends on."""
 
 import hashlib
 from array import array
@@ -10,7 +10,7 @@ Keys = dict[str, list[bytes]]  # of a prompt's full blocks, by model: "target", 
 
 
 def root_key(*parts: str) -> bytes:
-    """The beginning of a chain: what KV depends on beside the tokens."""
+    """The first key of a chain, over what KV depends on besides the tokens."""
     return hashlib.sha256(msgspec.json.encode(parts)).digest()
 
 
@@ -18,7 +18,7 @@ class BlockHasher:
     """The keys of one request's full blocks of one model, in order.
 
     key = SHA-256(parent key, tokens): equal keys mean equal tokens from the first one on. Not a
-    cheaper hash, whose collisions somebody could look for, and be answered from another's prompt.
+    weaker hash: by a collision, one prompt could be answered with the KV of another.
     """
 
     def __init__(self, root: bytes, block_size: int) -> None:
@@ -26,7 +26,7 @@ class BlockHasher:
         self.keys: list[bytes] = []
 
     def extend(self, token_ids: "array[int]", num_tokens: int) -> list[bytes]:
-        """All keys, those of the full blocks among so many tokens included."""
+        """Add the keys of full blocks among the first `num_tokens` tokens; returns all keys."""
         size, keys = self.block_size, self.keys
         for start in range(len(keys) * size, num_tokens - size + 1, size):
             tokens = token_ids[start : start + size].tobytes()
@@ -35,7 +35,7 @@ class BlockHasher:
 
 
 class KVFormat(msgspec.Struct, frozen=True):
-    """What the keys of one model's blocks depend on beside tokens and salt."""
+    """What the keys of one model's blocks depend on besides tokens and salt."""
 
     name: str  # the model, and the dtype of its KV
     block_size: int  # tokens
@@ -45,6 +45,6 @@ class KVFormat(msgspec.Struct, frozen=True):
 
 
 def prompt_keys(formats: Mapping[str, KVFormat], token_ids: Sequence[int], salt: str) -> Keys:
-    """The keys of a prompt's full blocks for every model whose prefixes are kept."""
+    """The keys of a prompt's full blocks for every model with a prefix cache."""
     tokens = array("i", token_ids)
     return {model: f.hasher(salt).extend(tokens, len(tokens)) for model, f in formats.items()}

@@ -1,6 +1,6 @@
-"""A conversation at a terminal, whoever answers.
+"""A conversation at a terminal, with a local model or with a server.
 
-No torch in here: whoever talks to a server must not pay for it.
+Does not import torch, as a conversation with a server does not need it.
 """
 
 import sys
@@ -24,7 +24,7 @@ INTRODUCTION = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C 
 
 
 class Statistics(NamedTuple):
-    """How an answer went. None is what was not measured, or not told."""
+    """Measurements of an answer; None where there is none, or the server did not send it."""
 
     finish_reason: str
     num_tokens: int | None = None
@@ -61,12 +61,12 @@ def measured(output: "Output") -> Statistics:
 
 class Answerer(Protocol):
     def say(self, messages: Sequence[Message]) -> Generator[str, None, Statistics]:
-        """The answer as it comes; closing the generator stops it, and frees what it held."""
+        """The answer's text as it comes; closing the generator aborts the answer."""
         ...
 
 
 class Chat:
-    """What was said so far. An answer that was broken off stays, as far as it came."""
+    """The messages so far. An answer that was aborted is kept as far as it came."""
 
     def __init__(self, answerer: Answerer, system: str | None = None) -> None:
         self.answerer = answerer
@@ -79,8 +79,8 @@ class Chat:
     def ask(self, text: str) -> None:
         """Print the answer, and a footer or what went wrong on stderr.
 
-        A message to which not a word was said because of an error is taken back: many chat
-        templates refuse two messages of a user in a row.
+        A message whose answer fails before its first text is dropped: many chat templates refuse
+        two user messages in a row.
         """
         asked, said = [*self.messages, {"role": "user", "content": text}], list[str]()
         is_kept = True
@@ -97,7 +97,7 @@ class Chat:
             self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
 
     def complaint(self, error: SpecserveError) -> str:
-        """One line."""
+        """The error on one line, with a hint where /reset helps."""
         is_too_long = isinstance(error, RequestError) and error.code == PromptTooLong.code
         has_past = len(self.messages) > len(self.opening)
         hint = "; /reset forgets what was said before" if is_too_long and has_past else ""
@@ -106,7 +106,7 @@ class Chat:
 
 def show(pieces: Generator[str, None, Statistics], said: list[str]) -> Statistics:
     """Print the pieces, and note them in `said`."""
-    with closing(pieces):  # Ctrl-C may come while nobody is inside of it
+    with closing(pieces):  # Ctrl-C may come while the generator is suspended
         while True:
             try:
                 piece = next(pieces)
@@ -119,7 +119,7 @@ def show(pieces: Generator[str, None, Statistics], said: list[str]) -> Statistic
 
 
 def converse(chat: Chat) -> None:
-    """Until the input ends, /exit comes, or Ctrl-C while no answer runs."""
+    """Answer lines until the input ends, /exit, or Ctrl-C while no answer runs."""
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -140,7 +140,7 @@ def converse(chat: Chat) -> None:
 
 
 def typed() -> Iterator[str]:
-    """Lines from a terminal. Ctrl-C drops what stands in the line, and leaves an empty one."""
+    """Lines from a terminal. Ctrl-C clears the line, or ends the input if it is empty."""
     print(INTRODUCTION)
     line_buffer = line_editing()
     while True:
@@ -158,7 +158,7 @@ def typed() -> Iterator[str]:
 
 
 def line_editing() -> Callable[[], str]:
-    """Give `input` arrow keys and a history; the way to ask for the line that is being typed."""
+    """Give `input` line editing and a history; returns a getter for the unfinished line."""
     try:
         line_buffer: Callable[[], str] = import_module("readline").get_line_buffer
     except ImportError:
@@ -171,7 +171,7 @@ class Local:
 
     def __init__(self, llm: "LLM", params: "SamplingParams") -> None:
         self.llm, self.params = llm, params
-        # What no message could mend, as a missing template, is said before the first.
+        # Errors that no message can avoid, as a missing template, are raised before the first.
         llm.check(llm.input_processor.render([{"role": "user", "content": "Hello"}]), params)
 
     def say(self, messages: Sequence[Message]) -> Generator[str, None, Statistics]:

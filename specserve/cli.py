@@ -1,4 +1,4 @@
-"""The command `specserve`. It imports the engine only once it knows that it will need it."""
+"""The command `specserve`. It imports the engine only for subcommands that need it."""
 
 import argparse
 import io
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from specserve.generation import Output
 
 INTERRUPTED = 130  # as shells report a command that Ctrl-C ended
-BROKEN_PIPE = 141  # .. and one whose reader left
+BROKEN_PIPE = 141  # .. and one whose output pipe was closed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Python flushes stdout once more at exit; let that reach nobody.
+        # Python flushes stdout again at exit: send that to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
 
@@ -59,13 +59,13 @@ def parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="specserve",
         description="An LLM inference engine whose one obsession is latency.",
-        epilog=f"installed besides: {', '.join(sorted(others))}" if others else None,
+        epilog=f"more commands: {', '.join(sorted(others))}" if others else None,
     )
     top.add_argument("--version", action="version", version=f"specserve {VERSION}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     add_generate(commands.add_parser("generate", help="generate text from prompts"))
-    add_serve(commands.add_parser("serve", help="serve a model over HTTP, as OpenAI does"))
-    add_chat(commands.add_parser("chat", help="chat with a server, or with a model right here"))
+    add_serve(commands.add_parser("serve", help="serve a model over HTTP with the OpenAI API"))
+    add_chat(commands.add_parser("chat", help="chat with a server or with a local model"))
     add_config(commands.add_parser("config", help="show or check the resolved configuration"))
     return top
 
@@ -86,20 +86,22 @@ def add_serve(p: argparse.ArgumentParser) -> None:
     p.add_argument("--served-model-name", help="what clients call it; default: its own name")
     p.add_argument("--host", help="address to listen at; default: 127.0.0.1")
     p.add_argument("--port", type=int, help="default: 8000; 0 takes any that is free")
-    p.add_argument("--api-key-file", help="a file with the keys that are let in, one a line")
+    p.add_argument("--api-key-file", help="a file with the accepted API keys, one a line")
     add_settings(p)
     p.set_defaults(action=serve)
 
 
 def add_chat(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--url", help="the server that answers; default: a model in this process does")
+    p.add_argument("--url", help="the server to chat with; default: a model in this process")
     p.add_argument(
         "--model",
-        help="a local folder or a hub id; default: the demo pair; with --url, the server's name",
+        help="a local folder or a hub id; default: the demo pair; with --url, its name there",
     )
-    p.add_argument("--api-key-file", type=Path, metavar="FILE", help="with --url: the key to show")
+    p.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="with --url: a file with the API key"
+    )
     add_drafting(p)
-    p.add_argument("--system", metavar="TEXT", help="what the model is told before all messages")
+    p.add_argument("--system", metavar="TEXT", help="the system message")
     add_sampling(p)
     add_settings(p)
     p.set_defaults(action=chat)
@@ -112,7 +114,7 @@ def add_sampling(p: argparse.ArgumentParser) -> None:
 
 
 def add_drafting(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--draft-model", help="a small model with the same vocabulary that guesses")
+    p.add_argument("--draft-model", help="a small draft model with the same vocabulary")
     p.add_argument(
         "--drafter",
         help="none, ngram, model or package.module:Class; default: model where there is a draft "
@@ -133,7 +135,7 @@ def add_settings(p: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="one setting, stronger than the file's; `specserve config show` lists the keys",
+        help="one setting, which overrides the file's; `specserve config show` lists the keys",
     )
 
 
@@ -216,7 +218,7 @@ def refuse_with_url(args: argparse.Namespace) -> None:
     for flag in ("draft_model", "drafter", "config", "set"):
         if getattr(args, flag):
             name = flag.replace("_", "-")
-            raise ConfigError(f"--{name} is the server's own affair: leave it out with --url")
+            raise ConfigError(f"--{name} is a setting of the server: leave it out with --url")
 
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
@@ -225,7 +227,7 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def checked(args: argparse.Namespace) -> dict[str, Any]:
-    """What `LLM` is called with; a mistake is raised here, before torch is imported."""
+    """The arguments for `LLM`, checked before torch is imported."""
     from specserve import preflight
 
     config = configured(args)
@@ -239,7 +241,7 @@ def checked(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def configured(args: argparse.Namespace, **server: Any) -> Config:
-    """The file, then --set, then the flags of their own."""
+    """The config: the file, overridden by --set, overridden by the other flags."""
     flags = {
         "model.path": args.model,
         "drafter.model": args.draft_model,

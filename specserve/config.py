@@ -1,6 +1,6 @@
 """Every knob of the engine, and where its value comes from.
 
-No torch in here: `specserve --help` must not pay for it.
+Does not import torch, which would slow down `specserve --help`.
 """
 
 import difflib
@@ -16,7 +16,7 @@ from msgspec import Meta
 from specserve.errors import ConfigError
 from specserve_drafters.tree import MAX_NODES
 
-# A small pair of models that comes with specserve, for when none is named.
+# A small pair of models in the package, used where none is named.
 DEMO = Path(__file__).parent / "demo" / "weights"
 DEMO_TARGET, DEMO_DRAFT = DEMO / "specserve-demo", DEMO / "specserve-demo-draft"
 Positive = Annotated[int, Meta(ge=1)]
@@ -27,7 +27,7 @@ Name = Annotated[str, Meta(min_length=1)]
 
 
 def about(text: str) -> Meta:
-    """What a knob is, in words: shown by `specserve config show` and in every refusal."""
+    """A description of a knob, shown by `specserve config show` and in errors."""
     return Meta(description=text)
 
 
@@ -36,7 +36,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ModelConfig(Section, frozen=True):
-    """The target: the model whose words are emitted."""
+    """The target: the model whose tokens are emitted."""
 
     path: Annotated[Name | None, about("a local folder or a hub id; unset: the demo pair")] = None
     dtype: Annotated[
@@ -73,7 +73,7 @@ class MemoryConfig(Section, frozen=True):
 
 
 class SchedulerConfig(Section, frozen=True):
-    """Who runs, and with how many rows."""
+    """How many requests run, and with how many rows a step."""
 
     max_running: Annotated[Positive, about("requests that run at once, at least 1")] = 64
     max_batched_tokens: Annotated[Positive, about("rows of a step, more than max_running")] = 512
@@ -93,7 +93,7 @@ class SchedulerConfig(Section, frozen=True):
 
 
 class SpeculationConfig(Section, frozen=True):
-    """How much may be guessed."""
+    """Limits on guesses."""
 
     max_nodes: Annotated[
         int,
@@ -104,7 +104,7 @@ class SpeculationConfig(Section, frozen=True):
 
 
 class DrafterConfig(Section, frozen=True):
-    """Who guesses."""
+    """The drafter, which makes the guesses."""
 
     name: Annotated[
         Name | None,
@@ -128,20 +128,20 @@ class DrafterConfig(Section, frozen=True):
 
 
 class ServerConfig(Section, frozen=True):
-    """The HTTP door, and how much of what comes it lets in."""
+    """The HTTP server and its limits."""
 
-    host: Annotated[Name, about("address to listen at; 0.0.0.0 is every one")] = "127.0.0.1"
+    host: Annotated[Name, about("address to listen at; 0.0.0.0 is all of them")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535), about("0 to 65535; 0 takes any that is free")] = 8000
     served_model_name: Annotated[
         Name | None, about("what clients call the model; unset: its folder's name, or its hub id")
     ] = None
     api_key_file: Annotated[
         Name | None,
-        about("a file with the keys that are let in, one a line; unset: none needed"),
+        about("a file with the accepted API keys, one a line; unset: no key needed"),
     ] = None
     cors_origins: Annotated[
         tuple[Name, ...],
-        about('pages that may call, as in ["https://chat.example"]; ["*"]: all'),
+        about('origins of web pages that may call, as in ["https://chat.example"]; ["*"]: all'),
     ] = ()
     max_connections: Annotated[
         int, Meta(ge=1, le=1 << 20), about("connections at once, 1 to 1048576")
@@ -149,25 +149,28 @@ class ServerConfig(Section, frozen=True):
     max_header_bytes: Annotated[Positive, about("bytes of a request's line and headers")] = 65536
     max_body_bytes: Annotated[Positive, about("bytes of a request's body")] = 4 << 20
     max_incoming_bytes: Annotated[
-        Positive, about("bytes of all bodies above 64 KiB that are on their way; more get a 503")
+        Positive, about("bytes of all incomplete bodies, beyond 64 KiB each; more get a 503")
     ] = 256 << 20
     header_seconds: Annotated[Seconds, about("time for a client to send its headers")] = 10.0
     body_seconds: Annotated[Seconds, about("time for a client to send its body")] = 30.0
     stall_seconds: Annotated[
-        Seconds, about("a client that takes nothing of its answer for so long is cut off")
+        Seconds, about("a client that reads nothing of its answer for so long is disconnected")
     ] = 60.0
     template_seconds: Annotated[Seconds, about("time for the chat template to run")] = 2.0
     comment_seconds: Annotated[
-        Seconds, about("a silent stream gets a comment so often, for proxies that cut idle ones")
+        Seconds, about("time between comments in a silent stream, for proxies that close idle ones")
     ] = 10.0
     max_queued_requests: Annotated[
         Positive, about("requests that wait for their first token, at least 1; more get a 503")
     ] = 512
     max_queued_tokens: Annotated[
-        Positive, about("prompt tokens of those; a lone request may be as long as the model allows")
+        Positive,
+        about("prompt tokens of waiting requests; one alone may be as long as the context"),
     ] = 1 << 20
     max_prompts: Annotated[Positive, about("prompts in one completions request")] = 128
-    max_stop_strings: Annotated[int, Meta(ge=0, le=16), about("of a request, 0 to 16")] = 16
+    max_stop_strings: Annotated[
+        int, Meta(ge=0, le=16), about("stop strings of a request, 0 to 16")
+    ] = 16
     min_priority: Annotated[
         int,
         Meta(ge=-(2**31), le=0),
@@ -218,7 +221,7 @@ class Config(Section, frozen=True):
 
     @property
     def drafter_name(self) -> str:
-        """The drafter that all knobs together come to; "none" where there is no speculation."""
+        """The drafter that all knobs together select; "none" where there is no speculation."""
         if self.speculation.max_nodes == 0 or self.speculation.max_step_nodes == 0:
             return "none"
         return self.drafter.name or ("model" if self.draft else "ngram")
@@ -275,7 +278,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         parsed = tomllib.loads(f"value = {value}")
     except tomllib.TOMLDecodeError:
         parsed = {}
-    # A line break inside the value could smuggle a second key in: then it is a string.
+    # A value with a line break could add a second key: then it is taken as a string.
     return key.strip(), parsed["value"] if parsed.keys() == {"value"} else value
 
 
@@ -299,7 +302,7 @@ def put(values: dict[str, dict[str, Any]], setting: Setting) -> None:
 
 
 def build(section: str, values: dict[str, Any], settings: list[Setting]) -> Any:
-    """A section, its rules between keys included."""
+    """A section; ConfigError if its keys do not fit each other."""
     try:
         return SECTIONS[section](**values)
     except ValueError as e:
@@ -319,7 +322,7 @@ def remedy(key: str) -> str:
 
 
 def description(key: str) -> str:
-    """The words of `about`, wherever they stand among the key's other annotations."""
+    """The text that `about` gives, wherever it is among the key's annotations."""
     words = [m.description for m in KNOBS[key].__metadata__ if m.description]
     return words[-1] if words else ""
 

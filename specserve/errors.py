@@ -2,17 +2,17 @@
 
 * SpecserveError
   - ConfigError        the operator's mistake; seen at start-up, never later
-  - RequestError       the caller's mistake; becomes a 4xx, costs nobody else anything
+  - RequestError       the caller's mistake; becomes a 4xx, affects no other request
     · PromptTooLong
-  - Overloaded         nobody's mistake; becomes a 503 with Retry-After
-  - EngineDied         ours; ends the answers that run, and then the server
+  - Overloaded         no capacity, or shutting down; becomes a 503 with Retry-After
+  - EngineDied         the engine process ended; ends running answers, then the server
 
-A broken invariant of ours is an `assert` or a plain RuntimeError: it must stop the engine.
+A broken invariant is an `assert` or a plain RuntimeError: it must stop the engine.
 """
 
 
 class SpecserveError(Exception):
-    """A message for a person: what is wrong, where, and what to do about it."""
+    """An error with a message for users: what is wrong, where, and how to correct it."""
 
 
 class ConfigError(SpecserveError):
@@ -20,7 +20,7 @@ class ConfigError(SpecserveError):
 
 
 class RequestError(SpecserveError):
-    """`param` is the path of the field that is at fault, where it is one."""
+    """`param` is the path of the field that is wrong, if it is a field."""
 
     status = 400
     code: str | None = None
@@ -46,7 +46,7 @@ class EngineDied(SpecserveError):
 
 
 class Overloaded(SpecserveError):
-    """`retry_after` seconds are worth waiting; None where this process will not be back."""
+    """`retry_after` is in seconds; None if retrying at this process is useless: it is ending."""
 
     status = 503
 

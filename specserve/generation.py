@@ -1,4 +1,4 @@
-"""One request as its caller sees it: what it has said so far, and how that went."""
+"""One request as its caller sees it: its text and tokens so far, counts and times."""
 
 from collections.abc import Sequence
 from time import perf_counter
@@ -19,10 +19,10 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """Milliseconds, queueing included; see style.md for TTFT and TPOT."""
+    """Milliseconds since the request arrived, queueing included."""
 
     ttft_ms: float
-    tpot_ms: float | None  # None for a single token
+    tpot_ms: float | None  # mean over tokens after the first; None for a single token
     total_ms: float
 
 
@@ -45,7 +45,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Output(msgspec.Struct, frozen=True):
-    """Of one prompt. What is said of the text is said of its first choice; `usage` is of all."""
+    """The output of a prompt. `usage` counts all choices; all else is of the first choice."""
 
     prompt_token_ids: list[int]
     token_ids: list[int]
@@ -59,9 +59,9 @@ class Output(msgspec.Struct, frozen=True):
 
 
 class Generation:
-    """Fed with the outputs of its request; keeps all that is needed to tell, or to resume it.
+    """Adds up a request's outputs; keeps all that is needed to report on it or to resume it.
 
-    A stop string is found here, so that the engine has to be told when `is_done` comes from one.
+    Stop strings are looked for here, not in the engine: call `finish` there once `is_done`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Generation:
         self.finish_reason: str | None = None
         self.failure = ""
         self.steps: list[tuple[int, int]] = []  # drafted, accepted: of each verified step
-        self.num_step_tokens = 0  # said by those steps
+        self.num_step_tokens = 0  # emitted by those steps
         self.num_cached = self.num_fallbacks = 0
         self.arrived = perf_counter()
         self.admitted_at = self.first_token_at = self.last_token_at = 0.0
@@ -84,7 +84,7 @@ class Generation:
         return self.finish_reason is not None
 
     def push(self, output: StepOutput) -> str:
-        """Take a step's tokens; the text that they add."""
+        """Add a step's output; returns the text that it adds."""
         self.failure = output.failure
         now = perf_counter()
         self.admitted_at, self.num_cached = output.admitted_at, output.num_cached
@@ -142,7 +142,7 @@ class Generation:
 
 
 def output(choices: Sequence[Generation], drafter: str) -> Output:
-    """What the choices of one prompt have come to."""
+    """The output of a prompt from its choices."""
     said = [generation.said(drafter) for generation in choices]
     first, num_prompt = choices[0], len(choices[0].prompt)
     num_said = sum(len(c.token_ids) for c in said)

@@ -1,4 +1,4 @@
-"""From what a caller gives to what the engine takes: token ids and parameters, all checked."""
+"""Turns a caller's prompts and parameters into checked token ids and parameters."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
@@ -13,18 +13,18 @@ from specserve.models.chat_template import ChatTemplate, Message
 from specserve.models.defaults import GenerationDefaults, load_defaults
 from specserve.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 
-PIECE = 16  # characters of text for every token of the context: four times what words have
+PIECE = 16  # characters per token of the context: four times what English text has
 
 
 class TextFiles(NamedTuple):
-    """What a model's folder says of text; its weights, and their shape, are not among it."""
+    """The parts of a model's folder that text processing needs."""
 
     tokenizer: Tokenizer
     defaults: GenerationDefaults
 
 
 def load_text_files(folder: Path, draft: Path | None = None) -> TextFiles:
-    """ConfigError where they are broken, or where a draft model's tokens are others."""
+    """Load a folder's text files; ConfigError if broken, or if the draft's vocabulary differs."""
     tokenizer, defaults = load_tokenizer(folder), load_defaults(folder)
     if draft is not None:
         check_same_vocabulary(tokenizer, load_tokenizer(draft))
@@ -32,14 +32,14 @@ def load_text_files(folder: Path, draft: Path | None = None) -> TextFiles:
 
 
 def make_input_processor(files: TextFiles, vocab_size: int, max_model_len: int) -> "InputProcessor":
-    """For a model of so many token ids. An end of text beyond them cannot come: it is left out."""
+    """Drops end-of-text ids beyond `vocab_size`, which the model cannot emit."""
     ends = tuple(token for token in files.defaults.eos_token_ids if token < vocab_size)
     defaults = msgspec.structs.replace(files.defaults, eos_token_ids=ends)
     return InputProcessor(files.tokenizer, defaults, max_model_len, vocab_size)
 
 
 class InputProcessor(msgspec.Struct, frozen=True):
-    """What a model can read: its vocabulary, its context, and its defaults."""
+    """Tokenizes and checks input by a model's vocabulary, context length and defaults."""
 
     tokenizer: Tokenizer
     defaults: GenerationDefaults
@@ -47,13 +47,13 @@ class InputProcessor(msgspec.Struct, frozen=True):
     vocab_size: int
 
     def read(self, prompt: Any) -> list[int]:
-        """The tokens of a prompt, text or ids, that the model can take and answer."""
+        """The token ids of a prompt, given as text or ids; RequestError if it cannot be served."""
         ids = self.encode(prompt) if isinstance(prompt, str) else self.read_ids(prompt)
         self.check_length(ids)
         return ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """A text's tokens; PromptTooLong, before it costs seconds, where they are far too many."""
+        """A text's tokens; PromptTooLong, without tokenizing all of it, if far too many."""
         try:
             self.check_size(text)
             ids = self.tokenizer.encode(text, add_special_tokens)
@@ -92,8 +92,9 @@ class InputProcessor(msgspec.Struct, frozen=True):
         return ids
 
     def check_ids(self, ids: Sequence[int], field: str) -> None:
-        """Refuse ids that the model has no embedding of, whoever made them: the one door to the
-        engine, which would read memory that is not theirs.
+        """RequestError for ids outside the vocabulary, whether given, tokenized or templated.
+
+        The engine does not check them: it would read beyond the embedding table.
         """
         if not ids or (min(ids) >= 0 and max(ids) < self.vocab_size):
             return
@@ -110,7 +111,7 @@ class InputProcessor(msgspec.Struct, frozen=True):
         )
 
     def check_length(self, ids: Sequence[int]) -> None:
-        """At least one token to read, and room for one to say."""
+        """RequestError unless there is a token, and room for one output token."""
         limit = self.max_model_len - 1
         if not ids:
             raise RequestError("the prompt has no tokens: give at least one")
@@ -127,11 +128,11 @@ class InputProcessor(msgspec.Struct, frozen=True):
         return self.tokenizer.chat_template
 
     def render(self, messages: Sequence[Message]) -> list[int]:
-        """A conversation through the model's chat template, up to where the answer begins."""
+        """The tokens of a conversation by the chat template, up to where the answer begins."""
         return self.encode(self.check_chat().render(messages), add_special_tokens=False)
 
     def resolve(self, params: SamplingParams, num_prompt: int = 1) -> Sampling:
-        """The parameters, checked, with nothing left open, for a prompt of so many tokens."""
+        """The parameters, checked and resolved, for a prompt of `num_prompt` tokens."""
         sampling = resolve(params, self.defaults, self.max_model_len - num_prompt)
         self.check_ids(params.stop_token_ids, "stop_token_ids")
         return sampling

@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of something that must be done whole or not at all."""
+"""Delays Ctrl-C until the end of a block that must not be left half done."""
 
 import signal
 from collections.abc import Iterator
@@ -9,12 +9,12 @@ from types import FrameType
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Let a SIGINT that has a handler in Python wait for the end of the block, also of one that
-    fails. The handler sees the frame that was interrupted.
+    """Delay SIGINT's Python handler to the end of the block, even if the block raises. The handler
+    gets the frame that was interrupted.
 
-    Everything else is left to take effect at once, as it runs no Python and so cannot leave the
-    block half done: SIG_DFL ends the process, SIG_IGN does nothing, and a handler that was not
-    installed from Python (None) could not be put back.
+    Any other handling takes effect at once, as it runs no Python that could leave the block half
+    done: SIG_DFL ends the process, SIG_IGN does nothing, and a handler that was not installed
+    from Python (None) could not be restored.
     """
     handler = signal.getsignal(signal.SIGINT)
     if current_thread() is not main_thread() or not callable(handler):

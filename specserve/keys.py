@@ -1,4 +1,4 @@
-"""API keys in a file: one a line; empty lines and those that begin with # are none."""
+"""API keys in a file: one a line; empty lines and lines that begin with # are skipped."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from specserve.errors import ConfigError
 
 
 def read_keys(path: Path) -> list[str]:
-    """At least one; ConfigError for what no client could send in a header."""
+    """At least one key; ConfigError for none, or one that a header cannot carry."""
     try:
         lines = map(str.strip, path.read_text(encoding="utf-8").splitlines())
     except (OSError, UnicodeDecodeError) as e:

@@ -1,4 +1,4 @@
-"""The offline face of the engine: prompts in, outputs or streams out, in this process."""
+"""The offline API of the engine: prompts in, outputs or streams out, in this process."""
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from numbers import Integral
@@ -28,8 +28,8 @@ class LLM:
     """A model and a drafter, loaded once. Close it, or use it as a context manager.
 
     drafter unset is "model" where a draft model is given, else "ngram"; "none" is off. Arguments
-    win over `set` ("section.key" -> value), and `set` wins over the file `config`. Of `weights`,
-    which are other LLMs' `weights`, those that this one needs are not loaded again. Errors:
+    win over `set` ("section.key" -> value), and `set` wins over the file `config`. `weights`
+    are those of other LLMs: a model that is among them is not loaded again. Errors:
     ConfigError for anything wrong here, RequestError for a prompt or its parameters.
     """
 
@@ -71,14 +71,14 @@ class LLM:
             show_phases(self.loaded.phases)
         self.engine = self.loaded.engine
         self.live: dict[int, Generation] = {}
-        self.lock = RLock()  # threads may share an LLM: any thread's step moves all of them on
+        self.lock = RLock()  # threads may share an LLM: a step by any thread advances all requests
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Output]:
-        """All prompts together; their outputs in order. All are checked before any is run."""
+        """Run all prompts together; outputs are in order. All are checked before any runs."""
         asked: list[Any] = [prompts] if is_one(prompts) else list(prompts)
         each: list[Any] = (
             list(params) if isinstance(params, list | tuple) else [params] * len(asked)
@@ -105,7 +105,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Generator[tuple[str, list[int]], None, Output]:
-        """(text, token_ids) for every step that has some; the generator's value is the Output.
+        """(text, token_ids) of every step that emits tokens; the generator's value is the Output.
 
         The prompt is checked at once, and starts to run when the first step is asked for.
         """
@@ -121,7 +121,7 @@ class LLM:
         is_done = False
         try:
             while not is_done:
-                with self.lock:  # another thread's step may have brought tokens, or bring some
+                with self.lock:  # another thread's step may have added tokens
                     if not generation.is_done and num_tokens == len(generation.token_ids):
                         self.step()
                     text = generation.text[num_characters:]
@@ -157,12 +157,12 @@ class LLM:
         return self.engine.memory()
 
     def reset_cache(self) -> None:
-        """Forget all prefixes: what comes next is computed from its beginning."""
+        """Empty the prefix cache: later prompts are computed from their first token."""
         with self.lock, interrupts_held():
             self.engine.reset_cache()
 
     def close(self) -> None:
-        """End what is running."""
+        """Abort all requests that are running."""
         self.end(list(self.live.values()))
 
     def __enter__(self) -> Self:
@@ -176,7 +176,7 @@ class LLM:
     def check(
         self, prompt: Prompt, params: SamplingParams | None
     ) -> tuple[list[int], SamplingParams]:
-        """The prompt's ids; RequestError where it cannot be served."""
+        """The prompt's ids and the parameters; RequestError if they cannot be served."""
         asked = SamplingParams() if params is None else params
         if not isinstance(asked, SamplingParams):
             raise RequestError(f"params: {asked!r} is not a SamplingParams")
@@ -186,9 +186,10 @@ class LLM:
     def start(
         self, ids: list[int], params: SamplingParams, call: int | None = None
     ) -> list[Generation]:
-        """Queue a prompt; its choices. `call` is the first id of what it was asked with, if any."""
+        """Queue a prompt's choices. `call` is the first id of the same call, if there is one."""
         samplings = choices_of(self.input_processor.resolve(params, len(ids)), params.n)
-        keys = self.engine.prompt_keys(ids, samplings[0].cache_salt)  # others may step meanwhile
+        # Outside the lock, so that other threads may step meanwhile.
+        keys = self.engine.prompt_keys(ids, samplings[0].cache_salt)
         caller = None if call is None else Caller(call)
         with self.lock, interrupts_held():
             requests = self.engine.add_choices(ids, samplings, keys=keys, caller=caller)
@@ -197,16 +198,16 @@ class LLM:
         return choices
 
     def step(self) -> None:
-        """One step of the engine; every live generation gets what is its own."""
+        """Run one step of the engine, and add its outputs to their generations."""
         with self.lock, interrupts_held():
             for output in self.engine.step():
                 generation = self.live[output.id]
                 generation.push(output)
-                if generation.is_done:  # the engine may not know it yet
+                if generation.is_done:  # the engine does not look for stop strings
                     self.engine.finish(output.id)
 
     def end(self, generations: Iterable[Generation]) -> None:
-        """Forget generations; one that is still running is given up, and its blocks go back."""
+        """Remove generations; running ones are aborted, and their blocks freed."""
         with self.lock, interrupts_held():
             for generation in generations:
                 self.engine.finish(generation.id)

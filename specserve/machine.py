@@ -1,4 +1,4 @@
-"""What this runs on, for whoever reads a figure later."""
+"""The name of the CPU, which is reported with measurements."""
 
 import platform
 from pathlib import Path
@@ -10,5 +10,5 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(": ")[2]
     except OSError:
-        pass  # Linux alone has it
+        pass  # only Linux has this file
     return platform.processor() or "unknown"

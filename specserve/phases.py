@@ -6,7 +6,7 @@ from time import perf_counter
 
 
 class Phases:
-    """A table from the name of a phase to its seconds, and what there is to say of it."""
+    """A table from the name of a phase to its seconds and a note, as text."""
 
     def __init__(self) -> None:
         self.table: dict[str, str] = {}

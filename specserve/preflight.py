@@ -1,4 +1,4 @@
-"""What is wrong with a config, found in its files before anything heavy is imported."""
+"""Checks of a config and its models' files, before anything heavy is imported."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from specserve.selection import (
 
 
 class Folders(NamedTuple):
-    """Of the models that a config names."""
+    """The folders of a config's models."""
 
     target: Path
     draft: Path | None  # None where no drafter could use one
@@ -37,7 +37,7 @@ def check(config: Config) -> Folders:
 
 
 def check_folder(folder: Path) -> DecoderConfig:
-    """What config.json says, if all that a model needs is there; no weight is read."""
+    """The parsed config.json; ConfigError if files are missing. No weights are read."""
     shape = load_config(folder)
     scaled_from(folder)
     find_weights(folder)
@@ -46,7 +46,7 @@ def check_folder(folder: Path) -> DecoderConfig:
 
 
 def check_vocabulary_size(target: DecoderConfig, folder: Path, draft: DecoderConfig) -> None:
-    """A draft model guesses token ids: they must be the target's."""
+    """ConfigError unless the vocabularies are of one size, as token ids must mean the same."""
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(
             f"draft model {folder}: vocab_size is {draft.vocab_size}, and the target's is "

@@ -1,4 +1,4 @@
-"""Settings of a process that come before all else: memory, OpenMP, streams, and its end."""
+"""Process-wide settings: malloc, OpenMP, standard streams, and ending with the parent."""
 
 import ctypes
 import io
@@ -27,16 +27,15 @@ def prepare() -> None:
 def return_freed_memory() -> None:
     """Undo what `prepare` does to malloc, in a process that does no arithmetic.
 
-    Under it the HTTP process would hold the bodies and answers of its worst moment for good: 50
-    bodies of 4 MiB, all cut short, took it from 270 to 500 MB, and their fragments made every
-    further round add to that. With large blocks in maps of their own, and the end of the heap
-    given back, it is at 300 MB afterwards and stays there.
+    Otherwise the HTTP process would keep its peak memory: 50 incomplete bodies of 4 MiB took it
+    from 270 to 500 MB, and by fragmentation every further round added to that. With large blocks
+    mapped one by one and the end of the heap trimmed, it returns to 300 MB and stays there.
     """
     set_malloc(mmap_threshold=1 << 18, trim_threshold=1 << 22)
 
 
 def set_malloc(mmap_threshold: int, trim_threshold: int) -> None:
-    """Bytes from which on a block is mapped alone, and free ones kept at the end of the heap."""
+    """Bytes from which malloc maps a block by itself, and trims the end of the heap."""
     if sys.platform != "linux" or "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent from musl
@@ -46,10 +45,10 @@ def set_malloc(mmap_threshold: int, trim_threshold: int) -> None:
 
 
 def ensure_streams() -> None:
-    """Open what the caller has closed of stdin, stdout and stderr, onto nothing.
+    """Open those of stdin, stdout and stderr that are closed, on /dev/null.
 
-    Else the next file that is opened, maybe a socket, would get the number of one of them, and
-    whatever is printed.
+    Else the next file that is opened, maybe a socket, would get one of their descriptors, and
+    receive what is printed.
     """
     for number in range(3):
         try:
@@ -62,20 +61,20 @@ def ensure_streams() -> None:
 
 
 class LossyFile(io.FileIO):
-    """A file for people to watch: what cannot be written, as a disk is full, is dropped."""
+    """A file that drops what cannot be written, as when the disk is full."""
 
     def write(self, data: Any) -> int:
-        written: int | None = None  # also where the file is a pipe that is full
+        written: int | None = None  # also the result for a full non-blocking pipe
         with suppress(OSError):
             written = super().write(data)
         return memoryview(data).nbytes if written is None else written
 
 
 def keep_stderr_from_failing() -> None:
-    """Have nothing that is printed on stderr, by whatever library, stop the process."""
+    """Make failed writes to stderr, by any library, harmless to the process."""
     stream = sys.__stderr__
     if stream is None or sys.stderr is not stream:
-        return  # it goes elsewhere already, as under tests
+        return  # redirected already, as in tests
     raw = LossyFile(stream.fileno(), "w", closefd=False)
     sys.stderr = io.TextIOWrapper(
         io.BufferedWriter(raw),
@@ -86,15 +85,15 @@ def keep_stderr_from_failing() -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel end this process, loading or stepping, when its parent ends.
+    """Have the kernel kill this process when its parent ends.
 
-    A parent that ended before this call is met as a closed socket.
+    A parent that ended before this call shows as a closed socket.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def tell(text: str, number: int = 2) -> None:
-    """A line for whoever watches the process; nobody has to."""
+    """Print a line to stderr, or to stdout for `number` 1; failed writes are ignored."""
     with suppress(OSError, ValueError):
         print(text, file=sys.stdout if number == 1 else sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What a person at a terminal sees of a load and of a long run; all of it on stderr."""
+"""Progress bars of loading and of long runs, and a table of start-up times, on stderr."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
@@ -15,7 +15,7 @@ class Job(Protocol):
 
 
 class LoadProgress:
-    """A bar for each model: tensors packed, of how many."""
+    """A bar for each model, in bytes of weights loaded."""
 
     def __init__(self, enabled: bool) -> None:
         self.bar = progress_bar(enabled)
@@ -44,7 +44,7 @@ def show_phases(phases: Mapping[str, str]) -> None:
 
 
 def track(jobs: Sequence[Job], enabled: bool) -> Iterator[None]:
-    """Once a step until all jobs are done, with a bar of how many are."""
+    """Yield until all jobs are done, with a bar of how many are."""
     with progress_bar(enabled) as bar:
         task = bar.add_task("prompts", total=len(jobs))
         while (done := sum(job.is_done for job in jobs)) < len(jobs):

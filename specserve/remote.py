@@ -1,4 +1,4 @@
-"""A server of the OpenAI API, as the one who answers in a chat."""
+"""A client of OpenAI-compatible servers, which answer in a chat."""
 
 import json
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -14,13 +14,13 @@ from specserve.errors import ConfigError, RequestError, SpecserveError
 from specserve.models.folder import Scaled
 
 CONNECT_SECONDS = 10.0
-SILENT_SECONDS = 300.0  # a long prompt takes its time, and not every server sends comments
+SILENT_SECONDS = 300.0  # a long prompt takes time, and not every server sends comments meanwhile
 CUT = "the connection was cut before the answer had ended"
 T = TypeVar("T")
 
 
 class NoAnswer(SpecserveError):
-    """A server is not there, or broke off."""
+    """The server cannot be reached, or did not complete its answer."""
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class Refusal(msgspec.Struct, frozen=True):
 
 class Card(msgspec.Struct, frozen=True):
     id: str
-    # What a server of ours tells; `scaled` are demos at another model's cost.
+    # Sent by specserve only; `scaled` are demos that cost as much as another model.
     drafter: str | None = None
     max_nodes: int | None = None
     scaled: list[Scaled] = []
@@ -60,7 +60,7 @@ class ChunkUsage(msgspec.Struct, frozen=True):
 class ChunkSpeculation(msgspec.Struct, frozen=True):
     num_draft_tokens: int
     mean_acceptance_length: float | None
-    drafter: str | None = None  # ours to tell
+    drafter: str | None = None  # sent by specserve only
 
 
 class ChunkMetrics(msgspec.Struct, frozen=True):
@@ -70,7 +70,7 @@ class ChunkMetrics(msgspec.Struct, frozen=True):
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """As much of an event as a chat needs."""
+    """The fields of an event that a chat needs."""
 
     choices: list[ChunkChoice] = []
     usage: ChunkUsage | None = None
@@ -93,7 +93,7 @@ class Remote:
         self.fields |= {"stream": True, "stream_options": {"include_usage": True}}
 
     def pick(self, model: str | None) -> Card:
-        """The model to ask for: the one that was named, or the first one."""
+        """The model to request: the one that is named, or the server's first."""
         try:
             with self.request("GET", "/models") as response:
                 cards = {card.id: card for card in decode(response.read(), Cards).data}
@@ -106,7 +106,7 @@ class Remote:
         raise ConfigError(f"--model {model}: the server at {self.url} has {', '.join(cards)}")
 
     def say(self, messages: Sequence[Message]) -> Generator[str, None, Statistics]:
-        # json, unlike msgspec, also takes what a terminal made of bytes that are no text
+        # json, unlike msgspec, accepts the surrogates that stand for undecodable input
         body = json.dumps({**self.fields, "messages": messages}).encode()
         with self.request("POST", "/chat/completions", body) as response:
             return (yield from read_answer(events(response)))
@@ -120,7 +120,7 @@ class Remote:
                 connection.sock.settimeout(SILENT_SECONDS)
                 connection.request(method, self.path + path, body, self.headers)
                 response = connection.getresponse()
-            except (OSError, HTTPException, UnicodeError) as e:  # the last is a host's name
+            except (OSError, HTTPException, UnicodeError) as e:  # UnicodeError: a bad host name
                 raise NoAnswer(
                     f"no server answers at {self.url} ({e}): start one with `specserve serve`, "
                     "or correct --url"
@@ -151,7 +151,7 @@ def read_url(url: str) -> SplitResult:
 
 
 def refusal(response: HTTPResponse) -> SpecserveError:
-    """What the server says of a request that it does not answer."""
+    """The error for a response whose status is not 200."""
     raw, status = response.read(), f"HTTP {response.status} {response.reason}"
     try:
         failure = msgspec.json.decode(raw, type=Refusal).error
@@ -167,7 +167,7 @@ def refusal(response: HTTPResponse) -> SpecserveError:
 
 
 def events(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """The data of server-sent events; comments and other fields are read past."""
+    """The data of server-sent events; comments and other fields are skipped."""
     data: list[bytes] = []
     for line in lines:
         field, _, value = line.partition(b":")
@@ -179,7 +179,7 @@ def events(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def read_answer(events: Iterable[bytes]) -> Generator[str, None, Statistics]:
-    """The text of chunks; only [DONE] after a finish reason is an end, all else is NoAnswer."""
+    """The text of chunks; NoAnswer unless they end with a finish reason and [DONE]."""
     last, reason = Chunk(), None
     for data in events:
         if data == b"[DONE]":
@@ -193,12 +193,12 @@ def read_answer(events: Iterable[bytes]) -> Generator[str, None, Statistics]:
     else:
         raise NoAnswer(CUT)
     if reason is None:
-        raise NoAnswer("the server gave up the answer, and does not say why")
+        raise NoAnswer("the server gave up the answer without a finish reason")
     return told(last, reason)
 
 
 def told(chunk: Chunk, reason: str) -> Statistics:
-    """The statistics on the last chunk."""
+    """The statistics in the last chunk."""
     num_tokens = None if chunk.usage is None else chunk.usage.completion_tokens
     if (metrics := chunk.metrics) is None:
         return Statistics(reason, num_tokens)

@@ -1,4 +1,4 @@
-"""Which models and which drafter a config stands for; no torch in here."""
+"""The models and the drafter that a config selects. Does not import torch."""
 
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -26,7 +26,7 @@ def resolve_draft(config: Config) -> Path:
 
 
 def needs_draft_model(config: Config) -> bool:
-    """Asked of the drafter's class, whose module is imported."""
+    """Whether the drafter uses a draft model; imports the drafter's module."""
     if config.drafter_name == "none":
         return False
     try:
@@ -36,14 +36,14 @@ def needs_draft_model(config: Config) -> bool:
 
 
 def may_need_draft_model(config: Config) -> bool:
-    """As far as it can be told without running the code of a drafter that is not built in."""
+    """Whether the drafter may use a draft model; one that is not built in is not imported."""
     if config.drafter_name == "none" or config.drafter_name in BUILTIN:
         return needs_draft_model(config)
     return config.draft is not None
 
 
 def check_drafter(config: Config) -> None:
-    """Whether there is such a drafter with such options; its module is imported."""
+    """ConfigError unless the drafter exists and takes the options; imports its module."""
     if config.drafter_name == "none":
         return
     try:
@@ -53,28 +53,28 @@ def check_drafter(config: Config) -> None:
 
 
 def check_drafter_name(config: Config) -> None:
-    """As `check_drafter`, but no code is run of a drafter that is not built in."""
+    """As `check_drafter`, but without importing a drafter that is not built in."""
     is_foreign = config.drafter_name not in ("none", *BUILTIN)
     if not (is_foreign and is_installed(config.drafter_name)):
         check_drafter(config)
 
 
 def is_installed(name: str) -> bool:
-    """Whether there is the package that a `package.module:Class` names; it is not imported."""
+    """Whether the package of a `package.module:Class` is installed; it is not imported."""
     try:
         return find_spec(name.partition(":")[0].partition(".")[0]) is not None
-    except ValueError:  # no name at all
+    except ValueError:  # an empty name
         return False
 
 
 def scaled_models(folders: Iterable[Path | None]) -> list[Scaled]:
-    """Those that are demos at another model's cost."""
+    """The models among them that `specserve bench scale-model` made."""
     found = (scaled_from(folder) for folder in folders if folder is not None)
     return [scaled for scaled in found if scaled is not None]
 
 
 def context_length(config: Config, target: DecoderConfig) -> int:
-    """Tokens of prompt and output that a request may have."""
+    """The most tokens, of prompt and output, that a request may have."""
     longest, asked = target.max_positions, config.scheduler.max_model_len
     if asked is not None and asked > longest:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Token ids to text as they come, and the end that a stop string makes."""
+"""Streaming detokenization, and the search for stop strings."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,23 +6,23 @@ from typing import NamedTuple
 from specserve.models.tokenizer import Tokenizer
 
 UNFINISHED = "\ufffd"  # what a decoder makes of bytes that are not yet a character
-CONTEXT = 6  # tokens of the prompt decoded along: some tokens' text depends on their left neighbour
-MAX_UNREAD = 16  # bytes that still make no character after so many tokens never will
+CONTEXT = 6  # prompt tokens decoded along: some tokens' text depends on their left neighbor
+MAX_UNREAD = 16  # tokens whose bytes make no character by then never will
 
 
 class Piece(NamedTuple):
-    """What some tokens added: text that can be shown, and where a stop string ended it all."""
+    """What some tokens added: text that can be sent, and whether a stop string was completed."""
 
     text: str
-    num_tokens: int  # of those given, how many count: fewer than all if one completed a stop
+    num_tokens: int  # of those given, up to the one that completed a stop string
     is_stopped: bool
 
 
 class TextStream:
-    """One request's text. Nothing of a stop string and no half character ever leaves it.
+    """One request's text; returns no part of a stop string, and no incomplete character.
 
-    Tokens are read one by one, however many come at once: what some bytes decode to may depend on
-    how they are grouped, and text must not depend on how many guesses were right.
+    Tokens are decoded one by one, however many come at once: the text of bytes may depend on how
+    they are grouped, and it must not depend on how many guesses were accepted.
     """
 
     def __init__(
@@ -30,10 +30,10 @@ class TextStream:
     ) -> None:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.longest = max(map(len, self.stop), default=0)
-        # Tokens whose text has been taken, as a left neighbour; then those whose has not.
+        # Tokens whose text has been taken, kept as left context; then those whose has not.
         self.context, self.unread = list(prompt[-CONTEXT:]), list[int]()
         self.before = self.tokenizer.decode(self.context)
-        if self.before.endswith(UNFINISHED):  # a prompt that ends inside a character is no help
+        if self.before.endswith(UNFINISHED):  # inside a character: no usable context
             self.context, self.before = [], ""
         self.held = ""  # text that may be the beginning of a stop string
 
@@ -50,12 +50,12 @@ class TextStream:
         return Piece(shown, len(token_ids), False)
 
     def finish(self) -> str:
-        """What was held back, now that no more tokens come."""
+        """The text that was held back, for after the last token."""
         self.held += self.take(is_last=True)
         return self.held[: self.find_stop()]
 
     def take(self, is_last: bool) -> str:
-        """The text of the tokens that have not been read, once it ends with a whole character."""
+        """The text of unread tokens, once it ends with a complete character."""
         after = self.tokenizer.decode(self.context + self.unread)
         if len(after) <= len(self.before) or (after.endswith(UNFINISHED) and not is_last):
             return ""
@@ -70,7 +70,7 @@ class TextStream:
         return min(found, default=None)
 
     def release(self) -> str:
-        """The held text but for its longest end that a stop string begins with."""
+        """The held text without its longest suffix that begins a stop string."""
         for size in range(min(self.longest - 1, len(self.held)), 0, -1):
             if any(s.startswith(self.held[-size:]) for s in self.stop):
                 break

@@ -1,10 +1,10 @@
-"""Who a request is served for: what fair shares are counted by."""
+"""The call and the tenant of a request, by which fair shares are counted."""
 
 import msgspec
 
 
 class Caller(msgspec.Struct, frozen=True, array_like=True):
-    """The requests of one call came together: in one HTTP request, or in one `generate`."""
+    """A call is one HTTP request or one `LLM.generate`, with all its prompts and choices."""
 
     call: int  # the id of its first request, so that an earlier call has a smaller one
-    tenant: int = 0  # the place of its API key in the file of keys; 0 where there are no keys
+    tenant: int = 0  # index of the API key in the key file; 0 without keys

@@ -1,4 +1,4 @@
-"""The HTTP process's end of the socket: requests out, their outputs in."""
+"""The HTTP process's end of the engine's socket: sends requests, receives their outputs."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from specserve.exchange.step_output import StepOutput
 
 
 class Listener(Protocol):
-    """What a request's outputs are handed to."""
+    """Receives the outputs of one request."""
 
     def push(self, output: StepOutput) -> None: ...
 
@@ -28,13 +28,13 @@ class Listener(Protocol):
 
 
 class EngineClient(asyncio.Protocol):
-    """The engine process as one event loop uses it. `died` is set once that process has ended."""
+    """A client of the engine process for one event loop. `died` is set once the process ends."""
 
     def __init__(self, spawned: Spawned) -> None:
         self.process, self.socket = spawned
         self.loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Ready] = self.loop.create_future()
-        self.ready.add_done_callback(asyncio.Future.exception)  # no warning if nobody awaits it
+        self.ready.add_done_callback(asyncio.Future.exception)  # no warning if it is never awaited
         self.died = asyncio.Event()
         self.listeners: dict[int, Listener] = {}
         self.on_loading: Callable[[str, int, int], None] = lambda name, done, total: None
@@ -43,8 +43,8 @@ class EngineClient(asyncio.Protocol):
         self.next_id, self.frames = 0, Frames()
         self.adds: list[Add] = []
         self.finishes: list[int] = []
-        self.resets: dict[asyncio.Future[None], int] = {}  # -> the engine's count that ends it
-        self.num_resets = 0  # ordered
+        self.resets: dict[asyncio.Future[None], int] = {}  # -> num_resets that completes it
+        self.num_resets = 0  # sent to the engine
         self.is_reset_due = False
         self.transport: asyncio.WriteTransport | None = None
 
@@ -59,8 +59,9 @@ class EngineClient(asyncio.Protocol):
         keys: Keys | None = None,
         caller: Caller | None = None,
     ) -> list[int]:
-        """Queue a prompt's choices, which differ in their seeds; their ids. No listener is called
-        before this returns.
+        """Queue a prompt's choices, which differ only in their seeds, and return their ids.
+
+        No listener is called before this returns.
         """
         assert not self.died.is_set(), "the engine process has ended: no request can be added"
         if not self.listeners:
@@ -70,7 +71,7 @@ class EngineClient(asyncio.Protocol):
         ids = list(range(id, self.next_id))
         self.listeners.update(zip(ids, listeners, strict=True))
         self.flush_soon()
-        # Stop strings are looked for on this side.
+        # Stop strings are looked for in this process.
         shared = msgspec.structs.replace(samplings[0], stop=())
         seeds = [s.seed for s in samplings]
         self.adds.append(Add(id, list(token_ids), shared, seeds, keys or {}, caller))
@@ -93,7 +94,7 @@ class EngineClient(asyncio.Protocol):
         await future
 
     def flush_soon(self) -> None:
-        """Send one message for all that one turn of the event loop asks for."""
+        """Send everything that is queued in one turn of the event loop as one message."""
         if not (self.adds or self.finishes or self.is_reset_due):
             self.loop.call_soon(self.flush)
 
@@ -112,7 +113,7 @@ class EngineClient(asyncio.Protocol):
         self.process.wait()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.WriteTransport, transport)  # uvloop's own class is none
+        self.transport = cast(asyncio.WriteTransport, transport)  # uvloop has a class of its own
 
     def data_received(self, data: bytes) -> None:
         self.heard_at = self.loop.time()

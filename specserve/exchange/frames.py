@@ -1,4 +1,4 @@
-"""Bytes to frames and back, each one versioned and bounded, and a child process's end of a link."""
+"""Versioned frames of bounded length, and a child process's blocking end of a socket."""
 
 import socket
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from struct import Struct
 
 import msgspec
 
-VERSION = 1  # of the messages; both ends come from the same installation, or they stop at once
+VERSION = 1  # of the messages; ends of different versions stop at once
 MAX_BYTES = 1 << 28
 HEADER = Struct("<II")  # version, bytes that follow
 
@@ -17,13 +17,13 @@ def pack(payload: bytes) -> bytes:
 
 
 class Frames:
-    """What has come through a socket so far, cut where its frames end."""
+    """Splits the bytes of a socket into frames."""
 
     def __init__(self) -> None:
         self.pending = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Every frame that is whole with these bytes; RuntimeError for what is none."""
+        """The frames that these bytes complete; RuntimeError for a wrong version or length."""
         self.pending += data
         while len(self.pending) >= HEADER.size:
             version, length = HEADER.unpack_from(self.pending)
@@ -44,13 +44,13 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 class Link:
-    """Blocking, as a child process has nothing else to do; EOFError when the parent has gone."""
+    """A child process's end of a socket, blocking; EOFError once the parent has closed its end."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock, self.frames = sock, Frames()
 
     def receive(self, wait: bool) -> list[bytes]:
-        """The frames that have come; at least one where `wait` says so."""
+        """The frames that have arrived; waits for at least one if `wait`."""
         got: list[bytes] = []
         while True:
             try:

@@ -12,14 +12,14 @@ from specserve.exchange.step_output import Stats, StepOutput
 class Add(msgspec.Struct, frozen=True, array_like=True):
     """A prompt and the seeds of its choices; their ids are `id`, `id` + 1, ..., all unused so far.
 
-    What choices have in common is sent once: reading it takes time from steps.
+    What choices share is sent once: decoding it takes time from the engine's steps.
     """
 
     id: int
     token_ids: list[int]
     sampling: Sampling
     seeds: list[int]
-    keys: Keys = {}  # of the prompt's blocks; where there are none the engine hashes it
+    keys: Keys = {}  # of the prompt's blocks; if empty, the engine hashes the prompt
     caller: Caller | None = None
 
     @property
@@ -28,7 +28,7 @@ class Add(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineCommands(msgspec.Struct, frozen=True):
-    """To the engine: requests to add and ids to forget, before the next step."""
+    """To the engine: requests to add and ids to remove before the next step."""
 
     add: list[Add]
     finish: list[int]
@@ -42,15 +42,15 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The operator's mistake, found while loading."""
+    """A ConfigError that was raised while loading."""
 
     message: str
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine can step: what the HTTP process has to know of it and of its model."""
+    """The engine is loaded: what the HTTP process has to know about it and its model."""
 
-    phases: dict[str, str]  # of the start-up, in words
+    phases: dict[str, str]  # of the start-up: name -> seconds and a note
     drafter: str
     vocab_size: int
     max_model_len: int
@@ -58,11 +58,11 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     arithmetic: str  # the build of the kernels, and the instruction set or the GPU
     block_size: int  # target tokens in a block
     num_blocks: int
-    kv_formats: dict[str, KVFormat]  # of the models whose prefixes are kept
+    kv_formats: dict[str, KVFormat]  # of the models with a prefix cache
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """From the engine, after every step and whenever requests have been forgotten: its state."""
+    """The engine's state, sent after every step and whenever requests have been removed."""
 
     outputs: list[StepOutput]
     num_running: int

@@ -1,4 +1,4 @@
-"""What a caller may ask of a generation, and what is made of it for one request."""
+"""Sampling parameters, as a caller gives them and as resolved for one request."""
 
 import secrets
 from typing import Annotated, TypeVar
@@ -23,22 +23,22 @@ StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What a caller may ask; None takes the value of the model's generation_config, if it has one.
+    """What a caller may set; None takes the value of the model's generation_config, if it has one.
 
-    max_tokens      tokens to say at most; unset, or more than that: the rest of the context
+    max_tokens      most output tokens; unset, or more than fits: the rest of the context
     temperature     0 always takes the likeliest token; else 1e-4 to 1e4, 1 by default
     top_k           only the k likeliest tokens; 0, the default, is off
-    top_p           only the likeliest tokens that hold so much of the mass; 1 is off
-    min_p           only tokens so likely relative to the likeliest; 0 is off
+    top_p           only the likeliest tokens whose probabilities sum to this; 1 is off
+    min_p           only tokens at least so likely relative to the likeliest; 0 is off
     seed            the same seed gives the same text; drawn, and reported, when unset
     stop            up to 16 strings; the text ends before the first
     stop_token_ids  ids that end the text
     ignore_eos      go on after the model's own end of text
     n               choices, 1 to 128, that share the prompt's KV; choice c has the seed
-                    mix64(seed, c), and says what a request alone with that seed would
-    priority        the smaller goes first: into the batch, and last out of it when memory is short
-    cache_salt      prompts find each other's KV under the same salt only; "" is that of all who
-                    give none
+                    mix64(seed, c), and the text of a single request with that seed
+    priority        smaller ones are admitted first, and preempted last when memory is short
+    cache_salt      prompts reuse cached KV of prompts with the same salt only; "" is the salt
+                    of requests without one
     """
 
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -56,7 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters with nothing left open; the engine is handed no others."""
+    """Resolved parameters, none of them unset; the engine takes no others."""
 
     max_tokens: int
     temperature: float
@@ -89,9 +89,9 @@ def choices_of(sampling: Sampling, n: int) -> list[Sampling]:
 
 
 def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> Sampling:
-    """Check the parameters and fill in what was left open; `room` is the rest of the context."""
+    """Check the parameters and fill in what is unset; `room` is the rest of the context."""
     try:
-        # By way of a dict: an instance of the very type would be believed unread.
+        # By way of a dict: msgspec does not validate an instance of the target type.
         given = msgspec.convert(msgspec.structs.asdict(params), SamplingParams)
         temperature = pick(given.temperature, defaults.temperature)
         check_temperature(temperature)

@@ -1,4 +1,4 @@
-"""Starts processes of ours, each tied to this one by a socket pair."""
+"""Starts child processes, each connected to this one by a socket pair."""
 
 import socket
 import subprocess
@@ -18,13 +18,14 @@ class Spawned(NamedTuple):
 
 
 def spawn(config: Config) -> Spawned:
-    """The engine process, which loads what the config names."""
+    """Start the engine process, which loads the models that the config names."""
     return start_process("specserve.engine.process", msgspec.msgpack.encode(config))
 
 
 def start_process(module: str, first: bytes) -> Spawned:
-    """A process that runs a module of ours; `first` is the first frame on its end of a socket
-    pair, whose number is its argument.
+    """Run a module in a child process, and send `first` as its first frame.
+
+    The module's argument is the file descriptor of its end of the socket pair.
     """
     ours, theirs = socket.socketpair()
     with theirs:
@@ -34,6 +35,6 @@ def start_process(module: str, first: bytes) -> Spawned:
             stdin=subprocess.DEVNULL,
             process_group=0,  # a terminal's Ctrl-C is for the parent
         )
-    with suppress(BrokenPipeError, ConnectionResetError):  # it has died: whoever listens will see
+    with suppress(BrokenPipeError, ConnectionResetError):  # it has died, which reading will show
         ours.sendall(pack(first))
     return Spawned(process, ours)

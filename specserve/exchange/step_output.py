@@ -1,10 +1,10 @@
-"""What a step brought one request, and sums over all steps."""
+"""What a step produced for one request, and sums over all steps."""
 
 import msgspec
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What a step brought one request. Plain data: it is sent to other processes as it stands."""
+    """What a step produced for one request, as plain data that is sent between processes."""
 
     id: int
     tokens: list[int]
@@ -14,8 +14,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     num_accepted: int
     admitted_at: float  # seconds, perf_counter: when it left the queue
     num_cached: int = 0  # tokens of the prompt that were found in the prefix cache
-    is_fallback: bool = False  # n-grams guessed, as the draft model had not caught up
-    failure: str = ""  # why it cannot go on, where that is so
+    is_fallback: bool = False  # drafted by n-grams, as the draft model had not caught up
+    failure: str = ""  # why the request cannot continue; empty if it can
 
 
 class Stats(msgspec.Struct):
@@ -30,6 +30,6 @@ class Stats(msgspec.Struct):
     step_seconds: float = 0.0
     drafter_errors: int = 0
     num_fallbacks: int = 0  # drafts that n-grams made, as the draft model had not caught up
-    num_looked_up: int = 0  # tokens of prompts, looked for in the prefix cache
+    num_looked_up: int = 0  # prompt tokens looked up in the prefix cache
     num_cached: int = 0  # those that were found
     num_resets: int = 0  # of the prefix cache

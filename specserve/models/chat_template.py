@@ -1,4 +1,4 @@
-"""A model's chat template: messages to text, by a program that came with the model."""
+"""A model's chat template: a program in the model's folder that turns messages into text."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 Message = Mapping[str, Any]
-REASONING = ("reasoning_content", "thinking", "reasoning")  # what clients call it; the first wins
+# Names that clients use; the first one present is taken.
+REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate(msgspec.Struct, frozen=True):
-    """Plain data, so that another process can render it."""
+    """A template as plain data, so that another process can render it."""
 
     source: str
     variables: dict[str, str]  # special tokens by their names: "bos_token" -> "<s>"
@@ -26,7 +27,7 @@ class ChatTemplate(msgspec.Struct, frozen=True):
     def render(self, messages: Iterable[Message]) -> str:
         """The conversation as text, up to where the answer begins; RequestError if it is refused.
 
-        Takes as long, and as much memory, as the template's author liked.
+        Neither time nor memory is bounded here.
         """
         chat = [read_message(message) for message in messages]
         if not chat:
@@ -39,12 +40,12 @@ class ChatTemplate(msgspec.Struct, frozen=True):
                 documents=None,
                 add_generation_prompt=True,
             )
-        except Exception as e:  # a template is the model's own code, and raises what it likes
+        except Exception as e:  # a template is a program, and may raise anything
             reason = str(e) or type(e).__name__
             raise RequestError(f"the chat template refuses these messages: {reason:.200}") from e
 
     def prepare(self) -> None:
-        """Take the time that the first rendering would take more; what fails then, fails here."""
+        """Compile ahead of the first rendering, which raises any error again."""
         with suppress(Exception):
             compiled(self.source)
 
@@ -67,11 +68,11 @@ def read_message(message: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """The value in JSON's own types; methods of any others are unknown to the sandbox."""
+    """The value in JSON's types: the sandbox does not restrict methods of other types."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return str.__str__(value)  # of a subclass, too, the characters alone
+        return str.__str__(value)  # also of a subclass, only the characters
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
@@ -86,7 +87,7 @@ def plain(value: Any) -> Any:
 def find_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """The default template's source: the files' where there are any, else tokenizer_config.json's.
 
-    A model may have several, by name; the others are for callers that ask for one.
+    A model may have several, by name; the others are not used.
     """
     files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
     if (path := folder / "chat_template.jinja").exists():

@@ -47,9 +47,9 @@ class Checkpoint:
             self.files[name] = opened[shard]
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Refuse a checkpoint that lacks a tensor, has a misshapen one, or one nobody would read.
+        """ConfigError if a tensor is missing, has a wrong shape or type, or would not be used.
 
-        A tensor too many means that the config describes another model than the weights are of.
+        An unused tensor means that config.json describes another model than the weights.
         """
         for name, shape in shapes.items():
             if name not in self.files:
@@ -84,7 +84,7 @@ class Checkpoint:
         return DTYPES[self.files[name].get_slice(name).get_dtype()]
 
     def read(self, name: str, out: Tensor) -> None:
-        """Copy a tensor into `out`, of the same shape and any dtype, and let go of its pages."""
+        """Copy a tensor into `out`, of the same shape and any dtype, and drop its mapped pages."""
         source = self.files[name].get_tensor(name)
         height = max(1, READ_BYTES * len(source) // source.nbytes)
         done = 0
@@ -104,9 +104,9 @@ def open_file(path: Path) -> Any:
 
 
 def drop_pages(start: int, size: int) -> None:
-    """Let the kernel take back the mapped pages that lie wholly inside [start, start + size).
+    """Advise the kernel to drop the mapped pages that lie wholly inside [start, start + size).
 
-    Only advice: where it is refused or unknown, the pages go when the file is closed.
+    Where that fails or is unsupported, they are dropped when the file is closed.
     """
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE - first

@@ -12,7 +12,7 @@ from specserve_kernels import KVCache, Ops, QKNorm, Rotary, Rows
 
 
 class Layer(NamedTuple):
-    """What one layer computes with; weights of linear maps are packed, an absent bias is None."""
+    """One layer's weights and settings; linear maps are packed, an absent bias is None."""
 
     window: int | None
     rotary: Rotary
@@ -60,17 +60,17 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the activations."""
+        """The dtype of the activations."""
         return self.weights.embedding.dtype
 
     @property
     def kv_layouts(self) -> tuple[KVLayout, ...]:
-        """Of every layer's KV; in the activations' dtype, which is what all builds read."""
+        """The layout of each layer's KV, in the activations' dtype, as all kernel builds expect."""
         c = self.config
         return (KVLayout(c.num_kv_heads, c.head_dim, self.dtype),) * c.num_layers
 
     def plan(self, rows: Rows, kv: KVCache, also: Sequence[Tensor] = ()) -> Any:
-        """What the layers share; `plan.also` are the tensors given, where the ops read them."""
+        """The plan that all layers share; `plan.also` are the given tensors on the ops' device."""
         return self.ops.plan(rows, kv, self.config.num_heads, self.windows, also)
 
     def forward(self, token_ids: Tensor, kv: KVCache, plan: Any) -> Tensor:
@@ -81,7 +81,7 @@ class Decoder:
         """
         ops, eps, scale = self.ops, self.config.rms_eps, self.scale
         residual = ops.embed(self.weights.embedding, token_ids)
-        # x is what the last sublayer has to add: each norm adds it on its way, in place.
+        # x is the output of the last sublayer: the next norm adds it to the residual, in place.
         x: Tensor | None = None
         for layer, cache in zip(self.weights.layers, kv.layers, strict=True):
             if x is None:
@@ -98,7 +98,7 @@ class Decoder:
         return residual if x is None else ops.add(x, residual)
 
     def logits(self, residual: Tensor, rows: Tensor) -> Tensor:
-        """What the model says after some rows: the final norm and the head, for those rows only.
+        """The logits after some rows: the final norm and the head, for those rows only.
 
         residual  [R, hidden]  what `forward` returned
         rows      [n]          int64, ascending

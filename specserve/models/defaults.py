@@ -1,4 +1,4 @@
-"""What a checkpoint says of its own generation: when it ends, and how it samples."""
+"""A checkpoint's generation defaults: end-of-text tokens and sampling parameters."""
 
 import logging
 from pathlib import Path
@@ -16,8 +16,8 @@ TopK = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 FILE = "generation_config.json"
-MIN_TEMPERATURE = 1e-4  # below it, dividing could leave float32
-NOT_APPLIED: dict[str, Any] = {  # transformers heeds these -> the value that changes nothing
+MIN_TEMPERATURE = 1e-4  # below it, logits divided by it could overflow float32
+NOT_APPLIED: dict[str, Any] = {  # applied by transformers, but not here -> the value without effect
     "bad_words_ids": None,
     "begin_suppress_tokens": None,
     "encoder_no_repeat_ngram_size": 0,
@@ -67,9 +67,9 @@ def check_temperature(temperature: float) -> None:
 
 
 def load_defaults(folder: Path) -> GenerationDefaults:
-    """The values written in generation_config.json, with config.json's eos where it has none.
+    """The values in generation_config.json, with config.json's eos_token_id as fallback.
 
-    Read as it stands, because transformers' GenerationConfig would fill in values of its own.
+    Read directly, because transformers' GenerationConfig would fill in values of its own.
     """
     path = folder / FILE
     written = read_json(path) if path.exists() else {}

@@ -1,4 +1,4 @@
-"""Which models the decoder can be, and what a config.json says of one's shape."""
+"""The supported model families, and the decoder's shape as config.json describes it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from specserve.models.rope import RopeParameters
 
 MAX_HEAD_DIM = 512  # of the kernels: MAX_D in attention.cpp
 MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
-LLAMA: dict[str, Any] = {  # what a missing field means
+LLAMA: dict[str, Any] = {  # values of missing fields
     "attention_bias": False,
     "head_dim": None,  # hidden_size / num_attention_heads
     "hidden_act": "silu",
@@ -62,7 +62,7 @@ SMOLLM3 = LLAMA | {
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """How a family's code departs from its config; None leaves the matter to the config."""
+    """What a family's code fixes, whatever its config says; None: the config's value is taken."""
 
     defaults: Mapping[str, Any]
     qkv_bias: bool | None = None  # None: attention_bias
@@ -91,7 +91,7 @@ FAMILIES = {
 
 
 class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the decoder knows of a model besides its weights."""
+    """All that the decoder needs of a model besides its weights."""
 
     architecture: str
     num_layers: int
@@ -108,8 +108,8 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    windows: tuple[int | None, ...]  # by layer; None sees everything
-    rope: tuple[bool, ...]  # by layer; False does not rotate
+    windows: tuple[int | None, ...]  # by layer; None is full attention
+    rope: tuple[bool, ...]  # by layer; whether it has rotary embedding
     rope_parameters: RopeParameters
 
 
@@ -206,7 +206,7 @@ def norm_eps(fields: Mapping[str, Any]) -> float:
 def windows(
     fields: Mapping[str, Any], family: Family, rotates: tuple[bool, ...]
 ) -> tuple[int | None, ...]:
-    """By layer; None sees everything."""
+    """The sliding window of each layer, in tokens; None is full attention."""
     window, kinds = fields["sliding_window"], fields["layer_types"]
     if family.windowed == "upper" and not flag(fields, "use_sliding_window"):
         window = None
@@ -249,7 +249,7 @@ def layer_window(kind: Any, window: Any) -> int | None:
 def rotating_layers(fields: Mapping[str, Any]) -> tuple[bool, ...]:
     """Whether a layer has rotary embedding, by layer."""
     num_layers = positive(fields, "num_hidden_layers", MAX_LAYERS)
-    layers = fields["no_rope_layers"]  # 1 rotates, whatever the name says
+    layers = fields["no_rope_layers"]  # 1 means rotary embedding, despite the name
     if layers is None and "no_rope_layer_interval" in fields:
         interval = positive(fields, "no_rope_layer_interval")
         layers = [(i + 1) % interval for i in range(num_layers)]

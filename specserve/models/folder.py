@@ -1,4 +1,4 @@
-"""A model's folder: where it is, and what its JSON files say."""
+"""A model's folder: finding or downloading it, and reading its JSON files."""
 
 import json
 from pathlib import Path
@@ -8,24 +8,24 @@ import msgspec
 
 from specserve.errors import ConfigError
 
-SCALED = "specserve_scaled"  # in a config.json: a demo, at the cost of a larger model
+SCALED = "specserve_scaled"  # key in config.json of a demo that costs as much as a larger model
 # Nothing that executes: no *.py, and neither *.bin nor *.pth, which are pickles.
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 # Mistral's hub repositories hold their weights twice, Llama's keep another copy in a folder.
 UNWANTED = ["consolidated*", "*/*"]
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # each is enough to build one of
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # any one of them is enough
 
 
 class Scaled(msgspec.Struct, frozen=True):
-    """What a model is that `specserve bench scale-model` has written."""
+    """How `specserve bench scale-model` made a model."""
 
-    source: str  # whose words it says
-    like: str  # whose cost it has
+    source: str  # the model whose text it gives
+    like: str  # the model whose cost it has
     note: str = ""
 
 
 def resolve(path: str) -> Path:
-    """The local folder that is meant: `path` itself, or a hub repository, downloaded if need be."""
+    """The local folder of a model: `path` itself, or a hub repository, downloaded if need be."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -33,7 +33,7 @@ def resolve(path: str) -> Path:
         raise ConfigError(f"{path}: a file; name the folder that holds config.json")
     if path.startswith(("/", ".", "~")) or path.count("/") > 1:
         raise ConfigError(f"{path}: no such folder; check the path, or give a hub id like org/name")
-    from huggingface_hub import snapshot_download  # costly, and a local folder needs none of it
+    from huggingface_hub import snapshot_download  # slow to import, and only needed to download
 
     try:
         return Path(snapshot_download(path, allow_patterns=WANTED, ignore_patterns=UNWANTED))
@@ -46,7 +46,7 @@ def resolve(path: str) -> Path:
 
 
 def name_of(path: str) -> str:
-    """What a model is called: by its folder, or its hub id."""
+    """A model's name: that of its folder, or its hub id."""
     folder = Path(path).expanduser()
     return folder.resolve().name if folder.is_dir() else path
 
@@ -60,7 +60,7 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def scaled_from(folder: Path) -> Scaled | None:
-    """None for a model that is none."""
+    """How a scaled model was made; None for any other model."""
     file = folder / "config.json"
     try:
         return msgspec.convert(read_json(file).get(SCALED), Scaled | None)

@@ -1,4 +1,4 @@
-"""From a folder to a decoder, one tensor after the other."""
+"""Loading a decoder from a folder, one tensor after the other."""
 
 import math
 import mmap
@@ -38,7 +38,7 @@ def load_decoder(
     config = load_config(folder)
     checkpoint = Checkpoint(folder)
     shapes = families.tensor_shapes(config)
-    if HEAD in checkpoint:  # it counts even where config.json calls it tied
+    if HEAD in checkpoint:  # used even where config.json says that it is tied
         shapes[HEAD] = shapes[EMBEDDING]
     checkpoint.check(shapes)
     reader = Reader(checkpoint, shapes, compute_dtype(dtype, checkpoint, ops), ops)
@@ -52,7 +52,7 @@ def load_decoder(
 
 
 def weight_bytes(folder: Path, dtype: str, ops: Ops) -> int:
-    """Of a model, as `load_decoder` would hold it."""
+    """The bytes of a model's weights once `load_decoder` has loaded them."""
     checkpoint, shapes = Checkpoint(folder), families.tensor_shapes(load_config(folder))
     numbers = sum(map(math.prod, shapes.values()))
     return numbers * compute_dtype(dtype, checkpoint, ops).itemsize
@@ -72,7 +72,7 @@ def name_of_dtype(dtype: torch.dtype) -> str:
 
 
 class Reader:
-    """Tensors of a checkpoint in the model's dtype, where the ops read them."""
+    """Reads a checkpoint's tensors in the model's dtype, onto the ops' device."""
 
     def __init__(
         self,
@@ -90,18 +90,18 @@ class Reader:
         return self.ops.place(self.read_into(memory, [name]))
 
     def read_bias(self, *names: str) -> Tensor | None:
-        """Of maps that are fused into one."""
+        """The biases of linear maps that are fused into one; None if they have none."""
         biases = [f"{name}.bias" for name in names]
         if biases[0] not in self.shapes:
             return None
         return torch.cat([self.read(bias) for bias in biases])
 
     def read_weight(self, *names: str) -> Any:
-        """Of linear maps that are fused into one; packed, and forgotten as it was."""
+        """The packed weights of linear maps that are fused into one; the unpacked are freed."""
         weights = [f"{name}.weight" for name in names]
         height, width = sum(self.shapes[w][0] for w in weights), self.shapes[weights[0]][1]
         size = height * width * self.dtype.itemsize
-        # Not from malloc: between the packed weights each of these would leave a hole.
+        # Not from malloc: freeing it would leave a hole in the heap between packed weights.
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         weight = torch.frombuffer(memory, dtype=self.dtype).view(-1, width)
         return self.ops.prepack(self.read_into(weight, weights))
@@ -118,7 +118,7 @@ class Reader:
 
 def read_weights(reader: Reader, config: DecoderConfig, ops: Ops, table: Rotary) -> Weights:
     embedding = reader.read(EMBEDDING)
-    # The largest weight before the others: its unpacked form is gone by the time they stand.
+    # The largest weight comes first: its unpacked form is freed before the others are loaded.
     head = reader.read_weight("lm_head") if HEAD in reader.shapes else ops.prepack(embedding)
     still = table if all(config.rope) else rotary.still(table)
     return Weights(

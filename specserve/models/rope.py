@@ -1,4 +1,4 @@
-"""What a config.json says of rotary embedding, in its new spelling and in the old ones."""
+"""Rotary embedding parameters of a config.json, in the current spelling and in older ones."""
 
 import math
 from collections.abc import Mapping
@@ -16,20 +16,20 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str  # one of SUPPORTED
     theta: float
-    factor: float = 1.0  # linear, llama3, yarn: how much further positions reach
-    original_length: int = 0  # llama3, yarn: positions before they were stretched
+    factor: float = 1.0  # linear, llama3, yarn: by which positions are stretched
+    original_length: int = 0  # llama3, yarn: context length before stretching
     low_freq_factor: float = 0.0  # llama3
     high_freq_factor: float = 0.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
-    attention_factor: float = 1.0  # yarn: of all cosines and sines
+    attention_factor: float = 1.0  # yarn: multiplies all cosines and sines
 
 
 def parse(fields: Mapping[str, Any], default_theta: float, max_positions: int) -> RopeParameters:
-    """The rope of a config.json; ValueError where it cannot be served.
+    """The rotary embedding of a config.json; ValueError if it is not supported.
 
-    It stands in `rope_parameters`, or in `rope_scaling` beside a `rope_theta` (the old spelling,
+    It is in `rope_parameters`, or in `rope_scaling` beside a `rope_theta` (the old spelling,
     which wins where both are there, as in transformers).
     """
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}

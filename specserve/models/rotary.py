@@ -1,4 +1,4 @@
-"""Rotary embedding: how fast each pair of dimensions turns, and the tables made of it."""
+"""Rotary embedding: the frequency of each pair of dimensions, and tables of cosines and sines."""
 
 import math
 
@@ -10,9 +10,9 @@ from specserve_kernels.types import Rotary
 
 
 def frequencies(rope: RopeParameters, head_dim: int) -> Tensor:
-    """Radians a position, [D/2] float32.
+    """Radians per position, [D/2] float32.
 
-    In float32, and in the order of operations that transformers has: the bits are the same.
+    Computed in float32 in the same order as in transformers, so that the bits are equal.
     """
     inverse = 1.0 / wavelengths(rope.theta, head_dim)
     match rope.kind:
@@ -26,7 +26,7 @@ def frequencies(rope: RopeParameters, head_dim: int) -> Tensor:
 
 
 def wavelengths(theta: float, head_dim: int) -> Tensor:
-    """theta^(2i/D): positions a radian."""
+    """theta^(2i/D): positions per radian."""
     powers: Tensor = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     return powers
 

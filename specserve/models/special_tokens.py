@@ -21,11 +21,11 @@ class SpecialTokens(NamedTuple):
 
     @property
     def variables(self) -> dict[str, str]:
-        """What a chat template may call them."""
+        """The texts of named tokens, as variables of a chat template."""
         return {name: text_of(token) for name, token in self.named.items()}
 
     def to_add(self, known: Added) -> list[AddedToken]:
-        """What a tokenizer that knows some has to be told, in the order of new ids."""
+        """The tokens to add to a tokenizer that has the `known` ones, in the order of new ids."""
         found = [token for _, token in sorted(self.added.items())]
         texts = {token.content for token in (*known.values(), *found)}
         for token in (*self.named.values(), *self.extra):
@@ -39,8 +39,8 @@ class SpecialTokens(NamedTuple):
 
 
 def read_special_tokens(folder: Path, config: Mapping[str, Any], known: Added) -> SpecialTokens:
-    """By transformers' rules: tokenizer_config.json tells all where it has added_tokens_decoder;
-    else the older files add to it, and tokenizer.json, which has the `known` ones, to those.
+    """By transformers' rules: tokenizer_config.json is complete if it has added_tokens_decoder;
+    else the older files add to it, and so does tokenizer.json, which has the `known` tokens.
     """
     fields = read_tokens(config)
     written = fields.get("added_tokens_decoder")
@@ -86,7 +86,7 @@ def read_added(path: Path, special: Set[str]) -> dict[int, AddedToken]:
 
 
 def read_tokens(value: Any) -> Any:
-    """JSON in which a mapping that describes a token has become one."""
+    """The JSON value, with each mapping that describes a token made an AddedToken."""
     if isinstance(value, list):
         return [read_tokens(item) for item in value]
     if not isinstance(value, Mapping):

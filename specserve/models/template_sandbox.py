@@ -14,7 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 @lru_cache(maxsize=8)
 def compile_template(source: str) -> Template:
-    """A program that can neither leave the sandbox nor change what it is given."""
+    """The template, sandboxed: it cannot reach the interpreter or change its arguments."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
@@ -29,7 +29,7 @@ def compile_template(source: str) -> Template:
 
 
 class GenerationTag(Extension):
-    """{% generation %}: marks what the assistant says, which matters to training only."""
+    """{% generation %}: marks the assistant's text, which matters to training only."""
 
     tags = {"generation"}  # noqa: RUF012, as jinja2 declares it
 
@@ -50,7 +50,7 @@ class Dict:
 
 
 class Namespace(utils.Namespace):
-    """`namespace` for templates: it holds no name that could reach into the interpreter."""
+    """`namespace` for templates, without names that could reach into the interpreter."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         given = dict(*args[1:], **kwargs)

@@ -15,7 +15,7 @@ from specserve.models.special_tokens import read_special_tokens
 class Tokenizer:
     """A pipeline of the `tokenizers` library, and the chat template that goes with it.
 
-    Any number of threads may use it at once, and others run while it encodes.
+    Any number of threads may use it at once: encoding releases the GIL.
     """
 
     def __init__(
@@ -29,13 +29,13 @@ class Tokenizer:
         self.backend, self.name, self.chat_template = backend, name, chat_template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """A text's tokens; TypeError or UnicodeError for what is none."""
-        # A batch of one: it lets other threads run, and computes no offsets, which nothing needs.
+        """A text's tokens; TypeError or UnicodeError for anything but valid text."""
+        # A batch of one: this method releases the GIL, and computes no offsets, which are not used.
         [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text as it stands, spaces included; an id that is no token's has none."""
+        """The text, spaces unchanged; an id without a token gives no text."""
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def id_to_token(self, token: int) -> str | None:
@@ -54,7 +54,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         return convert_tokenizer(folder)
     except ConfigError:
         raise
-    except Exception as e:  # every kind of tokenizer fails in its own way
+    except Exception as e:  # the libraries raise errors of many types
         raise ConfigError(
             f"{folder}: the tokenizer cannot be loaded ({type(e).__name__}: {e}); download its "
             "files again; one that needs code of its own is not supported"
@@ -81,7 +81,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
 
 
 def convert_tokenizer(folder: Path) -> Tokenizer:
-    """What transformers makes of older files; only these need it, as its import takes seconds."""
+    """Convert older files by transformers, which only they need: its import takes seconds."""
     from transformers import AutoTokenizer
 
     made: Any = AutoTokenizer.from_pretrained(
@@ -99,7 +99,7 @@ def convert_tokenizer(folder: Path) -> Tokenizer:
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
-    """A draft model guesses token ids: they must mean the same to the target."""
+    """ConfigError unless token ids mean the same in both models."""
     ids, draft_ids = target.get_vocab(), draft.get_vocab()
     if draft_ids != ids:
         token, _ = min(ids.items() ^ draft_ids.items(), key=lambda item: (item[1], item[0]))

@@ -29,7 +29,7 @@ def weight_map(folder: Path) -> dict[str, str]:
 
 
 def check_shard(folder: Path, shard: str) -> None:
-    """A weight_map comes with the model: it must not make us open other files."""
+    """ConfigError unless the shard is in the folder: a weight_map must not open other files."""
     if PurePosixPath(shard).name != shard or "\\" in shard or not shard.endswith(".safetensors"):
         raise ConfigError(
             f"{folder / INDEX}: weight_map names {shard!r}, which is no *.safetensors file of "

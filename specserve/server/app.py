@@ -1,4 +1,4 @@
-"""The routes, and what stands before all of them: keys, and refusals in one shape."""
+"""The ASGI application: its routes, the checks of origin and API key, and its error responses."""
 
 import hashlib
 import hmac
@@ -27,7 +27,7 @@ from specserve.server.service import ServedModel, Service
 from specserve.server.texts import detokenize, tokenize
 from specserve.version import VERSION
 
-LIVENESS = "/health/live"  # open to everyone, as it tells nothing
+LIVENESS = "/health/live"  # needs no API key: it reveals only whether the engine runs
 
 
 def make_app(service: Service) -> Starlette:
@@ -52,16 +52,16 @@ def make_app(service: Service) -> Starlette:
             SpecserveError: refuse,
             HTTPException: refuse_route,
             ClientDisconnect: client_gone,
-            Exception: refuse,  # a bug of ours; it goes to the log as well
+            Exception: refuse,  # a bug in specserve, which is logged as well
         },
     )
     app.state.service = service
-    app.router.redirect_slashes = False  # it would send clients to whatever host they named
+    app.router.redirect_slashes = False  # redirects use the Host header, which clients choose
     return app
 
 
 def guards(service: Service) -> Iterable[Middleware]:
-    """Outermost first: a page may ask what it may do before it shows a key."""
+    """Middleware, outermost first: CORS before keys, as preflight requests carry no key."""
     limits = service.limits
     yield Middleware(OriginGuard, origins=limits.cors_origins)
     if limits.cors_origins:
@@ -76,7 +76,10 @@ def guards(service: Service) -> Iterable[Middleware]:
 
 
 class OriginGuard:
-    """Keeps web pages out that nobody let in: a browser sends simple requests without asking."""
+    """Refuses requests of web pages whose origin is not allowed.
+
+    CORS headers alone do not: browsers send simple requests without a preflight.
+    """
 
     def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
         self.app, self.origins = app, origins
@@ -94,7 +97,10 @@ class OriginGuard:
 
 
 class KeyGuard:
-    """Lets in who shows one of the keys; compares all of them, in the same time for any guess."""
+    """Refuses requests without a valid API key.
+
+    The time that comparing takes does not depend on the key that was sent.
+    """
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
         self.app, self.keys = app, [digest(key) for key in keys]
@@ -110,7 +116,7 @@ class KeyGuard:
         await error_response(error)(scope, receive, send)
 
     def tenant(self, scope: Scope) -> int | None:
-        """The place of the key that is shown among those that are let in."""
+        """The index of the request's API key in the key file; None without a valid key."""
         shown = Request(scope).headers.get("authorization", "")
         kind, _, key = shown.partition(" ")
         same = [hmac.compare_digest(digest(key.strip()), known) for known in self.keys]
@@ -165,7 +171,7 @@ def card(service: Service) -> dict[str, Any]:
 
 
 def speculation(served: ServedModel) -> dict[str, Any]:
-    """Ours: who guesses, and whether the models are demos at another one's cost."""
+    """Fields that OpenAI lacks: the drafter, its limit, and which models are scaled demos."""
     scaled = {"scaled": served.scaled} if served.scaled else {}
     return {"drafter": served.drafter, "max_nodes": served.max_nodes, **scaled}
 

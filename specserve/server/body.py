@@ -1,4 +1,4 @@
-"""A request's body: reading it within bytes and seconds, and what it may say."""
+"""Request bodies: reading them within limits of size and time, and checking their fields."""
 
 import asyncio
 import difflib
@@ -15,13 +15,14 @@ from specserve.errors import Overloaded, RequestError
 from specserve.exchange.sampling_params import SamplingParams
 from specserve.server.refusal import TimedOut, TooLarge, cut
 
-# OpenAI's fields that mean nothing here. They are read past, whatever they hold.
+# OpenAI's fields that have no meaning here: accepted with any value, and ignored.
 HARMLESS = {
     *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
     *("service_tier", "user", "verbosity"),
 }
 
-# Fields of peers that nothing here acts on yet -> the values that ask for nothing.
+# Fields of other servers that are not implemented -> the values without effect: only they are
+# accepted.
 NO_OP: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "allowed_token_ids": (),
@@ -74,22 +75,22 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-# Fields that will never be heard -> what to do instead.
+# Fields that are refused unless they are null -> what to do instead.
 REFUSED = {
     "chat_template": "the template is the model's own; render it yourself and call completions",
     "prompt_embeds": "send text or token ids",
     **dict.fromkeys(
         ("guided_choice", "guided_grammar", "guided_json", "guided_regex"),
-        "these names are gone; structured output is asked for by response_format",
+        "these names are obsolete; structured output is requested by response_format",
     ),
 }
 
-SMALL = 1 << 16  # bytes of a body that always have room: connections are limited in number
+SMALL = 1 << 16  # bytes of a body that are not counted: the limit on connections bounds their sum
 
 T = TypeVar("T", bound="Body")
 S = TypeVar("S", bound=msgspec.Struct)
 
-REMEDIES = {  # fields whose wrong values mean something elsewhere
+REMEDIES = {  # hints for fields whose values are often wrong
     "max_tokens": "leave it out for the rest of the context",
     "n": "1 to 128 choices",
     "role": "it is system, developer, user or assistant",
@@ -110,7 +111,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Body(SamplingParams, frozen=True, kw_only=True):
-    """The fields that both kinds of completion share."""
+    """The fields that both completion routes share."""
 
     model: str | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None  # another name of max_tokens
@@ -124,16 +125,18 @@ class Body(SamplingParams, frozen=True, kw_only=True):
 
 
 class BodyReader:
-    """Reads bodies: each within its bytes and seconds, and all within the bytes of
-    `server.max_incoming_bytes`, as thousands of connections may send one at a time.
+    """Reads bodies within limits of size and time.
+
+    All incomplete bodies together are limited too (`server.max_incoming_bytes`), as thousands of
+    connections may send one at the same time.
     """
 
     def __init__(self, limits: ServerConfig, reject: Callable[[str], None]) -> None:
         self.limits, self.reject = limits, reject
-        self.num_incoming = 0  # bytes of bodies that are not complete, beyond the SMALL of each
+        self.num_incoming = 0  # bytes of incomplete bodies, beyond the first SMALL of each
 
     async def read(self, request: Request) -> bytes:
-        """Refused as soon as it is too large, not once it has come."""
+        """The complete body; refused as soon as it exceeds a limit, not once it is complete."""
         limits = self.limits
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > limits.max_body_bytes:
@@ -150,19 +153,20 @@ class BodyReader:
         return bytes(body)
 
     def extend(self, body: bytearray, chunk: bytes) -> None:
-        """Take a piece of a body, or refuse what has become too large by itself or with others."""
+        """Append a chunk; refuse if the body, or all incomplete bodies together, are too large."""
         limits, before = self.limits, counted(body)
         body += chunk
         self.num_incoming += counted(body) - before
         if len(body) > limits.max_body_bytes:
             raise too_large(limits.max_body_bytes)
-        most = max(limits.max_incoming_bytes, limits.max_body_bytes)  # a lone one may always come
+        most = max(limits.max_incoming_bytes, limits.max_body_bytes)  # one alone always fits
         if counted(body) and self.num_incoming > most:
             self.reject("incoming_bytes")
             raise Overloaded("too many large bodies are on their way: send this one later")
 
 
 def counted(body: bytearray) -> int:
+    """Bytes of a body that count against `server.max_incoming_bytes`."""
     return max(0, len(body) - SMALL)
 
 
@@ -183,19 +187,19 @@ def decode_object(raw: bytes) -> dict[str, Any]:
 
 
 def read(raw: bytes, kind: type[T]) -> T:
-    """The body of a completion."""
+    """Decode and check the body of a completion request."""
     given = decode_object(raw)
     for key, value in given.items():
         if key not in fields(kind) and key not in HARMLESS:
             check_no_op(key, value, kind)
     body = one_limit(from_fields({k: v for k, v in given.items() if k in fields(kind)}, kind))
     if body.stream_options is not None and not body.stream:
-        raise RequestError("stream_options: only a stream has any; set stream", "stream_options")
+        raise RequestError("stream_options: only streams have these; set stream", "stream_options")
     return body
 
 
 def one_limit(body: T) -> T:
-    """Both names of the limit are heard, as long as they agree."""
+    """Merge max_completion_tokens into max_tokens; refuse them if they differ."""
     limit = body.max_completion_tokens
     if limit is None:
         return body
@@ -209,7 +213,7 @@ def one_limit(body: T) -> T:
 
 
 def read_fields(raw: bytes, kind: type[S]) -> S:
-    """A body that has no other fields than its own."""
+    """Decode a body; a field that `kind` lacks is refused."""
     given = decode_object(raw)
     for key in given:
         if key not in fields(kind):
@@ -218,7 +222,7 @@ def read_fields(raw: bytes, kind: type[S]) -> S:
 
 
 def from_fields(given: dict[str, Any], kind: type[S]) -> S:
-    """One by one, so that a refusal can name its field. null is unset."""
+    """Convert fields one by one, so that a refusal can name the field. null means unset."""
     known = fields(kind)
     return kind(**{k: convert(v, known[k], k) for k, v in given.items() if v is not None})
 
@@ -250,7 +254,7 @@ def check_no_op(key: str, value: Any, kind: type[Body]) -> None:
 
 
 def is_same(value: Any, off: Any) -> bool:
-    """Equal as JSON is: true is not 1."""
+    """Whether two JSON values are equal: true is not 1."""
     return bool(value == off) and isinstance(value, bool) == isinstance(off, bool)
 
 

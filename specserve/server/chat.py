@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: messages in, through the model's own template."""
+"""POST /v1/chat/completions: messages, rendered by the model's chat template."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -21,7 +21,8 @@ from specserve.server.refusal import cut
 from specserve.server.response import RouteSchema, respond
 from specserve.server.service import Service, blaming
 
-# What clients send back of an answer they got -> the values that ask for nothing.
+# Fields of answers, which clients send back in messages -> the values without effect: only they
+# are accepted.
 NO_OP: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": (),
@@ -37,7 +38,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """A message as templates take it. `name` is read past, as most templates do."""
+    """The fields of a message. `name` is accepted and ignored, as by most templates."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[dict[str, Any]] | None = None
@@ -47,7 +48,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def piece(text: str, is_first: bool) -> dict[str, Any]:
-    """The role comes with the first token, never before: clients take it for that."""
+    """The role comes with the first token, not before: clients take its chunk for that token."""
     if is_first:
         return {"delta": {"role": "assistant", "content": text}}
     return {"delta": {"content": text} if text else {}}
@@ -101,7 +102,9 @@ def read_message(given: dict[str, Any], path: str) -> dict[str, Any]:
     if "role" not in values:
         raise RequestError(f"{path}.role: every message has one", f"{path}.role")
     if "content" not in values and values["role"] != "assistant":
-        raise RequestError(f"{path}.content: say something", f"{path}.content")
+        raise RequestError(
+            f"{path}.content: missing; give a string or text parts", f"{path}.content"
+        )
     return for_template(Message(**values), path)
 
 
@@ -110,7 +113,7 @@ def for_template(message: Message, path: str) -> dict[str, Any]:
     if isinstance(content, list):
         texts = [read_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
         content = "\n".join(texts)
-    # Templates pass over a role that they do not know, and OpenAI's developer is a system.
+    # Templates skip unknown roles, and OpenAI's developer role stands for system.
     role = "system" if message.role == "developer" else message.role
     fields = {"role": role, "content": content or ""}
     reasoning = message.reasoning_content or message.reasoning

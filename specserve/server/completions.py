@@ -1,4 +1,4 @@
-"""POST /v1/completions: text or token ids in, one or several prompts."""
+"""POST /v1/completions: one or several prompts, as text or as token ids."""
 
 from functools import partial
 from typing import Any
@@ -47,7 +47,7 @@ def read_completion(max_prompts: int, raw: bytes) -> tuple[CompletionBody, list[
 
 
 def read_prompts(prompt: str | list[Any] | None, most: int) -> list[Prompt]:
-    """The four forms that a prompt may have, as a list of prompts."""
+    """The prompts, from any of the four forms that the field may have."""
     if prompt is None or prompt == []:
         raise RequestError(
             "prompt: give a string, a list of token ids, or a list of those", "prompt"

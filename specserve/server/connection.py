@@ -1,4 +1,4 @@
-"""One connection, within bounds that uvicorn does not set: bytes of headers, seconds, how many."""
+"""HTTP connections with limits that uvicorn lacks: bytes of headers, timeouts, their number."""
 
 import logging
 from asyncio import BaseTransport, TimerHandle
@@ -21,21 +21,21 @@ from specserve.server.refusal import (
 )
 from specserve.server.uvicorn_interface import HttpToolsProtocol, RequestResponseCycle
 
-GRACE = 5.0  # seconds beyond those of the application, which can say what was too slow
-SPARE = 128  # connections beyond the limit that are told so; more are cut
+GRACE = 5.0  # seconds beyond the application's own timeout, whose error says what was too slow
+SPARE = 128  # connections beyond the limit that get a 503; further ones are aborted
 
 log = logging.getLogger("specserve")
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol within limits, and one request at a time."""
+    """uvicorn's HTTP protocol with limits, and without pipelining."""
 
     limits: ServerConfig
-    timer: TimerHandle | None = None  # while the rest of a request is waited for
-    stalled: TimerHandle | None = None  # while the client does not take what it is sent
+    timer: TimerHandle | None = None  # set while the rest of a request is awaited
+    stalled: TimerHandle | None = None  # set while the client does not read its response
     is_in_headers = True
-    is_input_closed = False  # what comes is read past, but for the end
-    num_pending = 0  # bytes of anything but a body, since they began to come
+    is_input_closed = False  # further data is ignored
+    num_pending = 0  # bytes received since the last piece of a body or end of a request
 
     def connection_made(self, transport: BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -74,11 +74,11 @@ class Connection(HttpToolsProtocol):
                 self.refuse(RequestError("no valid HTTP"))
 
     def read_without_upgrade(self, rest: bytes) -> None:
-        """Read a request again without its wish for another protocol: the parser leaves the body
-        to that protocol, and there is none here.
+        """Parse a request again without its Upgrade header: the parser leaves the body of an
+        upgrade to the other protocol, and this server speaks none.
 
-        Of all requests in a piece of data this reads the first one at most, and once: after that
-        it is being answered, or the input is closed.
+        Happens at most once per piece of data, for the first request in it: afterwards that
+        request is being answered, or the input is closed.
         """
         if self.is_input_closed:
             return
@@ -94,14 +94,14 @@ class Connection(HttpToolsProtocol):
             self.feed(head + rest)
 
     def plain_head(self) -> bytes:
-        """The request line and the headers, without the wish for another protocol."""
+        """The request line and the headers, without Upgrade."""
         version = self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
         lines += [b"%b: %b" % (name, value) for name, value in self.headers if name != b"upgrade"]
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.is_in_headers:  # a trailer is none: it might claim what a header has to say
+        if self.is_in_headers:  # trailers are dropped: they could replace headers
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -140,8 +140,8 @@ class Connection(HttpToolsProtocol):
     async def run_app(
         self, cycle: RequestResponseCycle, app: ASGIApp, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Event streams say no `Connection: close`, even to a client that asked for it: one that
-        has read that takes a cut for the end of a stream.
+        """Send event streams without `Connection: close`, even if the client asked for it: with
+        that header a client takes a broken connection for the end of the stream.
         """
 
         async def send_open(message: Message) -> None:
@@ -157,10 +157,11 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self.is_in_headers and self.expect_100_continue and not self.cycle.body:
-            self.transport.close()  # the body was not asked for: what comes next may be none
+            # No 100 Continue was sent: the next bytes may be the body or another request.
+            self.transport.close()
 
     def close_input(self) -> None:
-        """The request that is being answered is the last one."""
+        """Make the request that is being answered the last one of this connection."""
         self.is_input_closed, self.cycle.keep_alive = True, False
 
     def expect_headers(self) -> None:
@@ -173,7 +174,7 @@ class Connection(HttpToolsProtocol):
 
     def on_slow_headers(self) -> None:
         self.timer = None
-        if not self.is_answering:  # else it was a stray line end
+        if not self.is_answering:  # else a stray line end started the timer
             self.refuse(TimedOut(f"no headers came within {self.limits.header_seconds:g} s"))
 
     def pause_writing(self) -> None:
@@ -187,14 +188,14 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def cut(self) -> None:
-        """End it, unsent bytes and all."""
+        """Close the connection at once; unsent bytes are lost."""
         self.transport.abort()
 
     def refuse(self, error: RequestError | Overloaded) -> None:
-        """An answer without the application, and the end of the connection."""
+        """Send an error without calling the application, then close the connection."""
         self.is_input_closed = True
         if self.is_answering and self.cycle.response_started:
-            self.cut()  # there is no place for a second answer inside of the first
+            self.cut()  # an error response cannot be sent inside of another response
             return
         body = msgspec.json.encode(error_body(error))
         status = HTTPStatus(error.status)
@@ -210,7 +211,7 @@ class Connection(HttpToolsProtocol):
 
 
 def is_begin_of_events(message: Message) -> bool:
-    """Whether a stream of server-sent events begins with this ASGI message."""
+    """Whether this ASGI message begins a stream of server-sent events."""
     return message["type"] == "http.response.start" and any(
         name == b"content-type" and value.startswith(b"text/event-stream")
         for name, value in message.get("headers", ())
@@ -218,7 +219,7 @@ def is_begin_of_events(message: Message) -> bool:
 
 
 def bounded(limits: ServerConfig) -> type[Connection]:
-    """A class, as uvicorn wants to make the objects itself."""
+    """A `Connection` class with these limits: uvicorn creates the instances itself."""
     return type("Bounded", (Connection,), {"limits": limits})
 
 

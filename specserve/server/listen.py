@@ -1,15 +1,15 @@
-"""Taking the port, before anything heavy is imported or loaded."""
+"""Binding the server's port, before anything heavy is imported or loaded."""
 
 import socket
 
 from specserve.config import ServerConfig
 from specserve.errors import ConfigError
 
-BACKLOG = 2048  # connections that the system holds for a busy process
+BACKLOG = 2048  # connections that the kernel queues until they are accepted
 
 
 def listen(limits: ServerConfig) -> socket.socket:
-    """The port is taken before anything is loaded: a mistake should not cost a minute."""
+    """A listening socket; ConfigError if the port cannot be bound."""
     family = socket.AF_INET6 if ":" in limits.host else socket.AF_INET
     try:
         return socket.create_server(

@@ -1,4 +1,4 @@
-"""The completion that one HTTP request waits for: the engine fills it, the response drains it."""
+"""The completion of one HTTP request: engine outputs go in, pieces of its response come out."""
 
 import asyncio
 from collections import Counter, deque
@@ -18,12 +18,12 @@ from specserve.exchange.step_output import StepOutput
 from specserve.generation import Generation
 from specserve.server.metrics import Metrics
 
-TENANT = "specserve.tenant"  # in a scope
+TENANT = "specserve.tenant"  # a key of the ASGI scope
 
 
 class Arrival(NamedTuple):
     at: float  # seconds, perf_counter
-    tenant: int = 0  # the place of its API key in the file of keys; 0 where there are no keys
+    tenant: int = 0  # index of the API key in the key file; 0 without keys
 
 
 def set_tenant(scope: Scope, tenant: int) -> None:
@@ -31,7 +31,7 @@ def set_tenant(scope: Scope, tenant: int) -> None:
 
 
 def arrival(request: Request) -> Arrival:
-    """Of a request that comes in this moment."""
+    """The arrival of a request that has just been received."""
     return Arrival(perf_counter(), request.scope.get(TENANT, 0))
 
 
@@ -44,8 +44,8 @@ class ChoiceDelta(NamedTuple):
 
 
 class LiveCompletion:
-    """Choices in order of their prompts, those of one prompt side by side. `release` it whatever
-    happens: that frees their blocks.
+    """The choices of one or several prompts, in order of the prompts. Always call `release`, which
+    frees their blocks.
     """
 
     def __init__(
@@ -54,18 +54,18 @@ class LiveCompletion:
         self.engine, self.live, self.metrics, self.arrived = engine, live, metrics, arrived
         self.caller = Caller(engine.next_id, arrived.tenant)
         self.generations: list[Generation] = []
-        self.firsts: list[Generation] = []  # of each prompt
+        self.firsts: list[Generation] = []  # the first choice of each prompt
         self.num_tokens = 0  # of all choices
         self.deltas: deque[ChoiceDelta] = deque()  # not yet taken by `wait`
         self.error: SpecserveError | None = None
-        self.has_left = False  # the client
+        self.has_left = False  # the client has disconnected
         self.waiter: asyncio.Future[None] | None = None
         live.add(self)  # until it is released
 
     def ask(
         self, prompt: Sequence[int], keys: Keys, samplings: Sequence[Sampling], tokenizer: Any
     ) -> None:
-        """One more prompt, with the keys of its blocks, and all its choices."""
+        """Queue the choices of one more prompt; `keys` are those of its blocks."""
         begin = len(self.generations)
         listeners = [ChoiceListener(self, begin + i) for i in range(len(samplings))]
         ids = self.engine.add(prompt, samplings, listeners, keys, self.caller)
@@ -81,24 +81,24 @@ class LiveCompletion:
 
     @property
     def is_over(self) -> bool:
-        """No more text comes, whatever the reason."""
+        """Whether no more text will come: finished, disconnected or failed."""
         return self.is_done or self.has_left or self.error is not None
 
     def end(self, error: SpecserveError) -> None:
-        """Break off; a client that still listens is told why."""
+        """Abort with an error, which the response reports to the client."""
         if not self.is_over:
             self.error = error
             self.wake()
             self.release()
 
     def leave(self) -> None:
-        """The client has gone."""
+        """Abort, as the client has disconnected."""
         self.has_left = True
         self.wake()
         self.release()
 
     def release(self) -> None:
-        """No response takes its text any more: choices that still run are ended."""
+        """End the choices that still run, and count all in the metrics. May be called again."""
         if self not in self.live:
             return
         self.live.discard(self)
@@ -113,7 +113,7 @@ class LiveCompletion:
             self.waiter.set_result(None)
 
     async def wait(self, seconds: float | None = None) -> list[ChoiceDelta]:
-        """What has been added since the last call; nothing after so many silent seconds."""
+        """What was added since the last call; empty if nothing comes for `seconds`."""
         if not self.deltas and not self.is_over:
             self.waiter = asyncio.get_running_loop().create_future()
             await asyncio.wait((self.waiter,), timeout=seconds)
@@ -180,7 +180,7 @@ class LiveCompletion:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens after the first ones, over the time that they took."""
+        """The rate of all tokens but the first of each choice."""
         seconds = self.last_token_at - self.first_token_at
         num_tokens = sum(len(g.token_ids) - 1 for g in self.generations)
         return num_tokens / seconds if num_tokens > 0 and seconds > 0 else None
@@ -214,7 +214,7 @@ class ChoiceListener:
         text = generation.push(output)
         completion.num_tokens += len(generation.token_ids) - before[0]
         completion.metrics.on_tokens(generation, *before)
-        if generation.is_done:  # the engine may not know it yet
+        if generation.is_done:  # the engine does not look for stop strings
             completion.engine.finish(generation.id)
         completion.deltas.append(ChoiceDelta(self.index, text, generation.is_done))
         completion.wake()

@@ -1,4 +1,4 @@
-"""Prometheus series: vLLM's names where it has one, so that boards work unchanged, and ours."""
+"""Prometheus metrics: vLLM's names where it has one, so that dashboards work unchanged."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -17,19 +17,19 @@ from specserve.exchange.messages import Ready, Report
 from specserve.exchange.step_output import Stats
 from specserve.generation import Generation
 
-# From half a millisecond on: vLLM's own begin where a step of a small model has long ended.
+# From half a millisecond on: vLLM's smallest bucket is longer than a step of a small model.
 FAST = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08)
 SLOW = (0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 SECONDS = FAST + SLOW
 TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 M = TypeVar("M", bound=MetricWrapperBase)
 
-# A second series for every counter, which no board reads.
+# These would be a second series for every counter, which no dashboard reads.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Metrics:
-    """Fed with the engine's reports and the ends of requests; `text` is what /metrics says."""
+    """Counts engine reports and ended requests; `text` is the body of /metrics."""
 
     def __init__(self, model: str, max_nodes: int) -> None:
         self.registry, self.model = CollectorRegistry(), model
@@ -40,14 +40,16 @@ class Metrics:
         self.usage = self.gauge("vllm:kv_cache_usage_perc", "Share of KV blocks held, 0 to 1.")
         self.blocks = Gauge(
             "specserve_kv_blocks",
-            "KV blocks by who holds them.",
+            "KV blocks by holder.",
             ["model_name", "engine", "holder"],
             registry=self.registry,
         )
         self.looked_up = self.counter(
-            "vllm:prefix_cache_queries", "Prompt tokens that were looked for in the prefix cache."
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
         )
-        self.cached = self.counter("vllm:prefix_cache_hits", "Those that were found.")
+        self.cached = self.counter(
+            "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."
+        )
         self.preemptions = self.counter("vllm:num_preemptions", "Requests put back in the queue.")
         self.prompt_tokens = self.counter("vllm:prompt_tokens", "Prompt tokens of requests.")
         self.generation_tokens = self.counter("vllm:generation_tokens", "Tokens emitted.")
@@ -68,29 +70,41 @@ class Metrics:
             "specserve_draft_fallbacks", "Drafts by n-grams, as the draft model had not caught up."
         )
         self.step_seconds = self.histogram("specserve_step_seconds", "Wall time of a step.")
-        self.draft_seconds = self.histogram("specserve_draft_seconds", "Drafting, of a step.")
+        self.draft_seconds = self.histogram("specserve_draft_seconds", "Drafting time of a step.")
         self.verify_seconds = self.histogram(
-            "specserve_verify_seconds", "The target's forward, of a step."
+            "specserve_verify_seconds", "Time of the target's forward in a step."
         )
         self.step_tokens = self.histogram("vllm:iteration_tokens_total", "Rows of a step.", TOKENS)
         self.add_request_series()
 
     def add_request_series(self) -> None:
-        self.ttft = self.histogram("vllm:time_to_first_token_seconds", "Request in, token out.")
+        self.ttft = self.histogram("vllm:time_to_first_token_seconds", "Arrival to first token.")
         self.gap = self.histogram(
-            "vllm:inter_token_latency_seconds", "Between a request's steps, each of some tokens."
+            "vllm:inter_token_latency_seconds", "Between two steps of a request that emit tokens."
         )
         self.tpot = self.histogram(
             "vllm:request_time_per_output_token_seconds", "Mean over tokens after the first."
         )
-        self.latency = self.histogram("vllm:e2e_request_latency_seconds", "Request in, all out.")
-        self.queue = self.histogram("vllm:request_queue_time_seconds", "Until it was admitted.")
-        self.prefill = self.histogram("vllm:request_prefill_time_seconds", "Then, to a token.")
-        self.decode = self.histogram("vllm:request_decode_time_seconds", "First to last token.")
-        self.inference = self.histogram("vllm:request_inference_time_seconds", "Admitted to end.")
-        self.num_prompt = self.histogram("vllm:request_prompt_tokens", "Of a request.", TOKENS)
-        self.num_output = self.histogram("vllm:request_generation_tokens", "Of one.", TOKENS)
-        self.max_tokens = self.histogram("vllm:request_params_max_tokens", "Asked for.", TOKENS)
+        self.latency = self.histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.")
+        self.queue = self.histogram("vllm:request_queue_time_seconds", "Arrival to admission.")
+        self.prefill = self.histogram(
+            "vllm:request_prefill_time_seconds", "Admission to first token."
+        )
+        self.decode = self.histogram(
+            "vllm:request_decode_time_seconds", "First token to last token."
+        )
+        self.inference = self.histogram(
+            "vllm:request_inference_time_seconds", "Admission to last token."
+        )
+        self.num_prompt = self.histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKENS
+        )
+        self.num_output = self.histogram(
+            "vllm:request_generation_tokens", "Output tokens of a request.", TOKENS
+        )
+        self.max_tokens = self.histogram(
+            "vllm:request_params_max_tokens", "max_tokens of a request.", TOKENS
+        )
         self.success = Counter(
             "vllm:request_success",
             "Requests ended, by reason.",
@@ -99,7 +113,7 @@ class Metrics:
         )
         self.rejections = Counter(
             "vllm:admission_rejections",
-            "Requests refused at the door, by reason.",
+            "Requests refused before they were queued, by reason.",
             ["model_name", "engine", "reason"],
             registry=self.registry,
         )
@@ -120,14 +134,14 @@ class Metrics:
     def on_ready(self, ready: Ready) -> None:
         info = Gauge(
             "vllm:cache_config_info",
-            "Of the KV pool.",
+            "Block size and number of blocks of the KV pool.",
             ["model_name", "engine", "block_size", "num_gpu_blocks"],
             registry=self.registry,
         )
         info.labels(self.model, "0", str(ready.block_size), str(ready.num_blocks)).set(1)
         drafter = Gauge(
             "specserve_drafter_info",
-            "Who guesses.",
+            "The drafter in use.",
             ["model_name", "drafter"],
             registry=self.registry,
         )
@@ -150,7 +164,7 @@ class Metrics:
                 self.accepted_at[position].inc()
 
     def on_stats(self, stats: Stats) -> None:
-        """The sums of all steps, against those of the last report: that is one step, or none."""
+        """Add the difference to the sums of the last report, which is one step's, or zero."""
         before, self.seen = self.seen, stats
         drafted = stats.num_drafted - before.num_drafted
         accepted = stats.num_accepted - before.num_accepted
@@ -169,7 +183,7 @@ class Metrics:
             self.verify_seconds.observe(stats.verify_seconds - before.verify_seconds)
 
     def on_tokens(self, generation: Generation, num_before: int, last_token_at: float) -> None:
-        """A step's tokens for one request; `last_token_at` is when those before came, or 0."""
+        """Count a step's tokens; `last_token_at` is the time of those before, 0 if none."""
         now = generation.last_token_at
         self.generation_tokens.inc(len(generation.token_ids) - num_before)
         if last_token_at:
@@ -180,7 +194,7 @@ class Metrics:
             self.prefill.observe(now - generation.admitted_at)
 
     def on_end(self, generation: Generation, reason: str, is_first: bool) -> None:
-        """Choices are requests, but that the prompt of several is computed, and counts, once."""
+        """Count a choice as a request; a shared prompt counts with its first choice only."""
         self.success.labels(self.model, "0", reason).inc()
         self.prompt_tokens.inc(len(generation.prompt) if is_first else 0)
         self.num_prompt.observe(len(generation.prompt))

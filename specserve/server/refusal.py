@@ -1,4 +1,4 @@
-"""Refusals: their kinds, and how they read, in OpenAI's shape."""
+"""Error responses in OpenAI's shape, and the request errors that only HTTP has."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ class TimedOut(RequestError):
 
 
 def cut(text: str) -> str:
-    """Bounded: a refusal must not be larger than what it refuses."""
+    """Shorten text from a request: an error must not be larger than its request."""
     return text if len(text) <= MAX_ECHO // 2 else f"{text[: MAX_ECHO // 2]}..."
 
 
@@ -58,13 +58,13 @@ def error_body(error: BaseException) -> dict[str, Any]:
         case SpecserveError():
             kind = "server_error"
         case _:
-            # Ours: what is in it may be anything, and is for the log.
+            # A bug: its message may hold anything, and goes to the log only.
             message, kind, code = "the server failed; its log says why", "server_error", "internal"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def error_headers(error: BaseException) -> dict[str, str]:
-    """What a client may do about it, as far as there are headers that say so."""
+    """Headers that tell a client what to do: retry, authenticate, or use another method."""
     match error:
         case Overloaded(retry_after=None):
             return {"Retry-After": "30", "x-should-retry": "false"}

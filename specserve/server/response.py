@@ -1,4 +1,4 @@
-"""A completion's response: chunks as server-sent events, or one JSON object; other JSON besides."""
+"""Responses: a completion as server-sent events or as one JSON object, and other JSON."""
 
 import asyncio
 import logging
@@ -22,18 +22,18 @@ from specserve.server.service import ServedModel, Service
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
-    (b"x-accel-buffering", b"no"),  # nginx would collect events
+    (b"x-accel-buffering", b"no"),  # else nginx buffers events
 ]
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": waiting\n\n"
-# Line ends to Python's splitlines(), on which some clients cut a stream.
+# Line ends to Python's splitlines(), by which some clients split a stream.
 LINE_ENDS = {c.encode(): f"\\u{ord(c):04x}".encode() for c in "\u2028\u2029\u0085"}
 
 log = logging.getLogger("specserve")
 
 
 class RouteSchema(NamedTuple):
-    """Where the JSON of two routes differs."""
+    """What differs between the JSON of the two completion routes."""
 
     prefix: str  # of ids
     chunk: str  # names of objects
@@ -63,9 +63,10 @@ class CompletionWriter:
         }
 
     def chunks(self, delta: ChoiceDelta) -> Iterator[dict[str, Any]]:
-        """A step of one choice; none where it adds nothing that could be shown.
+        """The chunks of one choice's step; none if it adds no text that can be sent yet.
 
-        Its first always does: clients take it for the first token, whose text may be still held.
+        The first step always has one, as clients take that for the first token, even where the
+        text of this token is still held back.
         """
         is_first = delta.choice not in self.begun
         if delta.text or (is_first and not delta.is_last):
@@ -92,7 +93,7 @@ class CompletionWriter:
         return chunk
 
     def last_chunk(self) -> dict[str, Any] | None:
-        """The usage chunk, where it was asked for."""
+        """The usage chunk; None unless it was requested."""
         if not self.has_usage:
             return None
         count = {"choices": [], "usage": self.completion.usage()}
@@ -122,7 +123,7 @@ class CompletionWriter:
 
 
 class EventStream(Response):
-    """Ends in one of two ways: all chunks and [DONE], or an error event and [DONE]."""
+    """Streams a completion's chunks. Ends with [DONE], after an error event if it failed."""
 
     def __init__(
         self, completion: LiveCompletion, writer: CompletionWriter, comment_seconds: float
@@ -138,7 +139,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b""})
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """All that there is to send at a time, so that it goes out in one write."""
+        """Events as bytes; all that are ready at a time go out in one write."""
         completion = self.completion
         try:
             while True:
@@ -152,7 +153,7 @@ class EventStream(Response):
                 events.append(event(error_body(completion.error)))
             elif (last := self.writer.last_chunk()) is not None:
                 events.append(event(last))
-        except Exception as e:  # a stream must not end without a word
+        except Exception as e:  # a stream must not end without an error event
             log.exception("a completion could not be streamed")
             events = [event(error_body(e))]
         yield b"".join([*events, DONE])
@@ -168,7 +169,7 @@ def event(data: dict[str, Any]) -> bytes:
 async def respond(
     request: Request, schema: RouteSchema, asked: Body, completion: LiveCompletion
 ) -> Response:
-    """A completion that has been queued, as its request wants it: as a stream or whole."""
+    """The response to a queued completion: a stream, or one JSON object."""
     service: Service = request.app.state.service
     writer = CompletionWriter(schema, service.served, asked, completion)
     if asked.stream:
@@ -177,12 +178,12 @@ async def respond(
 
 
 async def whole(completion: LiveCompletion, writer: CompletionWriter, receive: Receive) -> Response:
-    """The completion in one piece, once it has ended."""
+    """One JSON object, once the completion has ended."""
     async with watched(completion, receive):
         while not completion.is_over:
             await completion.wait()
     if completion.has_left:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client has disconnected
     if completion.error is not None:
         return error_response(completion.error)
     return json_response(writer.whole())
@@ -190,7 +191,7 @@ async def whole(completion: LiveCompletion, writer: CompletionWriter, receive: R
 
 @asynccontextmanager
 async def watched(completion: LiveCompletion, receive: Receive) -> AsyncIterator[None]:
-    """While the response is made, notice at once when its client leaves; then release it."""
+    """Abort the completion if the client disconnects during the block; then release it."""
     watcher = asyncio.create_task(watch(completion, receive))
     try:
         yield

@@ -1,4 +1,4 @@
-"""`specserve serve`: two processes from the start, and an orderly end."""
+"""`specserve serve`: start-up beside the engine process, and graceful shutdown."""
 
 import asyncio
 import logging
@@ -30,8 +30,9 @@ from specserve.server.connection import bounded
 from specserve.server.service import ServedModel, Service, fingerprint
 
 ENGINE_DIED = 70  # the exit code; EX_SOFTWARE of sysexits.h
-KEEP_ALIVE = 60  # seconds; longer than clients keep an idle connection, so that they close it
-FAREWELL, HASTE = 5.0, 0.5  # seconds for the last bytes to reach clients that read them
+KEEP_ALIVE = 60  # seconds; longer than clients keep an idle connection, so that they close it first
+FLUSH_SECONDS = 5.0  # for the last bytes to reach clients at shutdown
+HURRIED_FLUSH_SECONDS = 0.5  # after a second signal
 QUESTION = '{"messages": [{"role": "user", "content": "%s"}], "max_tokens": 64, "stream": true}'
 PREFIX = '{"prompt": "def ", "max_tokens": 64, "stream": true}'
 
@@ -47,7 +48,7 @@ class Start(NamedTuple):
 
 
 def serve(start: Start) -> int:
-    """Serve until a signal comes or the engine dies; the exit code."""
+    """Serve until a signal comes or the engine dies; returns the exit code."""
     return_freed_memory()
     raise_file_limit()
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
@@ -63,7 +64,7 @@ async def run(start: Start) -> int:
     engine = EngineClient(start.spawned)
     service = Service(start.config, engine)
     server = Server(service)
-    await engine.connect()  # last: what it has said by now is heard at once
+    await engine.connect()  # last: messages that have arrived by now are handled at once
     serving = asyncio.create_task(server.serve(sockets=[start.listener]))
     living = asyncio.create_task(live(service, start))
     signalled = asyncio.create_task(server.signals.get())
@@ -108,7 +109,7 @@ async def load(service: Service, start: Start) -> Ready:
 
 
 async def drain(service: Service, server: "Server") -> int:
-    """Take nobody in, and let answers end; a second signal, or time, breaks them off."""
+    """Refuse requests and let answers end; a second signal or the time limit aborts them."""
     service.is_draining = True
     seconds = service.limits.drain_seconds
     if number := len(service.completions):
@@ -122,14 +123,14 @@ async def drain(service: Service, server: "Server") -> int:
         raise EngineDied("the engine process has ended before its last answers did")
     if not again.done():
         return 0
-    server.patience = HASTE
+    server.flush_seconds = HURRIED_FLUSH_SECONDS
     return 128 + again.result()
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, except that signals are only noted: what they mean is decided above."""
+    """uvicorn's server, except that signals are queued for `run` and `drain`."""
 
-    patience = FAREWELL
+    flush_seconds = FLUSH_SECONDS
 
     def __init__(self, service: Service) -> None:
         config = uvicorn.Config(
@@ -151,17 +152,17 @@ class Server(uvicorn.Server):
         self.running_loop.call_soon_threadsafe(self.signals.put_nowait, sig)
 
     async def leave(self, serving: "asyncio.Task[None]") -> None:
-        """Let the last bytes out, as far as somebody reads them."""
+        """Shut down: flush the last bytes, then abort connections that do not read them."""
         self.should_exit = True
-        await asyncio.wait((serving,), timeout=self.patience)
+        await asyncio.wait((serving,), timeout=self.flush_seconds)
         for connection in list(self.server_state.connections):
-            connection.transport.abort()  # nobody reads there
+            connection.transport.abort()
         self.force_exit = True
         await serving
 
 
 def raise_file_limit() -> None:
-    """Every connection is a file; systems grant more than they give at first."""
+    """Raise the limit on open files to the hard limit, as every connection is a file."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -169,7 +170,7 @@ def raise_file_limit() -> None:
 def introduction(
     service: Service, ready: Ready, address: Sequence[object], seconds: float
 ) -> list[str]:
-    """What is served, how, where, and a line to try it with."""
+    """The start-up message: model, drafter, memory, URL, and a curl command to try."""
     config, (host, port) = service.config, address[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(host), str(host))
     url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"

@@ -1,4 +1,4 @@
-"""What the routes share: the model's text side, the engine, and the one door to it."""
+"""What the routes share: text processing, admission checks, and the engine client."""
 
 import asyncio
 import hashlib
@@ -25,39 +25,39 @@ from specserve.server.refusal import NotFound, cut
 from specserve.server.templates import TemplateProcesses
 from specserve.version import VERSION
 
-LARGE = 1 << 15  # bytes of a body: reading it takes a millisecond or more
-LONG = 1 << 12  # tokens of prompts: hashing them takes a good part of a millisecond
-HUNG_SECONDS = 300  # no step takes so long that has not lost its way
+LARGE = 1 << 15  # bytes of a body from which parsing takes a millisecond or more
+LONG = 1 << 12  # tokens of prompts from which hashing takes a good part of a millisecond
+HUNG_SECONDS = 300  # an engine process without a report for so long counts as hung
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class ServedModel(NamedTuple):
-    """What every response tells of its server."""
+    """What responses tell about the served model."""
 
     model: str
-    fingerprint: str  # equal ones, with equal seeds, say equal texts
+    fingerprint: str  # equal ones, with equal seeds, give equal texts
     drafter: str
     max_nodes: int
-    scaled: list[Scaled]  # those of its models that are demos at another model's cost
+    scaled: list[Scaled]  # of target and draft model, those that are scaled demos
 
 
 class Service:
-    """Open between `load` and the end of the engine, or the beginning of a drain."""
+    """Accepts requests from `open` until a drain begins or the engine process ends."""
 
     def __init__(self, config: Config, engine: EngineClient) -> None:
         self.config, self.limits, self.engine = config, config.server, engine
         self.name, self.started_at = served_name(config), int(time.time())
         self.metrics = Metrics(self.name, config.speculation.max_nodes)
         self.bodies = BodyReader(self.limits, self.reject)
-        # Parsing and tokenizing let other threads run while they are outside Python.
+        # Threads are enough: tokenizing releases the GIL.
         self.text_threads = ThreadPoolExecutor(2, thread_name_prefix="text")
         self.templates: TemplateProcesses | None = None
         self.completions: set[LiveCompletion] = set()
         self.is_draining = False
         self.loaded: tuple[InputProcessor, ServedModel] | None = None
-        self.kv_formats: dict[str, KVFormat] = {}  # of the models whose prefixes are kept
+        self.kv_formats: dict[str, KVFormat] = {}  # of the models with a prefix cache
         engine.on_report = self.metrics.on_report
 
     @property
@@ -76,17 +76,17 @@ class Service:
 
     @property
     def is_alive(self) -> bool:
-        """The engine process is there and, where somebody waits for it, has lately stepped."""
+        """Whether the engine process runs and, if completions wait, has reported lately."""
         silence = asyncio.get_running_loop().time() - self.engine.heard_at
         return not self.engine.died.is_set() and (not self.completions or silence < HUNG_SECONDS)
 
     def start_templates(self, template: ChatTemplate | None) -> None:
-        """In the thread of the event loop: processes end with the thread that started them."""
+        """Call this in the event loop's thread: processes end with the thread that starts them."""
         if template is not None:
             self.templates = TemplateProcesses(template, self.limits.template_seconds)
 
     def open(self, input_processor: InputProcessor, served: ServedModel, ready: Ready) -> None:
-        """All is loaded: let requests in."""
+        """Accept requests, once everything is loaded."""
         self.metrics.on_ready(ready)
         self.kv_formats = ready.kv_formats
         self.loaded = input_processor, served
@@ -100,7 +100,7 @@ class Service:
             raise Overloaded("the model is still being loaded: ask again in a moment")
 
     def check_model(self, name: str | None) -> None:
-        """Only one is served: who names none means it."""
+        """NotFound for a name other than the served model's; None means that model."""
         if name is not None and name != self.name:
             error = NotFound(
                 f"the model {cut(name)!r} is not served here; {self.name!r} is", "model"
@@ -111,10 +111,10 @@ class Service:
     async def ask(
         self, prompts: Sequence[list[int]], params: SamplingParams, arrived: Arrival, field: str
     ) -> LiveCompletion:
-        """Queue a request for every prompt, which came in `field`, or refuse them all."""
+        """Queue all prompts, or refuse all; errors name `field`."""
         samplings = [self.input_processor.resolve(params, len(prompt)) for prompt in prompts]
         keys = await self.hash(prompts, params.cache_salt)
-        self.check_open()  # again: reading the body took its time
+        self.check_open()  # again: a drain may have begun while the body was read
         self.check_requests(len(prompts) * params.n, "n" if params.n > 1 else field)
         self.check_tokens(sum(map(len, prompts)), field)
         completion = LiveCompletion(self.engine, self.completions, self.metrics, arrived)
@@ -124,13 +124,13 @@ class Service:
         return completion
 
     def check_asked(self, params: SamplingParams, num_prompts: int, field: str) -> None:
-        """Refuse what needs no look at the prompts, before any is tokenized."""
+        """The checks that need no token ids, so that they come before tokenizing."""
         self.check_params(params)
         self.input_processor.resolve(params)
         self.check_requests(num_prompts * params.n, "n" if params.n > 1 else field)
 
     def check_params(self, params: SamplingParams) -> None:
-        """What the operator lets no client ask for, though the engine would take it."""
+        """Refuse parameters that the engine supports but the operator's limits exclude."""
         num_stop = 1 if isinstance(params.stop, str) else len(params.stop)
         if num_stop > self.limits.max_stop_strings:
             raise RequestError(
@@ -145,16 +145,16 @@ class Service:
             )
 
     async def in_thread(self, do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Work on text beside the event loop: a long prompt must not hold up any stream."""
+        """Run work on text in a thread, so that a long prompt does not delay streams."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.text_threads, lambda: do(*args, **kwargs))
 
     async def parse(self, raw: bytes, read: Callable[[bytes], T]) -> T:
-        """A body's fields; a large one is read beside the event loop."""
+        """Parse a body; a large one in a thread."""
         return await self.in_thread(read, raw) if len(raw) > LARGE else read(raw)
 
     async def hash(self, prompts: Sequence[list[int]], salt: str) -> list[Keys]:
-        """The keys of each prompt's blocks; many tokens are hashed beside the event loop."""
+        """The keys of each prompt's blocks; many tokens are hashed in a thread."""
 
         def hash_all() -> list[Keys]:
             return [prompt_keys(self.kv_formats, prompt, salt) for prompt in prompts]
@@ -163,27 +163,27 @@ class Service:
         return await self.in_thread(hash_all) if is_long else hash_all()
 
     async def read_all(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-        """Every prompt's tokens; the first that does not fit ends it, and no more are tokenized."""
+        """Every prompt's tokens; tokenizing stops at the first prompt that does not fit."""
         with blaming("prompt"):
             for prompt in prompts:
                 if not isinstance(prompt, str):
-                    self.input_processor.check_length(prompt)  # costs nothing
+                    self.input_processor.check_length(prompt)  # before any text is tokenized
             return [await self.in_thread(self.input_processor.read, prompt) for prompt in prompts]
 
     async def tokenize(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
-        """The tokens of the text that came in `field`, however many they are."""
+        """The text's tokens, without `check_length`; errors name `field`."""
         with blaming(field):
             return await self.in_thread(self.input_processor.encode, text, add_special_tokens)
 
     async def render(self, messages: Sequence[Message]) -> str:
-        """The conversation through the chat template, which has a deadline."""
+        """The conversation as text, by the chat template, which has a deadline."""
         with blaming("messages"):
             self.input_processor.check_chat()
             assert self.templates is not None, "a template has its processes before requests come"
             return await self.templates.render(messages)
 
     def check_requests(self, number: int, field: str) -> None:
-        """Better a refusal now than a first token that comes too late for anybody."""
+        """Refuse more requests than may wait: their first tokens would come too late."""
         queued = sum(not g.token_ids for c in self.completions for g in c.generations)
         self.check_room("requests", queued, number, self.limits.max_queued_requests, field)
 
@@ -209,14 +209,14 @@ class Service:
             await self.templates.close()
 
     async def drained(self) -> None:
-        """Until nobody waits for an answer any more."""
+        """Wait until no completion is left."""
         while self.completions:
             await asyncio.sleep(0.02)
 
 
 @contextmanager
 def blaming(field: str) -> Iterator[None]:
-    """The field that a refusal in here names."""
+    """Name `field` in a RequestError that the block raises."""
     try:
         yield
     except RequestError as e:
@@ -229,11 +229,11 @@ def served_name(config: Config) -> str:
 
 
 def fingerprint(folder: Path, ready: Ready) -> str:
-    """Of all that the text depends on beside a request: equal for every drafter."""
+    """A hash of all that texts depend on besides the request; equal for every drafter."""
     digest = hashlib.sha256(f"{VERSION} {ready.dtype} {ready.arithmetic}".encode())
     for file in sorted([*folder.glob("*.json"), *folder.glob("*.jinja")]):
         digest.update(file.read_bytes())
     for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as weights:  # its beginning: all of it would take minutes to read
+        with file.open("rb") as weights:  # the first MiB only: reading all would take minutes
             digest.update(f"{file.name} {file.stat().st_size}".encode() + weights.read(1 << 20))
     return f"fp_{digest.hexdigest()[:12]}"

@@ -19,7 +19,7 @@ MAX_TEXT = 1 << 24  # characters; every prompt that fits a model is far shorter
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """From here on the process waits for messages."""
+    """The process has started and received its template."""
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True):
@@ -34,9 +34,9 @@ FromProcess = Started | Rendered | Refused
 
 
 def main(fd: int) -> None:
-    """Render until nobody is at the other end any more."""
+    """Render until the parent closes its end of the socket."""
     die_with_parent()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent alone decides what it means
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent handles it, and ends this process
     bound_memory()
     return_freed_memory()
     link = Link(socket.socket(fileno=fd))
@@ -45,7 +45,7 @@ def main(fd: int) -> None:
 
 
 def serve(link: Link) -> None:
-    """The first frame is the template; each of the others, which wait for replies, a chat."""
+    """Receive the template as the first frame; then reply to each frame, which is a chat."""
     [first] = link.receive(wait=True)
     template = msgspec.msgpack.decode(first, type=ChatTemplate)
     link.send(Started())
@@ -69,7 +69,7 @@ def render(template: ChatTemplate, messages: list[dict[str, Any]]) -> Rendered |
 
 
 def bound_memory() -> None:
-    with suppress(ValueError, OSError):  # the system has a smaller bound, or knows none
+    with suppress(ValueError, OSError):  # a lower limit is set, or limits are unsupported
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
 
 

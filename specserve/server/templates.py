@@ -1,4 +1,4 @@
-"""The chat template, in processes beside this one: no template holds up more than its own chat."""
+"""Renders chat templates in child processes, so that a slow one delays only its own chat."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ from specserve.models.chat_template import ChatTemplate, Message
 from specserve.server import template_process
 from specserve.server.template_process import FromProcess, Refused, Rendered, Started
 
-NUM_PROCESSES = 2  # one template that runs to its deadline leaves the other process to all others
+NUM_PROCESSES = 2  # while one chat runs to its deadline, the other process renders all others
 
 log = logging.getLogger("specserve")
 encode = msgspec.msgpack.Encoder().encode
@@ -23,7 +23,7 @@ decode = msgspec.msgpack.Decoder(FromProcess).decode
 
 
 class TemplateProcesses:
-    """Renders one chat in each process at a time; the others wait, in order.
+    """Renders one chat at a time in each process; other chats wait, in order.
 
     So a chat waits for no longer than a deadline and the start of a process, unless several
     templates that run to their deadlines are ahead of it.
@@ -37,7 +37,7 @@ class TemplateProcesses:
             self.free.put_nowait(process)
 
     async def render(self, messages: Sequence[Message]) -> str:
-        """RequestError where the template refuses the messages, or is not done in time."""
+        """The chat as text; RequestError if the template refuses it or exceeds the deadline."""
         try:
             payload = encode(messages)
         except (TypeError, ValueError, OverflowError) as e:
@@ -79,7 +79,7 @@ class TemplateProcesses:
 
 
 class TemplateProcess(asyncio.Protocol):
-    """One process, and the request that it is at, if there is any."""
+    """One child process, and the chat that it is rendering, if any."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self.process, sock = start_process(template_process.__name__, encode(template))
@@ -89,7 +89,7 @@ class TemplateProcess(asyncio.Protocol):
         self.frames = Frames()
         self.reply: asyncio.Future[Rendered | Refused] | None = None
         self.started, self.ended = asyncio.Event(), asyncio.Event()
-        self.has_ended = False  # or is about to
+        self.has_ended = False  # or has been killed
 
     async def connect(self, sock: socket.socket) -> None:
         await self.loop.create_connection(lambda: self, sock=sock)
@@ -99,7 +99,7 @@ class TemplateProcess(asyncio.Protocol):
         return self.reply is not None
 
     async def ask(self, messages: bytes, seconds: float) -> Rendered | Refused:
-        """TimeoutError after so many seconds of rendering; to start takes none of them."""
+        """Render messages; TimeoutError after `seconds`, which exclude the process's start."""
         await self.started.wait()
         if self.has_ended or self.transport is None:
             raise Overloaded("the process for the chat template has ended: ask again in a moment")
@@ -115,7 +115,7 @@ class TemplateProcess(asyncio.Protocol):
         self.process.kill()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.WriteTransport, transport)  # uvloop's own class is none
+        self.transport = cast(asyncio.WriteTransport, transport)  # uvloop has a class of its own
 
     def data_received(self, data: bytes) -> None:
         for payload in self.frames.feed(data):
@@ -127,8 +127,8 @@ class TemplateProcess(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.has_ended = True
-        self.process.wait()  # it closes its files last: this takes no time
-        self.started.set()  # whoever waits for that has waited for long enough
+        self.process.wait()  # its socket is closed, so it is ending: this does not block
+        self.started.set()  # wakes `ask`, which then sees has_ended
         self.ended.set()
         if self.reply is not None and not self.reply.done():
             error = RequestError("the chat template ended its process on these messages")

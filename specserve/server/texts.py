@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: what the model would read, and what it would say."""
+"""POST /tokenize and /detokenize: text to token ids, and back."""
 
 from typing import Any, TypeVar
 

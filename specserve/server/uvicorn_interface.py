@@ -1,6 +1,6 @@
-"""What is used of uvicorn and httptools beyond what they document, and whether it is still there.
+"""The undocumented parts of uvicorn and httptools that are used, and a check for changes in them.
 
-They may change it without notice. That is found out at start-up, not under a client's request.
+Releases may change them without notice. The check fails at start-up, not during a request.
 """
 
 import dis
@@ -64,7 +64,7 @@ ATTRIBUTES: dict[type, str] = {
 
 
 def changes() -> Iterator[str]:
-    """Everything that is not as the code here expects it, by name."""
+    """The names of all parts that differ from what this package expects."""
     for owner, methods in METHODS.items():
         for name, parameters in methods.items():
             method = vars(owner).get(name)
