@@ -71,7 +71,9 @@ def tiny_checkpoint(
 
 
 def add_token_beyond(folder: Path) -> str:
-    """Give the tokenizer a token, and the generation an end, that the model has no embedding of."""
+    """Give the tokenizer a token, and the generation config an end token, beyond the model's
+    vocabulary.
+    """
     path, size = folder / "tokenizer.json", SIZES["vocab_size"]
     tokenizer = Tokenizer.from_file(str(path))
     tokens = [f"<|{i}|>" for i in range(tokenizer.get_vocab_size(), size + 1)]

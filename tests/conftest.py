@@ -12,7 +12,7 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# A suite that a shell runs in the background is born with SIGINT ignored, and so are its children.
+# A shell starts background jobs with SIGINT ignored, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: the first example of a run compiles and allocates. Derandomized: a suite that every
@@ -40,7 +40,7 @@ def test_models():
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """For tiny models threads are all barrier, which a busy machine turns into seconds."""
+    """With tiny models threads mostly wait at barriers, for seconds on a busy machine."""
     torch.set_num_threads(1)
 
 

@@ -32,7 +32,7 @@ class FakeOutput(msgspec.Struct, frozen=True):
 
 
 class FakeLLM:
-    """Says every prompt backwards, a letter a step; the last one made is `FakeLLM.last`."""
+    """Generates every prompt backwards, a letter a step; the last instance is `FakeLLM.last`."""
 
     def __init__(self, model, draft_model=None, drafter=None, config=None, set=None, progress=True):
         self.model, self.draft_model, self.drafter = model, draft_model, drafter

@@ -1,4 +1,4 @@
-"""What the README says is run, so that it stays true."""
+"""The commands, code and tables of the documents are run or compared, so that they stay true."""
 
 import json
 import re
@@ -48,7 +48,7 @@ def test_every_command_runs(command, folders, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setitem(vars(specserve), "LLM", FakeLLM)
     monkeypatch.setitem(vars(specserve), "SamplingParams", FakeParams)
-    # What serves and what listens have tests of their own, and so has `chat`.
+    # Serving, listening and chatting have tests of their own.
     monkeypatch.setattr("specserve.exchange.spawn.spawn", lambda config: config)
     monkeypatch.setattr("specserve.server.listen.listen", lambda limits: nullcontext())
     monkeypatch.setattr("specserve.server.serve.serve", lambda *args: 0)
@@ -62,7 +62,7 @@ def test_every_command_runs(command, folders, monkeypatch, capsys):
 
 @pytest.mark.parametrize("command", sorted(set(BENCH)))
 def test_every_bench_command_is_understood(command, folders, tmp_path, monkeypatch, capsys):
-    """And all it names is looked at; what it measures, tests/bench has."""
+    """Files and names in it are checked; tests/bench checks the measurements."""
     result = Result(kind="latency", machine={}, subjects={}, workloads={}, runs=[])
     subject = suite.Contender("", Subject(model="m"), None)
     monkeypatch.setattr(suite, "measure", lambda *args: result)

@@ -1,4 +1,4 @@
-"""What would break at a user's, not here: other packages' probing, and what the wheel carries."""
+"""What would fail only after installation: a clash of package names, files missing in the wheel."""
 
 import json
 import subprocess

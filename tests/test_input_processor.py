@@ -1,4 +1,4 @@
-"""What the engine takes: ids that the model has an embedding of, whoever made them."""
+"""Token ids without an embedding are refused, whether a client, tokenizer or template made them."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Mistakes that are told at once, and modules that stay light."""
+"""Mistakes that are reported before any model is loaded, and modules that do not import torch."""
 
 import json
 import shutil
@@ -146,7 +146,7 @@ def test_a_key_file_that_is_of_no_use_is_told_before_torch_is_imported(
 
 
 def test_a_command_that_would_import_torch_is_seen():
-    """Else the tests above would pass whatever is imported."""
+    """So the tests above do fail if torch is imported."""
     code = COMMAND.replace("from specserve.cli import main", "import torch")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "torch is imported" in done.stderr

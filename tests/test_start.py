@@ -21,7 +21,7 @@ def faults_of_fresh_memory():
 
 class Stop:
     def find_spec(self, name, path=None, target=None):
-        if name == "torch":  # somebody imports it: what is there by now?
+        if name == "torch":  # it is about to be imported: show the settings made before
             faults_of_fresh_memory()
             print(os.environ["OMP_WAIT_POLICY"], faults_of_fresh_memory())
             sys.exit()

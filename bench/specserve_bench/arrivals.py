@@ -1,4 +1,4 @@
-"""When requests come."""
+"""When requests arrive."""
 
 import math
 from itertools import accumulate

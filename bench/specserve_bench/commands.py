@@ -199,7 +199,7 @@ def is_url(name: str) -> bool:
 
 
 def distinct(names: Sequence[str]) -> list[str]:
-    """Number repeated labels, `name (2)`: a subject that is named twice shows the noise."""
+    """Number repeated labels, `name (2)`: naming a subject twice shows the noise of measurement."""
     return [
         name if (seen := names[:n].count(name)) == 0 else f"{name} ({seen + 1})"
         for n, name in enumerate(names)
@@ -222,7 +222,7 @@ def finish(
         if args.out is not None:
             args.out.write_bytes(msgspec.json.encode(result) + b"\n")
     except OSError as e:
-        print(report(result))  # it is all there is
+        print(report(result))  # else the measurements would be lost
         raise ConfigError(f"{args.out}: cannot be written ({e.strerror})") from e
     present([result], args.plots)
     answers = {run.subject: [a for r in run.rounds for a in r.requests] for run in result.runs}
@@ -256,11 +256,11 @@ def shown(args: argparse.Namespace) -> int:
 
 
 def present(measured: Sequence[Result], folder: Path | None, is_markdown: bool = False) -> None:
-    has_json = not sys.stdout.isatty()  # nobody reads it there
+    has_json = not sys.stdout.isatty()  # JSON is for programs, not for a terminal
     for text in [markdown(measured)] if is_markdown else (report(r, has_json) for r in measured):
         print(text)
     if folder is not None:
-        from specserve_bench.plots import draw  # matplotlib is not everybody's
+        from specserve_bench.plots import draw  # matplotlib is optional
 
         for file in draw(measured, folder):
             print(f"plot: {file}", file=sys.stderr)
@@ -310,7 +310,7 @@ def configured(args: argparse.Namespace, **drafting: Any) -> Config:
 
 
 def guessing(args: argparse.Namespace) -> list[str]:
-    """ngram, model where there is a draft model, and whoever the config names; the best is last."""
+    """ngram, model if there is a draft model, and the config's drafter; the best one last."""
     if args.url is not None:
         refuse_with_url(args)
         return ["whoever it is"]
@@ -327,7 +327,7 @@ def refuse_with_url(args: argparse.Namespace) -> None:
     for flag in ("draft_model", "drafters", "config", "set"):
         if getattr(args, flag):
             name = flag.replace("_", "-")
-            raise ConfigError(f"--{name} is the server's own affair: leave it out with --url")
+            raise ConfigError(f"--{name} is the server's own setting: leave it out with --url")
 
 
 def key_of(args: argparse.Namespace) -> str | None:

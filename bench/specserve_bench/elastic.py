@@ -98,7 +98,7 @@ def settings(load: Load, kv_bytes: int) -> dict[str, Any]:
 
 
 def prompts(llm: LLM, load: Load) -> list[list[int]]:
-    """Beginnings anywhere in source that the demo pair was not trained on."""
+    """Slices, at random places, of source that the demo pair was not trained on."""
     source = source_tokens(llm)
     rng, most = random.Random(0), len(source) - load.num_prompt
     begins = [rng.randrange(most) for _ in range(load.requests)]

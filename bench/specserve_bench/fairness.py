@@ -32,7 +32,7 @@ def fairness_figures() -> dict[str, Any]:
 
 
 def table(figures: Mapping[str, Any]) -> str:
-    """In Markdown, as the manual has it."""
+    """In Markdown, as in docs/bench.md."""
     rows = (
         f"| {name} | {row['ttft_ms']} ({row['ttft_ms_min_max'][0]} to {row['ttft_ms_min_max'][1]}) "
         f"| {row['steps']} |"

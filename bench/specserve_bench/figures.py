@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from specserve import LLM, SamplingParams  # first: it settles the process before torch comes
+from specserve import LLM, SamplingParams  # first: it configures the process before torch loads
 
 import msgspec  # isort: skip
 
@@ -133,7 +133,7 @@ def load(models: Path, drafter: str, nodes: int) -> LLM:
     settings = {
         "speculation.max_nodes": nodes,
         "memory.kv_bytes": 1 << 28,
-        "memory.prefix_cache": False,  # all rounds ask the same
+        "memory.prefix_cache": False,  # all rounds repeat the same prompts
     }
     return LLM(models / "code-target", draft, drafter, set=settings, progress=False)
 

@@ -197,7 +197,7 @@ def read(heard: Heard) -> None:
 
 
 def read_event(heard: Heard, at: float, data: bytes) -> bool:
-    """Whether it is the last one."""
+    """Read one event; whether it is the last one."""
     if data == b"[DONE]":
         return True
     chunk = msgspec.json.decode(data, type=Chunk)
@@ -241,7 +241,7 @@ def finished(
 
 
 def measured(heard: Heard) -> MeasuredRequest:
-    """Without times where it failed."""
+    """The request's figures, without times if it failed."""
     if heard.error is not None or heard.usage is None:
         return MeasuredRequest(number=heard.number, arrived_at=heard.due_at, error=heard.error)
     return MeasuredRequest(
@@ -257,7 +257,7 @@ def measured(heard: Heard) -> MeasuredRequest:
 
 
 def told(heard: Sequence[Heard]) -> Speculation | None:
-    """From specserve's statistics of each request."""
+    """Speculation from specserve's statistics of each request."""
     each = [h.told for h in heard if h.told is not None]
     if not each:
         return None
@@ -271,7 +271,7 @@ def told(heard: Sequence[Heard]) -> Speculation | None:
 
 
 def counted(grown: Any) -> Speculation | None:
-    """From vLLM's series, which count steps with a draft only."""
+    """Speculation from vLLM's series, which count steps with a draft only."""
     steps = grown("vllm:spec_decode_num_drafts_total")
     if not steps:
         return None

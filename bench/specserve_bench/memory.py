@@ -208,7 +208,7 @@ def overhead(shape: Path) -> dict[str, Any]:
     engine.target.threads, _ = choose_threads(engine.target, engine.pool, config, 512)
     rng = random.Random(0)
     beginning = [rng.randrange(decoder.config.vocab_size) for _ in range(prompt // 2)]
-    for i in range(2 * running):  # the first half of a prompt is found by those that come later
+    for i in range(2 * running):  # later prompts find the first half of an earlier one
         ending = [rng.randrange(decoder.config.vocab_size) for _ in range(prompt // 2)]
         engine.add(beginning + ending, plain(said + i % running))
     watch = Stopwatch()

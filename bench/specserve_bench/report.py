@@ -34,7 +34,7 @@ TIMES = {
 COMPARED = {"ttft_ms": "TTFT", "tpot_ms": "TPOT"}
 COLUMNS = Spread.__struct_fields__
 SECONDS = {"draft_s": "draft s", "verify_s": "verify s", "other_s": "other s"}
-WIDTH = 200  # of characters: what is narrower is not broken
+WIDTH = 200  # characters: wider lines are broken
 DEPTHS = 6  # of acceptance, that a table has room for
 MAX_ERRORS = 5  # different ones that a report shows
 

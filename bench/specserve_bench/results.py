@@ -149,7 +149,7 @@ class Result(msgspec.Struct, kw_only=True):
 
     kind: str  # latency, load, drafters or compare
     machine: dict[str, Any]
-    subjects: dict[str, Subject]  # by label, the first being what the others are held against
+    subjects: dict[str, Subject]  # by label; the others are compared with the first
     workloads: dict[str, dict[str, Any]]
     runs: list[Run]
     goals: Goals = Goals()

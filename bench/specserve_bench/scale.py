@@ -251,7 +251,7 @@ class Axis(NamedTuple):
 
 
 class Scaling:
-    """The tensors of the larger model, one at a time, to be asked for in one order always."""
+    """The tensors of the larger model, one at a time; the bytes depend on the order of calls."""
 
     def __init__(
         self,

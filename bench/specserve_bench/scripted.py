@@ -57,7 +57,7 @@ class ScriptedDrafter:
         return Draft.chain(tokens)
 
     def text_of(self, item: DraftItem) -> "array[int]":
-        """The recorded text that begins with what the request has; an empty one where none does."""
+        """The recorded text that begins with the request's tokens; empty if there is none."""
         text = self.known.get(item.id)
         if text is None or text[: len(item.token_ids)] != item.token_ids:
             begins = (t for t in self.texts if t[: len(item.token_ids)] == item.token_ids)
@@ -72,5 +72,5 @@ class ScriptedDrafter:
 
 
 def wrong(token: int) -> int:
-    """Another id of the vocabulary, whichever it is."""
+    """Any other id of the vocabulary."""
     return token - 1 if token else 1

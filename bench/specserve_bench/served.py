@@ -46,12 +46,12 @@ class Served:
             self.process.kill()
 
     def cpu_seconds(self) -> float:
-        """Of the API process, all threads."""
+        """CPU time of the HTTP process, all threads."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / TICK
 
     def resident_bytes(self) -> int:
-        """Of the API process."""
+        """Resident memory of the HTTP process."""
         pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 

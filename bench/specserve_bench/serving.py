@@ -96,7 +96,7 @@ async def held_open(served: Served) -> int:
         await send(writer, COMPLETIONS, body_for(PROMPTS[0], i, 4000) | {"stream": True})
         writers.append(writer)
         if i >= NUM_IDLE - 1:
-            await reader.readuntil(b": waiting")  # the last ones have been let in and wait
+            await reader.readuntil(b": waiting")  # the last ones are queued
     resident = served.resident_bytes()
     for writer in writers:
         writer.close()
@@ -106,13 +106,13 @@ async def held_open(served: Served) -> int:
 def newcomer(pair: tuple[object, ...]) -> dict[str, Any]:
     """A long prompt comes while a stream runs: the stream's longest gap, the newcomer's TTFT.
 
-    Chunk steps grow with the context that they attend to, so the longest gap is held against the
+    Chunk steps grow with the context that they attend to, so the longest gap is compared with the
     longest chunk step of the same prompt alone, in an engine of this process. One thread each, so
-    that both engines do the same work whatever their load-time timings would have chosen.
+    that both engines do the same work whatever number of threads their timings would choose.
     """
     target, _, draft = pair
     options = {"scheduler.prefill_chunk": CHUNK, "model.threads": 1, "memory.kv_bytes": 1 << 28}
-    options["memory.prefix_cache"] = False  # the same is asked again and again
+    options["memory.prefix_cache"] = False  # the same prompts are repeated
     flags = [f"--set={key}={json.dumps(value)}" for key, value in options.items()]
     with (
         LLM(str(target), str(draft), set=options, progress=False) as llm,

@@ -216,7 +216,7 @@ def chances(setting: str, text: str) -> list[float]:
 
 
 def record(llm: LLM, workloads: Sequence[Workload], file: Path) -> None:
-    """What the target says to every request, for the scripted drafter."""
+    """Record the target's text for every request, for the scripted drafter."""
     local = Local(llm)
     checked = [local.check(ask) for workload in workloads for ask in workload.asks]
     outputs = llm.generate([ids for ids, _ in checked], [params for _, params in checked])
@@ -224,7 +224,7 @@ def record(llm: LLM, workloads: Sequence[Workload], file: Path) -> None:
 
 
 def machine(command: str) -> dict[str, Any]:
-    """Where, with what and how this was measured."""
+    """The machine, the software and the command of this measurement."""
     return {
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),

@@ -49,7 +49,7 @@ class Workload(NamedTuple):
 
 
 def workload(name: str, size: int, seed: int, temperature: float | None = None) -> Workload:
-    """The workload of that name with `size` requests; a temperature given goes for all of them."""
+    """The workload of that name with `size` requests, all at `temperature` if it is given."""
     if name not in WORKLOADS:
         raise ConfigError(f"--workloads {name}: the workloads are {', '.join(WORKLOADS)}")
     about, make = WORKLOADS[name]
@@ -106,7 +106,7 @@ def agent(source: random.Random, size: int) -> list[Ask]:
 
 
 def random_text(source: random.Random, size: int) -> list[Ask]:
-    """Nothing in the text to guess by: random characters, gone on with at a temperature of 2."""
+    """Random characters, continued at temperature 2: the text gives n-grams nothing to guess by."""
     signs = string.ascii_letters + string.digits + string.punctuation + "  "
     texts = ["".join(source.choices(signs, k=400)) for _ in range(size)]
     return [ask(source, text, 64)._replace(temperature=2.0) for text in texts]

@@ -1,4 +1,4 @@
-"""When requests come: rates are kept, chance is the seed's."""
+"""When requests arrive: at the given rate, by a random draw that depends on the seed only."""
 
 import math
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""`make gpu-check` without a GPU: what it keeps, goes on with, and says of what failed."""
+"""`make gpu-check` without a GPU: the results it keeps, continues, and reports as failed."""
 
 import json
 import os
@@ -134,7 +134,7 @@ def test_the_deadline_ends_a_stage_before_its_limit_and_begins_no_other(tmp_path
 
 
 def end(process, pids):
-    """Whatever a test has left of them, so that it fails instead of waiting for them."""
+    """Kill the processes that a test has left, so that it fails instead of waiting for them."""
     for pid in [process.pid, *pids]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -164,7 +164,7 @@ def test_a_stage_ends_with_a_driver_that_is_killed(tmp_path):
 
 
 def pids_of(file):
-    """Once they are there."""
+    """The process ids in the record, as soon as it has them."""
 
     def read():
         return file.exists() and json.loads(file.read_text())["figures"].get("pids")

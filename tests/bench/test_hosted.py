@@ -1,4 +1,4 @@
-"""Requests to a server, told by one that keeps to a script."""
+"""Requests over HTTP, to a server that sends scripted events."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""A scaled checkpoint says what its source says, and is as large as its shape."""
+"""A scaled checkpoint computes its source's function, in the sizes of its shape."""
 
 import json
 import math

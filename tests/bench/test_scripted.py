@@ -1,4 +1,4 @@
-"""A drafter of given acceptance: right as often as asked, and never heard in the text."""
+"""A drafter of given acceptance: right as often as asked, without changing the text."""
 
 import json
 from array import array

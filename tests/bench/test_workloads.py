@@ -1,4 +1,4 @@
-"""What is asked: made from the seed, of what the demo pair has not been trained on."""
+"""Workloads: made from the seed, of text that the demo pair was not trained on."""
 
 import pytest
 

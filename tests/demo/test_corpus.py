@@ -1,4 +1,4 @@
-"""What the demo pair is taught, and what is kept from it."""
+"""The training corpus of the demo pair, and what it leaves out."""
 
 import pytest
 

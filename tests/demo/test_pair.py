@@ -1,4 +1,4 @@
-"""The pair that comes with specserve, and what its card says of it."""
+"""The demo pair, and the figures of its card."""
 
 import json
 import math

@@ -153,7 +153,7 @@ def test_a_config_with_a_mistake_is_named(tmp_path, text):
 
 
 class TwoThreads:
-    """An engine that says nothing, and has chosen two threads by its timing."""
+    """An engine that generates nothing, and has set two threads by its timing."""
 
     def __init__(self, *args, **options):
         torch.set_num_threads(2)

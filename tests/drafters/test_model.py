@@ -1,4 +1,4 @@
-"""Trees from a scripted draft model: what it says after a text is a function in the test."""
+"""Trees from a scripted draft model: its probabilities after a text are a function of the test."""
 
 from array import array
 
@@ -13,7 +13,7 @@ from specserve_kernels import SampleParams, reference
 
 
 class Script:
-    """An executor that is always quick, and keeps count; `paths` holds every text it has run."""
+    """An executor that counts its calls; `paths` holds every text that it has run."""
 
     ops = reference
 

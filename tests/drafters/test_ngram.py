@@ -1,4 +1,4 @@
-"""The engine's own tests cannot see a bad drafter: it only makes text slow. These can."""
+"""The n-gram drafter's guesses. The engine's tests cannot see bad ones: they only cost speed."""
 
 from array import array
 

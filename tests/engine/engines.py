@@ -72,7 +72,7 @@ def engine_for(target, draft=None, drafter="none", **overrides):
 
 
 def plain(target, cases, **overrides):
-    """What the target says alone: one choice at a time, nothing guessed, nothing found again."""
+    """The target's own text: one choice at a time, without drafts and prefix cache."""
     engine = engine_for(target, max_nodes=0, prefix_cache=False, **overrides)
     out = []
     for case, sampling, _ in each_choice(cases):
@@ -84,9 +84,9 @@ def plain(target, cases, **overrides):
 
 
 class Watch:
-    """Counts what a run has met, by looking at every step from outside, and disturbs it.
+    """Observes every step of an engine, counts what happened, and injects disturbances.
 
-    What nobody may read is poisoned: slots after the computed ones, and blocks that are free.
+    Slots after the computed ones, and free blocks, are filled with NaN: no step may read them.
     """
 
     def __init__(self, engine):
@@ -127,7 +127,7 @@ class Watch:
         return self.build(scheduled, sampled)
 
     def before_launch(self, runner, step):
-        """Updates are all that may be read of what others gave up since the last step."""
+        """Of blocks that were freed since the last step, only pending updates may read."""
         self.seen["moved"] += "target" in step.updates.moves
         self.seen["copied"] += len(step.updates.copies)
         if self.is_first_launch:
@@ -151,7 +151,7 @@ class Watch:
         return outputs
 
     def check_tables(self):
-        """Between steps nobody holds a block that has no token."""
+        """Between steps no request holds a block without a token."""
         for r in self.engine.scheduler.running:
             assert len(r.table.blocks) == -(-r.num_computed // r.table.block_size)
             table = r.draft_table
@@ -186,7 +186,7 @@ class Watch:
             engine.drafter = next(self.drafters)
 
     def step_squeezed(self):
-        """Somebody unseen holds all other blocks for the time of a step."""
+        """Hold all other blocks during one step, as if other requests needed them."""
         pool, whole = self.engine.pool, self.engine.pool.num_blocks
         taken = pool.try_allocate(pool.num_available)
         pool.num_blocks -= len(taken)
@@ -195,8 +195,8 @@ class Watch:
         pool.release(taken)
 
     def run(self, cases, events=(), is_kept=False):
-        """Step until all is said; `events` is what happens in which steps. What is cached then may
-        be kept for the next run.
+        """Step until all requests end, with `events` in the given steps. The cache may be kept for
+        the next run.
         """
         requests, step, pool, events = {}, 0, self.engine.pool, dict(events)
         while len(requests) < len(cases) or not self.engine.is_idle:
@@ -245,7 +245,7 @@ def logits_of(runner, groups):
 
 
 class Scripted:
-    """Knows what will be said; `script(truth, limit)` makes a draft of it."""
+    """A drafter that knows the target's text; `script(truth, limit)` makes a draft of it."""
 
     needs_executor = False
 

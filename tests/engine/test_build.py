@@ -1,4 +1,4 @@
-"""What is found out before weights are loaded."""
+"""Mistakes that are found before weights are loaded."""
 
 import pytest
 

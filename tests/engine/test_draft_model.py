@@ -1,4 +1,4 @@
-"""The draft model in the engine: what it keeps, what it runs again, and when it stays silent."""
+"""The draft model in the engine: what it keeps, what it recomputes, and when it drafts nothing."""
 
 import pytest
 
@@ -111,7 +111,7 @@ def test_a_draft_model_asked_for_nonsense_refuses(target):
     with pytest.raises(ValueError, match="twice"):
         lent.extend([item, item])
     assert request.draft_table.num_computed == 0
-    # An item that says more than the request has said is not believed.
+    # An item with more tokens than the request has is refused.
     assert lent.extend([DraftItem(request.id, request.token_ids * 500, 4, 0.0, 0)])[0] == [0]
     assert lent.expand([Nodes(request.id, [1] * 64, [0] * 64)])[0] == []
     with pytest.raises(IndexError):

@@ -1,4 +1,4 @@
-"""What the promise cannot see: that right guesses pay, and that nobody waits for anybody."""
+"""What test_promise.py cannot see: right guesses save forwards, and no request stalls another."""
 
 import logging
 from types import SimpleNamespace
@@ -209,7 +209,7 @@ def test_a_shortage_of_memory_anywhere_in_a_step_ends_its_own_requests_only(
 
 
 def test_a_shortage_of_memory_while_kv_is_moved_ends_all_and_forgets_what_is_cached(target):
-    """What the arena holds is not known then: nobody may read it."""
+    """The arena's content is unknown then: no request may read it."""
     cases = [Case([*range(i, i + 40)], greedy(30)) for i in range(1, 4)]
     want = plain(target, cases)
     engine = engine_for(target, None, Scripted(bush, dict(enumerate(want))), max_running=2)

@@ -1,4 +1,4 @@
-"""Beside large requests a small one waits for a few steps, and no text depends on who waits."""
+"""Beside large requests a small one waits a few steps only; waiting changes no text."""
 
 import pytest
 

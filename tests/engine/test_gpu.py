@@ -65,7 +65,7 @@ def seed(record_property):
 
 @contextmanager
 def attending(ops, name, record_property):
-    """All that is run meanwhile is attended to by these kernels, and by no others."""
+    """Check that only these kernels compute attention within the block."""
     before = ops.num_planned.copy()
     yield
     record_property("attention", name)
@@ -258,7 +258,7 @@ def test_the_demos_logits_in_bf16_are_close_to_transformers_in_fp32(
 
 
 def said(engine, cases):
-    """What the requests say together, and the tokens of a verified step."""
+    """The texts of requests that run together, and the tokens per verified step."""
     requests = [engine.add(case.prompt, case.sampling) for case in cases]
     steps, tokens = 0, 0
     while not engine.is_idle:
@@ -276,7 +276,7 @@ def said_without(pair, asked):
 class Flip:
     """Where two texts part, and by how little the target prefers the one to the other there.
 
-    The target's word is a plain causal forward's; bf16 numbers are 2^-8 of themselves apart.
+    The preference is that of a plain causal forward; bf16 values are spaced by 2^-8 of themselves.
     """
 
     def __init__(self, engine, case, one, other):

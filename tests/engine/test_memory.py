@@ -1,6 +1,6 @@
-"""What is found again, what is shared, what goes first, and what others have got wrong in it.
+"""Prefix hits, shared blocks and eviction order in the engine.
 
-The bug tests at the end are those that peers met: names and references are in their docstrings.
+The tests at the end are of bugs that other engines had, with references in their docstrings.
 """
 
 from collections import Counter
@@ -378,7 +378,7 @@ def test_a_preempted_request_finds_what_it_had(target):
     assert request.num_cached == 0, "of its own it has made no use"
 
 
-# What peers met, each under the name of what went wrong
+# Bugs of other engines, each test named after what went wrong.
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 17, 20, 64])
@@ -429,7 +429,7 @@ CASES = ["no draft pages", "shorter draft pages", "draft pages"]
 @pytest.mark.parametrize("shape", [right, bush, hedge], ids=["chain", "bush", "hedge"])
 @pytest.mark.parametrize("block_size", [1, 16, 17])
 def test_prefix_hit_and_tree(target, shape, block_size):
-    """vllm#40756, #44889: a prefix hit and a draft, and memory that is nobody's is read."""
+    """vllm#40756, #44889: after a prefix hit, a draft read memory that no request holds."""
     cases = [Case(PROMPT, sampling(30), arrives=9 * i) for i in range(3)]
     want = plain(target, cases)
     drafter = Scripted(shape, dict(enumerate(want)))
@@ -651,7 +651,7 @@ def test_what_a_failing_draft_model_has_not_run_is_not_kept(pair):
     expand, ran = engine.draft_model.expand, []
 
     class Stubborn:
-        """Guesses what it failed to run."""
+        """Guesses tokens although it failed to run them."""
 
         needs_executor = True
 

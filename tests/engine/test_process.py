@@ -13,7 +13,7 @@ from tests.engine.test_engine import greedy
 
 
 class Script:
-    """Hands over what comes before each step, keeps the reports, and then hangs up."""
+    """Delivers commands before each step, keeps the reports, and then closes the connection."""
 
     def __init__(self, *steps):
         self.steps, self.reports, self.waits = list(steps), [], []

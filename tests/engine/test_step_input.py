@@ -40,7 +40,7 @@ def random_groups(seed):
 
 
 def row_by_row(groups):
-    """The same step with nothing clever about it."""
+    """The same step, built row by row."""
     out = {name: [] for name in StepInput._fields[1:-1]}
     out["qo_indptr"], out["indptr"] = [0], [0]
     for g in groups:
@@ -137,7 +137,7 @@ def test_a_step_without_rows_to_read_has_no_logits(target):
 
 
 class Handle:
-    """Stands for a tensor that nobody may look into."""
+    """Stands for a tensor whose content may not be read."""
 
     def __init__(self, num_rows):
         self.num_rows = num_rows

@@ -37,7 +37,7 @@ class Req:
 
 
 def random_tree(rng, size):
-    """Parents of `size` guesses: now a chain, now a bush, mostly something between."""
+    """Parents of `size` guesses: a chain, a wide tree, or mostly something between."""
     depth = rng.choice([0.0, 0.5, 0.9, 1.0])
     return [k if rng.random() < depth else rng.randrange(k + 1) for k in range(size)]
 

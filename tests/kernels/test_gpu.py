@@ -16,7 +16,7 @@ from tests.kernels.test_sampling import MIXES, mixed
 
 pytestmark = [
     pytest.mark.gpu,
-    # What libraries say at their first use fails no test; the mode that poisons has a say as well.
+    # Warnings of libraries at first use, and of deterministic mode, fail no test.
     pytest.mark.filterwarnings("default", "ignore:.*determin"),
 ]
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else the mode complains of cuBLAS
@@ -32,7 +32,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 LIMITS = {BF16: (5e-3, 2e-2), FP32: (1e-5, 5e-5)}  # of a whole output, of its worst row
 FAR_LIMITS = {BF16: (5e-3, 2e-2), FP32: (2e-5, 1e-4)}  # where scores are as large as 50
-HIDDEN = 1000.0  # what nobody sees is finite, as FlashInfer multiplies it by 0
+HIDDEN = 1000.0  # in slots that no row sees: finite, as FlashInfer multiplies it by 0
 
 
 @pytest.fixture(scope="session")
@@ -130,7 +130,7 @@ def measured(record_property):
 def furnished(draw, reqs, scale=1.0, v_scale=1.0, **fields):
     """A step on the device, and the K and V of every request's tokens, which its last layer has.
 
-    The slots that hold no token hold what nobody may see.
+    Slots without a token hold values that no row may see.
     """
     step = RandomStep(reqs, seed=draw.rng.getrandbits(30), num_layers=2, fill=HIDDEN, **fields)
     step.arena = step.arena.to(DEVICE)
@@ -171,7 +171,7 @@ def attention_by_definition(q, reqs, tokens, scale, window):
 
 
 def attender(step):
-    """What has to attend for heads of this kind; anything else would be tested in its name."""
+    """The kernels that must compute attention for heads of this kind, so that they are tested."""
     return "FlashInfer" if step.dtype == BF16 and step.head_dim in (64, 128, 256) else "Triton"
 
 
@@ -346,7 +346,7 @@ def test_a_plan_owes_nothing_to_the_last_one(ops, draw, measured):
 
 
 def test_models_of_other_shapes_are_planned_in_turns(ops, draw, measured):
-    """As a target and its draft: one has what the other has not."""
+    """Layers of two kinds, as of a target and its draft model."""
     shapes = [
         {"head_dim": 128, "num_heads": 16, "num_kv_heads": 4, "dtype": BF16, "block_size": 16},
         {"head_dim": 64, "num_heads": 4, "num_kv_heads": 4, "dtype": BF16, "block_size": 37},

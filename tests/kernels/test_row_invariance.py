@@ -1,4 +1,4 @@
-"""A row's bits depend on nothing but the row: not on its company, its slots or the threads."""
+"""A row's bits depend on the row only: not on other rows, its slots or the threads."""
 
 import random
 

@@ -39,7 +39,7 @@ def logits(decoder, ids, *, block_size=16, chunks=(23,)):
 
 
 def empty_kv(decoder, num_blocks, block_size):
-    """NaN everywhere: whoever reads a slot that no row wrote shows it."""
+    """NaN everywhere, so that reading a slot that no row wrote shows in the output."""
     c = decoder.config
     shape = (num_blocks, c.num_layers, 2, block_size, c.num_kv_heads, c.head_dim)
     arena = torch.full(shape, float("nan"), dtype=decoder.dtype)

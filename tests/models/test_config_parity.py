@@ -144,7 +144,7 @@ def test_a_config_means_what_transformers_takes_it_to_mean(fields):
 
 
 def test_the_table_tells_the_kinds_of_rope_apart():
-    """Else a kind that is read as another one would pass."""
+    """So that a kind that is read as another one fails."""
     ropes = {name: families.parse(fields).rope_parameters for name, fields in TABLE.items()}
     llama = {name: rope for name, rope in ropes.items() if name.startswith("Llama")}
     assert {rope.kind for rope in llama.values()} == {"default", "linear", "llama3", "yarn"}

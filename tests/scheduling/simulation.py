@@ -44,7 +44,7 @@ def ids(requests):
 
 
 class Simulation:
-    """Steps in which no guess is right: who is sampled says one token more, until all are said."""
+    """Steps in which no guess is right: every sampled request gets one token, until it ends."""
 
     def __init__(self, num_blocks=3000, **budget):
         self.scheduler = scheduler(num_blocks, **({"max_nodes": 0} | budget))

@@ -117,7 +117,7 @@ def test_many_prompts_of_one_call_leave_half_of_the_rows_to_another():
 
 @pytest.mark.parametrize("num_tenants", [1, 2, 3])
 def test_many_requests_of_one_key_leave_places_and_rows_to_another(num_tenants):
-    """Each tenant has an even share of the rows, and nobody's waits for a place."""
+    """Each tenant has an even share of the rows, and no tenant's request waits for a place."""
     s = Simulation()
     for _ in range(200):
         s.ask(300, max_tokens=50, tenant=0)
@@ -372,8 +372,8 @@ def disturbed_step(s, event):
 
 
 def check_places(scheduler):
-    """Of the smallest priority that waits: where blocks abound, who stands in line has found all
-    places taken, and none that its tenant or its call should be given.
+    """With enough blocks, a request of the smallest waiting priority waits only if all places are
+    taken, and none of them is due to its tenant or its call.
     """
     running, lines = scheduler.running, scheduler.waiting.lines
     if not lines:

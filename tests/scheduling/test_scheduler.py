@@ -1,4 +1,4 @@
-"""Who runs, and with which rows: the spending rule by hand, then what must hold of every step."""
+"""Which requests run, with which rows: a table of plans, then invariants of every step."""
 
 from array import array
 

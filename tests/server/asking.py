@@ -1,4 +1,4 @@
-"""What the tests ask, and what they take out of answers."""
+"""Request bodies for the tests, and readers of answers."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ MESSAGES = [
 
 
 def said(choice):
-    """What a caller hears of a choice, whether in a message, a chunk or plain."""
+    """A choice's text, whether in a message, a chunk or plain."""
     text = (choice.get("message") or choice.get("delta") or choice).get
     return text("content", choice.get("text")) or ""
 

@@ -116,7 +116,7 @@ class ServerProcess:
         return sum(self.metric("specserve_kv_blocks", holder=h) for h in ("target", "draft"))
 
     def wait_until_idle(self, seconds=5):
-        """Nobody runs, nobody waits, nobody holds a block."""
+        """No request runs or waits, and none holds a block."""
         names = "vllm:num_requests_running", "vllm:num_requests_waiting"
         eventually(lambda: self.held_blocks() + sum(map(self.metric, names)) == 0, seconds)
 

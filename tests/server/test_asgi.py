@@ -1,4 +1,4 @@
-"""The application asks nothing of the server that runs it but what ASGI says."""
+"""The application needs nothing of the server that runs it beyond ASGI."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""`specserve bench` against a server of ours: what it hears is what an engine in process says."""
+"""`specserve bench` against a specserve server: the texts and counts of an engine in process."""
 
 from specserve_bench.hosted import Hosted
 from specserve_bench.local import Local

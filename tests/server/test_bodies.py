@@ -1,4 +1,4 @@
-"""Whatever a body says: an answer, or a refusal in OpenAI's shape, and nobody else notices."""
+"""Any body gets an answer or an error in OpenAI's format, and disturbs no other client."""
 
 import copy
 import json
@@ -109,7 +109,7 @@ def still_answers(small):
 
 
 class Neighbor(threading.Thread):
-    """Someone who streams the same answer again and again, and looks at the clock."""
+    """A client that streams the same answer again and again, and times its events."""
 
     def __init__(self, server):
         super().__init__()
@@ -410,7 +410,7 @@ def head(*headers):
 
 
 class Reply(HTTPResponse):
-    """What a bare connection got."""
+    """A response on a bare connection."""
 
 
 def response_of(client: socket.socket):

@@ -1,4 +1,4 @@
-"""What reaches the engine of who asks: the key's place, the call, and the hashes of the prompts."""
+"""What the engine is told of a caller: a number for the key, the call, the prompts' hashes."""
 
 import asyncio
 from threading import get_ident

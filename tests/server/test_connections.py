@@ -1,4 +1,4 @@
-"""Clients that are slow, greedy, or too many, and what a server does not let them have."""
+"""Limits on clients that are slow, send too much, or are too many."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Signals and deaths, while loading and under load: what is said, what is left."""
+"""Signals and killed processes, while loading and under load: messages, exit codes, leftovers."""
 
 import contextlib
 import os
@@ -112,7 +112,7 @@ def test_when_the_engine_dies_every_answer_ends_with_an_error_and_the_server_wit
 
 
 def is_refused(server):
-    """By an answer, or, a moment later, by nobody."""
+    """A new request gets a 503 or, a moment later, no connection."""
     try:
         return server.post(COMPLETIONS, saying(2)).status == 503
     except ConnectionError:
@@ -179,7 +179,7 @@ def test_a_model_that_cannot_be_loaded_ends_both_processes(folder, tmp_path):
 
 
 def test_a_port_in_use_is_said_before_anything_is_loaded(folder, tmp_path):
-    broken = broken_model(folder, tmp_path)  # which nobody finds out
+    broken = broken_model(folder, tmp_path)  # never loaded, so the error is about the port
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         server = ServerProcess(broken, f"--port={port}")

@@ -1,4 +1,4 @@
-"""Clients that leave, and clients that wait: nothing is held for the one, the other is told."""
+"""Clients that disconnect, whose resources are freed, and clients that wait, which get comments."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What the HTTP process is spared, and what it is told instead."""
+"""The HTTP process without torch and transformers: `Ready` carries what it needs of them."""
 
 from pathlib import Path
 

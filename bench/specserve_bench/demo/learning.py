@@ -104,7 +104,7 @@ Optimizers = list[torch.optim.Optimizer]
 
 
 def save_state(folder: Path, model: nn.Module, optimizers: Optimizers, step: int) -> None:
-    """As one file, replaced atomically: a killed process leaves the one before."""
+    """Save as one file, replaced atomically: a killed process leaves the previous one."""
     state = {f"model.{k}": v.detach() for k, v in model.named_parameters()}
     for n, optimizer in enumerate(optimizers):
         for i, slots in optimizer.state_dict()["state"].items():

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from specserve import LLM, SamplingParams  # first: it settles the process before torch comes
+from specserve import LLM, SamplingParams  # first: it configures the process before torch loads
 
 import msgspec  # isort: skip
 import numpy as np  # isort: skip
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
 
 
 def train(out: Path, config: TrainingConfig) -> None:
-    """Both models, in OUT; what is half done, in OUT/target and OUT/draft."""
+    """Train both models into OUT; unfinished stages are kept in OUT/target and OUT/draft."""
     check_config(out / "training.json", config)
     torch.manual_seed(config.seed)
     torch.set_num_threads(allowed_threads())  # sums of gradients depend on their number
@@ -93,8 +93,8 @@ def read_corpus(config: TrainingConfig) -> tuple[list[str], list[Any]]:
 def own_text(out: Path, config: TrainingConfig, corpus: Corpus) -> NDArray[np.uint16]:
     """Beginnings of source, each continued by the target: text as the draft will have to guess it.
 
-    The target's own habits, loops among them, are in no other text (on-policy distillation, Agarwal
-    et al. 2023).
+    Only such text has the target's own patterns, such as loops (on-policy distillation, Agarwal et
+    al. 2023).
     """
     file = out / "own.npy"
     if not file.exists():
@@ -162,7 +162,7 @@ def begin_as(draft: Any, target: Any) -> None:
 
 
 def facts(out: Path, config: TrainingConfig) -> dict[str, Any]:
-    """For the card. Hours are steps times the median step, which other load changes little."""
+    """Facts for the card. Hours are steps times the median step: other load changes that little."""
     hours = {}
     for stage in ("target", "draft"):
         lines = (out / stage / "log.jsonl").read_bytes().splitlines()
@@ -179,7 +179,7 @@ def facts(out: Path, config: TrainingConfig) -> dict[str, Any]:
 
 
 def export(folder: Path, model: Any, tokenizer: Any) -> None:
-    """As any model's folder: bf16 weights in shards, config, tokenizer."""
+    """Write a Hugging Face folder: bf16 weights in shards, config, tokenizer."""
     copy = deepcopy(model).to(torch.bfloat16)
     copy.save_pretrained(folder, max_shard_size="14MB")
     tokenizer.save_pretrained(folder)

@@ -1,1 +1,1 @@
-"""`make gpu-check`: what has to be seen on a GPU before any of it is claimed."""
+"""`make gpu-check`: tests and measurements of the GPU build that need a GPU."""

@@ -1,4 +1,4 @@
-"""Which kernels attend on this machine: asked before anything else is believed of it."""
+"""Which kernels compute attention on this machine: other results depend on it."""
 
 import argparse
 import sys

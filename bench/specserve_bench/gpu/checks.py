@@ -1,4 +1,4 @@
-"""Tests marked `gpu`, and the errors that they have measured, by op."""
+"""Runs the tests marked `gpu` and records the errors that they measure, by op."""
 
 import argparse
 import json
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
 
 
 def run(part: str, deadline: float) -> tuple[int | None, list[dict[str, Any]]]:
-    """pytest's exit status, None at the deadline, and the tests that it has come to by then."""
+    """pytest's exit status, None at the deadline, and the outcomes of the tests run until then."""
     with tempfile.TemporaryDirectory() as folder:
         lines = Path(folder, "outcomes")
         lines.touch()

@@ -60,7 +60,7 @@ def attempt(run: Any) -> dict[str, Any]:
     start = perf_counter()
     try:
         run()
-    except Exception as e:  # what fails here is what the stage is there to tell
+    except Exception as e:  # a failure is this stage's result
         return {"ok": False, "seconds": perf_counter() - start, "error": f"{type(e).__name__}: {e}"}
     return {"ok": True, "seconds": perf_counter() - start}
 

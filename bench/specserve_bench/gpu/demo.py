@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     p.add_argument("--seconds", type=int, default=540)
     p.add_argument("--models", type=Path, default=Path(".models"))
     args = p.parse_args(argv)
-    load(DEVICE)  # before minutes are spent on weights
+    load(DEVICE)  # fail before minutes are spent on weights
     record = Record(args.out, suite.machine("python -m specserve_bench.gpu demo"))
     models = {
         "model.path": str(scaled(DEMO_TARGET, TARGET, args.models)),
@@ -51,10 +51,10 @@ def main(argv: list[str]) -> int:
 
 
 def scaled(source: Path, shape: str, models: Path) -> Path:
-    """Once on this machine."""
+    """The scaled checkpoint's folder; written once on this machine."""
     target = models / f"{source.name}-{shape}"
     if not (target / "config.json").exists():
-        shutil.rmtree(target, ignore_errors=True)  # somebody was stopped while writing it
+        shutil.rmtree(target, ignore_errors=True)  # what an interrupted run has left
         scale_model(source, target, shape)
     return target
 

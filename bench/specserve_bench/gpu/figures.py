@@ -66,7 +66,7 @@ TRIAL = Size(
     copied=1 << 20,
     prompt=20,
 )
-# `first`: what one looks for first; `trial`: small, on whatever device there is.
+# `first`: the most important figures; `trial`: small, for any device.
 SIZES = {"full": FULL, "first": FIRST, "trial": TRIAL}
 
 
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure(record: Record, ops: Ops, size: Size, deadline: float) -> bool:
-    """Whatever the record lacks, until the deadline; whether it is complete."""
+    """Measure what the record lacks, until the deadline; whether it is complete then."""
     if "copy GB/s" not in record:
         record.put("copy GB/s", copy_bandwidth(ops, size.copied) / 1e9)
     for model in size.models:
@@ -113,10 +113,10 @@ def measure(record: Record, ops: Ops, size: Size, deadline: float) -> bool:
 
 
 def take(record: Record, name: str, figure: Callable[[], Any]) -> bool:
-    """One figure, or why there is none; whether this process can have no more of the device."""
+    """Record one figure, or its error; whether that error left the device unusable."""
     try:
         record.put(name, figure())
-    except Exception as e:  # the others are wanted all the same
+    except Exception as e:  # a failed figure must not prevent the others
         record.put(name, {"error": f"{type(e).__name__}: {e}"[:500]})
         return isinstance(e, torch.AcceleratorError)
     return False
@@ -131,7 +131,7 @@ def copy_bandwidth(ops: Ops, num_bytes: int) -> float:
 
 
 class ModelFigures:
-    """The figures of one model, by name; nothing is made before it is asked for."""
+    """The figures of one model, by name; its weights are made when the first is measured."""
 
     def __init__(self, record: Record, ops: Ops, size: Size, name: str, decoder: Any) -> None:
         self.record, self.ops, self.size, self.name = record, ops, size, name
@@ -155,7 +155,7 @@ class ModelFigures:
                 )
 
     def room(self, num_tokens: int) -> RandomBatches | None:
-        """Batches with room for so many tokens; None where the device has not."""
+        """Batches with room for so many tokens; None if the device lacks the memory."""
         size = token_bytes(self.decoder)
         if self.batches is not None and self.batches.pool.num_available * 16 >= num_tokens:
             return self.batches
@@ -202,7 +202,7 @@ class ModelFigures:
         return out
 
     def ttft(self) -> dict[str, Any]:
-        """From the request to its first token, through the engine; nobody else is there."""
+        """From the request to its first token, through the engine, without other requests."""
         batches = self.room(2 * self.size.prompt + 2048)
         assert batches is not None, "no room for a prompt"
         chunk = self.size.prompt + 24
@@ -227,7 +227,7 @@ class ModelFigures:
         return {"ms": [round(1e3 * t, 3) for t in timed(ask)]}
 
     def sampling(self, rows: int) -> dict[str, Any]:
-        """Milliseconds to choose tokens, by what is asked of them."""
+        """Milliseconds to sample tokens, by sampling parameters."""
         batches = self.room(1024)
         assert batches is not None, "no room at all"
         greedy = SampleParams.greedy(rows)
@@ -249,7 +249,7 @@ class ModelFigures:
         }
 
     def gaps(self, rows: int) -> dict[str, Any]:
-        """Where the time of a step goes that no kernel takes."""
+        """The time of a step in which no kernel runs."""
         batches = self.room(self.size.contexts[0] + rows + 16)
         assert batches is not None, "no room for a step"
         groups = batches.groups(1, rows, self.size.contexts[0])
@@ -272,7 +272,7 @@ def rows_of(batches: RandomBatches, groups: list[RowGroup]) -> Rows:
 def attentions(
     batches: RandomBatches, requests: int, rows: int, context: int
 ) -> Iterator[tuple[str, Callable[[], Callable[[], object]]]]:
-    """Calls of one layer's attention by every means there is; what makes each of them ready."""
+    """One layer's attention by every available kernel, each with the call that prepares it."""
     if not torch.cuda.is_available():
         return
     decoder, layer = batches.decoder, batches.runner.kv.layers[0]
@@ -352,7 +352,7 @@ def gaps(kernels: list[Kernel], steps: int) -> dict[str, Any]:
 
 
 def summary(figures: dict[str, Any]) -> list[str]:
-    """The few lines that one looks for first, with what was asked."""
+    """The most important figures, a line each, with their targets."""
     lines = [f"copy {figures.get('copy GB/s', 0):.0f} GB/s"]
     for model in FULL.models:
         one, tree = (

@@ -42,7 +42,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def die_with_parent() -> None:
-    """So that the process ends even where this one is killed, and can end nothing any more."""
+    """Have the system end the process when its parent is killed, and so cannot end it itself."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -14,12 +14,12 @@ BLOCK_SIZE = 16
 
 
 def token_bytes(decoder: Decoder) -> int:
-    """Of a token's KV in all layers."""
+    """Bytes of a token's KV in all layers."""
     return used_bytes(decoder.kv_layouts, BLOCK_SIZE) // BLOCK_SIZE
 
 
 class RandomBatches:
-    """Of requests that have room for `num_tokens` in all."""
+    """Batches of requests that have room for `num_tokens` in all."""
 
     def __init__(self, decoder: Decoder, num_tokens: int) -> None:
         self.decoder, size = decoder, used_bytes(decoder.kv_layouts, BLOCK_SIZE)
@@ -40,7 +40,7 @@ class RandomBatches:
     def groups(
         self, num_requests: int, rows: int, context: int, kind: str = "tree"
     ) -> list[RowGroup]:
-        """A root and a random tree behind a context, each; `chain`: causal rows."""
+        """For each request a root and a random tree after its context; `chain`: causal rows."""
         groups = []
         for table in self.tables(num_requests, context + rows):
             tokens = [self.random.randrange(self.decoder.config.vocab_size) for _ in range(rows)]
@@ -57,7 +57,7 @@ class RandomBatches:
             group.table.clear()
 
     def step(self, groups: list[RowGroup]) -> Callable[[], object]:
-        """All that the target does in a step: its rows up, the tokens after them down."""
+        """A whole step of the target: inputs to the device, a forward, tokens back to the host."""
         num_read = sum(g.num_read for g in groups)
 
         def run() -> list[int]:

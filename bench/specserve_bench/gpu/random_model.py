@@ -57,7 +57,7 @@ def random_decoder(
 
 
 def streamed_bytes(decoder: Decoder) -> int:
-    """Of the weights that a step of few rows reads: an embedding of its own is not among them."""
+    """Bytes of the weights that a step of few rows reads: all but an untied embedding."""
     shapes = families.tensor_shapes(decoder.config)
     numbers = sum(map(math.prod, shapes.values()))
     if not decoder.config.tied:

@@ -1,4 +1,4 @@
-"""A stage's JSON: written after every figure, and gone on with by the next attempt."""
+"""A stage's JSON: written after every figure, and continued by the next run."""
 
 import hashlib
 import json
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-UNFINISHED = 3  # the exit status of a stage that has run out of time, and can be gone on with
+UNFINISHED = 3  # the exit status of a stage that ran out of time and can be continued
 ROOT = Path(__file__).parents[3]
 SOURCES = ("kernels", "drafters", "specserve", "bench/specserve_bench")
 
 
 def source_digest() -> str:
-    """Of everything that a figure could depend on, whether or not it is committed."""
+    """A hash of all source that a figure could depend on, whether or not it is committed."""
     digest = hashlib.sha256()
     for folder in SOURCES:
         for file in sorted((ROOT / folder).rglob("*.py")):
@@ -21,7 +21,7 @@ def source_digest() -> str:
 
 
 def load(file: Path) -> dict[str, Any] | None:
-    """What the file holds, if it is of this source."""
+    """The file's content if it was measured with this source, else None."""
     try:
         data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -46,7 +46,7 @@ class Outcomes:
 
 
 def recorded(properties: list[tuple[str, object]]) -> dict[str, object]:
-    """What a test has put on record; of several errors, the largest."""
+    """The properties that a test recorded; of several errors, the largest."""
     values: dict[str, Any] = {}
     for name, value in properties:
         values[name] = max(values[name], value) if name == "error" and name in values else value

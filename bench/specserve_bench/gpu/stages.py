@@ -2,7 +2,7 @@
 
 Needs a checkout, the machine's Python, and a folder of the wheels that this Python lacks; only the
 standard library until those are installed. A stage that is done for this source is not run again,
-and one that was stopped is gone on with.
+and one that was stopped is continued.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from specserve_bench.gpu.record import UNFINISHED, load, source_digest
 from specserve_bench.gpu.toolchain import toolchain
 
 ROOT = Path(__file__).parents[3]
-DEADLINE = 570  # seconds for everything, of the 600 that a machine may be lent for
+DEADLINE = 570  # seconds for all stages together
 ENDING = 10  # seconds between a stage's own limit and the one at which it is killed
 LEAST = 15  # seconds without which no stage is begun
 MODULE = "specserve_bench.gpu."
@@ -33,7 +33,7 @@ class Stage(NamedTuple):
     command: list[str]  # a module and its arguments
 
 
-# In this order, so that what comes first is what the rest is worth something by.
+# In this order: the later stages' results are only worth having if the first ones pass.
 STAGES = {
     "attends": Stage(150, [f"{MODULE}attends"]),
     "text": Stage(120, [f"{MODULE}text"]),
@@ -125,7 +125,7 @@ def check_machine(environment: dict[str, str]) -> None:
 def attempt(
     name: str, args: argparse.Namespace, environment: dict[str, str], deadline: float
 ) -> dict[str, Any]:
-    """Run a stage as far as time allows; what came of it, for one line of JSON.
+    """Run a stage as far as time allows; its outcome, for one line of JSON.
 
     state  done, or kept from an earlier run; failed; unfinished: at its limit, or at the deadline;
            not begun: too little time was left

@@ -15,9 +15,9 @@ from specserve_bench.workloads import workload
 
 REQUESTS, MAX_TOKENS = 4, 48  # of either workload
 DRAFTERS = ("none", "ngram", "model")
-# Two roundings of bfloat16 part a text at near-ties, every few dozen tokens; rows that see wrong
-# slots part it at once.
-ALIKE = 0.25  # of a text: what half of them have in common at least
+# Rounding bfloat16 otherwise makes texts differ after a near-tie, every few dozen tokens; rows that
+# attend to wrong slots make them differ at once.
+ALIKE = 0.25  # of a text: the common beginning that at least half of them must have
 
 
 def main(argv: list[str]) -> int:

@@ -9,7 +9,7 @@ import torch
 
 
 class Timed(NamedTuple):
-    """Seconds: the median of a number of runs, and what a tenth of them stayed below and above."""
+    """Seconds: the median of a number of runs, and their first and last deciles."""
 
     median: float
     p10: float
@@ -30,7 +30,7 @@ def timed(run: Callable[[], object], repeats: int = 20, warm_up: int = 3) -> Tim
 
 
 def device_seconds(run: Callable[[], object]) -> Timed:
-    """Of a launch alone, by the device's clock and with cold caches; by the host's on a CPU."""
+    """Seconds of a launch, by the device's clock with cold caches; on a CPU, by the host's."""
     if not torch.cuda.is_available():
         return timed(run, repeats=3, warm_up=1)
     from triton.testing import do_bench

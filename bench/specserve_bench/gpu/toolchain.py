@@ -1,7 +1,7 @@
 """What FlashInfer needs to compile and link its kernels, looked for where machines have it.
 
-It takes the folder two above `nvcc` for the toolkit, which a wrapper in /usr/local/bin is not in,
-and links with stubs that not every toolkit has.
+FlashInfer takes the folder two above `nvcc` for the toolkit, which is wrong for a wrapper in
+/usr/local/bin, and links with stubs that not every toolkit has.
 """
 
 import os
