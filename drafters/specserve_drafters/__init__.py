@@ -1,4 +1,4 @@
-"""Guessing ahead: token histories in, trees of guesses out."""
+"""Drafters: token histories in, trees of guesses out."""
 
 from specserve_drafters.base import Drafter, DrafterError, DraftItem, Executor, Nodes, make_drafter
 from specserve_drafters.tree import ROOT, Draft

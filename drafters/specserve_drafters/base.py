@@ -1,4 +1,4 @@
-"""What a drafter is, what it sees of a request, what may be lent to it, and how one is found."""
+"""The drafter interface: its input, the draft model lent to it, and finding one by name."""
 
 import importlib
 from array import array
@@ -54,16 +54,16 @@ class Executor(Protocol):
     def extend(self, items: Sequence[DraftItem]) -> "tuple[list[int], Tensor]":
         """Run known tokens that the draft model has not seen.
 
-        -> which items it has caught up with, and for each of these the logits after its last
-        token, [n, V]. Nodes run in earlier steps are forgotten.
+        -> indices of the items whose known tokens have all been run, and for each of these the
+        logits after its last token, [n, V]. Nodes run in earlier steps are forgotten.
         """
         ...
 
     def expand(self, nodes: Sequence[Nodes]) -> "tuple[list[int], Tensor]":
         """Run one level of guesses, all requests in one forward.
 
-        -> which entries had room for their KV, and the logits after each of their nodes, in
-        order, [n, V].
+        -> indices of the entries that had room for their KV, and the logits after each of their
+        nodes, in order, [n, V].
         """
         ...
 
@@ -71,30 +71,30 @@ class Executor(Protocol):
 class Drafter(Protocol):
     """Guesses what comes next. It can change how fast text comes, never which text.
 
-    A class with `needs_executor = True` is given `executor=` at construction; without the name it
-    needs none. An exception costs the drafts of that step, no more.
+    A class with `needs_executor = True` is given `executor=` at construction; without the attribute
+    it is not. An exception discards the drafts of that step, and nothing else.
     """
 
     needs_executor: ClassVar[bool]
 
     def propose(self, items: Sequence[DraftItem]) -> list[Draft]:
-        """One tree an item, of at most `limit` guesses; an empty one is a fine answer."""
+        """A tree for each item, of at most `limit` guesses; it may be empty."""
         ...
 
     def observe(self, id: int, draft: Draft, accepted: Sequence[int]) -> None:
-        """The nodes that the target walked through, from the root down."""
+        """Learn which nodes of a draft were accepted, from the root down."""
         ...
 
     def forget(self, id: int) -> None:
-        """The request has ended; its id may come again."""
+        """Drop what is kept of a request: it has ended, and its id may be used again."""
         ...
 
 
 class DrafterError(ValueError):
-    """No drafter of that name, or not with those options."""
+    """A drafter cannot be found, or cannot be made with its options."""
 
 
-# What a user's code may raise: sys.exit() is no way for it to end the engine.
+# Errors of user code. SystemExit is one, so that a sys.exit() in it does not end the engine.
 ANYTHING = (Exception, SystemExit)
 
 

@@ -1,7 +1,7 @@
 """A draft model's likeliest tree, level by level, coupled with the target's noise.
 
-Prompt lookup adds one more path to it, whose tokens count as likely as such tokens have lately
-been right for this request.
+Prompt lookup adds one more path. The probability of its tokens is taken to be the recent share of
+such tokens that were accepted for the request.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ class ModelDrafter:
         max_depth: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 8
         width: Annotated[int, Meta(ge=1, le=16)] = 4  # nodes run a level, and children a node
         tau: Annotated[float, Meta(gt=0, le=4)] = 1.0  # see Ops.top_children
-        min_gain: Annotated[float, Meta(ge=0)] = 0.3  # accepted tokens a level must promise
-        min_value: Annotated[float, Meta(ge=0, le=1)] = 0.03  # of a guess: its path's probability
+        min_gain: Annotated[float, Meta(ge=0)] = 0.3  # least accepted tokens to expect of a level
+        min_value: Annotated[float, Meta(ge=0, le=1)] = 0.03  # least probability of a guess's path
         ngrams: bool = True  # add the path of a prompt lookup
 
     def __init__(self, options: Options, executor: base.Executor) -> None:
@@ -46,7 +46,7 @@ class ModelDrafter:
 
     def propose(self, items: Sequence[base.DraftItem]) -> list[Draft]:
         for item in items:
-            self.looked_up.pop(item.id, None)  # nodes of a draft that nobody verified
+            self.looked_up.pop(item.id, None)  # nodes of a draft that was never verified
         ready, logits = self.executor.extend(items)
         trees = {i: self.plant(items[i]) for i in ready}
         if ready:
@@ -142,7 +142,7 @@ class Tree:
     def __init__(self, item: base.DraftItem) -> None:
         self.item = item
         self.tokens, self.parents, self.depths, self.costs = [-1], [-1], [0], [0.0]
-        self.expanded = [0]  # the draft model's number of a candidate that it has run
+        self.expanded = [0]  # the draft model's number of each candidate; 0 if it has not run it
         self.num_expanded = 0
         self.frontier: list[int] = []  # candidates of the last level
         self.looked_up: dict[int, int] = {}  # parent -> its child that n-grams guess
@@ -177,7 +177,9 @@ class Tree:
         return len(self.tokens) - 1
 
     def worth_running(self, options: ModelDrafter.Options) -> list[int]:
-        """The likeliest candidates of the last level, where their children may enter the draft."""
+        """The likeliest candidates of the last level; none if running them is not worth it: their
+        children cannot enter the draft, or too few of them would be accepted.
+        """
         if not self.frontier or self.depths[self.frontier[0]] >= self.item.limit:
             return []
         among = set(self.best(self.item.limit))

@@ -1,4 +1,4 @@
-"""Prompt lookup: if the last few tokens stood here before, guess what followed them then."""
+"""Prompt lookup: if the last few tokens occurred before, guess what followed them then."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from msgspec import Meta
 from specserve_drafters import base
 from specserve_drafters.tree import ROOT, Draft
 
-_MAX_MATCHES = 16  # looked at for a continuation that differs: a text of one token matches anywhere
+_MAX_MATCHES = 16  # tried for a second continuation: a text of one repeated token has many
 
 
 class NgramDrafter:
@@ -62,7 +62,7 @@ class NgramDrafter:
 
 def find_back(history: bytes, n: int, size: int) -> Iterator[int]:
     """Where earlier copies of the last n items end, the latest first."""
-    # bytes.rfind searches at memory speed; a hit across an item's boundary is no hit.
+    # bytes.rfind searches at memory speed; hits that do not begin at an item are skipped.
     tail, end = history[-n * size :], len(history) - size
     while (at := history.rfind(tail, 0, end)) >= 0:
         if at % size == 0:

@@ -32,7 +32,7 @@ class Draft(msgspec.Struct, frozen=True):
 
     @property
     def is_chain(self) -> bool:
-        """Every guess stands below the one before it: the rows of a tree are then plain text."""
+        """Whether every guess is below the one before it, so that the rows need no mask."""
         return all(parent == k for k, parent in enumerate(self.parents))
 
     def trunk(self) -> list[int]:
@@ -61,9 +61,9 @@ class Draft(msgspec.Struct, frozen=True):
         return masks
 
     def cut(self, limit: int, vocab_size: int) -> "Draft":
-        """At most `limit` guesses, ending before the first that is no node: numbers stay valid.
+        """At most `limit` guesses, ending before the first invalid one: numbers stay valid.
 
-        Takes whatever a drafter may have put into the fields; gives lists of plain integers.
+        The fields may hold anything, as a drafter is user code; the result holds plain integers.
         """
         tokens: list[int] = []
         parents: list[int] = []
@@ -80,7 +80,7 @@ class Draft(msgspec.Struct, frozen=True):
 
 
 def as_index(x: object, limit: int) -> int | None:
-    """An integer of any library in [0, limit), as Python's own; None for anything else."""
+    """An integer in [0, limit), of any library's type, as an int; None for anything else."""
     if type(x) is int:
         return x if 0 <= x < limit else None
     if isinstance(x, bool) or not isinstance(x, SupportsIndex):

@@ -42,11 +42,11 @@ log = logging.getLogger("specserve")
 class Ops(Protocol):
     """What a build must offer. The reference build's docstrings are the contract.
 
-    A packed weight and a plan are the build's own objects: made once, handed back unread, but for
-    `plan.also`.
+    A packed weight and a plan are a build's own objects: callers only hand them back, and read
+    nothing of them but `plan.also`.
     """
 
-    samples_ahead: bool  # asking for one token costs as much as asking for all of a step's
+    samples_ahead: bool  # fetching one token takes as long as fetching all of a step's
 
     # Held from a forward's plan until its results are read, as a device's buffers are shared.
     @property
@@ -113,10 +113,10 @@ class Ops(Protocol):
 def load(device: str | torch.device = "auto", attention: str = "auto") -> Ops:
     """The build for a device, DeviceError if it cannot be used; auto: a GPU where there is one.
 
-    attention  on a GPU: `flashinfer` or `triton`, and no other; auto: FlashInfer where it is there
-               and has kernels for the model, else Triton
+    attention  on a GPU: `flashinfer` or `triton`, without a fallback; auto: FlashInfer where it is
+               installed and has kernels for the model, else Triton
 
-    Called once, at start-up: no other line asks what device this is.
+    Called once, at start-up: no code above the ops depends on the device.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

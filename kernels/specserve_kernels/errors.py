@@ -1,14 +1,14 @@
-"""What the ops raise for the operator to mend, and how a lack of memory is told."""
+"""Errors of the ops: a device that cannot be used, and memory that ran out."""
 
 import torch
 
 
 class DeviceError(RuntimeError):
-    """The device cannot be used, and what to do about it."""
+    """The device cannot be used; the message says what to do about it."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, of a device or of the host: it may do for others, or later."""
+    """Whether memory ran out, of a device or of the host; other steps may still fit."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     # torch's allocator for the host raises a plain RuntimeError.

@@ -1,4 +1,4 @@
-"""The memory of the machine itself, for the builds that compute there."""
+"""The host's memory and CPU, for the builds that compute there."""
 
 import mmap
 import platform
@@ -11,12 +11,12 @@ from specserve_kernels.errors import DeviceError
 
 
 def place(x: Tensor) -> Tensor:
-    """A host tensor where the ops read it; the tensor itself, if that is where it is."""
+    """A host tensor in the memory that the ops read; the tensor itself, if it is there already."""
     return x
 
 
 def allocate(num_bytes: int) -> Tensor:
-    """Zeroed bytes for KV, [num_bytes] uint8, which the system hands over as they are touched."""
+    """Zeroed bytes for KV, [num_bytes] uint8; the system assigns pages as they are touched."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=torch.uint8)
 
@@ -40,12 +40,12 @@ def free_memory() -> int:
 
 
 def has_bf16() -> bool:
-    """Whether bf16 is multiplied in hardware; without, fp32 is the faster as well as the better."""
+    """Whether the hardware multiplies bf16; where it does not, fp32 is faster and more exact."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def instruction_set() -> str:
-    """The extensions of this CPU that kernels choose their arithmetic by."""
+    """The extensions of this CPU on which the arithmetic of kernels depends."""
     known = "amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "bf16", "asimd"
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""How many threads a step gets."""
+"""How many threads run a step."""
 
 import os
 from typing import NamedTuple, Protocol
@@ -14,7 +14,7 @@ class Threads(Protocol):
         ...
 
     def observe(self, rows: int, seconds: float) -> None:
-        """What the forward took that `use` was called for last."""
+        """Record how long the forward took that `use` was last called for."""
         ...
 
     def is_settled(self, rows: int) -> bool:
@@ -42,7 +42,7 @@ def allowed_threads() -> int:
 
 
 def check_threads(threads: int) -> int:
-    """The number itself: torch takes any, and crashes on one that the system cannot start."""
+    """The number; ValueError if it exceeds the CPUs. Torch would take it, and might crash later."""
     allowed = allowed_threads()
     if threads > allowed:
         raise ValueError(

@@ -23,7 +23,7 @@ class Rows(NamedTuple):
     positions      [R]    int32  rotary position; for a tree row, prefix + its depth in the mask
     slots          [R]    int64  block number * block_size + offset: where the row's KV is written
     prefix         [R]    int32  the row sees its request's slots [0, prefix) ...
-    mask           [R]    int64  ... and slot prefix + j for every bit j; the row's own is in there
+    mask           [R]    int64  ... and slot prefix + j for every bit j, its own slot included
 
     A causal row has prefix = position + 1 and no mask. Rows of one request that have a mask share
     one prefix, and a node's ancestors stand in lower bits than the node. A request has a mask in
@@ -45,7 +45,7 @@ class KVLayer:
     """One layer's keys and values in every block: strided views of the arena.
 
     k, v    [num_blocks, block_size, Hk, D]  the last three dimensions contiguous, equal strides
-    native  what a build made of them at their first use; its own
+    native  a build's own form of them, made at their first use
     """
 
     k: Tensor
@@ -105,6 +105,6 @@ class SampleParams(NamedTuple):
     @classmethod
     @cache
     def greedy(cls, n: int) -> "SampleParams":
-        """Argmax for n tokens. Made once for each n: nobody may write into it."""
+        """Argmax for n tokens. Cached, so never to be written to."""
         zeros, ints = torch.zeros(n), torch.zeros(n, dtype=torch.int64)
         return cls(zeros, ints.int(), torch.ones(n), zeros, ints, ints)

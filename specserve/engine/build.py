@@ -19,13 +19,13 @@ from specserve_drafters import Drafter, DrafterError, make_drafter
 
 
 class Loaded(NamedTuple):
-    """An engine, and what its users need to know of it."""
+    """An engine that is ready to step, and facts about it for its callers."""
 
     engine: Engine
     weights: Weights
     max_model_len: int
     drafter: str
-    phases: dict[str, str]  # of the start-up, in words
+    phases: dict[str, str]  # of the start-up: seconds and notes, as text
 
     @property
     def vocab_size(self) -> int:
@@ -38,9 +38,9 @@ def build(
     phases: Phases | None = None,
     known: Iterable[Model | None] = (),
 ) -> Loaded:
-    """Load the models that the config names; ConfigError tells what to change.
+    """Load the config's models and build an engine; ConfigError says what to change.
 
-    Models that are `known` from engines built before are shared with them.
+    Models in `known`, those of earlier engines, are shared instead of loaded again.
     """
     phases = phases or Phases()
     check_drafter(config)
@@ -60,7 +60,7 @@ def build(
 
 
 def assemble(config: Config, target: Decoder, draft: Decoder | None, max_len: int) -> Engine:
-    """An engine around models that have been loaded."""
+    """An engine for models that are loaded already."""
     runners, pool = build_pool(config, target, draft, max_len)
     scheduler = Scheduler(step_budget(config), pool)
     draft_model = DraftModel(runners[1], scheduler) if len(runners) > 1 else None
@@ -70,7 +70,7 @@ def assemble(config: Config, target: Decoder, draft: Decoder | None, max_len: in
 
 
 def kv_names(config: Config, target: Decoder, draft: Decoder | None) -> dict[str, str]:
-    """The model and the dtype that each kind of KV comes from."""
+    """Texts that identify the model and dtype of the target's and of the draft model's KV."""
     return {
         "target": f"target {config.target} {target.dtype}",
         "draft": f"draft {config.draft} {draft.dtype if draft else None}",

@@ -12,15 +12,16 @@ from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve_drafters import ROOT, Draft, DraftItem, Nodes
 from specserve_drafters.tree import MAX_NODES, TREE_SLOTS
 
-# The bonus token, and the last accepted guess where the draft model had not run it.
+# Known tokens that a step usually leaves to the draft model: the bonus token, and the last accepted
+# guess if the draft model had not run it.
 USUAL_LAG = 2
 
 
 class DraftModel:
     """An Executor: gives a drafter access to the draft model for the requests of a step.
 
-    Slots [0, T) of a request's draft table hold its known tokens, node e of the step stands at
-    T + e - 1.
+    Slots [0, T) of a request's draft table hold the KV of its known tokens; node e of the step has
+    slot T + e - 1.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
@@ -33,15 +34,17 @@ class DraftModel:
         self.spare = 0  # blocks that draft KV may take in this step
 
     def lend(self, requests: Sequence[Request]) -> None:
-        """Begin a step for these requests. Draft KV takes only blocks that are not reserved for
-        running requests, and leaves one more to each of them.
+        """Begin a step in which the drafter may run these requests.
+
+        Draft KV takes only blocks that are not reserved for running requests, and leaves one more
+        free for each of them.
         """
         self.requests = {r.id: r for r in requests}
         self.masks, self.nodes = {}, {}
         self.spare = self.scheduler.num_unreserved - len(self.scheduler.running)
 
     def take_back(self) -> None:
-        """Executor access ends here: a drafter that asks later is refused."""
+        """End executor access: a later `extend` or `expand` of a request raises KeyError."""
         self.requests = {}
 
     def extend(self, items: Sequence[DraftItem]) -> tuple[list[int], Tensor]:
@@ -77,7 +80,7 @@ class DraftModel:
         return ready, logits
 
     def begin(self, request: Request) -> None:
-        """Take the cached draft KV of its known tokens, as far as there are blocks to spare."""
+        """Take the cached draft KV of the request's known tokens, within the spare blocks."""
         if request.draft_gap > USUAL_LAG and not self.waits(request):
             before = self.scheduler.pool.num_available
             request.find_draft_prefix(self.spare)
@@ -118,16 +121,16 @@ class DraftModel:
         return True
 
     def waits(self, request: Request) -> bool:
-        """Another choice of the same prompt, lent as well, is about to bring the draft KV along."""
+        """Whether the leader, lent as well, is still computing the draft KV of their prompt."""
         leader = request.leader
         if leader is None or leader.id not in self.requests:
             return False
         if request.draft_table.num_computed > 0 or len(leader.token_ids) > self.max_len:
-            return False  # it has begun, or the leader's draft KV goes no further
+            return False  # it has draft KV itself, or the leader exceeds the draft model's length
         return leader.draft_table.num_computed < min(request.num_prompt, len(request.token_ids) - 1)
 
     def is_shared(self, request: Request, ahead: Sequence[Request]) -> bool:
-        """Whether one before it in line is about to run a block that it could then have."""
+        """Whether a request `ahead` in this forward computes the block that this one needs next."""
         table = request.draft_table
         place, offset = divmod(table.num_computed, table.block_size)
         key = table.key(request.token_ids, place)
@@ -141,15 +144,15 @@ class DraftModel:
         )
 
     def is_catching_up(self, item: ScheduledRequest) -> bool:
-        """Whether a root that could have guesses had none of the model's: its KV is not there."""
+        """Whether a root had no guesses of the draft model, as its draft KV was incomplete."""
         return item.draft_limit > 0 and item.request.id not in self.masks
 
     def keep(self, request: Request, draft: Draft, nodes: Sequence[int]) -> None:
-        """Keep the draft KV of accepted nodes, as far down as the draft model has run them; the
-        next launch moves it.
+        """Keep the draft KV of the accepted nodes that the draft model has run; the next launch
+        moves it.
 
-        A draft whose numbers are of other tokens keeps nothing from there on: the draft model
-        catches up, and no block is found whose KV is not what its key says.
+        Stops at the first node whose `expanded` number belongs to another token or parent: the
+        draft model computes the rest again, and no block gets a key that its KV does not match.
         """
         table, kept, slots, parent = request.draft_table, 0, [], ROOT
         run = self.nodes.get(request.id, [])

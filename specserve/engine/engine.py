@@ -27,9 +27,9 @@ log = logging.getLogger("specserve")
 
 
 class Engine:
-    """Requests go in by `add`, and their tokens come out of `step`, until `is_idle`.
+    """`add` queues requests, and `step` returns their new tokens, until `is_idle`.
 
-    A step is whole or it is nothing: its caller keeps signals out of it, as `LLM.step` does.
+    A step must not be interrupted: the caller holds back signals meanwhile, as `LLM.step` does.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class Engine:
         draft_model: DraftModel | None = None,
         names: Mapping[str, str] | None = None,
     ) -> None:
-        """`names` tells whose KV a block of each model's is; without it no prefix is kept."""
+        """`names` identifies each model's KV in block keys; without it there is no prefix cache."""
         self.target, self.scheduler = target, scheduler
         self.drafter, self.draft_model = drafter, draft_model
-        self.formats = self.kv_formats(names or {})  # of the models whose prefixes are kept
+        self.formats = self.kv_formats(names or {})  # of the models with a prefix cache
         self.requests: dict[int, Request] = {}  # all that have not ended
         self.stats = Stats()
         self.ids = count()
@@ -58,13 +58,13 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """One forward of the target for everyone; the new tokens of those who were due some."""
+        """Run one forward of the target; the outputs of all requests that have new tokens."""
         start = perf_counter()
         scheduled = self.scheduler.plan()
         if not scheduled:
             return []
         try:
-            with self.target.ops.lock:  # engines on one device share what a forward uses
+            with self.target.ops.lock:  # engines on one device share the buffers of a forward
                 self.draft([s for s in scheduled if s.draft_limit])
                 scheduled.sort(key=lambda s: not s.draft.is_chain)  # rows with masks come last
                 sampled = [s for s in scheduled if s.is_sampled]
@@ -78,7 +78,7 @@ class Engine:
         return outputs
 
     def draft(self, scheduled: list[ScheduledRequest]) -> None:
-        """A draft for every root that may have one; a drafter's failure costs the drafts only."""
+        """Ask the drafter for a draft of each root; if it raises, the step goes on without."""
         if self.drafter is None or not scheduled:
             return
         start = perf_counter()
@@ -91,7 +91,7 @@ class Engine:
                 item.draft = Draft.cut(draft, item.draft_limit, vocab_size)
         except KVLost:
             raise
-        except BaseException:  # anybody's code runs here, and no text may depend on what it does
+        except BaseException:  # a drafter is user code, whose errors must not change any text
             self.drafter_failed("propose")
         finally:
             if self.draft_model is not None:
@@ -101,7 +101,7 @@ class Engine:
     def build(
         self, scheduled: list[ScheduledRequest], sampled: list[ScheduledRequest]
     ) -> StepInput:
-        """The step as data; it takes the KV updates that are pending, and so has to be launched."""
+        """The step as data. It includes the pending KV updates, so it has to be launched."""
         requests = [s.request for s in sampled]
         draws = draws_of(
             [r.sampling for r in requests],
@@ -112,7 +112,7 @@ class Engine:
         return build_step_input(groups, self.pool.updates, draws)
 
     def verify(self, step: StepInput) -> Answers:
-        """Run the step; what the target says after the rows that are read."""
+        """Run the step's forward; the target's tokens after the rows that are read."""
         start = perf_counter()
         answers = self.target.collect(step, self.target.launch(step))
         self.stats.num_rows += len(step.token_ids)
@@ -120,7 +120,7 @@ class Engine:
         return answers
 
     def walk(self, sampled: list[ScheduledRequest], answers: Answers) -> list[Path]:
-        """Node by node down each tree."""
+        """The new tokens of each sampled request, and the accepted nodes of its tree."""
         drafts, roots, rows = [s.draft for s in sampled], [], 0
         for draft in drafts:
             roots.append(rows)
@@ -140,7 +140,7 @@ class Engine:
         sampled: list[ScheduledRequest],
         paths: list[Path],
     ) -> list[StepOutput]:
-        """Keep the accepted path's KV, give the rest back; the tokens join their request."""
+        """Keep the KV of accepted nodes, append the tokens to requests, release unused blocks."""
         for item in scheduled:
             item.request.table.num_computed = item.end
         for item, path in zip(sampled, paths, strict=True):
@@ -151,10 +151,10 @@ class Engine:
         return [self.append(item, path) for item, path in zip(sampled, paths, strict=True)]
 
     def keep_kv(self, item: ScheduledRequest, path: Path) -> None:
-        """Leave the accepted nodes' KV to the next launch to move.
+        """Note the moves of accepted nodes' KV, which the next launch does.
 
-        Node k was written at slot root + k, the j-th accepted one belongs at root + j: never
-        further down than any later source, so that moving in order needs no scratch.
+        Node k was written at slot root + k, and the j-th accepted one belongs at root + j, with
+        j <= k: no move overwrites the source of a later one, so in order they need no scratch.
         """
         table, root = item.request.table, item.end - 1
         moved = [(j, k) for j, k in enumerate(path.nodes, 1) if k != j]
@@ -166,7 +166,7 @@ class Engine:
             self.draft_model.keep(item.request, item.draft, path.nodes)
 
     def append(self, item: ScheduledRequest, path: Path) -> StepOutput:
-        """The tokens of a path join their request, which may end with them."""
+        """Append a path's tokens to its request, and end the request if it is complete."""
         request, draft = item.request, item.draft
         output = StepOutput(
             id=request.id,
@@ -198,7 +198,7 @@ class Engine:
         return output
 
     def add(self, token_ids: Sequence[int], sampling: Sampling, id: int | None = None) -> Request:
-        """Queue a request; its prompt and parameters have been checked, its id is unused."""
+        """Queue a request with checked parameters and an unused id; as `add_choices` for one."""
         return self.add_choices(token_ids, [sampling], id)[0]
 
     def add_choices(
@@ -209,11 +209,11 @@ class Engine:
         keys: Keys | None = None,
         caller: Caller | None = None,
     ) -> list[Request]:
-        """Queue requests with one prompt, which is computed once; ids count on from `id`.
+        """Queue requests with one prompt, which is computed once; ids count up from `id`.
 
-        `keys` are the prompt's, by `prompt_keys`, which else is called here: no step hashes it.
-        Without a caller they are a call of their own. RequestError for a prompt that the model
-        cannot read, whoever made its token ids.
+        `keys` are the prompt's block keys from `prompt_keys`. They are computed here if missing, so
+        that no step hashes a prompt. Without a `caller` the requests count as a call of their own.
+        RequestError for a prompt that is empty or has an id outside of the vocabulary.
         """
         prompt = self.checked(token_ids)
         ids = [next(self.ids) if id is None else id + i for i in range(len(samplings))]
@@ -239,7 +239,7 @@ class Engine:
         return choices
 
     def checked(self, token_ids: Sequence[int]) -> "array[int]":
-        """The prompt as requests hold it: an id beyond the embedding would end the process."""
+        """The prompt as an array; RequestError for ids whose embedding look-up would crash."""
         vocab_size = self.target.decoder.config.vocab_size
         try:
             prompt = array("i", token_ids)
@@ -263,11 +263,11 @@ class Engine:
         return {m: KVFormat(names[m], r.kv.block_size) for m, r in runners.items() if m in names}
 
     def prompt_keys(self, token_ids: Sequence[int], salt: str) -> Keys:
-        """The keys that `add_choices` takes; any thread may ask, while another one steps."""
+        """A prompt's block keys for `add_choices`; safe in any thread, also during a step."""
         return prompt_keys(self.formats, token_ids, salt)
 
     def table(self, model: str, salt: str, keys: Keys | None = None) -> BlockTable:
-        """An empty one for the KV of "target" or "draft"; `keys` are those of a prompt."""
+        """An empty block table for the KV of "target" or "draft"; `keys` are its prompt's."""
         draft = self.draft_model if model == "draft" else None
         size = (draft.runner if draft is not None else self.target).kv.block_size
         hasher = self.formats[model].hasher(salt) if model in self.formats else None
@@ -276,24 +276,24 @@ class Engine:
         return BlockTable(self.pool, size, model, hasher)
 
     def reset_cache(self) -> None:
-        """Forget all prefixes; who runs goes on."""
+        """Empty the prefix cache; running requests go on."""
         self.pool.reset_cache()
         self.stats.num_resets += 1
 
     def finish(self, id: int) -> None:
-        """End a request, wherever it is; one that has ended already is left alone."""
+        """End a running or waiting request and release its blocks; no effect if it has ended."""
         request = self.requests.pop(id, None)
         if request is None:
             return
         self.scheduler.remove(request)
         self.tell("forget", id)
-        assert not self.is_idle or self.pool.is_whole, "blocks are held, and nobody is there"
+        assert not self.is_idle or self.pool.is_whole, "no request is left, but blocks are held"
 
     def give_up(self, scheduled: list[ScheduledRequest], error: Exception) -> list[StepOutput]:
-        """End the requests of a step that ran out of memory; anything else is ours, and raised.
+        """End the requests of a step that ran out of memory; any other error is raised again.
 
-        What the step wrote has no owner then. Where accepted KV was lost on its way, all requests
-        end and nothing that was cached is found again.
+        Their blocks are released, with whatever the step wrote. Where KV updates failed, blocks of
+        any request may be damaged: all requests end, and the prefix cache is emptied.
         """
         requests = [s.request for s in scheduled]
         cause = error.__cause__ if isinstance(error, KVLost) else error
@@ -315,36 +315,36 @@ class Engine:
         ]
 
     def tell(self, what: str, *args: object) -> None:
-        """Let the drafter know; what it does with that is its own affair."""
-        listen = getattr(self.drafter, what, None)  # a drafter need not care
-        if listen is None:
+        """Call a method of the drafter, if it has it; errors are logged and counted."""
+        method = getattr(self.drafter, what, None)  # optional in a drafter
+        if method is None:
             return
         try:
-            listen(*args)
-        except BaseException:  # half a step must not be lost, either
+            method(*args)
+        except BaseException:  # the rest of the commit has to be done
             self.drafter_failed(what)
 
     def drafter_failed(self, where: str) -> None:
-        """Inside the handler of its exception: a line, ever more rarely; at first where from."""
+        """Count the exception that is being handled, and log it, the first with its traceback."""
         self.stats.drafter_errors += 1
         count = self.stats.drafter_errors
-        if count & (count - 1) == 0:  # 1, 2, 4, ...: a log that nobody reads must not fill up
-            message = "the drafter failed in %s (%s), %d times so far; guesses are lost, no text is"
+        if count & (count - 1) == 0:  # 1, 2, 4, ...: failures in every step must not fill the log
+            message = "the drafter failed in %s (%s), %d times so far; the text does not change"
             log.error(message, where, sys.exception(), count, exc_info=count == 1)
 
     def check(self) -> None:
-        """Assert that every block is free, cached, or held by exactly those whom it counts."""
+        """Assert that every block is free, cached, or held by as many tables as it counts."""
         tables = [t.blocks for r in self.requests.values() for t in (r.table, r.draft_table)]
         self.pool.check(tables)
 
     def memory(self) -> dict[str, int]:
-        """Blocks by holder; what several requests share counts once."""
+        """Number of blocks by holder; a shared block counts once."""
         return self.pool.holders()
 
 
 def draft_item(item: ScheduledRequest) -> DraftItem:
     r = item.request
-    # A copy: what a drafter does to it changes no text.
+    # A copy: a drafter that writes to it does not change the request.
     return DraftItem(
         r.id, r.token_ids[:], item.draft_limit, r.sampling.temperature, r.sampling.seed
     )
@@ -363,7 +363,7 @@ def rows_of(item: ScheduledRequest) -> RowGroup:
 
 
 def finish_reason(request: Request, tokens: Sequence[int]) -> str | None:
-    """Whether a request ends with the last of these new tokens, and why."""
+    """Why a request ends with the last of these new tokens; None if it goes on."""
     if tokens[-1] in request.sampling.stop_ids:
         return "stop"
     return "length" if len(tokens) >= request.num_left else None

@@ -1,4 +1,4 @@
-"""The models that a config names, loaded once and shared by all who name them."""
+"""Loading the models that a config names, each once, to be shared between engines."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,7 +18,7 @@ Progress = Callable[[str, int, int], None]  # phase, done, total
 
 
 class ModelKey(NamedTuple):
-    """All that the weights in memory depend on."""
+    """Everything that the weights in memory depend on."""
 
     folder: str
     device: str
@@ -28,11 +28,11 @@ class ModelKey(NamedTuple):
 
 
 class Model:
-    """A model that has been loaded: any number of engines can share it, and its threads."""
+    """A loaded model and its choice of threads; any number of engines can share both."""
 
     def __init__(self, decoder: Decoder, key: ModelKey) -> None:
         self.decoder, self.key = decoder, key
-        self.threads: tuple[Threads, str] | None = None  # as chosen, and in words
+        self.threads: tuple[Threads, str] | None = None  # the choice, and its description
 
 
 class Weights(NamedTuple):
@@ -43,7 +43,7 @@ class Weights(NamedTuple):
 def load_weights(
     config: Config, progress: Progress | None, phases: Phases, known: Iterable[Model | None]
 ) -> Weights:
-    """The models that the config needs; one that is known is not loaded again."""
+    """The models that the config needs; those in `known` are not loaded again."""
     loaded = {model.key: model for model in known if model is not None}
 
     def get(name: str, path: Path) -> Model:
@@ -57,7 +57,7 @@ def load_weights(
     with phases.phase("kernels"):
         ops = load_ops(config)
     target = get("target", resolve_model(config))
-    context_length(config, target.decoder.config)  # refused before the next load
+    context_length(config, target.decoder.config)  # may raise, so before the next load
     draft = get("draft model", resolve_draft(config)) if needs_draft_model(config) else None
     return Weights(target, draft)
 
@@ -77,7 +77,7 @@ def device_refused(config: Config, e: DeviceError) -> ConfigError:
 
 
 def check_device(config: Config) -> None:
-    """Refuse a GPU that is not there, before a model is fetched for it."""
+    """ConfigError for a GPU that cannot be used, before a model is downloaded for it."""
     if config.model.device not in ("auto", "cpu"):
         load_ops(config)
 
@@ -98,5 +98,5 @@ def load_model(folder: Path, config: Config, ops: Ops, progress: Progress | None
 
 
 def asked_for(e: BaseException) -> str:
-    """The sentences of torch's complaint that tell how much was asked for, and what was free."""
+    """The sentences of torch's error that state how much was asked for, and how much was free."""
     return ". ".join(str(e).split(". ")[:3]).strip(" .")

@@ -1,4 +1,4 @@
-"""How much memory the KV pool gets, and how it is cut for target and draft model."""
+"""How much memory the KV pool gets, and how target and draft model divide it into blocks."""
 
 import torch
 
@@ -14,10 +14,10 @@ from specserve_kernels import DeviceError, Ops
 
 
 class PoolPlan:
-    """The sizes of one arena for all models, the target first, and requests of `max_len` tokens.
+    """The sizes of the arena that all models share, for requests of up to `max_len` tokens.
 
-    block_bytes  of a block, whichever model holds it
-    block_sizes  tokens in a block, by model
+    block_bytes  bytes of a block, the same for all models
+    block_sizes  tokens in a block, by model, the target first
     per_request  blocks of a request of full length and its tree, by model
     num_blocks   no more than `max_running` such requests need, and no more than memory allows
     """
@@ -37,7 +37,7 @@ class PoolPlan:
         self.num_blocks = min(self.allowed // self.block_bytes, needed)
 
     def check(self) -> None:
-        """Room for one request at least; ConfigError says what to change."""
+        """ConfigError, with what to change, unless one request of full length fits."""
         if self.num_blocks >= self.per_request[0]:
             return
         fit = self.num_blocks * self.block_sizes[0] - TREE_SLOTS

@@ -1,4 +1,4 @@
-"""The engine's side of the socket: orders in, a step, a report out."""
+"""The engine process: it reads commands from a socket, runs a step, and sends a report."""
 
 import signal
 import socket
@@ -25,11 +25,11 @@ from specserve.process import die_with_parent, keep_stderr_from_failing
 
 
 def main(fd: int) -> None:
-    """Load, and step until nobody is at the other end any more."""
+    """Load the models, and run steps until the parent process closes its end of the socket."""
     die_with_parent()
     keep_stderr_from_failing()
-    # A service manager sends SIGTERM to all processes of a service. The parent alone decides what
-    # it means: this one goes on stepping while requests are drained.
+    # A service manager sends SIGTERM to all processes of a service. The parent process alone acts
+    # on it: it finishes its requests first, for which this process has to go on stepping.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link = Link(socket.socket(fileno=fd))
     try:
@@ -52,7 +52,7 @@ def run(link: Link, config: Config) -> None:
 
 
 def serve(link: Link, engine: Engine) -> None:
-    """All orders that have come, one step, one report; asleep while there is nothing to do."""
+    """Carry out all commands that have come, run a step, send a report; block while idle."""
     link.send(report(engine, []))
     while True:
         refused: list[StepOutput] = []
@@ -68,7 +68,7 @@ def serve(link: Link, engine: Engine) -> None:
 
 
 def add(engine: Engine, asked: Add) -> list[StepOutput]:
-    """Queue a prompt's choices; what there is to say of those that are refused."""
+    """Queue a prompt's choices; if the prompt is refused, an error output for each of them."""
     try:
         engine.add_choices(asked.token_ids, asked.samplings, asked.id, asked.keys, asked.caller)
     except RequestError as e:

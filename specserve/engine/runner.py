@@ -1,4 +1,4 @@
-"""A model with its KV: a StepInput in, logits or tokens out. Target and draft model alike."""
+"""One model, target or draft, with its KV: a StepInput in, logits or tokens out."""
 
 from time import perf_counter
 from typing import NamedTuple
@@ -14,14 +14,14 @@ from specserve_kernels import Ops, SampleParams, Threads
 
 
 class KVLost(RuntimeError):
-    """KV could not be moved to where it belongs: what the arena holds is not known."""
+    """Pending KV updates failed, so that the arena's contents are not known."""
 
 
 class Launched(NamedTuple):
     """A step that has been started.
 
     logits  [n, V]  of the rows that are read; empty [0, 0] where none is
-    tokens  [n]     int64, after each of them, where the build draws all at once; else None
+    tokens  [n]     int64, drawn after each of these rows, where ops.samples_ahead; else None
     """
 
     logits: Tensor
@@ -33,11 +33,11 @@ class Answers:
 
     def __init__(self, ops: Ops, draws: Draws, launched: Launched) -> None:
         self.ops, self.draws, self.logits = ops, draws, launched.logits
-        # One wait for all of them.
+        # One wait for the device brings all tokens.
         self.tokens = None if launched.tokens is None else launched.tokens.tolist()
 
     def after(self, rows: list[int]) -> list[int]:
-        """The tokens after some of the rows read, drawn here unless they have been."""
+        """The tokens after some of the rows that are read; drawn here unless they were ahead."""
         if self.tokens is not None:
             return [self.tokens[row] for row in rows]
         at = np.array(rows, np.int64)
@@ -47,14 +47,14 @@ class Answers:
 
 
 class Runner:
-    """Runs one model's steps. The caller holds torch.inference_mode: entering it for every draft
-    level would add up.
+    """Runs one model's steps. The caller is in torch.inference_mode already, as entering it for
+    every draft level would cost time.
     """
 
     def __init__(self, decoder: Decoder, arena: Arena, name: str) -> None:
         self.decoder, self.ops, self.arena = decoder, decoder.ops, arena
         self.kv = arena.views[name]
-        self.threads: Threads | None = None  # None leaves them as they are
+        self.threads: Threads | None = None  # None keeps torch's number
 
     def launch(self, step: StepInput) -> Launched:
         """Do the step's KV updates, write the KV of all its rows, compute the logits that are
@@ -86,12 +86,12 @@ class Runner:
         return Launched(logits, self.ops.sample(logits, each, SampleParams(*params)))
 
     def collect(self, step: StepInput, launched: Launched) -> Answers:
-        """What a step with draws says; waits for it where it runs elsewhere."""
-        assert step.draws is not None, "nobody said how the tokens are drawn"
+        """The target's tokens of a launched step; waits for the device where it is a GPU."""
+        assert step.draws is not None, "a step without draws has no answers"
         return Answers(self.ops, step.draws, launched)
 
     def update(self, updates: KVUpdates) -> None:
-        """The moves of every model, then the copies."""
+        """Do the moves of every model, then the copies; KVLost if one fails."""
         try:
             for name, slots in updates.moves.items():
                 self.ops.move_kv(self.arena.views[name], *columns(slots))

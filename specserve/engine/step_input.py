@@ -27,7 +27,7 @@ class Draws(NamedTuple):
     token_index: NDArray[np.int64]
 
     def params(self, rows: NDArray[np.int64] | None = None) -> SampleParams:
-        """Of all rows, or of some, as host tensors."""
+        """The parameters of all rows, or of some, as host tensors."""
         if self.is_greedy:
             return SampleParams.greedy(len(self.seeds if rows is None else rows))
         columns = self[1:] if rows is None else [column[rows] for column in self[1:]]
@@ -36,7 +36,7 @@ class Draws(NamedTuple):
 
 @cache
 def greedy_draws(n: int) -> Draws:
-    """The likeliest token after each of n rows. Made once for each n: nobody writes into it."""
+    """Draws of the likeliest token after each of n rows. Cached, so never written to."""
     zeros, ones = np.zeros(n, np.float32), np.ones(n, np.float32)
     integers = np.zeros(n, np.int64)
     return Draws(True, zeros, integers.astype(np.int32), ones, zeros, integers, integers)
@@ -45,10 +45,10 @@ def greedy_draws(n: int) -> Draws:
 def draws_of(
     samplings: Sequence[Sampling], lengths: Sequence[int], drafts: Sequence[Draft]
 ) -> Draws:
-    """For the rows of each request's root and guesses in turn.
+    """Draws after the root and every guess of each request, request by request.
 
-    `lengths` are the requests' known tokens: a node's token has the place length + depth in the
-    text, however the tree numbers it, and draws with the noise of that place.
+    `lengths` counts the requests' known tokens: the token after a node has index length + depth in
+    its request's token_ids, whatever the node's number, and is drawn with that index's noise.
     """
     counts = [1 + len(draft) for draft in drafts]
     if all(s.temperature == 0 for s in samplings):
@@ -79,13 +79,13 @@ class RowGroup(NamedTuple):
     table: BlockTable
     token_ids: "array[int] | list[int]"
     start: int
-    num_read: int  # the logits of the last so many rows are read
+    num_read: int  # rows at the end whose logits are read
     prefix: int = 0
     masks: list[int] | None = None
 
 
 class StepInput(NamedTuple):
-    """What a rank, a recorded graph or a native program can take as it stands.
+    """A step as plain arrays, which a recorded graph or a native program could take as well.
 
     updates    done first, to any model's KV
     token_ids  [R]  int64
@@ -115,17 +115,17 @@ class StepInput(NamedTuple):
 def build_step_input(
     groups: Sequence[RowGroup], pending: PendingUpdates, draws: Draws | None = None
 ) -> StepInput:
-    """Lay the groups' rows one after the other.
+    """One step of all the groups' rows, in order.
 
-    It takes the updates that are pending, as the last thing that could fail: the step has to be
-    launched then.
+    The pending updates are taken last, when hardly anything can fail any more: from then on they
+    are lost unless the step is launched.
     """
     block_size = groups[0].table.block_size
     token_ids, blocks, begin, used = array("i"), array("i"), [0], [0]
     for g in groups:
         token_ids.extend(g.token_ids)
         begin.append(len(token_ids))
-        # A slice is a copy: a table that numpy looks into could neither grow nor shrink.
+        # A slice is a copy: an array whose memory numpy shares could neither grow nor shrink.
         blocks.extend(g.table.blocks[: -(-(g.start + len(g.token_ids)) // block_size)])
         used.append(len(blocks))
     qo_indptr, indptr = np.array(begin, np.int32), np.array(used, np.int32)

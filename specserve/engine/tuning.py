@@ -1,4 +1,4 @@
-"""How many threads run a model's steps, and what first steps have to do at load."""
+"""At load: choosing how many threads run a model's steps, and running the kernels once."""
 
 import torch
 from torch import Tensor
@@ -14,11 +14,11 @@ from specserve.version import VERSION
 from specserve_drafters.tree import TREE_SLOTS
 from specserve_kernels import DeviceError, Threads
 
-CONTEXT = 256  # tokens before the rows of a step that is run at load
+CONTEXT = 256  # tokens before the rows of a step that runs at load
 
 
 def tune(model: Model, runner: Runner, pool: BlockPool, config: Config, max_len: int) -> str:
-    """Give the runner its threads, in words: the model's, unless the config says how many."""
+    """Set the runner's threads, chosen once a model unless the config has a number; as text."""
     if model.threads is None or config.model.threads is not None:
         model.threads = choose_threads(runner, pool, config, max_len)
     runner.threads, words = model.threads
@@ -29,9 +29,9 @@ def tune(model: Model, runner: Runner, pool: BlockPool, config: Config, max_len:
 def choose_threads(
     runner: Runner, pool: BlockPool, config: Config, max_len: int
 ) -> tuple[Threads, str]:
-    """As the build of the ops has it, which may run steps with as many rows as there can be."""
+    """The choice of the ops' build, which may run steps of up to the largest number of rows."""
     table = BlockTable(pool, runner.kv.block_size)
-    positions = min(max_len + TREE_SLOTS, len(runner.decoder.rotary.cos))  # a draft may have fewer
+    positions = min(max_len + TREE_SLOTS, len(runner.decoder.rotary.cos))  # a draft's are fewer
     positions = min(positions, pool.num_blocks * table.block_size)
     start = max(0, min(CONTEXT, positions - TREE_SLOTS))
     most = min(config.scheduler.max_batched_tokens, positions - start)
@@ -59,7 +59,7 @@ def choose_threads(
 
 
 def warm_up(runner: Runner, table: BlockTable, start: int) -> None:
-    """A root with two children, and a KV move: on a GPU their first use compiles kernels."""
+    """Run a tree of three nodes and a KV move: on a GPU their first use compiles kernels."""
     tree = RowGroup(table, [0] * 3, start, 3, start, [0b1, 0b11, 0b101])
     runner.launch(build_step_input([tree], table.pool.updates))
     slot = torch.tensor([table.slot(0)])
@@ -67,5 +67,5 @@ def warm_up(runner: Runner, table: BlockTable, start: int) -> None:
 
 
 def model_key(decoder: Decoder) -> str:
-    """All that the time of a step depends on but for the machine."""
+    """Everything that the time of a step depends on, apart from the machine."""
     return f"{VERSION} {decoder.dtype} {decoder.config}"

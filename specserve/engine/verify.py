@@ -7,7 +7,7 @@ import msgspec
 from specserve_drafters import ROOT, Draft
 
 Node = tuple[int, int]  # a request's number in the step, and a node of its tree
-# The target's token after each node. It is asked for only where the walk has come to.
+# The target's token after each node; called only for nodes that the walk has reached.
 TokensAfter = Callable[[list[Node]], list[int]]
 IsLast = Callable[[int, list[int]], bool]
 

@@ -1,4 +1,4 @@
-"""The paged KV pool: bytes, blocks, who holds them, and how they are found again."""
+"""The paged KV pool: its memory, its blocks, block tables, and the prefix cache."""
 
 from specserve.block_keys import BlockHasher, root_key
 from specserve.memory.arena import Arena, KVLayout

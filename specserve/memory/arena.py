@@ -1,4 +1,4 @@
-"""The bytes of the pool: equal blocks in one flat arena, and each model's view of them."""
+"""The memory of the pool: equal blocks in one flat arena, and each model's view of them."""
 
 from collections.abc import Sequence
 
@@ -19,18 +19,18 @@ class KVLayout(msgspec.Struct, frozen=True):
     dtype: torch.dtype  # its own: KV may be narrower than the activations
 
     def slab_bytes(self, block_size: int) -> int:
-        """Of its K in a block, or of its V; the next one begins at a multiple of ALIGNMENT."""
+        """Bytes of its K in a block, or of its V, rounded up to a multiple of ALIGNMENT."""
         size = block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
         return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def used_bytes(layouts: Sequence[KVLayout], block_size: int) -> int:
-    """What `block_size` tokens of a model take of a block."""
+    """Bytes of a block that `block_size` tokens of a model take."""
     return sum(2 * layout.slab_bytes(block_size) for layout in layouts)
 
 
 def block_bytes(layouts: Sequence[KVLayout], block_size: int, others: Sequence[KVLayout]) -> int:
-    """A block holds `block_size` target tokens, and at least one token of the other model."""
+    """Bytes of a block that fits `block_size` target tokens or one token of the other model."""
     return max(used_bytes(layouts, block_size), used_bytes(others, 1))
 
 
@@ -46,7 +46,7 @@ class Arena:
     """As many blocks of `block_bytes` as there is memory for.
 
     blocks  [num_blocks, block_bytes]  uint8, zeroed
-    views   each model's KV in them, by the model's name; a block is one model's at a time
+    views   all blocks as each model's KV, by its name; at a time one model uses a block
     """
 
     def __init__(self, memory: Tensor, block_bytes: int) -> None:
@@ -55,7 +55,7 @@ class Arena:
         self.views: dict[str, KVCache] = {}
 
     def add_view(self, name: str, layouts: Sequence[KVLayout], block_size: int) -> KVCache:
-        """All blocks as one model sees them, layer after layer."""
+        """Add a model's view of all blocks: its layers' K and V lie in a block one by one."""
         used, block_bytes = used_bytes(layouts, block_size), self.blocks.shape[1]
         assert used <= block_bytes, "more tokens a block than fit into it"
         layers, begin = [], 0

@@ -9,8 +9,8 @@ from specserve.memory.pool import BlockPool
 class BlockTable:
     """The slots 0, 1, .. of a request; the KV of its first `num_computed` tokens stands in them.
 
-    Several tables may hold a block. It is written only while one table holds it and no key finds
-    it, so that shared KV never changes.
+    Several tables may hold a block. It is written only while a single table holds it and it has no
+    key, so that shared KV never changes.
     """
 
     def __init__(
@@ -21,11 +21,11 @@ class BlockTable:
         hasher: BlockHasher | None = None,
     ) -> None:
         self.pool, self.block_size, self.owner = pool, block_size, owner
-        self.hasher = hasher  # None where no prefix is kept
+        self.hasher = hasher  # None: its blocks get no keys
         self.blocks = array("i")
         self.num_computed = 0
         self.num_published = 0  # blocks
-        self.epoch = pool.num_resets  # of the cache
+        self.epoch = pool.num_resets  # when its first block was taken
 
     @property
     def is_copy_due(self) -> bool:
@@ -57,14 +57,14 @@ class BlockTable:
         return True
 
     def replace(self, place: int, block: int) -> None:
-        """Hold a copy of a block instead of the block itself; the next launch makes it."""
+        """Hold `block` instead of a shared one; the next launch copies the KV into it."""
         shared = self.blocks[place]
         self.pool.updates.copy(shared, block)
         self.blocks[place] = block
         self.pool.release([shared])
 
     def reserve_some(self, num_slots: int, spare: int) -> int:
-        """Hold as many of `num_slots` slots as `spare` more blocks allow; how many that is."""
+        """Hold blocks for up to `num_slots` slots, `spare` more at most; the slots that fit."""
         spare = max(0, spare)
         if self.missing(num_slots) > spare:
             more = spare - self.is_copy_due
@@ -74,8 +74,8 @@ class BlockTable:
         return num_slots
 
     def num_keys(self, token_ids: "array[int]") -> int:
-        """Blocks of these tokens that a lookup may give: the last token is always computed, as its
-        logits are needed.
+        """Number of full blocks that a lookup of these tokens may return: those before the last
+        token, which is always computed, as its logits are needed.
         """
         return 0 if self.hasher is None else (len(token_ids) - 1) // self.block_size
 
@@ -85,15 +85,16 @@ class BlockTable:
         return self.hasher.extend(token_ids, len(token_ids) - 1)[place]
 
     def find(self, token_ids: "array[int]") -> list[int]:
-        """The blocks with these tokens' KV that can be found, from the end of the table on."""
+        """The blocks that the prefix cache has for these tokens, from the end of the table on."""
         if self.hasher is None:
             return []
         keys = self.hasher.extend(token_ids, len(token_ids) - 1)
         return self.pool.find(keys[len(self.blocks) : self.num_keys(token_ids)])
 
     def match(self, token_ids: "array[int]", spare: int) -> None:
-        """Take the longest run of found blocks that continues the table, where it ends with a full
-        block. At most `spare` of them may be cached ones, which no request holds.
+        """Extend the table by the longest run of found blocks, if it ends with a full block.
+
+        At most `spare` of them may be cached ones, which no table holds.
         """
         if not self.blocks:
             self.epoch = self.pool.num_resets
@@ -111,8 +112,8 @@ class BlockTable:
             self.num_computed = self.num_published * self.block_size
 
     def fork(self, other: "BlockTable", num_tokens: int) -> None:
-        """Share another table's first tokens. A partly full block is copied by the first of its
-        holders that writes it.
+        """Share the blocks of another table's first tokens. A partly full block is copied by the
+        first of its holders that writes to it.
         """
         assert not self.blocks, "only an empty table can fork another"
         assert num_tokens <= other.num_computed
@@ -124,11 +125,11 @@ class BlockTable:
 
     @property
     def is_publishing(self) -> bool:
-        """Whether its blocks get keys: not if some were found before the cache was reset."""
+        """Whether its blocks get keys; not if the cache was reset since the first was taken."""
         return self.hasher is not None and self.epoch == self.pool.num_resets
 
     def publish(self, token_ids: "array[int]") -> None:
-        """Give keys to the blocks that are full of computed tokens, so that others find them."""
+        """Give keys to the blocks full of computed tokens, so that other requests find them."""
         full = self.num_computed // self.block_size
         if self.hasher is None or not self.is_publishing or full == self.num_published:
             return
@@ -138,7 +139,7 @@ class BlockTable:
         self.num_published = full
 
     def slot(self, place: int) -> int:
-        """Where the KV of the token at this place of the request lies in the arena."""
+        """The arena slot with the KV of the request's token at this place."""
         block, offset = divmod(place, self.block_size)
         return self.blocks[block] * self.block_size + offset
 

@@ -1,4 +1,4 @@
-"""Which blocks are free, which are cached, and how many hold the others."""
+"""Which blocks are free, cached or held, and by how many block tables."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
@@ -9,8 +9,8 @@ from specserve.memory.updates import PendingUpdates
 class BlockPool:
     """Invariant: free + cached + held = all blocks, and every block's count equals its holders.
 
-    A block with a key can be found by it. While no table holds it, it is cached: it is given out
-    only where no free block is left, the least recently held first.
+    A block with a key can be found by it. While no table holds it, it is cached: it is evicted only
+    where no free block is left, the least recently held first.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class BlockPool:
         self.free = list(range(num_blocks - 1, -1, -1))
         self.cached: OrderedDict[int, None] = OrderedDict()  # in order of eviction
         self.counts = [0] * num_blocks
-        self.owners = [""] * num_blocks  # whose KV is in it: "target" or "draft"
+        self.owners = [""] * num_blocks  # the model whose KV it has: "target" or "draft"
         self.keys: list[bytes | None] = [None] * num_blocks
         self.found: dict[bytes, int] = {}
         self.num_held: Counter[str] = Counter()  # by owner
@@ -87,10 +87,10 @@ class BlockPool:
                 self.cached[block] = None
 
     def publish(self, block: int, key: bytes) -> int:
-        """Give a held block a key; the block that is found by that key from now on.
+        """Give a held block a key; the block that the key finds.
 
-        Where another block has the key, the caller holds that one instead, so that whoever holds
-        a block of a prefix holds all blocks before it.
+        Where another block has the key already, the caller's hold passes to that one, so that a
+        table with a block of a prefix holds all the blocks that are found before it.
         """
         twin = self.found.setdefault(key, block)
         if twin == block:

@@ -25,9 +25,9 @@ class KVUpdates(NamedTuple):
 class PendingUpdates:
     """Updates that no launch has taken yet.
 
-    A step's accepted nodes are moved by the next launch, whichever model's it is, and so before
-    any of their blocks can be written by somebody else. Copies come from planning a step, which
-    comes after the last step's moves.
+    The next launch, of either model, moves the accepted nodes of the last step, and so before
+    another request can write to their blocks. Copies are noted while a step is planned or drafted,
+    which comes after the last step's moves.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class PendingUpdates:
         self.copies.append((source, target))
 
     def take(self) -> KVUpdates:
-        """All of them, as arrays; whoever takes them has to do them."""
+        """All pending updates, as arrays; the caller has to carry them out."""
         if not self.copies and not self.moves:
             return NONE
         moves = {model: pairs(slots) for model, slots in self.moves.items() if slots}

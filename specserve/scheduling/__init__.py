@@ -1,4 +1,4 @@
-"""Who runs, and with which rows."""
+"""Which requests run, and with which rows."""
 
 from specserve.scheduling.request import Request, ScheduledRequest
 from specserve.scheduling.scheduler import Scheduler

@@ -1,4 +1,4 @@
-"""The requests that wait, which of them is next, and who gives a place up for it."""
+"""The waiting requests, which of them is next, and which running one gives up its place."""
 
 from bisect import insort
 from collections import Counter
@@ -17,12 +17,12 @@ class Places:
         self.of_call = Counter(r.caller.call for r in running)
 
     def victim(self, request: Request) -> Request | None:
-        """Who is preempted for a request of a call that runs nothing: of the tenant with the most
-        places, and its call with the most, the last.
+        """The request to preempt for one whose call has no place: the last of the largest call of
+        the tenant with the most places. None if the call has a place, or no request can go.
 
-        A tenant gives one up only to a tenant that has fewer even with it, and within a tenant
-        only a call that keeps one does: so nobody loses a place to take it back, and the longest
-        running request of a tenant never goes.
+        A tenant gives up a place only to a tenant that then has no more than it has itself, and
+        between calls of one tenant no call gives up its last. So no place goes to and fro, and the
+        longest running request of a tenant is never preempted.
         """
         caller = request.caller
         if self.of_call[caller.call] > 0:
@@ -43,7 +43,7 @@ class Places:
 
 
 class Line:
-    """One tenant's requests of one priority: by call, and both in order of arrival."""
+    """One tenant's waiting requests of one priority, by call, in order of arrival."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -64,32 +64,33 @@ class Line:
             del self.requests[call]
 
     def next(self, places: Places) -> Request:
-        """The first of the call with the fewest places, of equals the earlier one."""
+        """The first request of the call with the fewest places; of equal calls, of the earliest."""
         held = places.of_call
-        # Calls that run something are few: one that runs nothing is soon met, if there is any.
+        # Few calls have a place: the first one without is soon found, if there is any.
         idle = next((call for call in self.calls if not held[call]), None)
         call = idle if idle is not None else min(self.calls, key=lambda c: (held[c], c))
         return self.requests[call][0]
 
 
 class Waiter(NamedTuple):
-    """A request that is set aside until another has published so many blocks."""
+    """A request that is set aside until its leader has published `num_blocks` blocks."""
 
     num_blocks: int
     request: Request
 
 
 class Queue:
-    """Requests stand in a line, or are set aside while another computes what they need.
+    """Waiting requests: in lines, or set aside while a running one computes blocks they need.
 
-    Next is the smallest priority; in it the tenant with the fewest places; then the call with the
-    fewest; then the earliest. What a look costs grows with the places, not with the queue.
+    The next request is of the smallest priority; in it of the tenant with the fewest places; then
+    of the call with the fewest; then the earliest. Finding it takes time in proportion to the
+    places, not to the queue.
     """
 
     def __init__(self) -> None:
         self.requests: dict[int, Request] = {}  # all, by id
         self.lines: dict[int, dict[int, Line]] = {}  # by priority and tenant; none is empty
-        self.aside: dict[int, tuple[Request, list[Waiter]]] = {}  # by the id of who computes
+        self.aside: dict[int, tuple[Request, list[Waiter]]] = {}  # by their leader's id
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -101,7 +102,7 @@ class Queue:
         return request.id in self.requests
 
     def add(self, request: Request) -> None:
-        """A choice that follows another gets into the line by `line_up`, when it has its prompt."""
+        """Queue a request; a follower gets into a line later, once its prompt is computed."""
         self.requests[request.id] = request
         if not request.is_following:
             self.line_up(request)
@@ -130,7 +131,7 @@ class Queue:
             self.leave_line(request)
 
     def next(self, places: Places) -> Request | None:
-        """Who is to be admitted before all others; None where nobody stands in a line."""
+        """The request to admit first; None if no request is in a line."""
         if not self.lines:
             return None
         firsts = (line.next(places) for line in self.lines[min(self.lines)].values())
@@ -138,13 +139,13 @@ class Queue:
         return min(firsts, key=lambda r: (held[r.caller.tenant], r.caller.call, r.id))
 
     def set_aside(self, request: Request, leader: Request, num_blocks: int) -> None:
-        """Out of its line, until `resume` finds that the leader has published so many blocks."""
+        """Take a request out of its line until the leader has published `num_blocks` blocks."""
         self.leave_line(request)
         _, waiters = self.aside.setdefault(leader.id, (leader, []))
         insort(waiters, Waiter(num_blocks, request), key=lambda w: -w.num_blocks)
 
     def resume(self, running: Collection[Request]) -> None:
-        """Back into line with those whose leader has got so far, or will not get there."""
+        """Put requests back in line whose leader has published the blocks, or never will."""
         for leader, waiters in [*self.aside.values()]:
             is_lost = leader not in running or not leader.table.is_publishing
             num_blocks = leader.table.num_published

@@ -12,7 +12,7 @@ from specserve_drafters import Draft
 
 
 class Request(msgspec.Struct, eq=False):
-    """`token_ids` holds the prompt and the committed output; a guess never gets in here."""
+    """One prompt and its output. `token_ids` holds prompt and committed output, never a guess."""
 
     id: int
     token_ids: "array[int]"  # typecode "i"
@@ -21,8 +21,8 @@ class Request(msgspec.Struct, eq=False):
     draft_table: BlockTable  # the draft model's; empty where none is used
     caller: Caller
     num_prompt: int = 0
-    num_cached: int = 0  # prompt tokens that were found when it was first admitted
-    admitted_at: float = 0.0  # seconds, perf_counter; the first time, where it was preempted
+    num_cached: int = 0  # prompt tokens found in the prefix cache when first admitted
+    admitted_at: float = 0.0  # seconds, perf_counter; of the first admission
     # Of several choices of one prompt the leader computes it; the followers wait for its KV.
     leader: "Request | None" = None
     followers: "list[Request]" = []
@@ -37,7 +37,7 @@ class Request(msgspec.Struct, eq=False):
 
     @property
     def is_following(self) -> bool:
-        """It waits until its leader has computed their prompt."""
+        """Whether it waits until its leader has computed their prompt."""
         return self.leader is not None and self in self.leader.followers
 
     @property
@@ -47,7 +47,7 @@ class Request(msgspec.Struct, eq=False):
 
     @property
     def num_uncomputed(self) -> int:
-        """Known tokens whose KV does not."""
+        """Known tokens whose KV does not stand in the pool."""
         return len(self.token_ids) - self.num_computed
 
     @property
@@ -61,12 +61,12 @@ class Request(msgspec.Struct, eq=False):
 
     @property
     def is_due(self) -> bool:
-        """Exactly one known token is uncomputed: the request has a root, and may have a tree."""
+        """Whether exactly one known token is uncomputed: a root, which may have a tree."""
         return self.num_uncomputed == 1
 
     @property
     def is_computing(self) -> bool:
-        """More than one known token is uncomputed."""
+        """Whether more than one known token is uncomputed."""
         return self.num_uncomputed > 1
 
     @property
@@ -75,8 +75,8 @@ class Request(msgspec.Struct, eq=False):
         return len(self.token_ids) - self.draft_table.num_computed
 
     def num_blocks_to_share(self, other: "Request") -> int:
-        """Leading blocks that both have, where this one computes the next of them at no larger
-        priority, so that the other need not; else 0.
+        """Number of leading blocks with the same tokens in both requests, if this one has yet to
+        publish some of them, and at no larger priority; else 0. The other can wait for those.
         """
         table = self.table
         if self.sampling.priority > other.sampling.priority or not table.is_publishing:
@@ -91,12 +91,12 @@ class Request(msgspec.Struct, eq=False):
         return shared if shared > begin else 0
 
     def find_prefix(self) -> None:
-        """Take what is cached of its known tokens, unless it has its leader's prompt already."""
+        """Take the cached KV of its known tokens, unless it shares its leader's KV already."""
         if not self.table.blocks:
             self.table.match(self.token_ids, self.table.pool.num_available)
 
     def find_draft_prefix(self, max_blocks: int) -> None:
-        """The same for the draft model's KV, with so many blocks, at most, that nobody holds."""
+        """Take draft KV from the leader or the cache, at most `max_blocks` that no table holds."""
         table, leader = self.draft_table, self.leader
         table.trim()
         shared = min(self.num_prompt, len(self.token_ids) - 1)
@@ -107,8 +107,8 @@ class Request(msgspec.Struct, eq=False):
             table.match(self.token_ids, max_blocks)
 
     def fork_followers(self) -> "list[Request]":
-        """Once the prompt is computed: give its followers the KV of all but the last token, which
-        each computes for its own first output. -> those who followed.
+        """Share the computed prompt with the followers, and return them. Its last token is left
+        out, as each computes that one for its own first output.
         """
         forked, self.followers = self.followers, []
         for request in forked:
@@ -116,19 +116,19 @@ class Request(msgspec.Struct, eq=False):
         return forked
 
     def detach(self) -> "Request | None":
-        """Follow nobody, and lead nobody: the first follower, which is returned, leads the rest."""
+        """Leave leader and followers; the first follower, which is returned, leads the others."""
         if self.leader is not None and self.is_following:
             self.leader.followers.remove(self)
         if not self.followers:
             return None
-        heir, *others = self.followers
-        heir.leader, heir.followers, self.followers = None, others, []
+        first, *others = self.followers
+        first.leader, first.followers, self.followers = None, others, []
         for other in others:
-            other.leader = heir
-        return heir
+            other.leader = first
+        return first
 
     def publish(self) -> None:
-        """Let others find the blocks that are full of committed tokens."""
+        """Give keys to the blocks full of committed tokens, so that other requests find them."""
         self.table.publish(self.token_ids)
         self.draft_table.publish(self.token_ids)
 
@@ -139,7 +139,7 @@ class Request(msgspec.Struct, eq=False):
 
 
 class ScheduledRequest(msgspec.Struct, eq=False):
-    """Tokens [start, end) of a request, then the nodes of its draft, go through together."""
+    """A request's rows in a step: its tokens [start, end), then the nodes of its draft."""
 
     request: Request
     start: int
@@ -149,7 +149,7 @@ class ScheduledRequest(msgspec.Struct, eq=False):
 
     @property
     def is_sampled(self) -> bool:
-        """The last known token is among the rows: at least one new token follows."""
+        """Whether the last known token is among the rows: at least one new token follows."""
         return self.end == len(self.request.token_ids)
 
     @property

@@ -1,4 +1,4 @@
-"""Continuous batching: who is admitted, who is preempted, and how a step's rows are spent."""
+"""Continuous batching: admission, preemption, and how a step's rows are spent."""
 
 from bisect import insort
 from collections import Counter
@@ -14,7 +14,7 @@ from specserve.scheduling.share import prefill_rows, share
 
 
 class StepBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step may have."""
+    """The limits of a step."""
 
     max_running: int = 64
     max_batched_tokens: int = 512
@@ -24,7 +24,7 @@ class StepBudget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scheduler:
-    """Decides in integers only: a plan touches neither a device nor a token's text.
+    """Plans steps. Planning changes integers only, and touches no device.
 
     `running` is in order of rank; where blocks run out, the last is preempted first.
     """
@@ -34,13 +34,13 @@ class Scheduler:
         self.waiting = Queue()
         self.running: list[Request] = []
         self.num_preempted = 0
-        self.num_plans = 0  # rotates what does not divide evenly
+        self.num_plans = 0  # rotates the remainders of shared rows
 
     def add(self, request: Request) -> None:
         self.waiting.add(request)
 
     def remove(self, request: Request) -> None:
-        """Take out a request wherever it is; its blocks go back."""
+        """Remove a running or waiting request, and release its blocks."""
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
@@ -51,7 +51,7 @@ class Scheduler:
         request.release()
 
     def share_prompt(self, request: Request) -> None:
-        """Its prompt is computed: the choices that waited for it may be admitted."""
+        """Share a request's computed prompt with its followers, and put them in line."""
         for follower in request.fork_followers():
             self.waiting.line_up(follower)
 
@@ -69,7 +69,7 @@ class Scheduler:
         chunks = self.plan_chunks(min(self.budget.prefill_chunk, left - min(left // 2, wanted)))
         left -= sum(chunk.end - chunk.start for chunk in chunks)
         self.plan_guesses(roots, min(left, self.budget.max_step_nodes))
-        if self.running and not roots and not chunks:  # prompts alone, each with a part of the pool
+        if self.running and not roots and not chunks:  # prompts alone, of which none gets a block
             self.preempt(self.running[-1])
             return self.plan()
         return roots + chunks
@@ -85,10 +85,10 @@ class Scheduler:
         return [r for r in self.running if r.is_computing]
 
     def admit(self) -> None:
-        """Let requests in as the queue orders them, each with blocks reserved for all it knows.
+        """Admit requests in the queue's order, each with blocks reserved for its known tokens.
 
-        A request for which there is no room holds up all behind it: a large one is not overtaken
-        for ever. One that needs a block which another is computing is set aside instead.
+        A request for which there is no room holds up all behind it, so that a large one does not
+        starve. One that needs a block which a running one is computing is set aside instead.
         """
         self.waiting.resume(self.running)
         while (request := self.waiting.next(Places(self.running))) is not None:
@@ -104,7 +104,7 @@ class Scheduler:
             insort(self.running, request, key=lambda r: r.rank)
 
     def set_aside(self, request: Request) -> bool:
-        """Whether a running request computes the next block that it needs, which it then awaits."""
+        """Set a request aside if a running one computes a block that it needs; True if so."""
         for leader in self.computing:
             num_blocks = leader.num_blocks_to_share(request)
             if num_blocks > 0:
@@ -113,10 +113,10 @@ class Scheduler:
         return False
 
     def make_place(self, request: Request) -> bool:
-        """Whether a request can be admitted, others having been preempted for it where they must.
+        """Make room for a request, preempting others if need be; False if there is no way.
 
-        A block for every running request stays free, so that the newcomer does not at once force
-        one out.
+        One block for every running request stays free, so that the admission does not cause a
+        preemption at once.
         """
         found = [] if request.table.blocks else request.table.find(request.token_ids)
         needed = request.table.missing(len(request.token_ids)) - len(found)
@@ -139,8 +139,8 @@ class Scheduler:
         return True
 
     def victims(self, request: Request) -> list[Request]:
-        """Who may be preempted to admit a request, in this order: all of a larger priority, then
-        one of a tenant or call that holds more places than its own.
+        """The requests that may be preempted to admit this one, in order: all of a larger priority,
+        then one of a tenant or call that has more places than its own.
         """
         larger = [r for r in self.running if r.sampling.priority > request.sampling.priority]
         peers = self.running[: len(self.running) - len(larger)]
@@ -150,8 +150,8 @@ class Scheduler:
     def fits_without(
         self, victims: Sequence[Request], request: Request, needed: int, found: Sequence[int]
     ) -> bool:
-        """Whether a request would fit if these were preempted, and all draft KV and all that
-        waiting choices hold were given back.
+        """Whether a request would fit if the victims were preempted, and all draft KV and the KV
+        of all waiting choices were released.
         """
         kept = [r for r in self.running if r not in victims]
         if len(kept) >= self.budget.max_running:
@@ -166,9 +166,9 @@ class Scheduler:
         return needed + len(kept) + reserved <= usable
 
     def reclaim(self, keeper: Request) -> bool:
-        """Give back blocks at no cost but time: the draft KV of the last running request that has
-        some, and which catches up later; else the prompt KV of the last waiting choice, but the
-        keeper's.
+        """Release the draft KV of the last running request that has some; else the prompt KV of the
+        last waiting choice other than `keeper`; False if there is neither. Both are computed again
+        later.
         """
         for request in reversed(self.running):
             if request.draft_table.blocks:
@@ -181,7 +181,7 @@ class Scheduler:
         return True
 
     def make_room(self, request: Request) -> bool:
-        """Get the root its slot; False where the request itself, as the last, was preempted."""
+        """Reserve the root's slot; False if the request itself was preempted, being the last."""
         while not request.table.try_reserve(request.num_computed + 1):
             if self.reclaim(request):
                 continue
@@ -199,7 +199,7 @@ class Scheduler:
         self.num_preempted += 1
 
     def plan_roots(self) -> list[ScheduledRequest]:
-        """A row for every running request that is due; the last make room for the first."""
+        """A row for every running request that is due; the last are preempted for the first."""
         roots: list[ScheduledRequest] = []
         place = 0
         while place < len(self.running):  # it shrinks from the end
@@ -222,7 +222,7 @@ class Scheduler:
         chunks = [ScheduledRequest(r, r.num_computed, r.num_computed) for r in computing]
         for chunk in chunks:
             rows -= self.grow(chunk, given[chunk.request.id])
-        for chunk in chunks:  # rows that some have no blocks for
+        for chunk in chunks:  # rows that other chunks had no blocks for
             rows -= self.grow(chunk, rows)
         return [chunk for chunk in chunks if chunk.end > chunk.start]
 
@@ -238,7 +238,7 @@ class Scheduler:
         return chunk.end - begin
 
     def plan_guesses(self, roots: list[ScheduledRequest], rows: int) -> None:
-        """Share guess rows evenly; a tree whose blocks are not there is cut, never refused."""
+        """Share guess rows evenly; where blocks are missing, a request may have fewer guesses."""
         limits = share(rows, [self.max_guesses(root) for root in roots], self.num_plans)
         spare = self.num_unreserved
         for root, limit in zip(roots, limits, strict=True):

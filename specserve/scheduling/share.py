@@ -8,24 +8,24 @@ from specserve.scheduling.request import Request
 
 
 def share(total: int, caps: Sequence[int], step: int) -> list[int]:
-    """Split a total evenly under caps; what does not divide goes one each, rotating by step."""
+    """Split a total evenly under caps; the remainder goes one each, rotating by step."""
     got = [0] * len(caps)
     start = step % len(caps) if caps else 0
-    hungry = [i for i in [*range(start, len(caps)), *range(start)] if caps[i] > 0]
-    while total > 0 and hungry:
-        each, extra = divmod(total, len(hungry))
-        for place, i in enumerate(hungry):
+    below = [i for i in [*range(start, len(caps)), *range(start)] if caps[i] > 0]
+    while total > 0 and below:
+        each, extra = divmod(total, len(below))
+        for place, i in enumerate(below):
             more = min(caps[i] - got[i], each + (place < extra))
             got[i] += more
             total -= more
-        hungry = [i for i in hungry if got[i] < caps[i]]
+        below = [i for i in below if got[i] < caps[i]]
     return got
 
 
 def prefill_rows(computing: Sequence[Request], rows: int, step: int) -> dict[int, int]:
-    """Rows by request id, of requests in order of rank.
+    """Each prompt's rows, by request id; `computing` is in order of rank.
 
-    A smaller priority takes all that it can use. Within one, tenants share evenly.
+    A smaller priority takes all rows that it can use. Within a priority, tenants share evenly.
     """
     given: dict[int, int] = {}
     for _, equals in groupby(computing, key=lambda r: r.sampling.priority):
@@ -40,14 +40,15 @@ def prefill_rows(computing: Sequence[Request], rows: int, step: int) -> dict[int
 
 
 def tenant_rows(prompts: Sequence[Request], rows: int, step: int) -> dict[int, int]:
-    """Half for the earliest prompts, which so take at most twice as long as if they went first;
-    half for the calls with the least left to compute, which so need not wait for long prompts.
+    """Split a tenant's rows: half go to its prompts by rank, so that the earliest takes at most
+    twice as long as it would alone; half to the calls with the least left to compute, so that they
+    need not wait for long prompts.
     """
     left = Counter[int]()
     for request in prompts:
         left[request.caller.call] += request.num_uncomputed
     shortest = sorted(prompts, key=lambda r: (left[r.caller.call], r.rank))
-    half = (rows + step % 2) // 2  # of a single row, every other one
+    half = (rows + step % 2) // 2  # a single row goes to each half in turn
     given = Counter[int]()
     fill(given, shortest, half)
     fill(given, prompts, rows - given.total())
@@ -55,7 +56,7 @@ def tenant_rows(prompts: Sequence[Request], rows: int, step: int) -> dict[int, i
 
 
 def fill(given: Counter[int], prompts: Iterable[Request], rows: int) -> None:
-    """Give each as many as it can use, until none is left."""
+    """Give each prompt in turn as many rows as it can use, until none is left."""
     for request in prompts:
         some = min(rows, request.num_uncomputed - given[request.id])
         given[request.id] += some

@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 samples_ahead = False
-lock = nullcontext()  # a forward's buffers are its own
+lock = nullcontext()  # forwards share no buffers
 
 
 def arithmetic() -> str:

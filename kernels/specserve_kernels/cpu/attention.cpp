@@ -4,11 +4,11 @@
 // from 0. Each tile is one step of the online softmax (Milakov, Gimelshein 1805.02867), its values
 // are added key by key. So a row's bits depend on its own path only: not on the block size, on the
 // slots, on the rows beside it, or on where the prefix ends and the tree begins. Hidden keys are
-// skipped, never multiplied by zero: what stands in their slots, NaN included, does not matter.
+// skipped, never multiplied by zero: the contents of their slots, NaN included, do not matter.
 //
 // A work item is up to 32 query vectors (row, query head) of one request that share a KV head. Keys
-// are transposed once an item and tile, so that scores need no sums over lanes, and are held
-// against 8 query vectors at a time in registers.
+// are transposed once for each item and tile, so that scores need no sums over lanes, and are
+// multiplied with 8 query vectors at a time in registers.
 #include <omp.h>
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 constexpr int TILE = 32;          // positions
 constexpr int GROUP = 8;          // query vectors in registers
 constexpr int ITEM = 32;          // query vectors of a work item
-constexpr int TREE_TILES = 3;     // 64 tree slots, plus what of the prefix shares their first tile
+constexpr int TREE_TILES = 3;     // 64 tree slots, plus the part of the prefix in their first tile
 constexpr int MAX_D = 512;
 constexpr int64_t PARALLEL_WORK = 1 << 17;  // multiply-adds that pay for a parallel region
 
@@ -39,7 +39,7 @@ struct Item {
 struct Query {
   const void* q;
   void* out;
-  int64_t prefix, length, low;  // [low, length) are the visible positions; [low, prefix) the prefix'
+  int64_t prefix, length, low;  // positions [low, length) are visible; [0, prefix) is the prefix
   uint64_t mask;
   float max, sum;
 };
@@ -67,7 +67,7 @@ constexpr bool PAIRS = false;
 struct KeyTile {
   alignas(64) uint32_t t[MAX_D][TILE];
 
-  // Rows of `words` 32-bit words; a row past `count` repeats the last, and is hidden anyway.
+  // Keys of `words` 32-bit words; past `count` the last one is repeated, for scores not used.
   void load_words(const void* const* keys, int count, int64_t words) {
     for (int half = 0; half < count; half += LANES)
       for (int64_t d = 0; d < words; d += LANES) {
@@ -192,9 +192,9 @@ static void values(const T* const* v, int begin, int end, int n, int64_t D,
   }
 }
 
-// Scores of up to 8 queries become weights in place; keys outside [begin, end) of the tile are hidden.
-// decay[i] is the factor by which what query i has summed before shrinks. A query with nothing to
-// see is left as it is.
+// Scores of up to 8 queries become weights in place; keys outside of [begin, end) of the tile are
+// hidden. decay[i] becomes the factor for what query i has summed before. A query that sees no key
+// of the tile is left as it is.
 static void soften(float (*score)[TILE], Query* const* q, const int* begin, const int* end, int n,
                    float scale, float* decay) {
   vf at = lanes(), fall{};
@@ -228,7 +228,7 @@ struct Scratch {
   alignas(64) float tree[TREE_TILES][ITEM][TILE];
 };
 
-// Tiles that lie in the prefix of every query that reaches them.
+// A tile of prefix positions, for all queries whose prefix reaches it.
 template <class T>
 static void prefix_tile(int64_t t, const Slots& slots, Query** q, int n, float scale, Scratch& x) {
   int64_t D = slots.kv.head_dim, first = t * TILE, last = 0, low = first + TILE;
@@ -236,7 +236,7 @@ static void prefix_tile(int64_t t, const Slots& slots, Query** q, int n, float s
     last = std::max(last, std::min(q[i]->prefix, first + TILE));
     low = std::min(low, std::max(q[i]->low, first));
   }
-  if (low >= last) return;  // a window has left this tile behind
+  if (low >= last) return;  // the tile is before every query's window
   const T *k[TILE], *v[TILE];
   for (int64_t j = first; j < last; j++) {
     k[j - first] = slots.at<T>(slots.kv.k, j);
@@ -266,7 +266,7 @@ static void prefix_tile(int64_t t, const Slots& slots, Query** q, int n, float s
   }
 }
 
-// The slot of a position: the prefix, then the path, which stands in the mask's bits in order.
+// The slot of a position: first the prefix, then the path, one node for each bit of the mask.
 struct Path {
   int64_t prefix, slot[64];
 

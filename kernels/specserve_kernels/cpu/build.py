@@ -23,7 +23,7 @@ FLAGS = (
 
 
 class BuildError(RuntimeError):
-    """There is no compiler, it refused the kernels, or there is no place to keep them."""
+    """There is no compiler, it failed, or the compiled kernels cannot be stored."""
 
 
 @cache
@@ -37,7 +37,7 @@ def library() -> ctypes.CDLL:
 
 
 def cached(path: Path) -> ctypes.CDLL | None:
-    """What an earlier process left there; None where nothing is, or nothing that can be loaded."""
+    """The kernels that an earlier process compiled; None if they are missing or do not load."""
     if not is_whole(path):
         return None
     try:
@@ -47,7 +47,9 @@ def cached(path: Path) -> ctypes.CDLL | None:
 
 
 def is_whole(path: Path) -> bool:
-    """An ELF file ends with its section headers. To load half a one is a SIGBUS, not an error."""
+    """Whether it is a complete ELF file, which ends with its section headers. Loading a truncated
+    one would kill the process with SIGBUS.
+    """
     if not path.exists():
         return False
     data = path.read_bytes()
@@ -84,7 +86,7 @@ def compiler() -> str:
 
 
 def fingerprint() -> str:
-    """Sources, flags, compiler and CPU: -march=native code must never meet another CPU."""
+    """A hash of sources, flags, compiler and CPU: -march=native code must not run on another."""
     sources = [path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]*"))]
     version = subprocess.run([compiler(), "--version"], capture_output=True, check=False).stdout
     parts = [*sources, repr(FLAGS).encode(), version, cpu()]

@@ -23,8 +23,8 @@ from specserve_kernels.types import (
 # Private to torch, but the only way to oneDNN's prepacked GEMM; tests pin its numerics.
 _linear: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
 _reorder: Callable[..., Tensor] = torch.ops.mkldnn._reorder_linear_weight.default
-_EXPECTED_ROWS = 8  # of a step: what oneDNN lays the weight out for
-# One row is another kernel in oneDNN, with other bits; from two rows on all are equal. And two rows
+_EXPECTED_ROWS = 8  # rows of a step for which oneDNN chooses the weight's layout
+# oneDNN runs one row with another kernel, and other bits; from two rows on all are equal. Two rows
 # take longer than four: `make bench` prints both, as gemm_ms for 1 and for 4 rows of a step.
 _MIN_ROWS = 4
 # With AMX the order in which a row's bfloat16 products are summed depends on the number of rows,
@@ -103,7 +103,7 @@ def _kernel(name: str) -> Any:
 
 
 def _is_bf16(x: Tensor) -> bool:
-    """Whether the kernels read bfloat16 there, else float32; nothing else gets to them."""
+    """Whether a tensor is bfloat16, else float32; the kernels take no other."""
     assert x.is_contiguous(), "a kernel was handed a tensor with gaps"
     if x.dtype == torch.bfloat16:
         return True
@@ -177,7 +177,7 @@ def _layer(kv: KVLayer) -> Any:
     if kv.native is None:
         _, block_size, num_heads, D = kv.k.shape
         stride, *inner = kv.k.stride()
-        assert kv.v.stride() == kv.k.stride(), "K and V lie differently"
+        assert kv.v.stride() == kv.k.stride(), "K and V have different strides"
         assert inner == [num_heads * D, D, 1], "KV with gaps in a block"
         is_bf16 = kv.k.dtype == torch.bfloat16
         assert is_bf16 or kv.k.dtype == torch.float32, f"no kernel reads {kv.k.dtype} KV"

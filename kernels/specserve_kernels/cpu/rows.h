@@ -1,4 +1,4 @@
-// The structs of types.py as the kernels see them; build.py's ctypes twins follow this order.
+// The structs of types.py as the kernels see them; the ctypes structs of ops.py have this order.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-"""Settling the number of threads by timing the steps that are run anyway."""
+"""Choosing the number of threads by timing the steps that requests need."""
 
 import hashlib
 import json
@@ -14,8 +14,8 @@ from torch import Tensor
 from specserve_kernels.cpu.build import BuildError, cache_folder, cpu
 from specserve_kernels.threads import FixedThreads, Threads, allowed_threads, check_threads
 
-STEPS, RANK = 9, 2  # timed with each of two numbers; the third best of each decides
-HOPELESS, HOPELESS_STEPS = 1.5, 4  # so much slower in its best of so few: not tried any longer
+STEPS, RANK = 9, 2  # steps timed with each of two numbers; their third best times are compared
+HOPELESS, HOPELESS_STEPS = 1.5, 4  # a number is dropped if its best of 4 steps is 1.5 times slower
 
 log = logging.getLogger("specserve")
 
@@ -23,9 +23,9 @@ log = logging.getLogger("specserve")
 def tune(
     step: Callable[[int], Tensor], most: int, threads: int | None, key: str
 ) -> tuple[Threads, str]:
-    """All threads at first, unless it is known from earlier what suits the model `key`.
+    """All threads at first, unless earlier measurements of the model `key` have been kept.
 
-    No step is run here: `MeasuredThreads` learns from those that requests need.
+    No step is run here: `MeasuredThreads` times those that requests need.
     """
     if threads is not None:
         return FixedThreads(check_threads(threads)), f"{threads}, as configured"
@@ -44,18 +44,18 @@ class Duel:
         self.seconds: dict[int, list[float]] = {holder: [], challenger: []}
 
     def next(self) -> int:
-        """In turns, so that a busy neighbour hits both alike."""
+        """The number for the next step: in turns, so that other load affects both alike."""
         held, tried = self.seconds[self.holder], self.seconds[self.challenger]
         return self.holder if len(held) <= len(tried) else self.challenger
 
     def winner(self) -> int | None:
-        """None while it is open. A challenger that is far slower is not tried to the end."""
+        """The faster number; None until it is known. A far slower challenger is dropped early."""
         held, tried = self.seconds[self.holder], self.seconds[self.challenger]
         if len(tried) >= HOPELESS_STEPS and min(tried) > HOPELESS * min(held):
             return self.holder
         if len(tried) < STEPS:
             return None
-        # A neighbour makes some steps slower and none faster; the very best may have been short.
+        # Other load makes some steps slower and none faster; the very best may have had less to do.
         is_better = sorted(tried)[RANK] < sorted(held)[RANK]
         return self.challenger if is_better else self.holder
 
@@ -63,16 +63,16 @@ class Duel:
 class MeasuredThreads:
     """A number of threads for each size of a step, settled by timing real steps.
 
-    Steps of few rows can lose more to barriers than further threads win. Sizes are powers of two:
-    steps of up to 1, 2, 4, ... rows. Each begins with all CPUs, which half as many challenge; who
-    wins is challenged by half as many again, so that no step is ever much slower than it need be.
-    What is settled is kept in `file`, for the next start.
+    In steps of few rows, barriers can cost more than further threads gain. Sizes are powers of two:
+    steps of up to 1, 2, 4, ... rows. Each size starts with all CPUs against half as many; as long
+    as the smaller number wins, it is compared with its half, so that no step is ever much slower
+    than it need be. The numbers that are settled are kept in `file`, for the next start.
     """
 
     def __init__(self, allowed: int, file: Path | None = None) -> None:
         self.allowed, self.file = allowed, file
         self.settled = read(file, allowed)  # bits of the size -> number
-        self.duels: dict[int, Duel] = {}  # bits of the size -> what is being tried
+        self.duels: dict[int, Duel] = {}  # bits of the size -> the numbers that are compared
         self.used = allowed
 
     def use(self, rows: int) -> None:
@@ -116,7 +116,7 @@ def size_of(rows: int) -> int:
 
 
 def cache_file(key: str, allowed: int) -> Path | None:
-    """For one model on one kind of machine; None where there is no place for it."""
+    """The file for one model on one kind of machine; None if the cache cannot be written to."""
     parts = key, str(allowed), torch.__version__, cpu().decode(errors="replace")
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     try:
@@ -126,7 +126,7 @@ def cache_file(key: str, allowed: int) -> Path | None:
 
 
 def read(file: Path | None, allowed: int) -> dict[int, int]:
-    """What an earlier process settled; nothing, where the file is not what `write` leaves."""
+    """The numbers that an earlier process settled; empty if the file is missing or not valid."""
     try:
         found = json.loads(file.read_text()) if file is not None else {}
         settled = {int(size): number for size, number in found.items()}
@@ -137,11 +137,11 @@ def read(file: Path | None, allowed: int) -> dict[int, int]:
 
 
 def write(file: Path, settled: Mapping[int, int]) -> None:
-    """Whole or not at all: another process may read it at any time."""
+    """Replace the file in one piece: another process may read it at any time."""
     try:
         handle, temporary = tempfile.mkstemp(suffix=".json", dir=file.parent)
         with os.fdopen(handle, "w") as out:
             json.dump(dict(settled), out)
         os.replace(temporary, file)
     except OSError as e:
-        log.debug("%s: the threads that suit best are not kept: %s", file, e)
+        log.debug("%s: the numbers of threads could not be kept: %s", file, e)

@@ -1,7 +1,7 @@
 // Vectors of 16 floats, and the few functions on them that the kernels need.
 //
-// Everything here is exact about order: no function's result for a lane depends on another lane,
-// and sums over lanes are taken in one fixed order. Compile without -ffast-math.
+// Results do not depend on how loops are vectorized: no lane depends on another lane, and sums over
+// lanes are taken in one fixed order. Compile without -ffast-math.
 #pragma once
 
 #include <cmath>

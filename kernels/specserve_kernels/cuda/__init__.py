@@ -46,7 +46,7 @@ def _on(index: int, attention: str) -> "CudaOps":
 
 
 def _flashinfer(attention: str) -> Any | None:
-    """None, with a line in the log, where it is missing and need not be there."""
+    """The FlashInfer module; None if it is not wanted, or missing and not required (logged)."""
     if attention == "triton":
         return None
     try:

@@ -1,6 +1,6 @@
 """FlashInfer's paged attention: causal rows by position, trees by a packed mask.
 
-The only file that knows FlashInfer. Read in 0.6.4 and 0.6.18.
+The only file that uses FlashInfer, written against the sources of 0.6.4 and 0.6.18.
 """
 
 import re
@@ -15,20 +15,20 @@ from specserve_kernels.cuda.masks import kv_lengths, pack, sight
 from specserve_kernels.errors import DeviceError
 from specserve_kernels.types import KVCache, KVLayer, Rows
 
-FROM, BELOW = "0.6.4", "0.7"  # the versions that are used; pyproject.toml has the same bounds
+FROM, BELOW = "0.6.4", "0.7"  # the supported versions; pyproject.toml has the same bounds
 HEAD_SIZES = (64, 128, 256)
 WORKSPACE_BYTES = 512 << 20  # for the pieces of a split KV: H/Hk x 264 tiles of 128 rows at most
-# fa3 is the faster for long chunks, but has no split KV and a program for every query head, so
-# that a few rows over a long context would leave most of the chip idle. And with one arithmetic
-# for causal rows and for trees, a drafter flips fewer near-ties.
+# fa3 is faster for long chunks, but does not split the KV and runs a program for every query head:
+# a few rows over a long context would leave most of the GPU idle. Also, with one arithmetic for
+# causal rows and for trees, speculation flips fewer near-ties.
 BACKEND = "fa2"
 
 
 def load_flashinfer() -> Any:
-    """The module; DeviceError where it is missing, or of a version that nobody has read."""
+    """The module; DeviceError if it is missing or of an unsupported version."""
     try:
         import flashinfer
-    except (ImportError, RuntimeError, OSError) as e:  # its parts load libraries as they come in
+    except (ImportError, RuntimeError, OSError) as e:  # the import loads shared libraries
         raise DeviceError(
             f"FlashInfer cannot be imported ({cause(str(e))}): pip install 'specserve[gpu]'"
         ) from e
@@ -45,7 +45,7 @@ def version(text: str) -> tuple[int, ...]:
 
 
 class Part(NamedTuple):
-    """Rows [begin, end) of a step, and the wrapper that attends for them, by window."""
+    """Rows [begin, end) of a step, and FlashInfer's wrappers for them, by window."""
 
     begin: int
     end: int
@@ -67,12 +67,12 @@ class FlashInfer:
         return k.shape[-1] in HEAD_SIZES and k.dtype == torch.bfloat16
 
     def build(self, kv: KVCache, windows: Sequence[int | None]) -> None:
-        """Compile and load what a plan will use, unless it is there; DeviceError if that fails.
+        """Compile and load the kernels that a plan will use; DeviceError if that fails.
 
-        `plan` would do it as well, but there a build that fails looks like any other error.
+        `plan` would build them as well, but there a failed build looks like any other error.
         """
         D = kv.layers[0].k.shape[-1]
-        # The mask of a tree has the window in it.
+        # A tree's mask includes the window, so its kernels need none.
         for has_window in {False, *(w is not None for w in windows)}:
             if (D, has_window) not in self.built:
                 self.build_kernels(D, has_window)
@@ -96,10 +96,11 @@ class FlashInfer:
             raise self.unknown(e) from e
 
     def check_masks(self, D: int) -> None:
-        """DeviceError unless `plan` keeps where each request's mask begins as it is known to.
+        """DeviceError unless `_mask_indptr_buf` is where `plan` keeps the beginnings of masks.
 
-        That is the one thing we write into a wrapper. Two requests, of 3 rows over 4 slots and of
-        one row over 5: the masks begin at the bits 0 and 12, or the bytes 0 and 2.
+        It is a private attribute that `planned_wrapper` replaces. The test has two requests, of 3
+        rows over 4 slots and of one row over 5: their masks begin at the bits 0 and 12, or the
+        bytes 0 and 2.
         """
         ints = [torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 4], [0, 1, 2], [0, 1], [4, 5])]
         mask = torch.full((3,), 255, dtype=torch.uint8, device=self.workspace.device)
@@ -121,7 +122,7 @@ class FlashInfer:
     def masks(
         self, rows: Rows, kv: KVCache, windows: Sequence[int | None]
     ) -> dict[int | None, tuple[Tensor, Tensor]]:
-        """The trees' packed masks and where each request's begins; host tensors."""
+        """By window, the trees' packed masks and where each request's begins; host tensors."""
         b, r = num_causal(rows)
         if b == len(rows.last_page_len):
             return {}
@@ -142,12 +143,12 @@ class FlashInfer:
         windows: Sequence[int | None],
         masks: dict[int | None, tuple[Tensor, Tensor]],
     ) -> list[Part]:
-        """The step's parts: its causal requests, and its trees.
+        """Plan the step's parts: its causal requests, and its trees.
 
         indices, masks  on the device
         """
         if self.planned is not None:
-            self.planned.synchronize()  # the last plan has left the pinned memory that this takes
+            self.planned.synchronize()  # the last plan's copies read the same pinned memory
         b, r = num_causal(rows)
         all_requests, num_rows = len(rows.last_page_len), len(rows.positions)
         parts = []
@@ -190,7 +191,7 @@ class FlashInfer:
         heads = num_heads, num_kv_heads, D, block_size
         self.ask(wrapper, ints, heads, window_left, None if mask is None else mask[0])
         if mask is not None:
-            # Given a packed mask, `plan` counts its bits where the kernels take bytes.
+            # Given a packed mask, `plan` stores beginnings in bits, but the kernels take bytes.
             wrapper._mask_indptr_buf = mask[1]
         return wrapper
 
@@ -202,7 +203,7 @@ class FlashInfer:
         window_left: int,
         mask: Tensor | None,
     ) -> None:
-        """Plan; a workspace that is too small is torch's OutOfMemoryError, as other memory is.
+        """Call the wrapper's `plan`; torch's OutOfMemoryError if its workspace is too small.
 
         ints   qo_indptr, indptr, indices, last_page_len, as in Rows
         heads  query heads, KV heads, head size, block size
@@ -213,7 +214,7 @@ class FlashInfer:
                 *heads,
                 packed_custom_mask=mask,
                 causal=mask is None,
-                sm_scale=1.0,  # `run` has the scale
+                sm_scale=1.0,  # `run` takes the scale
                 window_left=window_left,
                 q_data_type=torch.bfloat16,
                 kv_data_type=torch.bfloat16,
@@ -226,7 +227,7 @@ class FlashInfer:
                 f"small for this step. {cause(str(e))}"
             ) from e
 
-    @torch.inference_mode(False)  # it makes buffers that it writes into
+    @torch.inference_mode(False)  # the wrapper writes to its buffers outside of that mode, too
     def wrapper(self, kind: str, window: int | None) -> Any:
         if (kind, window) not in self.wrappers:
             make = self.module.BatchPrefillWithPagedKVCacheWrapper
@@ -237,7 +238,7 @@ class FlashInfer:
 def run_parts(
     q: Tensor, kv: KVLayer, parts: list[Part], scale: float, window: int | None
 ) -> Tensor:
-    """[R, H, D] in, and out: the parts of the step that was planned last."""
+    """Attention of the step that was planned last, part by part; q and result are [R, H, D]."""
     out = torch.empty_like(q)
     for part in parts:
         at = slice(part.begin, part.end)
@@ -246,14 +247,14 @@ def run_parts(
 
 
 def cause(complaint: str) -> str:
-    """The line of a failed build that says why; else the first."""
+    """The line of a build's errors that says why it failed; else the first."""
     lines = [line.strip() for line in complaint.splitlines() if line.strip()]
     telling = [line for line in lines if "error" in line.lower() or "cannot find" in line]
     return (telling or lines or [""])[0][:300]
 
 
 def num_causal(rows: Rows) -> tuple[int, int]:
-    """Requests without a mask, and their rows: they come first."""
+    """The number of requests without a mask, which come first, and of their rows."""
     is_tree = rows.mask.numpy()[rows.qo_indptr.numpy()[:-1]] != 0
     num_requests = int((~is_tree).sum())
     assert not is_tree[:num_requests].any(), "a request without a mask comes after one with"

@@ -1,4 +1,4 @@
-"""Who may use a device's buffers."""
+"""A lock for the buffers that engines on one device share."""
 
 from threading import RLock
 
@@ -6,7 +6,7 @@ import torch
 
 
 class DeviceLock:
-    """Held by one thread at a time, any number of times; within, the device is the thread's own.
+    """Reentrant. While a thread holds it, the device is the thread's current one.
 
     Torch keeps the current device by thread, and Triton launches on the current one.
     """

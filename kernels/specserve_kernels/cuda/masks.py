@@ -1,4 +1,4 @@
-"""What rows may see, as the kernels on the GPU want to hear it; made on the host."""
+"""Attention masks of rows in the forms that the GPU's kernels take; made on the host."""
 
 from typing import NamedTuple
 
@@ -35,10 +35,11 @@ class Sight(NamedTuple):
 
 
 def sight(rows: Rows, window: int | None) -> Sight:
-    """Of every row, within a window that counts positions: a tree's slots are not in their order.
+    """What every row sees, within a window. It counts positions, and a tree's slots are not in
+    the order of theirs.
 
-    The nodes of a row's path stand at the positions prefix, prefix + 1, .. and in ascending bits:
-    those that the window has left behind are the lowest ones.
+    The nodes of a row's path have the positions prefix, prefix + 1, .. in the order of their bits:
+    those before the window are the lowest bits.
     """
     prefix = rows.prefix.numpy().astype(np.int64)
     mask = rows.mask.numpy().view(np.uint64)
@@ -75,7 +76,7 @@ def pack(num_rows: Ints, kv_lengths: Ints, seen: Sight) -> tuple[NDArray[np.uint
     request = np.repeat(np.arange(len(bits)), num_rows)
     index = np.arange(len(request)) - (np.cumsum(num_rows) - num_rows)[request]
     row = 8 * indptr[request] + index * kv_lengths[request]  # its first bit
-    # Nearly everything is seen: the prefix of a tree. So what is hidden gets cleared.
+    # Most bits are a tree's prefix, which is seen. So all are set, and the hidden ones cleared.
     packed = np.full(indptr[-1], 255, dtype=np.uint8)
     shown = (seen.mask[:, None] >> WORD & np.uint64(1)).astype(bool)
     num_nodes = (kv_lengths[request] - seen.prefix).astype(np.uint64)

@@ -1,4 +1,4 @@
-"""KV moves: a program a piece of a token, in one layer's K or V, that makes all moves in order."""
+"""KV moves; each program does all of them, in order, for a piece of a token of one K or V."""
 
 from collections.abc import Iterator, Sequence
 
@@ -27,7 +27,7 @@ def _move_kv(
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     layer, part = tl.program_id(1) // 2, tl.program_id(1) % 2
     base = k + layer.to(tl.int64) * layer_stride + part.to(tl.int64) * v_offset
-    # A thread has the same elements of every token, so that it reads what it has written itself.
+    # A thread has the same elements of every token, so that it reads only what it wrote itself.
     for m in range(num_moves):
         s, t = tl.load(source + m), tl.load(target + m)
         s = (s // block_size) * block_stride + (s % block_size) * token

@@ -8,7 +8,7 @@ import triton.language as tl
 def gumbel(seed, index, first, BLOCK: tl.constexpr):
     """-log(-log1p(-u)) of the ids [first, first + BLOCK); `first` and BLOCK are multiples of 4."""
     quad = first // 4 + tl.arange(0, BLOCK // 4)
-    w0, w1, w2, w3 = tl.philox(seed, quad, index.to(tl.int32), 0, 0)  # of 10 rounds, if not told
+    w0, w1, w2, w3 = tl.philox(seed, quad, index.to(tl.int32), 0, 0)  # 10 rounds by default
     word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))  # w0 w1 w2 w3 of each quad
     u = tl.minimum((word.to(tl.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     w = 1.0 - u

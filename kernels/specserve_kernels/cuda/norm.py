@@ -1,4 +1,4 @@
-"""RMSNorm, alone and after adding to the residual stream: a program a row."""
+"""RMSNorm, alone and after adding to the residual stream; each program computes a row."""
 
 import torch
 import triton

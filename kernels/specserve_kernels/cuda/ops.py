@@ -1,4 +1,4 @@
-"""The ops on one GPU: what they share, and where each of them comes from."""
+"""The ops on one GPU, with the buffers, the lock and the attention that they share."""
 
 import logging
 from collections import Counter
@@ -32,7 +32,7 @@ log = logging.getLogger("specserve")
 
 
 class Shared(NamedTuple):
-    """Of the step's Rows, what every kernel may read, on the device."""
+    """The fields of the step's Rows that any kernel may read, on the device."""
 
     positions: Tensor
     slots: Tensor
@@ -41,7 +41,7 @@ class Shared(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A step's inputs on the device, and its attention: in FlashInfer's parts, or in tiles."""
+    """A step's inputs on the device, and its attention: FlashInfer's parts or Triton's tiles."""
 
     also: list[Tensor]
     shared: Shared
@@ -52,9 +52,9 @@ class Plan(NamedTuple):
 class CudaOps:
     """One for each GPU, as it owns memory there.
 
-    A plan's tensors are views of the staging buffer, and FlashInfer's wrappers hold what was
-    planned last: whoever plans a forward holds `lock` until its results are on the host, or
-    nothing but tensors of its own is left to read.
+    A plan's tensors are views of the staging buffer, and FlashInfer's wrappers keep the last plan
+    only. So the caller holds `lock` from the plan of a forward until its results are on the host,
+    or in tensors that no other forward writes to.
     """
 
     samples_ahead = True
@@ -66,18 +66,18 @@ class CudaOps:
     def __init__(
         self, device: torch.device, flashinfer: Any | None, attention: str = "auto"
     ) -> None:
-        """Without a FlashInfer, Triton attends; `attention` as in `load`."""
+        """Without FlashInfer, Triton kernels attend; `attention` as in `load`."""
         self.device, self.choice = device, attention
         self.lock = DeviceLock(device)
         self.staging = Staging(device)
         self.flashinfer = None if flashinfer is None else FlashInfer(device, flashinfer)
-        self.num_planned: Counter[str] = Counter()  # forwards, by what attends in them
+        self.num_planned: Counter[str] = Counter()  # forwards, by attention backend
 
     def place(self, x: Tensor) -> Tensor:
         return x.to(self.device)
 
     def allocate(self, num_bytes: int) -> Tensor:
-        # FlashInfer multiplies hidden values by 0: what nobody has written must be finite.
+        # FlashInfer multiplies hidden values by 0, so unwritten KV must be finite.
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
     def free_memory(self) -> int:
@@ -111,7 +111,7 @@ class CudaOps:
         windows: Sequence[int | None] = NO_WINDOW,
         also: Sequence[Tensor] = (),
     ) -> Plan:
-        """Everything that the step's kernels read goes up in one copy."""
+        """Upload everything that the step's kernels read, in one copy."""
         flashinfer = self.flashinfer_for(kv, windows)
         self.num_planned["FlashInfer" if flashinfer else "Triton"] += 1
         if flashinfer:
@@ -127,10 +127,10 @@ class CudaOps:
         return Plan(placed_also, shared, [], tiles)
 
     def flashinfer_for(self, kv: KVCache, windows: Sequence[int | None]) -> FlashInfer | None:
-        """FlashInfer where it attends for this model, its kernels built; None where Triton does.
+        """FlashInfer, its kernels built, if it supports this model; None where Triton attends.
 
-        A build that fails turns it off. Any other error of FlashInfer is raised by the step that
-        met it: another path there would hide it.
+        A build that fails turns it off. Any other error of FlashInfer is raised in the step where
+        it occurs: a fallback there would hide it.
         """
         try:
             if self.flashinfer is not None and self.flashinfer.fits(kv):
@@ -201,7 +201,7 @@ class CudaOps:
     def tune(
         self, step: Callable[[int], Tensor], most: int, threads: int | None, key: str
     ) -> tuple[Threads, str]:
-        """First steps compile kernels, and the largest finds out whether its memory is there."""
+        """Run a step of one row and one of `most`: they compile kernels and try out the memory."""
         count = torch.get_num_threads() if threads is None else check_threads(threads)
         before = self.num_planned.copy()
         with self.lock:

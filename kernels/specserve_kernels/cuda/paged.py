@@ -1,4 +1,4 @@
-"""Attention over block tables by ancestor words, for the heads and dtypes that FlashInfer has not.
+"""Attention over block tables with mask words, for heads and dtypes that FlashInfer lacks.
 
 Split over the KV as in flash-decoding (Dao et al. 2023): a program takes a few rows of a request,
 all query heads of one KV head, and one piece of the slots; a second kernel merges the pieces.
@@ -15,10 +15,10 @@ from torch import Tensor
 from specserve_kernels.cuda.masks import Ints, Sight, Words
 from specserve_kernels.types import KVLayer, Rows
 
-MIN_DOT = 16  # rows that tl.dot takes at least
+MIN_DOT = 16  # least rows of a tl.dot
 MAX_FOLDED = 32  # rows times query heads of a program
-SLOTS = 64  # of one turn of a program's loop
-MIN_PIECE = 512  # slots that are worth a program
+SLOTS = 64  # of one iteration of a program's loop
+MIN_PIECE = 512  # least slots for which another program pays
 PROGRAMS = 528  # four for every SM of an H200
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -134,7 +134,7 @@ IS_COMPILED = isinstance(_attend, triton.JITFunction)
 
 
 class Tiles(NamedTuple):
-    """How a step's rows are dealt out.
+    """How a step's rows and slots are divided among programs.
 
     table   [T, 5]  int32  see `_attend`
     rows    of a tile
@@ -193,7 +193,7 @@ class Inputs(NamedTuple):
 
 
 def attention(q: Tensor, kv: KVLayer, scale: float, tiles: Tiles, inputs: Inputs) -> Tensor:
-    """As the reference's, with the step dealt out by `deal` and its inputs on the device.
+    """As the reference's, with the step divided by `deal` and its inputs on the device.
 
     q   [R, H, D]
     ->  [R, H, D]
@@ -203,7 +203,7 @@ def attention(q: Tensor, kv: KVLayer, scale: float, tiles: Tiles, inputs: Inputs
     R, H, _ = q.shape
     out = torch.empty_like(q)
     group = H // num_kv_heads
-    parts, lse = out, out  # nobody writes the second where there is one piece
+    parts, lse = out, out  # lse is not written where there is one piece
     if tiles.pieces > 1:
         parts = q.new_empty(tiles.pieces, R, H, D, dtype=torch.float32)
         lse = q.new_empty(tiles.pieces, R, H, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Norm and rotation of the heads, and the KV write: a program a few heads of a row."""
+"""Norm and rotation of the heads, and the KV write; each program takes a few heads of a row."""
 
 import triton
 import triton.language as tl
@@ -84,7 +84,7 @@ def rope_write_kv(
     _, block_size, num_kv_heads, D = kv.k.shape
     stride, *inner = kv.k.stride()
     assert qkv.is_contiguous(), "rows with gaps"
-    assert kv.v.stride() == kv.k.stride(), "K and V lie differently"
+    assert kv.v.stride() == kv.k.stride(), "K and V have different strides"
     assert inner == [num_kv_heads * D, D, 1], "KV with gaps in a block"
     R, heads = len(positions), qkv.shape[1] // D
     num_heads = heads - 2 * num_kv_heads

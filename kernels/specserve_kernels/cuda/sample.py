@@ -1,4 +1,4 @@
-"""Choosing tokens: all filters of a row become one bound, then there is an argmax in splits."""
+"""Choosing tokens: a row's filters are reduced to one bound, then an argmax runs in splits."""
 
 import torch
 import triton
@@ -10,13 +10,13 @@ from specserve_kernels.types import SampleParams
 
 LOWEST = tl.constexpr(-(2**63))  # ranks below every candidate
 _SPLIT = 1024  # ids of one program: so a single row of 152k keeps a whole GPU busy
-_BLOCK = 8192  # ids of a row that one program looks at in one go
+_BLOCK = 8192  # ids of a row that one program loads at a time
 
 
 def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
-    """As the reference's; all tensors are on the device, and nothing waits for it.
+    """As the reference's; all tensors are on the device, and the host does not wait for it.
 
-    The launches depend on shapes only: what a row asks for is found out on the device.
+    The launches depend on shapes only: the parameters are read on the device.
     """
     bound, last = bounds(logits, rows, params)
     V, n = logits.shape[1], len(rows)
@@ -30,7 +30,7 @@ def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
 
 
 def bounds(logits: Tensor, rows: Tensor, params: SampleParams) -> tuple[Tensor, Tensor]:
-    """What the filters leave of rows: the tokens above a bound, and those at it up to an id.
+    """The filters of each row, as a bound: the ids above it pass, and those at it up to an id.
 
     ->  [n]  float32  the bounds, of logits / temperature
     ->  [n]  int32    the ids
@@ -63,7 +63,7 @@ def _bounds(
             if has_top_k:
                 bound = _search(z, V, bound, most, k, False, BLOCK)
             above, mass, equal, _, _ = _survey(z, V, bound, most, BLOCK)
-            room = tl.where(has_top_k, k - above, equal)  # so many of the equal are left
+            room = tl.where(has_top_k, k - above, equal)  # of those at the bound, how many pass
             if has_top_p:
                 mass += tl.minimum(room, equal) * _mass(bound, most)
                 enough = p.to(tl.float64) * mass
@@ -90,7 +90,7 @@ def _scale(x, z, temperature, V, BLOCK: tl.constexpr):
         tl.store(z + start + lane, value, mask=is_id)
         least = tl.minimum(least, tl.where(value > float("-inf"), value, float("inf")))
         most = tl.maximum(most, value)
-    tl.debug_barrier()  # threads will read what others wrote
+    tl.debug_barrier()  # other threads will read what this one wrote
     return tl.min(least, 0), tl.max(most, 0)
 
 
@@ -115,10 +115,10 @@ def _search(z, V, low, most, enough, BY_MASS: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def _survey(z, V, cut, most, BLOCK: tl.constexpr):
-    """A row around a value.
+    """Compare a row's values with `cut`.
 
-    ->  how many tokens are above it, and their mass; how many are equal; the least value above it,
-        and the greatest that is not
+    ->  how many are above it, and their mass; how many are equal; the least value above it, and the
+        greatest that is not
     """
     lane = tl.arange(0, BLOCK)
     above, equal = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)

@@ -1,4 +1,4 @@
-"""The gated SiLU: a program a piece of a row."""
+"""The gated SiLU; each program computes a piece of a row."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""The host's inputs on their way to the device: side by side, in one copy."""
+"""Uploading host tensors to the device, several in one copy."""
 
 from collections.abc import Sequence
 
@@ -10,10 +10,10 @@ NUM_BUFFERS = 4  # uploads that may be under way
 
 
 class Staging:
-    """Pinned buffers that take turns, and one on the device.
+    """Pinned buffers on the host that are used in turn, and one buffer on the device.
 
-    What an upload has brought is there until the next one: work on the stream comes in order, so
-    whatever was launched in between has read it.
+    An upload's tensors are valid until the next upload. The stream runs in order, so kernels that
+    are launched in between have read them by then.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class Staging:
         return [self.buffer[at].view(x.dtype).view(x.shape) for x, at in parts]
 
     def host(self, num_bytes: int) -> Tensor:
-        """The buffer whose turn it is, once its last copy is through."""
+        """The pinned buffer whose turn it is, once its last copy is done."""
         turn = self.num_uploads % NUM_BUFFERS
         event = self.copied[turn]
         if event is not None:
@@ -56,7 +56,7 @@ class Staging:
             event.record()
         self.num_uploads += 1
 
-    @torch.inference_mode(False)  # what is made within that mode could be written only there
+    @torch.inference_mode(False)  # tensors made in that mode can be written only in it
     def empty(self, num_bytes: int, device: torch.device | None = None) -> Tensor:
         """Bytes on the device, or pinned ones on the host."""
         pin = self.is_cuda and device is None

@@ -1,4 +1,4 @@
-"""The likeliest answers of the target for a draft model: the best of splits, then of those."""
+"""The likeliest draws of the target for a draft model: the best of each split, then of those."""
 
 import torch
 import triton
@@ -36,7 +36,7 @@ def _best_of_split(
         noise = gumbel(tl.load(seeds + i), tl.load(index + i), split * BLOCK, BLOCK)
         z = tl.div_rn(z, t) + noise
     w = tl.div_rn(z, tau)
-    candidate = rank(w, id)  # what is past the row comes last: -inf, and a higher id than any
+    candidate = rank(w, id)  # ids past the row rank last: -inf, and higher ids
     first = tl.max(candidate, 0)
     most = ranked_value(first)
     most = tl.where(most == float("-inf"), _LEAST_FINITE, most)  # a finite one leaves exp(-inf) 0
@@ -64,14 +64,14 @@ def _best_of_all(
     out += i * 2 * K
     for j in range(K):
         weight = ranked_value(first) - most - log_total
-        # Where no weight is a number, the ids are the first as well.
+        # Where the weights are NaN, the ids are 0, 1, 2, ...
         tl.store(out + j, tl.where(log_total == log_total, ranked_id(first), j).to(tl.int32))
         tl.store(out + K + j, weight.to(tl.int32, bitcast=True))
         first = tl.max(tl.where(candidate < first, candidate, LOWEST), 0)
 
 
 def launch_top_children(logits: Tensor, params: SampleParams, k: int, tau: float) -> Tensor:
-    """What `top_children` brings to the host, on the device still; nothing waits for it.
+    """The result of `top_children`, packed and still on the device; the host does not wait.
 
     ->  [R, 2k]  int32  a row's k ids, then the bits of their k log-weights
     """
@@ -83,7 +83,7 @@ def launch_top_children(logits: Tensor, params: SampleParams, k: int, tau: float
     block = min(_SPLIT, max(4, triton.next_power_of_2(V)))
     splits = triton.cdiv(V, block)
     ranks = logits.new_empty(R * splits * k, dtype=torch.int64)
-    # Not two parts of one: with their alignment the kernels would change, and compile again.
+    # Not two slices of one tensor: for another alignment Triton would compile the kernels again.
     mosts, totals = (logits.new_empty(R * splits, dtype=torch.float32) for _ in range(2))
     out = logits.new_empty(R, 2 * k, dtype=torch.int32)
     each = ranks, mosts, totals

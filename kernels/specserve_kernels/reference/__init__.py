@@ -51,9 +51,9 @@ __all__ = [
 ]
 
 samples_ahead = False
-lock = nullcontext()  # a forward's buffers are its own
+lock = nullcontext()  # forwards share no buffers
 
 
 def arithmetic() -> str:
-    """The build and what it computes with: on others the same row may have other bits."""
+    """The build and the CPU's extensions; with others the same row may have other bits."""
     return f"reference {instruction_set()}"

@@ -21,9 +21,9 @@ def plan(
     windows: Sequence[int | None] = NO_WINDOW,
     also: Sequence[Tensor] = (),
 ) -> Plan:
-    """What the layers of a step share, made once a step.
+    """Prepare what all layers of a step share.
 
-    windows  every window that `attention` will be asked for
+    windows  every window that `attention` will be called with
     also     host tensors that other ops of the step take; `plan.also` has them where ops read them
     """
     return Plan(rows, also)

@@ -9,7 +9,7 @@ from specserve_kernels.threads import FixedThreads, Threads, check_threads
 
 
 def prepack(weight: Tensor) -> Tensor:
-    """A weight in the form that `linear` wants it.
+    """A weight in the form that `linear` takes.
 
     weight  [N, K]  bfloat16 | float32
     """
@@ -30,7 +30,7 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def embed(table: Tensor, token_ids: Tensor) -> Tensor:
-    """The embeddings of some tokens, a tensor of its own: the residual stream begins with it.
+    """The embeddings of some tokens, as a new tensor: later layers add to it in place.
 
     table      [V, K]  bfloat16 | float32
     token_ids  [R]     int64
@@ -70,7 +70,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add x to the residual stream, in place, and normalize what came out.
+    """Add x to the residual stream, in place, and normalize the sum.
 
     x         [R, K]  bfloat16 | float32
     residual  [R, K]  as x; becomes residual + x, rounded
@@ -96,13 +96,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def tune(
     step: Callable[[int], Tensor], most: int, threads: int | None, key: str
 ) -> tuple[Threads, str]:
-    """Choose how many threads run a step, and have done what only a first step has to do.
+    """Choose how many threads run a step, and do what only a first step has to do.
 
-    step     runs one of so many rows; the logits [n, V] of some of them
+    step     runs a step of the given number of rows; the logits [n, V] of some of them
     most     rows that a step may have
-    threads  that many, or None for the build to choose
-    key      of the model: what is learnt of its steps may be kept under it
-    ->       what a runner calls around each forward, and the choice in words
+    threads  the number to use, or None for the build to choose
+    key      identifies the model: times of its steps may be kept under it
+    ->       what a runner calls around each forward, and the choice as text
     """
     count = torch.get_num_threads() if threads is None else check_threads(threads)
     return FixedThreads(count), f"{count}, with reference kernels"

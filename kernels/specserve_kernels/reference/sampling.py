@@ -57,8 +57,8 @@ def gumbel(seed: int, index: int, V: int) -> Tensor:
     ->  [V]  float32
 
     Philox4x32-10 (Salmon et al., SC'11) with key = seed and counter = (id // 4, index, 0, 0); id
-    takes the word id % 4. The small tail of the uniform is the winning one, so that rounding
-    cannot make it 0: u in (0, 1 - 2^-24], G = -log(-log1p(-u)) <= 22.9.
+    takes the word id % 4. Large noise comes from u near 0, where float32 is dense, so that rounding
+    never gives 0: u in (0, 1 - 2^-24], G = -log(-log1p(-u)) <= 22.9.
     """
     quad = torch.arange((V + 3) // 4, dtype=torch.int64)
     zero = torch.zeros_like(quad)
@@ -88,7 +88,7 @@ def _mul_hi_lo(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def top_children(logits: Tensor, params: SampleParams, k: int, tau: float) -> tuple[Tensor, Tensor]:
-    """The k likeliest answers of the target, judged by a draft model that shares its noise.
+    """The k likeliest draws of the target, according to a draft model with the same noise.
 
     logits  [R, V]  bfloat16 | float32  the draft model's
     params  of R rows; temperature, seeds and token_index only
@@ -96,7 +96,8 @@ def top_children(logits: Tensor, params: SampleParams, k: int, tau: float) -> tu
     ->      [R, k]  float32  log softmax(z / tau), with z = logits / temperature + noise
 
     With the noise of the target's own draw the ranking is coupled to it (Daliri et al.
-    2408.07978); tau tells how closely the draft follows: 0 is always, 1 is a plain draft at T = 0.
+    2408.07978). tau is how far the target is expected to differ: towards 0 the first id gets all of
+    the weight; at 1 and T = 0 the weights are the draft model's probabilities.
     """
     rows = []
     for i, row in enumerate(logits.float()):
