@@ -129,7 +129,11 @@ class InputProcessor(msgspec.Struct, frozen=True):
 
     def render(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of a conversation by the chat template, up to where the answer begins."""
-        return self.encode(self.check_chat().render(messages), add_special_tokens=False)
+        try:
+            text = self.check_chat().render(messages)
+        except MemoryError as e:
+            raise RequestError("the chat template needs too much memory for these messages") from e
+        return self.encode(text, add_special_tokens=False)
 
     def resolve(self, params: SamplingParams, num_prompt: int = 1) -> Sampling:
         """The parameters, checked and resolved, for a prompt of `num_prompt` tokens."""

@@ -72,11 +72,12 @@ class DraftModel:
             groups.append(RowGroup(table, tokens, start, num_read=int(is_ready)))
             if is_ready:
                 ready.append(i)
-                self.masks[lent[i].id], self.nodes[lent[i].id] = [], []
             ahead.append(lent[i])
         logits = self.forward(groups)
         for group in groups:
             group.table.num_computed += len(group.token_ids)
+        for i in ready:
+            self.masks[lent[i].id], self.nodes[lent[i].id] = [], []
         return ready, logits
 
     def begin(self, request: Request) -> None:
@@ -107,11 +108,17 @@ class DraftModel:
         return fit, logits
 
     def forward(self, groups: list[RowGroup]) -> Tensor:
-        """The logits of the rows that are read, in order."""
+        """The logits of the rows that are read, in order. An error ends executor access: after it
+        the slots of further nodes would not be those that were written.
+        """
         if not groups:
             return torch.empty(0, 0)
-        step = build_step_input(groups, self.scheduler.pool.updates)
-        return self.runner.launch(step).logits
+        try:
+            step = build_step_input(groups, self.scheduler.pool.updates)
+            return self.runner.launch(step).logits
+        except BaseException:
+            self.take_back()
+            raise
 
     def try_reserve(self, table: BlockTable, num_slots: int) -> bool:
         missing = table.missing(num_slots)

@@ -40,6 +40,8 @@ class ChatTemplate(msgspec.Struct, frozen=True):
                 documents=None,
                 add_generation_prompt=True,
             )
+        except MemoryError:  # its caller may have to end the process
+            raise
         except Exception as e:  # a template is a program, and may raise anything
             reason = str(e) or type(e).__name__
             raise RequestError(f"the chat template refuses these messages: {reason:.200}") from e

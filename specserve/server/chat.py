@@ -18,7 +18,7 @@ from specserve.server.body import (
 )
 from specserve.server.live_completion import arrival
 from specserve.server.refusal import cut
-from specserve.server.response import RouteSchema, respond
+from specserve.server.response import RouteSchema, respond, while_connected
 from specserve.server.service import Service, blaming
 
 # Fields of answers, which clients send back in messages -> the values without effect: only they
@@ -68,7 +68,7 @@ async def chat(request: Request) -> Response:
     asked = await service.parse(await service.bodies.read(request), read_chat)
     service.check_model(asked.model)
     service.check_asked(asked.params, 1, "messages")
-    prompt = await encode(service, asked.messages)
+    prompt = await while_connected(request, encode(service, asked.messages))
     with blaming("messages"):
         service.input_processor.check_length(prompt)
     completion = await service.ask([prompt], asked.params, arrived, "messages")

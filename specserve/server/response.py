@@ -4,12 +4,12 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -19,6 +19,7 @@ from specserve.server.live_completion import ChoiceDelta, LiveCompletion
 from specserve.server.refusal import error_body, error_response
 from specserve.server.service import ServedModel, Service
 
+T = TypeVar("T")
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -201,9 +202,27 @@ async def watched(completion: LiveCompletion, receive: Receive) -> AsyncIterator
 
 
 async def watch(completion: LiveCompletion, receive: Receive) -> None:
+    await disconnected(receive)
+    completion.leave()
+
+
+async def disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    completion.leave()
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What the work returns; ClientDisconnect, with the work cancelled, if the client leaves."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.create_task(disconnected(request.receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
 
 
 def json_response(

@@ -185,6 +185,7 @@ class Service:
     def check_requests(self, number: int, field: str) -> None:
         """Refuse more requests than may wait: their first tokens would come too late."""
         queued = sum(not g.token_ids for c in self.completions for g in c.generations)
+        queued += self.templates.num_chats if self.templates is not None else 0
         self.check_room("requests", queued, number, self.limits.max_queued_requests, field)
 
     def check_tokens(self, number: int, field: str) -> None:

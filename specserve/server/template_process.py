@@ -28,6 +28,7 @@ class Rendered(msgspec.Struct, frozen=True, tag=True):
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
     message: str
+    is_last: bool = False  # the process ends with this reply
 
 
 FromProcess = Started | Rendered | Refused
@@ -52,7 +53,14 @@ def serve(link: Link) -> None:
     template.prepare()
     while True:
         [messages] = link.receive(wait=True)
-        link.send(render(template, msgspec.msgpack.decode(messages)))
+        try:
+            link.send(render(template, msgspec.msgpack.decode(messages)))
+        except (
+            MemoryError
+        ):  # what the template has built may stay: the next chat gets a new process
+            reply = "the chat template needs too much memory for these messages"
+            link.send(Refused(reply, is_last=True))
+            return
 
 
 def render(template: ChatTemplate, messages: list[dict[str, Any]]) -> Rendered | Refused:
@@ -61,7 +69,7 @@ def render(template: ChatTemplate, messages: list[dict[str, Any]]) -> Rendered |
         text.encode()
     except RequestError as e:
         return Refused(str(e))
-    except (MemoryError, UnicodeError) as e:
+    except UnicodeError as e:
         return Refused(f"the chat template makes no text of these messages: {e!s:.200}")
     if len(text) > MAX_TEXT:
         return Refused(f"the chat template makes {len(text)} characters of these messages")

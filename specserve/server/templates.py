@@ -31,6 +31,7 @@ class TemplateProcesses:
 
     def __init__(self, template: ChatTemplate, seconds: float) -> None:
         self.template, self.seconds = template, seconds
+        self.num_chats = 0  # that are rendered or wait for it
         self.free: asyncio.Queue[TemplateProcess] = asyncio.Queue()
         self.processes = [TemplateProcess(template) for _ in range(NUM_PROCESSES)]
         for process in self.processes:
@@ -42,6 +43,13 @@ class TemplateProcesses:
             payload = encode(messages)
         except (TypeError, ValueError, OverflowError) as e:
             raise RequestError(f"messages: no valid text: {e}", "messages") from e
+        self.num_chats += 1
+        try:
+            return await self.render_encoded(payload)
+        finally:
+            self.num_chats -= 1
+
+    async def render_encoded(self, payload: bytes) -> str:
         process = await self.free.get()
         try:
             if process.has_ended:
@@ -123,6 +131,8 @@ class TemplateProcess(asyncio.Protocol):
                 case Started():
                     self.started.set()
                 case reply if self.reply is not None and not self.reply.done():
+                    if isinstance(reply, Refused) and reply.is_last:
+                        self.close()
                     self.reply.set_result(reply)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -131,5 +141,5 @@ class TemplateProcess(asyncio.Protocol):
         self.started.set()  # wakes `ask`, which then sees has_ended
         self.ended.set()
         if self.reply is not None and not self.reply.done():
-            error = RequestError("the chat template ended its process on these messages")
+            error = Overloaded("the process of the chat template ended: ask again")
             self.reply.set_exception(error)

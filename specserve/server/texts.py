@@ -9,7 +9,7 @@ from starlette.responses import Response
 from specserve.errors import RequestError
 from specserve.server.body import read_fields
 from specserve.server.chat import encode, read_messages
-from specserve.server.response import json_response
+from specserve.server.response import json_response, while_connected
 from specserve.server.service import Service, blaming
 
 
@@ -43,7 +43,7 @@ async def tokenize(request: Request) -> Response:
     if (asked.prompt is None) == (asked.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
     if asked.messages is not None:
-        ids = await encode(service, read_messages(asked.messages))
+        ids = await while_connected(request, encode(service, read_messages(asked.messages)))
     else:
         ids = await service.tokenize(asked.prompt or "", "prompt", asked.add_special_tokens)
     limit = service.input_processor.max_model_len

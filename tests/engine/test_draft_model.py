@@ -3,7 +3,7 @@
 import pytest
 
 from specserve.exchange.sampling_params import Sampling
-from specserve_drafters import DraftItem, Nodes
+from specserve_drafters import Draft, DraftItem, Nodes
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import (
     Case,
@@ -116,3 +116,43 @@ def test_a_draft_model_asked_for_nonsense_refuses(target):
     assert lent.expand([Nodes(request.id, [1] * 64, [0] * 64)])[0] == []
     with pytest.raises(IndexError):
         lent.expand([Nodes(request.id, [10**6], [0])])
+
+
+def test_a_drafter_that_goes_on_after_a_failed_launch_is_refused_and_leaves_no_wrong_kv(target):
+    class Stubborn:
+        """Runs a token whether or not the draft model has caught up."""
+
+        needs_executor = True
+
+        def __init__(self, executor):
+            self.executor, self.refused = executor, 0
+
+        def propose(self, items):
+            try:
+                self.executor.extend(items)
+            except MemoryError:
+                try:
+                    self.executor.expand([Nodes(item.id, [7], [0]) for item in items])
+                except KeyError:
+                    self.refused += 1
+            return [Draft() for _ in items]
+
+    engine = engine_for(target, target, "model", max_nodes=4)
+    engine.drafter = Stubborn(engine.draft_model)
+    request = engine.add([*range(1, 20)], sampling(12))
+    engine.step()
+    runner, compute = engine.draft_model.runner, engine.draft_model.runner.compute
+
+    def fail(step):
+        runner.compute = compute
+        raise MemoryError
+
+    runner.compute = fail
+    before = request.draft_table.num_computed
+    engine.step()
+    assert engine.drafter.refused == 1 and request.draft_table.num_computed == before
+    while not engine.is_idle:
+        engine.step()
+        engine.check()
+    assert engine.stats.drafter_errors == 0
+    assert request.token_ids.tolist() == plain(target, [Case([*range(1, 20)], sampling(12))])[0]

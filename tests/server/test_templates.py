@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specserve.errors import RequestError
+from specserve.errors import Overloaded, RequestError
 from specserve.models.chat_template import ChatTemplate
 from specserve.server.templates import NUM_PROCESSES, TemplateProcesses
 from tests.server.test_leaving import resident_bytes
@@ -93,7 +93,7 @@ def test_a_chat_that_is_given_up_gives_its_process_back():
     ("said", "reason"),
     [
         ("raise", "not this"),
-        ("huge", "MemoryError"),
+        ("huge", "too much memory"),
         ("long", "characters"),
         ("half", "makes no text"),
     ],
@@ -123,13 +123,41 @@ def test_memory_that_a_template_took_is_given_back():
     with_templates(test, seconds=60)
 
 
+def test_a_process_whose_memory_ran_out_renders_no_further_chat():
+    """What a template has built is not always freed: the next chat must not pay for it."""
+
+    async def test(templates):
+        before = {p.process.pid for p in templates.processes}
+        for _ in range(NUM_PROCESSES):
+            assert "too much memory" in await refusal(templates, "huge")
+        for i in range(2 * NUM_PROCESSES):
+            assert await templates.render(messages(f"{i}")) == f"<s>{i}"
+        assert not before & {p.process.pid for p in templates.processes}
+
+    with_templates(test, seconds=60)
+
+
+def test_chats_that_wait_are_counted_and_those_given_up_are_not():
+    async def test(templates):
+        tasks = [asyncio.create_task(refusal(templates, "power")) for _ in range(9)]
+        await asyncio.sleep(0)
+        assert templates.num_chats == 9
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert templates.num_chats == 0
+
+    with_templates(test, seconds=60)
+
+
 def test_a_process_that_is_killed_in_the_middle_costs_its_own_chat_only():
     async def test(templates):
-        stuck = asyncio.create_task(refusal(templates, "power"))
+        stuck = asyncio.create_task(templates.render(messages("power")))
         await asyncio.sleep(0)
         (at_work,) = [p for p in templates.processes if p.is_rendering]
         os.kill(at_work.process.pid, signal.SIGKILL)
-        assert "ended its process" in await stuck
+        with pytest.raises(Overloaded, match="ended: ask again"):
+            await stuck
         assert await templates.render(messages("next")) == "<s>next"
 
     with_templates(test, seconds=60)

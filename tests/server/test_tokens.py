@@ -1,11 +1,15 @@
 """Over HTTP: ids that the model lacks, prompts that are too long, and templates that never end."""
 
 import asyncio
+import contextlib
 import signal
+import socket
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from specserve.config import Config, ServerConfig
@@ -14,6 +18,7 @@ from specserve.input_processor import TextFiles, make_input_processor
 from specserve.models.defaults import GenerationDefaults
 from specserve.models.tokenizer import Tokenizer
 from specserve.server.service import Service
+from specserve.server.templates import NUM_PROCESSES
 from tests.checkpoints import add_token_beyond, tiny_checkpoint, tiny_tokenizer
 from tests.server.asking import CHAT, COMPLETIONS, begun, saying
 from tests.server.server_process import ServerProcess, eventually
@@ -91,6 +96,36 @@ def test_templates_that_are_stuck_in_c_leave_other_chats_and_all_tokenizing_alon
         for answer in stuck:
             assert answer.status == 400
             assert "ran for more than 0.5 s" in answer.body["error"]["message"]
+
+
+def test_chats_whose_clients_have_left_hold_up_no_other_chat(server):
+    """Each would take a process to its deadline, half a second."""
+    body = msgspec.json.encode(chat_with("power"))
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    for _ in range(16):
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(head.encode() + body)
+    start = perf_counter()
+    assert server.post(CHAT, chat_with("hi")).status == 200
+    assert perf_counter() - start < 16 / NUM_PROCESSES * 0.5 / 2
+
+
+def test_more_chats_than_may_wait_are_refused(tmp_path):
+    folder = tiny_checkpoint(tmp_path, seed=1)
+    (folder / "chat_template.jinja").write_text(STUCK)
+    settings = {"server.template_seconds": 60, "server.max_queued_requests": 3}
+    with (
+        ServerProcess(folder, "--served-model-name=tiny", **settings) as server,
+        contextlib.ExitStack() as clients,
+    ):
+        body = msgspec.json.encode(chat_with("power"))
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        for _ in range(3):
+            client = clients.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            client.sendall(head.encode() + body)
+        eventually(lambda: server.post(COMPLETIONS, {"prompt": "the"}).status == 503)
+        answer = server.post(CHAT, chat_with("hi"))
+        assert answer.status == 503 and "3 requests wait" in answer.body["error"]["message"]
 
 
 def test_the_templates_processes_end_with_the_server_even_in_the_middle_of_a_template(server):
