@@ -118,41 +118,47 @@ def test_a_draft_model_asked_for_nonsense_refuses(target):
         lent.expand([Nodes(request.id, [10**6], [0])])
 
 
-def test_a_drafter_that_goes_on_after_a_failed_launch_is_refused_and_leaves_no_wrong_kv(target):
-    class Stubborn:
-        """Runs a token whether or not the draft model has caught up."""
+@pytest.mark.parametrize("failing", [1, 2], ids=["extend", "expand"])
+def test_a_drafter_that_goes_on_after_a_failed_launch_is_refused(target, failing):
+    """The slots of its further nodes would not be those that were written."""
 
+    class Stubborn:
         needs_executor = True
 
         def __init__(self, executor):
-            self.executor, self.refused = executor, 0
+            self.executor, self.answers = executor, []
 
         def propose(self, items):
-            try:
-                self.executor.extend(items)
-            except MemoryError:
-                try:
-                    self.executor.expand([Nodes(item.id, [7], [0]) for item in items])
-                except KeyError:
-                    self.refused += 1
+            nodes = [Nodes(item.id, [7], [0]) for item in items]
+            self.answers = [self.answer(self.executor.extend, items)]
+            self.answers += [self.answer(self.executor.expand, nodes) for _ in range(2)]
             return [Draft() for _ in items]
+
+        def answer(self, ask, asked):
+            try:
+                return ask(asked) and "done"
+            except (MemoryError, KeyError) as e:
+                return type(e).__name__
 
     engine = engine_for(target, target, "model", max_nodes=4)
     engine.drafter = Stubborn(engine.draft_model)
     request = engine.add([*range(1, 20)], sampling(12))
     engine.step()
-    runner, compute = engine.draft_model.runner, engine.draft_model.runner.compute
+    runner, launches = engine.draft_model.runner, []
+    compute = runner.compute
 
-    def fail(step):
-        runner.compute = compute
-        raise MemoryError
+    def fail_once(step):
+        launches.append(step)
+        if len(launches) == failing:
+            raise MemoryError
+        return compute(step)
 
-    runner.compute = fail
-    before = request.draft_table.num_computed
+    runner.compute = fail_once
     engine.step()
-    assert engine.drafter.refused == 1 and request.draft_table.num_computed == before
+    assert engine.drafter.answers == ["done"] * (failing - 1) + ["MemoryError"] + ["KeyError"] * (
+        3 - failing
+    )
     while not engine.is_idle:
         engine.step()
         engine.check()
-    assert engine.stats.drafter_errors == 0
     assert request.token_ids.tolist() == plain(target, [Case([*range(1, 20)], sampling(12))])[0]
