@@ -26,11 +26,11 @@ BROKEN_PIPE = 141  # .. and one whose output pipe was closed
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
-    ensure_streams()
-    keep_stderr_from_failing()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may not know every character
     try:
+        ensure_streams()
+        keep_stderr_from_failing()
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal may not know every character
         return run(argv)
     except SpecserveError as e:
         print(f"error: {e}", file=sys.stderr)

@@ -107,6 +107,14 @@ def test_what_stops_a_stream_closes_the_engine(fake, monkeypatch, error, code):
     assert fake.last.is_closed
 
 
+def test_an_interrupt_is_no_traceback_however_early_it_comes(monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "ensure_streams", interrupt)
+    assert cli.main(["config", "show"]) == cli.INTERRUPTED == 130
+
+
 def test_a_bug_of_ours_is_not_dressed_up_as_an_error(fake, monkeypatch):
     monkeypatch.setattr(fake, "generate", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):

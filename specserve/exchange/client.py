@@ -34,7 +34,7 @@ class EngineClient(asyncio.Protocol):
         self.process, self.socket = spawned
         self.loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Ready] = self.loop.create_future()
-        self.ready.add_done_callback(asyncio.Future.exception)  # no warning if it is never awaited
+        self.ready.add_done_callback(retrieve)
         self.died = asyncio.Event()
         self.listeners: dict[int, Listener] = {}
         self.on_loading: Callable[[str, int, int], None] = lambda name, done, total: None
@@ -124,9 +124,11 @@ class EngineClient(asyncio.Protocol):
                 case Loading(name, done, total):
                     self.on_loading(name, done, total)
                 case Ready() as ready:
-                    self.ready.set_result(ready)
+                    if not self.ready.done():  # else the server ends: its wait was cancelled
+                        self.ready.set_result(ready)
                 case Failed(message):
-                    self.ready.set_exception(ConfigError(message))
+                    if not self.ready.done():
+                        self.ready.set_exception(ConfigError(message))
 
     def deliver(self, report: Report) -> None:
         for output in report.outputs:
@@ -153,3 +155,9 @@ class EngineClient(asyncio.Protocol):
         listeners, self.listeners = self.listeners, {}
         for listener in listeners.values():
             listener.fail(message)
+
+
+def retrieve(future: asyncio.Future[Ready]) -> None:
+    """Take note of its exception: asyncio warns of one that nobody has asked for."""
+    if not future.cancelled():
+        future.exception()
