@@ -108,6 +108,14 @@ def test_what_is_settled_is_known_at_the_next_start(cache):
     assert not other.is_settled(4)
 
 
+def test_what_was_timed_before_is_told_by_size_and_equal_neighbours_once():
+    threads = MeasuredThreads(8)
+    for size, number in ((5, 4), (0, 1), (3, 2), (2, 2)):
+        threads.settle(size, number)
+    known = "1 for up to 1 row, 2 for up to 8 rows, 4 for up to 32 rows"
+    assert threads.words() == f"{known}, as timed before"
+
+
 SPOILT = {
     "cut short": '{"2":',
     "no table": "[1]",

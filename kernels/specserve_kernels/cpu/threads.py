@@ -6,6 +6,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -107,8 +108,13 @@ class MeasuredThreads:
     def words(self) -> str:
         if not self.settled:
             return f"{self.allowed}, until steps have been timed"
-        known = ", ".join(f"{n} for up to {1 << size} rows" for size, n in self.settled.items())
-        return f"{known}, as timed before"
+        sizes = sorted(self.settled)
+        runs = [
+            f"{self.settled[size]} for up to {1 << size} row{'s' if size else ''}"
+            for size, larger in zip_longest(sizes, sizes[1:])
+            if larger is None or self.settled[larger] != self.settled[size]
+        ]
+        return f"{', '.join(runs)}, as timed before"
 
 
 def size_of(rows: int) -> int:
