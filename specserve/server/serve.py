@@ -113,7 +113,8 @@ async def drain(service: Service, server: "Server") -> int:
     service.is_draining = True
     seconds = service.limits.drain_seconds
     if number := len(service.completions):
-        tell(f"{number} answers have {seconds:g} s to end; another signal ends them")
+        answers = "1 answer has" if number == 1 else f"{number} answers have"
+        tell(f"{answers} {seconds:g} s to end; another signal ends the server at once")
     drained = asyncio.create_task(service.drained())
     again = asyncio.create_task(server.signals.get())
     await asyncio.wait((drained, again), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

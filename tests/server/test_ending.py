@@ -56,6 +56,7 @@ def test_a_second_signal_ends_the_server_at_once(paced):
         assert broken_off(list(events))["code"] == "server_is_ending"
         assert server.exit_code(3) == 128 + signal.SIGTERM
         eventually(lambda: is_gone(engine), seconds=1)
+        assert "\n1 answer has 30 s to end; another signal" in server.process.communicate()[1]
 
 
 def test_a_drain_does_not_need_anybody_to_read_what_is_said_of_it(paced):
