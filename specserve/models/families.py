@@ -156,7 +156,12 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
 
 
 def find_family(fields: Mapping[str, Any]) -> tuple[str, Family]:
-    named = fields.get("architectures") or ["none"]
+    named = fields.get("architectures")
+    if not named:
+        raise ValueError(
+            f"architectures is missing or empty; it names the model's kind: {', '.join(FAMILIES)} "
+            "are supported"
+        )
     if isinstance(named, list) and isinstance(named[0], str) and named[0] in FAMILIES:
         return named[0], FAMILIES[named[0]]
     raise ValueError(f"architectures = {named!r} is not supported: {', '.join(FAMILIES)} are")
