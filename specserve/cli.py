@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from specserve.config import Config, load_config, parse_override, to_toml
-from specserve.errors import ConfigError, SpecserveError
+from specserve.errors import ConfigError, RequestError, SpecserveError
 from specserve.process import ensure_streams, keep_stderr_from_failing
 from specserve.version import VERSION
 
@@ -151,13 +151,13 @@ def show_config(args: argparse.Namespace) -> None:
 
 
 def generate(args: argparse.Namespace) -> None:
-    settings = checked(args)
+    sampled, settings = checked_sampling(args), checked(args)
     start = perf_counter()
     from specserve import LLM, SamplingParams
 
     if not args.json:
         print(f"imports took {perf_counter() - start:.2f} s", file=sys.stderr)
-    params = SamplingParams(**sampling(args))
+    params = SamplingParams(**sampled)
     with LLM(config=args.config, progress=not args.json, **settings) as llm:
         if args.json:
             print_json(llm.generate(args.prompts, params))
@@ -207,11 +207,11 @@ def chat(args: argparse.Namespace) -> None:
         return
     if args.api_key_file is not None:
         raise ConfigError("--api-key-file: only a server takes a key; name it with --url")
-    settings = checked(args)
+    sampled, settings = checked_sampling(args), checked(args)
     from specserve import LLM, SamplingParams
 
     with LLM(config=args.config, **settings) as llm:
-        converse(Chat(Local(llm, SamplingParams(**sampling(args))), args.system))
+        converse(Chat(Local(llm, SamplingParams(**sampled)), args.system))
 
 
 def refuse_with_url(args: argparse.Namespace) -> None:
@@ -224,6 +224,25 @@ def refuse_with_url(args: argparse.Namespace) -> None:
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
     names = "max_tokens", "temperature", "seed"
     return {name: getattr(args, name) for name in names}
+
+
+def checked_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters for a model in this process; ConfigError if one is refused."""
+    from specserve.exchange.sampling_params import MAX_SEED, SamplingParams, check
+
+    given = sampling(args)
+    ranges = {
+        "max_tokens": "1 or more",
+        "temperature": "0, or 0.0001 to 10000",
+        "seed": f"0 to {MAX_SEED - 1}",
+    }
+    for name, value in given.items():
+        try:
+            check(SamplingParams(**{name: value}))
+        except RequestError as e:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag}: {value} is refused; give {ranges[name]}") from e
+    return given
 
 
 def checked(args: argparse.Namespace) -> dict[str, Any]:

@@ -94,6 +94,26 @@ def test_a_mistake_is_one_line_that_says_what_to_do(fake, capsys, args, complain
     assert complaint in err
 
 
+@pytest.mark.parametrize("command", [["generate", "a"], ["chat"]])
+@pytest.mark.parametrize(
+    ("flag", "value", "range"),
+    [
+        ("--max-tokens", "0", "1 or more"),
+        ("--temperature", "-1.0", "0, or 0.0001 to 10000"),
+        ("--temperature", "1e-05", "0, or 0.0001 to 10000"),
+        ("--temperature", "nan", "0, or 0.0001 to 10000"),
+        ("--seed", "-1", f"0 to {2**53 - 1}"),
+        ("--seed", str(2**53), f"0 to {2**53 - 1}"),
+    ],
+)
+def test_a_sampling_parameter_is_refused_before_a_model_is_loaded(
+    fake, monkeypatch, capsys, command, flag, value, range
+):
+    monkeypatch.setattr(fake, "__init__", lambda *_, **__: pytest.fail("it is loaded"))
+    assert cli.main([*command, "--model=m", f"{flag}={value}"]) == 1
+    assert capsys.readouterr().err == f"error: {flag}: {value} is refused; give {range}\n"
+
+
 @pytest.mark.parametrize(
     ("error", "code"), [(RequestError("too long"), 1), (KeyboardInterrupt(), 130)]
 )

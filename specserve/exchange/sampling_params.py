@@ -88,13 +88,12 @@ def choices_of(sampling: Sampling, n: int) -> list[Sampling]:
     return [msgspec.structs.replace(sampling, seed=seed) for seed in seeds]
 
 
-def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> Sampling:
-    """Check the parameters and fill in what is unset; `room` is the rest of the context."""
+def check(params: SamplingParams) -> SamplingParams:
+    """The parameters as msgspec converts them; RequestError if one is out of its range."""
     try:
         # By way of a dict: msgspec does not validate an instance of the target type.
         given = msgspec.convert(msgspec.structs.asdict(params), SamplingParams)
-        temperature = pick(given.temperature, defaults.temperature)
-        check_temperature(temperature)
+        check_temperature(pick(given.temperature, 0.0))
     except ValueError as e:  # msgspec's ValidationError is one
         reason, _, path = str(e).partition(" - at `$.")
         param = path.rstrip("`") or None
@@ -104,10 +103,16 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
         given.cache_salt.encode()
     except UnicodeError as e:
         raise RequestError(f"sampling parameters: cache_salt is no text: {e}", "cache_salt") from e
+    return given
+
+
+def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> Sampling:
+    """Check the parameters and fill in what is unset; `room` is the rest of the context."""
+    given = check(params)
     eos = () if given.ignore_eos else defaults.eos_token_ids
     return Sampling(
         max_tokens=min(pick(given.max_tokens, room), room),
-        temperature=temperature,
+        temperature=pick(given.temperature, defaults.temperature),
         top_k=pick(given.top_k, defaults.top_k),
         top_p=pick(given.top_p, defaults.top_p),
         min_p=pick(given.min_p, defaults.min_p),
