@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from specserve.config import Config, load_config, parse_override, to_toml
+from specserve.config import Config, Setting, load_config, parse_override, to_toml
 from specserve.errors import ConfigError, RequestError, SpecserveError
 from specserve.process import ensure_streams, keep_stderr_from_failing
 from specserve.version import VERSION
@@ -171,13 +171,7 @@ def generate(args: argparse.Namespace) -> None:
 
 def serve(args: argparse.Namespace) -> int:
     started_at = perf_counter()
-    config = configured(
-        args,
-        host=args.host,
-        port=args.port,
-        served_model_name=args.served_model_name,
-        api_key_file=args.api_key_file,
-    )
+    config = configured(args)
     from specserve import preflight
     from specserve.exchange.spawn import spawn
     from specserve.keys import read_keys
@@ -259,16 +253,18 @@ def checked(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def configured(args: argparse.Namespace, **server: Any) -> Config:
+def configured(args: argparse.Namespace) -> Config:
     """The config: the file, overridden by --set, overridden by the other flags."""
     flags = {
-        "model.path": args.model,
-        "drafter.model": args.draft_model,
-        "drafter.name": args.drafter,
-        **{f"server.{key}": value for key, value in server.items()},
+        "MODEL" if args.action is serve else "--model": ("model.path", args.model),
+        "--draft-model": ("drafter.model", args.draft_model),
+        "--drafter": ("drafter.name", args.drafter),
     }
-    given = {key: value for key, value in flags.items() if value is not None}
-    return load_config(args.config, dict(map(parse_override, args.set)) | given)
+    if args.action is serve:
+        for key in ("host", "port", "served_model_name", "api_key_file"):
+            flags[f"--{key.replace('_', '-')}"] = f"server.{key}", getattr(args, key)
+    given = [Setting(flag, *setting) for flag, setting in flags.items() if setting[1] is not None]
+    return load_config(args.config, dict(map(parse_override, args.set)), given)
 
 
 def print_stream(steps: "Generator[tuple[str, list[int]], None, Output]") -> "Output":

@@ -6,7 +6,7 @@ Does not import torch, which would slow down `specserve --help`.
 import difflib
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
@@ -236,15 +236,23 @@ KNOBS: dict[str, Any] = {
 
 
 class Setting(NamedTuple):
-    origin: str  # the file, or "--set"
+    origin: str  # the file, the flag or the argument
     key: str
     value: Any
 
 
-def load_config(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The file's settings, then `overrides` ("section.key" -> value), each checked as it comes."""
+def load_config(
+    path: Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    arguments: Iterable[Setting] = (),
+) -> Config:
+    """The file's settings, overridden by --set's, overridden by arguments of other names.
+
+    `overrides` are --set's ("section.key" -> value). Each setting is checked as it comes.
+    """
     settings = list(read_file(path)) if path else []
     settings += [Setting("--set", key, value) for key, value in (overrides or {}).items()]
+    settings += arguments
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for setting in settings:
         put(values, setting)
@@ -252,7 +260,7 @@ def load_config(path: Path | None = None, overrides: Mapping[str, Any] | None = 
     try:
         return Config(**sections)
     except ValueError as e:
-        raise ConfigError(f"{origins(settings, 'drafter')}: {e}") from e
+        raise ConfigError(f"{origins(settings, str(e))}: {e}") from e
 
 
 def read_file(path: Path) -> Iterator[Setting]:
@@ -306,12 +314,13 @@ def build(section: str, values: dict[str, Any], settings: list[Setting]) -> Any:
     try:
         return SECTIONS[section](**values)
     except ValueError as e:
-        raise ConfigError(f"{origins(settings, section)}: {e}") from e
+        raise ConfigError(f"{origins(settings, str(e))}: {e}") from e
 
 
-def origins(settings: list[Setting], section: str) -> str:
-    """Where the settings of a section came from."""
-    return ", ".join(dict.fromkeys(s.origin for s in settings if s.key.startswith(f"{section}.")))
+def origins(settings: list[Setting], message: str) -> str:
+    """Where the settings that a message names came from."""
+    last = {s.key: s.origin for s in settings if s.key in message}
+    return ", ".join(dict.fromkeys(last.values()))
 
 
 def remedy(key: str) -> str:

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from specserve import preflight
-from specserve.config import Config, load_config
+from specserve.config import Config, Setting, load_config
 from specserve.engine.build import build
 from specserve.engine.loading import Model, Weights, check_device
 from specserve.errors import ConfigError, Overloaded, RequestError
@@ -47,14 +47,18 @@ class LLM:
         if set is not None and not isinstance(set, Mapping):
             raise ConfigError(f"set = {set!r} is no mapping: give {{'section.key': value}}")
         given = {
-            "model.path": None if model is None else str(model),
-            "model.dtype": None if dtype == "auto" else dtype,
-            "drafter.model": None if draft_model is None else str(draft_model),
-            "drafter.name": drafter,
+            "model": ("model.path", None if model is None else str(model)),
+            "dtype": ("model.dtype", None if dtype == "auto" else dtype),
+            "draft_model": ("drafter.model", None if draft_model is None else str(draft_model)),
+            "drafter": ("drafter.name", drafter),
         }
-        overrides = {**(set or {}), **{k: v for k, v in given.items() if v is not None}}
-        file = None if config is None else Path(config)
-        self.config: Config = load_config(file, overrides)
+        settings = [Setting("LLM(set)", key, value) for key, value in (set or {}).items()]
+        settings += [
+            Setting(f"LLM({name})", *setting)
+            for name, setting in given.items()
+            if setting[1] is not None
+        ]
+        self.config: Config = load_config(None if config is None else Path(config), None, settings)
         self.progress = progress
         phases = Phases()
         check_device(self.config)

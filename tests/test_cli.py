@@ -94,6 +94,23 @@ def test_a_mistake_is_one_line_that_says_what_to_do(fake, capsys, args, complain
     assert complaint in err
 
 
+@pytest.mark.parametrize(
+    ("args", "origin"),
+    [
+        (["serve", "--port=99999"], "--port: server.port = 99999"),
+        (["serve", "m", "--served-model-name=\n"], "--served-model-name: server.served_model"),
+        (["serve", ""], "MODEL: model.path = ''"),
+        (["serve", "--host=0.0.0.0", "--set=server.port=-1"], "--set: server.port = -1"),
+        (["generate", "a", "--model="], "--model: model.path = ''"),
+        (["chat", "--draft-model=d", "--drafter=ngram"], "--draft-model, --drafter: drafter.name"),
+        (["chat", "--draft-model=d", "--set=drafter.name=ngram"], "--set, --draft-model: drafter"),
+    ],
+)
+def test_a_mistake_is_blamed_on_what_was_typed(capsys, args, origin):
+    assert cli.main(args) == 1
+    assert capsys.readouterr().err.startswith(f"error: {origin}")
+
+
 @pytest.mark.parametrize("command", [["generate", "a"], ["chat"]])
 @pytest.mark.parametrize(
     ("flag", "value", "range"),

@@ -325,6 +325,20 @@ def test_settings_that_are_no_mapping_are_refused(folder):
         LLM(folder, set=["speculation.max_nodes"])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "origin"),
+    [
+        ({"set": {"memory.block_size": 0}}, "LLM(set): memory.block_size = 0"),
+        ({"dtype": "fp16"}, "LLM(dtype): model.dtype = 'fp16'"),
+        ({"draft_model": "d", "drafter": "ngram"}, "LLM(draft_model), LLM(drafter): drafter.name"),
+    ],
+)
+def test_a_mistake_is_blamed_on_the_argument(arguments, origin):
+    with pytest.raises(ConfigError) as e:
+        LLM("m", **arguments)
+    assert str(e.value).startswith(origin)
+
+
 def test_a_draft_model_of_another_vocabulary_is_refused(folder, tmp_path):
     draft = tiny_checkpoint(tmp_path, vocab_size=400)
     with pytest.raises(ConfigError, match=r"400.*320"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from specserve.config import Config, load_config, parse_override
+from specserve.config import Config, Setting, load_config, parse_override
 from specserve.errors import ConfigError
 from specserve.keys import read_keys
 from specserve_bench import results, scale, scripted, suite
@@ -304,9 +304,13 @@ def subjects(
 
 
 def configured(args: argparse.Namespace, **drafting: Any) -> Config:
-    flags = {"model.path": args.model, "drafter.model": args.draft_model}
-    given = {key: value for key, value in flags.items() if value is not None}
-    return load_config(args.config, {**dict(map(parse_override, args.set)), **given, **drafting})
+    flags = {
+        "--model": ("model.path", args.model),
+        "--draft-model": ("drafter.model", args.draft_model),
+    }
+    given = [Setting(flag, *setting) for flag, setting in flags.items() if setting[1] is not None]
+    given += [Setting("--drafters", key, value) for key, value in drafting.items()]
+    return load_config(args.config, dict(map(parse_override, args.set)), given)
 
 
 def guessing(args: argparse.Namespace) -> list[str]:
