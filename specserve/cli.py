@@ -48,7 +48,9 @@ def run(argv: list[str]) -> int:
     if argv and argv[0] in others:
         command: Callable[[list[str]], int] = others[argv[0]].load()
         return command(argv[1:])
-    args = parser(others).parse_args(argv)
+    args, unknown = parser(others).parse_known_args(argv)
+    if unknown:
+        args.command.error(f"unrecognized arguments: {' '.join(unknown)}")  # with its own usage
     action: Callable[[argparse.Namespace], int | None] = args.action
     code = action(args)
     sys.stdout.flush()  # here, where a broken pipe is still caught
@@ -77,7 +79,7 @@ def add_generate(p: argparse.ArgumentParser) -> None:
     add_sampling(p)
     p.add_argument("--json", action="store_true", help="JSON lines on stdout, one a prompt")
     add_settings(p)
-    p.set_defaults(action=generate)
+    p.set_defaults(action=generate, command=p)
 
 
 def add_serve(p: argparse.ArgumentParser) -> None:
@@ -88,7 +90,7 @@ def add_serve(p: argparse.ArgumentParser) -> None:
     p.add_argument("--port", type=int, help="default: 8000; 0 takes any that is free")
     p.add_argument("--api-key-file", help="a file with the accepted API keys, one a line")
     add_settings(p)
-    p.set_defaults(action=serve)
+    p.set_defaults(action=serve, command=p)
 
 
 def add_chat(p: argparse.ArgumentParser) -> None:
@@ -104,7 +106,7 @@ def add_chat(p: argparse.ArgumentParser) -> None:
     p.add_argument("--system", metavar="TEXT", help="the system message")
     add_sampling(p)
     add_settings(p)
-    p.set_defaults(action=chat)
+    p.set_defaults(action=chat, command=p)
 
 
 def add_sampling(p: argparse.ArgumentParser) -> None:
@@ -125,7 +127,7 @@ def add_drafting(p: argparse.ArgumentParser) -> None:
 def add_config(p: argparse.ArgumentParser) -> None:
     p.add_argument("what", choices=["show", "check"])
     add_settings(p)
-    p.set_defaults(action=show_config)
+    p.set_defaults(action=show_config, command=p)
 
 
 def add_settings(p: argparse.ArgumentParser) -> None:

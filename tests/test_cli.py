@@ -144,6 +144,15 @@ def test_what_stops_a_stream_closes_the_engine(fake, monkeypatch, error, code):
     assert fake.last.is_closed
 
 
+@pytest.mark.parametrize("args", [["serve"], ["generate", "a"], ["chat"], ["config", "show"]])
+def test_an_unknown_flag_shows_the_usage_of_its_command(capsys, args):
+    with pytest.raises(SystemExit) as e:
+        cli.main([*args, "--prot=8001"])
+    told = capsys.readouterr().err
+    assert e.value.code == 2 and told.startswith(f"usage: specserve {args[0]} ")
+    assert told.endswith(f"\nspecserve {args[0]}: error: unrecognized arguments: --prot=8001\n")
+
+
 def test_an_interrupt_is_no_traceback_however_early_it_comes(monkeypatch):
     def interrupt():
         raise KeyboardInterrupt
