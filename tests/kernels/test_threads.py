@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specserve_kernels import cpu, reference
-from specserve_kernels.cpu.threads import STEPS, MeasuredThreads
+from specserve_kernels.cpu.threads import RARELY, SOON, STEPS, MeasuredThreads
 from specserve_kernels.threads import allowed_threads
 
 HOST_BUILDS = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
@@ -170,3 +170,29 @@ def test_more_threads_than_the_process_may_use_are_refused(ops):
     with pytest.raises(ValueError, match=rf"^{allowed + 1} threads.* {allowed} CPUs.*set at most"):
         ops.tune(untimed, 512, allowed + 1, "model")
     assert torch.get_num_threads() == before
+
+
+def steps_of(threads, seconds, number, rows=4):
+    for _ in range(number):
+        threads.use(rows)
+        threads.observe(rows, seconds(torch.get_num_threads()))
+
+
+@pytest.mark.parametrize(("wrong", "best"), [(1, 4), (1, 2), (4, 1), (2, 4), (2, 1), (2, 2)])
+def test_what_an_earlier_process_settled_wrongly_is_soon_put_right(tmp_path, wrong, best):
+    """A busy machine may have decided there."""
+    file = tmp_path / "threads.json"
+    file.write_text(json.dumps({"2": wrong}))
+    threads = MeasuredThreads(4, file)
+    assert chosen(threads, 4) == wrong
+    steps_of(threads, lambda number: 1.0 + abs(number - best), SOON + 6 * STEPS)
+    assert threads.is_settled(4) and chosen(threads, 4) == best
+    assert MeasuredThreads(4, file).settled == {2: best}
+
+
+def test_what_is_settled_is_compared_again_when_much_later_steps_have_run():
+    threads = MeasuredThreads(2)
+    run(threads, {2: 1.0, 1: 0.5}.__getitem__)
+    assert chosen(threads, 4) == 1
+    steps_of(threads, {2: 1.0, 1: 3.0}.__getitem__, RARELY + 2 * STEPS)
+    assert threads.is_settled(4) and chosen(threads, 4) == 2

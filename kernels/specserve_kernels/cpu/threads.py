@@ -16,6 +16,7 @@ from specserve_kernels.cpu.build import BuildError, cache_folder, cpu
 from specserve_kernels.threads import FixedThreads, Threads, allowed_threads, check_threads
 
 STEPS, RANK = 9, 2  # steps timed with each of two numbers; their third best times are compared
+SOON, RARELY = 100, 5000  # steps of a size after which what is settled is compared again
 HOPELESS, HOPELESS_STEPS = 1.5, 4  # a number is dropped if its best of 4 steps is 1.5 times slower
 
 log = logging.getLogger("specserve")
@@ -68,6 +69,9 @@ class MeasuredThreads:
     steps of up to 1, 2, 4, ... rows. Each size starts with all CPUs against half as many; as long
     as the smaller number wins, it is compared with its half, so that no step is ever much slower
     than it need be. The numbers that are settled are kept in `file`, for the next start.
+
+    A neighbor that was busy may have decided, so what is settled is compared again: soon if an
+    earlier process settled it, else rarely. Then twice as many threads come first, where allowed.
     """
 
     def __init__(self, allowed: int, file: Path | None = None) -> None:
@@ -75,6 +79,7 @@ class MeasuredThreads:
         self.settled = read(file, allowed)  # bits of the size -> number
         self.duels: dict[int, Duel] = {}  # bits of the size -> the numbers that are compared
         self.used = allowed
+        self.num_left = dict.fromkeys(self.settled, SOON)  # steps until a size is compared again
 
     def use(self, rows: int) -> None:
         size = size_of(rows)
@@ -84,14 +89,32 @@ class MeasuredThreads:
     def observe(self, rows: int, seconds: float) -> None:
         size = size_of(rows)
         if size in self.settled:
+            self.num_left[size] -= 1
+            if self.num_left[size] == 0:
+                self.reopen(size)
             return
         duel = self.duel(size)
         duel.seconds[self.used].append(seconds)
         winner = duel.winner()
-        if winner == duel.challenger and winner > 1:
-            self.duels[size] = Duel(winner, winner // 2)
-        elif winner is not None:
-            self.settle(size, winner)
+        if winner is not None:
+            challenger = self.next_challenger(duel, winner)
+            if challenger is None:
+                self.settle(size, winner)
+            else:
+                self.duels[size] = Duel(winner, challenger)
+
+    def next_challenger(self, duel: Duel, winner: int) -> int | None:
+        """Further in the direction that won; half as many where twice as many have lost."""
+        is_upward = duel.challenger > duel.holder
+        if winner == duel.challenger:
+            further = min(2 * winner, self.allowed) if is_upward else winner // 2
+            return further if further not in (0, winner) else None
+        return winner // 2 or None if is_upward else None
+
+    def reopen(self, size: int) -> None:
+        number = self.settled.pop(size)
+        twice = min(2 * number, self.allowed)
+        self.duels[size] = Duel(number, twice if twice > number else number // 2)
 
     def is_settled(self, rows: int) -> bool:
         return size_of(rows) in self.settled
@@ -100,7 +123,7 @@ class MeasuredThreads:
         return self.duels.setdefault(size, Duel(self.allowed, self.allowed // 2))
 
     def settle(self, size: int, number: int) -> None:
-        self.settled[size] = number
+        self.settled[size], self.num_left[size] = number, RARELY
         self.duels.pop(size, None)
         if self.file is not None:
             write(self.file, self.settled)
