@@ -94,7 +94,7 @@ class InputProcessor(msgspec.Struct, frozen=True):
     def check_ids(self, ids: Sequence[int], field: str) -> None:
         """RequestError for ids outside the vocabulary, whether given, tokenized or templated.
 
-        The engine does not check them: it would read beyond the embedding table.
+        Checked here, a refusal costs no step and names the token; `Engine.add` checks again.
         """
         if not ids or (min(ids) >= 0 and max(ids) < self.vocab_size):
             return

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event, Thread
 from types import SimpleNamespace
@@ -646,8 +647,8 @@ def test_within_the_lock_the_device_is_the_threads_own(monkeypatch):
 
 def test_builds_that_keep_nothing_between_ops_are_never_waited_for():
     for ops in (reference, cpu):
-        with ops.lock, ops.lock:
-            pass
+        with ops.lock, ops.lock, ThreadPoolExecutor(1) as other:
+            assert other.submit(lambda lock=ops.lock: lock.__enter__() is None).result(timeout=5)
 
 
 def test_auto_is_the_cpu_where_there_is_no_gpu(monkeypatch):
