@@ -9,12 +9,10 @@
 // A work item is up to 32 query vectors (row, query head) of one request that share a KV head. Keys
 // are transposed once for each item and tile, so that scores need no sums over lanes, and are
 // multiplied with 8 query vectors at a time in registers.
-#include <omp.h>
-
 #include <algorithm>
 #include <vector>
 
-#include "rows.h"
+#include "op.h"
 #include "vec.h"
 
 constexpr int TILE = 32;          // positions
@@ -22,9 +20,9 @@ constexpr int GROUP = 8;          // query vectors in registers
 constexpr int ITEM = 32;          // query vectors of a work item
 constexpr int TREE_TILES = 3;     // 64 tree slots, plus the part of the prefix in their first tile
 constexpr int MAX_D = 512;
-constexpr int64_t PARALLEL_WORK = 1 << 17;  // multiply-adds that pay for a parallel region
 
 struct Attention {
+  const KV* kv;
   const void* q;
   void* out;
   int64_t num_heads;
@@ -345,52 +343,49 @@ static void attend(const Rows& rows, const KV& kv, const Attention& a, const Ite
   }
 }
 
-template <class T> static void attention(const Rows& rows, const KV& kv, const Attention& a) {
-  int64_t group = a.num_heads / kv.num_heads, work = 0;
+template <class T> static void attention(const Attention& a, const Step& step, Team& team) {
+  const Rows& rows = *step.rows;
+  const KV& kv = *a.kv;
+  int64_t group = a.num_heads / kv.num_heads;
   static thread_local std::vector<Item> items;
+  static thread_local Scratch* scratch = new Scratch;
   items.clear();
   for (int b = 0; b < rows.num_requests; b++) {
     int begin = rows.qo_indptr[b], end = rows.qo_indptr[b + 1];
-    if (begin == end) continue;
-    work += (end - begin) * int64_t(rows.prefix[end - 1]) * a.num_heads * kv.head_dim;
     int vectors = (end - begin) * group;
     for (int i = 0; i < vectors; i += ITEM) items.push_back({b, i, std::min(ITEM, vectors - i)});
   }
-  const Item* item = items.data();
   int64_t num = items.size() * kv.num_heads;
-#pragma omp parallel if (work > PARALLEL_WORK && num > 1)
-  {
-    static thread_local Scratch* scratch = new Scratch;
-#pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < num; i++)
-      attend<T>(rows, kv, a, item[i / kv.num_heads], i % kv.num_heads, *scratch);
-  }
+  for (int64_t i = team.take(); i < num; i = team.take())
+    attend<T>(rows, kv, a, items[i / kv.num_heads], i % kv.num_heads, *scratch);
 }
 
-template <class T>
-static void move_layer(const KV& kv, const int64_t* source, const int64_t* target, int64_t M) {
+// Moves of KV from slot to slot in all layers of a model, in the order given.
+struct Moves {
+  const KV* layers;
+  int64_t num_layers;
+  const int64_t *source, *target;
+  int64_t num_moves;
+};
+
+template <class T> static void move_layer(const KV& kv, const Moves& a) {
   int64_t bytes = kv.num_heads * kv.head_dim * sizeof(T);
-  for (int64_t m = 0; m < M; m++) {
-    memcpy(kv.at<T>(kv.k, target[m]), kv.at<T>(kv.k, source[m]), bytes);
-    memcpy(kv.at<T>(kv.v, target[m]), kv.at<T>(kv.v, source[m]), bytes);
+  for (int64_t m = 0; m < a.num_moves; m++) {
+    memcpy(kv.at<T>(kv.k, a.target[m]), kv.at<T>(kv.k, a.source[m]), bytes);
+    memcpy(kv.at<T>(kv.v, a.target[m]), kv.at<T>(kv.v, a.source[m]), bytes);
   }
 }
 
 extern "C" {
-void specserve_attention(const Rows* rows, const KV* kv, const Attention* a) {
-  if (kv->is_bf16)
-    attention<bf16>(*rows, *kv, *a);
-  else
-    attention<float>(*rows, *kv, *a);
+void specserve_attention(const void* args, const Step& step, Team& team) {
+  const Attention& a = *(const Attention*)args;
+  a.kv->is_bf16 ? attention<bf16>(a, step, team) : attention<float>(a, step, team);
 }
 
-void specserve_move_kv(const KV* layers, int64_t L, const int64_t* source, const int64_t* target,
-                       int64_t M) {
-  for (int64_t l = 0; l < L; l++) {
-    if (layers[l].is_bf16)
-      move_layer<bf16>(layers[l], source, target, M);
-    else
-      move_layer<float>(layers[l], source, target, M);
-  }
+void specserve_move_kv(const void* args, const Step&, Team& team) {
+  const Moves& a = *(const Moves*)args;
+  Range part = team.part(a.num_layers);
+  for (int64_t l = part.begin; l < part.end; l++)
+    a.layers[l].is_bf16 ? move_layer<bf16>(a.layers[l], a) : move_layer<float>(a.layers[l], a);
 }
 }

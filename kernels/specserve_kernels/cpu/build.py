@@ -13,12 +13,12 @@ from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-SOURCES = ("layers.cpp", "attention.cpp", "sampling.cpp")
+SOURCES = ("team.cpp", "run.cpp", "layers.cpp", "attention.cpp", "sampling.cpp")
 # No -ffast-math and no contraction: a row's bits must not depend on how a loop was vectorized,
 # and a library built with -ffast-math flushes denormals in the thread that loads it.
 FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"),
-    *("-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"),
+    *("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"),
+    *("-ffp-contract=off", "-pthread", "-shared", "-fPIC"),
 )
 
 
@@ -28,7 +28,7 @@ class BuildError(RuntimeError):
 
 @cache
 def library() -> ctypes.CDLL:
-    """The compiled kernels. Import torch first: they share its OpenMP threads."""
+    """The compiled kernels."""
     try:
         path = cache_folder() / f"kernels-{fingerprint()}.so"
         return cached(path) or compiled(path)

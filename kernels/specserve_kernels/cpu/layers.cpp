@@ -1,11 +1,6 @@
 // RMSNorm, the gated SiLU, and rotary embedding with the KV write: row by row.
-#include <omp.h>
-
-#include "rows.h"
+#include "op.h"
 #include "vec.h"
-
-// A parallel region costs more than a few rows of elementwise work.
-constexpr int64_t PARALLEL_ELEMENTS = 1 << 16;
 
 template <class T> static float inverse_rms(const T* x, int64_t n, float eps) {
   vf acc{};
@@ -34,38 +29,53 @@ template <class T> static void add_row(const T* x, T* residual, int64_t n) {
   if (i < n) store(residual + i, load(residual + i, n - i) + load(x + i, n - i), n - i);
 }
 
-template <class T>
-static void rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t R, int64_t K,
-                     float eps) {
-#pragma omp parallel for if (R * K >= PARALLEL_ELEMENTS)
-  for (int64_t r = 0; r < R; r++) {
-    const T* row = x + r * K;
-    if (residual) {
-      add_row(row, residual + r * K, K);
-      row = residual + r * K;
+struct Norm {
+  int64_t is_bf16, domain;
+  const void* x;
+  void* residual;  // null, or x is added to it first
+  const void* weight;
+  void* out;
+  int64_t width;
+  float eps;
+};
+
+template <class T> static void rms_norm(const Norm& a, const Step& step, Team& team) {
+  int64_t K = a.width;
+  Range part = team.part(step.num_rows[a.domain]);
+  for (int64_t r = part.begin; r < part.end; r++) {
+    const T* row = (const T*)a.x + r * K;
+    if (a.residual) {
+      T* residual = (T*)a.residual + r * K;
+      add_row(row, residual, K);
+      row = residual;
     }
-    scale_row(row, weight, inverse_rms(row, K, eps), K, out + r * K);
+    scale_row(row, (const T*)a.weight, inverse_rms(row, K, a.eps), K, (T*)a.out + r * K);
   }
 }
 
-template <class T> static void silu_mul(const T* gate_up, T* out, int64_t R, int64_t F) {
-#pragma omp parallel for if (R * F >= PARALLEL_ELEMENTS)
-  for (int64_t r = 0; r < R; r++) {
-    const T *gate = gate_up + r * 2 * F, *up = gate + F;
-    T* to = out + r * F;
-    int64_t i = 0;
-    for (; i + LANES <= F; i += LANES) {
-      vf g = load(gate + i);
-      store(to + i, g / (1.0f + exp(-g)) * load(up + i));
-    }
-    if (i < F) {
-      vf g = load(gate + i, F - i);
-      store(to + i, g / (1.0f + exp(-g)) * load(up + i, F - i), F - i);
+struct Silu {
+  int64_t is_bf16, domain;
+  const void* gate_up;
+  void* out;
+  int64_t width;  // of the output
+};
+
+template <class T> static void silu_mul(const Silu& a, const Step& step, Team& team) {
+  int64_t F = a.width;
+  Range part = team.part(step.num_rows[a.domain]);
+  for (int64_t r = part.begin; r < part.end; r++) {
+    const T *gate = (const T*)a.gate_up + r * 2 * F, *up = gate + F;
+    T* to = (T*)a.out + r * F;
+    for (int64_t i = 0; i < F; i += LANES) {
+      int n = F - i < LANES ? F - i : LANES;
+      vf g = load_up_to(gate + i, n);
+      store_up_to(to + i, g / (1.0f + exp(-g)) * load_up_to(up + i, n), n);
     }
   }
 }
 
 struct Rope {
+  const KV* kv;
   const void *qkv, *q_norm, *k_norm;  // norms may be null
   void* q;
   const float *cos, *sin;
@@ -92,10 +102,12 @@ static void rotate(const T* x, const T* norm, float eps, const float* cos, const
   }
 }
 
-template <class T> static void rope_write_kv(const Rows& rows, const KV& kv, const Rope& rope) {
+template <class T> static void rope_write_kv(const Rope& rope, const Step& step, Team& team) {
+  const Rows& rows = *step.rows;
+  const KV& kv = *rope.kv;
   int64_t H = rope.num_heads, Hk = kv.num_heads, D = kv.head_dim, half = D / 2;
-#pragma omp parallel for if (rows.num_rows * (H + 2 * Hk) * D >= PARALLEL_ELEMENTS)
-  for (int64_t r = 0; r < rows.num_rows; r++) {
+  Range part = team.part(rows.num_rows);
+  for (int64_t r = part.begin; r < part.end; r++) {
     const T* x = (const T*)rope.qkv + r * (H + 2 * Hk) * D;
     const float *c = rope.cos + rows.positions[r] * half, *s = rope.sin + rows.positions[r] * half;
     T* q = (T*)rope.q + r * H * D;
@@ -110,25 +122,18 @@ template <class T> static void rope_write_kv(const Rows& rows, const KV& kv, con
 }
 
 extern "C" {
-void specserve_rms_norm(int is_bf16, const void* x, void* residual, const void* weight, void* out,
-                        int64_t R, int64_t K, float eps) {
-  if (is_bf16)
-    rms_norm((const bf16*)x, (bf16*)residual, (const bf16*)weight, (bf16*)out, R, K, eps);
-  else
-    rms_norm((const float*)x, (float*)residual, (const float*)weight, (float*)out, R, K, eps);
+void specserve_rms_norm(const void* args, const Step& step, Team& team) {
+  const Norm& a = *(const Norm*)args;
+  a.is_bf16 ? rms_norm<bf16>(a, step, team) : rms_norm<float>(a, step, team);
 }
 
-void specserve_silu_mul(int is_bf16, const void* gate_up, void* out, int64_t R, int64_t F) {
-  if (is_bf16)
-    silu_mul((const bf16*)gate_up, (bf16*)out, R, F);
-  else
-    silu_mul((const float*)gate_up, (float*)out, R, F);
+void specserve_silu_mul(const void* args, const Step& step, Team& team) {
+  const Silu& a = *(const Silu*)args;
+  a.is_bf16 ? silu_mul<bf16>(a, step, team) : silu_mul<float>(a, step, team);
 }
 
-void specserve_rope_write_kv(const Rows* rows, const KV* kv, const Rope* rope) {
-  if (kv->is_bf16)
-    rope_write_kv<bf16>(*rows, *kv, *rope);
-  else
-    rope_write_kv<float>(*rows, *kv, *rope);
+void specserve_rope_write_kv(const void* args, const Step& step, Team& team) {
+  const Rope& a = *(const Rope*)args;
+  a.kv->is_bf16 ? rope_write_kv<bf16>(a, step, team) : rope_write_kv<float>(a, step, team);
 }
 }

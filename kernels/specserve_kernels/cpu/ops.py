@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable, Sequence
-from ctypes import byref, c_float, c_int, c_int64, c_void_p
+from ctypes import addressof, byref, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -51,9 +51,30 @@ class _KV(ctypes.Structure):
     ]
 
 
+class _SampleParams(ctypes.Structure):
+    _fields_ = [(name, c_void_p) for name in SampleParams._fields]
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("is_bf16", "domain")),
+        *((name, c_void_p) for name in ("x", "residual", "weight", "out")),
+        ("width", c_int64),
+        ("eps", c_float),
+    ]
+
+
+class _Silu(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("is_bf16", "domain")),
+        *((name, c_void_p) for name in ("gate_up", "out")),
+        ("width", c_int64),
+    ]
+
+
 class _Rope(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("qkv", "q_norm", "k_norm", "q", "cos", "sin")),
+        *((name, c_void_p) for name in ("kv", "qkv", "q_norm", "k_norm", "q", "cos", "sin")),
         ("num_heads", c_int64),
         ("eps", c_float),
     ]
@@ -61,15 +82,55 @@ class _Rope(ctypes.Structure):
 
 class _Attention(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("q", "out")),
+        *((name, c_void_p) for name in ("kv", "q", "out")),
         ("num_heads", c_int64),
         ("scale", c_float),
         ("window", c_int64),
     ]
 
 
-class _SampleParams(ctypes.Structure):
-    _fields_ = [(name, c_void_p) for name in SampleParams._fields]
+class _Moves(ctypes.Structure):
+    _fields_ = [
+        ("layers", c_void_p),
+        ("num_layers", c_int64),
+        *((name, c_void_p) for name in ("source", "target")),
+        ("num_moves", c_int64),
+    ]
+
+
+class _Sample(ctypes.Structure):
+    _fields_ = [
+        ("is_bf16", c_int64),
+        ("logits", c_void_p),
+        ("vocab_size", c_int64),
+        ("rows", c_void_p),
+        ("num_rows", c_int64),
+        ("params", _SampleParams),
+        ("out", c_void_p),
+    ]
+
+
+class _TopChildren(ctypes.Structure):
+    _fields_ = [
+        ("is_bf16", c_int64),
+        ("logits", c_void_p),
+        *((name, c_int64) for name in ("num_rows", "vocab_size")),
+        ("params", _SampleParams),
+        ("k", c_int64),
+        ("tau", c_float),
+        *((name, c_void_p) for name in ("ids", "weight")),
+    ]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        ("num_rows", c_int64 * 2),
+        *((name, c_void_p) for name in ("token_ids", "read", "rows")),
+    ]
+
+
+class _Op(ctypes.Structure):
+    _fields_ = [("run", c_void_p), ("args", c_void_p), ("domain", c_int64)]
 
 
 class Plan(NamedTuple):
@@ -84,22 +145,26 @@ class Plan(NamedTuple):
     head_dim: int
 
 
-_SIGNATURES: dict[str, list[Any]] = {
-    "rms_norm": [c_int, *[c_void_p] * 4, c_int64, c_int64, c_float],
-    "silu_mul": [c_int, c_void_p, c_void_p, c_int64, c_int64],
-    "rope_write_kv": [c_void_p] * 3,
-    "attention": [c_void_p] * 3,
-    "move_kv": [c_void_p, c_int64, c_void_p, c_void_p, c_int64],
-    "sample": [c_int, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p],
-    "top_children": [c_int, c_void_p, *[c_int64] * 2, c_void_p, c_int64, c_float, *[c_void_p] * 2],
-}
+SHORT = 1 << 16  # elements: an op on fewer is done before further threads are awake
 
 
 @cache
-def _kernel(name: str) -> Any:
-    function = getattr(library(), f"specserve_{name}")
-    function.argtypes, function.restype = _SIGNATURES[name], None
-    return function
+def _address(name: str) -> int | None:
+    return ctypes.cast(getattr(library(), f"specserve_{name}"), c_void_p).value
+
+
+@cache
+def _runner() -> Any:
+    run = library().specserve_run
+    run.argtypes, run.restype = [c_void_p, c_int64, c_void_p, c_int], None
+    return run
+
+
+def _run(name: str, args: ctypes.Structure, num_rows: int, size: int, rows: Any = None) -> None:
+    """Run one op on `num_rows` rows; `size` elements decide whether on all threads."""
+    step = _Step((num_rows, 0), None, None, None if rows is None else addressof(rows))
+    op = _Op(_address(name), addressof(args), 0)
+    _runner()(byref(op), 1, byref(step), torch.get_num_threads() if size >= SHORT else 1)
 
 
 def _is_bf16(x: Tensor) -> bool:
@@ -139,24 +204,26 @@ def add(x: Tensor, residual: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    out = torch.empty_like(x)
-    _kernel("rms_norm")(
-        _is_bf16(x), x.data_ptr(), None, weight.data_ptr(), out.data_ptr(), *x.shape, eps
-    )
-    return out
+    return _norm(x, None, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _norm(x, residual, weight, eps)
+
+
+def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
-    pointers = x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr()
-    _kernel("rms_norm")(_is_bf16(x), *pointers, *x.shape, eps)
+    added = None if residual is None else residual.data_ptr()
+    pointers = x.data_ptr(), added, weight.data_ptr(), out.data_ptr()
+    _run("rms_norm", _Norm(_is_bf16(x), 0, *pointers, x.shape[1], eps), len(x), x.numel())
     return out
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     R, F = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(R, F)
-    _kernel("silu_mul")(_is_bf16(gate_up), gate_up.data_ptr(), out.data_ptr(), R, F)
+    args = _Silu(_is_bf16(gate_up), 0, gate_up.data_ptr(), out.data_ptr(), F)
+    _run("silu_mul", args, R, R * F)
     return out
 
 
@@ -192,8 +259,8 @@ def rope_write_kv(
     q = qkv.new_empty(plan.num_rows, plan.num_heads, plan.head_dim)
     norms = (norm.q.data_ptr(), norm.k.data_ptr()) if norm else (None, None)
     pointers = qkv.data_ptr(), *norms, q.data_ptr(), rotary.cos.data_ptr(), rotary.sin.data_ptr()
-    rope = _Rope(*pointers, plan.num_heads, norm.eps if norm else 0.0)
-    _kernel("rope_write_kv")(byref(plan.native), byref(_layer(kv)), byref(rope))
+    args = _Rope(addressof(_layer(kv)), *pointers, plan.num_heads, norm.eps if norm else 0.0)
+    _run("rope_write_kv", args, plan.num_rows, qkv.numel(), plan.native)
     return q
 
 
@@ -201,33 +268,36 @@ def attention(
     q: Tensor, kv: KVLayer, plan: Plan, scale: float, window: int | None = None
 ) -> Tensor:
     out = torch.empty_like(q)
-    call = _Attention(q.data_ptr(), out.data_ptr(), plan.num_heads, scale, window or 0)
-    _kernel("attention")(byref(plan.native), byref(_layer(kv)), byref(call))
+    pointers = addressof(_layer(kv)), q.data_ptr(), out.data_ptr()
+    args = _Attention(*pointers, plan.num_heads, scale, window or 0)
+    _run("attention", args, plan.num_rows, SHORT, plan.native)
     return out.flatten(1)
 
 
 def move_kv(kv: KVCache, source: Tensor, target: Tensor) -> None:
     layers = (_KV * len(kv.layers))(*(_layer(layer) for layer in kv.layers))
     pointers = source.data_ptr(), target.data_ptr()
-    _kernel("move_kv")(byref(layers), len(layers), *pointers, len(source))
+    args = _Moves(addressof(layers), len(layers), *pointers, len(source))
+    _run("move_kv", args, len(source), 0)
+
+
+def _params(params: SampleParams) -> _SampleParams:
+    return _SampleParams(*(x.data_ptr() for x in params))
 
 
 def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
-    out = torch.empty(len(rows), dtype=torch.int64)
-    native = _SampleParams(*(x.data_ptr() for x in params))
-    _kernel("sample")(
-        *(_is_bf16(logits), logits.data_ptr(), logits.shape[1], rows.data_ptr(), len(rows)),
-        *(byref(native), out.data_ptr()),
-    )
+    n, V = len(rows), logits.shape[1]
+    out = torch.empty(n, dtype=torch.int64)
+    places = rows.data_ptr(), n, _params(params), out.data_ptr()
+    args = _Sample(_is_bf16(logits), logits.data_ptr(), V, *places)
+    _run("sample", args, n, n * V if n > 1 else 0)
     return out
 
 
 def top_children(logits: Tensor, params: SampleParams, k: int, tau: float) -> tuple[Tensor, Tensor]:
     R, V = logits.shape
     ids, weight = torch.empty(R, k, dtype=torch.int64), torch.empty(R, k)
-    native = _SampleParams(*(x.data_ptr() for x in params))
-    pointers = ids.data_ptr(), weight.data_ptr()
-    _kernel("top_children")(
-        _is_bf16(logits), logits.data_ptr(), R, V, byref(native), k, tau, *pointers
-    )
+    asked = _params(params), k, tau, ids.data_ptr(), weight.data_ptr()
+    args = _TopChildren(_is_bf16(logits), logits.data_ptr(), R, V, *asked)
+    _run("top_children", args, R, R * V if R > 1 else 0)
     return ids, weight

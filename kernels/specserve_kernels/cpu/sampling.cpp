@@ -1,14 +1,12 @@
 // Choosing tokens: temperature, min_p, top_k, top_p, counter-based Gumbel noise, argmax.
-#include <omp.h>
-
 #include <algorithm>
 #include <utility>
 #include <vector>
 
+#include "op.h"
 #include "vec.h"
 
 constexpr int BLOCK = 64;  // ids of 16 counters, four words each
-constexpr int64_t PARALLEL_IDS = 1 << 15;
 constexpr float MAX_NOISE = 23.0f;  // the smallest uniform, 2^-33, gives 22.9
 
 struct SampleParams {
@@ -173,18 +171,27 @@ static int64_t argmax_filtered(const T* x, int64_t V, const SampleParams& p, int
   return best.id;
 }
 
-template <class T>
-static void sample(const T* logits, int64_t V, const int64_t* rows, int64_t n,
-                   const SampleParams& p, int64_t* out) {
-#pragma omp parallel for if (n > 1 && n * V > PARALLEL_IDS)
-  for (int64_t i = 0; i < n; i++) {
-    const T* x = logits + rows[i] * V;
+struct Sample {
+  int64_t is_bf16;
+  const void* logits;
+  int64_t vocab_size;
+  const int64_t* rows;
+  int64_t num_rows;
+  SampleParams params;
+  int64_t* out;
+};
+
+template <class T> static void sample(const Sample& a, Team& team) {
+  const SampleParams& p = a.params;
+  int64_t V = a.vocab_size;
+  for (int64_t i = team.take(); i < a.num_rows; i = team.take()) {
+    const T* x = (const T*)a.logits + a.rows[i] * V;
     if (p.temperature[i] == 0)
-      out[i] = argmax(x, V);
+      a.out[i] = argmax(x, V);
     else if (p.top_k[i] == 0 && p.top_p[i] >= 1 && p.min_p[i] == 0)
-      out[i] = argmax_noisy(x, V, p.temperature[i], p.seeds[i], uint32_t(p.index[i]));
+      a.out[i] = argmax_noisy(x, V, p.temperature[i], p.seeds[i], uint32_t(p.index[i]));
     else
-      out[i] = argmax_filtered(x, V, p, i);
+      a.out[i] = argmax_filtered(x, V, p, i);
   }
 }
 
@@ -230,32 +237,34 @@ static void children(const T* x, int64_t V, const SampleParams& p, int64_t i, in
   for (int64_t j = 0; j < k; j++) weight[j] = (weight[j] - most) / tau - log_total;
 }
 
-template <class T>
-static void top_children(const T* logits, int64_t R, int64_t V, const SampleParams& p, int64_t k,
-                         float tau, int64_t* ids, float* weight) {
-#pragma omp parallel for if (R > 1 && R * V > PARALLEL_IDS)
-  for (int64_t i = 0; i < R; i++) {
-    static thread_local std::vector<float> z;
-    z.resize(V);
-    children(logits + i * V, V, p, i, k, tau, z.data(), ids + i * k, weight + i * k);
-  }
+struct TopChildren {
+  int64_t is_bf16;
+  const void* logits;
+  int64_t num_rows, vocab_size;
+  SampleParams params;
+  int64_t k;
+  float tau;
+  int64_t* ids;
+  float* weight;
+};
+
+template <class T> static void top_children(const TopChildren& a, Team& team) {
+  static thread_local std::vector<float> z;
+  int64_t V = a.vocab_size, k = a.k;
+  z.resize(V);
+  for (int64_t i = team.take(); i < a.num_rows; i = team.take())
+    children((const T*)a.logits + i * V, V, a.params, i, k, a.tau, z.data(), a.ids + i * k,
+             a.weight + i * k);
 }
 
 extern "C" {
-void specserve_sample(int is_bf16, const void* logits, int64_t V, const int64_t* rows, int64_t n,
-                      const SampleParams* p, int64_t* out) {
-  if (is_bf16)
-    sample((const bf16*)logits, V, rows, n, *p, out);
-  else
-    sample((const float*)logits, V, rows, n, *p, out);
+void specserve_sample(const void* args, const Step&, Team& team) {
+  const Sample& a = *(const Sample*)args;
+  a.is_bf16 ? sample<bf16>(a, team) : sample<float>(a, team);
 }
 
-void specserve_top_children(int is_bf16, const void* logits, int64_t R, int64_t V,
-                            const SampleParams* p, int64_t k, float tau, int64_t* ids,
-                            float* weight) {
-  if (is_bf16)
-    top_children((const bf16*)logits, R, V, *p, k, tau, ids, weight);
-  else
-    top_children((const float*)logits, R, V, *p, k, tau, ids, weight);
+void specserve_top_children(const void* args, const Step&, Team& team) {
+  const TopChildren& a = *(const TopChildren*)args;
+  a.is_bf16 ? top_children<bf16>(a, team) : top_children<float>(a, team);
 }
 }
