@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.errors import DeviceError, is_out_of_memory
+from specserve_kernels.program import Model, Outputs, Program
 from specserve_kernels.threads import Threads
 from specserve_kernels.types import (
     NO_WINDOW,
@@ -25,7 +26,10 @@ __all__ = [
     "DeviceError",
     "KVCache",
     "KVLayer",
+    "Model",
     "Ops",
+    "Outputs",
+    "Program",
     "QKNorm",
     "Rotary",
     "Rows",
@@ -94,6 +98,8 @@ class Ops(Protocol):
     def attention(
         self, q: Tensor, kv: KVLayer, plan: Any, scale: float, window: int | None = None
     ) -> Tensor: ...
+
+    def program(self, model: Model, kv: KVCache, max_rows: int, max_read: int) -> Program: ...
 
     def move_kv(self, kv: KVCache, source: Tensor, target: Tensor) -> None: ...
 

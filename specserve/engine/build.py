@@ -54,6 +54,7 @@ def build(
     if engine.draft_model is not None and draft is not None:
         runners["draft threads"] = draft, engine.draft_model.runner
     for name, (model, runner) in runners.items():
+        phases.note(name.replace("threads", "forward"), runner.program.words)
         with phases.phase(name):
             phases.note(name, tune(model, runner, engine.pool, config, max_len))
     return Loaded(engine, weights, max_len, config.drafter_name, phases.table)

@@ -90,6 +90,7 @@ class DraftModel:
     def expand(self, nodes: Sequence[Nodes]) -> tuple[list[int], Tensor]:
         groups, fit = [], []
         for i, (id, tokens, parents) in enumerate(nodes):
+            self.check_ids(tokens)
             masks, table = self.masks[id], self.requests[id].draft_table
             known, first = table.num_computed, len(masks)
             end = known + first + len(tokens)
@@ -106,6 +107,12 @@ class DraftModel:
         for id, tokens, parents in (nodes[i] for i in fit):
             self.nodes[id] += zip(tokens, parents, strict=True)
         return fit, logits
+
+    def check_ids(self, tokens: Sequence[int]) -> None:
+        """IndexError for a token that the draft model's embedding does not have."""
+        vocab_size = self.runner.decoder.config.vocab_size
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            raise IndexError(f"a node's token is no id: ids lie in [0, {vocab_size})")
 
     def forward(self, groups: list[RowGroup]) -> Tensor:
         """The logits of the rows that are read, in order. An error ends executor access: after it

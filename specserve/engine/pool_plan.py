@@ -61,8 +61,14 @@ def build_pool(
     runners = []
     for name, model, size in zip(("target", "draft"), models, plan.block_sizes, strict=False):
         arena.add_view(name, model.kv_layouts, size)
-        runners.append(Runner(model, arena, name))
+        runners.append(Runner(model, arena, name, *rows_of_steps(config)))
     return runners, BlockPool(plan.num_blocks, plan.block_bytes)
+
+
+def rows_of_steps(config: Config) -> tuple[int, int]:
+    """Rows of the largest steps, and of those the rows that are read at most."""
+    c = config.scheduler
+    return c.max_batched_tokens, c.max_running + config.speculation.max_step_nodes
 
 
 def allocate(plan: PoolPlan, ops: Ops) -> Arena:

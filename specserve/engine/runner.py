@@ -1,5 +1,6 @@
 """One model, target or draft, with its KV: a StepInput in, logits or tokens out."""
 
+from collections.abc import Sequence
 from time import perf_counter
 from typing import NamedTuple
 
@@ -12,6 +13,8 @@ from specserve.memory import Arena, KVUpdates
 from specserve.models.decoder import Decoder
 from specserve_kernels import Ops, SampleParams, Threads
 
+HEAD_ROWS = 64  # rows whose logits are in memory at a time, where all are drawn from at once
+
 
 class KVLost(RuntimeError):
     """Pending KV updates failed, so that the arena's contents are not known."""
@@ -20,8 +23,10 @@ class KVLost(RuntimeError):
 class Launched(NamedTuple):
     """A step that has been started.
 
-    logits  [n, V]  of the rows that are read; empty [0, 0] where none is
-    tokens  [n]     int64, drawn after each of these rows, where ops.samples_ahead; else None
+    logits  [n, V]  of the rows that are read, until the runner's next launch; empty [0, 0] where
+                    none is, or where the tokens after more than HEAD_ROWS rows are drawn
+    tokens  [n]     int64, drawn after each of these rows, where ops.samples_ahead or there are more
+                    than HEAD_ROWS; else None
     """
 
     logits: Tensor
@@ -51,9 +56,13 @@ class Runner:
     every draft level would cost time.
     """
 
-    def __init__(self, decoder: Decoder, arena: Arena, name: str) -> None:
+    def __init__(
+        self, decoder: Decoder, arena: Arena, name: str, max_rows: int = 1, max_read: int = 1
+    ) -> None:
+        """Memory is reserved for steps of up to so many rows and rows that are read."""
         self.decoder, self.ops, self.arena = decoder, decoder.ops, arena
         self.kv = arena.views[name]
+        self.program = self.ops.program(decoder, self.kv, max_rows, min(max_read, HEAD_ROWS))
         self.threads: Threads | None = None  # None keeps torch's number
 
     def launch(self, step: StepInput) -> Launched:
@@ -71,19 +80,35 @@ class Runner:
         return launched
 
     def compute(self, step: StepInput) -> Launched:
-        also = [torch.from_numpy(step.token_ids), torch.from_numpy(step.read)]
-        if self.ops.samples_ahead and step.draws is not None and len(step.read) > 0:
-            also += [torch.arange(len(step.read)), *step.draws.params()]
-        plan = self.decoder.plan(step.rows(), self.kv, also)
-        token_ids, read, *drawn = plan.also
-        residual = self.decoder.forward(token_ids, self.kv, plan)
-        if len(read) == 0:
+        token_ids, read = torch.from_numpy(step.token_ids), torch.from_numpy(step.read)
+        if step.draws is not None and len(read) > HEAD_ROWS and not self.ops.samples_ahead:
+            return self.compute_in_slices(step, token_ids, read, step.draws)
+        also: Sequence[Tensor] = []
+        if self.ops.samples_ahead and step.draws is not None and len(read) > 0:
+            also = [torch.arange(len(read)), *step.draws.params()]
+        _, logits, also = self.program.run(step.rows(), token_ids, read, also)
+        if logits is None:
             return Launched(torch.empty(0, 0), None)
-        logits = self.decoder.logits(residual, read)
-        if not drawn:
+        if not also:
             return Launched(logits, None)
-        each, *params = drawn
+        each, *params = also
         return Launched(logits, self.ops.sample(logits, each, SampleParams(*params)))
+
+    def compute_in_slices(
+        self, step: StepInput, token_ids: Tensor, read: Tensor, draws: Draws
+    ) -> Launched:
+        """As `compute`, with the logits of HEAD_ROWS rows at a time; their tokens are all drawn."""
+        tokens = []
+        for first in range(0, len(read), HEAD_ROWS):
+            some = read[first : first + HEAD_ROWS]
+            if first == 0:
+                logits = self.program.run(step.rows(), token_ids, some).logits
+            else:
+                logits = self.program.logits(some)
+            assert logits is not None, "rows were to be read"
+            params = draws.params(np.arange(first, first + len(some)))
+            tokens.append(self.ops.sample(logits, torch.arange(len(some)), params))
+        return Launched(torch.empty(0, 0), torch.cat(tokens))
 
     def collect(self, step: StepInput, launched: Launched) -> Answers:
         """The target's tokens of a launched step; waits for the device where it is a GPU."""

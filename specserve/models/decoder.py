@@ -58,6 +58,10 @@ class Decoder:
         self.scale = config.head_dim**-0.5
         self.windows = tuple(dict.fromkeys(config.windows))
 
+    def on(self, ops: Ops) -> "Decoder":
+        """The same model with other ops: a program's forward is recorded on such a one."""
+        return Decoder(self.config, ops, self.rotary, self.weights)
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the activations."""
@@ -105,5 +109,5 @@ class Decoder:
         ->        [n, V]       the model's dtype
         """
         ops, weights = self.ops, self.weights
-        hidden = residual if len(rows) == len(residual) else ops.take_rows(residual, rows)
-        return ops.linear(ops.rms_norm(hidden, weights.norm, self.config.rms_eps), weights.head)
+        hidden = ops.rms_norm(ops.take_rows(residual, rows), weights.norm, self.config.rms_eps)
+        return ops.linear(hidden, weights.head)

@@ -51,6 +51,16 @@ def test_right_guesses_save_forwards(target, script, steps):
     assert engine.stats.num_steps == steps
 
 
+def test_tokens_after_more_rows_than_the_head_takes_at_once(target, monkeypatch):
+    """They are drawn slice by slice, from logits that the next slice overwrites."""
+    hot = Sampling(max_tokens=9, temperature=1.0, top_k=0, top_p=0.9, min_p=0.0, seed=3)
+    cases = [Case(PROMPT[i:], s) for i in range(4) for s in (greedy(12), hot)]
+    want = plain(target, cases)
+    monkeypatch.setattr("specserve.engine.runner.HEAD_ROWS", 3)
+    got = Watch(engine_for(target, target, "model", max_nodes=4)).run(cases)
+    assert [r.token_ids.tolist() for r in got] == want
+
+
 def test_statistics_count_what_was_guessed_and_what_was_accepted(target):
     case, engine = scripted(target, bush, max_nodes=4)
     watch = Watch(engine)

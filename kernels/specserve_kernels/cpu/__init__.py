@@ -19,6 +19,7 @@ from specserve_kernels.cpu.ops import (
     take_rows,
     top_children,
 )
+from specserve_kernels.cpu.program import NativeProgram as program
 from specserve_kernels.cpu.threads import tune
 from specserve_kernels.host import (
     allocate,
@@ -47,6 +48,7 @@ __all__ = [
     "place",
     "plan",
     "prepack",
+    "program",
     "rms_norm",
     "rope_write_kv",
     "sample",

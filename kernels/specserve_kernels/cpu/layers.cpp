@@ -121,7 +121,23 @@ template <class T> static void rope_write_kv(const Rope& rope, const Step& step,
   }
 }
 
+// Copies rows of a table: those of the step's token ids, or the rows that are read.
+struct Gather {
+  int64_t domain;
+  const char* x;
+  char* out;
+  int64_t row_bytes;
+};
+
 extern "C" {
+void specserve_gather(const void* args, const Step& step, Team& team) {
+  const Gather& a = *(const Gather*)args;
+  const int64_t* index = a.domain == STEP ? step.token_ids : step.read;
+  Range part = team.part(step.num_rows[a.domain]);
+  for (int64_t r = part.begin; r < part.end; r++)
+    memcpy(a.out + r * a.row_bytes, a.x + index[r] * a.row_bytes, a.row_bytes);
+}
+
 void specserve_rms_norm(const void* args, const Step& step, Team& team) {
   const Norm& a = *(const Norm*)args;
   a.is_bf16 ? rms_norm<bf16>(a, step, team) : rms_norm<float>(a, step, team);

@@ -122,14 +122,22 @@ class _TopChildren(ctypes.Structure):
     ]
 
 
-class _Step(ctypes.Structure):
+class Gather(ctypes.Structure):
+    _fields_ = [
+        ("domain", c_int64),
+        *((name, c_void_p) for name in ("x", "out")),
+        ("row_bytes", c_int64),
+    ]
+
+
+class Step(ctypes.Structure):
     _fields_ = [
         ("num_rows", c_int64 * 2),
         *((name, c_void_p) for name in ("token_ids", "read", "rows")),
     ]
 
 
-class _Op(ctypes.Structure):
+class Op(ctypes.Structure):
     _fields_ = [("run", c_void_p), ("args", c_void_p), ("domain", c_int64)]
 
 
@@ -149,7 +157,8 @@ SHORT = 1 << 16  # elements: an op on fewer is done before further threads are a
 
 
 @cache
-def _address(name: str) -> int | None:
+def address(name: str) -> int | None:
+    """Of a C++ op."""
     return ctypes.cast(getattr(library(), f"specserve_{name}"), c_void_p).value
 
 
@@ -160,11 +169,16 @@ def _runner() -> Any:
     return run
 
 
+def run(ops: Any, step: Step, threads: int) -> None:
+    """Run an array of ops, one after the other, each on all of the threads."""
+    _runner()(byref(ops), len(ops), byref(step), threads)
+
+
 def _run(name: str, args: ctypes.Structure, num_rows: int, size: int, rows: Any = None) -> None:
     """Run one op on `num_rows` rows; `size` elements decide whether on all threads."""
-    step = _Step((num_rows, 0), None, None, None if rows is None else addressof(rows))
-    op = _Op(_address(name), addressof(args), 0)
-    _runner()(byref(op), 1, byref(step), torch.get_num_threads() if size >= SHORT else 1)
+    step = Step((num_rows, 0), None, None, None if rows is None else addressof(rows))
+    ops = (Op * 1)(Op(address(name), addressof(args), 0))
+    run(ops, step, torch.get_num_threads() if size >= SHORT else 1)
 
 
 def _is_bf16(x: Tensor) -> bool:
@@ -213,10 +227,16 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
+    _run("rms_norm", norm_args(0, x, residual, weight, out, eps), len(x), x.numel())
+    return out
+
+
+def norm_args(
+    domain: int, x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float
+) -> ctypes.Structure:
     added = None if residual is None else residual.data_ptr()
     pointers = x.data_ptr(), added, weight.data_ptr(), out.data_ptr()
-    _run("rms_norm", _Norm(_is_bf16(x), 0, *pointers, x.shape[1], eps), len(x), x.numel())
-    return out
+    return _Norm(_is_bf16(x), domain, *pointers, x.shape[1], eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -234,10 +254,13 @@ def plan(
     windows: Sequence[int | None] = NO_WINDOW,
     also: Sequence[Tensor] = (),
 ) -> Plan:
-    sizes = len(rows.qo_indptr) - 1, len(rows.positions)
-    native = _Rows(*sizes, *(getattr(rows, name).data_ptr() for name in _POINTERS))
     _, _, num_kv_heads, D = kv.layers[0].k.shape
-    return Plan(rows, also, native, sizes[1], num_heads, num_kv_heads, D)
+    return Plan(rows, also, native_rows(rows), len(rows.positions), num_heads, num_kv_heads, D)
+
+
+def native_rows(rows: Rows) -> Any:
+    sizes = len(rows.qo_indptr) - 1, len(rows.positions)
+    return _Rows(*sizes, *(getattr(rows, name).data_ptr() for name in _POINTERS))
 
 
 def _layer(kv: KVLayer) -> Any:
@@ -257,21 +280,32 @@ def rope_write_kv(
     qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Plan
 ) -> Tensor:
     q = qkv.new_empty(plan.num_rows, plan.num_heads, plan.head_dim)
+    _run("rope_write_kv", rope_args(qkv, rotary, norm, kv, q), len(q), qkv.numel(), plan.native)
+    return q
+
+
+def rope_args(
+    qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, q: Tensor
+) -> ctypes.Structure:
     norms = (norm.q.data_ptr(), norm.k.data_ptr()) if norm else (None, None)
     pointers = qkv.data_ptr(), *norms, q.data_ptr(), rotary.cos.data_ptr(), rotary.sin.data_ptr()
-    args = _Rope(addressof(_layer(kv)), *pointers, plan.num_heads, norm.eps if norm else 0.0)
-    _run("rope_write_kv", args, plan.num_rows, qkv.numel(), plan.native)
-    return q
+    return _Rope(addressof(_layer(kv)), *pointers, q.shape[1], norm.eps if norm else 0.0)
 
 
 def attention(
     q: Tensor, kv: KVLayer, plan: Plan, scale: float, window: int | None = None
 ) -> Tensor:
     out = torch.empty_like(q)
-    pointers = addressof(_layer(kv)), q.data_ptr(), out.data_ptr()
-    args = _Attention(*pointers, plan.num_heads, scale, window or 0)
+    args = attention_args(q, kv, out, scale, window)
     _run("attention", args, plan.num_rows, SHORT, plan.native)
     return out.flatten(1)
+
+
+def attention_args(
+    q: Tensor, kv: KVLayer, out: Tensor, scale: float, window: int | None
+) -> ctypes.Structure:
+    pointers = addressof(_layer(kv)), q.data_ptr(), out.data_ptr()
+    return _Attention(*pointers, q.shape[1], scale, window or 0)
 
 
 def move_kv(kv: KVCache, source: Tensor, target: Tensor) -> None:

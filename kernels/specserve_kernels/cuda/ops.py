@@ -17,6 +17,7 @@ from specserve_kernels.cuda.masks import sight
 from specserve_kernels.cuda.staging import Staging
 from specserve_kernels.errors import DeviceError
 from specserve_kernels.host import copy_blocks
+from specserve_kernels.program import EagerProgram, Model
 from specserve_kernels.threads import FixedThreads, Threads, check_threads
 from specserve_kernels.types import (
     NO_WINDOW,
@@ -167,6 +168,9 @@ class CudaOps:
         shared = (rows.positions, rows.slots, rows.indices, rows.indptr)
         placed = iter(self.staging.upload([*shared, *also, *others]))
         return Shared(*islice(placed, 4)), list(islice(placed, len(also))), list(placed)
+
+    def program(self, model: Model, kv: KVCache, max_rows: int, max_read: int) -> EagerProgram:
+        return EagerProgram(model, kv)
 
     def rope_write_kv(
         self, qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Plan

@@ -10,6 +10,7 @@ from specserve_kernels.host import (
     instruction_set,
     place,
 )
+from specserve_kernels.program import EagerProgram, Model
 from specserve_kernels.reference.attention import attention, move_kv, plan, rope_write_kv
 from specserve_kernels.reference.layers import (
     add,
@@ -23,6 +24,7 @@ from specserve_kernels.reference.layers import (
     tune,
 )
 from specserve_kernels.reference.sampling import sample, top_children
+from specserve_kernels.types import KVCache
 
 __all__ = [
     "add",
@@ -40,6 +42,7 @@ __all__ = [
     "place",
     "plan",
     "prepack",
+    "program",
     "rms_norm",
     "rope_write_kv",
     "sample",
@@ -52,6 +55,17 @@ __all__ = [
 
 samples_ahead = False
 lock = nullcontext()  # forwards share no buffers
+
+
+def program(model: Model, kv: KVCache, max_rows: int, max_read: int) -> EagerProgram:
+    """A model's forward, prepared for its steps.
+
+    model     written against the ops; its `plan`, `forward` and `logits` are the definition
+    kv        the model's view of the arena
+    max_rows  rows that a step usually has at most; memory for them may be reserved here
+    max_read  rows whose logits are usually read at most
+    """
+    return EagerProgram(model, kv)
 
 
 def arithmetic() -> str:

@@ -1,0 +1,124 @@
+"""A forward as a flat list of C++ ops over buffers of fixed addresses, recorded once."""
+
+from collections.abc import Sequence
+from ctypes import addressof
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specserve_kernels.cpu import ops
+from specserve_kernels.cpu.recorder import READ, STEP, Hosted, Index, Native, Recorder
+from specserve_kernels.program import Model, Outputs
+from specserve_kernels.types import KVCache, Rows
+
+
+class Piece(NamedTuple):
+    """Native ops that one call runs, or one op of Python's."""
+
+    ops: Any  # a ctypes array; None for an op of Python's
+    hosted: Hosted | None
+
+
+class Recording:
+    """The ops of one forward, for steps of up to so many rows, and the memory that they use."""
+
+    def __init__(self, model: Model, kv: KVCache, max_rows: tuple[int, int]) -> None:
+        recorder: Any = Recorder(max_rows)
+        self.max_rows = max_rows
+        on = model.on(recorder)
+        plan = on.plan(recorder, kv)
+        self.residual: Any = on.forward(Index(STEP), kv, plan)  # type: ignore[arg-type]
+        border = len(recorder.calls)
+        self.logits: Any = on.logits(self.residual, Index(READ))  # type: ignore[arg-type]
+        self.calls: list[Native | Hosted] = recorder.calls
+        self.pieces, self.head = pieces(self.calls), pieces(self.calls[border:])
+        self.memory, self.kept = recorder.memory, recorder.kept
+
+
+def pieces(calls: Sequence[Native | Hosted]) -> list[Piece]:
+    found = []
+    for is_native, group in groupby(calls, lambda call: isinstance(call, Native)):
+        if is_native:
+            native: list[Any] = list(group)
+            found.append(Piece(op_array(native), None))
+        else:
+            found += [Piece(None, call) for call in group if isinstance(call, Hosted)]
+    return found
+
+
+def op_array(calls: Sequence[Native]) -> Any:
+    filled = [ops.Op(ops.address(c.name), addressof(c.args), c.domain) for c in calls]
+    return (ops.Op * len(filled))(*filled)
+
+
+class NativeProgram:
+    """Records the forward at its first run, and again when a step has more rows than any before."""
+
+    def __init__(self, model: Model, kv: KVCache, max_rows: int, max_read: int) -> None:
+        self.model, self.kv = model, kv
+        self.recording = Recording(model, kv, (max_rows, max_read))
+        self.step = ops.Step()
+        self.kept: Any = None  # what the step holds addresses of
+
+    @property
+    def native_ops(self) -> list[str]:
+        """The C++ ops, in their order."""
+        return [c.name for c in self.recording.calls if isinstance(c, Native)]
+
+    @property
+    def host_ops(self) -> list[str]:
+        """The ops that Python runs."""
+        return [c.name for c in self.recording.calls if isinstance(c, Hosted)]
+
+    @property
+    def words(self) -> str:
+        size = self.recording.memory.num_bytes / 2**20
+        names = ", ".join(sorted(set(self.host_ops)))
+        hosted = f" and {len(self.host_ops)} in Python ({names})" if names else ""
+        return f"{len(self.native_ops)} native ops{hosted}, {size:.0f} MiB of buffers"
+
+    def run(
+        self, rows: Rows, token_ids: Tensor, read: Tensor, also: Sequence[Tensor] = ()
+    ) -> Outputs:
+        R, n = len(token_ids), len(read)
+        self.reserve(R, n)
+        native = ops.native_rows(rows)
+        self.kept = rows, token_ids, read, native
+        step = self.step
+        step.num_rows[STEP], step.num_rows[READ] = R, n
+        step.token_ids, step.read = token_ids.data_ptr(), read.data_ptr()
+        step.rows = addressof(native)
+        self.run_pieces(self.recording.pieces)
+        found = self.recording
+        return Outputs(found.residual.tensor[:R], found.logits.tensor[:n] if n else None, also)
+
+    def logits(self, read: Tensor) -> Tensor:
+        n = len(read)
+        assert n <= self.recording.max_rows[READ], "more rows than were reserved"
+        self.step.num_rows[READ], self.step.read = n, read.data_ptr()
+        self.run_pieces(self.recording.head)
+        return self.recording.logits.tensor[:n]  # type: ignore[no-any-return]
+
+    def reserve(self, num_rows: int, num_read: int) -> None:
+        """Room for so many rows: a step that has more than any before is slower, once."""
+        most = self.recording.max_rows
+        if num_rows <= most[STEP] and num_read <= most[READ]:
+            return
+        larger = [max(n, power_of_two(k)) for n, k in zip(most, (num_rows, num_read), strict=True)]
+        del self.recording
+        self.recording = Recording(self.model, self.kv, (larger[0], larger[1]))
+
+    def run_pieces(self, found: Sequence[Piece]) -> None:
+        threads = torch.get_num_threads()
+        for piece in found:
+            if piece.hosted is not None:
+                if self.step.num_rows[piece.hosted.domain]:
+                    piece.hosted.run(self.step.num_rows)
+            else:
+                ops.run(piece.ops, self.step, threads)
+
+
+def power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,178 @@
+"""Ops that compute nothing: they note their calls, and give buffers of a program as tensors."""
+
+from collections.abc import Callable, Sequence
+from ctypes import Structure
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specserve_kernels.cpu import ops
+from specserve_kernels.types import KVCache, KVLayer, QKNorm, Rotary
+
+STEP, READ = 0, 1  # the domains of rows, as in op.h: all of a step, or those that are read
+ALIGNMENT = 64  # bytes: a cache line
+
+
+class Memory:
+    """The arena of a program: bytes that buffers take, and give back when nothing refers to them.
+
+    A later op may write to bytes that an earlier one read, as ops run in the order of recording.
+    """
+
+    def __init__(self) -> None:
+        self.chunks: list[Tensor] = []
+        self.free: list[Tensor] = []
+
+    def take(self, num_bytes: int) -> Tensor:
+        """The smallest free chunk that is large enough, else a new one, whose pages are touched."""
+        fits = [chunk for chunk in self.free if len(chunk) >= num_bytes]
+        if fits:
+            best = min(fits, key=len)
+            self.free = [chunk for chunk in self.free if chunk is not best]
+            return best
+        chunk = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8).fill_(0)
+        start = -chunk.data_ptr() % ALIGNMENT
+        self.chunks.append(chunk[start : start + num_bytes])
+        return self.chunks[-1]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.chunks))
+
+
+class Buffer:
+    """Stands for a tensor [rows of a domain, ...] in a forward that is being recorded.
+
+    When the forward's last reference to it ends, its memory is free for the ops after that.
+    """
+
+    def __init__(
+        self, memory: Memory, domain: int, max_rows: int, inner: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        self.memory, self.domain = memory, domain
+        self.chunk = memory.take(max(1, max_rows * prod(inner) * dtype.itemsize))
+        size = max_rows * prod(inner) * dtype.itemsize
+        self.tensor = self.chunk[:size].view(dtype).view(max_rows, *inner)
+
+    def __del__(self) -> None:
+        self.memory.free.append(self.chunk)
+
+
+class Native(NamedTuple):
+    """A call of a C++ op."""
+
+    name: str
+    args: Structure
+    domain: int
+
+
+class Hosted(NamedTuple):
+    """A call of an op that has no C++ form: Python makes it at every run, between native ops.
+
+    args    the op's arguments; a buffer is replaced by a view of its rows
+    out     where the result goes; None where the op works in place
+    """
+
+    name: str
+    function: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    domain: int
+    out: Buffer | None
+
+    def run(self, num_rows: Sequence[int]) -> None:
+        given = [x.tensor[: num_rows[x.domain]] if isinstance(x, Buffer) else x for x in self.args]
+        result = self.function(*given)
+        if self.out is not None:
+            self.out.tensor[: num_rows[self.out.domain]].copy_(result)
+
+
+class Plan(NamedTuple):
+    """What a forward may know of any step."""
+
+    num_heads: int
+    head_dim: int
+    also: Sequence[Tensor] = ()
+
+
+@dataclass(eq=False)
+class Index:
+    """Stands for a list of the step: its token ids, or the rows that are read."""
+
+    domain: int
+
+
+@dataclass(eq=False)
+class Recorder:
+    """The `Ops` of a recording, for steps of up to max_rows[domain] rows."""
+
+    max_rows: tuple[int, int]
+    memory: Memory = field(default_factory=Memory)
+    calls: list[Native | Hosted] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)  # what the calls hold addresses of
+
+    def new(self, domain: int, inner: Sequence[int], dtype: torch.dtype) -> Any:
+        return Buffer(self.memory, domain, self.max_rows[domain], inner, dtype)
+
+    def note(self, name: str, args: Structure, domain: int, *kept: Any) -> None:
+        self.calls.append(Native(name, args, domain))
+        self.kept += kept
+
+    def plan(self, rows: Any, kv: KVCache, num_heads: int, windows: Any, also: Any) -> Plan:
+        return Plan(num_heads, kv.layers[0].k.shape[3])
+
+    def embed(self, table: Tensor, token_ids: Any) -> Any:
+        return self.gather(table, table, token_ids)
+
+    def take_rows(self, x: Any, rows: Any) -> Any:
+        return self.gather(x, x.tensor, rows)
+
+    def gather(self, x: Any, tensor: Tensor, index: Index) -> Any:
+        out = self.new(index.domain, tensor.shape[1:], tensor.dtype)
+        pointers = tensor.data_ptr(), out.tensor.data_ptr()
+        args = ops.Gather(index.domain, *pointers, tensor[0].numel() * tensor.itemsize)
+        self.note("gather", args, index.domain, *([x] if isinstance(x, Tensor) else []))
+        return out
+
+    def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
+        out = self.new(x.domain, x.tensor.shape[1:], x.tensor.dtype)
+        args = ops.norm_args(x.domain, x.tensor, None, weight, out.tensor, eps)
+        self.note("rms_norm", args, x.domain, weight)
+        return out
+
+    def rope_write_kv(
+        self, qkv: Any, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Plan
+    ) -> Any:
+        q = self.new(qkv.domain, (plan.num_heads, plan.head_dim), qkv.tensor.dtype)
+        args = ops.rope_args(qkv.tensor, rotary, norm, kv, q.tensor)
+        self.note("rope_write_kv", args, qkv.domain, rotary, norm, kv)
+        return q
+
+    def attention(
+        self, q: Any, kv: KVLayer, plan: Plan, scale: float, window: int | None = None
+    ) -> Any:
+        out = self.new(q.domain, (plan.num_heads * plan.head_dim,), q.tensor.dtype)
+        args = ops.attention_args(q.tensor, kv, out.tensor, scale, window)
+        self.note("attention", args, q.domain, kv)
+        return out
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Any other op is run by Python. The shape of its result is that of a trial on one row."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        function = getattr(ops, name)
+
+        def call(*args: Any) -> Any:
+            buffers = [x for x in args if isinstance(x, Buffer)]
+            for x in buffers:
+                x.tensor[:1].zero_()
+            tried = function(*(x.tensor[:1] if isinstance(x, Buffer) else x for x in args))
+            own = [x for x in buffers if x.tensor.data_ptr() == tried.data_ptr()]
+            domain = buffers[0].domain
+            out = own[0] if own else self.new(domain, tried.shape[1:], tried.dtype)
+            self.calls.append(Hosted(name, function, args, domain, None if own else out))
+            return out
+
+        return call

@@ -1,0 +1,83 @@
+"""A model's forward prepared for its steps: run op by op here, recorded where a build can."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from specserve_kernels.types import KVCache, Rows
+
+if TYPE_CHECKING:
+    from specserve_kernels import Ops
+
+
+class Model(Protocol):
+    """A forward written against the ops alone. With a recorder's ops it gets handles as tensors."""
+
+    def on(self, ops: "Ops") -> "Model": ...
+
+    def plan(self, rows: Rows, kv: KVCache, also: Sequence[Tensor] = ()) -> Any: ...
+
+    def forward(self, token_ids: Tensor, kv: KVCache, plan: Any) -> Tensor: ...
+
+    def logits(self, residual: Tensor, rows: Tensor) -> Tensor: ...
+
+
+class Outputs(NamedTuple):
+    """What a forward gave. The tensors may be overwritten by the program's next run.
+
+    residual  [R, hidden]  after the last layer
+    logits    [n, V]       of the rows that are read; None where none is
+    also      other tensors of the step, on the ops' device
+    """
+
+    residual: Tensor
+    logits: Tensor | None
+    also: Sequence[Tensor]
+
+
+class Program(Protocol):
+    """Computes the KV, the residual stream and the logits of a step's rows."""
+
+    @property
+    def words(self) -> str:
+        """How it runs, for the start-up's table."""
+        ...
+
+    def run(
+        self, rows: Rows, token_ids: Tensor, read: Tensor, also: Sequence[Tensor] = ()
+    ) -> Outputs:
+        """One forward.
+
+        token_ids  [R]  int64  host tensor
+        read       [n]  int64  host tensor: the rows whose logits are wanted
+        also       host tensors that later ops of the step take
+        """
+        ...
+
+    def logits(self, read: Tensor) -> Tensor:
+        """The logits of other rows of the last run, [n, V]; `read` as for `run`."""
+        ...
+
+
+class EagerProgram:
+    """Calls the forward at every run: for builds that record nothing, and the oracle of others."""
+
+    words = "op by op"
+
+    def __init__(self, model: Model, kv: KVCache) -> None:
+        self.model, self.kv = model, kv
+        self.residual: Tensor | None = None
+
+    def run(
+        self, rows: Rows, token_ids: Tensor, read: Tensor, also: Sequence[Tensor] = ()
+    ) -> Outputs:
+        plan = self.model.plan(rows, self.kv, [token_ids, read, *also])
+        token_ids, read, *also = plan.also
+        self.residual = self.model.forward(token_ids, self.kv, plan)
+        logits = self.model.logits(self.residual, read) if len(read) else None
+        return Outputs(self.residual, logits, also)
+
+    def logits(self, read: Tensor) -> Tensor:
+        assert self.residual is not None, "no step has been run"
+        return self.model.logits(self.residual, read.to(self.residual.device))
