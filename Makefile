@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 
 INSTALLED := $(VENV)/.installed
 COMPILED := $(VENV)/.compiled
-KERNELS := $(wildcard kernels/specserve_kernels/cpu/*.cpp)
+KERNELS := $(wildcard kernels/specserve_kernels/cpu/*.cpp kernels/specserve_kernels/cpu/*.h)
 
 # The trained pair of models for tests and benchmarks; what needs it skips where it is absent.
 ifneq ($(wildcard ../shared/models/.),)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specserve_kernels import cpu
-from specserve_kernels.cpu import build
+from specserve_kernels.cpu.compiler import compiler
 from tests.checkpoints import tiny_checkpoint
 
 AT_TORCH = """
@@ -97,7 +97,7 @@ cp {library} "$2"
 def test_a_spoilt_library_in_the_cache_is_compiled_afresh(tmp_path, kept):
     whole = Path(cpu.library()._name)
     copying = tmp_path / "c++"  # compiling what has been compiled once takes seconds
-    copying.write_text(COPYING_COMPILER.format(compiler=build.compiler(), library=whole))
+    copying.write_text(COPYING_COMPILER.format(compiler=compiler(), library=whole))
     copying.chmod(0o755)
     path = tmp_path / "specserve" / whole.name
     path.parent.mkdir()

@@ -8,6 +8,7 @@ import torch
 
 from specserve_kernels import KVCache, QKNorm, Rotary, cpu, reference
 from tests.kernels.builds import BUILDS
+from tests.kernels.levels import EVERY_LEVEL
 from tests.kernels.random_steps import (
     RandomStep,
     Req,
@@ -108,6 +109,7 @@ SHAPES = [  # every ratio of heads with every size of a head, windows and block 
 ]
 
 
+@EVERY_LEVEL
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("H", "Hk", "D", "block_size", "window"), SHAPES)
 def test_the_build_attends_as_the_reference(H, Hk, D, block_size, window, dtype):

@@ -1,14 +1,12 @@
 """Linear maps, norms and the gated SiLU; which build is loaded."""
 
-import shutil
-
 import pytest
 import torch
 from torch.nn.functional import linear
 
 from specserve_kernels import DeviceError, cpu, load, reference
-from specserve_kernels.cpu import build
 from tests.kernels.builds import BUILDS
+from tests.kernels.levels import EVERY_LEVEL
 from tests.kernels.random_steps import random_tensor, row_errors
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -112,6 +110,7 @@ def test_no_rows_are_no_error(ops):
     assert ops.linear(torch.empty(0, 64), ops.prepack(random_tensor(32, 64))).shape == (0, 32)
 
 
+@EVERY_LEVEL
 @DTYPES
 @pytest.mark.parametrize("width", [1, 16, 150, 331, 853, 4097])
 def test_the_build_computes_as_the_reference(width, dtype):
@@ -144,33 +143,3 @@ def test_a_device_that_nobody_has_kernels_for_is_refused():
     assert load(torch.device("cpu")) is cpu
     with pytest.raises(DeviceError, match="no kernels for 'xpu': take 'cpu' or 'cuda'"):
         load("xpu")
-
-
-COMPILERS = {
-    "there is none": ("no-such-compiler", "no C++ compiler found"),
-    "it refuses the kernels": (shutil.which("false"), "could not compile the kernels"),
-}
-
-
-@pytest.mark.parametrize(("compiler", "complaint"), COMPILERS.values(), ids=COMPILERS)
-def test_without_a_compiler_the_reference_serves_and_says_so(
-    compiler, complaint, tmp_path, monkeypatch, caplog
-):
-    monkeypatch.setenv("CXX", compiler)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    build.library.cache_clear()
-    assert load(torch.device("cpu")) is reference
-    (line,) = caplog.messages
-    assert complaint in line and "the reference kernels serve" in line
-    assert list(tmp_path.rglob("*.so")) == []
-    build.library.cache_clear()
-
-
-def test_kernels_are_compiled_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    build.library.cache_clear()
-    build.library()
-    monkeypatch.setattr(build, "compile_to", None)  # not to be called
-    build.library.cache_clear()
-    assert build.library().specserve_sample
-    build.library.cache_clear()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from specserve_kernels import QKNorm, Rotary, SampleParams, cpu, reference
+from tests.kernels.levels import EVERY_LEVEL
 from tests.kernels.random_steps import (
     RandomStep,
     Req,
@@ -42,6 +43,7 @@ def assert_invariant(op, ops, x):
         assert torch.equal(op(x[rows], rows), want[rows]), (threads, rows)
 
 
+@EVERY_LEVEL
 @BUILDS
 @DTYPES
 @pytest.mark.parametrize("width", [150, 331, 853, 4097])
@@ -77,6 +79,7 @@ def params(temperature, top_k, n):
     return SampleParams(temperature * (i % 3 > 0), top_k, top_p, (i % 4 == 0) * 0.01, i * i, i)
 
 
+@EVERY_LEVEL
 @BUILDS
 @DTYPES
 @pytest.mark.parametrize("V", [320, 4097])

@@ -2,7 +2,8 @@
 
 from contextlib import nullcontext
 
-from specserve_kernels.cpu.build import BuildError, library
+from specserve_kernels.cpu.build import level, library
+from specserve_kernels.cpu.compiler import BuildError
 from specserve_kernels.cpu.ops import (
     add,
     add_rms_norm,
@@ -26,7 +27,6 @@ from specserve_kernels.host import (
     copy_blocks,
     free_memory,
     has_bf16,
-    instruction_set,
     place,
 )
 
@@ -64,4 +64,4 @@ lock = nullcontext()  # forwards share no buffers
 
 
 def arithmetic() -> str:
-    return f"cpu {instruction_set()}"
+    return f"cpu {level()}"

@@ -1,49 +1,114 @@
-"""Compiling the C++ kernels on first use, into a cache keyed by everything that shapes the code."""
+"""Which library of C++ kernels a process uses: one that came in the wheel, or one compiled here."""
 
 import ctypes
-import hashlib
+import fcntl
 import os
-import platform
-import shutil
 import struct
-import subprocess
 import sys
-import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
-FOLDER = Path(__file__).parent
-SOURCES = ("team.cpp", "run.cpp", "layers.cpp", "attention.cpp", "sampling.cpp")
-# No -ffast-math and no contraction: a row's bits must not depend on how a loop was vectorized,
-# and a library built with -ffast-math flushes denormals in the thread that loads it.
-FLAGS = (
-    *("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"),
-    *("-ffp-contract=off", "-pthread", "-shared", "-fPIC"),
+from specserve_kernels.cpu.compiler import (
+    FOLDER,
+    BuildError,
+    Level,
+    build_hash,
+    compile_to,
+    native_flags,
+    source_hash,
+    usable_levels,
 )
 
+PREBUILT = FOLDER / "prebuilt"  # in a wheel; a checkout has none
 
-class BuildError(RuntimeError):
-    """There is no compiler, it failed, or the compiled kernels cannot be stored."""
+
+class Kernels(NamedTuple):
+    library: ctypes.CDLL
+    origin: str  # where the library is from, and why it is this one
+
+
+def library() -> ctypes.CDLL:
+    """The compiled kernels."""
+    return kernels().library
+
+
+def level() -> str:
+    """The instruction set that they were compiled for. Two levels may give a row other bits."""
+    name = library().specserve_level
+    name.restype = ctypes.c_char_p
+    return str(name().decode())
 
 
 @cache
-def library() -> ctypes.CDLL:
-    """The compiled kernels."""
+def kernels() -> Kernels:
+    """The prebuilt library for the best level of this CPU; else one compiled for exactly this CPU;
+    else, without a compiler, a prebuilt one for a lower level.
+    """
+    levels = usable_levels()
+    if (found := prebuilt(levels[-1:])) is not None:
+        return Kernels(found, "prebuilt for the best level that this CPU runs")
     try:
-        path = cache_folder() / f"kernels-{fingerprint()}.so"
-        return cached(path) or compiled(path)
+        path = compiled(native_flags())
+        return Kernels(ctypes.CDLL(str(path)), "compiled for this CPU")
+    except BuildError as e:
+        if (found := prebuilt(levels[:-1])) is not None:
+            return Kernels(found, f"prebuilt for a lower level than this CPU's: {first_line(e)}")
+        raise
+
+
+def prebuilt(levels: Sequence[Level]) -> ctypes.CDLL | None:
+    """The library for the best of the levels for which there is one, of these sources."""
+    for level in reversed(levels):
+        path = PREBUILT / prebuilt_name(level)
+        if loads(path):
+            return ctypes.CDLL(str(path))
+    return None
+
+
+def prebuilt_name(level: Level) -> str:
+    return f"{level.name}-{source_hash()}.so"
+
+
+def compiled(flags: tuple[str, ...]) -> Path:
+    """The library compiled with further flags; kept in the cache folder, for other processes too.
+
+    The name has a hash of all that shapes it: -march=native code must not run on another CPU.
+    """
+    try:
+        folder = cache_folder()
+        path = folder / f"kernels-{build_hash(flags)}.so"
+        with locked(folder):
+            if not loads(path):
+                compile_to(path, flags)
     except OSError as e:
         raise BuildError(f"the compiled kernels cannot be kept ({e}): set XDG_CACHE_HOME") from e
+    return path
 
 
-def cached(path: Path) -> ctypes.CDLL | None:
-    """The kernels that an earlier process compiled; None if they are missing or do not load."""
-    if not is_whole(path):
-        return None
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Processes that need the same library compile it once. Without locks each compiles it."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        return ctypes.CDLL(str(path))
+        with suppress(OSError):  # a network's file system may have none
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def loads(path: Path) -> bool:
+    """Whether it can be loaded: it is there, whole, and not for a newer C library."""
+    if not is_whole(path):
+        return False
+    try:
+        ctypes.CDLL(str(path))
     except OSError:
-        return None
+        return False
+    return True
 
 
 def is_whole(path: Path) -> bool:
@@ -60,11 +125,6 @@ def is_whole(path: Path) -> bool:
     return bool(start + size * count <= len(data))
 
 
-def compiled(path: Path) -> ctypes.CDLL:
-    compile_to(path)
-    return ctypes.CDLL(str(path))
-
-
 def cache_folder() -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "specserve"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -78,46 +138,16 @@ def home() -> Path:
         raise BuildError("no home folder to keep the kernels in: set XDG_CACHE_HOME") from e
 
 
-def compiler() -> str:
-    found = shutil.which(os.environ.get("CXX", "g++"))
-    if found is None:
-        raise BuildError("no C++ compiler found (looked for $CXX, then g++)")
-    return found
-
-
-def fingerprint() -> str:
-    """A hash of sources, flags, compiler and CPU: -march=native code must not run on another."""
-    sources = [path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]*"))]
-    version = subprocess.run([compiler(), "--version"], capture_output=True, check=False).stdout
-    parts = [*sources, repr(FLAGS).encode(), version, cpu()]
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-
-
-def cpu() -> bytes:
-    info = Path("/proc/cpuinfo")
-    if not info.exists():
-        return platform.processor().encode()
-    lines = info.read_bytes().splitlines()
-    return b"".join(line for line in lines[:40] if line.startswith((b"flags", b"model name")))
-
-
-def compile_to(path: Path) -> None:
-    handle, temporary = tempfile.mkstemp(suffix=".so", dir=path.parent)
-    os.close(handle)
-    sources = [str(FOLDER / name) for name in SOURCES]
-    command = [compiler(), *FLAGS, *sources, "-o", temporary]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        os.unlink(temporary)
-        raise BuildError(f"{command[0]} could not compile the kernels:\n{done.stderr[:2000]}")
-    os.replace(temporary, path)  # another process may be doing the same
+def first_line(error: BuildError) -> str:
+    return str(error).splitlines()[0]
 
 
 def main() -> int:
+    """Say which library is used, and why; compile it if it has to be."""
     try:
-        library()
+        found, origin = kernels()
     except BuildError as e:
         print(f"kernels: {e}; the reference kernels will serve, slowly", file=sys.stderr)
         return 0
-    print(f"kernels: compiled for this CPU in {cache_folder()}")
+    print(f"kernels: {level()}, {origin}: {found._name}")
     return 0

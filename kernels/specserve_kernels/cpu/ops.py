@@ -157,21 +157,25 @@ SHORT = 1 << 16  # elements: an op on fewer is done before further threads are a
 
 
 @cache
+def _symbol(kernels: ctypes.CDLL, name: str) -> int | None:
+    return ctypes.cast(getattr(kernels, f"specserve_{name}"), c_void_p).value
+
+
 def address(name: str) -> int | None:
     """Of a C++ op."""
-    return ctypes.cast(getattr(library(), f"specserve_{name}"), c_void_p).value
+    return _symbol(library(), name)
 
 
 @cache
-def _runner() -> Any:
-    run = library().specserve_run
+def _runner(kernels: ctypes.CDLL) -> Any:
+    run = kernels.specserve_run
     run.argtypes, run.restype = [c_void_p, c_int64, c_void_p, c_int], None
     return run
 
 
 def run(ops: Any, step: Step, threads: int) -> None:
     """Run an array of ops, one after the other, each on all of the threads."""
-    _runner()(byref(ops), len(ops), byref(step), threads)
+    _runner(library())(byref(ops), len(ops), byref(step), threads)
 
 
 def _run(name: str, args: ctypes.Structure, num_rows: int, size: int, rows: Any = None) -> None:

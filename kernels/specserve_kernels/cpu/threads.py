@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specserve_kernels.cpu.build import BuildError, cache_folder, cpu
+from specserve_kernels.cpu.build import cache_folder
+from specserve_kernels.cpu.compiler import BuildError, cpu_name
 from specserve_kernels.threads import FixedThreads, Threads, allowed_threads, check_threads
 
 STEPS, RANK = 9, 2  # steps timed with each of two numbers; their third best times are compared
@@ -146,7 +147,7 @@ def size_of(rows: int) -> int:
 
 def cache_file(key: str, allowed: int) -> Path | None:
     """The file for one model on one kind of machine; None if the cache cannot be written to."""
-    parts = key, str(allowed), torch.__version__, cpu().decode(errors="replace")
+    parts = key, str(allowed), torch.__version__, cpu_name().decode(errors="replace")
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     try:
         return cache_folder() / f"threads-{digest}.json"

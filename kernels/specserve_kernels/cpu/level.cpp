@@ -1,0 +1,20 @@
+// The instruction set that the kernels were compiled for: on it depend the bits of a result.
+extern "C" const char* specserve_level() {
+#if defined(EMULATE_AMX)
+  return "emulated-amx";
+#elif defined(__AMX_TILE__) && defined(__AMX_BF16__)
+  return "x86-64-v4-amx";
+#elif defined(__AVX512BF16__) && defined(__AVX512VL__)
+  return "x86-64-v4-bf16";
+#elif defined(__AVX512F__)
+  return "x86-64-v4";
+#elif defined(__AVX2__) && defined(__FMA__)
+  return "x86-64-v3";
+#elif defined(__x86_64__)
+  return "x86-64";
+#elif defined(__aarch64__)
+  return "aarch64";
+#else
+  return "unknown";
+#endif
+}
