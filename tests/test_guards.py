@@ -1,6 +1,8 @@
 """What would fail only after installation: a clash of package names, files missing in the wheel."""
 
 import json
+import os
+import platform
 import subprocess
 import sys
 import sysconfig
@@ -9,6 +11,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from specserve_kernels import cpu
+from specserve_kernels.cpu.levels import LEVELS
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,8 +35,9 @@ assert not ours, ours
 
 
 def run(*args, **options):
-    done = subprocess.run(list(map(str, args)), capture_output=True, text=True, **options)
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+    done = subprocess.run(list(map(str, args)), **options)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     return done.stdout
 
 
@@ -39,12 +45,24 @@ def test_transformers_finds_nothing_of_ours_to_import():
     run(sys.executable, "-c", PROBE.format(root=str(ROOT)), cwd=ROOT)
 
 
+def build_wheel(folder, **env):
+    """The wheel, and what was said while it was built."""
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder]
+    said = run(*command, cwd=ROOT, env=os.environ | env, stderr=subprocess.STDOUT)
+    [path] = folder.glob("*.whl")
+    return path, said
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, cwd=ROOT)
-    [path] = folder.iterdir()
+    path, _ = build_wheel(tmp_path_factory.mktemp("wheel"))
     return path
+
+
+def libraries(wheel):
+    """The names of levels for which a wheel has kernels."""
+    names = zipfile.ZipFile(wheel).namelist()
+    return {name.split("/")[-1].rpartition("-")[0] for name in names if name.endswith(".so")}
 
 
 def test_the_wheel_has_four_packages_the_cpp_sources_and_the_demo_pair_without_its_evaluation(
@@ -60,10 +78,41 @@ def test_the_wheel_has_four_packages_the_cpp_sources_and_the_demo_pair_without_i
     sources = {f"specserve_kernels/cpu/{p.name}" for p in ROOT.glob("kernels/*/cpu/*.cpp")}
     assert sources
     assert sources <= set(names)
-    assert not [name for name in names if name.endswith((".so", ".pyc"))]
+    assert not [name for name in names if name.endswith(".pyc")]
     demo = {p.relative_to(ROOT).as_posix() for p in ROOT.glob("specserve/demo/**/*") if p.is_file()}
     assert demo <= set(names)
     assert not [name for name in names if "/evaluation/" in name or name.endswith(".jsonl")]
+
+
+def test_the_wheel_has_kernels_for_the_usual_levels_and_names_its_platform(wheel):
+    machine = platform.machine()
+    assert libraries(wheel) == {level.name for level in LEVELS if level.machine == machine}
+    assert wheel.name.endswith(f"_{machine}.whl")
+
+
+# As a compiler that does not know AMX; for what it knows it copies a library, as compiling is slow.
+OLD_COMPILER = """#!/bin/sh
+case "$*" in *-mamx-tile*) echo "unrecognized option" >&2; exit 1;; esac
+[ "$1" = --version ] && exit
+while [ "$1" != -o ]; do shift; done
+cp {library} "$2"
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is x86's")
+def test_a_level_that_the_compiler_does_not_know_is_left_out_of_the_wheel(tmp_path):
+    old = tmp_path / "c++"
+    old.write_text(OLD_COMPILER.format(library=cpu.library()._name))
+    old.chmod(0o755)
+    wheel, said = build_wheel(tmp_path, CXX=str(old), XDG_CACHE_HOME=str(tmp_path))
+    assert libraries(wheel) == {"x86-64-v3", "x86-64-v4", "x86-64-v4-bf16"}
+    assert "the wheel has no kernels for x86-64-v4-amx" in said and "unrecognized" in said
+
+
+def test_a_wheel_that_is_built_without_a_compiler_has_no_kernels_and_fits_everywhere(tmp_path):
+    wheel, said = build_wheel(tmp_path, CXX="no-such-compiler")
+    assert libraries(wheel) == set() and wheel.name.endswith("-py3-none-any.whl")
+    assert "the wheel has no kernels for" in said and "no C++ compiler found" in said
 
 
 def install(wheel, folder):
@@ -87,3 +136,9 @@ def test_the_wheel_installs_and_generates_two_tokens(wheel, tmp_path):
     output = run(python, "-m", "specserve", "generate", "def read", *flags, cwd=tmp_path)
     assert len(json.loads(output)["token_ids"]) == 2
     assert "bench" in run(python, "-m", "specserve", "--help", cwd=tmp_path)
+    bare = os.environ | {"PATH": "", "XDG_CACHE_HOME": str(tmp_path)}  # no compiler
+    bare.pop("CXX", None)
+    said = run(python, "-m", "specserve_kernels.cpu", cwd=tmp_path, env=bare)
+    assert "prebuilt for the best level that this CPU runs" in said
+    again = run(python, "-m", "specserve", "generate", "def read", *flags, cwd=tmp_path, env=bare)
+    assert json.loads(again)["token_ids"] == json.loads(output)["token_ids"]

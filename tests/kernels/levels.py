@@ -7,7 +7,8 @@ from functools import cache
 import pytest
 
 from specserve_kernels.cpu import build
-from specserve_kernels.cpu.compiler import STATIC, native_flags, usable_levels
+from specserve_kernels.cpu.compiler import STATIC, compiled
+from specserve_kernels.cpu.levels import native_flags, usable_levels
 
 EMULATED = "emulated-amx"  # as specserve_level() names it
 FLAGS = {"native": native_flags()}
@@ -24,7 +25,7 @@ EVERY_LEVEL = pytest.mark.usefixtures("every_level")
 
 @cache
 def kernels(name):
-    return build.Kernels(ctypes.CDLL(str(build.compiled(FLAGS[name]))), "compiled for a test")
+    return build.Kernels(ctypes.CDLL(str(compiled(FLAGS[name]))), "compiled for a test")
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import pytest
 
 from specserve_kernels import cpu
 from specserve_kernels.cpu import build
-from specserve_kernels.cpu.compiler import usable_levels
+from specserve_kernels.cpu.levels import usable_levels
 from tests.kernels.levels import EMULATED, FLAGS, running_on
 
 

@@ -1,26 +1,13 @@
 """Which library of C++ kernels a process uses: one that came in the wheel, or one compiled here."""
 
 import ctypes
-import fcntl
-import os
-import struct
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
-from specserve_kernels.cpu.compiler import (
-    FOLDER,
-    BuildError,
-    Level,
-    build_hash,
-    compile_to,
-    native_flags,
-    source_hash,
-    usable_levels,
-)
+from specserve_kernels.cpu.compiler import FOLDER, BuildError, compiled, loads, source_hash
+from specserve_kernels.cpu.levels import Level, native_flags, usable_levels
 
 PREBUILT = FOLDER / "prebuilt"  # in a wheel; a checkout has none
 
@@ -70,72 +57,6 @@ def prebuilt(levels: Sequence[Level]) -> ctypes.CDLL | None:
 
 def prebuilt_name(level: Level) -> str:
     return f"{level.name}-{source_hash()}.so"
-
-
-def compiled(flags: tuple[str, ...]) -> Path:
-    """The library compiled with further flags; kept in the cache folder, for other processes too.
-
-    The name has a hash of all that shapes it: -march=native code must not run on another CPU.
-    """
-    try:
-        folder = cache_folder()
-        path = folder / f"kernels-{build_hash(flags)}.so"
-        with locked(folder):
-            if not loads(path):
-                compile_to(path, flags)
-    except OSError as e:
-        raise BuildError(f"the compiled kernels cannot be kept ({e}): set XDG_CACHE_HOME") from e
-    return path
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Processes that need the same library compile it once. Without locks each compiles it."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # a network's file system may have none
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-def loads(path: Path) -> bool:
-    """Whether it can be loaded: it is there, whole, and not for a newer C library."""
-    if not is_whole(path):
-        return False
-    try:
-        ctypes.CDLL(str(path))
-    except OSError:
-        return False
-    return True
-
-
-def is_whole(path: Path) -> bool:
-    """Whether it is a complete ELF file, which ends with its section headers. Loading a truncated
-    one would kill the process with SIGBUS.
-    """
-    if not path.exists():
-        return False
-    data = path.read_bytes()
-    if len(data) < 64:
-        return False
-    (start,) = struct.unpack_from("<Q", data, 0x28)
-    size, count = struct.unpack_from("<HH", data, 0x3A)
-    return bool(start + size * count <= len(data))
-
-
-def cache_folder() -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "specserve"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder
-
-
-def home() -> Path:
-    try:
-        return Path.home()
-    except RuntimeError as e:
-        raise BuildError("no home folder to keep the kernels in: set XDG_CACHE_HOME") from e
 
 
 def first_line(error: BuildError) -> str:

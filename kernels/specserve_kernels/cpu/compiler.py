@@ -1,20 +1,21 @@
-"""Compiling the C++ kernels for an instruction set: on first use, and when a wheel is built.
+"""Compiling the C++ kernels, into a cache keyed by everything that shapes the code.
 
 Imports nothing outside the standard library: a wheel is built where nothing else is installed.
 """
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 FOLDER = Path(__file__).parent
 # No -ffast-math and no contraction: a row's bits must not depend on how a loop was vectorized,
@@ -32,65 +33,73 @@ class BuildError(RuntimeError):
     """There is no compiler, it failed, or the compiled kernels cannot be stored."""
 
 
-class Level(NamedTuple):
-    """An instruction set that libraries are built for ahead of their use."""
+def compiled(flags: tuple[str, ...]) -> Path:
+    """The library compiled with further flags, or found in the cache folder, where it is kept.
 
-    name: str  # as specserve_level() in level.cpp gives it
-    machine: str
-    needs: frozenset[str]  # flags in /proc/cpuinfo
-    flags: tuple[str, ...]  # of the compiler
-
-
-V3 = frozenset({"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"})
-V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-BF16 = V4 | {"avx512_bf16", "avx512_vnni"}
-AMX = BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
-BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
-AMX_FLAGS = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
-LEVELS = (  # the best last
-    Level("aarch64", "aarch64", frozenset(), ("-march=armv8-a",)),
-    Level("x86-64-v3", "x86_64", V3, ("-march=x86-64-v3",)),
-    Level("x86-64-v4", "x86_64", V4, ("-march=x86-64-v4",)),
-    Level("x86-64-v4-bf16", "x86_64", BF16, BF16_FLAGS),
-    Level("x86-64-v4-amx", "x86_64", AMX, (*BF16_FLAGS, *AMX_FLAGS)),
-)
-
-
-def usable_levels() -> list[Level]:
-    """The levels whose libraries this process can run, the best last."""
-    flags = usable_flags()
-    return [x for x in LEVELS if x.machine == platform.machine() and x.needs <= flags]
-
-
-@cache
-def usable_flags() -> frozenset[str]:
-    """The CPU's flags, without those of AMX where the kernel does not grant its registers."""
-    flags = cpu_flags()
-    if "amx_tile" in flags and not may_use_tiles():
-        return frozenset(flag for flag in flags if not flag.startswith("amx_"))
-    return flags
-
-
-def cpu_flags(info: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    The name has a hash of all that shapes it: -march=native code must not run on another CPU.
+    """
     try:
-        lines = info.read_text(errors="replace").splitlines()
+        return compiled_in(cache_folder(), flags, loads)
+    except OSError as e:
+        raise BuildError(f"the compiled kernels cannot be kept ({e}): set XDG_CACHE_HOME") from e
+
+
+def compiled_in(folder: Path, flags: tuple[str, ...], is_good: Callable[[Path], bool]) -> Path:
+    path = folder / f"kernels-{build_hash(flags)}.so"
+    with locked(folder):
+        if not is_good(path):
+            compile_to(path, flags)
+    return path
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Processes that need the same library compile it once. Without locks each compiles it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a network's file system may have none
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def loads(path: Path) -> bool:
+    """Whether it can be loaded: it is there, whole, and not for a newer C library."""
+    if not is_whole(path):
+        return False
+    try:
+        ctypes.CDLL(str(path))
     except OSError:
-        return frozenset()
-    found = (line for line in lines if line.startswith(("flags", "Features")))
-    return frozenset(next(found, "").partition(":")[2].split())
+        return False
+    return True
 
 
-def may_use_tiles() -> bool:
-    """Ask Linux for the tile registers; once granted, all threads of the process have them."""
-    arch_prctl, request, tile_data = 158, 0x1023, 18
-    return bool(ctypes.CDLL(None).syscall(arch_prctl, request, tile_data) == 0)
+def is_whole(path: Path) -> bool:
+    """Whether it is a complete ELF file, which ends with its section headers. Loading a truncated
+    one would kill the process with SIGBUS.
+    """
+    if not path.exists():
+        return False
+    data = path.read_bytes()
+    if len(data) < 64:
+        return False
+    (start,) = struct.unpack_from("<Q", data, 0x28)
+    size, count = struct.unpack_from("<HH", data, 0x3A)
+    return bool(start + size * count <= len(data))
 
 
-def native_flags() -> tuple[str, ...]:
-    """The compiler's flags for the CPU that this process runs on."""
-    is_refused = "amx_tile" in cpu_flags() - usable_flags()
-    without = (flag.replace("-m", "-mno-", 1) for flag in AMX_FLAGS) if is_refused else ()
-    return "-march=native", *without
+def cache_folder() -> Path:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "specserve"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError as e:
+        raise BuildError("no home folder to keep the kernels in: set XDG_CACHE_HOME") from e
 
 
 def cpu_name() -> bytes:

@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specserve_kernels.cpu.build import cache_folder
-from specserve_kernels.cpu.compiler import BuildError, cpu_name
+from specserve_kernels.cpu.compiler import BuildError, cache_folder, cpu_name
 from specserve_kernels.threads import FixedThreads, Threads, allowed_threads, check_threads
 
 STEPS, RANK = 9, 2  # steps timed with each of two numbers; their third best times are compared
