@@ -85,21 +85,16 @@ class Decoder:
         """
         ops, eps, scale = self.ops, self.config.rms_eps, self.scale
         residual = ops.embed(self.weights.embedding, token_ids)
-        # x is the output of the last sublayer: the next norm adds it to the residual, in place.
-        x: Tensor | None = None
         for layer, cache in zip(self.weights.layers, kv.layers, strict=True):
-            if x is None:
-                h = ops.rms_norm(residual, layer.attention_norm, eps)
-            else:
-                h = ops.add_rms_norm(x, residual, layer.attention_norm, eps)
+            h = ops.rms_norm(residual, layer.attention_norm, eps)
             qkv = ops.linear(h, layer.qkv, layer.qkv_bias)
             q = ops.rope_write_kv(qkv, layer.rotary, layer.qk_norm, cache, plan)
             h = ops.attention(q, cache, plan, scale, layer.window)
-            h = ops.linear(h, layer.out, layer.out_bias)
-            h = ops.add_rms_norm(h, residual, layer.mlp_norm, eps)
-            h = ops.linear(h, layer.gate_up, layer.gate_up_bias)
-            x = ops.linear(ops.silu_mul(h), layer.down, layer.down_bias)
-        return residual if x is None else ops.add(x, residual)
+            residual = ops.linear_add(h, layer.out, layer.out_bias, residual)
+            h = ops.rms_norm(residual, layer.mlp_norm, eps)
+            h = ops.linear_silu_mul(h, layer.gate_up, layer.gate_up_bias)
+            residual = ops.linear_add(h, layer.down, layer.down_bias, residual)
+        return residual
 
     def logits(self, residual: Tensor, rows: Tensor) -> Tensor:
         """The logits after some rows: the final norm and the head, for those rows only.

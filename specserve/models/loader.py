@@ -96,7 +96,7 @@ class Reader:
             return None
         return torch.cat([self.read(bias) for bias in biases])
 
-    def read_weight(self, *names: str) -> Any:
+    def read_weight(self, *names: str, is_gated: bool = False) -> Any:
         """The packed weights of linear maps that are fused into one; the unpacked are freed."""
         weights = [f"{name}.weight" for name in names]
         height, width = sum(self.shapes[w][0] for w in weights), self.shapes[weights[0]][1]
@@ -104,7 +104,7 @@ class Reader:
         # Not from malloc: freeing it would leave a hole in the heap between packed weights.
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         weight = torch.frombuffer(memory, dtype=self.dtype).view(-1, width)
-        return self.ops.prepack(self.read_into(weight, weights))
+        return self.ops.prepack(self.read_into(weight, weights), is_gated)
 
     def read_into(self, out: Tensor, names: list[str]) -> Tensor:
         """Fill `out` with tensors, one below the other."""
@@ -147,7 +147,7 @@ def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary)
         out=reader.read_weight(out),
         out_bias=reader.read_bias(out),
         mlp_norm=reader.read(f"{layer}.post_attention_layernorm.weight"),
-        gate_up=reader.read_weight(*gate_up),
+        gate_up=reader.read_weight(*gate_up, is_gated=True),
         gate_up_bias=reader.read_bias(*gate_up),
         down=reader.read_weight(down),
         down_bias=reader.read_bias(down),

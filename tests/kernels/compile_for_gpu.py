@@ -34,14 +34,13 @@ def with_ones(x):
 def sources():
     for t, dot in (("*bf16", tl.bfloat16), ("*fp32", tl.float32)):
         ints = dict.fromkeys(("block_size", "block_stride"), "i32")
-        for has_residual in (False, True):
-            yield source(
-                norm._rms_norm,
-                {"HAS_RESIDUAL": has_residual, "BLOCK": 4096},
-                **dict.fromkeys(("x", "residual", "weight", "out"), t),
-                K="i32",
-                eps="fp32",
-            )
+        yield source(
+            norm._rms_norm,
+            {"BLOCK": 4096},
+            **dict.fromkeys(("x", "weight", "out"), t),
+            K="i32",
+            eps="fp32",
+        )
         yield source(silu._silu_mul, {"BLOCK": silu.BLOCK}, gate_up=t, out=t, F="i32")
         for half, block in ((64, 64),):
             yield source(

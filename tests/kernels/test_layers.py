@@ -1,4 +1,4 @@
-"""Linear maps, norms and the gated SiLU; which build is loaded."""
+"""Linear maps with what follows them, and norms; which build is loaded."""
 
 import pytest
 import torch
@@ -27,21 +27,6 @@ def test_rms_norm(ops, x, weight, eps, want):
     torch.testing.assert_close(got, torch.tensor([want]).float())
 
 
-@BUILDS
-def test_add_rms_norm_adds_into_the_residual_and_normalizes_that(ops):
-    x, residual = torch.tensor([[1.0, 2]]), torch.tensor([[2.0, 2]])
-    got = ops.add_rms_norm(x, residual, torch.ones(2), 100 - 12.5)
-    assert (x.tolist(), residual.tolist()) == ([[1, 2]], [[3, 4]])
-    torch.testing.assert_close(got, torch.tensor([[0.3, 0.4]]))
-
-
-@BUILDS
-def test_what_is_normalized_is_the_residual_as_it_was_rounded(ops):
-    x, residual = torch.tensor([[2.0**-9] * 8]).bfloat16(), torch.ones(1, 8).bfloat16()
-    ops.add_rms_norm(x, residual, torch.ones(8).bfloat16(), 0.0)
-    assert residual.tolist() == [[1.0] * 8]  # bfloat16 has 8 bits
-
-
 SILUS = {  # gate, up -> silu(gate) * up
     "zero is shut": (0.0, 5.0, 0.0),
     "one is open to a sigmoid": (1.0, 2.0, 2 / (1 + 2.718281828459045**-1)),
@@ -50,11 +35,17 @@ SILUS = {  # gate, up -> silu(gate) * up
 }
 
 
+def silu_mul(ops, gate, up):
+    """silu(gate) * up, [n], through a map of a single number."""
+    packed = ops.prepack(torch.cat((gate, up))[:, None], is_gated=True)
+    return ops.linear_silu_mul(torch.ones(1, 1), packed)[0]
+
+
 @BUILDS
 @pytest.mark.parametrize(("gate", "up", "want"), SILUS.values(), ids=SILUS)
-def test_silu_mul(ops, gate, up, want):
-    got = ops.silu_mul(torch.tensor([[gate] * 17 + [up] * 17]))  # a vector and a tail
-    torch.testing.assert_close(got, torch.full((1, 17), want))
+def test_linear_silu_mul(ops, gate, up, want):
+    got = silu_mul(ops, torch.full((17,), gate), torch.full((17,), up))  # a vector and a tail
+    torch.testing.assert_close(got, torch.full((17,), want))
 
 
 @BUILDS
@@ -71,12 +62,33 @@ def test_linear_is_torchs(ops, N, K, has_bias, dtype):
         assert (row_errors(got, want[:rows]) < TOLERANCE[dtype]).all()
 
 
-@pytest.mark.parametrize("R", [5, 6, 10, 13])
-def test_rows_that_run_in_pieces_come_back_in_order(R, monkeypatch):
-    monkeypatch.setattr("specserve_kernels.cpu.ops._MAX_ROWS", 5)
-    x, w = (random_tensor(n, 331, dtype=torch.bfloat16, seed=n) for n in (R, 40))
-    got = cpu.linear(x, cpu.prepack(w))
-    assert (row_errors(got, linear(x.double(), w.double())) < TOLERANCE[torch.bfloat16]).all()
+@BUILDS
+@DTYPES
+def test_a_gated_map_multiplies_halves_of_odd_width(ops, dtype):
+    x, w = (random_tensor(n, 150, dtype=dtype, seed=n) for n in (3, 2 * 331))
+    bias = random_tensor(2 * 331, dtype=dtype)
+    gate, up = linear(x.double(), w.double(), bias.double()).chunk(2, dim=1)
+    got = ops.linear_silu_mul(x, ops.prepack(w, is_gated=True), bias)
+    assert got.dtype == dtype
+    assert (row_errors(got, gate * gate.sigmoid() * up) < 2 * TOLERANCE[dtype]).all()
+
+
+@BUILDS
+@pytest.mark.parametrize("bias", [None, torch.tensor([4.0, 0]).bfloat16()], ids=["plain", "bias"])
+def test_linear_add_writes_into_the_residual(ops, bias):
+    x, w = torch.tensor([[1.0, 2], [3, 4]]).bfloat16(), torch.tensor([[1.0, 1], [0, 2]]).bfloat16()
+    residual = torch.tensor([[10.0, 20], [30, 40]]).bfloat16()
+    out = ops.linear_add(x, ops.prepack(w), bias, residual)
+    more = 0 if bias is None else 4
+    assert out is residual and out.tolist() == [[13 + more, 24], [37 + more, 48]]
+
+
+@pytest.mark.parametrize("ops", [cpu, reference], ids=["cpu", "reference"])
+def test_linear_add_rounds_once(ops):
+    """Rounded by itself, 1 + 2^-8 is 1: 8 bits of bfloat16 hold no more."""
+    x, w = torch.tensor([[1.0, 2.0**-8]]).bfloat16(), torch.ones(1, 2).bfloat16()
+    residual = torch.full((1, 1), 2.0**-8).bfloat16()
+    assert ops.linear_add(x, ops.prepack(w), None, residual).item() == 1 + 2.0**-7
 
 
 @BUILDS
@@ -91,14 +103,6 @@ def test_embedding_and_row_selection_copy_whole_rows(ops, dtype):
 
 
 @BUILDS
-def test_add_writes_into_the_residual_and_rounds_once(ops):
-    x, residual = (random_tensor(3, 7).bfloat16() for _ in range(2))
-    want = (residual.float() + x.float()).bfloat16()
-    out = ops.add(x, residual)
-    assert out is residual and torch.equal(residual, want)
-
-
-@BUILDS
 def test_blocks_are_copied_whole_and_in_order(ops):
     blocks = torch.arange(5, dtype=torch.uint8)[:, None].repeat(1, 16)
     ops.copy_blocks(blocks, torch.tensor([4, 0, 1]), torch.tensor([0, 1, 4]))
@@ -107,34 +111,26 @@ def test_blocks_are_copied_whole_and_in_order(ops):
 
 @BUILDS
 def test_no_rows_are_no_error(ops):
-    assert ops.linear(torch.empty(0, 64), ops.prepack(random_tensor(32, 64))).shape == (0, 32)
+    x, weight = torch.empty(0, 64), random_tensor(32, 64)
+    assert ops.linear(x, ops.prepack(weight)).shape == (0, 32)
+    assert ops.linear_add(x, ops.prepack(weight), None, torch.empty(0, 32)).shape == (0, 32)
+    assert ops.linear_silu_mul(x, ops.prepack(weight, is_gated=True)).shape == (0, 16)
 
 
 @EVERY_LEVEL
 @DTYPES
 @pytest.mark.parametrize("width", [1, 16, 150, 331, 853, 4097])
-def test_the_build_computes_as_the_reference(width, dtype):
-    x, y = (3 * random_tensor(9, width, dtype=dtype, seed=s) for s in (0, 1))
-    weight = random_tensor(width, dtype=dtype, seed=2)
-    residuals = [y.clone(), y.clone()]
-    pairs = [
-        [ops.silu_mul(torch.cat((x, y), dim=1)) for ops in (cpu, reference)],
-        [ops.rms_norm(x, weight, 1e-6) for ops in (cpu, reference)],
-        [
-            o.add_rms_norm(x, r, weight, 1e-6)
-            for o, r in zip((cpu, reference), residuals, strict=True)
-        ],
-    ]
-    assert torch.equal(*residuals)
-    for got, want in pairs:
-        assert got.dtype == dtype
-        assert (row_errors(got, want) < TOLERANCE[dtype]).all()
+def test_the_build_normalizes_as_the_reference(width, dtype):
+    x, weight = 3 * random_tensor(9, width, dtype=dtype), random_tensor(width, dtype=dtype, seed=2)
+    got, want = (ops.rms_norm(x, weight, 1e-6) for ops in (cpu, reference))
+    assert got.dtype == dtype
+    assert (row_errors(got, want) < TOLERANCE[dtype]).all()
 
 
 def test_exp_holds_its_two_ulp():
     """Seen through silu: exp has no entrance of its own."""
     gate = torch.linspace(-80, 80, 100_000)
-    got = cpu.silu_mul(torch.cat((gate, torch.ones_like(gate)))[None])[0].double()
+    got = silu_mul(cpu, gate, torch.ones_like(gate)).double()
     want = gate.double().sigmoid() * gate
     torch.testing.assert_close(got, want, rtol=4 * 2.0**-23, atol=1e-36)
 

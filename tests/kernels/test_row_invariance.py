@@ -47,28 +47,42 @@ def assert_invariant(op, ops, x):
 @BUILDS
 @DTYPES
 @pytest.mark.parametrize("width", [150, 331, 853, 4097])
-def test_elementwise_ops(ops, dtype, width):
+def test_norms(ops, dtype, width):
     x = 3 * random_tensor(max(SIZES[ops]), 2 * width, dtype=dtype)
-    y, weight = x.flip(0, 1), random_tensor(2 * width, dtype=dtype, seed=1)
-    assert_invariant(lambda x, _: ops.silu_mul(x), ops, x)
+    weight = random_tensor(2 * width, dtype=dtype, seed=1)
     assert_invariant(lambda x, _: ops.rms_norm(x, weight, 1e-6), ops, x)
-    assert_invariant(lambda x, rows: ops.add_rms_norm(x, y[rows], weight, 1e-6), ops, x)
+
+
+def linear_ops(ops, N, K, dtype):
+    """Every op with a linear map as a function of x and rows; some have a bias."""
+    weight, gated = (random_tensor(n, K, dtype=dtype, seed=n) for n in (N, 2 * N))
+    bias, both = (random_tensor(n, dtype=dtype, seed=n) for n in (N, 2 * N))
+    residual = random_tensor(513, N, dtype=dtype, seed=4)
+    packed, gate_up = ops.prepack(weight), ops.prepack(gated, is_gated=True)
+    return {
+        "linear": lambda x, _: ops.linear(x, packed),
+        "linear with a bias": lambda x, _: ops.linear(x, packed, bias),
+        "linear_add": lambda x, rows: ops.linear_add(x, packed, bias, residual[rows]),
+        "linear_silu_mul": lambda x, _: ops.linear_silu_mul(x, gate_up, both),
+    }
+
+
+OPS = ("linear", "linear with a bias", "linear_add", "linear_silu_mul")
 
 
 @DTYPES
 @pytest.mark.parametrize(("N", "K"), [(960, 320), (1024, 4096), (4096, 1024), (331, 150), (50, 7)])
-def test_linear(dtype, N, K):
-    packed = cpu.prepack(random_tensor(N, K, dtype=dtype, seed=1))
-    x, bias = random_tensor(513, K, dtype=dtype), random_tensor(N, dtype=dtype, seed=2)
-    assert_invariant(lambda x, _: cpu.linear(x, packed), cpu, x)
-    assert_invariant(lambda x, _: cpu.linear(x, packed, bias), cpu, x[:8])
+@pytest.mark.parametrize("name", OPS)
+def test_linear(name, dtype, N, K):
+    x = random_tensor(513, K, dtype=dtype)
+    assert_invariant(linear_ops(cpu, N, K, dtype)[name], cpu, x)
 
 
 @DTYPES
-def test_linear_of_the_reference(dtype):
-    packed = reference.prepack(random_tensor(331, 1150, dtype=dtype, seed=1))
+@pytest.mark.parametrize("name", OPS)
+def test_linear_of_the_reference(name, dtype):
     x = random_tensor(31, 1150, dtype=dtype)
-    assert_invariant(lambda x, _: reference.linear(x, packed), reference, x)
+    assert_invariant(linear_ops(reference, 331, 1150, dtype)[name], reference, x)
 
 
 def params(temperature, top_k, n):

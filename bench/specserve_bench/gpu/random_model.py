@@ -45,7 +45,7 @@ def random_decoder(
             out=ops.prepack(weight(hidden, heads * D)),
             out_bias=None,
             mlp_norm=ones(hidden),
-            gate_up=ops.prepack(weight(2 * config.intermediate_size, hidden)),
+            gate_up=ops.prepack(weight(2 * config.intermediate_size, hidden), is_gated=True),
             gate_up_bias=None,
             down=ops.prepack(weight(hidden, config.intermediate_size)),
             down_bias=None,

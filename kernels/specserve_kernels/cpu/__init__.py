@@ -1,22 +1,21 @@
-"""The ops on the CPU: oneDNN's prepacked GEMMs, and C++ for everything between them."""
+"""The ops on the CPU, in C++."""
 
 from contextlib import nullcontext
 
 from specserve_kernels.cpu.build import level, library
 from specserve_kernels.cpu.compiler import BuildError
 from specserve_kernels.cpu.ops import (
-    add,
-    add_rms_norm,
     attention,
     embed,
     linear,
+    linear_add,
+    linear_silu_mul,
     move_kv,
     plan,
     prepack,
     rms_norm,
     rope_write_kv,
     sample,
-    silu_mul,
     take_rows,
     top_children,
 )
@@ -32,8 +31,6 @@ from specserve_kernels.host import (
 
 __all__ = [
     "BuildError",
-    "add",
-    "add_rms_norm",
     "allocate",
     "arithmetic",
     "attention",
@@ -43,6 +40,8 @@ __all__ = [
     "has_bf16",
     "library",
     "linear",
+    "linear_add",
+    "linear_silu_mul",
     "lock",
     "move_kv",
     "place",
@@ -53,7 +52,6 @@ __all__ = [
     "rope_write_kv",
     "sample",
     "samples_ahead",
-    "silu_mul",
     "take_rows",
     "top_children",
     "tune",

@@ -1,4 +1,4 @@
-// RMSNorm, the gated SiLU, and rotary embedding with the KV write: row by row.
+// RMSNorm, and rotary embedding with the KV write: row by row.
 #include "op.h"
 #include "vec.h"
 
@@ -23,17 +23,9 @@ template <class T> static void scale_row(const T* x, const T* weight, float s, i
   if (i < n) store(out + i, load(x + i, n - i) * s * load(weight + i, n - i), n - i);
 }
 
-template <class T> static void add_row(const T* x, T* residual, int64_t n) {
-  int64_t i = 0;
-  for (; i + LANES <= n; i += LANES) store(residual + i, load(residual + i) + load(x + i));
-  if (i < n) store(residual + i, load(residual + i, n - i) + load(x + i, n - i), n - i);
-}
-
 struct Norm {
   int64_t is_bf16, domain;
-  const void* x;
-  void* residual;  // null, or x is added to it first
-  const void* weight;
+  const void *x, *weight;
   void* out;
   int64_t width;
   float eps;
@@ -44,33 +36,7 @@ template <class T> static void rms_norm(const Norm& a, const Step& step, Team& t
   Range part = team.part(step.num_rows[a.domain]);
   for (int64_t r = part.begin; r < part.end; r++) {
     const T* row = (const T*)a.x + r * K;
-    if (a.residual) {
-      T* residual = (T*)a.residual + r * K;
-      add_row(row, residual, K);
-      row = residual;
-    }
     scale_row(row, (const T*)a.weight, inverse_rms(row, K, a.eps), K, (T*)a.out + r * K);
-  }
-}
-
-struct Silu {
-  int64_t is_bf16, domain;
-  const void* gate_up;
-  void* out;
-  int64_t width;  // of the output
-};
-
-template <class T> static void silu_mul(const Silu& a, const Step& step, Team& team) {
-  int64_t F = a.width;
-  Range part = team.part(step.num_rows[a.domain]);
-  for (int64_t r = part.begin; r < part.end; r++) {
-    const T *gate = (const T*)a.gate_up + r * 2 * F, *up = gate + F;
-    T* to = (T*)a.out + r * F;
-    for (int64_t i = 0; i < F; i += LANES) {
-      int n = F - i < LANES ? F - i : LANES;
-      vf g = load_up_to(gate + i, n);
-      store_up_to(to + i, g / (1.0f + exp(-g)) * load_up_to(up + i, n), n);
-    }
   }
 }
 
@@ -141,11 +107,6 @@ void specserve_gather(const void* args, const Step& step, Team& team) {
 void specserve_rms_norm(const void* args, const Step& step, Team& team) {
   const Norm& a = *(const Norm*)args;
   a.is_bf16 ? rms_norm<bf16>(a, step, team) : rms_norm<float>(a, step, team);
-}
-
-void specserve_silu_mul(const void* args, const Step& step, Team& team) {
-  const Silu& a = *(const Silu*)args;
-  a.is_bf16 ? silu_mul<bf16>(a, step, team) : silu_mul<float>(a, step, team);
 }
 
 void specserve_rope_write_kv(const void* args, const Step& step, Team& team) {

@@ -1,7 +1,7 @@
-"""The C++ kernels and oneDNN's GEMM as functions from tensors to tensors."""
+"""The C++ kernels as functions from tensors to tensors."""
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import addressof, byref, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from typing import Any, NamedTuple
@@ -19,18 +19,6 @@ from specserve_kernels.types import (
     Rows,
     SampleParams,
 )
-
-# Private to torch, but the only way to oneDNN's prepacked GEMM; tests pin its numerics.
-_linear: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
-_reorder: Callable[..., Tensor] = torch.ops.mkldnn._reorder_linear_weight.default
-_EXPECTED_ROWS = 8  # rows of a step for which oneDNN chooses the weight's layout
-# oneDNN runs one row with another kernel, and other bits; from two rows on all are equal. Two rows
-# take longer than four: `make bench` prints both, as gemm_ms for 1 and for 4 rows of a step.
-_MIN_ROWS = 4
-# With AMX the order in which a row's bfloat16 products are summed depends on the number of rows,
-# but not up to 32 of them.
-_MAX_ROWS: int | None = 32 if torch.cpu.get_capabilities().get("amx_bf16") else None
-
 
 # The fields of Rows that the kernels read, in the order of rows.h.
 _POINTERS = ("qo_indptr", "indptr", "indices", "positions", "prefix", "slots", "mask")
@@ -58,17 +46,25 @@ class _SampleParams(ctypes.Structure):
 class _Norm(ctypes.Structure):
     _fields_ = [
         *((name, c_int64) for name in ("is_bf16", "domain")),
-        *((name, c_void_p) for name in ("x", "residual", "weight", "out")),
+        *((name, c_void_p) for name in ("x", "weight", "out")),
         ("width", c_int64),
         ("eps", c_float),
     ]
 
 
-class _Silu(ctypes.Structure):
+class _Pack(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("is_bf16", "is_gated")),
+        *((name, c_void_p) for name in ("weight", "packed")),
+        *((name, c_int64) for name in ("N", "K")),
+    ]
+
+
+class _Linear(ctypes.Structure):
     _fields_ = [
         *((name, c_int64) for name in ("is_bf16", "domain")),
-        *((name, c_void_p) for name in ("gate_up", "out")),
-        ("width", c_int64),
+        *((name, c_void_p) for name in ("x", "packed", "bias", "out")),
+        *((name, c_int64) for name in ("N", "K", "epilogue")),
     ]
 
 
@@ -141,6 +137,16 @@ class Op(ctypes.Structure):
     _fields_ = [("run", c_void_p), ("args", c_void_p), ("domain", c_int64)]
 
 
+class Packed(NamedTuple):
+    """A weight as gemm.h describes it; N is half of the weight's rows if it is gated."""
+
+    words: Tensor
+    N: int
+    K: int
+    is_gated: bool
+    dtype: torch.dtype
+
+
 class Plan(NamedTuple):
     """A step's rows as the kernels read them, and the tensors that keep the memory alive."""
 
@@ -178,6 +184,12 @@ def run(ops: Any, step: Step, threads: int) -> None:
     _runner(library())(byref(ops), len(ops), byref(step), threads)
 
 
+def _packed_words(N: int, K: int, is_bf16: bool, is_gated: bool) -> int:
+    count = library().specserve_packed_words
+    count.argtypes, count.restype = [c_int64] * 4, c_int64
+    return int(count(N, K, is_bf16, is_gated))
+
+
 def _run(name: str, args: ctypes.Structure, num_rows: int, size: int, rows: Any = None) -> None:
     """Run one op on `num_rows` rows; `size` elements decide whether on all threads."""
     step = Step((num_rows, 0), None, None, None if rows is None else addressof(rows))
@@ -194,19 +206,48 @@ def _is_bf16(x: Tensor) -> bool:
     return False
 
 
-def prepack(weight: Tensor) -> Tensor:
-    return _reorder(weight.contiguous(), _EXPECTED_ROWS)
+def prepack(weight: Tensor, is_gated: bool = False) -> Packed:
+    weight = weight.contiguous()
+    is_bf16, (rows, K) = _is_bf16(weight), weight.shape
+    N = rows // 2 if is_gated else rows
+    words = torch.empty(_packed_words(N, K, is_bf16, is_gated), dtype=torch.int32)
+    args = _Pack(is_bf16, is_gated, weight.data_ptr(), words.data_ptr(), N, K)
+    _run("pack", args, 1, weight.numel())
+    return Packed(words, N, K, is_gated, weight.dtype)
 
 
-def linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    R = x.shape[0]
-    if _MAX_ROWS is not None and R > _MAX_ROWS and x.dtype == torch.bfloat16:
-        parts = [x[i : i + _MAX_ROWS] for i in range(0, R, _MAX_ROWS)]
-        return torch.cat([linear(part, packed, bias) for part in parts])
-    if R >= _MIN_ROWS or R == 0:
-        return _linear(x, packed, bias, "none", [], "")
-    padded = torch.cat((x,) * -(-_MIN_ROWS // R))
-    return _linear(padded, packed, bias, "none", [], "")[:R]
+PLAIN, ADD, SILU_MUL = range(3)  # Epilogue in gemm.cpp
+
+
+def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
+    return _multiply(x, packed, bias, x.new_empty(len(x), packed.N), PLAIN)
+
+
+def linear_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) -> Tensor:
+    assert len(residual) == len(x), "a residual of another number of rows"
+    return _multiply(x, packed, bias, residual, ADD)
+
+
+def linear_silu_mul(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
+    return _multiply(x, packed, bias, x.new_empty(len(x), packed.N), SILU_MUL)
+
+
+def _multiply(x: Tensor, packed: Packed, bias: Tensor | None, out: Tensor, epilogue: int) -> Tensor:
+    args = linear_args(0, x, packed, bias, out, epilogue)
+    _run("linear", args, len(x), len(x) * packed.N * packed.K // 4)
+    return out
+
+
+def linear_args(
+    domain: int, x: Tensor, packed: Packed, bias: Tensor | None, out: Tensor, epilogue: int
+) -> ctypes.Structure:
+    assert packed.is_gated == (epilogue == SILU_MUL), "a weight that is packed for another op"
+    assert x.shape[1] == packed.K, "rows of another width than the weight's"
+    assert out.shape[1] == packed.N, "a residual of another width than the weight's"
+    assert x.dtype == packed.dtype == out.dtype, "rows and weight of different dtypes"
+    is_bf16 = _is_bf16(x) and _is_bf16(out)
+    pointers = x.data_ptr(), packed.words.data_ptr(), None if bias is None else bias.data_ptr()
+    return _Linear(is_bf16, domain, *pointers, out.data_ptr(), packed.N, packed.K, epilogue)
 
 
 def embed(table: Tensor, token_ids: Tensor) -> Tensor:
@@ -217,38 +258,15 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     return x.index_select(0, rows)
 
 
-def add(x: Tensor, residual: Tensor) -> Tensor:
-    return residual.add_(x)
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _norm(x, None, weight, eps)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _norm(x, residual, weight, eps)
-
-
-def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
-    _run("rms_norm", norm_args(0, x, residual, weight, out, eps), len(x), x.numel())
+    _run("rms_norm", norm_args(0, x, weight, out, eps), len(x), x.numel())
     return out
 
 
-def norm_args(
-    domain: int, x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float
-) -> ctypes.Structure:
-    added = None if residual is None else residual.data_ptr()
-    pointers = x.data_ptr(), added, weight.data_ptr(), out.data_ptr()
+def norm_args(domain: int, x: Tensor, weight: Tensor, out: Tensor, eps: float) -> ctypes.Structure:
+    pointers = x.data_ptr(), weight.data_ptr(), out.data_ptr()
     return _Norm(_is_bf16(x), domain, *pointers, x.shape[1], eps)
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    R, F = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(R, F)
-    args = _Silu(_is_bf16(gate_up), 0, gate_up.data_ptr(), out.data_ptr(), F)
-    _run("silu_mul", args, R, R * F)
-    return out
 
 
 def plan(

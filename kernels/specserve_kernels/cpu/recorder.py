@@ -138,8 +138,26 @@ class Recorder:
 
     def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
         out = self.new(x.domain, x.tensor.shape[1:], x.tensor.dtype)
-        args = ops.norm_args(x.domain, x.tensor, None, weight, out.tensor, eps)
+        args = ops.norm_args(x.domain, x.tensor, weight, out.tensor, eps)
         self.note("rms_norm", args, x.domain, weight)
+        return out
+
+    def linear(self, x: Any, packed: ops.Packed, bias: Tensor | None = None) -> Any:
+        out = self.new(x.domain, (packed.N,), x.tensor.dtype)
+        return self.multiply(x, packed, bias, out, ops.PLAIN)
+
+    def linear_add(self, x: Any, packed: ops.Packed, bias: Tensor | None, residual: Any) -> Any:
+        return self.multiply(x, packed, bias, residual, ops.ADD)
+
+    def linear_silu_mul(self, x: Any, packed: ops.Packed, bias: Tensor | None = None) -> Any:
+        out = self.new(x.domain, (packed.N,), x.tensor.dtype)
+        return self.multiply(x, packed, bias, out, ops.SILU_MUL)
+
+    def multiply(
+        self, x: Any, packed: ops.Packed, bias: Tensor | None, out: Any, epilogue: int
+    ) -> Any:
+        args = ops.linear_args(x.domain, x.tensor, packed, bias, out.tensor, epilogue)
+        self.note("linear", args, x.domain, packed, bias)
         return out
 
     def rope_write_kv(

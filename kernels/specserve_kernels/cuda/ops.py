@@ -60,8 +60,6 @@ class CudaOps:
 
     samples_ahead = True
     rms_norm = staticmethod(norm.rms_norm)
-    add_rms_norm = staticmethod(norm.add_rms_norm)
-    silu_mul = staticmethod(silu.silu_mul)
     copy_blocks = staticmethod(copy_blocks)
 
     def __init__(
@@ -89,20 +87,27 @@ class CudaOps:
     def has_bf16(self) -> bool:
         return torch.cuda.get_device_capability(self.device) >= (8, 0)
 
-    def prepack(self, weight: Tensor) -> Tensor:
+    def prepack(self, weight: Tensor, is_gated: bool = False) -> Tensor:
         return self.place(weight)
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear(x, packed, bias)
+
+    def linear_add(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor
+    ) -> Tensor:
+        if bias is None:
+            return residual.addmm_(x, packed.t())
+        return residual.add_(linear(x, packed, bias))
+
+    def linear_silu_mul(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+        return silu.silu_mul(linear(x, packed, bias))
 
     def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
         return table.index_select(0, token_ids)
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x.index_select(0, rows)
-
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        return residual.add_(x)
 
     def plan(
         self,

@@ -20,7 +20,11 @@ def _silu_mul(gate_up, out, F, BLOCK: tl.constexpr):
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """As the reference's."""
+    """silu(gate) * up.
+
+    gate_up  [R, 2F]  bfloat16 | float32  gate in the first half of a row, up in the second
+    ->       [R, F]   as gate_up
+    """
     assert gate_up.is_contiguous(), "rows with gaps"
     R, F = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(R, F)

@@ -13,13 +13,12 @@ from specserve_kernels.host import (
 from specserve_kernels.program import EagerProgram, Model
 from specserve_kernels.reference.attention import attention, move_kv, plan, rope_write_kv
 from specserve_kernels.reference.layers import (
-    add,
-    add_rms_norm,
     embed,
     linear,
+    linear_add,
+    linear_silu_mul,
     prepack,
     rms_norm,
-    silu_mul,
     take_rows,
     tune,
 )
@@ -27,8 +26,6 @@ from specserve_kernels.reference.sampling import sample, top_children
 from specserve_kernels.types import KVCache
 
 __all__ = [
-    "add",
-    "add_rms_norm",
     "allocate",
     "arithmetic",
     "attention",
@@ -37,6 +34,8 @@ __all__ = [
     "free_memory",
     "has_bf16",
     "linear",
+    "linear_add",
+    "linear_silu_mul",
     "lock",
     "move_kv",
     "place",
@@ -47,7 +46,6 @@ __all__ = [
     "rope_write_kv",
     "sample",
     "samples_ahead",
-    "silu_mul",
     "take_rows",
     "top_children",
     "tune",

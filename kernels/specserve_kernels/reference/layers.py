@@ -1,4 +1,4 @@
-"""Linear maps, RMSNorm and the gated SiLU, a row at a time."""
+"""Linear maps with what follows them, and RMSNorm, a row at a time."""
 
 from collections.abc import Callable
 
@@ -8,10 +8,11 @@ from torch import Tensor
 from specserve_kernels.threads import FixedThreads, Threads, check_threads
 
 
-def prepack(weight: Tensor) -> Tensor:
-    """A weight in the form that `linear` takes.
+def prepack(weight: Tensor, is_gated: bool = False) -> Tensor:
+    """A weight in the form that the linear ops take.
 
-    weight  [N, K]  bfloat16 | float32
+    weight    [N, K]  bfloat16 | float32
+    is_gated  it is for `linear_silu_mul`, else for the other two
     """
     return weight.float()
 
@@ -23,10 +24,39 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     bias  [N]     as x
     ->    [R, N]  as x
     """
+    return _products(x, packed, bias).to(x.dtype)
+
+
+def linear_add(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """Add x W^T + bias to the residual stream, in place; the residual stream.
+
+    x         [R, K]  bfloat16 | float32
+    bias      [N]     as x
+    residual  [R, N]  as x; becomes residual + x W^T + bias, rounded once
+    """
+    return residual.copy_(residual.float() + _products(x, packed, bias))
+
+
+def linear_silu_mul(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    """silu(gate) * up, where gate and up are the halves of x W^T + bias (SwiGLU, Shazeer
+    2002.05202). Rounded at the end; a build may round gate and up before, too.
+
+    x       [R, K]  bfloat16 | float32
+    packed  of a weight [2F, K], the gate's rows in its first half
+    bias    [2F]    as x
+    ->      [R, F]  as x
+    """
+    gate, up = _products(x, packed, bias).chunk(2, dim=1)
+    rows = [g / (1 + torch.exp(-g)) * u for g, u in zip(gate.clone(), up.clone(), strict=True)]
+    return torch.stack(rows).to(x.dtype) if rows else x.new_empty(0, packed.shape[0] // 2)
+
+
+def _products(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + bias, not rounded."""
     # A copy of each row: the product's bits depend on where in memory a vector begins.
     rows = [torch.mv(packed, row.clone().float()) for row in x]
-    out = torch.stack(rows) if rows else x.new_empty(0, packed.shape[0])
-    return (out if bias is None else out + bias.float()).to(x.dtype)
+    out = torch.stack(rows) if rows else packed.new_empty(0, packed.shape[0])
+    return out if bias is None else out + bias.float()
 
 
 def embed(table: Tensor, token_ids: Tensor) -> Tensor:
@@ -49,15 +79,6 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     return x.index_select(0, rows)
 
 
-def add(x: Tensor, residual: Tensor) -> Tensor:
-    """Add x to the residual stream, in place; the residual stream.
-
-    x         [R, K]  bfloat16 | float32
-    residual  [R, K]  as x; becomes residual + x, rounded
-    """
-    return residual.copy_(residual.float() + x.float())
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, rounded once, at the end (Zhang, Sennrich 1910.07467).
 
@@ -67,30 +88,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     rows = [row * torch.rsqrt(row.square().mean() + eps) * weight.float() for row in x.float()]
     return torch.stack(rows).to(x.dtype)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add x to the residual stream, in place, and normalize the sum.
-
-    x         [R, K]  bfloat16 | float32
-    residual  [R, K]  as x; becomes residual + x, rounded
-    weight    [K]     as x
-    ->        [R, K]  as x, rms_norm(residual)
-    """
-    return rms_norm(add(x, residual), weight, eps)
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up (SwiGLU, Shazeer 2002.05202).
-
-    gate_up  [R, 2F]  bfloat16 | float32  gate in the first half of a row, up in the second
-    ->       [R, F]   as gate_up
-    """
-    rows = []
-    for row in gate_up.float():
-        gate, up = row.chunk(2)
-        rows.append(gate / (1 + torch.exp(-gate)) * up)
-    return torch.stack(rows).to(gate_up.dtype)
 
 
 def tune(

@@ -1,0 +1,228 @@
+// Linear maps: packing their weights, and multiplying rows by them.
+//
+// A row's sum is taken over K in one order, whatever rows, threads and blocks there are. Threads
+// divide rows and columns, never a sum.
+#include <cstdlib>
+#include <memory>
+
+#include "gemm_tiles.h"
+#include "gemm_vectors.h"
+#include "op.h"
+
+struct Pack {
+  int64_t is_bf16, is_gated;
+  const void* weight;  // [N, K], or [2 N, K] if gated
+  uint32_t* packed;
+  int64_t N, K;
+};
+
+// 16 rows of a weight become 16 columns of a panel; `num_rows` of them exist.
+static void pack_columns(const char* weight, int64_t num_rows, int64_t row_bytes, int64_t words,
+                         uint32_t* panel) {
+  for (int64_t w = 0; w < words; w += TILE_WORDS) {
+    vi x[16] = {};
+    int64_t bytes = std::min<int64_t>(row_bytes - w * 4, 64);
+    for (int64_t r = 0; r < num_rows; r++) memcpy(&x[r], weight + r * row_bytes + w * 4, bytes);
+    transpose(x);
+    for (int i = 0; i < TILE_WORDS; i++) memcpy(panel + (w + i) * COLUMNS, &x[i], 64);
+  }
+}
+
+static void pack(const Pack& a, Team& team) {
+  Shape shape{a.N, a.K, a.is_bf16 != 0, a.is_gated != 0};
+  int64_t row_bytes = a.K * shape.value_bytes();
+  int64_t second = shape.is_gated ? a.N : COLUMNS / 2;  // rows from a panel's first to its 17th
+  for (int64_t p = team.take(); p < shape.num_panels(); p = team.take())
+    for (int half = 0; half < 2; half++) {
+      int64_t first = p * shape.panel_columns() + half * second;
+      int64_t left = a.N * (1 + (shape.is_gated && half)) - first;
+      int64_t num_rows = std::clamp<int64_t>(left, 0, COLUMNS / 2);
+      pack_columns((const char*)a.weight + first * row_bytes, num_rows, row_bytes, shape.words(),
+                   a.packed + p * shape.panel_words() + half * COLUMNS / 2);
+    }
+}
+
+enum Epilogue : int64_t { PLAIN, ADD, SILU_MUL };
+
+struct Linear {
+  int64_t is_bf16, domain;
+  const void *x, *packed, *bias;  // [R, K]; [panels][words][32]; [N], [2 N] if gated, or null
+  void* out;                      // [R, N]; the residual, if it is added to
+  int64_t N, K, epilogue;
+
+  Shape shape() const { return {N, K, is_bf16 != 0, epilogue == SILU_MUL}; }
+};
+
+template <class T> static vf with_bias(const float* sums, const T* bias, int64_t column, int n) {
+  return bias ? load(sums) + load_up_to(bias + column, n) : load(sums);
+}
+
+// Write the rows [row, row + num_rows) of one panel's columns, rounded once.
+template <class T>
+static void finish(const Linear& a, const float* sums, int64_t panel, int64_t row, int num_rows) {
+  const T* bias = (const T*)a.bias;
+  bool is_gated = a.epilogue == SILU_MUL;
+  int64_t begin = panel * (is_gated ? 16 : 32), end = std::min(begin + (is_gated ? 16 : 32), a.N);
+  for (int r = 0; r < num_rows; r++, sums += COLUMNS) {
+    T* out = (T*)a.out + (row + r) * a.N;
+    for (int64_t i = begin; i < end; i += 16) {
+      int n = std::min<int64_t>(end - i, 16);
+      vf y = with_bias(sums + (i - begin), bias, i, n);
+      if (is_gated) y = y / (1.0f + exp(-y)) * with_bias(sums + 16, bias, a.N + i, n);
+      if (a.epilogue == ADD) y = load_up_to(out + i, n) + y;
+      store_up_to(out + i, y, n);
+    }
+  }
+}
+
+// Memory that a thread keeps from op to op.
+template <class T> struct Scratch {
+  std::unique_ptr<T, decltype(&free)> memory{nullptr, free};
+  int64_t size = 0;
+
+  T* at_least(int64_t n) {
+    if (n > size) {
+      size = divide_up(n, 1 << 14) * (1 << 14);
+      memory.reset((T*)aligned_alloc(64, size * sizeof(T)));
+    }
+    return memory.get();
+  }
+};
+
+constexpr int64_t ROWS_BYTES = 512 << 10;   // of packed rows that are multiplied by all panels
+constexpr int64_t GROUP_BYTES = 384 << 10;  // of panels that stay in L2 while blocks of rows pass
+constexpr int64_t MAX_GROUP = 8;            // panels
+
+// How an op's rows and panels are divided: first into slabs of rows, which a thread packs as a
+// whole, then into groups of panels. A slab and a group are what a thread takes at once. A slab is
+// multiplied block by block: as many rows as fit into registers.
+template <class Path> struct Division {
+  int64_t num_rows, num_panels, num_slabs, group, groups;
+
+  Division(const Shape& shape, int64_t R, int threads) : num_rows(R) {
+    int64_t words = shape.words(), row_bytes = words * Path::PER_WORD * 4;
+    int64_t most = std::max<int64_t>(ROWS_BYTES / row_bytes, Path::MAX_ROWS);
+    num_panels = shape.num_panels();
+    num_slabs = divide_up(R, most);
+    int64_t largest = std::clamp<int64_t>(GROUP_BYTES / (words * COLUMNS * 4), 1, MAX_GROUP);
+    if (R <= Path::MAX_ROWS) largest = Path::panels(R);
+    int64_t even = threads == 1 ? largest : num_panels * num_slabs / (4 * threads);
+    group = std::clamp<int64_t>(even, 1, largest);
+    groups = divide_up(num_panels, group);
+  }
+  int64_t num_items() const { return num_slabs * groups; }
+  Range slab(int64_t item) const {
+    int64_t s = item / groups;
+    return {num_rows * s / num_slabs, num_rows * (s + 1) / num_slabs};
+  }
+  Range panels(int64_t item) const {
+    int64_t first = item % groups * group;
+    return {first, std::min(first + group, num_panels)};
+  }
+};
+
+// One thread's share of a linear map.
+template <class Path> struct Multiplier {
+  typedef typename Path::Value Value;
+  typedef typename Path::Source Source;
+  static constexpr int64_t BLOCK = Path::BLOCK_WORDS;
+  static inline thread_local Scratch<Value> row_memory;
+  static inline thread_local Scratch<float> sum_memory;
+
+  const Linear& a;
+  Shape shape;
+  int64_t words = shape.words(), panel_words = shape.panel_words();
+  Range slab{0, 0};
+  Value* rows = nullptr;  // [words / BLOCK][rows of the slab][STRIDE]
+  float* sums = sum_memory.at_least(MAX_GROUP * Path::MAX_ROWS * COLUMNS);
+
+  const uint32_t* panel(int64_t p) const { return (const uint32_t*)a.packed + p * panel_words; }
+
+  void run(int64_t R, Team& team) {
+    Division<Path> division(shape, R, team.size);
+    int64_t item = team.take();
+    if (item < division.num_items()) Path::begin(R);
+    while (item < division.num_items()) {
+      int64_t following = team.take();
+      bool is_last = following >= division.num_items();
+      Range panels = division.panels(item);
+      take_slab(division.slab(item));
+      multiply(panels, is_last ? panels.begin : division.panels(following).begin);
+      item = following;
+    }
+    Path::end();
+  }
+
+  void take_slab(Range next) {
+    if (next.begin == slab.begin && next.end == slab.end) return;
+    slab = next;
+    int64_t n = slab.end - slab.begin, blocks = divide_up(words, BLOCK);
+    rows = row_memory.at_least(blocks * n * Path::STRIDE);
+    for (int64_t b = 0; b < blocks; b++)
+      for (int64_t r = 0; r < n; r++) pack_row(slab.begin + r, b, rows + (b * n + r) * Path::STRIDE);
+  }
+  // The words of a block of K, zeros after the last.
+  void pack_row(int64_t row, int64_t block, Value* to) {
+    constexpr int64_t PER_WORD = 4 / sizeof(Source);
+    int64_t begin = block * BLOCK, end = std::min(begin + BLOCK, words);
+    int64_t n = std::min(end * PER_WORD, a.K) - begin * PER_WORD;
+    constexpr int64_t RATIO = sizeof(Value) * Path::PER_WORD / 4;  // bytes packed for each of x
+    memset((char*)to + n * sizeof(Source) * RATIO, 0,
+           (end - begin) * 4 * RATIO - n * sizeof(Source) * RATIO);
+    Path::pack((const Source*)a.x + row * a.K + begin * PER_WORD, n, to);
+  }
+
+  void multiply(Range panels, int64_t next_panel) {
+    int64_t n = slab.end - slab.begin, blocks = divide_up(n, Path::MAX_ROWS);
+    for (int64_t b = 0; b < blocks; b++) {
+      Range part{n * b / blocks, n * (b + 1) / blocks};
+      multiply_rows(part, panels, b + 1 < blocks ? panels.begin : next_panel);
+      for (int64_t p = panels.begin; p < panels.end; p++)
+        finish<Source>(a, sums_of(p - panels.begin), p, slab.begin + part.begin,
+                       part.end - part.begin);
+    }
+  }
+  float* sums_of(int64_t i) const { return sums + i * Path::MAX_ROWS * COLUMNS; }
+
+  // A block of rows times a group of panels: the rows stay in L1 for a part of K.
+  void multiply_rows(Range part, Range panels, int64_t next_panel) {
+    int num_rows = part.end - part.begin, wide = Path::panels(num_rows);
+    for (int64_t word = 0; word < words; word += BLOCK) {
+      int64_t block_row = word / BLOCK * (slab.end - slab.begin) + part.begin;
+      int64_t num_words = std::min(BLOCK, words - word);
+      for (int64_t p = panels.begin, step; p < panels.end; p += step) {
+        step = p + wide <= panels.end ? wide : 1;
+        const uint32_t* next = p + step < panels.end     ? panel(p + step) + word * COLUMNS
+                               : word + num_words < words ? panel(panels.begin) + (word + num_words) * COLUMNS
+                                                          : panel(next_panel);
+        Path::multiply({rows + block_row * Path::STRIDE, panel(p) + word * COLUMNS, next, num_words,
+                        sums_of(p - panels.begin), word == 0},
+                       num_rows, step, panel_words);
+      }
+    }
+  }
+};
+
+template <class Path> static void multiply(const Linear& a, int64_t R, Team& team) {
+  Multiplier<Path>{a, a.shape()}.run(R, team);
+}
+
+extern "C" {
+// The words of a packed weight.
+int64_t specserve_packed_words(int64_t N, int64_t K, int64_t is_bf16, int64_t is_gated) {
+  Shape shape{N, K, is_bf16 != 0, is_gated != 0};
+  return shape.num_panels() * shape.panel_words();
+}
+
+void specserve_pack(const void* args, const Step&, Team& team) { pack(*(const Pack*)args, team); }
+
+void specserve_linear(const void* args, const Step& step, Team& team) {
+  const Linear& a = *(const Linear*)args;
+  int64_t R = step.num_rows[a.domain];
+  if (!a.is_bf16) return multiply<Vectors<Floats>>(a, R, team);
+#if defined(EMULATE_AMX) || defined(__AMX_BF16__)
+  if (Tiles::are_usable()) return multiply<Tiles>(a, R, team);
+#endif
+  multiply<Vectors<Pairs>>(a, R, team);
+}
+}

@@ -1,0 +1,68 @@
+// The GEMM's layouts: packed weights, packed rows, and the sums of a block of rows.
+//
+// K is counted in words of 4 bytes: two bf16, or one float. A packed weight is an array of panels of
+// 32 columns, [words][32] words each: whatever the dtype and the instructions, a vector or a tile
+// reads 64 bytes of one or more consecutive words. Words and columns that a weight lacks are zeros.
+#pragma once
+
+#include <algorithm>
+
+#include "vec.h"
+
+constexpr int COLUMNS = 32;
+constexpr int TILE_WORDS = 16;  // the words of a panel are a multiple of this
+
+static inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// What a weight [N, K] is once it is packed. A gated one, [2 F, K], pairs 16 columns of the gate
+// with the 16 of the other half that they are multiplied by; N is F then.
+struct Shape {
+  int64_t N, K;
+  bool is_bf16, is_gated;
+
+  int64_t value_bytes() const { return is_bf16 ? 2 : 4; }
+  int64_t words() const { return divide_up(K * value_bytes(), 4 * TILE_WORDS) * TILE_WORDS; }
+  int64_t panel_columns() const { return is_gated ? COLUMNS / 2 : COLUMNS; }
+  int64_t num_panels() const { return divide_up(N, panel_columns()); }
+  int64_t panel_words() const { return words() * COLUMNS; }
+};
+
+// Where a multiplication reads the words of a panel that stands in memory as it is multiplied. A
+// loader of codes has the same functions, and decodes what it reads.
+struct Loader {
+  const uint32_t* panel;  // from the first word to be multiplied on
+  const uint32_t* ahead;  // prefetched beside it, at the same distance from there
+
+  const uint32_t* words(int64_t word, int column) const { return panel + word * COLUMNS + column; }
+  // Inlined, as GCC drops calls of a function that does nothing but prefetch.
+  inline __attribute__((always_inline)) void prefetch(int64_t word, int column) const {
+    __builtin_prefetch(ahead + word * COLUMNS + column);
+  }
+};
+
+// One multiplication: some words of a block of rows times the same words of a panel. Sums go
+// through memory between the parts of K, which changes no bit of them.
+struct Part {
+  const void* rows;         // as Path::pack left them
+  const uint32_t* panel;
+  const uint32_t* next;     // the words that are multiplied after these: prefetched
+  int64_t num_words;
+  float* sums;              // [rows][32]
+  bool is_first;            // sums begin with zero
+};
+
+// Words that lie between a word and what is prefetched with it.
+constexpr int64_t AHEAD = 32;
+
+// The parts of a loop over words: all but the last few prefetch words of the same part, those few
+// prefetch the beginning of the next one.
+struct Stretch {
+  int64_t begin, end;
+  Loader loader;
+};
+static inline Stretch stretch(const Part& part, int64_t offset, bool is_last) {
+  int64_t cut = std::max<int64_t>(part.num_words - AHEAD, 0);
+  const uint32_t* panel = part.panel + offset;
+  if (is_last) return {cut, part.num_words, {panel, part.next + offset - cut * COLUMNS}};
+  return {0, cut, {panel, panel + AHEAD * COLUMNS}};
+}

@@ -1,0 +1,65 @@
+// The tile instructions that gemm_tiles.h uses, as Intel's manual defines them; for tests.
+#pragma once
+
+#include <cstdlib>
+
+#include "vec.h"
+
+struct TileConfig {
+  uint8_t palette, start_row, reserved[14];
+  uint16_t row_bytes[16];
+  uint8_t num_rows[16];
+};
+
+struct Tile {
+  int num_rows, row_bytes;
+  uint8_t bytes[16][64];
+};
+static thread_local Tile tile[8];
+
+static inline bool request_tiles() { return true; }
+static inline void configure_tiles(const TileConfig* config) {
+  for (int t = 0; t < 8; t++) tile[t] = {config->num_rows[t], config->row_bytes[t], {}};
+}
+static inline void release_tiles() {
+  TileConfig none{};
+  configure_tiles(&none);
+}
+
+// The CPU raises an exception if a tile that is not configured is used, or one of another shape.
+static inline void check(bool is_valid) {
+  if (!is_valid) abort();
+}
+
+static inline void zero_tile(int t) {
+  check(tile[t].num_rows > 0);
+  memset(tile[t].bytes, 0, sizeof tile[t].bytes);
+}
+static inline void load_tile(int t, const void* p, int64_t stride) {
+  check(tile[t].num_rows > 0);
+  memset(tile[t].bytes, 0, sizeof tile[t].bytes);
+  for (int r = 0; r < tile[t].num_rows; r++)
+    memcpy(tile[t].bytes[r], (const uint8_t*)p + r * stride, tile[t].row_bytes);
+}
+static inline void store_tile(int t, void* p, int64_t stride) {
+  check(tile[t].num_rows > 0);
+  for (int r = 0; r < tile[t].num_rows; r++)
+    memcpy((uint8_t*)p + r * stride, tile[t].bytes[r], tile[t].row_bytes);
+}
+
+// Even and odd products of a tile have sums of their own, from zero; then both are added.
+static inline void multiply_tiles(int c, int a, int b) {
+  check(tile[c].num_rows == tile[a].num_rows && tile[b].num_rows * 4 == tile[a].row_bytes);
+  check(tile[c].num_rows > 0 && tile[c].row_bytes == tile[b].row_bytes);
+  for (int m = 0; m < tile[c].num_rows; m++) {
+    vf even{}, odd{}, total = load((const float*)tile[c].bytes[m]);
+    for (int k = 0; k < tile[b].num_rows; k++) {
+      uint32_t x;
+      memcpy(&x, tile[a].bytes[m] + 4 * k, 4);
+      vu w = (vu)load_lanes(tile[b].bytes[k]);
+      even = fma(splat(to_float(bf16{uint16_t(x)})), (vf)(w << 16), even);
+      odd = fma(splat(to_float(bf16{uint16_t(x >> 16)})), (vf)(w & 0xffff0000u), odd);
+    }
+    store((float*)tile[c].bytes[m], total + (even + odd));
+  }
+}

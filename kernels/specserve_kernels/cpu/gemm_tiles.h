@@ -1,0 +1,128 @@
+// Blocks of rows times panels, on the tile registers of AMX: 32 rows and 32 columns at a time.
+//
+// With EMULATE_AMX the instructions are emulated, so that all but the instructions can be tested on
+// any CPU.
+#pragma once
+
+#include "gemm.h"
+
+#if defined(EMULATE_AMX)
+#include "gemm_emulation.h"
+#elif defined(__AMX_BF16__)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+struct alignas(64) TileConfig {
+  uint8_t palette, start_row, reserved[14];
+  uint16_t row_bytes[16];
+  uint8_t num_rows[16];
+};
+
+// Linux lets a process use the tiles once it has asked.
+static inline bool request_tiles() {
+  constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
+// Macros, as compilers take the number of a tile as text.
+#define configure_tiles(config) _tile_loadconfig(config)
+#define release_tiles() _tile_release()
+#define zero_tile(tile) _tile_zero(tile)
+#define load_tile(tile, from, stride) _tile_loadd(tile, from, stride)
+#define store_tile(tile, to, stride) _tile_stored(tile, to, stride)
+#define multiply_tiles(sums, rows, columns) _tile_dpbf16ps(sums, rows, columns)
+#endif
+
+#if defined(EMULATE_AMX) || defined(__AMX_BF16__)
+struct Tiles {
+  typedef uint32_t Value;
+  typedef bf16 Source;
+  static constexpr int PER_WORD = 1;
+  static constexpr int BLOCK_WORDS = 256;  // of K: 32 rows of them stay in L1
+  static constexpr int STRIDE = BLOCK_WORDS + 16;
+  static constexpr int MAX_ROWS = 32;
+  static constexpr int panels(int) { return 1; }
+
+  // Whether the tiles may be used in this process.
+  static bool are_usable() {
+    static const bool usable = request_tiles();
+    return usable;
+  }
+
+  // The tiles are configured anew for every op, as other libraries use them too.
+  static void begin(int64_t) { configured = 0; }
+  static void end() {
+    if (configured) release_tiles();
+  }
+  static void pack(const bf16* x, int64_t n, Value* to) { memcpy(to, x, n * sizeof(bf16)); }
+
+  static void multiply(const Part& part, int rows, int, int64_t) {
+    if (rows != configured) configure(rows);
+    rows > 16 ? block<true>(part) : block<false>(part);
+  }
+
+ private:
+  static inline thread_local int configured;  // rows
+
+  // Tiles 0 to 3 are sums, rows by columns; 4 and 5 rows; 6 and 7 words of the panel.
+  static void configure(int rows) {
+    TileConfig config{};
+    config.palette = 1;
+    for (int t = 0; t < 8; t++) config.row_bytes[t] = 64;
+    uint8_t first = std::min(rows, 16), second = rows - first;
+    for (int t : {0, 1, 4}) config.num_rows[t] = first;
+    for (int t : {2, 3, 5}) config.num_rows[t] = second;
+    for (int t : {6, 7}) config.num_rows[t] = TILE_WORDS;
+    configure_tiles(&config);
+    configured = rows;
+  }
+
+  template <bool HAS_SECOND> static void block(const Part& part) {
+    constexpr int64_t LINE = COLUMNS * 4, ROW = STRIDE * 4;
+    begin_sums<HAS_SECOND>(part);
+    const uint32_t* x = (const uint32_t*)part.rows;
+    for (bool is_last : {false, true}) {
+      Stretch s = stretch(part, 0, is_last);
+      for (int64_t w = s.begin; w < s.end; w += TILE_WORDS) {
+        for (int i = 0; i < TILE_WORDS; i++)
+          for (int column : {0, 16}) s.loader.prefetch(w + i, column);
+        load_tile(6, s.loader.words(w, 0), LINE);
+        load_tile(7, s.loader.words(w, 16), LINE);
+        load_tile(4, x + w, ROW);
+        multiply_tiles(0, 4, 6);
+        multiply_tiles(1, 4, 7);
+        if constexpr (HAS_SECOND) {
+          load_tile(5, x + 16 * STRIDE + w, ROW);
+          multiply_tiles(2, 5, 6);
+          multiply_tiles(3, 5, 7);
+        }
+      }
+    }
+    store_tile(0, part.sums, LINE);
+    store_tile(1, part.sums + 16, LINE);
+    if constexpr (HAS_SECOND) {
+      store_tile(2, part.sums + 16 * COLUMNS, LINE);
+      store_tile(3, part.sums + 16 * COLUMNS + 16, LINE);
+    }
+  }
+
+  template <bool HAS_SECOND> static void begin_sums(const Part& part) {
+    constexpr int64_t LINE = COLUMNS * 4;
+    if (part.is_first) {
+      zero_tile(0);
+      zero_tile(1);
+      if constexpr (HAS_SECOND) {
+        zero_tile(2);
+        zero_tile(3);
+      }
+      return;
+    }
+    load_tile(0, part.sums, LINE);
+    load_tile(1, part.sums + 16, LINE);
+    if constexpr (HAS_SECOND) {
+      load_tile(2, part.sums + 16 * COLUMNS, LINE);
+      load_tile(3, part.sums + 16 * COLUMNS + 16, LINE);
+    }
+  }
+};
+#endif

@@ -1,0 +1,174 @@
+// Blocks of rows times panels, on vectors: a sum stays in a register from word to word.
+#pragma once
+
+#include <array>
+#include <utility>
+
+#include "gemm.h"
+
+// NATIVE is the width of a register in floats, SUMS the number of registers for sums; a few others
+// hold words of the panel and the value that they are multiplied by.
+#if defined(__AVX512F__)
+constexpr int NATIVE = 16, SUMS = 28;
+#elif defined(__AVX__)
+constexpr int NATIVE = 8, SUMS = 12;
+#elif defined(__aarch64__)
+constexpr int NATIVE = 4, SUMS = 24;
+#else
+constexpr int NATIVE = 4, SUMS = 8;
+#endif
+typedef float nf __attribute__((vector_size(4 * NATIVE)));
+typedef uint32_t nu __attribute__((vector_size(4 * NATIVE)));
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+static inline nf multiply_add(nf a, nf b, nf c) {
+#if defined(__AVX512F__)
+  return (nf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (nf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+  return (nf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+static inline nu load_words(const uint32_t* p) { nu v; memcpy(&v, p, sizeof v); return v; }
+static inline nf broadcast(float x) {
+  nf v;
+  for (int i = 0; i < NATIVE; i++) v[i] = x;
+  return v;
+}
+
+// How the values of a word are multiplied: one after the other, or in one instruction.
+struct Floats {
+  typedef float Value;  // of a packed row
+  typedef float Source;
+  static constexpr int PER_WORD = 1;  // values of a packed row
+  static nf unpack(nu words, int) { return (nf)words; }
+  static nf add_product(nf sum, Value x, nf w) { return multiply_add(broadcast(x), w, sum); }
+  static void pack(const float* x, int64_t n, Value* to) { memcpy(to, x, n * sizeof(float)); }
+};
+
+#if defined(__AVX512BF16__)
+struct Pairs {
+  typedef uint32_t Value;
+  typedef bf16 Source;
+  static constexpr int PER_WORD = 1;
+  static nf unpack(nu words, int) { return (nf)words; }
+  static nf add_product(nf sum, Value x, nf w) {
+    return (nf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(x), (__m512bh)w);
+  }
+  static void pack(const bf16* x, int64_t n, Value* to) { memcpy(to, x, n * sizeof(bf16)); }
+};
+#else
+struct Pairs {
+  typedef float Value;
+  typedef bf16 Source;
+  static constexpr int PER_WORD = 2;
+  static nf unpack(nu words, int i) { return (nf)(i == 0 ? words << 16 : words & 0xffff0000u); }
+  static nf add_product(nf sum, Value x, nf w) { return multiply_add(broadcast(x), w, sum); }
+  static void pack(const bf16* x, int64_t n, Value* to) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) store(to + i, load(x + i));
+    for (; i < n; i++) to[i] = to_float(x[i]);
+  }
+};
+#endif
+
+template <class Kind> struct Vectors {
+  typedef typename Kind::Value Value;
+  typedef typename Kind::Source Source;
+  static constexpr int PER_WORD = Kind::PER_WORD;
+  static constexpr int BLOCK_WORDS = 512 / PER_WORD;  // of K: 14 rows of them stay in L1
+  static constexpr int STRIDE = BLOCK_WORDS * PER_WORD + 16;  // values; no power of two
+  static constexpr int MAX_ROWS = NATIVE == 16 ? SUMS / 2 : 6;
+
+  // Registers across a panel: all of its columns, or half of them if sums of all do not fit.
+  static constexpr int across(int rows) {
+    int all = COLUMNS / NATIVE;
+    return rows * all <= SUMS ? all : all / 2;
+  }
+  // Panels that are multiplied at once: a sum waits for its last addition, so one row needs more.
+  static constexpr int panels(int rows) {
+    return NATIVE < 16 ? 1 : rows == 1 ? 4 : rows == 2 ? 2 : 1;
+  }
+
+  static void begin(int64_t) {}
+  static void end() {}
+  static void pack(const Source* x, int64_t n, Value* to) { Kind::pack(x, n, to); }
+
+  // `num_panels` is 1 or panels(rows); the panels' sums follow each other, MAX_ROWS rows each.
+  static void multiply(const Part& part, int rows, int num_panels, int64_t panel_words) {
+    TABLE[num_panels > 1][rows - 1](part, panel_words);
+  }
+
+ private:
+  typedef void (*Function)(const Part&, int64_t);
+
+  template <int ROWS, int PANELS> static void block(const Part& part, int64_t panel_words) {
+    constexpr int V = across(ROWS);
+    for (int column = 0; column < COLUMNS; column += V * NATIVE)
+      columns<ROWS, PANELS, V>(part, panel_words, column);
+  }
+
+  template <int ROWS, int PANELS, int V>
+  static void columns(const Part& part, int64_t panel_words, int column) {
+    nf sums[PANELS][ROWS][V];
+    for (int p = 0; p < PANELS; p++)
+      for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < V; v++)
+          if (part.is_first) sums[p][r][v] = nf{};
+          else memcpy(&sums[p][r][v], at(part, p, r, column + v * NATIVE), sizeof(nf));
+    const Value* x = (const Value*)part.rows;
+    for (bool is_last : {false, true}) {
+      Stretch s = stretch(part, column, is_last);
+      for (int64_t w = s.begin; w < s.end; w++) add_word(s.loader, x, w, panel_words, sums);
+    }
+    for (int p = 0; p < PANELS; p++)
+      for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < V; v++)
+          memcpy(at(part, p, r, column + v * NATIVE), &sums[p][r][v], sizeof(nf));
+  }
+  static float* at(const Part& part, int panel, int row, int column) {
+    return part.sums + (panel * MAX_ROWS + row) * COLUMNS + column;
+  }
+
+  template <int PANELS, int ROWS, int V>
+  static inline __attribute__((always_inline)) void add_word(const Loader& loader, const Value* x,
+                                                             int64_t w, int64_t panel_words,
+                                                             nf (&sums)[PANELS][ROWS][V]) {
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; p++) {
+      int64_t offset = p * panel_words;
+#pragma GCC unroll 8
+      for (int v = 0; v < V; v += LANES / NATIVE) loader.prefetch(w, offset + v * NATIVE);
+#pragma GCC unroll 2
+      for (int i = 0; i < PER_WORD; i++) {
+        nf words[V];
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++)
+          words[v] = Kind::unpack(load_words(loader.words(w, offset + v * NATIVE)), i);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+          for (int v = 0; v < V; v++)
+            sums[p][r][v] =
+                Kind::add_product(sums[p][r][v], x[r * STRIDE + w * PER_WORD + i], words[v]);
+      }
+    }
+  }
+
+  template <bool IS_WIDE, size_t... R>
+  static constexpr std::array<Function, MAX_ROWS> functions(std::index_sequence<R...>) {
+    return {block<R + 1, IS_WIDE ? panels(R + 1) : 1>...};
+  }
+  static constexpr std::array<Function, MAX_ROWS> TABLE[2] = {
+      functions<false>(std::make_index_sequence<MAX_ROWS>()),
+      functions<true>(std::make_index_sequence<MAX_ROWS>())};
+};
