@@ -6,6 +6,7 @@ import random
 import torch
 
 from specserve_kernels import KVCache, KVLayer, Rows, cpu, reference
+from specserve_kernels.program import EagerProgram
 
 
 def builds():
@@ -36,6 +37,22 @@ def logits(decoder, ids, *, block_size=16, chunks=(23,)):
             residual = decoder.forward(ids[start:end], kv, plan)
             out.append(decoder.logits(residual, torch.arange(end - start)))
     return torch.cat(out).float()
+
+
+def recorded_and_eager(decoder, ids, chunks):
+    """Residuals and logits of all rows, by the build's program and op by op; and the program."""
+    table = list(range(len(ids) // 16 + 3))
+    programs, out = [], []
+    for make in (decoder.ops.program, lambda model, kv, *sizes: EagerProgram(model, kv)):
+        with torch.inference_mode():
+            program = make(decoder, empty_kv(decoder, len(table), 16), len(ids), len(ids))
+            programs.append(program)
+            for start, end in itertools.pairwise([0, *chunks, len(ids)]):
+                rows = causal_rows(table, start, end, 16)
+                got = program.run(rows, ids[start:end], torch.arange(end - start))
+                out += [got.residual.clone(), got.logits.clone()]
+    half = len(out) // 2
+    return programs[0], out[:half], out[half:]
 
 
 def empty_kv(decoder, num_blocks, block_size):

@@ -5,8 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specserve.models.loader import load_decoder
+from specserve_kernels import cpu
 from tests.checkpoints import FAMILIES, tiny_checkpoint
-from tests.models.forward import builds, logits, prompt
+from tests.models.forward import builds, logits, prompt, recorded_and_eager
 
 SMOLLM3 = {"model_type": "smollm3"}
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -63,6 +64,20 @@ def test_logits_are_those_of_transformers(case, ops, block_size):
     got = logits(load_decoder(folder, "fp32", ops), ids, block_size=block_size)
     error = (got - want).norm(dim=1) / want.norm(dim=1)
     assert error.max() < 1e-4, error
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_recorded_forward_has_the_bits_of_the_eager_one(case, dtype):
+    """And all of it is recorded: nothing is left to Python, and no op runs twice or never."""
+    folder, ids, _ = case
+    decoder = load_decoder(folder, dtype, cpu)
+    program, recorded, eager = recorded_and_eager(decoder, ids, (23, 24))
+    assert all(torch.equal(a, b) for a, b in zip(recorded, eager, strict=True))
+    attention = ["rms_norm", "linear", "rope_write_kv", "attention", "linear"]
+    layers = [*attention, "rms_norm", "linear", "linear"] * decoder.config.num_layers
+    head = ["gather", "rms_norm", "linear"]
+    assert program.native_ops == ["gather", *layers, *head]
+    assert program.host_ops == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
