@@ -1,38 +1,85 @@
 // The threads of a process: created when a team first needs them, asleep while there is no work.
 #include "team.h"
 
+#include <linux/futex.h>
 #include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <climits>
 #include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
+// A thread that waits spins at first: to sleep and be woken takes 7 us or, in some virtual machines,
+// 50. But where another process is busy, the thread that is waited for may have no CPU, and may get
+// the CPU of this one if this one sleeps: so a thread that has spun in vain a few times sleeps at
+// once, and only tries now and then whether spinning pays again. It never yields: the other process
+// would be given a whole time slice.
+constexpr int SPINS = 1000;       // pauses: 20 to 50 us
+constexpr int FEW_SPINS = 50;     // while spinning does not pay
+constexpr int PATIENCE = 3;       // times in a row that a thread has slept before it stops to spin
+constexpr int TRY_AGAIN = 128;    // it spins again every so many times
+
+static inline void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  asm volatile("isb" ::: "memory");  // `yield` takes one cycle only
+#endif
+}
+
+static void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
+  while (word.load(std::memory_order_seq_cst) == value)
+    syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+
+static void wake(std::atomic<uint32_t>& word, int number) {
+  syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, number, nullptr, nullptr, 0);
+}
+
+static bool spin_while(const std::atomic<uint32_t>& word, uint32_t value, int spins) {
+  for (int i = 0; i < spins; i++) {
+    if (word.load(std::memory_order_acquire) != value) return true;
+    pause_briefly();
+  }
+  return false;
+}
+
+void Meeting::wait_for_others(uint32_t phase) {
+  static thread_local int in_vain = 0;  // times in a row
+  if (spin_while(this->phase, phase, FEW_SPINS)) return;
+  if ((in_vain < PATIENCE || in_vain % TRY_AGAIN == 0) && spin_while(this->phase, phase, SPINS)) {
+    in_vain = 0;
+    return;
+  }
+  in_vain++;
+  num_asleep.fetch_add(1, std::memory_order_seq_cst);
+  sleep_while(this->phase, phase);
+  num_asleep.fetch_sub(1, std::memory_order_relaxed);
+}
+
+void Meeting::wake_all() { wake(phase, INT_MAX); }
+
 struct Job {
   void (*work)(Team&, void*);
   void* data;
   int size;
-  Meeting* meeting;
 };
+
+struct Pool;
 
 struct Worker {
   alignas(64) std::atomic<uint32_t> called{0};  // counts the jobs that this thread was called for
+  std::atomic<uint32_t> is_asleep{0};
   Job job;
 
-  void run(int id) {
-    for (uint32_t done = 0;; done++) {
-      for (int i = 0; i < SPINS && called.load(std::memory_order_acquire) == done; i++)
-        pause_briefly();
-      called.wait(done, std::memory_order_acquire);
-      Team team{id, job.size, *job.meeting};
-      job.work(team, job.data);
-      team.wait();
-    }
-  }
+  void run(Pool& pool, int id);
   void call(const Job& next) {
     job = next;
-    called.fetch_add(1, std::memory_order_release);
-    called.notify_one();
+    called.fetch_add(1, std::memory_order_seq_cst);
+    if (is_asleep.load(std::memory_order_seq_cst) != 0) wake(called, 1);
   }
 };
 
@@ -41,23 +88,39 @@ struct Pool {
   std::vector<std::unique_ptr<Worker>> workers;  // threads 1, 2, ... of every team
   Meeting meeting;
 
-  void run(int size, void (*work)(Team&, void*), void* data) {
+  void run(const Job& job) {
     std::lock_guard lock(mutex);
-    while (int(workers.size()) < size - 1) start();
-    for (int id = 1; id < size; id++) workers[id - 1]->call({work, data, size, &meeting});
-    Team team{0, size, meeting};
-    work(team, data);
+    while (int(workers.size()) < job.size - 1) start();
+    join(job, 0);
+  }
+  // A thread's share of a job. Each calls two others, as to wake a thread takes microseconds.
+  void join(const Job& job, int id) {
+    for (int next : {2 * id + 1, 2 * id + 2})
+      if (next < job.size) workers[next - 1]->call(job);
+    Team team{id, job.size, meeting};
+    job.work(team, job.data);
     team.wait();
   }
   void start() {
     Worker* worker = workers.emplace_back(std::make_unique<Worker>()).get();
-    std::thread(&Worker::run, worker, int(workers.size())).detach();
+    std::thread(&Worker::run, worker, std::ref(*this), int(workers.size())).detach();
   }
 };
+
+void Worker::run(Pool& pool, int id) {
+  for (uint32_t done = 0;; done++) {
+    if (!spin_while(called, done, SPINS)) {
+      is_asleep.store(1, std::memory_order_seq_cst);
+      sleep_while(called, done);
+      is_asleep.store(0, std::memory_order_relaxed);
+    }
+    pool.join(Job(job), id);
+  }
+}
 
 // Never freed: threads may still wait for it when the process exits. A child process that was
 // forked has none of its parent's threads, so it starts with a new pool.
 static Pool* pool = new Pool;
 static const int at_fork = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
 
-void run_team(int size, void (*work)(Team&, void*), void* data) { pool->run(size, work, data); }
+void run_team(int size, void (*work)(Team&, void*), void* data) { pool->run({work, data, size}); }

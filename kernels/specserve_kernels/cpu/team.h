@@ -1,26 +1,18 @@
 // The threads that run a list of ops together: they meet at barriers, and sleep between lists.
 #pragma once
 
-#include <sched.h>
-
 #include <atomic>
 #include <cstdint>
 
-#if defined(__x86_64__)
-static inline void pause_briefly() { __builtin_ia32_pause(); }
-#else
-static inline void pause_briefly() { asm volatile("yield"); }
-#endif
-
-// Waits of a thread before it offers its CPU to others: about as long as a step's short ops take.
-// A thread that spun on would burn the time slice that the thread it waits for needs.
-constexpr int SPINS = 2000;
-
-// What the threads of a team share, each on a cache line of its own.
+// What the threads of a team share. What different threads write often has a cache line of its own.
 struct Meeting {
-  alignas(64) std::atomic<int> arrived{0};
-  alignas(64) std::atomic<uint32_t> phase{0};
+  alignas(64) std::atomic<uint32_t> arrived{0};
+  alignas(64) std::atomic<uint32_t> phase{0};  // counts the barriers that all threads have reached
+  std::atomic<uint32_t> num_asleep{0};
   alignas(64) std::atomic<int64_t> taken{0};
+
+  void wait_for_others(uint32_t phase);
+  void wake_all();
 };
 
 struct Range {
@@ -33,22 +25,21 @@ struct Team {
   Meeting& meeting;
 
   // A barrier: returns when all threads have called it. What they wrote before is visible after.
+  // One counter for all: up to some 32 threads that is cheap beside an op.
   void wait() {
     uint32_t phase = meeting.phase.load(std::memory_order_relaxed);
-    if (meeting.arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
-      meeting.arrived.store(0, std::memory_order_relaxed);
+    if (meeting.arrived.fetch_add(1, std::memory_order_acq_rel) != uint32_t(size) - 1)
+      return meeting.wait_for_others(phase);
+    meeting.arrived.store(0, std::memory_order_relaxed);
+    if (meeting.taken.load(std::memory_order_relaxed) != 0)
       meeting.taken.store(0, std::memory_order_relaxed);
-      meeting.phase.store(phase + 1, std::memory_order_release);
-      return;
-    }
-    for (int i = 0; meeting.phase.load(std::memory_order_acquire) == phase; i++) {
-      if (i < SPINS)
-        pause_briefly();
-      else
-        sched_yield();
-    }
+    // In one order for all threads with wait_for_others: it has seen the new phase, or is counted.
+    meeting.phase.store(phase + 1, std::memory_order_seq_cst);
+    if (meeting.num_asleep.load(std::memory_order_seq_cst) != 0) meeting.wake_all();
   }
-  // The lowest number, from 0, that no thread has taken since the last barrier.
+  // The lowest number, from 0, that no thread has taken since the last barrier: for pieces of work
+  // that are long enough for another process to interrupt a thread. A piece of a few microseconds
+  // is better a part: its memory is read in one go.
   int64_t take() { return meeting.taken.fetch_add(1, std::memory_order_relaxed); }
   // This thread's part of [0, n): all parts are of almost equal length.
   Range part(int64_t n) const { return {n * id / size, n * (id + 1) / size}; }

@@ -1,0 +1,41 @@
+"""The threads that run the ops: barriers, sleep, forks, and a neighbor that needs the CPU too."""
+
+import os
+
+import pytest
+import torch
+
+from specserve_kernels import cpu
+from tests.kernels.programs import compile_program, output
+from tests.kernels.random_steps import random_tensor
+
+
+def test_what_a_thread_wrote_before_a_barrier_is_seen_after_it_by_all(tmp_path):
+    """With teams of any size, threads that come late, and several callers at once."""
+    program = compile_program("team", tmp_path, ["team.cpp"])
+    assert output(program) == "0 wrong\n"
+
+
+@pytest.mark.slow
+def test_the_threads_race_for_nothing(tmp_path):
+    """As ThreadSanitizer sees it, which knows nothing of futexes and thus trusts no wake-up."""
+    flags = "-O1", "-g", "-fsanitize=thread"
+    program = compile_program("team", tmp_path, ["team.cpp"], flags)
+    assert output(program, timeout=300) == "0 wrong\n"
+
+
+def normalized(x):
+    return cpu.rms_norm(x, torch.ones(x.shape[1]), 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_has_threads_of_its_own():
+    x = random_tensor(256, 512)
+    torch.set_num_threads(2)
+    want = normalized(x)  # the threads are there
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(normalized(x), want) else 1)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    assert torch.equal(normalized(x), want)
