@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specserve_kernels.errors import DeviceError, is_out_of_memory
 from specserve_kernels.program import Model, Outputs, Program
-from specserve_kernels.threads import Threads
+from specserve_kernels.threads import Threads, limit_threads
 from specserve_kernels.types import (
     NO_WINDOW,
     KVCache,
@@ -137,6 +137,7 @@ def load(device: str | torch.device = "auto", attention: str = "auto") -> Ops:
         raise DeviceError(f"there is no choice of attention on a CPU: {attention!r} is for a GPU")
     from specserve_kernels import cpu, reference
 
+    limit_threads()
     try:
         cpu.library()
     except cpu.BuildError as e:

@@ -1,9 +1,10 @@
 """How many threads run a step."""
 
-import os
 from typing import NamedTuple, Protocol
 
 import torch
+
+from specserve_kernels.topology import topology
 
 
 class Threads(Protocol):
@@ -38,7 +39,12 @@ class FixedThreads(NamedTuple):
 
 
 def allowed_threads() -> int:
-    return len(os.sched_getaffinity(0))
+    return topology().cpus
+
+
+def limit_threads() -> None:
+    """Torch starts with a thread for each core of the machine, whatever a container's quota is."""
+    torch.set_num_threads(min(torch.get_num_threads(), allowed_threads()))
 
 
 def check_threads(threads: int) -> int:

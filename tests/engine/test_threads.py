@@ -9,6 +9,7 @@ from specserve.engine.process import ready
 from specserve_kernels import cpu
 from specserve_kernels.cpu.threads import MeasuredThreads
 from specserve_kernels.threads import FixedThreads
+from specserve_kernels.topology import Topology
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import engine_for, load_small
 from tests.engine.test_engine import greedy
@@ -36,7 +37,7 @@ def text(target, threads):
 
 
 def test_steps_of_requests_settle_the_threads_and_the_text_is_the_same(folder):
-    target, threads = load_small(folder), MeasuredThreads(2)
+    target, threads = load_small(folder), MeasuredThreads(Topology(2, 2))
     assert text(target, threads) == text(target, FixedThreads(1))
     assert threads.is_settled(1)
     assert len(threads.duels[2].seconds[2]) == 1, "the prompt's three rows are a size of their own"

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from specserve_kernels import cpu, reference
-from specserve_kernels.cpu.threads import RARELY, SOON, STEPS, MeasuredThreads
+from specserve_kernels.cpu.threads import HOPELESS_STEPS, RARELY, SOON, STEPS, MeasuredThreads
 from specserve_kernels.threads import allowed_threads
+from specserve_kernels.topology import Topology, topology
 
 HOST_BUILDS = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 
@@ -46,21 +47,54 @@ def chosen(threads, rows):
     return torch.get_num_threads()
 
 
-COSTS = {  # CPUs, seconds of a step by number of threads -> the best number
-    "all are best": (8, {8: 1.0, 4: 1.5, 2: 3.0, 1: 6.0}, 8),
-    "half are best": (8, {8: 1.2, 4: 1.0, 2: 1.1, 1: 2.0}, 4),
-    "one is best": (8, {8: 4.0, 4: 3.0, 2: 2.0, 1: 1.0}, 1),
-    "two, and all are best": (2, {2: 1.0, 1: 1.9}, 2),
-    "two, and one is best": (2, {2: 1.0, 1: 0.9}, 1),
-    "an odd number": (3, {3: 1.0, 1: 0.9}, 1),
+def measured(cores, cpus=None, file=None):
+    return MeasuredThreads(Topology(cpus or cores, cores), file)
+
+
+COSTS = {  # cores, CPUs, seconds of a step by number of threads -> the best number
+    "all are best": (8, 8, {8: 1.0, 7: 1.1, 4: 1.5, 2: 3.0, 1: 6.0}, 8),
+    "half are best": (8, 8, {8: 1.2, 4: 1.0, 2: 1.1, 1: 2.0}, 4),
+    "one is best": (8, 8, {8: 4.0, 4: 3.0, 2: 2.0, 1: 1.0}, 1),
+    "two, and all are best": (2, 2, {2: 1.0, 1: 1.9}, 2),
+    "two, and one is best": (2, 2, {2: 1.0, 1: 0.9}, 1),
+    "an odd number": (3, 3, {3: 1.0, 2: 0.9, 1: 1.2}, 2),
+    "one core is another's": (8, 8, {8: 2.0, 7: 1.1, 4: 2.1}, 7),
+    "two CPUs a core help": (4, 8, {8: 0.9, 4: 1.0, 2: 1.9}, 8),
+    "two CPUs a core harm": (4, 8, {8: 1.3, 4: 1.0, 3: 1.2, 2: 1.9}, 4),
+    "one core of two CPUs": (1, 2, {2: 0.9, 1: 1.0}, 2),
+    "six cores": (6, 12, {12: 9.0, 6: 3.0, 4: 2.0, 2: 2.5}, 4),
 }
 
 
-@pytest.mark.parametrize(("allowed", "cost", "best"), COSTS.values(), ids=COSTS)
-def test_the_fastest_number_of_threads_is_found(allowed, cost, best):
-    threads = MeasuredThreads(allowed)
-    assert run(threads, cost.__getitem__)[0] == allowed
+@pytest.mark.parametrize(("cores", "cpus", "cost", "best"), COSTS.values(), ids=COSTS)
+def test_the_fastest_number_of_threads_is_found(cores, cpus, cost, best):
+    threads = measured(cores, cpus)
+    assert run(threads, cost.__getitem__)[0] == cores
     assert threads.is_settled(4) and chosen(threads, 4) == best
+
+
+# What a step costs by its threads, relative to one: work divided, and what does not shrink.
+MACHINES = {
+    "work that scales": lambda n, m: 1 / n,
+    "memory that four threads exhaust": lambda n, m: max(1 / n, 1 / 4) + 0.002 * n,
+    "barriers as long as the work": lambda n, m: 1 / n + 0.05 * n,
+    "nothing to divide": lambda n, m: 1 + 0.05 * n,
+    "two CPUs of a core in each other's way": lambda n, m: 1 / min(n, m) + 0.01 * max(0, n - m),
+    "a core that another process keeps busy": lambda n, m: 2 / n if n >= m else 1 / n,
+}
+
+
+@pytest.mark.parametrize(("cores", "cpus"), [(3, 3), (4, 8), (6, 6), (8, 16), (32, 32), (64, 128)])
+@pytest.mark.parametrize("cost", MACHINES.values(), ids=MACHINES)
+def test_many_cores_are_soon_no_slower_than_two(cost, cores, cpus):
+    """On machines that are simulated: none with more than two cores has been measured."""
+    threads = measured(cores, cpus)
+    seconds = lambda number: cost(number, cores)  # noqa: E731
+    used = run(threads, seconds)
+    assert len(used) <= 2 * STEPS * 7
+    assert seconds(chosen(threads, 4)) <= min(seconds(1), seconds(2))
+    best = min(map(seconds, range(1, cpus + 1)))
+    assert seconds(chosen(threads, 4)) <= 1.5 * best
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -73,23 +107,28 @@ def test_a_busy_neighbour_does_not_decide(best, seed):
         slowed = noise.uniform(1, 10) if noise.random() < 0.25 else 1.0
         return (1.0 if number == best else 1.4) * noise.uniform(1.0, 1.05) * slowed
 
-    threads = MeasuredThreads(2)
+    threads = measured(2)
     run(threads, seconds)
     assert chosen(threads, 4) == best
 
 
 def test_both_numbers_are_tried_in_turns():
-    used = run(MeasuredThreads(2), {2: 1.0, 1: 1.1}.__getitem__)
+    used = run(measured(2), {2: 1.0, 1: 1.1}.__getitem__)
     assert used == [2, 1] * STEPS
 
 
 def test_what_is_far_slower_is_given_up_at_once_and_worse_is_never_tried():
-    cost = {64: 1.0, 32: 1.7, 16: 3.4, 8: 7.0, 4: 14.0, 2: 28.0, 1: 56.0}
-    assert run(MeasuredThreads(64), cost.__getitem__) == [64, 32] * 4
+    cost = {64: 1.0, 63: 1.6, 32: 1.7, 16: 3.4, 8: 7.0, 4: 14.0, 2: 28.0, 1: 56.0}
+    assert run(measured(64), cost.__getitem__) == [64, 32] * 4 + [64, 63] * 4
+    cost = {64: 9.0, 32: 5.0, 16: 3.0, 8: 1.0, 4: 2.0}
+    tried = [[64, 32], [32, 16], [16, 8], [8, 4]]
+    assert run(measured(64), cost.__getitem__) == [
+        n for pair in tried for n in pair * HOPELESS_STEPS
+    ]
 
 
 def test_each_size_of_a_step_has_a_number_of_its_own():
-    threads = MeasuredThreads(2)
+    threads = measured(2)
     run(threads, {2: 2.0, 1: 1.0}.__getitem__, rows=1)
     run(threads, {2: 1.0, 1: 2.0}.__getitem__, rows=64)
     assert [chosen(threads, rows) for rows in (1, 64, 33)] == [1, 2, 2]
@@ -99,7 +138,7 @@ def test_each_size_of_a_step_has_a_number_of_its_own():
 @pytest.mark.skipif(allowed_threads() == 1, reason="one CPU leaves no choice")
 def test_what_is_settled_is_known_at_the_next_start(cache):
     first, words = cpu.tune(untimed, 512, None, "model")
-    assert words == f"{allowed_threads()}, until steps have been timed"
+    assert words == f"{topology().cores}, until steps have been timed"
     run(first, lambda number: float(number))
     again, words = cpu.tune(untimed, 512, None, "model")
     assert again.is_settled(4) and chosen(again, 4) == 1
@@ -109,7 +148,7 @@ def test_what_is_settled_is_known_at_the_next_start(cache):
 
 
 def test_what_was_timed_before_is_told_by_size_and_equal_neighbours_once():
-    threads = MeasuredThreads(8)
+    threads = measured(8)
     for size, number in ((5, 4), (0, 1), (3, 2), (2, 2)):
         threads.settle(size, number)
     known = "1 for up to 1 row, 2 for up to 8 rows, 4 for up to 32 rows"
@@ -135,7 +174,7 @@ SPOILT = {
 def test_a_spoilt_file_in_the_cache_is_ignored_and_replaced(tmp_path, text):
     file = tmp_path / "threads.json"
     file.write_text(text)
-    threads = MeasuredThreads(2, file)
+    threads = measured(2, file=file)
     assert threads.settled == {}
     run(threads, lambda number: float(number))
     assert json.loads(file.read_text()) == {"2": 1}
@@ -150,7 +189,7 @@ def test_without_a_place_for_the_cache_threads_are_settled_all_the_same(folder, 
 
 
 def test_a_cache_that_has_become_full_stops_no_step(tmp_path):
-    threads = MeasuredThreads(2, tmp_path / "gone" / "threads.json")
+    threads = measured(2, file=tmp_path / "gone" / "threads.json")
     run(threads, lambda number: float(number))
     assert chosen(threads, 4) == 1
 
@@ -183,15 +222,15 @@ def test_what_an_earlier_process_settled_wrongly_is_soon_put_right(tmp_path, wro
     """A busy machine may have decided there."""
     file = tmp_path / "threads.json"
     file.write_text(json.dumps({"2": wrong}))
-    threads = MeasuredThreads(4, file)
+    threads = measured(4, file=file)
     assert chosen(threads, 4) == wrong
     steps_of(threads, lambda number: 1.0 + abs(number - best), SOON + 6 * STEPS)
     assert threads.is_settled(4) and chosen(threads, 4) == best
-    assert MeasuredThreads(4, file).settled == {2: best}
+    assert measured(4, file=file).settled == {2: best}
 
 
 def test_what_is_settled_is_compared_again_when_much_later_steps_have_run():
-    threads = MeasuredThreads(2)
+    threads = measured(2)
     run(threads, {2: 1.0, 1: 0.5}.__getitem__)
     assert chosen(threads, 4) == 1
     steps_of(threads, {2: 1.0, 1: 3.0}.__getitem__, RARELY + 2 * STEPS)

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from itertools import zip_longest
 from pathlib import Path
 
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.cpu.compiler import BuildError, cache_folder, cpu_name
-from specserve_kernels.threads import FixedThreads, Threads, allowed_threads, check_threads
+from specserve_kernels.threads import FixedThreads, Threads, check_threads
+from specserve_kernels.topology import Topology, topology
 
 STEPS, RANK = 9, 2  # steps timed with each of two numbers; their third best times are compared
 SOON, RARELY = 100, 5000  # steps of a size after which what is settled is compared again
@@ -25,16 +26,16 @@ log = logging.getLogger("specserve")
 def tune(
     step: Callable[[int], Tensor], most: int, threads: int | None, key: str
 ) -> tuple[Threads, str]:
-    """All threads at first, unless earlier measurements of the model `key` have been kept.
+    """A thread for each core at first, unless earlier measurements of the model `key` were kept.
 
     No step is run here: `MeasuredThreads` times those that requests need.
     """
     if threads is not None:
         return FixedThreads(check_threads(threads)), f"{threads}, as configured"
-    allowed = allowed_threads()
-    if allowed == 1:
+    machine = topology()
+    if machine.cpus == 1:
         return FixedThreads(1), "1, as there is one CPU"
-    measured = MeasuredThreads(allowed, cache_file(key, allowed))
+    measured = MeasuredThreads(machine, cache_file(key, machine))
     return measured, measured.words()
 
 
@@ -51,10 +52,12 @@ class Duel:
         return self.holder if len(held) <= len(tried) else self.challenger
 
     def winner(self) -> int | None:
-        """The faster number; None until it is known. A far slower challenger is dropped early."""
+        """The faster number; None until it is known. A far slower one is dropped early."""
         held, tried = self.seconds[self.holder], self.seconds[self.challenger]
-        if len(tried) >= HOPELESS_STEPS and min(tried) > HOPELESS * min(held):
-            return self.holder
+        if len(tried) >= HOPELESS_STEPS:
+            for one, other in ((self.holder, self.challenger), (self.challenger, self.holder)):
+                if min(self.seconds[other]) > HOPELESS * min(self.seconds[one]):
+                    return one
         if len(tried) < STEPS:
             return None
         # Other load makes some steps slower and none faster; the very best may have had less to do.
@@ -62,28 +65,62 @@ class Duel:
         return self.challenger if is_better else self.holder
 
 
+def duels(start: int, machine: Topology, is_upward: bool) -> Generator[Duel, None, int]:
+    """The best number, found by duels from `start` on; each is yielded until it has a winner.
+
+    The challengers are the next of 1, 2, 4, ..., all cores, all CPUs: in one direction as long as
+    they win, in the other one if the first of them loses. Where all cores are best, one less is
+    tried as well: the core that is left can be another process's.
+    """
+    best = start
+    for upward in (is_upward, not is_upward):
+        while (challenger := neighbor(best, machine, upward)) is not None:
+            yield (duel := Duel(best, challenger))
+            if duel.winner() == best:
+                break
+            best = challenger
+        if best != start:
+            break
+    if best == machine.cores > 2:
+        yield (duel := Duel(best, best - 1))
+        best = duel.winner() or best
+    return best
+
+
+def neighbor(number: int, machine: Topology, is_upward: bool) -> int | None:
+    """The next larger or smaller number to try."""
+    powers = (1 << bits for bits in range(machine.cores.bit_length()))
+    ladder = {*powers, machine.cores, machine.cpus}
+    if is_upward:
+        return min((n for n in ladder if n > number), default=None)
+    return max((n for n in ladder if n < number), default=None)
+
+
 class MeasuredThreads:
     """A number of threads for each size of a step, settled by timing real steps.
 
     In steps of few rows, barriers can cost more than further threads gain. Sizes are powers of two:
-    steps of up to 1, 2, 4, ... rows. Each size starts with all CPUs against half as many; as long
-    as the smaller number wins, it is compared with its half, so that no step is ever much slower
-    than it need be. The numbers that are settled are kept in `file`, for the next start.
+    steps of up to 1, 2, 4, ... rows. Each size starts with a thread a core against fewer; as long
+    as the smaller number wins, it is compared with a smaller one, so that no step is ever much
+    slower than it need be. The numbers that are settled are kept in `file`, for the next start.
 
     A neighbor that was busy may have decided, so what is settled is compared again: soon if an
-    earlier process settled it, else rarely. Then twice as many threads come first, where allowed.
+    earlier process settled it, else rarely. Then larger numbers come first.
     """
 
-    def __init__(self, allowed: int, file: Path | None = None) -> None:
-        self.allowed, self.file = allowed, file
-        self.settled = read(file, allowed)  # bits of the size -> number
-        self.duels: dict[int, Duel] = {}  # bits of the size -> the numbers that are compared
-        self.used = allowed
+    def __init__(self, machine: Topology, file: Path | None = None) -> None:
+        self.machine, self.file = machine, file
+        self.settled = read(file, machine.cpus)  # bits of the size -> number
+        self.searches: dict[int, Generator[Duel, None, int]] = {}  # bits of the size -> its duels
+        self.duels: dict[int, Duel] = {}  # bits of the size -> the one that is going on
+        self.used = machine.cores
         self.num_left = dict.fromkeys(self.settled, SOON)  # steps until a size is compared again
 
     def use(self, rows: int) -> None:
         size = size_of(rows)
-        self.used = self.settled[size] if size in self.settled else self.duel(size).next()
+        if size not in self.settled and size not in self.duels:
+            self.search(size, duels(self.machine.cores, self.machine, is_upward=False))
+        self.used = self.settled[size] if size in self.settled else self.duels[size].next()
         torch.set_num_threads(self.used)
 
     def observe(self, rows: int, seconds: float) -> None:
@@ -91,46 +128,38 @@ class MeasuredThreads:
         if size in self.settled:
             self.num_left[size] -= 1
             if self.num_left[size] == 0:
-                self.reopen(size)
+                start = self.settled.pop(size)
+                self.search(size, duels(start, self.machine, is_upward=True))
             return
-        duel = self.duel(size)
+        duel = self.duels[size]
         duel.seconds[self.used].append(seconds)
-        winner = duel.winner()
-        if winner is not None:
-            challenger = self.next_challenger(duel, winner)
-            if challenger is None:
-                self.settle(size, winner)
-            else:
-                self.duels[size] = Duel(winner, challenger)
+        if duel.winner() is not None:
+            self.advance(size)
 
-    def next_challenger(self, duel: Duel, winner: int) -> int | None:
-        """Further in the direction that won; half as many where twice as many have lost."""
-        is_upward = duel.challenger > duel.holder
-        if winner == duel.challenger:
-            further = min(2 * winner, self.allowed) if is_upward else winner // 2
-            return further if further not in (0, winner) else None
-        return winner // 2 or None if is_upward else None
+    def search(self, size: int, course: Generator[Duel, None, int]) -> None:
+        self.searches[size] = course
+        self.advance(size)
 
-    def reopen(self, size: int) -> None:
-        number = self.settled.pop(size)
-        twice = min(2 * number, self.allowed)
-        self.duels[size] = Duel(number, twice if twice > number else number // 2)
-
-    def is_settled(self, rows: int) -> bool:
-        return size_of(rows) in self.settled
-
-    def duel(self, size: int) -> Duel:
-        return self.duels.setdefault(size, Duel(self.allowed, self.allowed // 2))
+    def advance(self, size: int) -> None:
+        """Begin the size's next duel, or settle its number."""
+        try:
+            self.duels[size] = next(self.searches[size])
+        except StopIteration as end:
+            self.settle(size, end.value)
 
     def settle(self, size: int, number: int) -> None:
         self.settled[size], self.num_left[size] = number, RARELY
+        self.searches.pop(size, None)
         self.duels.pop(size, None)
         if self.file is not None:
             write(self.file, self.settled)
 
+    def is_settled(self, rows: int) -> bool:
+        return size_of(rows) in self.settled
+
     def words(self) -> str:
         if not self.settled:
-            return f"{self.allowed}, until steps have been timed"
+            return f"{self.machine.cores}, until steps have been timed"
         sizes = sorted(self.settled)
         runs = [
             f"{self.settled[size]} for up to {1 << size} row{'s' if size else ''}"
@@ -144,9 +173,9 @@ def size_of(rows: int) -> int:
     return (rows - 1).bit_length()
 
 
-def cache_file(key: str, allowed: int) -> Path | None:
+def cache_file(key: str, machine: Topology) -> Path | None:
     """The file for one model on one kind of machine; None if the cache cannot be written to."""
-    parts = key, str(allowed), torch.__version__, cpu_name().decode(errors="replace")
+    parts = key, str(machine), torch.__version__, cpu_name().decode(errors="replace")
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     try:
         return cache_folder() / f"threads-{digest}.json"
