@@ -21,9 +21,10 @@ FOLDER = Path(__file__).parent
 # No -ffast-math and no contraction: a row's bits must not depend on how a loop was vectorized,
 # and a library built with -ffast-math flushes denormals in the thread that loads it.
 # -Wno-psabi: the ABI of vectors matters between libraries only, and none is passed there.
+# -fno-gnu-unique: two of these libraries in one process must not share their tables.
 FLAGS = (
     *("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
-    *("-Wno-psabi", "-pthread", "-fPIC", "-ffunction-sections"),
+    *("-Wno-psabi", "-pthread", "-fPIC", "-ffunction-sections", "-fno-gnu-unique"),
 )
 # The C++ runtime becomes part of the library: the process may have loaded an older one.
 STATIC = ("-static-libstdc++", "-static-libgcc", "-Wl,--gc-sections", "-Wl,--exclude-libs,ALL")
