@@ -76,8 +76,13 @@ class SchedulerConfig(Section, frozen=True):
     """How many requests run, and with how many rows a step."""
 
     max_running: Annotated[Positive, about("requests that run at once, at least 1")] = 64
-    max_batched_tokens: Annotated[Positive, about("rows of a step, more than max_running")] = 512
-    prefill_chunk: Annotated[Positive, about("rows of a step for prompts, at least 1")] = 128
+    max_batched_tokens: Annotated[
+        Positive,
+        about("rows of a step, more than max_running; while no stream runs, prompts take all"),
+    ] = 512
+    prefill_chunk: Annotated[
+        Positive, about("rows of prompts that a running stream waits for in a step, at least 1")
+    ] = 128
     max_model_len: Annotated[
         Annotated[int, Meta(ge=2)] | None,  # a token of the prompt and one of the output
         about("prompt and output tokens of a request, at least 2; unset: the model's"),

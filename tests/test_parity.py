@@ -41,7 +41,8 @@ def generate(model, prompt):
 @pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
 def test_greedy_tokens_are_those_of_transformers(case, drafter):
     target, draft, want = case
-    settings = {"scheduler.prefill_chunk": 16, "model.threads": 1, "memory.kv_bytes": 1 << 26}
+    settings = {"scheduler.max_batched_tokens": 65, "scheduler.prefill_chunk": 16}
+    settings |= {"model.threads": 1, "memory.kv_bytes": 1 << 26}
     params = SamplingParams(temperature=0, max_tokens=NEW)
     draft_model = draft if drafter == "model" else None
     with LLM(target, draft_model, drafter, set=settings, progress=False) as llm:

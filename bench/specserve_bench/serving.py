@@ -107,15 +107,17 @@ def newcomer(pair: tuple[object, ...]) -> dict[str, Any]:
     """A long prompt comes while a stream runs: the stream's longest gap, the newcomer's TTFT.
 
     Chunk steps grow with the context that they attend to, so the longest gap is compared with the
-    longest chunk step of the same prompt alone, in an engine of this process. One thread each, so
-    that both engines do the same work whatever number of threads their timings would choose.
+    longest chunk step of the same prompt alone, in an engine of this process whose steps are no
+    larger. One thread each, so that both engines do the same work whatever number of threads their
+    timings would choose.
     """
     target, _, draft = pair
     options = {"scheduler.prefill_chunk": CHUNK, "model.threads": 1, "memory.kv_bytes": 1 << 28}
     options["memory.prefix_cache"] = False  # the same prompts are repeated
     flags = [f"--set={key}={json.dumps(value)}" for key, value in options.items()]
+    steps = {"scheduler.max_batched_tokens": CHUNK}
     with (
-        LLM(str(target), str(draft), set=options, progress=False) as llm,
+        LLM(str(target), str(draft), set=options | steps, progress=False) as llm,
         Served(*pair, *flags) as s,
     ):
         rounds = [one_newcomer(s, llm, i) for i in range(1 + ROUNDS)][1:]

@@ -63,7 +63,7 @@ def build(
 def assemble(config: Config, target: Decoder, draft: Decoder | None, max_len: int) -> Engine:
     """An engine for models that are loaded already."""
     runners, pool = build_pool(config, target, draft, max_len)
-    scheduler = Scheduler(step_budget(config), pool)
+    scheduler = Scheduler(step_budget(config, target, draft), pool)
     draft_model = DraftModel(runners[1], scheduler) if len(runners) > 1 else None
     drafter = build_drafter(config, draft_model)
     names = kv_names(config, target, draft) if config.memory.prefix_cache else None
@@ -87,7 +87,7 @@ def build_drafter(config: Config, draft_model: DraftModel | None) -> Drafter | N
         raise ConfigError(str(e)) from e
 
 
-def step_budget(config: Config) -> StepBudget:
+def step_budget(config: Config, target: Decoder, draft: Decoder | None) -> StepBudget:
     c, has_drafter = config.scheduler, config.drafter_name != "none"
     return StepBudget(
         max_running=c.max_running,
@@ -95,4 +95,10 @@ def step_budget(config: Config) -> StepBudget:
         prefill_chunk=c.prefill_chunk,
         max_nodes=config.speculation.max_nodes if has_drafter else 0,
         max_step_nodes=config.speculation.max_step_nodes if has_drafter else 0,
+        draft_rows_per_row=rows_in_time_of_one(draft, target) if draft else 1,
     )
+
+
+def rows_in_time_of_one(draft: Decoder, target: Decoder) -> int:
+    """Rows of the draft model that take about as long as one of the target, at least 1."""
+    return max(1, target.config.num_layer_weights // draft.config.num_layer_weights)

@@ -48,37 +48,45 @@ class DraftModel:
         self.requests = {}
 
     def extend(self, items: Sequence[DraftItem]) -> tuple[list[int], Tensor]:
-        groups, ready = [], []
-        rows = self.scheduler.budget.prefill_chunk
+        """Executor.extend. A request is left out until its first token is known: nothing of the
+        draft model delays that. Shorter gaps come first, and a gap may take several steps.
+        """
         lent = [self.requests[item.id] for item in items]
         if len({r.id for r in lent}) < len(lent):
             raise ValueError("a request was given twice: its KV would be counted twice")
+        lent = [r for r in lent if r.num_output > 0]
         for request in lent:
             self.begin(request)
-        gaps = [r.draft_gap for r in lent]
+        groups, rows = [], self.scheduler.catch_up_rows
         ahead: list[Request] = []
-        for i in sorted(range(len(items)), key=gaps.__getitem__):
-            token_ids, table = lent[i].token_ids, lent[i].draft_table
-            if self.waits(lent[i]) or self.is_shared(lent[i], ahead):
+        for request in sorted(lent, key=lambda r: r.draft_gap):
+            if self.waits(request) or self.is_shared(request, ahead):
                 continue
-            known = len(token_ids)
-            size = gaps[i] if gaps[i] <= USUAL_LAG else min(gaps[i], rows)
-            start = table.num_computed
-            if size == 0 or known > self.max_len or not self.try_reserve(table, start + size):
+            group = self.known_rows(request, rows)
+            if group is None:
                 continue
-            rows -= size if gaps[i] > USUAL_LAG else 0
-            is_ready = start + size == known
-            tokens = token_ids[start : start + size]
-            groups.append(RowGroup(table, tokens, start, num_read=int(is_ready)))
-            if is_ready:
-                ready.append(i)
-            ahead.append(lent[i])
-        logits = self.forward(groups)
+            groups.append(group)
+            ahead.append(request)
+            rows -= len(group.token_ids) if request.draft_gap > USUAL_LAG else 0
+        logits = self.forward(split(groups, self.scheduler.budget.max_batched_tokens))
         for group in groups:
             group.table.num_computed += len(group.token_ids)
-        for i in ready:
-            self.masks[lent[i].id], self.nodes[lent[i].id] = [], []
-        return ready, logits
+        ready = [r.id for r in ahead if r.draft_gap == 0]
+        for id in ready:
+            self.masks[id], self.nodes[id] = [], []
+        place = {item.id: i for i, item in enumerate(items)}
+        return [place[id] for id in ready], logits
+
+    def known_rows(self, request: Request, rows: int) -> RowGroup | None:
+        """Rows of the known tokens that the draft model lacks; no more than `rows` of them, unless
+        they are the usual ones. The last one is read. None where there are none, or no blocks.
+        """
+        table, gap, known = request.draft_table, request.draft_gap, len(request.token_ids)
+        start, size = table.num_computed, gap if gap <= USUAL_LAG else min(gap, rows)
+        if size == 0 or known > self.max_len or not self.try_reserve(table, start + size):
+            return None
+        tokens = request.token_ids[start : start + size]
+        return RowGroup(table, tokens, start, num_read=int(size == gap))
 
     def begin(self, request: Request) -> None:
         """Take the cached draft KV of the request's known tokens, within the spare blocks."""
@@ -88,22 +96,23 @@ class DraftModel:
             self.spare -= before - self.scheduler.pool.num_available
 
     def expand(self, nodes: Sequence[Nodes]) -> tuple[list[int], Tensor]:
-        groups, fit = [], []
+        groups, fit, rows = [], [], self.scheduler.budget.max_batched_tokens
         for i, (id, tokens, parents) in enumerate(nodes):
             self.check_ids(tokens)
             masks, table = self.masks[id], self.requests[id].draft_table
             known, first = table.num_computed, len(masks)
             end = known + first + len(tokens)
             is_full = first + len(tokens) > MAX_NODES or end > self.max_len
-            if is_full or not self.try_reserve(table, end):
+            if len(tokens) > rows or is_full or not self.try_reserve(table, end):
                 continue
+            rows -= len(tokens)
             for parent in parents:
                 above = masks[parent - 1] if parent != ROOT else 0
                 masks.append(above | 1 << len(masks))
             size, start = len(tokens), known + first
             groups.append(RowGroup(table, tokens, start, size, known, masks[first:]))
             fit.append(i)
-        logits = self.forward(groups)
+        logits = self.forward([groups])
         for id, tokens, parents in (nodes[i] for i in fit):
             self.nodes[id] += zip(tokens, parents, strict=True)
         return fit, logits
@@ -114,18 +123,20 @@ class DraftModel:
         if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
             raise IndexError(f"a node's token is no id: ids lie in [0, {vocab_size})")
 
-    def forward(self, groups: list[RowGroup]) -> Tensor:
-        """The logits of the rows that are read, in order. An error ends executor access: after it
-        the slots of further nodes would not be those that were written.
+    def forward(self, launches: list[list[RowGroup]]) -> Tensor:
+        """The logits of the rows that are read, in order; all of them are in the last launch. An
+        error ends executor access: after it the slots of further nodes would not be those that were
+        written.
         """
-        if not groups:
-            return torch.empty(0, 0)
+        logits = torch.empty(0, 0)
         try:
-            step = build_step_input(groups, self.scheduler.pool.updates)
-            return self.runner.launch(step).logits
+            for groups in filter(None, launches):
+                step = build_step_input(groups, self.scheduler.pool.updates)
+                logits = self.runner.launch(step).logits
         except BaseException:
             self.take_back()
             raise
+        return logits
 
     def try_reserve(self, table: BlockTable, num_slots: int) -> bool:
         missing = table.missing(num_slots)
@@ -158,8 +169,11 @@ class DraftModel:
         )
 
     def is_catching_up(self, item: ScheduledRequest) -> bool:
-        """Whether a root had no guesses of the draft model, as its draft KV was incomplete."""
-        return item.draft_limit > 0 and item.request.id not in self.masks
+        """Whether a root had no guesses of the draft model, as its draft KV was incomplete. Before
+        its first token a request never has any.
+        """
+        has_output = item.request.num_output > 0
+        return has_output and item.draft_limit > 0 and item.request.id not in self.masks
 
     def keep(self, request: Request, draft: Draft, nodes: Sequence[int]) -> None:
         """Keep the draft KV of the accepted nodes that the draft model has run; the next launch
@@ -182,3 +196,28 @@ class DraftModel:
         table.num_computed += kept
         if slots:
             self.scheduler.pool.updates.move("draft", slots)
+
+
+def split(groups: Sequence[RowGroup], most: int) -> list[list[RowGroup]]:
+    """Launches of at most `most` rows for causal rows. All that are read, at most one a group and
+    fewer than `most`, are in the last launch.
+    """
+    excess = sum(len(g.token_ids) for g in groups) - most
+    launches: list[list[RowGroup]] = []
+    last: list[RowGroup] = []
+    for group in reversed(groups):
+        cut = max(0, min(excess, len(group.token_ids) - group.num_read))
+        excess -= cut
+        launches += [[part(group, i, min(i + most, cut))] for i in range(0, cut, most)]
+        if cut < len(group.token_ids):
+            last.insert(0, part(group, cut, len(group.token_ids)))
+    return [*launches, last]
+
+
+def part(group: RowGroup, begin: int, end: int) -> RowGroup:
+    """The rows [begin, end) of a group of causal rows; the last of the group may be read."""
+    return group._replace(
+        token_ids=group.token_ids[begin:end],
+        start=group.start + begin,
+        num_read=group.num_read if end == len(group.token_ids) else 0,
+    )

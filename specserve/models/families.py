@@ -112,6 +112,12 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope: tuple[bool, ...]  # by layer; whether it has rotary embedding
     rope_parameters: RopeParameters
 
+    @property
+    def num_layer_weights(self) -> int:
+        """Weights in the linear maps of all layers: a row is multiplied by each of them."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return self.num_layers * self.hidden_size * (attention + 3 * self.intermediate_size)
+
 
 def load_config(folder: Path) -> DecoderConfig:
     """The decoder that a folder's config.json describes."""

@@ -18,9 +18,10 @@ class StepBudget(msgspec.Struct, frozen=True, kw_only=True):
 
     max_running: int = 64
     max_batched_tokens: int = 512
-    prefill_chunk: int = 128
+    prefill_chunk: int = 128  # rows of prompts beside streams
     max_nodes: int = 16  # guesses of a request
     max_step_nodes: int = 32  # guesses of a step
+    draft_rows_per_row: int = 1  # of the draft model, in the time of a row of the target
 
 
 class Scheduler:
@@ -35,6 +36,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preempted = 0
         self.num_plans = 0  # rotates the remainders of shared rows
+        self.catch_up_rows = 0  # that the draft model may run in this step, see `max_catch_up`
 
     def add(self, request: Request) -> None:
         self.waiting.add(request)
@@ -59,20 +61,36 @@ class Scheduler:
         """Spend the step's rows: a root for every request that is due, then prompts, then guesses.
 
         Where prompts and guesses both want what the roots leave, each gets half: a long prompt
-        stalls no stream, and no tree starves a prompt.
+        stalls no stream, and no tree starves a prompt. Without a root prompts get all rows.
         """
         self.num_plans += 1
         self.admit()
         roots = self.plan_roots()
         left = self.budget.max_batched_tokens - len(roots)
         wanted = min(self.budget.max_step_nodes, sum(map(self.max_guesses, roots)))
-        chunks = self.plan_chunks(min(self.budget.prefill_chunk, left - min(left // 2, wanted)))
+        most = self.budget.prefill_chunk if roots else left
+        chunks = self.plan_chunks(min(most, left - min(left // 2, wanted)))
+        self.catch_up_rows = self.max_catch_up(roots, chunks)
         left -= sum(chunk.end - chunk.start for chunk in chunks)
         self.plan_guesses(roots, min(left, self.budget.max_step_nodes))
         if self.running and not roots and not chunks:  # prompts alone, of which none gets a block
             self.preempt(self.running[-1])
             return self.plan()
         return roots + chunks
+
+    def max_catch_up(
+        self, roots: Sequence[ScheduledRequest], chunks: Sequence[ScheduledRequest]
+    ) -> int:
+        """Rows in which the draft model may compute known tokens, beyond the newest, in this step.
+
+        While a request of the step waits for its first token, they are as many as a chunk. Else
+        they take the time of the prompt rows that there might have been instead.
+        """
+        budget = self.budget
+        if chunks or any(root.request.num_output == 0 for root in roots):
+            return budget.prefill_chunk
+        rows = budget.prefill_chunk if len(roots) > 1 else budget.max_batched_tokens
+        return rows * budget.draft_rows_per_row
 
     @property
     def num_unreserved(self) -> int:

@@ -22,8 +22,8 @@ MAX_LEN = 288
 OPS = load(torch.device("cpu"))
 
 
-def load_small(folder, dtype="fp32"):
-    return load_decoder(folder, dtype, OPS, MAX_LEN)
+def load_small(folder, dtype="fp32", max_len=MAX_LEN):
+    return load_decoder(folder, dtype, OPS, max_len)
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -49,7 +49,12 @@ def each_choice(cases):
     ]
 
 
-def engine_for(target, draft=None, drafter="none", **overrides):
+def in_chunks(rows, max_running=8):
+    """Settings with which a prompt gets `rows` rows a step, alone as well as beside streams."""
+    return {"max_batched_tokens": rows, "prefill_chunk": rows, "max_running": max_running}
+
+
+def engine_for(target, draft=None, drafter="none", max_len=MAX_LEN, **overrides):
     """An engine with settings like max_nodes=4; drafter is a name, or an object put in place."""
     name = drafter if isinstance(drafter, str) else "ngram"
     sections = {
@@ -65,7 +70,7 @@ def engine_for(target, draft=None, drafter="none", **overrides):
     settings = {"memory.kv_bytes": 1 << 26, "drafter.name": name, **settings}
     if draft is not None:
         settings["drafter.model"] = "loaded"
-    engine = assemble(load_config(None, settings), target, draft, MAX_LEN)
+    engine = assemble(load_config(None, settings), target, draft, max_len)
     if not isinstance(drafter, str):
         engine.drafter = drafter
     return engine

@@ -23,6 +23,7 @@ from tests.engine.engines import (
     bush,
     engine_for,
     hedge,
+    in_chunks,
     load_small,
     logits_of,
     plain,
@@ -66,7 +67,7 @@ def test_the_text_is_the_cpus_own_with_every_drafter(models, drafter):
         draft if drafter == "model" else None,
         drafter if isinstance(drafter, str) else Scripted(drafter, dict(enumerate(want))),
         max_nodes=6,
-        prefill_chunk=16,
+        **in_chunks(16),
         options={"width": 2, "max_depth": 3} if drafter == "model" else {},
     )
     watch = Watch(engine)
@@ -81,7 +82,7 @@ def test_a_step_takes_one_copy_up_and_draws_all_its_tokens_at_once(models, monke
     draws = Counter()
     monkeypatch.setattr(interpreted, "sample", counting(draws, "sample", interpreted.sample))
     monkeypatch.setattr(interpreted, "move_kv", counting(draws, "move", interpreted.move_kv))
-    engine = engine_for(target, None, "ngram", max_nodes=4, prefill_chunk=16)
+    engine = engine_for(target, None, "ngram", max_nodes=4, **in_chunks(16))
     engine.add([5, 6, 7] * 11, sampling(1.0, 3))
     while not engine.is_idle:
         before = interpreted.staging.num_uploads, draws["sample"], draws["move"]

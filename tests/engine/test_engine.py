@@ -16,6 +16,7 @@ from tests.engine.engines import (
     Watch,
     bush,
     engine_for,
+    in_chunks,
     load_small,
     nonsense,
     plain,
@@ -163,7 +164,7 @@ def test_a_long_prompt_stalls_no_stream(target):
 
 def test_a_request_given_up_at_any_moment_leaves_no_block(target):
     for moment in range(8):
-        engine = engine_for(target, target, "model", prefill_chunk=16)
+        engine = engine_for(target, target, "model", **in_chunks(16))
         request = engine.add([*range(1, 60)], greedy(30))
         for _ in range(moment):
             engine.step()

@@ -29,7 +29,8 @@ def target(tmp_path_factory):
 @pytest.mark.parametrize("large", LARGE)
 def test_a_small_request_speaks_in_its_first_step_and_all_say_the_same(target, large, drafter):
     cases = [LARGE[large], SMALL]
-    engine = engine_for(target, None, drafter, max_running=6, prefill_chunk=24)
+    limits = {"max_running": 6, "prefill_chunk": 24, "max_batched_tokens": 36}
+    engine = engine_for(target, None, drafter, **limits)
     requests = engine.add_choices(cases[0].prompt, cases[0].choices)
     for _ in range(5):
         engine.step()

@@ -31,6 +31,7 @@ from tests.engine.engines import (
     bush,
     engine_for,
     hedge,
+    in_chunks,
     logits_of,
     plain,
     wrong_later,
@@ -151,7 +152,7 @@ def test_greedy_tokens_are_those_of_transformers(text, drafter):
     settings = {
         "model.device": DEVICE,
         "scheduler.prefill_chunk": 16,
-        "scheduler.max_batched_tokens": 128,
+        "scheduler.max_batched_tokens": 72,
         "memory.kv_bytes": 1 << 26,
     }
     params = SamplingParams(temperature=0, max_tokens=NEW)
@@ -205,7 +206,7 @@ def test_a_tiny_models_text_is_its_own_with_every_drafter(tiny, tiny_texts, max_
             drafter if isinstance(drafter, str) else Scripted(drafter, dict(enumerate(want))),
             max_nodes=max_nodes,
             max_step_nodes=100,
-            prefill_chunk=16,
+            **in_chunks(16),
         )
     )
     got = watch.run(cases, {7: "squeeze", 11: "preempt", 12: "squeeze", 14: "preempt"})

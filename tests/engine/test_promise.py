@@ -76,6 +76,7 @@ scenarios = {
     "scenario": st.lists(cases, min_size=1, max_size=6),
     "max_nodes": st.sampled_from([1, 2, 3, 5, 8, 16, 31, 63]),
     "prefill_chunk": st.sampled_from([16, 40, 128, 512]),
+    "max_batched_tokens": st.sampled_from([16, 48, 128, 512]),
     "block_size": st.sampled_from([1, 16, 17]),
     "events": st.sampled_from([None, *EVENTS]).map(lambda e: dict.fromkeys(range(60), e))
     | st.dictionaries(steps, st.sampled_from(EVENTS), min_size=8),

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from safetensors.torch import load_file
 
 from specserve.errors import ConfigError
 from specserve.models.families import FAMILIES, load_config
@@ -18,6 +19,14 @@ def parse(tmp_path):
         return load_config(folder)
 
     return parse
+
+
+def test_the_weights_of_the_layers_are_counted_as_the_checkpoint_has_them(tmp_path):
+    shape = {"num_hidden_layers": 3, "head_dim": 24, "num_key_value_heads": 1}
+    folder = tiny_checkpoint(tmp_path, "qwen3", **shape)
+    tensors = load_file(folder / "model.safetensors").items()
+    maps = [t.numel() for name, t in tensors if ".layers." in name and t.ndim == 2]
+    assert load_config(folder).num_layer_weights == sum(maps) > 0
 
 
 MISTRAL, QWEN2 = {"architectures": ["MistralForCausalLM"]}, {"architectures": ["Qwen2ForCausalLM"]}

@@ -47,7 +47,9 @@ class Simulation:
     """Steps in which no guess is right: every sampled request gets one token, until it ends."""
 
     def __init__(self, num_blocks=3000, **budget):
-        self.scheduler = scheduler(num_blocks, **({"max_nodes": 0} | budget))
+        self.scheduler = scheduler(
+            num_blocks, **({"max_nodes": 0, "max_batched_tokens": 192} | budget)
+        )
         self.requests = {}  # all that have not ended
         self.num_asked = self.num_steps = 0
         self.arrived, self.waited = {}, {}  # by id: the step; steps until the first token

@@ -1,6 +1,7 @@
 """How many steps a request waits beside larger ones, and that these still get on.
 
-A step of these simulations has 64 places and 128 rows for prompts, where nothing else is said.
+A step of these simulations has 64 places and 128 rows for prompts, or 192 if no stream runs, where
+nothing else is said.
 """
 
 from collections import Counter
@@ -88,7 +89,7 @@ def test_under_a_flood_of_small_prompts_a_long_one_takes_at_most_twice_as_long()
 
 def test_equal_prompts_are_computed_one_after_the_other():
     """Side by side all of them would be as late as the last one."""
-    s = Simulation()
+    s = Simulation(max_batched_tokens=128)
     prompts = [s.ask(256, max_tokens=1)[0] for _ in range(4)]
     s.finish()
     assert [s.waited[id] for id in prompts] == [2, 4, 6, 8]
@@ -96,6 +97,7 @@ def test_equal_prompts_are_computed_one_after_the_other():
 
 def test_of_a_single_row_each_step_a_short_prompt_has_every_other_one():
     s = Simulation(prefill_chunk=1)
+    s.ask(1, max_tokens=30)  # a stream
     s.ask(100, max_tokens=1)
     s.step()
     [small] = s.ask(10)
@@ -343,10 +345,11 @@ def test_places_are_fair_in_every_step_and_everyone_ends(
     asked, events, max_running, chunk, num_blocks
 ):
     s = Simulation(num_blocks, max_running=max_running, prefill_chunk=chunk)
-    call, events = 0, iter(events)
+    call = owner = 0
+    events = iter(events)
     for pause, (known, max_tokens, n, tenant, priority, is_more, is_alike) in asked:
-        call = call if is_more else s.num_asked
-        s.ask(known, max_tokens, n, call, tenant, priority, is_alike)
+        call, owner = (call, owner) if is_more else (s.num_asked, tenant)
+        s.ask(known, max_tokens, n, call, owner, priority, is_alike)
         for _ in range(pause):
             disturbed_step(s, next(events, ""))
     while s.requests:

@@ -20,9 +20,15 @@ PLANS = {  # (known, computed) of who runs, budget beside 20 rows -> rows and gu
     "shared evenly": ([STREAM] * 3, {"max_step_nodes": 6}, [(1, 2)] * 3),
     "a prompt alone": ([PROMPT], {}, [(20, 0)]),
     "a prompt's next chunk": ([(99, 90)], {}, [(9, 0)]),
-    "a chunk's own limit": ([PROMPT], {"prefill_chunk": 8}, [(8, 0)]),
+    "a prompt alone, however small a chunk is": ([PROMPT], {"prefill_chunk": 8}, [(20, 0)]),
+    "prompts alone": ([(6, 0), PROMPT], {"prefill_chunk": 8}, [(6, 0), (14, 0)]),
+    "a chunk's own limit": ([STREAM, PROMPT], {"prefill_chunk": 8}, [(1, 9), (8, 0)]),
     "prompts first come, first served": ([(15, 0), (30, 0), PROMPT], {}, [(15, 0), (5, 0)]),
-    "one chunk limit for all prompts": ([(6, 0), PROMPT], {"prefill_chunk": 8}, [(6, 0), (2, 0)]),
+    "one chunk limit for all prompts": (
+        [STREAM, (6, 0), PROMPT],
+        {"prefill_chunk": 8},
+        [(1, 9), (6, 0), (2, 0)],
+    ),
     "one token left to compute is a root, two are a chunk": (
         [(7, 6), (7, 5)],
         {},
@@ -66,6 +72,25 @@ def test_the_rows_of_a_step(states, budget, want):
         assert w.start == w.request.num_computed
         assert w.is_sampled == (w.end == len(w.request.token_ids))
         assert w.is_root == (w.end - w.start == 1 and w.is_sampled)
+
+
+CATCH_UPS = {  # (known, computed, prompt) of who runs -> rows of the draft model
+    "a stream alone: those of a whole step, ten for one": ([(99, 98, 90)], 10 * 64),
+    "more streams: those of a chunk": ([(99, 98, 90), (10, 9, 5)], 10 * 16),
+    "beside a prompt: as many as it has": ([(99, 98, 90), (99, 0, 99)], 16),
+    "beside the last token of a prompt": ([(99, 98, 90), (50, 49, 50)], 16),
+    "a prompt alone": ([(99, 0, 99)], 16),
+}
+
+
+@pytest.mark.parametrize(("states", "want"), CATCH_UPS.values(), ids=CATCH_UPS)
+def test_the_draft_model_may_catch_up_in_as_many_rows_as_prompts_leave_time_for(states, want):
+    s = scheduler(max_batched_tokens=64, prefill_chunk=16, max_running=8, draft_rows_per_row=10)
+    requests = run(s, [(known, computed) for known, computed, _ in states])
+    for r, (_, _, num_prompt) in zip(requests, states, strict=True):
+        r.num_prompt = num_prompt
+    s.plan()
+    assert s.catch_up_rows == want
 
 
 @pytest.mark.parametrize(("max_tokens", "guesses"), [(1, 0), (2, 1), (5, 4), (50, 9)])
@@ -173,14 +198,14 @@ def test_a_newcomer_preempts_no_more_than_it_takes_and_nobody_in_vain(known, run
 
 
 def test_rows_for_prompts_go_by_rank():
-    s = scheduler(prefill_chunk=20)
+    s = scheduler(max_batched_tokens=20, max_running=8)
     s.add(request(s, 0, 50, priority=1))
     s.add(request(s, 1, 15, text=1000))
     assert rows(s.plan()) == {1: (15, 0), 0: (5, 0)}
 
 
 def test_blocks_are_taken_as_they_are_about_to_be_written():
-    s = scheduler(num_blocks=20, prefill_chunk=16)
+    s = scheduler(num_blocks=20, max_batched_tokens=16, max_running=8)
     s.add(late := request(s, 0, 160))
     for chunks in range(1, 4):
         advance(s.plan())
@@ -215,7 +240,7 @@ def publish(s, r, computed):
 
 
 def test_who_begins_like_one_who_is_computing_waits_for_the_block():
-    s = scheduler(prefill_chunk=32)
+    s = scheduler(max_batched_tokens=32, max_running=8)
     for id, text in ((0, 0), (1, 0), (2, 1000)):
         s.add(request(s, id, 60, text=text))
     s.plan()
@@ -242,7 +267,7 @@ def test_what_is_found_but_held_by_nobody_counts_as_taken(num_blocks, is_in):
 
 
 def test_nobody_waits_for_one_who_has_gone():
-    s = scheduler(prefill_chunk=32)
+    s = scheduler(max_batched_tokens=32, max_running=8)
     for id in (0, 1):
         s.add(request(s, id, 60))
     s.plan()
@@ -430,7 +455,8 @@ def check_step(s, scheduled, budget, chunk, nodes, step_nodes):
     guesses = [w.draft_limit for w in scheduled]
     assert len({w.request.id for w in scheduled}) == len(scheduled)
     assert sum(w.end - w.start for w in scheduled) + sum(guesses) <= budget
-    assert sum(w.end - w.start for w in chunks) <= chunk
+    rows = sum(w.end - w.start for w in chunks)
+    assert rows <= chunk or len(chunks) == len(scheduled), "a stream waits for no more than a chunk"
     assert sum(guesses) <= step_nodes and max(guesses) <= nodes
     assert not any(w.draft_limit for w in chunks), "causal rows or a tree, never both"
     assert {r.id for r in s.running if r.is_due} == {w.request.id for w in scheduled if w.is_root}
