@@ -211,7 +211,7 @@ def test_each_choice_ends_at_its_own_time(server):
 
 
 def test_fallbacks_are_told_of_each_request_and_counted(presets):
-    server, body = presets["draft-model"], chat_body(cache_salt="new", max_tokens=30)
+    server, body = presets["draft-model"], chat_body(cache_salt="new", max_tokens=30, n=2)
     body["messages"] = [{"role": "user", "content": 3 * LONG}]
     before = server.metric("specserve_draft_fallbacks_total")
     said = server.post(CHAT, body).body["metrics"]["speculative_decoding"]
