@@ -200,7 +200,7 @@ class DraftModel:
 
 def split(groups: Sequence[RowGroup], most: int) -> list[list[RowGroup]]:
     """Launches of at most `most` rows for causal rows. All that are read, at most one a group and
-    fewer than `most`, are in the last launch.
+    fewer than `most`, are in the last launch, as a launch writes over the logits of the one before.
     """
     excess = sum(len(g.token_ids) for g in groups) - most
     launches: list[list[RowGroup]] = []
