@@ -1,25 +1,25 @@
 // Attention of a step's rows over block tables: causal rows and tree rows in one kernel.
 //
-// A row's keys are the tokens of its path in order of position, in tiles of 32 positions counted
-// from 0. Each tile is one step of the online softmax (Milakov, Gimelshein 1805.02867), its values
-// are added key by key. So a row's bits depend on its own path only: not on the block size, on the
-// slots, on the rows beside it, or on where the prefix ends and the tree begins. Hidden keys are
-// skipped, never multiplied by zero: the contents of their slots, NaN included, do not matter.
-//
-// A work item is up to 32 query vectors (row, query head) of one request that share a KV head. Keys
-// are transposed once for each item and tile, so that scores need no sums over lanes, and are
-// multiplied with 8 query vectors at a time in registers.
+// A row's keys are the tokens of its path in order of position. Positions are cut at multiples of
+// PART, counted from 0: a part's scores become weights at once, and the results of the parts are
+// merged in order. Within a part, values are summed position by position or pair by pair, for as
+// many query vectors at a time as there are. So a row's bits depend on its own path only: not on
+// the block size, on the slots, on the rows beside it, on where the prefix ends and the tree begins,
+// or on how many threads share a context. The weights of hidden positions are exact zeros, and the
+// values there are read as zeros, so that the contents of their slots, NaN included, do not matter.
 #include <algorithm>
-#include <vector>
+#include <climits>
 
-#include "op.h"
-#include "vec.h"
+#include "attention_plan.h"
+#include "layouts.h"
+#include "softmax.h"
 
-constexpr int TILE = 32;          // positions
-constexpr int GROUP = 8;          // query vectors in registers
-constexpr int ITEM = 32;          // query vectors of a work item
-constexpr int TREE_TILES = 3;     // 64 tree slots, plus the part of the prefix in their first tile
-constexpr int MAX_D = 512;
+constexpr int KEYS = 64;      // positions whose keys are transposed at a time
+constexpr int GROUP = 32;     // query vectors that share a range of tiles
+constexpr int FEW = 16;       // query vectors of which the sums stay in L1 beside a tile of values
+constexpr int TAIL = 128;     // tree slots, and those of the prefix in their first tile
+constexpr int SCORES = PART + LANES;  // a stride with which rows do not share cache lines' places
+constexpr float LOG2_E = 1.44269504f;
 
 struct Attention {
   const KV* kv;
@@ -30,362 +30,326 @@ struct Attention {
   int64_t window;  // 0: none
 };
 
-struct Item {
-  int request, first, count;  // query vectors [first, first + count) of the request and KV head
-};
-
-struct Query {
-  const void* q;
-  void* out;
-  int64_t prefix, length, low;  // positions [low, length) are visible; [0, prefix) is the prefix
-  uint64_t mask;
-  float max, sum;
-};
-
-// The slots of one request as addresses of one KV head.
-struct Slots {
-  const Rows& rows;
-  const KV& kv;
-  const int32_t* blocks;
-  int64_t head;
-
-  template <class T> const T* at(void* base, int64_t slot) const {
-    return (const T*)base + blocks[slot / kv.block_size] * kv.block_stride +
-           (slot % kv.block_size * kv.num_heads + head) * kv.head_dim;
-  }
-};
-
-#if defined(__AVX512BF16__)
-constexpr bool PAIRS = true;
-#else
-constexpr bool PAIRS = false;
-#endif
-
-// One tile of keys, transposed: [d][key], or [pair of d][key] for bf16 dot products.
-struct KeyTile {
-  alignas(64) uint32_t t[MAX_D][TILE];
-
-  // Keys of `words` 32-bit words; past `count` the last one is repeated, for scores not used.
-  void load_words(const void* const* keys, int count, int64_t words) {
-    for (int half = 0; half < count; half += LANES)
-      for (int64_t d = 0; d < words; d += LANES) {
-        vi x[LANES];
-        int n = std::min<int64_t>(LANES, words - d);
-        for (int j = 0; j < LANES; j++) {
-          const uint32_t* key = (const uint32_t*)keys[std::min(half + j, count - 1)] + d;
-          x[j] = n == LANES ? load_lanes(key) : load_lanes(key, n);
-        }
-        transpose(x);
-        for (int i = 0; i < n; i++) memcpy(&t[d + i][half], &x[i], 64);
-      }
-  }
-  void load(const float* const* keys, int count, int64_t D) {
-    load_words((const void* const*)keys, count, D);
-  }
-  void load(const bf16* const* keys, int count, int64_t D) {
-    if (PAIRS) return load_words((const void* const*)keys, count, D / 2);
-    for (int j = 0; j < count; j++)
-      for (int64_t d = 0; d < D; d++) t[d][j] = uint32_t(keys[j][d].bits) << 16;
-  }
-};
-
-static inline void multiply(const KeyTile& tile, const float* q, int64_t d, vf& a, vf& b) {
-  a = fma(splat(q[d]), load((const float*)tile.t[d]), a);
-  b = fma(splat(q[d]), load((const float*)(tile.t[d] + LANES)), b);
-}
-static inline void multiply(const KeyTile& tile, const bf16* q, int64_t d, vf& a, vf& b) {
-#if defined(__AVX512BF16__)
-  int32_t pair;
-  memcpy(&pair, q + 2 * d, 4);
-  __m512bh qq = (__m512bh)_mm512_set1_epi32(pair);
-  a = (vf)_mm512_dpbf16_ps((__m512)a, (__m512bh)_mm512_load_si512(tile.t[d]), qq);
-  b = (vf)_mm512_dpbf16_ps((__m512)b, (__m512bh)_mm512_load_si512(tile.t[d] + LANES), qq);
-#else
-  float x = to_float(q[d]);
-  a = fma(splat(x), load((const float*)tile.t[d]), a);
-  b = fma(splat(x), load((const float*)(tile.t[d] + LANES)), b);
-#endif
-}
-static inline int64_t depth_of(const float*, int64_t D) { return D; }
-static inline int64_t depth_of(const bf16*, int64_t D) { return PAIRS ? D / 2 : D; }
-
-template <class T, int N>
-static void score_group(const KeyTile& tile, Query* const* q, int64_t D, float (*out)[TILE]) {
-  vf a[N] = {}, b[N] = {};
-  const T* p[N];
-  for (int i = 0; i < N; i++) p[i] = (const T*)q[i]->q;
-  int64_t depth = depth_of(p[0], D);
-  for (int64_t d = 0; d < depth; d++)
-#pragma GCC unroll 8
-    for (int i = 0; i < N; i++) multiply(tile, p[i], d, a[i], b[i]);
-  for (int i = 0; i < N; i++) {
-    store(out[i], a[i]);
-    store(out[i] + LANES, b[i]);
-  }
-}
-
-// acc = acc * decay + sum over keys of weight * value, for N queries that see the same keys, in the
-// dimensions [0, S * 16) from the pointers given; `tail` of the last 16 exist.
-template <class T, int N, int S, bool IS_WHOLE>
-static void add_values(const T* const* values, int64_t d, int begin, int end, int tail,
-                       const float (*weight)[TILE], const float* decay, float (*acc)[MAX_D]) {
-  vf sum[N][S];
-  for (int i = 0; i < N; i++)
-    for (int s = 0; s < S; s++) sum[i][s] = load(acc[i] + d + s * LANES) * decay[i];
-  for (int j = begin; j < end; j++) {
-    vf v[S];
-    for (int s = 0; s < S; s++) {
-      const T* p = values[j] + d + s * LANES;
-      v[s] = IS_WHOLE || s < S - 1 ? load(p) : load(p, tail);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < N; i++) {
-      vf w = splat(weight[i][j]);
-#pragma GCC unroll 8
-      for (int s = 0; s < S; s++) sum[i][s] = fma(w, v[s], sum[i][s]);
-    }
-  }
-  for (int i = 0; i < N; i++)
-    for (int s = 0; s < S; s++) store(acc[i] + d + s * LANES, sum[i][s]);
-}
-
-// S vectors of D at a time: as many sums as hide the latency of an addition.
-template <class T, int N, int S>
-static void value_group(const T* const* values, int begin, int end, int64_t D,
-                        const float (*weight)[TILE], const float* decay, float (*acc)[MAX_D]) {
-  int64_t d = 0;
-  for (; d + S * LANES <= D; d += S * LANES)
-    add_values<T, N, S, true>(values, d, begin, end, LANES, weight, decay, acc);
-  for (; d + LANES <= D; d += LANES)
-    add_values<T, N, 1, true>(values, d, begin, end, LANES, weight, decay, acc);
-  if (d < D) add_values<T, N, 1, false>(values, d, begin, end, D - d, weight, decay, acc);
-}
-
-template <class T>
-static void scores(const KeyTile& tile, Query* const* q, int n, int64_t D, float (*out)[TILE]) {
-  switch (n) {
-    case 1: return score_group<T, 1>(tile, q, D, out);
-    case 2: return score_group<T, 2>(tile, q, D, out);
-    case 3: return score_group<T, 3>(tile, q, D, out);
-    case 4: return score_group<T, 4>(tile, q, D, out);
-    case 5: return score_group<T, 5>(tile, q, D, out);
-    case 6: return score_group<T, 6>(tile, q, D, out);
-    case 7: return score_group<T, 7>(tile, q, D, out);
-    default: return score_group<T, 8>(tile, q, D, out);
-  }
-}
-
-template <class T>
-static void values(const T* const* v, int begin, int end, int n, int64_t D,
-                   const float (*weight)[TILE], const float* decay, float (*acc)[MAX_D]) {
-  switch (n) {
-    case 1: return value_group<T, 1, 4>(v, begin, end, D, weight, decay, acc);
-    case 2: return value_group<T, 2, 4>(v, begin, end, D, weight, decay, acc);
-    case 3: return value_group<T, 3, 4>(v, begin, end, D, weight, decay, acc);
-    case 4: return value_group<T, 4, 4>(v, begin, end, D, weight, decay, acc);
-    case 5: return value_group<T, 5, 2>(v, begin, end, D, weight, decay, acc);
-    case 6: return value_group<T, 6, 2>(v, begin, end, D, weight, decay, acc);
-    case 7: return value_group<T, 7, 2>(v, begin, end, D, weight, decay, acc);
-    default: return value_group<T, 8, 2>(v, begin, end, D, weight, decay, acc);
-  }
-}
-
-// Scores of up to 8 queries become weights in place; keys outside of [begin, end) of the tile are
-// hidden. decay[i] becomes the factor for what query i has summed before. A query that sees no key
-// of the tile is left as it is.
-static void soften(float (*score)[TILE], Query* const* q, const int* begin, const int* end, int n,
-                   float scale, float* decay) {
-  vf at = lanes(), fall{};
-  for (int i = 0; i < n; i++) {
-    if (begin[i] >= end[i]) continue;
-    vf a = load(score[i]) * scale, b = load(score[i] + LANES) * scale;
-    vf low = splat(begin[i]), high = splat(end[i]);
-    a = (at >= low) & (at < high) ? a : splat(-INF);
-    b = (at + 16.0f >= low) & (at + 16.0f < high) ? b : splat(-INF);
-    float top = std::max(q[i]->max, max(max(a, b)));
-    vf wa = exp(a - top), wb = exp(b - top);
-    fall[i] = q[i]->max - top;
-    q[i]->max = top;
-    decay[i] = sum(wa) + sum(wb);  // the new weights' sum, until all decays are known
-    store(score[i], wa);
-    store(score[i] + LANES, wb);
-  }
-  vf factor = exp(fall);
-  for (int i = 0; i < n; i++) {
-    if (begin[i] >= end[i]) continue;
-    q[i]->sum = q[i]->sum * factor[i] + decay[i];
-    decay[i] = factor[i];
-  }
-}
-
-// The scratch of one thread: about 200 KiB, allocated once.
+// The memory that a thread computes in, for heads of one size.
 struct Scratch {
-  KeyTile keys;
-  alignas(64) float acc[ITEM][MAX_D];
-  alignas(64) float score[ITEM][TILE];
-  alignas(64) float tree[TREE_TILES][ITEM][TILE];
+  int64_t width = 0;  // of a head, rounded up
+  std::vector<word> memory;
+  word *queries, *keys, *values;
+  float *score, *tail, *part, *total;
+  int64_t offsets[2][PART];  // of two parts: the second is prefetched
+  int64_t path[PART];
+  Seen seen[MAX_ITEM], now[MAX_ITEM];
+
+  int64_t value_stride() const { return width + LANES; }
+
+  void fit(int64_t D) {
+    int64_t needed = (D + LANES - 1) / LANES * LANES;
+    if (needed <= width) return;
+    width = needed;
+    int64_t item = (MAX_ITEM + 16) * width;
+    int64_t sizes[] = {item,           width * KEYS,    PART * value_stride(), (MAX_ITEM + 16) * SCORES,
+                       MAX_ITEM * TAIL, item,            item};
+    int64_t all = 16;
+    for (int64_t size : sizes) all += size;
+    memory.assign(all, 0);
+    word* at = (word*)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
+    word** const places[] = {&queries,        &keys,          &values,       (word**)&score,
+                             (word**)&tail, (word**)&part, (word**)&total};
+    for (int i = 0; i < 7; i++) {
+      *places[i] = at;
+      at += sizes[i];
+    }
+  }
 };
 
-// A tile of prefix positions, for all queries whose prefix reaches it.
-template <class T>
-static void prefix_tile(int64_t t, const Slots& slots, Query** q, int n, float scale, Scratch& x) {
-  int64_t D = slots.kv.head_dim, first = t * TILE, last = 0, low = first + TILE;
-  for (int i = 0; i < n; i++) {
-    last = std::max(last, std::min(q[i]->prefix, first + TILE));
-    low = std::min(low, std::max(q[i]->low, first));
-  }
-  if (low >= last) return;  // the tile is before every query's window
-  const T *k[TILE], *v[TILE];
-  for (int64_t j = first; j < last; j++) {
-    k[j - first] = slots.at<T>(slots.kv.k, j);
-    v[j - first] = slots.at<T>(slots.kv.v, j);
-  }
-  x.keys.load(k, last - first, D);
-  for (int g = 0; g < n; g += GROUP) {
-    int size = std::min(GROUP, n - g);
-    float decay[GROUP];
-    int begin[GROUP], end[GROUP];
-    bool same = true;
-    scores<T>(x.keys, q + g, size, D, x.score + g);
-    for (int i = 0; i < size; i++) {
-      begin[i] = std::max<int64_t>(q[g + i]->low - first, 0);
-      end[i] = std::min<int64_t>(q[g + i]->prefix - first, TILE);
-      same = same && begin[i] == begin[0] && end[i] == end[0] && begin[i] < end[i];
-    }
-    soften(x.score + g, q + g, begin, end, size, scale, decay);
-    // Rows are given in order, so that query g + i keeps its accumulator g + i.
-    if (same) {
-      values<T>(v, begin[0], end[0], size, D, x.score + g, decay, x.acc + g);
-    } else {
-      for (int i = 0; i < size; i++)
-        if (begin[i] < end[i])
-          values<T>(v, begin[i], end[i], 1, D, x.score + g + i, decay + i, x.acc + g + i);
-    }
-  }
+// A range of positions.
+struct Span {
+  int begin, end;
+
+  bool is_empty() const { return begin >= end; }
+  int size() const { return std::max(end - begin, 0); }
+};
+static inline Span overlap(Span a, Span b) {
+  return {std::max(a.begin, b.begin), std::min(a.end, b.end)};
 }
+static inline int tile_of(int position) { return position / TILE * TILE; }
+static inline Span tiles(Span s) { return {tile_of(s.begin), tile_of(s.end + TILE - 1)}; }
 
-// The slot of a position: first the prefix, then the path, one node for each bit of the mask.
-struct Path {
-  int64_t prefix, slot[64];
+// An item for one KV head.
+template <class T> struct Task {
+  const Attention& a;
+  const Rows& rows;
+  const Work& work;
+  const Item& item;
+  int64_t head;
+  Scratch& x;
+  static constexpr int PER = PER_WORD<T>;
+  const KV& kv = *a.kv;
+  const int64_t D = kv.head_dim, width = (D + LANES - 1) / LANES * LANES, words = words_of<T>(D);
+  const int group = a.num_heads / kv.num_heads;
+  const int first_row = rows.qo_indptr[item.request];
+  Span shared[MAX_ITEM / GROUP];  // tiles of positions that have one slot for all rows, by group
+  int max_low = 0, min_prefix = INT_MAX;
 
-  explicit Path(const Query& q) : prefix(q.prefix) {
-    int64_t depth = 0;
-    for (uint64_t m = q.mask; m; m &= m - 1) slot[depth++] = q.prefix + __builtin_ctzll(m);
+  int row_of(int i) const { return first_row + (item.first + i) / group; }
+  const View& view(int i) const { return work.views[row_of(i)]; }
+  int64_t vector_of(int i) const {
+    return row_of(i) * a.num_heads + head * group + (item.first + i) % group;
   }
-  int64_t at(int64_t position) const {
-    return position < prefix ? position : slot[position - prefix];
-  }
-};
+  int group_size(int g) const { return std::min(GROUP, item.count - g); }
+  Span part_span(int part) const { return {part * PART, (part + 1) * PART}; }
 
-// Everything from the tile in which the prefix ends: scores of all tree slots at once, then each
-// query's own path picked from them, in tiles of positions.
-template <class T>
-static void tree_tiles(const Slots& slots, Query** q, int n, float scale, Scratch& x) {
-  int64_t D = slots.kv.head_dim, prefix = q[0]->prefix, first = prefix / TILE * TILE, last = 0;
-  uint64_t all = 0;
-  for (int i = 0; i < n; i++) all |= q[i]->mask;
-  last = prefix + 64 - __builtin_clzll(all);
-  const T* k[TILE];
-  for (int64_t u = 0; first + u * TILE < last; u++) {
-    int count = std::min<int64_t>(TILE, last - first - u * TILE);
-    for (int j = 0; j < count; j++) k[j] = slots.at<T>(slots.kv.k, first + u * TILE + j);
-    x.keys.load(k, count, D);
-    for (int g = 0; g < n; g += GROUP)
-      scores<T>(x.keys, q + g, std::min(GROUP, n - g), D, x.tree[u] + g);
+  // Where the tokens of slots [first, first + n) are, in elements from the first block.
+  void locate(int first, int n, int64_t* offsets) const {
+    const int32_t* block = rows.indices + rows.indptr[item.request] + first / kv.block_size;
+    int64_t token = kv.num_heads * D, in_block = first % kv.block_size;
+    for (int j = 0; j < n; block++, in_block = 0) {
+      int64_t offset = *block * kv.block_stride + in_block * token + head * D;
+      int end = std::min<int64_t>(n, j + kv.block_size - in_block);
+      for (; j < end; j++, offset += token) offsets[j] = offset;
+    }
   }
-  for (int i = 0; i < n; i++) {
-    Path path(*q[i]);
-    for (int64_t t = first; t < q[i]->length; t += TILE) {
-      int begin = std::max<int64_t>(q[i]->low - t, 0);
-      int end = std::min<int64_t>(q[i]->length - t, TILE);
-      if (begin >= end) continue;
-      const T* v[TILE];
-      for (int j = begin; j < end; j++) {
-        int64_t slot = path.at(t + j);
-        v[j] = slots.at<T>(slots.kv.v, slot);
-        x.score[0][j] = x.tree[(slot - first) / TILE][i][(slot - first) % TILE];
+  // The positions of a part that have one slot for all rows, located.
+  Tokens<T> located(int part, int64_t* offsets) const {
+    Span span = overlap(part_span(part), {tile_of(item.begin), item.end});
+    if (part >= item.end_part || span.is_empty()) return {nullptr, offsets, 0, 0};
+    locate(span.begin, span.size(), offsets + span.begin - part * PART);
+    return {(const T*)kv.k, offsets, std::max(item.begin, span.begin) - part * PART,
+            span.end - part * PART};
+  }
+  Tokens<T> values_of(const Tokens<T>& keys) const {
+    return {keys.base ? (const T*)kv.v : nullptr, keys.offsets, keys.begin, keys.end};
+  }
+
+  void begin() {
+    for (int i = 0; i < item.count; i++) {
+      load_query((const T*)a.q + vector_of(i) * D, D, x.queries + i * x.width);
+      x.seen[i] = NOTHING;
+    }
+    for (int g = 0; g < item.count; g += GROUP) {
+      Span span{item.end, item.begin};
+      for (int i = g; i < g + group_size(g); i++) {
+        span.begin = std::min(span.begin, view(i).low);
+        span.end = std::max(span.end, std::min(view(i).prefix, item.end));
+        max_low = std::max(max_low, view(i).low);
+        min_prefix = std::min(min_prefix, view(i).prefix);
       }
-      float decay;
-      soften(x.score, q + i, &begin, &end, 1, scale, &decay);
-      values<T>(v, begin, end, 1, D, x.score, &decay, x.acc + i);
+      shared[g / GROUP] = tiles(span);
+    }
+    if (item.tail && item.end_part * PART > item.end) score_tail();
+  }
+
+  void multiply_keys(int g, int n, Sums scores, int num_keys) const {
+    multiply<PAIRED<T>>({x.queries + g * x.width, x.width}, {x.keys, KEYS}, scores, n, words,
+                        num_keys, false);
+  }
+
+  // The scores of a tree's slots, for all rows: each row takes those on its path.
+  void score_tail() {
+    int num = item.tail - item.end;
+    locate(item.end, num, x.path);
+    Tokens<T> keys{(const T*)kv.k, x.path, 0, num};
+    for (int j = 0; j < num; j += KEYS) {
+      int n = (std::min(KEYS, num - j) + LANES - 1) / LANES * LANES;
+      load_keys(keys.from(j), n, D, x.keys, KEYS, keys, 0);
+      multiply_keys(0, item.count, {x.tail + j, TAIL}, n);
     }
   }
-}
 
-template <class T>
-static void attend(const Rows& rows, const KV& kv, const Attention& a, const Item& item,
-                   int64_t head, Scratch& x) {
-  int64_t D = kv.head_dim, group = a.num_heads / kv.num_heads;
-  Slots slots{rows, kv, rows.indices + rows.indptr[item.request], head};
-  Query query[ITEM];
-  Query* q[ITEM];
-  int64_t tiles = 0;
-  bool has_tree = false;
-  for (int i = 0; i < item.count; i++) {
-    int64_t r = rows.qo_indptr[item.request] + (item.first + i) / group;
-    int64_t offset = (r * a.num_heads + head * group + (item.first + i) % group) * D;
-    int64_t prefix = rows.prefix[r], length = prefix + __builtin_popcountll(rows.mask[r]);
-    int64_t low = a.window && length > a.window ? length - a.window : 0;
-    query[i] = {(const T*)a.q + offset, (T*)a.out + offset, prefix, length, low,
-                rows.mask[r], -INF, 0.0f};
-    q[i] = query + i;
-    has_tree = has_tree || rows.mask[r];
-    tiles = std::max(tiles, rows.mask[r] ? prefix / TILE : (prefix + TILE - 1) / TILE);
+  void score(int part, const Tokens<T>& keys) {
+    Span all = tiles({keys.begin, keys.end});
+    for (int j = all.begin; j < all.end; j += KEYS) {
+      int n = std::min(KEYS, all.end - j);
+      bool is_last = j + KEYS >= all.end;
+      Tokens<T> next = is_last ? values_of(keys).from(all.begin) : keys.from(j + KEYS);
+      load_keys(keys.from(j), n, D, x.keys, KEYS, next, keys.base ? n : 0);
+      for (int g = 0; g < item.count; g += GROUP) {
+        Span seen = overlap(shared[g / GROUP], {part * PART + j, part * PART + j + n});
+        if (!seen.is_empty())
+          multiply_keys(g, group_size(g), {x.score + g * SCORES + j, SCORES}, n);
+      }
+    }
   }
-  for (int i = 0; i < item.count; i++) memset(x.acc[i], 0, ((D + 15) & ~15) * sizeof(float));
-  for (int64_t t = 0; t < tiles; t++) prefix_tile<T>(t, slots, q, item.count, a.scale, x);
-  if (has_tree) tree_tiles<T>(slots, q, item.count, a.scale, x);
-  for (int i = 0; i < item.count; i++) {
-    float scale = 1.0f / query[i].sum;
-    int64_t d = 0;
-    for (; d + LANES <= D; d += LANES) store((T*)query[i].out + d, load(x.acc[i] + d) * scale);
-    if (d < D) store((T*)query[i].out + d, load(x.acc[i] + d) * scale, D - d);
+
+  // The tiles of the part that a query's weights are needed for, from the part's begin.
+  Span weighed(int part, int i) const {
+    Span whole = part_span(part), span = overlap(shared[i / GROUP], whole);
+    Span own = overlap(tiles({std::max(view(i).low, whole.begin), view(i).length}), whole);
+    if (span.is_empty()) span = own;
+    else if (!own.is_empty()) span.end = std::max(span.end, own.end);
+    return {span.begin - whole.begin, span.end - whole.begin};
+  }
+
+  // What a query may see of its scores: those on its path of the tree are put in their places.
+  void choose(int part, int i, Span span) {
+    const View& v = view(i);
+    float *score = x.score + i * SCORES, *tail = x.tail + i * TAIL;
+    int zero = part * PART;
+    Span path = overlap({std::max(item.end, v.low), v.length}, part_span(part));
+    for (int p = path.begin; item.tail && p < path.end; p++)
+      score[p - zero] = tail[(p < v.prefix ? p : work.paths[v.path + p - v.prefix]) - item.end];
+    int low = std::min(std::max(v.low - zero, span.begin), span.end);
+    int high = std::max(std::min(v.length - zero, span.end), low);
+    std::fill(score + span.begin, score + low, -INF);
+    std::fill(score + high, score + span.end, -INF);
+  }
+
+  void soften_all(int part) {
+    for (int i = 0; i < item.count; i++) {
+      Span span = weighed(part, i);
+      if (!span.is_empty()) choose(part, i, span);
+      float* score = x.score + i * SCORES;
+      x.now[i] = span.is_empty() ? NOTHING
+                                 : soften<PAIRED<T>>(score + span.begin, span.size(),
+                                                     a.scale * LOG2_E, score + span.begin / PER);
+      memset(x.part + i * x.width, 0, width * sizeof(float));
+    }
+  }
+
+  // Add the values of positions [begin, begin + n) of the part, which are loaded, for some rows.
+  void multiply_values(int i, int num_rows, int begin, int n, const word* values) {
+    const word* weights = (const word*)x.score + i * SCORES + begin / PER;
+    multiply<PAIRED<T>>({weights, SCORES}, {values, x.value_stride()},
+                        {x.part + i * x.width, x.width}, num_rows, n / PER, width, true);
+  }
+
+  void add_values(int part, const Tokens<T>& values, const Tokens<T>& next_keys) {
+    Span all = tiles({values.begin, values.end});
+    int step = item.count <= FEW ? TILE : PART;
+    for (int j = all.begin; j < all.end; j += step) {
+      int n = std::min(step, all.end - j);
+      bool is_last = j + step >= all.end;
+      Tokens<T> next = is_last ? next_keys : values.from(j + step);
+      load_values(values.from(j), n, D, x.values, x.value_stride(), next, next.base ? n : 0);
+      if (is_mixed(part * PART + j, n) && !are_finite<T>(x.values, n / PER, D, x.value_stride()))
+        add_each(part, j, n, values);
+      else
+        add_shared(part, j, n);
+    }
+  }
+
+  // Whether some queries see positions of [begin, begin + n) that others do not.
+  bool is_mixed(int begin, int n) const {
+    Span seen = overlap({begin, begin + n}, {item.begin, item.end});
+    return max_low > seen.begin || min_prefix < seen.end;
+  }
+
+  void add_shared(int part, int begin, int n) {
+    for (int g = 0; g < item.count; g += GROUP) {
+      int first = part * PART + begin;
+      Span span = overlap(shared[g / GROUP], {first, first + n});
+      if (span.is_empty()) continue;
+      const word* from = x.values + (span.begin - first) / PER * x.value_stride();
+      multiply_values(g, group_size(g), span.begin - part * PART, span.size(), from);
+    }
+  }
+
+  // As add_shared, with each query's hidden values read as zeros: a weight of 0 does not hide NaN.
+  void add_each(int part, int begin, int n, const Tokens<T>& values) {
+    int zero = part * PART;
+    for (int i = 0; i < item.count; i++) {
+      Tokens<T> own = values;
+      own.begin = std::max(own.begin, view(i).low - zero);
+      own.end = std::min(own.end, view(i).prefix - zero);
+      Span span = overlap(shared[i / GROUP], {zero + begin, zero + begin + n});
+      for (int j = span.begin - zero; j < span.end - zero; j += TILE) {
+        load_values(own.from(j), TILE, D, x.values, x.value_stride(), own, 0);
+        multiply_values(i, 1, j, TILE, x.values);
+      }
+    }
+  }
+
+  // Add the values on the rows' own paths, from the tile in which the tree begins.
+  void add_paths(int part) {
+    for (int i = 0, n; i < item.count; i += n) {
+      const View& v = view(i);
+      n = std::min(group - (item.first + i) % group, item.count - i);
+      Span path = overlap({std::max(item.end, tile_of(v.low)), v.length}, part_span(part));
+      for (int t = path.begin; t < path.end; t += TILE) {
+        int64_t offsets[TILE];
+        Span seen{std::max(v.low - t, 0), std::min(v.length - t, TILE)};
+        for (int j = seen.begin; j < seen.end; j++) {
+          int slot = t + j < v.prefix ? t + j : work.paths[v.path + t + j - v.prefix];
+          offsets[j] = x.path[slot - item.end];
+        }
+        Tokens<T> values{(const T*)kv.v, offsets, seen.begin, seen.end};
+        load_values(values, TILE, D, x.values, x.value_stride(), values, 0);
+        multiply_values(i, n, t - part * PART, TILE, x.values);
+      }
+    }
+  }
+
+  // The part's results join those before it, or are kept until all are there.
+  void keep(int part, float* partials) {
+    for (int i = 0; i < item.count; i++) {
+      const float* sums = x.part + i * x.width;
+      if (item.partial < 0) {
+        merge(x.total + i * x.width, x.seen[i], sums, x.now[i], width);
+        continue;
+      }
+      int64_t entry = item.partial + int64_t(part - item.first_part) * item.count + i;
+      float* to = partials + (entry * kv.num_heads + head) * partial_size(D);
+      memcpy(to, sums, width * sizeof(float));
+      memcpy(to + width, &x.now[i], sizeof(Seen));
+    }
+  }
+
+  void run(float* partials) {
+    begin();
+    Tokens<T> keys = located(item.first_part, x.offsets[0]);
+    for (int part = item.first_part; part < item.end_part; part++) {
+      Tokens<T> next = located(part + 1, x.offsets[(part - item.first_part + 1) % 2]);
+      score(part, keys);
+      soften_all(part);
+      add_values(part, values_of(keys), next);
+      if (item.tail) add_paths(part);
+      keep(part, partials);
+      keys = next;
+    }
+    for (int i = 0; i < item.count && item.partial < 0; i++)
+      finish(x.total + i * x.width, x.seen[i], (T*)a.out + vector_of(i) * D, D);
+  }
+};
+
+// The parts of a cut context are merged in order, as in `keep`.
+template <class T>
+static void merge_cut(const Attention& a, const Rows& rows, const Cut& cut, const float* partials,
+                      Range range) {
+  int64_t heads = a.kv->num_heads, D = a.kv->head_dim, size = partial_size(D);
+  int64_t group = a.num_heads / heads, width = size - LANES;
+  alignas(64) float total[MAX_HEAD_DIM];
+  for (int64_t n = range.begin; n < range.end; n++) {
+    int64_t i = n / heads, head = n % heads, vector = cut.first + i;
+    Seen seen = NOTHING;
+    for (int p = 0; p < cut.num_parts; p++) {
+      const float* part = partials + ((cut.partial + p * cut.count + i) * heads + head) * size;
+      Seen now;
+      memcpy(&now, part + width, sizeof now);
+      merge(total, seen, part, now, width);
+    }
+    int64_t row = rows.qo_indptr[cut.request] + vector / group;
+    int64_t at = row * a.num_heads + head * group + vector % group;
+    finish(total, seen, (T*)a.out + at * D, D);
   }
 }
 
 template <class T> static void attention(const Attention& a, const Step& step, Team& team) {
-  const Rows& rows = *step.rows;
-  const KV& kv = *a.kv;
-  int64_t group = a.num_heads / kv.num_heads;
-  static thread_local std::vector<Item> items;
+  AttentionPlan& plan = *step.attention;
+  const Work& work = plan.with_window(a.window);
+  int64_t heads = a.kv->num_heads, num = work.items.size() * heads;
   static thread_local Scratch* scratch = new Scratch;
-  items.clear();
-  for (int b = 0; b < rows.num_requests; b++) {
-    int begin = rows.qo_indptr[b], end = rows.qo_indptr[b + 1];
-    int vectors = (end - begin) * group;
-    for (int i = 0; i < vectors; i += ITEM) items.push_back({b, i, std::min(ITEM, vectors - i)});
+  scratch->fit(a.kv->head_dim);
+  for (int64_t i = team.take(); i < num; i = team.take()) {
+    Task<T> task{a, *step.rows, work, work.items[i / heads], i % heads, *scratch};
+    task.run(plan.partials.data());
   }
-  int64_t num = items.size() * kv.num_heads;
-  for (int64_t i = team.take(); i < num; i = team.take())
-    attend<T>(rows, kv, a, items[i / kv.num_heads], i % kv.num_heads, *scratch);
+  if (work.cuts.empty()) return;
+  team.wait();
+  for (const Cut& cut : work.cuts)
+    merge_cut<T>(a, *step.rows, cut, plan.partials.data(), team.part(cut.count * heads));
 }
 
-// Moves of KV from slot to slot in all layers of a model, in the order given.
-struct Moves {
-  const KV* layers;
-  int64_t num_layers;
-  const int64_t *source, *target;
-  int64_t num_moves;
-};
-
-template <class T> static void move_layer(const KV& kv, const Moves& a) {
-  int64_t bytes = kv.num_heads * kv.head_dim * sizeof(T);
-  for (int64_t m = 0; m < a.num_moves; m++) {
-    memcpy(kv.at<T>(kv.k, a.target[m]), kv.at<T>(kv.k, a.source[m]), bytes);
-    memcpy(kv.at<T>(kv.v, a.target[m]), kv.at<T>(kv.v, a.source[m]), bytes);
-  }
-}
-
-extern "C" {
-void specserve_attention(const void* args, const Step& step, Team& team) {
+extern "C" void specserve_attention(const void* args, const Step& step, Team& team) {
   const Attention& a = *(const Attention*)args;
   a.kv->is_bf16 ? attention<bf16>(a, step, team) : attention<float>(a, step, team);
-}
-
-void specserve_move_kv(const void* args, const Step&, Team& team) {
-  const Moves& a = *(const Moves*)args;
-  Range part = team.part(a.num_layers);
-  for (int64_t l = part.begin; l < part.end; l++)
-    a.layers[l].is_bf16 ? move_layer<bf16>(a.layers[l], a) : move_layer<float>(a.layers[l], a);
-}
 }

@@ -8,11 +8,14 @@
 // whose logits are read.
 enum Domain : int64_t { STEP, READ, DOMAINS };
 
+struct AttentionPlan;
+
 struct Step {
   int64_t num_rows[DOMAINS];
   const int64_t* token_ids;  // [STEP]
   const int64_t* read;       // [READ]  rows of the step
   const Rows* rows;
+  AttentionPlan* attention;  // of these rows, once specserve_plan_attention has run
 };
 
 // Returns in each thread when that thread has done its share: the caller puts a barrier behind it.

@@ -1,6 +1,7 @@
 """The C++ kernels as functions from tensors to tensors."""
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from ctypes import addressof, byref, c_float, c_int, c_int64, c_void_p
 from functools import cache
@@ -76,6 +77,13 @@ class _Rope(ctypes.Structure):
     ]
 
 
+class _PlanAttention(ctypes.Structure):
+    _fields_ = [
+        ("windows", c_void_p),
+        *((name, c_int64) for name in ("num_windows", "num_heads", "num_kv_heads", "head_dim")),
+    ]
+
+
 class _Attention(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("kv", "q", "out")),
@@ -129,7 +137,7 @@ class Gather(ctypes.Structure):
 class Step(ctypes.Structure):
     _fields_ = [
         ("num_rows", c_int64 * 2),
-        *((name, c_void_p) for name in ("token_ids", "read", "rows")),
+        *((name, c_void_p) for name in ("token_ids", "read", "rows", "attention")),
     ]
 
 
@@ -147,18 +155,28 @@ class Packed(NamedTuple):
     dtype: torch.dtype
 
 
+class AttentionPlan:
+    """What the attention of all layers of a step shares, as the op `plan_attention` fills it in."""
+
+    def __init__(self) -> None:
+        self.address = _call("attention_plan", c_void_p)
+        weakref.finalize(self, _call, "free_attention_plan", None, c_void_p(self.address))
+
+
 class Plan(NamedTuple):
     """A step's rows as the kernels read them, and the tensors that keep the memory alive."""
 
     rows: Rows
     also: Sequence[Tensor]
     native: Any
+    attention: AttentionPlan
     num_rows: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
 
 
+MAX_HEAD_DIM, MAX_TOKEN = 512, 1 << 15  # as in layouts.h
 SHORT = 1 << 16  # elements: an op on fewer is done before further threads are awake
 
 
@@ -170,6 +188,12 @@ def _symbol(kernels: ctypes.CDLL, name: str) -> int | None:
 def address(name: str) -> int | None:
     """Of a C++ op."""
     return _symbol(library(), name)
+
+
+def _call(name: str, result: Any, *args: Any) -> Any:
+    function = getattr(library(), f"specserve_{name}")
+    function.restype = result
+    return function(*args)
 
 
 @cache
@@ -190,9 +214,12 @@ def _packed_words(N: int, K: int, is_bf16: bool, is_gated: bool) -> int:
     return int(count(N, K, is_bf16, is_gated))
 
 
-def _run(name: str, args: ctypes.Structure, num_rows: int, size: int, rows: Any = None) -> None:
+def _run(
+    name: str, args: ctypes.Structure, num_rows: int, size: int, plan: Plan | None = None
+) -> None:
     """Run one op on `num_rows` rows; `size` elements decide whether on all threads."""
-    step = Step((num_rows, 0), None, None, None if rows is None else addressof(rows))
+    planned = (addressof(plan.native), plan.attention.address) if plan else (None, None)
+    step = Step((num_rows, 0), None, None, *planned)
     ops = (Op * 1)(Op(address(name), addressof(args), 0))
     run(ops, step, torch.get_num_threads() if size >= SHORT else 1)
 
@@ -277,7 +304,22 @@ def plan(
     also: Sequence[Tensor] = (),
 ) -> Plan:
     _, _, num_kv_heads, D = kv.layers[0].k.shape
-    return Plan(rows, also, native_rows(rows), len(rows.positions), num_heads, num_kv_heads, D)
+    heads = num_heads, num_kv_heads, D
+    made = Plan(rows, also, native_rows(rows), AttentionPlan(), len(rows.positions), *heads)
+    args, _ = plan_attention_args(kv, num_heads, windows)
+    _run("plan_attention", args, made.num_rows, SHORT, made)
+    return made
+
+
+def plan_attention_args(
+    kv: KVCache, num_heads: int, windows: Sequence[int | None]
+) -> tuple[ctypes.Structure, Any]:
+    """The op's arguments, and what they hold the address of."""
+    _, _, num_kv_heads, D = kv.layers[0].k.shape
+    assert D <= MAX_HEAD_DIM and num_kv_heads * D <= MAX_TOKEN, "larger heads than kernels take"
+    lengths = (c_int64 * len(windows))(*(window or 0 for window in windows))
+    heads = num_heads, num_kv_heads, D
+    return _PlanAttention(addressof(lengths), len(windows), *heads), lengths
 
 
 def native_rows(rows: Rows) -> Any:
@@ -302,7 +344,7 @@ def rope_write_kv(
     qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Plan
 ) -> Tensor:
     q = qkv.new_empty(plan.num_rows, plan.num_heads, plan.head_dim)
-    _run("rope_write_kv", rope_args(qkv, rotary, norm, kv, q), len(q), qkv.numel(), plan.native)
+    _run("rope_write_kv", rope_args(qkv, rotary, norm, kv, q), len(q), qkv.numel(), plan)
     return q
 
 
@@ -319,7 +361,7 @@ def attention(
 ) -> Tensor:
     out = torch.empty_like(q)
     args = attention_args(q, kv, out, scale, window)
-    _run("attention", args, plan.num_rows, SHORT, plan.native)
+    _run("attention", args, plan.num_rows, SHORT, plan)
     return out.flatten(1)
 
 

@@ -59,7 +59,8 @@ class NativeProgram:
     def __init__(self, model: Model, kv: KVCache, max_rows: int, max_read: int) -> None:
         self.model, self.kv = model, kv
         self.recording = Recording(model, kv, (max_rows, max_read))
-        self.step = ops.Step()
+        self.attention = ops.AttentionPlan()
+        self.step = ops.Step(attention=self.attention.address)
         self.kept: Any = None  # what the step holds addresses of
 
     @property

@@ -121,6 +121,8 @@ class Recorder:
         self.kept += kept
 
     def plan(self, rows: Any, kv: KVCache, num_heads: int, windows: Any, also: Any) -> Plan:
+        args, lengths = ops.plan_attention_args(kv, num_heads, windows)
+        self.note("plan_attention", args, STEP, lengths)
         return Plan(num_heads, kv.layers[0].k.shape[3])
 
     def embed(self, table: Tensor, token_ids: Any) -> Any:

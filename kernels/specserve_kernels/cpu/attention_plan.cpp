@@ -1,0 +1,123 @@
+// Planning a step's attention: once a step for each window, before the first layer.
+#include "attention_plan.h"
+
+#include <algorithm>
+#include <climits>
+
+constexpr int MIN_ITEM = 32;
+constexpr int UNITS = 4;  // for each thread at least, so that all end at about the same time
+// What a position costs beside its products, in query vectors: it is read and its layout changed.
+constexpr int POSITION = 12;
+
+static int part_of(int position) { return position / PART; }
+
+void Work::view_rows(const Rows& rows) {
+  views.clear();
+  paths.clear();
+  for (int64_t r = 0; r < rows.num_rows; r++) {
+    uint64_t mask = rows.mask[r];
+    int prefix = rows.prefix[r], length = prefix + __builtin_popcountll(mask);
+    int low = window && length > window ? length - window : 0;
+    views.push_back({prefix, length, low, int(paths.size())});
+    for (; mask; mask &= mask - 1) paths.push_back(prefix + __builtin_ctzll(mask));
+  }
+}
+
+// Items of up to `size` query vectors, over all parts.
+void Work::add_request(const Rows& rows, int request, int group, int size) {
+  int row = rows.qo_indptr[request];
+  int count = (rows.qo_indptr[request + 1] - row) * group;
+  for (int first = 0; first < count; first += size) {
+    Item item{request, first, std::min(size, count - first), 0, 0, INT_MAX, 0, 0, 0, -1};
+    int length = 0;
+    for (int r = row + first / group; r <= row + (first + item.count - 1) / group; r++) {
+      const View& view = views[r];
+      uint64_t mask = rows.mask[r];
+      int end = mask ? view.prefix / TILE * TILE : view.prefix;
+      item.begin = std::min(item.begin, view.low);
+      item.end = std::max(item.end, end);
+      if (mask) item.tail = std::max(item.tail, view.prefix + 64 - __builtin_clzll(mask));
+      length = std::max(length, view.length);
+    }
+    item.first_part = part_of(item.begin);
+    item.end_part = part_of(length - 1) + 1;
+    item.cost = int64_t(length - item.begin) * (POSITION + item.count);
+    items.push_back(item);
+  }
+}
+
+// Items that cost more than `most` become several, each with some of the parts.
+void Work::cut_items(int64_t most) {
+  size_t num = items.size();
+  for (size_t i = 0; i < num; i++) {
+    Item item = items[i];
+    int parts = item.end_part - item.first_part;
+    int pieces = std::min<int64_t>(parts, (item.cost + most - 1) / most);
+    if (pieces < 2) continue;
+    cuts.push_back({item.request, item.first, item.count, item.first_part, parts, num_partials});
+    for (int p = 0; p < pieces; p++) {
+      Item piece = item;
+      piece.first_part = item.first_part + parts * p / pieces;
+      piece.end_part = item.first_part + parts * (p + 1) / pieces;
+      piece.partial = num_partials + int64_t(piece.first_part - item.first_part) * item.count;
+      piece.cost = item.cost * (piece.end_part - piece.first_part) / parts;
+      if (p == 0) items[i] = piece;
+      else items.push_back(piece);
+    }
+    num_partials += int64_t(parts) * item.count;
+  }
+}
+
+void Work::build(const Rows& rows, int group, int num_kv_heads, int threads) {
+  view_rows(rows);
+  int size = MAX_ITEM;
+  while (true) {
+    items.clear();
+    for (int b = 0; b < rows.num_requests; b++) add_request(rows, b, group, size);
+    if (size == MIN_ITEM || int64_t(items.size()) * num_kv_heads >= UNITS * threads) break;
+    size /= 2;
+  }
+  cuts.clear();
+  num_partials = 0;
+  int64_t cost = 0;
+  for (const Item& item : items) cost += item.cost * num_kv_heads;
+  if (threads > 1) cut_items(std::max<int64_t>(cost / (UNITS * threads), 1));
+  std::sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
+    if (a.cost != b.cost) return a.cost > b.cost;
+    if (a.request != b.request) return a.request < b.request;
+    return a.first != b.first ? a.first < b.first : a.first_part < b.first_part;
+  });
+}
+
+const Work& AttentionPlan::with_window(int64_t window) const {
+  for (const Work& work : works)
+    if (work.window == window) return work;
+  __builtin_trap();  // Python asks for the windows that it planned only
+}
+
+struct PlanAttention {
+  const int64_t* windows;  // 0: none
+  int64_t num_windows, num_heads, num_kv_heads, head_dim;
+};
+
+extern "C" {
+AttentionPlan* specserve_attention_plan() { return new AttentionPlan; }
+
+void specserve_free_attention_plan(AttentionPlan* plan) { delete plan; }
+
+void specserve_plan_attention(const void* args, const Step& step, Team& team) {
+  if (team.id) return;
+  const PlanAttention& a = *(const PlanAttention*)args;
+  AttentionPlan& plan = *step.attention;
+  plan.works.resize(a.num_windows);
+  int64_t most = 0;
+  for (int64_t w = 0; w < a.num_windows; w++) {
+    Work& work = plan.works[w];
+    work.window = a.windows[w];
+    work.build(*step.rows, a.num_heads / a.num_kv_heads, a.num_kv_heads, team.size);
+    most = std::max(most, work.num_partials);
+  }
+  plan.partials.resize(std::max<int64_t>(plan.partials.size(),
+                                         most * a.num_kv_heads * partial_size(a.head_dim)));
+}
+}

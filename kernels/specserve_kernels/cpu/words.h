@@ -1,0 +1,124 @@
+// Matrices of 32-bit words, each a float or a pair of bf16, and their product in float.
+//
+// Attention's two products, Q K^T and weights V, have this one form: c[n][width] += a[n][units]
+// b[units][width], where a unit is a head's dimension or a position, or two of them as a pair.
+// Every element of c is summed over the units in one order, whatever n and width are.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "vec.h"
+
+typedef uint32_t word;
+
+#if defined(__AVX512BF16__)
+#define HAS_PAIRS 1
+#else
+#define HAS_PAIRS 0
+#endif
+
+// Whether values of type T are multiplied as pairs of bf16; else each is a float.
+template <class T> constexpr bool PAIRED = HAS_PAIRS && std::is_same_v<T, bf16>;
+template <class T> constexpr int PER_WORD = PAIRED<T> ? 2 : 1;
+
+// A vector register: GCC keeps wider vectors in memory.
+#if defined(__AVX512F__)
+constexpr int REGISTER = 64, SUMS = 16;
+#elif defined(__AVX__)
+constexpr int REGISTER = 32, SUMS = 8;
+#else
+constexpr int REGISTER = 16, SUMS = 16;
+#endif
+typedef float rf __attribute__((vector_size(REGISTER)));
+typedef word rw __attribute__((vector_size(REGISTER)));
+constexpr int WORDS = REGISTER / 4;
+constexpr int MAX_HEAD_DIM = 512;
+constexpr int MAX_GROUP = SUMS / 2;  // rows of `a` whose sums are in registers
+
+static inline rf multiply_add(rf a, rf b, rf c) {
+#if defined(__AVX512F__)
+  return (rf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (rf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+  return (rf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+template <bool IS_PAIRED> static inline rf multiply_words(rw a, rw b, rf c) {
+#if HAS_PAIRS
+  if constexpr (IS_PAIRED) return (rf)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+#endif
+  return multiply_add((rf)a, (rf)b, c);
+}
+
+struct Matrix {
+  const word* at;
+  int64_t stride;  // words
+
+  Matrix from(int64_t row, int64_t column) const { return {at + row * stride + column, stride}; }
+};
+
+struct Sums {
+  float* at;
+  int64_t stride;  // floats
+
+  Sums from(int64_t row, int64_t column) const { return {at + row * stride + column, stride}; }
+};
+
+// Rows [0, N) and S registers of columns.
+template <bool IS_PAIRED, int N, int S>
+static void multiply_block(Matrix a, Matrix b, Sums c, int64_t units, bool adds) {
+  rf sum[N][S] = {};
+  if (adds)
+    for (int i = 0; i < N; i++)
+      for (int s = 0; s < S; s++) memcpy(&sum[i][s], c.from(i, s * WORDS).at, REGISTER);
+  for (int64_t u = 0; u < units; u++) {
+    rw column[S];
+    for (int s = 0; s < S; s++) memcpy(&column[s], b.from(u, s * WORDS).at, REGISTER);
+#pragma GCC unroll 8
+    for (int i = 0; i < N; i++) {
+      rw value = *a.from(i, u).at - rw{};
+#pragma GCC unroll 8
+      for (int s = 0; s < S; s++) sum[i][s] = multiply_words<IS_PAIRED>(value, column[s], sum[i][s]);
+    }
+  }
+  for (int i = 0; i < N; i++)
+    for (int s = 0; s < S; s++) memcpy(c.from(i, s * WORDS).at, &sum[i][s], REGISTER);
+}
+
+// All rows that N covers in steps, for as many columns from `first` on as S registers cover in
+// steps; returns where those end.
+template <bool IS_PAIRED, int N, int S>
+static int64_t multiply_columns(Matrix a, Matrix b, Sums c, int n, int64_t units, int64_t first,
+                                int64_t width, bool adds) {
+  for (; first + S * WORDS <= width; first += S * WORDS)
+    for (int i = 0; i + N <= n; i += N)
+      multiply_block<IS_PAIRED, N, S>(a.from(i, 0), b.from(0, first), c.from(i, first), units, adds);
+  return first;
+}
+
+// As many rows as N covers in steps; then the rest by half of N.
+template <bool IS_PAIRED, int N>
+static void multiply_rows(Matrix a, Matrix b, Sums c, int n, int64_t units, int64_t width,
+                          bool adds) {
+  constexpr int S = std::min(SUMS / N, 8);
+  if (n >= N) {
+    int64_t end = multiply_columns<IS_PAIRED, N, S>(a, b, c, n, units, 0, width, adds);
+    if constexpr (S > 4) end = multiply_columns<IS_PAIRED, N, 4>(a, b, c, n, units, end, width, adds);
+    multiply_columns<IS_PAIRED, N, 1>(a, b, c, n, units, end, width, adds);
+  }
+  int rest = n % N, done = n - rest;
+  if constexpr (N > 1)
+    if (rest)
+      multiply_rows<IS_PAIRED, N / 2>(a.from(done, 0), b, c.from(done, 0), rest, units, width, adds);
+}
+
+// c = a b, or c += a b: n rows, `width` columns, a multiple of LANES.
+template <bool IS_PAIRED>
+static void multiply(Matrix a, Matrix b, Sums c, int n, int64_t units, int64_t width, bool adds) {
+  multiply_rows<IS_PAIRED, MAX_GROUP>(a, b, c, n, units, width, adds);
+}
