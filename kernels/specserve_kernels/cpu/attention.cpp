@@ -11,10 +11,11 @@
 #include <climits>
 
 #include "attention_plan.h"
-#include "layouts.h"
+#include "few.h"
 #include "softmax.h"
 
-constexpr int KEYS = 64;      // positions whose keys are transposed at a time
+constexpr int KEYS = BLOCK;      // positions whose keys are transposed at a time
+constexpr int AHEAD = 32;     // positions between the values that are read and those prefetched
 constexpr int GROUP = 32;     // query vectors that share a range of tiles
 constexpr int FEW = 16;       // query vectors of which the sums stay in L1 beside a tile of values
 constexpr int TAIL = 128;     // tree slots, and those of the prefix in their first tile
@@ -30,14 +31,21 @@ struct Attention {
   int64_t window;  // 0: none
 };
 
+// Where the positions [begin, begin + n) of a part stand, whole tiles: their keys, then their
+// values, then keys of the next part, which are prefetched.
+struct Part {
+  int begin, n;
+  const void* tokens[2 * PART + KEYS];
+};
+
 // The memory that a thread computes in, for heads of one size.
 struct Scratch {
   int64_t width = 0;  // of a head, rounded up
   std::vector<word> memory;
   word *queries, *keys, *values;
   float *score, *tail, *part, *total;
-  int64_t offsets[2][PART];  // of two parts: the second is prefetched
-  int64_t path[PART];
+  Part parts[2];        // the one that is computed, and the one after it
+  const void *path_keys[TAIL], *path_values[TAIL];  // of a tree's slots
   Seen seen[MAX_ITEM], now[MAX_ITEM];
 
   int64_t value_stride() const { return width + LANES; }
@@ -75,6 +83,20 @@ static inline Span overlap(Span a, Span b) {
 static inline int tile_of(int position) { return position / TILE * TILE; }
 static inline Span tiles(Span s) { return {tile_of(s.begin), tile_of(s.end + TILE - 1)}; }
 
+// f(n) with n as a constant: f.template operator()<n>().
+template <class F> static void with_constant(int n, F f) {
+  switch (n) {
+    case 1: return f.template operator()<1>();
+    case 2: return f.template operator()<2>();
+    case 3: return f.template operator()<3>();
+    case 4: return f.template operator()<4>();
+    case 5: return f.template operator()<5>();
+    case 6: return f.template operator()<6>();
+    case 7: return f.template operator()<7>();
+    default: return f.template operator()<MAX_FEW>();
+  }
+}
+
 // An item for one KV head.
 template <class T> struct Task {
   const Attention& a;
@@ -99,27 +121,31 @@ template <class T> struct Task {
   int group_size(int g) const { return std::min(GROUP, item.count - g); }
   Span part_span(int part) const { return {part * PART, (part + 1) * PART}; }
 
-  // Where the tokens of slots [first, first + n) are, in elements from the first block.
-  void locate(int first, int n, int64_t* offsets) const {
+  // Where the keys and values of slots [first, first + n) stand.
+  void locate(int first, int n, const void** keys, const void** values) const {
     const int32_t* block = rows.indices + rows.indptr[item.request] + first / kv.block_size;
     int64_t token = kv.num_heads * D, in_block = first % kv.block_size;
     for (int j = 0; j < n; block++, in_block = 0) {
       int64_t offset = *block * kv.block_stride + in_block * token + head * D;
       int end = std::min<int64_t>(n, j + kv.block_size - in_block);
-      for (; j < end; j++, offset += token) offsets[j] = offset;
+      for (; j < end; j++, offset += token) {
+        keys[j] = (const T*)kv.k + offset;
+        values[j] = (const T*)kv.v + offset;
+      }
     }
   }
-  // The positions of a part that have one slot for all rows, located.
-  Tokens<T> located(int part, int64_t* offsets) const {
-    Span span = overlap(part_span(part), {tile_of(item.begin), item.end});
-    if (part >= item.end_part || span.is_empty()) return {nullptr, offsets, 0, 0};
-    locate(span.begin, span.size(), offsets + span.begin - part * PART);
-    return {(const T*)kv.k, offsets, std::max(item.begin, span.begin) - part * PART,
-            span.end - part * PART};
+  // The positions of a part that have one slot for all rows.
+  void locate_part(int number, Part& part) const {
+    Span seen = overlap(part_span(number), {item.begin, item.end}), all = tiles(seen);
+    part.begin = all.begin - number * PART;
+    part.n = number < item.end_part && !seen.is_empty() ? all.size() : 0;
+    std::fill_n(part.tokens, 2 * part.n + KEYS, (const void*)ZEROS<T>);
+    if (part.n == 0) return;
+    const void** keys = part.tokens + seen.begin - all.begin;
+    locate(seen.begin, seen.size(), keys, keys + part.n);
   }
-  Tokens<T> values_of(const Tokens<T>& keys) const {
-    return {keys.base ? (const T*)kv.v : nullptr, keys.offsets, keys.begin, keys.end};
-  }
+  static Tokens<T> keys_of(const Part& part) { return (Tokens<T>)part.tokens; }
+  static Tokens<T> values_of(const Part& part) { return (Tokens<T>)part.tokens + part.n; }
 
   void begin() {
     for (int i = 0; i < item.count; i++) {
@@ -147,28 +173,35 @@ template <class T> struct Task {
   // The scores of a tree's slots, for all rows: each row takes those on its path.
   void score_tail() {
     int num = item.tail - item.end;
-    locate(item.end, num, x.path);
-    Tokens<T> keys{(const T*)kv.k, x.path, 0, num};
+    std::fill_n(x.path_keys, TAIL, (const void*)ZEROS<T>);
+    locate(item.end, num, x.path_keys, x.path_values);
     for (int j = 0; j < num; j += KEYS) {
       int n = (std::min(KEYS, num - j) + LANES - 1) / LANES * LANES;
-      load_keys(keys.from(j), n, D, x.keys, KEYS, keys, 0);
+      load_keys<T>((Tokens<T>)x.path_keys + j, n, D, 0, x.keys, KEYS);
       multiply_keys(0, item.count, {x.tail + j, TAIL}, n);
     }
   }
 
-  void score(int part, const Tokens<T>& keys) {
-    Span all = tiles({keys.begin, keys.end});
-    for (int j = all.begin; j < all.end; j += KEYS) {
-      int n = std::min(KEYS, all.end - j);
-      bool is_last = j + KEYS >= all.end;
-      Tokens<T> next = is_last ? values_of(keys).from(all.begin) : keys.from(j + KEYS);
-      load_keys(keys.from(j), n, D, x.keys, KEYS, next, keys.base ? n : 0);
+  void score(int number, const Part& part) {
+    for (int j = 0; j < part.n; j += KEYS) {
+      int n = std::min(KEYS, part.n - j), first = part.begin + j;
+      if (item.count <= MAX_FEW) {
+        score_few_at(j, n, part);
+        continue;
+      }
+      load_keys<T>(keys_of(part) + j, n, D, KEYS, x.keys, KEYS);
       for (int g = 0; g < item.count; g += GROUP) {
-        Span seen = overlap(shared[g / GROUP], {part * PART + j, part * PART + j + n});
-        if (!seen.is_empty())
-          multiply_keys(g, group_size(g), {x.score + g * SCORES + j, SCORES}, n);
+        Span span{number * PART + first, number * PART + first + n};
+        if (!overlap(shared[g / GROUP], span).is_empty())
+          multiply_keys(g, group_size(g), {x.score + g * SCORES + first, SCORES}, n);
       }
     }
+  }
+  void score_few_at(int j, int n, const Part& part) {
+    with_constant(item.count, [&]<int N>() {
+      score_few<T, N>({x.queries, x.width}, keys_of(part) + j, n, D, KEYS,
+                      {x.score + part.begin + j, SCORES});
+    });
   }
 
   // The tiles of the part that a query's weights are needed for, from the part's begin.
@@ -213,19 +246,26 @@ template <class T> struct Task {
                         {x.part + i * x.width, x.width}, num_rows, n / PER, width, true);
   }
 
-  void add_values(int part, const Tokens<T>& values, const Tokens<T>& next_keys) {
-    Span all = tiles({values.begin, values.end});
+  void add_values(int number, const Part& part) {
+    if (part.n == 0) return;
+    if (item.count <= MAX_FEW && !is_mixed(number * PART + part.begin, part.n))
+      return add_few_at(part);
     int step = item.count <= FEW ? TILE : PART;
-    for (int j = all.begin; j < all.end; j += step) {
-      int n = std::min(step, all.end - j);
-      bool is_last = j + step >= all.end;
-      Tokens<T> next = is_last ? next_keys : values.from(j + step);
-      load_values(values.from(j), n, D, x.values, x.value_stride(), next, next.base ? n : 0);
-      if (is_mixed(part * PART + j, n) && !are_finite<T>(x.values, n / PER, D, x.value_stride()))
-        add_each(part, j, n, values);
+    for (int j = 0; j < part.n; j += step) {
+      int n = std::min(step, part.n - j), first = part.begin + j;
+      load_values<T>(values_of(part) + j, n, D, AHEAD, x.values, x.value_stride());
+      if (is_mixed(number * PART + first, n) &&
+          !are_finite<T>(x.values, n / PER, D, x.value_stride()))
+        add_each(number, first, n, values_of(part) + j);
       else
-        add_shared(part, j, n);
+        add_shared(number, first, n);
     }
+  }
+  void add_few_at(const Part& part) {
+    with_constant(item.count, [&]<int N>() {
+      const word* weights = (const word*)x.score + part.begin / PER;
+      add_few<T, N>({weights, SCORES}, values_of(part), part.n, D, AHEAD, {x.part, x.width});
+    });
   }
 
   // Whether some queries see positions of [begin, begin + n) that others do not.
@@ -245,17 +285,13 @@ template <class T> struct Task {
   }
 
   // As add_shared, with each query's hidden values read as zeros: a weight of 0 does not hide NaN.
-  void add_each(int part, int begin, int n, const Tokens<T>& values) {
-    int zero = part * PART;
+  void add_each(int part, int begin, int n, Tokens<T> values) {
+    int first = part * PART + begin;
     for (int i = 0; i < item.count; i++) {
-      Tokens<T> own = values;
-      own.begin = std::max(own.begin, view(i).low - zero);
-      own.end = std::min(own.end, view(i).prefix - zero);
-      Span span = overlap(shared[i / GROUP], {zero + begin, zero + begin + n});
-      for (int j = span.begin - zero; j < span.end - zero; j += TILE) {
-        load_values(own.from(j), TILE, D, x.values, x.value_stride(), own, 0);
-        multiply_values(i, 1, j, TILE, x.values);
-      }
+      Span span = overlap(shared[i / GROUP], {first, first + n});
+      for (int t = span.begin; t < span.end; t += TILE)
+        add_tile(i, 1, part, t, overlap({view(i).low, view(i).prefix}, {t, t + TILE}),
+                 [&](int p) { return values[p - first]; });
     }
   }
 
@@ -265,18 +301,21 @@ template <class T> struct Task {
       const View& v = view(i);
       n = std::min(group - (item.first + i) % group, item.count - i);
       Span path = overlap({std::max(item.end, tile_of(v.low)), v.length}, part_span(part));
-      for (int t = path.begin; t < path.end; t += TILE) {
-        int64_t offsets[TILE];
-        Span seen{std::max(v.low - t, 0), std::min(v.length - t, TILE)};
-        for (int j = seen.begin; j < seen.end; j++) {
-          int slot = t + j < v.prefix ? t + j : work.paths[v.path + t + j - v.prefix];
-          offsets[j] = x.path[slot - item.end];
-        }
-        Tokens<T> values{(const T*)kv.v, offsets, seen.begin, seen.end};
-        load_values(values, TILE, D, x.values, x.value_stride(), values, 0);
-        multiply_values(i, n, t - part * PART, TILE, x.values);
-      }
+      for (int t = path.begin; t < path.end; t += TILE)
+        add_tile(i, n, part, t, overlap({v.low, v.length}, {t, t + TILE}), [&](int p) {
+          int slot = p < v.prefix ? p : work.paths[v.path + p - v.prefix];
+          return (const T*)x.path_values[slot - item.end];
+        });
     }
+  }
+
+  // Add the values of the tile from position t on, of which n rows from i on see `seen`.
+  template <class F> void add_tile(int i, int n, int part, int t, Span seen, F value_at) {
+    const T* values[TILE];
+    std::fill_n(values, TILE, ZEROS<T>);
+    for (int p = seen.begin; p < seen.end; p++) values[p - t] = value_at(p);
+    load_values<T>(values, TILE, D, 0, x.values, x.value_stride());
+    multiply_values(i, n, t - part * PART, TILE, x.values);
   }
 
   // The part's results join those before it, or are kept until all are there.
@@ -296,15 +335,16 @@ template <class T> struct Task {
 
   void run(float* partials) {
     begin();
-    Tokens<T> keys = located(item.first_part, x.offsets[0]);
-    for (int part = item.first_part; part < item.end_part; part++) {
-      Tokens<T> next = located(part + 1, x.offsets[(part - item.first_part + 1) % 2]);
-      score(part, keys);
-      soften_all(part);
-      add_values(part, values_of(keys), next);
-      if (item.tail) add_paths(part);
-      keep(part, partials);
-      keys = next;
+    locate_part(item.first_part, x.parts[0]);
+    for (int number = item.first_part, now = 0; number < item.end_part; number++, now = 1 - now) {
+      Part &part = x.parts[now], &next = x.parts[1 - now];
+      locate_part(number + 1, next);
+      std::copy_n(next.tokens, std::min(next.n, KEYS), part.tokens + 2 * part.n);
+      score(number, part);
+      soften_all(number);
+      add_values(number, part);
+      if (item.tail) add_paths(number);
+      keep(number, partials);
     }
     for (int i = 0; i < item.count && item.partial < 0; i++)
       finish(x.total + i * x.width, x.seen[i], (T*)a.out + vector_of(i) * D, D);

@@ -3,89 +3,127 @@
 
 #include "words.h"
 
-// The keys or values of some positions. Those that no row may see are read as zeros, as their slots
-// may hold anything.
-template <class T> struct Tokens {
-  const T* base;
-  const int64_t* offsets;  // of positions, from the first
-  int begin, end;          // the positions that may be seen, from the first
+// Where the keys or values of consecutive positions stand. What is read next comes behind them, as
+// far as it is prefetched. Tokens that no row may see are zeros, as their slots may hold anything.
+template <class T> using Tokens = const T* const*;
+template <class T> alignas(64) constexpr T ZEROS[MAX_HEAD_DIM] = {};
 
-  const T* at(int j) const {
-    alignas(64) static const T zeros[MAX_HEAD_DIM] = {};
-    return begin <= j && j < end ? base + offsets[j] : zeros;
+// A register of the words that one row has from dimension d on.
+template <class T> static inline rw words_at(const T* row, int64_t d) {
+  if constexpr (std::is_same_v<T, bf16> && !PAIRED<T>) {
+    typedef uint16_t part __attribute__((vector_size(REGISTER / 2)));
+    part x;
+    memcpy(&x, row + d, REGISTER / 2);
+    return __builtin_convertvector(x, rw) << 16;
   }
-  Tokens from(int j) const { return {base, offsets + j, begin - j, end - j}; }
-  // Memory that is asked for now need not be waited for later.
-  void prefetch(int j, int64_t d) const { __builtin_prefetch(at(j) + d, 0, 2); }
-};
-
-// Up to 16 words of one row, from dimension d on; those that the row lacks are zeros.
-template <class T> static inline vi words_at(const T* row, int64_t d, int64_t D) {
-  constexpr int STEP = LANES * PER_WORD<T>;
-  if constexpr (std::is_same_v<T, bf16> && !PAIRED<T>)
-    return (vi)load_up_to(row + d, std::min<int64_t>(LANES, D - d));
-  if (D - d >= STEP) return load_lanes(row + d);
-  vi v{};
-  memcpy(&v, row + d, (D - d) * sizeof(T));
-  return v;
+  return load_words(row + d);
+}
+// The same where the row has only n more dimensions; the words that it lacks are zeros.
+template <class T> static inline rw words_at(const T* row, int64_t d, int n) {
+  T t[WORDS * PER_WORD<T>] = {};
+  memcpy(t, row + d, n * sizeof(T));
+  return words_at(t, 0);
 }
 
+// The words of a head, in whole cache lines.
 template <class T> static int64_t words_of(int64_t D) {
-  return (D + LANES * PER_WORD<T> - 1) / (LANES * PER_WORD<T>)*LANES;
+  constexpr int STEP = LANES * PER_WORD<T>;
+  return (D + STEP - 1) / STEP * LANES;
 }
 
 template <class T> static void load_query(const T* q, int64_t D, word* to) {
-  constexpr int STEP = LANES * PER_WORD<T>;
-  for (int64_t d = 0; d < D; d += STEP) {
-    vi v = words_at(q, d, D);
-    memcpy(to + d / PER_WORD<T>, &v, 64);
+  constexpr int STEP = WORDS * PER_WORD<T>;
+  for (int64_t d = 0; d < D; d += STEP)
+    store_words(to + d / PER_WORD<T>, D - d < STEP ? words_at(q, d, D - d) : words_at(q, d));
+}
+
+// One butterfly of a transpose: swaps the off-diagonal S x S squares of a and b.
+template <int S> static inline void swap_squares(rw& a, rw& b) {
+  rw low, high;
+  for (int l = 0; l < WORDS; l++) {
+    low[l] = l & S ? WORDS + (l ^ S) : l;
+    high[l] = l & S ? WORDS + l : l ^ S;
+  }
+  rw x = __builtin_shuffle(a, b, low);
+  b = __builtin_shuffle(a, b, high);
+  a = x;
+}
+template <int S> static inline void transpose_words(rw* x) {  // WORDS x WORDS, in place
+#pragma GCC unroll 16
+  for (int i = 0; i < WORDS; i++)
+    if (!(i & S)) swap_squares<S>(x[i], x[i + S]);
+  if constexpr (S > 1) transpose_words<S / 2>(x);
+}
+
+// x[word][key] of WORDS keys, from dimension d on; `ahead` tokens after each of them are prefetched.
+template <class T>
+static inline void columns_of(Tokens<T> keys, int64_t d, int64_t D, int ahead, rw* x) {
+#pragma GCC unroll 16
+  for (int i = 0; i < WORDS; i++) {
+    if (D - d < WORDS * PER_WORD<T>) x[i] = words_at(keys[i], d, D - d);
+    else x[i] = words_at(keys[i], d);
+    __builtin_prefetch(keys[i + ahead] + d, 0, 2);
+  }
+  transpose_words<WORDS / 2>(x);
+}
+
+// to[word][key], `stride` words apart; count is a multiple of LANES.
+template <class T>
+static void load_keys(Tokens<T> keys, int count, int64_t D, int ahead, word* to, int64_t stride) {
+  for (int j = 0; j < count; j += WORDS) {
+    word* column = to + j;
+    for (int64_t d = 0; d < D; d += WORDS * PER_WORD<T>) {
+      rw x[WORDS];
+      columns_of<T>(keys + j, d, D, ahead, x);
+#pragma GCC unroll 16
+      for (int i = 0; i < WORDS; i++, column += stride) store_words(column, x[i]);
+    }
   }
 }
 
-// to[word][key], `stride` words apart; count is a multiple of LANES. `next` is prefetched: the
-// first `num_next` of the tokens that will be read next.
-template <class T>
-static void load_keys(const Tokens<T>& keys, int count, int64_t D, word* to, int64_t stride,
-                      const Tokens<T>& next, int num_next) {
-  constexpr int STEP = LANES * PER_WORD<T>;
-  for (int j = 0; j < count; j += LANES)
-    for (int64_t d = 0; d < D; d += STEP) {
-      vi x[LANES];
-#pragma GCC unroll 16
-      for (int i = 0; i < LANES; i++) x[i] = words_at(keys.at(j + i), d, D);
-      for (int i = 0; i < LANES && j + i < num_next; i++) next.prefetch(j + i, d);
-      transpose(x);
-      word* row = to + d / PER_WORD<T> * stride + j;
-#pragma GCC unroll 16
-      for (int i = 0; i < LANES; i++) memcpy(row + i * stride, &x[i], 64);
-    }
+// The words of 2 WORDS dimensions of one or two positions.
+template <class T> static inline void unit_at(const T* a, const T* b, rw& low, rw& high) {
+  if constexpr (PAIRED<T>) {
+    typedef uint16_t halves __attribute__((vector_size(REGISTER)));
+    halves x, y, at;
+    memcpy(&x, a, REGISTER);
+    memcpy(&y, b, REGISTER);
+    for (int i = 0; i < 2 * WORDS; i++) at[i] = i / 2 + i % 2 * 2 * WORDS;
+    low = (rw)__builtin_shuffle(x, y, at);
+    high = (rw)__builtin_shuffle(x, y, at + WORDS);
+  } else {
+    low = words_at(a, 0);
+    high = words_at(a, WORDS);
+  }
+}
+// The same where the rows have only n more dimensions.
+template <class T> static inline void unit_at(const T* a, const T* b, int n, rw& low, rw& high) {
+  T x[2 * WORDS] = {}, y[2 * WORDS] = {};
+  memcpy(x, a, n * sizeof(T));
+  memcpy(y, b, n * sizeof(T));
+  unit_at(x, y, low, high);
 }
 
-static inline vu bits_of(const bf16* p, int n) {
-  vh h{};
-  if (n == LANES) memcpy(&h, p, 32);
-  else memcpy(&h, p, n * 2);
-  return __builtin_convertvector(h, vu);
-}
-
-// to[unit][dimension], `stride` words apart; count is a multiple of two.
+// to[unit][dimension], `stride` words apart; count is even.
 template <class T>
-static void load_values(const Tokens<T>& values, int count, int64_t D, word* to, int64_t stride,
-                        const Tokens<T>& next, int num_next) {
+static void load_values(Tokens<T> values, int count, int64_t D, int ahead, word* to,
+                        int64_t stride) {
+  constexpr int STEP = 2 * WORDS;
   for (int j = 0; j < count; j += PER_WORD<T>, to += stride) {
-    const T *a = values.at(j), *b = PAIRED<T> ? values.at(j + 1) : a;
-    for (int i = j; i < j + PER_WORD<T> && i < num_next; i++)
-      for (int64_t d = 0; d < D; d += 64 / sizeof(T)) next.prefetch(i, d);
-    for (int64_t d = 0; d < D; d += LANES) {
-      int n = std::min<int64_t>(LANES, D - d);
-      if constexpr (PAIRED<T>) {
-        vu pairs = bits_of(a + d, n) | bits_of(b + d, n) << 16;
-        memcpy(to + d, &pairs, 64);
-      } else {
-        vf v = load_up_to(a + d, n);
-        memcpy(to + d, &v, 64);
-      }
+    const T *a = values[j], *b = values[j + PER_WORD<T> - 1];
+    for (int i = j; i < j + PER_WORD<T>; i++)
+      for (int64_t d = 0; d < D; d += 64 / sizeof(T)) __builtin_prefetch(values[i + ahead] + d, 0, 2);
+    rw low, high;
+    int64_t d = 0;
+    for (; d + STEP <= D; d += STEP) {
+      unit_at(a + d, b + d, low, high);
+      store_words(to + d, low);
+      store_words(to + d + WORDS, high);
     }
+    if (d == D) continue;
+    unit_at(a + d, b + d, D - d, low, high);
+    store_words(to + d, low);
+    store_words(to + d + WORDS, high);
   }
 }
 

@@ -36,6 +36,9 @@ constexpr int WORDS = REGISTER / 4;
 constexpr int MAX_HEAD_DIM = 512;
 constexpr int MAX_GROUP = SUMS / 2;  // rows of `a` whose sums are in registers
 
+static inline rw load_words(const void* p) { rw v; memcpy(&v, p, REGISTER); return v; }
+template <class T> static inline void store_words(T* p, rw v) { memcpy(p, &v, REGISTER); }
+
 static inline rf multiply_add(rf a, rf b, rf c) {
 #if defined(__AVX512F__)
   return (rf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
