@@ -14,8 +14,6 @@
 #include "few.h"
 #include "softmax.h"
 
-constexpr int KEYS = BLOCK;      // positions whose keys are transposed at a time
-constexpr int AHEAD = 32;     // positions between the values that are read and those prefetched
 constexpr int GROUP = 32;     // query vectors that share a range of tiles
 constexpr int FEW = 16;       // query vectors of which the sums stay in L1 beside a tile of values
 constexpr int TAIL = 128;     // tree slots, and those of the prefix in their first tile
@@ -35,7 +33,7 @@ struct Attention {
 // values, then keys of the next part, which are prefetched.
 struct Part {
   int begin, n;
-  const void* tokens[2 * PART + KEYS];
+  const void* tokens[2 * PART + 2 * BLOCK];
 };
 
 // The memory that a thread computes in, for heads of one size.
@@ -55,13 +53,18 @@ struct Scratch {
     if (needed <= width) return;
     width = needed;
     int64_t item = (MAX_ITEM + 16) * width;
-    int64_t sizes[] = {item,           width * KEYS,    PART * value_stride(), (MAX_ITEM + 16) * SCORES,
-                       MAX_ITEM * TAIL, item,            item};
+    int64_t sizes[] = {item,
+                       width * BLOCK,
+                       PART * value_stride(),
+                       (MAX_ITEM + 16) * SCORES,
+                       MAX_ITEM * TAIL,
+                       item,
+                       item};
     int64_t all = 16;
     for (int64_t size : sizes) all += size;
     memory.assign(all, 0);
     word* at = (word*)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
-    word** const places[] = {&queries,        &keys,          &values,       (word**)&score,
+    word** const places[] = {&queries,       &keys,          &values,       (word**)&score,
                              (word**)&tail, (word**)&part, (word**)&total};
     for (int i = 0; i < 7; i++) {
       *places[i] = at;
@@ -82,6 +85,7 @@ static inline Span overlap(Span a, Span b) {
 }
 static inline int tile_of(int position) { return position / TILE * TILE; }
 static inline Span tiles(Span s) { return {tile_of(s.begin), tile_of(s.end + TILE - 1)}; }
+static inline Span part_span(int part) { return {part * PART, (part + 1) * PART}; }
 
 // f(n) with n as a constant: f.template operator()<n>().
 template <class F> static void with_constant(int n, F f) {
@@ -97,13 +101,13 @@ template <class F> static void with_constant(int n, F f) {
   }
 }
 
-// An item for one KV head.
+// Doing an item. What is one for each query vector is indexed by i + h count: i counts the vectors
+// of a KV head, h the item's heads.
 template <class T> struct Task {
   const Attention& a;
   const Rows& rows;
   const Work& work;
   const Item& item;
-  int64_t head;
   Scratch& x;
   static constexpr int PER = PER_WORD<T>;
   const KV& kv = *a.kv;
@@ -115,18 +119,26 @@ template <class T> struct Task {
 
   int row_of(int i) const { return first_row + (item.first + i) / group; }
   const View& view(int i) const { return work.views[row_of(i)]; }
-  int64_t vector_of(int i) const {
-    return row_of(i) * a.num_heads + head * group + (item.first + i) % group;
+  int64_t vector_of(int h, int i) const {
+    return row_of(i) * a.num_heads + (item.first_head + h) * group + (item.first + i) % group;
   }
   int group_size(int g) const { return std::min(GROUP, item.count - g); }
-  Span part_span(int part) const { return {part * PART, (part + 1) * PART}; }
-
+  bool is_few() const { return item.count <= MAX_FEW; }
+  int index(int h, int i) const { return h * item.count + i; }
+  float* scores(int h, int i) const { return x.score + index(h, i) * SCORES; }
+  float* tail_scores(int h, int i) const { return x.tail + index(h, i) * TAIL; }
+  Sums sums(int h, int i) const { return {x.part + index(h, i) * x.width, x.width}; }
+  Matrix queries(int h, int i) const { return {x.queries + index(h, i) * x.width, x.width}; }
+  // From position `begin` of the part on, a word for each unit.
+  Matrix weights(int h, int i, int begin) const {
+    return {(const word*)scores(h, i) + begin / PER, SCORES};
+  }
   // Where the keys and values of slots [first, first + n) stand.
   void locate(int first, int n, const void** keys, const void** values) const {
     const int32_t* block = rows.indices + rows.indptr[item.request] + first / kv.block_size;
     int64_t token = kv.num_heads * D, in_block = first % kv.block_size;
     for (int j = 0; j < n; block++, in_block = 0) {
-      int64_t offset = *block * kv.block_stride + in_block * token + head * D;
+      int64_t offset = *block * kv.block_stride + in_block * token + item.first_head * D;
       int end = std::min<int64_t>(n, j + kv.block_size - in_block);
       for (; j < end; j++, offset += token) {
         keys[j] = (const T*)kv.k + offset;
@@ -139,19 +151,24 @@ template <class T> struct Task {
     Span seen = overlap(part_span(number), {item.begin, item.end}), all = tiles(seen);
     part.begin = all.begin - number * PART;
     part.n = number < item.end_part && !seen.is_empty() ? all.size() : 0;
-    std::fill_n(part.tokens, 2 * part.n + KEYS, (const void*)ZEROS<T>);
+    std::fill_n(part.tokens, 2 * part.n + 2 * BLOCK, (const void*)ZEROS<T>);
     if (part.n == 0) return;
     const void** keys = part.tokens + seen.begin - all.begin;
     locate(seen.begin, seen.size(), keys, keys + part.n);
   }
-  static Tokens<T> keys_of(const Part& part) { return (Tokens<T>)part.tokens; }
-  static Tokens<T> values_of(const Part& part) { return (Tokens<T>)part.tokens + part.n; }
+  static Tokens<T> tokens_of(const Part& part) { return (Tokens<T>)part.tokens; }
+  // A head's share of the tokens BLOCK behind j: so all of them are prefetched, once.
+  Prefetch behind(const Part& part, int j, int n, int h) const {
+    return {part.tokens + j + BLOCK + n * h / item.num_heads,
+            item.num_heads * D * int64_t(sizeof(T))};
+  }
 
   void begin() {
-    for (int i = 0; i < item.count; i++) {
-      load_query((const T*)a.q + vector_of(i) * D, D, x.queries + i * x.width);
-      x.seen[i] = NOTHING;
-    }
+    for (int h = 0; h < item.num_heads; h++)
+      for (int i = 0; i < item.count; i++) {
+        load_query((const T*)a.q + vector_of(h, i) * D, D, x.queries + index(h, i) * x.width);
+        x.seen[index(h, i)] = NOTHING;
+      }
     for (int g = 0; g < item.count; g += GROUP) {
       Span span{item.end, item.begin};
       for (int i = g; i < g + group_size(g); i++) {
@@ -162,46 +179,46 @@ template <class T> struct Task {
       }
       shared[g / GROUP] = tiles(span);
     }
-    if (item.tail && item.end_part * PART > item.end) score_tail();
+    if (item.tail && item.end_part * PART > item.end) score_tails();
   }
 
-  void multiply_keys(int g, int n, Sums scores, int num_keys) const {
-    multiply<PAIRED<T>>({x.queries + g * x.width, x.width}, {x.keys, KEYS}, scores, n, words,
-                        num_keys, false);
+  void multiply_keys(Matrix q, int n, Sums scores, int num_keys) const {
+    multiply<PAIRED<T>>(q, {x.keys, BLOCK}, scores, n, words, num_keys, false);
   }
 
   // The scores of a tree's slots, for all rows: each row takes those on its path.
-  void score_tail() {
+  void score_tails() {
     int num = item.tail - item.end;
     std::fill_n(x.path_keys, TAIL, (const void*)ZEROS<T>);
     locate(item.end, num, x.path_keys, x.path_values);
-    for (int j = 0; j < num; j += KEYS) {
-      int n = (std::min(KEYS, num - j) + LANES - 1) / LANES * LANES;
-      load_keys<T>((Tokens<T>)x.path_keys + j, n, D, 0, x.keys, KEYS);
-      multiply_keys(0, item.count, {x.tail + j, TAIL}, n);
-    }
+    for (int h = 0; h < item.num_heads; h++)
+      for (int j = 0; j < num; j += BLOCK) {
+        int n = (std::min(BLOCK, num - j) + LANES - 1) / LANES * LANES;
+        load_keys<T>((Tokens<T>)x.path_keys + j, n, h * D, D, {}, x.keys, BLOCK);
+        multiply_keys(queries(h, 0), item.count, {tail_scores(h, 0) + j, TAIL}, n);
+      }
   }
 
   void score(int number, const Part& part) {
-    for (int j = 0; j < part.n; j += KEYS) {
-      int n = std::min(KEYS, part.n - j), first = part.begin + j;
-      if (item.count <= MAX_FEW) {
-        score_few_at(j, n, part);
-        continue;
-      }
-      load_keys<T>(keys_of(part) + j, n, D, KEYS, x.keys, KEYS);
-      for (int g = 0; g < item.count; g += GROUP) {
-        Span span{number * PART + first, number * PART + first + n};
-        if (!overlap(shared[g / GROUP], span).is_empty())
-          multiply_keys(g, group_size(g), {x.score + g * SCORES + first, SCORES}, n);
-      }
-    }
+    for (int j = 0; j < part.n; j += BLOCK)
+      for (int h = 0; h < item.num_heads; h++)
+        is_few() ? score_few_keys(part, j, h) : score_keys(number, part, j, h);
   }
-  void score_few_at(int j, int n, const Part& part) {
+  void score_few_keys(const Part& part, int j, int h) {
+    int n = std::min(BLOCK, part.n - j);
     with_constant(item.count, [&]<int N>() {
-      score_few<T, N>({x.queries, x.width}, keys_of(part) + j, n, D, KEYS,
-                      {x.score + part.begin + j, SCORES});
+      score_few<T, N>(queries(h, 0), tokens_of(part) + j, n, h * D, D, behind(part, j, n, h),
+                      {scores(h, 0) + part.begin + j, SCORES});
     });
+  }
+  void score_keys(int number, const Part& part, int j, int h) {
+    int n = std::min(BLOCK, part.n - j), first = part.begin + j;
+    load_keys<T>(tokens_of(part) + j, n, h * D, D, behind(part, j, n, h), x.keys, BLOCK);
+    for (int g = 0; g < item.count; g += GROUP) {
+      Span span{number * PART + first, number * PART + first + n};
+      if (!overlap(shared[g / GROUP], span).is_empty())
+        multiply_keys(queries(h, g), group_size(g), {scores(h, g) + first, SCORES}, n);
+    }
   }
 
   // The tiles of the part that a query's weights are needed for, from the part's begin.
@@ -214,9 +231,8 @@ template <class T> struct Task {
   }
 
   // What a query may see of its scores: those on its path of the tree are put in their places.
-  void choose(int part, int i, Span span) {
+  void choose(int part, int i, Span span, float* score, const float* tail) const {
     const View& v = view(i);
-    float *score = x.score + i * SCORES, *tail = x.tail + i * TAIL;
     int zero = part * PART;
     Span path = overlap({std::max(item.end, v.low), v.length}, part_span(part));
     for (int p = path.begin; item.tail && p < path.end; p++)
@@ -230,42 +246,43 @@ template <class T> struct Task {
   void soften_all(int part) {
     for (int i = 0; i < item.count; i++) {
       Span span = weighed(part, i);
-      if (!span.is_empty()) choose(part, i, span);
-      float* score = x.score + i * SCORES;
-      x.now[i] = span.is_empty() ? NOTHING
-                                 : soften<PAIRED<T>>(score + span.begin, span.size(),
-                                                     a.scale * LOG2_E, score + span.begin / PER);
-      memset(x.part + i * x.width, 0, width * sizeof(float));
+      for (int h = 0; h < item.num_heads; h++) {
+        float* score = scores(h, i);
+        Seen& now = x.now[index(h, i)] = NOTHING;
+        memset(sums(h, i).at, 0, width * sizeof(float));
+        if (span.is_empty()) continue;
+        choose(part, i, span, score, tail_scores(h, i));
+        now = soften<PAIRED<T>>(score + span.begin, span.size(), a.scale * LOG2_E,
+                                score + span.begin / PER);
+      }
     }
-  }
-
-  // Add the values of positions [begin, begin + n) of the part, which are loaded, for some rows.
-  void multiply_values(int i, int num_rows, int begin, int n, const word* values) {
-    const word* weights = (const word*)x.score + i * SCORES + begin / PER;
-    multiply<PAIRED<T>>({weights, SCORES}, {values, x.value_stride()},
-                        {x.part + i * x.width, x.width}, num_rows, n / PER, width, true);
   }
 
   void add_values(int number, const Part& part) {
-    if (part.n == 0) return;
-    if (item.count <= MAX_FEW && !is_mixed(number * PART + part.begin, part.n))
-      return add_few_at(part);
-    int step = item.count <= FEW ? TILE : PART;
-    for (int j = 0; j < part.n; j += step) {
-      int n = std::min(step, part.n - j), first = part.begin + j;
-      load_values<T>(values_of(part) + j, n, D, AHEAD, x.values, x.value_stride());
-      if (is_mixed(number * PART + first, n) &&
-          !are_finite<T>(x.values, n / PER, D, x.value_stride()))
-        add_each(number, first, n, values_of(part) + j);
-      else
-        add_shared(number, first, n);
-    }
+    bool few = is_few() && !is_mixed(number * PART + part.begin, part.n);
+    int step = few ? BLOCK : item.count <= FEW ? TILE : PART;
+    for (int j = 0; j < part.n; j += step)
+      for (int h = 0; h < item.num_heads; h++)
+        few ? add_few_values(part, j, h)
+            : add_values_of(number, part, j, std::min(step, part.n - j), h);
   }
-  void add_few_at(const Part& part) {
+  void add_few_values(const Part& part, int j, int h) {
+    int n = std::min(BLOCK, part.n - j);
     with_constant(item.count, [&]<int N>() {
-      const word* weights = (const word*)x.score + part.begin / PER;
-      add_few<T, N>({weights, SCORES}, values_of(part), part.n, D, AHEAD, {x.part, x.width});
+      add_few<T, N>(weights(h, 0, part.begin + j), tokens_of(part) + part.n + j, n, h * D, D,
+                    behind(part, part.n + j, n, h), sums(h, 0));
     });
+  }
+  void add_values_of(int number, const Part& part, int j, int n, int h) {
+    Tokens<T> values = tokens_of(part) + part.n + j;
+    int first = part.begin + j;
+    load_values<T>(values, n, h * D, D, behind(part, part.n + j, n, h), x.values,
+                   x.value_stride());
+    if (is_mixed(number * PART + first, n) &&
+        !are_finite<T>(x.values, n / PER, D, x.value_stride()))
+      add_each(number, first, n, h, values);
+    else
+      add_shared(number, first, n, h);
   }
 
   // Whether some queries see positions of [begin, begin + n) that others do not.
@@ -274,35 +291,41 @@ template <class T> struct Task {
     return max_low > seen.begin || min_prefix < seen.end;
   }
 
-  void add_shared(int part, int begin, int n) {
+  // Add the values of positions [begin, begin + n) of the part, which are loaded, for some rows.
+  void multiply_values(int h, int i, int num_rows, int begin, int n, const word* values) {
+    multiply<PAIRED<T>>(weights(h, i, begin), {values, x.value_stride()}, sums(h, i), num_rows,
+                        n / PER, width, true);
+  }
+
+  void add_shared(int part, int begin, int n, int h) {
     for (int g = 0; g < item.count; g += GROUP) {
       int first = part * PART + begin;
       Span span = overlap(shared[g / GROUP], {first, first + n});
       if (span.is_empty()) continue;
       const word* from = x.values + (span.begin - first) / PER * x.value_stride();
-      multiply_values(g, group_size(g), span.begin - part * PART, span.size(), from);
+      multiply_values(h, g, group_size(g), span.begin - part * PART, span.size(), from);
     }
   }
 
   // As add_shared, with each query's hidden values read as zeros: a weight of 0 does not hide NaN.
-  void add_each(int part, int begin, int n, Tokens<T> values) {
+  void add_each(int part, int begin, int n, int h, Tokens<T> values) {
     int first = part * PART + begin;
     for (int i = 0; i < item.count; i++) {
       Span span = overlap(shared[i / GROUP], {first, first + n});
       for (int t = span.begin; t < span.end; t += TILE)
-        add_tile(i, 1, part, t, overlap({view(i).low, view(i).prefix}, {t, t + TILE}),
+        add_tile(h, i, 1, part, t, overlap({view(i).low, view(i).prefix}, {t, t + TILE}),
                  [&](int p) { return values[p - first]; });
     }
   }
 
   // Add the values on the rows' own paths, from the tile in which the tree begins.
-  void add_paths(int part) {
+  void add_paths(int part, int h) {
     for (int i = 0, n; i < item.count; i += n) {
       const View& v = view(i);
       n = std::min(group - (item.first + i) % group, item.count - i);
       Span path = overlap({std::max(item.end, tile_of(v.low)), v.length}, part_span(part));
       for (int t = path.begin; t < path.end; t += TILE)
-        add_tile(i, n, part, t, overlap({v.low, v.length}, {t, t + TILE}), [&](int p) {
+        add_tile(h, i, n, part, t, overlap({v.low, v.length}, {t, t + TILE}), [&](int p) {
           int slot = p < v.prefix ? p : work.paths[v.path + p - v.prefix];
           return (const T*)x.path_values[slot - item.end];
         });
@@ -310,26 +333,27 @@ template <class T> struct Task {
   }
 
   // Add the values of the tile from position t on, of which n rows from i on see `seen`.
-  template <class F> void add_tile(int i, int n, int part, int t, Span seen, F value_at) {
+  template <class F>
+  void add_tile(int h, int i, int n, int part, int t, Span seen, F value_at) {
     const T* values[TILE];
     std::fill_n(values, TILE, ZEROS<T>);
     for (int p = seen.begin; p < seen.end; p++) values[p - t] = value_at(p);
-    load_values<T>(values, TILE, D, 0, x.values, x.value_stride());
-    multiply_values(i, n, t - part * PART, TILE, x.values);
+    load_values<T>(values, TILE, h * D, D, {}, x.values, x.value_stride());
+    multiply_values(h, i, n, t - part * PART, TILE, x.values);
   }
 
   // The part's results join those before it, or are kept until all are there.
-  void keep(int part, float* partials) {
+  void keep(int part, int h, float* partials) {
     for (int i = 0; i < item.count; i++) {
-      const float* sums = x.part + i * x.width;
+      int n = index(h, i);
       if (item.partial < 0) {
-        merge(x.total + i * x.width, x.seen[i], sums, x.now[i], width);
+        merge(x.total + n * x.width, x.seen[n], sums(h, i).at, x.now[n], width);
         continue;
       }
       int64_t entry = item.partial + int64_t(part - item.first_part) * item.count + i;
-      float* to = partials + (entry * kv.num_heads + head) * partial_size(D);
-      memcpy(to, sums, width * sizeof(float));
-      memcpy(to + width, &x.now[i], sizeof(Seen));
+      float* to = partials + (entry * kv.num_heads + item.first_head + h) * partial_size(D);
+      memcpy(to, sums(h, i).at, width * sizeof(float));
+      memcpy(to + width, &x.now[n], sizeof(Seen));
     }
   }
 
@@ -339,15 +363,23 @@ template <class T> struct Task {
     for (int number = item.first_part, now = 0; number < item.end_part; number++, now = 1 - now) {
       Part &part = x.parts[now], &next = x.parts[1 - now];
       locate_part(number + 1, next);
-      std::copy_n(next.tokens, std::min(next.n, KEYS), part.tokens + 2 * part.n);
+      std::copy_n(next.tokens, std::min(next.n, 2 * BLOCK), part.tokens + 2 * part.n);
       score(number, part);
       soften_all(number);
       add_values(number, part);
-      if (item.tail) add_paths(number);
-      keep(number, partials);
+      for (int h = 0; h < item.num_heads; h++) {
+        if (item.tail) add_paths(number, h);
+        keep(number, h, partials);
+      }
     }
-    for (int i = 0; i < item.count && item.partial < 0; i++)
-      finish(x.total + i * x.width, x.seen[i], (T*)a.out + vector_of(i) * D, D);
+    if (item.partial < 0) write();
+  }
+  void write() {
+    for (int h = 0; h < item.num_heads; h++)
+      for (int i = 0; i < item.count; i++) {
+        int n = index(h, i);
+        finish(x.total + n * x.width, x.seen[n], (T*)a.out + vector_of(h, i) * D, D);
+      }
   }
 };
 
@@ -376,17 +408,17 @@ static void merge_cut(const Attention& a, const Rows& rows, const Cut& cut, cons
 template <class T> static void attention(const Attention& a, const Step& step, Team& team) {
   AttentionPlan& plan = *step.attention;
   const Work& work = plan.with_window(a.window);
-  int64_t heads = a.kv->num_heads, num = work.items.size() * heads;
+  int64_t num = work.items.size();
   static thread_local Scratch* scratch = new Scratch;
   scratch->fit(a.kv->head_dim);
   for (int64_t i = team.take(); i < num; i = team.take()) {
-    Task<T> task{a, *step.rows, work, work.items[i / heads], i % heads, *scratch};
+    Task<T> task{a, *step.rows, work, work.items[i], *scratch};
     task.run(plan.partials.data());
   }
   if (work.cuts.empty()) return;
   team.wait();
   for (const Cut& cut : work.cuts)
-    merge_cut<T>(a, *step.rows, cut, plan.partials.data(), team.part(cut.count * heads));
+    merge_cut<T>(a, *step.rows, cut, plan.partials.data(), team.part(cut.count * a.kv->num_heads));
 }
 
 extern "C" void specserve_attention(const void* args, const Step& step, Team& team) {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <tuple>
 
 constexpr int MIN_ITEM = 32;
 constexpr int UNITS = 4;  // for each thread at least, so that all end at about the same time
@@ -28,7 +29,7 @@ void Work::add_request(const Rows& rows, int request, int group, int size) {
   int row = rows.qo_indptr[request];
   int count = (rows.qo_indptr[request + 1] - row) * group;
   for (int first = 0; first < count; first += size) {
-    Item item{request, first, std::min(size, count - first), 0, 0, INT_MAX, 0, 0, 0, -1};
+    Item item{request, first, std::min(size, count - first), 0, 0, 0, 0, INT_MAX, 0, 0, 0, -1};
     int length = 0;
     for (int r = row + first / group; r <= row + (first + item.count - 1) / group; r++) {
       const View& view = views[r];
@@ -42,50 +43,75 @@ void Work::add_request(const Rows& rows, int request, int group, int size) {
     item.first_part = part_of(item.begin);
     item.end_part = part_of(length - 1) + 1;
     item.cost = int64_t(length - item.begin) * (POSITION + item.count);
-    items.push_back(item);
+    whole.push_back(item);
   }
 }
 
-// Items that cost more than `most` become several, each with some of the parts.
-void Work::cut_items(int64_t most) {
-  size_t num = items.size();
-  for (size_t i = 0; i < num; i++) {
-    Item item = items[i];
-    int parts = item.end_part - item.first_part;
-    int pieces = std::min<int64_t>(parts, (item.cost + most - 1) / most);
-    if (pieces < 2) continue;
-    cuts.push_back({item.request, item.first, item.count, item.first_part, parts, num_partials});
-    for (int p = 0; p < pieces; p++) {
-      Item piece = item;
-      piece.first_part = item.first_part + parts * p / pieces;
-      piece.end_part = item.first_part + parts * (p + 1) / pieces;
-      piece.partial = num_partials + int64_t(piece.first_part - item.first_part) * item.count;
-      piece.cost = item.cost * (piece.end_part - piece.first_part) / parts;
-      if (p == 0) items[i] = piece;
-      else items.push_back(piece);
-    }
+// How many KV heads an item has at least, where it has few query vectors: 1 KiB of a token.
+constexpr int LONG = 4;
+
+static int divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// An item for all heads becomes items that cost at most `most`, where that can be: first by heads,
+// as long as several are read together; then by parts; then by heads again.
+void Work::divide(const Item& item, int num_heads, int64_t most) {
+  int pieces = std::max(divide_up(item.cost, most), 1), parts = item.end_part - item.first_part;
+  bool is_few = item.count <= MAX_FEW;
+  int heads = is_few ? std::min(num_heads, MAX_ITEM / item.count) : 1;
+  int least = std::min(heads, LONG);
+  heads = std::max(std::min(divide_up(num_heads, pieces), heads), least);
+  int cuts_wanted = std::min(parts, divide_up(pieces, divide_up(num_heads, heads)));
+  if (is_few) heads = std::min(heads, std::max(int(int64_t(num_heads) * cuts_wanted / pieces), 1));
+  int64_t partial = -1;
+  if (cuts_wanted > 1) {
+    partial = num_partials;
+    cuts.push_back({item.request, item.first, item.count, item.first_part, parts, partial});
     num_partials += int64_t(parts) * item.count;
   }
+  for (int p = 0; p < cuts_wanted; p++)
+    for (int h = 0; h < num_heads; h += heads) {
+      Item piece = item;
+      piece.first_head = h;
+      piece.num_heads = std::min(heads, num_heads - h);
+      piece.first_part = item.first_part + parts * p / cuts_wanted;
+      piece.end_part = item.first_part + parts * (p + 1) / cuts_wanted;
+      if (partial >= 0)
+        piece.partial = partial + int64_t(piece.first_part - item.first_part) * item.count;
+      piece.cost = item.cost * piece.num_heads * (piece.end_part - piece.first_part) /
+                   (num_heads * parts);
+      items.push_back(piece);
+    }
 }
 
 void Work::build(const Rows& rows, int group, int num_kv_heads, int threads) {
   view_rows(rows);
   int size = MAX_ITEM;
   while (true) {
-    items.clear();
+    whole.clear();
     for (int b = 0; b < rows.num_requests; b++) add_request(rows, b, group, size);
-    if (size == MIN_ITEM || int64_t(items.size()) * num_kv_heads >= UNITS * threads) break;
+    if (size == MIN_ITEM || int64_t(whole.size()) * num_kv_heads >= UNITS * threads) break;
     size /= 2;
   }
+  items.clear();
   cuts.clear();
   num_partials = 0;
   int64_t cost = 0;
-  for (const Item& item : items) cost += item.cost * num_kv_heads;
-  if (threads > 1) cut_items(std::max<int64_t>(cost / (UNITS * threads), 1));
+  int most_vectors = 0;
+  for (Item& item : whole) {
+    item.cost *= num_kv_heads;
+    cost += item.cost;
+    most_vectors = std::max(most_vectors, item.count);
+  }
+  bool is_few = most_vectors <= MAX_FEW;
+  int units = threads * (!is_few ? UNITS : whole.size() == 1 ? 1 : UNITS / 2);
+  int64_t most = threads == 1 ? cost + 1 : std::max<int64_t>(cost / units, 1);
+  for (const Item& item : whole) divide(item, num_kv_heads, most);
   std::sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
     if (a.cost != b.cost) return a.cost > b.cost;
-    if (a.request != b.request) return a.request < b.request;
-    return a.first != b.first ? a.first < b.first : a.first_part < b.first_part;
+    auto place = [](const Item& i) {
+      return std::tuple(i.request, i.first, i.first_part, i.first_head);
+    };
+    return place(a) < place(b);
   });
 }
 

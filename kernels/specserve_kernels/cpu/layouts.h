@@ -3,10 +3,31 @@
 
 #include "words.h"
 
-// Where the keys or values of consecutive positions stand. What is read next comes behind them, as
-// far as it is prefetched. Tokens that no row may see are zeros, as their slots may hold anything.
+// Where the keys or values of consecutive positions stand, of the first KV head of several. Tokens
+// that no row may see are zeros, as their slots may hold anything.
 template <class T> using Tokens = const T* const*;
-template <class T> alignas(64) constexpr T ZEROS[MAX_HEAD_DIM] = {};
+constexpr int64_t MAX_TOKEN = 1 << 15;  // dimensions of all heads
+template <class T> alignas(64) constexpr T ZEROS[MAX_TOKEN] = {};
+
+// Tokens that will be read soon are prefetched while others are multiplied, all heads of a token
+// together: memory is read faster in long stretches than head by head.
+struct Prefetch {
+  const void* const* tokens = nullptr;
+  int64_t bytes = 0, at = 0;  // of a token
+
+  void lines(int n) {
+    while (tokens && n > 0) {
+      int run = std::min<int64_t>(n, (bytes - at + 63) / 64);
+      const char* from = (const char*)*tokens + at;
+      for (int i = 0; i < run; i++) __builtin_prefetch(from + 64 * i, 0, 2);
+      n -= run;
+      at += 64 * run;
+      if (at < bytes) continue;
+      tokens++;
+      at = 0;
+    }
+  }
+};
 
 // A register of the words that one row has from dimension d on.
 template <class T> static inline rw words_at(const T* row, int64_t d) {
@@ -55,26 +76,27 @@ template <int S> static inline void transpose_words(rw* x) {  // WORDS x WORDS, 
   if constexpr (S > 1) transpose_words<S / 2>(x);
 }
 
-// x[word][key] of WORDS keys, from dimension d on; `ahead` tokens after each of them are prefetched.
+// x[word][key] of WORDS keys, from dimension d on; `rest` dimensions are left of the head.
 template <class T>
-static inline void columns_of(Tokens<T> keys, int64_t d, int64_t D, int ahead, rw* x) {
+static inline void columns_of(Tokens<T> keys, int64_t d, int64_t rest, Prefetch& next, rw* x) {
+  constexpr int STEP = WORDS * PER_WORD<T>;
 #pragma GCC unroll 16
-  for (int i = 0; i < WORDS; i++) {
-    if (D - d < WORDS * PER_WORD<T>) x[i] = words_at(keys[i], d, D - d);
-    else x[i] = words_at(keys[i], d);
-    __builtin_prefetch(keys[i + ahead] + d, 0, 2);
-  }
+  for (int i = 0; i < WORDS; i++)
+    x[i] = rest < STEP ? words_at(keys[i], d, rest) : words_at(keys[i], d);
+  next.lines(std::max<int>(WORDS * STEP * sizeof(T) / 64, 1));
   transpose_words<WORDS / 2>(x);
 }
 
-// to[word][key], `stride` words apart; count is a multiple of LANES.
+// to[word][key], `stride` words apart; count is a multiple of LANES. The head's dimensions are
+// [first, first + D) of a token.
 template <class T>
-static void load_keys(Tokens<T> keys, int count, int64_t D, int ahead, word* to, int64_t stride) {
+static void load_keys(Tokens<T> keys, int count, int64_t first, int64_t D, Prefetch next, word* to,
+                      int64_t stride) {
   for (int j = 0; j < count; j += WORDS) {
     word* column = to + j;
     for (int64_t d = 0; d < D; d += WORDS * PER_WORD<T>) {
       rw x[WORDS];
-      columns_of<T>(keys + j, d, D, ahead, x);
+      columns_of<T>(keys + j, first + d, D - d, next, x);
 #pragma GCC unroll 16
       for (int i = 0; i < WORDS; i++, column += stride) store_words(column, x[i]);
     }
@@ -104,26 +126,26 @@ template <class T> static inline void unit_at(const T* a, const T* b, int n, rw&
   unit_at(x, y, low, high);
 }
 
-// to[unit][dimension], `stride` words apart; count is even.
+// The cache lines of `registers` registers of words of one unit.
+template <class T> constexpr int lines_of(int registers) {
+  return std::max<int>(PER_WORD<T> * registers * WORDS * sizeof(T) / 64, 1);
+}
+
+// to[unit][dimension], `stride` words apart; count is even. Dimensions as in load_keys.
 template <class T>
-static void load_values(Tokens<T> values, int count, int64_t D, int ahead, word* to,
-                        int64_t stride) {
+static void load_values(Tokens<T> values, int count, int64_t first, int64_t D, Prefetch next,
+                        word* to, int64_t stride) {
   constexpr int STEP = 2 * WORDS;
   for (int j = 0; j < count; j += PER_WORD<T>, to += stride) {
-    const T *a = values[j], *b = values[j + PER_WORD<T> - 1];
-    for (int i = j; i < j + PER_WORD<T>; i++)
-      for (int64_t d = 0; d < D; d += 64 / sizeof(T)) __builtin_prefetch(values[i + ahead] + d, 0, 2);
+    const T *a = values[j] + first, *b = values[j + PER_WORD<T> - 1] + first;
     rw low, high;
-    int64_t d = 0;
-    for (; d + STEP <= D; d += STEP) {
-      unit_at(a + d, b + d, low, high);
+    for (int64_t d = 0; d < D; d += STEP) {
+      if (D - d < STEP) unit_at(a + d, b + d, D - d, low, high);
+      else unit_at(a + d, b + d, low, high);
+      next.lines(lines_of<T>(2));
       store_words(to + d, low);
       store_words(to + d + WORDS, high);
     }
-    if (d == D) continue;
-    unit_at(a + d, b + d, D - d, low, high);
-    store_words(to + d, low);
-    store_words(to + d + WORDS, high);
   }
 }
 
