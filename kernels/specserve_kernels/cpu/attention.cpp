@@ -13,6 +13,7 @@
 #include "attention_plan.h"
 #include "few.h"
 #include "softmax.h"
+#include "words_tiles.h"
 
 constexpr int GROUP = 32;     // query vectors that share a range of tiles
 constexpr int FEW = 16;       // query vectors of which the sums stay in L1 beside a tile of values
@@ -109,6 +110,7 @@ template <class T> struct Task {
   const Work& work;
   const Item& item;
   Scratch& x;
+  const bool on_tiles;
   static constexpr int PER = PER_WORD<T>;
   const KV& kv = *a.kv;
   const int64_t D = kv.head_dim, width = (D + LANES - 1) / LANES * LANES, words = words_of<T>(D);
@@ -123,7 +125,7 @@ template <class T> struct Task {
     return row_of(i) * a.num_heads + (item.first_head + h) * group + (item.first + i) % group;
   }
   int group_size(int g) const { return std::min(GROUP, item.count - g); }
-  bool is_few() const { return item.count <= MAX_FEW; }
+  bool is_few() const { return item.count <= MAX_FEW && !on_tiles; }
   int index(int h, int i) const { return h * item.count + i; }
   float* scores(int h, int i) const { return x.score + index(h, i) * SCORES; }
   float* tail_scores(int h, int i) const { return x.tail + index(h, i) * TAIL; }
@@ -182,8 +184,14 @@ template <class T> struct Task {
     if (item.tail && item.end_part * PART > item.end) score_tails();
   }
 
-  void multiply_keys(Matrix q, int n, Sums scores, int num_keys) const {
-    multiply<PAIRED<T>>(q, {x.keys, BLOCK}, scores, n, words, num_keys, false);
+  void multiply(Matrix p, Matrix q, Sums sums, int n, int64_t units, int64_t width, bool adds) {
+#if HAS_TILES
+    if (on_tiles) return multiply_on_tiles(p, q, sums, n, units, width, adds);
+#endif
+    multiply_vectors<PAIRED<T>>(p, q, sums, n, units, width, adds);
+  }
+  void multiply_keys(Matrix q, int n, Sums scores, int num_keys) {
+    multiply(q, {x.keys, BLOCK}, scores, n, words, num_keys, false);
   }
 
   // The scores of a tree's slots, for all rows: each row takes those on its path.
@@ -293,8 +301,8 @@ template <class T> struct Task {
 
   // Add the values of positions [begin, begin + n) of the part, which are loaded, for some rows.
   void multiply_values(int h, int i, int num_rows, int begin, int n, const word* values) {
-    multiply<PAIRED<T>>(weights(h, i, begin), {values, x.value_stride()}, sums(h, i), num_rows,
-                        n / PER, width, true);
+    multiply(weights(h, i, begin), {values, x.value_stride()}, sums(h, i), num_rows, n / PER, width,
+             true);
   }
 
   void add_shared(int part, int begin, int n, int h) {
@@ -411,8 +419,10 @@ template <class T> static void attention(const Attention& a, const Step& step, T
   int64_t num = work.items.size();
   static thread_local Scratch* scratch = new Scratch;
   scratch->fit(a.kv->head_dim);
+  const bool on_tiles = uses_tiles<T>();
+  TileUse use(on_tiles);
   for (int64_t i = team.take(); i < num; i = team.take()) {
-    Task<T> task{a, *step.rows, work, work.items[i], *scratch};
+    Task<T> task{a, *step.rows, work, work.items[i], *scratch, on_tiles};
     task.run(plan.partials.data());
   }
   if (work.cuts.empty()) return;

@@ -9,6 +9,11 @@
 #include <type_traits>
 
 #include "vec.h"
+#if defined(__AVX__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
 
 typedef uint32_t word;
 
@@ -122,6 +127,6 @@ static void multiply_rows(Matrix a, Matrix b, Sums c, int n, int64_t units, int6
 
 // c = a b, or c += a b: n rows, `width` columns, a multiple of LANES.
 template <bool IS_PAIRED>
-static void multiply(Matrix a, Matrix b, Sums c, int n, int64_t units, int64_t width, bool adds) {
+static void multiply_vectors(Matrix a, Matrix b, Sums c, int n, int64_t units, int64_t width, bool adds) {
   multiply_rows<IS_PAIRED, MAX_GROUP>(a, b, c, n, units, width, adds);
 }
