@@ -15,6 +15,7 @@ from tests.kernels.random_steps import (
     queries,
     random_reqs,
     random_tensor,
+    random_tree,
     row_errors,
     tokens,
 )
@@ -128,6 +129,62 @@ def test_the_build_attends_to_trees_of_every_size(size):
     step = RandomStep([Req(rng.randrange(70), parents=parents)], block_size=16).filled()
     q = queries(step, 1 + size)
     assert row_errors(step.attend(cpu, q), step.attend(reference, q)).max() < 1e-5
+
+
+def exact(step, q, window):
+    """What each row should be, and the mean of |values| by its weights, in float64."""
+    (req,), group = step.reqs, step.num_heads // step.num_kv_heads
+    k, v = (x.double().repeat_interleave(group, 1) for x in tokens(step, 0, req.end))
+    want, mean = [], []
+    for row, seen in zip(q.double(), req.visible(), strict=True):
+        seen = seen[-window:] if window else seen
+        weight = (torch.einsum("hd,shd->hs", row, k[seen]) * step.head_dim**-0.5).softmax(-1)
+        want.append(torch.einsum("hs,shd->hd", weight, v[seen]))
+        mean.append(torch.einsum("hs,shd->hd", weight, v[seen].abs()))
+    return torch.stack(want).flatten(1), torch.stack(mean).flatten(1)
+
+
+@EVERY_LEVEL
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize(
+    "req", [Req(700, 1), Req(500, 40), Req(250, parents=[0, 1, 1, 2, 0, 5])], ids=repr
+)
+def test_no_element_is_further_from_float64_than_rounding_explains(req, window, dtype):
+    H, D, n = 4, 64, req.end
+    step = RandomStep([req], 16, H, 2, D, dtype).filled()
+    q = queries(step, len(step.rows().positions))
+    want, mean = exact(step, q, window)
+    # Scores are sums of D products and below 8 here: the error of a weight. One that is rounded to
+    # bf16 is off by 2^-9 more, and so is the sum of weights. Then n products are added.
+    eps = 2.0**-24
+    weight = 8 * D * eps + (2.0**-9 if dtype == torch.bfloat16 else 0)
+    rounding = 2.0**-9 if dtype == torch.bfloat16 else eps
+    bound = (2 * weight + n * eps) * mean + rounding * want.abs() + 1e-30
+    got = step.attend(cpu, q, window).double()
+    assert ((got - want).abs() <= bound).all()
+
+
+@EVERY_LEVEL
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_broken_token_breaks_no_row_that_does_not_see_it(dtype, broken, which, window):
+    reqs = Req(30, 40), Req(230, parents=random_tree(random.Random(4), 40)), Req(19, 4)
+    for req in reqs:
+        step = RandomStep([req], num_heads=6, dtype=dtype).filled()
+        q = queries(step, len(step.rows().positions))
+        want, place = step.attend(cpu, q, window), req.start + 3
+        one = tokens(step, 0, req.end)[:, [place]].clone()
+        one[which] = broken
+        step.put(0, [place], one)
+        got = step.attend(cpu, q, window)
+        for r, seen in enumerate(req.visible()):
+            if place in (seen[-window:] if window else seen):
+                assert which == 0 or not got[r].isfinite().all()
+            else:
+                assert torch.equal(got[r], want[r])
 
 
 @pytest.mark.parametrize("value", [-200.0, 200.0], ids=["far below", "far above"])

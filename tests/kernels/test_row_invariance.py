@@ -15,6 +15,7 @@ from tests.kernels.random_steps import (
     random_reqs,
     random_tensor,
     random_tree,
+    row_errors,
     tokens,
 )
 
@@ -161,6 +162,44 @@ def test_attention_beside_any_other_rows(ops, dtype, window, H, D):
         torch.set_num_threads(threads)
         got = step.attend(ops, q[rows], window, only(every, rows))
         assert torch.equal(got, want[rows]), (threads, rows)
+
+
+@EVERY_LEVEL
+@DTYPES
+@pytest.mark.parametrize("num_heads", [2, 6, 14])
+def test_attention_of_few_rows_and_of_many(dtype, num_heads):
+    tree = random_tree(random.Random(1), 40)
+    step = RandomStep([Req(500, 70), Req(470, parents=tree)], 16, num_heads, 2, 20, dtype).filled()
+    every = step.rows()
+    q = queries(step, len(every.slots))
+    want = step.attend(cpu, q)
+    for n in (1, 2, 3, 4, 8, 9, 33):
+        for rows in (list(range(70 - n, 70)), list(range(70, 70 + n)), list(range(69, 70 + n))):
+            assert torch.equal(step.attend(cpu, q[rows], None, only(every, rows)), want[rows])
+
+
+CUTS = {  # rows of a request, beside which the context is long enough to be cut
+    "a row": Req(2100, 1),
+    "just before a cut": Req(1023, 1),
+    "the first row behind a cut": Req(1024, 1),
+    "a chunk over a cut": Req(1000, 50),
+    "a tree over a cut": Req(1000, parents=random_tree(random.Random(3), 60)),
+    "a long context": Req(8200, parents=[0, 1, 0]),
+}
+
+
+@EVERY_LEVEL
+@DTYPES
+@pytest.mark.parametrize("window", [None, 900])
+@pytest.mark.parametrize("req", CUTS.values(), ids=CUTS)
+def test_attention_by_any_number_of_threads(req, window, dtype):
+    step = RandomStep([req], 16, 4, 1, 16, dtype).filled()
+    q = queries(step, len(req.visible()))
+    want = step.attend(cpu, q, window)
+    assert row_errors(want[:2], step.attend(reference, q, window)[:2]).max() < 1e-2
+    for threads in (2, 3, 7):
+        torch.set_num_threads(threads)
+        assert torch.equal(step.attend(cpu, q, window), want)
 
 
 @BUILDS

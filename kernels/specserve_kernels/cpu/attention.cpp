@@ -39,7 +39,7 @@ struct Part {
 
 // The memory that a thread computes in, for heads of one size.
 struct Scratch {
-  int64_t width = 0;  // of a head, rounded up
+  int64_t width = 0;  // of a head, in whole pairs of registers
   std::vector<word> memory;
   word *queries, *keys, *values;
   float *score, *tail, *part, *total;
@@ -50,7 +50,7 @@ struct Scratch {
   int64_t value_stride() const { return width + LANES; }
 
   void fit(int64_t D) {
-    int64_t needed = (D + LANES - 1) / LANES * LANES;
+    int64_t needed = (D + 2 * LANES - 1) / (2 * LANES) * 2 * LANES;
     if (needed <= width) return;
     width = needed;
     int64_t item = (MAX_ITEM + 16) * width;

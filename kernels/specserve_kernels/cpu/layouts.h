@@ -46,10 +46,10 @@ template <class T> static inline rw words_at(const T* row, int64_t d, int n) {
   return words_at(t, 0);
 }
 
-// The words of a head, in whole cache lines.
+// The words of a head, in whole registers.
 template <class T> static int64_t words_of(int64_t D) {
-  constexpr int STEP = LANES * PER_WORD<T>;
-  return (D + STEP - 1) / STEP * LANES;
+  constexpr int STEP = WORDS * PER_WORD<T>;
+  return (D + STEP - 1) / STEP * WORDS;
 }
 
 template <class T> static void load_query(const T* q, int64_t D, word* to) {
