@@ -1,26 +1,38 @@
 """The C++ kernels compiled for one instruction set after another."""
 
 import ctypes
+import shutil
 from contextlib import contextmanager
 from functools import cache
 
 import pytest
 
 from specserve_kernels.cpu import build
-from specserve_kernels.cpu.compiler import STATIC, compiled
-from specserve_kernels.cpu.levels import native_flags, usable_levels
+from specserve_kernels.cpu.compiler import FOLDER, STATIC, compiled
+from specserve_kernels.cpu.levels import LEVELS, native_flags, usable_levels
+from tests.kernels.programs import compile_program
+from tests.kernels.remote import Server
 
 EMULATED = "emulated-amx"  # as specserve_level() names it
 FLAGS = {"native": native_flags()}
 FLAGS |= {level.name: (*level.flags, *STATIC) for level in usable_levels()}
 FLAGS |= {EMULATED: (*native_flags(), "-DEMULATE_AMX")}
 
+# ARM is emulated as a whole, on any machine that has a compiler for it and the emulator.
+ARM = "aarch64 in an emulator"
+ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+
 # Each takes long to compile after a change to a source: most of them wait for `make check`.
 EVERY_DAY = ("native", "x86-64-v3", EMULATED)
-PARAMS = [pytest.param(name, marks=() if name in EVERY_DAY else pytest.mark.slow) for name in FLAGS]
+LEVEL_PARAMS = [
+    pytest.param(name, marks=() if name in EVERY_DAY else pytest.mark.slow) for name in FLAGS
+]
+ARM_PARAM = pytest.param(ARM, marks=pytest.mark.slow)
 
-# Marks a test that shall pass on every level which this CPU runs.
+# Mark a test that shall pass on every level which this CPU runs; the second, on ARM as well, where
+# each op takes a tenth of a second.
 EVERY_LEVEL = pytest.mark.usefixtures("every_level")
+EVERY_LEVEL_AND_ARM = pytest.mark.usefixtures("every_level_and_arm")
 
 
 @cache
@@ -36,3 +48,15 @@ def running_on(name):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "kernels", lambda: kernels(name))
         yield
+
+
+def arm_server(folder):
+    """A process in which the ops run on ARM; its program is compiled in a folder."""
+    if not (shutil.which(ARM_COMPILER) and shutil.which(ARM_EMULATOR)):
+        tools = f"{ARM_COMPILER} and {ARM_EMULATOR} (Debian: g++-aarch64-linux-gnu, qemu-user)"
+        pytest.skip(f"needs {tools}: NOT checked here")
+    (level,) = (level for level in LEVELS if level.machine == "aarch64")
+    sources = [path.name for path in FOLDER.glob("*.cpp")]
+    flags = *level.flags, "-rdynamic"
+    program = compile_program("server", folder, sources, flags, lambda: ARM_COMPILER)
+    return Server([ARM_EMULATOR, "-L", "/usr/aarch64-linux-gnu", program])

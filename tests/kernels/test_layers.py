@@ -6,7 +6,7 @@ from torch.nn.functional import linear
 
 from specserve_kernels import DeviceError, cpu, load, reference
 from tests.kernels.builds import BUILDS
-from tests.kernels.levels import EVERY_LEVEL
+from tests.kernels.levels import EVERY_LEVEL_AND_ARM
 from tests.kernels.random_steps import random_tensor, row_errors
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -117,7 +117,7 @@ def test_no_rows_are_no_error(ops):
     assert ops.linear_silu_mul(x, ops.prepack(weight, is_gated=True)).shape == (0, 16)
 
 
-@EVERY_LEVEL
+@EVERY_LEVEL_AND_ARM
 @DTYPES
 @pytest.mark.parametrize("width", [1, 16, 150, 331, 853, 4097])
 def test_the_build_normalizes_as_the_reference(width, dtype):

@@ -7,7 +7,7 @@ import torch
 
 from specserve_kernels import SampleParams, cpu, reference
 from specserve_kernels.reference.sampling import transform
-from tests.kernels.levels import EVERY_LEVEL
+from tests.kernels.levels import EVERY_LEVEL_AND_ARM
 from tests.kernels.random_steps import random_tensor
 
 BUILDS = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
@@ -101,7 +101,7 @@ def mixed():
     return SampleParams(*each, *asked(len(MIXES))[4:])
 
 
-@EVERY_LEVEL
+@EVERY_LEVEL_AND_ARM
 @DTYPES
 @pytest.mark.parametrize("spread", [0.5, 8.0], ids=["flat", "peaked"])
 @pytest.mark.parametrize("V", [1, 5, 64, 300, 1000, 4099])
@@ -148,7 +148,7 @@ def test_the_first_child_is_what_the_target_would_draw_from_the_same_logits(ops)
     assert torch.equal(ids[:, 0], ops.sample(logits, rows, asked(64, 0.7)))
 
 
-@EVERY_LEVEL
+@EVERY_LEVEL_AND_ARM
 @DTYPES
 @pytest.mark.parametrize("temperature", [0, 0.5, 2])
 @pytest.mark.parametrize(("V", "k"), [(16, 16), (5, 2), (300, 1), (1000, 16), (4099, 8)])
