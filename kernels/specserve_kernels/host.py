@@ -40,8 +40,8 @@ def free_memory() -> int:
 
 
 def has_bf16() -> bool:
-    """Whether the hardware multiplies bf16; where it does not, fp32 is faster and more exact."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """Whether the hardware multiplies bf16; where it does not, torch's ops are faster in fp32."""
+    return "bf16" in instruction_set()
 
 
 def instruction_set() -> str:

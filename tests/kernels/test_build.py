@@ -143,3 +143,13 @@ def test_flags_are_those_of_the_first_cpu(tmp_path):
     info.write_text("Features\t: fp asimd\n")
     assert levels.cpu_flags(info) == {"fp", "asimd"}
     assert levels.cpu_flags(tmp_path / "none") == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("flags", "want"),
+    [("avx2 avx512f avx512_bf16", True), ("asimd bf16", True), ("avx512f", False)],
+)
+def test_only_the_reference_needs_hardware_for_bf16(flags, want, tmp_path, monkeypatch):
+    monkeypatch.setattr("specserve_kernels.host.instruction_set", lambda: flags)
+    assert reference.has_bf16() == want
+    assert cpu.has_bf16()
