@@ -20,6 +20,7 @@ import msgspec  # isort: skip
 from specserve.config import DEMO_DRAFT, DEMO_TARGET, load_config
 from specserve_bench import suite
 from specserve_bench.fairness import fairness_figures
+from specserve_bench.host import host_figures
 from specserve_bench.memory import memory_figures
 from specserve_bench.plots import draw
 from specserve_bench.prompts import PROMPTS
@@ -44,7 +45,7 @@ RANDOM_SHAPE = Path(".models/qwen3-0.6b-random")
 
 
 def main(parts: Sequence[str]) -> int:
-    """All parts, or those named: engine, server, memory, fairness, demo."""
+    """All parts, or those named: engine, server, memory, fairness, host, demo."""
     models = os.environ.get("SPECSERVE_TEST_MODELS")
     if not models:
         print("SPECSERVE_TEST_MODELS is not set: the figures of the trained pair are left out")
@@ -58,6 +59,8 @@ def main(parts: Sequence[str]) -> int:
         keep("memory-cpu", memory_figures(random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)))
     if "fairness" in parts or not parts:
         keep("fairness-cpu", fairness_figures())
+    if "host" in parts or not parts:
+        keep("host-cpu", host_figures())
     if "demo" in parts or not parts:
         demo_figures()
     return 0

@@ -1,0 +1,207 @@
+"""The host's share of a step: what the engine process does beside forwards and draws."""
+
+import socket
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from statistics import median, quantiles
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+import msgspec
+
+from specserve import LLM
+from specserve.engine import process
+from specserve.engine.engine import Engine
+from specserve.exchange.frames import Link
+from specserve.exchange.messages import Add, EngineCommands, Report, encode
+from specserve.exchange.sampling_params import Sampling
+from specserve_bench.workloads import source_tokens
+
+SHARED, OWN, NEW_TOKENS = 1000, 24, 150  # tokens of a prompt: the same in all, and its own
+ROUNDS = 3
+PHASES = ("receive", "plan", "draft", "build", "launch", "walk", "commit", "report", "rest")
+DEVICE = ("forward", "draw")  # the ops, which are not the host's
+
+
+class Setting(NamedTuple):
+    drafter: str
+    requests: int
+    temperature: float
+
+
+SETTINGS = (
+    Setting("none", 1, 0.0),
+    Setting("none", 32, 0.0),
+    Setting("none", 32, 1.0),
+    Setting("ngram", 1, 0.0),
+    Setting("ngram", 32, 0.0),
+    Setting("model", 1, 0.0),
+    Setting("model", 32, 0.0),
+)
+
+
+def host_figures() -> dict[str, Any]:
+    """Milliseconds a step by phase for every setting, on the demo pair, in interleaved rounds."""
+    llms = load()
+    source = source_tokens(llms["none"])
+    steps: dict[Setting, list[Counter[str]]] = {setting: [] for setting in SETTINGS}
+    for i in range(1 + ROUNDS):
+        for setting, known in steps.items():
+            ran = one_run(llms[setting.drafter].engine, commands(setting, source))
+            known += ran if i else []  # the first round warms up
+    rows = [summary(setting, known) for setting, known in steps.items()]
+    print(table(rows))
+    return {"prompt_tokens": SHARED + OWN, "rows": rows}
+
+
+def load() -> dict[str, LLM]:
+    """An LLM for each drafter; all share the weights."""
+    settings, llms = {"memory.kv_bytes": 1 << 28}, dict[str, LLM]()
+    for drafter in ("model", "ngram", "none"):
+        known = llms["model"].weights if llms else ()
+        llms[drafter] = LLM(drafter=drafter, set=settings, progress=False, weights=known)
+    return llms
+
+
+def commands(setting: Setting, source: list[int]) -> EngineCommands:
+    """The setting's requests. Their prompts begin alike, so that they are soon computed."""
+    sampling = Sampling(
+        max_tokens=NEW_TOKENS,
+        temperature=setting.temperature,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        seed=0,
+    )
+    begins = range(SHARED, SHARED + OWN * setting.requests, OWN)
+    prompts = [source[:SHARED] + source[begin : begin + OWN] for begin in begins]
+    return EngineCommands([Add(i, p, sampling, [i]) for i, p in enumerate(prompts)], [])
+
+
+def one_run(engine: Engine, first: EngineCommands) -> list[Counter[str]]:
+    """Nanoseconds by phase of every step that computed a token of each request."""
+    engine.reset_cache()
+    clock = PhaseClock()
+    ours, theirs = socket.socketpair()
+    with theirs:  # another process reads the reports, as that of a server does
+        reader = subprocess.Popen(["cat"], stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
+    link = ClockedLink(ours, first, clock)
+    with ours, watched(engine, link, clock), suppress(EOFError):
+        process.serve(link, engine)
+    reader.wait()
+    return link.steps
+
+
+class PhaseClock:
+    """Nanoseconds by phase since the last `take`; a phase inside another stops the outer one."""
+
+    def __init__(self) -> None:
+        self.spent: Counter[str] = Counter()
+        self.phase, self.since = "rest", perf_counter_ns()
+
+    def switch(self, phase: str) -> str:
+        """Enter a phase; the one before."""
+        at, before = perf_counter_ns(), self.phase
+        self.spent[before] += at - self.since
+        self.phase, self.since = phase, at
+        return before
+
+    def timed(self, run: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        def timed(*args: Any, **named: Any) -> Any:
+            before = self.switch(phase)
+            try:
+                return run(*args, **named)
+            finally:
+                self.switch(before)
+
+        return timed
+
+    def take(self) -> Counter[str]:
+        self.switch(self.phase)
+        spent, self.spent = self.spent, Counter()
+        return spent
+
+
+class ClockedLink(Link):
+    """Delivers the first commands, notes every step's phases, and closes once all have ended."""
+
+    def __init__(self, sock: socket.socket, first: EngineCommands, clock: PhaseClock) -> None:
+        super().__init__(sock)
+        self.first, self.clock = [encode(first)], clock
+        self.num_requests = len(first.add)
+        self.steps: list[Counter[str]] = []
+        self.is_steady = False  # whether the step before had a root and a token of each request
+
+    def receive(self, wait: bool) -> list[bytes]:
+        spent = self.clock.take()
+        if self.is_steady:
+            self.steps.append(spent)
+        first, self.first = self.first, []
+        if wait and not first:
+            raise EOFError
+        return first + super().receive(wait=False)
+
+    def send(self, message: msgspec.Struct) -> None:
+        assert isinstance(message, Report)
+        verified = [o for o in message.outputs if o.is_verified and o.finish_reason is None]
+        self.is_steady = len(verified) == self.num_requests
+        super().send(message)
+
+
+def watched(engine: Engine, link: Link, clock: PhaseClock) -> ExitStack:
+    """Replaces the parts of a step by timed ones, until the stack is closed."""
+    parts: list[tuple[Any, str, str]] = [
+        (link, "receive", "receive"),
+        (engine.scheduler, "plan", "plan"),
+        (engine, "draft", "draft"),
+        (engine, "build", "build"),
+        (engine, "verify", "launch"),
+        (engine, "walk", "walk"),
+        (engine, "commit", "commit"),
+        (process, "report", "report"),
+        (link, "send", "report"),
+    ]
+    ops = engine.target.ops
+    parts += [(ops, name, "draw") for name in ("sample", "top_children")]
+    lent = engine.draft_model
+    for runner in [engine.target] if lent is None else [engine.target, lent.runner]:
+        parts += [(runner.decoder, name, "forward") for name in ("forward", "logits")]
+    stack = ExitStack()
+    for owner, name, phase in parts:
+        real = getattr(owner, name)
+        stack.callback(setattr, owner, name, real)
+        setattr(owner, name, clock.timed(real, phase))
+    return stack
+
+
+def summary(setting: Setting, steps: list[Counter[str]]) -> dict[str, Any]:
+    """Medians over the steps, and the spread of the host's share."""
+    host = [sum(step[phase] for phase in PHASES) for step in steps]
+    deciles = quantiles(host, n=10)
+    return {
+        **setting._asdict(),
+        "steps": len(steps),
+        "step_ms": ms(median(step.total() for step in steps)),
+        "host_ms": ms(median(host)),
+        "host_ms_p10_p90": [ms(deciles[0]), ms(deciles[-1])],
+        "phases_ms": {p: ms(median(step[p] for step in steps)) for p in PHASES + DEVICE},
+    }
+
+
+def ms(nanoseconds: float) -> float:
+    return round(nanoseconds / 1e6, 4)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """In Markdown, as in docs/bench.md."""
+    head = ["drafter", "requests", "T", "step", "host (p10 to p90)", *PHASES]
+    lines = [head, ["---"] * len(head)]
+    for row in rows:
+        low, high = row["host_ms_p10_p90"]
+        host = f"{row['host_ms']:.2f} ({low:.2f} to {high:.2f})"
+        each = [f"{row['phases_ms'][phase]:.3f}" for phase in PHASES]
+        named = [row["drafter"], str(row["requests"]), f"{row['temperature']:g}"]
+        lines.append([*named, f"{row['step_ms']:.2f}", host, *each])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

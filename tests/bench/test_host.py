@@ -1,0 +1,44 @@
+"""How the host's share of a step is taken."""
+
+from collections import Counter
+
+import pytest
+
+from specserve_bench import host
+
+
+def test_a_phase_inside_another_stops_the_outer_one(monkeypatch):
+    now = iter([0, 5, 7, 10, 16, 20])
+    monkeypatch.setattr(host, "perf_counter_ns", lambda: next(now))
+    clock = host.PhaseClock()
+    inner = clock.timed(max, "inner")
+    assert clock.timed(lambda a: inner(a, 3), "outer")(2) == 3
+    assert clock.take() == {"rest": 5 + 4, "outer": 2 + 6, "inner": 3}
+    assert clock.spent == {}
+
+
+def test_a_phase_that_raises_ends():
+    clock = host.PhaseClock()
+    with pytest.raises(ValueError):
+        clock.timed(int, "plan")("x")
+    assert clock.phase == "rest"
+
+
+def test_the_hosts_share_of_a_step_is_all_but_ops():
+    steps = [Counter(plan=n * 10**6, build=10**6, forward=9 * 10**6) for n in (1, 2, 3)]
+    row = host.summary(host.Setting("none", 1, 0.0), steps)
+    assert (row["host_ms"], row["step_ms"], row["steps"]) == (3.0, 12.0, 3)
+    assert row["phases_ms"]["plan"] == 2.0
+
+
+def test_every_setting_is_measured_in_steps_with_all_of_its_requests(monkeypatch, capsys):
+    small = {"ROUNDS": 1, "SHARED": 20, "OWN": 4, "NEW_TOKENS": 9}
+    settings = (host.Setting("none", 2, 1.0), host.Setting("model", 1, 0.0))
+    for name, value in (small | {"SETTINGS": settings}).items():
+        monkeypatch.setattr(host, name, value)
+    figures = host.host_figures()
+    plain, drafted = figures["rows"]
+    assert plain["steps"] == 6  # the second request starts a step later, the first ends one earlier
+    assert plain["phases_ms"]["draft"] < drafted["phases_ms"]["draft"]
+    assert all(row["host_ms"] < row["step_ms"] for row in figures["rows"])
+    assert host.table(figures["rows"]) in capsys.readouterr().out
