@@ -33,7 +33,7 @@ class Draft(msgspec.Struct, frozen=True):
     @property
     def is_chain(self) -> bool:
         """Whether every guess is below the one before it, so that the rows need no mask."""
-        return all(parent == k for k, parent in enumerate(self.parents))
+        return self.parents == [*range(len(self.parents))]
 
     def trunk(self) -> list[int]:
         """The tokens of the path that has the lowest numbers."""

@@ -4,7 +4,7 @@ import logging
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
-from itertools import count
+from itertools import accumulate, count
 from time import perf_counter
 
 import torch
@@ -121,10 +121,8 @@ class Engine:
 
     def walk(self, sampled: list[ScheduledRequest], answers: Answers) -> list[Path]:
         """The new tokens of each sampled request, and the accepted nodes of its tree."""
-        drafts, roots, rows = [s.draft for s in sampled], [], 0
-        for draft in drafts:
-            roots.append(rows)
-            rows += 1 + len(draft)
+        drafts = [s.draft for s in sampled]
+        roots = [0, *accumulate([1 + len(draft.tokens) for draft in drafts])]
 
         def tokens_after(at: list[Node]) -> list[int]:
             return answers.after([roots[i] + node for i, node in at])
@@ -144,7 +142,8 @@ class Engine:
         for item in scheduled:
             item.request.table.num_computed = item.end
         for item, path in zip(sampled, paths, strict=True):
-            self.keep_kv(item, path)
+            if path.nodes:
+                self.keep_kv(item, path)
         for item in scheduled:
             if not item.is_sampled:
                 item.request.publish()
@@ -168,27 +167,29 @@ class Engine:
     def append(self, item: ScheduledRequest, path: Path) -> StepOutput:
         """Append a path's tokens to its request, and end the request if it is complete."""
         request, draft = item.request, item.draft
+        is_fallback = self.draft_model is not None and self.draft_model.is_catching_up(item)
         output = StepOutput(
             id=request.id,
             tokens=path.tokens,
             finish_reason=finish_reason(request, path.tokens),
             is_verified=item.is_root,
-            num_drafted=len(draft),
+            num_drafted=len(draft.tokens),
             num_accepted=len(path.nodes),
             admitted_at=request.admitted_at,
             num_cached=request.num_cached,
-            is_fallback=self.draft_model is not None and self.draft_model.is_catching_up(item),
+            is_fallback=is_fallback,
         )
         if request.num_output == 0 and request.leader is None:
             self.stats.num_looked_up += request.num_prompt
             self.stats.num_cached += request.num_cached
         request.token_ids.extend(path.tokens)
         request.publish()
-        self.scheduler.share_prompt(request)
-        self.stats.num_drafted += output.num_drafted
-        self.stats.num_accepted += output.num_accepted
-        self.stats.num_fallbacks += output.is_fallback
+        if request.followers:
+            self.scheduler.share_prompt(request)
+        self.stats.num_fallbacks += is_fallback
         if draft.tokens:
+            self.stats.num_drafted += len(draft.tokens)
+            self.stats.num_accepted += len(path.nodes)
             self.tell("observe", request.id, draft, path.nodes)
         if output.finish_reason is not None:
             self.finish(request.id)

@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -50,21 +50,17 @@ def draws_of(
     `lengths` counts the requests' known tokens: the token after a node has index length + depth in
     its request's token_ids, whatever the node's number, and is drawn with that index's noise.
     """
-    counts = [1 + len(draft) for draft in drafts]
     if all(s.temperature == 0 for s in samplings):
-        return greedy_draws(sum(counts))
+        return greedy_draws(len(drafts) + sum(map(len, drafts)))
     places = [n + depth for n, d in zip(lengths, drafts, strict=True) for depth in d.depths()]
-
-    def column(values: list[Any], dtype: Any) -> NDArray[Any]:
-        return np.repeat(np.array(values, dtype), counts)
-
+    each = [s for s, d in zip(samplings, drafts, strict=True) for _ in range(1 + len(d))]
     return Draws(
         False,
-        column([s.temperature for s in samplings], np.float32),
-        column([s.top_k for s in samplings], np.int32),
-        column([s.top_p for s in samplings], np.float32),
-        column([s.min_p for s in samplings], np.float32),
-        column([s.seed for s in samplings], np.int64),
+        np.array([s.temperature for s in each], np.float32),
+        np.array([s.top_k for s in each], np.int32),
+        np.array([s.top_p for s in each], np.float32),
+        np.array([s.min_p for s in each], np.float32),
+        np.array([s.seed for s in each], np.int64),
         np.array(places, np.int64),
     )
 
@@ -112,6 +108,23 @@ class StepInput(NamedTuple):
         return Rows(*(torch.from_numpy(getattr(self, name)) for name in Rows._fields))
 
 
+class Columns(NamedTuple):
+    """The arrays of a StepInput while they grow. They are of the standard library: for the few rows
+    of most steps, calls of NumPy would take longer.
+    """
+
+    token_ids: "array[int]"
+    qo_indptr: "array[int]"
+    indptr: "array[int]"
+    indices: "array[int]"
+    last_page_len: "array[int]"
+    positions: "array[int]"
+    slots: "array[int]"
+    prefix: "array[int]"
+    mask: "array[int]"  # unsigned: bit 63 is a node like any other
+    read: "array[int]"
+
+
 def build_step_input(
     groups: Sequence[RowGroup], pending: PendingUpdates, draws: Draws | None = None
 ) -> StepInput:
@@ -120,51 +133,60 @@ def build_step_input(
     The pending updates are taken last, when hardly anything can fail any more: from then on they
     are lost unless the step is launched.
     """
-    block_size = groups[0].table.block_size
-    token_ids, blocks, begin, used = array("i"), array("i"), [0], [0]
-    for g in groups:
-        token_ids.extend(g.token_ids)
-        begin.append(len(token_ids))
-        # A slice is a copy: an array whose memory numpy shares could neither grow nor shrink.
-        blocks.extend(g.table.blocks[: -(-(g.start + len(g.token_ids)) // block_size)])
-        used.append(len(blocks))
-    qo_indptr, indptr = np.array(begin, np.int32), np.array(used, np.int32)
-    counts = np.diff(qo_indptr)
-    starts = np.array([g.start for g in groups], np.int32)
-    place = np.arange(begin[-1], dtype=np.int32) + np.repeat(starts - qo_indptr[:-1], counts)
-    position, prefix = place.copy(), place + 1
-    mask = np.zeros(begin[-1], np.uint64)
-    for i, g in enumerate(groups):
-        if g.masks is not None:
-            at = slice(begin[i], begin[i + 1])
-            mask[at], prefix[at] = g.masks, g.prefix
-            position[at] = np.bitwise_count(mask[at])
-            position[at] += g.prefix - 1
-    indices = np.frombuffer(blocks, np.int32)
-    block, offset = np.divmod(place, block_size)
-    block += np.repeat(indptr[:-1], counts)
-    slots = indices[block].astype(np.int64) * block_size + offset
-    last_page_len = (starts + counts - 1) % block_size + 1
-    read = rows_read(groups, begin)
+    columns = Columns(*map(array, "qiiiiiqiQq"))
+    add_groups(columns, groups)
     return StepInput(
         updates=pending.take(),
-        token_ids=np.array(token_ids, np.int64),
-        qo_indptr=qo_indptr,
-        indptr=indptr,
-        indices=indices,
-        last_page_len=last_page_len,
-        positions=position,
-        slots=slots,
-        prefix=prefix,
-        mask=mask.view(np.int64),
-        read=read,
+        token_ids=np.frombuffer(columns.token_ids, np.int64),
+        qo_indptr=np.frombuffer(columns.qo_indptr, np.int32),
+        indptr=np.frombuffer(columns.indptr, np.int32),
+        indices=np.frombuffer(columns.indices, np.int32),
+        last_page_len=np.frombuffer(columns.last_page_len, np.int32),
+        positions=np.frombuffer(columns.positions, np.int32),
+        slots=np.frombuffer(columns.slots, np.int64),
+        prefix=np.frombuffer(columns.prefix, np.int32),
+        mask=np.frombuffer(columns.mask, np.int64),
+        read=np.frombuffer(columns.read, np.int64),
         draws=draws,
     )
 
 
-def rows_read(groups: Sequence[RowGroup], begin: Sequence[int]) -> NDArray[Any]:
-    """The last `num_read` rows of each group."""
-    read = array("q")
-    for group, end in zip(groups, begin[1:], strict=True):
-        read.extend(range(end - group.num_read, end))
-    return np.array(read, np.int64)
+def add_groups(columns: Columns, groups: Sequence[RowGroup]) -> None:
+    token_ids, qo_indptr, indptr, indices, last_page_len, *by_row, read = columns
+    positions, slots, prefix, mask = by_row
+    qo_indptr.append(0)
+    indptr.append(0)
+    for group in groups:
+        table, tokens, start, num_read, _, masks = group
+        end = start + len(tokens)
+        block, offset = divmod(end - 1, table.block_size)
+        if end == start + 1 and masks is None:  # most groups: to append is faster than to extend
+            token_ids.append(tokens[0])
+            positions.append(start)
+            slots.append(table.blocks[block] * table.block_size + offset)
+            prefix.append(end)
+            mask.append(0)
+        else:
+            add_rows(columns, group)
+        indices.extend(table.blocks[: block + 1])
+        last_page_len.append(offset + 1)
+        num_rows = len(token_ids)
+        qo_indptr.append(num_rows)
+        indptr.append(len(indices))
+        read.extend(range(num_rows - num_read, num_rows))
+
+
+def add_rows(columns: Columns, group: RowGroup) -> None:
+    """A chunk of causal rows, or a tree."""
+    table, tokens, start, _, prefix, masks = group
+    end = start + len(tokens)
+    columns.token_ids.extend(iter(tokens))  # an array cannot be extended by one of another type
+    columns.slots.extend(table.slots(start, end))
+    if masks is None:
+        columns.positions.extend(range(start, end))
+        columns.prefix.extend(range(start + 1, end + 1))
+        columns.mask.extend([0] * len(tokens))
+    else:
+        columns.positions.extend([prefix + mask.bit_count() - 1 for mask in masks])
+        columns.prefix.extend([prefix] * len(masks))
+        columns.mask.extend(masks)

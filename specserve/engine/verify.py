@@ -31,10 +31,11 @@ def walk(drafts: Sequence[Draft], tokens_after: TokensAfter, is_last: IsLast) ->
     while at:
         below = []
         for (i, node), token in zip(at, tokens_after(at), strict=True):
-            paths[i].tokens.append(token)
-            child = None if is_last(i, paths[i].tokens) else drafts[i].child(node, token)
-            if child is not None:
-                paths[i].nodes.append(child)
+            path, draft = paths[i], drafts[i]
+            path.tokens.append(token)
+            child = draft.child(node, token) if draft.tokens else None
+            if child is not None and not is_last(i, path.tokens):
+                path.nodes.append(child)
                 below.append((i, child))
         at = below
     return paths

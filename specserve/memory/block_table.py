@@ -65,8 +65,10 @@ class BlockTable:
 
     def reserve_some(self, num_slots: int, spare: int) -> int:
         """Hold blocks for up to `num_slots` slots, `spare` more at most; the slots that fit."""
-        spare = max(0, spare)
-        if self.missing(num_slots) > spare:
+        missing, spare = self.missing(num_slots), max(0, spare)
+        if missing == 0:
+            return num_slots
+        if missing > spare:
             more = spare - self.is_copy_due
             num_slots = max(self.num_computed, (len(self.blocks) + more) * self.block_size)
         reserved = self.try_reserve(num_slots)
@@ -131,7 +133,7 @@ class BlockTable:
     def publish(self, token_ids: "array[int]") -> None:
         """Give keys to the blocks full of computed tokens, so that other requests find them."""
         full = self.num_computed // self.block_size
-        if self.hasher is None or not self.is_publishing or full == self.num_published:
+        if full == self.num_published or self.hasher is None or not self.is_publishing:
             return
         keys = self.hasher.extend(token_ids, self.num_computed)
         for i in range(self.num_published, full):
@@ -142,6 +144,16 @@ class BlockTable:
         """The arena slot with the KV of the request's token at this place."""
         block, offset = divmod(place, self.block_size)
         return self.blocks[block] * self.block_size + offset
+
+    def slots(self, begin: int, end: int) -> list[int]:
+        """The arena slots of the places [begin, end)."""
+        slots, size = list[int](), self.block_size
+        while begin < end:
+            block, offset = divmod(begin, size)
+            first, count = self.blocks[block] * size + offset, min(size - offset, end - begin)
+            slots += range(first, first + count)
+            begin += count
+        return slots
 
     def trim(self) -> None:
         """Give back the blocks without a computed token, the last one first: then the cache evicts

@@ -48,7 +48,7 @@ class Request(msgspec.Struct, eq=False):
     @property
     def num_uncomputed(self) -> int:
         """Known tokens whose KV does not stand in the pool."""
-        return len(self.token_ids) - self.num_computed
+        return len(self.token_ids) - self.table.num_computed
 
     @property
     def num_output(self) -> int:
@@ -57,17 +57,17 @@ class Request(msgspec.Struct, eq=False):
     @property
     def num_left(self) -> int:
         """Tokens that may still be emitted."""
-        return self.sampling.max_tokens - self.num_output
+        return self.sampling.max_tokens + self.num_prompt - len(self.token_ids)
 
     @property
     def is_due(self) -> bool:
         """Whether exactly one known token is uncomputed: a root, which may have a tree."""
-        return self.num_uncomputed == 1
+        return len(self.token_ids) - self.table.num_computed == 1
 
     @property
     def is_computing(self) -> bool:
         """Whether more than one known token is uncomputed."""
-        return self.num_uncomputed > 1
+        return len(self.token_ids) - self.table.num_computed > 1
 
     @property
     def draft_gap(self) -> int:
@@ -154,4 +154,4 @@ class ScheduledRequest(msgspec.Struct, eq=False):
 
     @property
     def is_root(self) -> bool:
-        return self.is_sampled and self.end - self.start == 1
+        return self.end - self.start == 1 and self.is_sampled

@@ -109,7 +109,7 @@ class Scheduler:
         starve. One that needs a block which a running one is computing is set aside instead.
         """
         self.waiting.resume(self.running)
-        while (request := self.waiting.next(Places(self.running))) is not None:
+        while self.waiting.lines and (request := self.waiting.next(Places(self.running))):
             if self.set_aside(request):
                 continue
             if not self.make_place(request):
@@ -257,6 +257,8 @@ class Scheduler:
 
     def plan_guesses(self, roots: list[ScheduledRequest], rows: int) -> None:
         """Share guess rows evenly; where blocks are missing, a request may have fewer guesses."""
+        if rows <= 0:
+            return
         limits = share(rows, [self.max_guesses(root) for root in roots], self.num_plans)
         spare = self.num_unreserved
         for root, limit in zip(roots, limits, strict=True):
