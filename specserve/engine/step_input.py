@@ -133,7 +133,7 @@ def build_step_input(
     The pending updates are taken last, when hardly anything can fail any more: from then on they
     are lost unless the step is launched.
     """
-    columns = Columns(*map(array, "qiiiiiqiQq"))
+    columns = empty_columns()
     add_groups(columns, groups)
     return StepInput(
         updates=pending.take(),
@@ -151,11 +151,24 @@ def build_step_input(
     )
 
 
+def empty_columns() -> Columns:
+    return Columns(
+        token_ids=array("q"),
+        qo_indptr=array("i", [0]),
+        indptr=array("i", [0]),
+        indices=array("i"),
+        last_page_len=array("i"),
+        positions=array("i"),
+        slots=array("q"),
+        prefix=array("i"),
+        mask=array("Q"),
+        read=array("q"),
+    )
+
+
 def add_groups(columns: Columns, groups: Sequence[RowGroup]) -> None:
     token_ids, qo_indptr, indptr, indices, last_page_len, *by_row, read = columns
     positions, slots, prefix, mask = by_row
-    qo_indptr.append(0)
-    indptr.append(0)
     for group in groups:
         table, tokens, start, num_read, _, masks = group
         end = start + len(tokens)
