@@ -167,7 +167,7 @@ def watched(engine: Engine, link: Link, clock: PhaseClock) -> ExitStack:
     parts += [(ops, name, "draw") for name in ("sample", "top_children")]
     lent = engine.draft_model
     for runner in [engine.target] if lent is None else [engine.target, lent.runner]:
-        parts += [(runner.decoder, name, "forward") for name in ("forward", "logits")]
+        parts.append((runner.program, "run_pieces", "forward"))
     stack = ExitStack()
     for owner, name, phase in parts:
         real = getattr(owner, name)
