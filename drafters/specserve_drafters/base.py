@@ -28,10 +28,15 @@ class DraftItem(msgspec.Struct, frozen=True):
     """What a drafter sees of a request that is due a token."""
 
     id: int
-    token_ids: "array[int]"  # prompt and committed output; the drafter's own copy
+    known: "array[int]"  # prompt and committed output: the request's own, only to be read
     limit: int  # guesses that fit into this step, at least 1
     temperature: float  # of the target's draw; 0 is argmax
     seed: int  # of the noise that the target's draw will use: a draft may use it, too
+
+    @property
+    def token_ids(self) -> "array[int]":
+        """Prompt and committed output; a copy made at each access, for the drafter to keep."""
+        return self.known[:]
 
 
 class Nodes(NamedTuple):

@@ -57,9 +57,7 @@ class ModelDrafter:
             if not growing:
                 break
         return [
-            self.harvest(trees[i])
-            if i in trees
-            else self.lookup.look_up(item.token_ids, item.limit)
+            self.harvest(trees[i]) if i in trees else self.lookup.look_up(item.known, item.limit)
             for i, item in enumerate(items)
         ]
 
@@ -67,7 +65,7 @@ class ModelDrafter:
         tree = Tree(item)
         if self.options.ngrams:
             trust = self.trust.get(item.id, FIRST_TRUST)
-            tree.look_up(self.lookup.look_up(item.token_ids, item.limit).trunk(), -log(trust))
+            tree.look_up(self.lookup.look_up(item.known, item.limit).trunk(), -log(trust))
         return tree
 
     def harvest(self, tree: "Tree") -> Draft:
@@ -90,7 +88,7 @@ class ModelDrafter:
         """Add the likeliest children of every node that was run; logits [nodes, V], in order."""
         rows = [(tree, node) for tree, nodes in chosen for node in nodes]
         k = min(self.options.width, logits.shape[1])
-        index = [len(tree.item.token_ids) + tree.depths[node] for tree, node in rows]
+        index = [len(tree.item.known) + tree.depths[node] for tree, node in rows]
         params = coupling([tree.item for tree, _ in rows], index)
         ids, weights = self.executor.ops.top_children(logits, params, k, self.options.tau)
         for tree, _ in chosen:

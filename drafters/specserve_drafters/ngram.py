@@ -30,7 +30,7 @@ class NgramDrafter:
         self.sizes = range(options.max_ngram, options.min_ngram - 1, -1)
 
     def propose(self, items: Sequence[base.DraftItem]) -> list[Draft]:
-        return [self.look_up(i.token_ids, i.limit) for i in items]
+        return [self.look_up(i.known, i.limit) for i in items]
 
     def observe(self, id: int, draft: Draft, accepted: Sequence[int]) -> None:
         pass
@@ -50,11 +50,13 @@ class NgramDrafter:
 
     def matches(self, ids: "array[int]") -> Iterator[int]:
         """Where earlier copies of the last tokens end: longest copies first, then the latest."""
-        history, seen = bytes(ids), set()
+        history, seen, size = bytes(ids), set[int](), ids.itemsize
+        if history.rfind(history[-size * self.sizes[-1] :], 0, -size) < 0:
+            return  # the shortest tail has no copy, so no longer one has
         for n in self.sizes:
             if n >= len(ids):
                 continue
-            for start in find_back(history, n, ids.itemsize):
+            for start in find_back(history, n, size):
                 if start not in seen:
                     seen.add(start)
                     yield start

@@ -345,10 +345,7 @@ class Engine:
 
 def draft_item(item: ScheduledRequest) -> DraftItem:
     r = item.request
-    # A copy: a drafter that writes to it does not change the request.
-    return DraftItem(
-        r.id, r.token_ids[:], item.draft_limit, r.sampling.temperature, r.sampling.seed
-    )
+    return DraftItem(r.id, r.token_ids, item.draft_limit, r.sampling.temperature, r.sampling.seed)
 
 
 def rows_of(item: ScheduledRequest) -> RowGroup:
