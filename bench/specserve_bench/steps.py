@@ -27,10 +27,7 @@ REPEATS = 30
 
 @torch.inference_mode()
 def plain_step_figures(folder: Path) -> list[dict[str, Any]]:
-    """For each number of rows: step, GEMM and KV seconds, and step / (GEMM + KV).
-
-    The GEMMs are oneDNN's at max(2, rows) rows, without the padding of a step's own.
-    """
+    """For each number of rows: step, GEMM and KV seconds, and step / (GEMM + KV)."""
     decoder = load_decoder(folder, "bf16", load(torch.device("cpu")), CONTEXT + MAX_ROWS)
     config = load_config(
         None, {"memory.kv_bytes": 1 << 28, "scheduler.max_running": 2, "drafter.name": "none"}
@@ -49,7 +46,7 @@ def plain_step_figures(folder: Path) -> list[dict[str, Any]]:
 
 
 def one_size(target: Runner, table: BlockTable, rows: int, kv_seconds: float) -> dict[str, Any]:
-    gemms = all_gemms(target.decoder, max(2, rows))
+    gemms = all_gemms(target.decoder, rows)
     steps, bare = [], []
     for _ in range(REPEATS):
         steps.append(seconds(lambda: step(target, table, rows)))
@@ -87,19 +84,18 @@ def step(target: Runner, table: BlockTable, rows: int) -> Tensor:
 
 def all_gemms(decoder: Decoder, rows: int) -> Callable[[], None]:
     """The step's linear maps alone, in its order, on activations of its shapes."""
-    c, weights = decoder.config, decoder.weights
-    gemm = torch.ops.mkldnn._linear_pointwise.default
-    hidden = torch.randn(rows, c.hidden_size).to(decoder.dtype)
+    c, ops, weights = decoder.config, decoder.ops, decoder.weights
+    hidden, residual = torch.randn(2, rows, c.hidden_size).to(decoder.dtype)
     heads = torch.randn(rows, c.num_heads * c.head_dim).to(decoder.dtype)
     wide = torch.randn(rows, c.intermediate_size).to(decoder.dtype)
 
     def run() -> None:
         for layer in weights.layers:
-            gemm(hidden, layer.qkv, None, "none", [], "")
-            gemm(heads, layer.out, None, "none", [], "")
-            gemm(hidden, layer.gate_up, None, "none", [], "")
-            gemm(wide, layer.down, None, "none", [], "")
-        gemm(hidden, weights.head, None, "none", [], "")
+            ops.linear(hidden, layer.qkv)
+            ops.linear_add(heads, layer.out, None, residual)
+            ops.linear_silu_mul(hidden, layer.gate_up)
+            ops.linear_add(wide, layer.down, None, residual)
+        ops.linear(hidden, weights.head)
 
     return run
 

@@ -51,18 +51,15 @@ struct Part {
   bool is_first;            // sums begin with zero
 };
 
-// Words that lie between a word and what is prefetched with it.
-constexpr int64_t AHEAD = 32;
-
-// The parts of a loop over words: all but the last few prefetch words of the same part, those few
-// prefetch the beginning of the next one.
+// The parts of a loop over words: all but the last few, beside which words of the same part are
+// prefetched, and those few, with the beginning of the next part.
 struct Stretch {
   int64_t begin, end;
   Loader loader;
 };
-static inline Stretch stretch(const Part& part, int64_t offset, bool is_last) {
-  int64_t cut = std::max<int64_t>(part.num_words - AHEAD, 0);
-  const uint32_t* panel = part.panel + offset;
-  if (is_last) return {cut, part.num_words, {panel, part.next + offset - cut * COLUMNS}};
-  return {0, cut, {panel, panel + AHEAD * COLUMNS}};
+static inline Stretch stretch(const Part& part, int64_t column, int64_t ahead, bool is_last) {
+  int64_t cut = std::max<int64_t>(part.num_words - ahead, 0);
+  const uint32_t* panel = part.panel + column;
+  if (is_last) return {cut, part.num_words, {panel, part.next + column - cut * COLUMNS}};
+  return {0, cut, {panel, panel + ahead * COLUMNS}};
 }

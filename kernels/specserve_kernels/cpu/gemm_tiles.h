@@ -34,6 +34,8 @@ static inline bool request_tiles() {
 #endif
 
 #if defined(EMULATE_AMX) || defined(__AMX_BF16__)
+namespace {
+
 struct Tiles {
   typedef uint32_t Value;
   typedef bf16 Source;
@@ -41,6 +43,7 @@ struct Tiles {
   static constexpr int BLOCK_WORDS = 256;  // of K: 32 rows of them stay in L1
   static constexpr int STRIDE = BLOCK_WORDS + 16;
   static constexpr int MAX_ROWS = 32;
+  static constexpr int64_t AHEAD = 128;  // words from those multiplied to those prefetched
   static constexpr int panels(int) { return 1; }
 
   // Whether the tiles may be used in this process.
@@ -82,7 +85,7 @@ struct Tiles {
     begin_sums<HAS_SECOND>(part);
     const uint32_t* x = (const uint32_t*)part.rows;
     for (bool is_last : {false, true}) {
-      Stretch s = stretch(part, 0, is_last);
+      Stretch s = stretch(part, 0, AHEAD, is_last);
       for (int64_t w = s.begin; w < s.end; w += TILE_WORDS) {
         for (int i = 0; i < TILE_WORDS; i++)
           for (int column : {0, 16}) s.loader.prefetch(w + i, column);
@@ -125,4 +128,6 @@ struct Tiles {
     }
   }
 };
+
+}  // namespace
 #endif

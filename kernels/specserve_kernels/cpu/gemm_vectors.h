@@ -45,6 +45,10 @@ static inline nf broadcast(float x) {
   return v;
 }
 
+// Without a name, as libraries for different CPUs may be loaded side by side: the loader would make
+// their tables one.
+namespace {
+
 // How the values of a word are multiplied: one after the other, or in one instruction.
 struct Floats {
   typedef float Value;  // of a packed row
@@ -89,14 +93,19 @@ template <class Kind> struct Vectors {
   static constexpr int STRIDE = BLOCK_WORDS * PER_WORD + 16;  // values; no power of two
   static constexpr int MAX_ROWS = NATIVE == 16 ? SUMS / 2 : 6;
 
+  // Words between those that are multiplied and those that are prefetched, from one panel or from
+  // several at once. Far enough for the memory, near enough for L1.
+  static constexpr int64_t AHEAD = 128, AHEAD_OF_SEVERAL = 64;
+
   // Registers across a panel: all of its columns, or half of them if sums of all do not fit.
   static constexpr int across(int rows) {
     int all = COLUMNS / NATIVE;
     return rows * all <= SUMS ? all : all / 2;
   }
-  // Panels that are multiplied at once: a sum waits for its last addition, so one row needs more.
+  // Panels that are multiplied at once: a sum waits for its last addition, so few rows
+  // need several.
   static constexpr int panels(int rows) {
-    return NATIVE < 16 ? 1 : rows == 1 ? 4 : rows == 2 ? 2 : 1;
+    return NATIVE < 16 ? 1 : rows <= 2 ? 4 : rows <= 6 ? 2 : 1;
   }
 
   static void begin(int64_t) {}
@@ -127,7 +136,7 @@ template <class Kind> struct Vectors {
           else memcpy(&sums[p][r][v], at(part, p, r, column + v * NATIVE), sizeof(nf));
     const Value* x = (const Value*)part.rows;
     for (bool is_last : {false, true}) {
-      Stretch s = stretch(part, column, is_last);
+      Stretch s = stretch(part, column, PANELS == 1 ? AHEAD : AHEAD_OF_SEVERAL / PANELS, is_last);
       for (int64_t w = s.begin; w < s.end; w++) add_word(s.loader, x, w, panel_words, sums);
     }
     for (int p = 0; p < PANELS; p++)
@@ -172,3 +181,5 @@ template <class Kind> struct Vectors {
       functions<false>(std::make_index_sequence<MAX_ROWS>()),
       functions<true>(std::make_index_sequence<MAX_ROWS>())};
 };
+
+}  // namespace

@@ -1,0 +1,237 @@
+"""Linear maps on every path of the GEMM: exact to a bound, and a row's bits depend on it alone."""
+
+import ctypes
+import itertools
+import platform
+import random
+import subprocess
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from specserve_kernels import cpu
+from specserve_kernels.cpu import build, ops
+from tests.kernels.random_steps import random_tensor
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+OUTPUT_ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+EXTENSIONS = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+PATHS = {  # flags of the compiler, extensions that the CPU needs
+    "of this CPU": (("-march=native",), ()),
+    "AMX, emulated": (("-march=native", "-DEMULATE_AMX"), ()),
+    "AVX-512 without bfloat16": (("-march=skylake-avx512",), EXTENSIONS),
+    "AVX2": (("-march=x86-64-v3",), ("avx2", "fma")),
+    "no vectors to speak of": (("-march=x86-64",), ("sse2",)),
+}
+# Odd ones; more words than a part of K has on any path; more rows than a thread packs at once.
+SHAPES = [(1, 1), (50, 7), (331, 150), (32, 32), (33, 2101)]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """The libraries of all paths that run here, by name."""
+    folder, known = tmp_path_factory.mktemp("paths"), build.cpu().decode().split()
+    flags = [flag for flag in build.FLAGS if not flag.startswith("-march")]
+    sources = [str(build.FOLDER / name) for name in ("gemm.cpp", "run.cpp", "team.cpp")]
+    compilers = {}
+    for i, (name, (march, needed)) in enumerate(PATHS.items()):
+        if any(flag.startswith("-march=native") for flag in march) or (
+            platform.machine() == "x86_64" and set(needed) <= set(known)
+        ):
+            command = [build.compiler(), *flags, *march, "-Wno-psabi", *sources]
+            path = folder / f"{i}.so"
+            compilers[name] = path, subprocess.Popen([*command, "-o", str(path)])
+    libraries = {}
+    for name, (path, compiler) in compilers.items():
+        assert compiler.wait() == 0
+        libraries[name] = ctypes.CDLL(str(path))
+    return libraries
+
+
+@pytest.fixture(params=PATHS)
+def gemm(request, compiled, monkeypatch):
+    """The CPU's ops with the GEMM of one path; memory that an op has not written is NaN."""
+    if request.param not in compiled:
+        pytest.skip("this CPU lacks the instructions")
+    monkeypatch.setattr(ops, "library", lambda: compiled[request.param])
+    torch.use_deterministic_algorithms(True)
+    forget_addresses()
+    yield cpu
+    torch.use_deterministic_algorithms(False)
+    forget_addresses()
+
+
+def forget_addresses():
+    for cached in (ops._address, ops._runner, ops._packed_words):
+        cached.cache_clear()
+
+
+class Maps(NamedTuple):
+    """A plain and a gated map, a bias for each, and a residual to add to."""
+
+    weight: torch.Tensor
+    gate_up: torch.Tensor
+    bias: torch.Tensor
+    both: torch.Tensor
+    residual: torch.Tensor
+    packed: ops.Packed
+    gated: ops.Packed
+
+    def outputs(self, gemm, x, rows):
+        """What each op makes of some rows; which of them they are only matters to the residual."""
+        return {
+            "linear": gemm.linear(x, self.packed),
+            "linear with a bias": gemm.linear(x, self.packed, self.bias),
+            "linear_add": gemm.linear_add(x, self.packed, self.bias, self.residual[rows]),
+            "linear_silu_mul": gemm.linear_silu_mul(x, self.gated, self.both),
+        }
+
+
+def random_maps(gemm, N, K, dtype, num_rows):
+    weight, gate_up = (random_tensor(n, K, dtype=dtype, seed=n) for n in (N, 2 * N))
+    bias, both = (random_tensor(n, dtype=dtype, seed=n) for n in (N, 2 * N))
+    packed = gemm.prepack(weight), gemm.prepack(gate_up, is_gated=True)
+    residual = random_tensor(num_rows, N, dtype=dtype, seed=4)
+    return Maps(weight, gate_up, bias, both, residual, *packed)
+
+
+def exact(x, weight, bias):
+    """x W^T + bias in float64, and how far a float32 sum may be off.
+
+    Products of bfloat16 are exact in float32, those of float32 are fused with the addition: each of
+    K + 1 additions rounds a sum, which is at most the sum of all magnitudes, by 2^-24 of it. Paths
+    that flush denormals lose at most 2^-126 each time.
+    """
+    x, weight, bias = x.double(), weight.double(), bias.double()
+    magnitude = x.abs() @ weight.abs().T + bias.abs()
+    additions = x.shape[1] + 2  # one more for a residual
+    return x @ weight.T + bias, additions * (2.0**-24 * 1.01 * magnitude + 2.0**-126)
+
+
+@DTYPES
+@pytest.mark.parametrize(("N", "K"), SHAPES)
+def test_the_error_is_within_the_bound_of_its_roundings(gemm, N, K, dtype):
+    R = 300 if K > 2000 else 45
+    x, maps = random_tensor(R, K, dtype=dtype), random_maps(gemm, N, K, dtype, R)
+    rounding, none = OUTPUT_ROUNDING[dtype], torch.zeros(N)
+    plain, plain_off = exact(x, maps.weight, none)
+    mapped, mapped_off = exact(x, maps.weight, maps.bias)
+    residual = maps.residual.double()
+    (gate, up), (gate_off, up_off) = (y.chunk(2, dim=1) for y in exact(x, maps.gate_up, maps.both))
+    silu = gate * gate.sigmoid()
+    # The slope of silu is at most 1.1; its own arithmetic and the product round 8 times at most.
+    product_off = 1.1 * gate_off * (up.abs() + up_off) + silu.abs() * up_off
+    want = {
+        "linear": (plain, plain_off),
+        "linear with a bias": (mapped, mapped_off),
+        "linear_add": (mapped + residual, mapped_off + (K + 2) * 2.0**-24 * residual.abs()),
+        "linear_silu_mul": (silu * up, product_off + 8 * 2.0**-24 * (silu * up).abs()),
+    }
+    for name, got in maps.outputs(gemm, x, list(range(R))).items():
+        right, off = want[name]
+        bound = off + rounding * (right.abs() + off)
+        assert got.dtype == dtype and ((got.double() - right).abs() <= bound).all(), name
+
+
+def chunks(rng, num_rows):
+    """Rows of some steps that compute all rows, in a random order."""
+    order = rng.sample(range(num_rows), num_rows)
+    cuts = sorted(rng.sample(range(1, num_rows), 9))
+    return [order[a:b] for a, b in itertools.pairwise([0, *cuts, num_rows])]
+
+
+EVERY = (*range(1, 131), 513)
+EDGES = (1, 2, 3, 5, 6, 7, 13, 14, 15, 16, 17, 31, 32, 33, 64, 130)  # of blocks of rows
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("N", "K", "sizes"),
+    [(50, 7, EVERY), (331, 150, EDGES), (33, 2101, (*EDGES, 300))],
+    ids=["every number of rows", "several panels", "several parts of K"],
+)
+def test_a_rows_bits_depend_on_no_other_row_and_no_thread(gemm, N, K, sizes, dtype):
+    R = max(sizes)
+    x, maps = random_tensor(R, K, dtype=dtype), random_maps(gemm, N, K, dtype, R)
+    want = maps.outputs(gemm, x, list(range(R)))
+    steps = [(1 + size % 3, list(range(size))) for size in sizes]
+    steps += [(2, rows) for rows in chunks(random.Random(N), R)]
+    for threads, rows in [*steps, *((t, list(range(130))) for t in (1, 2, 3))]:
+        torch.set_num_threads(threads)
+        for name, got in maps.outputs(gemm, x[rows], rows).items():
+            assert torch.equal(got, want[name][rows]), (name, threads, rows)
+
+
+@pytest.fixture(autouse=True)
+def every_thread_works(monkeypatch):
+    """However little there is to do."""
+    monkeypatch.setattr(ops, "SHORT", 0)
+
+
+@DTYPES
+@pytest.mark.parametrize(("N", "K"), [(50, 7), (331, 150), (17, 65)])
+def test_a_row_that_is_not_finite_spoils_no_other(gemm, N, K, dtype):
+    """Nor does what lies before and behind the rows."""
+    around = random_tensor(36, K, dtype=dtype)
+    maps = random_maps(gemm, N, K, dtype, 34)
+    want = maps.outputs(gemm, around[1:35].clone(), list(range(34)))
+    spoiled = [0, 1, 8, 9, 20, 35]
+    around[spoiled] = torch.tensor([float("nan"), float("inf")] * 3).to(dtype)[:, None]
+    fine = [i - 1 for i in range(1, 35) if i not in spoiled]
+    for rows in (range(34), range(4), range(1)):
+        got = maps.outputs(gemm, around[1 : 1 + len(rows)], list(rows))
+        kept = [r for r in fine if r in rows]
+        for name, out in got.items():
+            assert torch.equal(out[kept], want[name][kept]), name
+            assert not out[0].isfinite().any(), name
+
+
+@DTYPES
+@pytest.mark.parametrize(("N", "K"), [(1, 3), (50, 7), (33, 64)])
+def test_nothing_is_written_around_the_rows(gemm, N, K, dtype):
+    maps = random_maps(gemm, N, K, dtype, 1)
+    for R in (1, 3, 17):
+        around = random_tensor(R + 2, N, dtype=dtype)
+        before = around.clone()
+        x = random_tensor(R, K, dtype=dtype)
+        gemm.linear_add(x, maps.packed, maps.bias, around[1:-1])
+        assert torch.equal(around[[0, -1]], before[[0, -1]])
+        assert not torch.equal(around[1:-1], before[1:-1])
+
+
+@DTYPES
+@pytest.mark.parametrize(("N", "K"), [(50, 7), (96, 64), (16, 33)])
+def test_panels_hold_every_weight_once_and_zeros(gemm, N, K, dtype):
+    """[panels][words][32] words of 4 bytes; a gated panel has 16 columns of each half."""
+    per_word = 4 // dtype.itemsize
+    maps = random_maps(gemm, N, K, dtype, 1)
+    for weight, packed, width in ((maps.weight, maps.packed, 32), (maps.gate_up, maps.gated, 16)):
+        words = -(-K // (16 * per_word)) * 16
+        panels = packed.words.view(dtype).view(-1, words, 32, per_word)
+        columns = panels.permute(0, 2, 1, 3).reshape(len(panels), 32, words * per_word)
+        halves = columns.view(len(panels), 32 // width, width, -1).transpose(0, 1)
+        got = halves.reshape(32 // width, len(panels) * width, -1)
+        assert torch.equal(got[:, :N, :K].reshape(-1, K), weight)
+        assert not got[:, N:].any() and not got[:, :, K:].any()
+
+
+def test_a_tied_head_is_a_copy_of_the_embedding(gemm):
+    weight = random_tensor(50, 7)
+    packed = gemm.prepack(weight)
+    x, before = random_tensor(2, 7), gemm.linear(random_tensor(2, 7), packed)
+    weight.zero_()
+    assert torch.equal(gemm.linear(x, packed), before)
+
+
+def test_weights_of_the_wrong_kind_are_refused():
+    x, weight = random_tensor(2, 8), random_tensor(4, 8)
+    plain, gated = cpu.prepack(weight), cpu.prepack(weight, is_gated=True)
+    with pytest.raises(AssertionError, match="not packed as a gated one"):
+        cpu.linear_silu_mul(x, plain)
+    with pytest.raises(AssertionError, match="a gated map has no plain result"):
+        cpu.linear(x, gated)
+    with pytest.raises(AssertionError, match="different dtypes"):
+        cpu.linear(x.bfloat16(), plain)
+    with pytest.raises(AssertionError, match="another width"):
+        cpu.linear(x[:, :4].contiguous(), plain)
