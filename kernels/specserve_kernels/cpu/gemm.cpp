@@ -22,9 +22,15 @@ struct Pack {
 void pack_columns(const char* weight, int64_t num_rows, int64_t row_bytes, int64_t words,
                          uint32_t* panel) {
   for (int64_t w = 0; w < words; w += TILE_WORDS) {
-    vi x[16] = {};
+    vi x[16];
     int64_t bytes = std::min<int64_t>(row_bytes - w * 4, 64);
-    for (int64_t r = 0; r < num_rows; r++) memcpy(&x[r], weight + r * row_bytes + w * 4, bytes);
+    if (num_rows == 16 && bytes == 64) {
+      for (int r = 0; r < 16; r++) x[r] = load_lanes(weight + r * row_bytes + w * 4);
+    } else {
+      for (vi& row : x) row = vi{};
+      for (int64_t r = 0; r < num_rows; r++)
+        memcpy(&x[r], weight + r * row_bytes + w * 4, bytes);
+    }
     transpose(x);
     for (int i = 0; i < TILE_WORDS; i++) memcpy(panel + (w + i) * COLUMNS, &x[i], 64);
   }

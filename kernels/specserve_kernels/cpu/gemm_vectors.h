@@ -39,11 +39,7 @@ static inline nf multiply_add(nf a, nf b, nf c) {
 }
 
 static inline nu load_words(const uint32_t* p) { nu v; memcpy(&v, p, sizeof v); return v; }
-static inline nf broadcast(float x) {
-  nf v;
-  for (int i = 0; i < NATIVE; i++) v[i] = x;
-  return v;
-}
+static inline nf broadcast(float x) { return x - nf{}; }
 
 // Without a name, as libraries for different CPUs may be loaded side by side: the loader would make
 // their tables one.
