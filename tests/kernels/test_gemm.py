@@ -1,70 +1,31 @@
-"""Linear maps on every path of the GEMM: exact to a bound, and a row's bits depend on it alone."""
+"""Linear maps on every level: exact to a bound, and a row's bits depend on it alone."""
 
-import ctypes
 import itertools
-import platform
 import random
-import subprocess
 from typing import NamedTuple
 
 import pytest
 import torch
 
 from specserve_kernels import cpu
-from specserve_kernels.cpu import build, ops
+from specserve_kernels.cpu import ops
 from tests.kernels.random_steps import random_tensor
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 OUTPUT_ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
-EXTENSIONS = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
-PATHS = {  # flags of the compiler, extensions that the CPU needs
-    "of this CPU": (("-march=native",), ()),
-    "AMX, emulated": (("-march=native", "-DEMULATE_AMX"), ()),
-    "AVX-512 without bfloat16": (("-march=skylake-avx512",), EXTENSIONS),
-    "AVX2": (("-march=x86-64-v3",), ("avx2", "fma")),
-    "no vectors to speak of": (("-march=x86-64",), ("sse2",)),
-}
-# Odd ones; more words than a part of K has on any path; more rows than a thread packs at once.
+# Odd ones; more words than a part of K has on any level; more rows than a thread packs at once.
 SHAPES = [(1, 1), (50, 7), (331, 150), (32, 32), (33, 2101)]
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """The libraries of all paths that run here, by name."""
-    folder, known = tmp_path_factory.mktemp("paths"), build.cpu().decode().split()
-    flags = [flag for flag in build.FLAGS if not flag.startswith("-march")]
-    sources = [str(build.FOLDER / name) for name in ("gemm.cpp", "run.cpp", "team.cpp")]
-    compilers = {}
-    for i, (name, (march, needed)) in enumerate(PATHS.items()):
-        if any(flag.startswith("-march=native") for flag in march) or (
-            platform.machine() == "x86_64" and set(needed) <= set(known)
-        ):
-            command = [build.compiler(), *flags, *march, "-Wno-psabi", *sources]
-            path = folder / f"{i}.so"
-            compilers[name] = path, subprocess.Popen([*command, "-o", str(path)])
-    libraries = {}
-    for name, (path, compiler) in compilers.items():
-        assert compiler.wait() == 0
-        libraries[name] = ctypes.CDLL(str(path))
-    return libraries
-
-
-@pytest.fixture(params=PATHS)
-def gemm(request, compiled, monkeypatch):
-    """The CPU's ops with the GEMM of one path; memory that an op has not written is NaN."""
-    if request.param not in compiled:
-        pytest.skip("this CPU lacks the instructions")
-    monkeypatch.setattr(ops, "library", lambda: compiled[request.param])
+@pytest.fixture
+def gemm(every_level, monkeypatch):
+    """The CPU's ops on one level, with all threads however little there is to do; memory that an op
+    has not written is NaN.
+    """
+    monkeypatch.setattr(ops, "SHORT", 0)
     torch.use_deterministic_algorithms(True)
-    forget_addresses()
     yield cpu
     torch.use_deterministic_algorithms(False)
-    forget_addresses()
-
-
-def forget_addresses():
-    for cached in (ops._address, ops._runner, ops._packed_words):
-        cached.cache_clear()
 
 
 class Maps(NamedTuple):
@@ -100,7 +61,7 @@ def exact(x, weight, bias):
     """x W^T + bias in float64, and how far a float32 sum may be off.
 
     Products of bfloat16 are exact in float32, those of float32 are fused with the addition: each of
-    K + 1 additions rounds a sum, which is at most the sum of all magnitudes, by 2^-24 of it. Paths
+    K + 1 additions rounds a sum, which is at most the sum of all magnitudes, by 2^-24 of it. Levels
     that flush denormals lose at most 2^-126 each time.
     """
     x, weight, bias = x.double(), weight.double(), bias.double()
@@ -163,12 +124,6 @@ def test_a_rows_bits_depend_on_no_other_row_and_no_thread(gemm, N, K, sizes, dty
             assert torch.equal(got, want[name][rows]), (name, threads, rows)
 
 
-@pytest.fixture(autouse=True)
-def every_thread_works(monkeypatch):
-    """However little there is to do."""
-    monkeypatch.setattr(ops, "SHORT", 0)
-
-
 @DTYPES
 @pytest.mark.parametrize(("N", "K"), [(50, 7), (331, 150), (17, 65)])
 def test_a_row_that_is_not_finite_spoils_no_other(gemm, N, K, dtype):
@@ -227,9 +182,9 @@ def test_a_tied_head_is_a_copy_of_the_embedding(gemm):
 def test_weights_of_the_wrong_kind_are_refused():
     x, weight = random_tensor(2, 8), random_tensor(4, 8)
     plain, gated = cpu.prepack(weight), cpu.prepack(weight, is_gated=True)
-    with pytest.raises(AssertionError, match="not packed as a gated one"):
+    with pytest.raises(AssertionError, match="packed for another op"):
         cpu.linear_silu_mul(x, plain)
-    with pytest.raises(AssertionError, match="a gated map has no plain result"):
+    with pytest.raises(AssertionError, match="packed for another op"):
         cpu.linear(x, gated)
     with pytest.raises(AssertionError, match="different dtypes"):
         cpu.linear(x.bfloat16(), plain)

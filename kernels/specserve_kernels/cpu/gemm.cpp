@@ -9,8 +9,6 @@
 #include "gemm_vectors.h"
 #include "op.h"
 
-namespace {
-
 struct Pack {
   int64_t is_bf16, is_gated;
   const void* weight;  // [N, K], or [2 N, K] if gated
@@ -19,7 +17,7 @@ struct Pack {
 };
 
 // 16 rows of a weight become 16 columns of a panel; `num_rows` of them exist.
-void pack_columns(const char* weight, int64_t num_rows, int64_t row_bytes, int64_t words,
+static void pack_columns(const char* weight, int64_t num_rows, int64_t row_bytes, int64_t words,
                          uint32_t* panel) {
   for (int64_t w = 0; w < words; w += TILE_WORDS) {
     vi x[16];
@@ -36,7 +34,7 @@ void pack_columns(const char* weight, int64_t num_rows, int64_t row_bytes, int64
   }
 }
 
-void pack(const Pack& a, Team& team) {
+static void pack(const Pack& a, Team& team) {
   Shape shape{a.N, a.K, a.is_bf16 != 0, a.is_gated != 0};
   int64_t row_bytes = a.K * shape.value_bytes();
   int64_t second = shape.is_gated ? a.N : COLUMNS / 2;  // rows from a panel's first to its 17th
@@ -61,13 +59,13 @@ struct Linear {
   Shape shape() const { return {N, K, is_bf16 != 0, epilogue == SILU_MUL}; }
 };
 
-template <class T> vf with_bias(const float* sums, const T* bias, int64_t column, int n) {
+template <class T> static vf with_bias(const float* sums, const T* bias, int64_t column, int n) {
   return bias ? load(sums) + load_up_to(bias + column, n) : load(sums);
 }
 
 // Write the rows [row, row + num_rows) of one panel's columns, rounded once.
 template <class T>
-void finish(const Linear& a, const float* sums, int64_t panel, int64_t row, int num_rows) {
+static void finish(const Linear& a, const float* sums, int64_t panel, int64_t row, int num_rows) {
   const T* bias = (const T*)a.bias;
   bool is_gated = a.epilogue == SILU_MUL;
   int64_t begin = panel * (is_gated ? 16 : 32), end = std::min(begin + (is_gated ? 16 : 32), a.N);
@@ -211,11 +209,9 @@ template <class Path> struct Multiplier {
   }
 };
 
-template <class Path> void multiply(const Linear& a, int64_t R, Team& team) {
+template <class Path> static void multiply(const Linear& a, int64_t R, Team& team) {
   Multiplier<Path>{a, a.shape()}.run(R, team);
 }
-
-}  // namespace
 
 extern "C" {
 // The words of a packed weight.

@@ -34,8 +34,6 @@ static inline bool request_tiles() {
 #endif
 
 #if defined(EMULATE_AMX) || defined(__AMX_BF16__)
-namespace {
-
 struct Tiles {
   typedef uint32_t Value;
   typedef bf16 Source;
@@ -128,6 +126,4 @@ struct Tiles {
     }
   }
 };
-
-}  // namespace
 #endif

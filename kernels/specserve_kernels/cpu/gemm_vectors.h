@@ -41,10 +41,6 @@ static inline nf multiply_add(nf a, nf b, nf c) {
 static inline nu load_words(const uint32_t* p) { nu v; memcpy(&v, p, sizeof v); return v; }
 static inline nf broadcast(float x) { return x - nf{}; }
 
-// Without a name, as libraries for different CPUs may be loaded side by side: the loader would make
-// their tables one.
-namespace {
-
 // How the values of a word are multiplied: one after the other, or in one instruction.
 struct Floats {
   typedef float Value;  // of a packed row
@@ -98,8 +94,7 @@ template <class Kind> struct Vectors {
     int all = COLUMNS / NATIVE;
     return rows * all <= SUMS ? all : all / 2;
   }
-  // Panels that are multiplied at once: a sum waits for its last addition, so few rows
-  // need several.
+  // Panels that are multiplied at once: few sums would wait for their last additions.
   static constexpr int panels(int rows) {
     return NATIVE < 16 ? 1 : rows <= 2 ? 4 : rows <= 6 ? 2 : 1;
   }
@@ -177,5 +172,3 @@ template <class Kind> struct Vectors {
       functions<false>(std::make_index_sequence<MAX_ROWS>()),
       functions<true>(std::make_index_sequence<MAX_ROWS>())};
 };
-
-}  // namespace
