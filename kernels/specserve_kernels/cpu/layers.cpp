@@ -68,23 +68,26 @@ static void rotate(const T* x, const T* norm, float eps, const float* cos, const
   }
 }
 
-template <class T> static void rope_write_kv(const Rope& rope, const Step& step, Team& team) {
-  const Rows& rows = *step.rows;
+// One query head, or one key head and the value head beside it. Threads divide heads, not rows: a
+// step of one row is as much work as many.
+template <class T>
+static void rope_head(const Rope& rope, const Rows& rows, int64_t r, int64_t h) {
   const KV& kv = *rope.kv;
   int64_t H = rope.num_heads, Hk = kv.num_heads, D = kv.head_dim, half = D / 2;
-  Range part = team.part(rows.num_rows);
-  for (int64_t r = part.begin; r < part.end; r++) {
-    const T* x = (const T*)rope.qkv + r * (H + 2 * Hk) * D;
-    const float *c = rope.cos + rows.positions[r] * half, *s = rope.sin + rows.positions[r] * half;
-    T* q = (T*)rope.q + r * H * D;
-    for (int64_t h = 0; h < H; h++)
-      rotate(x + h * D, (const T*)rope.q_norm, rope.eps, c, s, D, q + h * D);
-    x += H * D;
-    T* k = kv.at<T>(kv.k, rows.slots[r]);
-    for (int64_t h = 0; h < Hk; h++)
-      rotate(x + h * D, (const T*)rope.k_norm, rope.eps, c, s, D, k + h * D);
-    memcpy(kv.at<T>(kv.v, rows.slots[r]), x + Hk * D, Hk * D * sizeof(T));
-  }
+  const T* x = (const T*)rope.qkv + (r * (H + 2 * Hk) + h) * D;
+  const float *c = rope.cos + rows.positions[r] * half, *s = rope.sin + rows.positions[r] * half;
+  if (h < H)
+    return rotate(x, (const T*)rope.q_norm, rope.eps, c, s, D, (T*)rope.q + (r * H + h) * D);
+  int64_t at = (h - H) * D;
+  rotate(x, (const T*)rope.k_norm, rope.eps, c, s, D, kv.at<T>(kv.k, rows.slots[r]) + at);
+  memcpy(kv.at<T>(kv.v, rows.slots[r]) + at, x + Hk * D, D * sizeof(T));
+}
+
+template <class T> static void rope_write_kv(const Rope& rope, const Step& step, Team& team) {
+  int64_t heads = rope.num_heads + rope.kv->num_heads;
+  Range part = team.part(step.rows->num_rows * heads);
+  for (int64_t n = part.begin; n < part.end; n++)
+    rope_head<T>(rope, *step.rows, n / heads, n % heads);
 }
 
 // Copies rows of a table: those of the step's token ids, or the rows that are read.
