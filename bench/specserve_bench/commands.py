@@ -15,6 +15,7 @@ from specserve.errors import ConfigError
 from specserve.keys import read_keys
 from specserve_bench import results, scale, scripted, suite
 from specserve_bench.local import Local
+from specserve_bench.peers import command as peers
 from specserve_bench.report import markdown, report
 from specserve_bench.results import Goals, Load, Result
 from specserve_bench.workloads import WORKLOADS, Workload, workload
@@ -47,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     add_compare(
         commands.add_parser("compare", help="configs and servers against the first of them")
     )
+    peers.add_arguments(commands.add_parser("peers", help="this engine beside others, in one run"))
     show = commands.add_parser("show", help="the tables of kept results once more, and plots")
     show.add_argument("files", nargs="+", type=Path, metavar="JSON")
     show.add_argument("--plots", type=Path, metavar="FOLDER", help="write PNG plots there")

@@ -1,0 +1,1 @@
+"""specserve beside other engines, on one checkpoint, in one run."""

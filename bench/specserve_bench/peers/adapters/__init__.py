@@ -1,0 +1,1 @@
+"""One engine each, behind the same messages. Runs in that engine's own environment."""

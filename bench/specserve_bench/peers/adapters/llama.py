@@ -1,0 +1,197 @@
+"""llama.cpp through llama-cpp-python's bindings of its C API.
+
+The package's own `Llama` copies the logits of all rows to NumPy in each step, which costs llama.cpp
+more than it should be measured by. The loops here are those of its examples: greedy decoding, many
+sequences in a batch, and guesses as a chain that one batch verifies.
+"""
+
+import ctypes
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from specserve_bench.peers.protocol import DRAFT, Guessing, Setup, Timed, serve
+
+BATCH = 2048  # llama.cpp's default n_batch; it cuts this into n_ubatch = 512 by itself
+
+
+class Row(NamedTuple):
+    token: int
+    position: int
+    sequence: int
+    is_read: bool
+
+
+class Decoding(Protocol):
+    """What `Model` does; tests have one without llama.cpp."""
+
+    def clear(self) -> None: ...
+
+    def cut(self, length: int) -> None:
+        """Drop the first sequence's KV from a position on."""
+        ...
+
+    def decode(self, rows: list[Row]) -> list[int]:
+        """One batch; the likeliest token after each row that is read."""
+        ...
+
+
+class Guesser(Protocol):
+    def guess(self, text: list[int]) -> list[int]: ...
+
+
+class Llama:
+    def __init__(self, model: Decoding, guesser: Guesser | None, version: str) -> None:
+        self.model, self.guesser, self.version = model, guesser, version
+
+    def alone(self, prompt: list[int], num_tokens: int) -> Timed:
+        if self.guesser is None:
+            [timed] = self.together([prompt], num_tokens)
+            return timed
+        timed = Timed()
+        self.model.clear()
+        token = extend(self.model, prompt, 0)
+        timed.add([token])
+        text = [*prompt, token]
+        while (missing := num_tokens - len(timed.token_ids)) > 0:
+            # The last token of all comes from the target, so one guess fewer is of use.
+            guesses = self.guesser.guess(text)[: missing - 1]
+            tokens = self.verify(text, guesses)
+            timed.add(tokens)
+            text += tokens
+        return timed
+
+    def verify(self, text: list[int], guesses: list[int]) -> list[int]:
+        """The accepted guesses and the target's own next token; KV of wrong ones is dropped."""
+        known = len(text) - 1  # tokens with KV
+        chain = [text[-1], *guesses]
+        answers = self.model.decode([Row(t, known + i, 0, True) for i, t in enumerate(chain)])
+        accepted = 0
+        while accepted < len(guesses) and guesses[accepted] == answers[accepted]:
+            accepted += 1
+        self.model.cut(known + 1 + accepted)
+        return answers[: accepted + 1]
+
+    def together(self, prompts: list[list[int]], num_tokens: int) -> list[Timed]:
+        self.model.clear()
+        first = Timed()
+        timed = [first, *(Timed(first.start) for _ in prompts[1:])]
+        for sequence, (prompt, each) in enumerate(zip(prompts, timed, strict=True)):
+            each.add([extend(self.model, prompt, sequence)])
+        for done in range(num_tokens - 1):
+            rows = [
+                Row(each.token_ids[-1], len(prompt) + done, sequence, True)
+                for sequence, (prompt, each) in enumerate(zip(prompts, timed, strict=True))
+            ]
+            for each, token in zip(timed, self.model.decode(rows), strict=True):
+                each.add([token])
+        return timed
+
+
+def extend(model: Decoding, tokens: list[int], sequence: int, start: int = 0) -> int:
+    """Compute tokens of a sequence from a position on; the token after the last one."""
+    end = len(tokens) - 1
+    rows = [Row(t, start + i, sequence, i == end) for i, t in enumerate(tokens)]
+    return [model.decode(rows[i : i + BATCH]) for i in range(0, len(rows), BATCH)][-1][0]
+
+
+class Model:
+    """A model of llama.cpp with its KV."""
+
+    def __init__(self, file: str, max_len: int, num_sequences: int, threads: int | None) -> None:
+        import llama_cpp
+
+        self.api: Any = llama_cpp
+        self.model = self.api.llama_model_load_from_file(
+            file.encode(), self.api.llama_model_default_params()
+        )
+        assert self.model, f"llama.cpp cannot load {file}"
+        params = self.api.llama_context_default_params()
+        # Cells are cut evenly among sequences, in multiples of 256.
+        params.n_ctx = num_sequences * -(-max_len // 256) * 256
+        params.n_batch, params.n_seq_max = BATCH, num_sequences
+        if threads is not None:
+            params.n_threads = params.n_threads_batch = threads
+        self.context = self.api.llama_init_from_model(self.model, params)
+        assert self.context, "llama.cpp cannot make a context"
+        self.vocab_size = self.api.llama_vocab_n_tokens(self.api.llama_model_get_vocab(self.model))
+        self.memory = self.api.llama_get_memory(self.context)
+        self.batch = self.api.llama_batch_init(BATCH, 0, 1)
+
+    def clear(self) -> None:
+        self.api.llama_memory_clear(self.memory, False)
+
+    def cut(self, length: int) -> None:
+        self.api.llama_memory_seq_rm(self.memory, 0, length, -1)
+
+    def decode(self, rows: list[Row]) -> list[int]:
+        for i, row in enumerate(rows):
+            self.batch.token[i], self.batch.pos[i] = row.token, row.position
+            self.batch.n_seq_id[i], self.batch.seq_id[i][0] = 1, row.sequence
+            self.batch.logits[i] = row.is_read
+        self.batch.n_tokens = len(rows)
+        code = self.api.llama_decode(self.context, self.batch)
+        assert code == 0, f"llama_decode returned {code}"
+        return [self.likeliest(i) for i, row in enumerate(rows) if row.is_read]
+
+    def likeliest(self, row: int) -> int:
+        logits = self.api.llama_get_logits_ith(self.context, row)
+        floats = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float))
+        return int(np.ctypeslib.as_array(floats, (self.vocab_size,)).argmax())
+
+
+class Lookup:
+    """llama-cpp-python's prompt lookup."""
+
+    def __init__(self, num_tokens: int) -> None:
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+        self.lookup: Any = LlamaPromptLookupDecoding(num_pred_tokens=num_tokens)
+
+    def guess(self, text: list[int]) -> list[int]:
+        found: list[int] = self.lookup(np.array(text, np.intc)).tolist()
+        return found
+
+
+class Draft:
+    """A smaller model that continues the text, one token after the other."""
+
+    def __init__(self, model: Decoding, num_tokens: int) -> None:
+        self.model, self.num_tokens = model, num_tokens
+        self.text: list[int] = []  # that has KV
+
+    def guess(self, text: list[int]) -> list[int]:
+        same = next(
+            (i for i, (a, b) in enumerate(zip(self.text, text, strict=False)) if a != b),
+            min(len(self.text), len(text) - 1),
+        )
+        self.model.cut(same)
+        guesses = [extend(self.model, text[same:], 0, same)]
+        while len(guesses) < self.num_tokens:
+            position = len(text) + len(guesses) - 1
+            guesses.append(extend(self.model, guesses[-1:], 0, position))
+        self.text = [*text, *guesses[:-1]]
+        return guesses
+
+
+def load(setup: Setup) -> Llama:
+    import llama_cpp
+
+    llama_cpp.llama_backend_init()
+    model = Model(setup.model, setup.max_len, setup.max_requests, setup.threads)
+    return Llama(model, make_guesser(setup), str(llama_cpp.__version__))
+
+
+def make_guesser(setup: Setup) -> Guesser | None:
+    guessing: Guessing | None = setup.guessing
+    if guessing is None:
+        return None
+    if guessing.by != DRAFT:
+        return Lookup(guessing.tokens)
+    assert guessing.draft is not None
+    model = Model(guessing.draft, setup.max_len + guessing.tokens, 1, setup.threads)
+    return Draft(model, guessing.tokens)
+
+
+if __name__ == "__main__":
+    serve(load)

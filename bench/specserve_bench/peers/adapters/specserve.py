@@ -1,0 +1,58 @@
+"""specserve through its Python API."""
+
+from specserve import LLM, SamplingParams  # first: it configures the process before torch loads
+from specserve.generation import Generation
+from specserve.version import VERSION
+from specserve_bench.peers.protocol import DRAFT, Guessing, Setup, Timed, serve
+
+
+class Specserve:
+    def __init__(self, setup: Setup) -> None:
+        self.version = VERSION
+        self.llm = LLM(setup.model, set=settings(setup), progress=False)
+
+    def alone(self, prompt: list[int], num_tokens: int) -> Timed:
+        [timed] = self.together([prompt], num_tokens)
+        return timed
+
+    def together(self, prompts: list[list[int]], num_tokens: int) -> list[Timed]:
+        self.llm.reset_cache()  # rounds repeat the prompts
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        first = Timed()
+        timed = [first, *(Timed(first.start) for _ in prompts[1:])]
+        going = [self.llm.start(*self.llm.check(prompt, params))[0] for prompt in prompts]
+        while not all(g.is_done for g in going):
+            self.llm.step()
+            for generation, each in zip(going, timed, strict=True):
+                add_new(generation, each)
+        self.llm.end(going)
+        return timed
+
+
+def add_new(generation: Generation, timed: Timed) -> None:
+    timed.add(generation.token_ids[len(timed.token_ids) :])
+
+
+def settings(setup: Setup) -> dict[str, object]:
+    return {
+        "model.dtype": "bf16",
+        "scheduler.max_model_len": setup.max_len,
+        "memory.kv_bytes": setup.kv_bytes,
+        **({} if setup.threads is None else {"model.threads": setup.threads}),
+        **drafting(setup.guessing),
+    }
+
+
+def drafting(guessing: Guessing | None) -> dict[str, object]:
+    """The settings of configs/ngram.toml and configs/draft-model.toml."""
+    if guessing is None:
+        return {"drafter.name": "none"}
+    if guessing.by == DRAFT:
+        drafter = {"drafter.name": "model", "drafter.model": guessing.draft}
+    else:
+        drafter = {"drafter.name": "ngram"}
+    return drafter | {"speculation.max_nodes": guessing.tokens}
+
+
+if __name__ == "__main__":
+    serve(Specserve)

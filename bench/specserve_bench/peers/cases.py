@@ -1,0 +1,119 @@
+"""What every engine is asked, as token ids, and the figures that its times give."""
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise, takewhile
+from pathlib import Path
+from statistics import fmean, median
+from typing import NamedTuple
+
+from specserve.models.tokenizer import load_tokenizer
+from specserve_bench.demo import held_out
+from specserve_bench.peers.protocol import Timed
+
+NUM_PROMPT, NUM_LONG, NUM_TOKENS = 300, 1000, 64
+MAX_LEN = NUM_LONG + NUM_TOKENS
+SWEPT_PROMPTS, SWEPT_TOKENS = 2, 32  # of a sweep's short runs
+
+
+class Case(NamedTuple):
+    """Prompts of one length, and how many tokens to go on with."""
+
+    name: str
+    prompts: list[list[int]]
+    num_tokens: int
+    is_batch: bool = False
+
+    def short(self) -> "Case":
+        """For sweeps, and to warm up."""
+        return self._replace(prompts=self.prompts[:SWEPT_PROMPTS], num_tokens=SWEPT_TOKENS)
+
+
+class Figure(NamedTuple):
+    name: str
+    case: str
+    compute: Callable[[Sequence[Timed]], float]
+    is_rate: bool = False  # more is better
+
+
+def make_cases(folder: Path, sizes: "Sizes") -> dict[str, Case]:
+    """By name. No two prompts of a case begin alike, so that no engine finds a prefix again."""
+    text = source_tokens(folder)
+    short = cut(text, NUM_PROMPT, sizes.batch)
+    return {
+        "plain": Case("plain", short[: sizes.prompts], sizes.tokens),
+        "prompt": Case("prompt", cut(text, NUM_LONG, sizes.long), 2),
+        "batch": Case("batch", short, sizes.tokens, is_batch=True),
+        "guessed": Case("guessed", short[: sizes.prompts], sizes.tokens),
+    }
+
+
+class Sizes(NamedTuple):
+    """How many prompts of 300 tokens, of 1,000, at once, and tokens after each."""
+
+    prompts: int = 6
+    long: int = 3
+    batch: int = 32
+    tokens: int = NUM_TOKENS
+
+
+def source_tokens(folder: Path) -> list[int]:
+    """Python source that the demo pair was not trained on."""
+    tokenizer = load_tokenizer(folder)
+    return [token for text in held_out.source_files().values() for token in tokenizer.encode(text)]
+
+
+def cut(text: Sequence[int], length: int, number: int) -> list[list[int]]:
+    """Pieces of the text, each beginning somewhere else."""
+    source = random.Random(f"{length} {number}")
+    starts = source.sample(range(len(text) - length), number)
+    return [list(text[start : start + length]) for start in starts]
+
+
+def tpot_ms(requests: Sequence[Timed]) -> float:
+    """(last - first token) / (tokens - 1), median over requests."""
+    return median(1e3 * (r.times[-1] - r.times[0]) / (len(r.token_ids) - 1) for r in requests)
+
+
+def ttft_ms(requests: Sequence[Timed]) -> float:
+    return median(1e3 * r.times[0] for r in requests)
+
+
+def tokens_per_s(requests: Sequence[Timed]) -> float:
+    """All tokens, over the time from the first request to the last token."""
+    return sum(len(r.token_ids) for r in requests) / max(r.times[-1] for r in requests)
+
+
+def step_ms(requests: Sequence[Timed]) -> float:
+    """The median step in which every request gets a token."""
+    begin = max(r.times[0] for r in requests)
+    end = min(r.times[-1] for r in requests)
+    together = [t for t in requests[0].times if begin <= t <= end]
+    return median(1e3 * (b - a) for a, b in pairwise(together))
+
+
+def tokens_per_step(requests: Sequence[Timed]) -> float:
+    """Of all steps after a request's first."""
+    steps = sum(len(r.counts) - 1 for r in requests)
+    return sum(sum(r.counts[1:]) for r in requests) / steps
+
+
+FIGURES = (
+    Figure("TPOT ms", "plain", tpot_ms),
+    Figure("TTFT 300 ms", "plain", ttft_ms),
+    Figure("TTFT 1000 ms", "prompt", ttft_ms),
+    Figure("batch step ms", "batch", step_ms),
+    Figure("batch tokens/s", "batch", tokens_per_s, is_rate=True),
+    Figure("guessed TPOT ms", "guessed", tpot_ms),
+    Figure("tokens a step", "guessed", tokens_per_step, is_rate=True),
+)
+
+
+def agreement(requests: Sequence[Timed], others: Sequence[Timed]) -> float:
+    """Share of the tokens before two engines' texts part; near-ties do part them."""
+    each = []
+    for a, b in zip(requests, others, strict=True):
+        pairs = zip(a.token_ids, b.token_ids, strict=True)
+        same = takewhile(lambda pair: pair[0] == pair[1], pairs)
+        each.append(len(list(same)) / len(a.token_ids))
+    return fmean(each)

@@ -1,0 +1,123 @@
+"""Writing a checkpoint as a GGUF file, for llama.cpp: weights and shape, no tokenizer."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specserve.errors import ConfigError
+from specserve.models import families
+from specserve.models.checkpoint import Checkpoint
+from specserve.models.families import DecoderConfig
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+TOP = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+IN_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+ROTATED = ("attn_q", "attn_k")
+DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
+
+
+def write_gguf(folder: Path, file: Path) -> None:
+    """Matrices in bfloat16, norms and biases in float32. It takes token ids and gives token ids."""
+    from gguf import GGMLQuantizationType, GGUFWriter  # optional
+
+    config = families.load_config(folder)
+    architecture = architecture_of(folder, config)
+    writer = GGUFWriter(file, architecture)
+    add_shape(writer, config)
+    shapes = families.tensor_shapes(config)
+    checkpoint = Checkpoint(folder)
+    checkpoint.check(shapes)
+    for name, shape in shapes.items():
+        count, dtype = math.prod(shape), GGMLQuantizationType[gguf_dtype(shape)]
+        itemsize = 2 if dtype == GGMLQuantizationType.BF16 else 4
+        plain = np.dtype(np.float32)  # as a row's bytes are not said in uint8
+        writer.add_tensor_info(gguf_name(name), shape, plain, itemsize * count, dtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, shape in shapes.items():  # one at a time, so that memory holds one
+        tensor = torch.empty(shape, dtype=DTYPES[gguf_dtype(shape)])
+        checkpoint.read(name, tensor)
+        turned = rotation(architecture, config, name, tensor).contiguous()
+        writer.write_tensor_data(turned.view(torch.uint8).numpy())  # NumPy has no bfloat16
+    writer.close()
+
+
+def gguf_dtype(shape: tuple[int, ...]) -> str:
+    return "BF16" if len(shape) == 2 else "F32"
+
+
+def architecture_of(folder: Path, config: DecoderConfig) -> str:
+    """llama.cpp's name of it; ConfigError for what this file cannot write."""
+    reasons = {
+        f"it is a {config.architecture}": config.architecture not in ARCHITECTURES,
+        "it has sliding windows": any(window is not None for window in config.windows),
+        "some layers have no rotary embedding": not all(config.rope),
+        "its rope_parameters scale positions": config.rope_parameters.kind != "default",
+        "its MLP has biases": config.mlp_bias,
+    }
+    for reason, is_so in reasons.items():
+        if is_so:
+            raise ConfigError(
+                f"{folder}: cannot be written as GGUF: {reason}; measure without --llama"
+            )
+    return ARCHITECTURES[config.architecture]
+
+
+def add_shape(writer: Any, config: DecoderConfig) -> None:
+    writer.add_context_length(config.max_positions)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters.theta)
+    writer.add_layer_norm_rms_eps(config.rms_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
+
+
+def gguf_name(name: str) -> str:
+    """blk.3.attn_q.weight of model.layers.3.self_attn.q_proj.weight."""
+    module, _, kind = name.rpartition(".")
+    if module in TOP:
+        return f"{TOP[module]}.{kind}"
+    number, _, inner = module.removeprefix("model.layers.").partition(".")
+    return f"blk.{number}.{IN_LAYER[inner]}.{kind}"
+
+
+def rotation(architecture: str, config: DecoderConfig, name: str, tensor: Tensor) -> Tensor:
+    """llama.cpp's `llama` turns the pairs (2i, 2i + 1) of a head, checkpoints have (i, i + D/2)."""
+    part = gguf_name(name).split(".")[-2]
+    if architecture != "llama" or part not in ROTATED:
+        return tensor
+    halves = tensor.view(-1, 2, config.head_dim // 2, *tensor.shape[1:])
+    return halves.transpose(1, 2).reshape(tensor.shape)

@@ -1,0 +1,138 @@
+"""The comparison as a table and as JSON."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from specserve_bench.peers.cases import FIGURES, Figure, agreement
+from specserve_bench.peers.rounds import Lane
+from specserve_bench.peers.sweep import Tried
+from specserve_bench.results import ratio
+
+OURS = "specserve"
+
+
+def group_result(lanes: Sequence[Lane], draft: str | None) -> list[dict[str, Any]]:
+    """The figures of lanes that were measured in the same rounds."""
+    names = {lane.job.case.name for lane in lanes}
+    return [
+        figure_result(figure, [lane for lane in lanes if lane.job.case.name == figure.case], draft)
+        for figure in FIGURES
+        if figure.case in names
+    ]
+
+
+def figure_result(figure: Figure, lanes: Sequence[Lane], draft: str | None) -> dict[str, Any]:
+    """Every system's median and extremes over rounds, or its error; and ours / the best peer's."""
+    values = {
+        lane.job.system.name: [figure.compute(done) for done in lane.rounds]
+        for lane in lanes
+        if lane.error is None
+    }
+    return {
+        "figure": figure.name,
+        "draft": draft,
+        "systems": {lane.job.system.name: cell(lane, values) for lane in lanes},
+        "ratio": over_best_peer(values, figure.is_rate),
+    }
+
+
+def cell(lane: Lane, values: Mapping[str, list[float]]) -> dict[str, Any]:
+    if lane.error is not None:
+        return {"error": lane.error}
+    assert lane.job.pick.choice is not None
+    own = values[lane.job.system.name]
+    return {
+        "median": round(median(own), 3),
+        "low": round(min(own), 3),
+        "high": round(max(own), 3),
+        "setting": lane.job.pick.choice.words(),
+    }
+
+
+def over_best_peer(values: Mapping[str, list[float]], is_rate: bool) -> dict[str, Any] | None:
+    """Ours / the best peer's in the same round: the median, and the extremes of rounds."""
+    peers = [name for name in values if name != OURS]
+    if not peers or OURS not in values:
+        return None
+    best = (max if is_rate else min)(peers, key=lambda name: median(values[name]))
+    found = ratio(values[OURS], values[best])
+    if found is None:
+        return None
+    figures = {name: round(getattr(found, name), 3) for name in ("median", "low", "high")}
+    return {"peer": best, **figures}
+
+
+def agreements(lanes: Iterable[Lane]) -> dict[str, float]:
+    """By system, how much of the plain text is the same as ours, until it parts."""
+    plain = {
+        lane.job.system.name: lane.rounds[-1]
+        for lane in lanes
+        if lane.job.case.name == "plain" and lane.rounds
+    }
+    if OURS not in plain:
+        return {}
+    return {name: round(agreement(done, plain[OURS]), 3) for name, done in plain.items()}
+
+
+def sweep_result(tried: Iterable[Tried]) -> list[dict[str, Any]]:
+    return [
+        {
+            "system": t.system,
+            "setting": t.choice.words(),
+            "tpot_ms": t.tpot_ms and round(t.tpot_ms, 2),
+            "ttft_ms": t.ttft_ms and round(t.ttft_ms, 1),
+            "error": t.error,
+        }
+        for t in tried
+    ]
+
+
+def sweep_table(result: Mapping[str, Any]) -> str:
+    rows = [
+        f"| {t['system']} | {t['setting']} | "
+        + (t["error"] or f"{t['tpot_ms']:.1f} | {t['ttft_ms']:.0f}")
+        + " |"
+        for t in result["sweep"]
+    ]
+    head = ["| system | tried with | TPOT ms | TTFT ms |", "|" + " --- |" * 4]
+    return "\n".join([*head, *rows])
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Markdown: a row for each system, a column for each figure; then the errors, one line each."""
+    columns = result["figures"]
+    systems = list(dict.fromkeys(name for column in columns for name in column["systems"]))
+    rows = [["system", *map(heading, columns)]]
+    rows += [[name, *(shown(column["systems"][name]) for column in columns)] for name in systems]
+    rows.append([f"{OURS} / best peer", *(shown_ratio(column["ratio"]) for column in columns)])
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines.insert(1, "|" + " --- |" * len(rows[0]))
+    return "\n".join([*lines, *errors(columns)])
+
+
+def heading(column: Mapping[str, Any]) -> str:
+    return f"{column['figure']}, {column['draft']}" if column["draft"] else column["figure"]
+
+
+def shown(value: Mapping[str, Any]) -> str:
+    if "error" in value:
+        return "failed"
+    return f"{value['median']:.4g} ({value['low']:.4g} to {value['high']:.4g})"
+
+
+def shown_ratio(value: Mapping[str, Any] | None) -> str:
+    if value is None:
+        return "-"
+    spread = f"{value['low']:.2f} to {value['high']:.2f}"
+    return f"{value['median']:.2f} ({spread}), {value['peer']}"
+
+
+def errors(columns: Iterable[Mapping[str, Any]]) -> list[str]:
+    told = [
+        f"{name}: {value['error']}"
+        for column in columns
+        for name, value in column["systems"].items()
+        if "error" in value
+    ]
+    return list(dict.fromkeys(told))
