@@ -29,7 +29,7 @@ from specserve_bench.results import Goals, Load, Result
 from specserve_bench.scale import scale_model
 from specserve_bench.serving import serving_figures
 from specserve_bench.shapes import random_checkpoint
-from specserve_bench.steps import plain_step_figures
+from specserve_bench.steps import step_figures
 from specserve_bench.watch import OpClock
 from specserve_bench.workloads import workload
 
@@ -45,14 +45,14 @@ RANDOM_SHAPE = Path(".models/qwen3-0.6b-random")
 
 
 def main(parts: Sequence[str]) -> int:
-    """All parts, or those named: engine, server, memory, fairness, host, demo."""
+    """All parts, or those named: engine, steps, server, memory, fairness, host, demo."""
     models = os.environ.get("SPECSERVE_TEST_MODELS")
     if not models:
         print("SPECSERVE_TEST_MODELS is not set: the figures of the trained pair are left out")
-    if "engine" in parts or not parts:
-        figures = {"pair": pair_figures(Path(models))} if models else {}
-        shape = random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)
-        keep("engine-cpu", figures | {"plain_step": plain_step_figures(shape)})
+    if models and ("engine" in parts or not parts):
+        keep("engine-cpu", {"pair": pair_figures(Path(models))})
+    if "steps" in parts or not parts:
+        keep("steps-cpu", step_figures(random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)))
     if models and ("server" in parts or not parts):
         keep("server-cpu", serving_figures(Path(models)))
     if "memory" in parts or not parts:

@@ -1,118 +1,213 @@
-"""A step without speculation of one request, against its lower bound: GEMMs and reading KV."""
+"""Steps of a model against what they cost at least: bytes / bandwidth, or FLOPs / GEMM peak."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from specserve.config import load_config
 from specserve.engine.build import assemble
-from specserve.engine.runner import Runner
+from specserve.engine.loading import Model, ModelKey
 from specserve.engine.step_input import RowGroup, build_step_input
-from specserve.engine.tuning import model_key
+from specserve.engine.tuning import tune
 from specserve.memory import BlockTable
-from specserve.models.decoder import Decoder
+from specserve.models.families import DecoderConfig
 from specserve.models.loader import load_decoder
+from specserve_bench.bound import Bound, Rates
 from specserve_kernels import load
 
-CONTEXT = 512
-ROWS = (1, 4, 8)
-MAX_ROWS = 64
-REPEATS = 30
+ROUNDS = 7
+REPEATS = 5  # steps of a size in a round; their median counts
+WARM_UP = 20  # steps of a size before the rounds: the number of threads is chosen meanwhile
+LONGEST, MAX_ROWS = 8192, 64
+BLOCK_SIZE = 16
+ITEMSIZE = 2  # bytes of a bfloat16
+
+
+class Size(NamedTuple):
+    """A step: `rows` rows for each context of a request, all of them read."""
+
+    label: str
+    contexts: tuple[int, ...]
+    rows: int
+
+
+SIZES = (
+    Size("1 row at 512", (512,), 1),
+    *(Size(f"{n} rows at 512", (512,), n) for n in (4, 8, 16, 32, MAX_ROWS)),
+    Size("1 row at 8192", (LONGEST,), 1),
+    Size("32 requests at 300 to 362", tuple(range(300, 364, 2)), 1),
+)
+
+
+class Cost(NamedTuple):
+    """What a step has to do: bytes of weights and KV to read, and floating-point operations."""
+
+    num_bytes: float
+    flops: float
+
+
+def cost(c: DecoderConfig, size: Size) -> Cost:
+    num_weights = num_linear_weights(c)
+    num_rows = size.rows * len(size.contexts)
+    seen = sum(size.rows * context for context in size.contexts)  # (row, earlier token) pairs
+    attention = 4 * c.num_layers * c.num_heads * c.head_dim  # FLOPs a pair
+    return Cost(
+        num_bytes=num_weights * ITEMSIZE + sum(size.contexts) * kv_token_bytes(c),
+        flops=2 * num_weights * num_rows + attention * seen,
+    )
+
+
+def kv_token_bytes(c: DecoderConfig) -> int:
+    return 2 * c.num_layers * c.num_kv_heads * c.head_dim * ITEMSIZE
+
+
+def num_linear_weights(c: DecoderConfig) -> int:
+    """Of the linear maps and the head; of the embedding a step reads a few rows."""
+    query, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    layer = c.hidden_size * (2 * query + 2 * kv + 3 * c.intermediate_size)
+    return c.num_layers * layer + c.vocab_size * c.hidden_size
 
 
 @torch.inference_mode()
-def plain_step_figures(folder: Path) -> list[dict[str, Any]]:
-    """For each number of rows: step, GEMM and KV seconds, and step / (GEMM + KV)."""
-    decoder = load_decoder(folder, "bf16", load(torch.device("cpu")), CONTEXT + MAX_ROWS)
-    config = load_config(
-        None, {"memory.kv_bytes": 1 << 28, "scheduler.max_running": 2, "drafter.name": "none"}
-    )
-    engine = assemble(config, decoder, None, CONTEXT + MAX_ROWS)
-    table = BlockTable(engine.pool, engine.target.kv.block_size)
-    table.try_reserve(CONTEXT + MAX_ROWS)
-    group = RowGroup(table, [1] * CONTEXT, 0, 1)
-    engine.target.launch(build_step_input([group], engine.pool.updates))
-    target = engine.target
-    settle_threads(target, table)
-    bandwidth = read_bandwidth()
-    print(f"qwen3-0.6b shape, context {CONTEXT}: {bandwidth / 1e9:.1f} GB/s read")
-    kv_seconds = CONTEXT * kv_token_bytes(decoder) / bandwidth
-    return [one_size(engine.target, table, rows, kv_seconds) for rows in ROWS]
-
-
-def one_size(target: Runner, table: BlockTable, rows: int, kv_seconds: float) -> dict[str, Any]:
-    gemms = all_gemms(target.decoder, rows)
-    steps, bare = [], []
-    for _ in range(REPEATS):
-        steps.append(seconds(lambda: step(target, table, rows)))
-        bare.append(seconds(gemms))
-    step_ms, gemm_ms = 1e3 * median(steps), 1e3 * median(bare)
-    ratios = sorted(s / (g + kv_seconds) for s, g in zip(steps, bare, strict=True))
-    figure = {
-        "rows": rows,
-        "step_ms": round(step_ms, 2),
-        "gemm_ms": round(gemm_ms, 2),
-        "kv_ms": round(1e3 * kv_seconds, 2),
-        "ratio": round(median(ratios), 3),
-        "ratio_p10_p90": [round(ratios[len(ratios) * p // 100], 3) for p in (10, 90)],
-        "threads": torch.get_num_threads(),
+def step_figures(
+    folder: Path, sizes: Sequence[Size] = SIZES, rounds: int = ROUNDS
+) -> dict[str, Any]:
+    """For each size: milliseconds, their bound, and step / bound, over interleaved rounds."""
+    engine_steps = Steps(folder, sizes)
+    bound = Bound()
+    for size in sizes:
+        for _ in range(WARM_UP):
+            engine_steps.run(size)
+    rates: list[Rates] = []
+    seconds: dict[str, list[float]] = {size.label: [] for size in sizes}
+    for _ in range(rounds):
+        rates.append(bound.rates())
+        for size in sizes:
+            seconds[size.label].append(typical(partial(engine_steps.run, size)))
+    figures = [
+        figure(size, cost(engine_steps.config, size), rates, seconds[size.label]) for size in sizes
+    ]
+    over_first(figures, seconds)
+    result = {
+        "rounds": rounds,
+        "read_gb_per_s": spread([r.read / 1e9 for r in rates]),
+        "gemm_tflops": spread([r.multiply / 1e12 for r in rates]),
+        "gemm_peak_of": bound.unit,
+        "steps": figures,
     }
-    print(figure)
-    return figure
+    print(table(result))
+    return result
 
 
-def settle_threads(target: Runner, table: BlockTable) -> None:
-    """Run steps until the number of threads for each of the sizes is found."""
-    key = model_key(target.decoder)
-    target.threads, _ = target.ops.tune(lambda rows: step(target, table, rows), 64, None, key)
-    for rows in ROWS:
-        while not target.threads.is_settled(rows):
-            step(target, table, rows)
+class Steps:
+    """A model, and KV for steps of any of the sizes."""
+
+    def __init__(self, folder: Path, sizes: Sequence[Size]) -> None:
+        longest = max(max(size.contexts) + size.rows for size in sizes)
+        decoder = load_decoder(folder, "bf16", load(torch.device("cpu")), longest)
+        self.config = decoder.config
+        lengths = table_lengths(sizes)
+        kv_bytes = sum(length + 2 * BLOCK_SIZE for length in lengths) * kv_token_bytes(self.config)
+        config = load_config(None, settings(kv_bytes, len(lengths)))
+        engine = assemble(config, decoder, None, longest)
+        self.runner, self.pool = engine.target, engine.pool
+        self.runner.arena.blocks.fill_(0x3F)  # numbers near 0.7: pages of zeros would be one page
+        key = ModelKey(str(folder), "cpu", "auto", "bf16", longest)
+        tune(Model(decoder, key), self.runner, self.pool, config, longest)
+        self.tables = [BlockTable(self.pool, self.runner.kv.block_size) for _ in lengths]
+        for table, length in zip(self.tables, lengths, strict=True):
+            assert table.try_reserve(length), "the pool has room for all sizes"
+
+    def run(self, size: Size) -> None:
+        """Roots, each with rows - 1 guesses in a chain, as a verification has them."""
+        masks = [(2 << k) - 1 for k in range(size.rows)]
+        groups = [
+            RowGroup(table, [7] * size.rows, context, size.rows, context, masks)
+            for table, context in zip(self.tables, size.contexts, strict=False)
+        ]
+        launched = self.runner.launch(build_step_input(groups, self.pool.updates))
+        assert launched.logits.shape[0] == size.rows * len(size.contexts)
 
 
-def step(target: Runner, table: BlockTable, rows: int) -> Tensor:
-    """A root and rows - 1 guesses, as a verification has them."""
-    masks = [(2 << k) - 1 for k in range(rows)]
-    group = RowGroup(table, [7] * rows, CONTEXT, rows, CONTEXT, masks)
-    return target.launch(build_step_input([group], table.pool.updates)).logits
+def settings(kv_bytes: int, num_requests: int) -> dict[str, Any]:
+    return {
+        "memory.kv_bytes": kv_bytes,
+        "memory.block_size": BLOCK_SIZE,
+        "scheduler.max_batched_tokens": MAX_ROWS,
+        "scheduler.max_running": num_requests,
+        "drafter.name": "none",
+    }
 
 
-def all_gemms(decoder: Decoder, rows: int) -> Callable[[], None]:
-    """The step's linear maps alone, in its order, on activations of its shapes."""
-    c, ops, weights = decoder.config, decoder.ops, decoder.weights
-    hidden, residual = torch.randn(2, rows, c.hidden_size).to(decoder.dtype)
-    heads = torch.randn(rows, c.num_heads * c.head_dim).to(decoder.dtype)
-    wide = torch.randn(rows, c.intermediate_size).to(decoder.dtype)
-
-    def run() -> None:
-        for layer in weights.layers:
-            ops.linear(hidden, layer.qkv)
-            ops.linear_add(heads, layer.out, None, residual)
-            ops.linear_silu_mul(hidden, layer.gate_up)
-            ops.linear_add(wide, layer.down, None, residual)
-        ops.linear(hidden, weights.head)
-
-    return run
+def table_lengths(sizes: Sequence[Size]) -> list[int]:
+    """Slots that the first, second, ... request needs in any of the sizes."""
+    lengths = [0] * max(len(size.contexts) for size in sizes)
+    for size in sizes:
+        for i, context in enumerate(size.contexts):
+            lengths[i] = max(lengths[i], context + size.rows)
+    return lengths
 
 
-def kv_token_bytes(decoder: Decoder) -> int:
-    c = decoder.config
-    return 2 * c.num_layers * c.num_kv_heads * c.head_dim * decoder.dtype.itemsize
+def typical(run: Callable[[], object]) -> float:
+    """Seconds: the median of some runs in a row."""
+    return median(elapsed(run) for _ in range(REPEATS))
 
 
-def read_bandwidth() -> float:
-    """Bytes a second of summing memory outside the CPU's caches, with the threads of a step."""
-    memory: Tensor = torch.ones(1 << 28, dtype=torch.int8).view(torch.int64)
-    memory.sum()
-    return memory.numel() * 8 / min(seconds(memory.sum) for _ in range(5))
-
-
-def seconds(run: Callable[[], object]) -> float:
+def elapsed(run: Callable[[], object]) -> float:
     start = perf_counter()
     run()
     return perf_counter() - start
+
+
+def figure(
+    size: Size, cost: Cost, rates: Sequence[Rates], seconds: Sequence[float]
+) -> dict[str, Any]:
+    """Medians over rounds, and step / bound within a round."""
+    bounds = [r.seconds(*cost) for r in rates]
+    by_reading = median(cost.num_bytes / r.read - cost.flops / r.multiply for r in rates) > 0
+    return {
+        "step": size.label,
+        "ms": spread([1e3 * s for s in seconds]),
+        "bound_ms": round(1e3 * median(bounds), 2),
+        "bound_by": "reading" if by_reading else "multiplying",
+        "over_bound": spread([s / b for s, b in zip(seconds, bounds, strict=True)]),
+    }
+
+
+def over_first(figures: Sequence[dict[str, Any]], seconds: Mapping[str, Sequence[float]]) -> None:
+    """Add what each step costs in steps of the first size, of the same round."""
+    first = seconds[figures[0]["step"]]
+    for each in figures:
+        own = seconds[each["step"]]
+        each["over_first"] = spread([s / f for s, f in zip(own, first, strict=True)])
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    each = {"median": median(values), "low": min(values), "high": max(values)}
+    return {name: round(value, 3) for name, value in each.items()}
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Markdown: each step's time, its bound, and their ratio."""
+    read, gemm = result["read_gb_per_s"]["median"], result["gemm_tflops"]["median"]
+    rows = [
+        f"| {s['step']} | {s['ms']['median']:.1f} | {s['bound_ms']:.1f} ({s['bound_by']}) | "
+        f"{words(s['over_bound'])} | {words(s['over_first'])} |"
+        for s in result["steps"]
+    ]
+    head = [
+        f"{read:.1f} GB/s read, {gemm:.2f} TFLOP/s by {result['gemm_peak_of']}",
+        "",
+        f"| step | ms | bound, ms | / bound | / {result['steps'][0]['step']} |",
+        "|" + " --- |" * 5,
+    ]
+    return "\n".join([*head, *rows])
+
+
+def words(value: Mapping[str, float]) -> str:
+    return f"{value['median']:.2f} ({value['low']:.2f} to {value['high']:.2f})"
