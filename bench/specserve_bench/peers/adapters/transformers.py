@@ -27,7 +27,6 @@ class Transformers:
         out = self.model.generate(
             ids,
             attention_mask=self.torch.ones_like(ids),
-            min_new_tokens=num_tokens,
             max_new_tokens=num_tokens,
             do_sample=False,
             stopping_criteria=[events],

@@ -1,0 +1,413 @@
+"""`specserve bench peers`: processes, sweeps, rounds and tables, with engines that are made up."""
+
+import json
+import os
+import shutil
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+
+from specserve.cli import main
+from specserve.config import DEMO_DRAFT, DEMO_TARGET
+from specserve.models import families
+from specserve.models.tokenizer import load_tokenizer
+from specserve_bench.peers import models
+from specserve_bench.peers.cases import (
+    Case,
+    Sizes,
+    agreement,
+    make_cases,
+    step_ms,
+    tokens_per_s,
+    tokens_per_step,
+    tpot_ms,
+    ttft_ms,
+)
+from specserve_bench.peers.peer import PeerError, started
+from specserve_bench.peers.protocol import DRAFT, LOOKUP, Guessing, Setup, Timed
+from specserve_bench.peers.rounds import Job, Lane, measure
+from specserve_bench.peers.sweep import Pick, Sweep
+from specserve_bench.peers.systems import Choice, System, guess_choices, thread_choices
+from specserve_bench.peers.table import group_result, table
+from specserve_bench.steps import num_linear_weights
+from tests.bench.fake_engine import fake_python
+from tests.checkpoints import tiny_checkpoint
+
+SETUP = Setup("model", 64, 1, 1 << 20, 1, None)
+PROMPT = [1, 2, 3]
+SMALL_SHAPE = {
+    **models.SHAPES["qwen3-0.6b"],
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "head_dim": 64,
+}
+
+
+def system(folder, behavior="", name="vLLM"):
+    return System(name, name.lower(), fake_python(folder, behavior), True, (2, 4), (3,))
+
+
+def starts(folder):
+    return [line.split("\t") for line in (folder / "started").read_text().splitlines()]
+
+
+def state(pid):
+    """The letter of a process's state; Z where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def gets_to(pid, letter):
+    """Whether a process gets to that state within seconds: signals take their time."""
+    deadline = monotonic() + 5
+    while state(pid) != letter and monotonic() < deadline:
+        sleep(0.01)
+    return state(pid) == letter
+
+
+def timed(times, counts=None, token_ids=None):
+    one = Timed(0.0)
+    one.times, one.counts = list(times), counts or [1] * len(times)
+    one.token_ids = token_ids or [0] * sum(one.counts)
+    return one
+
+
+def test_an_engine_is_stopped_whenever_it_is_not_asked(tmp_path):
+    with started(system(tmp_path), SETUP, 10) as peer:
+        assert peer.version == "7.0"
+        pid = peer.process.pid
+        assert gets_to(pid, "T")
+        [done] = peer.run([PROMPT], 4, is_batch=False)
+        assert (done.token_ids, done.times) == ([0, 1, 2, 3], [0.03, 0.04, 0.05, 0.06])
+        assert gets_to(pid, "T")
+    assert state(pid) == "Z"
+
+
+@pytest.mark.parametrize(
+    ("behavior", "words"),
+    [
+        ("fails to load", "OSError: no weights here"),
+        ("raises", "ValueError: cannot speculate"),
+        ("crashes", "Fatal error: out of tiles"),
+        ("hangs", r"no answer within 0\.5 s"),
+    ],
+)
+def test_what_goes_wrong_is_one_line(tmp_path, behavior, words):
+    limit = 0.5 if behavior == "hangs" else 10
+    with pytest.raises(PeerError, match=f"^{words}$"):  # noqa: SIM117, either may raise
+        with started(system(tmp_path, behavior), SETUP, limit) as peer:
+            peer.run([PROMPT], 4, is_batch=False)
+    assert state(starts(tmp_path)[0][0]) == "Z"
+
+
+def test_a_python_that_is_not_there_is_named():
+    absent = System("vLLM", "vllm", "/no/such/python", True, (), ())
+    with pytest.raises(PeerError, match=r"^/no/such/python: No such file or directory$"):  # noqa: SIM117
+        with started(absent, SETUP, 10):
+            pass
+
+
+def test_too_few_tokens_are_an_error(tmp_path, monkeypatch):
+    with started(system(tmp_path), SETUP, 10) as peer:
+        monkeypatch.setattr(
+            peer, "answer", lambda: [{"token_ids": [1], "times": [1], "counts": [1]}]
+        )
+        with pytest.raises(PeerError, match="1 tokens came where 4 were asked for"):
+            peer.run([PROMPT], 4, is_batch=False)
+
+
+def test_an_interrupt_ends_the_engines_and_all_that_they_started(tmp_path):
+    job = Job(system(tmp_path, "has a child"), Case("plain", [PROMPT], 4), Pick(Choice(1, None)))
+
+    def start(system, choice, cases):
+        return started(system, SETUP, 10)
+
+    children = []
+
+    def interrupt(words):
+        if words == "round 1 of 5":
+            [pid] = {pid for pid, *_ in starts(tmp_path)}
+            children.extend([pid, *Path(f"/proc/{pid}/task/{pid}/children").read_text().split()])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure([job], start, 5, interrupt)
+    assert len(children) == 2
+    assert all(gets_to(pid, "Z") for pid in children)
+
+
+def test_an_engine_sees_no_package_and_no_openmp_setting_of_ours(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    with started(system(tmp_path), SETUP, 10) as peer:
+        variables = Path(f"/proc/{peer.process.pid}/environ").read_text().split("\0")
+        folder = Path(os.readlink(f"/proc/{peer.process.pid}/cwd"))
+        assert [path.name for path in folder.iterdir()] == ["specserve_bench"]
+    assert not [v for v in variables if v.startswith(("OMP_WAIT_POLICY", "PYTHONPATH"))]
+    assert not folder.exists()
+
+
+def test_threads_are_tried_in_powers_of_two_up_to_all_cores(tmp_path):
+    assert [c.threads for c in thread_choices(system(tmp_path), 6)] == [1, 2, 4, 6]
+    assert [c.threads for c in thread_choices(system(tmp_path), 1)] == [1]
+    own = system(tmp_path)._replace(threads=False)
+    assert thread_choices(own, 6) == [Choice(None, None)]
+
+
+def test_guesses_are_tried_by_lookup_and_where_there_is_a_draft_by_it(tmp_path):
+    lookups = [Choice(2, Guessing(LOOKUP, n)) for n in (2, 4)]
+    assert guess_choices(system(tmp_path), 2, None) == lookups
+    assert guess_choices(system(tmp_path), 2, "d") == [*lookups, Choice(2, Guessing(DRAFT, 3, "d"))]
+
+
+def test_a_sweep_tries_each_choice_once_and_picks_the_best_by_each_figure(tmp_path):
+    told, tried = [], system(tmp_path)
+    sweep = Sweep(lambda s, c, _: started(s, SETUP._replace(threads=c.threads), 10), told.append)
+    choices, case = thread_choices(tried, 2), Case("plain", [PROMPT] * 3, 4)
+    assert sweep.pick(tried, choices, case, "tpot_ms") == Pick(Choice(2, None))
+    assert sweep.pick(tried, choices, case, "ttft_ms") == Pick(Choice(1, None))
+    assert told == [
+        "vLLM, 1 threads: TPOT 10.0 ms, TTFT 30 ms",
+        "vLLM, 2 threads: TPOT 8.0 ms, TTFT 40 ms",
+    ]
+    assert len(starts(tmp_path)) == 2
+
+
+def test_a_sweep_passes_over_choices_that_fail(tmp_path):
+    sweep = Sweep(lambda s, c, _: started(s, SETUP._replace(threads=c.threads), 10), print)
+    tried, case = system(tmp_path), Case("plain", [PROMPT], 4)
+    bad = Choice(7, None)  # the fake has no times for so many threads, and crashes
+    assert sweep.pick(tried, [bad, Choice(1, None)], case, "tpot_ms") == Pick(Choice(1, None))
+    found = sweep.pick(tried, [bad], case, "tpot_ms")
+    assert (found.choice, found.error) == (None, "KeyError: 7")
+
+
+class Recorded:
+    """Peers that write down who ran, and of which `b` fails in its third run."""
+
+    def __init__(self):
+        self.ran = ""
+
+    def start(self, system, choice, cases):
+        self.name = system.name
+        return nullcontext(Recorder(self, system.name))
+
+
+class Recorder:
+    def __init__(self, recorded, name):
+        self.recorded, self.name = recorded, name
+
+    def run(self, prompts, num_tokens, is_batch):
+        self.recorded.ran += self.name
+        if self.name == "b" and self.recorded.ran.count("b") == 3:
+            raise PeerError("out of memory")
+        return [timed([1, 2])]
+
+
+def jobs(names, case="plain", error=None):
+    choice = None if error else Choice(1, None)
+    return [
+        Job(System(n, n, "", True, (), ()), Case(case, [PROMPT], 2), Pick(choice, error))
+        for n in names
+    ]
+
+
+def test_each_round_begins_with_another_engine_and_the_first_round_warms_up():
+    recorded = Recorded()
+    lanes = measure(jobs("ac"), recorded.start, 3, print)
+    assert recorded.ran == "ac" + "ca" + "ac" + "ca"
+    assert [len(lane.rounds) for lane in lanes] == [3, 3]
+
+
+def test_an_engine_that_fails_is_left_out_of_later_rounds():
+    recorded = Recorded()
+    lanes = measure(jobs("abc") + jobs("d", error="absent"), recorded.start, 3, print)
+    assert recorded.ran == "abc" + "bca" + "cab" + "ac"
+    assert [lane.error for lane in lanes] == [None, "out of memory", None, "absent"]
+
+
+def test_cases_of_the_same_settings_share_a_process():
+    names = []
+
+    def start(system, choice, cases):
+        names.append((system.name, [case.name for case in cases]))
+        return Recorded().start(system, choice, cases)
+
+    measure(jobs("ac") + jobs("a", "prompt"), start, 1, print)
+    assert names == [("a", ["plain", "prompt"]), ("c", ["plain"])]
+
+
+def test_figures_come_from_when_tokens_came():
+    requests = [timed([0.2, 0.3, 0.5], [1, 2, 1]), timed([0.4, 0.5, 0.6], [1, 1, 2])]
+    assert tpot_ms(requests) == pytest.approx((100 + 200 / 3) / 2)
+    assert ttft_ms(requests) == pytest.approx(300)
+    assert tokens_per_s(requests) == pytest.approx(8 / 0.6)
+    assert tokens_per_step(requests) == 6 / 4
+
+
+def test_a_step_of_a_batch_counts_once_all_requests_have_begun():
+    first = timed([0.1, 0.2, 0.3, 1.0, 1.2, 1.4, 9.0, 9.1, 9.2])
+    assert step_ms([first, timed([0.95, 1.0, 1.2, 1.4])]) == pytest.approx(200)
+
+
+def test_texts_agree_up_to_where_they_part():
+    ours = [timed([1], [4], [1, 2, 3, 4]), timed([1], [4], [5, 6, 7, 8])]
+    theirs = [timed([1], [4], [1, 2, 9, 4]), timed([1], [4], [5, 6, 7, 8])]
+    assert agreement(theirs, ours) == 0.75
+
+
+def test_no_two_prompts_begin_alike(tmp_path):
+    cases = make_cases(DEMO_TARGET, Sizes())
+    assert {name: len(c.prompts) for name, c in cases.items()} == {
+        "plain": 6,
+        "prompt": 3,
+        "batch": 32,
+        "guessed": 6,
+    }
+    assert {len(p) for p in cases["batch"].prompts} == {300}
+    assert {len(p) for p in cases["prompt"].prompts} == {1000}
+    assert len({tuple(p[:16]) for p in cases["batch"].prompts}) == 32
+
+
+def lane_of(name, *rounds, error=None):
+    [lane] = [Lane(job) for job in jobs([name], error=error)]
+    lane.rounds = [[timed([first, first + tpot])] for first, tpot in rounds]
+    return lane
+
+
+def test_the_ratio_is_to_the_best_peer_in_the_same_round():
+    lanes = [
+        lane_of("specserve", (1, 0.010), (1, 0.020), (1, 0.030)),
+        lane_of("slow", (1, 0.050), (1, 0.050), (1, 0.050)),
+        lane_of("fast", (2, 0.020), (2, 0.020), (2, 0.040)),
+    ]
+    by_name = {figure["figure"]: figure for figure in group_result(lanes, None)}
+    ratio = by_name["TPOT ms"]["ratio"]
+    assert ratio == {"peer": "fast", "median": 0.75, "low": 0.5, "high": 1}
+    assert by_name["TTFT 300 ms"]["ratio"]["peer"] == "slow"
+    assert by_name["TPOT ms"]["systems"]["fast"]["median"] == pytest.approx(20)
+
+
+def test_of_a_rate_the_best_is_the_highest():
+    lanes = [lane_of("specserve", (1, 1)), lane_of("slow", (1, 3)), lane_of("fast", (1, 1))]
+    for lane in lanes:
+        lane.job = lane.job._replace(case=lane.job.case._replace(name="batch"))
+    step, rate = group_result(lanes, None)
+    assert rate["ratio"] == {"peer": "fast", "median": 1, "low": 1, "high": 1}
+    assert step["ratio"]["peer"] == "fast"
+
+
+def test_a_peer_that_failed_is_a_line_below_the_table_and_no_base_of_ratios():
+    lanes = [lane_of("specserve", (1, 0.01)), lane_of("vLLM", error="no such file")]
+    text = table({"figures": group_result(lanes, "a draft")})
+    assert "| vLLM | failed | failed |" in text
+    assert "| specserve / best peer | - | - |" in text
+    assert text.endswith("\nvLLM: no such file")
+    assert "TPOT ms, a draft" in text
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def two_cores(monkeypatch, tmp_path):
+    """And an engine that is made up, in place of specserve itself."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(sys, "executable", fake_python(tmp_path / "ours"))
+
+
+def bench_peers(*args):
+    sizes = ["--rounds=2", "--prompts=2", "--batch=3", "--tokens=16", "--timeout=20"]
+    return main(["bench", "peers", *map(str, args), *sizes])
+
+
+def test_the_command_compares_what_there_is(two_cores, checkpoint, tmp_path, capsys):
+    args = ["--model", checkpoint, "--draft", checkpoint, "--out", tmp_path / "new" / "r.json"]
+    args += ["--llama", fake_python(tmp_path / "llama"), "--vllm", "/no/such/python"]
+    args += ["--transformers", fake_python(tmp_path / "transformers", "raises")]
+    assert bench_peers(*args) == 0
+    printed = capsys.readouterr().out
+    result = json.loads(printed.splitlines()[-1])
+    assert result == json.loads((tmp_path / "new" / "r.json").read_text())
+    assert "vLLM: /no/such/python: No such file or directory" in printed
+    assert "transformers: ValueError: cannot speculate" in printed
+    plain = result["figures"][0]
+    assert plain["systems"]["specserve"]["median"] == pytest.approx(4)
+    assert plain["ratio"] == {"peer": "llama.cpp", "median": 0.5, "low": 0.5, "high": 0.5}
+    assert plain["systems"]["llama.cpp"]["setting"] == "2 threads"
+    assert result["versions"] == {"specserve": "7.0", "llama.cpp": "7.0", "transformers": "7.0"}
+    assert {s["setting"] for s in result["sweep"] if s["system"] == "llama.cpp"} == {
+        *("1 threads", "2 threads"),
+        *(f"2 threads, lookup {n}" for n in (2, 4, 8, 16)),
+        *(f"2 threads, draft {n}" for n in (2, 4, 8)),
+    }
+    assert str(checkpoint) not in json.dumps(result)
+
+
+def test_llama_cpp_gets_gguf_files_and_the_others_the_folders(two_cores, checkpoint, tmp_path):
+    args = [
+        "--model",
+        checkpoint,
+        "--draft",
+        checkpoint,
+        "--llama",
+        fake_python(tmp_path / "llama"),
+    ]
+    assert bench_peers(*args, "--transformers", fake_python(tmp_path / "others")) == 0
+    setups = {
+        name: [json.loads(setup) for *_, setup in starts(tmp_path / name)]
+        for name in ("llama", "others")
+    }
+    assert {Path(s["model"]).suffix for s in setups["llama"]} == {".gguf"}
+    assert {s["model"] for s in setups["others"]} == {str(checkpoint)}
+    drafts = {s["guessing"]["draft"] for s in setups["others"] if s["guessing"]}
+    assert drafts == {None, str(checkpoint)}
+    assert max(s["max_requests"] for s in setups["others"]) == 3
+
+
+def test_a_draft_needs_its_model(capsys):
+    assert bench_peers("--draft", "somewhere") == 1
+    assert "--draft: name the model that it drafts for" in capsys.readouterr().err
+
+
+def test_the_models_without_names_are_the_demo_pair_at_cost(tmp_path, monkeypatch):
+    monkeypatch.setitem(models.SHAPES, "qwen3-0.6b", SMALL_SHAPE)
+    monkeypatch.setattr(models, "TENTH", {"num_hidden_layers": 1})
+    chosen = models.scaled_pair(tmp_path)
+    written = json.loads((chosen.target / "config.json").read_text())
+    assert (written["vocab_size"], written["num_hidden_layers"]) == (8192, 4)
+    assert [draft.label for draft in chosen.drafts] == ["nearly free draft", "draft of a tenth"]
+    assert chosen.drafts[0].folder == DEMO_DRAFT
+    assert json.loads((chosen.drafts[1].folder / "config.json").read_text())["hidden_size"] == 384
+
+
+def test_the_draft_of_a_tenth_has_a_tenth_of_the_weights():
+    target, draft = (
+        families.parse(models.SHAPES[models.LIKE] | {"vocab_size": 8192} | changes)
+        for changes in ({}, models.TENTH)
+    )
+    assert num_linear_weights(draft) / num_linear_weights(target) == pytest.approx(0.1, rel=0.02)
+
+
+def test_a_checkpoint_without_a_tokenizer_gets_the_demos(checkpoint, tmp_path):
+    bare, scratch = tmp_path / "bare", tmp_path / "scratch"
+    bare.mkdir()
+    scratch.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(checkpoint / name, bare / name)
+    complete = models.with_tokenizer(bare, scratch)
+    assert load_tokenizer(complete).encode("def f")
+    assert (complete / "model.safetensors").read_bytes() == (
+        bare / "model.safetensors"
+    ).read_bytes()
+    assert models.with_tokenizer(checkpoint, scratch) == checkpoint
