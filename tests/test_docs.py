@@ -13,6 +13,7 @@ import specserve
 from specserve import LLM, SamplingParams, cli
 from specserve.config import KNOBS, description
 from specserve_bench import fairness, host, memory, scale, suite
+from specserve_bench.peers import command as peers
 from specserve_bench.report import markdown
 from specserve_bench.results import Result, Subject, read
 from specserve_bench.shapes import SHAPES
@@ -69,6 +70,7 @@ def test_every_bench_command_is_understood(command, folders, tmp_path, monkeypat
     monkeypatch.setattr(suite, "hosted", lambda *args: subject)
     monkeypatch.setattr(suite.Loader, "load", lambda self, label, config: subject)
     monkeypatch.setattr(scale, "scale_model", lambda *args, **others: None)
+    monkeypatch.setattr(peers, "peers", lambda args: 0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "run.json").write_bytes(msgspec.json.encode(result))
@@ -102,7 +104,15 @@ def test_the_manual_of_the_bench_names_every_workload_shape_and_command():
     named = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", MANUAL, flags=re.DOTALL))
     assert {*WORKLOADS, *SHAPES} <= set(named)
     commands = re.findall(r"specserve bench ([\w-]+)", MANUAL)
-    assert set(commands) == {"latency", "drafters", "load", "compare", "show", "scale-model"}
+    assert set(commands) == {
+        "latency",
+        "drafters",
+        "load",
+        "compare",
+        "show",
+        "scale-model",
+        "peers",
+    }
 
 
 def test_the_python_example_runs(folders, capsys):

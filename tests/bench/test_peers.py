@@ -375,6 +375,18 @@ def test_llama_cpp_gets_gguf_files_and_the_others_the_folders(two_cores, checkpo
     assert max(s["max_requests"] for s in setups["others"]) == 3
 
 
+def test_a_model_that_llama_cpp_cannot_have_is_a_line_of_the_table(
+    two_cores, tmp_path, capsys, monkeypatch
+):
+    linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    folder = tiny_checkpoint(tmp_path / "linear", rope_parameters=linear)
+    args = ["--model", folder, "--llama", fake_python(tmp_path / "llama")]
+    assert bench_peers(*args, "--transformers", fake_python(tmp_path / "others")) == 0
+    printed = capsys.readouterr().out
+    assert "cannot be written as GGUF: its rope_parameters scale positions" in printed
+    assert "| transformers | 8 " in printed
+
+
 def test_a_draft_needs_its_model(capsys):
     assert bench_peers("--draft", "somewhere") == 1
     assert "--draft: name the model that it drafts for" in capsys.readouterr().err

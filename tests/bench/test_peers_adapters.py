@@ -289,3 +289,10 @@ def test_what_a_gguf_file_would_lose_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="rope_parameters scale positions; measure without"):
         write_gguf(folder, tmp_path / "m.gguf")
     assert not (tmp_path / "m.gguf").exists()
+
+
+def test_without_gguf_the_error_says_what_to_install(tmp_path, monkeypatch):
+    folder = tiny_checkpoint(tmp_path / "model")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ConfigError, match=r"pip install 'specserve\[bench\]'"):
+        write_gguf(folder, tmp_path / "m.gguf")

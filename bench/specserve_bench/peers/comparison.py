@@ -5,9 +5,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from specserve.errors import ConfigError
 from specserve_bench.peers import rounds
 from specserve_bench.peers.cases import Case
-from specserve_bench.peers.peer import Peer, started
+from specserve_bench.peers.peer import Peer, PeerError, one_line, started
 from specserve_bench.peers.rounds import Job, Lane
 from specserve_bench.peers.setups import Setups
 from specserve_bench.peers.sweep import Pick, Sweep
@@ -36,7 +37,10 @@ class Comparison:
 
     @contextmanager
     def start(self, system: System, choice: Choice, cases: Sequence[Case]) -> Iterator[Peer]:
-        setup = self.setups.setup(system, choice, cases)
+        try:
+            setup = self.setups.setup(system, choice, cases)
+        except ConfigError as e:
+            raise PeerError(one_line(str(e))) from e
         with started(system, setup, self.limits.timeout) as peer:
             self.versions[system.name] = peer.version
             yield peer

@@ -43,8 +43,10 @@ DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 
 def write_gguf(folder: Path, file: Path) -> None:
     """Matrices in bfloat16, norms and biases in float32. It takes token ids and gives token ids."""
-    from gguf import GGMLQuantizationType, GGUFWriter  # optional
-
+    try:
+        from gguf import GGMLQuantizationType, GGUFWriter
+    except ImportError as e:
+        raise ConfigError("gguf is not installed: pip install 'specserve[bench]'") from e
     config = families.load_config(folder)
     architecture = architecture_of(folder, config)
     writer = GGUFWriter(file, architecture)
