@@ -14,11 +14,14 @@ from specserve.cli import main
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.models import families
 from specserve.models.tokenizer import load_tokenizer
+from specserve_bench import bound
+from specserve_bench.bound import Rates
 from specserve_bench.peers import models
 from specserve_bench.peers.cases import (
     Case,
     Sizes,
     agreement,
+    bound_size,
     make_cases,
     step_ms,
     tokens_per_s,
@@ -28,11 +31,11 @@ from specserve_bench.peers.cases import (
 )
 from specserve_bench.peers.peer import PeerError, started
 from specserve_bench.peers.protocol import DRAFT, LOOKUP, Guessing, Setup, Timed
-from specserve_bench.peers.rounds import Job, Lane, measure
+from specserve_bench.peers.rounds import Group, Job, Lane, measure
 from specserve_bench.peers.sweep import Pick, Sweep
 from specserve_bench.peers.systems import Choice, System, guess_choices, thread_choices
 from specserve_bench.peers.table import group_result, table
-from specserve_bench.steps import num_linear_weights
+from specserve_bench.steps import Cost, Size, num_linear_weights
 from tests.bench.fake_engine import fake_python
 from tests.checkpoints import tiny_checkpoint
 
@@ -51,6 +54,10 @@ SMALL_SHAPE = {
 
 def system(folder, behavior="", name="vLLM"):
     return System(name, name.lower(), fake_python(folder, behavior), True, (2, 4), (3,))
+
+
+def no_rates():
+    """For measurements without a bound."""
 
 
 def starts(folder):
@@ -139,7 +146,7 @@ def test_an_interrupt_ends_the_engines_and_all_that_they_started(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure([job], start, 5, interrupt)
+        measure([job], start, 5, interrupt, no_rates)
     assert len(children) == 2
     assert all(gets_to(pid, "Z") for pid in children)
 
@@ -222,14 +229,15 @@ def jobs(names, case="plain", error=None):
 
 def test_each_round_begins_with_another_engine_and_the_first_round_warms_up():
     recorded = Recorded()
-    lanes = measure(jobs("ac"), recorded.start, 3, print)
+    lanes, rates = measure(jobs("ac"), recorded.start, 3, print, lambda: recorded.ran)
     assert recorded.ran == "ac" + "ca" + "ac" + "ca"
     assert [len(lane.rounds) for lane in lanes] == [3, 3]
+    assert rates == ["ac", "acca", "accaac"]
 
 
 def test_an_engine_that_fails_is_left_out_of_later_rounds():
     recorded = Recorded()
-    lanes = measure(jobs("abc") + jobs("d", error="absent"), recorded.start, 3, print)
+    lanes, _ = measure(jobs("abc") + jobs("d", error="absent"), recorded.start, 3, print, no_rates)
     assert recorded.ran == "abc" + "bca" + "cab" + "ac"
     assert [lane.error for lane in lanes] == [None, "out of memory", None, "absent"]
 
@@ -241,7 +249,7 @@ def test_cases_of_the_same_settings_share_a_process():
         names.append((system.name, [case.name for case in cases]))
         return Recorded().start(system, choice, cases)
 
-    measure(jobs("ac") + jobs("a", "prompt"), start, 1, print)
+    measure(jobs("ac") + jobs("a", "prompt"), start, 1, print, no_rates)
     assert names == [("a", ["plain", "prompt"]), ("c", ["plain"])]
 
 
@@ -289,7 +297,7 @@ def test_the_ratio_is_to_the_best_peer_in_the_same_round():
         lane_of("slow", (1, 0.050), (1, 0.050), (1, 0.050)),
         lane_of("fast", (2, 0.020), (2, 0.020), (2, 0.040)),
     ]
-    by_name = {figure["figure"]: figure for figure in group_result(lanes, None)}
+    by_name = {figure["figure"]: figure for figure in group_result(Group(lanes, []), None, {})}
     ratio = by_name["TPOT ms"]["ratio"]
     assert ratio == {"peer": "fast", "median": 0.75, "low": 0.5, "high": 1}
     assert by_name["TTFT 300 ms"]["ratio"]["peer"] == "slow"
@@ -300,14 +308,28 @@ def test_of_a_rate_the_best_is_the_highest():
     lanes = [lane_of("specserve", (1, 1)), lane_of("slow", (1, 3)), lane_of("fast", (1, 1))]
     for lane in lanes:
         lane.job = lane.job._replace(case=lane.job.case._replace(name="batch"))
-    step, rate = group_result(lanes, None)
+    step, rate = group_result(Group(lanes, []), None, {})
     assert rate["ratio"] == {"peer": "fast", "median": 1, "low": 1, "high": 1}
     assert step["ratio"]["peer"] == "fast"
 
 
+def test_the_bound_is_a_row_where_a_figure_is_the_time_of_a_step():
+    rates = [Rates(read=1e9, multiply=1e12), Rates(read=2e9, multiply=1e12)]
+    costs = {"TPOT ms": Cost(num_bytes=1e8, flops=1e9)}
+    figures = group_result(Group([lane_of("specserve", (1, 0.2), (1, 0.2))], rates), None, costs)
+    assert figures[0]["bound"] == {"median": 75, "low": 50, "high": 100}
+    assert "| bound | 75 (50 to 100) | - |" in table({"figures": figures})
+
+
+def test_a_step_of_a_batch_has_the_context_of_each_request_halfway():
+    assert bound_size("TPOT ms", Sizes()) == Size("TPOT ms", (332,), 1)
+    assert bound_size("batch step ms", Sizes(batch=3)).contexts == (332, 332, 332)
+    assert bound_size("TTFT 300 ms", Sizes()) is None
+
+
 def test_a_peer_that_failed_is_a_line_below_the_table_and_no_base_of_ratios():
     lanes = [lane_of("specserve", (1, 0.01)), lane_of("vLLM", error="no such file")]
-    text = table({"figures": group_result(lanes, "a draft")})
+    text = table({"figures": group_result(Group(lanes, []), "a draft", {})})
     assert "| vLLM | failed | failed |" in text
     assert "| specserve / best peer | - | - |" in text
     assert text.endswith("\nvLLM: no such file")
@@ -323,6 +345,8 @@ def checkpoint(tmp_path_factory):
 def two_cores(monkeypatch, tmp_path):
     """And an engine that is made up, in place of specserve itself."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(bound, "READ_BYTES", 1 << 22)
+    monkeypatch.setattr(bound, "MULTIPLY_SECONDS", 0.001)
     monkeypatch.setattr(sys, "executable", fake_python(tmp_path / "ours"))
 
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from specserve.models.tokenizer import load_tokenizer
 from specserve_bench.demo import held_out
 from specserve_bench.peers.protocol import Timed
+from specserve_bench.steps import Size
 
 NUM_PROMPT, NUM_LONG, NUM_TOKENS = 300, 1000, 64
-MAX_LEN = NUM_LONG + NUM_TOKENS
 SWEPT_PROMPTS, SWEPT_TOKENS = 2, 32  # of a sweep's short runs
 
 
@@ -96,6 +96,13 @@ def tokens_per_step(requests: Sequence[Timed]) -> float:
     """Of all steps after a request's first."""
     steps = sum(len(r.counts) - 1 for r in requests)
     return sum(sum(r.counts[1:]) for r in requests) / steps
+
+
+def bound_size(figure: str, sizes: Sizes) -> Size | None:
+    """The step that a figure is the time of, halfway through the output; None if it is of none."""
+    context = NUM_PROMPT + sizes.tokens // 2
+    contexts = {"TPOT ms": (context,), "batch step ms": (context,) * sizes.batch}.get(figure)
+    return None if contexts is None else Size(figure, contexts, 1)
 
 
 FIGURES = (

@@ -9,15 +9,18 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from specserve.errors import ConfigError
+from specserve.models import families
 from specserve.models.folder import resolve
 from specserve_bench import suite
-from specserve_bench.peers.cases import Sizes, make_cases
+from specserve_bench.bound import Bound
+from specserve_bench.peers.cases import FIGURES, Sizes, bound_size, make_cases
 from specserve_bench.peers.comparison import Comparison, Limits
 from specserve_bench.peers.models import Models, named_models, scaled_pair
-from specserve_bench.peers.rounds import Lane
+from specserve_bench.peers.rounds import Group
 from specserve_bench.peers.setups import Setups
 from specserve_bench.peers.systems import System, make_systems
 from specserve_bench.peers.table import agreements, group_result, sweep_result, sweep_table, table
+from specserve_bench.steps import Cost, cost
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -85,7 +88,7 @@ def compare(args: argparse.Namespace, models: Models, scratch: Path) -> dict[str
     limits = Limits(args.rounds, cores, args.timeout)
     sizes = Sizes(prompts=args.prompts, batch=args.batch, tokens=args.tokens)
     comparison = Comparison(
-        chosen_systems(args), Setups(models.target, scratch), limits, tell_on_stderr
+        chosen_systems(args), Setups(models.target, scratch), limits, tell_on_stderr, Bound().rates
     )
     folders: list[Path | None] = [draft.folder for draft in models.drafts] or [None]
     groups = comparison.run(make_cases(models.target, sizes), folders)
@@ -99,13 +102,14 @@ def chosen_systems(args: argparse.Namespace) -> list[System]:
 
 
 def described(
-    models: Models, sizes: Sizes, comparison: Comparison, groups: list[list[Lane]]
+    models: Models, sizes: Sizes, comparison: Comparison, groups: list[Group]
 ) -> dict[str, Any]:
     guesses: list[str | None] = [draft.label for draft in models.drafts] or [None]
+    costs = step_costs(models.target, sizes)
     figures = [
         figure
-        for lanes, label in zip(groups, [None, None, *guesses], strict=True)
-        for figure in group_result(lanes, label)
+        for group, label in zip(groups, [None, None, *guesses], strict=True)
+        for figure in group_result(group, label, costs)
     ]
     return {
         "machine": suite.machine("specserve bench peers"),
@@ -115,8 +119,14 @@ def described(
         "versions": comparison.versions,
         "sweep": sweep_result(comparison.sweep.tried.values()),
         "figures": figures,
-        "same_text_as_ours": agreements(groups[0]),
+        "same_text_as_ours": agreements(groups[0].lanes),
     }
+
+
+def step_costs(target: Path, sizes: Sizes) -> dict[str, Cost]:
+    config = families.load_config(target)
+    steps = {figure.name: bound_size(figure.name, sizes) for figure in FIGURES}
+    return {name: cost(config, size) for name, size in steps.items() if size is not None}
 
 
 def tell_on_stderr(text: str) -> None:

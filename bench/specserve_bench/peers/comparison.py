@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specserve.errors import ConfigError
+from specserve_bench.bound import Rates
 from specserve_bench.peers import rounds
 from specserve_bench.peers.cases import Case
 from specserve_bench.peers.peer import Peer, PeerError, one_line, started
-from specserve_bench.peers.rounds import Job, Lane
+from specserve_bench.peers.rounds import Group, Job
 from specserve_bench.peers.setups import Setups
 from specserve_bench.peers.sweep import Pick, Sweep
 from specserve_bench.peers.systems import Choice, System, guess_choices, thread_choices
@@ -22,7 +23,7 @@ class Limits(NamedTuple):
 
 
 class Comparison:
-    """`tell` is told what goes on."""
+    """`tell` is told what goes on, `gauge` measures the CPU before each round."""
 
     def __init__(
         self,
@@ -30,8 +31,10 @@ class Comparison:
         setups: Setups,
         limits: Limits,
         tell: Callable[[str], object],
+        gauge: Callable[[], Rates],
     ) -> None:
-        self.systems, self.setups, self.limits, self.tell = systems, setups, limits, tell
+        self.systems, self.setups, self.limits = systems, setups, limits
+        self.tell, self.gauge = tell, gauge
         self.sweep = Sweep(self.start, tell)
         self.versions: dict[str, str] = {}
 
@@ -45,8 +48,8 @@ class Comparison:
             self.versions[system.name] = peer.version
             yield peer
 
-    def run(self, cases: Mapping[str, Case], drafts: Sequence[Path | None]) -> list[list[Lane]]:
-        """Groups of lanes that were measured in the same rounds; a group of guesses per draft."""
+    def run(self, cases: Mapping[str, Case], drafts: Sequence[Path | None]) -> list[Group]:
+        """The last groups are those of guesses, one for each draft."""
         plain = cases["plain"]
         decoding, prompts = (
             {s: self.sweep.pick(s, self.threads(s), plain, figure) for s in self.systems}
@@ -75,6 +78,6 @@ class Comparison:
         choices = guess_choices(system, plain.choice.threads, folder)
         return self.sweep.pick(system, choices, case, "tpot_ms")
 
-    def measure(self, jobs: Sequence[Job]) -> list[Lane]:
+    def measure(self, jobs: Sequence[Job]) -> Group:
         self.tell(jobs[-1].case.name)
-        return rounds.measure(jobs, self.start, self.limits.rounds, self.tell)
+        return rounds.measure(jobs, self.start, self.limits.rounds, self.tell, self.gauge)

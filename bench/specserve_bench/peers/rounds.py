@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
+from specserve_bench.bound import Rates
 from specserve_bench.peers.cases import Case
 from specserve_bench.peers.peer import Peer, PeerError, Start
 from specserve_bench.peers.protocol import Timed
@@ -35,22 +36,35 @@ class Lane:
             return None
 
 
+class Group(NamedTuple):
+    """What was measured in the same rounds; what the CPU could do at the beginning of each."""
+
+    lanes: list[Lane]
+    rates: list[Rates]
+
+
 def measure(
-    jobs: Sequence[Job], start: Start, num_rounds: int, tell: Callable[[str], object]
-) -> list[Lane]:
+    jobs: Sequence[Job],
+    start: Start,
+    num_rounds: int,
+    tell: Callable[[str], object],
+    gauge: Callable[[], Rates],
+) -> Group:
     """`num_rounds` of each job, interleaved, after one that warms up. Each begins with another."""
-    lanes = [Lane(job) for job in jobs]
+    lanes, rates = [Lane(job) for job in jobs], []
     with ExitStack() as stack:
         peers = start_peers(lanes, start, stack)
         for number in range(1 + num_rounds):
             tell(f"round {number} of {num_rounds}" if number else "warming up")
+            if number:
+                rates.append(gauge())
             first = number % len(lanes)
             for lane in lanes[first:] + lanes[:first]:
                 if lane.error is None:
                     done = lane.run(peers[key(lane)])
                     if number and done is not None:
                         lane.rounds.append(done)
-    return lanes
+    return Group(lanes, rates)
 
 
 def start_peers(

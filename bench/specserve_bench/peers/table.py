@@ -4,25 +4,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from specserve_bench.bound import Rates
 from specserve_bench.peers.cases import FIGURES, Figure, agreement
-from specserve_bench.peers.rounds import Lane
+from specserve_bench.peers.rounds import Group, Lane
 from specserve_bench.peers.sweep import Tried
 from specserve_bench.results import ratio
+from specserve_bench.steps import Cost, spread
 
 OURS = "specserve"
+Costs = Mapping[str, Cost]  # of the step that a figure is the time of
 
 
-def group_result(lanes: Sequence[Lane], draft: str | None) -> list[dict[str, Any]]:
+def group_result(group: Group, draft: str | None, costs: Costs) -> list[dict[str, Any]]:
     """The figures of lanes that were measured in the same rounds."""
-    names = {lane.job.case.name for lane in lanes}
+    names = {lane.job.case.name for lane in group.lanes}
     return [
-        figure_result(figure, [lane for lane in lanes if lane.job.case.name == figure.case], draft)
+        figure_result(figure, [lane for lane in group.lanes if lane.job.case.name == figure.case])
+        | {"draft": draft, "bound": bound(group.rates, costs.get(figure.name))}
         for figure in FIGURES
         if figure.case in names
     ]
 
 
-def figure_result(figure: Figure, lanes: Sequence[Lane], draft: str | None) -> dict[str, Any]:
+def figure_result(figure: Figure, lanes: Sequence[Lane]) -> dict[str, Any]:
     """Every system's median and extremes over rounds, or its error; and ours / the best peer's."""
     values = {
         lane.job.system.name: [figure.compute(done) for done in lane.rounds]
@@ -31,10 +35,14 @@ def figure_result(figure: Figure, lanes: Sequence[Lane], draft: str | None) -> d
     }
     return {
         "figure": figure.name,
-        "draft": draft,
         "systems": {lane.job.system.name: cell(lane, values) for lane in lanes},
         "ratio": over_best_peer(values, figure.is_rate),
     }
+
+
+def bound(rates: Sequence[Rates], cost: Cost | None) -> dict[str, float] | None:
+    """Milliseconds that reading, or multiplying, takes at least; None without rounds or a cost."""
+    return spread([1e3 * r.seconds(*cost) for r in rates]) if rates and cost else None
 
 
 def cell(lane: Lane, values: Mapping[str, list[float]]) -> dict[str, Any]:
@@ -42,12 +50,7 @@ def cell(lane: Lane, values: Mapping[str, list[float]]) -> dict[str, Any]:
         return {"error": lane.error}
     assert lane.job.pick.choice is not None
     own = values[lane.job.system.name]
-    return {
-        "median": round(median(own), 3),
-        "low": round(min(own), 3),
-        "high": round(max(own), 3),
-        "setting": lane.job.pick.choice.words(),
-    }
+    return {**spread(own), "setting": lane.job.pick.choice.words()}
 
 
 def over_best_peer(values: Mapping[str, list[float]], is_rate: bool) -> dict[str, Any] | None:
@@ -105,6 +108,7 @@ def table(result: Mapping[str, Any]) -> str:
     systems = list(dict.fromkeys(name for column in columns for name in column["systems"]))
     rows = [["system", *map(heading, columns)]]
     rows += [[name, *(shown(column["systems"][name]) for column in columns)] for name in systems]
+    rows.append(["bound", *(shown(column["bound"]) for column in columns)])
     rows.append([f"{OURS} / best peer", *(shown_ratio(column["ratio"]) for column in columns)])
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines.insert(1, "|" + " --- |" * len(rows[0]))
@@ -115,7 +119,9 @@ def heading(column: Mapping[str, Any]) -> str:
     return f"{column['figure']}, {column['draft']}" if column["draft"] else column["figure"]
 
 
-def shown(value: Mapping[str, Any]) -> str:
+def shown(value: Mapping[str, Any] | None) -> str:
+    if value is None:
+        return "-"
     if "error" in value:
         return "failed"
     return f"{value['median']:.4g} ({value['low']:.4g} to {value['high']:.4g})"
