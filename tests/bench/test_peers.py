@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +17,7 @@ from specserve.models import families
 from specserve.models.tokenizer import load_tokenizer
 from specserve_bench import bound
 from specserve_bench.bound import Rates
-from specserve_bench.peers import models
+from specserve_bench.peers import command, models
 from specserve_bench.peers.cases import (
     Case,
     Sizes,
@@ -409,6 +410,21 @@ def test_a_model_that_llama_cpp_cannot_have_is_a_line_of_the_table(
     printed = capsys.readouterr().out
     assert "cannot be written as GGUF: its rope_parameters scale positions" in printed
     assert "| transformers | 8 " in printed
+
+
+def test_a_signal_to_end_leaves_no_files_and_no_engines(
+    two_cores, checkpoint, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(
+        command, "tell_on_stderr", lambda text: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"):
+        bench_peers("--model", checkpoint, "--llama", fake_python(tmp_path / "llama"))
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert not list(tmp_path.glob("specserve-*"))
+    assert all(gets_to(pid, "Z") for pid, *_ in starts(tmp_path / "ours"))
 
 
 def test_a_draft_needs_its_model(capsys):

@@ -3,7 +3,10 @@
 import argparse
 import json
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -65,7 +68,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 def peers(args: argparse.Namespace) -> int:
     if args.draft and args.model is None:
         raise ConfigError("--draft: name the model that it drafts for with --model")
-    with TemporaryDirectory(prefix="specserve-peers-") as folder:
+    with exits_on_sigterm(), TemporaryDirectory(prefix="specserve-peers-") as folder:
         scratch = Path(folder)
         models = chosen_models(args, scratch)
         result = compare(args, models, scratch)
@@ -75,6 +78,16 @@ def peers(args: argparse.Namespace) -> int:
     if not sys.stdout.isatty():  # JSON is for programs, not for a terminal
         print(json.dumps(result))
     return 0
+
+
+@contextmanager
+def exits_on_sigterm() -> Iterator[None]:
+    """Else SIGTERM would leave gigabytes of checkpoints in the temporary folder."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def chosen_models(args: argparse.Namespace, scratch: Path) -> Models:
