@@ -40,7 +40,7 @@ class OpClock:
         """Replace the part's operations by timed ones."""
         self.put(part, "ops", Timed(part.ops, OPS_AROUND_A_FORWARD, add))
         if isinstance(part, Runner):
-            self.put(part, "decoder", Timed(part.decoder, ("forward", "logits"), add))
+            self.put(part, "program", Timed(part.program, ("run", "logits"), add))
 
     def put(self, part: Any, name: str, value: Any) -> None:
         before = getattr(part, name)
@@ -52,7 +52,7 @@ class OpClock:
 
     def add_draft(self, name: str, seconds: float) -> None:
         self.draft_seconds += seconds
-        self.draft_forwards += name == "forward"
+        self.draft_forwards += name == "run"
 
 
 class Timed:

@@ -105,7 +105,7 @@ def test_a_client_that_reads_nothing_is_cut_and_its_blocks_come_back(strict):
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         client.connect(("127.0.0.1", strict.port))
-        body = json.dumps(saying(500, prompt=[[1]] * 4, stream=True)).encode()
+        body = json.dumps(saying(500, ms=1, prompt=[[1]] * 4, stream=True)).encode()
         client.sendall(head(f"Content-Length: {len(body)}") + body)
         eventually(lambda: is_running(strict))
         strict.wait_until_idle(seconds=10)
