@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specserve_kernels import cpu
-from specserve_kernels.cpu import ops
+from specserve_kernels.cpu import arguments, ops
 from tests.kernels.random_steps import random_tensor
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -36,8 +36,8 @@ class Maps(NamedTuple):
     bias: torch.Tensor
     both: torch.Tensor
     residual: torch.Tensor
-    packed: ops.Packed
-    gated: ops.Packed
+    packed: arguments.Packed
+    gated: arguments.Packed
 
     def outputs(self, gemm, x, rows):
         """What each op makes of some rows; which of them they are only matters to the residual."""

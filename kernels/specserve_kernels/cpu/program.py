@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specserve_kernels.cpu import ops
+from specserve_kernels.cpu import arguments, native
 from specserve_kernels.cpu.recorder import READ, STEP, Hosted, Index, Native, Recorder
 from specserve_kernels.program import Model, Outputs
 from specserve_kernels.types import KVCache, Rows
@@ -49,18 +49,18 @@ def pieces(calls: Sequence[Native | Hosted]) -> list[Piece]:
 
 
 def op_array(calls: Sequence[Native]) -> Any:
-    filled = [ops.Op(ops.address(c.name), addressof(c.args), c.domain) for c in calls]
-    return (ops.Op * len(filled))(*filled)
+    filled = [native.Op(native.address(c.name), addressof(c.args), c.domain) for c in calls]
+    return (native.Op * len(filled))(*filled)
 
 
 class NativeProgram:
-    """Records the forward at its first run, and again when a step has more rows than any before."""
+    """A recorded forward; recorded again when a step has more rows than any before."""
 
     def __init__(self, model: Model, kv: KVCache, max_rows: int, max_read: int) -> None:
         self.model, self.kv = model, kv
         self.recording = Recording(model, kv, (max_rows, max_read))
-        self.attention = ops.AttentionPlan()
-        self.step = ops.Step(attention=self.attention.address)
+        self.attention = arguments.AttentionPlan()
+        self.step = native.Step(attention=self.attention.address)
         self.kept: Any = None  # what the step holds addresses of
 
     @property
@@ -85,12 +85,12 @@ class NativeProgram:
     ) -> Outputs:
         R, n = len(token_ids), len(read)
         self.reserve(R, n)
-        native = ops.native_rows(rows)
-        self.kept = rows, token_ids, read, native
+        placed = arguments.rows_of(rows)
+        self.kept = rows, token_ids, read, placed
         step = self.step
         step.num_rows[STEP], step.num_rows[READ] = R, n
         step.token_ids, step.read = token_ids.data_ptr(), read.data_ptr()
-        step.rows = addressof(native)
+        step.rows = addressof(placed)
         self.run_pieces(self.recording.pieces)
         found = self.recording
         return Outputs(found.residual.tensor[:R], found.logits.tensor[:n] if n else None, also)
@@ -108,7 +108,6 @@ class NativeProgram:
         if num_rows <= most[STEP] and num_read <= most[READ]:
             return
         larger = [max(n, power_of_two(k)) for n, k in zip(most, (num_rows, num_read), strict=True)]
-        del self.recording
         self.recording = Recording(self.model, self.kv, (larger[0], larger[1]))
 
     def run_pieces(self, found: Sequence[Piece]) -> None:
@@ -118,7 +117,7 @@ class NativeProgram:
                 if self.step.num_rows[piece.hosted.domain]:
                     piece.hosted.run(self.step.num_rows)
             else:
-                ops.run(piece.ops, self.step, threads)
+                native.run(piece.ops, self.step, threads)
 
 
 def power_of_two(n: int) -> int:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specserve_kernels.cpu import ops
+from specserve_kernels.cpu import arguments, native, ops
+from specserve_kernels.cpu.arguments import Packed
 from specserve_kernels.types import KVCache, KVLayer, QKNorm, Rotary
 
 STEP, READ = 0, 1  # the domains of rows, as in op.h: all of a step, or those that are read
@@ -121,7 +122,7 @@ class Recorder:
         self.kept += kept
 
     def plan(self, rows: Any, kv: KVCache, num_heads: int, windows: Any, also: Any) -> Plan:
-        args, lengths = ops.plan_attention_args(kv, num_heads, windows)
+        args, lengths = arguments.plan_attention(kv, num_heads, windows)
         self.note("plan_attention", args, STEP, lengths)
         return Plan(num_heads, kv.layers[0].k.shape[3])
 
@@ -134,31 +135,29 @@ class Recorder:
     def gather(self, x: Any, tensor: Tensor, index: Index) -> Any:
         out = self.new(index.domain, tensor.shape[1:], tensor.dtype)
         pointers = tensor.data_ptr(), out.tensor.data_ptr()
-        args = ops.Gather(index.domain, *pointers, tensor[0].numel() * tensor.itemsize)
+        args = native.Gather(index.domain, *pointers, tensor[0].numel() * tensor.itemsize)
         self.note("gather", args, index.domain, *([x] if isinstance(x, Tensor) else []))
         return out
 
     def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
         out = self.new(x.domain, x.tensor.shape[1:], x.tensor.dtype)
-        args = ops.norm_args(x.domain, x.tensor, weight, out.tensor, eps)
+        args = arguments.rms_norm(x.domain, x.tensor, weight, out.tensor, eps)
         self.note("rms_norm", args, x.domain, weight)
         return out
 
-    def linear(self, x: Any, packed: ops.Packed, bias: Tensor | None = None) -> Any:
+    def linear(self, x: Any, packed: Packed, bias: Tensor | None = None) -> Any:
         out = self.new(x.domain, (packed.N,), x.tensor.dtype)
-        return self.multiply(x, packed, bias, out, ops.PLAIN)
+        return self.multiply(x, packed, bias, out, arguments.PLAIN)
 
-    def linear_add(self, x: Any, packed: ops.Packed, bias: Tensor | None, residual: Any) -> Any:
-        return self.multiply(x, packed, bias, residual, ops.ADD)
+    def linear_add(self, x: Any, packed: Packed, bias: Tensor | None, residual: Any) -> Any:
+        return self.multiply(x, packed, bias, residual, arguments.ADD)
 
-    def linear_silu_mul(self, x: Any, packed: ops.Packed, bias: Tensor | None = None) -> Any:
+    def linear_silu_mul(self, x: Any, packed: Packed, bias: Tensor | None = None) -> Any:
         out = self.new(x.domain, (packed.N,), x.tensor.dtype)
-        return self.multiply(x, packed, bias, out, ops.SILU_MUL)
+        return self.multiply(x, packed, bias, out, arguments.SILU_MUL)
 
-    def multiply(
-        self, x: Any, packed: ops.Packed, bias: Tensor | None, out: Any, epilogue: int
-    ) -> Any:
-        args = ops.linear_args(x.domain, x.tensor, packed, bias, out.tensor, epilogue)
+    def multiply(self, x: Any, packed: Packed, bias: Tensor | None, out: Any, epilogue: int) -> Any:
+        args = arguments.linear(x.domain, x.tensor, packed, bias, out.tensor, epilogue)
         self.note("linear", args, x.domain, packed, bias)
         return out
 
@@ -166,7 +165,7 @@ class Recorder:
         self, qkv: Any, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Plan
     ) -> Any:
         q = self.new(qkv.domain, (plan.num_heads, plan.head_dim), qkv.tensor.dtype)
-        args = ops.rope_args(qkv.tensor, rotary, norm, kv, q.tensor)
+        args = arguments.rope_write_kv(qkv.tensor, rotary, norm, kv, q.tensor)
         self.note("rope_write_kv", args, qkv.domain, rotary, norm, kv)
         return q
 
@@ -174,7 +173,7 @@ class Recorder:
         self, q: Any, kv: KVLayer, plan: Plan, scale: float, window: int | None = None
     ) -> Any:
         out = self.new(q.domain, (plan.num_heads * plan.head_dim,), q.tensor.dtype)
-        args = ops.attention_args(q.tensor, kv, out.tensor, scale, window)
+        args = arguments.attention(q.tensor, kv, out.tensor, scale, window)
         self.note("attention", args, q.domain, kv)
         return out
 

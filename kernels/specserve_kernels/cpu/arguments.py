@@ -1,0 +1,101 @@
+"""The arguments of C++ ops for tensors, or for whatever stands at their addresses in a program."""
+
+import weakref
+from collections.abc import Sequence
+from ctypes import Structure, addressof, c_int64, c_void_p
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specserve_kernels.cpu import native
+from specserve_kernels.types import KVCache, KVLayer, QKNorm, Rotary, Rows
+
+MAX_HEAD_DIM, MAX_TOKEN = 512, 1 << 15  # as in layouts.h
+PLAIN, ADD, SILU_MUL = range(3)  # Epilogue in gemm.cpp
+
+
+class Packed(NamedTuple):
+    """A weight as gemm.h describes it; N is half of the weight's rows if it is gated."""
+
+    words: Tensor
+    N: int
+    K: int
+    is_gated: bool
+    dtype: torch.dtype
+
+
+class AttentionPlan:
+    """What the attention of all layers of a step shares, as the op `plan_attention` fills it in."""
+
+    def __init__(self) -> None:
+        self.address = native.call("attention_plan", c_void_p)
+        weakref.finalize(self, native.call, "free_attention_plan", None, c_void_p(self.address))
+
+
+def is_bf16(x: Tensor) -> bool:
+    """Whether a tensor is bfloat16, else float32; the kernels take no other."""
+    assert x.is_contiguous(), "a kernel was handed a tensor with gaps"
+    if x.dtype == torch.bfloat16:
+        return True
+    assert x.dtype == torch.float32, f"no kernel computes in {x.dtype}"
+    return False
+
+
+def linear(
+    domain: int, x: Tensor, packed: Packed, bias: Tensor | None, out: Tensor, epilogue: int
+) -> Structure:
+    assert packed.is_gated == (epilogue == SILU_MUL), "a weight that is packed for another op"
+    assert x.shape[1] == packed.K, "rows of another width than the weight's"
+    assert out.shape[1] == packed.N, "a residual of another width than the weight's"
+    assert x.dtype == packed.dtype == out.dtype, "rows and weight of different dtypes"
+    kind = is_bf16(x) and is_bf16(out)
+    pointers = x.data_ptr(), packed.words.data_ptr(), None if bias is None else bias.data_ptr()
+    return native.Linear(kind, domain, *pointers, out.data_ptr(), packed.N, packed.K, epilogue)
+
+
+def rms_norm(domain: int, x: Tensor, weight: Tensor, out: Tensor, eps: float) -> Structure:
+    pointers = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+    return native.Norm(is_bf16(x), domain, *pointers, x.shape[1], eps)
+
+
+def plan_attention(
+    kv: KVCache, num_heads: int, windows: Sequence[int | None]
+) -> tuple[Structure, Any]:
+    """The op's arguments, and what they hold the address of."""
+    _, _, num_kv_heads, D = kv.layers[0].k.shape
+    assert D <= MAX_HEAD_DIM and num_kv_heads * D <= MAX_TOKEN, "larger heads than kernels take"
+    lengths = (c_int64 * len(windows))(*(window or 0 for window in windows))
+    heads = num_heads, num_kv_heads, D
+    return native.PlanAttention(addressof(lengths), len(windows), *heads), lengths
+
+
+def rows_of(rows: Rows) -> Any:
+    sizes = len(rows.qo_indptr) - 1, len(rows.positions)
+    return native.Rows(*sizes, *(getattr(rows, name).data_ptr() for name in native.ROW_FIELDS))
+
+
+def layer(kv: KVLayer) -> Any:
+    if kv.native is None:
+        _, block_size, num_heads, D = kv.k.shape
+        stride, *inner = kv.k.stride()
+        assert kv.v.stride() == kv.k.stride(), "K and V have different strides"
+        assert inner == [num_heads * D, D, 1], "KV with gaps in a block"
+        is_bf16 = kv.k.dtype == torch.bfloat16
+        assert is_bf16 or kv.k.dtype == torch.float32, f"no kernel reads {kv.k.dtype} KV"
+        pointers = kv.k.data_ptr(), kv.v.data_ptr()
+        kv.native = native.KV(*pointers, stride, block_size, num_heads, D, is_bf16)
+    return kv.native
+
+
+def rope_write_kv(
+    qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, q: Tensor
+) -> Structure:
+    norms = (norm.q.data_ptr(), norm.k.data_ptr()) if norm else (None, None)
+    pointers = qkv.data_ptr(), *norms, q.data_ptr(), rotary.cos.data_ptr(), rotary.sin.data_ptr()
+    return native.Rope(addressof(layer(kv)), *pointers, q.shape[1], norm.eps if norm else 0.0)
+
+
+def attention(q: Tensor, kv: KVLayer, out: Tensor, scale: float, window: int | None) -> Structure:
+    pointers = addressof(layer(kv)), q.data_ptr(), out.data_ptr()
+    return native.Attention(*pointers, q.shape[1], scale, window or 0)

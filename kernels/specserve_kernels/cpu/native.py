@@ -1,0 +1,166 @@
+"""The library as Python sees it: the structs of its ops' arguments, and running a list of ops."""
+
+import ctypes
+from ctypes import Structure, byref, c_float, c_int, c_int64, c_void_p
+from functools import cache
+from typing import Any
+
+from specserve_kernels.cpu.build import library
+from specserve_kernels.types import SampleParams as SampleTensors
+
+# The fields of Rows that the kernels read, in the order of rows.h.
+ROW_FIELDS = ("qo_indptr", "indptr", "indices", "positions", "prefix", "slots", "mask")
+
+
+class Rows(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("num_requests", "num_rows")),
+        *((name, c_void_p) for name in ROW_FIELDS),
+    ]
+
+
+class KV(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("k", "v")),
+        *((name, c_int64) for name in ("block_stride", "block_size", "num_heads", "head_dim")),
+        ("is_bf16", c_int64),
+    ]
+
+
+class SampleParams(Structure):
+    _fields_ = [(name, c_void_p) for name in SampleTensors._fields]
+
+
+class Norm(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("is_bf16", "domain")),
+        *((name, c_void_p) for name in ("x", "weight", "out")),
+        ("width", c_int64),
+        ("eps", c_float),
+    ]
+
+
+class Pack(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("is_bf16", "is_gated")),
+        *((name, c_void_p) for name in ("weight", "packed")),
+        *((name, c_int64) for name in ("N", "K")),
+    ]
+
+
+class Linear(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("is_bf16", "domain")),
+        *((name, c_void_p) for name in ("x", "packed", "bias", "out")),
+        *((name, c_int64) for name in ("N", "K", "epilogue")),
+    ]
+
+
+class Rope(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("kv", "qkv", "q_norm", "k_norm", "q", "cos", "sin")),
+        ("num_heads", c_int64),
+        ("eps", c_float),
+    ]
+
+
+class PlanAttention(Structure):
+    _fields_ = [
+        ("windows", c_void_p),
+        *((name, c_int64) for name in ("num_windows", "num_heads", "num_kv_heads", "head_dim")),
+    ]
+
+
+class Attention(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("kv", "q", "out")),
+        ("num_heads", c_int64),
+        ("scale", c_float),
+        ("window", c_int64),
+    ]
+
+
+class Moves(Structure):
+    _fields_ = [
+        ("layers", c_void_p),
+        ("num_layers", c_int64),
+        *((name, c_void_p) for name in ("source", "target")),
+        ("num_moves", c_int64),
+    ]
+
+
+class Sample(Structure):
+    _fields_ = [
+        ("is_bf16", c_int64),
+        ("logits", c_void_p),
+        ("vocab_size", c_int64),
+        ("rows", c_void_p),
+        ("num_rows", c_int64),
+        ("params", SampleParams),
+        ("out", c_void_p),
+    ]
+
+
+class TopChildren(Structure):
+    _fields_ = [
+        ("is_bf16", c_int64),
+        ("logits", c_void_p),
+        *((name, c_int64) for name in ("num_rows", "vocab_size")),
+        ("params", SampleParams),
+        ("k", c_int64),
+        ("tau", c_float),
+        *((name, c_void_p) for name in ("ids", "weight")),
+    ]
+
+
+class Gather(ctypes.Structure):
+    _fields_ = [
+        ("domain", c_int64),
+        *((name, c_void_p) for name in ("x", "out")),
+        ("row_bytes", c_int64),
+    ]
+
+
+class Step(ctypes.Structure):
+    _fields_ = [
+        ("num_rows", c_int64 * 2),
+        *((name, c_void_p) for name in ("token_ids", "read", "rows", "attention")),
+    ]
+
+
+class Op(ctypes.Structure):
+    _fields_ = [("run", c_void_p), ("args", c_void_p), ("domain", c_int64)]
+
+
+@cache
+def _symbol(kernels: ctypes.CDLL, name: str) -> int | None:
+    return ctypes.cast(getattr(kernels, f"specserve_{name}"), c_void_p).value
+
+
+def address(name: str) -> int | None:
+    """Of a C++ op."""
+    return _symbol(library(), name)
+
+
+def call(name: str, result: Any, *args: Any) -> Any:
+    function = getattr(library(), f"specserve_{name}")
+    function.restype = result
+    return function(*args)
+
+
+@cache
+def _run_list(kernels: ctypes.CDLL) -> Any:
+    run = kernels.specserve_run
+    run.argtypes, run.restype = [c_void_p, c_int64, c_void_p, c_int], None
+    return run
+
+
+def run(ops: Any, step: Step, threads: int) -> None:
+    """Run an array of ops, one after the other, each on all of the threads."""
+    _run_list(library())(byref(ops), len(ops), byref(step), threads)
+
+
+def packed_words(N: int, K: int, is_bf16: bool, is_gated: bool) -> int:
+    count = library().specserve_packed_words
+    count.argtypes, count.restype = [c_int64] * 4, c_int64
+    return int(count(N, K, is_bf16, is_gated))
