@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from specserve_kernels.cpu import build, ops
+from specserve_kernels.cpu import build, native
 
 SYMBOL, CALL, TEXT, RUN = range(4)
 
@@ -51,7 +51,7 @@ class Server:
         return Function(self, name.encode())
 
     def run(self, array, step, threads):
-        """As `ops.run`: everything that the ops can reach is sent, and tensors come back."""
+        """As `native.run`: everything that the ops can reach is sent, and tensors come back."""
         sent = reachable(array, step)
         self.send(RUN, len(sent))
         for blob in sent:
@@ -121,6 +121,6 @@ def running_through(server):
     """The ops of `specserve_kernels.cpu` run in the server's process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "kernels", lambda: build.Kernels(server, "in another process"))
-        patch.setattr(ops, "run", server.run)
-        patch.setattr(ops, "address", server.address)
+        patch.setattr(native, "run", server.run)
+        patch.setattr(native, "address", server.address)
         yield
