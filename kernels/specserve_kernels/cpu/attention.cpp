@@ -17,6 +17,7 @@
 
 constexpr int GROUP = 32;     // query vectors that share a range of tiles
 constexpr int FEW = 16;       // query vectors of which the sums stay in L1 beside a tile of values
+constexpr int BLOCK = 64;     // keys of which the columns stay in L1
 constexpr int TAIL = 128;     // tree slots, and those of the prefix in their first tile
 constexpr int SCORES = PART + LANES;  // a stride with which rows do not share cache lines' places
 constexpr float LOG2_E = 1.44269504f;
@@ -31,7 +32,7 @@ struct Attention {
 };
 
 // Where the positions [begin, begin + n) of a part stand, whole tiles: their keys, then their
-// values, then keys of the next part, which are prefetched.
+// values, then keys of the next part, which are prefetched: at most two blocks ahead.
 struct Part {
   int begin, n;
   const void* tokens[2 * PART + 2 * BLOCK];
@@ -159,10 +160,11 @@ template <class T> struct Task {
     locate(seen.begin, seen.size(), keys, keys + part.n);
   }
   static Tokens<T> tokens_of(const Part& part) { return (Tokens<T>)part.tokens; }
-  // A head's share of the tokens BLOCK behind j: so all of them are prefetched, once.
-  Prefetch behind(const Part& part, int j, int n, int h) const {
-    return {part.tokens + j + BLOCK + n * h / item.num_heads,
-            item.num_heads * D * int64_t(sizeof(T))};
+  // What is read `ahead` blocks after block j of head h: a block is read of one head after another.
+  Prefetch behind(const Part& part, int j, int h, int block, int ahead) const {
+    int head = h + ahead;
+    return {part.tokens + j + head / item.num_heads * block,
+            head % item.num_heads * D * int64_t(sizeof(T))};
   }
 
   void begin() {
@@ -208,20 +210,20 @@ template <class T> struct Task {
   }
 
   void score(int number, const Part& part) {
-    for (int j = 0; j < part.n; j += BLOCK)
+    for (int j = 0; j < part.n; j += is_few() ? FEW_BLOCK : BLOCK)
       for (int h = 0; h < item.num_heads; h++)
         is_few() ? score_few_keys(part, j, h) : score_keys(number, part, j, h);
   }
   void score_few_keys(const Part& part, int j, int h) {
-    int n = std::min(BLOCK, part.n - j);
     with_constant(item.count, [&]<int N>() {
-      score_few<T, N>(queries(h, 0), tokens_of(part) + j, n, h * D, D, behind(part, j, n, h),
+      score_few<T, N>(queries(h, 0), tokens_of(part) + j, FEW_BLOCK, h * D, D,
+                      behind(part, j, h, FEW_BLOCK, FEW_AHEAD),
                       {scores(h, 0) + part.begin + j, SCORES});
     });
   }
   void score_keys(int number, const Part& part, int j, int h) {
     int n = std::min(BLOCK, part.n - j), first = part.begin + j;
-    load_keys<T>(tokens_of(part) + j, n, h * D, D, behind(part, j, n, h), x.keys, BLOCK);
+    load_keys<T>(tokens_of(part) + j, n, h * D, D, behind(part, j, h, BLOCK, 1), x.keys, BLOCK);
     for (int g = 0; g < item.count; g += GROUP) {
       Span span{number * PART + first, number * PART + first + n};
       if (!overlap(shared[g / GROUP], span).is_empty())
@@ -268,24 +270,23 @@ template <class T> struct Task {
 
   void add_values(int number, const Part& part) {
     bool few = is_few() && !is_mixed(number * PART + part.begin, part.n);
-    int step = few ? BLOCK : item.count <= FEW ? TILE : PART;
+    int step = few ? FEW_BLOCK : item.count <= FEW ? TILE : PART;
     for (int j = 0; j < part.n; j += step)
       for (int h = 0; h < item.num_heads; h++)
         few ? add_few_values(part, j, h)
             : add_values_of(number, part, j, std::min(step, part.n - j), h);
   }
   void add_few_values(const Part& part, int j, int h) {
-    int n = std::min(BLOCK, part.n - j);
     with_constant(item.count, [&]<int N>() {
-      add_few<T, N>(weights(h, 0, part.begin + j), tokens_of(part) + part.n + j, n, h * D, D,
-                    behind(part, part.n + j, n, h), sums(h, 0));
+      add_few<T, N>(weights(h, 0, part.begin + j), tokens_of(part) + part.n + j, FEW_BLOCK, h * D,
+                    D, behind(part, part.n + j, h, FEW_BLOCK, FEW_AHEAD), sums(h, 0));
     });
   }
   void add_values_of(int number, const Part& part, int j, int n, int h) {
     Tokens<T> values = tokens_of(part) + part.n + j;
     int first = part.begin + j;
-    load_values<T>(values, n, h * D, D, behind(part, part.n + j, n, h), x.values,
-                   x.value_stride());
+    load_values<T>(values, n, h * D, D, behind(part, part.n + j, h, std::min(n, BLOCK), 1),
+                   x.values, x.value_stride());
     if (is_mixed(number * PART + first, n) &&
         !are_finite<T>(x.values, n / PER, D, x.value_stride()))
       add_each(number, first, n, h, values);

@@ -47,8 +47,9 @@ void Work::add_request(const Rows& rows, int request, int group, int size) {
   }
 }
 
-// How many KV heads an item has at least, where it has few query vectors: 1 KiB of a token.
-constexpr int LONG = 4;
+// How many KV heads an item has at least, where it has few query vectors: 1 KiB of a token. All heads
+// are faster still, but parts are divided evenly only where a thread has EVEN of them.
+constexpr int LONG = 4, EVEN = 4;
 
 static int divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -58,7 +59,7 @@ void Work::divide(const Item& item, int num_heads, int64_t most) {
   int pieces = std::max(divide_up(item.cost, most), 1), parts = item.end_part - item.first_part;
   bool is_few = item.count <= MAX_FEW;
   int heads = is_few ? std::min(num_heads, MAX_ITEM / item.count) : 1;
-  int least = std::min(heads, LONG);
+  int least = parts >= EVEN * pieces ? heads : std::min(heads, LONG);
   heads = std::max(std::min(divide_up(num_heads, pieces), heads), least);
   int cuts_wanted = std::min(parts, divide_up(pieces, divide_up(num_heads, heads)));
   if (is_few) heads = std::min(heads, std::max(int(int64_t(num_heads) * cuts_wanted / pieces), 1));

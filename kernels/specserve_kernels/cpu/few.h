@@ -8,9 +8,11 @@
 #include "attention_plan.h"
 #include "layouts.h"
 
-constexpr int BLOCK = 64;  // keys whose sums are taken in turns: none waits for its last addition
+// Tokens of which one head is read after another: they stand side by side in memory, which so is
+// read faster than head by head, and their lines are prefetched some blocks ahead.
+constexpr int FEW_BLOCK = 16, FEW_AHEAD = 4;
 
-// scores[i][key] of N queries; count is a multiple of LANES, at most BLOCK. The head's dimensions
+// scores[i][key] of N queries; count is a multiple of LANES, at most FEW_BLOCK. The head's dimensions
 // are [first, first + D) of a token.
 template <class T, int N>
 static void score_few(Matrix q, Tokens<T> keys, int count, int64_t first, int64_t D, Prefetch next,
@@ -18,7 +20,7 @@ static void score_few(Matrix q, Tokens<T> keys, int count, int64_t first, int64_
   for (int64_t d = 0, w = 0; d < D; d += WORDS * PER_WORD<T>, w += WORDS)
     for (int j = 0; j < count; j += WORDS) {
       rw x[WORDS];
-      columns_of<T>(keys + j, first + d, D - d, next, x);
+      columns_of<T>(keys, j, first, d, D, next, x);
       rf sum[N] = {};
       if (d)
         for (int i = 0; i < N; i++) sum[i] = (rf)load_words(scores.from(i, j).at);
@@ -33,20 +35,21 @@ static void score_few(Matrix q, Tokens<T> keys, int count, int64_t first, int64_
 
 // S registers of N queries' sums, of values from dimension d on; `rest` dimensions are left.
 template <class T, int N, int S, bool IS_WHOLE>
-static void add_block(Matrix weights, Tokens<T> values, int count, int64_t d, int64_t rest,
-                      Prefetch& next, Sums sums) {
+static void add_block(Matrix weights, Tokens<T> values, int count, int64_t first, int64_t d,
+                      int64_t rest, Prefetch next, Sums sums) {
   rf sum[N][S];
   for (int i = 0; i < N; i++)
     for (int s = 0; s < S; s++) sum[i][s] = (rf)load_words(sums.from(i, s * WORDS).at);
   for (int j = 0; j < count; j += PER_WORD<T>) {
-    const T *a = values[j] + d, *b = values[j + PER_WORD<T> - 1] + d;
+    const T *a = values[j] + first + d, *b = values[j + PER_WORD<T> - 1] + first + d;
     rw x[S];
 #pragma GCC unroll 8
     for (int s = 0; s < S; s += 2) {
       if (IS_WHOLE) unit_at(a + s * WORDS, b + s * WORDS, x[s], x[s + 1]);
       else unit_at(a + s * WORDS, b + s * WORDS, rest, x[s], x[s + 1]);
     }
-    next.lines(lines_of<T>(S));
+    for (int i = 0; i < PER_WORD<T>; i++)
+      next.lines(j + i, d * sizeof(T), S * WORDS * sizeof(T));
 #pragma GCC unroll 8
     for (int i = 0; i < N; i++) {
       rw weight = *weights.from(i, j / PER_WORD<T>).at - rw{};
@@ -65,9 +68,9 @@ static void add_few(Matrix weights, Tokens<T> values, int count, int64_t first, 
   constexpr int S = N > SUMS / 4 ? 2 : N > SUMS / 8 ? 4 : 8;
   int64_t d = 0;
   for (; d + S * WORDS <= D; d += S * WORDS)
-    add_block<T, N, S, true>(weights, values, count, first + d, 0, next, sums.from(0, d));
+    add_block<T, N, S, true>(weights, values, count, first, d, 0, next, sums.from(0, d));
   for (; d + 2 * WORDS <= D; d += 2 * WORDS)
-    add_block<T, N, 2, true>(weights, values, count, first + d, 0, next, sums.from(0, d));
+    add_block<T, N, 2, true>(weights, values, count, first, d, 0, next, sums.from(0, d));
   if (d < D)
-    add_block<T, N, 2, false>(weights, values, count, first + d, D - d, next, sums.from(0, d));
+    add_block<T, N, 2, false>(weights, values, count, first, d, D - d, next, sums.from(0, d));
 }

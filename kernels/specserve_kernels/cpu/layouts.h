@@ -9,23 +9,17 @@ template <class T> using Tokens = const T* const*;
 constexpr int64_t MAX_TOKEN = 1 << 15;  // dimensions of all heads
 template <class T> alignas(64) constexpr T ZEROS[MAX_TOKEN] = {};
 
-// Tokens that will be read soon are prefetched while others are multiplied, all heads of a token
-// together: memory is read faster in long stretches than head by head.
+// A head of tokens that will be read soon, in the order in which the present ones are read. So few
+// lines wait in the first cache, and none of them is dropped before it is read.
 struct Prefetch {
   const void* const* tokens = nullptr;
-  int64_t bytes = 0, at = 0;  // of a token
+  int64_t head = 0;  // its first byte
 
-  void lines(int n) {
-    while (tokens && n > 0) {
-      int run = std::min<int64_t>(n, (bytes - at + 63) / 64);
-      const char* from = (const char*)*tokens + at;
-      for (int i = 0; i < run; i++) __builtin_prefetch(from + 64 * i, 0, 2);
-      n -= run;
-      at += 64 * run;
-      if (at < bytes) continue;
-      tokens++;
-      at = 0;
-    }
+  // Of the token behind token j, `bytes` from byte `at` of the head on.
+  void lines(int j, int64_t at, int bytes) const {
+    if (!tokens || (bytes < 64 && at % 64)) return;
+    const char* from = (const char*)tokens[j] + head + at;
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
   }
 };
 
@@ -76,14 +70,16 @@ template <int S> static inline void transpose_words(rw* x) {  // WORDS x WORDS, 
   if constexpr (S > 1) transpose_words<S / 2>(x);
 }
 
-// x[word][key] of WORDS keys, from dimension d on; `rest` dimensions are left of the head.
+// x[word][key] of the keys [j, j + WORDS), from dimension d of the head on, which begins at `first`.
 template <class T>
-static inline void columns_of(Tokens<T> keys, int64_t d, int64_t rest, Prefetch& next, rw* x) {
+static inline void columns_of(Tokens<T> keys, int j, int64_t first, int64_t d, int64_t D,
+                              Prefetch next, rw* x) {
   constexpr int STEP = WORDS * PER_WORD<T>;
 #pragma GCC unroll 16
-  for (int i = 0; i < WORDS; i++)
-    x[i] = rest < STEP ? words_at(keys[i], d, rest) : words_at(keys[i], d);
-  next.lines(std::max<int>(WORDS * STEP * sizeof(T) / 64, 1));
+  for (int i = 0; i < WORDS; i++) {
+    x[i] = D - d < STEP ? words_at(keys[j + i], first + d, D - d) : words_at(keys[j + i], first + d);
+    next.lines(j + i, d * sizeof(T), STEP * sizeof(T));
+  }
   transpose_words<WORDS / 2>(x);
 }
 
@@ -96,7 +92,7 @@ static void load_keys(Tokens<T> keys, int count, int64_t first, int64_t D, Prefe
     word* column = to + j;
     for (int64_t d = 0; d < D; d += WORDS * PER_WORD<T>) {
       rw x[WORDS];
-      columns_of<T>(keys + j, first + d, D - d, next, x);
+      columns_of<T>(keys, j, first, d, D, next, x);
 #pragma GCC unroll 16
       for (int i = 0; i < WORDS; i++, column += stride) store_words(column, x[i]);
     }
@@ -126,11 +122,6 @@ template <class T> static inline void unit_at(const T* a, const T* b, int n, rw&
   unit_at(x, y, low, high);
 }
 
-// The cache lines of `registers` registers of words of one unit.
-template <class T> constexpr int lines_of(int registers) {
-  return std::max<int>(PER_WORD<T> * registers * WORDS * sizeof(T) / 64, 1);
-}
-
 // to[unit][dimension], `stride` words apart; count is even. Dimensions as in load_keys.
 template <class T>
 static void load_values(Tokens<T> values, int count, int64_t first, int64_t D, Prefetch next,
@@ -142,7 +133,7 @@ static void load_values(Tokens<T> values, int count, int64_t first, int64_t D, P
     for (int64_t d = 0; d < D; d += STEP) {
       if (D - d < STEP) unit_at(a + d, b + d, D - d, low, high);
       else unit_at(a + d, b + d, low, high);
-      next.lines(lines_of<T>(2));
+      for (int i = 0; i < PER_WORD<T>; i++) next.lines(j + i, d * sizeof(T), STEP * sizeof(T));
       store_words(to + d, low);
       store_words(to + d + WORDS, high);
     }
