@@ -16,7 +16,6 @@
 #include "words_tiles.h"
 
 constexpr int GROUP = 32;     // query vectors that share a range of tiles
-constexpr int FEW = 16;       // query vectors of which the sums stay in L1 beside a tile of values
 constexpr int BLOCK = 64;     // keys of which the columns stay in L1
 constexpr int TAIL = 128;     // tree slots, and those of the prefix in their first tile
 constexpr int SCORES = PART + LANES;  // a stride with which rows do not share cache lines' places
@@ -347,8 +346,16 @@ template <class T> struct Task {
     const T* values[TILE];
     std::fill_n(values, TILE, ZEROS<T>);
     for (int p = seen.begin; p < seen.end; p++) values[p - t] = value_at(p);
-    load_values<T>(values, TILE, h * D, D, {}, x.values, x.value_stride());
-    multiply_values(h, i, n, t - part * PART, TILE, x.values);
+    if (n > MAX_FEW || on_tiles) {
+      load_values<T>(values, TILE, h * D, D, {}, x.values, x.value_stride());
+      return multiply_values(h, i, n, t - part * PART, TILE, x.values);
+    }
+    // Zeros times weights of 0 change no sum: only whole words that are seen are added.
+    int begin = (seen.begin - t) / PER * PER, end = (seen.end - t + PER - 1) / PER * PER;
+    with_constant(n, [&]<int N>() {
+      add_few<T, N>(weights(h, i, t - part * PART + begin), values + begin, end - begin, h * D, D,
+                    {}, sums(h, i));
+    });
   }
 
   // The part's results join those before it, or are kept until all are there.

@@ -57,7 +57,7 @@ static int divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // as long as several are read together; then by parts; then by heads again.
 void Work::divide(const Item& item, int num_heads, int64_t most) {
   int pieces = std::max(divide_up(item.cost, most), 1), parts = item.end_part - item.first_part;
-  bool is_few = item.count <= MAX_FEW;
+  bool is_few = item.count <= FEW;
   int heads = is_few ? std::min(num_heads, MAX_ITEM / item.count) : 1;
   int least = parts >= EVEN * pieces ? heads : std::min(heads, LONG);
   heads = std::max(std::min(divide_up(num_heads, pieces), heads), least);
@@ -103,7 +103,7 @@ void Work::build(const Rows& rows, int group, int num_kv_heads, int threads) {
     cost += item.cost;
     most_vectors = std::max(most_vectors, item.count);
   }
-  bool is_few = most_vectors <= MAX_FEW;
+  bool is_few = most_vectors <= FEW;
   int units = threads * (!is_few ? UNITS : whole.size() == 1 ? 1 : UNITS / 2);
   int64_t most = threads == 1 ? cost + 1 : std::max<int64_t>(cost / units, 1);
   for (const Item& item : whole) divide(item, num_kv_heads, most);
