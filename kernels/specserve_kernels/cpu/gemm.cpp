@@ -226,7 +226,7 @@ void specserve_linear(const void* args, const Step& step, Team& team) {
   const Linear& a = *(const Linear*)args;
   int64_t R = step.num_rows[a.domain];
   if (!a.is_bf16) return multiply<Vectors<Floats>>(a, R, team);
-#if defined(EMULATE_AMX) || defined(__AMX_BF16__)
+#if HAS_TILES
   if (Tiles::are_usable()) return multiply<Tiles>(a, R, team);
 #endif
   multiply<Vectors<Pairs>>(a, R, team);

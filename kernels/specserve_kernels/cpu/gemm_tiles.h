@@ -1,39 +1,10 @@
 // Blocks of rows times panels, on the tile registers of AMX: 32 rows and 32 columns at a time.
-//
-// With EMULATE_AMX the instructions are emulated, so that all but the instructions can be tested on
-// any CPU.
 #pragma once
 
+#include "amx.h"
 #include "gemm.h"
 
-#if defined(EMULATE_AMX)
-#include "gemm_emulation.h"
-#elif defined(__AMX_BF16__)
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-struct alignas(64) TileConfig {
-  uint8_t palette, start_row, reserved[14];
-  uint16_t row_bytes[16];
-  uint8_t num_rows[16];
-};
-
-// Linux lets a process use the tiles once it has asked.
-static inline bool request_tiles() {
-  constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
-  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
-}
-// Macros, as compilers take the number of a tile as text.
-#define configure_tiles(config) _tile_loadconfig(config)
-#define release_tiles() _tile_release()
-#define zero_tile(tile) _tile_zero(tile)
-#define load_tile(tile, from, stride) _tile_loadd(tile, from, stride)
-#define store_tile(tile, to, stride) _tile_stored(tile, to, stride)
-#define multiply_tiles(sums, rows, columns) _tile_dpbf16ps(sums, rows, columns)
-#endif
-
-#if defined(EMULATE_AMX) || defined(__AMX_BF16__)
+#if HAS_TILES
 struct Tiles {
   typedef uint32_t Value;
   typedef bf16 Source;
