@@ -47,8 +47,8 @@ void Work::add_request(const Rows& rows, int request, int group, int size) {
   }
 }
 
-// How many KV heads an item has at least, where it has few query vectors: 1 KiB of a token. All heads
-// are faster still, but parts are divided evenly only where a thread has EVEN of them.
+// How many KV heads an item has at least, where it has few query vectors: 1 KiB of a token. All
+// heads are faster still, but parts are divided evenly only where a thread has EVEN of them.
 constexpr int LONG = 4, EVEN = 4;
 
 static int divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }

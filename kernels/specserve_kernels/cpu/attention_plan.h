@@ -9,7 +9,7 @@ constexpr int TILE = 32;       // positions: the unit of what is skipped, and of
 constexpr int PART = 256;      // positions of one step of the softmax: where a context may be cut
 constexpr int MAX_ITEM = 128;  // query vectors of a work item, in all its heads
 constexpr int MAX_FEW = 8;     // query vectors of one head that take less time than reading tokens
-constexpr int FEW = 16;        // and of one whose sums stay in L1 while tiles of several heads are read
+constexpr int FEW = 16;        // whose sums stay in L1 while tiles of several heads are read
 
 // What a row sees: the positions [low, length). Position p has slot p below `prefix`, and from there
 // slot path[p - prefix] of the plan's paths.
