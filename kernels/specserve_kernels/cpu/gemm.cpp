@@ -96,14 +96,14 @@ template <class T> struct Scratch {
 };
 
 constexpr int64_t ROWS_BYTES = 512 << 10;   // of packed rows that are multiplied by all panels
-constexpr int64_t GROUP_BYTES = 384 << 10;  // of panels that stay in L2 while blocks of rows pass
+constexpr int64_t GROUP_BYTES = 192 << 10;  // of panels in L2 while blocks of rows pass, beside the next
 constexpr int64_t MAX_GROUP = 8;            // panels
 
 // How an op's rows and panels are divided: first into slabs of rows, which a thread packs as a
 // whole, then into groups of panels. A slab and a group are what a thread takes at once. A slab is
 // multiplied block by block: as many rows as fit into registers.
 template <class Path> struct Division {
-  int64_t num_rows, num_panels, num_slabs, group, groups;
+  int64_t num_rows, num_panels, num_slabs, groups;
 
   Division(const Shape& shape, int64_t R, int threads) : num_rows(R) {
     int64_t words = shape.words(), row_bytes = words * Path::PER_WORD * 4;
@@ -113,8 +113,8 @@ template <class Path> struct Division {
     int64_t largest = std::clamp<int64_t>(GROUP_BYTES / (words * COLUMNS * 4), 1, MAX_GROUP);
     if (R <= Path::MAX_ROWS) largest = Path::panels(R);
     int64_t even = threads == 1 ? largest : num_panels * num_slabs / (4 * threads);
-    group = std::clamp<int64_t>(even, 1, largest);
-    groups = divide_up(num_panels, group);
+    groups = divide_up(num_panels, std::clamp<int64_t>(even, 1, largest));
+    if (R > Path::MAX_ROWS) groups = std::min(divide_up(groups, threads) * threads, num_panels);
   }
   int64_t num_items() const { return num_slabs * groups; }
   Range slab(int64_t item) const {
@@ -122,8 +122,8 @@ template <class Path> struct Division {
     return {num_rows * s / num_slabs, num_rows * (s + 1) / num_slabs};
   }
   Range panels(int64_t item) const {
-    int64_t first = item % groups * group;
-    return {first, std::min(first + group, num_panels)};
+    int64_t g = item % groups;
+    return {num_panels * g / groups, num_panels * (g + 1) / groups};
   }
 };
 
@@ -182,7 +182,8 @@ template <class Path> struct Multiplier {
     int64_t n = slab.end - slab.begin, blocks = divide_up(n, Path::MAX_ROWS);
     for (int64_t b = 0; b < blocks; b++) {
       Range part{n * b / blocks, n * (b + 1) / blocks};
-      multiply_rows(part, panels, b + 1 < blocks ? panels.begin : next_panel);
+      if (blocks == 1) stream_panels(part, panels, next_panel);
+      else multiply_block(part, panels, b < 2 ? panel(next_panel) + b * words * LINE : nullptr);
       for (int64_t p = panels.begin; p < panels.end; p++)
         finish<Source>(a, sums_of(p - panels.begin), p, slab.begin + part.begin,
                        part.end - part.begin);
@@ -190,22 +191,35 @@ template <class Path> struct Multiplier {
   }
   float* sums_of(int64_t i) const { return sums + i * Path::MAX_ROWS * COLUMNS; }
 
-  // A block of rows times a group of panels: the rows stay in L1 for a part of K.
-  void multiply_rows(Range part, Range panels, int64_t next_panel) {
+  // The only block of rows times a group of panels.
+  void stream_panels(Range part, Range panels, int64_t next_panel) {
     int num_rows = part.end - part.begin, wide = Path::panels(num_rows);
     for (int64_t word = 0; word < words; word += BLOCK) {
-      int64_t block_row = word / BLOCK * (slab.end - slab.begin) + part.begin;
       int64_t num_words = std::min(BLOCK, words - word);
       for (int64_t p = panels.begin, step; p < panels.end; p += step) {
         step = p + wide <= panels.end ? wide : 1;
         const uint32_t* next = p + step < panels.end     ? panel(p + step) + word * COLUMNS
                                : word + num_words < words ? panel(panels.begin) + (word + num_words) * COLUMNS
                                                           : panel(next_panel);
-        Path::multiply({rows + block_row * Path::STRIDE, panel(p) + word * COLUMNS, next, num_words,
-                        sums_of(p - panels.begin), word == 0},
-                       num_rows, step, panel_words);
+        Path::multiply(part_of(part, word, p, panels, next, true), num_rows, step, panel_words);
       }
     }
+  }
+  // One of several blocks. The first two prefetch a half of the next panels each, as multiplying
+  // takes longer than loading; `next` is null for the others.
+  void multiply_block(Range part, Range panels, const uint32_t* next) {
+    for (int64_t word = 0; word < words; word += BLOCK)
+      for (int64_t p = panels.begin; p < panels.end; p++) {
+        const uint32_t* from = next ? next + (p - panels.begin) * panel_words : panel(p);
+        Path::multiply(part_of(part, word, p, panels, from + word * LINE, false),
+                       part.end - part.begin, 1, panel_words);
+      }
+  }
+  Part part_of(Range part, int64_t word, int64_t p, Range panels, const uint32_t* next,
+               bool is_streamed) const {
+    int64_t row = word / BLOCK * (slab.end - slab.begin) + part.begin;
+    return {rows + row * Path::STRIDE, panel(p) + word * COLUMNS, next, std::min(BLOCK, words - word),
+            sums_of(p - panels.begin), word == 0, is_streamed};
   }
 };
 

@@ -10,6 +10,7 @@
 #include "vec.h"
 
 constexpr int COLUMNS = 32;
+constexpr int LINE = 16;        // words of a cache line
 constexpr int TILE_WORDS = 16;  // the words of a panel are a multiple of this
 
 static inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -34,21 +35,29 @@ struct Loader {
   const uint32_t* ahead;  // prefetched beside it, at the same distance from there
 
   const uint32_t* words(int64_t word, int column) const { return panel + word * COLUMNS + column; }
-  // Inlined, as GCC drops calls of a function that does nothing but prefetch.
-  inline __attribute__((always_inline)) void prefetch(int64_t word, int column) const {
-    __builtin_prefetch(ahead + word * COLUMNS + column);
+  // Inlined, as GCC drops calls of a function that does nothing but prefetch. Words that are used
+  // once would only push others out of L2.
+  inline __attribute__((always_inline)) void prefetch_once(int64_t word, int column) const {
+    __builtin_prefetch(ahead + word * COLUMNS + column, 0, 0);
+  }
+  inline __attribute__((always_inline)) void prefetch_line(int64_t line) const {
+    __builtin_prefetch(ahead + line * LINE, 0, 2);
   }
 };
 
 // One multiplication: some words of a block of rows times the same words of a panel. Sums go
 // through memory between the parts of K, which changes no bit of them.
 struct Part {
-  const void* rows;         // as Path::pack left them
+  const void* rows;       // as Path::pack left them
   const uint32_t* panel;
-  const uint32_t* next;     // the words that are multiplied after these: prefetched
+  const uint32_t* next;   // what is prefetched: see is_streamed
   int64_t num_words;
-  float* sums;              // [rows][32]
-  bool is_first;            // sums begin with zero
+  float* sums;            // [rows][32]
+  bool is_first;          // sums begin with zero
+  // Whether the panel comes from memory, a little after it is prefetched, and is used once: `next`
+  // is then what is multiplied after this part. Else the panel stands in L2, and a line is
+  // prefetched from `next` on for each word, which has two.
+  bool is_streamed;
 };
 
 // The parts of a loop over words: all but the last few, beside which words of the same part are

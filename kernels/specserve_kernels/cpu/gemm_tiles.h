@@ -50,36 +50,49 @@ struct Tiles {
   }
 
   template <bool HAS_SECOND> static void block(const Part& part) {
-    constexpr int64_t LINE = COLUMNS * 4, ROW = STRIDE * 4;
+    constexpr int64_t PANEL_LINE = COLUMNS * 4;
     begin_sums<HAS_SECOND>(part);
     const uint32_t* x = (const uint32_t*)part.rows;
-    for (bool is_last : {false, true}) {
-      Stretch s = stretch(part, 0, AHEAD, is_last);
-      for (int64_t w = s.begin; w < s.end; w += TILE_WORDS) {
-        for (int i = 0; i < TILE_WORDS; i++)
-          for (int column : {0, 16}) s.loader.prefetch(w + i, column);
-        load_tile(6, s.loader.words(w, 0), LINE);
-        load_tile(7, s.loader.words(w, 16), LINE);
-        load_tile(4, x + w, ROW);
-        multiply_tiles(0, 4, 6);
-        multiply_tiles(1, 4, 7);
-        if constexpr (HAS_SECOND) {
-          load_tile(5, x + 16 * STRIDE + w, ROW);
-          multiply_tiles(2, 5, 6);
-          multiply_tiles(3, 5, 7);
+    if (part.is_streamed)
+      for (bool is_last : {false, true}) {
+        Stretch s = stretch(part, 0, AHEAD, is_last);
+        for (int64_t w = s.begin; w < s.end; w += TILE_WORDS) {
+          for (int i = 0; i < TILE_WORDS; i++)
+            for (int column : {0, 16}) s.loader.prefetch_once(w + i, column);
+          add_words<HAS_SECOND>(s.loader, x, w);
         }
       }
-    }
-    store_tile(0, part.sums, LINE);
-    store_tile(1, part.sums + 16, LINE);
+    else
+      for (int64_t w = 0; w < part.num_words; w += TILE_WORDS) {
+        Loader loader{part.panel, part.next};
+        for (int i = 0; i < TILE_WORDS; i++) loader.prefetch_line(w + i);
+        add_words<HAS_SECOND>(loader, x, w);
+      }
+    store_tile(0, part.sums, PANEL_LINE);
+    store_tile(1, part.sums + 16, PANEL_LINE);
     if constexpr (HAS_SECOND) {
-      store_tile(2, part.sums + 16 * COLUMNS, LINE);
-      store_tile(3, part.sums + 16 * COLUMNS + 16, LINE);
+      store_tile(2, part.sums + 16 * COLUMNS, PANEL_LINE);
+      store_tile(3, part.sums + 16 * COLUMNS + 16, PANEL_LINE);
+    }
+  }
+
+  template <bool HAS_SECOND>
+  static void add_words(const Loader& loader, const uint32_t* x, int64_t w) {
+    constexpr int64_t PANEL_LINE = COLUMNS * 4, ROW = STRIDE * 4;
+    load_tile(6, loader.words(w, 0), PANEL_LINE);
+    load_tile(7, loader.words(w, 16), PANEL_LINE);
+    load_tile(4, x + w, ROW);
+    multiply_tiles(0, 4, 6);
+    multiply_tiles(1, 4, 7);
+    if constexpr (HAS_SECOND) {
+      load_tile(5, x + 16 * STRIDE + w, ROW);
+      multiply_tiles(2, 5, 6);
+      multiply_tiles(3, 5, 7);
     }
   }
 
   template <bool HAS_SECOND> static void begin_sums(const Part& part) {
-    constexpr int64_t LINE = COLUMNS * 4;
+    constexpr int64_t PANEL_LINE = COLUMNS * 4;
     if (part.is_first) {
       zero_tile(0);
       zero_tile(1);
@@ -89,11 +102,11 @@ struct Tiles {
       }
       return;
     }
-    load_tile(0, part.sums, LINE);
-    load_tile(1, part.sums + 16, LINE);
+    load_tile(0, part.sums, PANEL_LINE);
+    load_tile(1, part.sums + 16, PANEL_LINE);
     if constexpr (HAS_SECOND) {
-      load_tile(2, part.sums + 16 * COLUMNS, LINE);
-      load_tile(3, part.sums + 16 * COLUMNS + 16, LINE);
+      load_tile(2, part.sums + 16 * COLUMNS, PANEL_LINE);
+      load_tile(3, part.sums + 16 * COLUMNS + 16, PANEL_LINE);
     }
   }
 };

@@ -105,19 +105,20 @@ template <class Kind> struct Vectors {
 
   // `num_panels` is 1 or panels(rows); the panels' sums follow each other, MAX_ROWS rows each.
   static void multiply(const Part& part, int rows, int num_panels, int64_t panel_words) {
-    TABLE[num_panels > 1][rows - 1](part, panel_words);
+    TABLE[part.is_streamed ? 1 + (num_panels > 1) : 0][rows - 1](part, panel_words);
   }
 
  private:
   typedef void (*Function)(const Part&, int64_t);
 
-  template <int ROWS, int PANELS> static void block(const Part& part, int64_t panel_words) {
+  template <int ROWS, int PANELS, bool IS_STREAMED>
+  static void block(const Part& part, int64_t panel_words) {
     constexpr int V = across(ROWS);
     for (int column = 0; column < COLUMNS; column += V * NATIVE)
-      columns<ROWS, PANELS, V>(part, panel_words, column);
+      columns<ROWS, PANELS, V, IS_STREAMED>(part, panel_words, column);
   }
 
-  template <int ROWS, int PANELS, int V>
+  template <int ROWS, int PANELS, int V, bool IS_STREAMED>
   static void columns(const Part& part, int64_t panel_words, int column) {
     nf sums[PANELS][ROWS][V];
     for (int p = 0; p < PANELS; p++)
@@ -126,9 +127,15 @@ template <class Kind> struct Vectors {
           if (part.is_first) sums[p][r][v] = nf{};
           else memcpy(&sums[p][r][v], at(part, p, r, column + v * NATIVE), sizeof(nf));
     const Value* x = (const Value*)part.rows;
-    for (bool is_last : {false, true}) {
-      Stretch s = stretch(part, column, PANELS == 1 ? AHEAD : AHEAD_OF_SEVERAL / PANELS, is_last);
-      for (int64_t w = s.begin; w < s.end; w++) add_word(s.loader, x, w, panel_words, sums);
+    if constexpr (IS_STREAMED) {
+      for (bool is_last : {false, true}) {
+        Stretch s = stretch(part, column, PANELS == 1 ? AHEAD : AHEAD_OF_SEVERAL / PANELS, is_last);
+        for (int64_t w = s.begin; w < s.end; w++) add_word<true>(s.loader, x, w, panel_words, sums);
+      }
+    } else {
+      // Columns in two passes: one of them prefetches.
+      Loader loader{part.panel + column, column == 0 ? part.next : part.panel};
+      for (int64_t w = 0; w < part.num_words; w++) add_word<false>(loader, x, w, panel_words, sums);
     }
     for (int p = 0; p < PANELS; p++)
       for (int r = 0; r < ROWS; r++)
@@ -139,15 +146,17 @@ template <class Kind> struct Vectors {
     return part.sums + (panel * MAX_ROWS + row) * COLUMNS + column;
   }
 
-  template <int PANELS, int ROWS, int V>
+  template <bool IS_STREAMED, int PANELS, int ROWS, int V>
   static inline __attribute__((always_inline)) void add_word(const Loader& loader, const Value* x,
                                                              int64_t w, int64_t panel_words,
                                                              nf (&sums)[PANELS][ROWS][V]) {
 #pragma GCC unroll 4
     for (int p = 0; p < PANELS; p++) {
       int64_t offset = p * panel_words;
+      if constexpr (!IS_STREAMED) loader.prefetch_line(w);
 #pragma GCC unroll 8
-      for (int v = 0; v < V; v += LANES / NATIVE) loader.prefetch(w, offset + v * NATIVE);
+      for (int v = 0; v < V && IS_STREAMED; v += LANES / NATIVE)
+        loader.prefetch_once(w, offset + v * NATIVE);
 #pragma GCC unroll 2
       for (int i = 0; i < PER_WORD; i++) {
         nf words[V];
@@ -164,11 +173,12 @@ template <class Kind> struct Vectors {
     }
   }
 
-  template <bool IS_WIDE, size_t... R>
+  template <bool IS_STREAMED, bool IS_WIDE, size_t... R>
   static constexpr std::array<Function, MAX_ROWS> functions(std::index_sequence<R...>) {
-    return {block<R + 1, IS_WIDE ? panels(R + 1) : 1>...};
+    return {block<R + 1, IS_WIDE ? panels(R + 1) : 1, IS_STREAMED>...};
   }
-  static constexpr std::array<Function, MAX_ROWS> TABLE[2] = {
-      functions<false>(std::make_index_sequence<MAX_ROWS>()),
-      functions<true>(std::make_index_sequence<MAX_ROWS>())};
+  static constexpr std::array<Function, MAX_ROWS> TABLE[3] = {
+      functions<false, false>(std::make_index_sequence<MAX_ROWS>()),
+      functions<true, false>(std::make_index_sequence<MAX_ROWS>()),
+      functions<true, true>(std::make_index_sequence<MAX_ROWS>())};
 };
