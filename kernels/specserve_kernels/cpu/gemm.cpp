@@ -59,26 +59,35 @@ struct Linear {
   Shape shape() const { return {N, K, is_bf16 != 0, epilogue == SILU_MUL}; }
 };
 
-template <class T> static vf with_bias(const float* sums, const T* bias, int64_t column, int n) {
-  return bias ? load(sums) + load_up_to(bias + column, n) : load(sums);
+// Write 16 columns of some rows, or the n that exist, rounded once. Inlined, as n is mostly 16.
+template <class T, int64_t EPILOGUE>
+static inline __attribute__((always_inline)) void finish_columns(const Linear& a, const float* sums,
+                                                                 int64_t column, int n, Range rows) {
+  const T* bias = (const T*)a.bias;
+  vf first = bias ? load_up_to(bias + column, n) : vf{}, second{};
+  if (EPILOGUE == SILU_MUL && bias) second = load_up_to(bias + a.N + column, n);
+  T* out = (T*)a.out + rows.begin * a.N + column;
+  for (int64_t r = rows.begin; r < rows.end; r++, out += a.N, sums += COLUMNS) {
+    vf y = load(sums) + first;
+    if (EPILOGUE == SILU_MUL) y = y / (1.0f + exp(-y)) * (load(sums + COLUMNS / 2) + second);
+    if (EPILOGUE == ADD) y = load_up_to(out, n) + y;
+    store_up_to(out, y, n);
+  }
 }
 
-// Write the rows [row, row + num_rows) of one panel's columns, rounded once.
-template <class T>
-static void finish(const Linear& a, const float* sums, int64_t panel, int64_t row, int num_rows) {
-  const T* bias = (const T*)a.bias;
-  bool is_gated = a.epilogue == SILU_MUL;
-  int64_t begin = panel * (is_gated ? 16 : 32), end = std::min(begin + (is_gated ? 16 : 32), a.N);
-  for (int r = 0; r < num_rows; r++, sums += COLUMNS) {
-    T* out = (T*)a.out + (row + r) * a.N;
-    for (int64_t i = begin; i < end; i += 16) {
-      int n = std::min<int64_t>(end - i, 16);
-      vf y = with_bias(sums + (i - begin), bias, i, n);
-      if (is_gated) y = y / (1.0f + exp(-y)) * with_bias(sums + 16, bias, a.N + i, n);
-      if (a.epilogue == ADD) y = load_up_to(out + i, n) + y;
-      store_up_to(out + i, y, n);
-    }
+template <class T, int64_t EPILOGUE>
+static void finish_panel(const Linear& a, const float* sums, int64_t panel, Range rows) {
+  int64_t width = a.shape().panel_columns(), begin = panel * width;
+  for (int64_t i = begin; i < std::min(begin + width, a.N); i += LANES, sums += LANES) {
+    if (a.N - i >= LANES) finish_columns<T, EPILOGUE>(a, sums, i, LANES, rows);
+    else finish_columns<T, EPILOGUE>(a, sums, i, a.N - i, rows);
   }
+}
+
+template <class T> static void finish(const Linear& a, const float* sums, int64_t panel, Range rows) {
+  if (a.epilogue == SILU_MUL) finish_panel<T, SILU_MUL>(a, sums, panel, rows);
+  else if (a.epilogue == ADD) finish_panel<T, ADD>(a, sums, panel, rows);
+  else finish_panel<T, PLAIN>(a, sums, panel, rows);
 }
 
 // Memory that a thread keeps from op to op.
@@ -152,11 +161,19 @@ template <class Path> struct Multiplier {
       int64_t following = team.take();
       bool is_last = following >= division.num_items();
       Range panels = division.panels(item);
+      if (R <= Path::MAX_ROWS && slab.end == 0) prefetch_first(panels.begin);
       take_slab(division.slab(item));
       multiply(panels, is_last ? panels.begin : division.panels(following).begin);
       item = following;
     }
     Path::end();
+  }
+
+  // The words whose prefetch has no multiplication before it arrive while rows are packed.
+  void prefetch_first(int64_t p) {
+    Loader loader{nullptr, panel(p)};
+    for (int64_t w = 0; w < std::min(Path::AHEAD, words); w++)
+      for (int column : {0, LINE}) loader.prefetch_once(w, column);
   }
 
   void take_slab(Range next) {
@@ -185,8 +202,8 @@ template <class Path> struct Multiplier {
       if (blocks == 1) stream_panels(part, panels, next_panel);
       else multiply_block(part, panels, b < 2 ? panel(next_panel) + b * words * LINE : nullptr);
       for (int64_t p = panels.begin; p < panels.end; p++)
-        finish<Source>(a, sums_of(p - panels.begin), p, slab.begin + part.begin,
-                       part.end - part.begin);
+        finish<Source>(a, sums_of(p - panels.begin), p,
+                       {slab.begin + part.begin, slab.begin + part.end});
     }
   }
   float* sums_of(int64_t i) const { return sums + i * Path::MAX_ROWS * COLUMNS; }
