@@ -58,7 +58,7 @@ struct Tiles {
         Stretch s = stretch(part, 0, AHEAD, is_last);
         for (int64_t w = s.begin; w < s.end; w += TILE_WORDS) {
           for (int i = 0; i < TILE_WORDS; i++)
-            for (int column : {0, 16}) s.loader.prefetch_once(w + i, column);
+            for (int column : {0, 16}) s.loader.prefetch(w + i, column);
           add_words<HAS_SECOND>(s.loader, x, w);
         }
       }

@@ -94,9 +94,11 @@ template <class Kind> struct Vectors {
     int all = COLUMNS / NATIVE;
     return rows * all <= SUMS ? all : all / 2;
   }
-  // Panels that are multiplied at once: few sums would wait for their last additions.
+  // Panels that are multiplied at once: few sums would wait for their last additions, and memory
+  // answers several streams faster than one.
   static constexpr int panels(int rows) {
-    return NATIVE < 16 ? 1 : rows <= 2 ? 4 : rows <= 6 ? 2 : 1;
+    if (NATIVE < 16) return 1;
+    return rows * 8 <= SUMS ? 4 : rows * 4 <= SUMS ? 2 : 1;
   }
 
   static void begin(int64_t) {}
