@@ -199,8 +199,9 @@ template <class Path> struct Multiplier {
     int64_t n = slab.end - slab.begin, blocks = divide_up(n, Path::MAX_ROWS);
     for (int64_t b = 0; b < blocks; b++) {
       Range part{n * b / blocks, n * (b + 1) / blocks};
-      if (blocks == 1) stream_panels(part, panels, next_panel);
-      else multiply_block(part, panels, b < 2 ? panel(next_panel) + b * words * LINE : nullptr);
+      if (blocks > 1 && Path::SHARES_LOADING)
+        multiply_block(part, panels, b < 2 ? panel(next_panel) + b * words * LINE : nullptr);
+      else stream_panels(part, panels, b + 1 < blocks ? panels.begin : next_panel);
       for (int64_t p = panels.begin; p < panels.end; p++)
         finish<Source>(a, sums_of(p - panels.begin), p,
                        {slab.begin + part.begin, slab.begin + part.end});
@@ -208,7 +209,7 @@ template <class Path> struct Multiplier {
   }
   float* sums_of(int64_t i) const { return sums + i * Path::MAX_ROWS * COLUMNS; }
 
-  // The only block of rows times a group of panels.
+  // A block of rows times a group of panels; what is multiplied a little later is prefetched.
   void stream_panels(Range part, Range panels, int64_t next_panel) {
     int num_rows = part.end - part.begin, wide = Path::panels(num_rows);
     for (int64_t word = 0; word < words; word += BLOCK) {
@@ -222,7 +223,7 @@ template <class Path> struct Multiplier {
       }
     }
   }
-  // One of several blocks. The first two prefetch a half of the next panels each, as multiplying
+  // One of several blocks that share loading. The first two prefetch a half of the next panels each, as multiplying
   // takes longer than loading; `next` is null for the others.
   void multiply_block(Range part, Range panels, const uint32_t* next) {
     for (int64_t word = 0; word < words; word += BLOCK)

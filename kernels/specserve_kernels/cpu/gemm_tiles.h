@@ -13,6 +13,7 @@ struct Tiles {
   static constexpr int STRIDE = BLOCK_WORDS + 16;
   static constexpr int MAX_ROWS = 32;
   static constexpr int64_t AHEAD = 128;  // words from those multiplied to those prefetched
+  static constexpr bool SHARES_LOADING = true;
   static constexpr int panels(int) { return 1; }
 
   // Whether the tiles may be used in this process.

@@ -94,6 +94,10 @@ template <class Kind> struct Vectors {
     int all = COLUMNS / NATIVE;
     return rows * all <= SUMS ? all : all / 2;
   }
+  // Whether loading takes so much of the time that several blocks of rows share it; on narrow
+  // registers multiplying takes far longer.
+  static constexpr bool SHARES_LOADING = NATIVE == 16;
+
   // Panels that are multiplied at once: few sums would wait for their last additions, and memory
   // answers several streams faster than one.
   static constexpr int panels(int rows) {
@@ -135,8 +139,7 @@ template <class Kind> struct Vectors {
         for (int64_t w = s.begin; w < s.end; w++) add_word<true>(s.loader, x, w, panel_words, sums);
       }
     } else {
-      // Columns in two passes: one of them prefetches.
-      Loader loader{part.panel + column, column == 0 ? part.next : part.panel};
+      Loader loader{part.panel + column, part.next};
       for (int64_t w = 0; w < part.num_words; w++) add_word<false>(loader, x, w, panel_words, sums);
     }
     for (int p = 0; p < PANELS; p++)
@@ -157,8 +160,10 @@ template <class Kind> struct Vectors {
       int64_t offset = p * panel_words;
       if constexpr (!IS_STREAMED) loader.prefetch_line(w);
 #pragma GCC unroll 8
-      for (int v = 0; v < V && IS_STREAMED; v += LANES / NATIVE)
-        loader.prefetch_once(w, offset + v * NATIVE);
+      for (int v = 0; v < V && IS_STREAMED; v += LANES / NATIVE) {
+        if (NATIVE == 16) loader.prefetch_once(w, offset + v * NATIVE);
+        else loader.prefetch(w, offset + v * NATIVE);
+      }
 #pragma GCC unroll 2
       for (int i = 0; i < PER_WORD; i++) {
         nf words[V];
