@@ -61,8 +61,8 @@ struct Linear {
 
 // Write 16 columns of some rows, or the n that exist, rounded once. Inlined, as n is mostly 16.
 template <class T, int64_t EPILOGUE>
-static inline __attribute__((always_inline)) void finish_columns(const Linear& a, const float* sums,
-                                                                 int64_t column, int n, Range rows) {
+static inline __attribute__((always_inline)) void finish_columns(
+    const Linear& a, const float* sums, int64_t column, int n, Range rows) {
   const T* bias = (const T*)a.bias;
   vf first = bias ? load_up_to(bias + column, n) : vf{}, second{};
   if (EPILOGUE == SILU_MUL && bias) second = load_up_to(bias + a.N + column, n);
@@ -84,7 +84,8 @@ static void finish_panel(const Linear& a, const float* sums, int64_t panel, Rang
   }
 }
 
-template <class T> static void finish(const Linear& a, const float* sums, int64_t panel, Range rows) {
+template <class T>
+static void finish(const Linear& a, const float* sums, int64_t panel, Range rows) {
   if (a.epilogue == SILU_MUL) finish_panel<T, SILU_MUL>(a, sums, panel, rows);
   else if (a.epilogue == ADD) finish_panel<T, ADD>(a, sums, panel, rows);
   else finish_panel<T, PLAIN>(a, sums, panel, rows);
@@ -105,7 +106,7 @@ template <class T> struct Scratch {
 };
 
 constexpr int64_t ROWS_BYTES = 512 << 10;   // of packed rows that are multiplied by all panels
-constexpr int64_t GROUP_BYTES = 192 << 10;  // of panels in L2 while blocks of rows pass, beside the next
+constexpr int64_t GROUP_BYTES = 192 << 10;  // of panels that stay in L2 while blocks of rows pass
 constexpr int64_t MAX_GROUP = 8;            // panels
 
 // How an op's rows and panels are divided: first into slabs of rows, which a thread packs as a
@@ -123,6 +124,7 @@ template <class Path> struct Division {
     if (R <= Path::MAX_ROWS) largest = Path::panels(R);
     int64_t even = threads == 1 ? largest : num_panels * num_slabs / (4 * threads);
     groups = divide_up(num_panels, std::clamp<int64_t>(even, 1, largest));
+    // Long items: one more for some threads would cost more than smaller ones.
     if (R > Path::MAX_ROWS) groups = std::min(divide_up(groups, threads) * threads, num_panels);
   }
   int64_t num_items() const { return num_slabs * groups; }
@@ -223,8 +225,8 @@ template <class Path> struct Multiplier {
       }
     }
   }
-  // One of several blocks that share loading. The first two prefetch a half of the next panels each, as multiplying
-  // takes longer than loading; `next` is null for the others.
+  // One of several blocks that share loading. The first two prefetch a half of the next panels
+  // each, as multiplying takes longer than loading; `next` is null for the others.
   void multiply_block(Range part, Range panels, const uint32_t* next) {
     for (int64_t word = 0; word < words; word += BLOCK)
       for (int64_t p = panels.begin; p < panels.end; p++) {
@@ -236,7 +238,8 @@ template <class Path> struct Multiplier {
   Part part_of(Range part, int64_t word, int64_t p, Range panels, const uint32_t* next,
                bool is_streamed) const {
     int64_t row = word / BLOCK * (slab.end - slab.begin) + part.begin;
-    return {rows + row * Path::STRIDE, panel(p) + word * COLUMNS, next, std::min(BLOCK, words - word),
+    int64_t num_words = std::min(BLOCK, words - word);
+    return {rows + row * Path::STRIDE, panel(p) + word * COLUMNS, next, num_words,
             sums_of(p - panels.begin), word == 0, is_streamed};
   }
 };
