@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.cpu import native
-from specserve_kernels.types import KVCache, KVLayer, QKNorm, Rotary, Rows
+from specserve_kernels.types import KVCache, KVLayer, QKNorm, Rotary
 
 MAX_HEAD_DIM, MAX_TOKEN = 512, 1 << 15  # as in layouts.h
 PLAIN, ADD, SILU_MUL = range(3)  # Epilogue in gemm.cpp
@@ -33,15 +33,6 @@ class AttentionPlan:
         weakref.finalize(self, native.call, "free_attention_plan", None, c_void_p(self.address))
 
 
-def is_bf16(x: Tensor) -> bool:
-    """Whether a tensor is bfloat16, else float32; the kernels take no other."""
-    assert x.is_contiguous(), "a kernel was handed a tensor with gaps"
-    if x.dtype == torch.bfloat16:
-        return True
-    assert x.dtype == torch.float32, f"no kernel computes in {x.dtype}"
-    return False
-
-
 def linear(
     domain: int, x: Tensor, packed: Packed, bias: Tensor | None, out: Tensor, epilogue: int
 ) -> Structure:
@@ -49,14 +40,14 @@ def linear(
     assert x.shape[1] == packed.K, "rows of another width than the weight's"
     assert out.shape[1] == packed.N, "a residual of another width than the weight's"
     assert x.dtype == packed.dtype == out.dtype, "rows and weight of different dtypes"
-    kind = is_bf16(x) and is_bf16(out)
+    kind = native.is_bf16(x) and native.is_bf16(out)
     pointers = x.data_ptr(), packed.words.data_ptr(), None if bias is None else bias.data_ptr()
     return native.Linear(kind, domain, *pointers, out.data_ptr(), packed.N, packed.K, epilogue)
 
 
 def rms_norm(domain: int, x: Tensor, weight: Tensor, out: Tensor, eps: float) -> Structure:
     pointers = x.data_ptr(), weight.data_ptr(), out.data_ptr()
-    return native.Norm(is_bf16(x), domain, *pointers, x.shape[1], eps)
+    return native.Norm(native.is_bf16(x), domain, *pointers, x.shape[1], eps)
 
 
 def plan_attention(
@@ -68,11 +59,6 @@ def plan_attention(
     lengths = (c_int64 * len(windows))(*(window or 0 for window in windows))
     heads = num_heads, num_kv_heads, D
     return native.PlanAttention(addressof(lengths), len(windows), *heads), lengths
-
-
-def rows_of(rows: Rows) -> Any:
-    sizes = len(rows.qo_indptr) - 1, len(rows.positions)
-    return native.Rows(*sizes, *(getattr(rows, name).data_ptr() for name in native.ROW_FIELDS))
 
 
 def layer(kv: KVLayer) -> Any:

@@ -5,7 +5,11 @@ from ctypes import Structure, byref, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from typing import Any
 
-from specserve_kernels.cpu.build import library
+import torch
+from torch import Tensor
+
+from specserve_kernels.cpu import build
+from specserve_kernels.types import Rows as RowTensors
 from specserve_kernels.types import SampleParams as SampleTensors
 
 # The fields of Rows that the kernels read, in the order of rows.h.
@@ -132,6 +136,20 @@ class Op(ctypes.Structure):
     _fields_ = [("run", c_void_p), ("args", c_void_p), ("domain", c_int64)]
 
 
+def is_bf16(x: Tensor) -> bool:
+    """Whether a tensor is bfloat16, else float32; the kernels take no other."""
+    assert x.is_contiguous(), "a kernel was handed a tensor with gaps"
+    if x.dtype == torch.bfloat16:
+        return True
+    assert x.dtype == torch.float32, f"no kernel computes in {x.dtype}"
+    return False
+
+
+def rows_of(rows: RowTensors) -> Rows:
+    sizes = len(rows.qo_indptr) - 1, len(rows.positions)
+    return Rows(*sizes, *(getattr(rows, name).data_ptr() for name in ROW_FIELDS))
+
+
 @cache
 def _symbol(kernels: ctypes.CDLL, name: str) -> int | None:
     return ctypes.cast(getattr(kernels, f"specserve_{name}"), c_void_p).value
@@ -139,11 +157,11 @@ def _symbol(kernels: ctypes.CDLL, name: str) -> int | None:
 
 def address(name: str) -> int | None:
     """Of a C++ op."""
-    return _symbol(library(), name)
+    return _symbol(build.kernels().library, name)
 
 
 def call(name: str, result: Any, *args: Any) -> Any:
-    function = getattr(library(), f"specserve_{name}")
+    function = getattr(build.kernels().library, f"specserve_{name}")
     function.restype = result
     return function(*args)
 
@@ -157,10 +175,10 @@ def _run_list(kernels: ctypes.CDLL) -> Any:
 
 def run(ops: Any, step: Step, threads: int) -> None:
     """Run an array of ops, one after the other, each on all of the threads."""
-    _run_list(library())(byref(ops), len(ops), byref(step), threads)
+    _run_list(build.kernels().library)(byref(ops), len(ops), byref(step), threads)
 
 
 def packed_words(N: int, K: int, is_bf16: bool, is_gated: bool) -> int:
-    count = library().specserve_packed_words
+    count = build.kernels().library.specserve_packed_words
     count.argtypes, count.restype = [c_int64] * 4, c_int64
     return int(count(N, K, is_bf16, is_gated))

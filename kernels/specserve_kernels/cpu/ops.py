@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.cpu import arguments, native
-from specserve_kernels.cpu.arguments import ADD, PLAIN, SILU_MUL, AttentionPlan, Packed, is_bf16
+from specserve_kernels.cpu.arguments import ADD, PLAIN, SILU_MUL, AttentionPlan, Packed
 from specserve_kernels.types import (
     NO_WINDOW,
     KVCache,
@@ -47,7 +47,7 @@ def prepack(weight: Tensor, is_gated: bool = False) -> Packed:
     weight = weight.contiguous()
     rows, K = weight.shape
     N = rows // 2 if is_gated else rows
-    kind = is_bf16(weight), is_gated
+    kind = native.is_bf16(weight), is_gated
     words = torch.empty(native.packed_words(N, K, *kind), dtype=torch.int32)
     args = native.Pack(*kind, weight.data_ptr(), words.data_ptr(), N, K)
     _run("pack", args, 1, weight.numel())
@@ -96,7 +96,7 @@ def plan(
 ) -> Plan:
     _, _, num_kv_heads, D = kv.layers[0].k.shape
     heads = num_heads, num_kv_heads, D
-    made = Plan(rows, also, arguments.rows_of(rows), AttentionPlan(), len(rows.positions), *heads)
+    made = Plan(rows, also, native.rows_of(rows), AttentionPlan(), len(rows.positions), *heads)
     args, _ = arguments.plan_attention(kv, num_heads, windows)
     _run("plan_attention", args, made.num_rows, SHORT, made)
     return made
@@ -140,7 +140,7 @@ def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
     n, V = len(rows), logits.shape[1]
     out = torch.empty(n, dtype=torch.int64)
     places = rows.data_ptr(), n, _params(params), out.data_ptr()
-    args = native.Sample(is_bf16(logits), logits.data_ptr(), V, *places)
+    args = native.Sample(native.is_bf16(logits), logits.data_ptr(), V, *places)
     _run("sample", args, n, n * V if n > 1 else 0)
     return out
 
@@ -149,6 +149,6 @@ def top_children(logits: Tensor, params: SampleParams, k: int, tau: float) -> tu
     R, V = logits.shape
     ids, weight = torch.empty(R, k, dtype=torch.int64), torch.empty(R, k)
     asked = _params(params), k, tau, ids.data_ptr(), weight.data_ptr()
-    args = native.TopChildren(is_bf16(logits), logits.data_ptr(), R, V, *asked)
+    args = native.TopChildren(native.is_bf16(logits), logits.data_ptr(), R, V, *asked)
     _run("top_children", args, R, R * V if R > 1 else 0)
     return ids, weight

@@ -85,7 +85,7 @@ class NativeProgram:
     ) -> Outputs:
         R, n = len(token_ids), len(read)
         self.reserve(R, n)
-        placed = arguments.rows_of(rows)
+        placed = native.rows_of(rows)
         self.kept = rows, token_ids, read, placed
         step = self.step
         step.num_rows[STEP], step.num_rows[READ] = R, n
