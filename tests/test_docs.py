@@ -12,7 +12,7 @@ import pytest
 import specserve
 from specserve import LLM, SamplingParams, cli
 from specserve.config import KNOBS, description
-from specserve_bench import fairness, host, memory, scale, suite
+from specserve_bench import fairness, host, memory, scale, steps, suite
 from specserve_bench.peers import command as peers
 from specserve_bench.report import markdown
 from specserve_bench.results import Result, Subject, read
@@ -98,6 +98,11 @@ def test_the_table_of_fairness_is_that_of_the_kept_result():
 def test_the_table_of_the_hosts_share_is_that_of_the_kept_result():
     kept = json.loads((ROOT / "bench/results/host-cpu.json").read_text())
     assert host.table(kept["rows"]) in MANUAL
+
+
+def test_the_table_of_steps_against_their_bound_is_that_of_the_kept_result():
+    kept = json.loads((ROOT / "bench/results/steps-cpu.json").read_text())
+    assert steps.table(kept) in MANUAL
 
 
 def test_the_manual_of_the_bench_names_every_workload_shape_and_command():

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specserve_kernels.cpu.compiler import BuildError, cache_folder, cpu_name
+from specserve_kernels.cpu.compiler import BuildError, cache_folder, cpu_name, source_hash
 from specserve_kernels.threads import FixedThreads, Threads, check_threads
 from specserve_kernels.topology import Topology, topology
 
@@ -174,8 +174,8 @@ def size_of(rows: int) -> int:
 
 
 def cache_file(key: str, machine: Topology) -> Path | None:
-    """The file for one model on one kind of machine; None if the cache cannot be written to."""
-    parts = key, str(machine), torch.__version__, cpu_name().decode(errors="replace")
+    """The file for a model, these kernels and this kind of machine; None if it cannot be kept."""
+    parts = key, str(machine), source_hash(), cpu_name().decode(errors="replace")
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     try:
         return cache_folder() / f"threads-{digest}.json"
