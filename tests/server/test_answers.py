@@ -186,9 +186,10 @@ def test_without_usage_the_reason_carries_the_numbers(server, options):
     assert not any("metrics" in c or "timings" in c for c in chunks)
 
 
-def test_usage_may_run_along(server):
+def test_usage_may_run_along(strict):
     options = {"include_usage": True, "continuous_usage_stats": True}
-    *chunks, last, _ = server.stream(CHAT, chat_body(stream_options=options))
+    body = chat_body(stream_options=options, seed=5)  # milliseconds a step: all do not come at once
+    *chunks, last, _ = strict.stream(CHAT, body)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts) and counts[0] < 24 and counts[-1] == 24
     assert last["choices"] == [] and last["usage"] == chunks[-1]["usage"]
