@@ -1,6 +1,8 @@
 """Which library of kernels a process uses: one that came in the wheel, or one compiled here."""
 
+import _ctypes
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -153,3 +155,7 @@ def test_only_the_reference_needs_hardware_for_bf16(flags, want, tmp_path, monke
     monkeypatch.setattr("specserve_kernels.host.instruction_set", lambda: flags)
     assert reference.has_bf16() == want
     assert cpu.has_bf16()
+
+
+def test_a_library_of_somebody_else_is_not_loaded_as_the_kernels():
+    assert not compiler.loads(Path(_ctypes.__file__))

@@ -7,6 +7,7 @@ import torch
 
 from specserve_kernels import cpu
 from specserve_kernels.cpu import ops as cpu_ops
+from specserve_kernels.cpu.recorder import Memory
 from specserve_kernels.program import EagerProgram
 from tests.kernels.random_steps import RandomStep, Req, random_tensor
 
@@ -119,3 +120,17 @@ def test_steady_runs_neither_fault_nor_allocate():
     for _ in range(20):
         program.run(rows, ids, read)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before <= 1
+
+
+def test_a_recording_without_memory_leaves_the_program_as_it_was(monkeypatch):
+    program, eager = cpu.program(Small(cpu), STEP.kv, 2, 1), EagerProgram(Small(cpu), STEP.kv)
+
+    def refuse(self, num_bytes):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Memory, "take", refuse)
+        with pytest.raises(MemoryError):
+            both(program, eager, range(5), [4])
+    both(program, eager, [1], [0])
+    both(program, eager, range(5), [4])

@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 
 import pytest
 import torch
@@ -235,3 +236,18 @@ def test_what_is_settled_is_compared_again_when_much_later_steps_have_run():
     assert chosen(threads, 4) == 1
     steps_of(threads, {2: 1.0, 1: 3.0}.__getitem__, RARELY + 2 * STEPS)
     assert threads.is_settled(4) and chosen(threads, 4) == 2
+
+
+def test_engines_that_share_a_model_may_step_at_once():
+    """Each step is charged to the number that it had, unless that duel is over."""
+    shared = MeasuredThreads(Topology(8, 8))
+    shared.use(4)
+    other = threading.Thread(target=lambda: run(shared, lambda number: 1 / number))
+    other.start()
+    other.join()
+    assert shared.is_settled(4)
+    shared.observe(4, 1e9)
+    begun = MeasuredThreads(Topology(8, 8))
+    begun.use(4)
+    del begun.duels[2].seconds[8]
+    begun.observe(4, 1.0)

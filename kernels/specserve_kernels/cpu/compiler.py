@@ -70,10 +70,9 @@ def loads(path: Path) -> bool:
     if not is_whole(path):
         return False
     try:
-        ctypes.CDLL(str(path))
+        return hasattr(ctypes.CDLL(str(path)), "specserve_run")
     except OSError:
         return False
-    return True
 
 
 def is_whole(path: Path) -> bool:
@@ -148,6 +147,8 @@ def compile_to(path: Path, flags: tuple[str, ...]) -> None:
             list(pool.map(compile_one, sources, objects))
         library = folder / path.name
         run_compiler("-shared", "-pthread", *flags, *map(str, objects), "-o", str(library))
+        with library.open("rb+") as file:
+            os.fsync(file)  # else a power loss could leave a file of zeros under the final name
         os.replace(library, path)  # another process may be doing the same
 
 

@@ -2,6 +2,7 @@
 //
 // A row's sum is taken over K in one order, whatever rows, threads and blocks there are. Threads
 // divide rows and columns, never a sum.
+#include <cstdio>
 #include <cstdlib>
 #include <memory>
 
@@ -100,6 +101,11 @@ template <class T> struct Scratch {
     if (n > size) {
       size = divide_up(n, 1 << 14) * (1 << 14);
       memory.reset((T*)aligned_alloc(64, size * sizeof(T)));
+      if (!memory) {
+        fprintf(stderr, "specserve: no memory for %lld bytes of a linear map's rows\n",
+                (long long)(size * sizeof(T)));
+        abort();
+      }
     }
     return memory.get();
   }

@@ -53,13 +53,14 @@ class Buffer:
     def __init__(
         self, memory: Memory, domain: int, max_rows: int, inner: Sequence[int], dtype: torch.dtype
     ) -> None:
-        self.memory, self.domain = memory, domain
-        self.chunk = memory.take(max(1, max_rows * prod(inner) * dtype.itemsize))
         size = max_rows * prod(inner) * dtype.itemsize
+        self.chunk = memory.take(max(1, size))
+        self.memory, self.domain = memory, domain
         self.tensor = self.chunk[:size].view(dtype).view(max_rows, *inner)
 
     def __del__(self) -> None:
-        self.memory.free.append(self.chunk)
+        if hasattr(self, "memory"):  # else there was none to take
+            self.memory.free.append(self.chunk)
 
 
 class Native(NamedTuple):

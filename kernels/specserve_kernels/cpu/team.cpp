@@ -6,9 +6,11 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <climits>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -90,8 +92,10 @@ struct Pool {
 
   void run(const Job& job) {
     std::lock_guard lock(mutex);
-    while (int(workers.size()) < job.size - 1) start();
-    join(job, 0);
+    Job possible = job;
+    while (int(workers.size()) < job.size - 1 && start()) {}
+    possible.size = std::min(job.size, int(workers.size()) + 1);
+    join(possible, 0);
   }
   // A thread's share of a job. Each calls two others, as to wake a thread takes microseconds.
   void join(const Job& job, int id) {
@@ -101,9 +105,16 @@ struct Pool {
     job.work(team, job.data);
     team.wait();
   }
-  void start() {
+  // Whether the system allows one thread more. Results do not depend on their number.
+  bool start() {
     Worker* worker = workers.emplace_back(std::make_unique<Worker>()).get();
-    std::thread(&Worker::run, worker, std::ref(*this), int(workers.size())).detach();
+    try {
+      std::thread(&Worker::run, worker, std::ref(*this), int(workers.size())).detach();
+    } catch (const std::system_error&) {
+      workers.pop_back();
+      return false;
+    }
+    return true;
   }
 };
 

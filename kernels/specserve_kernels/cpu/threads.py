@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Generator, Mapping
 from itertools import zip_longest
 from pathlib import Path
+from threading import Lock, local
 
 import torch
 from torch import Tensor
@@ -54,11 +55,11 @@ class Duel:
     def winner(self) -> int | None:
         """The faster number; None until it is known. A far slower one is dropped early."""
         held, tried = self.seconds[self.holder], self.seconds[self.challenger]
-        if len(tried) >= HOPELESS_STEPS:
+        if min(len(tried), len(held)) >= HOPELESS_STEPS:
             for one, other in ((self.holder, self.challenger), (self.challenger, self.holder)):
                 if min(self.seconds[other]) > HOPELESS * min(self.seconds[one]):
                     return one
-        if len(tried) < STEPS:
+        if len(tried) < STEPS or len(held) < STEPS:
             return None
         # Other load makes some steps slower and none faster; the very best may have had less to do.
         is_better = sorted(tried)[RANK] < sorted(held)[RANK]
@@ -113,18 +114,24 @@ class MeasuredThreads:
         self.settled = read(file, machine.cpus)  # bits of the size -> number
         self.searches: dict[int, Generator[Duel, None, int]] = {}  # bits of the size -> its duels
         self.duels: dict[int, Duel] = {}  # bits of the size -> the one that is going on
-        self.used = machine.cores
+        self.lock = Lock()  # engines that share a model's weights share this, too
+        self.used = local()  # `number`, by the thread that steps
         self.num_left = dict.fromkeys(self.settled, SOON)  # steps until a size is compared again
 
     def use(self, rows: int) -> None:
         size = size_of(rows)
-        if size not in self.settled and size not in self.duels:
-            self.search(size, duels(self.machine.cores, self.machine, is_upward=False))
-        self.used = self.settled[size] if size in self.settled else self.duels[size].next()
-        torch.set_num_threads(self.used)
+        with self.lock:
+            if size not in self.settled and size not in self.duels:
+                self.search(size, duels(self.machine.cores, self.machine, is_upward=False))
+            number = self.settled[size] if size in self.settled else self.duels[size].next()
+        self.used.number = number
+        torch.set_num_threads(number)
 
     def observe(self, rows: int, seconds: float) -> None:
-        size = size_of(rows)
+        with self.lock:
+            self.count(size_of(rows), self.used.number, seconds)
+
+    def count(self, size: int, number: int, seconds: float) -> None:
         if size in self.settled:
             self.num_left[size] -= 1
             if self.num_left[size] == 0:
@@ -132,7 +139,9 @@ class MeasuredThreads:
                 self.search(size, duels(start, self.machine, is_upward=True))
             return
         duel = self.duels[size]
-        duel.seconds[self.used].append(seconds)
+        if number not in duel.seconds:
+            return  # another engine's step has ended the duel that this step began in
+        duel.seconds[number].append(seconds)
         if duel.winner() is not None:
             self.advance(size)
 
