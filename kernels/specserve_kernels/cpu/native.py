@@ -117,7 +117,7 @@ class TopChildren(Structure):
     ]
 
 
-class Gather(ctypes.Structure):
+class Gather(Structure):
     _fields_ = [
         ("domain", c_int64),
         *((name, c_void_p) for name in ("x", "out")),
@@ -125,14 +125,14 @@ class Gather(ctypes.Structure):
     ]
 
 
-class Step(ctypes.Structure):
+class Step(Structure):
     _fields_ = [
         ("num_rows", c_int64 * 2),
         *((name, c_void_p) for name in ("token_ids", "read", "rows", "attention")),
     ]
 
 
-class Op(ctypes.Structure):
+class Op(Structure):
     _fields_ = [("run", c_void_p), ("args", c_void_p), ("domain", c_int64)]
 
 

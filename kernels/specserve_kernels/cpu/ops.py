@@ -106,13 +106,8 @@ def rope_write_kv(
     qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Plan
 ) -> Tensor:
     q = qkv.new_empty(plan.num_rows, plan.num_heads, plan.head_dim)
-    _run(
-        "rope_write_kv",
-        arguments.rope_write_kv(qkv, rotary, norm, kv, q),
-        len(q),
-        qkv.numel(),
-        plan,
-    )
+    args = arguments.rope_write_kv(qkv, rotary, norm, kv, q)
+    _run("rope_write_kv", args, len(q), qkv.numel(), plan)
     return q
 
 
