@@ -35,8 +35,8 @@ static void score_few(Matrix q, Tokens<T> keys, int count, int64_t first, int64_
 
 // S registers of N queries' sums, of values from dimension d on; `rest` dimensions are left.
 template <class T, int N, int S, bool IS_WHOLE>
-static void add_block(Matrix weights, Tokens<T> values, int count, int64_t first, int64_t d,
-                      int64_t rest, Prefetch next, Sums sums) {
+static INLINE void add_block(Matrix weights, Tokens<T> values, int count, int64_t first, int64_t d,
+                             int64_t rest, Prefetch next, Sums sums) {
   rf sum[N][S];
   for (int i = 0; i < N; i++)
     for (int s = 0; s < S; s++) sum[i][s] = (rf)load_words(sums.from(i, s * WORDS).at);

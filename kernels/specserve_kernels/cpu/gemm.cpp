@@ -62,8 +62,8 @@ struct Linear {
 
 // Write 16 columns of some rows, or the n that exist, rounded once. Inlined, as n is mostly 16.
 template <class T, int64_t EPILOGUE>
-static inline __attribute__((always_inline)) void finish_columns(
-    const Linear& a, const float* sums, int64_t column, int n, Range rows) {
+static INLINE void finish_columns(const Linear& a, const float* sums, int64_t column, int n,
+                                  Range rows) {
   const T* bias = (const T*)a.bias;
   vf first = bias ? load_up_to(bias + column, n) : vf{}, second{};
   if (EPILOGUE == SILU_MUL && bias) second = load_up_to(bias + a.N + column, n);

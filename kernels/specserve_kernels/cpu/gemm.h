@@ -36,15 +36,15 @@ struct Loader {
 
   const uint32_t* words(int64_t word, int column) const { return panel + word * COLUMNS + column; }
   // Inlined, as GCC drops calls of a function that does nothing but prefetch.
-  inline __attribute__((always_inline)) void prefetch(int64_t word, int column) const {
+  INLINE void prefetch(int64_t word, int column) const {
     __builtin_prefetch(ahead + word * COLUMNS + column);
   }
   // Words that are used once would only push others out of L2.
-  inline __attribute__((always_inline)) void prefetch_once(int64_t word, int column) const {
+  INLINE void prefetch_once(int64_t word, int column) const {
     __builtin_prefetch(ahead + word * COLUMNS + column, 0, 0);
   }
   // For L2.
-  inline __attribute__((always_inline)) void prefetch_line(int64_t line) const {
+  INLINE void prefetch_line(int64_t line) const {
     __builtin_prefetch(ahead + line * LINE, 0, 2);
   }
 };

@@ -5,49 +5,26 @@
 #include <utility>
 
 #include "gemm.h"
+#include "registers.h"
 
-// NATIVE is the width of a register in floats, SUMS the number of registers for sums; a few others
-// hold words of the panel and the value that they are multiplied by.
+// Registers for sums; a few others hold words of the panel and the value that they are multiplied by.
 #if defined(__AVX512F__)
-constexpr int NATIVE = 16, SUMS = 28;
+constexpr int SUMS = 28;
 #elif defined(__AVX__)
-constexpr int NATIVE = 8, SUMS = 12;
+constexpr int SUMS = 12;
 #elif defined(__aarch64__)
-constexpr int NATIVE = 4, SUMS = 24;
+constexpr int SUMS = 24;
 #else
-constexpr int NATIVE = 4, SUMS = 8;
+constexpr int SUMS = 8;
 #endif
-typedef float nf __attribute__((vector_size(4 * NATIVE)));
-typedef uint32_t nu __attribute__((vector_size(4 * NATIVE)));
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
-
-static inline nf multiply_add(nf a, nf b, nf c) {
-#if defined(__AVX512F__)
-  return (nf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-  return (nf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__ARM_NEON)
-  return (nf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#else
-  return a * b + c;
-#endif
-}
-
-static inline nu load_words(const uint32_t* p) { nu v; memcpy(&v, p, sizeof v); return v; }
-static inline nf broadcast(float x) { return x - nf{}; }
 
 // How the values of a word are multiplied: one after the other, or in one instruction.
 struct Floats {
   typedef float Value;  // of a packed row
   typedef float Source;
   static constexpr int PER_WORD = 1;  // values of a packed row
-  static nf unpack(nu words, int) { return (nf)words; }
-  static nf add_product(nf sum, Value x, nf w) { return multiply_add(broadcast(x), w, sum); }
+  static rf unpack(rw words, int) { return (rf)words; }
+  static rf add_product(rf sum, Value x, rf w) { return multiply_add(broadcast(x), w, sum); }
   static void pack(const float* x, int64_t n, Value* to) { memcpy(to, x, n * sizeof(float)); }
 };
 
@@ -56,9 +33,9 @@ struct Pairs {
   typedef uint32_t Value;
   typedef bf16 Source;
   static constexpr int PER_WORD = 1;
-  static nf unpack(nu words, int) { return (nf)words; }
-  static nf add_product(nf sum, Value x, nf w) {
-    return (nf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(x), (__m512bh)w);
+  static rf unpack(rw words, int) { return (rf)words; }
+  static rf add_product(rf sum, Value x, rf w) {
+    return (rf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(x), (__m512bh)w);
   }
   static void pack(const bf16* x, int64_t n, Value* to) { memcpy(to, x, n * sizeof(bf16)); }
 };
@@ -67,8 +44,8 @@ struct Pairs {
   typedef float Value;
   typedef bf16 Source;
   static constexpr int PER_WORD = 2;
-  static nf unpack(nu words, int i) { return (nf)(i == 0 ? words << 16 : words & 0xffff0000u); }
-  static nf add_product(nf sum, Value x, nf w) { return multiply_add(broadcast(x), w, sum); }
+  static rf unpack(rw words, int i) { return (rf)(i == 0 ? words << 16 : words & 0xffff0000u); }
+  static rf add_product(rf sum, Value x, rf w) { return multiply_add(broadcast(x), w, sum); }
   static void pack(const bf16* x, int64_t n, Value* to) {
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) store(to + i, load(x + i));
@@ -83,7 +60,7 @@ template <class Kind> struct Vectors {
   static constexpr int PER_WORD = Kind::PER_WORD;
   static constexpr int BLOCK_WORDS = 512 / PER_WORD;  // of K: 14 rows of them stay in L1
   static constexpr int STRIDE = BLOCK_WORDS * PER_WORD + 16;  // values; no power of two
-  static constexpr int MAX_ROWS = NATIVE == 16 ? SUMS / 2 : 6;
+  static constexpr int MAX_ROWS = WORDS == 16 ? SUMS / 2 : 6;
 
   // Words between those that are multiplied and those that are prefetched, from one panel or from
   // several at once. Far enough for the memory, near enough for L1.
@@ -91,17 +68,17 @@ template <class Kind> struct Vectors {
 
   // Registers across a panel: all of its columns, or half of them if sums of all do not fit.
   static constexpr int across(int rows) {
-    int all = COLUMNS / NATIVE;
+    int all = COLUMNS / WORDS;
     return rows * all <= SUMS ? all : all / 2;
   }
   // Whether loading takes so much of the time that several blocks of rows share it; on narrow
   // registers multiplying takes far longer.
-  static constexpr bool SHARES_LOADING = NATIVE == 16;
+  static constexpr bool SHARES_LOADING = WORDS == 16;
 
   // Panels that are multiplied at once: few sums would wait for their last additions, and memory
   // answers several streams faster than one.
   static constexpr int panels(int rows) {
-    if (NATIVE < 16) return 1;
+    if (WORDS < 16) return 1;
     return rows * 8 <= SUMS ? 4 : rows * 4 <= SUMS ? 2 : 1;
   }
 
@@ -120,18 +97,18 @@ template <class Kind> struct Vectors {
   template <int ROWS, int PANELS, bool IS_STREAMED>
   static void block(const Part& part, int64_t panel_words) {
     constexpr int V = across(ROWS);
-    for (int column = 0; column < COLUMNS; column += V * NATIVE)
+    for (int column = 0; column < COLUMNS; column += V * WORDS)
       columns<ROWS, PANELS, V, IS_STREAMED>(part, panel_words, column);
   }
 
   template <int ROWS, int PANELS, int V, bool IS_STREAMED>
   static void columns(const Part& part, int64_t panel_words, int column) {
-    nf sums[PANELS][ROWS][V];
+    rf sums[PANELS][ROWS][V];
     for (int p = 0; p < PANELS; p++)
       for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < V; v++)
-          if (part.is_first) sums[p][r][v] = nf{};
-          else memcpy(&sums[p][r][v], at(part, p, r, column + v * NATIVE), sizeof(nf));
+          if (part.is_first) sums[p][r][v] = rf{};
+          else memcpy(&sums[p][r][v], at(part, p, r, column + v * WORDS), sizeof(rf));
     const Value* x = (const Value*)part.rows;
     if constexpr (IS_STREAMED) {
       for (bool is_last : {false, true}) {
@@ -145,31 +122,31 @@ template <class Kind> struct Vectors {
     for (int p = 0; p < PANELS; p++)
       for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < V; v++)
-          memcpy(at(part, p, r, column + v * NATIVE), &sums[p][r][v], sizeof(nf));
+          memcpy(at(part, p, r, column + v * WORDS), &sums[p][r][v], sizeof(rf));
   }
   static float* at(const Part& part, int panel, int row, int column) {
     return part.sums + (panel * MAX_ROWS + row) * COLUMNS + column;
   }
 
   template <bool IS_STREAMED, int PANELS, int ROWS, int V>
-  static inline __attribute__((always_inline)) void add_word(const Loader& loader, const Value* x,
+  static INLINE void add_word(const Loader& loader, const Value* x,
                                                              int64_t w, int64_t panel_words,
-                                                             nf (&sums)[PANELS][ROWS][V]) {
+                                                             rf (&sums)[PANELS][ROWS][V]) {
 #pragma GCC unroll 4
     for (int p = 0; p < PANELS; p++) {
       int64_t offset = p * panel_words;
       if constexpr (!IS_STREAMED) loader.prefetch_line(w);
 #pragma GCC unroll 8
-      for (int v = 0; v < V && IS_STREAMED; v += LANES / NATIVE) {
-        if (NATIVE == 16) loader.prefetch_once(w, offset + v * NATIVE);
-        else loader.prefetch(w, offset + v * NATIVE);
+      for (int v = 0; v < V && IS_STREAMED; v += LANES / WORDS) {
+        if (WORDS == 16) loader.prefetch_once(w, offset + v * WORDS);
+        else loader.prefetch(w, offset + v * WORDS);
       }
 #pragma GCC unroll 2
       for (int i = 0; i < PER_WORD; i++) {
-        nf words[V];
+        rf words[V];
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++)
-          words[v] = Kind::unpack(load_words(loader.words(w, offset + v * NATIVE)), i);
+          words[v] = Kind::unpack(load_words(loader.words(w, offset + v * WORDS)), i);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8

@@ -52,27 +52,55 @@ template <class T> static void load_query(const T* q, int64_t D, word* to) {
     store_words(to + d / PER_WORD<T>, D - d < STEP ? words_at(q, d, D - d) : words_at(q, d));
 }
 
-// One butterfly of a transpose: swaps the off-diagonal S x S squares of a and b.
-template <int S> static inline void swap_squares(rw& a, rw& b) {
-  rw low, high;
-  for (int l = 0; l < WORDS; l++) {
-    low[l] = l & S ? WORDS + (l ^ S) : l;
-    high[l] = l & S ? WORDS + l : l ^ S;
-  }
-  rw x = __builtin_shuffle(a, b, low);
-  b = __builtin_shuffle(a, b, high);
-  a = x;
+// In each run of 16 bytes, the elements of the first (HALF = 0) or last half of a and b in turns.
+// Elements are words or pairs of words, of which V is a register.
+template <class V, int HALF> static INLINE rw interleave(rw a, rw b) {
+  constexpr int SIZE = sizeof(V{}[0]), N = REGISTER / SIZE, RUN = 16 / SIZE;
+  V at;
+  for (int l = 0; l < N; l++)
+    at[l] = l / RUN * RUN + HALF * RUN / 2 + l % RUN / 2 + (l % 2 ? N : 0);
+  return (rw)__builtin_shuffle((V)a, (V)b, at);
 }
-template <int S> static inline void transpose_words(rw* x) {  // WORDS x WORDS, in place
-#pragma GCC unroll 16
-  for (int i = 0; i < WORDS; i++)
-    if (!(i & S)) swap_squares<S>(x[i], x[i + S]);
-  if constexpr (S > 1) transpose_words<S / 2>(x);
+// The runs of 16 bytes of a and then those of b that have even (ODD = 0) or odd places.
+template <int ODD> static INLINE rw every_second_run(rw a, rw b) {
+  rw at;
+  for (int l = 0; l < WORDS; l++) at[l] = (l / 4 * 2 + ODD) * 4 + l % 4;
+  return __builtin_shuffle(a, b, at);
+}
+// N rows of N runs, every fourth of x, are transposed.
+template <int N> static INLINE void transpose_runs(rw* x) {
+  if constexpr (N == 2) {
+    rw first = x[0];
+    x[0] = every_second_run<0>(first, x[4]);
+    x[4] = every_second_run<1>(first, x[4]);
+  } else if constexpr (N == 4) {
+    rw a = every_second_run<0>(x[0], x[4]), b = every_second_run<0>(x[8], x[12]);
+    rw c = every_second_run<1>(x[0], x[4]), d = every_second_run<1>(x[8], x[12]);
+    x[0] = every_second_run<0>(a, b);
+    x[8] = every_second_run<1>(a, b);
+    x[4] = every_second_run<0>(c, d);
+    x[12] = every_second_run<1>(c, d);
+  }
+}
+// WORDS x WORDS, in place. Its shuffles overwrite none of their operands, which saves copies.
+static INLINE void transpose_words(rw* x) {
+  typedef uint64_t pairs __attribute__((vector_size(REGISTER)));
+#pragma GCC unroll 4
+  for (int i = 0; i < WORDS; i += 4) {
+    rw a = interleave<rw, 0>(x[i], x[i + 1]), b = interleave<rw, 1>(x[i], x[i + 1]);
+    rw c = interleave<rw, 0>(x[i + 2], x[i + 3]), d = interleave<rw, 1>(x[i + 2], x[i + 3]);
+    x[i] = interleave<pairs, 0>(a, c);
+    x[i + 1] = interleave<pairs, 1>(a, c);
+    x[i + 2] = interleave<pairs, 0>(b, d);
+    x[i + 3] = interleave<pairs, 1>(b, d);
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) transpose_runs<WORDS / 4>(x + c);
 }
 
 // x[word][key] of the keys [j, j + WORDS), from dimension d of the head on, which begins at `first`.
 template <class T>
-static inline void columns_of(Tokens<T> keys, int j, int64_t first, int64_t d, int64_t D,
+static INLINE void columns_of(Tokens<T> keys, int j, int64_t first, int64_t d, int64_t D,
                               Prefetch next, rw* x) {
   constexpr int STEP = WORDS * PER_WORD<T>;
 #pragma GCC unroll 16
@@ -80,7 +108,7 @@ static inline void columns_of(Tokens<T> keys, int j, int64_t first, int64_t d, i
     x[i] = D - d < STEP ? words_at(keys[j + i], first + d, D - d) : words_at(keys[j + i], first + d);
     next.lines(j + i, d * sizeof(T), STEP * sizeof(T));
   }
-  transpose_words<WORDS / 2>(x);
+  transpose_words(x);
 }
 
 // to[word][key], `stride` words apart; count is a multiple of LANES. The head's dimensions are

@@ -12,6 +12,9 @@
 #include <immintrin.h>
 #endif
 
+// For functions whose arguments have to stay in registers.
+#define INLINE inline __attribute__((always_inline))
+
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));

@@ -8,14 +8,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "vec.h"
-#if defined(__AVX__)
-#include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
-
-typedef uint32_t word;
+#include "registers.h"
 
 #if defined(__AVX512BF16__)
 #define HAS_PAIRS 1
@@ -27,34 +20,10 @@ typedef uint32_t word;
 template <class T> constexpr bool PAIRED = HAS_PAIRS && std::is_same_v<T, bf16>;
 template <class T> constexpr int PER_WORD = PAIRED<T> ? 2 : 1;
 
-// A vector register: GCC keeps wider vectors in memory.
-#if defined(__AVX512F__)
-constexpr int REGISTER = 64, SUMS = 16;
-#elif defined(__AVX__)
-constexpr int REGISTER = 32, SUMS = 8;
-#else
-constexpr int REGISTER = 16, SUMS = 16;
-#endif
-typedef float rf __attribute__((vector_size(REGISTER)));
-typedef word rw __attribute__((vector_size(REGISTER)));
-constexpr int WORDS = REGISTER / 4;
+// Registers of sums that a block of a product has; others hold what is multiplied.
+constexpr int SUMS = REGISTER == 32 ? 8 : 16;
 constexpr int MAX_HEAD_DIM = 512;
 constexpr int MAX_GROUP = SUMS / 2;  // rows of `a` whose sums are in registers
-
-static inline rw load_words(const void* p) { rw v; memcpy(&v, p, REGISTER); return v; }
-template <class T> static inline void store_words(T* p, rw v) { memcpy(p, &v, REGISTER); }
-
-static inline rf multiply_add(rf a, rf b, rf c) {
-#if defined(__AVX512F__)
-  return (rf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-  return (rf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__ARM_NEON)
-  return (rf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#else
-  return a * b + c;
-#endif
-}
 
 template <bool IS_PAIRED> static inline rf multiply_words(rw a, rw b, rf c) {
 #if HAS_PAIRS

@@ -1,0 +1,38 @@
+// Vector registers of the instruction set that is compiled for: GCC keeps wider vectors in memory.
+#pragma once
+
+#include "vec.h"
+#if defined(__AVX__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+typedef uint32_t word;
+
+#if defined(__AVX512F__)
+constexpr int REGISTER = 64;  // bytes
+#elif defined(__AVX__)
+constexpr int REGISTER = 32;
+#else
+constexpr int REGISTER = 16;
+#endif
+constexpr int WORDS = REGISTER / 4;
+typedef float rf __attribute__((vector_size(REGISTER)));
+typedef word rw __attribute__((vector_size(REGISTER)));
+
+static inline rw load_words(const void* p) { rw v; memcpy(&v, p, REGISTER); return v; }
+template <class T> static inline void store_words(T* p, rw v) { memcpy(p, &v, REGISTER); }
+static inline rf broadcast(float x) { return x - rf{}; }
+
+static inline rf multiply_add(rf a, rf b, rf c) {
+#if defined(__AVX512F__)
+  return (rf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (rf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+  return (rf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
