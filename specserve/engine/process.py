@@ -21,7 +21,7 @@ from specserve.exchange.messages import (
 )
 from specserve.exchange.step_output import StepOutput
 from specserve.models.loader import name_of_dtype
-from specserve.process import die_with_parent, keep_stderr_from_failing
+from specserve.process import die_with_parent, keep_objects, keep_stderr_from_failing
 
 
 def main(fd: int) -> None:
@@ -47,6 +47,7 @@ def run(link: Link, config: Config) -> None:
     except ConfigError as e:
         link.send(Failed(str(e)))
         return
+    keep_objects()
     link.send(ready(loaded))
     serve(link, loaded.engine)
 

@@ -22,7 +22,7 @@ from specserve.exchange.spawn import Spawned
 from specserve.input_processor import load_text_files, make_input_processor
 from specserve.phases import Phases
 from specserve.preflight import Folders
-from specserve.process import return_freed_memory, tell
+from specserve.process import keep_objects, return_freed_memory, tell
 from specserve.progress import LoadProgress, show_phases
 from specserve.selection import scaled_models
 from specserve.server.app import make_app
@@ -105,6 +105,7 @@ async def load(service: Service, start: Start) -> Ready:
     served = ServedModel(service.name, identity, ready.drafter, max_nodes, scaled)
     service.open(make_input_processor(files, ready.vocab_size, ready.max_model_len), served, ready)
     show_phases(phases.table | ready.phases)
+    keep_objects()
     return ready
 
 

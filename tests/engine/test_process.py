@@ -1,12 +1,16 @@
 """The engine's side of the socket, with a scripted other side."""
 
+import gc
+
 import pytest
 from msgspec import structs
 
+from specserve.config import load_config
+from specserve.engine import process
 from specserve.engine.engine import Engine
 from specserve.engine.process import serve
 from specserve.exchange.caller import Caller
-from specserve.exchange.messages import Add, EngineCommands, encode
+from specserve.exchange.messages import Add, EngineCommands, Loading, Ready, encode
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import engine_for, load_small
 from tests.engine.test_engine import greedy
@@ -81,3 +85,27 @@ def test_what_an_order_says_of_its_caller_and_its_blocks_reaches_the_request(tar
     monkeypatch.setattr(Engine, "add_choices", lambda engine, *args: asks.append(args))
     run(target, [EngineCommands([order], [])])
     assert asks == [([5, 17, 42], order.samplings, 7, keys, caller)]
+
+
+class FreezeCounts:
+    """A link that keeps, for each message, how many objects collections leave alone."""
+
+    def __init__(self):
+        self.by_message = {}
+
+    def send(self, message):
+        self.by_message[type(message)] = gc.get_freeze_count()
+
+    def receive(self, wait):
+        raise EOFError
+
+
+def test_collections_in_service_leave_alone_what_start_up_made(tmp_path):
+    counts, folder = FreezeCounts(), tiny_checkpoint(tmp_path, seed=3)
+    settings = {"memory.kv_bytes": 1 << 24, "model.path": str(folder), "drafter.name": "none"}
+    gc.unfreeze()
+    with pytest.raises(EOFError):
+        process.run(counts, load_config(None, settings))
+    gc.unfreeze()
+    assert counts.by_message[Loading] == 0
+    assert counts.by_message[Ready] > len(gc.get_objects()) / 2

@@ -1,13 +1,16 @@
 """The HTTP process without torch and transformers: `Ready` carries what it needs of them."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from specserve.exchange.messages import Ready
+from specserve.server import serve
 from specserve.server.service import fingerprint
 from tests.checkpoints import tiny_checkpoint
 from tests.server.asking import COMPLETIONS, saying
+from tests.server.in_process import server_threads
 from tests.server.server_process import ServerProcess
 
 
@@ -19,6 +22,13 @@ def test_the_http_process_has_not_mapped_torch(server):
     assert server.post(COMPLETIONS, saying(2)).status == 200
     assert "libtorch" in mapped(server.engine_pid)
     assert "libtorch" not in mapped(server.process.pid)
+
+
+def test_it_lets_collections_leave_alone_what_start_up_made(folder, monkeypatch):
+    asked = Mock()
+    monkeypatch.setattr(serve, "keep_objects", asked)
+    with server_threads(folder):
+        asked.assert_called_once_with()
 
 
 def test_a_full_disk_under_stderr_stops_no_server(folder):
