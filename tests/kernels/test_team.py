@@ -16,6 +16,11 @@ def test_what_a_thread_wrote_before_a_barrier_is_seen_after_it_by_all(tmp_path):
     assert output(program) == "0 wrong\n"
 
 
+def test_a_team_that_gets_fewer_threads_does_all_of_the_work(tmp_path):
+    program = compile_program("few_threads", tmp_path, ["team.cpp"])
+    assert output(program) == "2 of 2: 100\n3 of 8: 100\n3 of 8: 100\n1 of 1: 100\n"
+
+
 @pytest.mark.slow
 def test_the_threads_race_for_nothing(tmp_path):
     """As ThreadSanitizer sees it, which knows nothing of futexes and thus trusts no wake-up."""
