@@ -21,15 +21,14 @@ static void score_few(Matrix q, Tokens<T> keys, int count, int64_t first, int64_
     for (int j = 0; j < count; j += WORDS) {
       rw x[WORDS];
       columns_of<T>(keys, j, first, d, D, next, x);
-      rf sum[N] = {};
-      if (d)
-        for (int i = 0; i < N; i++) sum[i] = (rf)load_words(scores.from(i, j).at);
+      rf sum[N][1];
+      load_sums(scores.from(0, j), d > 0, sum);
 #pragma GCC unroll 16
       for (int u = 0; u < WORDS; u++)
 #pragma GCC unroll 8
         for (int i = 0; i < N; i++)
-          sum[i] = multiply_words<PAIRED<T>>(*q.from(i, w + u).at - rw{}, x[u], sum[i]);
-      for (int i = 0; i < N; i++) store_words(scores.from(i, j).at, (rw)sum[i]);
+          sum[i][0] = multiply_words<PAIRED<T>>(*q.from(i, w + u).at - rw{}, x[u], sum[i][0]);
+      store_sums(sum, scores.from(0, j));
     }
 }
 
@@ -38,8 +37,7 @@ template <class T, int N, int S, bool IS_WHOLE>
 static INLINE void add_block(Matrix weights, Tokens<T> values, int count, int64_t first, int64_t d,
                              int64_t rest, Prefetch next, Sums sums) {
   rf sum[N][S];
-  for (int i = 0; i < N; i++)
-    for (int s = 0; s < S; s++) sum[i][s] = (rf)load_words(sums.from(i, s * WORDS).at);
+  load_sums(sums, true, sum);
   for (int j = 0; j < count; j += PER_WORD<T>) {
     const T *a = values[j] + first + d, *b = values[j + PER_WORD<T> - 1] + first + d;
     rw x[S];
@@ -57,8 +55,7 @@ static INLINE void add_block(Matrix weights, Tokens<T> values, int count, int64_
       for (int s = 0; s < S; s++) sum[i][s] = multiply_words<PAIRED<T>>(weight, x[s], sum[i][s]);
     }
   }
-  for (int i = 0; i < N; i++)
-    for (int s = 0; s < S; s++) store_words(sums.from(i, s * WORDS).at, (rw)sum[i][s]);
+  store_sums(sum, sums);
 }
 
 // sums[i][dimension] += weights of N queries times values; count is even. Dimensions as above.

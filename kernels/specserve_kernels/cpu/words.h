@@ -46,16 +46,30 @@ struct Sums {
   Sums from(int64_t row, int64_t column) const { return {at + row * stride + column, stride}; }
 };
 
+// Sums as they stand in memory, or zeros. Unrolled, as registers have no index: else they would pass
+// through the stack.
+template <int N, int S> static INLINE void load_sums(Sums from, bool adds, rf (&to)[N][S]) {
+#pragma GCC unroll 8
+  for (int i = 0; i < N; i++)
+#pragma GCC unroll 8
+    for (int s = 0; s < S; s++) to[i][s] = adds ? (rf)load_words(from.from(i, s * WORDS).at) : rf{};
+}
+template <int N, int S> static INLINE void store_sums(const rf (&from)[N][S], Sums to) {
+#pragma GCC unroll 8
+  for (int i = 0; i < N; i++)
+#pragma GCC unroll 8
+    for (int s = 0; s < S; s++) store_words(to.from(i, s * WORDS).at, (rw)from[i][s]);
+}
+
 // Rows [0, N) and S registers of columns.
 template <bool IS_PAIRED, int N, int S>
 static void multiply_block(Matrix a, Matrix b, Sums c, int64_t units, bool adds) {
-  rf sum[N][S] = {};
-  if (adds)
-    for (int i = 0; i < N; i++)
-      for (int s = 0; s < S; s++) memcpy(&sum[i][s], c.from(i, s * WORDS).at, REGISTER);
+  rf sum[N][S];
+  load_sums(c, adds, sum);
   for (int64_t u = 0; u < units; u++) {
     rw column[S];
-    for (int s = 0; s < S; s++) memcpy(&column[s], b.from(u, s * WORDS).at, REGISTER);
+#pragma GCC unroll 8
+    for (int s = 0; s < S; s++) column[s] = load_words(b.from(u, s * WORDS).at);
 #pragma GCC unroll 8
     for (int i = 0; i < N; i++) {
       rw value = *a.from(i, u).at - rw{};
@@ -63,8 +77,7 @@ static void multiply_block(Matrix a, Matrix b, Sums c, int64_t units, bool adds)
       for (int s = 0; s < S; s++) sum[i][s] = multiply_words<IS_PAIRED>(value, column[s], sum[i][s]);
     }
   }
-  for (int i = 0; i < N; i++)
-    for (int s = 0; s < S; s++) memcpy(c.from(i, s * WORDS).at, &sum[i][s], REGISTER);
+  store_sums(sum, c);
 }
 
 // All rows that N covers in steps, for as many columns from `first` on as S registers cover in
