@@ -28,8 +28,9 @@ $(INSTALLED): pyproject.toml constraints.txt | $(PY)
 	$(PY) -m pip install -c constraints.txt -e '.[dev]'
 	touch $@
 
+# Without a compiler it says so and fails; then the reference kernels serve.
 $(COMPILED): $(INSTALLED) $(KERNELS)
-	$(PY) -m specserve_kernels.cpu
+	-$(PY) -m specserve_kernels.cpu
 	touch $@
 
 test: setup

@@ -71,7 +71,7 @@ def thread_counts(cores: int) -> list[int]:
 def compiled() -> ctypes.CDLL:
     with TemporaryDirectory(prefix="specserve-bound-") as folder:
         file = Path(folder, "bound.so")
-        command = [compiler(), *FLAGS, str(SOURCE), "-o", str(file)]
+        command = [*compiler(), *FLAGS, str(SOURCE), "-o", str(file)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise BuildError(f"{command[0]} could not compile {SOURCE.name}:\n{done.stderr[:2000]}")

@@ -58,5 +58,5 @@ def arm_server(folder):
     (level,) = (level for level in LEVELS if level.machine == "aarch64")
     sources = [path.name for path in FOLDER.glob("*.cpp")]
     flags = *level.flags, "-rdynamic"
-    program = compile_program("server", folder, sources, flags, lambda: ARM_COMPILER)
+    program = compile_program("server", folder, sources, flags, lambda: (ARM_COMPILER,))
     return Server([ARM_EMULATOR, "-L", "/usr/aarch64-linux-gnu", program])

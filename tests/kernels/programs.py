@@ -12,7 +12,7 @@ def compile_program(name, folder, sources, flags=(), compiler=compiler):
     """The path of a program; `sources` are those of the kernels that it needs."""
     files = PROGRAMS / f"{name}.cpp", *(FOLDER / source for source in sources)
     out = folder / name
-    command = [compiler(), *FLAGS, *flags, f"-I{FOLDER}", *files, "-o", out]
+    command = [*compiler(), *FLAGS, *flags, f"-I{FOLDER}", *files, "-o", out]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return out

@@ -1,7 +1,11 @@
 """Which library of kernels a process uses: one that came in the wheel, or one compiled here."""
 
 import _ctypes
+import fcntl
+import os
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -22,39 +26,168 @@ def choose_again(monkeypatch, tmp_path):
     build.kernels.cache_clear()
 
 
-COMPILERS = {
-    "there is none": ("no-such-compiler", "no C++ compiler found"),
-    "it refuses the kernels": (shutil.which("false"), "could not compile the kernels"),
+TRUE, FALSE = shutil.which("true"), shutil.which("false")
+COMPILERS = {  # CXX -> the complaint
+    "there is none": (
+        "nonsense-g++ -O2",
+        "no C++ compiler found at CXX='nonsense-g++ -O2': set CXX",
+    ),
+    "it is no command": ("'g++", 'CXX="\'g++" is not a command (No closing quotation): set CXX'),
+    "it refuses the kernels": (
+        FALSE,
+        f"{FALSE} could not compile the kernels (exit code 1): set CXX",
+    ),
+    "it makes no library": (f"{TRUE} -x", f"{TRUE} -x made no library that can be used: set CXX"),
 }
 
 
 @pytest.mark.parametrize(("compiler", "complaint"), COMPILERS.values(), ids=COMPILERS)
 def test_without_a_compiler_the_reference_serves_and_says_so(
-    compiler, complaint, tmp_path, monkeypatch, caplog
+    compiler, complaint, tmp_path, monkeypatch, caplog, capsys
 ):
     monkeypatch.setenv("CXX", compiler)
     assert load(torch.device("cpu")) is reference
-    (line,) = caplog.messages
-    assert complaint in line and "the reference kernels serve" in line
-    assert list(tmp_path.rglob("*.so")) == []
+    line = f"{complaint} to g++ 11 or later"
+    assert line in caplog.messages[-1] and "the reference kernels serve" in caplog.messages[-1]
+    assert list((tmp_path / "specserve").iterdir()) == []
+    assert build.main() == 1
+    assert f"kernels: {line}" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_program_is_named(tmp_path, monkeypatch):
+    text = tmp_path / "g++"
+    text.write_text("no program")
+    text.chmod(0o755)
+    monkeypatch.setenv("CXX", str(text))
+    with pytest.raises(cpu.BuildError, match=r"g\+\+ cannot be run .*: set CXX"):
+        build.library()
+
+
+def test_what_the_compiler_says_follows_the_one_line(tmp_path, monkeypatch, capsys):
+    failing = tmp_path / "c++"
+    failing.write_text("#!/bin/sh\necho 'error: no such thing' >&2\nexit 4\n")
+    failing.chmod(0o755)
+    monkeypatch.setenv("CXX", str(failing))
+    assert build.main() == 1
+    first, second = capsys.readouterr().err.splitlines()
+    assert "(exit code 4)" in first and first.endswith("; the reference kernels will serve, slowly")
+    assert second == "error: no such thing"
+
+
+COMMANDS = {  # CXX -> the command
+    "unset": (None, ["g++"]),
+    "empty": (" ", ["g++"]),
+    "with flags": ("g++ -O2", ["g++", "-O2"]),
+    "with a launcher": ("env 'g++'", ["env", "g++"]),
+}
+
+
+@pytest.mark.parametrize(("value", "command"), COMMANDS.values(), ids=COMMANDS)
+def test_the_compiler_is_named_as_for_a_shell(value, command, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    usual = compiler.build_hash(())
+    if value is not None:
+        monkeypatch.setenv("CXX", value)
+    program, *args = command
+    assert compiler.compiler() == (shutil.which(program), *args)
+    assert (compiler.build_hash(()) == usual) == (not args), "its flags shape the library"
+
+
+def test_no_compiler_at_all_is_told_with_what_to_install(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(cpu.BuildError, match=r"no C\+\+ compiler found: install g\+\+"):
+        compiler.compiler()
 
 
 def native():
     return kernels("native").library._name
 
 
-def test_kernels_are_compiled_once(monkeypatch):
-    compiled = []
+@pytest.fixture
+def compiled(monkeypatch):
+    """The flags of what has been compiled, which takes no time: a library is copied."""
+    flags_of = []
 
     def compile_to(path, flags):
-        compiled.append(flags)
+        flags_of.append(flags)
         shutil.copy(native(), path)
 
     monkeypatch.setattr(compiler, "compile_to", compile_to)
+    return flags_of
+
+
+def test_kernels_are_compiled_once(compiled, caplog):
     for _ in range(2):
         build.kernels.cache_clear()
         assert build.library().specserve_sample
     assert compiled == [levels.native_flags()]
+    assert caplog.messages == ["compiling the C++ kernels (about 10 s)"]
+
+
+@pytest.fixture
+def lock():
+    """Held, as by another process that is compiling."""
+    handle = os.open(compiler.cache_folder(), os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    yield handle
+    os.close(handle)
+
+
+def path_of(*flags):
+    return compiler.cache_folder() / f"kernels-{compiler.build_hash(flags)}.so"
+
+
+def test_who_finds_a_library_does_not_wait_for_one_that_is_compiled(compiled, lock, caplog):
+    path = path_of("-O1")
+    shutil.copy(native(), path)
+    finding = threading.Thread(target=compiler.compiled, args=[("-O1",)], daemon=True)
+    finding.start()
+    finding.join(10)
+    assert not finding.is_alive()
+    assert compiled == caplog.messages == []
+
+
+def test_who_needs_what_is_being_compiled_waits_for_it_and_says_so(compiled, lock, caplog):
+    path = path_of("-O1")
+    waiting = threading.Thread(target=compiler.compiled, args=[("-O1",)])
+    waiting.start()
+    while not caplog.messages:
+        time.sleep(0.01)
+    shutil.copy(native(), path)
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    waiting.join()
+    assert caplog.messages == ["waiting for another process that is compiling C++ kernels"]
+    assert compiled == []
+
+
+def test_what_was_not_used_for_a_month_is_removed_with_the_next_compilation(compiled):
+    folder = compiler.cache_folder()
+    used = compiler.compiled(("-O1",))
+    month, names = (
+        31 * 24 * 3600,
+        ("kernels-old.so", "threads-old.json", "threads-new.json", "mine"),
+    )
+    for name in names:
+        (folder / name).write_text("")
+    (folder / "kernels-killed").mkdir()
+    for path in folder.iterdir():
+        if path.name != "threads-new.json":
+            os.utime(path, (time.time() - month, time.time() - month))
+    assert compiler.compiled(("-O1",)) == used, "which is a use"
+    assert len(list(folder.iterdir())) == 6, "nothing has been compiled"
+    new = compiler.compiled(("-O2",))
+    left = {used.name, new.name, "threads-new.json", "mine"}
+    assert {path.name for path in folder.iterdir()} == left
+
+
+def test_a_library_that_is_removed_while_it_is_looked_at_is_still_loaded(monkeypatch):
+    """By a process that removes what was not used for long."""
+    path = path_of(*levels.native_flags())
+    shutil.copy(native(), path)
+    found = compiler.compiled(levels.native_flags())
+    monkeypatch.setattr(build, "compiled", lambda _: found.unlink() or found)
+    assert build.library().specserve_sample and not path.exists()
 
 
 @pytest.fixture

@@ -64,11 +64,13 @@ def first_line(error: BuildError) -> str:
 
 
 def main() -> int:
-    """Say which library is used, and why; compile it if it has to be."""
+    """Say which library is used, and why; compile it if it has to be. 1 if there is none."""
     try:
         found, origin = kernels()
     except BuildError as e:
-        print(f"kernels: {e}; the reference kernels will serve, slowly", file=sys.stderr)
-        return 0
+        reason, *details = str(e).splitlines()
+        words = f"kernels: {reason}; the reference kernels will serve, slowly"
+        print(words, *details, sep="\n", file=sys.stderr)
+        return 1
     print(f"kernels: {level()}, {origin}: {found._name}")
     return 0

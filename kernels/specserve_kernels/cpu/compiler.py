@@ -6,12 +6,15 @@ Imports nothing outside the standard library: a wheel is built where nothing els
 import ctypes
 import fcntl
 import hashlib
+import logging
 import os
 import platform
+import shlex
 import shutil
 import struct
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -28,6 +31,10 @@ FLAGS = (
 )
 # The C++ runtime becomes part of the library: the process may have loaded an older one.
 STATIC = ("-static-libstdc++", "-static-libgcc", "-Wl,--gc-sections", "-Wl,--exclude-libs,ALL")
+REMEDY = "set CXX to g++ 11 or later"
+UNUSED_SECONDS = 30 * 24 * 3600  # what no process has used for so long is removed from the cache
+
+log = logging.getLogger("specserve")
 
 
 class BuildError(RuntimeError):
@@ -47,9 +54,14 @@ def compiled(flags: tuple[str, ...]) -> Path:
 
 def compiled_in(folder: Path, flags: tuple[str, ...], is_good: Callable[[Path], bool]) -> Path:
     path = folder / f"kernels-{build_hash(flags)}.so"
+    mark_used(path)
+    if is_good(path):
+        return path
     with locked(folder):
-        if not is_good(path):
-            compile_to(path, flags)
+        if not is_good(path):  # it is, if this process has waited for one that compiled it
+            log.warning("compiling the C++ kernels (about 10 s)")
+            keep(path, flags, is_good)
+            remove_unused(folder)
     return path
 
 
@@ -59,10 +71,36 @@ def locked(folder: Path) -> Iterator[None]:
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # a network's file system may have none
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            wait_for_lock(handle)
         yield
     finally:
         os.close(handle)
+
+
+def wait_for_lock(handle: int) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log.warning("waiting for another process that is compiling C++ kernels")
+        fcntl.flock(handle, fcntl.LOCK_EX)
+
+
+def mark_used(path: Path) -> None:
+    """Set the time that `remove_unused` goes by."""
+    with suppress(OSError):  # there is no such file yet, or it is another user's
+        os.utime(path)
+
+
+def remove_unused(folder: Path) -> None:
+    """Remove libraries, numbers of threads and what a killed process left of either, if old.
+
+    A process that has loaded such a library keeps it; one that looks for it compiles it again.
+    """
+    oldest = time.time() - UNUSED_SECONDS
+    for path in (*folder.glob("kernels-*"), *folder.glob("threads-*")):
+        with suppress(OSError):  # another process removed it, or it is another user's
+            if path.stat().st_mtime < oldest:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def loads(path: Path) -> bool:
@@ -79,9 +117,10 @@ def is_whole(path: Path) -> bool:
     """Whether it is a complete ELF file, which ends with its section headers. Loading a truncated
     one would kill the process with SIGBUS.
     """
-    if not path.exists():
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
         return False
-    data = path.read_bytes()
     if len(data) < 64:
         return False
     (start,) = struct.unpack_from("<Q", data, 0x28)
@@ -111,11 +150,19 @@ def cpu_name() -> bytes:
     return b"".join(line for line in lines[:40] if line.startswith((b"flags", b"model name")))
 
 
-def compiler() -> str:
-    found = shutil.which(os.environ.get("CXX", "g++"))
+def compiler() -> tuple[str, ...]:
+    """The command that compiles: $CXX, split as a shell does, else g++."""
+    value = os.environ.get("CXX", "").strip()
+    try:
+        program, *args = shlex.split(value) or ["g++"]
+    except ValueError as e:
+        raise BuildError(f"CXX={value!r} is not a command ({e}): {REMEDY}") from e
+    found = shutil.which(program)
+    if found is None and value:
+        raise BuildError(f"no C++ compiler found at CXX={value!r}: {REMEDY}, or unset it")
     if found is None:
-        raise BuildError("no C++ compiler found (looked for $CXX, then g++)")
-    return found
+        raise BuildError(f"no C++ compiler found: install g++, or {REMEDY}")
+    return found, *args
 
 
 def source_hash() -> str:
@@ -126,34 +173,53 @@ def source_hash() -> str:
 
 def build_hash(flags: Iterable[str]) -> str:
     """Changes with everything that shapes a library: sources, flags, compiler and its target."""
-    version = subprocess.run([compiler(), "--version"], capture_output=True, check=False).stdout
-    parts = [source_hash().encode(), repr((FLAGS, *flags)).encode(), version]
+    _, *args = compiler()
+    version = call_compiler("--version").stdout
+    parts = [source_hash().encode(), repr((FLAGS, *flags, *args)).encode(), version.encode()]
     if "-march=native" in flags:
         parts.append(cpu_name())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-def compile_to(path: Path, flags: tuple[str, ...]) -> None:
-    """Compile the kernels with further flags into the shared library `path`, in one piece."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
-        folder = Path(temporary)
-        sources = sorted(FOLDER.glob("*.cpp"))
-        objects = [folder / f"{source.stem}.o" for source in sources]
-
-        def compile_one(source: Path, object_file: Path) -> None:
-            run_compiler(*FLAGS, *flags, "-c", str(source), "-o", str(object_file))
-
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(compile_one, sources, objects))
-        library = folder / path.name
-        run_compiler("-shared", "-pthread", *flags, *map(str, objects), "-o", str(library))
+def keep(path: Path, flags: tuple[str, ...], is_good: Callable[[Path], bool]) -> None:
+    """Compile the library `path` elsewhere, and put it there in one piece."""
+    with tempfile.TemporaryDirectory(prefix="kernels-", dir=path.parent) as folder:
+        library = Path(folder, path.name)
+        compile_to(library, flags)
+        if not is_good(library):
+            command = shlex.join(compiler())
+            raise BuildError(f"{command} made no library that can be used: {REMEDY}")
         with library.open("rb+") as file:
             os.fsync(file)  # else a power loss could leave a file of zeros under the final name
         os.replace(library, path)  # another process may be doing the same
 
 
+def compile_to(path: Path, flags: tuple[str, ...]) -> None:
+    """Compile the kernels with further flags into the shared library `path`."""
+    sources = sorted(FOLDER.glob("*.cpp"))
+    objects = [path.with_name(f"{source.stem}.o") for source in sources]
+
+    def compile_one(source: Path, object_file: Path) -> None:
+        run_compiler(*FLAGS, *flags, "-c", str(source), "-o", str(object_file))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, sources, objects))
+    run_compiler("-shared", "-pthread", *flags, *map(str, objects), "-o", str(path))
+
+
 def run_compiler(*args: str) -> None:
-    command = compiler(), *args
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = call_compiler(*args)
     if done.returncode != 0:
-        raise BuildError(f"{command[0]} could not compile the kernels:\n{done.stderr[:2000]}")
+        failed = f"{shlex.join(compiler())} could not compile the kernels"
+        details = f"(exit code {done.returncode}): {REMEDY}\n{done.stderr[:2000]}"
+        raise BuildError(f"{failed} {details}")
+
+
+def call_compiler(*args: str) -> subprocess.CompletedProcess[str]:
+    command = *compiler(), *args
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False
+        )
+    except OSError as e:
+        raise BuildError(f"{command[0]} cannot be run ({e}): {REMEDY}") from e
