@@ -1,6 +1,7 @@
 """How many threads a step is given, and what that is learnt from."""
 
 import json
+import os
 import random
 import threading
 
@@ -8,7 +9,14 @@ import pytest
 import torch
 
 from specserve_kernels import cpu, reference
-from specserve_kernels.cpu.threads import HOPELESS_STEPS, RARELY, SOON, STEPS, MeasuredThreads
+from specserve_kernels.cpu.threads import (
+    HOPELESS_STEPS,
+    MARGIN,
+    RARELY,
+    SOON,
+    STEPS,
+    MeasuredThreads,
+)
 from specserve_kernels.threads import allowed_threads
 from specserve_kernels.topology import Topology, topology
 
@@ -57,12 +65,14 @@ COSTS = {  # cores, CPUs, seconds of a step by number of threads -> the best num
     "half are best": (8, 8, {8: 1.2, 4: 1.0, 2: 1.1, 1: 2.0}, 4),
     "one is best": (8, 8, {8: 4.0, 4: 3.0, 2: 2.0, 1: 1.0}, 1),
     "two, and all are best": (2, 2, {2: 1.0, 1: 1.9}, 2),
-    "two, and one is best": (2, 2, {2: 1.0, 1: 0.9}, 1),
-    "an odd number": (3, 3, {3: 1.0, 2: 0.9, 1: 1.2}, 2),
+    "two, and one is best": (2, 2, {2: 1.0, 1: 0.8}, 1),
+    "two, and one is best, but hardly": (2, 2, {2: 1.0, 1: 0.95}, 2),
+    "an odd number": (3, 3, {3: 1.0, 2: 0.8, 1: 1.2}, 2),
     "one core is another's": (8, 8, {8: 2.0, 7: 1.1, 4: 2.1}, 7),
-    "two CPUs a core help": (4, 8, {8: 0.9, 4: 1.0, 2: 1.9}, 8),
+    "two CPUs a core help": (4, 8, {8: 0.8, 4: 1.0, 2: 1.9}, 8),
+    "two CPUs a core hardly help": (4, 8, {8: 0.95, 4: 1.0, 3: 1.2, 2: 1.9}, 4),
     "two CPUs a core harm": (4, 8, {8: 1.3, 4: 1.0, 3: 1.2, 2: 1.9}, 4),
-    "one core of two CPUs": (1, 2, {2: 0.9, 1: 1.0}, 2),
+    "one core of two CPUs": (1, 2, {2: 0.8, 1: 1.0}, 2),
     "six cores": (6, 12, {12: 9.0, 6: 3.0, 4: 2.0, 2: 2.5}, 4),
 }
 
@@ -87,13 +97,13 @@ MACHINES = {
 
 @pytest.mark.parametrize(("cores", "cpus"), [(3, 3), (4, 8), (6, 6), (8, 16), (32, 32), (64, 128)])
 @pytest.mark.parametrize("cost", MACHINES.values(), ids=MACHINES)
-def test_many_cores_are_soon_no_slower_than_two(cost, cores, cpus):
+def test_many_cores_are_soon_hardly_slower_than_two(cost, cores, cpus):
     """On machines that are simulated: none with more than two cores has been measured."""
     threads = measured(cores, cpus)
     seconds = lambda number: cost(number, cores)  # noqa: E731
     used = run(threads, seconds)
     assert len(used) <= 2 * STEPS * 7
-    assert seconds(chosen(threads, 4)) <= min(seconds(1), seconds(2))
+    assert seconds(chosen(threads, 4)) <= MARGIN**3 * min(seconds(1), seconds(2))
     best = min(map(seconds, range(1, cpus + 1)))
     assert seconds(chosen(threads, 4)) <= 1.5 * best
 
@@ -143,17 +153,55 @@ def test_what_is_settled_is_known_at_the_next_start(cache):
     run(first, lambda number: float(number))
     again, words = cpu.tune(untimed, 512, None, "model")
     assert again.is_settled(4) and chosen(again, 4) == 1
-    assert words == "1 for up to 4 rows, as timed before"
+    assert words.startswith("1 for up to 4 rows, ") and words.endswith(" for more, as timed before")
     other, _ = cpu.tune(untimed, 512, None, "another model")
     assert not other.is_settled(4)
 
 
-def test_what_was_timed_before_is_told_by_size_and_equal_neighbours_once():
+RISING = {  # settled, by size -> used, on four cores
+    "nothing": ({}, {}),
+    "as settled": ({0: 1, 3: 2, 5: 4}, {0: 1, 3: 2, 5: 4}),
+    "one that is less than those of smaller steps": (
+        {0: 2, 1: 2, 2: 1, 4: 2},
+        dict.fromkeys((0, 1, 2, 4), 2),
+    ),
+    "one that is more than those of larger steps": (
+        {0: 1, 1: 4, 2: 1, 4: 1},
+        dict.fromkeys((0, 1, 2, 4), 1),
+    ),
+    "as many of each": ({0: 4, 1: 1, 2: 4, 4: 1}, dict.fromkeys((0, 1, 2, 4), 4)),
+    "as many of each, beyond the cores": ({0: 8, 1: 4}, {0: 4, 1: 4}),
+}
+
+
+@pytest.mark.parametrize(("settled", "used"), RISING.values(), ids=RISING)
+def test_a_step_of_more_rows_has_no_fewer_threads(settled, used, tmp_path):
+    """What one noisy timing settled is outvoted by the other sizes, at once and from the file."""
+    first = measured(4, 8, tmp_path / "threads.json")
+    for size, number in settled.items():
+        first.settle(size, number)
+    for threads in first, measured(4, 8, tmp_path / "threads.json"):
+        assert {size: chosen(threads, 1 << size) for size in settled} == used
+        assert threads.settled == settled, "each size is compared again from its own number"
+
+
+WORDS = {  # settled, by size -> the words, on eight cores
+    "until steps have been timed": ({}, "8, until steps have been timed"),
+    "one number": ({0: 8, 3: 8}, "8, as timed before"),
+    "two": ({0: 1, 3: 1, 5: 8}, "1 for up to 8 rows, 8 for more, as timed before"),
+    "three": (
+        {5: 4, 0: 1, 3: 2, 2: 2},
+        "1 for up to 1 row, 2 for up to 8 rows, 4 for up to 32 rows, 8 for more, as timed before",
+    ),
+}
+
+
+@pytest.mark.parametrize(("settled", "words"), WORDS.values(), ids=WORDS)
+def test_what_was_timed_before_is_told_by_size_and_equal_neighbours_once(settled, words):
     threads = measured(8)
-    for size, number in ((5, 4), (0, 1), (3, 2), (2, 2)):
+    for size, number in settled.items():
         threads.settle(size, number)
-    known = "1 for up to 1 row, 2 for up to 8 rows, 4 for up to 32 rows"
-    assert threads.words() == f"{known}, as timed before"
+    assert threads.words() == words
 
 
 SPOILT = {
@@ -179,6 +227,15 @@ def test_a_spoilt_file_in_the_cache_is_ignored_and_replaced(tmp_path, text):
     assert threads.settled == {}
     run(threads, lambda number: float(number))
     assert json.loads(file.read_text()) == {"2": 1}
+
+
+def test_a_file_that_is_read_is_in_use(tmp_path):
+    """Files that no process has used for a month are removed."""
+    file = tmp_path / "threads.json"
+    file.write_text('{"2": 1}')
+    os.utime(file, (0, 0))
+    assert measured(2, file=file).settled == {2: 1}
+    assert file.stat().st_mtime > 0
 
 
 @pytest.mark.parametrize("folder", ["/dev/null/x", "/proc/1/x"])
@@ -230,11 +287,21 @@ def test_what_an_earlier_process_settled_wrongly_is_soon_put_right(tmp_path, wro
     assert measured(4, file=file).settled == {2: best}
 
 
-def test_what_is_settled_is_compared_again_when_much_later_steps_have_run():
+def test_what_is_settled_first_is_soon_compared_again():
+    """So no neighbor that was busy for a second decides for long."""
     threads = measured(2)
     run(threads, {2: 1.0, 1: 0.5}.__getitem__)
     assert chosen(threads, 4) == 1
-    steps_of(threads, {2: 1.0, 1: 3.0}.__getitem__, RARELY + 2 * STEPS)
+    steps_of(threads, {2: 1.0, 1: 3.0}.__getitem__, SOON + 2 * STEPS)
+    assert threads.is_settled(4) and chosen(threads, 4) == 2
+
+
+def test_what_two_searches_agree_on_is_compared_again_when_much_later_steps_have_run():
+    threads = measured(2)
+    steps_of(threads, {2: 1.0, 1: 0.5}.__getitem__, SOON + 4 * STEPS)
+    steps_of(threads, {2: 1.0, 1: 3.0}.__getitem__, RARELY // 2)
+    assert threads.is_settled(4) and chosen(threads, 4) == 1
+    steps_of(threads, {2: 1.0, 1: 3.0}.__getitem__, RARELY // 2)
     assert threads.is_settled(4) and chosen(threads, 4) == 2
 
 

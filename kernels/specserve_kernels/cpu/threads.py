@@ -6,18 +6,24 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Generator, Mapping
-from itertools import zip_longest
 from pathlib import Path
 from threading import Lock, local
 
 import torch
 from torch import Tensor
 
-from specserve_kernels.cpu.compiler import BuildError, cache_folder, cpu_name, source_hash
+from specserve_kernels.cpu.compiler import (
+    BuildError,
+    cache_folder,
+    cpu_name,
+    mark_used,
+    source_hash,
+)
 from specserve_kernels.threads import FixedThreads, Threads, check_threads
 from specserve_kernels.topology import Topology, topology
 
 STEPS, RANK = 9, 2  # steps timed with each of two numbers; their third best times are compared
+MARGIN = 1.1  # how much faster a number must be than one that is nearer to a thread a core
 SOON, RARELY = 100, 5000  # steps of a size after which what is settled is compared again
 HOPELESS, HOPELESS_STEPS = 1.5, 4  # a number is dropped if its best of 4 steps is 1.5 times slower
 
@@ -43,8 +49,9 @@ def tune(
 class Duel:
     """Two numbers of threads, used in turns for steps of one size."""
 
-    def __init__(self, holder: int, challenger: int) -> None:
+    def __init__(self, holder: int, challenger: int, cores: int) -> None:
         self.holder, self.challenger = holder, challenger
+        self.usual, self.other = sorted((holder, challenger), key=lambda n: abs(cores - n))
         self.seconds: dict[int, list[float]] = {holder: [], challenger: []}
 
     def next(self) -> int:
@@ -53,7 +60,10 @@ class Duel:
         return self.holder if len(held) <= len(tried) else self.challenger
 
     def winner(self) -> int | None:
-        """The faster number; None until it is known. A far slower one is dropped early."""
+        """The faster number; None until it is known. A far slower one is dropped early.
+
+        The one nearer to a thread a core wins unless it is clearly slower: noise decides nothing.
+        """
         held, tried = self.seconds[self.holder], self.seconds[self.challenger]
         if min(len(tried), len(held)) >= HOPELESS_STEPS:
             for one, other in ((self.holder, self.challenger), (self.challenger, self.holder)):
@@ -62,8 +72,8 @@ class Duel:
         if len(tried) < STEPS or len(held) < STEPS:
             return None
         # Other load makes some steps slower and none faster; the very best may have had less to do.
-        is_better = sorted(tried)[RANK] < sorted(held)[RANK]
-        return self.challenger if is_better else self.holder
+        usually, otherwise = (sorted(self.seconds[n])[RANK] for n in (self.usual, self.other))
+        return self.other if MARGIN * otherwise < usually else self.usual
 
 
 def duels(start: int, machine: Topology, is_upward: bool) -> Generator[Duel, None, int]:
@@ -76,14 +86,14 @@ def duels(start: int, machine: Topology, is_upward: bool) -> Generator[Duel, Non
     best = start
     for upward in (is_upward, not is_upward):
         while (challenger := neighbor(best, machine, upward)) is not None:
-            yield (duel := Duel(best, challenger))
+            yield (duel := Duel(best, challenger, machine.cores))
             if duel.winner() == best:
                 break
             best = challenger
         if best != start:
             break
     if best == machine.cores > 2:
-        yield (duel := Duel(best, best - 1))
+        yield (duel := Duel(best, best - 1, machine.cores))
         best = duel.winner() or best
     return best
 
@@ -105,13 +115,17 @@ class MeasuredThreads:
     as the smaller number wins, it is compared with a smaller one, so that no step is ever much
     slower than it need be. The numbers that are settled are kept in `file`, for the next start.
 
-    A neighbor that was busy may have decided, so what is settled is compared again: soon if an
-    earlier process settled it, else rarely. Then larger numbers come first.
+    A neighbor that was busy may have decided, so what is settled is compared again: soon if it is
+    new or an earlier process settled it, rarely once two searches agree. Then larger numbers come
+    first. And as more threads that pay in a step pay in one of more rows, the numbers that are used
+    never fall from size to size: what contradicts most of the others is not used (`rising`).
     """
 
     def __init__(self, machine: Topology, file: Path | None = None) -> None:
         self.machine, self.file = machine, file
         self.settled = read(file, machine.cpus)  # bits of the size -> number
+        self.numbers = rising(self.settled, machine.cores)  # those that are used
+        self.before = dict(self.settled)  # what the search before the latest one found
         self.searches: dict[int, Generator[Duel, None, int]] = {}  # bits of the size -> its duels
         self.duels: dict[int, Duel] = {}  # bits of the size -> the one that is going on
         self.lock = Lock()  # engines that share a model's weights share this, too
@@ -123,7 +137,7 @@ class MeasuredThreads:
         with self.lock:
             if size not in self.settled and size not in self.duels:
                 self.search(size, duels(self.machine.cores, self.machine, is_upward=False))
-            number = self.settled[size] if size in self.settled else self.duels[size].next()
+            number = self.numbers[size] if size in self.settled else self.duels[size].next()
         self.used.number = number
         torch.set_num_threads(number)
 
@@ -157,7 +171,9 @@ class MeasuredThreads:
             self.settle(size, end.value)
 
     def settle(self, size: int, number: int) -> None:
-        self.settled[size], self.num_left[size] = number, RARELY
+        self.num_left[size] = RARELY if self.before.get(size) == number else SOON
+        self.settled[size] = self.before[size] = number
+        self.numbers = rising(self.settled, self.machine.cores)
         self.searches.pop(size, None)
         self.duels.pop(size, None)
         if self.file is not None:
@@ -169,13 +185,29 @@ class MeasuredThreads:
     def words(self) -> str:
         if not self.settled:
             return f"{self.machine.cores}, until steps have been timed"
-        sizes = sorted(self.settled)
-        runs = [
-            f"{self.settled[size]} for up to {1 << size} row{'s' if size else ''}"
-            for size, larger in zip_longest(sizes, sizes[1:])
-            if larger is None or self.settled[larger] != self.settled[size]
-        ]
+        up_to = {number: size for size, number in sorted(self.numbers.items())}
+        *smaller, last = up_to
+        if last != self.machine.cores:  # with which larger steps begin
+            smaller, last = list(up_to), self.machine.cores
+        runs = [f"{n} for up to {1 << up_to[n]} row{'s' if up_to[n] else ''}" for n in smaller]
+        runs.append(f"{last} for more" if runs else str(last))
         return f"{', '.join(runs)}, as timed before"
+
+
+def rising(settled: Mapping[int, int], cores: int) -> dict[int, int]:
+    """The numbers by size, changed where one is less than that of a smaller size: as few of them as
+    possible, and rather towards a thread a core.
+    """
+    numbers, sizes = sorted(set(settled.values())), sorted(settled)
+    # Of the choices for the sizes so far that end with a number, the best: how many are changed,
+    # how far they are from `cores`, and the choice.
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {n: (0, 0, ()) for n in numbers}
+    for size in sizes:
+        for n in reversed(numbers):
+            changed, distance, chosen = min(best[smaller] for smaller in numbers if smaller <= n)
+            best[n] = changed + (settled[size] != n), distance + abs(cores - n), (*chosen, n)
+    _, _, chosen = min(best.values(), default=(0, 0, ()))
+    return dict(zip(sizes, chosen, strict=True))
 
 
 def size_of(rows: int) -> int:
@@ -194,6 +226,8 @@ def cache_file(key: str, machine: Topology) -> Path | None:
 
 def read(file: Path | None, allowed: int) -> dict[int, int]:
     """The numbers that an earlier process settled; empty if the file is missing or not valid."""
+    if file is not None:
+        mark_used(file)
     try:
         found = json.loads(file.read_text()) if file is not None else {}
         settled = {int(size): number for size, number in found.items()}
@@ -206,7 +240,7 @@ def read(file: Path | None, allowed: int) -> dict[int, int]:
 def write(file: Path, settled: Mapping[int, int]) -> None:
     """Replace the file in one piece: another process may read it at any time."""
     try:
-        handle, temporary = tempfile.mkstemp(suffix=".json", dir=file.parent)
+        handle, temporary = tempfile.mkstemp(prefix="threads-", suffix=".json", dir=file.parent)
         with os.fdopen(handle, "w") as out:
             json.dump(dict(settled), out)
         os.replace(temporary, file)
