@@ -1,6 +1,7 @@
 """`specserve bench ...`: what speculation does to latency, in tables, JSON and plots."""
 
 import argparse
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ import msgspec
 from specserve.config import Config, Setting, load_config, parse_override
 from specserve.errors import ConfigError
 from specserve.keys import read_keys
-from specserve_bench import results, scale, scripted, suite
+from specserve_bench import outputs, results, scale, scripted, suite
 from specserve_bench.local import Local
 from specserve_bench.peers import command as peers
 from specserve_bench.report import markdown, report
@@ -30,6 +31,7 @@ def main(argv: list[str]) -> int:
     if argv and argv[0] == "scale-model":
         return scale.main(argv[1:])
     args = parser().parse_args(argv)
+    args.command = shlex.join(["specserve", "bench", *argv])
     prepare(args)
     action: Callable[[argparse.Namespace], int] = args.action
     return action(args)
@@ -48,7 +50,11 @@ def parser() -> argparse.ArgumentParser:
     add_compare(
         commands.add_parser("compare", help="configs and servers against the first of them")
     )
-    peers.add_arguments(commands.add_parser("peers", help="this engine beside others, in one run"))
+    peers.add_arguments(
+        commands.add_parser(
+            "peers", help="this engine beside others, in one run", description=peers.DESCRIPTION
+        )
+    )
     show = commands.add_parser("show", help="the tables of kept results once more, and plots")
     show.add_argument("files", nargs="+", type=Path, metavar="JSON")
     show.add_argument("--plots", type=Path, metavar="FOLDER", help="write PNG plots there")
@@ -218,14 +224,13 @@ def finish(
     """Measure, keep and show; the exit code is 1 where every request of a subject failed."""
     goals = Goals(args.goal_ttft_ms, args.goal_tpot_ms)
     trials = suite.Trials(workloads, loads, args.rounds)
-    command = " ".join(["specserve", *sys.argv[1:]])
-    result = suite.measure(kind, chosen, trials, goals, command)
+    result = suite.measure(kind, chosen, trials, goals, args.command)
     try:
         if args.out is not None:
-            args.out.write_bytes(msgspec.json.encode(result) + b"\n")
-    except OSError as e:
+            outputs.write("--out", args.out, msgspec.json.encode(result) + b"\n")
+    except ConfigError:
         print(report(result))  # else the measurements would be lost
-        raise ConfigError(f"{args.out}: cannot be written ({e.strerror})") from e
+        raise
     present([result], args.plots)
     answers = {run.subject: [a for r in run.rounds for a in r.requests] for run in result.runs}
     return int(any(all(a.error for a in each) for each in answers.values()))
@@ -233,23 +238,11 @@ def finish(
 
 def prepare(args: argparse.Namespace) -> None:
     """Refuse outputs that cannot be written, before anything is measured."""
-    try:
-        if args.plots is not None:
-            args.plots.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=args.plots):
-                pass
-        if args.out is not None:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            is_new = not args.out.exists()
-            args.out.open("ab").close()
-            if is_new:
-                args.out.unlink()  # what is measured may yet fail
-    except OSError as e:
-        raise ConfigError(
-            f"{e.filename or args.plots}: cannot be written ({e.strerror}): name another"
-        ) from e
     if args.plots is not None:
+        outputs.check_folder("--plots", args.plots)
         import specserve_bench.plots  # noqa: F401, it may lack matplotlib
+    if args.out is not None:
+        outputs.check_file("--out", args.out)
 
 
 def shown(args: argparse.Namespace) -> int:

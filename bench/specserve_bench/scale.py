@@ -39,6 +39,7 @@ from specserve.models.folder import SCALED, name_of, read_json, resolve
 from specserve.models.loader import DTYPES, EMBEDDING, HEAD
 from specserve.models.rotary import frequencies
 from specserve.models.weight_files import INDEX, PICKLES, SINGLE
+from specserve_bench import outputs
 from specserve_bench.shapes import SHAPES, shape_config
 
 NORM = "model.norm.weight"
@@ -67,6 +68,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--seed", type=seed, default=0, help="of what is added; default: 0")
     args = parser.parse_args(argv)
+    outputs.check_parent("DST", args.target)
     source = resolve(args.source)
     dtype, name = DTYPES[args.dtype], name_of(args.source)
     try:

@@ -87,7 +87,8 @@ def measure(
         task = bar.add_task("measuring", total=total)
         for number in range(1 + trials.rounds):
             for label, name, load in in_turn(runs, number, len(contenders)):
-                bar.update(task, description=f"{name}, {label}")
+                stage = f"round {number} of {trials.rounds}" if number else "warming up"
+                bar.update(task, description=f"{stage}: {name}, {label}")
                 asked, runnable = by_name[name], by_label[label].runnable
                 run = runs[label, name, load]
                 if number == 0:
@@ -224,8 +225,8 @@ def record(llm: LLM, workloads: Sequence[Workload], file: Path) -> None:
 
 
 def machine(command: str) -> dict[str, Any]:
-    """The machine, the software and the command of this measurement."""
-    return {
+    """The machine, the software and the command of this measurement, as far as they are known."""
+    facts = {
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
@@ -236,6 +237,7 @@ def machine(command: str) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "command": command,
     }
+    return {name: fact for name, fact in facts.items() if fact is not None}
 
 
 def gpu() -> dict[str, Any]:

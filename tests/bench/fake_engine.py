@@ -25,12 +25,19 @@ def fake_python(folder, behavior=""):
     return str(script)
 
 
-def main(folder, minus_m, module, setup):
+def main(folder, option, *args):
+    with open(os.path.join(folder, "behavior")) as file:
+        behavior = file.read()
+    if option == "-c":  # whether it has the engine's packages
+        print(behavior != "lacks the engine")
+    else:
+        engine(folder, behavior, option, *args)
+
+
+def engine(folder, behavior, minus_m, module, setup):
     assert (minus_m, module[:30]) == ("-m", "specserve_bench.peers.adapters")
     with open(os.path.join(folder, "started"), "a") as file:
         print(os.getpid(), module, setup, sep="\t", file=file)
-    with open(os.path.join(folder, "behavior")) as file:
-        behavior = file.read()
     if behavior == "fails to load":
         sys.exit("OSError: no weights here")
     say({"ok": {"version": "7.0"}})

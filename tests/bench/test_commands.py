@@ -35,12 +35,12 @@ def draft(tmp_path_factory):
 def latency(folder, draft, tmp_path_factory):
     """Result file, and what was printed, of a latency run with plots."""
     out = tmp_path_factory.mktemp("out")
-    args = ["--model", folder, "--draft-model", draft, "--out", out / "new" / "r.json"]
+    args = ["--model", folder, "--draft-model", draft, "--out", out / "r.json"]
     args += ["--plots", out / "plots", "--drafters=off,ngram:4,model:4,scripted:0.9/0.5"]
     with pytest.MonkeyPatch.context() as patch, open(out / "printed", "w+") as printed:
         patch.setattr("sys.stdout", printed)
         assert main(list(map(str, ["bench", "latency", *args, *SMALL]))) == 0
-    return out / "new" / "r.json", (out / "printed").read_text()
+    return out / "r.json", (out / "printed").read_text()
 
 
 def test_every_subject_is_measured_on_every_workload_and_says_the_same(latency):
@@ -61,9 +61,15 @@ def test_the_file_says_where_how_and_of_what(latency, folder):
     text = latency[0].read_text()
     known = json.loads(text)
     assert known["machine"].keys() >= {"cpu", "cores", "torch", "specserve", "commit", "date"}
+    assert known["machine"]["command"].startswith(f"specserve bench latency --model {folder}")
     assert str(folder) not in json.dumps(known["subjects"])
     assert "never saw" in known["workloads"]["questions"]["about"]
     assert known["subjects"]["ngram:4"]["config"]["speculation.max_nodes"] == 4
+
+
+def test_of_the_machine_only_what_is_known_is_said(monkeypatch):
+    monkeypatch.setattr(suite, "commit", lambda: None)
+    assert "commit" not in suite.machine("test")
 
 
 def test_tables_and_plots_come_from_the_file_alone(latency, tmp_path, capsys, monkeypatch):
@@ -77,7 +83,7 @@ def test_tables_and_plots_come_from_the_file_alone(latency, tmp_path, capsys, mo
     assert shown == printed
     plots = {p.name: p.read_bytes() for p in (tmp_path / "again").iterdir()}
     assert plots.keys() == {"latency-cdf.png", "acceptance-by-depth.png", "tpot-ratios.png"}
-    first = {p.name: p.read_bytes() for p in (file.parents[1] / "plots").iterdir()}
+    first = {p.name: p.read_bytes() for p in (file.parent / "plots").iterdir()}
     assert plots == first
 
 
@@ -284,8 +290,11 @@ def test_a_drafter_that_the_config_names_is_tried_with_its_options(folder, tmp_p
     assert "drafter.options" not in subjects["ngram"].config
 
 
-def test_rounds_are_interleaved_after_a_first_request_that_is_thrown_away():
-    order = []
+def test_rounds_are_interleaved_after_a_first_request_that_is_thrown_away(monkeypatch):
+    order, shown = [], []
+    monkeypatch.setattr(
+        suite.Progress, "update", lambda self, task, description: shown.append(description)
+    )
 
     class Runnable:
         def __init__(self, label):
@@ -311,6 +320,8 @@ def test_rounds_are_interleaved_after_a_first_request_that_is_thrown_away():
         for label in labels
     ]
     assert [r.seconds for r in result.runs[0].rounds] == [6, 9]
+    assert shown[:2] == ["warming up: questions, a", "warming up: questions, b"]
+    assert shown[-1] == "round 2 of 2: random, b"
 
 
 @pytest.mark.parametrize(
@@ -333,7 +344,10 @@ def test_rounds_are_interleaved_after_a_first_request_that_is_thrown_away():
         (["compare", "off.toml", "on.toml", "--api-key-file=k"], "one URL"),
         (["compare", "gone.toml", "gone.toml"], "gone.toml"),
         (["show", "gone.json"], "gone.json"),
+        (["latency", "--drafters=off", "--out=gone/r.json"], "no folder gone; make it"),
         (["show", "gone.json", "--plots=/dev/null/x"], "cannot be written"),
+        (["show", "gone.json", "--plots=gone/plots"], "no folder gone; make it"),
+        (["scale-model", "m", "gone/m", "--like=qwen3-0.6b"], "no folder gone; make it"),
         (["show", "gone.json", "--plots=/proc"], "cannot be written"),
         (["latency", "--drafters=off", "--out=/proc", "--plots=/tmp"], "cannot be written"),
         (["drafters", "--url=http://127.0.0.1:1"], "measure it by latency"),
@@ -343,16 +357,20 @@ def test_rounds_are_interleaved_after_a_first_request_that_is_thrown_away():
         ),
     ],
 )
-def test_a_mistake_is_one_line_that_says_what_to_do(folder, capsys, args, complaint):
+def test_a_mistake_is_one_line_that_says_what_to_do(
+    folder, tmp_path, monkeypatch, capsys, args, complaint
+):
+    monkeypatch.chdir(tmp_path)
     model = ["--model", str(folder)] if args[0] == "latency" and "--url" not in args[1] else []
     assert main(["bench", *args, *model]) == 1
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1
     assert complaint in err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_command_that_failed_leaves_no_result(folder, tmp_path, capsys):
-    out = tmp_path / "new" / "r.json"
+    out = tmp_path / "r.json"
     assert main(["bench", "latency", f"--model={folder}", "--drafters=telepathy", f"--out={out}"])
     assert "telepathy" in capsys.readouterr().err and not out.exists()
 

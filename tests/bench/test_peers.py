@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,11 +14,12 @@ import pytest
 
 from specserve.cli import main
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
+from specserve.errors import ConfigError
 from specserve.models import families
 from specserve.models.tokenizer import load_tokenizer
 from specserve_bench import bound
 from specserve_bench.bound import Rates
-from specserve_bench.peers import command, models
+from specserve_bench.peers import command, models, pythons
 from specserve_bench.peers.cases import (
     Case,
     Sizes,
@@ -31,13 +33,14 @@ from specserve_bench.peers.cases import (
     ttft_ms,
 )
 from specserve_bench.peers.peer import PeerError, started
-from specserve_bench.peers.protocol import DRAFT, LOOKUP, Guessing, Setup, Timed
+from specserve_bench.peers.protocol import DRAFT, LOOKUP, Guessing, Setup, Timed, write_setup
+from specserve_bench.peers.pythons import checked_python, has_packages
 from specserve_bench.peers.rounds import Group, Job, Lane, measure
 from specserve_bench.peers.sweep import Pick, Sweep
 from specserve_bench.peers.systems import Choice, System, guess_choices, thread_choices
 from specserve_bench.peers.table import group_result, table
 from specserve_bench.steps import Cost, Size, num_linear_weights
-from tests.bench.fake_engine import fake_python
+from tests.bench.fake_engine import PYTHON, fake_python
 from tests.checkpoints import tiny_checkpoint
 
 SETUP = Setup("model", 64, 1, 1 << 20, 1, None)
@@ -116,11 +119,78 @@ def test_what_goes_wrong_is_one_line(tmp_path, behavior, words):
     assert state(starts(tmp_path)[0][0]) == "Z"
 
 
+RAISES = """
+from types import SimpleNamespace
+from specserve.errors import ConfigError
+from specserve_bench.peers.protocol import EngineError, serve
+def fail(*args):
+    raise {error}
+serve({load})
+"""
+
+
+@pytest.mark.parametrize("load", ["fail", "lambda setup: SimpleNamespace(version='1', alone=fail)"])
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("ConfigError('no room: give it some')", "no room: give it some"),
+        ("EngineError('no room')", "no room"),
+        ("MemoryError('no room')", "MemoryError: no room"),
+    ],
+)
+def test_an_error_of_ours_is_its_sentence_and_any_other_has_its_class(load, error, words):
+    code = RAISES.format(load=load, error=error)
+    asked = json.dumps({"prompts": [PROMPT], "num_tokens": 2, "is_batch": False})
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(write_setup(SETUP))],
+        input=asked,
+        capture_output=True,
+        text=True,
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == {"error": words}
+
+
 def test_a_python_that_is_not_there_is_named():
     absent = System("vLLM", "vllm", "/no/such/python", True, (), ())
     with pytest.raises(PeerError, match=r"^/no/such/python: No such file or directory$"):  # noqa: SIM117
         with started(absent, SETUP, 10):
             pass
+
+
+def test_a_python_is_made_absolute_and_its_link_is_not_followed(tmp_path, monkeypatch):
+    real = fake_python(tmp_path / "real")
+    (tmp_path / "link").symlink_to(real)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "real"), prepend=":")
+    assert checked_python("llama", "./link") == str(tmp_path / "link")
+    assert checked_python("llama", "real/python") == real
+    assert checked_python("llama", "python") == real
+
+
+def script(folder, text):
+    file = folder / "script"
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+def test_a_file_that_is_no_python_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(pythons, "TIMEOUT", 0.2)
+    for text, words in [
+        ("exit 0", "exit code 0"),
+        ("echo oh; echo dear >&2", "dear"),
+        ("exec sleep 9", r"no answer within 0\.2 s"),
+    ]:
+        file = script(tmp_path, text)
+        with pytest.raises(ConfigError, match=rf"^--vllm {file}: does not run .*\({words}\)"):
+            checked_python("vllm", file)
+
+
+def test_packages_are_looked_for_where_no_folder_can_be_taken_for_one(tmp_path, monkeypatch):
+    (tmp_path / "absent_package").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert has_packages("", PYTHON, ("json", "struct"))
+    assert not has_packages("", PYTHON, ("json", "absent_package"))
 
 
 def test_too_few_tokens_are_an_error(tmp_path, monkeypatch):
@@ -357,14 +427,15 @@ def bench_peers(*args):
 
 
 def test_the_command_compares_what_there_is(two_cores, checkpoint, tmp_path, capsys):
-    args = ["--model", checkpoint, "--draft", checkpoint, "--out", tmp_path / "new" / "r.json"]
-    args += ["--llama", fake_python(tmp_path / "llama"), "--vllm", "/no/such/python"]
+    args = ["--model", checkpoint, "--draft", checkpoint, "--out", tmp_path / "r.json"]
+    args += ["--llama", fake_python(tmp_path / "llama")]
+    args += ["--vllm", fake_python(tmp_path / "vllm", "fails to load")]
     args += ["--transformers", fake_python(tmp_path / "transformers", "raises")]
     assert bench_peers(*args) == 0
     printed = capsys.readouterr().out
     result = json.loads(printed.splitlines()[-1])
-    assert result == json.loads((tmp_path / "new" / "r.json").read_text())
-    assert "vLLM: /no/such/python: No such file or directory" in printed
+    assert result == json.loads((tmp_path / "r.json").read_text())
+    assert "vLLM: OSError: no weights here" in printed
     assert "transformers: ValueError: cannot speculate" in printed
     plain = result["figures"][0]
     assert plain["systems"]["specserve"]["median"] == pytest.approx(4)
@@ -376,7 +447,63 @@ def test_the_command_compares_what_there_is(two_cores, checkpoint, tmp_path, cap
         *(f"2 threads, lookup {n}" for n in (2, 4, 8, 16)),
         *(f"2 threads, draft {n}" for n in (2, 4, 8)),
     }
+    command = result.pop("machine")["command"]
+    assert command.startswith(f"specserve bench peers --model {checkpoint} --draft {checkpoint}")
     assert str(checkpoint) not in json.dumps(result)
+
+
+def test_the_exit_code_is_1_where_every_engine_failed(
+    two_cores, checkpoint, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "executable", fake_python(tmp_path / "broken", "raises"))
+    assert bench_peers("--model", checkpoint) == 1
+    assert "specserve: ValueError: cannot speculate" in capsys.readouterr().out
+
+
+def test_paths_may_be_relative(two_cores, checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "model").symlink_to(checkpoint)
+    fake_python(tmp_path / "others")
+    monkeypatch.chdir(tmp_path)
+    args = ["--model=model", "--draft=model", "--transformers=others/python", "--out=r.json"]
+    assert bench_peers(*args) == 0
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert [f["systems"]["transformers"].get("error") for f in result["figures"]] == [None] * 7
+    setups = [json.loads(setup) for *_, setup in starts(tmp_path / "others")]
+    assert {s["model"] for s in setups} == {str(checkpoint)}
+    drafts = {s["guessing"]["draft"] for s in setups if s["guessing"]}
+    assert drafts == {None, str(checkpoint)}
+
+
+@pytest.mark.parametrize(
+    ("behavior", "complaint"),
+    [
+        (None, "--vllm vllm/python: no executable file; name the python of an environment with"),
+        ("lacks the engine", "--vllm vllm/python: it cannot import vllm; install"),
+    ],
+)
+def test_an_engine_that_is_not_there_is_refused_before_anything_is_measured(
+    two_cores, checkpoint, tmp_path, monkeypatch, capsys, behavior, complaint
+):
+    monkeypatch.chdir(tmp_path)
+    if behavior is not None:
+        fake_python(tmp_path / "vllm", behavior)
+    assert bench_peers("--model", checkpoint, "--vllm=vllm/python") == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {complaint}") and err.count("\n") == 1
+    assert not (tmp_path / "ours" / "started").exists()
+
+
+def test_llama_cpp_needs_gguf_here(two_cores, checkpoint, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    assert bench_peers("--model", checkpoint, "--llama", fake_python(tmp_path / "llama")) == 1
+    assert "pip install 'specserve[bench]'" in capsys.readouterr().err
+
+
+def test_what_cannot_be_kept_after_all_is_shown(two_cores, checkpoint, capsys):
+    assert bench_peers("--model", checkpoint, "--out=/dev/full") == 1
+    shown = capsys.readouterr()
+    assert "| specserve |" in shown.out
+    assert "--out /dev/full: cannot be written" in shown.err
 
 
 def test_llama_cpp_gets_gguf_files_and_the_others_the_folders(two_cores, checkpoint, tmp_path):

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,16 +15,22 @@ from typing import Any
 from specserve.errors import ConfigError
 from specserve.models import families
 from specserve.models.folder import resolve
-from specserve_bench import suite
+from specserve_bench import outputs, suite
 from specserve_bench.bound import Bound
 from specserve_bench.peers.cases import FIGURES, Sizes, bound_size, make_cases
 from specserve_bench.peers.comparison import Comparison, Limits
 from specserve_bench.peers.models import Models, named_models, scaled_pair
+from specserve_bench.peers.pythons import NEEDED, checked_python
 from specserve_bench.peers.rounds import Group
 from specserve_bench.peers.setups import Setups
 from specserve_bench.peers.systems import System, make_systems
 from specserve_bench.peers.table import agreements, group_result, sweep_result, sweep_table, table
 from specserve_bench.steps import Cost, cost
+
+DESCRIPTION = (
+    "Measure specserve, transformers and the other engines whose Pythons are named, on one "
+    "checkpoint. With the defaults it takes about 45 minutes on two cores."
+)
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -41,43 +48,48 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     )
     for name, engine in (("llama", "llama-cpp-python"), ("vllm", "vLLM for CPU")):
         p.add_argument(
-            f"--{name}", metavar="PYTHON", help=f"the python of an environment with {engine}"
+            f"--{name}",
+            metavar="PYTHON",
+            help=f"the python of an environment with {engine}; default: not measured",
         )
     p.add_argument(
         "--transformers",
         default=sys.executable,
         metavar="PYTHON",
-        help="the same with transformers; default: this python",
+        help="the python of an environment with transformers; default: this python, so that "
+        "transformers is always measured",
     )
-    sizes = Sizes()
     p.add_argument("--rounds", type=positive, default=5, help="interleaved; default: 5")
-    p.add_argument(
-        "--prompts", type=positive, default=sizes.prompts, help=f"of a case; {sizes.prompts}"
-    )
-    p.add_argument("--batch", type=positive, default=sizes.batch, help=f"at once; {sizes.batch}")
-    p.add_argument(
-        "--tokens", type=several, default=sizes.tokens, help=f"after a prompt; {sizes.tokens}"
-    )
-    p.add_argument(
-        "--timeout", type=positive, default=600, help="seconds to load and for a case; 600"
-    )
+    sizes = Sizes()
+    for flag, kind, size, meaning in (
+        ("prompts", positive, sizes.prompts, "of the cases plain and guessed"),
+        ("batch", positive, sizes.batch, "prompts of the case batch"),
+        ("tokens", several, sizes.tokens, "after each prompt"),
+        ("timeout", positive, 600, "seconds to load, and for a case"),
+    ):
+        p.add_argument(
+            f"--{flag}", type=kind, default=size, metavar="N", help=f"{meaning}; default: {size}"
+        )
     p.add_argument("--out", type=Path, metavar="JSON", help="keep the results")
     p.set_defaults(action=peers, plots=None)
 
 
 def peers(args: argparse.Namespace) -> int:
+    """The exit code is 1 where every engine failed."""
     if args.draft and args.model is None:
         raise ConfigError("--draft: name the model that it drafts for with --model")
+    systems = chosen_systems(args)
     with exits_on_sigterm(), TemporaryDirectory(prefix="specserve-peers-") as folder:
         scratch = Path(folder)
-        models = chosen_models(args, scratch)
-        result = compare(args, models, scratch)
-    if args.out is not None:
-        args.out.write_text(json.dumps(result) + "\n")
-    print(sweep_table(result), table(result), sep="\n\n")
+        result = compare(args, systems, chosen_models(args, scratch), scratch)
+    try:
+        if args.out is not None:
+            outputs.write("--out", args.out, json.dumps(result).encode() + b"\n")
+    finally:
+        print(sweep_table(result), table(result), sep="\n\n")
     if not sys.stdout.isatty():  # JSON is for programs, not for a terminal
         print(json.dumps(result))
-    return 0
+    return int(not has_figures(result))
 
 
 @contextmanager
@@ -90,28 +102,36 @@ def exits_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def chosen_systems(args: argparse.Namespace) -> list[System]:
+    if args.llama is not None and find_spec("gguf") is None:
+        raise ConfigError("--llama: it needs gguf here: pip install 'specserve[bench]'")
+    named = {name: getattr(args, name) for name in NEEDED}
+    pythons = {
+        name: checked_python(name, python) for name, python in named.items() if python is not None
+    }
+    return make_systems({"specserve": sys.executable, **pythons})
+
+
 def chosen_models(args: argparse.Namespace, scratch: Path) -> Models:
     if args.model is None:
         return scaled_pair(scratch)
-    return named_models(resolve(args.model), list(map(resolve, args.draft)), scratch)
+    # Absolute, as engines run in folders of their own.
+    target, *drafts = (resolve(path).resolve() for path in (args.model, *args.draft))
+    return named_models(target, drafts, scratch)
 
 
-def compare(args: argparse.Namespace, models: Models, scratch: Path) -> dict[str, Any]:
+def compare(
+    args: argparse.Namespace, systems: list[System], models: Models, scratch: Path
+) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0))
     limits = Limits(args.rounds, cores, args.timeout)
     sizes = Sizes(prompts=args.prompts, batch=args.batch, tokens=args.tokens)
-    comparison = Comparison(
-        chosen_systems(args), Setups(models.target, scratch), limits, tell_on_stderr, Bound().rates
-    )
+    setups = Setups(models.target, scratch)
+    comparison = Comparison(systems, setups, limits, tell_on_stderr, Bound().rates)
     folders: list[Path | None] = [draft.folder for draft in models.drafts] or [None]
     groups = comparison.run(make_cases(models.target, sizes), folders)
-    return described(models, sizes, comparison, groups)
-
-
-def chosen_systems(args: argparse.Namespace) -> list[System]:
-    pythons = {"specserve": sys.executable}
-    pythons |= {name: getattr(args, name) for name in ("llama", "vllm", "transformers")}
-    return make_systems({name: python for name, python in pythons.items() if python is not None})
+    machine = suite.machine(args.command)
+    return {"machine": machine} | described(models, sizes, comparison, groups)
 
 
 def described(
@@ -125,7 +145,6 @@ def described(
         for figure in group_result(group, label, costs)
     ]
     return {
-        "machine": suite.machine("specserve bench peers"),
         "model": models.label,
         "sizes": sizes._asdict(),
         "rounds": comparison.limits.rounds,
@@ -140,6 +159,12 @@ def step_costs(target: Path, sizes: Sizes) -> dict[str, Cost]:
     config = families.load_config(target)
     steps = {figure.name: bound_size(figure.name, sizes) for figure in FIGURES}
     return {name: cost(config, size) for name, size in steps.items() if size is not None}
+
+
+def has_figures(result: dict[str, Any]) -> bool:
+    return any(
+        "error" not in value for figure in result["figures"] for value in figure["systems"].values()
+    )
 
 
 def tell_on_stderr(text: str) -> None:

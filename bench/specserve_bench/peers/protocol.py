@@ -60,6 +60,10 @@ class Timed:
             self.token_ids += map(int, token_ids)
 
 
+class EngineError(RuntimeError):
+    """A sentence for the table, where an engine gives none of its own."""
+
+
 class Engine(Protocol):
     """An engine that has loaded its model. All text is greedy, and goes on after an end token."""
 
@@ -77,18 +81,29 @@ def serve(load: Callable[[Setup], Engine]) -> None:
     """Load what the command line's Setup names, then answer requests until stdin is closed.
 
     Says {"version"} once loaded. A request is {"prompts", "num_tokens", "is_batch"}, its answer a
-    list of {"token_ids", "times", "counts"}. Answers come as {"ok": ...} or {"error": text}.
+    list of {"token_ids", "times", "counts"}. Answers come as {"ok": ...} or {"error": text}; after
+    an error in loading it ends.
     """
     end_with_parent()
     out = own_stdout()
-    engine = load(setup_of_process())
+    try:
+        engine = load(setup_of_process())
+    except Exception as e:
+        tell_error(out, e)
+        sys.exit(1)
     tell(out, {"ok": {"version": engine.version}})
     for line in sys.stdin:
         try:
             tell(out, {"ok": run(engine, json.loads(line))})
         except Exception as e:  # any engine's any error is its line in the table
-            traceback.print_exc()
-            tell(out, {"error": f"{type(e).__name__}: {e}"})
+            tell_error(out, e)
+
+
+def tell_error(out: TextIO, e: Exception) -> None:
+    """Our own errors are sentences; others need the name of their class."""
+    traceback.print_exc()
+    is_ours = type(e).__module__.startswith("specserve")
+    tell(out, {"error": str(e) if is_ours else f"{type(e).__name__}: {e}"})
 
 
 def tell(out: TextIO, answer: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from specserve_bench.peers.protocol import DRAFT, Guessing, Setup, Timed, serve
+from specserve_bench.peers.protocol import DRAFT, EngineError, Guessing, Setup, Timed, serve
 
 BATCH = 2048  # llama.cpp's default n_batch; it cuts this into n_ubatch = 512 by itself
 
@@ -105,7 +105,8 @@ class Model:
         self.model = self.api.llama_model_load_from_file(
             file.encode(), self.api.llama_model_default_params()
         )
-        assert self.model, f"llama.cpp cannot load {file}"
+        if not self.model:
+            raise EngineError(f"llama.cpp cannot load {file}")
         params = self.api.llama_context_default_params()
         # Cells are cut evenly among sequences, in multiples of 256.
         params.n_ctx = num_sequences * -(-max_len // 256) * 256
@@ -113,7 +114,8 @@ class Model:
         if threads is not None:
             params.n_threads = params.n_threads_batch = threads
         self.context = self.api.llama_init_from_model(self.model, params)
-        assert self.context, "llama.cpp cannot make a context"
+        if not self.context:
+            raise EngineError("llama.cpp cannot make a context")
         self.vocab_size = self.api.llama_vocab_n_tokens(self.api.llama_model_get_vocab(self.model))
         self.memory = self.api.llama_get_memory(self.context)
         self.batch = self.api.llama_batch_init(BATCH, 0, 1)
@@ -131,7 +133,8 @@ class Model:
             self.batch.logits[i] = row.is_read
         self.batch.n_tokens = len(rows)
         code = self.api.llama_decode(self.context, self.batch)
-        assert code == 0, f"llama_decode returned {code}"
+        if code != 0:
+            raise EngineError(f"llama_decode returned {code}")
         return [self.likeliest(i) for i, row in enumerate(rows) if row.is_read]
 
     def likeliest(self, row: int) -> int:
