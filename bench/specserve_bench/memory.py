@@ -48,9 +48,8 @@ def table(figures: dict[str, Any]) -> str:
         f"blocks of {shared['requests']} requests that share them, over the least there could be": (
             f"{shared['peak_over_least']:.2f}"
         ),
-        "blocks that 16 choices save of those of 16 requests alone (off, ngram, model)": ", ".join(
-            f"{c['saved']:.0%}" for c in figures["choices"]
-        ),
+        "share of blocks that one request with 16 choices saves over 16 requests "
+        "(off, ngram, model)": ", ".join(f"{c['saved']:.0%}" for c in figures["choices"]),
         "slots of held target blocks without a token, after a step: mean, highest": (
             f"{figures['unwritten']['mean_share']:.1%}, {figures['unwritten']['highest_share']:.1%}"
         ),
