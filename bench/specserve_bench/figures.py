@@ -3,12 +3,13 @@
 Runs that are compared are interleaved, so that other load on the machine affects both.
 """
 
+import argparse
 import json
 import os
 import resource
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,26 +45,66 @@ RESULTS = Path("bench/results")
 RANDOM_SHAPE = Path(".models/qwen3-0.6b-random")
 
 
-def main(parts: Sequence[str]) -> int:
-    """All parts, or those named: engine, steps, server, memory, fairness, host, demo."""
-    models = os.environ.get("SPECSERVE_TEST_MODELS")
-    if not models:
-        print("SPECSERVE_TEST_MODELS is not set: the figures of the trained pair are left out")
-    if models and ("engine" in parts or not parts):
-        keep("engine-cpu", {"pair": pair_figures(Path(models))})
-    if "steps" in parts or not parts:
-        keep("steps-cpu", step_figures(random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)))
-    if models and ("server" in parts or not parts):
-        keep("server-cpu", serving_figures(Path(models)))
-    if "memory" in parts or not parts:
-        keep("memory-cpu", memory_figures(random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)))
-    if "fairness" in parts or not parts:
-        keep("fairness-cpu", fairness_figures())
-    if "host" in parts or not parts:
-        keep("host-cpu", host_figures())
-    if "demo" in parts or not parts:
-        demo_figures()
+PAIR = "code-target", "code-draft"
+NO_PAIR = f"set SPECSERVE_TEST_MODELS to a folder with the models {' and '.join(PAIR)}"
+OF_PAIR: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "engine": lambda models: {"pair": pair_figures(models)},
+    "server": serving_figures,
+}
+OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "steps": lambda: step_figures(random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)),
+    "memory": lambda: memory_figures(random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)),
+    "fairness": fairness_figures,
+    "host": host_figures,
+}
+PARTS = [*OF_PAIR, *OTHERS, "demo"]
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = parser()
+    named = arguments.parse_args(argv).parts
+    models = pair_folder()
+    if not RESULTS.is_dir():
+        arguments.error(f"no folder {RESULTS}: run it at the top of the repository")
+    if models is None and (lacking := [name for name in named if name in OF_PAIR]):
+        arguments.error(f"{', '.join(lacking)}: {NO_PAIR}")
+    for name in named or PARTS:
+        measure(name, models)
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m specserve_bench.figures",
+        description=f"Measure the named parts, or all, and keep their figures in {RESULTS}.",
+        epilog=f"For {' and '.join(OF_PAIR)}, {NO_PAIR}.",
+    )
+    p.add_argument("parts", nargs="*", type=part, metavar="PART", help=", ".join(PARTS))
+    return p
+
+
+def part(name: str) -> str:
+    if name not in PARTS:
+        raise argparse.ArgumentTypeError(f"no part {name!r}; there are {', '.join(PARTS)}")
+    return name
+
+
+def pair_folder() -> Path | None:
+    folder = os.environ.get("SPECSERVE_TEST_MODELS")
+    if folder and all(Path(folder, name).is_dir() for name in PAIR):
+        return Path(folder)
+    return None
+
+
+def measure(name: str, models: Path | None) -> None:
+    if name == "demo":
+        demo_figures()
+    elif name in OTHERS:
+        keep(f"{name}-cpu", OTHERS[name]())
+    elif models is None:
+        print(f"{name} is left out: {NO_PAIR}", file=sys.stderr)
+    else:
+        keep(f"{name}-cpu", OF_PAIR[name](models))
 
 
 def demo_figures() -> None:
@@ -97,13 +138,11 @@ def drafter_figures(name: str, target: Path, draft: Path, requests: int) -> Resu
     trials = suite.Trials(chosen, [Load(concurrency=1)], ROUNDS)
     result = suite.measure("drafters", contenders, trials, Goals(), "make bench")
     print(report(result))
-    RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}.json").write_bytes(msgspec.json.encode(result) + b"\n")
     return result
 
 
 def keep(name: str, figures: dict[str, Any]) -> None:
-    RESULTS.mkdir(parents=True, exist_ok=True)
     line = json.dumps({"machine": suite.machine("make bench")} | figures)
     (RESULTS / f"{name}.json").write_text(line + "\n")
     print(line)
