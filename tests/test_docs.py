@@ -14,6 +14,7 @@ from specserve import LLM, SamplingParams, cli
 from specserve.config import KNOBS, description
 from specserve_bench import fairness, host, memory, scale, steps, suite
 from specserve_bench.peers import command as peers
+from specserve_bench.peers import table as peers_table
 from specserve_bench.report import markdown
 from specserve_bench.results import Result, Subject, read
 from specserve_bench.shapes import SHAPES
@@ -82,6 +83,11 @@ def test_every_bench_command_is_understood(command, folders, tmp_path, monkeypat
 def test_the_table_is_that_of_the_kept_results():
     kept = [read(ROOT / f"bench/results/{name}.json") for name in ("demo-cpu", "demo-0.6b-cpu")]
     assert markdown(kept) in PAGES["README.md"]
+
+
+def test_the_table_of_other_engines_is_that_of_the_kept_result():
+    kept = json.loads((ROOT / "bench/results/peers-cpu.json").read_text())
+    assert peers_table.table(kept) in PAGES["README.md"]
 
 
 def test_the_table_of_the_memory_is_that_of_the_kept_result():

@@ -335,6 +335,8 @@ def test_figures_come_from_when_tokens_came():
 def test_a_step_of_a_batch_counts_once_all_requests_have_begun():
     first = timed([0.1, 0.2, 0.3, 1.0, 1.2, 1.4, 9.0, 9.1, 9.2])
     assert step_ms([first, timed([0.95, 1.0, 1.2, 1.4])]) == pytest.approx(200)
+    with pytest.raises(ValueError, match="no step has all requests"):
+        step_ms([first, timed([5.0, 6.0])])
 
 
 def test_texts_agree_up_to_where_they_part():
@@ -401,7 +403,7 @@ def test_a_step_of_a_batch_has_the_context_of_each_request_halfway():
 def test_a_peer_that_failed_is_a_line_below_the_table_and_no_base_of_ratios():
     lanes = [lane_of("specserve", (1, 0.01)), lane_of("vLLM", error="no such file")]
     text = table({"figures": group_result(Group(lanes, []), "a draft", {})})
-    assert "| vLLM | failed | failed |" in text
+    assert "| vLLM | none | none |" in text
     assert "| specserve / best peer | - | - |" in text
     assert text.endswith("\nvLLM: no such file")
     assert "TPOT ms, a draft" in text

@@ -85,10 +85,15 @@ def tokens_per_s(requests: Sequence[Timed]) -> float:
 
 
 def step_ms(requests: Sequence[Timed]) -> float:
-    """The median step in which every request gets a token."""
+    """The median step in which every request gets a token; ValueError if there is none.
+
+    There is none where the first request ends before the last one's prompt is computed.
+    """
     begin = max(r.times[0] for r in requests)
     end = min(r.times[-1] for r in requests)
     together = [t for t in requests[0].times if begin <= t <= end]
+    if len(together) < 2:
+        raise ValueError("no step has all requests")
     return median(1e3 * (b - a) for a, b in pairwise(together))
 
 

@@ -28,8 +28,8 @@ from specserve_bench.peers.table import agreements, group_result, sweep_result, 
 from specserve_bench.steps import Cost, cost
 
 DESCRIPTION = (
-    "Measure specserve, transformers and the other engines whose Pythons are named, on one "
-    "checkpoint. With the defaults it takes about 45 minutes on two cores."
+    "Measure specserve and the engines whose Pythons are named, on one checkpoint. With llama.cpp "
+    "and vLLM it takes about half an hour on two cores."
 )
 
 
@@ -46,19 +46,13 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="with --model: a draft model of its vocabulary; several are compared one by one",
     )
-    for name, engine in (("llama", "llama-cpp-python"), ("vllm", "vLLM for CPU")):
+    engines = {"llama": "llama-cpp-python", "vllm": "vLLM for CPU", "transformers": "transformers"}
+    for name, engine in engines.items():
         p.add_argument(
             f"--{name}",
             metavar="PYTHON",
             help=f"the python of an environment with {engine}; default: not measured",
         )
-    p.add_argument(
-        "--transformers",
-        default=sys.executable,
-        metavar="PYTHON",
-        help="the python of an environment with transformers; default: this python, so that "
-        "transformers is always measured",
-    )
     p.add_argument("--rounds", type=positive, default=5, help="interleaved; default: 5")
     sizes = Sizes()
     for flag, kind, size, meaning in (

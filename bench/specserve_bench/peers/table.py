@@ -28,16 +28,23 @@ def group_result(group: Group, draft: str | None, costs: Costs) -> list[dict[str
 
 def figure_result(figure: Figure, lanes: Sequence[Lane]) -> dict[str, Any]:
     """Every system's median and extremes over rounds, or its error; and ours / the best peer's."""
-    values = {
-        lane.job.system.name: [figure.compute(done) for done in lane.rounds]
-        for lane in lanes
-        if lane.error is None
-    }
+    found = {lane.job.system.name: computed(figure, lane) for lane in lanes}
+    values = {name: each for name, each in found.items() if not isinstance(each, str)}
     return {
         "figure": figure.name,
-        "systems": {lane.job.system.name: cell(lane, values) for lane in lanes},
+        "systems": {lane.job.system.name: cell(lane, found[lane.job.system.name]) for lane in lanes},
         "ratio": over_best_peer(values, figure.is_rate),
     }
+
+
+def computed(figure: Figure, lane: Lane) -> list[float] | str:
+    """The figure of each round, or why there is none."""
+    if lane.error is not None:
+        return lane.error
+    try:
+        return [figure.compute(done) for done in lane.rounds]
+    except ValueError as e:
+        return str(e)
 
 
 def bound(rates: Sequence[Rates], cost: Cost | None) -> dict[str, float] | None:
@@ -45,12 +52,11 @@ def bound(rates: Sequence[Rates], cost: Cost | None) -> dict[str, float] | None:
     return spread([1e3 * r.seconds(*cost) for r in rates]) if rates and cost else None
 
 
-def cell(lane: Lane, values: Mapping[str, list[float]]) -> dict[str, Any]:
-    if lane.error is not None:
-        return {"error": lane.error}
+def cell(lane: Lane, values: list[float] | str) -> dict[str, Any]:
+    if isinstance(values, str):
+        return {"error": values}
     assert lane.job.pick.choice is not None
-    own = values[lane.job.system.name]
-    return {**spread(own), "setting": lane.job.pick.choice.words()}
+    return {**spread(values), "setting": lane.job.pick.choice.words()}
 
 
 def over_best_peer(values: Mapping[str, list[float]], is_rate: bool) -> dict[str, Any] | None:
@@ -112,7 +118,8 @@ def table(result: Mapping[str, Any]) -> str:
     rows.append([f"{OURS} / best peer", *(shown_ratio(column["ratio"]) for column in columns)])
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines.insert(1, "|" + " --- |" * len(rows[0]))
-    return "\n".join([*lines, *errors(columns)])
+    told = errors(columns)
+    return "\n".join([*lines, *([""] if told else []), *told])
 
 
 def heading(column: Mapping[str, Any]) -> str:
@@ -123,7 +130,7 @@ def shown(value: Mapping[str, Any] | None) -> str:
     if value is None:
         return "-"
     if "error" in value:
-        return "failed"
+        return "none"
     return f"{value['median']:.4g} ({value['low']:.4g} to {value['high']:.4g})"
 
 
