@@ -32,7 +32,9 @@ def figure_result(figure: Figure, lanes: Sequence[Lane]) -> dict[str, Any]:
     values = {name: each for name, each in found.items() if not isinstance(each, str)}
     return {
         "figure": figure.name,
-        "systems": {lane.job.system.name: cell(lane, found[lane.job.system.name]) for lane in lanes},
+        "systems": {
+            lane.job.system.name: cell(lane, found[lane.job.system.name]) for lane in lanes
+        },
         "ratio": over_best_peer(values, figure.is_rate),
     }
 
