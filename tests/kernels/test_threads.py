@@ -9,14 +9,7 @@ import pytest
 import torch
 
 from specserve_kernels import cpu, reference
-from specserve_kernels.cpu.threads import (
-    HOPELESS_STEPS,
-    MARGIN,
-    RARELY,
-    SOON,
-    STEPS,
-    MeasuredThreads,
-)
+from specserve_kernels.cpu.threads import HOPELESS_STEPS, RARELY, SOON, STEPS, MeasuredThreads
 from specserve_kernels.threads import allowed_threads
 from specserve_kernels.topology import Topology, topology
 
@@ -65,14 +58,12 @@ COSTS = {  # cores, CPUs, seconds of a step by number of threads -> the best num
     "half are best": (8, 8, {8: 1.2, 4: 1.0, 2: 1.1, 1: 2.0}, 4),
     "one is best": (8, 8, {8: 4.0, 4: 3.0, 2: 2.0, 1: 1.0}, 1),
     "two, and all are best": (2, 2, {2: 1.0, 1: 1.9}, 2),
-    "two, and one is best": (2, 2, {2: 1.0, 1: 0.8}, 1),
-    "two, and one is best, but hardly": (2, 2, {2: 1.0, 1: 0.95}, 2),
-    "an odd number": (3, 3, {3: 1.0, 2: 0.8, 1: 1.2}, 2),
+    "two, and one is best": (2, 2, {2: 1.0, 1: 0.9}, 1),
+    "an odd number": (3, 3, {3: 1.0, 2: 0.9, 1: 1.2}, 2),
     "one core is another's": (8, 8, {8: 2.0, 7: 1.1, 4: 2.1}, 7),
-    "two CPUs a core help": (4, 8, {8: 0.8, 4: 1.0, 2: 1.9}, 8),
-    "two CPUs a core hardly help": (4, 8, {8: 0.95, 4: 1.0, 3: 1.2, 2: 1.9}, 4),
+    "two CPUs a core help": (4, 8, {8: 0.9, 4: 1.0, 2: 1.9}, 8),
     "two CPUs a core harm": (4, 8, {8: 1.3, 4: 1.0, 3: 1.2, 2: 1.9}, 4),
-    "one core of two CPUs": (1, 2, {2: 0.8, 1: 1.0}, 2),
+    "one core of two CPUs": (1, 2, {2: 0.9, 1: 1.0}, 2),
     "six cores": (6, 12, {12: 9.0, 6: 3.0, 4: 2.0, 2: 2.5}, 4),
 }
 
@@ -97,13 +88,13 @@ MACHINES = {
 
 @pytest.mark.parametrize(("cores", "cpus"), [(3, 3), (4, 8), (6, 6), (8, 16), (32, 32), (64, 128)])
 @pytest.mark.parametrize("cost", MACHINES.values(), ids=MACHINES)
-def test_many_cores_are_soon_hardly_slower_than_two(cost, cores, cpus):
+def test_many_cores_are_soon_no_slower_than_two(cost, cores, cpus):
     """On machines that are simulated: none with more than two cores has been measured."""
     threads = measured(cores, cpus)
     seconds = lambda number: cost(number, cores)  # noqa: E731
     used = run(threads, seconds)
     assert len(used) <= 2 * STEPS * 7
-    assert seconds(chosen(threads, 4)) <= MARGIN**3 * min(seconds(1), seconds(2))
+    assert seconds(chosen(threads, 4)) <= min(seconds(1), seconds(2))
     best = min(map(seconds, range(1, cpus + 1)))
     assert seconds(chosen(threads, 4)) <= 1.5 * best
 

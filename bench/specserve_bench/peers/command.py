@@ -29,7 +29,7 @@ from specserve_bench.steps import Cost, cost
 
 DESCRIPTION = (
     "Measure specserve and the engines whose Pythons are named, on one checkpoint. With llama.cpp "
-    "and vLLM it takes about half an hour on two cores."
+    "and vLLM it takes about 40 minutes on two cores."
 )
 
 

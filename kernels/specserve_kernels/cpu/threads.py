@@ -23,7 +23,6 @@ from specserve_kernels.threads import FixedThreads, Threads, check_threads
 from specserve_kernels.topology import Topology, topology
 
 STEPS, RANK = 9, 2  # steps timed with each of two numbers; their third best times are compared
-MARGIN = 1.1  # how much faster a number must be than one that is nearer to a thread a core
 SOON, RARELY = 100, 5000  # steps of a size after which what is settled is compared again
 HOPELESS, HOPELESS_STEPS = 1.5, 4  # a number is dropped if its best of 4 steps is 1.5 times slower
 
@@ -49,9 +48,8 @@ def tune(
 class Duel:
     """Two numbers of threads, used in turns for steps of one size."""
 
-    def __init__(self, holder: int, challenger: int, cores: int) -> None:
+    def __init__(self, holder: int, challenger: int) -> None:
         self.holder, self.challenger = holder, challenger
-        self.usual, self.other = sorted((holder, challenger), key=lambda n: abs(cores - n))
         self.seconds: dict[int, list[float]] = {holder: [], challenger: []}
 
     def next(self) -> int:
@@ -60,10 +58,7 @@ class Duel:
         return self.holder if len(held) <= len(tried) else self.challenger
 
     def winner(self) -> int | None:
-        """The faster number; None until it is known. A far slower one is dropped early.
-
-        The one nearer to a thread a core wins unless it is clearly slower: noise decides nothing.
-        """
+        """The faster number; None until it is known. A far slower one is dropped early."""
         held, tried = self.seconds[self.holder], self.seconds[self.challenger]
         if min(len(tried), len(held)) >= HOPELESS_STEPS:
             for one, other in ((self.holder, self.challenger), (self.challenger, self.holder)):
@@ -72,8 +67,8 @@ class Duel:
         if len(tried) < STEPS or len(held) < STEPS:
             return None
         # Other load makes some steps slower and none faster; the very best may have had less to do.
-        usually, otherwise = (sorted(self.seconds[n])[RANK] for n in (self.usual, self.other))
-        return self.other if MARGIN * otherwise < usually else self.usual
+        is_better = sorted(tried)[RANK] < sorted(held)[RANK]
+        return self.challenger if is_better else self.holder
 
 
 def duels(start: int, machine: Topology, is_upward: bool) -> Generator[Duel, None, int]:
@@ -86,14 +81,14 @@ def duels(start: int, machine: Topology, is_upward: bool) -> Generator[Duel, Non
     best = start
     for upward in (is_upward, not is_upward):
         while (challenger := neighbor(best, machine, upward)) is not None:
-            yield (duel := Duel(best, challenger, machine.cores))
+            yield (duel := Duel(best, challenger))
             if duel.winner() == best:
                 break
             best = challenger
         if best != start:
             break
     if best == machine.cores > 2:
-        yield (duel := Duel(best, best - 1, machine.cores))
+        yield (duel := Duel(best, best - 1))
         best = duel.winner() or best
     return best
 
