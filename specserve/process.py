@@ -48,9 +48,9 @@ def set_malloc(mmap_threshold: int, trim_threshold: int) -> None:
 def keep_objects() -> None:
     """Have the garbage collector leave alone what there is, in a process that is ready to serve.
 
-    What start-up made stays for good. To look at all of it again, in the middle of somebody's answer,
-    would be felt as a gap, as torch alone makes very many objects. The second collection finds nothing: from it the
-    collector learns that there is little to look at, and does so often.
+    What start-up made stays for good. To look at all of it again, in the middle of an answer, would
+    be felt as a gap, as torch alone makes very many objects. The second collection finds nothing:
+    from it the collector learns that there is little to look at, and does so often.
     """
     gc.collect()
     gc.freeze()
