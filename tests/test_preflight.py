@@ -73,7 +73,7 @@ MISTAKES = {  # arguments after the command -> words of the complaint
     "no config.json": (["--model=./no_config"], "config.json: missing"),
     "a broken config.json": (["--model=./broken_config"], "no valid JSON"),
     "another architecture": (["--model=./other_family"], "'GemmaForCausalLM'"),
-    "quantized": (["--model=./quantized"], "quantized weights are not supported"),
+    "quantized": (["--model=./quantized"], "quant_method = None is not supported"),
     "no weights": (["--model=./no_weights"], "no weights; there must be"),
     "pickles": (["--model=./pickles"], "convert them to safetensors"),
     "no tokenizer": (["--model=./no_tokenizer"], "no tokenizer"),

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from specserve.errors import ConfigError
 from specserve.models import families
-from specserve.models.checkpoint import Checkpoint
+from specserve.models.checkpoint import Checkpoint, unquantized
 from specserve.models.families import DecoderConfig, load_config
 from specserve.models.folder import SCALED, name_of, read_json, resolve
 from specserve.models.loader import DTYPES, EMBEDDING, HEAD
@@ -208,7 +208,7 @@ def open_checkpoint(source: Path, small: DecoderConfig) -> Checkpoint:
     shapes = families.tensor_shapes(small)
     if HEAD in checkpoint:  # it counts even where config.json calls it tied
         shapes[HEAD] = shapes[EMBEDDING]
-    checkpoint.check(shapes)
+    checkpoint.check(unquantized(shapes))
     return checkpoint
 
 

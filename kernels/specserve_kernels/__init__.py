@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from specserve_kernels.codes import Codes
 from specserve_kernels.errors import DeviceError, is_out_of_memory
 from specserve_kernels.program import Model, Outputs, Program
 from specserve_kernels.threads import Threads, limit_threads
@@ -23,6 +24,7 @@ from specserve_kernels.types import (
 
 __all__ = [
     "NO_WINDOW",
+    "Codes",
     "DeviceError",
     "KVCache",
     "KVLayer",

@@ -3,7 +3,7 @@
 import ctypes
 import mmap
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specserve.errors import ConfigError
+from specserve.models.quantized.stored import Stored
 from specserve.models.weight_files import INDEX, SINGLE, find_weights
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 READ_BYTES = 4 << 20  # of a file that are resident at a time
 IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")  # a buffer that old versions saved
+
+
+def unquantized(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Stored]:
+    """What a checkpoint that is not quantized has to have."""
+    return {name: Stored(shape, tuple(DTYPES)) for name, shape in shapes.items()}
 
 
 class Checkpoint:
@@ -31,6 +37,10 @@ class Checkpoint:
             self.files = dict.fromkeys(file.keys(), file)
         else:
             self.open_shards(shards)
+        self.suffixes: dict[str, list[str]] = {}  # by module, what follows its name
+        for name in self.files:
+            module, _, suffix = name.rpartition(".")
+            self.suffixes.setdefault(module, []).append(suffix)
 
     def __contains__(self, name: str) -> bool:
         return name in self.files
@@ -46,39 +56,52 @@ class Checkpoint:
                 )
             self.files[name] = opened[shard]
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def check(self, expected: Mapping[str, Stored]) -> None:
         """ConfigError if a tensor is missing, has a wrong shape or type, or would not be used.
 
         An unused tensor means that config.json describes another model than the weights.
         """
-        for name, shape in shapes.items():
+        for name, wanted in expected.items():
             if name not in self.files:
                 raise ConfigError(
                     f"{self.folder}: the tensor {name} is missing, and config.json asks for it; "
                     "download the model again, or correct config.json"
                 )
-            self.check_tensor(name, shape)
+            self.check_tensor(name, wanted)
         for name in self.files:
-            if name not in shapes and not IGNORED.fullmatch(name):
+            if name not in expected and not IGNORED.fullmatch(name):
                 raise ConfigError(
                     f"{self.folder}: the tensor {name} has no place in the model that config.json "
                     "describes; correct config.json, or take a checkpoint of a supported "
                     "architecture"
                 )
 
-    def check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
+    def check_tensor(self, name: str, wanted: Stored) -> None:
+        found = self.stored(name)
+        if found.shape != wanted.shape:
+            raise ConfigError(
+                f"{self.folder}: the tensor {name} has the shape {list(found.shape)}, and "
+                f"config.json asks for {list(wanted.shape)}; correct config.json, or download the "
+                "model again"
+            )
+        if found.dtypes[0] not in wanted.dtypes:
+            raise ConfigError(
+                f"{self.folder}: the tensor {name} has the type {found.dtypes[0]}; supported "
+                f"are {', '.join(wanted.dtypes)}, so take an unquantized checkpoint"
+            )
+
+    def stored(self, name: str) -> Stored:
         header = self.files[name].get_slice(name)
-        found = tuple(header.get_shape())
-        if found != shape:
-            raise ConfigError(
-                f"{self.folder}: the tensor {name} has the shape {list(found)}, and config.json "
-                f"asks for {list(shape)}; correct config.json, or download the model again"
-            )
-        if header.get_dtype() not in DTYPES:
-            raise ConfigError(
-                f"{self.folder}: the tensor {name} has the type {header.get_dtype()}; supported "
-                f"are {', '.join(DTYPES)}, so take an unquantized checkpoint"
-            )
+        return Stored(tuple(header.get_shape()), (header.get_dtype(),))
+
+    def parts(self, module: str) -> dict[str, Stored]:
+        """The tensors `module.suffix`, by suffix."""
+        return {suffix: self.stored(f"{module}.{suffix}") for suffix in self.suffixes[module]}
+
+    def tensors(self, module: str, suffixes: Iterable[str]) -> dict[str, Tensor]:
+        """Mapped, not copied."""
+        names = {suffix: f"{module}.{suffix}" for suffix in suffixes}
+        return {suffix: self.files[name].get_tensor(name) for suffix, name in names.items()}
 
     def dtype(self, name: str) -> torch.dtype:
         return DTYPES[self.files[name].get_slice(name).get_dtype()]

@@ -9,6 +9,8 @@ import msgspec
 from specserve.errors import ConfigError
 from specserve.models import rope
 from specserve.models.folder import read_json
+from specserve.models.quantized import config as quantized
+from specserve.models.quantized.config import Quantization
 from specserve.models.rope import RopeParameters
 
 MAX_HEAD_DIM = 512  # of the kernels: MAX_D in attention.cpp
@@ -111,6 +113,7 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     windows: tuple[int | None, ...]  # by layer; None is full attention
     rope: tuple[bool, ...]  # by layer; whether it has rotary embedding
     rope_parameters: RopeParameters
+    quantization: Quantization | None
 
     @property
     def num_layer_weights(self) -> int:
@@ -133,7 +136,6 @@ def load_config(folder: Path) -> DecoderConfig:
 def parse(written: dict[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes; ValueError says what cannot be served, and why."""
     architecture, family = find_family(written)
-    refuse_quantized(written)
     fields = {**family.defaults, **written}
     if fields["hidden_act"] != "silu":
         raise ValueError(f"hidden_act = {fields['hidden_act']!r} is not supported: only 'silu' is")
@@ -158,6 +160,7 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         windows=windows(fields, family, rotates),
         rope=rotates,
         rope_parameters=rope.parse(written, family.defaults["rope_theta"], max_positions),
+        quantization=quantized.parse(written),
     )
 
 
@@ -171,14 +174,6 @@ def find_family(fields: Mapping[str, Any]) -> tuple[str, Family]:
     if isinstance(named, list) and isinstance(named[0], str) and named[0] in FAMILIES:
         return named[0], FAMILIES[named[0]]
     raise ValueError(f"architectures = {named!r} is not supported: {', '.join(FAMILIES)} are")
-
-
-def refuse_quantized(fields: Mapping[str, Any]) -> None:
-    for key in ("quantization_config", "compression_config"):
-        if fields.get(key):
-            raise ValueError(
-                f"{key} is set, but quantized weights are not supported: bf16, fp16 and fp32 are"
-            )
 
 
 def head_shape(fields: Mapping[str, Any]) -> tuple[int, int, int]:

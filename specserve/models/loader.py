@@ -14,6 +14,7 @@ from specserve.models import families, rotary
 from specserve.models.checkpoint import Checkpoint
 from specserve.models.decoder import Decoder, Layer, Weights
 from specserve.models.families import DecoderConfig, load_config
+from specserve.models.quantized.maps import QuantizedMaps
 from specserve_drafters.tree import TREE_SLOTS
 from specserve_kernels import Ops, QKNorm, Rotary
 
@@ -38,10 +39,11 @@ def load_decoder(
     config = load_config(folder)
     checkpoint = Checkpoint(folder)
     shapes = families.tensor_shapes(config)
-    if HEAD in checkpoint:  # used even where config.json says that it is tied
+    if "lm_head" in checkpoint.suffixes:  # used even where config.json says that it is tied
         shapes[HEAD] = shapes[EMBEDDING]
-    checkpoint.check(shapes)
-    reader = Reader(checkpoint, shapes, compute_dtype(dtype, checkpoint, ops), ops)
+    maps = QuantizedMaps(checkpoint, shapes, config.quantization)
+    checkpoint.check(maps.expected)
+    reader = Reader(checkpoint, shapes, maps, compute_dtype(dtype, checkpoint, ops), ops)
     if progress is not None:
         reader.report = progress
     # A tree's nodes stand at positions beyond the last known token.
@@ -78,10 +80,12 @@ class Reader:
         self,
         checkpoint: Checkpoint,
         shapes: Mapping[str, tuple[int, ...]],
+        maps: QuantizedMaps,
         dtype: torch.dtype,
         ops: Ops,
     ) -> None:
-        self.checkpoint, self.shapes, self.dtype, self.ops = checkpoint, shapes, dtype, ops
+        self.checkpoint, self.shapes, self.maps = checkpoint, shapes, maps
+        self.dtype, self.ops = dtype, ops
         self.report: Progress = lambda done, total: None
         self.num_read, self.num_elements = 0, sum(map(math.prod, shapes.values()))
 
@@ -110,7 +114,10 @@ class Reader:
         """Fill `out` with tensors, one below the other."""
         heights = [self.shapes[name][0] for name in names]
         for name, part in zip(names, torch.split(out, heights), strict=True):
-            self.checkpoint.read(name, part)
+            if name in self.maps:
+                part.copy_(self.maps.read(name, self.dtype))
+            else:
+                self.checkpoint.read(name, part)
             self.num_read += part.numel()
             self.report(self.num_read * out.itemsize, self.num_elements * out.itemsize)
         return out

@@ -57,7 +57,7 @@ REFUSED = {  # what is wrong -> the change, the complaint
     ),
     "no architecture": ({"architectures": None}, "architectures is missing.*LlamaForCausalLM"),
     "an empty list of architectures": ({"architectures": []}, "architectures is missing or empty"),
-    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config.*bf16"),
+    "quantized in an unknown way": ({"quantization_config": {"bits": 4}}, "quant_method = None"),
     "another activation": ({"hidden_act": "gelu"}, "'gelu'.*'silu'"),
     "heads that do not divide": ({"num_key_value_heads": 3}, "num_attention_heads = 4.*= 3"),
     "odd heads": ({"head_dim": 3}, "head_dim = 3"),

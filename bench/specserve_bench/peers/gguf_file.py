@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specserve.errors import ConfigError
 from specserve.models import families
-from specserve.models.checkpoint import Checkpoint
+from specserve.models.checkpoint import Checkpoint, unquantized
 from specserve.models.families import DecoderConfig
 
 ARCHITECTURES = {
@@ -53,7 +53,7 @@ def write_gguf(folder: Path, file: Path) -> None:
     add_shape(writer, config)
     shapes = families.tensor_shapes(config)
     checkpoint = Checkpoint(folder)
-    checkpoint.check(shapes)
+    checkpoint.check(unquantized(shapes))
     for name, shape in shapes.items():
         count, dtype = math.prod(shape), GGMLQuantizationType[gguf_dtype(shape)]
         itemsize = 2 if dtype == GGMLQuantizationType.BF16 else 4

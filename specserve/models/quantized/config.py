@@ -1,0 +1,138 @@
+"""What a config.json says of its quantized weights; torch is not needed to read it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+REMEDY = "take another quantization of the model, or one that is not quantized"
+
+
+class Quantization(msgspec.Struct, frozen=True, kw_only=True):
+    """How linear maps are stored. Which of them are is seen by their tensors."""
+
+    method: str  # of METHODS
+    bits: int | None = None  # of an integer; None: the tensors tell
+    group: int | None = None  # columns that share a scale; None: the tensors tell
+    # Whether every zero point is half of the range, so that what the file says is not needed.
+    is_symmetric: bool = False
+    # GPTQ's first form stores a zero point less one.
+    has_zeros_less_one: bool = False
+    block: tuple[int, int] | None = None  # rows and columns that share a scale, of 8-bit floats
+
+    @property
+    def words(self) -> str:
+        bits = f", {self.bits} bits" if self.bits else ""
+        group = f" in groups of {self.group}" if self.group else ""
+        return f"{self.method}{bits}{group}"
+
+
+def parse(written: Mapping[str, Any]) -> Quantization | None:
+    """The quantization of a config.json, or None; ValueError says what is not supported."""
+    key = "compression_config" if written.get("compression_config") else "quantization_config"
+    fields = written.get(key)
+    if not fields:
+        return None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{key} = {fields!r} is no object")
+    method = fields.get("quant_method")
+    if method not in METHODS:
+        known = ", ".join(METHODS)
+        raise ValueError(f"{key}.quant_method = {method!r} is not supported: {known} are; {REMEDY}")
+    try:
+        return METHODS[method](fields)
+    except ValueError as e:
+        raise ValueError(f"{key}.{e}; {REMEDY}") from e
+
+
+def gptq(fields: Mapping[str, Any]) -> Quantization:
+    form = one_of(fields, "checkpoint_format", "gptq", "gptq_v2")
+    if fields.get("dynamic"):
+        raise ValueError("dynamic: modules with settings of their own are not supported")
+    return Quantization(
+        method="gptq",
+        bits=one_of(fields, "bits", 4, 8),
+        group=group(fields, "group_size"),
+        is_symmetric=one_of(fields, "sym", True, False),
+        has_zeros_less_one=form == "gptq",
+    )
+
+
+def awq(fields: Mapping[str, Any]) -> Quantization:
+    one_of(fields, "version", "gemm")
+    one_of(fields, "zero_point", True)
+    bits = one_of(fields, "bits", 4)
+    return Quantization(method="awq", bits=bits, group=group(fields, "group_size"))
+
+
+def compressed_tensors(fields: Mapping[str, Any]) -> Quantization:
+    one_of(fields, "format", *COMPRESSED)
+    for name in ("kv_cache_scheme", "transform_config"):
+        if fields.get(name):
+            raise ValueError(f"{name} is not supported")
+    sparsity = fields.get("sparsity_config") or {}
+    if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
+        raise ValueError(f"sparsity_config.format = {sparsity['format']!r} is not supported")
+    blocks = {block(weights.get("block_structure")) for weights in compressed_weights(fields)}
+    if len(blocks) > 1:
+        raise ValueError("config_groups: blocks of several sizes are not supported")
+    return Quantization(method="compressed-tensors", block=blocks.pop() if blocks else None)
+
+
+def compressed_weights(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What is said of the weights of each group of modules."""
+    groups = fields.get("config_groups")
+    if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
+        raise ValueError(f"config_groups = {groups!r} is no object of objects")
+    weights = [g.get("weights") or {} for g in groups.values()]
+    if not all(isinstance(w, dict) for w in weights):
+        raise ValueError("config_groups: weights is no object")
+    return weights
+
+
+def fp8(fields: Mapping[str, Any]) -> Quantization:
+    one_of(fields, "fmt", "e4m3")
+    return Quantization(method="fp8", block=block(fields.get("weight_block_size")))
+
+
+COMPRESSED = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "mixed-precision",
+)
+METHODS: dict[Any, Callable[[Mapping[str, Any]], Quantization]] = {
+    "compressed-tensors": compressed_tensors,
+    "gptq": gptq,
+    "awq": awq,
+    "fp8": fp8,
+}
+
+
+def one_of(fields: Mapping[str, Any], name: str, *allowed: Any) -> Any:
+    """A field that has one of some values; the first of them where it is not written."""
+    value = fields.get(name, allowed[0])
+    if not any(value == a and type(value) is type(a) for a in allowed):
+        known = ", ".join(map(str, allowed))
+        raise ValueError(f"{name} = {value!r} is not supported: {known}")
+    return value
+
+
+def group(fields: Mapping[str, Any], name: str) -> int | None:
+    """The columns that share a scale; None for -1, which means all of them."""
+    value = fields.get(name, 128)
+    if value == -1:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} = {value!r} is neither -1 nor a whole number from 1 on")
+    return value
+
+
+def block(value: Any) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    is_pair = isinstance(value, list) and len(value) == 2
+    if not is_pair or not all(type(n) is int and n > 0 for n in value):
+        raise ValueError(f"weight_block_size = {value!r} is no pair of whole numbers from 1 on")
+    return value[0], value[1]

@@ -1,0 +1,68 @@
+"""The quantized linear maps of a checkpoint."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from specserve.errors import ConfigError
+from specserve.models.checkpoint import DTYPES, Checkpoint
+from specserve.models.quantized.config import REMEDY, Quantization
+from specserve.models.quantized.readers import reader
+from specserve.models.quantized.stored import Stored
+from specserve_kernels import Codes
+
+PLAIN = {"weight", "bias"}
+
+
+class QuantizedMaps:
+    """Which maps of a checkpoint are quantized, by the name that their weight has in others.
+
+    A map is quantized if it has other tensors than a weight and a bias, whatever the lists of
+    exceptions in config.json say.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        shapes: Mapping[str, tuple[int, ...]],
+        told: Quantization | None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.format = reader(told) if told is not None else None
+        self.shapes: dict[str, tuple[int, int]] = {}  # of the quantized maps
+        self.suffixes: dict[str, list[str]] = {}  # of the tensors that they have, but for a bias
+        self.expected: dict[str, Stored] = {}  # all tensors that the checkpoint has to have
+        for name, shape in shapes.items():
+            module, _, suffix = name.rpartition(".")
+            is_map = suffix == "weight" and len(shape) == 2
+            if self.format and is_map and not PLAIN.issuperset(checkpoint.suffixes.get(module, [])):
+                self.add(name, module, (shape[0], shape[1]))
+            else:
+                self.expected[name] = Stored(shape, tuple(DTYPES))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.shapes
+
+    def add(self, name: str, module: str, shape: tuple[int, int]) -> None:
+        assert self.format is not None
+        try:
+            parts = self.format.expected(shape, self.checkpoint.parts(module))
+        except ValueError as e:
+            raise self.refusal(module, e) from e
+        self.shapes[name], self.suffixes[name] = shape, list(parts)
+        self.expected |= {f"{module}.{suffix}": wanted for suffix, wanted in parts.items()}
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The weight, [N, K]."""
+        assert self.format is not None
+        module = name.removesuffix(".weight")
+        tensors = self.checkpoint.tensors(module, self.suffixes[name])
+        try:
+            weight = self.format.read(self.shapes[name], tensors)
+        except ValueError as e:
+            raise self.refusal(module, e) from e
+        return weight.widen(dtype) if isinstance(weight, Codes) else weight.to(dtype)
+
+    def refusal(self, module: str, e: ValueError) -> ConfigError:
+        return ConfigError(f"{self.checkpoint.folder}: {module}: {e}; {REMEDY}")

@@ -1,0 +1,21 @@
+"""The reader of each format."""
+
+from collections.abc import Callable
+
+from specserve.models.quantized.awq import Awq
+from specserve.models.quantized.compressed import Compressed
+from specserve.models.quantized.config import Quantization
+from specserve.models.quantized.floats import Floats
+from specserve.models.quantized.gptq import Gptq
+from specserve.models.quantized.stored import Format
+
+FORMATS: dict[str, Callable[[Quantization], Format]] = {
+    "awq": Awq,
+    "compressed-tensors": Compressed,
+    "fp8": Floats,
+    "gptq": Gptq,
+}
+
+
+def reader(told: Quantization) -> Format:
+    return FORMATS[told.method](told)

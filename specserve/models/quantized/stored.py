@@ -1,0 +1,49 @@
+"""How a quantized linear map stands in a checkpoint: as several tensors of a module."""
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from specserve_kernels import Codes
+
+INTEGERS = ("I32",)
+SCALES = ("F32", "F16", "BF16")
+
+
+class Stored(NamedTuple):
+    """A tensor as a file has it, or what it has to be."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]  # safetensors' names; what it has to be is one of them
+
+    def matches(self, found: "Stored") -> bool:
+        return found.shape == self.shape and found.dtypes[0] in self.dtypes
+
+
+class Format(Protocol):
+    """Reads the linear maps of one format. A map of shape [N, K] has tensors `name.suffix`."""
+
+    def expected(self, shape: tuple[int, int], found: Mapping[str, Stored]) -> dict[str, Stored]:
+        """The tensors by suffix that a map must have, given those that it has.
+
+        ValueError if those that it has fit no map of this shape.
+        """
+        ...
+
+    def read(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes | Tensor: ...
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """Integers [..., n 32 / bits] uint8 from words [..., n] int32, the lowest bits first."""
+    octets = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return octets
+    return torch.stack([octets & 15, octets >> 4], dim=-1).flatten(-2)
+
+
+def divided(number: int, by: int, what: str) -> int:
+    if number % by:
+        raise ValueError(f"{what}: {number} is no multiple of {by}")
+    return number // by
