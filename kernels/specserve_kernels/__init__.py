@@ -1,7 +1,7 @@
 """Functions from tensors to tensors, in builds of equal signatures; `load` picks one."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -74,6 +74,8 @@ class Ops(Protocol):
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor: ...
 
+    def copy(self, x: Tensor) -> Tensor: ...
+
     def linear(self, x: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor: ...
 
     def linear_add(
@@ -101,7 +103,14 @@ class Ops(Protocol):
         self, q: Tensor, kv: KVLayer, plan: Any, scale: float, window: int | None = None
     ) -> Tensor: ...
 
-    def program(self, model: Model, kv: KVCache, max_rows: int, max_read: int) -> Program: ...
+    def program(
+        self,
+        model: Model,
+        kv: KVCache,
+        max_rows: int,
+        max_read: int,
+        taps: Collection[int] = (),
+    ) -> Program: ...
 
     def move_kv(self, kv: KVCache, source: Tensor, target: Tensor) -> None: ...
 

@@ -1,6 +1,6 @@
 """A model's forward prepared for its steps: run op by op here, recorded where a build can."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -16,9 +16,13 @@ class Model(Protocol):
 
     def on(self, ops: "Ops") -> "Model": ...
 
+    def embed(self, token_ids: Tensor) -> Tensor: ...
+
     def plan(self, rows: Rows, kv: KVCache, also: Sequence[Tensor] = ()) -> Any: ...
 
-    def forward(self, token_ids: Tensor, kv: KVCache, plan: Any) -> Tensor: ...
+    def forward(
+        self, residual: Tensor, kv: KVCache, plan: Any, taps: Collection[int] = ()
+    ) -> tuple[Tensor, Mapping[int, Tensor]]: ...
 
     def logits(self, residual: Tensor, rows: Tensor) -> Tensor: ...
 
@@ -28,11 +32,13 @@ class Outputs(NamedTuple):
 
     residual  [R, hidden]  after the last layer
     logits    [n, V]       of the rows that are read; None where none is
+    taps      [R, hidden]  by layer: the residual that came into it, for the layers that are tapped
     also      other tensors of the step, on the ops' device
     """
 
     residual: Tensor
     logits: Tensor | None
+    taps: Mapping[int, Tensor]
     also: Sequence[Tensor]
 
 
@@ -45,13 +51,19 @@ class Program(Protocol):
         ...
 
     def run(
-        self, rows: Rows, token_ids: Tensor, read: Tensor, also: Sequence[Tensor] = ()
+        self,
+        rows: Rows,
+        token_ids: Tensor | None,
+        read: Tensor,
+        also: Sequence[Tensor] = (),
+        residual: Tensor | None = None,
     ) -> Outputs:
-        """One forward.
+        """One forward, from token ids or from a residual.
 
-        token_ids  [R]  int64  host tensor
-        read       [n]  int64  host tensor: the rows whose logits are wanted
+        token_ids  [R]          int64            host tensor
+        read       [n]          int64            host tensor: the rows whose logits are wanted
         also       host tensors that later ops of the step take
+        residual   [R, hidden]  the model's dtype  on the ops' device, in the embeddings' place
         """
         ...
 
@@ -65,18 +77,29 @@ class EagerProgram:
 
     words = "op by op"
 
-    def __init__(self, model: Model, kv: KVCache) -> None:
-        self.model, self.kv = model, kv
+    def __init__(self, model: Model, kv: KVCache, taps: Collection[int] = ()) -> None:
+        self.model, self.kv, self.taps = model, kv, taps
         self.residual: Tensor | None = None
 
     def run(
-        self, rows: Rows, token_ids: Tensor, read: Tensor, also: Sequence[Tensor] = ()
+        self,
+        rows: Rows,
+        token_ids: Tensor | None,
+        read: Tensor,
+        also: Sequence[Tensor] = (),
+        residual: Tensor | None = None,
     ) -> Outputs:
-        plan = self.model.plan(rows, self.kv, [token_ids, read, *also])
-        token_ids, read, *also = plan.also
-        self.residual = self.model.forward(token_ids, self.kv, plan)
+        ids = [] if token_ids is None else [token_ids]
+        plan = self.model.plan(rows, self.kv, [read, *ids, *also])
+        read, *also = plan.also
+        if residual is None:
+            token_ids, *also = also
+            entry = self.model.embed(token_ids)
+        else:
+            entry = residual.clone()  # the layers add to it in place
+        self.residual, taps = self.model.forward(entry, self.kv, plan, self.taps)
         logits = self.model.logits(self.residual, read) if len(read) else None
-        return Outputs(self.residual, logits, also)
+        return Outputs(self.residual, logits, taps, also)
 
     def logits(self, read: Tensor) -> Tensor:
         assert self.residual is not None, "no step has been run"

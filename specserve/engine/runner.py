@@ -86,7 +86,7 @@ class Runner:
         also: Sequence[Tensor] = []
         if self.ops.samples_ahead and step.draws is not None and len(read) > 0:
             also = [torch.arange(len(read)), *step.draws.params()]
-        _, logits, also = self.program.run(step.rows(), token_ids, read, also)
+        _, logits, _, also = self.program.run(step.rows(), token_ids, read, also)
         if logits is None:
             return Launched(torch.empty(0, 0), None)
         if not also:

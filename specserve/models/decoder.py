@@ -1,6 +1,6 @@
 """The decoder of the Llama family, written against the ops alone."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +45,7 @@ class Weights(NamedTuple):
 
 
 class Decoder:
-    """Token ids in, logits out; the KV of every row is written on the way.
+    """Token ids or a residual in, logits out; the KV of every row is written on the way.
 
     The caller holds torch.inference_mode, and calls `plan` once a step.
     """
@@ -77,15 +77,25 @@ class Decoder:
         """The plan that all layers share; `plan.also` are the given tensors on the ops' device."""
         return self.ops.plan(rows, kv, self.config.num_heads, self.windows, also)
 
-    def forward(self, token_ids: Tensor, kv: KVCache, plan: Any) -> Tensor:
-        """The residual stream after the last layer.
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The residual stream before the first layer, [R, hidden], of token ids [R] int64."""
+        return self.ops.embed(self.weights.embedding, token_ids)
 
-        token_ids  [R]          int64
-        ->         [R, hidden]  the model's dtype; what `logits` takes
+    def forward(
+        self, residual: Tensor, kv: KVCache, plan: Any, taps: Collection[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """The residual stream after the last layer, and as it came into the layers in `taps`.
+
+        residual  [R, hidden]  the model's dtype; it is written to
+        ->        [R, hidden]  what `logits` takes; and by layer, transformers' hidden_states[i]
         """
         ops, eps, scale = self.ops, self.config.rms_eps, self.scale
-        residual = ops.embed(self.weights.embedding, token_ids)
-        for layer, cache in zip(self.weights.layers, kv.layers, strict=True):
+        if unknown := set(taps).difference(range(len(kv.layers))):
+            raise ValueError(f"no layers {sorted(unknown)} to tap: there are {len(kv.layers)}")
+        tapped = {}
+        for i, (layer, cache) in enumerate(zip(self.weights.layers, kv.layers, strict=True)):
+            if i in taps:
+                tapped[i] = ops.copy(residual)
             h = ops.rms_norm(residual, layer.attention_norm, eps)
             qkv = ops.linear(h, layer.qkv, layer.qkv_bias)
             q = ops.rope_write_kv(qkv, layer.rotary, layer.qk_norm, cache, plan)
@@ -94,7 +104,7 @@ class Decoder:
             h = ops.rms_norm(residual, layer.mlp_norm, eps)
             h = ops.linear_silu_mul(h, layer.gate_up, layer.gate_up_bias)
             residual = ops.linear_add(h, layer.down, layer.down_bias, residual)
-        return residual
+        return residual, tapped
 
     def logits(self, residual: Tensor, rows: Tensor) -> Tensor:
         """The logits after some rows: the final norm and the head, for those rows only.

@@ -165,7 +165,7 @@ def test_a_forward_calls_nothing_but_ops(target):
     ops, layers = HandleOps(), len(target.weights.layers)
     decoder = Decoder(target.config, ops, target.rotary, target.weights)
     kv = engine_for(target).target.kv
-    residual = decoder.forward(Handle(5), kv, plan=None)
+    residual, _ = decoder.forward(decoder.embed(Handle(5)), kv, plan=None)
     assert len(decoder.logits(residual, Handle(2))) == 2
     assert ops.called[0] == "embed" and ops.called.count("attention") == layers
     assert ops.called[-4:] == ["linear_add", "take_rows", "rms_norm", "linear"]

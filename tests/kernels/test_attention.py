@@ -144,11 +144,19 @@ def exact(step, q, window):
     return torch.stack(want).flatten(1), torch.stack(mean).flatten(1)
 
 
+BRANCHES = [0, 1, 1, 2, 0, 5]
+
+
 @EVERY_LEVEL
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize(
-    "req", [Req(700, 1), Req(500, 40), Req(250, parents=[0, 1, 1, 2, 0, 5])], ids=repr
+    ("req", "window"),
+    [
+        *itertools.product([Req(700, 1), Req(500, 40), Req(250, parents=BRANCHES)], [None, 300]),
+        (Req(16_383, 2), None),
+        (Req(32_760, parents=[0, 0]), None),
+    ],
+    ids=repr,
 )
 def test_no_element_is_further_from_float64_than_rounding_explains(req, window, dtype):
     H, D, n = 4, 64, req.end

@@ -28,13 +28,15 @@ class Small:
     def plan(self, rows, kv, also=()):
         return self.ops.plan(rows, kv, STEP.num_heads, [None], also)
 
-    def forward(self, token_ids, kv, plan):
-        x = self.ops.embed(self.table, token_ids)
+    def embed(self, token_ids):
+        return self.ops.embed(self.table, token_ids)
+
+    def forward(self, x, kv, plan, taps=()):
         for _ in range(self.num_layers):
             x = self.ops.rms_norm(x, self.weight, 1e-6)
             if self.extra is not None:
                 x = getattr(self.ops, self.extra)(x)
-        return x
+        return x, {}
 
     def logits(self, residual, rows):
         return self.ops.rms_norm(self.ops.take_rows(residual, rows), self.weight, 1e-6)
@@ -57,7 +59,7 @@ def test_a_recorded_forward_runs_any_rows():
     program, eager = cpu.program(Small(cpu), STEP.kv, 8, 4), EagerProgram(Small(cpu), STEP.kv)
     for n in (1, 8, 3):
         both(program, eager, range(n), range(n)[-2:])
-    names = ["plan_attention", "gather", *["rms_norm"] * LAYERS, "gather", "rms_norm"]
+    names = ["gather", "plan_attention", *["rms_norm"] * LAYERS, "gather", "rms_norm"]
     assert program.native_ops == names
     assert program.host_ops == []
 

@@ -21,6 +21,11 @@ def test_a_team_that_gets_fewer_threads_does_all_of_the_work(tmp_path):
     assert output(program) == "2 of 2: 100\n3 of 8: 100\n3 of 8: 100\n1 of 1: 100\n"
 
 
+def test_an_op_without_rows_costs_no_barrier(tmp_path):
+    program = compile_program("lists", tmp_path, ["team.cpp", "run.cpp"])
+    assert output(program) == "3\n1\n2\n"
+
+
 @pytest.mark.slow
 def test_the_threads_race_for_nothing(tmp_path):
     """As ThreadSanitizer sees it, which knows nothing of futexes and thus trusts no wake-up."""

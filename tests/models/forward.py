@@ -34,25 +34,37 @@ def logits(decoder, ids, *, block_size=16, chunks=(23,)):
         for start, end in itertools.pairwise(borders):
             rows = causal_rows(table, start, end, block_size)
             plan = decoder.plan(rows, kv)
-            residual = decoder.forward(ids[start:end], kv, plan)
+            residual, _ = decoder.forward(decoder.embed(ids[start:end]), kv, plan)
             out.append(decoder.logits(residual, torch.arange(end - start)))
     return torch.cat(out).float()
 
 
 def recorded_and_eager(decoder, ids, chunks):
-    """Residuals and logits of all rows, by the build's program and op by op; and the program."""
+    """What a step of all layers' taps gives, by the build's program and op by op; the program.
+
+    Every chunk is run from its token ids, and then from the residual that its first layer got.
+    """
     table = list(range(len(ids) // 16 + 3))
     programs, out = [], []
-    for make in (decoder.ops.program, lambda model, kv, *sizes: EagerProgram(model, kv)):
+    layers = range(decoder.config.num_layers)
+    eager = lambda model, kv, *_, taps: EagerProgram(model, kv, taps)  # noqa: E731
+    for make in (decoder.ops.program, eager):
         with torch.inference_mode():
-            program = make(decoder, empty_kv(decoder, len(table), 16), len(ids), len(ids))
+            kv = empty_kv(decoder, len(table), 16)
+            program = make(decoder, kv, len(ids), len(ids), taps=layers)
             programs.append(program)
             for start, end in itertools.pairwise([0, *chunks, len(ids)]):
                 rows = causal_rows(table, start, end, 16)
-                got = program.run(rows, ids[start:end], torch.arange(end - start))
-                out += [got.residual.clone(), got.logits.clone()]
+                read = torch.arange(end - start)
+                out += tensors(program.run(rows, ids[start:end], read))
+                out += tensors(program.run(rows, None, read, residual=out[-len(layers)]))
     half = len(out) // 2
     return programs[0], out[:half], out[half:]
+
+
+def tensors(outputs):
+    """Copies; the last are the taps."""
+    return [x.clone() for x in (outputs.residual, outputs.logits, *outputs.taps.values())]
 
 
 def empty_kv(decoder, num_blocks, block_size):

@@ -7,7 +7,14 @@ from transformers import AutoModelForCausalLM
 from specserve.models.loader import load_decoder
 from specserve_kernels import cpu
 from tests.checkpoints import FAMILIES, tiny_checkpoint
-from tests.models.forward import builds, logits, prompt, recorded_and_eager
+from tests.models.forward import (
+    builds,
+    causal_rows,
+    empty_kv,
+    logits,
+    prompt,
+    recorded_and_eager,
+)
 
 SMOLLM3 = {"model_type": "smollm3"}
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -46,7 +53,7 @@ CASES = {  # family, what departs from its tiny checkpoint
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
 def case(request, tmp_path_factory):
-    """A checkpoint, a prompt and transformers' logits after each of its tokens."""
+    """A checkpoint, a prompt, and transformers' logits and residuals at each of its tokens."""
     family, overrides = request.param
     folder = tiny_checkpoint(tmp_path_factory.mktemp("model"), family, **overrides)
     model = AutoModelForCausalLM.from_pretrained(
@@ -54,13 +61,14 @@ def case(request, tmp_path_factory):
     )
     ids = prompt(model.config.vocab_size, 37)
     with torch.inference_mode():
-        return folder, ids, model(ids[None]).logits[0]
+        found = model(ids[None], output_hidden_states=True)
+        return folder, ids, found.logits[0], [h[0] for h in found.hidden_states]
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 17])
 @pytest.mark.parametrize("ops", builds(), ids=lambda m: m.__name__.rpartition(".")[2])
 def test_logits_are_those_of_transformers(case, ops, block_size):
-    folder, ids, want = case
+    folder, ids, want, _ = case
     got = logits(load_decoder(folder, "fp32", ops), ids, block_size=block_size)
     error = (got - want).norm(dim=1) / want.norm(dim=1)
     assert error.max() < 1e-4, error
@@ -69,14 +77,18 @@ def test_logits_are_those_of_transformers(case, ops, block_size):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_recorded_forward_has_the_bits_of_the_eager_one(case, dtype):
     """And all of it is recorded: nothing is left to Python, and no op runs twice or never."""
-    folder, ids, _ = case
+    folder, ids, *_ = case
     decoder = load_decoder(folder, dtype, cpu)
     program, recorded, eager = recorded_and_eager(decoder, ids, (23, 24))
     assert all(torch.equal(a, b) for a, b in zip(recorded, eager, strict=True))
-    attention = ["rms_norm", "linear", "rope_write_kv", "attention", "linear"]
+    size = 2 + decoder.config.num_layers  # tensors of a run
+    runs = [recorded[i : i + size] for i in range(0, len(recorded), size)]
+    for from_ids, from_residual in zip(runs[::2], runs[1::2], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(from_ids, from_residual, strict=True))
+    attention = ["copy", "rms_norm", "linear", "rope_write_kv", "attention", "linear"]
     layers = [*attention, "rms_norm", "linear", "linear"] * decoder.config.num_layers
     head = ["gather", "rms_norm", "linear"]
-    assert program.native_ops == ["plan_attention", "gather", *layers, *head]
+    assert program.native_ops == ["gather", "plan_attention", *layers, *head]
     assert program.host_ops == []
 
 
@@ -88,3 +100,24 @@ def test_bf16_stays_close_to_fp32(family, ops, tmp_path):
     ids = prompt(320, 37)
     exact, rounded = (logits(load_decoder(folder, dtype, ops), ids) for dtype in ("fp32", "bf16"))
     assert torch.cosine_similarity(rounded, exact).min() > 0.999
+
+
+@pytest.mark.parametrize("ops", builds(), ids=lambda m: m.__name__.rpartition(".")[2])
+def test_taps_are_the_hidden_states_of_transformers(case, ops):
+    folder, ids, _, hidden_states = case
+    decoder = load_decoder(folder, "fp32", ops)
+    layers = range(decoder.config.num_layers)
+    kv = empty_kv(decoder, 4, 16)
+    with torch.inference_mode():
+        program = decoder.ops.program(decoder, kv, len(ids), 1, taps=layers)
+        run = program.run(causal_rows(range(4), 0, len(ids), 16), ids, torch.tensor([0]))
+    assert list(run.taps) == list(layers)
+    for layer, tap in run.taps.items():
+        torch.testing.assert_close(tap, hidden_states[layer], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layer", [-1, 2])
+def test_a_layer_that_is_not_there_cannot_be_tapped(tmp_path, layer):
+    decoder = load_decoder(tiny_checkpoint(tmp_path, "qwen3"), "fp32", cpu)
+    with pytest.raises(ValueError, match=rf"no layers \[{layer}\] to tap: there are 2"):
+        cpu.program(decoder, empty_kv(decoder, 4, 16), 8, 1, taps=[0, layer])

@@ -6,6 +6,7 @@ from specserve_kernels.cpu.build import level, library
 from specserve_kernels.cpu.compiler import BuildError
 from specserve_kernels.cpu.ops import (
     attention,
+    copy,
     embed,
     linear,
     linear_add,
@@ -33,6 +34,7 @@ __all__ = [
     "allocate",
     "arithmetic",
     "attention",
+    "copy",
     "copy_blocks",
     "embed",
     "free_memory",

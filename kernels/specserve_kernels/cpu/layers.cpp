@@ -90,8 +90,7 @@ template <class T> static void rope_write_kv(const Rope& rope, const Step& step,
     rope_head<T>(rope, *step.rows, n / heads, n % heads);
 }
 
-// Copies rows of a table: those of the step's token ids, or the rows that are read.
-struct Gather {
+struct Copy {
   int64_t domain;
   const char* x;
   char* out;
@@ -99,8 +98,16 @@ struct Gather {
 };
 
 extern "C" {
+void specserve_copy(const void* args, const Step& step, Team& team) {
+  const Copy& a = *(const Copy*)args;
+  Range part = team.part(step.num_rows[a.domain]);
+  memcpy(a.out + part.begin * a.row_bytes, a.x + part.begin * a.row_bytes,
+         (part.end - part.begin) * a.row_bytes);
+}
+
+// Copies rows of a table: those of the step's token ids, or the rows that are read.
 void specserve_gather(const void* args, const Step& step, Team& team) {
-  const Gather& a = *(const Gather*)args;
+  const Copy& a = *(const Copy*)args;
   const int64_t* index = a.domain == STEP ? step.token_ids : step.read;
   Range part = team.part(step.num_rows[a.domain]);
   for (int64_t r = part.begin; r < part.end; r++)

@@ -117,7 +117,7 @@ class TopChildren(Structure):
     ]
 
 
-class Gather(Structure):
+class Copy(Structure):
     _fields_ = [
         ("domain", c_int64),
         *((name, c_void_p) for name in ("x", "out")),

@@ -1,6 +1,6 @@
 """A forward as a flat list of C++ ops over buffers of fixed addresses, recorded once."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from ctypes import addressof
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -24,16 +24,21 @@ class Piece(NamedTuple):
 class Recording:
     """The ops of one forward, for steps of up to so many rows, and the memory that they use."""
 
-    def __init__(self, model: Model, kv: KVCache, max_rows: tuple[int, int]) -> None:
+    def __init__(
+        self, model: Model, kv: KVCache, max_rows: tuple[int, int], taps: Collection[int]
+    ) -> None:
         recorder: Any = Recorder(max_rows)
         self.max_rows = max_rows
-        on = model.on(recorder)
+        on: Any = model.on(recorder)
+        self.entry = on.embed(Index(STEP))
+        layers = len(recorder.calls)
         plan = on.plan(recorder, kv)
-        self.residual: Any = on.forward(Index(STEP), kv, plan)  # type: ignore[arg-type]
-        border = len(recorder.calls)
-        self.logits: Any = on.logits(self.residual, Index(READ))  # type: ignore[arg-type]
+        self.residual, self.taps = on.forward(self.entry, kv, plan, taps)
+        head = len(recorder.calls)
+        self.logits = on.logits(self.residual, Index(READ))
         self.calls: list[Native | Hosted] = recorder.calls
-        self.pieces, self.head = pieces(self.calls), pieces(self.calls[border:])
+        self.from_ids = pieces(self.calls)
+        self.from_residual, self.head = pieces(self.calls[layers:]), pieces(self.calls[head:])
         self.memory, self.kept = recorder.memory, recorder.kept
 
 
@@ -56,9 +61,16 @@ def op_array(calls: Sequence[Native]) -> Any:
 class NativeProgram:
     """A recorded forward; recorded again when a step has more rows than any before."""
 
-    def __init__(self, model: Model, kv: KVCache, max_rows: int, max_read: int) -> None:
-        self.model, self.kv = model, kv
-        self.recording = Recording(model, kv, (max_rows, max_read))
+    def __init__(
+        self,
+        model: Model,
+        kv: KVCache,
+        max_rows: int,
+        max_read: int,
+        taps: Collection[int] = (),
+    ) -> None:
+        self.model, self.kv, self.taps = model, kv, taps
+        self.recording = Recording(model, kv, (max_rows, max_read), taps)
         self.attention = arguments.AttentionPlan()
         self.step = native.Step(attention=self.attention.address)
         self.kept: Any = None  # what the step holds addresses of
@@ -81,19 +93,30 @@ class NativeProgram:
         return f"{len(self.native_ops)} native ops{hosted}, {size:.0f} MiB of buffers"
 
     def run(
-        self, rows: Rows, token_ids: Tensor, read: Tensor, also: Sequence[Tensor] = ()
+        self,
+        rows: Rows,
+        token_ids: Tensor | None,
+        read: Tensor,
+        also: Sequence[Tensor] = (),
+        residual: Tensor | None = None,
     ) -> Outputs:
-        R, n = len(token_ids), len(read)
+        given = token_ids if residual is None else residual
+        assert given is not None, "neither token ids nor a residual"
+        R, n = len(given), len(read)
         self.reserve(R, n)
-        placed = native.rows_of(rows)
+        found, step, placed = self.recording, self.step, native.rows_of(rows)
         self.kept = rows, token_ids, read, placed
-        step = self.step
         step.num_rows[STEP], step.num_rows[READ] = R, n
-        step.token_ids, step.read = token_ids.data_ptr(), read.data_ptr()
-        step.rows = addressof(placed)
-        self.run_pieces(self.recording.pieces)
-        found = self.recording
-        return Outputs(found.residual.tensor[:R], found.logits.tensor[:n] if n else None, also)
+        step.read, step.rows = read.data_ptr(), addressof(placed)
+        if residual is None:
+            step.token_ids = given.data_ptr()
+            self.run_pieces(found.from_ids)
+        else:
+            found.entry.tensor[:R].copy_(residual)
+            self.run_pieces(found.from_residual)
+        taps = {layer: tap.tensor[:R] for layer, tap in found.taps.items()}
+        logits = found.logits.tensor[:n] if n else None
+        return Outputs(found.residual.tensor[:R], logits, taps, also)
 
     def logits(self, read: Tensor) -> Tensor:
         n = len(read)
@@ -108,7 +131,7 @@ class NativeProgram:
         if num_rows <= most[STEP] and num_read <= most[READ]:
             return
         larger = [max(n, power_of_two(k)) for n, k in zip(most, (num_rows, num_read), strict=True)]
-        self.recording = Recording(self.model, self.kv, (larger[0], larger[1]))
+        self.recording = Recording(self.model, self.kv, (larger[0], larger[1]), self.taps)
 
     def run_pieces(self, found: Sequence[Piece]) -> None:
         threads = torch.get_num_threads()

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -106,6 +106,9 @@ class CudaOps:
     def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
         return table.index_select(0, token_ids)
 
+    def copy(self, x: Tensor) -> Tensor:
+        return x.clone()
+
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x.index_select(0, rows)
 
@@ -174,8 +177,15 @@ class CudaOps:
         placed = iter(self.staging.upload([*shared, *also, *others]))
         return Shared(*islice(placed, 4)), list(islice(placed, len(also))), list(placed)
 
-    def program(self, model: Model, kv: KVCache, max_rows: int, max_read: int) -> EagerProgram:
-        return EagerProgram(model, kv)
+    def program(
+        self,
+        model: Model,
+        kv: KVCache,
+        max_rows: int,
+        max_read: int,
+        taps: Collection[int] = (),
+    ) -> EagerProgram:
+        return EagerProgram(model, kv, taps)
 
     def rope_write_kv(
         self, qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Plan

@@ -1,5 +1,6 @@
 """The ops in plain torch, float32 inside, each row on its own: the definition and the oracle."""
 
+from collections.abc import Collection
 from contextlib import nullcontext
 
 from specserve_kernels.host import (
@@ -13,6 +14,7 @@ from specserve_kernels.host import (
 from specserve_kernels.program import EagerProgram, Model
 from specserve_kernels.reference.attention import attention, move_kv, plan, rope_write_kv
 from specserve_kernels.reference.layers import (
+    copy,
     embed,
     linear,
     linear_add,
@@ -29,6 +31,7 @@ __all__ = [
     "allocate",
     "arithmetic",
     "attention",
+    "copy",
     "copy_blocks",
     "embed",
     "free_memory",
@@ -55,15 +58,18 @@ samples_ahead = False
 lock = nullcontext()  # forwards share no buffers
 
 
-def program(model: Model, kv: KVCache, max_rows: int, max_read: int) -> EagerProgram:
+def program(
+    model: Model, kv: KVCache, max_rows: int, max_read: int, taps: Collection[int] = ()
+) -> EagerProgram:
     """A model's forward, prepared for its steps.
 
     model     written against the ops; its `plan`, `forward` and `logits` are the definition
     kv        the model's view of the arena
     max_rows  rows that a step usually has at most; memory for them may be reserved here
     max_read  rows whose logits are usually read at most
+    taps      the layers whose incoming residual is an output too
     """
-    return EagerProgram(model, kv)
+    return EagerProgram(model, kv, taps)
 
 
 def arithmetic() -> str:

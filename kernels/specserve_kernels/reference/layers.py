@@ -69,6 +69,11 @@ def embed(table: Tensor, token_ids: Tensor) -> Tensor:
     return table.index_select(0, token_ids)
 
 
+def copy(x: Tensor) -> Tensor:
+    """A tensor of its own, for what is read after a later op has added to `x`."""
+    return x.clone()
+
+
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Some rows of a tensor, in the order given.
 
