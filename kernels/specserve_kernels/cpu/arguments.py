@@ -23,6 +23,7 @@ class Packed(NamedTuple):
     K: int
     is_gated: bool
     dtype: torch.dtype
+    other: Any = None  # codes in the other dtype
 
 
 class AttentionPlan:
@@ -39,6 +40,8 @@ def linear(
     assert packed.is_gated == (epilogue == SILU_MUL), "a weight that is packed for another op"
     assert x.shape[1] == packed.K, "rows of another width than the weight's"
     assert out.shape[1] == packed.N, "a residual of another width than the weight's"
+    if packed.other is not None and packed.other.dtype == x.dtype:
+        packed = packed.other
     assert x.dtype == packed.dtype == out.dtype, "rows and weight of different dtypes"
     kind = native.is_bf16(x) and native.is_bf16(out)
     pointers = x.data_ptr(), packed.words.data_ptr(), None if bias is None else bias.data_ptr()

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specserve_kernels.codes import Codes
 from specserve_kernels.cpu import arguments, native
 from specserve_kernels.cpu.arguments import ADD, PLAIN, SILU_MUL, AttentionPlan, Packed
 from specserve_kernels.types import (
@@ -43,7 +44,12 @@ def _run(name: str, args: Structure, num_rows: int, size: int, plan: Plan | None
     native.run(ops, step, torch.get_num_threads() if size >= SHORT else 1)
 
 
-def prepack(weight: Tensor, is_gated: bool = False) -> Packed:
+def prepack(weight: Tensor | Codes, is_gated: bool = False) -> Packed:
+    if isinstance(weight, Codes):
+        forms = [
+            prepack(weight.widen(dtype), is_gated) for dtype in (torch.float32, torch.bfloat16)
+        ]
+        return forms[0]._replace(other=forms[1])
     weight = weight.contiguous()
     rows, K = weight.shape
     N = rows // 2 if is_gated else rows

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from specserve_kernels.codes import Codes
 from specserve_kernels.cuda import move, norm, paged, rope, sample, silu, top_children
 from specserve_kernels.cuda.attention import FlashInfer, Part, run_parts
 from specserve_kernels.cuda.lock import DeviceLock
@@ -87,7 +88,8 @@ class CudaOps:
     def has_bf16(self) -> bool:
         return torch.cuda.get_device_capability(self.device) >= (8, 0)
 
-    def prepack(self, weight: Tensor, is_gated: bool = False) -> Tensor:
+    def prepack(self, weight: Tensor | Codes, is_gated: bool = False) -> Tensor:
+        assert isinstance(weight, Tensor), "no kernel multiplies rows by codes"
         return self.place(weight)
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -5,19 +5,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from specserve_kernels.codes import Codes
 from specserve_kernels.threads import FixedThreads, Threads, check_threads
 
 
-def prepack(weight: Tensor, is_gated: bool = False) -> Tensor:
+def prepack(weight: Tensor | Codes, is_gated: bool = False) -> Tensor | Codes:
     """A weight in the form that the linear ops take.
 
-    weight    [N, K]  bfloat16 | float32
+    weight    [N, K]  bfloat16 | float32, or codes, which rows of either dtype can be multiplied by
     is_gated  it is for `linear_silu_mul`, else for the other two
     """
-    return weight.float()
+    return weight if isinstance(weight, Codes) else weight.float()
 
 
-def linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, packed: Tensor | Codes, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias.
 
     x     [R, K]  bfloat16 | float32
@@ -27,7 +28,7 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     return _products(x, packed, bias).to(x.dtype)
 
 
-def linear_add(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+def linear_add(x: Tensor, packed: Tensor | Codes, bias: Tensor | None, residual: Tensor) -> Tensor:
     """Add x W^T + bias to the residual stream, in place; the residual stream.
 
     x         [R, K]  bfloat16 | float32
@@ -37,7 +38,7 @@ def linear_add(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor)
     return residual.copy_(residual.float() + _products(x, packed, bias))
 
 
-def linear_silu_mul(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_silu_mul(x: Tensor, packed: Tensor | Codes, bias: Tensor | None = None) -> Tensor:
     """silu(gate) * up, where gate and up are the halves of x W^T + bias (SwiGLU, Shazeer
     2002.05202). Rounded at the end; a build may round gate and up before, too.
 
@@ -48,14 +49,15 @@ def linear_silu_mul(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Te
     """
     gate, up = _products(x, packed, bias).chunk(2, dim=1)
     rows = [g / (1 + torch.exp(-g)) * u for g, u in zip(gate.clone(), up.clone(), strict=True)]
-    return torch.stack(rows).to(x.dtype) if rows else x.new_empty(0, packed.shape[0] // 2)
+    return torch.stack(rows).to(x.dtype) if rows else gate.to(x.dtype)
 
 
-def _products(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+def _products(x: Tensor, packed: Tensor | Codes, bias: Tensor | None) -> Tensor:
     """x W^T + bias, not rounded."""
+    weight = packed.widen(torch.float32) if isinstance(packed, Codes) else packed
     # A copy of each row: the product's bits depend on where in memory a vector begins.
-    rows = [torch.mv(packed, row.clone().float()) for row in x]
-    out = torch.stack(rows) if rows else packed.new_empty(0, packed.shape[0])
+    rows = [torch.mv(weight, row.clone().float()) for row in x]
+    out = torch.stack(rows) if rows else weight.new_empty(0, weight.shape[0])
     return out if bias is None else out + bias.float()
 
 
