@@ -4,25 +4,34 @@ import pytest
 import torch
 
 from specserve_kernels import Codes, cpu, reference
-from tests.kernels.random_steps import random_tensor, row_errors
+from specserve_kernels.program import EagerProgram
+from tests.kernels.maps import maps_of, random_codes
+from tests.kernels.random_steps import RandomStep, Req, random_tensor, row_errors
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 BUILDS = pytest.mark.parametrize("ops", [cpu, reference], ids=["cpu", "reference"])
+BITS = pytest.mark.parametrize("bits", [4, 8])
+ZEROS = pytest.mark.parametrize("has_zero", [False, True], ids=["no zeros", "zeros"])
 
-
-def random_codes(N, K, bits, group, has_zero, seed=0):
-    draw = torch.Generator().manual_seed(seed)
-    q = torch.randint(0, 1 << bits, (N, K), generator=draw, dtype=torch.uint8)
-    shape = N, K // group
-    scale = torch.rand(shape, generator=draw) / (1 << bits)
-    zero = torch.randint(0, 1 << bits, shape, generator=draw, dtype=torch.uint8)
-    return Codes(bits, group, q, scale, zero if has_zero else None)
-
+SHAPES = {  # N, K, group
+    "several groups of a block": (33, 160, 32),
+    "a group is half a block": (50, 192, 64),
+    "a group is a block": (331, 256, 128),
+    "a group of several blocks": (20, 576, 288),
+    "a small group": (65, 48, 16),
+    "odd groups": (17, 63, 7),
+    "groups that are padded": (40, 300, 100),
+    "a channel": (50, 150, 150),
+    "a long channel": (33, 2101, 2101),
+    "one code": (1, 1, 1),
+}
+EACH = pytest.mark.parametrize(("N", "K", "group"), SHAPES.values(), ids=SHAPES)
 
 TABLE = {  # bits, q, scale, zero -> values, in groups of 2
     "the middle is zero": (4, [8, 9, 0, 15], [1.0, 2.0], None, [0, 1, -16, 14]),
     "and of 8 bits": (8, [128, 129, 0, 255], [1.0, 0.5], None, [0, 1, -64, 63.5]),
     "a zero per group": (4, [0, 15, 0, 15], [1.0, 2.0], [0, 15], [0, 15, -30, 0]),
+    "a zero beyond all codes": (4, [0, 15, 0, 8], [1.0, 2.0], [16, 0], [-16, -1, 0, 16]),
     "a zero of 8 bits": (8, [0, 255, 0, 255], [1.0, 2.0], [255, 0], [-255, 0, 0, 510]),
 }
 
@@ -37,23 +46,137 @@ def test_a_value_is_a_code_less_its_zero_times_its_scale(ops, bits, q, scale, ze
     assert got[:, 0].tolist() == want and got.dtype == dtype
 
 
+@BITS
+@ZEROS
 @DTYPES
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("has_zero", [True, False])
-def test_the_epilogues_are_those_of_other_maps(bits, has_zero, dtype):
-    K, N = 96, 50
-    weight, gated = (random_codes(n, K, bits, 32, has_zero, seed=n) for n in (N, 2 * N))
-    bias, both = (random_tensor(n, dtype=dtype, seed=n) for n in (N, 2 * N))
-    x, residual = (random_tensor(5, n, dtype=dtype, seed=n) for n in (K, N))
-    outputs = []
-    for ops in (reference, cpu):
-        packed, gate_up = ops.prepack(weight), ops.prepack(gated, is_gated=True)
-        outputs.append(
-            [
-                ops.linear(x, packed, bias),
-                ops.linear_add(x, packed, bias, residual.clone()),
-                ops.linear_silu_mul(x, gate_up, both),
-            ]
-        )
-    for want, got in zip(*outputs, strict=True):
-        assert got.dtype == dtype and (row_errors(got, want) < 6e-3).all()
+def test_the_reference_widens_codes(bits, has_zero, dtype):
+    codes, x = random_codes(50, 96, bits, 32, has_zero), random_tensor(5, 96, dtype=dtype)
+    want = x.double() @ codes.widen(torch.float32).double().T
+    got = reference.linear(x, reference.prepack(codes))
+    assert (row_errors(got, want) < {torch.float32: 1e-5, torch.bfloat16: 6e-3}[dtype]).all()
+
+
+def code_maps(gemm, shape, bits, has_zero, dtype, num_rows):
+    N, K, group = shape
+    both = (random_codes(n, K, bits, group, has_zero, seed=n) for n in (N, 2 * N))
+    return maps_of(gemm, *both, dtype, num_rows)
+
+
+@DTYPES
+@BITS
+@ZEROS
+@EACH
+def test_the_error_is_within_the_bound_of_its_roundings(gemm, N, K, group, bits, has_zero, dtype):
+    R = 45
+    maps = code_maps(gemm, (N, K, group), bits, has_zero, dtype, R)
+    x = random_tensor(R, K, dtype=dtype)
+    maps.check(maps.outputs(gemm, x, list(range(R))), x)
+
+
+EVERY = (*range(1, 131), 513)
+EDGES = (1, 2, 3, 5, 6, 7, 13, 14, 15, 16, 17, 31, 32, 33, 64, 130)  # of blocks of rows
+
+
+@DTYPES
+@BITS
+@ZEROS
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [((50, 64, 32), EVERY), ((331, 152, 8), EDGES), ((33, 1030, 515), (*EDGES, 300))],
+    ids=["every number of rows", "several panels", "groups of several blocks"],
+)
+def test_a_rows_bits_depend_on_no_other_row_and_no_thread(
+    gemm, shape, sizes, bits, has_zero, dtype
+):
+    R = max(sizes)
+    maps = code_maps(gemm, shape, bits, has_zero, dtype, R)
+    maps.check_rows(gemm, random_tensor(R, shape[1], dtype=dtype), sizes)
+
+
+@DTYPES
+@BITS
+@EACH
+def test_a_row_that_is_not_finite_spoils_no_other(gemm, N, K, group, bits, dtype):
+    x = random_tensor(34, K, dtype=dtype)
+    maps = code_maps(gemm, (N, K, group), bits, True, dtype, 34)
+    want = maps.outputs(gemm, x, list(range(34)))
+    spoiled = [0, 7, 8, 19, 33]
+    x[spoiled] = float("nan")
+    for rows in (range(34), range(4), range(1)):
+        fine = [r for r in rows if r not in spoiled]
+        for name, out in maps.outputs(gemm, x[: len(rows)], list(rows)).items():
+            assert torch.equal(out[fine], want[name][fine]), name
+            assert not out[0].isfinite().any(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("bits", "bytes_a_code"), [(4, 0.5), (8, 1.0)])
+def test_codes_take_as_many_bits_as_they_have(bits, bytes_a_code, dtype):
+    """And a float for each group, and two bytes for its zero."""
+    for has_zero in (False, True):
+        for group in (16, 32, 128, 4096):
+            words = cpu.prepack(random_codes(64, 4096, bits, group, has_zero)).words
+            assert words.nbytes == 64 * 4096 * (bytes_a_code + (4 + 2 * has_zero) / group)
+
+
+def test_codes_of_another_shape_are_refused():
+    codes = random_codes(4, 32, 4, 8, True)
+    with pytest.raises(AssertionError, match="groups of 5"):
+        cpu.prepack(codes._replace(group=5))
+    with pytest.raises(AssertionError, match="a scale for each group"):
+        cpu.prepack(codes._replace(scale=codes.scale[:, :2]))
+    with pytest.raises(AssertionError, match="a zero for each group"):
+        cpu.prepack(codes._replace(zero=codes.zero[:2]))
+    with pytest.raises(AssertionError, match="codes of 3 bits"):
+        cpu.prepack(codes._replace(bits=3))
+
+
+class Coded:
+    """A model of one map of codes and what may follow it."""
+
+    def __init__(self, ops, weights):
+        self.ops, self.weights = ops, weights
+
+    def on(self, ops):
+        return Coded(ops, self.weights)
+
+    def plan(self, rows, kv, also=()):
+        return self.ops.plan(rows, kv, STEP.num_heads, [None], also)
+
+    def forward(self, token_ids, kv, plan):
+        table, plain, gated = self.weights
+        x = self.ops.embed(table, token_ids)
+        x = self.ops.linear_add(self.ops.linear(x, plain), plain, None, x)
+        return self.ops.linear_silu_mul(x, gated)
+
+    def logits(self, residual, rows):
+        return self.ops.linear(self.ops.take_rows(residual, rows), self.weights[1])
+
+
+STEP = RandomStep([Req(20, 5)])
+
+
+@DTYPES
+@BITS
+def test_a_recorded_forward_has_the_bits_of_its_ops(bits, dtype):
+    plain, gated = (random_codes(n, 64, bits, 32, True, seed=n) for n in (64, 128))
+    weights = random_tensor(50, 64, dtype=dtype), cpu.prepack(plain), cpu.prepack(gated, True)
+    program, eager = (make(Coded(cpu, weights), STEP.kv, 40, 4) for make in (cpu.program, made))
+    for n in (1, 5, 40):
+        ids, read = torch.arange(n), torch.tensor([0])
+        want, got = eager.run(STEP.rows(), ids, read), program.run(STEP.rows(), ids, read)
+        assert torch.equal(got.residual, want.residual) and torch.equal(got.logits, want.logits)
+
+
+def made(model, kv, *_):
+    return EagerProgram(model, kv)
+
+
+@pytest.mark.usefixtures("every_level_and_arm")
+@DTYPES
+@BITS
+def test_codes_on_arm_too(bits, dtype):
+    x = random_tensor(9, 96, dtype=dtype)
+    for group in (24, 96):
+        maps = code_maps(cpu, (40, 96, group), bits, True, dtype, 9)
+        maps.check(maps.outputs(cpu, x, list(range(9))), x)

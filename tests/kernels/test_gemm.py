@@ -1,73 +1,15 @@
 """Linear maps on every level: exact to a bound, and a row's bits depend on it alone."""
 
-import itertools
-import random
-from typing import NamedTuple
-
 import pytest
 import torch
 
 from specserve_kernels import cpu
-from specserve_kernels.cpu import arguments, ops
+from tests.kernels.maps import random_maps
 from tests.kernels.random_steps import random_tensor
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-OUTPUT_ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 # Odd ones; more words than a part of K has on any level; more rows than a thread packs at once.
 SHAPES = [(1, 1), (50, 7), (331, 150), (32, 32), (33, 2101)]
-
-
-@pytest.fixture
-def gemm(every_level, monkeypatch):
-    """The CPU's ops on one level, with all threads however little there is to do; memory that an op
-    has not written is NaN.
-    """
-    monkeypatch.setattr(ops, "SHORT", 0)
-    torch.use_deterministic_algorithms(True)
-    yield cpu
-    torch.use_deterministic_algorithms(False)
-
-
-class Maps(NamedTuple):
-    """A plain and a gated map, a bias for each, and a residual to add to."""
-
-    weight: torch.Tensor
-    gate_up: torch.Tensor
-    bias: torch.Tensor
-    both: torch.Tensor
-    residual: torch.Tensor
-    packed: arguments.Packed
-    gated: arguments.Packed
-
-    def outputs(self, gemm, x, rows):
-        """What each op makes of some rows; which of them they are only matters to the residual."""
-        return {
-            "linear": gemm.linear(x, self.packed),
-            "linear with a bias": gemm.linear(x, self.packed, self.bias),
-            "linear_add": gemm.linear_add(x, self.packed, self.bias, self.residual[rows]),
-            "linear_silu_mul": gemm.linear_silu_mul(x, self.gated, self.both),
-        }
-
-
-def random_maps(gemm, N, K, dtype, num_rows):
-    weight, gate_up = (random_tensor(n, K, dtype=dtype, seed=n) for n in (N, 2 * N))
-    bias, both = (random_tensor(n, dtype=dtype, seed=n) for n in (N, 2 * N))
-    packed = gemm.prepack(weight), gemm.prepack(gate_up, is_gated=True)
-    residual = random_tensor(num_rows, N, dtype=dtype, seed=4)
-    return Maps(weight, gate_up, bias, both, residual, *packed)
-
-
-def exact(x, weight, bias):
-    """x W^T + bias in float64, and how far a float32 sum may be off.
-
-    Products of bfloat16 are exact in float32, those of float32 are fused with the addition: each of
-    K + 1 additions rounds a sum, which is at most the sum of all magnitudes, by 2^-24 of it. Levels
-    that flush denormals lose at most 2^-126 each time.
-    """
-    x, weight, bias = x.double(), weight.double(), bias.double()
-    magnitude = x.abs() @ weight.abs().T + bias.abs()
-    additions = x.shape[1] + 2  # one more for a residual
-    return x @ weight.T + bias, additions * (2.0**-24 * 1.01 * magnitude + 2.0**-126)
 
 
 @DTYPES
@@ -75,31 +17,7 @@ def exact(x, weight, bias):
 def test_the_error_is_within_the_bound_of_its_roundings(gemm, N, K, dtype):
     R = 300 if K > 2000 else 45
     x, maps = random_tensor(R, K, dtype=dtype), random_maps(gemm, N, K, dtype, R)
-    rounding, none = OUTPUT_ROUNDING[dtype], torch.zeros(N)
-    plain, plain_off = exact(x, maps.weight, none)
-    mapped, mapped_off = exact(x, maps.weight, maps.bias)
-    residual = maps.residual.double()
-    (gate, up), (gate_off, up_off) = (y.chunk(2, dim=1) for y in exact(x, maps.gate_up, maps.both))
-    silu = gate * gate.sigmoid()
-    # The slope of silu is at most 1.1; its own arithmetic and the product round 8 times at most.
-    product_off = 1.1 * gate_off * (up.abs() + up_off) + silu.abs() * up_off
-    want = {
-        "linear": (plain, plain_off),
-        "linear with a bias": (mapped, mapped_off),
-        "linear_add": (mapped + residual, mapped_off + (K + 2) * 2.0**-24 * residual.abs()),
-        "linear_silu_mul": (silu * up, product_off + 8 * 2.0**-24 * (silu * up).abs()),
-    }
-    for name, got in maps.outputs(gemm, x, list(range(R))).items():
-        right, off = want[name]
-        bound = off + rounding * (right.abs() + off)
-        assert got.dtype == dtype and ((got.double() - right).abs() <= bound).all(), name
-
-
-def chunks(rng, num_rows):
-    """Rows of some steps that compute all rows, in a random order."""
-    order = rng.sample(range(num_rows), num_rows)
-    cuts = sorted(rng.sample(range(1, num_rows), 9))
-    return [order[a:b] for a, b in itertools.pairwise([0, *cuts, num_rows])]
+    maps.check(maps.outputs(gemm, x, list(range(R))), x)
 
 
 EVERY = (*range(1, 131), 513)
@@ -114,14 +32,7 @@ EDGES = (1, 2, 3, 5, 6, 7, 13, 14, 15, 16, 17, 31, 32, 33, 64, 130)  # of blocks
 )
 def test_a_rows_bits_depend_on_no_other_row_and_no_thread(gemm, N, K, sizes, dtype):
     R = max(sizes)
-    x, maps = random_tensor(R, K, dtype=dtype), random_maps(gemm, N, K, dtype, R)
-    want = maps.outputs(gemm, x, list(range(R)))
-    steps = [(1 + size % 3, list(range(size))) for size in sizes]
-    steps += [(2, rows) for rows in chunks(random.Random(N), R)]
-    for threads, rows in [*steps, *((t, list(range(130))) for t in (1, 2, 3))]:
-        torch.set_num_threads(threads)
-        for name, got in maps.outputs(gemm, x[rows], rows).items():
-            assert torch.equal(got, want[name][rows]), (name, threads, rows)
+    random_maps(gemm, N, K, dtype, R).check_rows(gemm, random_tensor(R, K, dtype=dtype), sizes)
 
 
 @DTYPES

@@ -15,15 +15,24 @@ MAX_HEAD_DIM, MAX_TOKEN = 512, 1 << 15  # as in layouts.h
 PLAIN, ADD, SILU_MUL = range(3)  # Epilogue in gemm.cpp
 
 
+class Coding(NamedTuple):
+    """How a weight of codes is packed: what Codes says of its tensors."""
+
+    bits: int
+    group: int
+    has_zeros: bool
+
+
 class Packed(NamedTuple):
-    """A weight as gemm.h describes it; N is half of the weight's rows if it is gated."""
+    """A weight as gemm.h describes it, or, of codes, gemm_codes.h; N is half of the weight's rows
+    if it is gated.
+    """
 
     words: Tensor
     N: int
     K: int
     is_gated: bool
-    dtype: torch.dtype
-    other: Any = None  # codes in the other dtype
+    kind: torch.dtype | Coding  # codes are multiplied by rows of either dtype
 
 
 class AttentionPlan:
@@ -40,12 +49,13 @@ def linear(
     assert packed.is_gated == (epilogue == SILU_MUL), "a weight that is packed for another op"
     assert x.shape[1] == packed.K, "rows of another width than the weight's"
     assert out.shape[1] == packed.N, "a residual of another width than the weight's"
-    if packed.other is not None and packed.other.dtype == x.dtype:
-        packed = packed.other
-    assert x.dtype == packed.dtype == out.dtype, "rows and weight of different dtypes"
-    kind = native.is_bf16(x) and native.is_bf16(out)
+    coding = packed.kind if isinstance(packed.kind, Coding) else (0, 0, False)
+    assert packed.kind in (x.dtype, coding), "rows and weight of different dtypes"
+    assert x.dtype == out.dtype, "rows and a residual of different dtypes"
+    is_bf16 = native.is_bf16(x) and native.is_bf16(out)
     pointers = x.data_ptr(), packed.words.data_ptr(), None if bias is None else bias.data_ptr()
-    return native.Linear(kind, domain, *pointers, out.data_ptr(), packed.N, packed.K, epilogue)
+    shape = packed.N, packed.K, epilogue
+    return native.Linear(is_bf16, domain, *pointers, out.data_ptr(), *shape, *coding)
 
 
 def rms_norm(domain: int, x: Tensor, weight: Tensor, out: Tensor, eps: float) -> Structure:

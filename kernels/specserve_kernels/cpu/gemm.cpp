@@ -2,13 +2,9 @@
 //
 // A row's sum is taken over K in one order, whatever rows, threads and blocks there are. Threads
 // divide rows and columns, never a sum.
-#include <cstdio>
-#include <cstdlib>
-#include <memory>
-
 #include "gemm_tiles.h"
 #include "gemm_vectors.h"
-#include "op.h"
+#include "linear.h"
 
 struct Pack {
   int64_t is_bf16, is_gated;
@@ -41,7 +37,7 @@ static void pack(const Pack& a, Team& team) {
   int64_t second = shape.is_gated ? a.N : COLUMNS / 2;  // rows from a panel's first to its 17th
   for (int64_t p = team.take(); p < shape.num_panels(); p = team.take())
     for (int half = 0; half < 2; half++) {
-      int64_t first = p * shape.panel_columns() + half * second;
+      int64_t first = p * panel_columns(shape.is_gated) + half * second;
       int64_t left = a.N * (1 + (shape.is_gated && half)) - first;
       int64_t num_rows = std::clamp<int64_t>(left, 0, COLUMNS / 2);
       pack_columns((const char*)a.weight + first * row_bytes, num_rows, row_bytes, shape.words(),
@@ -49,100 +45,17 @@ static void pack(const Pack& a, Team& team) {
     }
 }
 
-enum Epilogue : int64_t { PLAIN, ADD, SILU_MUL };
-
-struct Linear {
-  int64_t is_bf16, domain;
-  const void *x, *packed, *bias;  // [R, K]; [panels][words][32]; [N], [2 N] if gated, or null
-  void* out;                      // [R, N]; the residual, if it is added to
-  int64_t N, K, epilogue;
-
-  Shape shape() const { return {N, K, is_bf16 != 0, epilogue == SILU_MUL}; }
-};
-
-// Write 16 columns of some rows, or the n that exist, rounded once. Inlined, as n is mostly 16.
-template <class T, int64_t EPILOGUE>
-static INLINE void finish_columns(const Linear& a, const float* sums, int64_t column, int n,
-                                  Range rows) {
-  const T* bias = (const T*)a.bias;
-  vf first = bias ? load_up_to(bias + column, n) : vf{}, second{};
-  if (EPILOGUE == SILU_MUL && bias) second = load_up_to(bias + a.N + column, n);
-  T* out = (T*)a.out + rows.begin * a.N + column;
-  for (int64_t r = rows.begin; r < rows.end; r++, out += a.N, sums += COLUMNS) {
-    vf y = load(sums) + first;
-    if (EPILOGUE == SILU_MUL) y = y / (1.0f + exp(-y)) * (load(sums + COLUMNS / 2) + second);
-    if (EPILOGUE == ADD) y = load_up_to(out, n) + y;
-    store_up_to(out, y, n);
-  }
-}
-
-template <class T, int64_t EPILOGUE>
-static void finish_panel(const Linear& a, const float* sums, int64_t panel, Range rows) {
-  int64_t width = a.shape().panel_columns(), begin = panel * width;
-  for (int64_t i = begin; i < std::min(begin + width, a.N); i += LANES, sums += LANES) {
-    if (a.N - i >= LANES) finish_columns<T, EPILOGUE>(a, sums, i, LANES, rows);
-    else finish_columns<T, EPILOGUE>(a, sums, i, a.N - i, rows);
-  }
-}
-
-template <class T>
-static void finish(const Linear& a, const float* sums, int64_t panel, Range rows) {
-  if (a.epilogue == SILU_MUL) finish_panel<T, SILU_MUL>(a, sums, panel, rows);
-  else if (a.epilogue == ADD) finish_panel<T, ADD>(a, sums, panel, rows);
-  else finish_panel<T, PLAIN>(a, sums, panel, rows);
-}
-
-// Memory that a thread keeps from op to op.
-template <class T> struct Scratch {
-  std::unique_ptr<T, decltype(&free)> memory{nullptr, free};
-  int64_t size = 0;
-
-  T* at_least(int64_t n) {
-    if (n > size) {
-      size = divide_up(n, 1 << 14) * (1 << 14);
-      memory.reset((T*)aligned_alloc(64, size * sizeof(T)));
-      if (!memory) {
-        fprintf(stderr, "specserve: no memory for %lld bytes of a linear map's rows\n",
-                (long long)(size * sizeof(T)));
-        abort();
-      }
-    }
-    return memory.get();
-  }
-};
-
-constexpr int64_t ROWS_BYTES = 512 << 10;   // of packed rows that are multiplied by all panels
 constexpr int64_t GROUP_BYTES = 192 << 10;  // of panels that stay in L2 while blocks of rows pass
 constexpr int64_t MAX_GROUP = 8;            // panels
 
-// How an op's rows and panels are divided: first into slabs of rows, which a thread packs as a
-// whole, then into groups of panels. A slab and a group are what a thread takes at once. A slab is
-// multiplied block by block: as many rows as fit into registers.
-template <class Path> struct Division {
-  int64_t num_rows, num_panels, num_slabs, groups;
-
-  Division(const Shape& shape, int64_t R, int threads) : num_rows(R) {
-    int64_t words = shape.words(), row_bytes = words * Path::PER_WORD * 4;
-    int64_t most = std::max<int64_t>(ROWS_BYTES / row_bytes, Path::MAX_ROWS);
-    num_panels = shape.num_panels();
-    num_slabs = divide_up(R, most);
-    int64_t largest = std::clamp<int64_t>(GROUP_BYTES / (words * COLUMNS * 4), 1, MAX_GROUP);
-    if (R <= Path::MAX_ROWS) largest = Path::panels(R);
-    int64_t even = threads == 1 ? largest : num_panels * num_slabs / (4 * threads);
-    groups = divide_up(num_panels, std::clamp<int64_t>(even, 1, largest));
-    // Long items: one more for some threads would cost more than smaller ones.
-    if (R > Path::MAX_ROWS) groups = std::min(divide_up(groups, threads) * threads, num_panels);
-  }
-  int64_t num_items() const { return num_slabs * groups; }
-  Range slab(int64_t item) const {
-    int64_t s = item / groups;
-    return {num_rows * s / num_slabs, num_rows * (s + 1) / num_slabs};
-  }
-  Range panels(int64_t item) const {
-    int64_t g = item % groups;
-    return {num_panels * g / groups, num_panels * (g + 1) / groups};
-  }
-};
+// A slab is multiplied block by block: as many rows as fit into registers.
+template <class Path> static Division division(const Shape& shape, int64_t R, int threads) {
+  int64_t words = shape.words(), row_bytes = words * Path::PER_WORD * 4;
+  int64_t slab = std::max<int64_t>(ROWS_BYTES / row_bytes, Path::MAX_ROWS);
+  int64_t largest = std::clamp<int64_t>(GROUP_BYTES / (words * COLUMNS * 4), 1, MAX_GROUP);
+  bool is_few = R <= Path::MAX_ROWS;
+  return {R, slab, shape.num_panels(), is_few ? Path::panels(R) : largest, !is_few, threads};
+}
 
 // One thread's share of a linear map.
 template <class Path> struct Multiplier {
@@ -162,7 +75,7 @@ template <class Path> struct Multiplier {
   const uint32_t* panel(int64_t p) const { return (const uint32_t*)a.packed + p * panel_words; }
 
   void run(int64_t R, Team& team) {
-    Division<Path> division(shape, R, team.size);
+    Division division = ::division<Path>(shape, R, team.size);
     int64_t item = team.take();
     if (item < division.num_items()) Path::begin(R);
     while (item < division.num_items()) {
@@ -251,7 +164,7 @@ template <class Path> struct Multiplier {
 };
 
 template <class Path> static void multiply(const Linear& a, int64_t R, Team& team) {
-  Multiplier<Path>{a, a.shape()}.run(R, team);
+  Multiplier<Path>{a, {a.N, a.K, a.is_bf16 != 0, a.is_gated()}}.run(R, team);
 }
 
 extern "C" {
@@ -266,6 +179,7 @@ void specserve_pack(const void* args, const Step&, Team& team) { pack(*(const Pa
 void specserve_linear(const void* args, const Step& step, Team& team) {
   const Linear& a = *(const Linear*)args;
   int64_t R = step.num_rows[a.domain];
+  if (a.bits) return multiply_codes(a, R, team);
   if (!a.is_bf16) return multiply<Vectors<Floats>>(a, R, team);
 #if HAS_TILES
   if (Tiles::are_usable()) return multiply<Tiles>(a, R, team);

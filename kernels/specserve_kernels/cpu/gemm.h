@@ -15,21 +15,22 @@ constexpr int TILE_WORDS = 16;  // the words of a panel are a multiple of this
 
 static inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// What a weight [N, K] is once it is packed. A gated one, [2 F, K], pairs 16 columns of the gate
-// with the 16 of the other half that they are multiplied by; N is F then.
+// A gated weight, [2 F, K], pairs 16 columns of the gate with the 16 of the other half that they are
+// multiplied by; N is F then.
+static inline int64_t panel_columns(bool is_gated) { return is_gated ? COLUMNS / 2 : COLUMNS; }
+
+// What a weight [N, K] is once it is packed.
 struct Shape {
   int64_t N, K;
   bool is_bf16, is_gated;
 
   int64_t value_bytes() const { return is_bf16 ? 2 : 4; }
   int64_t words() const { return divide_up(K * value_bytes(), 4 * TILE_WORDS) * TILE_WORDS; }
-  int64_t panel_columns() const { return is_gated ? COLUMNS / 2 : COLUMNS; }
-  int64_t num_panels() const { return divide_up(N, panel_columns()); }
+  int64_t num_panels() const { return divide_up(N, panel_columns(is_gated)); }
   int64_t panel_words() const { return words() * COLUMNS; }
 };
 
-// Where a multiplication reads the words of a panel that stands in memory as it is multiplied. A
-// loader of codes has the same functions, and decodes what it reads.
+// Where a multiplication reads the words of a panel.
 struct Loader {
   const uint32_t* panel;  // from the first word to be multiplied on
   const uint32_t* ahead;  // prefetched beside it, at the same distance from there

@@ -52,11 +52,18 @@ class Pack(Structure):
     ]
 
 
+class PackCodes(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("q", "zero", "scale", "packed")),
+        *((name, c_int64) for name in ("N", "K", "bits", "group", "is_gated")),
+    ]
+
+
 class Linear(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("is_bf16", "domain")),
         *((name, c_void_p) for name in ("x", "packed", "bias", "out")),
-        *((name, c_int64) for name in ("N", "K", "epilogue")),
+        *((name, c_int64) for name in ("N", "K", "epilogue", "bits", "group", "has_zeros")),
     ]
 
 
@@ -176,6 +183,13 @@ def _run_list(kernels: ctypes.CDLL) -> Any:
 def run(ops: Any, step: Step, threads: int) -> None:
     """Run an array of ops, one after the other, each on all of the threads."""
     _run_list(build.kernels().library)(byref(ops), len(ops), byref(step), threads)
+
+
+def code_bytes(N: int, K: int, coding: tuple[int, int, bool], is_gated: bool) -> int:
+    """Of a packed weight of codes."""
+    count = build.kernels().library.specserve_code_bytes
+    count.argtypes, count.restype = [c_int64] * 6, c_int64
+    return int(count(N, K, *coding, is_gated))
 
 
 def packed_words(N: int, K: int, is_bf16: bool, is_gated: bool) -> int:

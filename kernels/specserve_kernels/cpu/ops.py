@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specserve_kernels.codes import Codes
 from specserve_kernels.cpu import arguments, native
-from specserve_kernels.cpu.arguments import ADD, PLAIN, SILU_MUL, AttentionPlan, Packed
+from specserve_kernels.cpu.arguments import ADD, PLAIN, SILU_MUL, AttentionPlan, Coding, Packed
 from specserve_kernels.types import (
     NO_WINDOW,
     KVCache,
@@ -46,10 +46,7 @@ def _run(name: str, args: Structure, num_rows: int, size: int, plan: Plan | None
 
 def prepack(weight: Tensor | Codes, is_gated: bool = False) -> Packed:
     if isinstance(weight, Codes):
-        forms = [
-            prepack(weight.widen(dtype), is_gated) for dtype in (torch.float32, torch.bfloat16)
-        ]
-        return forms[0]._replace(other=forms[1])
+        return _prepack_codes(weight, is_gated)
     weight = weight.contiguous()
     rows, K = weight.shape
     N = rows // 2 if is_gated else rows
@@ -58,6 +55,30 @@ def prepack(weight: Tensor | Codes, is_gated: bool = False) -> Packed:
     args = native.Pack(*kind, weight.data_ptr(), words.data_ptr(), N, K)
     _run("pack", args, 1, weight.numel())
     return Packed(words, N, K, is_gated, weight.dtype)
+
+
+def _prepack_codes(codes: Codes, is_gated: bool) -> Packed:
+    q, scale = codes.q.contiguous(), codes.scale.contiguous()
+    zero = None if codes.zero is None else codes.zero.contiguous()
+    rows, K = q.shape
+    N = rows // 2 if is_gated else rows
+    _check(codes)
+    coding = Coding(codes.bits, codes.group, zero is not None)
+    words = torch.empty(native.code_bytes(N, K, coding, is_gated), dtype=torch.uint8)
+    pointers = q.data_ptr(), None if zero is None else zero.data_ptr(), scale.data_ptr()
+    shape = N, K, codes.bits, codes.group, is_gated
+    _run("pack_codes", native.PackCodes(*pointers, words.data_ptr(), *shape), 1, q.numel())
+    return Packed(words, N, K, is_gated, coding)
+
+
+def _check(codes: Codes) -> None:
+    bits, group, q, scale, zero = codes
+    assert bits in (4, 8) and q.dtype == torch.uint8, f"no kernel reads codes of {bits} bits"
+    assert q.shape[1] % group == 0, f"{q.shape[1]} codes in groups of {group}"
+    shape = q.shape[0], q.shape[1] // group
+    assert scale.shape == shape and scale.dtype == torch.float32, "not a scale for each group"
+    is_zero = zero is None or (zero.shape == shape and zero.dtype == torch.uint8)
+    assert is_zero, "not a zero for each group"
 
 
 def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:

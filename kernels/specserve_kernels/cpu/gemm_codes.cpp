@@ -1,0 +1,189 @@
+// Linear maps whose weights are codes of 4 or 8 bits: packing, and multiplying rows by them.
+//
+// For each group of K, in order: the sum of x * (code - zero), in the order that the instructions
+// have for any row; then total = fma(sum, scale, total). Threads divide rows and columns only.
+#include "gemm_codes_tiles.h"
+#include "gemm_codes_vectors.h"
+#include "gemm_tiles.h"
+#include "linear.h"
+
+struct PackCodes {
+  const uint8_t *q, *zero;  // [N, K], and [N, K / group] or null; twice as many rows if gated
+  const float* scale;       // [N, K / group]
+  char* packed;
+  int64_t N, K, bits, group, is_gated;
+};
+
+// A weight's row becomes a column of a panel.
+struct Column {
+  const uint8_t *q, *zero;
+  const float* scale;
+};
+
+static void pack_quad(const uint8_t* q, int64_t bits, int column, char* quad) {
+  if (bits == 8) {
+    for (int p = 0; p < QUAD; p++)
+      for (int i = 0; i < 2; i++) quad[(p * COLUMNS + column) * 2 + i] = q[2 * p + i] ^ 0x80;
+    return;
+  }
+  uint32_t word = 0;
+  for (int i = 0; i < 2 * QUAD; i++) word |= uint32_t(q[i] & 15) << (i / 2 * 4 + i % 2 * 16);
+  memcpy(quad + column * 4, &word, 4);
+}
+
+static void pack_group(const CodeShape& shape, const Column& from, int64_t g, int column, char* to) {
+  uint8_t zero = from.zero ? from.zero[g] : 1 << (shape.bits - 1);
+  if (shape.has_zeros) to[column] = shape.bits == 8 ? zero ^ 0x80 : zero;
+  const uint8_t* q = from.q + g * shape.group;
+  char* quad = to + shape.zero_bytes();
+  for (int64_t k = 0; k < 2 * shape.group_pairs; k += 2 * QUAD, quad += QUAD * shape.pair_bytes()) {
+    uint8_t codes[2 * QUAD];
+    int64_t n = std::clamp<int64_t>(shape.group - k, 0, 2 * QUAD);
+    memset(codes, zero, sizeof codes);
+    memcpy(codes, q + k, n);
+    pack_quad(codes, shape.bits, column, quad);
+  }
+  memcpy(quad + column * 4, from.scale + g, 4);
+}
+
+static void pack_panel(const PackCodes& a, const CodeShape& shape, int64_t panel) {
+  char* to = a.packed + panel * shape.panel_bytes();
+  memset(to, 0, shape.panel_bytes());  // columns that the weight lacks have scales of 0
+  for (int64_t g = 0; g < shape.num_groups; g++, to += shape.group_bytes())
+    for (int column = 0; column < COLUMNS; column++) {
+      bool is_second = a.is_gated && column >= COLUMNS / 2;
+      int64_t row = panel * panel_columns(a.is_gated) + column - is_second * COLUMNS / 2;
+      if (row >= a.N) continue;
+      row += is_second * a.N;
+      int64_t at = row * shape.num_groups;
+      pack_group(shape, {a.q + row * a.K, a.zero ? a.zero + at : nullptr, a.scale + at}, g, column, to);
+    }
+}
+
+// One thread's share of a linear map.
+template <class Path> struct CodeMultiplier {
+  typedef typename Path::Value Value;
+  typedef typename Path::Source Source;
+  static constexpr int64_t PREFETCHED = 8 << 10;  // bytes ahead of those that are decoded
+  static inline thread_local Scratch<Value> row_memory;
+  static inline thread_local Scratch<float> sum_memory;
+  static inline thread_local Scratch<uint32_t> word_memory;
+
+  const Linear& a;
+  CodeShape shape;
+  int64_t num_blocks = shape.num_blocks(), panel_bytes = shape.panel_bytes();
+  Decode decode = Path::decoder(shape.bits, shape.has_zeros);
+  Range slab{0, 0};
+  Value* rows = nullptr;  // [blocks][rows of the slab][STRIDE]
+  uint32_t* words = word_memory.at_least(BLOCK_PAIRS * Path::PER_PAIR * COLUMNS);
+
+  const char* panel(int64_t p) const { return (const char*)a.packed + p * panel_bytes; }
+
+  void run(int64_t R, Team& team) {
+    int64_t row_bytes = num_blocks * Path::STRIDE * sizeof(Value);
+    int64_t most = std::max<int64_t>(ROWS_BYTES / row_bytes, Path::MAX_ROWS);
+    Division division(R, most, shape.num_panels(), 1, R > Path::MAX_ROWS, team.size);
+    int64_t item = team.take();
+    if (item < division.num_items()) Path::begin();
+    while (item < division.num_items()) {
+      int64_t following = team.take();
+      bool is_last = following >= division.num_items();
+      take_slab(division.slab(item));
+      Range panels = division.panels(item);
+      multiply(panels.begin, is_last ? panels.begin : division.panels(following).begin);
+      item = following;
+    }
+    Path::end();
+  }
+
+  void take_slab(Range next) {
+    if (next.begin == slab.begin && next.end == slab.end) return;
+    slab = next;
+    int64_t n = slab.end - slab.begin;
+    rows = row_memory.at_least(num_blocks * n * Path::STRIDE);
+    for (int64_t i = 0; i < num_blocks; i++) {
+      Block block = shape.block(i);
+      for (int64_t r = 0; r < n; r++)
+        pack_row((const Source*)a.x + (slab.begin + r) * a.K, block, rows_of(i) + r * Path::STRIDE);
+    }
+  }
+  Value* rows_of(int64_t block) { return rows + block * (slab.end - slab.begin) * Path::STRIDE; }
+
+  // A row's values in the groups of a block, each group padded with zeros.
+  void pack_row(const Source* x, const Block& block, Value* to) {
+    constexpr int64_t RATIO = Path::PER_PAIR * sizeof(Value) / 2;  // bytes for each value
+    for (int64_t g = 0; g < block.num_groups; g++, to += block.pairs * Path::PER_PAIR) {
+      int64_t n = std::min(2 * block.pairs, shape.group - 2 * block.begin);
+      Path::pack(x + (block.group + g) * shape.group + 2 * block.begin, n, to);
+      memset((char*)to + n * RATIO, 0, (2 * block.pairs - n) * RATIO);
+    }
+  }
+
+  void multiply(int64_t p, int64_t next_panel) {
+    int64_t n = slab.end - slab.begin;
+    float *totals = sum_memory.at_least(2 * n * COLUMNS), *sums = totals + n * COLUMNS;
+    memset(totals, 0, n * COLUMNS * sizeof(float));
+    for (int64_t i = 0; i < num_blocks; i++) {
+      Block block = shape.block(i);
+      decode_block(block, panel(p) + shape.offset(block), ahead_of(i, p, next_panel));
+      const char* scales = panel(p) + block.group * shape.group_bytes() + shape.zero_bytes() + shape.code_bytes();
+      int64_t blocks = divide_up(n, Path::MAX_ROWS);
+      for (int64_t b = 0; b < blocks; b++) {
+        Range part{n * b / blocks, n * (b + 1) / blocks};
+        Path::multiply({rows_of(i) + part.begin * Path::STRIDE, words, block.num_groups, block.pairs,
+                        scales, shape.group_bytes(), sums + part.begin * COLUMNS,
+                        totals + part.begin * COLUMNS, block.begins, block.ends},
+                       part.end - part.begin);
+      }
+    }
+    finish<Source>(a, totals, p, slab);
+  }
+
+  // Bytes from a block to the one that is prefetched beside it, perhaps in the next panel.
+  int64_t ahead_of(int64_t i, int64_t p, int64_t next_panel) const {
+    Block block = shape.block(i);
+    int64_t block_bytes = block.num_groups * block.pairs * shape.pair_bytes();
+    int64_t other = i + divide_up(PREFETCHED, block_bytes);
+    const char* from = panel(p) + shape.offset(block);
+    if (other < num_blocks) return panel(p) + shape.offset(shape.block(other)) - from;
+    return panel(next_panel) + shape.offset(shape.block((other - num_blocks) % num_blocks)) - from;
+  }
+  void decode_block(const Block& block, const char* codes, int64_t ahead) {
+    uint32_t* to = words;
+    for (int64_t g = 0; g < block.num_groups; g++, codes += shape.group_bytes()) {
+      const int8_t* zeros = shape.has_zeros ? (const int8_t*)codes - shape.zero_bytes() - block.begin * shape.pair_bytes() : nullptr;
+      decode(codes, zeros, block.pairs, to, ahead);
+      for (int line = 0; line < 2; line++)
+        __builtin_prefetch(codes + block.pairs * shape.pair_bytes() + ahead + line * 64, 0, 2);
+      to += block.pairs * Path::PER_PAIR * COLUMNS;
+    }
+  }
+};
+
+template <class Path> static void multiply(const Linear& a, int64_t R, Team& team) {
+  CodeShape shape{a.N, a.K, a.bits, a.group, a.has_zeros != 0, a.is_gated()};
+  CodeMultiplier<Path>{a, shape}.run(R, team);
+}
+
+void multiply_codes(const Linear& a, int64_t R, Team& team) {
+  if (!a.is_bf16) return multiply<CodeVectors<Floats, float>>(a, R, team);
+#if HAS_TILES
+  if (Tiles::are_usable()) return multiply<CodeTiles>(a, R, team);
+#endif
+  multiply<CodeVectors<Pairs, bf16>>(a, R, team);
+}
+
+extern "C" {
+// The bytes of a packed weight.
+int64_t specserve_code_bytes(int64_t N, int64_t K, int64_t bits, int64_t group, int64_t has_zeros,
+                             int64_t is_gated) {
+  CodeShape shape{N, K, bits, group, has_zeros != 0, is_gated != 0};
+  return shape.num_panels() * shape.panel_bytes();
+}
+
+void specserve_pack_codes(const void* args, const Step&, Team& team) {
+  const PackCodes& a = *(const PackCodes*)args;
+  CodeShape shape{a.N, a.K, a.bits, a.group, a.zero != nullptr, a.is_gated != 0};
+  for (int64_t p = team.take(); p < shape.num_panels(); p = team.take()) pack_panel(a, shape, p);
+}
+}

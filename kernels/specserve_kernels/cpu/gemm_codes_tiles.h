@@ -1,0 +1,115 @@
+// Blocks of rows times blocks of codes, on the tile registers of AMX: up to 32 rows at a time.
+#pragma once
+
+#include "amx.h"
+#include "gemm_decode.h"
+
+#if HAS_TILES
+struct CodeTiles {
+  typedef uint32_t Value;
+  typedef bf16 Source;
+  static constexpr int PER_PAIR = 1;
+  static constexpr int STRIDE = BLOCK_PAIRS + 16;
+  static constexpr int MAX_ROWS = 32;
+
+  static Decode decoder(int64_t bits, bool has_zeros) { return pair_decoder(bits, has_zeros); }
+  static void begin() { configured = {}; }
+  static void end() {
+    if (configured.rows) release_tiles();
+  }
+  static void pack(const bf16* x, int64_t n, Value* to) { memcpy(to, x, n * sizeof(bf16)); }
+
+  static void multiply(const CodePart& part, int rows) {
+    configure(rows, part.pairs % 16 == 0 ? 16 : part.pairs % 8 == 0 ? 8 : 4);
+    rows > 16 ? block<true>(part) : block<false>(part);
+  }
+
+ private:
+  static constexpr int64_t PANEL_LINE = COLUMNS * 4, ROW = STRIDE * 4;  // bytes
+  static constexpr int64_t FOLDED = 4;  // groups whose sums are scaled and added up together
+
+  struct Configured {
+    int rows, depth;  // pairs that a tile has of rows and of words
+  };
+  static inline thread_local Configured configured;
+
+  // Tiles 0 to 3 are sums, rows by columns; 4 and 5 rows; 6 and 7 words.
+  static void configure(int rows, int depth) {
+    if (rows == configured.rows && depth == configured.depth) return;
+    TileConfig config{};
+    config.palette = 1;
+    for (int t = 0; t < 8; t++) config.row_bytes[t] = t == 4 || t == 5 ? depth * 4 : 64;
+    uint8_t first = std::min(rows, 16), second = rows - first;
+    for (int t : {0, 1, 4}) config.num_rows[t] = first;
+    for (int t : {2, 3, 5}) config.num_rows[t] = second;
+    for (int t : {6, 7}) config.num_rows[t] = depth;
+    configure_tiles(&config);
+    configured = {rows, depth};
+  }
+
+  template <bool HAS_SECOND> static void block(const CodePart& part) {
+    alignas(64) float sums[FOLDED][MAX_ROWS * COLUMNS];
+    const uint32_t *x = (const uint32_t*)part.rows, *words = part.words;
+    for (int64_t g = 0; g < part.num_groups; g++) {
+      if (part.begins) zero_sums<HAS_SECOND>();
+      else load_sums<HAS_SECOND>(part.sums);
+      for (int64_t p = 0; p < part.pairs; p += configured.depth) {
+        add_words<HAS_SECOND>(x, words);
+        x += configured.depth;
+        words += configured.depth * COLUMNS;
+      }
+      store_sums<HAS_SECOND>(part.ends ? sums[g % FOLDED] : part.sums);
+      if (part.ends && (g % FOLDED == FOLDED - 1 || g == part.num_groups - 1))
+        fold(part, g - g % FOLDED, g + 1, sums[0]);
+    }
+  }
+  template <bool HAS_SECOND> static void add_words(const uint32_t* x, const uint32_t* words) {
+    load_tile(6, words, PANEL_LINE);
+    load_tile(7, words + 16, PANEL_LINE);
+    load_tile(4, x, ROW);
+    multiply_tiles(0, 4, 6);
+    multiply_tiles(1, 4, 7);
+    if constexpr (HAS_SECOND) {
+      load_tile(5, x + 16 * STRIDE, ROW);
+      multiply_tiles(2, 5, 6);
+      multiply_tiles(3, 5, 7);
+    }
+  }
+  static void fold(const CodePart& part, int64_t begin, int64_t end, const float* sums) {
+    for (int i = 0; i < configured.rows * COLUMNS; i += WORDS) {
+      rf total = (rf)load_words(part.totals + i);
+      for (int64_t g = begin; g < end; g++) {
+        const float* each = sums + (g - begin) * MAX_ROWS * COLUMNS + i;
+        rf scale = (rf)load_words(part.scales_of(g) + i % COLUMNS);
+        total = multiply_add((rf)load_words(each), scale, total);
+      }
+      store_words(part.totals + i, (rw)total);
+    }
+  }
+
+  template <bool HAS_SECOND> static void zero_sums() {
+    zero_tile(0);
+    zero_tile(1);
+    if constexpr (HAS_SECOND) {
+      zero_tile(2);
+      zero_tile(3);
+    }
+  }
+  template <bool HAS_SECOND> static void load_sums(const float* from) {
+    load_tile(0, from, PANEL_LINE);
+    load_tile(1, from + 16, PANEL_LINE);
+    if constexpr (HAS_SECOND) {
+      load_tile(2, from + 16 * COLUMNS, PANEL_LINE);
+      load_tile(3, from + 16 * COLUMNS + 16, PANEL_LINE);
+    }
+  }
+  template <bool HAS_SECOND> static void store_sums(float* to) {
+    store_tile(0, to, PANEL_LINE);
+    store_tile(1, to + 16, PANEL_LINE);
+    if constexpr (HAS_SECOND) {
+      store_tile(2, to + 16 * COLUMNS, PANEL_LINE);
+      store_tile(3, to + 16 * COLUMNS + 16, PANEL_LINE);
+    }
+  }
+};
+#endif
