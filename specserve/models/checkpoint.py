@@ -96,15 +96,17 @@ class Checkpoint:
 
     def parts(self, module: str) -> dict[str, Stored]:
         """The tensors `module.suffix`, by suffix."""
-        return {suffix: self.stored(f"{module}.{suffix}") for suffix in self.suffixes[module]}
+        suffixes = self.suffixes.get(module, [])
+        return {suffix: self.stored(f"{module}.{suffix}") for suffix in suffixes}
 
     def tensors(self, module: str, suffixes: Iterable[str]) -> dict[str, Tensor]:
         """Mapped, not copied."""
         names = {suffix: f"{module}.{suffix}" for suffix in suffixes}
         return {suffix: self.files[name].get_tensor(name) for suffix, name in names.items()}
 
-    def dtype(self, name: str) -> torch.dtype:
-        return DTYPES[self.files[name].get_slice(name).get_dtype()]
+    def dtype(self, name: str) -> torch.dtype | None:
+        """None for a tensor that is quantized."""
+        return DTYPES.get(self.stored(name).dtypes[0]) if name in self.files else None
 
     def read(self, name: str, out: Tensor) -> None:
         """Copy a tensor into `out`, of the same shape and any dtype, and drop its mapped pages."""

@@ -1,118 +1,343 @@
-"""Quantized checkpoints compute with the values that their numbers mean."""
-
-import json
+"""Checkpoints of other tools: their maps mean what those tools say that they mean."""
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from specserve import cli
 from specserve.errors import ConfigError
+from specserve.models.families import load_config
 from specserve.models.loader import load_decoder
 from specserve_kernels import cpu, reference
+from tests.checkpoints import tiny_checkpoint
+from tests.models.formats import (
+    FIXTURES,
+    FORMATS,
+    LAYER,
+    WEIGHTS,
+    change_config,
+    digests,
+    plain,
+    quantized,
+    values,
+)
 from tests.models.forward import logits, prompt
-from tests.models.quantized import CASES, WEIGHTS, awq, fp8, gptq, write
+
+Q, K, UP = (f"{LAYER}.{m}_proj" for m in ("self_attn.q", "self_attn.k", "mlp.up"))
+HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
 
 
-def load(folder, ops=reference, dtype="fp32"):
-    return load_decoder(folder, dtype, ops)
+def of_library(name):
+    """The digests of the maps that are quantized, in the values of the library that stored them."""
+    stored = load_file(FIXTURES / f"{name}.safetensors")
+    has_more = {key.rpartition(".")[0] for key in stored if not key.endswith("_proj.weight")}
+    return {module: d for module, d in FORMATS[name]["values"].items() if module in has_more}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_maps_have_the_bits_that_the_library_which_stored_them_gives(tmp_path, name):
+    got = values(quantized(tmp_path / "model", name))
+    assert digests(got) == of_library(name)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_in_bf16_they_are_rounded_once(tmp_path, name):
+    folder = quantized(tmp_path / "model", name)
+    want = {module: exact.bfloat16() for module, exact in values(folder).items()}
+    assert digests(values(folder, torch.bfloat16)) == digests(want)
 
 
 @pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_logits_are_those_of_the_values_that_are_meant(tmp_path, case, ops):
-    quantized, plain = write(tmp_path, case)
+@pytest.mark.parametrize("name", FORMATS)
+def test_logits_are_those_of_the_values(tmp_path, name, ops):
+    check_logits(quantized(tmp_path / "quantized", name), tmp_path / "plain", ops)
+
+
+def check_logits(folder, plain_folder, ops=reference):
     ids = prompt(320, 37)
-    got, want = logits(load(quantized, ops), ids), logits(load(plain, ops), ids)
+    want = logits(load_decoder(plain(plain_folder, folder), "fp32", ops), ids)
+    got = logits(load_decoder(folder, "fp32", ops), ids)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_maps_that_are_not_quantized_stay_as_they_are(tmp_path):
-    quantized, plain = write(tmp_path, gptq(4, 32), lambda name: "mlp" in name)
-    ids = prompt(320, 29)
-    torch.testing.assert_close(logits(load(quantized), ids), logits(load(plain), ids))
+ALL_MAPS = ["re:.*", "lm_head", *FORMATS["gptq-v1"]["values"]]
+UNTOLD = {  # fixture, what config.json says and the tensors show otherwise
+    "files of GPTQ's second form that claim to be of the first": (
+        "gptq-v2",
+        {"checkpoint_format": "gptq", "format": "gptq"},
+    ),
+    "the form under its other name": ("gptq-v2-asym", {"checkpoint_format": None}),
+    "neither name of the form": ("gptq-v1-asym", {"checkpoint_format": None, "format": None}),
+    "maps that are ignored, and quantized": ("compressed-w4a16", {"ignore": ALL_MAPS}),
+    "modules not to convert that were": ("fp8-block", {"modules_to_not_convert": ALL_MAPS}),
+    "modules that are left out": ("gptq-v1", {"dynamic": {"-:lm_head": {}}}),
+    "blocks of 128, which are not written": ("fp8-static", {"weight_block_size": None}),
+}
 
 
-def test_the_head_may_be_quantized(tmp_path):
-    is_quantized = lambda name: "_proj" in name or "lm_head" in name  # noqa: E731
-    quantized, plain = write(tmp_path, gptq(4, 32), is_quantized)
-    ids = prompt(320, 29)
-    torch.testing.assert_close(logits(load(quantized), ids), logits(load(plain), ids))
+@pytest.mark.parametrize(("name", "told"), UNTOLD.values(), ids=UNTOLD)
+def test_the_tensors_decide_where_config_json_is_wrong_or_silent(tmp_path, name, told):
+    got = values(quantized(tmp_path / "model", name, told=told))
+    assert digests(got) == of_library(name)
 
 
-MAP = "model.layers.1.mlp.up_proj"
+def replace(module, tensor):
+    """A plain map in the place of a quantized one."""
+
+    def edit(tensors):
+        for name in [name for name in tensors if name.startswith(f"{module}.")]:
+            del tensors[name]
+        tensors[f"{module}.weight"] = tensor
+
+    return edit
+
+
+def test_a_map_may_be_plain_though_no_list_says_so(tmp_path):
+    folder = quantized(tmp_path / "quantized", "gptq-v1", replace(K, torch.randn(32, 32)))
+    assert values(folder).keys() == FORMATS["gptq-v1"]["values"].keys() - {K}
+    check_logits(folder, tmp_path / "plain")
+
+
+def vocabulary(module, *, copies=10):
+    """A table of 320 rows, which are those of q_proj over and over."""
+
+    def edit(tensors):
+        tensors.pop(f"{module}.weight", None)
+        for name, part in list(tensors.items()):
+            if name.startswith(f"{Q}."):
+                is_shape = name.endswith("weight_shape")
+                rows = torch.tensor([320, 32]) if is_shape else part.repeat(copies, 1)
+                tensors[name.replace(Q, module)] = rows
+
+    return edit
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("module", [HEAD, EMBEDDING])
+def test_the_head_and_the_embedding_may_be_quantized(tmp_path, module, is_tied):
+    """A tied head too: it is the embedding, or a map of its own."""
+    folder = quantized(
+        tmp_path / "model", "compressed-w8a16", vocabulary(module), tie_word_embeddings=is_tied
+    )
+    assert digests(values(folder))[module] is not None
+    check_logits(folder, tmp_path / "plain")
+    load_decoder(folder, "auto", reference)
+
+
+def test_a_tied_head_is_the_embedding_that_stays_plain(tmp_path):
+    folder = quantized(tmp_path / "quantized", "awq", tie_word_embeddings=True)
+    check_logits(folder, tmp_path / "plain")
+
+
+def test_scales_of_activations_change_nothing(tmp_path):
+    """Activations are not quantized, whatever scale they were to have."""
+
+    def double(tensors):
+        for name in tensors:
+            if name.endswith("input_scale"):
+                tensors[name] *= 2
+
+    name = "compressed-w8a8-static"
+    assert digests(values(quantized(tmp_path / "model", name, double))) == of_library(name)
+
+
+def put(name, tensor):
+    return lambda tensors: tensors.update({name: tensor})
 
 
 def cut(name):
-    return lambda t: t.update({f"{MAP}.{name}": t[f"{MAP}.{name}"][:-1].contiguous()})
+    return lambda tensors: tensors.update({name: tensors[name][:-1].contiguous()})
 
 
 def drop(name):
-    return lambda t: t.pop(f"{MAP}.{name}")
+    return lambda tensors: tensors.pop(name)
 
 
-BROKEN = {  # case, what happened to the tensors -> the complaint
-    "no scales": (gptq(4, 32), drop("scales"), f"{MAP}.scales is missing"),
-    "scales of another group": (gptq(4, 32), cut("scales"), r"scales has the shape \[1, 128\]"),
-    "fewer integers": (awq(32), cut("qweight"), r"qweight has the shape \[63, 16\]"),
-    "one scale too few": (fp8((32, 16)), cut("weight_scale_inv"), "weight_scale_inv has the shape"),
-    "columns in another order": (
-        gptq(4, 32),
-        lambda t: t.update({f"{MAP}.g_idx": t[f"{MAP}.g_idx"].flip(0)}),
-        f"{MAP}: its columns were reordered",
+def spoil(name, value):
+    return lambda tensors: tensors[name].view(-1)[-1:].fill_(value)
+
+
+NOT_FINITE = "has values that are not finite"
+BROKEN = {  # fixture, what happened to its tensors -> the complaint
+    "no scales": ("gptq-v1", drop(f"{UP}.scales"), f"{UP}.scales is missing"),
+    "no zero points": ("awq", drop(f"{UP}.qzeros"), f"{UP}.qzeros is missing"),
+    "no scale of floats": (
+        "fp8-block",
+        drop(f"{UP}.weight_scale_inv"),
+        f"{UP}.weight_scale is missing",
+    ),
+    "no scale of bytes": (
+        "compressed-w8a8",
+        drop(f"{UP}.weight_scale"),
+        f"{UP}.weight_scale is missing",
+    ),
+    "no integers": (
+        "compressed-w4a16",
+        drop(f"{UP}.weight_packed"),
+        f"{UP}.weight is missing",
+    ),
+    "no shape": (
+        "compressed-w4a16",
+        drop(f"{UP}.weight_shape"),
+        f"{UP}.weight_shape is missing",
+    ),
+    "a shape that lies": (
+        "compressed-w4a16",
+        put(f"{UP}.weight_shape", torch.tensor([256, 12])),
+        rf"{UP}: weight_shape is not \[12, 256\]",
+    ),
+    "scales of another group": (
+        "gptq-v1",
+        cut(f"{UP}.scales"),
+        r"scales has the shape \[1, 32\]",
+    ),
+    "scales that do not divide": (
+        "compressed-w8a16",
+        put(f"{UP}.weight_scale", torch.ones(32, 3)),
+        f"{UP}: weight_scale of 3 columns does not divide 32",
+    ),
+    "scales of no group": (
+        "compressed-w8a16",
+        put(f"{UP}.weight_scale", torch.ones(32, 0)),
+        f"{UP}: weight_scale of 0 columns does not divide 32",
+    ),
+    "integers of 3 bits": (
+        "compressed-w4a16-channel",
+        put(f"{UP}.weight_packed", torch.zeros(32, 3, dtype=torch.int32)),
+        f"{UP}: weight_packed of .3. columns fits 32 of neither 4 nor 8 bits",
+    ),
+    "fewer integers": ("awq", cut(f"{UP}.qweight"), r"qweight has the shape \[31, 4\]"),
+    "one block too few": ("fp8-block", cut(f"{UP}.weight_scale_inv"), "weight_scale_inv has the"),
+    "a scale that is no number": (
+        "compressed-w4a16",
+        spoil(f"{UP}.weight_scale", float("nan")),
+        f"{UP}: weight_scale {NOT_FINITE}",
+    ),
+    "an infinite scale": (
+        "gptq-v1",
+        spoil(f"{UP}.scales", float("inf")),
+        f"{UP}: scales {NOT_FINITE}",
+    ),
+    "an infinite scale of a block": (
+        "fp8-block",
+        spoil(f"{UP}.weight_scale_inv", float("inf")),
+        f"{UP}: weight_scale_inv {NOT_FINITE}",
+    ),
+    "a group that is not there": (
+        "gptq-reordered",
+        spoil(f"{UP}.g_idx", 2),
+        f"{UP}: g_idx has groups that are not there: there are 2",
+    ),
+    "a bias that nothing adds": (
+        "gptq-auto",
+        spoil(f"{UP}.bias", 1),
+        f"{UP}: it has a bias, and config.json asks for none",
     ),
     "a tensor of another format": (
-        awq(32),
-        lambda t: t.update({f"{MAP}.weight_packed": torch.zeros(2)}),
+        "awq",
+        put(f"{UP}.weight_packed", torch.zeros(2)),
         "weight_packed has no place",
     ),
 }
 
 
-@pytest.mark.parametrize(("case", "edit", "complaint"), BROKEN.values(), ids=BROKEN)
-def test_broken_maps_are_refused(tmp_path, case, edit, complaint):
-    quantized, _ = write(tmp_path, case)
-    tensors = load_file(quantized / WEIGHTS)
-    edit(tensors)
-    save_file(tensors, quantized / WEIGHTS)
-    with pytest.raises(ConfigError, match=complaint):
-        load(quantized)
+@pytest.mark.parametrize(("name", "edit", "complaint"), BROKEN.values(), ids=BROKEN)
+def test_broken_maps_are_refused(tmp_path, name, edit, complaint):
+    folder = quantized(tmp_path / "model", name, edit)
+    with pytest.raises(ConfigError, match=complaint) as refusal:
+        load_decoder(folder, "fp32", reference)
+    assert str(refusal.value).startswith(f"{folder}: ") and "; " in str(refusal.value)
+
+
+def shorten(folder):
+    path = folder / WEIGHTS
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def told(**fields):
+    fields = FORMATS["gptq-v1"]["quantization_config"] | fields
+    return lambda folder: change_config(folder, quantization_config=fields)
+
+
+FATAL = {  # what is broken -> the command's complaint
+    "a truncated file": (shorten, "model.safetensors: no readable safetensors file"),
+    "no config of it": (
+        lambda folder: change_config(folder, quantization_config=None),
+        f"the tensor {Q}.weight is missing",
+    ),
+    "another group": (told(group_size=8), "qzeros has the shape [2, 4], and config.json asks for"),
+    "a group that does not divide": (told(group_size=48), "group_size: 32 is no multiple of 48"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "complaint"), FATAL.values(), ids=FATAL)
+def test_the_command_ends_with_one_line(tmp_path, capsys, spoil, complaint):
+    folder = quantized(tmp_path / "model", "gptq-v1")
+    spoil(folder)
+    assert cli.main(["generate", "a", "--model", str(folder), "--max-tokens=1"]) == 1
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {folder}") and complaint in line
+
+
+def compressed(form="pack-quantized", weights=(), **fields):
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"type": "int", "num_bits": 4}}}
+    groups["group_0"]["weights"] |= dict(weights)
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups} | fields
 
 
 REFUSED = {  # quantization_config -> the complaint
     "no method": ({"bits": 4}, "quant_method = None.*compressed-tensors, gptq, awq, fp8 are"),
     "another method": ({"quant_method": "bitsandbytes"}, "'bitsandbytes'.*take another"),
+    "a method that is no name": ({"quant_method": ["awq"]}, "quant_method = .'awq'. is not"),
     "no object": ("gptq", "quantization_config = 'gptq' is no object"),
     "3 bits": ({"quant_method": "gptq", "bits": 3}, "bits = 3 is not supported: 4, 8"),
     "bits in words": ({"quant_method": "gptq", "bits": "4"}, "bits = '4'"),
     "a group of 0": ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size = 0"),
-    "a group that does not divide": (
-        {"quant_method": "gptq", "bits": 4, "group_size": 48},
-        "group_size: 64 is no multiple of 48",
+    "settings by module": (
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"-:lm_head": {}, "a": {"bits": 8}}},
+        "dynamic: modules with settings of their own",
     ),
-    "settings by module": ({"quant_method": "gptq", "bits": 4, "dynamic": {"a": 1}}, "dynamic"),
+    "a layout for one kernel": (
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+        "checkpoint_format = 'marlin'",
+    ),
     "another layout": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version = 'gemv'"),
     "another float": ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt = 'e5m2'"),
-    "half a block": ({"quant_method": "fp8", "weight_block_size": [128]}, r"\[128\] is no pair"),
-    "sparse": (
-        {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "sparsity_config": {"format": "sparse-24"},
-        },
-        "sparse-24",
+    "half a block": (
+        {"quant_method": "fp8", "weight_block_size": [128]},
+        r"weight_block_size = \[128\] is no pair",
+    ),
+    "half a structure": (
+        compressed("float-quantized", {"block_structure": [128], "type": "float", "num_bits": 8}),
+        r"block_structure = \[128\] is no pair",
+    ),
+    "no groups": (compressed(config_groups=[]), r"config_groups = \[\] is no object"),
+    "2 bits": (compressed(weights={"num_bits": 2}), "type 'int' and 2 bits are not supported"),
+    "floats of 4 bits": (
+        compressed("mixed-precision", {"type": "float"}),
+        "type 'float' and 4 bits are not supported",
     ),
     "another compression": (
-        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
-        "format = 'nvfp4-pack-quantized'",
+        compressed("nvfp4-pack-quantized"),
+        "format = 'nvfp4-pack-quantized' is not supported",
     ),
+    "sparse": (compressed(sparsity_config={"format": "sparse-24"}), "sparse-24"),
+    "rotated": (compressed(transform_config={"config_groups": {}}), "transform_config is not"),
+    "KV of 8 bits": (compressed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is not"),
 }
 
 
 @pytest.mark.parametrize(("told", "complaint"), REFUSED.values(), ids=REFUSED)
-def test_quantizations_that_are_not_supported_are_refused(tmp_path, told, complaint):
-    quantized, _ = write(tmp_path, gptq(4, 32))
-    config = json.loads((quantized / "config.json").read_text())
-    config["quantization_config"] = told
-    (quantized / "config.json").write_text(json.dumps(config))
+def test_quantizations_that_are_not_supported_are_refused_before_weights_are_read(
+    tmp_path, told, complaint
+):
+    tiny_checkpoint(tmp_path)
+    change_config(tmp_path, quantization_config=told)
     with pytest.raises(ConfigError, match=complaint):
-        load(quantized)
+        load_config(tmp_path)
+
+
+def test_what_is_not_compressed_needs_no_format_of_its_own(tmp_path):
+    tiny_checkpoint(tmp_path)
+    change_config(tmp_path, quantization_config=compressed("dense", config_groups={}))
+    load_decoder(tmp_path, "auto", reference)

@@ -11,8 +11,15 @@ from torch import Tensor
 
 from specserve.models.quantized.config import Quantization
 from specserve.models.quantized.floats import FLOATS, Floats
-from specserve.models.quantized.gptq import check_order
-from specserve.models.quantized.stored import INTEGERS, SCALES, Format, Stored, divided, unpack
+from specserve.models.quantized.order import ordered
+from specserve.models.quantized.stored import (
+    INTEGERS,
+    SCALES,
+    Format,
+    Stored,
+    unpack,
+    unused,
+)
 from specserve_kernels import Codes
 
 ABSENT = Stored((), ("nothing",))
@@ -49,19 +56,20 @@ class Packed:
             "weight_zero_point": Stored((num_words(N, bits), groups), INTEGERS),
             "weight_g_idx": Stored((K,), INTEGERS),
         }
-        return parts | {name: may_have[name] for name in may_have if name in found}
+        has = {name: may_have[name] for name in may_have if name in found}
+        return parts | has | unused(found)
 
-    def read(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
+    def read(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes | Tensor:
         N, K = shape
         if tensors["weight_shape"].tolist() != [N, K]:
             raise ValueError(f"weight_shape is not {[N, K]}")
         packed, scale = tensors["weight_packed"], tensors["weight_scale"].float()
         bits = 4 if packed.shape[1] == num_words(K, 4) else 8
         group, zero = K // scale.shape[1], tensors.get("weight_zero_point")
-        check_order(tensors.get("weight_g_idx"), group)
         if zero is not None:
             zero = unpack(zero.T, bits)[:, :N].T.contiguous()
-        return Codes(bits, group, unpack(packed, bits)[:, :K].contiguous(), scale, zero)
+        codes = Codes(bits, group, unpack(packed, bits)[:, :K].contiguous(), scale, zero)
+        return ordered(codes, tensors.get("weight_g_idx"))
 
 
 class Bytes:
@@ -75,7 +83,7 @@ class Bytes:
         parts = {"weight": Stored(shape, ("I8",)), "weight_scale": Stored(scale, SCALES)}
         if "weight_zero_point" in found:
             parts["weight_zero_point"] = Stored(scale, ("I8",))
-        return parts
+        return parts | unused(found)
 
     def read(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
         N, K = shape
@@ -109,5 +117,6 @@ def num_groups(K: int, found: Mapping[str, Stored]) -> int:
     """The columns of the scales, 1 if there is no such table."""
     scale = found.get("weight_scale", ABSENT).shape
     groups = scale[1] if len(scale) == 2 else 1
-    divided(K, groups or 1, "columns of weight_scale")
+    if groups < 1 or K % groups:
+        raise ValueError(f"weight_scale of {groups} columns does not divide {K}")
     return groups

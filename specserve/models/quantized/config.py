@@ -5,8 +5,6 @@ from typing import Any
 
 import msgspec
 
-REMEDY = "take another quantization of the model, or one that is not quantized"
-
 
 class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     """How linear maps are stored. Which of them are is seen by their tensors."""
@@ -36,18 +34,20 @@ def parse(written: Mapping[str, Any]) -> Quantization | None:
     if not isinstance(fields, dict):
         raise ValueError(f"{key} = {fields!r} is no object")
     method = fields.get("quant_method")
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         known = ", ".join(METHODS)
-        raise ValueError(f"{key}.quant_method = {method!r} is not supported: {known} are; {REMEDY}")
+        raise ValueError(f"{key}.quant_method = {method!r} is not supported: {known} are")
     try:
         return METHODS[method](fields)
     except ValueError as e:
-        raise ValueError(f"{key}.{e}; {REMEDY}") from e
+        raise ValueError(f"{key}.{e}") from e
 
 
 def gptq(fields: Mapping[str, Any]) -> Quantization:
-    form = one_of(fields, "checkpoint_format", "gptq", "gptq_v2")
-    if fields.get("dynamic"):
+    key = "checkpoint_format" if fields.get("checkpoint_format") else "format"
+    form = one_of(fields, key, "gptq", "gptq_v2")
+    rules = fields.get("dynamic") or {}
+    if not isinstance(rules, dict) or not all(rule.startswith("-:") for rule in rules):
         raise ValueError("dynamic: modules with settings of their own are not supported")
     return Quantization(
         method="gptq",
@@ -60,7 +60,6 @@ def gptq(fields: Mapping[str, Any]) -> Quantization:
 
 def awq(fields: Mapping[str, Any]) -> Quantization:
     one_of(fields, "version", "gemm")
-    one_of(fields, "zero_point", True)
     bits = one_of(fields, "bits", 4)
     return Quantization(method="awq", bits=bits, group=group(fields, "group_size"))
 
@@ -73,7 +72,7 @@ def compressed_tensors(fields: Mapping[str, Any]) -> Quantization:
     sparsity = fields.get("sparsity_config") or {}
     if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
         raise ValueError(f"sparsity_config.format = {sparsity['format']!r} is not supported")
-    blocks = {block(weights.get("block_structure")) for weights in compressed_weights(fields)}
+    blocks = {compressed_block(weights) for weights in compressed_weights(fields)}
     if len(blocks) > 1:
         raise ValueError("config_groups: blocks of several sizes are not supported")
     return Quantization(method="compressed-tensors", block=blocks.pop() if blocks else None)
@@ -90,9 +89,22 @@ def compressed_weights(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return weights
 
 
+def compressed_block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The block of a group of modules. ValueError for weights that no reader here reads."""
+    kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
+    if (kind, bits) not in COMPRESSED_WEIGHTS:
+        raise ValueError(
+            f"config_groups: weights of type {kind!r} and {bits!r} bits are not supported: "
+            "integers of 4 and 8 bits and floats of 8 are"
+        )
+    return block(weights, "block_structure")
+
+
 def fp8(fields: Mapping[str, Any]) -> Quantization:
     one_of(fields, "fmt", "e4m3")
-    return Quantization(method="fp8", block=block(fields.get("weight_block_size")))
+    # transformers' own default. Scales for a whole map are told by their shape.
+    blocks = {"weight_block_size": [128, 128], **fields}
+    return Quantization(method="fp8", block=block(blocks, "weight_block_size"))
 
 
 COMPRESSED = (
@@ -101,8 +113,10 @@ COMPRESSED = (
     "float-quantized",
     "naive-quantized",
     "mixed-precision",
+    "dense",
 )
-METHODS: dict[Any, Callable[[Mapping[str, Any]], Quantization]] = {
+COMPRESSED_WEIGHTS = (("int", 4), ("int", 8), ("float", 8))
+METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
     "compressed-tensors": compressed_tensors,
     "gptq": gptq,
     "awq": awq,
@@ -111,8 +125,8 @@ METHODS: dict[Any, Callable[[Mapping[str, Any]], Quantization]] = {
 
 
 def one_of(fields: Mapping[str, Any], name: str, *allowed: Any) -> Any:
-    """A field that has one of some values; the first of them where it is not written."""
-    value = fields.get(name, allowed[0])
+    """A field that has one of some values; the first of them where it is null or not written."""
+    value = allowed[0] if fields.get(name) is None else fields[name]
     if not any(value == a and type(value) is type(a) for a in allowed):
         known = ", ".join(map(str, allowed))
         raise ValueError(f"{name} = {value!r} is not supported: {known}")
@@ -129,10 +143,11 @@ def group(fields: Mapping[str, Any], name: str) -> int | None:
     return value
 
 
-def block(value: Any) -> tuple[int, int] | None:
+def block(fields: Mapping[str, Any], name: str) -> tuple[int, int] | None:
+    value = fields.get(name)
     if value is None:
         return None
     is_pair = isinstance(value, list) and len(value) == 2
     if not is_pair or not all(type(n) is int and n > 0 for n in value):
-        raise ValueError(f"weight_block_size = {value!r} is no pair of whole numbers from 1 on")
+        raise ValueError(f"{name} = {value!r} is no pair of whole numbers from 1 on")
     return value[0], value[1]

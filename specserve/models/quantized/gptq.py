@@ -2,6 +2,8 @@
 
 Two forms differ by 1 in what they store of a zero point, and some files of the second claim to be
 of the first. With symmetric quantization it does not matter: all zero points are half of the range.
+Where a zero point is 0, subtracting 1 borrowed from the next one in the word, and adding 1 to the
+whole word gives both back.
 """
 
 from collections.abc import Mapping
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specserve.models.quantized.config import Quantization
+from specserve.models.quantized.order import ordered
 from specserve.models.quantized.stored import INTEGERS, SCALES, Stored, divided, unpack
 from specserve_kernels import Codes
 
@@ -31,29 +34,21 @@ class Gptq:
             parts["g_idx"] = Stored((K,), INTEGERS)
         return parts
 
-    def read(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
-        _, K = shape
-        group = self.told.group or K
-        check_order(tensors.get("g_idx"), group)
-        return Codes(
+    def read(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes | Tensor:
+        codes = Codes(
             bits=self.bits,
-            group=group,
+            group=self.told.group or shape[1],
             q=unpack(tensors["qweight"].T, self.bits),
             scale=tensors["scales"].T.float().contiguous(),
             zero=self.zeros(tensors["qzeros"]),
         )
+        return ordered(codes, tensors.get("g_idx"))
 
-    def zeros(self, packed: Tensor) -> Tensor | None:
-        stored, middle = unpack(packed, self.bits), 1 << (self.bits - 1)
+    def zeros(self, words: Tensor) -> Tensor | None:
+        stored, middle = unpack(words, self.bits), 1 << (self.bits - 1)
         if self.told.is_symmetric and torch.isin(stored, torch.tensor([middle - 1, middle])).all():
             return None
-        added = stored + 1 if self.told.has_zeros_less_one else stored
-        return (added & (1 << self.bits) - 1).T.contiguous()
-
-
-def check_order(groups: Tensor | None, group: int) -> None:
-    """ValueError if columns are not in groups of consecutive ones."""
-    if groups is None:
-        return
-    if not torch.equal(groups.long(), torch.arange(len(groups)) // group):
-        raise ValueError("its columns were reordered (desc_act), which is not supported")
+        if self.told.has_zeros_less_one:
+            ones = sum(1 << place for place in range(0, 32, self.bits))
+            stored = unpack(words + ones, self.bits)
+        return stored.T.contiguous()

@@ -7,19 +7,20 @@ from torch import Tensor
 
 from specserve.errors import ConfigError
 from specserve.models.checkpoint import DTYPES, Checkpoint
-from specserve.models.quantized.config import REMEDY, Quantization
+from specserve.models.quantized.config import Quantization
 from specserve.models.quantized.readers import reader
-from specserve.models.quantized.stored import Stored
+from specserve.models.quantized.stored import SCALES, Stored
 from specserve_kernels import Codes
 
 PLAIN = {"weight", "bias"}
+REMEDY = "download the model again, or take another quantization of it"
 
 
 class QuantizedMaps:
     """Which maps of a checkpoint are quantized, by the name that their weight has in others.
 
-    A map is quantized if it has other tensors than a weight and a bias, whatever the lists of
-    exceptions in config.json say.
+    A map is quantized if it has other tensors than a weight and a bias, or a weight of another type
+    than unquantized ones have, whatever the lists of exceptions in config.json say.
     """
 
     def __init__(
@@ -31,25 +32,33 @@ class QuantizedMaps:
         self.checkpoint = checkpoint
         self.format = reader(told) if told is not None else None
         self.shapes: dict[str, tuple[int, int]] = {}  # of the quantized maps
-        self.suffixes: dict[str, list[str]] = {}  # of the tensors that they have, but for a bias
+        self.suffixes: dict[str, list[str]] = {}  # of the tensors that they have
         self.expected: dict[str, Stored] = {}  # all tensors that the checkpoint has to have
         for name, shape in shapes.items():
             module, _, suffix = name.rpartition(".")
             is_map = suffix == "weight" and len(shape) == 2
-            if self.format and is_map and not PLAIN.issuperset(checkpoint.suffixes.get(module, [])):
-                self.add(name, module, (shape[0], shape[1]))
+            if self.format and is_map and self.is_quantized(module):
+                self.add(name, module, (shape[0], shape[1]), f"{module}.bias" in shapes)
             else:
                 self.expected[name] = Stored(shape, tuple(DTYPES))
 
     def __contains__(self, name: str) -> bool:
         return name in self.shapes
 
-    def add(self, name: str, module: str, shape: tuple[int, int]) -> None:
+    def is_quantized(self, module: str) -> bool:
+        found = self.checkpoint.parts(module)
+        is_plain = PLAIN.issuperset(found)
+        return not is_plain or ("weight" in found and found["weight"].dtypes[0] not in DTYPES)
+
+    def add(self, name: str, module: str, shape: tuple[int, int], has_bias: bool) -> None:
         assert self.format is not None
+        found = self.checkpoint.parts(module)
         try:
-            parts = self.format.expected(shape, self.checkpoint.parts(module))
+            parts = self.format.expected(shape, found)
         except ValueError as e:
             raise self.refusal(module, e) from e
+        if "bias" in found and not has_bias:  # old versions of AutoGPTQ wrote zeros
+            parts["bias"] = Stored(shape[:1], SCALES)
         self.shapes[name], self.suffixes[name] = shape, list(parts)
         self.expected |= {f"{module}.{suffix}": wanted for suffix, wanted in parts.items()}
 
@@ -59,6 +68,7 @@ class QuantizedMaps:
         module = name.removesuffix(".weight")
         tensors = self.checkpoint.tensors(module, self.suffixes[name])
         try:
+            check(tensors)
             weight = self.format.read(self.shapes[name], tensors)
         except ValueError as e:
             raise self.refusal(module, e) from e
@@ -66,3 +76,12 @@ class QuantizedMaps:
 
     def refusal(self, module: str, e: ValueError) -> ConfigError:
         return ConfigError(f"{self.checkpoint.folder}: {module}: {e}; {REMEDY}")
+
+
+def check(tensors: Mapping[str, Tensor]) -> None:
+    """ValueError for numbers that no map can be made of."""
+    for suffix, tensor in tensors.items():
+        if "scale" in suffix and not tensor.float().isfinite().all():
+            raise ValueError(f"{suffix} has values that are not finite")
+    if "bias" in tensors and tensors["bias"].any():
+        raise ValueError("it has a bias, and config.json asks for none")

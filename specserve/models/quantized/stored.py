@@ -10,6 +10,8 @@ from specserve_kernels import Codes
 
 INTEGERS = ("I32",)
 SCALES = ("F32", "F16", "BF16")
+# Of activations, which are not quantized here.
+UNUSED = ("activation_scale", "input_scale", "input_zero_point")
 
 
 class Stored(NamedTuple):
@@ -17,9 +19,6 @@ class Stored(NamedTuple):
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]  # safetensors' names; what it has to be is one of them
-
-    def matches(self, found: "Stored") -> bool:
-        return found.shape == self.shape and found.dtypes[0] in self.dtypes
 
 
 class Format(Protocol):
@@ -41,6 +40,10 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return octets
     return torch.stack([octets & 15, octets >> 4], dim=-1).flatten(-2)
+
+
+def unused(found: Mapping[str, Stored]) -> dict[str, Stored]:
+    return {name: found[name] for name in UNUSED if name in found}
 
 
 def divided(number: int, by: int, what: str) -> int:

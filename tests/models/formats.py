@@ -1,0 +1,73 @@
+"""Tiny checkpoints whose linear maps stand as other people's libraries stored them."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from specserve.models.checkpoint import Checkpoint
+from specserve.models.families import load_config, tensor_shapes
+from specserve.models.quantized.maps import QuantizedMaps
+from tests.checkpoints import tiny_checkpoint
+
+FIXTURES = Path(__file__).parent / "fixtures"  # write.py made them
+FORMATS = json.loads((FIXTURES / "formats.json").read_text())["formats"]
+WEIGHTS, LAYER = "model.safetensors", "model.layers.0"
+
+
+def quantized(folder, name, edit=lambda tensors: None, told=(), **fields):
+    """A Qwen3 with the maps of a fixture; its other weights are random.
+
+    `edit` may change its tensors, `told` its quantization_config; `fields` are of its config.json.
+    """
+    tiny_checkpoint(folder, **FORMATS[name]["shape"] | fields)
+    tensors = load_file(folder / WEIGHTS)
+    for module in FORMATS[name]["values"]:
+        tensors.pop(f"{module}.weight")
+    tensors |= load_file(FIXTURES / f"{name}.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    change_config(folder, quantization_config=FORMATS[name]["quantization_config"] | dict(told))
+    return folder
+
+
+def plain(folder, source):
+    """The same checkpoint with the values that its maps mean, in float32."""
+    tiny_checkpoint(folder)  # its tokenizer
+    meant = values(source)
+    for name, tensor in load_file(source / WEIGHTS).items():
+        if name.rpartition(".")[0] not in meant:
+            meant[name.removesuffix(".weight")] = tensor.float()
+    stored = {f"{name}.weight": tensor.contiguous() for name, tensor in meant.items()}
+    save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / "config.json").write_text((source / "config.json").read_text())
+    change_config(folder, quantization_config=None)
+    return folder
+
+
+def change_config(folder, **fields):
+    """None takes a field out."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def values(folder, dtype=torch.float32):
+    """What the quantized maps of a folder mean, by module."""
+    config, checkpoint = load_config(folder), Checkpoint(folder)
+    shapes = tensor_shapes(config)
+    if "lm_head" in checkpoint.suffixes:
+        shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
+    maps = QuantizedMaps(checkpoint, shapes, config.quantization)
+    checkpoint.check(maps.expected)
+    return {name.removesuffix(".weight"): maps.read(name, dtype) for name in maps.shapes}
+
+
+def digests(tensors):
+    """As those in formats.json."""
+    return {
+        name: hashlib.sha256(tensor.float().contiguous().numpy().tobytes()).hexdigest()[:16]
+        for name, tensor in tensors.items()
+    }
