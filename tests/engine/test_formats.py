@@ -1,0 +1,76 @@
+"""Quantized checkpoints of every format: the text of their values, whatever a drafter does."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specserve.exchange.sampling_params import Sampling
+from tests.engine.engines import Case, Scripted, Watch, bush, engine_for, load_small, plain
+from tests.models import formats
+from tests.models.formats import FORMATS
+from tests.models.forward import recorded_and_eager
+
+GREEDY = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+LENGTH = 24
+
+
+def cases():
+    """The second prompt begins as the first, the fourth is the first again."""
+    shared = [(i * 7919) % 318 + 1 for i in range(70)]
+    prompts = [shared, [*shared[:40], *range(5, 35)], [7, 8, 9] * 9, shared]
+    temperatures = [0.0, 0.0, 0.0, 0.9]
+    return [
+        Case(ids, Sampling(max_tokens=LENGTH, temperature=t, seed=i, **GREEDY), arrives=3 * i)
+        for i, (ids, t) in enumerate(zip(prompts, temperatures, strict=True))
+    ]
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def folder(request, tmp_path_factory):
+    return formats.quantized(tmp_path_factory.mktemp("models") / "quantized", request.param)
+
+
+@pytest.fixture(scope="module")
+def target(folder):
+    return load_small(folder)
+
+
+@pytest.fixture(scope="module")
+def texts(target):
+    return plain(target, cases())
+
+
+def test_greedy_text_is_that_of_transformers_on_the_values(folder, texts, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(
+        formats.plain(tmp_path / "plain", folder), dtype=torch.float32
+    )
+    for case, text in zip(cases(), texts, strict=True):
+        if case.sampling.temperature == 0:
+            with torch.inference_mode():
+                answers = model(torch.tensor([text[:-1]])).logits[0].argmax(-1).tolist()
+            assert text[len(case.prompt) :] == answers[len(case.prompt) - 1 :]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model", bush])
+def test_a_drafter_changes_no_text(target, texts, drafter):
+    """Beside other requests, in chunks, after prefix hits and preemption."""
+    engine = engine_for(
+        target,
+        target if drafter == "model" else None,
+        drafter if isinstance(drafter, str) else Scripted(drafter, dict(enumerate(texts))),
+        max_nodes=6,
+        prefill_chunk=16,
+        block_size=16,
+    )
+    watch = Watch(engine)
+    got = watch.run(cases(), {8: "preempt", 11: "squeeze", 15: "preempt"})
+    assert [r.token_ids.tolist() for r in got] == texts
+    assert watch.seen["found"] and watch.seen["preempted"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_recorded_forward_has_the_bits_of_the_eager_one(folder, dtype):
+    ids = torch.arange(37)
+    program, recorded, eager = recorded_and_eager(load_small(folder, dtype), ids, (23, 24))
+    assert all(torch.equal(a, b) for a, b in zip(recorded, eager, strict=True))
+    assert program.host_ops == []
