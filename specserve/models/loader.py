@@ -16,7 +16,7 @@ from specserve.models.decoder import Decoder, Layer, Weights
 from specserve.models.families import DecoderConfig, load_config
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve_drafters.tree import TREE_SLOTS
-from specserve_kernels import Ops, QKNorm, Rotary
+from specserve_kernels import Codes, Ops, QKNorm, Rotary
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -115,7 +115,8 @@ class Reader:
         heights = [self.shapes[name][0] for name in names]
         for name, part in zip(names, torch.split(out, heights), strict=True):
             if name in self.maps:
-                part.copy_(self.maps.read(name, self.dtype))
+                weight = self.maps.read(name)
+                part.copy_(weight.widen(self.dtype) if isinstance(weight, Codes) else weight)
             else:
                 self.checkpoint.read(name, part)
             self.num_read += part.numel()

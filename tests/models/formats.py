@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from specserve.models.checkpoint import Checkpoint
 from specserve.models.families import load_config, tensor_shapes
 from specserve.models.quantized.maps import QuantizedMaps
+from specserve_kernels import Codes
 from tests.checkpoints import tiny_checkpoint
 
 FIXTURES = Path(__file__).parent / "fixtures"  # write.py made them
@@ -62,7 +63,11 @@ def values(folder, dtype=torch.float32):
         shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
     maps = QuantizedMaps(checkpoint, shapes, config.quantization)
     checkpoint.check(maps.expected)
-    return {name.removesuffix(".weight"): maps.read(name, dtype) for name in maps.shapes}
+    weights = {name.removesuffix(".weight"): maps.read(name) for name in maps.shapes}
+    return {
+        module: weight.widen(dtype) if isinstance(weight, Codes) else weight.to(dtype)
+        for module, weight in weights.items()
+    }
 
 
 def digests(tensors):

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from specserve.errors import ConfigError
@@ -62,17 +61,16 @@ class QuantizedMaps:
         self.shapes[name], self.suffixes[name] = shape, list(parts)
         self.expected |= {f"{module}.{suffix}": wanted for suffix, wanted in parts.items()}
 
-    def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The weight, [N, K]."""
+    def read(self, name: str) -> Codes | Tensor:
+        """The weight, [N, K], in memory that may be the file's; values are in float32."""
         assert self.format is not None
         module = name.removesuffix(".weight")
         tensors = self.checkpoint.tensors(module, self.suffixes[name])
         try:
             check(tensors)
-            weight = self.format.read(self.shapes[name], tensors)
+            return self.format.read(self.shapes[name], tensors)
         except ValueError as e:
             raise self.refusal(module, e) from e
-        return weight.widen(dtype) if isinstance(weight, Codes) else weight.to(dtype)
 
     def refusal(self, module: str, e: ValueError) -> ConfigError:
         return ConfigError(f"{self.checkpoint.folder}: {module}: {e}; {REMEDY}")
