@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from specserve_kernels.cuda import move, norm, paged, rope, sample, silu, top_children
+from specserve_kernels.cuda import coded, move, norm, paged, rope, sample, silu, top_children
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -93,7 +93,21 @@ def sources():
             num_rows_heads="i32",
         )
 
+        yield from maps(t, dot)
         yield from sampling(t)
+
+
+def maps(t, dot):
+    """Of 4 bits with all that a map may have, and of 8 with as little as it may."""
+    given = {"words": "*i32", "scale": "*fp32", "zero": "*i8", "out": t, "N": "i32", "K": "i32"}
+    for bits, group, more in ((4, 128, True), (8, 32, False)):
+        chunk = min(group, coded.CHUNKS[0])
+        shape = {"BITS": bits, "GROUP": group, "CHUNK": chunk, "OUTPUTS": coded.OUTPUTS}
+        yield source(coded._widen, shape | {"HAS_ZERO": more}, **given)
+        flags = {"HAS_ZERO": more, "HAS_BIAS": more, "ADDS": more}
+        constants = shape | flags | {"ROWS": coded.ROWS, "DOT": dot}
+        more = {"x": t, "bias": t, "R": "i32", "tiles": "i32"}
+        yield source(coded._multiply, constants, **given, **more)
 
 
 def sampling(t, V=152064, K=4):

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from specserve_kernels.codes import Codes
-from specserve_kernels.cuda import move, norm, paged, rope, sample, silu, top_children
+from specserve_kernels.cuda import coded, move, norm, paged, rope, sample, silu, top_children
 from specserve_kernels.cuda.attention import FlashInfer, Part, run_parts
 from specserve_kernels.cuda.lock import DeviceLock
+from specserve_kernels.cuda.maps import LinearMap, PlainMap
 from specserve_kernels.cuda.masks import sight
 from specserve_kernels.cuda.staging import Staging
 from specserve_kernels.errors import DeviceError
@@ -88,22 +88,21 @@ class CudaOps:
     def has_bf16(self) -> bool:
         return torch.cuda.get_device_capability(self.device) >= (8, 0)
 
-    def prepack(self, weight: Tensor | Codes, is_gated: bool = False) -> Tensor:
-        assert isinstance(weight, Tensor), "no kernel multiplies rows by codes"
-        return self.place(weight)
+    def prepack(self, weight: Tensor | Codes, is_gated: bool = False) -> LinearMap:
+        if isinstance(weight, Codes):
+            return coded.pack(weight, self.device)
+        return PlainMap(self.place(weight))
 
-    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-        return linear(x, packed, bias)
+    def linear(self, x: Tensor, packed: LinearMap, bias: Tensor | None = None) -> Tensor:
+        return packed.linear(x, bias)
 
     def linear_add(
-        self, x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor
+        self, x: Tensor, packed: LinearMap, bias: Tensor | None, residual: Tensor
     ) -> Tensor:
-        if bias is None:
-            return residual.addmm_(x, packed.t())
-        return residual.add_(linear(x, packed, bias))
+        return packed.linear_add(x, bias, residual)
 
-    def linear_silu_mul(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-        return silu.silu_mul(linear(x, packed, bias))
+    def linear_silu_mul(self, x: Tensor, packed: LinearMap, bias: Tensor | None = None) -> Tensor:
+        return silu.silu_mul(packed.linear(x, bias))
 
     def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
         return table.index_select(0, token_ids)

@@ -1,0 +1,226 @@
+"""Linear maps of codes: few rows are multiplied as the codes are read, many by a widened weight.
+
+A group of columns is cut into chunks, and an int32 word holds a code of each of several chunks: so
+words that lie side by side are the codes of columns that lie side by side. A tile is what a program
+reads at a time: a word for each column of a chunk, of some rows of the weight.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+
+from specserve_kernels.codes import Codes
+from specserve_kernels.cuda.maps import PlainMap
+from specserve_kernels.cuda.paged import IS_COMPILED, MIN_DOT
+
+WORD = 32  # bits
+CHUNKS = 64, 32  # columns, where they divide a group; else MIN_DOT
+MAX_PADDED = 1.1  # columns of a weight, by those that it has
+OUTPUTS = 32  # of a program: rows of the weight
+ROWS = MIN_DOT  # of a program, however many a step has: a row's sums are always the same
+MAX_ROWS = 64  # more make up for a widened weight's bytes, by an estimate
+
+
+@triton.jit
+def _place(chunk, K, GROUP: tl.constexpr, CHUNK: tl.constexpr):
+    """A chunk's group, its columns, and which of them exist; the last of a group may be short."""
+    EACH: tl.constexpr = (GROUP + CHUNK - 1) // CHUNK
+    group = chunk // EACH
+    i = chunk % EACH * CHUNK + tl.arange(0, CHUNK)
+    k = group * GROUP + i
+    return group, k, (i < GROUP) & (k < K)
+
+
+@triton.jit
+def _codes(word, PART: tl.constexpr, BITS: tl.constexpr, DOT: tl.constexpr):
+    """The codes in a part of each word, less the middle: small integers, exact in bfloat16."""
+    if BITS == 4:
+        # Below 0x43 a nibble is the bfloat16 128 + nibble. Two parts are made in one operation.
+        two = ((word >> 4 * (PART % 4)) & 0x000F000F) | 0x43004300
+        one = (two >> 16 * (PART // 4)).to(tl.int16)
+        return one.to(tl.bfloat16, bitcast=True).to(DOT) - 136
+    else:
+        return (word >> 8 * PART).to(tl.int8).to(DOT)
+
+
+@triton.jit(do_not_specialize=["R"])  # it changes from step to step
+def _multiply(
+    x,
+    words,  # [outputs / OUTPUTS, tiles, OUTPUTS, CHUNK]
+    scale,  # [groups, outputs]
+    zero,  # as scale
+    bias,
+    out,
+    R,
+    N,
+    K,
+    tiles,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ADDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    DOT: tl.constexpr,  # the dtype that is multiplied
+):
+    PARTS: tl.constexpr = 32 // BITS
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    each = tl.arange(0, OUTPUTS)
+    n = tl.program_id(0) * OUTPUTS + each
+    width = tl.num_programs(0) * OUTPUTS
+    words += tl.program_id(0).to(tl.int64) * tiles * OUTPUTS * CHUNK
+    words += each[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for tile in range(tiles):
+        word = tl.load(words + tile * OUTPUTS * CHUNK)
+        for part in tl.static_range(PARTS):
+            group, k, exists = _place(tile * PARTS + part, K, GROUP, CHUNK)
+            code = _codes(word, part, BITS, DOT)
+            if HAS_ZERO:
+                code -= tl.load(zero + group * width + n).to(DOT)[:, None]
+            is_x = (row < R) & exists[None, :]
+            some = tl.load(x + row * K + k[None, :], mask=is_x, other=0.0).to(DOT)
+            product = tl.dot(some, tl.trans(code), input_precision="ieee")
+            total += product * tl.load(scale + group * width + n)[None, :]
+
+    is_out = (row < R) & (n < N)[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if ADDS:
+        total += tl.load(out + row * N + n[None, :], mask=is_out, other=0.0).to(tl.float32)
+    tl.store(out + row * N + n[None, :], total.to(out.dtype.element_ty), mask=is_out)
+
+
+@triton.jit
+def _widen(
+    words,
+    scale,
+    zero,
+    out,  # [N, K]
+    N,
+    K,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+):
+    """The values of a tile."""
+    PARTS: tl.constexpr = 32 // BITS
+    each = tl.arange(0, OUTPUTS)
+    n = tl.program_id(0) * OUTPUTS + each
+    width = tl.num_programs(0) * OUTPUTS
+    tile = tl.program_id(1)
+    words += (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tile) * OUTPUTS * CHUNK
+    word = tl.load(words + each[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :])
+    for part in tl.static_range(PARTS):
+        group, k, exists = _place(tile * PARTS + part, K, GROUP, CHUNK)
+        value = _codes(word, part, BITS, tl.float32)
+        if HAS_ZERO:
+            value -= tl.load(zero + group * width + n).to(tl.float32)[:, None]
+        value *= tl.load(scale + group * width + n)[:, None]
+        at = out + n.to(tl.int64)[:, None] * K + k[None, :]
+        tl.store(at, value.to(out.dtype.element_ty), mask=(n < N)[:, None] & exists[None, :])
+
+
+class CodedMap(NamedTuple):
+    """A weight [N, K] of codes as the kernels read it; outputs and groups are padded."""
+
+    bits: int
+    group: int
+    chunk: int
+    words: Tensor  # [outputs / OUTPUTS, tiles, OUTPUTS, chunk] int32
+    scale: Tensor  # [groups, outputs] float32
+    zero: Tensor | None  # [groups, outputs] int8, less the middle
+    N: int
+    K: int
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if len(x) > MAX_ROWS:
+            return PlainMap(self.widen(x.dtype)).linear(x, bias)
+        return self.multiply(x, bias, x.new_empty(len(x), self.N), adds=False)
+
+    def linear_add(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        if len(x) > MAX_ROWS:
+            return PlainMap(self.widen(x.dtype)).linear_add(x, bias, residual)
+        return self.multiply(x, bias, residual, adds=True)
+
+    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor, adds: bool) -> Tensor:
+        assert x.is_contiguous() and out.is_contiguous(), "rows with gaps"
+        if len(x):
+            _multiply[(len(self.words), triton.cdiv(len(x), ROWS))](
+                *(x, self.words, self.scale, self.scale if self.zero is None else self.zero),
+                *(x if bias is None else bias, out, len(x), self.N, self.K, self.words.shape[1]),
+                **self.constants(),
+                HAS_BIAS=bias is not None,
+                ADDS=adds,
+                ROWS=ROWS,
+                DOT=tl.bfloat16 if x.dtype == torch.bfloat16 and IS_COMPILED else tl.float32,
+                num_warps=4,
+                num_stages=3,
+            )
+        return out
+
+    def widen(self, dtype: torch.dtype) -> Tensor:
+        """As `Codes.widen`."""
+        out = torch.empty(self.N, self.K, dtype=dtype, device=self.words.device)
+        _widen[tuple(self.words.shape[:2])](
+            *(self.words, self.scale, self.scale if self.zero is None else self.zero, out),
+            *(self.N, self.K),
+            **self.constants(),
+            num_warps=4,
+        )
+        return out
+
+    def constants(self) -> dict[str, int]:
+        return {
+            "BITS": self.bits,
+            "GROUP": self.group,
+            "CHUNK": self.chunk,
+            "HAS_ZERO": self.zero is not None,
+            "OUTPUTS": OUTPUTS,
+        }
+
+
+def pack(codes: Codes, device: torch.device) -> CodedMap:
+    """The codes in tiles, on the device."""
+    N, K = codes.q.shape
+    chunk, parts = chunk_of(codes), WORD // codes.bits
+    groups, group_chunks = K // codes.group, triton.cdiv(codes.group, chunk)
+    tiles = triton.cdiv(groups * group_chunks, parts)
+    outputs = triton.cdiv(N, OUTPUTS) * OUTPUTS
+
+    q = codes.q.to(device)
+    if codes.bits == 8:
+        q = q ^ 128  # less the middle, as an int8
+    q = pad(q.view(N, groups, codes.group), (0, group_chunks * chunk - codes.group)).view(N, -1)
+    q = pad(q, (0, tiles * parts * chunk - q.shape[1], 0, outputs - N))
+    q = q.view(-1, OUTPUTS, tiles, parts, chunk).permute(3, 0, 2, 1, 4)
+    words = torch.zeros(q.shape[1:], dtype=torch.int32, device=device)
+    for part, code in enumerate(q):
+        words |= code.int() << codes.bits * part
+
+    def by_group(x: Tensor) -> Tensor:
+        more = triton.cdiv(tiles * parts, group_chunks) - groups
+        return pad(x.to(device).t(), (0, outputs - N, 0, more)).contiguous()
+
+    zero = None
+    if codes.zero is not None:
+        zero = by_group((codes.zero.short() - (1 << codes.bits - 1)).to(torch.int8))
+    return CodedMap(codes.bits, codes.group, chunk, words, by_group(codes.scale), zero, N, K)
+
+
+def chunk_of(codes: Codes) -> int:
+    """The columns of a chunk: many, as a loop is shorter then, unless much would be padding."""
+    K = codes.q.shape[1]
+    for chunk in CHUNKS:
+        tile = chunk * WORD // codes.bits
+        if codes.group % chunk == 0 and triton.cdiv(K, tile) * tile <= MAX_PADDED * K:
+            return chunk
+    return MIN_DOT

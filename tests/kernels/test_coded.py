@@ -1,0 +1,136 @@
+"""The Triton kernels for maps of codes, in the interpreter: a GPU's are in test_gpu.py."""
+
+import pytest
+import torch
+
+from specserve_kernels import Codes, reference
+from specserve_kernels.cuda.coded import MAX_ROWS
+from tests.kernels.builds import HAS_GPU, interpreted
+from tests.kernels.random_steps import random_tensor
+from tests.kernels.test_codes import TABLE, random_codes
+
+pytestmark = pytest.mark.skipif(HAS_GPU, reason="Triton compiles for the GPU here")
+
+FP32, BF16 = torch.float32, torch.bfloat16
+DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+TOLERANCE = {FP32: 1e-6, BF16: 6e-3}  # of an output, by its norm; the interpreter cuts bfloat16 off
+KINDS = pytest.mark.parametrize(
+    ("bits", "has_zero"), [(4, False), (4, True), (8, False), (8, True)]
+)
+GROUPS = [  # group, K
+    (16, 80),
+    (32, 256),
+    (64, 512),
+    (128, 512),
+    (20, 60),
+    (331, 331),
+    (1024, 1024),
+]
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """What a kernel has not written is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def check_close(got, want, roundings=1):
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    limit = roundings * TOLERANCE[got.dtype]
+    assert (got.double() - want.double()).norm() < limit * want.double().norm()
+
+
+@DTYPES
+@pytest.mark.parametrize(("bits", "q", "scale", "zero", "want"), TABLE.values(), ids=TABLE)
+def test_a_value_is_a_code_less_its_zero_times_its_scale(bits, q, scale, zero, want, dtype):
+    zeros = None if zero is None else torch.tensor([zero], dtype=torch.uint8)
+    codes = Codes(bits, 2, torch.tensor([q], dtype=torch.uint8), torch.tensor([scale]), zeros)
+    packed = interpreted.prepack(codes)
+    assert interpreted.linear(torch.eye(4, dtype=dtype), packed)[:, 0].tolist() == want
+    assert packed.widen(dtype).tolist() == [want]
+
+
+@DTYPES
+@KINDS
+@pytest.mark.parametrize(("group", "K"), GROUPS)
+def test_few_rows_are_multiplied_as_by_the_reference(group, K, bits, has_zero, dtype):
+    weight, gated = (random_codes(n, K, bits, group, has_zero, seed=n) for n in (9, 18))
+    bias, both = (random_tensor(n, dtype=dtype, seed=n) for n in (9, 18))
+    x, residual = (random_tensor(5, n, dtype=dtype, seed=n) for n in (K, 9))
+    outputs = []
+    for ops in (interpreted, reference):
+        packed, gate_up, stream = ops.prepack(weight), ops.prepack(gated, True), residual.clone()
+        assert ops.linear_add(x, packed, bias, stream) is stream
+        outputs.append((ops.linear(x, packed), stream, ops.linear_silu_mul(x, gate_up, both)))
+    for got, want, roundings in zip(*outputs, (1, 1, 3), strict=True):
+        check_close(got, want, roundings)
+
+
+@pytest.mark.parametrize(("R", "N"), [(1, 64), (16, 70), (17, 32), (MAX_ROWS, 33)])
+def test_rows_and_outputs_are_dealt_to_programs(R, N):
+    codes, x = random_codes(N, 256, 4, 32, True), random_tensor(R, 256)
+    check_close(*(ops.linear(x, ops.prepack(codes)) for ops in (interpreted, reference)))
+
+
+@DTYPES
+@KINDS
+@pytest.mark.parametrize(("group", "K"), [(16, 80), (128, 512), (150, 150)])
+def test_many_rows_are_multiplied_by_the_widened_weight(group, K, bits, has_zero, dtype):
+    R, N = MAX_ROWS + 1, 9
+    codes, bias = random_codes(N, K, bits, group, has_zero), random_tensor(N, dtype=dtype)
+    x, residual = (random_tensor(R, n, dtype=dtype, seed=n) for n in (K, N))
+    packed, plain = interpreted.prepack(codes), codes.widen(dtype)
+    assert torch.equal(packed.widen(FP32), codes.widen(FP32))
+    check_close(packed.widen(dtype), plain)
+    check_close(interpreted.linear(x, packed), reference.linear(x, plain.float()))
+    want = reference.linear_add(x, plain.float(), bias, residual.clone())
+    check_close(interpreted.linear_add(x, packed, bias, residual), want, roundings=2)
+
+
+@DTYPES
+@pytest.mark.parametrize(("group", "K"), [(16, 144), (128, 512), (150, 150)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_row_has_the_same_bits_beside_any_others(bits, group, K, dtype):
+    """Sums of a chunk are exact here: those of the interpreter depend on where a row stands."""
+    packed = interpreted.prepack(random_codes(8, K, bits, group, True))
+    x = torch.randint(-9, 10, (MAX_ROWS, K), generator=torch.Generator().manual_seed(0)).to(dtype)
+    want = interpreted.linear(x, packed)
+    for rows in ([5], [63, 0], [*range(23, 6, -1)]):
+        assert torch.equal(interpreted.linear(x[rows], packed), want[rows])
+
+
+@pytest.mark.parametrize("R", [3, 20])
+def test_a_row_of_nan_stays_alone(R):
+    packed = interpreted.prepack(random_codes(40, 96, 4, 32, True))
+    x = random_tensor(R, 96)
+    want = interpreted.linear(x, packed)
+    x[1] = float("nan")
+    got = interpreted.linear(x, packed)
+    others = [0, *range(2, R)]
+    assert got[1].isnan().all() and torch.equal(got[others], want[others])
+
+
+def test_no_rows_are_no_error():
+    packed = interpreted.prepack(random_codes(6, 32, 4, 16, False))
+    none = torch.empty(0, 32)
+    assert interpreted.linear(none, packed).shape == (0, 6)
+    assert interpreted.linear_add(none, packed, None, torch.empty(0, 6)).shape == (0, 6)
+    assert interpreted.linear_silu_mul(none, packed).shape == (0, 3)
+
+
+def test_rows_with_gaps_are_refused():
+    packed = interpreted.prepack(random_codes(8, 32, 4, 16, False))
+    wide = torch.zeros(2, 64)
+    with pytest.raises(AssertionError, match="gaps"):
+        interpreted.linear(wide[:, ::2], packed)
+    with pytest.raises(AssertionError, match="gaps"):
+        interpreted.linear_add(wide[:, :32].contiguous(), packed, None, wide[:, :8])
+
+
+@pytest.mark.parametrize("K", [576, 896, 1024, 4096, 4864])
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (8, 32), (8, 64)])
+def test_codes_take_their_bits_of_memory_and_an_eighth_for_padding(bits, group, K):
+    words = interpreted.prepack(random_codes(64, K, bits, group, False)).words
+    assert 64 * K * bits <= 8 * words.nbytes <= 64 * K * bits * 9 / 8
