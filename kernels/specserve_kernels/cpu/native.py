@@ -59,6 +59,14 @@ class PackCodes(Structure):
     ]
 
 
+class Quantize(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("is_bf16", "bits")),
+        *((name, c_void_p) for name in ("weight", "q", "scale")),
+        *((name, c_int64) for name in ("N", "K")),
+    ]
+
+
 class Linear(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("is_bf16", "domain")),

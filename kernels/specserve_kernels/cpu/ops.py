@@ -10,6 +10,7 @@ from torch import Tensor
 from specserve_kernels.codes import Codes
 from specserve_kernels.cpu import arguments, native
 from specserve_kernels.cpu.arguments import ADD, PLAIN, SILU_MUL, AttentionPlan, Coding, Packed
+from specserve_kernels.quantize import GROUP
 from specserve_kernels.types import (
     NO_WINDOW,
     KVCache,
@@ -79,6 +80,18 @@ def _check(codes: Codes) -> None:
     assert scale.shape == shape and scale.dtype == torch.float32, "not a scale for each group"
     is_zero = zero is None or (zero.shape == shape and zero.dtype == torch.uint8)
     assert is_zero, "not a zero for each group"
+
+
+def quantize(weight: Tensor, bits: int) -> Codes:
+    weight = weight.contiguous()
+    N, K = weight.shape
+    group = GROUP if bits == 4 else K
+    assert bits in (4, 8) and K % group == 0, f"no {bits}-bit codes of {K} columns"
+    q, scale = torch.empty(N, K, dtype=torch.uint8), torch.empty(N, K // group)
+    pointers = weight.data_ptr(), q.data_ptr(), scale.data_ptr()
+    args = native.Quantize(native.is_bf16(weight), bits, *pointers, N, K)
+    _run("quantize", args, 1, weight.numel())
+    return Codes(bits, group, q, scale)
 
 
 def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:

@@ -19,6 +19,7 @@ from specserve_kernels.cuda.staging import Staging
 from specserve_kernels.errors import DeviceError
 from specserve_kernels.host import copy_blocks
 from specserve_kernels.program import EagerProgram, Model
+from specserve_kernels.quantize import quantize
 from specserve_kernels.threads import FixedThreads, Threads, check_threads
 from specserve_kernels.types import (
     NO_WINDOW,
@@ -92,6 +93,9 @@ class CudaOps:
         if isinstance(weight, Codes):
             return coded.pack(weight, self.device)
         return PlainMap(self.place(weight))
+
+    def quantize(self, weight: Tensor, bits: int) -> Codes:
+        return quantize(self.place(weight), bits)
 
     def linear(self, x: Tensor, packed: LinearMap, bias: Tensor | None = None) -> Tensor:
         return packed.linear(x, bias)

@@ -12,6 +12,7 @@ from specserve_kernels.host import (
     place,
 )
 from specserve_kernels.program import EagerProgram, Model
+from specserve_kernels.quantize import quantize
 from specserve_kernels.reference.attention import attention, move_kv, plan, rope_write_kv
 from specserve_kernels.reference.layers import (
     copy,
@@ -45,6 +46,7 @@ __all__ = [
     "plan",
     "prepack",
     "program",
+    "quantize",
     "rms_norm",
     "rope_write_kv",
     "sample",
