@@ -10,24 +10,26 @@ import msgspec
 from specserve.errors import PromptTooLong, RequestError
 from specserve.exchange.sampling_params import Sampling, SamplingParams, resolve
 from specserve.models.chat_template import ChatTemplate, Message
-from specserve.models.defaults import GenerationDefaults, load_defaults
-from specserve.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
+from specserve.models.defaults import GenerationDefaults
+from specserve.models.source import open_source
+from specserve.models.tokenizer import Tokenizer, check_same_vocabulary
 
 PIECE = 16  # characters per token of the context: four times what English text has
 
 
 class TextFiles(NamedTuple):
-    """The parts of a model's folder that text processing needs."""
+    """The parts of a model that text processing needs."""
 
     tokenizer: Tokenizer
     defaults: GenerationDefaults
 
 
-def load_text_files(folder: Path, draft: Path | None = None) -> TextFiles:
-    """Load a folder's text files; ConfigError if broken, or if the draft's vocabulary differs."""
-    tokenizer, defaults = load_tokenizer(folder), load_defaults(folder)
+def load_text_files(model: Path, draft: Path | None = None) -> TextFiles:
+    """Load a model's text files; ConfigError if broken, or if the draft's vocabulary differs."""
+    source = open_source(model)
+    tokenizer, defaults = source.tokenizer(), source.defaults()
     if draft is not None:
-        check_same_vocabulary(tokenizer, load_tokenizer(draft))
+        check_same_vocabulary(tokenizer, open_source(draft).tokenizer())
     return TextFiles(tokenizer, defaults)
 
 

@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 from specserve.config import Config
 from specserve.errors import ConfigError
-from specserve.models.families import DecoderConfig, load_config
-from specserve.models.folder import check_tokenizer, scaled_from
-from specserve.models.weight_files import find_weights
+from specserve.models.families import DecoderConfig
+from specserve.models.source import open_source
 from specserve.selection import (
     check_drafter_name,
     context_length,
@@ -18,7 +17,7 @@ from specserve.selection import (
 
 
 class Folders(NamedTuple):
-    """The folders of a config's models."""
+    """The folders of a config's models, or their GGUF files."""
 
     target: Path
     draft: Path | None  # None where no drafter could use one
@@ -28,20 +27,20 @@ def check(config: Config) -> Folders:
     """ConfigError for the first mistake. A model that a hub id names is downloaded."""
     check_drafter_name(config)
     target, draft = resolve_model(config), None
-    shape = check_folder(target)
+    shape = check_model(target)
     context_length(config, shape)
     if may_need_draft_model(config):
         draft = resolve_draft(config)
-        check_vocabulary_size(shape, draft, check_folder(draft))
+        check_vocabulary_size(shape, draft, check_model(draft))
     return Folders(target, draft)
 
 
-def check_folder(folder: Path) -> DecoderConfig:
-    """The parsed config.json; ConfigError if files are missing. No weights are read."""
-    shape = load_config(folder)
-    scaled_from(folder)
-    find_weights(folder)
-    check_tokenizer(folder)
+def check_model(path: Path) -> DecoderConfig:
+    """The parsed config; ConfigError if files are missing. No weights are read."""
+    source = open_source(path)
+    shape = source.config()
+    source.scaled()
+    source.check()
     return shape
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from specserve.config import Config
 from specserve.errors import ConfigError
 from specserve.models.families import DecoderConfig
-from specserve.models.folder import Scaled, resolve, scaled_from
+from specserve.models.folder import Scaled, resolve
+from specserve.models.source import open_source
 from specserve_drafters import DrafterError
 from specserve_drafters.base import BUILTIN, drafter_options, find_drafter
 
@@ -69,7 +70,7 @@ def is_installed(name: str) -> bool:
 
 def scaled_models(folders: Iterable[Path | None]) -> list[Scaled]:
     """The models among them that `specserve bench scale-model` made."""
-    found = (scaled_from(folder) for folder in folders if folder is not None)
+    found = (open_source(folder).scaled() for folder in folders if folder is not None)
     return [scaled for scaled in found if scaled is not None]
 
 

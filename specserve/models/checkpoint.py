@@ -1,4 +1,4 @@
-"""A checkpoint's tensors: safetensors files mapped into memory, read one tensor at a time."""
+"""A checkpoint's tensors: files mapped into memory, read one tensor at a time."""
 
 import ctypes
 import mmap
@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specserve.errors import ConfigError
+from specserve.models.gguf.tensors import GgufTensors
 from specserve.models.quantized.stored import Stored
 from specserve.models.weight_files import INDEX, SINGLE, find_weights
 
@@ -26,14 +27,17 @@ def unquantized(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Stored]:
 
 
 class Checkpoint:
-    """The tensors of a folder by name. The files stay mapped for as long as this object lives."""
+    """The tensors of a folder, or of a GGUF file, by name.
+
+    The files stay mapped for as long as this object lives.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files: dict[str, Any] = {}  # tensor name -> the open file that holds it
-        shards = find_weights(folder)
+        shards = None if folder.is_file() else find_weights(folder)
         if shards is None:
-            file = open_file(folder / SINGLE)
+            file = GgufTensors(folder) if folder.is_file() else open_file(folder / SINGLE)
             self.files = dict.fromkeys(file.keys(), file)
         else:
             self.open_shards(shards)

@@ -73,8 +73,13 @@ def load_defaults(folder: Path) -> GenerationDefaults:
     """
     path = folder / FILE
     written = read_json(path) if path.exists() else {}
+    return read_defaults(path, written, eos(written) or eos(read_json(folder / "config.json")))
+
+
+def read_defaults(path: Path, written: dict[str, Any], eos_token_ids: Any) -> GenerationDefaults:
+    """The values in a generation_config.json; `path` is where they are written."""
     values = {key: written.get(key) for key in GenerationDefaults.__struct_fields__}
-    values["eos_token_ids"] = eos(written) or eos(read_json(folder / "config.json"))
+    values["eos_token_ids"] = eos_token_ids
     if written.get("do_sample") is False:
         values["temperature"] = 0.0
     warn_of_what_is_not_applied(path, written)

@@ -1,6 +1,7 @@
 """A model's folder: finding or downloading it, and reading its JSON files."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,11 @@ SCALED = "specserve_scaled"  # key in config.json of a demo that costs as much a
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 # Mistral's hub repositories hold their weights twice, Llama's keep another copy in a folder.
 UNWANTED = ["consolidated*", "*/*"]
+GGUF = ".gguf"
+FIRST_PART, LATER_PART = (
+    re.compile(r"-00001-of-\d{5}$"),
+    re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$"),
+)
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # any one of them is enough
 
 
@@ -25,12 +31,16 @@ class Scaled(msgspec.Struct, frozen=True):
 
 
 def resolve(path: str) -> Path:
-    """The local folder of a model: `path` itself, or a hub repository, downloaded if need be."""
+    """A model's folder or GGUF file: `path`, or a hub repository, downloaded if need be."""
     folder = Path(path).expanduser()
     if folder.is_dir():
+        return only_gguf(folder) or folder
+    if folder.suffix == GGUF and folder.exists():
         return folder
     if folder.exists():
-        raise ConfigError(f"{path}: a file; name the folder that holds config.json")
+        raise ConfigError(
+            f"{path}: a file; name the folder that holds config.json, or a {GGUF} file"
+        )
     if path.startswith(("/", ".", "~")) or path.count("/") > 1:
         raise ConfigError(f"{path}: no such folder; check the path, or give a hub id like org/name")
     from huggingface_hub import snapshot_download  # slow to import, and only needed to download
@@ -45,10 +55,26 @@ def resolve(path: str) -> Path:
         ) from e
 
 
+def only_gguf(folder: Path) -> Path | None:
+    """The GGUF file of a folder that holds one model and no other; of a split one the first part.
+
+    ConfigError if there are several.
+    """
+    if (folder / "config.json").exists():
+        return None
+    files = sorted(f for f in folder.glob(f"*{GGUF}") if not LATER_PART.search(f.name))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ConfigError(f"{folder}: {len(files)} models, {names}; name one of the files")
+    return files[0] if files else None
+
+
 def name_of(path: str) -> str:
-    """A model's name: that of its folder, or its hub id."""
-    folder = Path(path).expanduser()
-    return folder.resolve().name if folder.is_dir() else path
+    """A model's name: that of its folder, that of its GGUF file without ending, or its hub id."""
+    file = Path(path).expanduser()
+    if file.suffix == GGUF:
+        return FIRST_PART.sub("", file.stem)
+    return file.resolve().name if file.is_dir() else path
 
 
 def check_tokenizer(folder: Path) -> None:
@@ -75,7 +101,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError as e:
         raise ConfigError(
             f"{path}: missing; a model is a folder in the Hugging Face layout, with config.json, "
-            "*.safetensors and a tokenizer"
+            "*.safetensors and a tokenizer, or a .gguf file"
         ) from e
     except OSError as e:
         raise ConfigError(f"{path}: cannot be read ({e.strerror}); check its permissions") from e

@@ -13,8 +13,9 @@ from specserve.errors import ConfigError
 from specserve.models import families, rotary
 from specserve.models.checkpoint import Checkpoint
 from specserve.models.decoder import Decoder, Layer, Weights
-from specserve.models.families import DecoderConfig, load_config
+from specserve.models.families import DecoderConfig
 from specserve.models.quantized.maps import QuantizedMaps
+from specserve.models.source import open_source
 from specserve_drafters.tree import TREE_SLOTS
 from specserve_kernels import Codes, Ops, QKNorm, Rotary
 
@@ -36,7 +37,7 @@ def load_decoder(
     Files are mapped, and a tensor's pages are dropped as soon as it is packed: the weights are
     never resident twice.
     """
-    config = load_config(folder)
+    config = open_source(folder).config()
     checkpoint = Checkpoint(folder)
     shapes = families.tensor_shapes(config)
     if "lm_head" in checkpoint.suffixes:  # used even where config.json says that it is tied
@@ -55,7 +56,7 @@ def load_decoder(
 
 def weight_bytes(folder: Path, dtype: str, ops: Ops) -> int:
     """The bytes of a model's weights once `load_decoder` has loaded them."""
-    checkpoint, shapes = Checkpoint(folder), families.tensor_shapes(load_config(folder))
+    checkpoint, shapes = Checkpoint(folder), families.tensor_shapes(open_source(folder).config())
     numbers = sum(map(math.prod, shapes.values()))
     return numbers * compute_dtype(dtype, checkpoint, ops).itemsize
 
@@ -65,7 +66,7 @@ def compute_dtype(dtype: str, checkpoint: Checkpoint, ops: Ops) -> torch.dtype:
         return DTYPES[dtype]
     if dtype != "auto":
         raise ConfigError(f"dtype {dtype!r} is not known; use auto, bf16 or fp32")
-    is_fp32 = checkpoint.dtype(EMBEDDING) == torch.float32
+    is_fp32 = EMBEDDING in checkpoint and checkpoint.dtype(EMBEDDING) == torch.float32
     return torch.float32 if is_fp32 or not ops.has_bf16() else torch.bfloat16
 
 

@@ -8,13 +8,14 @@ import msgspec
 
 SUPPORTED = ("default", "linear", "llama3", "yarn")
 LENGTH_BOUND = ("dynamic", "longrope")
+FACTORS = "factors"  # of each frequency: a GGUF file has what llama3 gives, and no config.json this
 LEAST, MOST = 1e-6, 1e18  # of any number here: frequencies are then finite in float32
 
 
 class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
     """The kind of rotary embedding and its numbers; `rotary.frequencies` has the formulas."""
 
-    kind: str  # one of SUPPORTED
+    kind: str  # one of SUPPORTED, or FACTORS
     theta: float
     factor: float = 1.0  # linear, llama3, yarn: by which positions are stretched
     original_length: int = 0  # llama3, yarn: context length before stretching
@@ -24,6 +25,7 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
     attention_factor: float = 1.0  # yarn: multiplies all cosines and sines
+    factors: tuple[float, ...] = ()  # FACTORS: by which frequencies are divided, [D/2]
 
 
 def parse(fields: Mapping[str, Any], default_theta: float, max_positions: int) -> RopeParameters:
@@ -44,6 +46,9 @@ def parse(fields: Mapping[str, Any], default_theta: float, max_positions: int) -
         return RopeParameters(kind=kind, theta=theta)
     if kind == "linear":
         return RopeParameters(kind=kind, theta=theta, factor=number(rope, "factor"))
+    if kind == FACTORS:
+        factors = tuple(number({"factors": factor}, "factors") for factor in given(rope, "factors"))
+        return RopeParameters(kind=kind, theta=theta, factors=factors)
     if "original_max_position_embeddings" in fields:
         rope["original_max_position_embeddings"] = fields["original_max_position_embeddings"]
     rope.setdefault("original_max_position_embeddings", max_positions)
@@ -56,7 +61,7 @@ def refuse_unsupported(kind: Any, rope: Mapping[str, Any]) -> None:
             f"rope type {kind!r} is not supported: its frequencies depend on the length of the "
             f"batch, and so would a token's KV; {', '.join(SUPPORTED)} are supported"
         )
-    if kind not in SUPPORTED:
+    if kind not in (*SUPPORTED, FACTORS):
         raise ValueError(f"rope type {kind!r} is not supported: {', '.join(SUPPORTED)} are")
     if any(isinstance(value, dict) for value in rope.values()):
         raise ValueError("rope_parameters by layer type are not supported: one for all layers is")

@@ -20,6 +20,8 @@ def frequencies(rope: RopeParameters, head_dim: int) -> Tensor:
             return inverse / rope.factor
         case "llama3":
             return llama3(rope, inverse)
+        case "factors":
+            return inverse / torch.tensor(rope.factors)
         case "yarn":
             return yarn(rope, head_dim)
     return inverse

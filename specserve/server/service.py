@@ -18,6 +18,7 @@ from specserve.exchange.sampling_params import SamplingParams, choices_of
 from specserve.input_processor import InputProcessor
 from specserve.models.chat_template import ChatTemplate, Message
 from specserve.models.folder import Scaled, name_of
+from specserve.models.source import open_source
 from specserve.server.body import BodyReader
 from specserve.server.live_completion import Arrival, LiveCompletion
 from specserve.server.metrics import Metrics
@@ -232,9 +233,6 @@ def served_name(config: Config) -> str:
 def fingerprint(folder: Path, ready: Ready) -> str:
     """A hash of all that texts depend on besides the request; equal for every drafter."""
     digest = hashlib.sha256(f"{VERSION} {ready.dtype} {ready.arithmetic}".encode())
-    for file in sorted([*folder.glob("*.json"), *folder.glob("*.jinja")]):
-        digest.update(file.read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as weights:  # the first MiB only: reading all would take minutes
-            digest.update(f"{file.name} {file.stat().st_size}".encode() + weights.read(1 << 20))
+    for part in open_source(folder).identity():
+        digest.update(part)
     return f"fp_{digest.hexdigest()[:12]}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from specserve.models.gguf.format import Gguf
 from specserve.models.quantized.awq import Awq
 from specserve.models.quantized.compressed import Compressed
 from specserve.models.quantized.config import Quantization
@@ -13,6 +14,7 @@ FORMATS: dict[str, Callable[[Quantization], Format]] = {
     "awq": Awq,
     "compressed-tensors": Compressed,
     "fp8": Floats,
+    "gguf": Gguf,
     "gptq": Gptq,
 }
 

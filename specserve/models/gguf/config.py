@@ -1,0 +1,131 @@
+"""A GGUF file's metadata, said in the words of a config.json."""
+
+import struct
+from typing import Any
+
+from specserve.models.families import MAX_HEAD_DIM, MAX_LAYERS
+from specserve.models.gguf.header import Header, Tensor
+from specserve.models.gguf.names import EMBEDDING, HEAD, ROPE_FACTORS
+
+ARCHITECTURES = {  # Mistral is a llama there
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+HEADS = "attention.head_count"
+NAMES = {  # key after the architecture's name, of those that must be there -> field of config.json
+    HEADS: "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+}
+YARN = {
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+WITHOUT_EFFECT: dict[str, Any] = {  # keys that change the model -> the value that does not
+    "attention.causal": True,
+    "attention.clamp_kqv": 0.0,
+    "attention.max_alibi_bias": 0.0,
+    "attention.scale": 0.0,
+    "attention.sliding_window_pattern": None,
+    "attn_logit_softcapping": 0.0,
+    "embedding_scale": 0.0,
+    "expert_count": 0,
+    "final_logit_softcapping": 0.0,
+    "logit_scale": 0.0,
+    "residual_scale": 0.0,
+    "rope.dimension_sections": None,
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+}
+
+
+def read_config(header: Header) -> dict[str, Any]:
+    """The fields of a config.json; ValueError for what is not supported."""
+    architecture = find_architecture(header)
+    values = keys_of(header, architecture)
+    for key, neutral in WITHOUT_EFFECT.items():
+        if key in values and values[key] != neutral:
+            raise ValueError(f"{architecture}.{key} = {values[key]!r} is not supported")
+    for key in NAMES:
+        if key not in values:
+            raise ValueError(f"the key {architecture}.{key} is missing")
+    if EMBEDDING not in header.tensors:
+        raise ValueError(f"the tensor {EMBEDDING} is missing")
+    fields = {NAMES[key]: values[key] for key in NAMES} | {
+        "architectures": [ARCHITECTURES[architecture]],
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "head_dim": head_size(architecture, values),
+        "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
+        "num_key_value_heads": values.get("attention.head_count_kv", values[HEADS]),
+        "rope_theta": values.get("rope.freq_base", 10_000.0),
+        "tie_word_embeddings": HEAD not in header.tensors,
+        "vocab_size": header.tensors[EMBEDDING].shape[0],
+    }
+    return fields | windows(values) | rope(header, values, fields)
+
+
+def find_architecture(header: Header) -> str:
+    named = header.metadata.get("general.architecture")
+    if not isinstance(named, str) or named not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
+        raise ValueError(f"general.architecture = {named!r} is not supported: {supported} are")
+    return named
+
+
+def keys_of(header: Header, architecture: str) -> dict[str, Any]:
+    prefix = f"{architecture}."
+    return {k.removeprefix(prefix): v for k, v in header.metadata.items() if k.startswith(prefix)}
+
+
+def head_size(architecture: str, values: dict[str, Any]) -> Any:
+    """The one size of keys, of values, and of what is rotated of them; None: hidden_size tells."""
+    size = values.get("attention.key_length")
+    for key in ("attention.value_length", "rope.dimension_count"):
+        other = values.get(key, size)
+        size = other if size is None else size
+        if other != size:
+            raise ValueError(
+                f"{architecture}.{key} = {other!r} is not supported: only a head's {size!r} is"
+            )
+    return size
+
+
+def windows(values: dict[str, Any]) -> dict[str, Any]:
+    """A sliding window is all layers'."""
+    window, layers = values.get("attention.sliding_window"), values["block_count"]
+    if not window or not isinstance(layers, int) or layers > MAX_LAYERS:
+        return {}
+    kinds = ["sliding_attention"] * layers
+    return {"sliding_window": window, "use_sliding_window": True, "layer_types": kinds}
+
+
+def rope(header: Header, values: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """rope_scaling, where there is any."""
+    kind = values.get("rope.scaling.type", "linear" if "rope.scale_linear" in values else "none")
+    factors = header.tensors.get(ROPE_FACTORS)
+    if factors is not None:
+        if kind != "none":
+            raise ValueError(f"{ROPE_FACTORS} beside rope.scaling.type = {kind!r} is not supported")
+        return {"rope_scaling": {"rope_type": "factors", "factors": rope_factors(factors)}}
+    if kind == "none":
+        return {}
+    factor = values.get("rope.scaling.factor", values.get("rope.scale_linear", 1.0))
+    others = {name: values[key] for key, name in YARN.items() if key in values}
+    return {"rope_scaling": {"rope_type": kind, "factor": factor} | others}
+
+
+def rope_factors(tensor: Tensor) -> list[float]:
+    """What llama3's formula gives is stored, and not its parameters."""
+    if tensor.type.name != "F32" or len(tensor.shape) > 1 or tensor.shape[0] > MAX_HEAD_DIM // 2:
+        raise ValueError(f"{ROPE_FACTORS} is no list of F32, one for each pair of a head")
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.offset)
+        return list(struct.unpack(f"<{tensor.shape[0]}f", file.read(tensor.size)))

@@ -1,0 +1,123 @@
+"""A model in a GGUF file, or in the parts of a split one. Does not import torch."""
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+
+from specserve.errors import ConfigError
+from specserve.models import families
+from specserve.models.chat_template import ChatTemplate
+from specserve.models.defaults import GenerationDefaults, read_defaults
+from specserve.models.families import DecoderConfig
+from specserve.models.folder import Scaled
+from specserve.models.gguf.blocks import QUANTIZED
+from specserve.models.gguf.config import read_config
+from specserve.models.gguf.header import Header, read_header
+from specserve.models.gguf.names import ROPE_FACTORS, checkpoint_name, file_name
+from specserve.models.gguf.tokenizer import build_tokenizer
+from specserve.models.gguf.vocabulary import Vocabulary
+from specserve.models.quantized.config import Quantization
+from specserve.models.source import IDENTIFYING
+from specserve.models.tokenizer import Tokenizer
+
+SAMPLING = {  # general.sampling.* -> generation_config.json
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+}
+TEMPLATE = "tokenizer.chat_template"
+
+
+class GgufFile:
+    """Source of a model: `path` is the file, or the first of its parts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def header(self) -> Header:
+        return read_header(self.path)
+
+    def config(self) -> DecoderConfig:
+        header = self.header
+        try:
+            config = families.parse(read_config(header))
+        except ValueError as e:
+            raise ConfigError(f"{self.path}: {e}; take another model, or another file of it") from e
+        if all(tensor.type.is_plain for tensor in header.tensors.values()):
+            return config
+        return msgspec.structs.replace(config, quantization=Quantization(method="gguf"))
+
+    def scaled(self) -> Scaled | None:
+        return None
+
+    def defaults(self) -> GenerationDefaults:
+        metadata = self.header.metadata
+        written = {
+            field: metadata[f"general.sampling.{key}"]
+            for key, field in SAMPLING.items()
+            if f"general.sampling.{key}" in metadata
+        }
+        return read_defaults(self.path, written, self.vocabulary.ends())
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        header = self.header
+        try:
+            return Vocabulary(header.metadata)
+        except ValueError as e:
+            raise self.refusal(e) from e
+
+    def tokenizer(self) -> Tokenizer:
+        vocabulary, source = self.vocabulary, self.header.metadata.get(TEMPLATE)
+        try:
+            backend, named = build_tokenizer(vocabulary), vocabulary.named()
+        except Exception as e:  # the library raises errors of many types
+            raise self.refusal(e) from e
+        template = ChatTemplate(source, named) if isinstance(source, str) and source else None
+        return Tokenizer(backend, str(self.path), template)
+
+    def refusal(self, e: Exception) -> ConfigError:
+        return ConfigError(
+            f"{self.path}: its tokenizer cannot be built ({e}); take another file of the model, or "
+            "its folder in the Hugging Face layout"
+        )
+
+    def check(self) -> None:
+        """ConfigError if a tensor is missing, of a wrong shape or type, or would not be used."""
+        config, tensors = self.config(), self.header.tensors
+        expected = families.tensor_shapes(config)
+        for name, shape in expected.items():
+            self.check_tensor(file_name(name), shape)
+        for name in tensors:
+            if checkpoint_name(name) not in expected and name != ROPE_FACTORS:
+                raise ConfigError(
+                    f"{self.path}: the tensor {name!r:.80} has no place in a "
+                    f"{config.architecture}; take a file of a supported architecture"
+                )
+
+    def check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
+        found = self.header.tensors.get(name)
+        if found is None:
+            raise ConfigError(f"{self.path}: the tensor {name} is missing; download the file again")
+        if found.shape != shape:
+            raise ConfigError(
+                f"{self.path}: the tensor {name} has the shape {list(found.shape)}, and the "
+                f"metadata ask for {list(shape)}; download the file again"
+            )
+        if len(shape) == 1 and found.type.name in QUANTIZED:
+            raise ConfigError(
+                f"{self.path}: the tensor {name} has the type {found.type.name}, and only linear "
+                "maps may be quantized; take another quantization of the model"
+            )
+
+    def identity(self) -> Iterator[bytes]:
+        header = self.header
+        for file in sorted({self.path, *(tensor.file for tensor in header.tensors.values())}):
+            size = header.data_offset if file == self.path else 0
+            with file.open("rb") as data:
+                yield f"{file.stat().st_size}".encode() + data.read(size + IDENTIFYING)

@@ -1,0 +1,96 @@
+"""A tokenizer built from a GGUF file's metadata: byte-level BPE, or SentencePiece's."""
+
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+
+from specserve.models.gguf.pretokenizers import PreTokenizer, find_pre_tokenizer
+from specserve.models.gguf.vocabulary import Kind, Vocabulary
+
+
+def build_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
+    """ValueError if the metadata describe none that is supported."""
+    if vocabulary.model == "gpt2":
+        pre = find_pre_tokenizer(vocabulary.get("pre"))
+        backend, adds_bos = byte_level(vocabulary, pre), pre.adds_bos
+    else:
+        backend, adds_bos = sentencepiece(vocabulary), True
+    special = vocabulary.of_kind(Kind.CONTROL, Kind.UNKNOWN)
+    backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
+    others = vocabulary.of_kind(Kind.USER_DEFINED)
+    backend.add_tokens([AddedToken(t, normalized=False, special=False) for t in others])
+    add_ends(backend, vocabulary, adds_bos)
+    return backend
+
+
+def byte_level(vocabulary: Vocabulary, pre: PreTokenizer) -> Tokenizer:
+    merges = [split_merge(merge) for merge in vocabulary.array("merges").strings()]
+    model = models.BPE(vocabulary.ids, merges, ignore_merges=pre.takes_whole_words)
+    backend = Tokenizer(model)
+    if pre.is_nfc:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre.pre_tokenizer()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def split_merge(merge: str) -> tuple[str, str]:
+    left, _, right = merge[1:].partition(" ")
+    return merge[:1] + left, right
+
+
+def sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
+    """BPE over whole texts in which ▁ stands for a space, with bytes for unknown characters."""
+    unknown = vocabulary.named().get("unk_token")
+    model = models.BPE(
+        vocabulary.ids,
+        merges_by_score(vocabulary),
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    backend, spaces = Tokenizer(model), normalizers.Replace(" ", "▁")
+    begins = vocabulary.flag("add_space_prefix", True)
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if begins:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        backend.normalizer = spaces
+    backend.decoder = decoders.Sequence(steps)
+    return backend
+
+
+def merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    """The merges of SentencePiece's BPE, which has none: what gives the best token goes first.
+
+    Equal ones are ordered as in the tokenizer.json that transformers writes.
+    """
+    if vocabulary.get("merges") is not None:
+        return [split_merge(merge) for merge in vocabulary.array("merges").strings()]
+    scores, ids = vocabulary.numbers("scores"), vocabulary.ids
+    if not scores:
+        raise ValueError("tokenizer.ggml.scores is missing")
+    found = [
+        (scores[id], i, len(token) - i, token)
+        for token, id in ids.items()
+        for i in range(1, len(token))
+        if token[:i] in ids and token[i:] in ids
+    ]
+    found.sort(key=lambda merge: merge[:3], reverse=True)
+    return [(token[:i], token[i:]) for _, i, _, token in found]
+
+
+def add_ends(backend: Tokenizer, vocabulary: Vocabulary, adds_bos: bool) -> None:
+    """Put bos before texts and eos behind them, where the file asks for it."""
+    named, before, behind = vocabulary.named(), None, None
+    if vocabulary.flag("add_bos_token", adds_bos):
+        before = named.get("bos_token")
+    if vocabulary.flag("add_eos_token", False):
+        behind = named.get("eos_token")
+    if before is None and behind is None:
+        return
+    single = " ".join(filter(None, (before, "$A", behind)))
+    pair = " ".join(filter(None, (before, "$A", before, "$B", behind)))
+    tokens = [(token, vocabulary.ids[token]) for token in {before, behind} if token]
+    backend.post_processor = processors.TemplateProcessing(single, pair, tokens)

@@ -1,0 +1,105 @@
+"""The vocabulary in a GGUF file's metadata, and which of its tokens are special."""
+
+from enum import IntEnum
+from typing import Any
+
+from specserve.models.gguf.cursor import Array, Value
+
+PREFIX = "tokenizer.ggml."
+NAMED = {  # as chat templates know them -> their keys in the file
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",  # spelled so
+    "pad_token": "padding_token_id",
+    "mask_token": "mask_token_id",
+}
+SENTENCEPIECE_IDS = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # by default
+ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+NEEDED = ("bos_token_id", *ENDS)  # wrong ids of others, as some files have, do no harm
+# Control tokens that end an answer, whatever the file says of them; llama.cpp stops at them, too.
+END_TEXTS = (
+    "</s>",
+    "<EOT>",
+    "<|end_of_text|>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|im_end|>",
+)
+
+
+class Kind(IntEnum):
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+class Vocabulary:
+    """The fields of a tokenizer; ValueError where they are missing or do not fit each other."""
+
+    def __init__(self, metadata: dict[str, Value | Array]) -> None:
+        self.metadata = metadata
+        self.model = self.get("model")
+        if self.model not in ("gpt2", "llama"):
+            raise ValueError(f"{PREFIX}model = {self.model!r} is not supported: gpt2 and llama are")
+        self.tokens = self.array("tokens").strings()
+        self.kinds = self.numbers("token_type") or [Kind.NORMAL] * len(self.tokens)
+        kept = [(token, id) for id, token in enumerate(self.tokens) if not self.is_filler(id)]
+        self.ids = dict(kept)
+        if len(self.ids) < len(kept):
+            raise ValueError(f"{PREFIX}tokens has a token twice")
+
+    def get(self, key: str) -> Any:
+        return self.metadata.get(PREFIX + key)
+
+    def array(self, key: str) -> Array:
+        value = self.get(key)
+        if not isinstance(value, Array):
+            raise ValueError(f"{PREFIX}{key} is missing, or is no array")
+        return value
+
+    def numbers(self, key: str) -> list[Any]:
+        """A number for each token; none if there are none."""
+        if self.get(key) is None:
+            return []
+        numbers = self.array(key).numbers()
+        if len(numbers) != len(self.tokens):
+            raise ValueError(f"{PREFIX}{key} has {len(numbers)} for {len(self.tokens)} tokens")
+        return numbers
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key)
+        return value if isinstance(value, bool) else default
+
+    def is_filler(self, id: int) -> bool:
+        """Whether it stands for an id of the embedding that has no token."""
+        return self.kinds[id] == Kind.UNUSED and self.tokens[id] == f"[PAD{id}]"
+
+    def of_kind(self, *kinds: Kind) -> list[str]:
+        return [token for token, id in self.ids.items() if self.kinds[id] in kinds]
+
+    def named(self) -> dict[str, str]:
+        """The special tokens that have names."""
+        found = {name: self.token_at(key) for name, key in NAMED.items()}
+        return {name: token for name, token in found.items() if token is not None}
+
+    def token_at(self, key: str) -> str | None:
+        id = self.get(key)
+        if id is None and self.model == "llama":
+            id = SENTENCEPIECE_IDS.get(key)
+        if isinstance(id, int) and 0 <= id < len(self.tokens) and not self.is_filler(id):
+            return self.tokens[id]
+        if id is not None and key in NEEDED:
+            raise ValueError(f"{PREFIX}{key} = {id!r} is none of its {len(self.tokens)} tokens")
+        return None
+
+    def ends(self) -> list[int]:
+        """The tokens that end an answer, the one that the file names first."""
+        control = set(self.of_kind(Kind.CONTROL))
+        found = [self.token_at(key) for key in ENDS] + [t for t in END_TEXTS if t in control]
+        return list(dict.fromkeys(self.ids[token] for token in found if token is not None))

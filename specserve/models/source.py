@@ -1,0 +1,72 @@
+"""What a model is read from: a folder in the Hugging Face layout, or a GGUF file.
+
+Does not import torch: `Checkpoint` reads the weights of both.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from specserve.models.defaults import GenerationDefaults, load_defaults
+from specserve.models.families import DecoderConfig, load_config
+from specserve.models.folder import Scaled, check_tokenizer, scaled_from
+from specserve.models.tokenizer import Tokenizer, load_tokenizer
+from specserve.models.weight_files import find_weights
+
+IDENTIFYING = 1 << 20  # bytes of a file of weights: reading all would take minutes
+
+
+class Source(Protocol):
+    """All of a model but its weights. ConfigError says what is wrong with them."""
+
+    def config(self) -> DecoderConfig: ...
+
+    def defaults(self) -> GenerationDefaults: ...
+
+    def tokenizer(self) -> Tokenizer: ...
+
+    def scaled(self) -> Scaled | None: ...
+
+    def check(self) -> None:
+        """ConfigError if weights or tokenizer are missing. No weights are read."""
+        ...
+
+    def identity(self) -> Iterator[bytes]:
+        """Bytes that differ between models, as far as that can be told without reading all."""
+        ...
+
+
+class Folder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def config(self) -> DecoderConfig:
+        return load_config(self.path)
+
+    def defaults(self) -> GenerationDefaults:
+        return load_defaults(self.path)
+
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.path)
+
+    def scaled(self) -> Scaled | None:
+        return scaled_from(self.path)
+
+    def check(self) -> None:
+        find_weights(self.path)
+        check_tokenizer(self.path)
+
+    def identity(self) -> Iterator[bytes]:
+        for file in sorted([*self.path.glob("*.json"), *self.path.glob("*.jinja")]):
+            yield file.read_bytes()
+        for file in sorted(self.path.glob("*.safetensors")):
+            with file.open("rb") as weights:
+                yield f"{file.name} {file.stat().st_size}".encode() + weights.read(IDENTIFYING)
+
+
+def open_source(path: Path) -> Source:
+    if not path.is_file():
+        return Folder(path)
+    from specserve.models.gguf.source import GgufFile  # few models need it
+
+    return GgufFile(path)
