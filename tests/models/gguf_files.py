@@ -1,0 +1,183 @@
+"""Tiny models in GGUF, written with the `gguf` package as llama.cpp's converter writes them.
+
+Beside each stands the same model as a checkpoint, with the values that its blocks mean.
+"""
+
+import json
+import math
+from typing import NamedTuple
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType, SpecialVocab, TokenType
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from transformers import AutoConfig
+
+from tests.checkpoints import tiny_checkpoint
+
+WEIGHTS = "model.safetensors"
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES |= {"smollm3": "smollm3"}
+TYPES = "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"
+HALVES = {"Q4_K": {0: 3e-4, 2: 2e-3}, "Q5_K": {0: 1.5e-4, 2: 2e-3}, "Q6_K": {208: 1e-4}}
+WIDE = {"hidden_size": 256, "intermediate_size": 256}  # of which every type has whole blocks
+
+
+class Pair(NamedTuple):
+    file: object
+    plain: object  # the folder of a checkpoint that means the same
+
+
+def write(
+    folder,
+    family="qwen3",
+    type="Q8_0",
+    *,
+    pre="gpt-2",
+    files=None,
+    edit=None,
+    parts=0,
+    **overrides,
+):
+    """A model of which every linear map has the type, and the embedding, too.
+
+    `type` may be a function of llama.cpp's name; `files` are texts of the checkpoint's other files;
+    `edit` changes the writer before it writes; `parts` is the number of tensors in a part.
+    """
+    plain = tiny_checkpoint(folder / "plain", family, **overrides)
+    add_generation_config(plain)
+    for name, text in (files or {}).items():
+        (plain / name).write_text(text, encoding="utf-8")
+    config = AutoConfig.from_pretrained(plain)
+    file = folder / "model.gguf"
+    writer = GGUFWriter(file, ARCHITECTURES[config.model_type], split_max_tensors=parts)
+    add_shape(writer, config)
+    add_tokenizer(writer, plain, pre)
+    add_tensors(writer, plain, config, type)
+    if edit is not None:
+        edit(writer)
+    writer.write_header_to_file(file)
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    files = sorted(folder.glob("*.gguf"))
+    return Pair(files[0], plain)
+
+
+def add_generation_config(folder):
+    config = json.loads((folder / "config.json").read_text())
+    written = {"eos_token_id": config["eos_token_id"], "temperature": 0.5, "top_k": 20}
+    (folder / "generation_config.json").write_text(json.dumps(written | {"top_p": 0.75}))
+
+
+def add_shape(writer, config):
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_rope_dimension_count(config.head_dim)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_factors(config, rope))
+    writer.add_sampling_temp(0.5)
+    writer.add_sampling_top_k(20)
+    writer.add_sampling_top_p(0.75)
+
+
+def llama3_factors(config, rope):
+    """By which llama3 divides each frequency."""
+    low, high, factor = (rope[f"{name}factor"] for name in ("low_freq_", "high_freq_", ""))
+    original, factors = rope["original_max_position_embeddings"], []
+    for i in range(0, config.head_dim, 2):
+        turns = original / (2 * math.pi * rope["rope_theta"] ** (i / config.head_dim))
+        smooth = min(1, max(0, (turns - low) / (high - low)))
+        factors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors, dtype=np.float32)
+
+
+def add_tokenizer(writer, folder, pre):
+    """`pre` None: SentencePiece's, of which tokenizer.json has a score for each token."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    written = json.loads((folder / "tokenizer.json").read_text())
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    texts = {id: text for text, id in tokenizer.get_vocab().items()}
+    added = tokenizer.get_added_tokens_decoder()
+    tokens, types = [], []
+    for id in range(max(size, len(texts))):
+        tokens.append(texts.get(id, f"[PAD{id}]"))
+        types.append(token_type(tokens[-1], added.get(id), id in texts, pre))
+    writer.add_tokenizer_model("gpt2" if pre else "llama")
+    writer.add_tokenizer_pre(pre or "default")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    if not pre:
+        ranks = {
+            "".join(merge): i for i, merge in reversed([*enumerate(written["model"]["merges"])])
+        }
+        writer.add_token_scores([-float(ranks.get(token, 1e6)) for token in tokens])
+    SpecialVocab(folder, load_merges=bool(pre)).add_to_gguf(writer, quiet=True)
+
+
+def token_type(text, added, is_known, pre):
+    if not is_known:
+        return TokenType.UNUSED
+    if added is not None:
+        is_unknown = text == "<unk>" and not pre
+        kind = TokenType.CONTROL if added.special else TokenType.USER_DEFINED
+        return TokenType.UNKNOWN if is_unknown else kind
+    return TokenType.BYTE if text.startswith("<0x") and not pre else TokenType.NORMAL
+
+
+def add_tensors(writer, plain, config, type):
+    architecture = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[writer.arch]
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    meant = {}
+    for name, tensor in load_file(plain / WEIGHTS).items():
+        theirs = names.get_name(name, (".weight", ".bias"))
+        kind = kind_of(tensor, type(theirs) if callable(type) else type)
+        stored = quantized(tensor.numpy(), kind)
+        values = gguf.quants.dequantize(stored, kind)
+        meant[name] = torch.from_numpy(values.reshape(tensor.shape).copy())
+        if writer.arch in ("llama", "smollm3") and theirs.split(".")[-2] in ("attn_q", "attn_k"):
+            heads = len(stored) // config.head_dim
+            halves = stored.reshape(heads, 2, -1, *stored.shape[1:])
+            stored = halves.swapaxes(1, 2).reshape(stored.shape)
+        writer.add_tensor(theirs, stored, raw_dtype=kind)
+    save_file(meant, plain / WEIGHTS, metadata={"format": "pt"})
+
+
+def kind_of(tensor, name):
+    """Rows that the type's blocks do not divide get another, as llama.cpp gives them."""
+    kind = GGMLQuantizationType[name if tensor.dim() == 2 else "F32"]
+    width, _ = gguf.GGML_QUANT_SIZES[kind]
+    return kind if tensor.shape[-1] % width == 0 else GGMLQuantizationType.Q8_0
+
+
+def quantized(values, kind):
+    """Blocks of the values; for types that the package cannot write, random blocks."""
+    if kind.name not in HALVES:
+        return gguf.quants.quantize(values, kind)
+    width, size = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(values.size)
+    blocks = random.integers(
+        256, size=(len(values), values.shape[1] // width, size), dtype=np.uint8
+    )
+    for place, scale in HALVES[kind.name].items():
+        halves = np.full((*blocks.shape[:2], 1), scale, dtype=np.float16)
+        blocks[..., place : place + 2] = halves.view(np.uint8)
+    return blocks.reshape(len(values), -1)
