@@ -20,7 +20,6 @@ from transformers import Qwen2Tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.tokenization_utils_base import generate_merges
 
-from specserve.errors import ConfigError
 from specserve.models.source import open_source
 from tests.models.gguf_files import write
 from tests.models.test_tokenizer_parity import TEXTS
@@ -39,7 +38,7 @@ TRICKY = [
     "  leading and trailing  ",
     "/* comment */ // x\n\n/path/to",
     "<|im_end|>the<|im_end|> <|im_end|>\n<think> the</think>x",
-    "ｆｕｌｌ　ｗｉｄｔｈ ٣٤٥ ½ Ⅷ $100 <=> ~^|`",
+    "\uff46\uff55\uff4c\u3000\uff57 ٣٤٥ ½ Ⅷ $100 <=> ~^|`",
 ]
 
 

@@ -1,0 +1,280 @@
+"""A GGUF file is the same model as the checkpoint that means the same."""
+
+import itertools
+import random
+import shutil
+
+import gguf
+import msgspec
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers.utils import logging
+
+from specserve import LLM, SamplingParams
+from specserve.config import load_config
+from specserve.errors import ConfigError
+from specserve.models.folder import name_of, resolve
+from specserve.models.gguf.blocks import OTHERS, TYPES
+from specserve.models.gguf.format import READERS
+from specserve.models.gguf.header import read_header
+from specserve.models.loader import load_decoder
+from specserve.models.rotary import frequencies
+from specserve.models.source import open_source
+from specserve.server.service import served_name
+from specserve_kernels import Codes, cpu, reference
+from tests.models import gguf_files
+from tests.models.forward import logits, prompt
+from tests.models.gguf_files import WEIGHTS, WIDE, write
+
+QUANTIZED = [type.name for type in TYPES.values() if not type.is_plain]
+EXACT = {"Q4_0": 4, "Q5_0": 8, "Q8_0": 8, "Q6_K": 8}  # those that are codes, and of how many bits
+
+
+def test_types_are_those_of_the_gguf_package():
+    for number, type in TYPES.items():
+        kind = GGMLQuantizationType(number)
+        assert (type.name, gguf.GGML_QUANT_SIZES[kind]) == (kind.name, (type.width, type.size))
+    for number, name in OTHERS.items():
+        assert GGMLQuantizationType(number).name == name
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_blocks_mean_what_the_gguf_package_says(name):
+    _, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    blocks = np.random.default_rng(0).integers(256, size=(64, 3, size), dtype=np.uint8)
+    for place in gguf_files.HALVES.get(name, {0: 0.0, 2: 0.0} if name[-1] == "1" else {0: 0.0}):
+        halves = np.linspace(-2, 2, 64 * 3, dtype=np.float16).reshape(64, 3, 1)
+        blocks[..., place : place + 2] = halves.view(np.uint8)
+    want = gguf.quants.dequantize(blocks.reshape(64, -1), GGMLQuantizationType[name])
+    got = READERS[name](torch.from_numpy(blocks))
+    assert isinstance(got, Codes) == (name in EXACT)
+    if isinstance(got, Codes):
+        assert (got.bits, int(got.q.max()) >> got.bits) == (EXACT[name], 0)
+        got = got.widen(torch.float32)
+    assert np.array_equal(got.numpy(), want)
+
+
+@pytest.fixture(scope="module", params=gguf_files.TYPES)
+def of_type(request, tmp_path_factory):
+    """A llama, whose rows of queries and keys llama.cpp has in another order."""
+    return write(tmp_path_factory.mktemp("model"), "llama", request.param, **WIDE)
+
+
+@pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+def test_logits_are_those_of_the_values_that_are_meant(of_type, ops):
+    ids = prompt(320, 37)
+    got = logits(load_decoder(of_type.file, "fp32", ops), ids)
+    want = logits(load_decoder(of_type.plain, "fp32", ops), ids)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_transformers_reads_these_values(of_type):
+    """So the checkpoint beside the file is right."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(of_type.plain))
+    logging.disable_progress_bar()
+    read = load_gguf_checkpoint(str(of_type.file), return_tensors=True, model_to_load=model)
+    want = load_file(of_type.plain / WEIGHTS)
+    assert all(torch.equal(read["tensors"][name], tensor) for name, tensor in want.items())
+
+
+ROPE = {"original_max_position_embeddings": 128, "rope_theta": 5e5, "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SMOLLM3 = {"model_type": "smollm3", "num_hidden_layers": 4}
+MODELS = {  # family, what departs from its tiny checkpoint
+    "llama": ("llama", {}),
+    "llama, tied": ("smollm", {}),
+    "llama, every linear map with a bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "smollm3": ("llama", SMOLLM3),
+    "rope linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
+    "rope llama3": ("llama", {"rope_parameters": ROPE | LLAMA3}),
+    "rope yarn": ("qwen3", {"rope_parameters": ROPE | {"rope_type": "yarn"}}),
+}
+
+
+@pytest.mark.parametrize(("family", "overrides"), MODELS.values(), ids=MODELS)
+def test_the_config_and_the_logits_are_those_of_the_checkpoint(tmp_path, family, overrides):
+    file, plain = write(tmp_path, family, **overrides)
+    open_source(file).check()
+    got, want = open_source(file).config(), open_source(plain).config()
+    D = want.head_dim
+    torch.testing.assert_close(
+        frequencies(got.rope_parameters, D), frequencies(want.rope_parameters, D), rtol=1e-6, atol=0
+    )
+    same = {"rope_parameters": want.rope_parameters, "architecture": "", "quantization": None}
+    if "rope_type" not in overrides.get("rope_parameters", {"rope_type": "llama3"}):
+        same.pop("rope_parameters")
+    assert msgspec.structs.replace(got, **same) == msgspec.structs.replace(want, **same)
+    ids = prompt(320, 61)
+    models = [load_decoder(path, "fp32", reference) for path in (file, plain)]
+    torch.testing.assert_close(*(logits(m, ids) for m in models), rtol=1e-3, atol=1e-3)
+
+
+def test_a_sliding_window_is_all_layers(tmp_path):
+    file, _ = write(tmp_path, "llama", edit=lambda w: w.add_sliding_window(7))
+    assert open_source(file).config().windows == (7, 7)
+
+
+def test_what_a_file_leaves_out_has_llama_cpps_defaults(tmp_path):
+    def leave_out(writer):
+        for key in ("attention.head_count_kv", "attention.key_length", "rope.freq_base"):
+            writer.kv_data[0].pop(f"qwen3.{key}")
+        for key in ("attention.value_length", "rope.dimension_count"):
+            writer.kv_data[0].pop(f"qwen3.{key}")
+
+    file, _ = write(tmp_path, "qwen3", edit=leave_out, num_key_value_heads=4)
+    config = open_source(file).config()
+    assert (config.num_kv_heads, config.head_dim) == (4, 16)
+    assert config.rope_parameters.theta == 10_000
+
+
+def test_defaults_and_chat_template_are_those_of_the_checkpoint(tmp_path):
+    file, plain = map(open_source, write(tmp_path))
+    assert file.defaults() == plain.defaults()
+    assert file.defaults().temperature == 0.5
+    assert file.tokenizer().chat_template == plain.tokenizer().chat_template
+
+
+@pytest.mark.parametrize(("type", "want"), [("F32", "fp32"), ("BF16", "bf16"), ("Q4_0", "bf16")])
+def test_the_dtype_is_that_of_the_embedding(tmp_path, type, want):
+    file, _ = write(tmp_path, type=type)
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    ops = type_of_ops(has_bf16=True)
+    assert load_decoder(file, "auto", ops).dtype == dtypes[want]
+
+
+def type_of_ops(has_bf16):
+    ops = dict(vars(reference)) | {"has_bf16": lambda: has_bf16}
+    return type("Build", (), {k: staticmethod(v) if callable(v) else v for k, v in ops.items()})
+
+
+def test_maps_of_several_types_make_one_model(tmp_path):
+    kinds = {"attn_q": "Q4_K", "attn_v": "Q6_K", "ffn_up": "F16", "token_embd": "Q5_K"}
+    pick = lambda name: kinds.get(name.split(".")[-2], "Q8_0")  # noqa: E731
+    file, plain = write(tmp_path, "llama", pick, **WIDE)
+    ids = prompt(320, 29)
+    models = [load_decoder(path, "fp32", reference) for path in (file, plain)]
+    torch.testing.assert_close(*(logits(m, ids) for m in models))
+
+
+NEW = 16
+PROMPTS = [[(7 * i * i + n) % 300 + 2 for i in range(n)] for n in (1, 16, 40)]
+
+
+def greedy(model, ids):
+    out = model.generate(
+        torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids)),
+        do_sample=False,
+        max_new_tokens=NEW,
+    )
+    return out[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_greedy_tokens_are_those_of_transformers(tmp_path, family):
+    target = write(tmp_path / "a", family, "Q4_K", seed=1, **WIDE)
+    draft = write(tmp_path / "b", family, "Q6_K", seed=1, num_hidden_layers=1, **WIDE)
+    model = AutoModelForCausalLM.from_pretrained(target.plain, dtype=torch.float32)
+    want = [greedy(model, ids) for ids in PROMPTS]
+    settings = {"model.threads": 1, "memory.kv_bytes": 1 << 26, "model.dtype": "fp32"}
+    params = SamplingParams(temperature=0, max_tokens=NEW)
+    for drafter, draft_model in {"none": None, "ngram": None, "model": draft.file}.items():
+        with LLM(target.file, draft_model, drafter, set=settings, progress=False) as llm:
+            assert [out.token_ids for out in llm.generate(PROMPTS, params)] == want
+
+
+def test_parts_make_one_model(tmp_path):
+    whole = write(tmp_path / "whole", "llama")
+    first = write(tmp_path / "parts", "llama", parts=8).file
+    assert first.name == "model-00001-of-00003.gguf"
+    open_source(first).check()
+    ids = prompt(320, 29)
+    models = [load_decoder(path, "fp32", reference) for path in (whole.file, first)]
+    torch.testing.assert_close(*(logits(m, ids) for m in models), rtol=0, atol=0)
+
+
+def second(path):
+    return path.with_name(path.name.replace("-00001-", "-00002-"))
+
+
+def test_wrong_parts_are_refused(tmp_path):
+    first = write(tmp_path, "llama", parts=8).file
+    with pytest.raises(ConfigError, match="not the first part; name model-00001-of-00003"):
+        open_source(second(first)).check()
+    renamed = shutil.copy(first, tmp_path / "renamed.gguf")
+    with pytest.raises(ConfigError, match="one of 3 parts, and not named as such"):
+        open_source(renamed).check()
+    shutil.copy(first, second(first))
+    with pytest.raises(ConfigError, match=r"00002-of-00003\.gguf: .*is in another part too"):
+        open_source(first).check()
+    second(first).unlink()
+    with pytest.raises(ConfigError, match=r"00002-of-00003\.gguf: missing"):
+        open_source(first).check()
+
+
+def test_a_folder_may_hold_one_file(tmp_path):
+    file = write(tmp_path / "a").file
+    shutil.rmtree(tmp_path / "a" / "plain")
+    assert resolve(str(file.parent)) == file
+    shutil.copy(file, file.with_name("another.gguf"))
+    with pytest.raises(ConfigError, match=r"2 models, another\.gguf, model\.gguf; name one"):
+        resolve(str(file.parent))
+    parts = write(tmp_path / "b", parts=8).file
+    assert resolve(str(parts.parent)) == parts
+
+
+def test_a_folder_with_a_config_is_a_checkpoint(tmp_path):
+    file, plain = write(tmp_path)
+    shutil.copy(file, plain)
+    assert resolve(str(plain)) == plain
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("a/b/Qwen3-0.6B-Q8_0.gguf", "Qwen3-0.6B-Q8_0"), ("big-00001-of-00003.gguf", "big")],
+)
+def test_the_name_is_the_files(path, name):
+    assert name_of(path) == name
+    assert served_name(load_config(None, {"model.path": path})) == name
+
+
+def test_files_differ_in_identity(tmp_path):
+    parts = [
+        b"".join(open_source(write(tmp_path / str(i), seed=seed).file).identity())
+        for i, seed in enumerate((0, 0, 1))
+    ]
+    assert parts[0] == parts[1] != parts[2]
+
+
+def test_a_damaged_file_is_refused_and_nothing_else_happens(tmp_path):
+    """Wherever it is cut, and whatever numbers its header has."""
+    file, _ = write(tmp_path)
+    data, end, dice = file.read_bytes(), read_header(file).data_offset, random.Random(0)
+    numbers = [bytes(8), b"\xff" * 8, (1 << 62).to_bytes(8, "little"), dice.randbytes(8)]
+    cuts = [data[: dice.randrange(len(data))] for _ in range(100)]
+    places = [
+        dice.choice((dice.randrange(end), dice.randrange(end - 2500, end))) for _ in range(400)
+    ]
+    lies = [
+        data[:place] + number[:size] + data[place + size :]
+        for place, number, size in zip(places, itertools.cycle(numbers), itertools.cycle((1, 8, 4)))
+    ]
+    for number, content in enumerate([*cuts, *lies]):
+        broken = tmp_path / f"{number}.gguf"
+        broken.write_bytes(content)
+        try:
+            source = open_source(broken)
+            source.config(), source.check(), source.tokenizer(), source.defaults()
+        except ConfigError as e:
+            assert str(e).startswith(str(broken)) and "\n" not in str(e)
+        else:
+            assert content in lies, "a file that is cut is refused"
