@@ -26,7 +26,7 @@ def quantize(weight: Tensor, bits: int) -> Codes:
     N, K = weight.shape
     group = GROUP if bits == 4 else K
     rows = max(1, PIECE // K)
-    pieces = [_round(piece.float().view(-1, group), bits) for piece in weight.split(rows)]
+    pieces = [_round(piece.float().view(-1, group), bits) for piece in torch.split(weight, rows)]
     q, scale = map(torch.cat, zip(*pieces, strict=True))
     return Codes(bits, group, q.view(N, K), scale.view(N, K // group))
 

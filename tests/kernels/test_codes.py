@@ -143,11 +143,13 @@ class Coded:
     def plan(self, rows, kv, also=()):
         return self.ops.plan(rows, kv, STEP.num_heads, [None], also)
 
-    def forward(self, token_ids, kv, plan):
-        table, plain, gated = self.weights
-        x = self.ops.embed(table, token_ids)
+    def embed(self, token_ids):
+        return self.ops.embed(self.weights[0], token_ids)
+
+    def forward(self, x, kv, plan, taps=()):
+        _, plain, gated = self.weights
         x = self.ops.linear_add(self.ops.linear(x, plain), plain, None, x)
-        return self.ops.linear_silu_mul(x, gated)
+        return self.ops.linear_silu_mul(x, gated), {}
 
     def logits(self, residual, rows):
         return self.ops.linear(self.ops.take_rows(residual, rows), self.weights[1])
