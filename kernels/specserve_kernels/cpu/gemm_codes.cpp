@@ -73,6 +73,7 @@ template <class Path> struct CodeMultiplier {
   CodeShape shape;
   int64_t num_blocks = shape.num_blocks(), panel_bytes = shape.panel_bytes();
   Decode decode = Path::decoder(shape.bits, shape.has_zeros);
+  CodeStreaming streaming = Path::streaming(shape.bits, shape.has_zeros);
   Range slab{0, 0};
   Value* rows = nullptr;  // [blocks][rows of the slab][STRIDE]
   uint32_t* words = word_memory.at_least(BLOCK_PAIRS * Path::PER_PAIR * COLUMNS);
@@ -81,8 +82,10 @@ template <class Path> struct CodeMultiplier {
 
   void run(int64_t R, Team& team) {
     int64_t row_bytes = num_blocks * Path::STRIDE * sizeof(Value);
-    int64_t most = std::max<int64_t>(ROWS_BYTES / row_bytes, Path::MAX_ROWS);
-    Division division(R, most, shape.num_panels(), 1, R > Path::MAX_ROWS, team.size);
+    int64_t most = std::max<int64_t>(ROWS_BYTES * 5 / 4 / row_bytes, Path::MAX_ROWS);
+    bool is_few = R <= Path::MAX_ROWS;
+    int64_t wide = is_few && streaming ? Path::panels(R) : 1;
+    Division division(R, most, shape.num_panels(), wide, !is_few, team.size);
     int64_t item = team.take();
     if (item < division.num_items()) Path::begin();
     while (item < division.num_items()) {
@@ -90,7 +93,9 @@ template <class Path> struct CodeMultiplier {
       bool is_last = following >= division.num_items();
       take_slab(division.slab(item));
       Range panels = division.panels(item);
-      multiply(panels.begin, is_last ? panels.begin : division.panels(following).begin);
+      int64_t next = is_last ? panels.begin : division.panels(following).begin;
+      if (is_few && streaming) stream(panels, next, wide);
+      else multiply(panels.begin, next);
       item = following;
     }
     Path::end();
@@ -119,13 +124,36 @@ template <class Path> struct CodeMultiplier {
     }
   }
 
+  // All rows times some panels, as many as are streamed at once or fewer.
+  void stream(Range panels, int64_t next_panel, int64_t wide) {
+    int64_t n = slab.end - slab.begin, num_panels = panels.end - panels.begin;
+    int64_t size = Path::MAX_ROWS * COLUMNS;
+    float *totals = sum_memory.at_least(2 * num_panels * size), *sums = totals + num_panels * size;
+    memset(totals, 0, num_panels * size * sizeof(float));
+    int64_t step = num_panels == wide ? wide : 1;
+    for (int64_t i = 0; i < num_blocks; i++) {
+      Block block = shape.block(i);
+      int64_t ahead = ahead_of(i, panels.begin, next_panel, PREFETCHED / num_panels);
+      for (int64_t p = 0; p < num_panels; p += step) {
+        const char* group = panel(panels.begin + p) + block.group * shape.group_bytes();
+        const char* scales = group + shape.zero_bytes() + shape.code_bytes();
+        const char* codes = panel(panels.begin + p) + shape.offset(block);
+        streaming({rows_of(i), nullptr, block.num_groups, block.pairs, scales, shape.group_bytes(),
+                   sums + p * size, totals + p * size, block.begins, block.ends},
+                  {codes, (const int8_t*)group, panel_bytes, ahead}, n, step > 1);
+      }
+    }
+    for (int64_t p = 0; p < num_panels; p++)
+      finish<Source>(a, totals + p * size, panels.begin + p, slab);
+  }
+
   void multiply(int64_t p, int64_t next_panel) {
     int64_t n = slab.end - slab.begin;
     float *totals = sum_memory.at_least(2 * n * COLUMNS), *sums = totals + n * COLUMNS;
     memset(totals, 0, n * COLUMNS * sizeof(float));
     for (int64_t i = 0; i < num_blocks; i++) {
       Block block = shape.block(i);
-      decode_block(block, panel(p) + shape.offset(block), ahead_of(i, p, next_panel));
+      decode_block(block, panel(p) + shape.offset(block), ahead_of(i, p, next_panel, PREFETCHED));
       const char* scales = panel(p) + block.group * shape.group_bytes() + shape.zero_bytes() + shape.code_bytes();
       int64_t blocks = divide_up(n, Path::MAX_ROWS);
       for (int64_t b = 0; b < blocks; b++) {
@@ -140,10 +168,10 @@ template <class Path> struct CodeMultiplier {
   }
 
   // Bytes from a block to the one that is prefetched beside it, perhaps in the next panel.
-  int64_t ahead_of(int64_t i, int64_t p, int64_t next_panel) const {
+  int64_t ahead_of(int64_t i, int64_t p, int64_t next_panel, int64_t bytes) const {
     Block block = shape.block(i);
     int64_t block_bytes = block.num_groups * block.pairs * shape.pair_bytes();
-    int64_t other = i + divide_up(PREFETCHED, block_bytes);
+    int64_t other = i + divide_up(bytes, block_bytes);
     const char* from = panel(p) + shape.offset(block);
     if (other < num_blocks) return panel(p) + shape.offset(shape.block(other)) - from;
     return panel(next_panel) + shape.offset(shape.block((other - num_blocks) % num_blocks)) - from;

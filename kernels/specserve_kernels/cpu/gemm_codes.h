@@ -72,3 +72,14 @@ struct CodePart {
     return (const float*)(scales + group * group_bytes);
   }
 };
+
+// Where the codes of a part stand in memory, if they are decoded as they are multiplied: the words of
+// the part do not count then. Several panels' sums follow each other, MAX_ROWS rows each.
+struct CodeStream {
+  const char* codes;    // of the first group, in the first panel
+  const int8_t* zeros;  // of the first group
+  int64_t panel_bytes;  // from a panel to the next
+  int64_t ahead;        // bytes to what is prefetched
+};
+// Few rows times one panel, or several if it is wide.
+typedef void (*CodeStreaming)(const CodePart&, const CodeStream&, int rows, bool is_wide);

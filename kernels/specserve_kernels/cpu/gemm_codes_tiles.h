@@ -13,6 +13,8 @@ struct CodeTiles {
   static constexpr int MAX_ROWS = 32;
 
   static Decode decoder(int64_t bits, bool has_zeros) { return pair_decoder(bits, has_zeros); }
+  static CodeStreaming streaming(int64_t, bool) { return nullptr; }
+  static constexpr int panels(int) { return 1; }
   static void begin() { configured = {}; }
   static void end() {
     if (configured.rows) release_tiles();

@@ -1,0 +1,121 @@
+"""Linear maps of codes beside the same map in bf16, by the rows that are multiplied at once."""
+
+from collections.abc import Mapping, Sequence
+from ctypes import addressof
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specserve_bench.bound import Bound
+from specserve_bench.steps import spread, words
+from specserve_kernels import Codes, cpu
+from specserve_kernels.cpu import arguments, native
+
+N = K = 4096
+ROUNDS = 7
+REPEATS = 3  # of a list of maps in a round; their median counts
+ROWS = (1, 4, 8, 16, 32, 64, 128)
+BYTES = 96 << 20  # of copies of a weight: more than caches hold
+
+
+class Kind(NamedTuple):
+    """A form of the weight; `group` is K for a scale per channel, and 0 for bf16."""
+
+    name: str
+    bits: int
+    group: int
+
+
+BF16 = Kind("bf16", 16, 0)
+KINDS = (BF16, Kind("w4 g128", 4, 128), Kind("w4 g32", 4, 32), Kind("w8", 8, K))
+
+
+class Map:
+    """Copies of a weight, each of which an op multiplies rows by: they come from memory."""
+
+    def __init__(self, kind: Kind, size: int = N) -> None:
+        draw = torch.Generator().manual_seed(0)
+        packed = cpu.prepack(weight(kind, size, draw))
+        count = max(2, -(-BYTES // packed.words.nbytes)) if size == N else 2
+        self.copies = [packed._replace(words=packed.words.clone()) for _ in range(count)]
+        self.x = torch.randn(max(ROWS), size, generator=draw).bfloat16()
+        self.out = torch.empty(max(ROWS), size, dtype=torch.bfloat16)
+        self.args = [
+            arguments.linear(0, self.x, p, None, self.out, arguments.PLAIN) for p in self.copies
+        ]
+        linear = native.address("linear")
+        self.ops = (native.Op * count)(*(native.Op(linear, addressof(a), 0) for a in self.args))
+
+    def ms(self, num_rows: int) -> float:
+        """Of one map, in a list of all copies' as a program has it."""
+        step = native.Step((num_rows, 0))
+        start = perf_counter()
+        native.run(self.ops, step, torch.get_num_threads())
+        return 1e3 * (perf_counter() - start) / len(self.copies)
+
+
+def weight(kind: Kind, size: int, draw: torch.Generator) -> Tensor | Codes:
+    if kind.group == 0:
+        return torch.randn(size, size, generator=draw).bfloat16()
+    group = min(kind.group, size)
+    q = torch.randint(0, 1 << kind.bits, (size, size), generator=draw, dtype=torch.uint8)
+    return Codes(kind.bits, group, q, torch.rand(size, size // group, generator=draw))
+
+
+@torch.inference_mode()
+def map_figures(rows: Sequence[int] = ROWS, rounds: int = ROUNDS, size: int = N) -> dict[str, Any]:
+    """Milliseconds of a map by form and rows, over interleaved rounds, and their ratio to bf16."""
+    maps, bound = {kind.name: Map(kind, size) for kind in KINDS}, Bound()
+    times: dict[tuple[str, int], list[float]] = {}
+    read = []
+    for _ in range(rounds):
+        read.append(bound.rates().read / 1e9)
+        for n in rows:
+            for name, each in maps.items():
+                taken = median(each.ms(n) for _ in range(REPEATS))
+                times.setdefault((name, n), []).append(taken)
+    result = {
+        "map": [size, size],
+        "arithmetic": cpu.arithmetic(),
+        "threads": torch.get_num_threads(),
+        "rounds": rounds,
+        "read_gb_per_s": spread(read),
+        "rows": [figure(n, {name: times[name, n] for name in maps}) for n in rows],
+    }
+    print(table(result))
+    return result
+
+
+def figure(rows: int, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Medians over rounds, and ratios within a round."""
+    base = times[BF16.name]
+    each = {
+        name: {
+            "ms": spread(own),
+            "over_bf16": spread([a / b for a, b in zip(own, base, strict=True)]),
+        }
+        for name, own in times.items()
+    }
+    return {"rows": rows} | each
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Markdown: bf16's milliseconds, and each form's share of them."""
+    names = [kind.name for kind in KINDS]
+    lines = [
+        f"| {row['rows']} | {row['bf16']['ms']['median']:.3f} | "
+        + " | ".join(words(row[name]["over_bf16"]) for name in names[1:])
+        + " |"
+        for row in result["rows"]
+    ]
+    head = [
+        f"{result['arithmetic']}, {result['threads']} threads, "
+        f"{result['read_gb_per_s']['median']:.1f} GB/s read",
+        "",
+        f"| rows | bf16, ms | {' | '.join(names[1:])} |",
+        "|" + " --- |" * (len(names) + 1),
+    ]
+    return "\n".join([*head, *lines])
