@@ -138,7 +138,7 @@ template <class Path> struct CodeMultiplier {
         const char* group = panel(panels.begin + p) + block.group * shape.group_bytes();
         const char* scales = group + shape.zero_bytes() + shape.code_bytes();
         const char* codes = panel(panels.begin + p) + shape.offset(block);
-        streaming({rows_of(i), nullptr, block.num_groups, block.pairs, scales, shape.group_bytes(),
+        streaming({rows_of(i), words, block.num_groups, block.pairs, scales, shape.group_bytes(),
                    sums + p * size, totals + p * size, block.begins, block.ends},
                   {codes, (const int8_t*)group, panel_bytes, ahead}, n, step > 1);
       }
@@ -153,15 +153,20 @@ template <class Path> struct CodeMultiplier {
     memset(totals, 0, n * COLUMNS * sizeof(float));
     for (int64_t i = 0; i < num_blocks; i++) {
       Block block = shape.block(i);
-      decode_block(block, panel(p) + shape.offset(block), ahead_of(i, p, next_panel, PREFETCHED));
+      const char* codes = panel(p) + shape.offset(block);
+      int64_t ahead = ahead_of(i, p, next_panel, PREFETCHED);
+      if (!streaming) decode_block(block, codes, ahead);
       const char* scales = panel(p) + block.group * shape.group_bytes() + shape.zero_bytes() + shape.code_bytes();
       int64_t blocks = divide_up(n, Path::MAX_ROWS);
       for (int64_t b = 0; b < blocks; b++) {
         Range part{n * b / blocks, n * (b + 1) / blocks};
-        Path::multiply({rows_of(i) + part.begin * Path::STRIDE, words, block.num_groups, block.pairs,
-                        scales, shape.group_bytes(), sums + part.begin * COLUMNS,
-                        totals + part.begin * COLUMNS, block.begins, block.ends},
-                       part.end - part.begin);
+        CodePart one{rows_of(i) + part.begin * Path::STRIDE, words, block.num_groups, block.pairs,
+                     scales, shape.group_bytes(), sums + part.begin * COLUMNS,
+                     totals + part.begin * COLUMNS, block.begins, block.ends};
+        // The first rows meet the codes, the others the words that those have left in L1.
+        if (streaming && b == 0)
+          streaming(one, {codes, (const int8_t*)scales - shape.code_bytes() - shape.zero_bytes(), 0, ahead}, part.end - part.begin, false);
+        else Path::multiply(one, part.end - part.begin);
       }
     }
     finish<Source>(a, totals, p, slab);

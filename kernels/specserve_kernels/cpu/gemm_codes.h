@@ -61,7 +61,7 @@ struct CodeShape {
 // between blocks, which changes no bit of them; those of all groups always do.
 struct CodePart {
   const void* rows;       // as Path::pack left them
-  const uint32_t* words;  // of the block, decoded: a pair's are [32] pairs of bf16, or [2][32] floats
+  uint32_t* words;        // of the block, decoded: a pair's are [32] pairs of bf16, or [2][32] floats
   int64_t num_groups, pairs;
   const char* scales;     // of the first group; each further group's are group_bytes behind
   int64_t group_bytes;
@@ -73,8 +73,8 @@ struct CodePart {
   }
 };
 
-// Where the codes of a part stand in memory, if they are decoded as they are multiplied: the words of
-// the part do not count then. Several panels' sums follow each other, MAX_ROWS rows each.
+// Where the codes of a part stand in memory, if they are decoded as they are multiplied. Several
+// panels' sums follow each other, MAX_ROWS rows each; one panel's words are written to the part's.
 struct CodeStream {
   const char* codes;    // of the first group, in the first panel
   const int8_t* zeros;  // of the first group

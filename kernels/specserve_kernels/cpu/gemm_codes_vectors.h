@@ -128,6 +128,7 @@ template <int BITS, bool HAS_ZEROS> struct CodeStreams {
     const uint32_t* x = (const uint32_t*)part.rows;
     const char* codes = stream.codes;
     const int64_t panel_bytes = stream.panel_bytes, ahead = stream.ahead;
+    uint32_t* kept = part.words;
     const P pairing;
     rf sums[PANELS][ROWS][2];
     for (int64_t g = 0; g < part.num_groups; g++) {
@@ -139,8 +140,10 @@ template <int BITS, bool HAS_ZEROS> struct CodeStreams {
         each<PANELS, ROWS>([&](int p, int r, int v) {
           sums[p][r][v] = (rf)load_words(at(part.sums, p, r, v));
         });
-      for (int64_t i = 0; i < part.pairs; i += QUAD, x += QUAD, codes += COLUMNS * BITS)
-        add_quad(pairing, x, codes, panel_bytes, ahead, zeros, sums);
+      for (int64_t i = 0; i < part.pairs; i += QUAD, x += QUAD, codes += COLUMNS * BITS) {
+        add_quad(pairing, x, codes, panel_bytes, ahead, zeros, sums, kept);
+        kept += QUAD * COLUMNS;
+      }
       const float* scales = part.scales_of(g);
       if (part.ends)
         each<PANELS, ROWS>([&](int p, int r, int v) {
@@ -173,7 +176,7 @@ template <int BITS, bool HAS_ZEROS> struct CodeStreams {
   template <int PANELS, int ROWS, class Z>
   static INLINE void add_quad(const P& pairing, const uint32_t* x, const char* codes,
                               int64_t panel_bytes, int64_t ahead, const Z& zeros,
-                              rf (&sums)[PANELS][ROWS][2]) {
+                              rf (&sums)[PANELS][ROWS][2], uint32_t* kept) {
 #pragma GCC unroll 4
     for (int p = 0; p < PANELS; p++)
 #pragma GCC unroll 4
@@ -187,6 +190,8 @@ template <int BITS, bool HAS_ZEROS> struct CodeStreams {
 #pragma GCC unroll 2
         for (int v = 0; v < 2; v++)
           words[v] = pairing.words(codes + p * panel_bytes, i, v, zeros[p][v]);
+        if (PANELS == 1)
+          for (int v = 0; v < 2; v++) store_words(kept + i * COLUMNS + v * WORDS, words[v]);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
