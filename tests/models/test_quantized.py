@@ -8,6 +8,7 @@ from specserve import cli
 from specserve.errors import ConfigError
 from specserve.models.families import load_config
 from specserve.models.loader import load_decoder
+from specserve.models.quantized import config
 from specserve_kernels import cpu, reference
 from tests.checkpoints import tiny_checkpoint
 from tests.models.formats import (
@@ -114,11 +115,10 @@ def vocabulary(module, *, copies=10):
 
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("module", [HEAD, EMBEDDING])
-def test_the_head_and_the_embedding_may_be_quantized(tmp_path, module, is_tied):
+@pytest.mark.parametrize("name", ["compressed-w8a16", "compressed-fp8-dynamic"])
+def test_the_head_and_the_embedding_may_be_quantized(tmp_path, name, module, is_tied):
     """A tied head too: it is the embedding, or a map of its own."""
-    folder = quantized(
-        tmp_path / "model", "compressed-w8a16", vocabulary(module), tie_word_embeddings=is_tied
-    )
+    folder = quantized(tmp_path / "model", name, vocabulary(module), tie_word_embeddings=is_tied)
     assert digests(values(folder))[module] is not None
     check_logits(folder, tmp_path / "plain")
     load_decoder(folder, "auto", reference)
@@ -129,20 +129,61 @@ def test_a_tied_head_is_the_embedding_that_stays_plain(tmp_path):
     check_logits(folder, tmp_path / "plain")
 
 
-def test_scales_of_activations_change_nothing(tmp_path):
-    """Activations are not quantized, whatever scale they were to have."""
-
-    def double(tensors):
-        for name in tensors:
-            if name.endswith("input_scale"):
-                tensors[name] *= 2
-
-    name = "compressed-w8a8-static"
-    assert digests(values(quantized(tmp_path / "model", name, double))) == of_library(name)
-
-
 def put(name, tensor):
     return lambda tensors: tensors.update({name: tensor})
+
+
+@pytest.mark.parametrize(
+    "name", ["compressed-w4a16", "compressed-w8a8-static", "compressed-fp8-static"]
+)
+def test_scales_of_activations_change_nothing(tmp_path, name):
+    """Activations are not quantized, whatever scale they were to have."""
+    folder = quantized(tmp_path / "model", name, put(f"{UP}.input_scale", torch.tensor([3.0])))
+    assert digests(values(folder)) == of_library(name)
+
+
+@pytest.mark.parametrize("block", [[2**40, 2**40], [16, 8]])
+def test_a_scale_for_a_whole_map_is_none_of_its_blocks(tmp_path, block):
+    def square(tensors):
+        scales = [name for name in tensors if name.endswith("weight_scale_inv")]
+        tensors.update({name: tensors[name].view(1, 1) for name in scales})
+
+    name = "fp8-static"
+    folder = quantized(tmp_path / "model", name, square, {"weight_block_size": block})
+    assert digests(values(folder)) == of_library(name)
+
+
+def test_blocks_have_the_size_that_transformers_gives_them_where_none_is_written():
+    assert config.parse({"quantization_config": {"quant_method": "fp8"}}).block == (128, 128)
+
+
+def test_a_zero_point_below_the_middle_stays_there(tmp_path):
+    """Where quantization is symmetric, it would be the middle, less one."""
+
+    def weight(zero, **told):
+        edit = put(f"{UP}.qzeros", torch.full((2, 4), zero, dtype=torch.int32))
+        return values(quantized(tmp_path / f"{zero}{told}", "gptq-v2-asym", edit, told))[UP]
+
+    seven, eight = 0x77777777, 0x88888888 - 2**32
+    assert not weight(seven).equal(weight(eight))
+    assert weight(seven, sym=True).equal(weight(eight, sym=True))
+
+
+def test_columns_of_compressed_tensors_may_be_in_another_order(tmp_path):
+    def flip(tensors):
+        """Both, so that the values are the same."""
+        tensors[f"{UP}.weight_g_idx"] = (torch.arange(32) // 16).flip(0).int()
+        tensors[f"{UP}.weight_scale"] = tensors[f"{UP}.weight_scale"].flip(1).contiguous()
+
+    name = "compressed-w8a16"
+    assert digests(values(quantized(tmp_path / "model", name, flip))) == of_library(name)
+
+
+def test_the_old_name_of_the_config_is_known(tmp_path):
+    name = "compressed-w8a8"
+    folder, told = quantized(tmp_path / "model", name), FORMATS[name]["quantization_config"]
+    change_config(folder, quantization_config=None, compression_config=told)
+    assert digests(values(folder)) == of_library(name)
 
 
 def cut(name):
@@ -223,6 +264,12 @@ BROKEN = {  # fixture, what happened to its tensors -> the complaint
         spoil(f"{UP}.weight_scale_inv", float("inf")),
         f"{UP}: weight_scale_inv {NOT_FINITE}",
     ),
+    "no map at all": (
+        "gptq-v1",
+        lambda tensors: [drop(name)(tensors) for name in [*tensors] if name.startswith(UP)],
+        f"{UP}.weight is missing",
+    ),
+    "a group before the first": ("gptq-reordered", spoil(f"{UP}.g_idx", -1), "g_idx has groups"),
     "a group that is not there": (
         "gptq-reordered",
         spoil(f"{UP}.g_idx", 2),
@@ -285,6 +332,10 @@ def compressed(form="pack-quantized", weights=(), **fields):
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups} | fields
 
 
+def blocks_of(size):
+    return {"weights": {"type": "float", "num_bits": 8, "block_structure": [size, size]}}
+
+
 REFUSED = {  # quantization_config -> the complaint
     "no method": ({"bits": 4}, "quant_method = None.*compressed-tensors, gptq, awq, fp8 are"),
     "another method": ({"quant_method": "bitsandbytes"}, "'bitsandbytes'.*take another"),
@@ -295,6 +346,10 @@ REFUSED = {  # quantization_config -> the complaint
     "a group of 0": ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size = 0"),
     "settings by module": (
         {"quant_method": "gptq", "bits": 4, "dynamic": {"-:lm_head": {}, "a": {"bits": 8}}},
+        "dynamic: modules with settings of their own",
+    ),
+    "settings in a list": (
+        {"quant_method": "gptq", "bits": 4, "dynamic": ["-:lm_head"]},
         "dynamic: modules with settings of their own",
     ),
     "a layout for one kernel": (
@@ -310,6 +365,10 @@ REFUSED = {  # quantization_config -> the complaint
     "half a structure": (
         compressed("float-quantized", {"block_structure": [128], "type": "float", "num_bits": 8}),
         r"block_structure = \[128\] is no pair",
+    ),
+    "several structures": (
+        compressed(config_groups={"a": blocks_of(16), "b": blocks_of(32)}),
+        "blocks of several sizes are not supported",
     ),
     "no groups": (compressed(config_groups=[]), r"config_groups = \[\] is no object"),
     "2 bits": (compressed(weights={"num_bits": 2}), "type 'int' and 2 bits are not supported"),
