@@ -1,5 +1,7 @@
 """Checkpoints of other tools: their maps mean what those tools say that they mean."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -69,6 +71,7 @@ UNTOLD = {  # fixture, what config.json says and the tensors show otherwise
     ),
     "the form under its other name": ("gptq-v2-asym", {"checkpoint_format": None}),
     "neither name of the form": ("gptq-v1-asym", {"checkpoint_format": None, "format": None}),
+    "a layout in capitals": ("awq", {"version": "GEMM"}),
     "maps that are ignored, and quantized": ("compressed-w4a16", {"ignore": ALL_MAPS}),
     "modules not to convert that were": ("fp8-block", {"modules_to_not_convert": ALL_MAPS}),
     "modules that are left out": ("gptq-v1", {"dynamic": {"-:lm_head": {}}}),
@@ -310,7 +313,7 @@ FATAL = {  # what is broken -> the command's complaint
     "a truncated file": (shorten, "model.safetensors: no readable safetensors file"),
     "no config of it": (
         lambda folder: change_config(folder, quantization_config=None),
-        f"the tensor {Q}.weight is missing",
+        f"{Q}: it has g_idx, qweight, qzeros, scales, which config.json does not explain",
     ),
     "another group": (told(group_size=8), "qzeros has the shape [2, 4], and config.json asks for"),
     "a group that does not divide": (told(group_size=48), "group_size: 32 is no multiple of 48"),
@@ -382,6 +385,10 @@ REFUSED = {  # quantization_config -> the complaint
     ),
     "sparse": (compressed(sparsity_config={"format": "sparse-24"}), "sparse-24"),
     "rotated": (compressed(transform_config={"config_groups": {}}), "transform_config is not"),
+    "KV of 8 bits beside fp8": (
+        {"quant_method": "fp8", "kv_cache_scheme": "static"},
+        "kv_cache_scheme is not",
+    ),
     "KV of 8 bits": (compressed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is not"),
 }
 
@@ -394,6 +401,11 @@ def test_quantizations_that_are_not_supported_are_refused_before_weights_are_rea
     change_config(tmp_path, quantization_config=told)
     with pytest.raises(ConfigError, match=complaint):
         load_config(tmp_path)
+
+
+def test_the_page_about_formats_names_each_of_them():
+    page = (Path(__file__).parents[2] / "docs" / "quantized.md").read_text()
+    assert all(f"`{name}`" in page for name in (*config.METHODS, *config.COMPRESSED))
 
 
 def test_what_is_not_compressed_needs_no_format_of_its_own(tmp_path):

@@ -59,16 +59,14 @@ def gptq(fields: Mapping[str, Any]) -> Quantization:
 
 
 def awq(fields: Mapping[str, Any]) -> Quantization:
-    one_of(fields, "version", "gemm")
+    one_of(fields, "version", "gemm", "GEMM")
     bits = one_of(fields, "bits", 4)
     return Quantization(method="awq", bits=bits, group=group(fields, "group_size"))
 
 
 def compressed_tensors(fields: Mapping[str, Any]) -> Quantization:
     one_of(fields, "format", *COMPRESSED)
-    for name in ("kv_cache_scheme", "transform_config"):
-        if fields.get(name):
-            raise ValueError(f"{name} is not supported")
+    refuse(fields, "kv_cache_scheme", "transform_config")
     sparsity = fields.get("sparsity_config") or {}
     if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
         raise ValueError(f"sparsity_config.format = {sparsity['format']!r} is not supported")
@@ -102,6 +100,7 @@ def compressed_block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
 
 def fp8(fields: Mapping[str, Any]) -> Quantization:
     one_of(fields, "fmt", "e4m3")
+    refuse(fields, "kv_cache_scheme")
     # transformers' own default. Scales for a whole map are told by their shape.
     blocks = {"weight_block_size": [128, 128], **fields}
     return Quantization(method="fp8", block=block(blocks, "weight_block_size"))
@@ -122,6 +121,12 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
     "awq": awq,
     "fp8": fp8,
 }
+
+
+def refuse(fields: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        if fields.get(name):
+            raise ValueError(f"{name} is not supported")
 
 
 def one_of(fields: Mapping[str, Any], name: str, *allowed: Any) -> Any:

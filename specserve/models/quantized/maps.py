@@ -12,6 +12,7 @@ from specserve.models.quantized.stored import SCALES, Stored
 from specserve_kernels import Codes
 
 PLAIN = {"weight", "bias"}
+UNTOLD = "config.json does not explain: it has no quantization_config"
 REMEDY = "download the model again, or take another quantization of it"
 
 
@@ -36,7 +37,7 @@ class QuantizedMaps:
         for name, shape in shapes.items():
             module, _, suffix = name.rpartition(".")
             is_map = suffix == "weight" and len(shape) == 2
-            if self.format and is_map and self.is_quantized(module):
+            if is_map and self.is_quantized(module):
                 self.add(name, module, (shape[0], shape[1]), f"{module}.bias" in shapes)
             else:
                 self.expected[name] = Stored(shape, tuple(DTYPES))
@@ -47,6 +48,10 @@ class QuantizedMaps:
     def is_quantized(self, module: str) -> bool:
         found = self.checkpoint.parts(module)
         is_plain = PLAIN.issuperset(found)
+        if self.format is None:
+            if not is_plain and "weight" not in found:
+                raise self.refusal(module, f"it has {', '.join(sorted(found))}, which {UNTOLD}")
+            return False
         return not is_plain or ("weight" in found and found["weight"].dtypes[0] not in DTYPES)
 
     def add(self, name: str, module: str, shape: tuple[int, int], has_bias: bool) -> None:
@@ -55,7 +60,7 @@ class QuantizedMaps:
         try:
             parts = self.format.expected(shape, found)
         except ValueError as e:
-            raise self.refusal(module, e) from e
+            raise self.refusal(module, str(e)) from e
         if "bias" in found and not has_bias:  # old versions of AutoGPTQ wrote zeros
             parts["bias"] = Stored(shape[:1], SCALES)
         self.shapes[name], self.suffixes[name] = shape, list(parts)
@@ -70,10 +75,10 @@ class QuantizedMaps:
             check(tensors)
             return self.format.read(self.shapes[name], tensors)
         except ValueError as e:
-            raise self.refusal(module, e) from e
+            raise self.refusal(module, str(e)) from e
 
-    def refusal(self, module: str, e: ValueError) -> ConfigError:
-        return ConfigError(f"{self.checkpoint.folder}: {module}: {e}; {REMEDY}")
+    def refusal(self, module: str, reason: str) -> ConfigError:
+        return ConfigError(f"{self.checkpoint.folder}: {module}: {reason}; {REMEDY}")
 
 
 def check(tensors: Mapping[str, Tensor]) -> None:
