@@ -72,7 +72,7 @@ class QuantizedMaps:
         module = name.removesuffix(".weight")
         tensors = self.checkpoint.tensors(module, self.suffixes[name])
         try:
-            check(tensors)
+            check_numbers(tensors)
             return self.format.read(self.shapes[name], tensors)
         except ValueError as e:
             raise self.refusal(module, str(e)) from e
@@ -81,7 +81,7 @@ class QuantizedMaps:
         return ConfigError(f"{self.checkpoint.folder}: {module}: {reason}; {REMEDY}")
 
 
-def check(tensors: Mapping[str, Tensor]) -> None:
+def check_numbers(tensors: Mapping[str, Tensor]) -> None:
     """ValueError for numbers that no map can be made of."""
     for suffix, tensor in tensors.items():
         if "scale" in suffix and not tensor.float().isfinite().all():
