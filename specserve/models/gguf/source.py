@@ -16,7 +16,7 @@ from specserve.models.gguf.blocks import QUANTIZED
 from specserve.models.gguf.config import read_config
 from specserve.models.gguf.header import Header, read_header
 from specserve.models.gguf.names import ROPE_FACTORS, checkpoint_name, file_name
-from specserve.models.gguf.tokenizer import build_tokenizer
+from specserve.models.gguf.tokenizer import build_tokenizer, check_tokenizer
 from specserve.models.gguf.vocabulary import Vocabulary
 from specserve.models.quantized.config import Quantization
 from specserve.models.source import IDENTIFYING
@@ -88,7 +88,9 @@ class GgufFile:
         )
 
     def check(self) -> None:
-        """ConfigError if a tensor is missing, of a wrong shape or type, or would not be used."""
+        """ConfigError if a tensor is missing, of a wrong shape or type, or would not be used, and
+        for a tokenizer that is not supported.
+        """
         config, tensors = self.config(), self.header.tensors
         expected = families.tensor_shapes(config)
         for name, shape in expected.items():
@@ -99,6 +101,10 @@ class GgufFile:
                     f"{self.path}: the tensor {name!r:.80} has no place in a "
                     f"{config.architecture}; take a file of a supported architecture"
                 )
+        try:
+            check_tokenizer(self.header.metadata)
+        except ValueError as e:
+            raise self.refusal(e) from e
 
     def check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
         found = self.header.tensors.get(name)

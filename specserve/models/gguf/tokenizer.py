@@ -4,8 +4,15 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
+from specserve.models.gguf.cursor import Array, Value
 from specserve.models.gguf.pretokenizers import PreTokenizer, find_pre_tokenizer
-from specserve.models.gguf.vocabulary import Kind, Vocabulary
+from specserve.models.gguf.vocabulary import PREFIX, Kind, Vocabulary, find_model
+
+
+def check_tokenizer(metadata: dict[str, Value | Array]) -> None:
+    """ValueError for a kind that is not supported; its tokens are not decoded."""
+    if find_model(metadata) == "gpt2":
+        find_pre_tokenizer(metadata.get(f"{PREFIX}pre"))
 
 
 def build_tokenizer(vocabulary: Vocabulary) -> Tokenizer:

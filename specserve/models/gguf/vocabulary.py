@@ -39,14 +39,20 @@ class Kind(IntEnum):
     BYTE = 6
 
 
+def find_model(metadata: dict[str, Value | Array]) -> str:
+    """The kind of tokenizer; ValueError for one that is not supported."""
+    model = metadata.get(f"{PREFIX}model")
+    if model not in ("gpt2", "llama"):
+        raise ValueError(f"{PREFIX}model = {model!r} is not supported: gpt2 and llama are")
+    return str(model)
+
+
 class Vocabulary:
     """The fields of a tokenizer; ValueError where they are missing or do not fit each other."""
 
     def __init__(self, metadata: dict[str, Value | Array]) -> None:
         self.metadata = metadata
-        self.model = self.get("model")
-        if self.model not in ("gpt2", "llama"):
-            raise ValueError(f"{PREFIX}model = {self.model!r} is not supported: gpt2 and llama are")
+        self.model = find_model(metadata)
         self.tokens = self.array("tokens").strings()
         self.kinds = self.numbers("token_type") or [Kind.NORMAL] * len(self.tokens)
         kept = [(token, id) for id, token in enumerate(self.tokens) if not self.is_filler(id)]

@@ -1,0 +1,205 @@
+"""What is wrong with a GGUF file is told in a line, before torch is imported."""
+
+import re
+import struct
+import sys
+from subprocess import run
+
+import pytest
+from gguf import GGUFEndian, GGUFWriter, TokenType
+
+from specserve.errors import ConfigError
+from specserve.input_processor import load_text_files
+from tests.models.gguf_files import write
+from tests.test_preflight import refusal
+
+
+def put(**values):
+    """Write keys of the architecture with other values; None leaves the key out."""
+
+    def edit(writer):
+        for key, value in values.items():
+            name = f"{writer.arch}.{key.replace('__', '.')}"
+            writer.kv_data[0].pop(name, None)
+            if isinstance(value, bool):
+                writer.add_bool(name, value)
+            elif isinstance(value, int):
+                writer.add_uint32(name, value)
+            elif isinstance(value, float):
+                writer.add_float32(name, value)
+            elif isinstance(value, list):
+                writer.add_array(name, value)
+            elif value is not None:
+                writer.add_string(name, value)
+
+    return edit
+
+
+def put_tokenizer(**values):
+    def edit(writer):
+        for key, value in values.items():
+            writer.kv_data[0].pop(f"tokenizer.ggml.{key}")
+            if value is not None:
+                writer.add_key_value(f"tokenizer.ggml.{key}", *value)
+
+    return edit
+
+
+def other_architecture(writer):
+    writer.kv_data[0].pop("general.architecture")
+    writer.add_string("general.architecture", "gemma3")
+
+
+def without(name):
+    return lambda writer: writer.tensors[0].pop(name)
+
+
+def twice(writer):
+    tokens = writer.kv_data[0]["tokenizer.ggml.tokens"].value
+    tokens[7] = tokens[8]
+
+
+def of_type(number):
+    return lambda data: after_name(data, "output_norm.weight", 4 + 8, struct.pack("<I", number))
+
+
+def after_name(data, name, skipped, written):
+    """Replace bytes of a tensor's entry, counted from the end of its name."""
+    place = data.index(name.encode()) + len(name) + skipped
+    return data[:place] + written + data[place + len(written) :]
+
+
+def at(place, written):
+    return lambda data: data[:place] + written + data[place + len(written) :]
+
+
+EDITS = {  # what is wrong when it is written -> words of the complaint
+    "another architecture": (
+        other_architecture,
+        "general.architecture = 'gemma3' is not supported",
+    ),
+    "a mixture of experts": (put(expert_count=8), "llama.expert_count = 8 is not supported"),
+    "no layers": (put(block_count=None), "the key llama.block_count is missing"),
+    "a number in words": (put(block_count="2"), "num_hidden_layers = '2' must be a whole number"),
+    "a number a layer": (put(attention__head_count=[4, 4]), "= an array of 2 must be"),
+    "billions of layers": (put(block_count=2**32 - 1), "num_hidden_layers = 4294967295 must be"),
+    "values of another size": (put(attention__value_length=8), "value_length = 8 is not supported"),
+    "a partial rotation": (put(rope__dimension_count=8), "dimension_count = 8 is not supported"),
+    "another scaling": (
+        put(rope__scaling__type="longrope", rope__scaling__factor=2.0),
+        "rope type 'longrope' is not supported",
+    ),
+    "a scale of attention": (put(attention__scale=0.5), "llama.attention.scale = 0.5"),
+    "a layer less": (put(block_count=1), "the tensor 'blk.1.attn_norm.weight' has no place"),
+    "a layer more": (put(block_count=3), "the tensor blk.2."),
+    "a tensor less": (without("blk.1.ffn_up.weight"), "blk.1.ffn_up.weight is missing"),
+    "no embedding": (without("token_embd.weight"), "the tensor token_embd.weight is missing"),
+    "other widths": (put(feed_forward_length=96), "has the shape [128, 64], and the metadata ask"),
+    "no tokenizer": (put_tokenizer(model=None), "tokenizer.ggml.model = None is not supported"),
+    "an unknown split": (
+        put_tokenizer(pre=("unheard-of", 8)),
+        "tokenizer.ggml.pre = 'unheard-of' is not supported: deepseek-r1-qwen",
+    ),
+    "no split": (put_tokenizer(pre=None), "tokenizer.ggml.pre is missing"),
+}
+TOKENIZERS = {  # as EDITS, of what is seen when the tokenizer is loaded
+    "no tokens": (put_tokenizer(tokens=None), "tokenizer.ggml.tokens is missing"),
+    "no merges": (put_tokenizer(merges=None), "tokenizer.ggml.merges is missing"),
+    "a merge of no token": (put_tokenizer(merges=(["a zz"], 9)), "tokenizer cannot be built"),
+    "a token twice": (twice, "tokenizer.ggml.tokens has a token twice"),
+    "an end that is no token": (put_tokenizer(eos_token_id=(9999, 4)), "eos_token_id = 9999"),
+    "fewer types than tokens": (
+        put_tokenizer(token_type=([TokenType.NORMAL] * 3, 9)),
+        "tokenizer.ggml.token_type has 3 for 320 tokens",
+    ),
+}
+DAMAGE = {  # what is wrong with the bytes -> words of the complaint
+    "nothing": (lambda data: b"", "it is empty"),
+    "another file": (lambda data: b"PK\x03\x04" + data[4:], "does not begin with GGUF"),
+    "four bytes": (lambda data: data[:4], "ends too early"),
+    "half a header": (lambda data: data[:2000], "ends too early"),
+    "half of the weights": (lambda data: data[: -len(data) // 3], "bytes beyond the file"),
+    "a byte less": (lambda data: data[:-40], "bytes beyond the file"),
+    "the first version": (at(4, struct.pack("<I", 1)), "version 1 of GGUF is not supported"),
+    "a big-endian number": (at(4, struct.pack(">I", 3)), "a big-endian GGUF file"),
+    "2^60 tensors": (at(8, struct.pack("<Q", 1 << 60)), "1152921504606846976 tensors"),
+    "2^60 keys": (at(16, struct.pack("<Q", 1 << 60)), "1152921504606846976 keys"),
+    "a long key": (at(24, struct.pack("<Q", 1 << 40)), "1099511627776 bytes of text"),
+    "a type to come": (of_type(999), "has the type number 999, which is not supported: F32"),
+    "a type of three bits": (of_type(11), "has the type Q3_K, which is not supported"),
+    "a quantized norm": (of_type(8), "only linear maps may be quantized"),
+    "no dimensions": (
+        lambda data: after_name(data, "output_norm.weight", 0, struct.pack("<I", 0)),
+        "'output_norm.weight' has 0 dimensions",
+    ),
+    "a norm that is too long": (
+        lambda data: after_name(data, "output_norm.weight", 4, struct.pack("<Q", 1 << 39)),
+        "bytes beyond the file",
+    ),
+    "a tensor over another": (
+        lambda data: after_name(data, "output_norm.weight", 4 + 8 + 4, struct.pack("<Q", 0)),
+        "overlaps another tensor",
+    ),
+    "a tensor between places": (
+        lambda data: after_name(data, "output_norm.weight", 4 + 8 + 4, struct.pack("<Q", 1)),
+        "is not aligned to 32 bytes",
+    ),
+    "a tensor beyond the end": (
+        lambda data: after_name(data, "output_norm.weight", 4 + 8 + 4, struct.pack("<Q", 1 << 50)),
+        "bytes beyond the file",
+    ),
+}
+
+
+@pytest.mark.parametrize(("edit", "complaint"), EDITS.values(), ids=EDITS)
+def test_what_a_file_says_wrong_is_told(tmp_path, edit, complaint):
+    write(tmp_path, "llama", edit=edit)
+    told = refusal(tmp_path, "serve", "model.gguf")
+    assert told.startswith("error: model.gguf: ") and complaint in told
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("model"), "llama").file.read_bytes()
+
+
+@pytest.mark.parametrize(("damage", "complaint"), DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_told(tmp_path, content, damage, complaint):
+    (tmp_path / "model.gguf").write_bytes(damage(content))
+    told = refusal(tmp_path, "serve", "model.gguf")
+    assert told.startswith("error: model.gguf: ") and complaint in told
+
+
+@pytest.mark.parametrize(("edit", "complaint"), TOKENIZERS.values(), ids=TOKENIZERS)
+def test_what_is_wrong_with_a_tokenizer_is_told(tmp_path, edit, complaint):
+    file, _ = write(tmp_path, "llama", edit=edit)
+    with pytest.raises(ConfigError, match=f"model.gguf: .*{re.escape(complaint)}"):
+        load_text_files(file)
+
+
+def test_a_big_endian_file_is_told(tmp_path):
+    writer = GGUFWriter(tmp_path / "model.gguf", "llama", endianess=GGUFEndian.BIG)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert "a big-endian GGUF file" in refusal(tmp_path, "serve", "model.gguf")
+
+
+def test_a_draft_model_of_other_ids_is_told(tmp_path):
+    write(tmp_path / "a", "llama")
+    write(tmp_path / "b", "llama", vocab_size=352)
+    told = refusal(tmp_path, "serve", "a/model.gguf", "--draft-model=b/model.gguf")
+    assert "draft model b/model.gguf: vocab_size is 352" in told
+
+
+def test_the_text_of_a_file_needs_neither_torch_nor_numpy(tmp_path):
+    file, _ = write(tmp_path, "llama")
+    code = (
+        "import sys; from pathlib import Path; sys.modules['transformers'] = None;"
+        "sys.modules['torch'] = None; sys.modules['numpy'] = None;"
+        "from specserve.input_processor import load_text_files;"
+        f"files = load_text_files(Path({str(file)!r})); assert files.tokenizer.encode('the')"
+    )
+    done = run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
