@@ -74,7 +74,9 @@ def parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
 
 def add_generate(p: argparse.ArgumentParser) -> None:
     p.add_argument("prompts", nargs="+", metavar="PROMPT")
-    p.add_argument("--model", help="a local folder or a hub id; default: the demo pair")
+    p.add_argument(
+        "--model", help="a local folder, a .gguf file or a hub id; default: the demo pair"
+    )
     add_drafting(p)
     add_sampling(p)
     p.add_argument("--json", action="store_true", help="JSON lines on stdout, one a prompt")
@@ -83,7 +85,9 @@ def add_generate(p: argparse.ArgumentParser) -> None:
 
 
 def add_serve(p: argparse.ArgumentParser) -> None:
-    p.add_argument("model", nargs="?", help="a local folder or a hub id; default: the demo pair")
+    p.add_argument(
+        "model", nargs="?", help="a local folder, a .gguf file or a hub id; default: the demo pair"
+    )
     add_drafting(p)
     p.add_argument("--served-model-name", help="what clients call it; default: its own name")
     p.add_argument("--host", help="address to listen at; default: 127.0.0.1")
@@ -97,7 +101,8 @@ def add_chat(p: argparse.ArgumentParser) -> None:
     p.add_argument("--url", help="the server to chat with; default: a model in this process")
     p.add_argument(
         "--model",
-        help="a local folder or a hub id; default: the demo pair; with --url, its name there",
+        help="a local folder, a .gguf file or a hub id; default: the demo pair; with --url, its "
+        "name there",
     )
     p.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="with --url: a file with the API key"

@@ -38,7 +38,9 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class ModelConfig(Section, frozen=True):
     """The target: the model whose tokens are emitted."""
 
-    path: Annotated[Name | None, about("a local folder or a hub id; unset: the demo pair")] = None
+    path: Annotated[
+        Name | None, about("a local folder, a .gguf file or a hub id; unset: the demo pair")
+    ] = None
     dtype: Annotated[
         Literal["auto", "bf16", "fp32"], about("auto, bf16 or fp32; auto is the checkpoint's")
     ] = "auto"
@@ -120,7 +122,7 @@ class DrafterConfig(Section, frozen=True):
     ] = None
     model: Annotated[
         Name | None,
-        about("the draft model: a local folder or a hub id; unset: none, or the demo pair's own"),
+        about("the draft model, as model.path; unset: none, or the demo pair's own"),
     ] = None
     options: Annotated[dict[str, Any], about("the drafter's own knobs")] = {}
 
@@ -138,7 +140,8 @@ class ServerConfig(Section, frozen=True):
     host: Annotated[Name, about("address to listen at; 0.0.0.0 is all of them")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535), about("0 to 65535; 0 takes any that is free")] = 8000
     served_model_name: Annotated[
-        Name | None, about("what clients call the model; unset: its folder's name, or its hub id")
+        Name | None,
+        about("what clients call the model; unset: its folder's or file's name, or its hub id"),
     ] = None
     api_key_file: Annotated[
         Name | None,
@@ -215,7 +218,7 @@ class Config(Section, frozen=True):
 
     @property
     def target(self) -> str:
-        """The model that is served, a folder or a hub id."""
+        """The model that is served: a folder, a GGUF file or a hub id."""
         return self.model.path or str(DEMO_TARGET)
 
     @property

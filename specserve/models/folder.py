@@ -41,6 +41,8 @@ def resolve(path: str) -> Path:
         raise ConfigError(
             f"{path}: a file; name the folder that holds config.json, or a {GGUF} file"
         )
+    if folder.suffix == GGUF:
+        raise ConfigError(f"{path}: no such file; check the path")
     if path.startswith(("/", ".", "~")) or path.count("/") > 1:
         raise ConfigError(f"{path}: no such folder; check the path, or give a hub id like org/name")
     from huggingface_hub import snapshot_download  # slow to import, and only needed to download

@@ -19,10 +19,13 @@ from specserve import LLM, SamplingParams
 from specserve.config import load_config
 from specserve.errors import ConfigError
 from specserve.models.folder import name_of, resolve
+from specserve.models.gguf import format
 from specserve.models.gguf.blocks import OTHERS, TYPES
-from specserve.models.gguf.format import READERS
+from specserve.models.gguf.format import BY_NAME
 from specserve.models.gguf.header import read_header
 from specserve.models.loader import load_decoder
+from specserve.models.quantized.config import Quantization
+from specserve.models.quantized.readers import reader
 from specserve.models.rotary import frequencies
 from specserve.models.source import open_source
 from specserve.server.service import served_name
@@ -43,6 +46,14 @@ def test_types_are_those_of_the_gguf_package():
         assert GGMLQuantizationType(number).name == name
 
 
+def read(name, blocks):
+    """The weight that is stored in blocks [N, blocks of a row, bytes]."""
+    N, count, _ = blocks.shape
+    told = Quantization(method="gguf")
+    parts = {name: torch.from_numpy(blocks).view(N, -1)}
+    return reader(told).read((N, count * BY_NAME[name].width), parts)
+
+
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_blocks_mean_what_the_gguf_package_says(name):
     _, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[name]]
@@ -51,12 +62,26 @@ def test_blocks_mean_what_the_gguf_package_says(name):
         halves = np.linspace(-2, 2, 64 * 3, dtype=np.float16).reshape(64, 3, 1)
         blocks[..., place : place + 2] = halves.view(np.uint8)
     want = gguf.quants.dequantize(blocks.reshape(64, -1), GGMLQuantizationType[name])
-    got = READERS[name](torch.from_numpy(blocks))
+    got = read(name, blocks)
     assert isinstance(got, Codes) == (name in EXACT)
     if isinstance(got, Codes):
         assert (got.bits, int(got.q.max()) >> got.bits) == (EXACT[name], 0)
         got = got.widen(torch.float32)
     assert np.array_equal(got.numpy(), want)
+
+
+def test_wide_values_are_the_same_in_pieces(monkeypatch):
+    blocks = np.full((7, 2, 144), 60, dtype=np.uint8)
+    whole = read("Q4_K", blocks)
+    monkeypatch.setattr(format, "WIDENED", 3 * 512)
+    assert torch.equal(read("Q4_K", blocks), whole)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_scales_that_are_not_finite_are_refused(name):
+    blocks = np.full((2, 3, BY_NAME[name].size), 255, dtype=np.uint8)
+    with pytest.raises(ValueError, match="a scale that is not finite"):
+        read(name, blocks)
 
 
 @pytest.fixture(scope="module", params=gguf_files.TYPES)

@@ -186,6 +186,10 @@ def test_a_big_endian_file_is_told(tmp_path):
     assert "a big-endian GGUF file" in refusal(tmp_path, "serve", "model.gguf")
 
 
+def test_a_file_that_is_not_there_is_told(tmp_path):
+    assert "gone.gguf: no such file" in refusal(tmp_path, "serve", "gone.gguf")
+
+
 def test_a_draft_model_of_other_ids_is_told(tmp_path):
     write(tmp_path / "a", "llama")
     write(tmp_path / "b", "llama", vocab_size=352)

@@ -12,6 +12,7 @@ from specserve.errors import ConfigError
 from specserve.models import families
 from specserve.models.checkpoint import Checkpoint, unquantized
 from specserve.models.families import DecoderConfig
+from specserve.models.gguf.names import file_name, is_turned
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -19,25 +20,6 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-TOP = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
-IN_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-ROTATED = ("attn_q", "attn_k")
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 
 
@@ -58,7 +40,7 @@ def write_gguf(folder: Path, file: Path) -> None:
         count, dtype = math.prod(shape), GGMLQuantizationType[gguf_dtype(shape)]
         itemsize = 2 if dtype == GGMLQuantizationType.BF16 else 4
         plain = np.dtype(np.float32)  # as a row's bytes are not said in uint8
-        writer.add_tensor_info(gguf_name(name), shape, plain, itemsize * count, dtype)
+        writer.add_tensor_info(file_name(name), shape, plain, itemsize * count, dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -107,19 +89,9 @@ def add_shape(writer: Any, config: DecoderConfig) -> None:
     writer.add_tokenizer_model("no_vocab")
 
 
-def gguf_name(name: str) -> str:
-    """blk.3.attn_q.weight of model.layers.3.self_attn.q_proj.weight."""
-    module, _, kind = name.rpartition(".")
-    if module in TOP:
-        return f"{TOP[module]}.{kind}"
-    number, _, inner = module.removeprefix("model.layers.").partition(".")
-    return f"blk.{number}.{IN_LAYER[inner]}.{kind}"
-
-
 def rotation(architecture: str, config: DecoderConfig, name: str, tensor: Tensor) -> Tensor:
     """llama.cpp's `llama` turns the pairs (2i, 2i + 1) of a head, checkpoints have (i, i + D/2)."""
-    part = gguf_name(name).split(".")[-2]
-    if architecture != "llama" or part not in ROTATED:
+    if not is_turned(architecture, file_name(name)):
         return tensor
     halves = tensor.view(-1, 2, config.head_dim // 2, *tensor.shape[1:])
     return halves.transpose(1, 2).reshape(tensor.shape)

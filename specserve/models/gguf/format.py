@@ -14,6 +14,7 @@ from specserve.models.quantized.stored import Stored
 from specserve_kernels import Codes
 
 BY_NAME = {type.name: type for type in TYPES.values()}
+WIDENED = 1 << 22  # values that are widened at a time
 
 
 class Gguf:
@@ -28,8 +29,15 @@ class Gguf:
         return {type.name: Stored((N, K // type.width * type.size), ("U8",))}
 
     def read(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes | Tensor:
-        name = type_of(tensors)
-        return READERS[name](tensors[name].view(shape[0], -1, BY_NAME[name].size))
+        name, (N, K) = type_of(tensors), shape
+        blocks = tensors[name].view(N, -1, BY_NAME[name].size)
+        if name in CODES:
+            return CODES[name](blocks)
+        wide = torch.empty(shape)
+        height = max(1, WIDENED // K)  # so that what lies between is small
+        for rows, part in zip(torch.split(wide, height), torch.split(blocks, height), strict=True):
+            rows.copy_(WIDE[name](part))
+        return wide
 
 
 def type_of(parts: Mapping[str, object]) -> str:
@@ -75,15 +83,18 @@ def q6_k(blocks: Tensor) -> Codes:
     return codes(8, q + (128 - 32), scale)
 
 
-READERS: dict[str, Callable[[Tensor], Codes | Tensor]] = {
+CODES: dict[str, Callable[[Tensor], Codes]] = {
     "Q4_0": q4_0,
-    "Q4_1": q4_1,
     "Q5_0": q5_0,
-    "Q5_1": q5_1,
     "Q8_0": q8_0,
+    "Q6_K": q6_k,
+}
+# Their least values are no multiples of the scales, as those of codes are.
+WIDE: dict[str, Callable[[Tensor], Tensor]] = {
+    "Q4_1": q4_1,
+    "Q5_1": q5_1,
     "Q4_K": q4_k,
     "Q5_K": q5_k,
-    "Q6_K": q6_k,
 }
 SHIFTS = torch.arange(8, dtype=torch.uint8)
 
@@ -102,7 +113,10 @@ def affine(q: Tensor, scale: Tensor, least: Tensor) -> Tensor:
 
 def half(blocks: Tensor, start: int) -> Tensor:
     """A float16 of every block, [N, blocks, 1] float32."""
-    return blocks[..., start : start + 2].contiguous().view(torch.float16).float()
+    values = blocks[..., start : start + 2].contiguous().view(torch.float16).float()
+    if not values.isfinite().all():
+        raise ValueError("a block has a scale that is not finite")
+    return values
 
 
 def nibbles(octets: Tensor) -> Tensor:
