@@ -81,12 +81,14 @@ def test_many_rows_are_multiplied_by_the_widened_weight(group, K, bits, has_zero
     R, N = MAX_ROWS + 1, 9
     codes, bias = random_codes(N, K, bits, group, has_zero), random_tensor(N, dtype=dtype)
     x, residual = (random_tensor(R, n, dtype=dtype, seed=n) for n in (K, N))
-    packed, plain = interpreted.prepack(codes), codes.widen(dtype)
+    packed = interpreted.prepack(codes)
     assert torch.equal(packed.widen(FP32), codes.widen(FP32))
-    check_close(packed.widen(dtype), plain)
-    check_close(interpreted.linear(x, packed), reference.linear(x, plain.float()))
-    want = reference.linear_add(x, plain.float(), bias, residual.clone())
-    check_close(interpreted.linear_add(x, packed, bias, residual), want, roundings=2)
+    weight = packed.widen(dtype)
+    check_close(weight, codes.widen(dtype))
+    plain = interpreted.prepack(weight)
+    assert torch.equal(interpreted.linear(x, packed), interpreted.linear(x, plain))
+    stream, want = (interpreted.linear_add(x, p, bias, residual.clone()) for p in (packed, plain))
+    assert torch.equal(stream, want)
 
 
 @DTYPES
@@ -129,8 +131,19 @@ def test_rows_with_gaps_are_refused():
         interpreted.linear_add(wide[:, :32].contiguous(), packed, None, wide[:, :8])
 
 
-@pytest.mark.parametrize("K", [576, 896, 1024, 4096, 4864])
-@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (8, 32), (8, 64)])
-def test_codes_take_their_bits_of_memory_and_an_eighth_for_padding(bits, group, K):
-    words = interpreted.prepack(random_codes(64, K, bits, group, False)).words
-    assert 64 * K * bits <= 8 * words.nbytes <= 64 * K * bits * 9 / 8
+CHUNKS = [  # bits, group, K -> columns of a chunk
+    (4, 128, 4096, 64),
+    (8, 4096, 4096, 64),
+    (4, 64, 4864, 64),
+    (4, 32, 4096, 32),
+    (4, 16, 4096, 16),
+    (8, 64, 896, 32),  # of 64 an eighth would be padding
+    (4, 64, 576, 16),
+]
+
+
+@pytest.mark.parametrize(("bits", "group", "K", "chunk"), CHUNKS)
+def test_codes_take_their_bits_of_memory_and_an_eighth_for_padding(bits, group, K, chunk):
+    packed = interpreted.prepack(random_codes(64, K, bits, group, False))
+    assert packed.chunk == chunk
+    assert 64 * K * bits <= 8 * packed.words.nbytes <= 64 * K * bits * 9 / 8

@@ -13,6 +13,7 @@ from specserve_kernels import KVCache, KVLayer, QKNorm, Rotary, SampleParams, lo
 from specserve_kernels.cuda import silu
 from specserve_kernels.reference.sampling import gumbel, transform
 from tests.kernels.random_steps import RandomStep, Req, random_tree
+from tests.kernels.test_codes import random_codes
 from tests.kernels.test_sampling import MIXES, mixed
 
 pytestmark = [
@@ -450,6 +451,39 @@ def test_linear(ops, draw, measured, N, K, has_bias, dtype):
         want += residual.double()
         assert ops.linear_add(x, packed, bias if has_bias else None, residual) is residual
         measured.close("linear_add", residual, want)
+
+
+CODED = [  # bits, group, N, K
+    (4, 128, 4096, 4096),
+    (4, 64, 8192, 896),
+    (4, 32, 1031, 4864),
+    (4, 16, 512, 400),
+    (4, 4097, 151, 4097),
+    (8, 128, 4096, 1024),
+    (8, 32, 2048, 14_336),
+    (8, 16, 1031, 1040),
+    (8, 1024, 151_936, 1024),
+]
+
+
+@DTYPES
+@pytest.mark.parametrize("has_zero", [False, True], ids=["", "zero"])
+@pytest.mark.parametrize(("bits", "group", "N", "K"), CODED)
+def test_maps_of_codes(ops, draw, measured, bits, group, N, K, has_zero, dtype):
+    codes = random_codes(N, K, bits, group, has_zero, seed=draw.rng.getrandbits(30))
+    packed, bias = ops.prepack(codes), draw.normal(N, dtype=dtype, scale=5.0)
+    weight = codes.widen(FP32).to(DEVICE).double()
+    x = draw.normal(513, K, dtype=dtype)
+    few = ops.linear(x[:64], packed)
+    for R in (1, 2, 7, 16, 17, 64, 65, 513):
+        got, want = ops.linear(x[:R], packed), x[:R].double() @ weight.T
+        measured.close("linear of codes", got, want)
+        if R <= 64:
+            measured.same("linear of codes", got, few[:R])
+        residual = draw.normal(R, N, dtype=dtype, scale=K**0.5)
+        want += residual.double() + bias.double()
+        assert ops.linear_add(x[:R], packed, bias, residual) is residual
+        measured.close("linear_add of codes", residual, want)
 
 
 @DTYPES
