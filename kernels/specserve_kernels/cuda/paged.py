@@ -23,6 +23,23 @@ PROGRAMS = 528  # four for every SM of an H200
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
+@triton.jit
+def _sees(slot, first, prefix, mask):
+    """Whether each row sees each slot, [rows, slots]."""
+    node = slot[None, :] - prefix[:, None]
+    is_node = (node >= 0) & (node < 64)
+    bit = (mask[:, None] >> tl.where(is_node, node, 0).to(tl.int64)) & 1
+    return (node < 0) & (slot[None, :] >= first[:, None]) | is_node & (bit != 0)
+
+
+@triton.jit
+def _weigh(score, top):
+    """The weights of more slots by the highest score, it, and what earlier weights shrink by."""
+    higher = tl.maximum(top, tl.max(score, axis=1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen so far
+    return tl.exp2(score - base[:, None]), higher, tl.exp2(top - base)
+
+
 @triton.jit(do_not_specialize=["num_rows", "piece"])  # they change from step to step
 def _attend(
     q,
@@ -84,21 +101,13 @@ def _attend(
         keys = tl.load(k + at[:, None] + d[None, :], mask=is_kv, other=0.0)
         score = tl.dot(x.to(DOT), tl.trans(keys).to(DOT), input_precision="ieee")
         score *= scale * LOG2E
-        node = s[None, :] - row_prefix[:, None]
-        is_node = (node >= 0) & (node < 64)
-        bit = (row_mask[:, None] >> tl.where(is_node, node, 0).to(tl.int64)) & 1
-        seen = (node < 0) & (s[None, :] >= row_first[:, None]) | is_node & (bit != 0)
-        score = tl.where(seen & in_use[None, :], score, float("-inf"))
-
-        higher = tl.maximum(top, tl.max(score, axis=1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen so far
-        p = tl.exp2(score - base[:, None])
-        shrink = tl.exp2(top - base)
+        seen = _sees(s, row_first, row_prefix, row_mask) & in_use[None, :]
+        score = tl.where(seen, score, float("-inf"))
+        p, top, shrink = _weigh(score, top)
         values = tl.load(v + at[:, None] + d[None, :], mask=is_kv, other=0.0)
         total = total * shrink + tl.sum(p, axis=1)
         acc *= shrink[:, None]
         acc += tl.dot(p.to(DOT), values.to(DOT), input_precision="ieee")
-        top = higher
 
     # A piece of which a row sees nothing has weight 0; any row sees itself in some piece.
     sees = total > 0
