@@ -30,9 +30,9 @@ def folder(request, tmp_path_factory):
     return formats.quantized(tmp_path_factory.mktemp("models") / "quantized", request.param)
 
 
-@pytest.fixture(scope="module")
-def target(folder):
-    return load_small(folder)
+@pytest.fixture(scope="module", params=["fp32", "bf16"])
+def target(request, folder):
+    return load_small(folder, request.param)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,8 @@ def texts(target):
     return plain(target, cases())
 
 
-def test_greedy_text_is_that_of_transformers_on_the_values(folder, texts, tmp_path):
+def test_greedy_text_is_that_of_transformers_on_the_values(folder, tmp_path):
+    texts = plain(load_small(folder), cases())
     model = AutoModelForCausalLM.from_pretrained(
         formats.plain(tmp_path / "plain", folder), dtype=torch.float32
     )
