@@ -69,6 +69,13 @@ class MemoryConfig(Section, frozen=True):
     draft_block_size: Annotated[
         Positive | None, about("draft tokens in a block, at least 1; unset: as many as fit")
     ] = None
+    kv_dtype: Annotated[
+        Literal["auto", "int8", "fp8"],
+        about(
+            "auto, int8 or fp8; auto is the model's; the others, with a scale for each token and "
+            "head, fit about twice the tokens of bf16"
+        ),
+    ] = "auto"
     prefix_cache: Annotated[bool, about("whether prompts that begin alike are computed once")] = (
         True
     )

@@ -44,13 +44,24 @@ class Rows(NamedTuple):
 class KVLayer:
     """One layer's keys and values in every block: strided views of the arena.
 
-    k, v    [num_blocks, block_size, Hk, D]  the last three dimensions contiguous, equal strides
-    native  a build's own form of them, made at their first use
+    k, v              [num_blocks, block_size, Hk, D]  the last three dimensions contiguous, equal
+                                                       strides
+    k_scale, v_scale  [num_blocks, block_size, Hk]     float32; in memory [Hk][block_size], equal
+                                                       strides. None unless k and v are int8 or
+                                                       float8_e4m3fn codes
+    native            a build's own form of them, made at their first use
     """
 
     k: Tensor
     v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
     native: Any = None
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """All that a token has here, by block and offset."""
+        return [x for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None]
 
 
 class KVCache(NamedTuple):

@@ -73,8 +73,8 @@ def assemble(config: Config, target: Decoder, draft: Decoder | None, max_len: in
 def kv_names(config: Config, target: Decoder, draft: Decoder | None) -> dict[str, str]:
     """Texts that identify the model and dtype of the target's and of the draft model's KV."""
     return {
-        "target": f"target {config.target} {target.dtype}",
-        "draft": f"draft {config.draft} {draft.dtype if draft else None}",
+        "target": f"target {config.target} {target.dtype} {config.memory.kv_dtype}",
+        "draft": f"draft {config.draft} {draft.dtype if draft else None} {config.memory.kv_dtype}",
     }
 
 

@@ -9,6 +9,7 @@ from specserve.errors import ConfigError
 from specserve.memory import Arena, BlockPool
 from specserve.memory.arena import block_bytes, tokens_that_fit
 from specserve.models.decoder import Decoder
+from specserve.models.loader import KV_DTYPES
 from specserve_drafters.tree import TREE_SLOTS
 from specserve_kernels import DeviceError, Ops
 
@@ -16,19 +17,22 @@ from specserve_kernels import DeviceError, Ops
 class PoolPlan:
     """The sizes of the arena that all models share, for requests of up to `max_len` tokens.
 
+    layouts      of each layer's KV, by model, the target first
     block_bytes  bytes of a block, the same for all models
-    block_sizes  tokens in a block, by model, the target first
+    block_sizes  tokens in a block, by model
     per_request  blocks of a request of full length and its tree, by model
     num_blocks   no more than `max_running` such requests need, and no more than memory allows
     """
 
     def __init__(self, config: Config, models: list[Decoder], max_len: int) -> None:
-        target, *drafts = models
-        draft_layouts = [layout for draft in drafts for layout in draft.kv_layouts]
-        self.block_bytes = block_bytes(target.kv_layouts, config.memory.block_size, draft_layouts)
+        dtype = KV_DTYPES.get(config.memory.kv_dtype)
+        self.layouts = [model.kv_layouts(dtype) for model in models]
+        target, *drafts = self.layouts
+        others = [layout for draft in drafts for layout in draft]
+        self.block_bytes = block_bytes(target, config.memory.block_size, others)
         self.block_sizes = [config.memory.block_size]
         for draft in drafts:
-            fits = tokens_that_fit(draft.kv_layouts, self.block_bytes)
+            fits = tokens_that_fit(draft, self.block_bytes)
             self.block_sizes.append(draft_block_size(config.memory.draft_block_size, fits))
         self.max_len = max_len
         self.per_request = [-(-(max_len + TREE_SLOTS) // size) for size in self.block_sizes]
@@ -59,8 +63,8 @@ def build_pool(
     plan.check()
     arena = allocate(plan, target.ops)
     runners = []
-    for name, model, size in zip(("target", "draft"), models, plan.block_sizes, strict=False):
-        arena.add_view(name, model.kv_layouts, size)
+    for i, (name, model) in enumerate(zip(("target", "draft"), models, strict=False)):
+        arena.add_view(name, plan.layouts[i], plan.block_sizes[i])
         runners.append(Runner(model, arena, name, *rows_of_steps(config)))
     return runners, BlockPool(plan.num_blocks, plan.block_bytes)
 
@@ -84,7 +88,9 @@ def allocate(plan: PoolPlan, ops: Ops) -> Arena:
 
 def pool_words(config: Config, pool: BlockPool) -> str:
     mib = pool.num_blocks * pool.block_bytes / 2**20
-    return f"{pool.num_blocks} blocks of {config.memory.block_size} target tokens, {mib:.0f} MiB"
+    kind = "" if config.memory.kv_dtype == "auto" else f" in {config.memory.kv_dtype}"
+    tokens = f"{config.memory.block_size} target tokens{kind}"
+    return f"{pool.num_blocks} blocks of {tokens}, {mib:.0f} MiB"
 
 
 def draft_block_size(asked: int | None, fits: int) -> int:

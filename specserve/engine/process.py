@@ -80,12 +80,14 @@ def add(engine: Engine, asked: Add) -> list[StepOutput]:
 
 def ready(loaded: Loaded) -> Ready:
     engine, decoder = loaded.engine, loaded.weights.target.decoder
+    kv_dtype = engine.target.kv.layers[0].k.dtype
     return Ready(
         phases=loaded.phases,
         drafter=loaded.drafter,
         vocab_size=loaded.vocab_size,
         max_model_len=loaded.max_model_len,
         dtype=name_of_dtype(decoder.dtype),
+        kv_dtype=name_of_dtype(kv_dtype),
         arithmetic=decoder.ops.arithmetic(),
         block_size=engine.target.kv.block_size,
         num_blocks=engine.pool.num_blocks,

@@ -9,7 +9,6 @@ from specserve.engine.runner import Runner
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.errors import ConfigError
 from specserve.memory import BlockPool, BlockTable
-from specserve.models.decoder import Decoder
 from specserve.version import VERSION
 from specserve_drafters.tree import TREE_SLOTS
 from specserve_kernels import DeviceError, Threads
@@ -43,7 +42,7 @@ def choose_threads(
         return runner.launch(build_step_input([group], pool.updates)).logits
 
     try:
-        return runner.ops.tune(step, most, config.model.threads, model_key(runner.decoder))
+        return runner.ops.tune(step, most, config.model.threads, model_key(runner))
     except ValueError as e:
         raise ConfigError(f"model.threads: {e}") from e
     except DeviceError as e:
@@ -66,6 +65,7 @@ def warm_up(runner: Runner, table: BlockTable, start: int) -> None:
     runner.ops.move_kv(runner.kv, slot, slot)
 
 
-def model_key(decoder: Decoder) -> str:
+def model_key(runner: Runner) -> str:
     """Everything that the time of a step depends on, apart from the machine."""
-    return f"{VERSION} {decoder.dtype} {decoder.config}"
+    decoder, kv_dtype = runner.decoder, runner.kv.layers[0].k.dtype
+    return f"{VERSION} {decoder.dtype} {kv_dtype} {decoder.config}"

@@ -54,7 +54,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     drafter: str
     vocab_size: int
     max_model_len: int
-    dtype: str  # of weights and KV, as resolved: "bf16" | "fp32"
+    dtype: str  # of the activations, as resolved: "bf16" | "fp32"
+    kv_dtype: str  # as resolved: "bf16" | "fp32" | "int8" | "fp8"
     arithmetic: str  # the build of the kernels, and the instruction set or the GPU
     block_size: int  # target tokens in a block
     num_blocks: int

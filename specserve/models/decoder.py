@@ -67,11 +67,10 @@ class Decoder:
         """The dtype of the activations."""
         return self.weights.embedding.dtype
 
-    @property
-    def kv_layouts(self) -> tuple[KVLayout, ...]:
-        """The layout of each layer's KV, in the activations' dtype, as all kernel builds expect."""
+    def kv_layouts(self, dtype: torch.dtype | None = None) -> tuple[KVLayout, ...]:
+        """The layout of each layer's KV, of this dtype; None is that of the activations."""
         c = self.config
-        return (KVLayout(c.num_kv_heads, c.head_dim, self.dtype),) * c.num_layers
+        return (KVLayout(c.num_kv_heads, c.head_dim, dtype or self.dtype),) * c.num_layers
 
     def plan(self, rows: Rows, kv: KVCache, also: Sequence[Tensor] = ()) -> Any:
         """The plan that all layers share; `plan.also` are the given tensors on the ops' device."""

@@ -20,6 +20,7 @@ from specserve_drafters.tree import TREE_SLOTS
 from specserve_kernels import Codes, Ops, QKNorm, Rotary
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # beside that of the activations
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
@@ -71,7 +72,7 @@ def compute_dtype(dtype: str, checkpoint: Checkpoint, ops: Ops) -> torch.dtype:
 
 
 def name_of_dtype(dtype: torch.dtype) -> str:
-    return next(name for name, known in DTYPES.items() if known == dtype)
+    return next(name for name, known in (DTYPES | KV_DTYPES).items() if known == dtype)
 
 
 class Reader:

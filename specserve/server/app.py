@@ -166,14 +166,17 @@ def card(service: Service) -> dict[str, Any]:
         "root": service.name,
         "parent": None,
         "max_model_len": service.input_processor.max_model_len if service.loaded else None,
-        **(speculation(service.served) if service.loaded else {}),
+        **(details(service.served) if service.loaded else {}),
     }
 
 
-def speculation(served: ServedModel) -> dict[str, Any]:
-    """Fields that OpenAI lacks: the drafter, its limit, and which models are scaled demos."""
+def details(served: ServedModel) -> dict[str, Any]:
+    """Fields that OpenAI lacks: the drafter, its limit, how KV is kept, and which models are scaled
+    demos.
+    """
     scaled = {"scaled": served.scaled} if served.scaled else {}
-    return {"drafter": served.drafter, "max_nodes": served.max_nodes, **scaled}
+    fields = {"drafter": served.drafter, "max_nodes": served.max_nodes, "kv_dtype": served.kv_dtype}
+    return fields | scaled
 
 
 async def reset_cache(request: Request) -> Response:

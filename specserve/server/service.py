@@ -42,6 +42,7 @@ class ServedModel(NamedTuple):
     drafter: str
     max_nodes: int
     scaled: list[Scaled]  # of target and draft model, those that are scaled demos
+    kv_dtype: str
 
 
 class Service:
@@ -232,7 +233,8 @@ def served_name(config: Config) -> str:
 
 def fingerprint(folder: Path, ready: Ready) -> str:
     """A hash of all that texts depend on besides the request; equal for every drafter."""
-    digest = hashlib.sha256(f"{VERSION} {ready.dtype} {ready.arithmetic}".encode())
+    resolved = f"{VERSION} {ready.dtype} {ready.kv_dtype} {ready.arithmetic}"
+    digest = hashlib.sha256(resolved.encode())
     for part in open_source(folder).identity():
         digest.update(part)
     return f"fp_{digest.hexdigest()[:12]}"

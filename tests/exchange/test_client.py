@@ -7,7 +7,7 @@ import pytest
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Failed, Ready, frame
 
-READY = Ready({}, "none", 320, 512, "bf16", "generic", 16, 100, {})
+READY = Ready({}, "none", 320, 512, "bf16", "bf16", "generic", 16, 100, {})
 
 
 @pytest.mark.parametrize("message", [Failed("out of memory"), READY])

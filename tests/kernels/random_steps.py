@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from specserve_kernels import KVCache, KVLayer, Rows
+from specserve_kernels.reference.kv import put
 
 
 @dataclass
@@ -71,6 +72,7 @@ class RandomStep:
     seed: int = 0  # of the block order
     num_layers: int = 1
     fill: float = float("nan")
+    kv_dtype: torch.dtype | None = None  # None: as the queries
 
     def __post_init__(self):
         counts = [-(-r.end // self.block_size) for r in self.reqs]
@@ -78,9 +80,16 @@ class RandomStep:
         random.Random(self.seed).shuffle(numbers)
         self.tables = [[numbers.pop() for _ in range(n)] for n in counts]
         shape = (sum(counts) + 3, self.num_layers * 2, self.block_size, self.num_kv_heads)
-        self.arena = torch.full((*shape, self.head_dim), self.fill, dtype=self.dtype)
-        k, v = self.arena[:, 0::2].unbind(1), self.arena[:, 1::2].unbind(1)
-        self.kv = KVCache(tuple(map(KVLayer, k, v)))
+        dtype = self.kv_dtype or self.dtype
+        has_scales = dtype.itemsize == 1
+        fill = 99.0 if dtype == torch.int8 else self.fill
+        self.arena = torch.full((*shape, self.head_dim), fill, dtype=dtype)
+        parts = [self.arena[:, i::2].unbind(1) for i in (0, 1)]
+        if has_scales:
+            inner = (self.num_kv_heads, self.block_size)
+            self.scales = torch.full((*shape[:2], *inner), self.fill).mT  # [Hk][slot] in memory
+            parts += [self.scales[:, i::2].unbind(1) for i in (0, 1)]
+        self.kv = KVCache(tuple(map(KVLayer, *parts)))
 
     def slots(self, b, n):
         """Where request b's first n tokens stand: block number * block_size + offset."""
@@ -92,8 +101,8 @@ class RandomStep:
     def put(self, b, slots, tokens):
         """Write K and V, [2, n, Hk, D], into some of request b's slots, in layer 0."""
         at = self.slots(b, self.reqs[b].end)[slots]
-        for x, values in zip((self.kv.layers[0].k, self.kv.layers[0].v), tokens, strict=True):
-            x[at // self.block_size, at % self.block_size] = values
+        k, v = (values.float() for values in tokens)
+        put(self.kv.layers[0], (at // self.block_size, at % self.block_size), k, v)
 
     def filled(self):
         """Every token of every request is in its place."""

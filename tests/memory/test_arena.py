@@ -24,7 +24,25 @@ def test_a_layers_k_and_v_each_begin_at_a_multiple_of_16_bytes():
     assert used_bytes(NARROW, 1) == 2 * 2 * 16
     assert used_bytes(NARROW, 4) == 2 * 2 * 48
     assert tokens_that_fit(NARROW, 2 * 2 * 48) == 4
-    assert used_bytes(MIXED, 3) == 2 * (48 + 144 + 48)
+    assert used_bytes(MIXED, 3) == 2 * (48 + 144 + 48 + 16)
+
+
+def test_kv_of_8_bits_has_a_scale_for_each_token_and_head():
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        assert used_bytes([KVLayout(8, 128, dtype)] * 2, 16) == 2 * 2 * 16 * 8 * (128 + 4)
+    assert tokens_that_fit([KVLayout(8, 128, torch.int8)], 2 * 16 * 8 * 128 * 2) == 31
+
+
+def test_codes_and_scales_of_a_block_keep_out_of_each_others_bytes():
+    arena = arena_of(3, used_bytes(MIXED, 5))
+    layers = arena.add_view("target", MIXED, 5).layers
+    parts = [x for layer in layers for x in layer.parts]
+    for i, part in enumerate(parts):
+        part.fill_(i + 1)
+    assert all((part == i + 1).all() for i, part in enumerate(parts))
+    k_scale = layers[2].k_scale
+    assert k_scale.shape == (3, 5, 1) and k_scale.stride()[1:] == (1, 5)
+    assert [layer.k_scale is None for layer in layers] == [True, True, False]
 
 
 SIZES = {  # the target, its block size, the other model -> bytes of a block
@@ -62,13 +80,13 @@ def test_layers_of_different_shapes_and_dtypes_keep_out_of_each_others_bytes():
     assert [part.dtype for part in parts[::2]] == [layout.dtype for layout in MIXED]
 
 
-@pytest.mark.parametrize(("layouts", "size"), [(WIDE, 4), (WIDE, 1), (NARROW, 85), (MIXED, 25)])
+@pytest.mark.parametrize(("layouts", "size"), [(WIDE, 4), (WIDE, 1), (NARROW, 85), (MIXED, 24)])
 def test_what_one_model_writes_into_its_blocks_no_other_block_sees(layouts, size):
     arena = arena_of(6, 4096)
     arena.blocks.fill_(7)
     for layer in arena.add_view("target", layouts, size).layers:
-        layer.k[[1, 4]] = 1
-        layer.v[[1, 4]] = 1
+        for part in layer.parts:
+            part[[1, 4]] = 1
     touched = (arena.blocks != 7).any(1)
     assert touched.tolist() == [False, True, False, False, True, False]
 

@@ -57,6 +57,7 @@ def open_service():
             vocab_size=320,
             max_model_len=9000,
             dtype="fp32",
+            kv_dtype="fp32",
             arithmetic="reference",
             block_size=16,
             num_blocks=100,

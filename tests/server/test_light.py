@@ -42,6 +42,7 @@ READY = Ready(
     vocab_size=320,
     max_model_len=512,
     dtype="bf16",
+    kv_dtype="bf16",
     arithmetic="cpu avx512_bf16 avx512f avx2",
     block_size=16,
     num_blocks=10,
@@ -49,6 +50,7 @@ READY = Ready(
 )
 OTHERS = {  # what the engine process says -> whether the text may differ by it
     "another type of numbers": ({"dtype": "fp32"}, True),
+    "KV of another type": ({"kv_dtype": "int8"}, True),
     "another instruction set": ({"arithmetic": "cpu amx_bf16 avx512_bf16 avx512f avx2"}, True),
     "another build": ({"arithmetic": "reference avx512_bf16 avx512f avx2"}, True),
     "another drafter": ({"drafter": "model"}, False),

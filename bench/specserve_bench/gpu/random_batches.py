@@ -15,18 +15,18 @@ BLOCK_SIZE = 16
 
 def token_bytes(decoder: Decoder) -> int:
     """Bytes of a token's KV in all layers."""
-    return used_bytes(decoder.kv_layouts, BLOCK_SIZE) // BLOCK_SIZE
+    return used_bytes(decoder.kv_layouts(), BLOCK_SIZE) // BLOCK_SIZE
 
 
 class RandomBatches:
     """Batches of requests that have room for `num_tokens` in all."""
 
     def __init__(self, decoder: Decoder, num_tokens: int) -> None:
-        self.decoder, size = decoder, used_bytes(decoder.kv_layouts, BLOCK_SIZE)
+        self.decoder, size = decoder, used_bytes(decoder.kv_layouts(), BLOCK_SIZE)
         num_blocks = -(-num_tokens // BLOCK_SIZE)
         self.arena = Arena(decoder.ops.allocate(num_blocks * size), size)
         self.arena.blocks.view(decoder.dtype).normal_()
-        self.arena.add_view("target", decoder.kv_layouts, BLOCK_SIZE)
+        self.arena.add_view("target", decoder.kv_layouts(), BLOCK_SIZE)
         self.runner = Runner(decoder, self.arena, "target")
         self.pool = BlockPool(num_blocks, size)
         random.Random(0).shuffle(self.pool.free)

@@ -11,8 +11,9 @@ from torch import Tensor
 from specserve_kernels.cpu import native
 from specserve_kernels.types import KVCache, KVLayer, QKNorm, Rotary
 
-MAX_HEAD_DIM, MAX_TOKEN = 512, 1 << 15  # as in layouts.h
+MAX_HEAD_DIM, MAX_TOKEN = 512, 1 << 15  # as in rows.h and layouts.h
 PLAIN, ADD, SILU_MUL = range(3)  # Epilogue in gemm.cpp
+STORED = torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn  # in rows.h's order
 
 
 class Coding(NamedTuple):
@@ -80,11 +81,28 @@ def layer(kv: KVLayer) -> Any:
         stride, *inner = kv.k.stride()
         assert kv.v.stride() == kv.k.stride(), "K and V have different strides"
         assert inner == [num_heads * D, D, 1], "KV with gaps in a block"
-        is_bf16 = kv.k.dtype == torch.bfloat16
-        assert is_bf16 or kv.k.dtype == torch.float32, f"no kernel reads {kv.k.dtype} KV"
-        pointers = kv.k.data_ptr(), kv.v.data_ptr()
-        kv.native = native.KV(*pointers, stride, block_size, num_heads, D, is_bf16)
+        assert kv.k.dtype in STORED, f"no kernel reads {kv.k.dtype} KV"
+        pointers = [x.data_ptr() for x in kv.parts]
+        pointers += [0] * (4 - len(pointers))
+        strides = stride, scale_stride(kv)
+        stored = STORED.index(kv.k.dtype)
+        kv.native = native.KV(*pointers, *strides, block_size, num_heads, D, stored)
     return kv.native
+
+
+def scale_stride(kv: KVLayer) -> int:
+    if kv.k_scale is None or kv.v_scale is None:
+        return 0
+    assert kv.v_scale.stride() == kv.k_scale.stride(), "scales of different strides"
+    assert kv.k_scale.stride()[1:] == (1, kv.k.shape[1]), "scales with gaps in a block"
+    return kv.k_scale.stride(0)
+
+
+def is_bf16(x: Tensor, kv: KVLayer) -> bool:
+    """Of queries over this KV: it is of their dtype, or it is codes."""
+    has_codes = kv.k_scale is not None
+    assert has_codes or kv.k.dtype == x.dtype, f"{x.dtype} queries over {kv.k.dtype} KV"
+    return native.is_bf16(x)
 
 
 def rope_write_kv(
@@ -92,9 +110,10 @@ def rope_write_kv(
 ) -> Structure:
     norms = (norm.q.data_ptr(), norm.k.data_ptr()) if norm else (None, None)
     pointers = qkv.data_ptr(), *norms, q.data_ptr(), rotary.cos.data_ptr(), rotary.sin.data_ptr()
-    return native.Rope(addressof(layer(kv)), *pointers, q.shape[1], norm.eps if norm else 0.0)
+    eps = norm.eps if norm else 0.0
+    return native.Rope(addressof(layer(kv)), *pointers, q.shape[1], eps, is_bf16(qkv, kv))
 
 
 def attention(q: Tensor, kv: KVLayer, out: Tensor, scale: float, window: int | None) -> Structure:
     pointers = addressof(layer(kv)), q.data_ptr(), out.data_ptr()
-    return native.Attention(*pointers, q.shape[1], scale, window or 0)
+    return native.Attention(*pointers, q.shape[1], scale, window or 0, is_bf16(q, kv))

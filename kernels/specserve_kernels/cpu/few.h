@@ -17,17 +17,24 @@ constexpr int FEW_BLOCK = 16, FEW_AHEAD = 4;
 template <class T, int N>
 static void score_few(Matrix q, Tokens<T> keys, int count, int64_t first, int64_t D, Prefetch next,
                       Sums scores) {
-  for (int64_t d = 0, w = 0; d < D; d += WORDS * PER_WORD<T>, w += WORDS)
+  for (int64_t d = 0, w = 0; d < D; d += DIMS<T>, w += WORDS * EXPANDED<T>)
     for (int j = 0; j < count; j += WORDS) {
       rw x[WORDS];
       columns_of<T>(keys, j, first, d, D, next, x);
       rf sum[N][1];
       load_sums(scores.from(0, j), d > 0, sum);
 #pragma GCC unroll 16
-      for (int u = 0; u < WORDS; u++)
+      for (int u = 0; u < WORDS; u++) {
+        rw words[EXPANDED<T>];
+        expand<T>(x[u], words);
+#pragma GCC unroll 4
+        for (int e = 0; e < EXPANDED<T>; e++)
 #pragma GCC unroll 8
-        for (int i = 0; i < N; i++)
-          sum[i][0] = multiply_words<PAIRED<T>>(*q.from(i, w + u).at - rw{}, x[u], sum[i][0]);
+          for (int i = 0; i < N; i++) {
+            rw query = *q.from(i, w + u * EXPANDED<T> + e).at - rw{};
+            sum[i][0] = multiply_words<PAIRED<T>>(query, words[e], sum[i][0]);
+          }
+      }
       store_sums(sum, scores.from(0, j));
     }
 }

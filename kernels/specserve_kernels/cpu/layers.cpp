@@ -1,6 +1,6 @@
 // RMSNorm, and rotary embedding with the KV write: row by row.
+#include "kv_codes.h"
 #include "op.h"
-#include "vec.h"
 
 template <class T> static float inverse_rms(const T* x, int64_t n, float eps) {
   vf acc{};
@@ -47,12 +47,13 @@ struct Rope {
   const float *cos, *sin;
   int64_t num_heads;
   float eps;
+  int64_t is_bf16;
 };
 
 // Normalize and rotate one head; i pairs with i + D/2.
-template <class T>
+template <class T, class O>
 static void rotate(const T* x, const T* norm, float eps, const float* cos, const float* sin,
-                   int64_t D, T* out) {
+                   int64_t D, O* out) {
   int64_t half = D / 2;
   float scale = norm ? inverse_rms(x, D, eps) : 1.0f;
   for (int64_t i = 0; i < half; i += LANES) {
@@ -68,9 +69,13 @@ static void rotate(const T* x, const T* norm, float eps, const float* cos, const
   }
 }
 
-// One query head, or one key head and the value head beside it. Threads divide heads, not rows: a
-// step of one row is as much work as many.
-template <class T>
+template <class T> static void widen(const T* x, int64_t D, float* out) {
+  for (int64_t i = 0; i < D; i++) out[i] = to_float(x[i]);
+}
+
+// One query head, or one key head and the value head beside it, which are kept as type S. Threads
+// divide heads, not rows: a step of one row is as much work as many.
+template <class T, class S>
 static void rope_head(const Rope& rope, const Rows& rows, int64_t r, int64_t h) {
   const KV& kv = *rope.kv;
   int64_t H = rope.num_heads, Hk = kv.num_heads, D = kv.head_dim, half = D / 2;
@@ -78,16 +83,32 @@ static void rope_head(const Rope& rope, const Rows& rows, int64_t r, int64_t h) 
   const float *c = rope.cos + rows.positions[r] * half, *s = rope.sin + rows.positions[r] * half;
   if (h < H)
     return rotate(x, (const T*)rope.q_norm, rope.eps, c, s, D, (T*)rope.q + (r * H + h) * D);
-  int64_t at = (h - H) * D;
-  rotate(x, (const T*)rope.k_norm, rope.eps, c, s, D, kv.at<T>(kv.k, rows.slots[r]) + at);
-  memcpy(kv.at<T>(kv.v, rows.slots[r]) + at, x + Hk * D, D * sizeof(T));
+  int64_t slot = rows.slots[r], head = h - H;
+  S *k = kv.at<S>(kv.k, slot) + head * D, *v = kv.at<S>(kv.v, slot) + head * D;
+  if constexpr (IS_CODE<S>) {
+    float numbers[MAX_HEAD_DIM];
+    rotate(x, (const T*)rope.k_norm, rope.eps, c, s, D, numbers);
+    *kv.scale_at(kv.k_scale, slot, head) = quantize(numbers, D, k);
+    widen(x + Hk * D, D, numbers);
+    *kv.scale_at(kv.v_scale, slot, head) = quantize(numbers, D, v);
+  } else {
+    rotate(x, (const T*)rope.k_norm, rope.eps, c, s, D, k);
+    memcpy(v, x + Hk * D, D * sizeof(T));
+  }
 }
 
-template <class T> static void rope_write_kv(const Rope& rope, const Step& step, Team& team) {
+template <class T, class S> static void rope_write_kv(const Rope& rope, const Step& step, Team& team) {
   int64_t heads = rope.num_heads + rope.kv->num_heads;
   Range part = team.part(step.rows->num_rows * heads);
   for (int64_t n = part.begin; n < part.end; n++)
-    rope_head<T>(rope, *step.rows, n / heads, n % heads);
+    rope_head<T, S>(rope, *step.rows, n / heads, n % heads);
+}
+template <class T> static void rope_write_kv(const Rope& rope, const Step& step, Team& team) {
+  switch (rope.kv->stored) {
+    case AS_INT8: return rope_write_kv<T, Int8<T>>(rope, step, team);
+    case AS_FP8: return rope_write_kv<T, Fp8<T>>(rope, step, team);
+    default: return rope_write_kv<T, T>(rope, step, team);
+  }
 }
 
 struct Copy {
@@ -121,6 +142,6 @@ void specserve_rms_norm(const void* args, const Step& step, Team& team) {
 
 void specserve_rope_write_kv(const void* args, const Step& step, Team& team) {
   const Rope& a = *(const Rope*)args;
-  a.kv->is_bf16 ? rope_write_kv<bf16>(a, step, team) : rope_write_kv<float>(a, step, team);
+  a.is_bf16 ? rope_write_kv<bf16>(a, step, team) : rope_write_kv<float>(a, step, team);
 }
 }

@@ -23,6 +23,11 @@ struct Prefetch {
   }
 };
 
+// Codes are transposed as they stand, and then become words: `expand` makes EXPANDED words of one.
+template <class T> constexpr int EXPANDED = IS_CODE<T> ? 4 / PER_WORD<T> : 1;
+// Dimensions of a register of one row, as it is transposed.
+template <class T> constexpr int DIMS = WORDS * PER_WORD<T> * EXPANDED<T>;
+
 // A register of the words that one row has from dimension d on.
 template <class T> static inline rw words_at(const T* row, int64_t d) {
   if constexpr (std::is_same_v<T, bf16> && !PAIRED<T>) {
@@ -35,21 +40,23 @@ template <class T> static inline rw words_at(const T* row, int64_t d) {
 }
 // The same where the row has only n more dimensions; the words that it lacks are zeros.
 template <class T> static inline rw words_at(const T* row, int64_t d, int n) {
-  T t[WORDS * PER_WORD<T>] = {};
+  T t[DIMS<T>] = {};
   memcpy(t, row + d, n * sizeof(T));
   return words_at(t, 0);
 }
 
-// The words of a head, in whole registers.
+// The words of a head, in whole steps.
 template <class T> static int64_t words_of(int64_t D) {
-  constexpr int STEP = WORDS * PER_WORD<T>;
-  return (D + STEP - 1) / STEP * WORDS;
+  return (D + DIMS<T> - 1) / DIMS<T> * WORDS * EXPANDED<T>;
 }
 
-template <class T> static void load_query(const T* q, int64_t D, word* to) {
-  constexpr int STEP = WORDS * PER_WORD<T>;
-  for (int64_t d = 0; d < D; d += STEP)
-    store_words(to + d / PER_WORD<T>, D - d < STEP ? words_at(q, d, D - d) : words_at(q, d));
+// As many words as keys of type T have.
+template <class T> static void load_query(const Active<T>* q, int64_t D, word* to) {
+  typedef Active<T> A;
+  for (int64_t w = 0, d = 0; w < words_of<T>(D); w += WORDS, d += DIMS<A>) {
+    int rest = std::max<int64_t>(D - d, 0);
+    store_words(to + w, rest < DIMS<A> ? words_at(q, d, rest) : words_at(q, d));
+  }
 }
 
 // In each run of 16 bytes, the elements of the first (HALF = 0) or last half of a and b in turns.
@@ -99,16 +106,36 @@ static INLINE void transpose_words(rw* x) {
 }
 
 // x[word][key] of the keys [j, j + WORDS), from dimension d of the head on, which begins at `first`.
+// A step of dimensions, of which `expand` makes words.
 template <class T>
 static INLINE void columns_of(Tokens<T> keys, int j, int64_t first, int64_t d, int64_t D,
                               Prefetch next, rw* x) {
-  constexpr int STEP = WORDS * PER_WORD<T>;
 #pragma GCC unroll 16
   for (int i = 0; i < WORDS; i++) {
-    x[i] = D - d < STEP ? words_at(keys[j + i], first + d, D - d) : words_at(keys[j + i], first + d);
-    next.lines(j + i, d * sizeof(T), STEP * sizeof(T));
+    bool is_whole = D - d >= DIMS<T>;
+    x[i] = is_whole ? words_at(keys[j + i], first + d) : words_at(keys[j + i], first + d, D - d);
+    next.lines(j + i, d * sizeof(T), DIMS<T> * sizeof(T));
   }
   transpose_words(x);
+}
+template <class T> static INLINE void expand(rw x, rw (&words)[EXPANDED<T>]) {
+  if constexpr (!IS_CODE<T>) {
+    words[0] = x;
+  } else if constexpr (!PAIRED<T>) {
+    words[0] = (rw)floats_at<T, 0>(x);
+    words[1] = (rw)floats_at<T, 1>(x);
+    words[2] = (rw)floats_at<T, 2>(x);
+    words[3] = (rw)floats_at<T, 3>(x);
+  } else {
+#if HAS_PAIRS && defined(__AVX512VBMI__)
+    Bf16Bytes bytes = bf16_bytes<T>((__m512i)x);
+    words[0] = bytes.pairs<0, 4, 1>();
+    words[1] = bytes.pairs<2, 4, 1>();
+#else
+    words[0] = paired(floats_at<T, 0>(x), floats_at<T, 1>(x));
+    words[1] = paired(floats_at<T, 2>(x), floats_at<T, 3>(x));
+#endif
+  }
 }
 
 // to[word][key], `stride` words apart; count is a multiple of LANES. The head's dimensions are
@@ -118,18 +145,40 @@ static void load_keys(Tokens<T> keys, int count, int64_t first, int64_t D, Prefe
                       int64_t stride) {
   for (int j = 0; j < count; j += WORDS) {
     word* column = to + j;
-    for (int64_t d = 0; d < D; d += WORDS * PER_WORD<T>) {
+    for (int64_t d = 0; d < D; d += DIMS<T>) {
       rw x[WORDS];
       columns_of<T>(keys, j, first, d, D, next, x);
 #pragma GCC unroll 16
-      for (int i = 0; i < WORDS; i++, column += stride) store_words(column, x[i]);
+      for (int i = 0; i < WORDS; i++) {
+        rw words[EXPANDED<T>];
+        expand<T>(x[i], words);
+#pragma GCC unroll 4
+        for (rw each : words) {
+          store_words(column, each);
+          column += stride;
+        }
+      }
     }
   }
 }
 
 // The words of 2 WORDS dimensions of one or two positions.
 template <class T> static inline void unit_at(const T* a, const T* b, rw& low, rw& high) {
-  if constexpr (PAIRED<T>) {
+  if constexpr (IS_CODE<T> && !PAIRED<T>) {
+    low = (rw)floats_of(a);
+    high = (rw)floats_of(a + WORDS);
+  } else if constexpr (IS_CODE<T>) {
+#if HAS_PAIRS && defined(__AVX512VBMI__)
+    __m512i one = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)a));
+    __m512i both = _mm512_inserti64x4(one, _mm256_loadu_si256((const __m256i*)b), 1);
+    Bf16Bytes bytes = bf16_bytes<T>(both);
+    low = bytes.pairs<0, 1, 32>();
+    high = bytes.pairs<16, 1, 32>();
+#else
+    low = paired(floats_of(a), floats_of(b));
+    high = paired(floats_of(a + WORDS), floats_of(b + WORDS));
+#endif
+  } else if constexpr (PAIRED<T>) {
     typedef uint16_t halves __attribute__((vector_size(REGISTER)));
     halves x, y, at;
     memcpy(&x, a, REGISTER);
@@ -154,14 +203,13 @@ template <class T> static inline void unit_at(const T* a, const T* b, int n, rw&
 template <class T>
 static void load_values(Tokens<T> values, int count, int64_t first, int64_t D, Prefetch next,
                         word* to, int64_t stride) {
-  constexpr int STEP = 2 * WORDS;
   for (int j = 0; j < count; j += PER_WORD<T>, to += stride) {
     const T *a = values[j] + first, *b = values[j + PER_WORD<T> - 1] + first;
     rw low, high;
-    for (int64_t d = 0; d < D; d += STEP) {
-      if (D - d < STEP) unit_at(a + d, b + d, D - d, low, high);
+    for (int64_t d = 0; d < D; d += 2 * WORDS) {
+      if (D - d < 2 * WORDS) unit_at(a + d, b + d, D - d, low, high);
       else unit_at(a + d, b + d, low, high);
-      for (int i = 0; i < PER_WORD<T>; i++) next.lines(j + i, d * sizeof(T), STEP * sizeof(T));
+      for (int i = 0; i < PER_WORD<T>; i++) next.lines(j + i, d * sizeof(T), 2 * WORDS * sizeof(T));
       store_words(to + d, low);
       store_words(to + d + WORDS, high);
     }

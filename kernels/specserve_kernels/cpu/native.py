@@ -25,9 +25,9 @@ class Rows(Structure):
 
 class KV(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("k", "v")),
-        *((name, c_int64) for name in ("block_stride", "block_size", "num_heads", "head_dim")),
-        ("is_bf16", c_int64),
+        *((name, c_void_p) for name in ("k", "v", "k_scale", "v_scale")),
+        *((name, c_int64) for name in ("block_stride", "scale_stride", "block_size")),
+        *((name, c_int64) for name in ("num_heads", "head_dim", "stored")),
     ]
 
 
@@ -80,6 +80,7 @@ class Rope(Structure):
         *((name, c_void_p) for name in ("kv", "qkv", "q_norm", "k_norm", "q", "cos", "sin")),
         ("num_heads", c_int64),
         ("eps", c_float),
+        ("is_bf16", c_int64),
     ]
 
 
@@ -96,6 +97,7 @@ class Attention(Structure):
         ("num_heads", c_int64),
         ("scale", c_float),
         ("window", c_int64),
+        ("is_bf16", c_int64),
     ]
 
 

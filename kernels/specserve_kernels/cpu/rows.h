@@ -10,14 +10,27 @@ struct Rows {
   const uint64_t* mask;
 };
 
-// One layer's keys and values: [num_blocks, block_size, num_heads, head_dim], blocks strided.
+constexpr int MAX_HEAD_DIM = 512;
+
+enum Stored : int64_t { AS_FP32, AS_BF16, AS_INT8, AS_FP8 };
+
+// One layer's keys and values: [num_blocks, block_size, num_heads, head_dim], blocks strided. Where
+// they are codes, their scales: [num_blocks, num_heads, block_size].
 struct KV {
   void *k, *v;
+  float *k_scale, *v_scale;
   int64_t block_stride;  // elements
+  int64_t scale_stride;  // floats
   int64_t block_size, num_heads, head_dim;
-  int64_t is_bf16;
+  Stored stored;
 
-  template <class T> T* at(void* base, int64_t slot) const {
-    return (T*)base + slot / block_size * block_stride + slot % block_size * num_heads * head_dim;
+  bool has_scales() const { return stored == AS_INT8 || stored == AS_FP8; }
+  int64_t element_bytes() const { return stored == AS_FP32 ? 4 : stored == AS_BF16 ? 2 : 1; }
+  int64_t element_of(int64_t slot) const {
+    return slot / block_size * block_stride + slot % block_size * num_heads * head_dim;
+  }
+  template <class T> T* at(void* base, int64_t slot) const { return (T*)base + element_of(slot); }
+  float* scale_at(float* base, int64_t slot, int64_t head) const {
+    return base + slot / block_size * scale_stride + head * block_size + slot % block_size;
   }
 };

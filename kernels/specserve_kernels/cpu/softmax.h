@@ -36,7 +36,10 @@ constexpr Seen NOTHING{-INF, 0.0f};
 //
 // Weights are rounded to bf16 where values are multiplied as pairs, and are summed as they were
 // rounded: so the error of a row is about that of rounding its result to bf16, in half the time.
-template <bool IS_PAIRED> static Seen soften(const float* score, int n, float scale, float* weights) {
+//
+// Where values have scales, weights are multiplied by them after they are summed.
+template <bool IS_PAIRED, bool HAS_SCALES>
+static Seen soften(const float* score, int n, float scale, float* weights, const float* scales) {
   vf top = splat(-INF);
   for (int i = 0; i < n; i += LANES) top = max(top, load(score + i));
   float peak = max(top) * scale;
@@ -44,17 +47,23 @@ template <bool IS_PAIRED> static Seen soften(const float* score, int n, float sc
   for (int i = 0; i < n; i += 2 * LANES) {
     vf a = exp2(fma(load(score + i), splat(scale), base));
     vf b = exp2(fma(load(score + i + LANES), splat(scale), base));
+    if constexpr (HAS_SCALES) {
+      total += a + b;
+      a *= load(scales + i);
+      b *= load(scales + i + LANES);
+    }
 #if HAS_PAIRS
     if constexpr (IS_PAIRED) {
       __m512bh pairs = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
-      total = (vf)_mm512_dpbf16_ps((__m512)total, pairs, (__m512bh)_mm512_set1_epi16(0x3f80));
+      if constexpr (!HAS_SCALES)
+        total = (vf)_mm512_dpbf16_ps((__m512)total, pairs, (__m512bh)_mm512_set1_epi16(0x3f80));
       memcpy(weights + i / 2, &pairs, 64);
       continue;
     }
 #endif
     store(weights + i, a);
     store(weights + i + LANES, b);
-    total += a + b;
+    if constexpr (!HAS_SCALES) total += a + b;
   }
   return {peak, sum(total)};
 }

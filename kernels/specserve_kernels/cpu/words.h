@@ -6,9 +6,8 @@
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
 
-#include "registers.h"
+#include "kv_codes.h"
 
 #if defined(__AVX512BF16__)
 #define HAS_PAIRS 1
@@ -17,12 +16,11 @@
 #endif
 
 // Whether values of type T are multiplied as pairs of bf16; else each is a float.
-template <class T> constexpr bool PAIRED = HAS_PAIRS && std::is_same_v<T, bf16>;
+template <class T> constexpr bool PAIRED = HAS_PAIRS && std::is_same_v<Active<T>, bf16>;
 template <class T> constexpr int PER_WORD = PAIRED<T> ? 2 : 1;
 
 // Registers of sums that a block of a product has; others hold what is multiplied.
 constexpr int SUMS = REGISTER == 32 ? 8 : 16;
-constexpr int MAX_HEAD_DIM = 512;
 constexpr int MAX_GROUP = SUMS / 2;  // rows of `a` whose sums are in registers
 
 template <bool IS_PAIRED> static inline rf multiply_words(rw a, rw b, rf c) {

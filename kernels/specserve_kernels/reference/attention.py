@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specserve_kernels.reference.kv import put, take
 from specserve_kernels.types import NO_WINDOW, KVCache, KVLayer, QKNorm, Rotary, Rows
 
 
@@ -32,7 +33,8 @@ def plan(
 def rope_write_kv(
     qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Plan
 ) -> Tensor:
-    """Normalize and rotate the heads; write K and V of every row into its slot.
+    """Normalize and rotate the heads; write K and V of every row into its slot, as the KV's dtype
+    has them: `kv.py` says what KV of 8 bits is.
 
     qkv  [R, (H + 2 Hk) D]  bfloat16 | float32  query heads, then key heads, then value heads
     ->   [R, H, D]          as qkv              the rotated queries
@@ -49,9 +51,8 @@ def rope_write_kv(
     position = plan.rows.positions.long()
     cos, sin = rotary.cos[position][:, None], rotary.sin[position][:, None]
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-    for r, slot in enumerate(plan.rows.slots.tolist()):
-        kv.k[slot // block_size, slot % block_size] = k[r].to(kv.k.dtype)
-        kv.v[slot // block_size, slot % block_size] = v[r].to(kv.v.dtype)
+    slots = plan.rows.slots
+    put(kv, (slots // block_size, slots % block_size), k, v)
     return q.to(qkv.dtype)
 
 
@@ -67,7 +68,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attention(
     q: Tensor, kv: KVLayer, plan: Plan, scale: float, window: int | None = None
 ) -> Tensor:
-    """softmax(scale q K^T) V of each row over what it may see.
+    """softmax(scale q K^T) V of each row over what it may see. KV of 8 bits is read as it stands
+    in the cache, also by the rows that wrote it: so no result depends on when that was.
 
     q       [R, H, D]  as the KV; query head h reads KV head h // (H / Hk)
     window  a row at position p sees the positions (p - window, p] only; None sees all
@@ -82,8 +84,7 @@ def attention(
         for r in range(qo[b], qo[b + 1]):
             slot = _visible(int(rows.prefix[r]), int(rows.mask[r]), window)
             at = blocks[slot // block_size], slot % block_size
-            k = kv.k[at].float().repeat_interleave(group, dim=1)  # [visible, H, D]
-            v = kv.v[at].float().repeat_interleave(group, dim=1)
+            k, v = (x.repeat_interleave(group, dim=1) for x in take(kv, at))  # [visible, H, D]
             weight = (torch.einsum("hd,shd->hs", q[r].float(), k) * scale).softmax(-1)
             out[r] = torch.einsum("hs,shd->hd", weight, v).to(q.dtype)
     return out.flatten(1)
@@ -103,5 +104,5 @@ def move_kv(kv: KVCache, source: Tensor, target: Tensor) -> None:
     size = kv.block_size
     for s, t in zip(source.tolist(), target.tolist(), strict=True):
         for layer in kv.layers:
-            for x in (layer.k, layer.v):
+            for x in layer.parts:
                 x[t // size, t % size] = x[s // size, s % size]

@@ -1,0 +1,530 @@
+// Attention of a step's rows over block tables: causal rows and tree rows in one kernel.
+//
+// A row's keys are the tokens of its path in order of position. Positions are cut at multiples of
+// PART, counted from 0: a part's scores become weights at once, and the results of the parts are
+// merged in order. Within a part, values are summed position by position or pair by pair, for as
+// many query vectors at a time as there are. So a row's bits depend on its own path only: not on
+// the block size, on the slots, on the rows beside it, on where the prefix ends and the tree begins,
+// or on how many threads share a context. The weights of hidden positions are exact zeros, and the
+// values there are read as zeros, so that the contents of their slots, NaN included, do not matter.
+//
+// Of KV of 8 bits the codes are multiplied. A score is multiplied by the scale of its key; a weight,
+// once it is in the sum of weights, by the scale of its value, which is 0 at hidden positions.
+#pragma once
+
+#include <algorithm>
+#include <climits>
+
+#include "attention_plan.h"
+#include "few.h"
+#include "softmax.h"
+#include "words_tiles.h"
+
+constexpr int GROUP = 32;     // query vectors that share a range of tiles
+constexpr int BLOCK = 64;     // keys of which the columns stay in L1
+constexpr int TAIL = 128;     // tree slots, and those of the prefix in their first tile
+constexpr int SCORES = PART + LANES;  // a stride with which rows do not share cache lines' places
+constexpr float LOG2_E = 1.44269504f;
+
+struct Attention {
+  const KV* kv;
+  const void* q;
+  void* out;
+  int64_t num_heads;
+  float scale;
+  int64_t window;  // 0: none
+  int64_t is_bf16;
+};
+
+// Where the positions [begin, begin + n) of a part stand, whole tiles: their keys, then their
+// values, then keys of the next part, which are prefetched: at most two blocks ahead.
+struct Part {
+  int begin, n;
+  const void* tokens[2 * PART + 2 * BLOCK];
+};
+
+// The memory that a thread computes in, for heads of one size.
+struct Scratch {
+  int64_t width = 0;  // of a head, in whole pairs of registers
+  std::vector<word> memory;
+  word *queries, *keys, *values;
+  float *score, *tail, *part, *total;
+  // Of codes, by head of the item: the scales of a part's keys and values, and of a tree's values;
+  // and those of the values that one query sees.
+  float *key_scales, *value_scales, *tail_scales, *own_scales;
+  Part parts[2];        // the one that is computed, and the one after it
+  const void *path_keys[TAIL], *path_values[TAIL];  // of a tree's slots
+  Seen seen[MAX_ITEM], now[MAX_ITEM];
+
+  int64_t value_stride() const { return width + LANES; }
+
+  void fit(int64_t D, bool has_scales) {
+    int64_t needed = (D + 4 * LANES - 1) / (4 * LANES) * 4 * LANES;
+    if (needed <= width) return;
+    width = needed;
+    int64_t item = (MAX_ITEM + 16) * width, scales = has_scales ? MAX_ITEM : 0;
+    int64_t sizes[] = {item,
+                       width * BLOCK,
+                       PART * value_stride(),
+                       (MAX_ITEM + 16) * SCORES,
+                       MAX_ITEM * TAIL,
+                       item,
+                       item,
+                       scales * PART,
+                       scales * PART,
+                       scales * TAIL,
+                       PART};
+    int64_t all = 16;
+    for (int64_t size : sizes) all += size;
+    memory.assign(all, 0);
+    word* at = (word*)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
+    word** const places[] = {&queries,
+                             &keys,
+                             &values,
+                             (word**)&score,
+                             (word**)&tail,
+                             (word**)&part,
+                             (word**)&total,
+                             (word**)&key_scales,
+                             (word**)&value_scales,
+                             (word**)&tail_scales,
+                             (word**)&own_scales};
+    for (int i = 0; i < 11; i++) {
+      *places[i] = at;
+      at += sizes[i];
+    }
+  }
+};
+
+// A range of positions.
+struct Span {
+  int begin, end;
+
+  bool is_empty() const { return begin >= end; }
+  int size() const { return std::max(end - begin, 0); }
+};
+static inline Span overlap(Span a, Span b) {
+  return {std::max(a.begin, b.begin), std::min(a.end, b.end)};
+}
+static inline int tile_of(int position) { return position / TILE * TILE; }
+static inline Span tiles(Span s) { return {tile_of(s.begin), tile_of(s.end + TILE - 1)}; }
+static inline Span part_span(int part) { return {part * PART, (part + 1) * PART}; }
+
+// f(n) with n as a constant: f.template operator()<n>().
+template <class F> static void with_constant(int n, F f) {
+  switch (n) {
+    case 1: return f.template operator()<1>();
+    case 2: return f.template operator()<2>();
+    case 3: return f.template operator()<3>();
+    case 4: return f.template operator()<4>();
+    case 5: return f.template operator()<5>();
+    case 6: return f.template operator()<6>();
+    case 7: return f.template operator()<7>();
+    default: return f.template operator()<MAX_FEW>();
+  }
+}
+
+// Doing an item; T is the type in which KV is kept. What is one for each query vector is indexed by
+// i + h count: i counts the vectors of a KV head, h the item's heads.
+template <class T> struct Task {
+  const Attention& a;
+  const Rows& rows;
+  const Work& work;
+  const Item& item;
+  Scratch& x;
+  const bool on_tiles;
+  typedef Active<T> A;
+  static constexpr int PER = PER_WORD<T>;
+  const KV& kv = *a.kv;
+  const int64_t D = kv.head_dim, width = (D + LANES - 1) / LANES * LANES, words = words_of<T>(D);
+  const int group = a.num_heads / kv.num_heads;
+  const int first_row = rows.qo_indptr[item.request];
+  Span shared[MAX_ITEM / GROUP];  // tiles of positions that have one slot for all rows, by group
+  int max_low = 0, min_prefix = INT_MAX;
+
+  int row_of(int i) const { return first_row + (item.first + i) / group; }
+  const View& view(int i) const { return work.views[row_of(i)]; }
+  int64_t vector_of(int h, int i) const {
+    return row_of(i) * a.num_heads + (item.first_head + h) * group + (item.first + i) % group;
+  }
+  int group_size(int g) const { return std::min(GROUP, item.count - g); }
+  bool is_few() const { return item.count <= MAX_FEW && !on_tiles; }
+  int index(int h, int i) const { return h * item.count + i; }
+  float* scores(int h, int i) const { return x.score + index(h, i) * SCORES; }
+  float* tail_scores(int h, int i) const { return x.tail + index(h, i) * TAIL; }
+  Sums sums(int h, int i) const { return {x.part + index(h, i) * x.width, x.width}; }
+  Matrix queries(int h, int i) const { return {x.queries + index(h, i) * x.width, x.width}; }
+  // From position `begin` of the part on, a word for each unit.
+  Matrix weights(int h, int i, int begin) const {
+    return {(const word*)scores(h, i) + begin / PER, SCORES};
+  }
+  // Where the keys and values of slots [first, first + n) stand.
+  void locate(int first, int n, const void** keys, const void** values) const {
+    const int32_t* block = rows.indices + rows.indptr[item.request] + first / kv.block_size;
+    int64_t token = kv.num_heads * D, in_block = first % kv.block_size;
+    for (int j = 0; j < n; block++, in_block = 0) {
+      int64_t offset = *block * kv.block_stride + in_block * token + item.first_head * D;
+      int end = std::min<int64_t>(n, j + kv.block_size - in_block);
+      for (; j < end; j++, offset += token) {
+        keys[j] = (const T*)kv.k + offset;
+        values[j] = (const T*)kv.v + offset;
+      }
+    }
+  }
+  // The positions of a part that have one slot for all rows.
+  void locate_part(int number, Part& part) const {
+    Span seen = overlap(part_span(number), {item.begin, item.end}), all = tiles(seen);
+    part.begin = all.begin - number * PART;
+    part.n = number < item.end_part && !seen.is_empty() ? all.size() : 0;
+    std::fill_n(part.tokens, 2 * part.n + 2 * BLOCK, (const void*)ZEROS<T>);
+    if (part.n == 0) return;
+    const void** keys = part.tokens + seen.begin - all.begin;
+    locate(seen.begin, seen.size(), keys, keys + part.n);
+  }
+  // The scales of slots [first, first + n), `stride` apart by head.
+  void load_scales(const float* scales, int first, int n, float* to, int stride) const {
+    const int32_t* block = rows.indices + rows.indptr[item.request] + first / kv.block_size;
+    int in_block = first % kv.block_size;
+    for (int j = 0, end; j < n; j = end, block++, in_block = 0) {
+      end = std::min<int64_t>(n, j + kv.block_size - in_block);
+      const float* from = scales + *block * kv.scale_stride + item.first_head * kv.block_size;
+      for (int h = 0; h < item.num_heads; h++, from += kv.block_size)
+        for (int i = j; i < end; i++) to[h * stride + i] = from[in_block + i - j];
+    }
+  }
+  // Of a part, from its begin on; 0 where it has no keys.
+  void load_part_scales(int number) {
+    Span seen = overlap(part_span(number), {item.begin, item.end});
+    if (seen.size() < PART)
+      for (float* to : {x.key_scales, x.value_scales}) std::fill_n(to, item.num_heads * PART, 0.0f);
+    int at = seen.begin - number * PART;
+    load_scales(kv.k_scale, seen.begin, seen.size(), x.key_scales + at, PART);
+    load_scales(kv.v_scale, seen.begin, seen.size(), x.value_scales + at, PART);
+  }
+  static Tokens<T> tokens_of(const Part& part) { return (Tokens<T>)part.tokens; }
+  // What is read `ahead` blocks after block j of head h: a block is read of one head after another.
+  Prefetch behind(const Part& part, int j, int h, int block, int ahead) const {
+    int head = h + ahead;
+    return {part.tokens + j + head / item.num_heads * block,
+            head % item.num_heads * D * int64_t(sizeof(T))};
+  }
+
+  void begin() {
+    for (int h = 0; h < item.num_heads; h++)
+      for (int i = 0; i < item.count; i++) {
+        load_query<T>((const A*)a.q + vector_of(h, i) * D, D, x.queries + index(h, i) * x.width);
+        x.seen[index(h, i)] = NOTHING;
+      }
+    for (int g = 0; g < item.count; g += GROUP) {
+      Span span{item.end, item.begin};
+      for (int i = g; i < g + group_size(g); i++) {
+        span.begin = std::min(span.begin, view(i).low);
+        span.end = std::max(span.end, std::min(view(i).prefix, item.end));
+        max_low = std::max(max_low, view(i).low);
+        min_prefix = std::min(min_prefix, view(i).prefix);
+      }
+      shared[g / GROUP] = tiles(span);
+    }
+    if (item.tail && item.end_part * PART > item.end) score_tails();
+  }
+
+  void multiply(Matrix p, Matrix q, Sums sums, int n, int64_t units, int64_t width, bool adds) {
+#if HAS_TILES
+    if (on_tiles) return multiply_on_tiles(p, q, sums, n, units, width, adds);
+#endif
+    multiply_vectors<PAIRED<T>>(p, q, sums, n, units, width, adds);
+  }
+  void multiply_keys(Matrix q, int n, Sums scores, int num_keys) {
+    multiply(q, {x.keys, BLOCK}, scores, n, words, num_keys, false);
+  }
+
+  // The scores of a tree's slots, for all rows: each row takes those on its path.
+  void score_tails() {
+    int num = item.tail - item.end;
+    std::fill_n(x.path_keys, TAIL, (const void*)ZEROS<T>);
+    locate(item.end, num, x.path_keys, x.path_values);
+    for (int h = 0; h < item.num_heads; h++)
+      for (int j = 0; j < num; j += BLOCK) {
+        int n = (std::min(BLOCK, num - j) + LANES - 1) / LANES * LANES;
+        load_keys<T>((Tokens<T>)x.path_keys + j, n, h * D, D, {}, x.keys, BLOCK);
+        multiply_keys(queries(h, 0), item.count, {tail_scores(h, 0) + j, TAIL}, n);
+      }
+    if constexpr (IS_CODE<T>) scale_tails(num);
+  }
+  void scale_tails(int num) {
+    load_scales(kv.k_scale, item.end, num, x.tail_scales, TAIL);
+    for (int h = 0; h < item.num_heads; h++)
+      for (int i = 0; i < item.count; i++)
+        for (int j = 0; j < num; j++) tail_scores(h, i)[j] *= x.tail_scales[h * TAIL + j];
+    load_scales(kv.v_scale, item.end, num, x.tail_scales, TAIL);
+  }
+
+  void score(int number, const Part& part) {
+    for (int j = 0; j < part.n; j += is_few() ? FEW_BLOCK : BLOCK)
+      for (int h = 0; h < item.num_heads; h++)
+        is_few() ? score_few_keys(part, j, h) : score_keys(number, part, j, h);
+  }
+  void score_few_keys(const Part& part, int j, int h) {
+    with_constant(item.count, [&]<int N>() {
+      score_few<T, N>(queries(h, 0), tokens_of(part) + j, FEW_BLOCK, h * D, D,
+                      behind(part, j, h, FEW_BLOCK, FEW_AHEAD),
+                      {scores(h, 0) + part.begin + j, SCORES});
+    });
+  }
+  void score_keys(int number, const Part& part, int j, int h) {
+    int n = std::min(BLOCK, part.n - j), first = part.begin + j;
+    load_keys<T>(tokens_of(part) + j, n, h * D, D, behind(part, j, h, BLOCK, 1), x.keys, BLOCK);
+    for (int g = 0; g < item.count; g += GROUP) {
+      Span span{number * PART + first, number * PART + first + n};
+      if (!overlap(shared[g / GROUP], span).is_empty())
+        multiply_keys(queries(h, g), group_size(g), {scores(h, g) + first, SCORES}, n);
+    }
+  }
+
+  // The tiles of the part that a query's weights are needed for, from the part's begin.
+  Span weighed(int part, int i) const {
+    Span whole = part_span(part), span = overlap(shared[i / GROUP], whole);
+    Span own = overlap(tiles({std::max(view(i).low, whole.begin), view(i).length}), whole);
+    if (span.is_empty()) span = own;
+    else if (!own.is_empty()) span.end = std::max(span.end, own.end);
+    return {span.begin - whole.begin, span.end - whole.begin};
+  }
+
+  // What a query may see of its scores: those on its path of the tree are put in their places.
+  void choose(int part, int i, Span span, float* score, const float* tail) const {
+    const View& v = view(i);
+    int zero = part * PART;
+    take_path(part, i, tail, score);
+    int low = std::min(std::max(v.low - zero, span.begin), span.end);
+    int high = std::max(std::min(v.length - zero, span.end), low);
+    std::fill(score + span.begin, score + low, -INF);
+    std::fill(score + high, score + span.end, -INF);
+  }
+
+  // Of what a tree's slots have, that on a query's path is put where its positions are.
+  void take_path(int part, int i, const float* tail, float* to) const {
+    const View& v = view(i);
+    Span path = path_in(part, i);
+    for (int p = path.begin; p < path.end; p++)
+      to[p - part * PART] = tail[(p < v.prefix ? p : work.paths[v.path + p - v.prefix]) - item.end];
+  }
+  Span path_in(int part, int i) const {
+    if (!item.tail) return {0, 0};
+    return overlap({std::max(item.end, view(i).low), view(i).length}, part_span(part));
+  }
+
+  void scale_scores(int h, Span span, float* score) const {
+    const float* scales = x.key_scales + h * PART;
+    for (int p = span.begin; p < span.end; p += LANES)
+      store(score + p, load(score + p) * load(scales + p));
+  }
+  // The scales of the values that a query sees, and 0 elsewhere.
+  const float* value_scales(int part, int h, int i) const {
+    const float* all = x.value_scales + h * PART;
+    Span path = path_in(part, i), seen = overlap(part_span(part), {item.begin, item.end});
+    Span own = overlap(seen, {view(i).low, view(i).prefix});
+    if (path.is_empty() && own.begin == seen.begin && own.end == seen.end) return all;
+    int zero = part * PART;
+    std::fill_n(x.own_scales, PART, 0.0f);
+    if (!own.is_empty())
+      std::copy(all + own.begin - zero, all + own.end - zero, x.own_scales + own.begin - zero);
+    take_path(part, i, x.tail_scales + h * TAIL, x.own_scales);
+    return x.own_scales;
+  }
+
+  void soften_all(int part) {
+    if constexpr (IS_CODE<T>) load_part_scales(part);
+    for (int i = 0; i < item.count; i++) {
+      Span span = weighed(part, i);
+      for (int h = 0; h < item.num_heads; h++) {
+        float* score = scores(h, i);
+        const float* value_scale = nullptr;
+        Seen& now = x.now[index(h, i)] = NOTHING;
+        memset(sums(h, i).at, 0, width * sizeof(float));
+        if (span.is_empty()) continue;
+        if constexpr (IS_CODE<T>) {
+          scale_scores(h, span, score);
+          value_scale = value_scales(part, h, i) + span.begin;
+        }
+        choose(part, i, span, score, tail_scores(h, i));
+        now = soften<PAIRED<T>, IS_CODE<T>>(score + span.begin, span.size(), a.scale * LOG2_E,
+                                            score + span.begin / PER, value_scale);
+      }
+    }
+  }
+
+  void add_values(int number, const Part& part) {
+    bool few = is_few() && (IS_CODE<T> || !is_mixed(number * PART + part.begin, part.n));
+    int step = few ? FEW_BLOCK : item.count <= FEW ? TILE : PART;
+    for (int j = 0; j < part.n; j += step)
+      for (int h = 0; h < item.num_heads; h++)
+        few ? add_few_values(part, j, h)
+            : add_values_of(number, part, j, std::min(step, part.n - j), h);
+  }
+  void add_few_values(const Part& part, int j, int h) {
+    with_constant(item.count, [&]<int N>() {
+      add_few<T, N>(weights(h, 0, part.begin + j), tokens_of(part) + part.n + j, FEW_BLOCK, h * D,
+                    D, behind(part, part.n + j, h, FEW_BLOCK, FEW_AHEAD), sums(h, 0));
+    });
+  }
+  void add_values_of(int number, const Part& part, int j, int n, int h) {
+    Tokens<T> values = tokens_of(part) + part.n + j;
+    int first = part.begin + j;
+    load_values<T>(values, n, h * D, D, behind(part, part.n + j, h, std::min(n, BLOCK), 1),
+                   x.values, x.value_stride());
+    if (!IS_CODE<T> && is_mixed(number * PART + first, n) &&
+        !are_finite<T>(x.values, n / PER, D, x.value_stride()))
+      add_each(number, first, n, h, values);
+    else
+      add_shared(number, first, n, h);
+  }
+
+  // Whether some queries see positions of [begin, begin + n) that others do not.
+  bool is_mixed(int begin, int n) const {
+    Span seen = overlap({begin, begin + n}, {item.begin, item.end});
+    return max_low > seen.begin || min_prefix < seen.end;
+  }
+
+  // Add the values of positions [begin, begin + n) of the part, which are loaded, for some rows.
+  void multiply_values(int h, int i, int num_rows, int begin, int n, const word* values) {
+    multiply(weights(h, i, begin), {values, x.value_stride()}, sums(h, i), num_rows, n / PER, width,
+             true);
+  }
+
+  void add_shared(int part, int begin, int n, int h) {
+    for (int g = 0; g < item.count; g += GROUP) {
+      int first = part * PART + begin;
+      Span span = overlap(shared[g / GROUP], {first, first + n});
+      if (span.is_empty()) continue;
+      const word* from = x.values + (span.begin - first) / PER * x.value_stride();
+      multiply_values(h, g, group_size(g), span.begin - part * PART, span.size(), from);
+    }
+  }
+
+  // As add_shared, with each query's hidden values read as zeros: a weight of 0 does not hide NaN.
+  // Codes are never NaN.
+  void add_each(int part, int begin, int n, int h, Tokens<T> values) {
+    int first = part * PART + begin;
+    for (int i = 0; i < item.count; i++) {
+      Span span = overlap(shared[i / GROUP], {first, first + n});
+      for (int t = span.begin; t < span.end; t += TILE)
+        add_tile(h, i, 1, part, t, overlap({view(i).low, view(i).prefix}, {t, t + TILE}),
+                 [&](int p) { return values[p - first]; });
+    }
+  }
+
+  // Add the values on the rows' own paths, from the tile in which the tree begins.
+  void add_paths(int part, int h) {
+    for (int i = 0, n; i < item.count; i += n) {
+      const View& v = view(i);
+      n = std::min(group - (item.first + i) % group, item.count - i);
+      Span path = overlap({std::max(item.end, tile_of(v.low)), v.length}, part_span(part));
+      for (int t = path.begin; t < path.end; t += TILE)
+        add_tile(h, i, n, part, t, overlap({v.low, v.length}, {t, t + TILE}), [&](int p) {
+          int slot = p < v.prefix ? p : work.paths[v.path + p - v.prefix];
+          return (const T*)x.path_values[slot - item.end];
+        });
+    }
+  }
+
+  // Add the values of the tile from position t on, of which n rows from i on see `seen`.
+  template <class F>
+  void add_tile(int h, int i, int n, int part, int t, Span seen, F value_at) {
+    const T* values[TILE];
+    std::fill_n(values, TILE, ZEROS<T>);
+    for (int p = seen.begin; p < seen.end; p++) values[p - t] = value_at(p);
+    if (n > MAX_FEW || on_tiles) {
+      load_values<T>(values, TILE, h * D, D, {}, x.values, x.value_stride());
+      return multiply_values(h, i, n, t - part * PART, TILE, x.values);
+    }
+    // Zeros times weights of 0 change no sum: only whole words that are seen are added.
+    int begin = (seen.begin - t) / PER * PER, end = (seen.end - t + PER - 1) / PER * PER;
+    with_constant(n, [&]<int N>() {
+      add_few<T, N>(weights(h, i, t - part * PART + begin), values + begin, end - begin, h * D, D,
+                    {}, sums(h, i));
+    });
+  }
+
+  // The part's results join those before it, or are kept until all are there.
+  void keep(int part, int h, float* partials) {
+    for (int i = 0; i < item.count; i++) {
+      int n = index(h, i);
+      if (item.partial < 0) {
+        merge(x.total + n * x.width, x.seen[n], sums(h, i).at, x.now[n], width);
+        continue;
+      }
+      int64_t entry = item.partial + int64_t(part - item.first_part) * item.count + i;
+      float* to = partials + (entry * kv.num_heads + item.first_head + h) * partial_size(D);
+      memcpy(to, sums(h, i).at, width * sizeof(float));
+      memcpy(to + width, &x.now[n], sizeof(Seen));
+    }
+  }
+
+  void run(float* partials) {
+    begin();
+    locate_part(item.first_part, x.parts[0]);
+    for (int number = item.first_part, now = 0; number < item.end_part; number++, now = 1 - now) {
+      Part &part = x.parts[now], &next = x.parts[1 - now];
+      locate_part(number + 1, next);
+      std::copy_n(next.tokens, std::min(next.n, 2 * BLOCK), part.tokens + 2 * part.n);
+      score(number, part);
+      soften_all(number);
+      add_values(number, part);
+      for (int h = 0; h < item.num_heads; h++) {
+        if (item.tail) add_paths(number, h);
+        keep(number, h, partials);
+      }
+    }
+    if (item.partial < 0) write();
+  }
+  void write() {
+    for (int h = 0; h < item.num_heads; h++)
+      for (int i = 0; i < item.count; i++) {
+        int n = index(h, i);
+        finish(x.total + n * x.width, x.seen[n], (A*)a.out + vector_of(h, i) * D, D);
+      }
+  }
+};
+
+// The parts of a cut context are merged in order, as in `keep`; A is the type of the result.
+template <class A>
+static void merge_cut(const Attention& a, const Rows& rows, const Cut& cut, const float* partials,
+                      Range range) {
+  int64_t heads = a.kv->num_heads, D = a.kv->head_dim, size = partial_size(D);
+  int64_t group = a.num_heads / heads, width = size - LANES;
+  alignas(64) float total[MAX_HEAD_DIM];
+  for (int64_t n = range.begin; n < range.end; n++) {
+    int64_t i = n / heads, head = n % heads, vector = cut.first + i;
+    Seen seen = NOTHING;
+    for (int p = 0; p < cut.num_parts; p++) {
+      const float* part = partials + ((cut.partial + p * cut.count + i) * heads + head) * size;
+      Seen now;
+      memcpy(&now, part + width, sizeof now);
+      merge(total, seen, part, now, width);
+    }
+    int64_t row = rows.qo_indptr[cut.request] + vector / group;
+    int64_t at = row * a.num_heads + head * group + vector % group;
+    finish(total, seen, (A*)a.out + at * D, D);
+  }
+}
+
+template <class T> static void attention(const Attention& a, const Step& step, Team& team) {
+  AttentionPlan& plan = *step.attention;
+  const Work& work = plan.with_window(a.window);
+  int64_t num = work.items.size();
+  static thread_local Scratch* scratch = new Scratch;
+  scratch->fit(a.kv->head_dim, IS_CODE<T>);
+  const bool on_tiles = uses_tiles<T>();
+  TileUse use(on_tiles);
+  for (int64_t i = team.take(); i < num; i = team.take()) {
+    Task<T> task{a, *step.rows, work, work.items[i], *scratch, on_tiles};
+    task.run(plan.partials.data());
+  }
+  if (work.cuts.empty()) return;
+  team.wait();
+  for (const Cut& cut : work.cuts)
+    merge_cut<Active<T>>(a, *step.rows, cut, plan.partials.data(), team.part(cut.count * a.kv->num_heads));
+}
+
+// Over KV of 8 bits; in a file of its own, as two compile faster than one.
+void attention_over_codes(const Attention& a, const Step& step, Team& team);

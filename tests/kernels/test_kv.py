@@ -1,0 +1,195 @@
+"""KV of 8 bits: what is written, how far it is off, and that it moves with its scales."""
+
+import random
+
+import pytest
+import torch
+
+from specserve_kernels import QKNorm, Rotary, reference
+from specserve_kernels.reference.kv import LARGEST, quantize
+from tests.kernels.builds import BUILDS
+from tests.kernels.random_steps import (
+    RandomStep,
+    Req,
+    queries,
+    random_tensor,
+    random_tree,
+    row_errors,
+    tokens,
+)
+
+BOUND = {torch.int8: 0.015, torch.float8_e4m3fn: 0.08}  # of a row, relative to its norm
+KV_DTYPES = pytest.mark.parametrize("kv_dtype", BOUND, ids=["int8", "fp8"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+INF, NAN = float("inf"), float("nan")
+
+INT8 = {  # a head -> its codes and its scale
+    "the largest gets the largest code": ([1.0, -2, 0.5, 0], [64, -127, 32, 0], 2 / 127),
+    "a tie is rounded to even": ([127.0, 0.5, 1.5, -2.5], [127, 0, 2, -2], 1.0),
+    "zeros": ([0.0, -0.0, 0, 0], [0, 0, 0, 0], 0.0),
+    "too small to count": ([1e-38, 1e-40, 0, 0], [0, 0, 0, 0], 0.0),
+    "large": ([3e38, -3e38, 1e38, 0], [127, -127, 42, 0], 3e38 / 127),
+    "infinite": ([1.0, INF, 0, 0], [0, 0, 0, 0], NAN),
+    "no number": ([1.0, 0, NAN, 0], [0, 0, 0, 0], NAN),
+}
+FP8 = {
+    "the largest gets the largest code": ([1.0, -2, 0.5, 0], [224.0, -448, 112, 0], 2 / 448),
+    "three bits of a mantissa": ([448.0, 17, 18, 19], [448.0, 16, 18, 20], 1.0),
+    "what would be subnormal is zero": ([448.0, 2**-6, 0.0156, -0.0156], [448.0, 2**-6, 0, 0], 1.0),
+    "no number": ([1.0, 0, NAN, 0], [0.0, 0, 0, 0], NAN),
+}
+
+
+@pytest.mark.parametrize(("head", "codes", "scale"), INT8.values(), ids=INT8)
+def test_codes_of_int8(head, codes, scale):
+    check_codes(head, codes, scale, torch.int8)
+
+
+@pytest.mark.parametrize(("head", "codes", "scale"), FP8.values(), ids=FP8)
+def test_codes_of_fp8(head, codes, scale):
+    check_codes(head, codes, scale, torch.float8_e4m3fn)
+
+
+def check_codes(head, codes, scale, dtype):
+    got, got_scale = quantize(torch.tensor([head]), dtype)
+    assert got.float().tolist() == [codes]
+    torch.testing.assert_close(got_scale, torch.tensor([scale]), equal_nan=True)
+
+
+def written(ops, step, qkv):
+    """The step's KV as `ops` write it, of values that stand in qkv; the rotated queries."""
+    angle = torch.outer(torch.arange(400.0), random_tensor(step.head_dim // 2))
+    norm = QKNorm(*(random_tensor(step.head_dim, dtype=step.dtype, seed=s) for s in (1, 2)), 1e-6)
+    plan = ops.plan(step.rows(), step.kv, step.num_heads)
+    return ops.rope_write_kv(qkv, Rotary(angle.cos(), angle.sin()), norm, step.kv.layers[1], plan)
+
+
+@BUILDS
+@DTYPES
+@KV_DTYPES
+@pytest.mark.parametrize(("H", "Hk", "D"), [(4, 2, 16), (7, 1, 20), (9, 3, 80), (2, 1, 128)])
+def test_codes_are_written_as_the_reference_writes_them_and_only_in_their_slots(
+    ops, H, Hk, D, kv_dtype, dtype
+):
+    reqs, steps, q = [Req(0, 4), Req(60, 1), Req(30, parents=[0, 0, 2])], {}, {}
+    for build in (ops, reference):
+        step = RandomStep(reqs, 17, H, Hk, D, dtype, num_layers=2, kv_dtype=kv_dtype)
+        qkv = random_tensor(9, (H + 2 * Hk) * D, dtype=dtype)
+        qkv[5, -1] = NAN
+        steps[build], q[build] = step, written(build, step, qkv)
+    torch.testing.assert_close(q[ops], q[reference], rtol=1e-2, atol=1e-2)
+    got, want = (
+        [x.reshape(-1, Hk, *x.shape[3:])[steps[ops].rows().slots] for x in s.kv.layers[1].parts]
+        for s in (steps[ops], steps[reference])
+    )
+    assert torch.equal(got[1].float(), want[1].float())
+    torch.testing.assert_close(got[3], want[3], rtol=1e-6, atol=0, equal_nan=True)
+    assert got[3].isnan().sum() == 1 and not got[2].isnan().any()
+    torch.testing.assert_close(got[2], want[2], rtol=1e-5, atol=0)
+    # A key that was rotated in another order of operations may fall on the next code.
+    apart = (got[0].float() - want[0].float()).abs()
+    assert (apart > 0).float().mean() < 0.01 and (
+        apart <= (1 if kv_dtype == torch.int8 else 32)
+    ).all()
+    untouched = [steps[build].scales.isnan() for build in (ops, reference)]
+    assert torch.equal(*untouched)
+
+
+@BUILDS
+@DTYPES
+@KV_DTYPES
+@pytest.mark.parametrize(("H", "Hk", "D"), [(4, 2, 16), (7, 1, 20), (16, 2, 128), (4, 4, 80)])
+@pytest.mark.parametrize("window", [None, 37])
+def test_attention_over_codes_is_near_that_over_what_they_stand_for(
+    ops, H, Hk, D, window, kv_dtype, dtype
+):
+    reqs = [Req(0, 9), Req(250, 3), Req(90, parents=random_tree(random.Random(D), 20))]
+    step = RandomStep(reqs, 17, H, Hk, D, dtype, kv_dtype=kv_dtype).filled()
+    q = queries(step, len(step.rows().positions))
+    exact = RandomStep(reqs, 16, H, Hk, D, torch.float32)
+    for b, req in enumerate(reqs):
+        exact.put(b, list(range(req.end)), tokens(step, b, req.end).float())
+    got, want = step.attend(ops, q, window), exact.attend(reference, q.float(), window)
+    assert row_errors(got, want).max() < BOUND[kv_dtype]
+    # Beside the rounding of codes, which all builds share, a build has that of its own arithmetic.
+    own = row_errors(got, step.attend(reference, q, window))
+    assert own.max() < (6e-3 if dtype == torch.bfloat16 else 1e-5)
+
+
+@KV_DTYPES
+def test_one_large_number_makes_a_head_coarse_and_no_other(kv_dtype):
+    x = random_tensor(3, 2, 64)
+    wide = x.clone()
+    wide[1, 0, 5] = 1000.0
+    errors = []
+    for each in (x, wide):
+        codes, scale = quantize(each, kv_dtype)
+        errors.append((codes.float() * scale[..., None] - each).abs())
+    at = torch.ones(3, 2, dtype=torch.bool)
+    at[1, 0] = False
+    assert torch.equal(errors[1][at], errors[0][at])
+    assert (errors[1] <= 1000 / LARGEST[kv_dtype] * (0.5 if kv_dtype == torch.int8 else 16)).all()
+
+
+@BUILDS
+@KV_DTYPES
+@DTYPES
+@pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
+@pytest.mark.parametrize("broken", [NAN, INF])
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_broken_token_breaks_the_rows_that_see_it_and_no_other(
+    ops, dtype, kv_dtype, which, broken, window
+):
+    for req in (Req(30, 4), Req(130, parents=random_tree(random.Random(4), 12))):
+        step = RandomStep([req], num_heads=6, dtype=dtype, kv_dtype=kv_dtype).filled()
+        q = queries(step, len(step.rows().positions))
+        want, place = step.attend(ops, q, window), req.start + 3
+        one = tokens(step, 0, req.end)[:, [place]].clone()
+        one[which, 0, 0, 3] = broken
+        step.put(0, [place], one)
+        got = step.attend(ops, q, window).view_as(q)
+        for r, seen in enumerate(req.visible()):
+            sees = place in (seen[-window:] if window else seen)
+            assert got[r, :3].isnan().all() == sees
+            assert torch.equal(got[r, 3:].flatten(), want[r].view_as(q[r])[3:].flatten())
+
+
+@BUILDS
+@KV_DTYPES
+def test_moves_take_codes_and_scales_along_in_every_layer(ops, kv_dtype):
+    step = RandomStep([Req(5, 1)], block_size=2, head_dim=20, num_layers=3, kv_dtype=kv_dtype)
+    slots = step.slots(0, 6)
+    at = slots // 2, slots % 2
+    for layer in step.kv.layers:
+        for part in layer.parts:
+            part[at] = random_tensor(6, *part.shape[2:], seed=part.data_ptr() % 97).to(part.dtype)
+    before = [[part[at].clone() for part in layer.parts] for layer in step.kv.layers]
+    num_nan = step.scales.isnan().sum()
+    ops.move_kv(step.kv, slots[[2, 4, 5]], slots[[1, 2, 3]])
+    for layer, parts in zip(step.kv.layers, before, strict=True):
+        for part, old in zip(layer.parts, parts, strict=True):
+            assert torch.equal(part[at].float(), old[[0, 2, 4, 5, 4, 5]].float())
+    assert step.scales.isnan().sum() == num_nan
+
+
+@BUILDS
+@KV_DTYPES
+@pytest.mark.parametrize("window", [None, 37])
+def test_a_row_reads_the_same_whenever_its_kv_was_written(ops, kv_dtype, window):
+    """One step writes and reads 40 rows, or five steps eight each: a read code is a read code."""
+    whole, parts = (
+        RandomStep([Req(0, 40)], 16, 4, 2, 16, num_layers=2, kv_dtype=kv_dtype) for _ in range(2)
+    )
+    qkv = random_tensor(40, 8 * 16)
+    want = attended(ops, whole, qkv, window)
+    got = []
+    for start in range(0, 40, 8):
+        parts.reqs = [Req(start, 8)]
+        got.append(attended(ops, parts, qkv[start : start + 8], window))
+    assert row_errors(torch.cat(got), want).max() < 1e-5
+
+
+def attended(ops, step, qkv, window):
+    q = written(ops, step, qkv)
+    plan = ops.plan(step.rows(), step.kv, step.num_heads, [window])
+    return ops.attention(q, step.kv.layers[1], plan, 0.25, window)
