@@ -62,6 +62,7 @@ def engine_for(target, draft=None, drafter="none", max_len=MAX_LEN, **overrides)
         "draft_block_size": "memory",
         "kv_bytes": "memory",
         "prefix_cache": "memory",
+        "kv_dtype": "memory",
         "max_nodes": "speculation",
         "max_step_nodes": "speculation",
         "options": "drafter",
@@ -174,8 +175,9 @@ class Watch:
                 place, offset = divmod(table.num_computed, table.block_size)
                 if place < len(table.blocks) and not table.is_copy_due:
                     for layer in kv[table.owner].layers:
-                        for part in (layer.k, layer.v):
-                            part[table.blocks[place], offset:] = float("nan")
+                        for part in layer.parts:
+                            broken = float("nan") if part.is_floating_point() else 99
+                            part[table.blocks[place], offset:] = broken
 
     def disturb(self, event):
         """Something that may happen between two steps."""

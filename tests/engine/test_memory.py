@@ -6,6 +6,7 @@ The tests at the end are of bugs that other engines had, with references in thei
 from collections import Counter
 
 import pytest
+import torch
 
 from specserve.block_keys import BlockHasher
 from specserve.exchange.sampling_params import Sampling, mix64
@@ -28,6 +29,7 @@ from tests.engine.engines import (
 )
 
 PROMPT = [*range(1, 101)]
+DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 CHAIN = {"width": 1, "min_gain": 0.0, "min_value": 0.0, "max_depth": 63, "ngrams": False}
 
 
@@ -590,6 +592,38 @@ def test_cold_hot_or_disturbed_at_every_step_the_text_is_the_same(
         watch.emitted.clear()
     if event == "preempt":
         assert watch.seen["preempted"] > 40
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("event", [None, "preempt", "drop"])
+def test_kv_of_8_bits_is_found_copied_and_moved_with_its_scales(
+    pair, conversation, kv_dtype, event
+):
+    cases, _ = conversation
+    want = plain(pair[0], cases, kv_dtype=kv_dtype)
+    engine = engine_for(*pair, "model", block_size=17, max_nodes=6, kv_dtype=kv_dtype)
+    watch = Watch(engine)
+    for _ in range(2):
+        got = watch.run(cases, dict.fromkeys(range(40), event), is_kept=True)
+        assert [r.token_ids.tolist() for r in got] == want
+        watch.emitted.clear()
+    assert min(watch.seen["found"], watch.seen["copied"]) > 0
+    assert event != "preempt" or watch.seen["preempted"] > 40
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_of_8_bits_more_tokens_fit_into_the_same_memory(pair, kv_dtype):
+    """A head of 16 numbers takes 20 bytes instead of 64: at most 3.2 times the blocks."""
+    engines = [
+        engine_for(*pair, "model", kv_dtype=dtype, kv_bytes=1 << 20) for dtype in ("auto", kv_dtype)
+    ]
+    sizes = [engine.pool.block_bytes for engine in engines]
+    D = pair[0].config.head_dim
+    assert sizes[1] * 4 * D == sizes[0] * (D + 4)
+    assert engines[1].pool.num_blocks > engines[0].pool.num_blocks
+    views = engines[1].target.kv, engines[1].draft_model.runner.kv
+    assert {layer.k.dtype for view in views for layer in view.layers} == {DTYPES[kv_dtype]}
+    assert engines[0].formats["target"].name != engines[1].formats["target"].name
 
 
 def test_a_block_that_was_published_is_copied_even_by_its_only_holder(target):

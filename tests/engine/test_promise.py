@@ -103,6 +103,22 @@ def test_text_is_the_targets_own_with_every_drafter(pair, drafter, scenario, eve
     check(engine, scenario, events, plain(target, scenario))
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("drafter", ["ngram", "model", bush])
+@settings(max_examples=8)
+@given(**scenarios)
+def test_text_is_the_targets_own_over_kv_of_8_bits(
+    pair, kv_dtype, drafter, scenario, events, **limits
+):
+    target, draft = pair
+    want = plain(target, scenario, kv_dtype=kv_dtype)
+    if not isinstance(drafter, str):
+        drafter = Scripted(drafter, truth_by_id(scenario, want))
+    settings = stretched(limits) | {"kv_dtype": kv_dtype}
+    engine = engine_for(target, draft if drafter == "model" else None, drafter, **settings)
+    check(engine, scenario, events, want)
+
+
 def stretched(limits):
     """Room in a step for two trees of full size."""
     return limits | {"max_step_nodes": 2 * limits["max_nodes"]}

@@ -22,6 +22,13 @@ from tests.kernels.random_steps import (
 SIZES = {cpu: (1, 2, 3, 7, 8, 31, 64, 130, 513), reference: (1, 2, 3, 8, 31)}
 BUILDS = pytest.mark.parametrize("ops", SIZES, ids=["cpu", "reference"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+KINDS = {  # how queries and KV are kept
+    "fp32": {"dtype": torch.float32},
+    "bf16": {"dtype": torch.bfloat16},
+    "bf16 over int8": {"dtype": torch.bfloat16, "kv_dtype": torch.int8},
+    "fp32 over fp8": {"dtype": torch.float32, "kv_dtype": torch.float8_e4m3fn},
+}
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 def companies(ops, num_rows):
@@ -121,7 +128,7 @@ def crowd(ops, seed):
 
 
 def rope(ops, step, rows, qkv, has_norm):
-    """Rotated queries, and K and V as they stand in the cache afterwards; a row each."""
+    """Rotated queries, and what stands in the cache afterwards; a row each."""
     D = step.head_dim
     norm = QKNorm(
         random_tensor(D, dtype=step.dtype, seed=1), random_tensor(D, dtype=step.dtype), 1e-6
@@ -129,32 +136,34 @@ def rope(ops, step, rows, qkv, has_norm):
     angle = torch.outer(torch.arange(400.0), random_tensor(D // 2))
     plan = ops.plan(rows, step.kv, step.num_heads)
     rotary = Rotary(angle.cos(), angle.sin())
-    q = ops.rope_write_kv(qkv, rotary, norm if has_norm else None, step.kv.layers[0], plan)
+    layer = step.kv.layers[0]
+    q = ops.rope_write_kv(qkv, rotary, norm if has_norm else None, layer, plan)
     at = rows.slots // step.block_size, rows.slots % step.block_size
-    return torch.cat((q, step.kv.layers[0].k[at], step.kv.layers[0].v[at]), dim=1)
+    return torch.cat([x.flatten(1).float() for x in (q, *(x[at] for x in layer.parts))], dim=1)
 
 
 @BUILDS
-@DTYPES
+@EVERY_KIND
 @pytest.mark.parametrize(("has_norm", "D"), [(True, 16), (False, 80), (True, 20)])
-def test_rope_and_the_kv_write(ops, dtype, has_norm, D):
-    step = RandomStep(crowd(ops, 1), 16, 4, 2, D, dtype)
+def test_rope_and_the_kv_write(ops, kind, has_norm, D):
+    step = RandomStep(crowd(ops, 1), 16, 4, 2, D, **kind)
     every = step.rows()
-    qkv = random_tensor(len(every.slots), 8 * D, dtype=dtype)
+    qkv = random_tensor(len(every.slots), 8 * D, dtype=step.dtype)
     want = rope(ops, step, every, qkv, has_norm)
     for threads, rows in companies(ops, len(qkv)):
         torch.set_num_threads(threads)
-        step = RandomStep(step.reqs, 17 if threads == 1 else 1, 4, 2, D, dtype, seed=len(rows))
+        size = 17 if threads == 1 else 1
+        step = RandomStep(step.reqs, size, 4, 2, D, seed=len(rows), **kind)
         got = rope(ops, step, only(step.rows(), rows), qkv[rows], has_norm)
         assert torch.equal(got, want[rows]), (threads, rows)
 
 
 @BUILDS
-@DTYPES
+@EVERY_KIND
 @pytest.mark.parametrize("window", [None, 37])
 @pytest.mark.parametrize(("H", "D"), [(2, 16), (14, 20), (8, 64)])
-def test_attention_beside_any_other_rows(ops, dtype, window, H, D):
-    step = RandomStep(crowd(ops, H), 16, H, 2, D, dtype).filled()
+def test_attention_beside_any_other_rows(ops, kind, window, H, D):
+    step = RandomStep(crowd(ops, H), 16, H, 2, D, **kind).filled()
     every = step.rows()
     q = queries(step, len(every.slots))
     want = step.attend(ops, q, window)
@@ -165,11 +174,11 @@ def test_attention_beside_any_other_rows(ops, dtype, window, H, D):
 
 
 @EVERY_LEVEL
-@DTYPES
+@EVERY_KIND
 @pytest.mark.parametrize("num_heads", [2, 6, 14])
-def test_attention_of_few_rows_and_of_many(dtype, num_heads):
+def test_attention_of_few_rows_and_of_many(kind, num_heads):
     tree = random_tree(random.Random(1), 40)
-    step = RandomStep([Req(500, 70), Req(470, parents=tree)], 16, num_heads, 2, 20, dtype).filled()
+    step = RandomStep([Req(500, 70), Req(470, parents=tree)], 16, num_heads, 2, 20, **kind).filled()
     every = step.rows()
     q = queries(step, len(every.slots))
     want = step.attend(cpu, q)
@@ -190,11 +199,11 @@ CUTS = {  # rows of a request, beside which the context is long enough to be cut
 
 
 @EVERY_LEVEL
-@DTYPES
+@EVERY_KIND
 @pytest.mark.parametrize("window", [None, 900])
 @pytest.mark.parametrize("req", CUTS.values(), ids=CUTS)
-def test_attention_by_any_number_of_threads(req, window, dtype):
-    step = RandomStep([req], 16, 4, 1, 16, dtype).filled()
+def test_attention_by_any_number_of_threads(req, window, kind):
+    step = RandomStep([req], 16, 4, 1, 16, **kind).filled()
     q = queries(step, len(req.visible()))
     want = step.attend(cpu, q, window)
     assert row_errors(want[:2], step.attend(reference, q, window)[:2]).max() < 1e-2
@@ -204,11 +213,11 @@ def test_attention_by_any_number_of_threads(req, window, dtype):
 
 
 @BUILDS
-@DTYPES
+@EVERY_KIND
 @pytest.mark.parametrize("window", [None, 37])
-def test_attention_from_any_blocks_and_slots(ops, dtype, window):
+def test_attention_from_any_blocks_and_slots(ops, kind, window):
     steps = [
-        RandomStep(crowd(ops, 3), block_size, dtype=dtype, seed=seed, fill=fill).filled()
+        RandomStep(crowd(ops, 3), block_size, seed=seed, fill=fill, **kind).filled()
         for block_size in (16, 1, 17, 64)
         for seed, fill in ((0, 0.0), (1, float("nan")))
     ]
@@ -218,15 +227,15 @@ def test_attention_from_any_blocks_and_slots(ops, dtype, window):
 
 
 @BUILDS
-@DTYPES
+@EVERY_KIND
 @pytest.mark.parametrize("window", [None, 5, 37])
-def test_what_a_row_may_not_see_may_be_anything(ops, dtype, window):
+def test_what_a_row_may_not_see_may_be_anything(ops, kind, window):
     req = Req(75, parents=random_tree(random.Random(5), 40))
-    step = RandomStep([req], dtype=dtype).filled()
+    step = RandomStep([req], **kind).filled()
     q = queries(step, 41)
     want = step.attend(ops, q, window)
     for r, seen in enumerate(req.visible()):
-        bare = RandomStep([req], dtype=dtype, fill=float("nan"))
+        bare = RandomStep([req], fill=float("nan"), **kind)
         slots = seen[-window:] if window else seen
         bare.put(0, slots, tokens(step, 0, req.end)[:, slots])
         assert torch.equal(bare.attend(ops, q[[r]], window, only(bare.rows(), [r]))[0], want[r])
@@ -243,31 +252,32 @@ def as_plain_text(step, req):
         step.head_dim,
         step.dtype,
         seed=1,
+        kv_dtype=step.kv_dtype,
     )
     for b, path in enumerate(paths):
         plain.put(b, list(range(len(path))), tokens(step, 0, req.end)[:, path])
     return plain
 
 
-@DTYPES
+@EVERY_KIND
 @pytest.mark.parametrize("start", [*range(36), 63, 64, 65, 95, 200])
-def test_a_tree_row_attends_as_its_path_would_as_plain_text(start, dtype):
+def test_a_tree_row_attends_as_its_path_would_as_plain_text(start, kind):
     rng = random.Random(start)
     req = Req(start, parents=random_tree(rng, rng.choice([5, 40, 63])))
-    step = RandomStep([req], dtype=dtype).filled()
+    step = RandomStep([req], **kind).filled()
     q = queries(step, len(req.visible()))
     plain = as_plain_text(step, req)
     for window in (None, 1, 32, 50):
         assert torch.equal(step.attend(cpu, q, window), plain.attend(cpu, q, window))
 
 
-@DTYPES
+@EVERY_KIND
 @pytest.mark.parametrize(("H", "Hk", "D"), [(7, 1, 20), (16, 2, 128), (2, 2, 80)])
 @pytest.mark.parametrize("start", [0, 1, 31, 33])
-def test_a_chain_that_crosses_tiles_attends_as_plain_text(start, H, Hk, D, dtype):
+def test_a_chain_that_crosses_tiles_attends_as_plain_text(start, H, Hk, D, kind):
     req = Req(start, parents=list(range(63)))
-    step = RandomStep([req], 20, H, Hk, D, dtype).filled()
-    chunk = RandomStep([Req(start, 64)], 1, H, Hk, D, dtype).filled()
+    step = RandomStep([req], 20, H, Hk, D, **kind).filled()
+    chunk = RandomStep([Req(start, 64)], 1, H, Hk, D, **kind).filled()
     q = queries(step, 64)
     assert torch.equal(step.attend(cpu, q), chunk.attend(cpu, q))
 
