@@ -2,7 +2,7 @@
 
 import os
 import sys
-from itertools import chain
+from itertools import chain, product
 
 os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported
 
@@ -11,6 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from specserve_kernels.cuda import coded, move, norm, paged, rope, sample, silu, top_children
+from specserve_kernels.cuda.kv_codes import FP8, INT8, PLAIN
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -33,7 +34,7 @@ def with_ones(x):
 
 def sources():
     for t, dot in (("*bf16", tl.bfloat16), ("*fp32", tl.float32)):
-        ints = dict.fromkeys(("block_size", "block_stride"), "i32")
+        ints = dict.fromkeys(("block_size", "block_stride", "scale_stride"), "i32")
         yield source(
             norm._rms_norm,
             {"BLOCK": 4096},
@@ -42,11 +43,16 @@ def sources():
             eps="fp32",
         )
         yield source(silu._silu_mul, {"BLOCK": silu.BLOCK}, gate_up=t, out=t, F="i32")
-        for half, block in ((64, 64),):
+        stored = ((PLAIN.value, t), (INT8.value, "*i8"), (FP8.value, "*u8"))
+        scales = dict.fromkeys(("k_scale", "v_scale"), "*fp32")
+        for codes, kept in stored:
+            fixed = {"HAS_NORM": True, "HALF": 64, "HALF_BLOCK": 64, "HEADS": rope.HEADS}
             yield source(
                 rope._rope_write_kv,
-                {"HAS_NORM": True, "HALF": half, "HALF_BLOCK": block, "HEADS": rope.HEADS},
-                **dict.fromkeys(("qkv", "q_out", "k_cache", "v_cache", "q_norm", "k_norm"), t),
+                {**fixed, "CODES": codes},
+                **dict.fromkeys(("qkv", "q_out", "q_norm", "k_norm"), t),
+                **dict.fromkeys(("k_cache", "v_cache"), kept),
+                **scales,
                 **dict.fromkeys(("cos", "sin"), "*fp32"),
                 **dict.fromkeys(("num_heads", "num_kv_heads"), "i32"),
                 **ints,
@@ -60,9 +66,9 @@ def sources():
             k=t,
             **dict.fromkeys(("source", "target"), "*i64"),
             **dict.fromkeys(("num_moves", "token", "layer_stride", "v_offset"), "i32"),
-            **ints,
+            **dict.fromkeys(("block_size", "block_stride", "slot_stride", "stride"), "i32"),
         )
-        for rows, group, D in ((8, 4, 128),):
+        for (codes, kept), (rows, group, D) in product(stored, ((8, 4, 128),)):
             yield source(
                 paged._attend,
                 {
@@ -74,8 +80,11 @@ def sources():
                     "D_BLOCK": max(16, 1 << (D - 1).bit_length()),
                     "SLOTS": paged.SLOTS,
                     "DOT": dot,
+                    "CODES": codes,
                 },
-                **dict.fromkeys(("q", "k", "v"), t),
+                q=t,
+                **dict.fromkeys(("k", "v"), kept),
+                **scales,
                 **dict.fromkeys(("out", "lse"), "*fp32"),
                 **dict.fromkeys(("tiles", "indptr", "indices"), "*i32"),
                 **dict.fromkeys(("first", "prefix", "mask"), "*i64"),

@@ -253,6 +253,7 @@ def test_wide_tokens_are_moved_whole():
 
 def test_layers_whose_kv_differs_in_shape_and_dtype_are_moved_all():
     shapes = [(2, 8, torch.float32)] * 3 + [(1, 16, torch.bfloat16), (2, 8, torch.float32)]
+    shapes += [(2, 8, torch.int8)] * 2 + [(2, 8, torch.float8_e4m3fn), (1, 24, torch.int8)]
     layouts = [KVLayout(*shape) for shape in shapes]
     got, want = (Arena(torch.zeros(4 * 8192, dtype=torch.uint8), 8192) for _ in range(2))
     got.blocks.random_(0, 100, generator=torch.Generator().manual_seed(0))

@@ -5,7 +5,8 @@ import random
 
 import torch
 
-from specserve_kernels import KVCache, KVLayer, Rows, cpu, reference
+from specserve.memory.arena import Arena, used_bytes
+from specserve_kernels import Rows, cpu, reference
 from specserve_kernels.program import EagerProgram
 
 
@@ -23,11 +24,11 @@ def prompt(vocab_size, n, seed=0):
     return torch.randint(vocab_size, (n,), generator=generator)
 
 
-def logits(decoder, ids, *, block_size=16, chunks=(23,)):
+def logits(decoder, ids, *, block_size=16, chunks=(23,), kv_dtype=None):
     """Of every token; a chunk ends before each number in `chunks`."""
     table = list(range(len(ids) // block_size + 3))
     random.Random(0).shuffle(table)
-    kv = empty_kv(decoder, len(table), block_size)
+    kv = empty_kv(decoder, len(table), block_size, kv_dtype)
     borders = [0, *chunks, len(ids)]
     out = []
     with torch.inference_mode():
@@ -39,7 +40,7 @@ def logits(decoder, ids, *, block_size=16, chunks=(23,)):
     return torch.cat(out).float()
 
 
-def recorded_and_eager(decoder, ids, chunks):
+def recorded_and_eager(decoder, ids, chunks, kv_dtype=None):
     """What a step of all layers' taps gives, by the build's program and op by op; the program.
 
     Every chunk is run from its token ids, and then from the residual that its first layer got.
@@ -50,7 +51,7 @@ def recorded_and_eager(decoder, ids, chunks):
     eager = lambda model, kv, *_, taps: EagerProgram(model, kv, taps)  # noqa: E731
     for make in (decoder.ops.program, eager):
         with torch.inference_mode():
-            kv = empty_kv(decoder, len(table), 16)
+            kv = empty_kv(decoder, len(table), 16, kv_dtype)
             program = make(decoder, kv, len(ids), len(ids), taps=layers)
             programs.append(program)
             for start, end in itertools.pairwise([0, *chunks, len(ids)]):
@@ -67,12 +68,12 @@ def tensors(outputs):
     return [x.clone() for x in (outputs.residual, outputs.logits, *outputs.taps.values())]
 
 
-def empty_kv(decoder, num_blocks, block_size):
+def empty_kv(decoder, num_blocks, block_size, dtype=None):
     """NaN everywhere, so that reading a slot that no row wrote shows in the output."""
-    c = decoder.config
-    shape = (num_blocks, c.num_layers, 2, block_size, c.num_kv_heads, c.head_dim)
-    arena = torch.full(shape, float("nan"), dtype=decoder.dtype)
-    return KVCache(tuple(KVLayer(arena[:, i, 0], arena[:, i, 1]) for i in range(c.num_layers)))
+    layouts = decoder.kv_layouts(dtype)
+    size = used_bytes(layouts, block_size)
+    memory = torch.full((num_blocks * size,), 255, dtype=torch.uint8)
+    return Arena(memory, size).add_view("target", layouts, block_size)
 
 
 def causal_rows(table, start, end, block_size):

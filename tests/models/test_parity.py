@@ -92,6 +92,15 @@ def test_a_recorded_forward_has_the_bits_of_the_eager_one(case, dtype):
     assert program.host_ops == []
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+def test_a_recorded_forward_over_kv_of_8_bits_does_too(case, dtype, kv_dtype):
+    folder, ids, *_ = case
+    decoder = load_decoder(folder, dtype, cpu)
+    _, recorded, eager = recorded_and_eager(decoder, ids, (23, 24), kv_dtype)
+    assert all(torch.equal(a, b) for a, b in zip(recorded, eager, strict=True))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("ops", builds(), ids=lambda m: m.__name__.rpartition(".")[2])
 def test_bf16_stays_close_to_fp32(family, ops, tmp_path):

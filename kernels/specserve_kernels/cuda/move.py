@@ -1,12 +1,14 @@
 """KV moves; each program does all of them, in order, for a piece of a token of one K or V."""
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.types import KVCache, KVLayer
+from specserve_kernels.cuda.kv_codes import as_bytes
+from specserve_kernels.types import KVCache
 
 BLOCK = 512
 
@@ -20,56 +22,71 @@ def _move_kv(
     token,  # elements of a token in one layer's K
     block_size,
     block_stride,
+    slot_stride,
+    stride,  # between the elements of a token
     layer_stride,
     v_offset,
     BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     layer, part = tl.program_id(1) // 2, tl.program_id(1) % 2
-    base = k + layer.to(tl.int64) * layer_stride + part.to(tl.int64) * v_offset
+    base = k + layer.to(tl.int64) * layer_stride + part.to(tl.int64) * v_offset + i * stride
     # A thread has the same elements of every token, so that it reads only what it wrote itself.
     for m in range(num_moves):
         s, t = tl.load(source + m), tl.load(target + m)
-        s = (s // block_size) * block_stride + (s % block_size) * token
-        t = (t // block_size) * block_stride + (t % block_size) * token
-        x = tl.load(base + s + i, mask=i < token)
-        tl.store(base + t + i, x, mask=i < token)
+        s = (s // block_size) * block_stride + (s % block_size) * slot_stride
+        t = (t // block_size) * block_stride + (t % block_size) * slot_stride
+        x = tl.load(base + s, mask=i < token)
+        tl.store(base + t, x, mask=i < token)
+
+
+class Pair(NamedTuple):
+    """A layer's K and V, or their scales: [num_blocks, block_size, elements of a token]."""
+
+    k: Tensor
+    v: Tensor
 
 
 def move_kv(kv: KVCache, source: Tensor, target: Tensor) -> None:
     """As the reference's, with the slots on the device: a launch for each run of layers alike."""
     if not len(source):
         return
-    for layers in runs(kv.layers):
-        k, v = layers[0].k, layers[0].v
-        _, block_size, num_heads, D = k.shape
-        token, size = num_heads * D, k.element_size()
-        pitch = layers[1].k.data_ptr() - k.data_ptr() if len(layers) > 1 else 0
-        _move_kv[(triton.cdiv(token, BLOCK), 2 * len(layers))](
-            *(k, source, target, len(source), token, block_size),
-            *(k.stride(0), pitch // size, (v.data_ptr() - k.data_ptr()) // size),
+    stored = [Pair(as_bytes(x.k).flatten(2), as_bytes(x.v).flatten(2)) for x in kv.layers]
+    scales = [
+        Pair(x.k_scale, x.v_scale)
+        for x in kv.layers
+        if x.k_scale is not None and x.v_scale is not None
+    ]
+    for pairs in (*runs(stored), *runs(scales)):
+        k, v = pairs[0]
+        _, block_size, token = k.shape
+        size = k.element_size()
+        pitch = pairs[1].k.data_ptr() - k.data_ptr() if len(pairs) > 1 else 0
+        _move_kv[(triton.cdiv(token, BLOCK), 2 * len(pairs))](
+            *(k, source, target, len(source), token, block_size, *k.stride()),
+            *(pitch // size, (v.data_ptr() - k.data_ptr()) // size),
             BLOCK=BLOCK,
             num_warps=4,
         )
 
 
-def runs(layers: Sequence[KVLayer]) -> Iterator[list[KVLayer]]:
-    """Neighbors with KV of one shape and dtype, at equal distances from one to the next."""
-    run: list[KVLayer] = []
-    for layer in layers:
-        if run and not (is_alike(run[-1], layer) and is_spaced_as(run, layer)):
+def runs(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
+    """Neighbors of one shape and dtype, at equal distances from one to the next."""
+    run: list[Pair] = []
+    for pair in pairs:
+        if run and not (is_alike(run[-1], pair) and is_spaced_as(run, pair)):
             yield run
             run = []
-        run.append(layer)
+        run.append(pair)
     if run:
         yield run
 
 
-def is_alike(a: KVLayer, b: KVLayer) -> bool:
+def is_alike(a: Pair, b: Pair) -> bool:
     offsets = [x.v.data_ptr() - x.k.data_ptr() for x in (a, b)]
     return (a.k.shape, a.k.dtype) == (b.k.shape, b.k.dtype) and offsets[0] == offsets[1]
 
 
-def is_spaced_as(run: Sequence[KVLayer], layer: KVLayer) -> bool:
-    at = [x.k.data_ptr() for x in (*run, layer)]
+def is_spaced_as(run: Sequence[Pair], pair: Pair) -> bool:
+    at = [x.k.data_ptr() for x in (*run, pair)]
     return at[-1] - at[-2] == at[1] - at[0]

@@ -152,7 +152,9 @@ class CudaOps:
                 return self.flashinfer
             if self.choice == "flashinfer":
                 k = kv.layers[0].k
-                raise DeviceError(f"FlashInfer has no kernels for {k.dtype} heads of {k.shape[-1]}")
+                raise DeviceError(
+                    f"FlashInfer has no kernels for {k.dtype} heads of {k.shape[-1]}: take 'auto'"
+                )
         except DeviceError as e:
             if self.choice == "flashinfer":
                 raise

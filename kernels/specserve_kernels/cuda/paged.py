@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.cuda import kv_codes
+from specserve_kernels.cuda.kv_codes import PLAIN, number
 from specserve_kernels.cuda.masks import Ints, Sight, Words
 from specserve_kernels.types import KVLayer, Rows
 
@@ -47,6 +49,8 @@ def _attend(
     lse,  # [pieces, R, H]
     k,
     v,
+    k_scale,
+    v_scale,
     tiles,  # [T, 5]: request, first row, rows, and the slots [begin, end) that any of them sees
     first,
     prefix,
@@ -58,6 +62,7 @@ def _attend(
     num_kv_heads,
     block_size,
     block_stride,
+    scale_stride,
     piece,  # slots
     scale,
     ONE_PIECE: tl.constexpr,
@@ -68,6 +73,7 @@ def _attend(
     D_BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
     DOT: tl.constexpr,  # the dtype that is multiplied
+    CODES: tl.constexpr,  # how KV is kept
 ):
     tile = tiles + 5 * tl.program_id(0)
     head = tl.program_id(1)
@@ -98,15 +104,21 @@ def _attend(
         block = tl.load(blocks + s // block_size, mask=in_use, other=0).to(tl.int64)
         at = block * block_stride + (s % block_size) * (num_kv_heads * D) + head * D
         is_kv = in_use[:, None] & (d < D)[None, :]
-        keys = tl.load(k + at[:, None] + d[None, :], mask=is_kv, other=0.0)
+        keys = number(tl.load(k + at[:, None] + d[None, :], mask=is_kv, other=0), CODES)
         score = tl.dot(x.to(DOT), tl.trans(keys).to(DOT), input_precision="ieee")
         score *= scale * LOG2E
+        if CODES != PLAIN:
+            scales = block * scale_stride + head * block_size + s % block_size
+            score *= tl.load(k_scale + scales, mask=in_use, other=0.0)[None, :]
         seen = _sees(s, row_first, row_prefix, row_mask) & in_use[None, :]
         score = tl.where(seen, score, float("-inf"))
         p, top, shrink = _weigh(score, top)
-        values = tl.load(v + at[:, None] + d[None, :], mask=is_kv, other=0.0)
+        values = number(tl.load(v + at[:, None] + d[None, :], mask=is_kv, other=0), CODES)
         total = total * shrink + tl.sum(p, axis=1)
         acc *= shrink[:, None]
+        if CODES != PLAIN:
+            # A hidden value's scale may be NaN, its codes are not.
+            p = tl.where(seen, p * tl.load(v_scale + scales, mask=in_use, other=0.0)[None, :], 0.0)
         acc += tl.dot(p.to(DOT), values.to(DOT), input_precision="ieee")
 
     # A piece of which a row sees nothing has weight 0; any row sees itself in some piece.
@@ -216,9 +228,10 @@ def attention(q: Tensor, kv: KVLayer, scale: float, tiles: Tiles, inputs: Inputs
     if tiles.pieces > 1:
         parts = q.new_empty(tiles.pieces, R, H, D, dtype=torch.float32)
         lse = q.new_empty(tiles.pieces, R, H, dtype=torch.float32)
+    *stored, scale_stride, codes = kv_codes.arguments(kv)
     _attend[(len(inputs.tiles), num_kv_heads, tiles.pieces)](
-        *(q, parts, lse, kv.k, kv.v, *inputs),
-        *(R, H, num_kv_heads, block_size, kv.k.stride(0), tiles.size, scale),
+        *(q, parts, lse, *stored, *inputs),
+        *(R, H, num_kv_heads, block_size, kv.k.stride(0), scale_stride, tiles.size, scale),
         ONE_PIECE=tiles.pieces == 1,
         GROUP=group,
         GROUP_BLOCK=triton.next_power_of_2(group),
@@ -227,6 +240,7 @@ def attention(q: Tensor, kv: KVLayer, scale: float, tiles: Tiles, inputs: Inputs
         D_BLOCK=max(MIN_DOT, triton.next_power_of_2(D)),
         SLOTS=SLOTS,
         DOT=tl.bfloat16 if q.dtype == torch.bfloat16 and IS_COMPILED else tl.float32,
+        CODES=codes,
         num_warps=4,
         num_stages=2,
     )

@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.cuda import kv_codes
+from specserve_kernels.cuda.kv_codes import PLAIN, code, scale_of
 from specserve_kernels.types import KVLayer, QKNorm, Rotary
 
 HEADS = 8  # of a program
@@ -15,6 +17,8 @@ def _rope_write_kv(
     q_out,
     k_cache,
     v_cache,
+    k_scale,
+    v_scale,
     cos,
     sin,
     q_norm,
@@ -25,11 +29,13 @@ def _rope_write_kv(
     num_kv_heads,
     block_size,
     block_stride,
+    scale_stride,
     eps,
     HAS_NORM: tl.constexpr,
     HALF: tl.constexpr,  # D / 2
     HALF_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
+    CODES: tl.constexpr,  # how KV is kept
 ):
     row = tl.program_id(0).to(tl.int64)
     heads = num_heads + 2 * num_kv_heads
@@ -66,10 +72,23 @@ def _rope_write_kv(
     k_at = k_cache + place + (head - num_heads) * D
     v_at = v_cache + place + (head - num_heads - num_kv_heads) * D
     is_k = (head >= num_heads) & (head < num_heads + num_kv_heads)
-    tl.store(k_at, ra.to(k_cache.dtype.element_ty), mask=inside & is_k)
-    tl.store(k_at + HALF, rb.to(k_cache.dtype.element_ty), mask=inside & is_k)
-    tl.store(v_at, a.to(v_cache.dtype.element_ty), mask=inside & is_v)
-    tl.store(v_at + HALF, b.to(v_cache.dtype.element_ty), mask=inside & is_v)
+    if CODES == PLAIN:
+        tl.store(k_at, ra.to(k_cache.dtype.element_ty), mask=inside & is_k)
+        tl.store(k_at + HALF, rb.to(k_cache.dtype.element_ty), mask=inside & is_k)
+        tl.store(v_at, a.to(v_cache.dtype.element_ty), mask=inside & is_v)
+        tl.store(v_at + HALF, b.to(v_cache.dtype.element_ty), mask=inside & is_v)
+    else:
+        scales = (slot // block_size) * scale_stride + slot % block_size
+        k_scales, k_inverse = scale_of(ra, rb, CODES)
+        tl.store(k_at, code(ra, k_inverse, CODES), mask=inside & is_k)
+        tl.store(k_at + HALF, code(rb, k_inverse, CODES), mask=inside & is_k)
+        tl.store(k_scale + scales + (head - num_heads) * block_size, k_scales, mask=is_k)
+        v_scales, v_inverse = scale_of(a, b, CODES)
+        tl.store(v_at, code(a, v_inverse, CODES), mask=inside & is_v)
+        tl.store(v_at + HALF, code(b, v_inverse, CODES), mask=inside & is_v)
+        v_head = head - num_heads - num_kv_heads
+        is_v_head = is_v & (head < heads)
+        tl.store(v_scale + scales + v_head * block_size, v_scales, mask=is_v_head)
 
 
 def rope_write_kv(
@@ -90,15 +109,17 @@ def rope_write_kv(
     num_heads = heads - 2 * num_kv_heads
     q = qkv.new_empty(R, num_heads, D)
     if R:
+        *stored, scale_stride, codes = kv_codes.arguments(kv)
         _rope_write_kv[(R, triton.cdiv(heads, HEADS))](
-            *(qkv, q, kv.k, kv.v, rotary.cos, rotary.sin),
+            *(qkv, q, *stored, rotary.cos, rotary.sin),
             *((norm.q, norm.k) if norm else (qkv, qkv)),
-            *(positions, slots, num_heads, num_kv_heads, block_size, stride),
+            *(positions, slots, num_heads, num_kv_heads, block_size, stride, scale_stride),
             norm.eps if norm else 0.0,
             HAS_NORM=norm is not None,
             HALF=D // 2,
             HALF_BLOCK=triton.next_power_of_2(D // 2),
             HEADS=HEADS,
+            CODES=codes,
             num_warps=4,
         )
     return q

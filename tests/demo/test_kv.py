@@ -1,0 +1,44 @@
+"""What KV of 8 bits costs the demo pair in perplexity, on the text that its training left out."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from specserve.config import DEMO_DRAFT, DEMO_TARGET
+from specserve.models.loader import KV_DTYPES, load_decoder
+from specserve.models.tokenizer import load_tokenizer
+from specserve_bench.demo.evaluate import WINDOW
+from specserve_bench.demo.held_out import source_files
+from specserve_kernels import cpu
+from tests.models.forward import logits
+
+BOUND = {"int8": 0.005, "fp8": 0.01}  # of the perplexity with KV in bf16
+
+
+def windows(folder):
+    """A window of every held-out file, from its middle."""
+    tokenizer = load_tokenizer(folder)
+    for text in source_files().values():
+        ids = torch.tensor(tokenizer.encode(text))
+        start = max(0, (len(ids) - WINDOW) // 2)
+        yield ids[start : start + WINDOW]
+
+
+def perplexity(decoder, texts, kv_dtype):
+    total = count = 0
+    for ids in texts:
+        said = logits(decoder, ids, chunks=(), kv_dtype=kv_dtype)
+        total += float(F.cross_entropy(said[:-1], ids[1:], reduction="sum"))
+        count += len(ids) - 1
+    return math.exp(total / count)
+
+
+@pytest.mark.parametrize("folder", [DEMO_TARGET, DEMO_DRAFT], ids=["target", "draft"])
+def test_perplexity_is_that_of_bf16(folder):
+    decoder, texts = load_decoder(folder, "bf16", cpu), list(windows(folder))
+    own = perplexity(decoder, texts, None)
+    for name, dtype in KV_DTYPES.items():
+        ratio = perplexity(decoder, texts, dtype) / own
+        assert abs(ratio - 1) < BOUND[name], f"{own:.3f} {ratio - 1:+.3%} with KV in {name}"
