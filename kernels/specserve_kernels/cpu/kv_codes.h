@@ -71,66 +71,32 @@ template <class T, int I> static inline rf floats_at(rw x) {
   typedef int32_t ri __attribute__((vector_size(REGISTER)));
   rw top = x << (24 - 8 * I);
   if constexpr (IS_INT8<T>) return __builtin_convertvector((ri)top >> 24, rf);
-  return (rf)((top & 0x80000000) | (top >> 4 & 0x07f00000)) * 0x1p120f;
+  // A float's exponents are e4m3's with a bias that is larger by 120.
+  return (rf)((rw)((ri)top >> 4) & 0x87f00000) * 0x1p120f;
+}
+// Each of as many bytes as a register has words, in a word of its own. GCC would widen them one by
+// one.
+static inline rw words_of_bytes(const void* bytes) {
+#if defined(__AVX512F__)
+  return (rw)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)bytes));
+#elif defined(__AVX2__)
+  return (rw)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)bytes));
+#elif defined(__ARM_NEON)
+  uint32_t word;
+  memcpy(&word, bytes, 4);
+  return (rw)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(word))));
+#else
+  rw x;
+  for (int i = 0; i < WORDS; i++) x[i] = ((const uint8_t*)bytes)[i];
+  return x;
+#endif
 }
 // Of as many codes as a register has words, the floats.
 template <class T> static inline rf floats_of(const T* codes) {
-  typedef uint8_t bytes __attribute__((vector_size(WORDS)));
-  bytes b;
-  memcpy(&b, codes, WORDS);
-  return floats_at<T, 0>(__builtin_convertvector(b, rw));
+  return floats_at<T, 0>(words_of_bytes(codes));
 }
 
 // Pairs of bf16, of floats that are exact in bf16: `first` in the low halves.
 static inline rw paired(rf first, rf second) {
   return ((rw)first >> 16) | ((rw)second & 0xffff0000);
 }
-
-#if defined(__AVX512VBMI__)
-// bf16 of a code without its sign: its low bytes, then its high ones.
-struct Bf16Table {
-  alignas(64) uint8_t bytes[2][128];
-};
-template <class T> static constexpr Bf16Table bf16_table() {
-  Bf16Table table{};
-  for (int code = 1; code < 128; code++) {
-    int exponent = IS_INT8<T> ? 0 : code / 8 - 7, size = IS_INT8<T> ? code : code % 8 + 8;
-    if (!IS_INT8<T> && code < 8) {
-      exponent = -6;
-      size = code;
-    }
-    int shift = 0;
-    while (size << shift < 128) shift++;  // bf16 has 7 bits below the highest
-    exponent += 7 - shift - (IS_INT8<T> ? 0 : 3);
-    int bits = (exponent + 127) << 7 | ((size << shift) & 127);
-    table.bytes[0][code] = bits & 255;
-    table.bytes[1][code] = bits >> 8;
-  }
-  return table;
-}
-template <class T> constexpr Bf16Table BF16_TABLE = bf16_table<T>();
-
-// 64 codes as pairs of bf16. STEP, NEXT: the codes of word i of pairs are at STEP i and NEXT behind.
-struct Bf16Bytes {
-  __m512i low, high;
-
-  template <int FIRST, int STEP, int NEXT> rw pairs() const {
-    typedef uint8_t places __attribute__((vector_size(64)));
-    places at;
-    for (int i = 0; i < 64; i++) {
-      int code = FIRST + i / 4 * STEP + (i % 4 / 2) * NEXT;
-      at[i] = code + i % 2 * 64;
-    }
-    return (rw)_mm512_permutex2var_epi8(low, (__m512i)at, high);
-  }
-};
-template <class T> static inline Bf16Bytes bf16_bytes(__m512i codes) {
-  const Bf16Table& table = BF16_TABLE<T>;
-  auto part = [&](int i, int half) { return _mm512_load_si512(table.bytes[i] + 64 * half); };
-  __m512i size = IS_INT8<T> ? _mm512_abs_epi8(codes) : codes;  // of a place bit 7 does not count
-  __m512i low = _mm512_permutex2var_epi8(part(0, 0), size, part(0, 1));
-  __m512i high = _mm512_permutex2var_epi8(part(1, 0), size, part(1, 1));
-  __m512i sign = _mm512_and_si512(codes, _mm512_set1_epi8(char(0x80)));
-  return {low, _mm512_or_si512(high, sign)};
-}
-#endif

@@ -127,14 +127,8 @@ template <class T> static INLINE void expand(rw x, rw (&words)[EXPANDED<T>]) {
     words[2] = (rw)floats_at<T, 2>(x);
     words[3] = (rw)floats_at<T, 3>(x);
   } else {
-#if HAS_PAIRS && defined(__AVX512VBMI__)
-    Bf16Bytes bytes = bf16_bytes<T>((__m512i)x);
-    words[0] = bytes.pairs<0, 4, 1>();
-    words[1] = bytes.pairs<2, 4, 1>();
-#else
     words[0] = paired(floats_at<T, 0>(x), floats_at<T, 1>(x));
     words[1] = paired(floats_at<T, 2>(x), floats_at<T, 3>(x));
-#endif
   }
 }
 
@@ -168,16 +162,8 @@ template <class T> static inline void unit_at(const T* a, const T* b, rw& low, r
     low = (rw)floats_of(a);
     high = (rw)floats_of(a + WORDS);
   } else if constexpr (IS_CODE<T>) {
-#if HAS_PAIRS && defined(__AVX512VBMI__)
-    __m512i one = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)a));
-    __m512i both = _mm512_inserti64x4(one, _mm256_loadu_si256((const __m256i*)b), 1);
-    Bf16Bytes bytes = bf16_bytes<T>(both);
-    low = bytes.pairs<0, 1, 32>();
-    high = bytes.pairs<16, 1, 32>();
-#else
     low = paired(floats_of(a), floats_of(b));
     high = paired(floats_of(a + WORDS), floats_of(b + WORDS));
-#endif
   } else if constexpr (PAIRED<T>) {
     typedef uint16_t halves __attribute__((vector_size(REGISTER)));
     halves x, y, at;
