@@ -34,6 +34,7 @@ def test_no_preset_goes_untested():
         ("[memory]\nzzz = 4", ["memory.zzz", "specserve config show"]),
         ("[memory]\nblock_size = 0", ["memory.block_size = 0", ">= 1"]),
         ("[memory]\nblock_size = true", ["memory.block_size = True", "`int`"]),
+        ('[memory]\nkv_dtype = "int4"', ["memory.kv_dtype = 'int4'", "auto, int8 or fp8"]),
         ("[memory]\nkv_fraction = 1.5", ["memory.kv_fraction = 1.5", "<= 1"]),
         ("[memory]\nkv_fraction = nan", ["memory.kv_fraction = nan", "> 0"]),
         ("[speculation]\nmax_nodes = 64", ["speculation.max_nodes = 64", "0 to 63"]),

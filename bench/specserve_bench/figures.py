@@ -22,6 +22,7 @@ from specserve.config import DEMO_DRAFT, DEMO_TARGET, load_config
 from specserve_bench import suite
 from specserve_bench.fairness import fairness_figures
 from specserve_bench.host import host_figures
+from specserve_bench.kv import kv_figures
 from specserve_bench.memory import memory_figures
 from specserve_bench.plots import draw
 from specserve_bench.prompts import PROMPTS
@@ -53,6 +54,7 @@ OF_PAIR: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "steps": lambda: step_figures(random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)),
+    "kv": kv_figures,
     "memory": lambda: memory_figures(random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)),
     "fairness": fairness_figures,
     "host": host_figures,

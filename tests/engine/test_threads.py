@@ -50,8 +50,17 @@ SETTINGS = {"memory.kv_bytes": 1 << 24, "drafter.name": "none"}
 def test_the_engine_process_tells_what_it_has_chosen(folder, asked, dtype):
     config = load_config(None, SETTINGS | {"model.path": str(folder), "model.dtype": asked})
     told = ready(build(config))
-    assert (told.dtype, told.vocab_size, told.max_model_len) == (dtype, 320, 512)
+    assert (told.dtype, told.kv_dtype) == (dtype, dtype)
+    assert (told.vocab_size, told.max_model_len) == (320, 512)
     assert told.arithmetic.split()[0] == "cpu" and len(told.arithmetic.split()) > 1
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_it_tells_how_kv_is_kept(folder, kv_dtype):
+    settings = SETTINGS | {"model.path": str(folder), "memory.kv_dtype": kv_dtype}
+    loaded = build(load_config(None, settings))
+    assert ready(loaded).kv_dtype == kv_dtype
+    assert f" blocks of 16 target tokens in {kv_dtype}, " in loaded.phases["pool"]
 
 
 def test_a_number_of_threads_that_the_config_names_stays(folder):

@@ -471,10 +471,11 @@ def test_flashinfer_that_is_demanded_and_cannot_be_built_is_an_error():
             ops.plan(step.rows(), step.kv, 4)
 
 
-def test_flashinfer_that_is_demanded_for_heads_it_has_not_is_an_error():
-    step = RandomStep([Req(3, 1)], head_dim=80, dtype=torch.bfloat16)
+@pytest.mark.parametrize(("D", "kv_dtype"), [(80, torch.bfloat16), (64, torch.int8)])
+def test_flashinfer_that_is_demanded_for_heads_it_has_not_is_an_error(D, kv_dtype):
+    step = RandomStep([Req(3, 1)], head_dim=D, dtype=torch.bfloat16, kv_dtype=kv_dtype)
     ops = CudaOps(CPU, fake_flashinfer, "flashinfer")
-    with pytest.raises(DeviceError, match=r"no kernels for torch\.bfloat16 heads of 80"):
+    with pytest.raises(DeviceError, match=f"no kernels for {kv_dtype} heads of {D}: take 'auto'"):
         ops.plan(step.rows(), step.kv, 4)
 
 

@@ -5,9 +5,10 @@ import random
 import pytest
 import torch
 
-from specserve_kernels import QKNorm, Rotary, reference
+from specserve_kernels import QKNorm, Rotary, cpu, reference
 from specserve_kernels.reference.kv import LARGEST, quantize
 from tests.kernels.builds import BUILDS
+from tests.kernels.levels import EVERY_LEVEL_AND_ARM
 from tests.kernels.random_steps import (
     RandomStep,
     Req,
@@ -116,6 +117,22 @@ def test_attention_over_codes_is_near_that_over_what_they_stand_for(
     assert own.max() < (6e-3 if dtype == torch.bfloat16 else 1e-5)
 
 
+@EVERY_LEVEL_AND_ARM
+@DTYPES
+@KV_DTYPES
+@pytest.mark.parametrize(("H", "Hk", "D"), [(4, 2, 20), (16, 8, 128), (3, 3, 80)])
+def test_on_every_level_codes_are_written_and_read_alike(H, Hk, D, kv_dtype, dtype):
+    reqs = [Req(290, 3), Req(40, 20), Req(90, parents=random_tree(random.Random(D), 20))]
+    step = RandomStep(reqs, 17, H, Hk, D, dtype, num_layers=2, kv_dtype=kv_dtype).filled()
+    for part, filled in zip(step.kv.layers[1].parts, step.kv.layers[0].parts, strict=True):
+        part.copy_(filled)
+    num_rows = len(step.rows().positions)
+    written(cpu, step, random_tensor(num_rows, (H + 2 * Hk) * D, dtype=dtype))
+    q = queries(step, num_rows)
+    got, want = (attended_in(step, ops, q) for ops in (cpu, reference))
+    assert row_errors(got, want).max() < (6e-3 if dtype == torch.bfloat16 else 1e-5)
+
+
 @KV_DTYPES
 def test_one_large_number_makes_a_head_coarse_and_no_other(kv_dtype):
     x = random_tensor(3, 2, 64)
@@ -190,6 +207,10 @@ def test_a_row_reads_the_same_whenever_its_kv_was_written(ops, kv_dtype, window)
 
 
 def attended(ops, step, qkv, window):
-    q = written(ops, step, qkv)
+    return attended_in(step, ops, written(ops, step, qkv), window)
+
+
+def attended_in(step, ops, q, window=None):
+    """Attention in the second layer, in which `written` writes."""
     plan = ops.plan(step.rows(), step.kv, step.num_heads, [window])
-    return ops.attention(q, step.kv.layers[1], plan, 0.25, window)
+    return ops.attention(q, step.kv.layers[1], plan, step.head_dim**-0.5, window)

@@ -1,0 +1,92 @@
+"""Attention's time over KV of 8 bits and of bf16: layer by layer, as a step reads it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from specserve.engine.step_input import RowGroup, build_step_input
+from specserve.memory import Arena, BlockPool, BlockTable, KVLayout
+from specserve.memory.arena import used_bytes
+from specserve.models.families import DecoderConfig
+from specserve.models.loader import KV_DTYPES
+from specserve_bench.shapes import shape_config
+from specserve_bench.steps import BLOCK_SIZE, elapsed, spread, words
+from specserve_kernels import Ops, load
+
+ROUNDS = 9
+SIZES = tuple((context, rows) for context in (512, 8192) for rows in (1, 8, 32))  # of a request
+OWN = {"bf16": torch.bfloat16}
+
+
+def kv_figures(
+    config: DecoderConfig | None = None,
+    sizes: Sequence[tuple[int, int]] = SIZES,
+    rounds: int = ROUNDS,
+) -> dict[str, Any]:
+    """Every dtype in turn in every round; print a table."""
+    config, ops = config or shape_config("qwen3-0.6b"), load(torch.device("cpu"))
+    figures = [figure(config, ops, *size, rounds) for size in sizes]
+    result = {"rounds": rounds, "threads": torch.get_num_threads(), "attention": figures}
+    print(table(result))
+    return result
+
+
+def figure(
+    config: DecoderConfig, ops: Ops, context: int, rows: int, rounds: int
+) -> dict[str, Any]:
+    """Milliseconds in all layers, and over those with KV in bf16 of the same round."""
+    layers = {
+        name: AllLayers(config, ops, dtype, context, rows)
+        for name, dtype in (OWN | KV_DTYPES).items()
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in layers}
+    for _ in range(1 + rounds):
+        for name, each in layers.items():
+            seconds[name].append(elapsed(each.attend))
+    taken = {name: each[1:] for name, each in seconds.items()}  # the first round warms up
+    found: dict[str, Any] = {"context": context, "rows": rows}
+    for name, each in taken.items():
+        ratios = [a / b for a, b in zip(each, taken["bf16"], strict=True)]
+        found[name] = {"ms": spread([1e3 * s for s in each]), "over_bf16": spread(ratios)}
+    return found
+
+
+class AllLayers:
+    """The KV of one request in every layer, and some rows behind it that attend."""
+
+    def __init__(
+        self, config: DecoderConfig, ops: Ops, dtype: torch.dtype, context: int, rows: int
+    ) -> None:
+        c, self.ops = config, ops
+        layouts = [KVLayout(c.num_kv_heads, c.head_dim, dtype)] * c.num_layers
+        size = used_bytes(layouts, BLOCK_SIZE)
+        pool = BlockPool(-(-(context + rows) // BLOCK_SIZE))
+        arena = Arena(ops.allocate(pool.num_blocks * size), size)
+        arena.blocks.fill_(0x3C)  # numbers near 0.01 in any dtype; pages of zeros would be one page
+        self.kv = arena.add_view("target", layouts, BLOCK_SIZE)
+        table = BlockTable(pool, BLOCK_SIZE)
+        assert table.try_reserve(context + rows), "the pool has room for the request"
+        group = RowGroup(table, [0] * rows, context, rows)
+        step = build_step_input([group], pool.updates)
+        self.plan = ops.plan(step.rows(), self.kv, c.num_heads)
+        self.q = torch.ones(rows, c.num_heads, c.head_dim, dtype=torch.bfloat16)
+        self.scale = c.head_dim**-0.5
+
+    def attend(self) -> None:
+        for layer in self.kv.layers:
+            self.ops.attention(self.q, layer, self.plan, self.scale)
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Markdown: a row for each context and number of rows."""
+    names = [*OWN, *KV_DTYPES]
+    lines = [
+        f"| context | rows | {', ms | '.join(names)}, ms | {' / bf16 | '.join(KV_DTYPES)} / bf16 |",
+        "|" + " --- |" * (2 + len(names) + len(KV_DTYPES)),
+    ]
+    for each in result["attention"]:
+        ms = " | ".join(f"{each[name]['ms']['median']:.2f}" for name in names)
+        ratios = " | ".join(words(each[name]["over_bf16"]) for name in KV_DTYPES)
+        lines.append(f"| {each['context']} | {each['rows']} | {ms} | {ratios} |")
+    return "\n".join(lines)
