@@ -32,9 +32,7 @@ def kv_figures(
     return result
 
 
-def figure(
-    config: DecoderConfig, ops: Ops, context: int, rows: int, rounds: int
-) -> dict[str, Any]:
+def figure(config: DecoderConfig, ops: Ops, context: int, rows: int, rounds: int) -> dict[str, Any]:
     """Milliseconds in all layers, and over those with KV in bf16 of the same round."""
     layers = {
         name: AllLayers(config, ops, dtype, context, rows)
