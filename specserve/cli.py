@@ -121,7 +121,9 @@ def add_sampling(p: argparse.ArgumentParser) -> None:
 
 
 def add_drafting(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--quantize", metavar="w8|w4", help="round the weights to 8 or 4 bits")
     p.add_argument("--draft-model", help="a small draft model with the same vocabulary")
+    p.add_argument("--draft-quantize", metavar="w8|w4", help="round the draft model's weights")
     p.add_argument(
         "--drafter",
         help="none, ngram, model or package.module:Class; default: model where there is a draft "
@@ -216,7 +218,7 @@ def chat(args: argparse.Namespace) -> None:
 
 
 def refuse_with_url(args: argparse.Namespace) -> None:
-    for flag in ("draft_model", "drafter", "config", "set"):
+    for flag in ("quantize", "draft_model", "draft_quantize", "drafter", "config", "set"):
         if getattr(args, flag):
             name = flag.replace("_", "-")
             raise ConfigError(f"--{name} is a setting of the server: leave it out with --url")
@@ -254,7 +256,9 @@ def checked(args: argparse.Namespace) -> dict[str, Any]:
     preflight.check(config)
     return {
         "model": config.model.path,
+        "quantize": args.quantize,
         "draft_model": args.draft_model,
+        "draft_quantize": args.draft_quantize,
         "drafter": args.drafter,
         "set": dict(map(parse_override, args.set)),
     }
@@ -264,7 +268,9 @@ def configured(args: argparse.Namespace) -> Config:
     """The config: the file, overridden by --set, overridden by the other flags."""
     flags = {
         "MODEL" if args.action is serve else "--model": ("model.path", args.model),
+        "--quantize": ("model.quantize", args.quantize),
         "--draft-model": ("drafter.model", args.draft_model),
+        "--draft-quantize": ("drafter.quantize", args.draft_quantize),
         "--drafter": ("drafter.name", args.drafter),
     }
     if args.action is serve:

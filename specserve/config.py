@@ -31,6 +31,9 @@ def about(text: str) -> Meta:
     return Meta(description=text)
 
 
+QUANTIZE = "w8 or w4: weights are rounded to 8 or 4 bits as they are loaded; unset: as they are"
+
+
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A frozen group of knobs. A misspelt key is an error, not a default."""
 
@@ -44,6 +47,11 @@ class ModelConfig(Section, frozen=True):
     dtype: Annotated[
         Literal["auto", "bf16", "fp32"], about("auto, bf16 or fp32; auto is the checkpoint's")
     ] = "auto"
+    quantize: Annotated[Literal["w8", "w4"] | None, about(QUANTIZE)] = None
+    quantize_head: Annotated[
+        Literal["none", "w8", "w4"],
+        about("none, w8 or w4: the heads of models whose weights are rounded"),
+    ] = "w8"
     device: Annotated[
         str,
         Meta(pattern=r"^(auto|cpu|cuda(:(0|[1-9][0-9]?))?)$"),
@@ -131,6 +139,7 @@ class DrafterConfig(Section, frozen=True):
         Name | None,
         about("the draft model, as model.path; unset: none, or the demo pair's own"),
     ] = None
+    quantize: Annotated[Literal["w8", "w4"] | None, about(f"the draft model, {QUANTIZE}")] = None
     options: Annotated[dict[str, Any], about("the drafter's own knobs")] = {}
 
     def __post_init__(self) -> None:
@@ -216,6 +225,11 @@ class Config(Section, frozen=True):
             raise ValueError(
                 "drafter.name = 'model' needs a draft model: set drafter.model (--draft-model), "
                 "or take drafter.name = 'ngram', which needs none"
+            )
+        if self.drafter.quantize is not None and self.draft is None:
+            raise ValueError(
+                f"drafter.quantize = {self.drafter.quantize!r} needs a draft model: set "
+                "drafter.model (--draft-model), or leave it out"
             )
         if self.drafter_name == "ngram" and self.drafter.model is not None:
             raise ValueError(

@@ -43,13 +43,17 @@ class LLM:
         set: Mapping[str, Any] | None = None,
         progress: bool = True,
         weights: Iterable[Model | None] = (),
+        quantize: str | None = None,
+        draft_quantize: str | None = None,
     ) -> None:
         if set is not None and not isinstance(set, Mapping):
             raise ConfigError(f"set = {set!r} is no mapping: give {{'section.key': value}}")
         given = {
             "model": ("model.path", None if model is None else str(model)),
             "dtype": ("model.dtype", None if dtype == "auto" else dtype),
+            "quantize": ("model.quantize", quantize),
             "draft_model": ("drafter.model", None if draft_model is None else str(draft_model)),
+            "draft_quantize": ("drafter.quantize", draft_quantize),
             "drafter": ("drafter.name", drafter),
         }
         settings = [Setting("LLM(set)", key, value) for key, value in (set or {}).items()]

@@ -29,9 +29,12 @@ def check(config: Config) -> Folders:
     target, draft = resolve_model(config), None
     shape = check_model(target)
     context_length(config, shape)
+    check_quantize("model.quantize", config.model.quantize, target, shape)
     if may_need_draft_model(config):
         draft = resolve_draft(config)
-        check_vocabulary_size(shape, draft, check_model(draft))
+        draft_shape = check_model(draft)
+        check_vocabulary_size(shape, draft, draft_shape)
+        check_quantize("drafter.quantize", config.drafter.quantize, draft, draft_shape)
     return Folders(target, draft)
 
 
@@ -50,4 +53,15 @@ def check_vocabulary_size(target: DecoderConfig, folder: Path, draft: DecoderCon
         raise ConfigError(
             f"draft model {folder}: vocab_size is {draft.vocab_size}, and the target's is "
             f"{target.vocab_size}; take a draft model of the target's own family"
+        )
+
+
+def check_quantize(key: str, asked: str | None, path: Path, shape: DecoderConfig) -> None:
+    """ConfigError if a model is to be quantized that is quantized already. GGUF files may hold
+    weights that are not: they are seen when they are read.
+    """
+    if asked and shape.quantization is not None and shape.quantization.method != "gguf":
+        raise ConfigError(
+            f"{key} = {asked!r}: {path} is quantized already ({shape.quantization.words}): leave "
+            f"{key} out, or take the model that is not quantized"
         )

@@ -34,8 +34,19 @@ class FakeOutput(msgspec.Struct, frozen=True):
 class FakeLLM:
     """Generates every prompt backwards, a letter a step; the last instance is `FakeLLM.last`."""
 
-    def __init__(self, model, draft_model=None, drafter=None, config=None, set=None, progress=True):
+    def __init__(
+        self,
+        model,
+        draft_model=None,
+        drafter=None,
+        config=None,
+        set=None,
+        progress=True,
+        quantize=None,
+        draft_quantize=None,
+    ):
         self.model, self.draft_model, self.drafter = model, draft_model, drafter
+        self.quantize, self.draft_quantize = quantize, draft_quantize
         self.config, self.set, self.progress = config, set, progress
         self.params, self.is_closed = None, False
         FakeLLM.last = self

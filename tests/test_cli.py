@@ -59,11 +59,13 @@ def test_json_is_one_object_a_prompt_and_nothing_else(fake, capsys):
 def test_flags_reach_the_engine(fake, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text("[memory]\nblock_size = 8")
-    flags = "--model m --draft-model d --drafter model --max-tokens 3 --temperature 0.5 --seed 9"
+    flags = "--model m --draft-model d --drafter model --max-tokens 3 --temperature 0.5 --seed 9 "
+    flags += "--quantize w4 --draft-quantize w8"
     settings = ["--set", "speculation.max_nodes=4", "--config", str(path)]
     assert cli.main(["generate", "a", *flags.split(), *settings]) == 0
     llm = fake.last
     assert (llm.model, llm.draft_model, llm.drafter) == ("m", "d", "model")
+    assert (llm.quantize, llm.draft_quantize) == ("w4", "w8")
     assert (llm.config, llm.set) == (path, {"speculation.max_nodes": 4})
     assert llm.params == FakeParams(max_tokens=3, temperature=0.5, seed=9)
     assert llm.is_closed
@@ -102,6 +104,7 @@ def test_a_mistake_is_one_line_that_says_what_to_do(fake, capsys, args, complain
         (["serve", ""], "MODEL: model.path = ''"),
         (["serve", "--host=0.0.0.0", "--set=server.port=-1"], "--set: server.port = -1"),
         (["generate", "a", "--model="], "--model: model.path = ''"),
+        (["serve", "m", "--draft-quantize=w4"], "--draft-quantize: drafter.quantize = 'w4' needs"),
         (["chat", "--draft-model=d", "--drafter=ngram"], "--draft-model, --drafter: drafter.name"),
         (["chat", "--draft-model=d", "--set=drafter.name=ngram"], "--set, --draft-model: drafter"),
     ],

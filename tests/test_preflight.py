@@ -63,6 +63,7 @@ SPOILT = {
     "broken_config": lambda folder: (folder / "config.json").write_text("{"),
     "other_family": rewrite(architectures=["GemmaForCausalLM"]),
     "quantized": rewrite(quantization_config={"bits": 4}),
+    "gptq": rewrite(quantization_config={"quant_method": "gptq", "bits": 4}),
     "no_weights": remove("model.safetensors"),
     "pickles": lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"),
     "no_tokenizer": remove("tokenizer.json"),
@@ -74,6 +75,15 @@ MISTAKES = {  # arguments after the command -> words of the complaint
     "a broken config.json": (["--model=./broken_config"], "no valid JSON"),
     "another architecture": (["--model=./other_family"], "'GemmaForCausalLM'"),
     "quantized": (["--model=./quantized"], "quant_method = None is not supported"),
+    "quantized already": (
+        ["--model=./gptq", "--quantize=w4"],
+        "model.quantize = 'w4': gptq is quantized already (gptq, 4 bits in groups of 128): leave",
+    ),
+    "a draft model that is quantized already": (
+        ["--model=./whole", "--draft-model=./gptq", "--draft-quantize=w8"],
+        "drafter.quantize = 'w8': gptq is quantized already",
+    ),
+    "other bits": (["--model=./whole", "--quantize=w3"], "--quantize: model.quantize = 'w3'"),
     "no weights": (["--model=./no_weights"], "no weights; there must be"),
     "pickles": (["--model=./pickles"], "convert them to safetensors"),
     "no tokenizer": (["--model=./no_tokenizer"], "no tokenizer"),

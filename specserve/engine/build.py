@@ -71,10 +71,12 @@ def assemble(config: Config, target: Decoder, draft: Decoder | None, max_len: in
 
 
 def kv_names(config: Config, target: Decoder, draft: Decoder | None) -> dict[str, str]:
-    """Texts that identify the model and dtype of the target's and of the draft model's KV."""
+    """Texts that identify the weights and dtype of the target's and of the draft model's KV."""
+    rounding = config.model.quantize, config.drafter.quantize, config.model.quantize_head
+    kind = f"{rounding} {config.memory.kv_dtype}"
     return {
-        "target": f"target {config.target} {target.dtype} {config.memory.kv_dtype}",
-        "draft": f"draft {config.draft} {draft.dtype if draft else None} {config.memory.kv_dtype}",
+        "target": f"target {config.target} {target.dtype} {kind}",
+        "draft": f"draft {config.draft} {draft.dtype if draft else None} {kind}",
     }
 
 

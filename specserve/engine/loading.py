@@ -10,6 +10,7 @@ from specserve.config import Config
 from specserve.errors import ConfigError
 from specserve.models.decoder import Decoder
 from specserve.models.loader import load_decoder, weight_bytes
+from specserve.models.rounding import AS_STORED, Rounding
 from specserve.phases import Phases
 from specserve.selection import context_length, needs_draft_model, resolve_draft, resolve_model
 from specserve_kernels import DeviceError, Ops, Threads, load
@@ -25,6 +26,7 @@ class ModelKey(NamedTuple):
     attention: str
     dtype: str
     max_model_len: int | None
+    rounding: Rounding = AS_STORED
 
 
 class Model:
@@ -46,20 +48,24 @@ def load_weights(
     """The models that the config needs; those in `known` are not loaded again."""
     loaded = {model.key: model for model in known if model is not None}
 
-    def get(name: str, path: Path) -> Model:
+    def get(name: str, path: Path, quantize: str | None) -> Model:
         model, most = config.model, config.scheduler.max_model_len
-        key = ModelKey(str(path.resolve()), model.device, model.attention, model.dtype, most)
+        rounding = Rounding.named(quantize, model.quantize_head)
+        build = model.device, model.attention, model.dtype
+        key = ModelKey(str(path.resolve()), *build, most, rounding)
         if key not in loaded:
             with phases.phase(name):
-                loaded[key] = Model(load_model(path, config, ops, progress), key)
+                loaded[key] = Model(load_model(path, config, rounding, ops, progress), key)
+                phases.note(name, loaded[key].decoder.weights.forms.words)
         return loaded[key]
 
     with phases.phase("kernels"):
         ops = load_ops(config)
-    target = get("target", resolve_model(config))
+    target = get("target", resolve_model(config), config.model.quantize)
     context_length(config, target.decoder.config)  # may raise, so before the next load
-    draft = get("draft model", resolve_draft(config)) if needs_draft_model(config) else None
-    return Weights(target, draft)
+    if not needs_draft_model(config):
+        return Weights(target, None)
+    return Weights(target, get("draft model", resolve_draft(config), config.drafter.quantize))
 
 
 def load_ops(config: Config) -> Ops:
@@ -82,18 +88,22 @@ def check_device(config: Config) -> None:
         load_ops(config)
 
 
-def load_model(folder: Path, config: Config, ops: Ops, progress: Progress | None) -> Decoder:
+def load_model(
+    folder: Path, config: Config, rounding: Rounding, ops: Ops, progress: Progress | None
+) -> Decoder:
     def report(done: int, total: int) -> None:
         if progress is not None:
             progress(folder.name, done, total)
 
+    dtype, most = config.model.dtype, config.scheduler.max_model_len
     try:
-        return load_decoder(folder, config.model.dtype, ops, config.scheduler.max_model_len, report)
+        return load_decoder(folder, dtype, ops, most, report, rounding)
     except torch.OutOfMemoryError as e:
+        gib = weight_bytes(folder, dtype, ops, rounding) / 2**30
         raise ConfigError(
-            f"{folder}: its {weight_bytes(folder, config.model.dtype, ops) / 2**30:.1f} GiB of "
-            f"weights do not fit ({asked_for(e)}): free some memory, set model.dtype = 'bf16', or "
-            "take a smaller model or another model.device"
+            f"{folder}: its {gib:.1f} GiB of weights do not fit ({asked_for(e)}): free some "
+            "memory, set model.dtype = 'bf16' or model.quantize = 'w4', or take a smaller model "
+            "or another model.device"
         ) from e
 
 

@@ -92,6 +92,7 @@ def ready(loaded: Loaded) -> Ready:
         block_size=engine.target.kv.block_size,
         num_blocks=engine.pool.num_blocks,
         kv_formats=engine.formats,
+        weights=decoder.weights.forms,
     )
 
 

@@ -68,4 +68,4 @@ def warm_up(runner: Runner, table: BlockTable, start: int) -> None:
 def model_key(runner: Runner) -> str:
     """Everything that the time of a step depends on, apart from the machine."""
     decoder, kv_dtype = runner.decoder, runner.kv.layers[0].k.dtype
-    return f"{VERSION} {decoder.dtype} {kv_dtype} {decoder.config}"
+    return f"{VERSION} {decoder.dtype} {kv_dtype} {decoder.weights.forms} {decoder.config}"

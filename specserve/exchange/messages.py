@@ -7,6 +7,7 @@ from specserve.exchange.caller import Caller
 from specserve.exchange.frames import pack
 from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.step_output import Stats, StepOutput
+from specserve.models.weight_forms import WeightForms
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True):
@@ -60,6 +61,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     block_size: int  # target tokens in a block
     num_blocks: int
     kv_formats: dict[str, KVFormat]  # of the models with a prefix cache
+    weights: WeightForms = WeightForms()  # of the target
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):

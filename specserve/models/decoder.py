@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specserve.memory import KVLayout
 from specserve.models.families import DecoderConfig
+from specserve.models.weight_forms import WeightForms
 from specserve_kernels import KVCache, Ops, QKNorm, Rotary, Rows
 
 
@@ -36,12 +37,14 @@ class Weights(NamedTuple):
     layers     L of them
     norm       [hidden]     before the head
     head       packed [V, hidden]
+    forms      what of this is codes, and how many bytes it has
     """
 
     embedding: Tensor
     layers: tuple[Layer, ...]
     norm: Tensor
     head: Any
+    forms: WeightForms = WeightForms()
 
 
 class Decoder:

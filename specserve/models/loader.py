@@ -2,7 +2,8 @@
 
 import math
 import mmap
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,13 @@ from specserve.models.checkpoint import Checkpoint
 from specserve.models.decoder import Decoder, Layer, Weights
 from specserve.models.families import DecoderConfig
 from specserve.models.quantized.maps import QuantizedMaps
+from specserve.models.rounding import AS_STORED, Rounding
 from specserve.models.source import open_source
+from specserve.models.weight import Weight, form_of, fuse, num_bytes, values
+from specserve.models.weight_forms import MapForm, WeightForms
 from specserve_drafters.tree import TREE_SLOTS
-from specserve_kernels import Codes, Ops, QKNorm, Rotary
+from specserve_kernels import Ops, QKNorm, Rotary
+from specserve_kernels.quantize import GROUP
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # beside that of the activations
@@ -32,6 +37,7 @@ def load_decoder(
     ops: Ops,
     max_len: int | None = None,
     progress: Progress | None = None,
+    rounding: Rounding = AS_STORED,
 ) -> Decoder:
     """The folder's model in `dtype` (auto, bf16, fp32), for requests of up to `max_len` tokens.
 
@@ -39,27 +45,38 @@ def load_decoder(
     never resident twice.
     """
     config = open_source(folder).config()
-    checkpoint = Checkpoint(folder)
-    shapes = families.tensor_shapes(config)
-    if "lm_head" in checkpoint.suffixes:  # used even where config.json says that it is tied
-        shapes[HEAD] = shapes[EMBEDDING]
-    maps = QuantizedMaps(checkpoint, shapes, config.quantization)
-    checkpoint.check(maps.expected)
-    reader = Reader(checkpoint, shapes, maps, compute_dtype(dtype, checkpoint, ops), ops)
+    reader = open_reader(folder, config, dtype, ops, rounding)
     if progress is not None:
         reader.report = progress
     # A tree's nodes stand at positions beyond the last known token.
     length = (max_len or config.max_positions) + TREE_SLOTS
     tables = rotary.tables(config.rope_parameters, config.head_dim, length)
     table = Rotary(*map(ops.place, tables))
-    return Decoder(config, ops, table, read_weights(reader, config, ops, table))
+    return Decoder(config, ops, table, read_weights(reader, config, table))
 
 
-def weight_bytes(folder: Path, dtype: str, ops: Ops) -> int:
+def weight_bytes(folder: Path, dtype: str, ops: Ops, rounding: Rounding = AS_STORED) -> int:
     """The bytes of a model's weights once `load_decoder` has loaded them."""
-    checkpoint, shapes = Checkpoint(folder), families.tensor_shapes(open_source(folder).config())
-    numbers = sum(map(math.prod, shapes.values()))
-    return numbers * compute_dtype(dtype, checkpoint, ops).itemsize
+    reader = open_reader(folder, open_source(folder).config(), dtype, ops, rounding)
+    return sum(map(reader.expected_bytes, reader.shapes))
+
+
+def open_reader(
+    folder: Path, config: DecoderConfig, dtype: str, ops: Ops, rounding: Rounding
+) -> "Reader":
+    """ConfigError unless the checkpoint is what config.json says."""
+    checkpoint = Checkpoint(folder)
+    shapes = families.tensor_shapes(config)
+    if "lm_head" in checkpoint.suffixes:  # used even where config.json says that it is tied
+        shapes[HEAD] = shapes[EMBEDDING]
+    maps = QuantizedMaps(checkpoint, shapes, config.quantization)
+    checkpoint.check(maps.expected)
+    if rounding != AS_STORED and maps.shapes:
+        raise ConfigError(
+            f"{folder}: its weights are quantized already, and cannot be rounded to other bits: "
+            "leave out model.quantize or drafter.quantize, or take the model that is not quantized"
+        )
+    return Reader(checkpoint, shapes, maps, compute_dtype(dtype, checkpoint, ops), ops, rounding)
 
 
 def compute_dtype(dtype: str, checkpoint: Checkpoint, ops: Ops) -> torch.dtype:
@@ -76,7 +93,9 @@ def name_of_dtype(dtype: torch.dtype) -> str:
 
 
 class Reader:
-    """Reads a checkpoint's tensors in the model's dtype, onto the ops' device."""
+    """Reads a checkpoint's tensors in the model's dtype, and its linear maps as codes where they
+    are stored so or are to be rounded, onto the ops' device.
+    """
 
     def __init__(
         self,
@@ -85,60 +104,144 @@ class Reader:
         maps: QuantizedMaps,
         dtype: torch.dtype,
         ops: Ops,
+        rounding: Rounding = AS_STORED,
     ) -> None:
-        self.checkpoint, self.shapes, self.maps = checkpoint, shapes, maps
-        self.dtype, self.ops = dtype, ops
+        self.checkpoint, self.shapes, self.maps = checkpoint, dict(shapes), maps
+        self.dtype, self.ops, self.rounding = dtype, ops, rounding
         self.report: Progress = lambda done, total: None
-        self.num_read, self.num_elements = 0, sum(map(math.prod, shapes.values()))
+        self.sources: dict[str, str] = {}  # which tensor is read, where its name is another
+        if HEAD not in shapes and (rounding.head is not None or EMBEDDING in maps):
+            self.shapes[HEAD], self.sources[HEAD] = shapes[EMBEDDING], EMBEDDING
+        self.num_read, self.num_elements = 0, sum(map(math.prod, self.shapes.values()))
+        self.maps_by_form: Counter[tuple[int, int | None]] = Counter()  # bits and group
+        self.num_bytes = self.num_odd = 0  # as in WeightForms
 
     def read(self, name: str) -> Tensor:
         memory = torch.empty(self.shapes[name], dtype=self.dtype)
+        self.num_bytes += memory.nbytes
         return self.ops.place(self.read_into(memory, [name]))
 
-    def read_bias(self, *names: str) -> Tensor | None:
+    def read_bias(self, *modules: str) -> Tensor | None:
         """The biases of linear maps that are fused into one; None if they have none."""
-        biases = [f"{name}.bias" for name in names]
+        biases = [f"{module}.bias" for module in modules]
         if biases[0] not in self.shapes:
             return None
         return torch.cat([self.read(bias) for bias in biases])
 
-    def read_weight(self, *names: str, is_gated: bool = False) -> Any:
+    def read_weight(self, *modules: str, is_gated: bool = False) -> Any:
         """The packed weights of linear maps that are fused into one; the unpacked are freed."""
-        weights = [f"{name}.weight" for name in names]
-        height, width = sum(self.shapes[w][0] for w in weights), self.shapes[weights[0]][1]
-        size = height * width * self.dtype.itemsize
+        weight = self.weight(*modules)
+        self.count(weight)
+        return self.ops.prepack(weight, is_gated)
+
+    def read_head(self, embedding: Tensor) -> Any:
+        """The head where it is the embedding table as it stands."""
+        packed = self.ops.prepack(embedding)
+        if packed is not embedding:
+            self.count(embedding)
+        return packed
+
+    def count(self, weight: Weight) -> None:
+        """Enter a linear map into `forms`."""
+        self.num_bytes += num_bytes(weight)
+        self.maps_by_form[form_of(weight)] += 1
+
+    @property
+    def forms(self) -> WeightForms:
+        """Of what has been read."""
+        maps = (MapForm(*form, n) for form, n in self.maps_by_form.items())
+        return WeightForms(tuple(sorted(maps, key=lambda m: m.bits)), self.num_bytes, self.num_odd)
+
+    def weight(self, *modules: str) -> Weight:
+        """The weights of linear maps of one width, one below the other."""
+        names = [f"{module}.weight" for module in modules]
+        if any(self.source(name) in self.maps for name in names):
+            return fuse([self.read_part(name) for name in names], self.dtype)
+        bits = self.bits(names[0])
+        if bits is None:
+            return self.read_plain(names, self.dtype)
+        self.num_odd += self.rounding.is_odd(modules[0], self.shapes[names[0]][1])
+        codes = self.ops.quantize(self.read_plain(names, self.stored_dtype(names)), bits)
+        if not codes.scale.isfinite().all():
+            raise ConfigError(
+                f"{self.checkpoint.folder}: {names[0]} has numbers that are not finite and cannot "
+                "be rounded to codes; download the model again, or take another checkpoint"
+            )
+        return codes
+
+    def bits(self, name: str) -> int | None:
+        """To how many a tensor is rounded; None: it is not."""
+        module, _, suffix = name.rpartition(".")
+        shape = self.shapes[name]
+        is_map = suffix == "weight" and len(shape) == 2 and name != EMBEDDING
+        if not is_map or self.source(name) in self.maps:
+            return None
+        return self.rounding.bits(module, shape[1])
+
+    def expected_bytes(self, name: str) -> int:
+        if name != EMBEDDING and self.source(name) in self.maps:
+            return self.maps.num_bytes(self.source(name), self.dtype)
+        num_elements, bits = math.prod(self.shapes[name]), self.bits(name)
+        if bits is None:
+            return num_elements * self.dtype.itemsize
+        group = GROUP if bits == 4 else self.shapes[name][1]
+        return num_elements * bits // 8 + num_elements // group * torch.float32.itemsize
+
+    def source(self, name: str) -> str:
+        return self.sources.get(name, name)
+
+    def stored_dtype(self, names: Sequence[str]) -> torch.dtype:
+        """One that holds the tensors' numbers as they are stored."""
+        dtypes = {self.checkpoint.dtype(self.source(name)) for name in names}
+        return torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
+
+    def read_part(self, name: str) -> Weight:
+        """One of several weights of which some are stored as codes."""
+        if self.source(name) not in self.maps:
+            return self.read_plain([name], self.dtype)
+        weight = self.maps.read(self.source(name))
+        self.advance(math.prod(self.shapes[name]))
+        return weight
+
+    def read_plain(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
+        """Matrices of one width in memory of their own, one below the other."""
+        height, width = sum(self.shapes[name][0] for name in names), self.shapes[names[0]][1]
+        size = height * width * dtype.itemsize
         # Not from malloc: freeing it would leave a hole in the heap between packed weights.
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        weight = torch.frombuffer(memory, dtype=self.dtype).view(-1, width)
-        return self.ops.prepack(self.read_into(weight, weights), is_gated)
+        return self.read_into(torch.frombuffer(memory, dtype=dtype).view(-1, width), names)
 
-    def read_into(self, out: Tensor, names: list[str]) -> Tensor:
+    def read_into(self, out: Tensor, names: Sequence[str]) -> Tensor:
         """Fill `out` with tensors, one below the other."""
         heights = [self.shapes[name][0] for name in names]
         for name, part in zip(names, torch.split(out, heights), strict=True):
-            if name in self.maps:
-                weight = self.maps.read(name)
-                part.copy_(weight.widen(self.dtype) if isinstance(weight, Codes) else weight)
+            if name in self.maps:  # the embedding table, which is used as it is
+                part.copy_(values(self.maps.read(name), self.dtype))
             else:
-                self.checkpoint.read(name, part)
-            self.num_read += part.numel()
-            self.report(self.num_read * out.itemsize, self.num_elements * out.itemsize)
+                self.checkpoint.read(self.source(name), part)
+            self.advance(part.numel())
         return out
 
+    def advance(self, num_elements: int) -> None:
+        self.num_read += num_elements
+        size = self.dtype.itemsize
+        self.report(self.num_read * size, self.num_elements * size)
 
-def read_weights(reader: Reader, config: DecoderConfig, ops: Ops, table: Rotary) -> Weights:
-    embedding = reader.read(EMBEDDING)
+
+def read_weights(reader: Reader, config: DecoderConfig, table: Rotary) -> Weights:
     # The largest weight comes first: its unpacked form is freed before the others are loaded.
-    head = reader.read_weight("lm_head") if HEAD in reader.shapes else ops.prepack(embedding)
+    head = reader.read_weight("lm_head") if HEAD in reader.shapes else None
+    embedding = reader.read(EMBEDDING)
     still = table if all(config.rope) else rotary.still(table)
     return Weights(
         embedding=embedding,
+        head=reader.read_head(embedding) if head is None else head,
         layers=tuple(
             read_layer(reader, config, i, table if config.rope[i] else still)
             for i in range(config.num_layers)
         ),
         norm=reader.read("model.norm.weight"),
-        head=head,
+        forms=reader.forms,
     )
 
 

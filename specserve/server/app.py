@@ -171,11 +171,12 @@ def card(service: Service) -> dict[str, Any]:
 
 
 def details(served: ServedModel) -> dict[str, Any]:
-    """Fields that OpenAI lacks: the drafter, its limit, how KV is kept, and which models are scaled
-    demos.
+    """Fields that OpenAI lacks: the drafter, its limit, the forms of weights and KV, and which
+    models are scaled demos.
     """
     scaled = {"scaled": served.scaled} if served.scaled else {}
-    fields = {"drafter": served.drafter, "max_nodes": served.max_nodes, "kv_dtype": served.kv_dtype}
+    kept = {"weights": served.weights, "kv_dtype": served.kv_dtype}
+    fields = {"drafter": served.drafter, "max_nodes": served.max_nodes, **kept}
     return fields | scaled
 
 

@@ -102,7 +102,8 @@ async def load(service: Service, start: Start) -> Ready:
         service.start_templates(files.tokenizer.chat_template)
         ready = await service.engine.ready
     identity, scaled = fingerprint(folders.target, ready), scaled_models(folders)
-    served = ServedModel(service.name, identity, ready.drafter, max_nodes, scaled, ready.kv_dtype)
+    names = service.name, identity, ready.drafter
+    served = ServedModel(*names, max_nodes, scaled, ready.kv_dtype, ready.weights)
     service.open(make_input_processor(files, ready.vocab_size, ready.max_model_len), served, ready)
     show_phases(phases.table | ready.phases)
     keep_objects()

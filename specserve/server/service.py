@@ -19,6 +19,7 @@ from specserve.input_processor import InputProcessor
 from specserve.models.chat_template import ChatTemplate, Message
 from specserve.models.folder import Scaled, name_of
 from specserve.models.source import open_source
+from specserve.models.weight_forms import WeightForms
 from specserve.server.body import BodyReader
 from specserve.server.live_completion import Arrival, LiveCompletion
 from specserve.server.metrics import Metrics
@@ -43,6 +44,7 @@ class ServedModel(NamedTuple):
     max_nodes: int
     scaled: list[Scaled]  # of target and draft model, those that are scaled demos
     kv_dtype: str
+    weights: WeightForms = WeightForms()
 
 
 class Service:
@@ -233,7 +235,7 @@ def served_name(config: Config) -> str:
 
 def fingerprint(folder: Path, ready: Ready) -> str:
     """A hash of all that texts depend on besides the request; equal for every drafter."""
-    resolved = f"{VERSION} {ready.dtype} {ready.kv_dtype} {ready.arithmetic}"
+    resolved = f"{VERSION} {ready.dtype} {ready.weights} {ready.kv_dtype} {ready.arithmetic}"
     digest = hashlib.sha256(resolved.encode())
     for part in open_source(folder).identity():
         digest.update(part)

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 import pytest
 
 from specserve.exchange.messages import Ready
+from specserve.models.weight_forms import MapForm, WeightForms
 from specserve.server import serve
 from specserve.server.service import fingerprint
 from tests.checkpoints import tiny_checkpoint
@@ -53,6 +54,7 @@ OTHERS = {  # what the engine process says -> whether the text may differ by it
     "KV of another type": ({"kv_dtype": "int8"}, True),
     "another instruction set": ({"arithmetic": "cpu amx_bf16 avx512_bf16 avx512f avx2"}, True),
     "another build": ({"arithmetic": "reference avx512_bf16 avx512f avx2"}, True),
+    "other weights": ({"weights": WeightForms((MapForm(4, 64, 2),), 9)}, True),
     "another drafter": ({"drafter": "model"}, False),
     "another pool": ({"num_blocks": 99}, False),
     "a shorter context": ({"max_model_len": 100}, False),

@@ -27,6 +27,8 @@ def test_the_model_is_listed_by_its_served_name(server):
     assert card["id"] == "tiny" and card["object"] == "model" and card["max_model_len"] == 512
     assert (card["drafter"], card["max_nodes"]) == ("ngram", 16) and "scaled" not in card
     assert card["kv_dtype"] == "fp32"
+    maps = [{"bits": 32, "group": None, "number": 9}]
+    assert card["weights"] == {"maps": maps, "num_bytes": 4 * 115_072}
     assert server.get("/v1/models/tiny").body == card
     assert server.get("/v1/models").body["object"] == "list"
     assert abs(server.post(CHAT, chat_body()).body["created"] - card["created"]) < 3600

@@ -1,18 +1,22 @@
 """The quantized linear maps of a checkpoint."""
 
+import math
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from specserve.errors import ConfigError
 from specserve.models.checkpoint import DTYPES, Checkpoint
 from specserve.models.quantized.config import Quantization
+from specserve.models.quantized.floats import FLOATS
 from specserve.models.quantized.readers import reader
 from specserve.models.quantized.stored import SCALES, Stored
 from specserve_kernels import Codes
 
 PLAIN = {"weight", "bias"}
 UNTOLD = "config.json does not explain: it has no quantization_config"
+SIZES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4, "I64": 8}  # bytes, by type
 REMEDY = "download the model again, or take another quantization of it"
 
 
@@ -76,6 +80,14 @@ class QuantizedMaps:
             return self.format.read(self.shapes[name], tensors)
         except ValueError as e:
             raise self.refusal(module, str(e)) from e
+
+    def num_bytes(self, name: str, dtype: torch.dtype) -> int:
+        """Of a map in memory, where 8-bit floats are widened to `dtype`; nearly."""
+        found = self.checkpoint.parts(name.removesuffix(".weight"))
+        parts = [found[suffix] for suffix in self.suffixes[name]]
+        if any(part.dtypes[0] in FLOATS for part in parts):
+            return math.prod(self.shapes[name]) * dtype.itemsize
+        return sum(math.prod(part.shape) * SIZES[part.dtypes[0]] for part in parts)
 
     def refusal(self, module: str, reason: str) -> ConfigError:
         return ConfigError(f"{self.checkpoint.folder}: {module}: {reason}; {REMEDY}")

@@ -1,0 +1,73 @@
+"""The weight of a linear map, or of several that are multiplied as one, before it is packed."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specserve_kernels import Codes
+
+Weight = Tensor | Codes
+
+
+def num_bytes(weight: Weight) -> int:
+    """Of its numbers; padding is up to the kernels."""
+    if isinstance(weight, Tensor):
+        return weight.nbytes
+    num_zeros = 0 if weight.zero is None else weight.zero.numel()
+    return weight.q.numel() * weight.bits // 8 + weight.scale.nbytes + num_zeros
+
+
+def form_of(weight: Weight) -> tuple[int, int | None]:
+    """The bits of a number, and the columns that share a scale, None if all do or there is none."""
+    if isinstance(weight, Tensor):
+        return 8 * weight.itemsize, None
+    return weight.bits, None if weight.group == weight.q.shape[1] else weight.group
+
+
+def fuse(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:
+    """Weights one below the other, as a copy: codes if all of them are, else values in `dtype`.
+
+    Codes of different forms get the narrowest that all can have without a change of their values.
+    """
+    codes = [part for part in parts if isinstance(part, Codes)]
+    if len(codes) < len(parts):
+        return torch.cat([values(part, dtype) for part in parts])
+    bits, group = max(c.bits for c in codes), math.gcd(*(c.group for c in codes))
+    codes = [regrouped(rebased(c, bits), group) for c in codes]
+    has_zeros = any(c.zero is not None for c in codes)
+    return Codes(
+        bits=bits,
+        group=group,
+        q=torch.cat([c.q for c in codes]),
+        scale=torch.cat([c.scale for c in codes]),
+        zero=torch.cat([zeros(c) for c in codes]) if has_zeros else None,
+    )
+
+
+def values(part: Weight, dtype: torch.dtype) -> Tensor:
+    return part.widen(dtype) if isinstance(part, Codes) else part.to(dtype)
+
+
+def rebased(codes: Codes, bits: int) -> Codes:
+    """With so many bits; what is the middle of the range stays the middle."""
+    up = (1 << bits - 1) - (1 << codes.bits - 1)
+    zero = None if codes.zero is None else codes.zero + up
+    return codes._replace(bits=bits, q=codes.q + up if up else codes.q, zero=zero)
+
+
+def regrouped(codes: Codes, group: int) -> Codes:
+    """With a scale for each `group` columns, which divides the codes' own group."""
+    times = codes.group // group
+    if times == 1:
+        return codes
+    scale = codes.scale.repeat_interleave(times, dim=1)
+    zero = None if codes.zero is None else codes.zero.repeat_interleave(times, dim=1)
+    return codes._replace(group=group, scale=scale, zero=zero)
+
+
+def zeros(codes: Codes) -> Tensor:
+    if codes.zero is not None:
+        return codes.zero
+    return torch.full_like(codes.scale, 1 << codes.bits - 1, dtype=torch.uint8)

@@ -1,0 +1,60 @@
+"""Models whose weights are rounded at load: the target's own text, whatever a drafter does."""
+
+import pytest
+import torch
+
+from specserve.models.loader import load_decoder
+from specserve.models.rounding import Rounding
+from tests.checkpoints import tiny_checkpoint
+from tests.engine.engines import MAX_LEN, OPS, Scripted, Watch, bush, engine_for, plain
+from tests.engine.test_formats import cases
+from tests.models.forward import recorded_and_eager
+
+W4, W8 = Rounding(4, 8), Rounding(8, 8)
+
+
+def load_rounded(folder, rounding, dtype="bf16"):
+    return load_decoder(folder, dtype, OPS, MAX_LEN, rounding=rounding)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("models") / "target", hidden_size=128, seed=1)
+
+
+@pytest.fixture(scope="module")
+def texts(folder):
+    return {r: plain(load_rounded(folder, r), cases()) for r in (W4, W8)}
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model", bush])
+@pytest.mark.parametrize(("rounding", "of_draft"), [(W4, W8), (W8, W4)], ids=["w4", "w8"])
+def test_a_drafter_changes_no_text(folder, texts, rounding, of_draft, drafter):
+    """Beside other requests, in chunks, after prefix hits and preemption."""
+    target, want = load_rounded(folder, rounding), texts[rounding]
+    engine = engine_for(
+        target,
+        load_rounded(folder, of_draft) if drafter == "model" else None,
+        drafter if isinstance(drafter, str) else Scripted(drafter, dict(enumerate(want))),
+        max_nodes=6,
+        prefill_chunk=16,
+        block_size=16,
+    )
+    watch = Watch(engine)
+    got = watch.run(cases(), {8: "preempt", 11: "squeeze", 15: "preempt"})
+    assert [r.token_ids.tolist() for r in got] == want
+    assert watch.seen["found"] and watch.seen["preempted"]
+    assert drafter == "ngram" or engine.stats.num_accepted > 0
+
+
+@pytest.mark.parametrize("rounding", [W4, W8], ids=["w4", "w8"])
+def test_a_recorded_forward_has_the_bits_of_the_eager_one(folder, rounding):
+    decoder = load_rounded(folder, rounding)
+    program, recorded, eager = recorded_and_eager(decoder, torch.arange(37), (23, 24))
+    assert all(torch.equal(a, b) for a, b in zip(recorded, eager, strict=True))
+    assert program.host_ops == []
+
+
+def test_the_texts_differ(texts):
+    """So that the tests above do compare what codes of the given bits compute."""
+    assert texts[W4] != texts[W8]

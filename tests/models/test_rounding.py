@@ -1,0 +1,131 @@
+"""Checkpoints whose weights are rounded to codes as they are loaded."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specserve.errors import ConfigError
+from specserve.models.loader import load_decoder, weight_bytes
+from specserve.models.rounding import AS_STORED, Rounding
+from specserve.models.weight_forms import MapForm, WeightForms
+from specserve_kernels import cpu, reference
+from tests.checkpoints import tiny_checkpoint
+from tests.models.formats import WEIGHTS, quantized
+from tests.models.forward import logits, prompt
+
+W4, W8 = Rounding.named("w4", "w8"), Rounding.named("w8", "w8")
+LAYERS_ONLY = Rounding.named("w4", "none")
+
+
+def load(folder, rounding=AS_STORED, ops=reference, dtype="fp32"):
+    return load_decoder(folder, dtype, ops, rounding=rounding)
+
+
+def rounded(folder, target, rounding):
+    """A checkpoint of the values that the codes mean."""
+    tensors = load_file(tiny_checkpoint(target) / WEIGHTS)
+    for name, weight in load_file(folder / WEIGHTS).items():
+        module = name.removesuffix(".weight")
+        if "_proj" in name or module == "lm_head":
+            bits = rounding.bits(module, weight.shape[1])
+            weight = reference.quantize(weight, bits).widen(torch.float32) if bits else weight
+        tensors[name] = weight
+    save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+@pytest.mark.parametrize("rounding", [W4, W8, LAYERS_ONLY], ids=str)
+def test_logits_are_those_of_the_rounded_weights(tmp_path, rounding, ops):
+    folder = tiny_checkpoint(tmp_path / "model", seed=3)
+    ids = prompt(320, 37)
+    want = logits(load(rounded(folder, tmp_path / "rounded", rounding)), ids)
+    torch.testing.assert_close(logits(load(folder, rounding, ops), ids), want, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(logits(load(folder), ids), want, rtol=1e-2, atol=1e-2)
+
+
+def test_the_stored_numbers_are_rounded_whatever_the_dtype(tmp_path):
+    """Not what bfloat16 leaves of them."""
+    folder = tiny_checkpoint(tmp_path, tie_word_embeddings=True)
+    fp32, bf16 = (load(folder, W4, dtype=dtype).weights for dtype in ("fp32", "bf16"))
+    assert torch.equal(fp32.head.q, bf16.head.q)
+    assert torch.equal(fp32.layers[0].qkv.q, bf16.layers[0].qkv.q)
+
+
+def test_a_tied_head_is_rounded_and_the_table_is_not(tmp_path):
+    folder = tiny_checkpoint(tmp_path, tie_word_embeddings=True)
+    weights, table = load(folder, W8).weights, load(folder).weights.embedding
+    assert torch.equal(weights.embedding, table)
+    assert torch.equal(weights.head.q, reference.quantize(table, 8).q)
+
+
+FORMS = {  # -> maps as (bits, group, how many), of two layers and a head
+    "as stored": (AS_STORED, {}, [(32, None, 9)]),
+    "w8": (W8, {}, [(8, None, 9)]),
+    # 64 wide, so that a group is a row; but for those that are 128 wide
+    "w4": (W4, {}, [(4, None, 6), (4, 64, 2), (8, None, 1)]),
+    "layers alone": (LAYERS_ONLY, {}, [(4, None, 6), (4, 64, 2), (32, None, 1)]),
+    "all in 4 bits": (Rounding(4, 4), {}, [(4, None, 7), (4, 64, 2)]),
+    "a width without whole groups": (
+        W4,
+        {"intermediate_size": 96},
+        [(4, None, 6), (8, None, 3)],
+    ),
+    "tied": (W8, {"tie_word_embeddings": True}, [(8, None, 9)]),
+}
+
+
+@pytest.mark.parametrize(("rounding", "sizes", "maps"), FORMS.values(), ids=FORMS)
+def test_forms_and_bytes_are_known_before_and_after(tmp_path, rounding, sizes, maps):
+    folder = tiny_checkpoint(tmp_path, **sizes)
+    forms = load(folder, rounding).weights.forms
+    assert forms.maps == tuple(MapForm(*form) for form in maps)
+    assert forms.num_odd == (2 if "intermediate_size" in sizes else 0)
+    assert forms.num_bytes == weight_bytes(folder, "fp32", reference, rounding)
+
+
+def test_forms_in_words():
+    maps = (MapForm(4, 64, 2), MapForm(8, None, 1), MapForm(16, None, 1))
+    assert WeightForms(maps, 3 << 20, 1).words == (
+        "3 MiB: 4 bits in groups of 64 (2 maps), 8 bits in rows (1 map), 16 bits (1 map); "
+        "1 of these for lack of whole groups"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "forms"),
+    [
+        ("compressed-w4a16", {(4, 128), (4, None), (32, None)}),
+        ("compressed-w8a8", {(8, None), (32, None)}),
+        ("fp8-block", {(32, None)}),
+    ],
+)
+def test_the_codes_of_a_quantized_checkpoint_are_kept(tmp_path, name, forms):
+    folder = quantized(tmp_path, name)
+    kept = load(folder).weights.forms
+    assert {(form.bits, form.group) for form in kept.maps} == forms
+    assert weight_bytes(folder, "fp32", reference) == pytest.approx(kept.num_bytes, rel=0.05)
+
+
+def test_what_is_quantized_is_not_rounded(tmp_path):
+    with pytest.raises(ConfigError, match="its weights are quantized already"):
+        load(quantized(tmp_path, "compressed-w4a16"), W8)
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf"])
+def test_numbers_that_are_not_finite_are_refused(tmp_path, bad):
+    folder = tiny_checkpoint(tmp_path)
+    tensors = load_file(folder / WEIGHTS)
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = float(bad)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    load(folder)
+    with pytest.raises(ConfigError, match=r"1\.mlp\.down_proj\.weight has numbers that are not"):
+        load(folder, W4)
+
+
+def test_progress_ends_at_all(tmp_path):
+    seen = []
+    folder = tiny_checkpoint(tmp_path, tie_word_embeddings=True)
+    report = lambda done, total: seen.append(done / total)  # noqa: E731
+    load_decoder(folder, "bf16", reference, None, report, W4)
+    assert seen == sorted(seen) and seen[-1] == 1

@@ -1,0 +1,70 @@
+"""Weights of maps that are multiplied as one: what their parts mean stays as it was."""
+
+import pytest
+import torch
+
+from specserve.models.weight import form_of, fuse, num_bytes
+from specserve_kernels import Codes
+from tests.kernels.test_codes import random_codes
+
+K = 96
+PLAIN = torch.arange(2 * K).view(2, K).bfloat16()
+PARTS = {  # -> bits, group and whether there are zeros, of codes that hold all parts
+    "alike": ([random_codes(3, K, 4, 32, False), random_codes(2, K, 4, 32, False)], (4, 32, False)),
+    "of other groups": (
+        [random_codes(3, K, 4, 32, True), random_codes(2, K, 4, 48, True)],
+        (4, 16, True),
+    ),
+    "of other bits": (
+        [random_codes(3, K, 8, 32, False), random_codes(2, K, 4, K, False)],
+        (8, 32, False),
+    ),
+    "one with zeros": (
+        [random_codes(3, K, 4, 32, False), random_codes(2, K, 8, 32, True)],
+        (8, 32, True),
+    ),
+}
+
+
+@pytest.mark.parametrize(("parts", "form"), PARTS.values(), ids=PARTS)
+def test_codes_of_any_forms_become_codes_of_the_same_values(parts, form):
+    fused = fuse(parts, torch.float32)
+    assert (fused.bits, fused.group, fused.zero is not None) == form
+    want = torch.cat([part.widen(torch.float32) for part in parts])
+    assert torch.equal(fused.widen(torch.float32), want)
+
+
+def test_beside_a_weight_that_is_no_codes_all_are_widened():
+    codes = random_codes(3, K, 4, 32, True)
+    fused = fuse([PLAIN, codes], torch.bfloat16)
+    assert torch.equal(fused, torch.cat([PLAIN, codes.widen(torch.bfloat16)]))
+
+
+def test_what_is_fused_is_in_memory_of_its_own():
+    """A file that was mapped may go, or be written to."""
+    codes = random_codes(3, K, 8, 32, True)
+    fused = fuse([codes], torch.float32)
+    for tensor in codes[2:]:
+        tensor.zero_()
+    assert all(tensor.any() for tensor in fused[2:])
+
+
+@pytest.mark.parametrize(
+    ("weight", "form", "size"),
+    [
+        (PLAIN, (16, None), 4 * K),
+        (PLAIN.float(), (32, None), 8 * K),
+        (random_codes(3, K, 4, 32, False), (4, 32), 3 * K // 2 + 9 * 4),
+        (random_codes(3, K, 8, K, True), (8, None), 3 * K + 3 * 4 + 3),
+    ],
+)
+def test_the_form_and_the_bytes(weight, form, size):
+    assert (form_of(weight), num_bytes(weight)) == (form, size)
+
+
+def test_the_values_that_fuse_keeps_are_those_of_the_definition():
+    codes = Codes(4, 2, torch.tensor([[0, 15]], dtype=torch.uint8), torch.tensor([[0.5]]))
+    assert fuse([codes, codes._replace(bits=8)], torch.float32).widen(torch.float32).tolist() == [
+        [-4.0, 3.5],
+        [-64.0, -56.5],
+    ]
