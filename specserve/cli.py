@@ -5,6 +5,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from time import perf_counter
@@ -68,6 +69,7 @@ def parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
     add_generate(commands.add_parser("generate", help="generate text from prompts"))
     add_serve(commands.add_parser("serve", help="serve a model over HTTP with the OpenAI API"))
     add_chat(commands.add_parser("chat", help="chat with a server or with a local model"))
+    add_quantize(commands.add_parser("quantize", help="write a model with 8- or 4-bit weights"))
     add_config(commands.add_parser("config", help="show or check the resolved configuration"))
     return top
 
@@ -137,6 +139,16 @@ def add_config(p: argparse.ArgumentParser) -> None:
     p.set_defaults(action=show_config, command=p)
 
 
+def add_quantize(p: argparse.ArgumentParser) -> None:
+    p.add_argument("source", help="a local folder or a hub id")
+    p.add_argument("target", type=Path, help="a folder, which must not exist")
+    p.add_argument("--to", choices=["w8", "w4"], required=True, help="the weights of the layers")
+    p.add_argument(
+        "--head", choices=["none", "w8", "w4"], default="w8", help="those of the head; default: w8"
+    )
+    p.set_defaults(action=quantize, command=p)
+
+
 def add_settings(p: argparse.ArgumentParser) -> None:
     p.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")
     p.add_argument(
@@ -157,6 +169,28 @@ def show_config(args: argparse.Namespace) -> None:
 
     check_drafter(config)
     print("OK")
+
+
+def quantize(args: argparse.Namespace) -> None:
+    from specserve import preflight
+    from specserve.models.folder import resolve
+
+    source = resolve(args.source)
+    if source.is_file():
+        raise ConfigError(f"{source}: a GGUF file; take the folder that it was made of")
+    if (told := preflight.check_model(source).quantization) is not None:
+        raise ConfigError(
+            f"{source}: quantized already ({told.words}); take the model that is not quantized"
+        )
+    from specserve.models.rounding import Rounding
+    from specserve.progress import LoadProgress
+    from specserve.quantize import quantize
+
+    with LoadProgress(sys.stderr.isatty()) as bar:
+        rounding = Rounding.named(args.to, args.head)
+        num_bytes, num_odd = quantize(source, args.target, rounding, partial(bar, source.name))
+    odd = f", {num_odd} maps with 8 bits, as 64 does not divide their width" if num_odd else ""
+    print(f"{args.target}: {num_bytes / 2**20:.0f} MiB of weights{odd}")
 
 
 def generate(args: argparse.Namespace) -> None:

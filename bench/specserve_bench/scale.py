@@ -18,10 +18,8 @@ The result is a Qwen3ForCausalLM in any shape: its q/k norms cost next to nothin
 """
 
 import argparse
-import json
 import math
-import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +36,8 @@ from specserve.models.families import DecoderConfig, load_config
 from specserve.models.folder import SCALED, name_of, read_json, resolve
 from specserve.models.loader import DTYPES, EMBEDDING, HEAD
 from specserve.models.rotary import frequencies
-from specserve.models.weight_files import INDEX, PICKLES, SINGLE
+from specserve.models.weight_files import INDEX
+from specserve.models.writing import SHARD_BYTES, copy_companions, split, write_json
 from specserve_bench import outputs
 from specserve_bench.shapes import SHAPES, shape_config
 
@@ -47,14 +46,13 @@ NOTE = (
     "a demo: the source's function, padded to the cost of a larger shape. Its speed is that of "
     "the shape, its words and its acceptance of drafts are the source's, as far as its dtype goes"
 )
-SHARD_BYTES = 1 << 30
 RANDOM = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # what added parts read with
 STD = 0.02
 CONSTANT_SHARE = 2.0**-40  # of the constant's square in mean(x^2) + eps, at most
 SILENCE = 1e10  # over RMS(hidden): how far below zero the logit of an added token is
 
 
-def main(argv: list[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="specserve bench scale-model",
         description="Write a small model's function at the cost of a larger shape.",
@@ -121,7 +119,7 @@ def scale_model(
     copy_companions(source, target)
     write_shards(Scaling(checkpoint, small, large, dtype, seed), target, shard_bytes)
     # Last: a folder without a config.json is no model.
-    (target / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    write_json(target / "config.json", fields)
 
 
 def read_shape(shape: str) -> DecoderConfig:
@@ -230,14 +228,6 @@ def scaled_fields(
         "rms_norm_eps": small.rms_eps * small.hidden_size / like.hidden_size,
         "dtype": str(dtype).removeprefix("torch."),
     }
-
-
-def copy_companions(source: Path, target: Path) -> None:
-    """The tokenizer, the generation defaults: all that is neither weights nor their description."""
-    for path in source.iterdir():
-        is_weights = path.suffix in (".safetensors", *PICKLES) or path.name.endswith(".index.json")
-        if path.is_file() and not is_weights and path.name != "config.json":
-            shutil.copyfile(path, target / path.name)
 
 
 class Axis(NamedTuple):
@@ -376,21 +366,4 @@ def write_shards(scaling: Scaling, target: Path, shard_bytes: int) -> None:
     if len(shards) > 1:
         weight_map = {name: file for file, names in shards.items() for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        (target / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def split(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
-    """Files with their tensors: none above the limit, unless a single tensor is."""
-    groups: list[list[str]] = [[]]
-    room = limit
-    for name, size in sizes.items():
-        if groups[-1] and size > room:
-            groups.append([])
-            room = limit
-        groups[-1].append(name)
-        room -= size
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
-    return {
-        f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, 1)
-    }
+        write_json(target / INDEX, index)

@@ -1,0 +1,86 @@
+"""Writing a model's folder: all of it or nothing, and no more in memory than a shard."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specserve.errors import ConfigError
+from specserve.models.weight_files import INDEX, PICKLES, SINGLE
+
+SHARD_BYTES = 1 << 30
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes `target` at the end, and goes if that is not reached."""
+    if target.exists():
+        raise ConfigError(f"{target}: exists; remove it or name another folder")
+    if not target.parent.is_dir():
+        raise ConfigError(f"{target}: there is no folder {target.parent}; make it, or name another")
+    try:
+        with tempfile.TemporaryDirectory(
+            prefix=f".{target.name}-", dir=target.parent, ignore_cleanup_errors=True
+        ) as temporary:
+            folder = Path(temporary) / target.name
+            folder.mkdir()
+            yield folder
+            # Some libraries write files that only their owner can read.
+            for file in folder.iterdir():
+                file.chmod(folder.stat().st_mode & 0o666)
+            os.rename(folder, target)
+    except OSError as e:
+        raise ConfigError(f"{target}: cannot be written ({e.strerror}); name another folder") from e
+
+
+def write_json(file: Path, fields: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """The tokenizer, the generation defaults: all that is neither weights nor their description."""
+    for path in source.iterdir():
+        is_weights = path.suffix in (".safetensors", *PICKLES) or path.name.endswith(".index.json")
+        if path.is_file() and not is_weights and path.name != "config.json":
+            shutil.copyfile(path, target / path.name)
+
+
+def write_weights(
+    folder: Path, sizes: Mapping[str, int], make: Callable[[str], Mapping[str, Tensor]]
+) -> None:
+    """Write the tensors that are made of each name; `sizes` are about their bytes."""
+    shards, total = split(sizes, SHARD_BYTES), 0
+    weight_map: dict[str, str] = {}
+    for file, names in shards.items():
+        tensors = {key: tensor for name in names for key, tensor in make(name).items()}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        del tensors  # before the next are made
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json(folder / INDEX, index)
+
+
+def split(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
+    """Files with their tensors: none above the limit, unless a single tensor is."""
+    groups: list[list[str]] = [[]]
+    room = limit
+    for name, size in sizes.items():
+        if groups[-1] and size > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(name)
+        room -= size
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {
+        f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, 1)
+    }

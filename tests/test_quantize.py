@@ -1,0 +1,129 @@
+"""`specserve quantize`: what it writes is what loading with `model.quantize` makes."""
+
+import json
+import stat
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from specserve import cli
+from specserve.models import writing
+from specserve.models.loader import load_decoder
+from specserve.models.rounding import AS_STORED, Rounding
+from specserve_kernels import reference
+from tests.checkpoints import tiny_checkpoint
+from tests.models.forward import logits, prompt
+
+TO = {  # flags -> what they mean at load
+    "w4": (["--to", "w4"], Rounding(4, 8)),
+    "w8": (["--to", "w8"], Rounding(8, 8)),
+    "layers alone": (["--to", "w4", "--head", "none"], Rounding(4, None)),
+    "all in 4 bits": (["--to", "w4", "--head", "w4"], Rounding(4, 4)),
+}
+FAMILIES = {
+    "qwen3": {},
+    "tied": {"tie_word_embeddings": True},
+    "odd widths": {"hidden_size": 72, "intermediate_size": 100},
+}
+
+
+def quantize(source, target, *flags):
+    assert cli.main(["quantize", str(source), str(target), *flags]) == 0
+    return target
+
+
+def load(folder, rounding=AS_STORED):
+    return load_decoder(folder, "auto", reference, rounding=rounding)
+
+
+@pytest.mark.parametrize("sizes", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize(("flags", "rounding"), TO.values(), ids=TO)
+def test_loading_it_gives_the_bits_of_rounding_at_load(tmp_path, flags, rounding, sizes):
+    source = tiny_checkpoint(tmp_path / "source", dtype=torch.bfloat16, **sizes)
+    target, ids = quantize(source, tmp_path / "target", *flags), prompt(320, 37)
+    written, rounded = load(target), load(source, rounding)
+    assert torch.equal(logits(written, ids), logits(rounded, ids))
+    assert written.weights.forms.maps == rounded.weights.forms.maps
+
+
+@pytest.mark.parametrize("sizes", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("flags", [flags for flags, _ in TO.values()], ids=TO)
+def test_compressed_tensors_reads_the_same_weights(tmp_path, flags, sizes):
+    """Through transformers, which has it decompress them."""
+    source = tiny_checkpoint(tmp_path / "source", **sizes)
+    target, ids = quantize(source, tmp_path / "target", *flags), prompt(320, 37)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    assert hasattr(model.model.layers[0].mlp.up_proj, "weight_packed")
+    with torch.no_grad():
+        got = model(ids[None]).logits[0]
+    torch.testing.assert_close(got, logits(load(target), ids), rtol=1e-4, atol=1e-4)
+
+
+def test_all_else_is_copied_and_readable(tmp_path):
+    source = tiny_checkpoint(tmp_path / "source")
+    target = quantize(source, tmp_path / "target", "--to", "w4")
+    names = {path.name for path in source.iterdir()}
+    assert {path.name for path in target.iterdir()} == names
+    for name in names - {"config.json", "model.safetensors"}:
+        assert (target / name).read_bytes() == (source / name).read_bytes()
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in target.iterdir()}
+    assert modes == {stat.S_IMODE((target / "config.json").stat().st_mode)}
+    told = json.loads((target / "config.json").read_text())
+    assert told.pop("quantization_config")["quant_method"] == "compressed-tensors"
+    assert told == json.loads((source / "config.json").read_text())
+
+
+def test_a_large_model_is_written_in_shards(tmp_path, monkeypatch):
+    source = tiny_checkpoint(tmp_path / "source")
+    whole = load_file(quantize(source, tmp_path / "whole", "--to", "w4") / "model.safetensors")
+    monkeypatch.setattr(writing, "SHARD_BYTES", 20_000)
+    target = quantize(source, tmp_path / "target", "--to", "w4")
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == whole.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
+    assert len(set(index["weight_map"].values())) > 2
+    got, want = (logits(load(f), prompt(320, 30)) for f in (target, tmp_path / "whole"))
+    assert torch.equal(got, want)
+
+
+REFUSED = {  # source, target -> words of the complaint
+    "a target that exists": ("source", "source", "source: exists; remove it or name another"),
+    "no folder for it": ("source", "no/target", "there is no folder"),
+    "no source": ("./nowhere", "target", "no such folder"),
+    "a quantized source": ("quantized", "target", "quantized already (compressed-tensors)"),
+    "a number that is none": ("broken", "target", "lm_head.weight has numbers that are not finite"),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    quantize(tiny_checkpoint(folder / "source"), folder / "quantized", "--to", "w4")
+    weights = tiny_checkpoint(folder / "broken") / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["lm_head.weight"][7, 7] = torch.inf
+    save_file(tensors, weights, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(("source", "target", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_written_is_one_line(models, capsys, source, target, words):
+    there = sorted(models.iterdir())
+    path = source if source.startswith(".") else str(models / source)
+    assert cli.main(["quantize", path, str(models / target), "--to", "w4"]) == 1
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+    assert sorted(models.iterdir()) == there
+
+
+def test_what_fails_on_the_way_leaves_nothing(tmp_path, monkeypatch, capsys):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writing, "save_file", full)
+    source = tiny_checkpoint(tmp_path / "source")
+    assert cli.main(["quantize", str(source), str(tmp_path / "target"), "--to", "w8"]) == 1
+    assert "target: cannot be written (No space left on device)" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
