@@ -14,7 +14,7 @@ import msgspec
 from specserve.config import Config, Setting, load_config, parse_override
 from specserve.errors import ConfigError
 from specserve.keys import read_keys
-from specserve_bench import outputs, results, scale, scripted, suite
+from specserve_bench import outputs, perplexity, results, scale, scripted, suite
 from specserve_bench.local import Local
 from specserve_bench.peers import command as peers
 from specserve_bench.report import markdown, report
@@ -24,12 +24,17 @@ from specserve_bench.workloads import WORKLOADS, Workload, workload
 NODES = (4, 8, 16)
 TRIED = ("questions", "completion")
 CONCURRENCIES = (1, 2, 4, 8)
+# With arguments of their own.
+OTHERS: dict[str, Callable[[Sequence[str]], int]] = {
+    "scale-model": scale.main,
+    "perplexity": perplexity.main,
+}
 
 
 def main(argv: list[str]) -> int:
     """The entry point of `specserve bench`."""
-    if argv and argv[0] == "scale-model":
-        return scale.main(argv[1:])
+    if argv and argv[0] in OTHERS:
+        return OTHERS[argv[0]](argv[1:])
     args = parser().parse_args(argv)
     args.command = shlex.join(["specserve", "bench", *argv])
     prepare(args)
@@ -41,7 +46,8 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="specserve bench",
         description=__doc__,
-        epilog="Also: scale-model SRC DST --like SHAPE, a checkpoint at a larger model's cost.",
+        epilog="Also: scale-model SRC DST --like SHAPE, a checkpoint at a larger model's cost; "
+        "perplexity, what rounding its weights costs a model.",
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     add_latency(commands.add_parser("latency", help="one request at a time, by workload"))

@@ -1,0 +1,90 @@
+"""`specserve bench perplexity`: what rounding costs a model, in words that it has not learned.
+
+Perplexity is e to the mean loss of a token, computed by the engine itself in windows of 512 tokens.
+"""
+
+import argparse
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from specserve import LLM
+from specserve.config import parse_override
+from specserve.engine.step_input import RowGroup, build_step_input
+from specserve.errors import ConfigError
+from specserve.memory import BlockTable
+from specserve_bench.demo.held_out import source_files
+
+WINDOW = 512
+STORED = "stored"  # the name of weights that are not rounded
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="specserve bench perplexity", description="What rounding costs a model in perplexity."
+    )
+    parser.add_argument("--model", help="a local folder or a hub id; default: the demo's target")
+    parser.add_argument(
+        "--quantize",
+        default=f"{STORED},w8,w4",
+        metavar="Q,...",
+        help=f"each in turn, ratios are to the first; default: {STORED},w8,w4",
+    )
+    parser.add_argument(
+        "--text", nargs="+", type=Path, metavar="FILE", help="default: the demo's held-out files"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    args = parser.parse_args(argv)
+    texts = [read(file) for file in args.text] if args.text else list(source_files().values())
+    settings = dict(map(parse_override, args.set))
+    show(args.model, args.quantize.split(","), texts, settings)
+    return 0
+
+
+def read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--text {file}: cannot be read ({e}); name a text file") from e
+
+
+def show(
+    model: str | None, rounded: Sequence[str], texts: Sequence[str], settings: dict[str, Any]
+) -> None:
+    first = None
+    for name in rounded:
+        quantize = None if name == STORED else name
+        with LLM(model, drafter="none", quantize=quantize, set=settings, progress=False) as llm:
+            value, words = perplexity(llm, texts), llm.weights.target.decoder.weights.forms.words
+        first = first or value
+        print(f"{name:6} perplexity {value:8.3f} ({value / first - 1:+.2%}), {words}", flush=True)
+
+
+@torch.inference_mode()
+def perplexity(llm: LLM, texts: Iterable[str]) -> float:
+    """Of texts that are each cut into windows; tokens before a window are not seen."""
+    loss, count = 0.0, 0
+    for text in texts:
+        ids = llm.tokenizer.encode(text, add_special_tokens=False)
+        for start in range(0, len(ids) - 1, WINDOW):
+            window = ids[start : start + WINDOW]
+            loss += window_loss(llm, window)
+            count += len(window) - 1
+    return math.exp(loss / count) if count else math.nan
+
+
+def window_loss(llm: LLM, ids: list[int]) -> float:
+    """The sum over all tokens but the first."""
+    runner, pool = llm.engine.target, llm.engine.pool
+    table = BlockTable(pool, runner.kv.block_size)
+    if not table.try_reserve(len(ids)):
+        raise ConfigError(f"the KV pool has no room for {len(ids)} tokens: raise memory.kv_bytes")
+    group = RowGroup(table, ids, 0, num_read=len(ids))
+    logits = runner.launch(build_step_input([group], pool.updates)).logits[:-1].float()
+    table.clear()
+    told = torch.tensor(ids[1:], device=logits.device)
+    return F.cross_entropy(logits, told, reduction="sum").item()

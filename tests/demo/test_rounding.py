@@ -1,0 +1,62 @@
+"""What rounding its weights costs the demo pair in perplexity, on text that training left out."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specserve import LLM
+from specserve.config import DEMO_DRAFT, DEMO_TARGET
+from specserve.errors import ConfigError
+from specserve_bench import commands
+from specserve_bench.demo.held_out import source_files
+from specserve_bench.perplexity import perplexity
+from tests.checkpoints import tiny_checkpoint
+
+BOUNDS = {"w8": 0.005, "w4": 0.06}  # of the perplexity in bf16
+SETTINGS = {"memory.kv_bytes": 1 << 26, "model.threads": 1}
+
+
+def measured(model, texts, quantize=None):
+    with LLM(model, drafter="none", quantize=quantize, set=SETTINGS, progress=False) as llm:
+        return perplexity(llm, texts)
+
+
+@pytest.mark.parametrize("folder", [DEMO_TARGET, DEMO_DRAFT], ids=["target", "draft"])
+def test_perplexity_stays_within_its_bounds(folder):
+    texts = [text[len(text) // 2 :][:1500] for text in source_files().values()]
+    own = measured(folder, texts)
+    costs = {name: measured(folder, texts, name) / own - 1 for name in BOUNDS}
+    assert all(abs(costs[name]) < bound for name, bound in BOUNDS.items()), (own, costs)
+    assert costs["w4"] > abs(costs["w8"])  # so that both were measured
+
+
+def test_perplexity_is_what_transformers_computes(tmp_path):
+    folder = tiny_checkpoint(tmp_path)
+    with LLM(folder, drafter="none", set=SETTINGS, progress=False) as llm:
+        text = "def read_lines(path):\n" * 60
+        ids = llm.tokenizer.encode(text)
+        assert 512 < len(ids) < 1024
+        got = perplexity(llm, [text])
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    windows = [torch.tensor([ids[:512]]), torch.tensor([ids[512:]])]
+    with torch.no_grad():
+        losses = [float(model(w, labels=w).loss) * (w.shape[1] - 1) for w in windows]
+    assert got == pytest.approx(math.exp(sum(losses) / (len(ids) - 2)), rel=1e-3)
+
+
+def test_one_command_measures_it(tmp_path, capsys):
+    file = tmp_path / "text.py"
+    file.write_text("def read_lines(path):\n" * 3)
+    folder = str(tiny_checkpoint(tmp_path / "model"))
+    flags = ["--model", folder, "--text", str(file), "--set", "memory.kv_bytes=67108864"]
+    assert commands.main(["perplexity", *flags]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines] == ["stored", "w8", "w4"]
+    assert all(float(line[2]) > 1 for line in lines) and lines[0][3] == "(+0.00%),"
+
+
+def test_a_text_that_cannot_be_read_is_told(tmp_path):
+    with pytest.raises(ConfigError, match=r"--text .*gone: cannot be read"):
+        commands.main(["perplexity", "--text", str(tmp_path / "gone")])
