@@ -12,7 +12,7 @@ import pytest
 import specserve
 from specserve import LLM, SamplingParams, cli
 from specserve.config import KNOBS, description
-from specserve_bench import fairness, host, memory, scale, steps, suite
+from specserve_bench import fairness, host, memory, perplexity, scale, steps, suite
 from specserve_bench.peers import command as peers
 from specserve_bench.peers import table as peers_table
 from specserve_bench.report import markdown
@@ -42,7 +42,8 @@ def test_every_make_target_that_is_named_exists(target):
 def folders(tmp_path_factory):
     """What README calls path/to/model and path/to/draft."""
     top = tmp_path_factory.mktemp("models")
-    return {f"path/to/{name}": str(tiny_checkpoint(top / name)) for name in ("model", "draft")}
+    there = {f"path/to/{name}": str(tiny_checkpoint(top / name)) for name in ("model", "draft")}
+    return there | {"path/to/rounded": str(top / "rounded")}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -71,6 +72,7 @@ def test_every_bench_command_is_understood(command, folders, tmp_path, monkeypat
     monkeypatch.setattr(suite, "hosted", lambda *args: subject)
     monkeypatch.setattr(suite.Loader, "load", lambda self, label, config: subject)
     monkeypatch.setattr(scale, "scale_model", lambda *args, **others: None)
+    monkeypatch.setattr(perplexity, "show", lambda *args: None)
     monkeypatch.setattr(peers, "peers", lambda args: 0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
@@ -122,6 +124,7 @@ def test_the_manual_of_the_bench_names_every_workload_shape_and_command():
         "compare",
         "show",
         "scale-model",
+        "perplexity",
         "peers",
     }
 
