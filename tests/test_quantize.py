@@ -25,7 +25,7 @@ TO = {  # flags -> what they mean at load
 FAMILIES = {
     "qwen3": {},
     "tied": {"tie_word_embeddings": True},
-    "odd widths": {"hidden_size": 72, "intermediate_size": 100},
+    "odd widths": {"hidden_size": 72, "intermediate_size": 102},
 }
 
 
@@ -73,6 +73,27 @@ def test_all_else_is_copied_and_readable(tmp_path):
     told = json.loads((target / "config.json").read_text())
     assert told.pop("quantization_config")["quant_method"] == "compressed-tensors"
     assert told == json.loads((source / "config.json").read_text())
+
+
+TARGETS = {  # flags -> which maps have which bits, and which are left
+    "w4": ([["Linear"], ["lm_head"]], [4, 8], []),
+    "w8": ([["Linear", "lm_head"]], [8], []),
+    "layers alone": ([["Linear"]], [4], ["lm_head"]),
+    "all in 4 bits": ([["Linear", "lm_head"]], [4], []),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_head_is_named_as_others_take_it_for_no_linear_map(tmp_path, name):
+    """vLLM does."""
+    source = tiny_checkpoint(tmp_path / "source")
+    target = quantize(source, tmp_path / "target", *TO[name][0])
+    told = json.loads((target / "config.json").read_text())["quantization_config"]
+    groups = told["config_groups"].values()
+    targets, bits, ignored = TARGETS[name]
+    assert [group["targets"] for group in groups] == targets
+    assert [group["weights"]["num_bits"] for group in groups] == bits
+    assert told["ignore"] == ignored
 
 
 def test_a_large_model_is_written_in_shards(tmp_path, monkeypatch):

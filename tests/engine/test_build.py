@@ -4,6 +4,7 @@ import pytest
 
 from specserve.config import load_config
 from specserve.engine import build
+from specserve.engine.tuning import model_key
 from specserve.errors import ConfigError
 
 FOREIGN = "specserve_drafters.ngram:NgramDrafter"  # by this name, no drafter that is built in
@@ -18,3 +19,27 @@ def test_a_drafter_that_cannot_be_made_is_refused_first(settings, complaint, mon
     monkeypatch.setattr(build, "load_weights", pytest.fail)
     with pytest.raises(ConfigError, match=complaint):
         build.build(load_config(None, settings))
+
+
+def test_each_model_is_rounded_as_its_own_section_says():
+    settings = {
+        "memory.kv_bytes": 1 << 26,
+        "model.threads": 1,
+        "model.quantize": "w8",
+        "model.quantize_head": "none",
+        "drafter.quantize": "w4",
+    }
+    config = load_config(None, settings)
+    loaded = build.build(config)
+    models = {"target": loaded.weights.target.decoder, "draft model": loaded.weights.draft.decoder}
+    bits = {n: {(f.bits, f.group) for f in m.weights.forms.maps} for n, m in models.items()}
+    assert bits == {"target": {(8, None), (16, None)}, "draft model": {(4, 64), (16, None)}}
+    for name, model in models.items():
+        assert model.weights.forms.words in loaded.phases[name]
+    plain = build.build(
+        load_config(None, settings | {"model.quantize": None}), known=loaded.weights
+    )
+    assert plain.weights.draft is loaded.weights.draft
+    assert plain.weights.target is not loaded.weights.target
+    assert model_key(plain.engine.target) != model_key(loaded.engine.target)
+    assert plain.engine.formats["target"] != loaded.engine.formats["target"]

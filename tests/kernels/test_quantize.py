@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from specserve_kernels import cpu, reference
+from tests.kernels.builds import BUILDS
 from tests.kernels.levels import EVERY_LEVEL
 from tests.kernels.random_steps import random_tensor
 
-BUILDS = pytest.mark.parametrize("ops", [cpu, reference], ids=["cpu", "reference"])
 GROUP = 64
 
 
@@ -35,9 +35,9 @@ def test_of_8_bits_a_row_has_one_scale_whatever_its_width(ops):
 
 
 @BUILDS
-@pytest.mark.parametrize(("bits", "most"), [(4, 0.095), (8, 0.0085)])
+@pytest.mark.parametrize(("bits", "most"), [(4, 0.092), (8, 0.008)])
 def test_the_error_is_that_of_a_search(ops, bits, most):
-    """Of normal numbers; with scales of max / 7 it would be 0.11 for 4 bits."""
+    """Of normal numbers; the best of one scale, extreme / 8, would be off by 0.095."""
     weight = random_tensor(64, 1024)
     codes = ops.quantize(weight, bits)
     assert relative_error(weight, codes) < most

@@ -8,10 +8,11 @@ from specserve.errors import ConfigError
 from specserve.models.loader import load_decoder, weight_bytes
 from specserve.models.rounding import AS_STORED, Rounding
 from specserve.models.weight_forms import MapForm, WeightForms
-from specserve_kernels import cpu, reference
+from specserve_kernels import Codes, cpu, reference
 from tests.checkpoints import tiny_checkpoint
 from tests.models.formats import WEIGHTS, quantized
 from tests.models.forward import logits, prompt
+from tests.models.test_quantized import vocabulary
 
 W4, W8 = Rounding.named("w4", "w8"), Rounding.named("w8", "w8")
 LAYERS_ONLY = Rounding.named("w4", "none")
@@ -105,6 +106,13 @@ def test_the_codes_of_a_quantized_checkpoint_are_kept(tmp_path, name, forms):
     kept = load(folder).weights.forms
     assert {(form.bits, form.group) for form in kept.maps} == forms
     assert weight_bytes(folder, "fp32", reference) == pytest.approx(kept.num_bytes, rel=0.05)
+
+
+def test_a_head_that_is_a_quantized_embedding_is_made_of_its_codes(tmp_path):
+    edit = vocabulary("model.embed_tokens")
+    weights = load(quantized(tmp_path, "compressed-w8a16", edit, tie_word_embeddings=True)).weights
+    assert isinstance(weights.head, Codes)
+    torch.testing.assert_close(weights.head.widen(torch.float32), weights.embedding)
 
 
 def test_what_is_quantized_is_not_rounded(tmp_path):
