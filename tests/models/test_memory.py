@@ -12,6 +12,9 @@ from safetensors.torch import save_file
 
 from specserve.models import checkpoint
 from specserve.models.families import load_config, tensor_shapes
+from specserve.models.quantized.config import parse
+from specserve.models.quantized.maps import QuantizedMaps
+from specserve_kernels import Codes
 from tests.checkpoints import tiny_checkpoint
 
 LOAD = """
@@ -73,6 +76,35 @@ def test_a_read_tensor_gives_its_pages_back(tmp_path):
     files = checkpoint.Checkpoint(tmp_path)
     files.read("x", torch.empty(1 << 20))
     assert resident_bytes(path) < 1 << 18  # of 1 << 22: the rims of the tensor at most
+
+
+def stored(size):
+    """A map of each format, as large as it needs to be for pages to count."""
+    words = torch.zeros(size, size // 4, dtype=torch.int32)
+    scale = torch.ones(size, 1)
+    told = {"group_size": -1, "bits": 4}
+    packed = {"weight_packed": words, "weight_shape": torch.tensor([size, size])}
+    nibbles = torch.zeros(size // 8, size, dtype=torch.int32)
+    columns = {"qzeros": torch.zeros(1, size // 8, dtype=torch.int32), "scales": scale.T}
+    floats = torch.zeros(size, size, dtype=torch.float8_e4m3fn)
+    return {
+        "compressed-tensors": ({"config_groups": {}}, packed | {"weight_scale": scale}),
+        "gptq": (told, columns | {"qweight": nibbles}),
+        "awq": (told, columns | {"qweight": nibbles.view(size, -1)}),
+        "fp8": ({}, {"weight": floats, "weight_scale": scale}),
+    }
+
+
+@pytest.mark.parametrize("method", stored(8))
+def test_a_quantized_map_gives_its_pages_back(tmp_path, method):
+    size, path = 1 << 10, tmp_path / "model.safetensors"
+    told, tensors = stored(size)[method]
+    save_file({f"x.{suffix}": t.contiguous() for suffix, t in tensors.items()}, path)
+    quantization = parse({"quantization_config": told | {"quant_method": method}})
+    maps = QuantizedMaps(checkpoint.Checkpoint(tmp_path), {"x.weight": (size, size)}, quantization)
+    weight = maps.read("x.weight")
+    assert not (weight.widen(torch.float32) if isinstance(weight, Codes) else weight).isnan().any()
+    assert resident_bytes(path) < 1 << 16  # of 1 << 19 and more: the rims of its tensors
 
 
 def test_a_large_tensor_is_read_in_pieces(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specserve.models.quantized.config import Quantization
-from specserve.models.quantized.stored import INTEGERS, SCALES, Stored, divided
+from specserve.models.quantized.stored import INTEGERS, SCALES, Stored, bytes_of, divided
 from specserve_kernels import Codes
 
 PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of columns 0, 1, ... in a word
@@ -37,6 +37,6 @@ class Awq:
 
 def in_order(words: Tensor) -> Tensor:
     """[columns, rows] from words [rows, columns / 8]."""
-    octets = words.T.contiguous().view(torch.uint8).unflatten(1, (-1, 4))  # [columns / 8, rows, 4]
+    octets = bytes_of(words.T).unflatten(1, (-1, 4))  # [columns / 8, rows, 4]
     columns = [octets[..., place // 2] >> 4 * (place % 2) & 15 for place in PLACES]
     return torch.stack(columns, dim=1).flatten(0, 1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specserve.errors import ConfigError
-from specserve.models.checkpoint import DTYPES, Checkpoint
+from specserve.models.checkpoint import DTYPES, Checkpoint, drop_pages
 from specserve.models.quantized.config import Quantization
 from specserve.models.quantized.floats import FLOATS
 from specserve.models.quantized.readers import reader
@@ -71,15 +71,18 @@ class QuantizedMaps:
         self.expected |= {f"{module}.{suffix}": wanted for suffix, wanted in parts.items()}
 
     def read(self, name: str) -> Codes | Tensor:
-        """The weight, [N, K], in memory that may be the file's; values are in float32."""
+        """The weight, [N, K]; values are in float32. The pages of the file are dropped."""
         assert self.format is not None
         module = name.removesuffix(".weight")
         tensors = self.checkpoint.tensors(module, self.suffixes[name])
         try:
             check_numbers(tensors)
-            return self.format.read(self.shapes[name], tensors)
+            weight = self.format.read(self.shapes[name], tensors)
         except ValueError as e:
             raise self.refusal(module, str(e)) from e
+        for tensor in tensors.values():
+            drop_pages(tensor.data_ptr(), tensor.nbytes)
+        return weight
 
     def num_bytes(self, name: str, dtype: torch.dtype) -> int:
         """Of a map in memory, where 8-bit floats are widened to `dtype`; nearly."""

@@ -36,10 +36,16 @@ class Format(Protocol):
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """Integers [..., n 32 / bits] uint8 from words [..., n] int32, the lowest bits first."""
-    octets = words.contiguous().view(torch.uint8)
+    octets = bytes_of(words)
     if bits == 8:
         return octets
     return torch.stack([octets & 15, octets >> 4], dim=-1).flatten(-2)
+
+
+def bytes_of(words: Tensor) -> Tensor:
+    """[..., n 4] uint8 from words [..., n], as a copy."""
+    # contiguous() keeps the strides of a tensor that is one column, and may make no copy.
+    return words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def unused(found: Mapping[str, Stored]) -> dict[str, Stored]:
