@@ -11,7 +11,7 @@ from specserve.models.checkpoint import DTYPES, Checkpoint, drop_pages
 from specserve.models.quantized.config import Quantization
 from specserve.models.quantized.floats import FLOATS
 from specserve.models.quantized.readers import reader
-from specserve.models.quantized.stored import SCALES, Stored
+from specserve.models.quantized.stored import SCALES, UNUSED, Stored
 from specserve_kernels import Codes
 
 PLAIN = {"weight", "bias"}
@@ -36,7 +36,7 @@ class QuantizedMaps:
         self.checkpoint = checkpoint
         self.format = reader(told) if told is not None else None
         self.shapes: dict[str, tuple[int, int]] = {}  # of the quantized maps
-        self.suffixes: dict[str, list[str]] = {}  # of the tensors that they have
+        self.suffixes: dict[str, list[str]] = {}  # of the tensors that are read
         self.expected: dict[str, Stored] = {}  # all tensors that the checkpoint has to have
         for name, shape in shapes.items():
             module, _, suffix = name.rpartition(".")
@@ -67,7 +67,8 @@ class QuantizedMaps:
             raise self.refusal(module, str(e)) from e
         if "bias" in found and not has_bias:  # old versions of AutoGPTQ wrote zeros
             parts["bias"] = Stored(shape[:1], SCALES)
-        self.shapes[name], self.suffixes[name] = shape, list(parts)
+        self.shapes[name] = shape
+        self.suffixes[name] = [suffix for suffix in parts if suffix not in UNUSED]
         self.expected |= {f"{module}.{suffix}": wanted for suffix, wanted in parts.items()}
 
     def read(self, name: str) -> Codes | Tensor:
