@@ -1,6 +1,7 @@
 """A GGUF file is the same model as the checkpoint that means the same."""
 
 import itertools
+import os
 import random
 import shutil
 
@@ -148,6 +149,12 @@ def test_a_sliding_window_is_all_layers(tmp_path):
     assert open_source(file).config().windows == (7, 7)
 
 
+def test_the_old_key_of_linear_scaling_is_read(tmp_path):
+    edit = lambda writer: writer.add_float32("qwen3.rope.scale_linear", 4.0)  # noqa: E731
+    scaling = open_source(write(tmp_path, edit=edit).file).config().rope_parameters
+    assert (scaling.kind, scaling.factor) == ("linear", 4.0)
+
+
 def test_what_a_file_leaves_out_has_llama_cpps_defaults(tmp_path):
     def leave_out(writer):
         for key in ("attention.head_count_kv", "attention.key_length", "rope.freq_base"):
@@ -159,6 +166,15 @@ def test_what_a_file_leaves_out_has_llama_cpps_defaults(tmp_path):
     config = open_source(file).config()
     assert (config.num_kv_heads, config.head_dim) == (4, 16)
     assert config.rope_parameters.theta == 10_000
+
+
+def test_defaults_are_those_of_the_metadata(tmp_path, caplog):
+    def edit(writer):
+        writer.add_sampling_min_p(0.125)
+        writer.add_sampling_penalty_repeat(1.5)
+
+    assert open_source(write(tmp_path, edit=edit).file).defaults().min_p == 0.125
+    assert "not applied, though the text may depend on it: repetition_penalty" in caplog.text
 
 
 def test_defaults_and_chat_template_are_those_of_the_checkpoint(tmp_path):
@@ -244,6 +260,23 @@ def test_wrong_parts_are_refused(tmp_path):
     second(first).unlink()
     with pytest.raises(ConfigError, match=r"00002-of-00003\.gguf: missing"):
         open_source(first).check()
+
+
+def test_a_lie_about_the_parts_is_refused(tmp_path):
+    first = write(tmp_path, "llama", parts=8).file
+    data = first.read_bytes()
+    place = data.index(b"split.tensors.count") + len("split.tensors.count") + 4
+    first.write_bytes(data[:place] + bytes([data[place] + 1]) + data[place + 1 :])
+    with pytest.raises(ConfigError, match="its parts have 21 tensors, and it says 22"):
+        open_source(first).check()
+
+
+def test_a_header_is_read_again_after_a_change(tmp_path):
+    file, _ = write(tmp_path)
+    before = read_header(file)
+    assert read_header(file) is before
+    os.utime(file, (1, 1))
+    assert read_header(file) is not before
 
 
 def test_a_folder_may_hold_one_file(tmp_path):

@@ -5,6 +5,7 @@ import struct
 import sys
 from subprocess import run
 
+import numpy as np
 import pytest
 from gguf import GGUFEndian, GGUFWriter, TokenType
 
@@ -50,6 +51,10 @@ def other_architecture(writer):
     writer.add_string("general.architecture", "gemma3")
 
 
+def add_factors(dtype=np.float32, size=8, value=2):
+    return lambda writer: writer.add_tensor("rope_freqs.weight", np.full(size, value, dtype))
+
+
 def without(name):
     return lambda writer: writer.tensors[0].pop(name)
 
@@ -88,6 +93,26 @@ EDITS = {  # what is wrong when it is written -> words of the complaint
     "another scaling": (
         put(rope__scaling__type="longrope", rope__scaling__factor=2.0),
         "rope type 'longrope' is not supported",
+    ),
+    "yarn of another kind": (
+        put(rope__scaling__type="yarn", rope__scaling__yarn_ext_factor=0.5),
+        "llama.rope.scaling.yarn_ext_factor = 0.5 is not supported",
+    ),
+    "scaling beside its factors": (
+        lambda writer: (put(rope__scaling__type="linear")(writer), add_factors()(writer)),
+        "rope_freqs.weight beside rope.scaling.type = 'linear'",
+    ),
+    "factors in halves": (add_factors(np.float16), "rope_freqs.weight is no list of F32"),
+    "too many factors": (add_factors(size=1024), "rope_freqs.weight is no list of F32"),
+    "factors of nothing": (add_factors(value=0), "factors = 0.0 must be"),
+    "factors for other heads": (add_factors(size=4), "rope_freqs.weight has 4 for a head of 16"),
+    "billions of windows": (
+        put(attention__sliding_window=7, block_count=2**32 - 1),
+        "num_hidden_layers = 4294967295 must be",
+    ),
+    "an alignment that is none": (
+        lambda writer: writer.add_uint32("general.alignment", 24),
+        "general.alignment = 24 is no power of two",
     ),
     "a scale of attention": (put(attention__scale=0.5), "llama.attention.scale = 0.5"),
     "a layer less": (put(block_count=1), "the tensor 'blk.1.attn_norm.weight' has no place"),
@@ -135,6 +160,22 @@ DAMAGE = {  # what is wrong with the bytes -> words of the complaint
     "a norm that is too long": (
         lambda data: after_name(data, "output_norm.weight", 4, struct.pack("<Q", 1 << 39)),
         "bytes beyond the file",
+    ),
+    "a row that no blocks make": (
+        lambda data: after_name(data, "blk.0.attn_q.weight", 4, struct.pack("<Q", 63)),
+        "'blk.0.attn_q.weight': rows of 63 values are no Q8_0 blocks",
+    ),
+    "a tensor of nothing": (
+        lambda data: after_name(data, "output_norm.weight", 4, struct.pack("<Q", 0)),
+        "'output_norm.weight' has the shape [0]",
+    ),
+    "a key twice": (
+        lambda data: data.replace(b"general.sampling.top_k", b"general.sampling.top_p"),
+        "the key 'general.sampling.top_p' is there twice",
+    ),
+    "a tensor twice": (
+        lambda data: data.replace(b"blk.0.attn_q.weight", b"blk.0.attn_k.weight"),
+        "two tensors have the same name",
     ),
     "a tensor over another": (
         lambda data: after_name(data, "output_norm.weight", 4 + 8 + 4, struct.pack("<Q", 0)),

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from gguf import GGUFValueType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import (
@@ -20,6 +21,7 @@ from transformers import Qwen2Tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.tokenization_utils_base import generate_merges
 
+from specserve.models.gguf.tokenizer import split_merge
 from specserve.models.source import open_source
 from tests.models.gguf_files import write
 from tests.models.test_tokenizer_parity import TEXTS
@@ -140,10 +142,10 @@ KINDS = {
 }
 
 
-def model(folder, pre, tokenizer, **config):
-    names = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "</s>"} | config
+def model(folder, pre, tokenizer, edit=None):
+    names = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "</s>"}
     files = {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": json.dumps(names)}
-    return write(folder, "llama", pre=pre, files=files, vocab_size=600, eos_token_id=3)
+    return write(folder, "llama", pre=pre, files=files, edit=edit, vocab_size=600, eos_token_id=3)
 
 
 @pytest.fixture(scope="module", params=KINDS.items(), ids=lambda kind: str(kind[0]))
@@ -173,3 +175,99 @@ def test_tokens_are_those_of_the_folder(pair):
 @given(st.text(max_size=40))
 def test_any_text_has_the_same_tokens(pair, text):
     check_equal(*pair, text)
+
+
+def without_prefix(tokenizer):
+    """As one that puts no space before a text."""
+    made = json.loads(tokenizer.to_str())
+    made["normalizer"] = made["normalizer"]["normalizers"][1]
+    made["decoder"]["decoders"].pop()
+    return Tokenizer.from_str(json.dumps(made))
+
+
+def with_end(tokenizer):
+    tokenizer.post_processor = processors.TemplateProcessing(
+        "$A <|im_end|>", "$A $B <|im_end|>", [("<|im_end|>", 3)]
+    )
+    return tokenizer
+
+
+def put(**values):
+    def edit(writer):
+        for key, value in values.items():
+            writer.kv_data[0].pop(f"tokenizer.ggml.{key}", None)
+            if value is not None:
+                writer.add_key_value(f"tokenizer.ggml.{key}", *value)
+
+    return edit
+
+
+YES, NO = (True, GGUFValueType.BOOL), (False, GGUFValueType.BOOL)
+NUMBER = GGUFValueType.UINT32
+FLAGS = {  # the tokenizer, what the file says of it
+    "no space before a text": (
+        lambda: without_prefix(sentencepiece()),
+        put(add_space_prefix=NO),
+    ),
+    "ids of SentencePiece by default": (sentencepiece, put(bos_token_id=None, eos_token_id=None)),
+    "an end behind every text": (
+        lambda: with_end(sentencepiece()),
+        put(add_bos_token=NO, add_eos_token=YES),
+    ),
+    "a padding that is no token": (sentencepiece, put(padding_token_id=(2**32 - 1, NUMBER))),
+}
+
+
+@pytest.mark.parametrize(("make", "edit"), FLAGS.values(), ids=FLAGS)
+def test_what_a_file_says_of_its_tokenizer_is_done(tmp_path, make, edit):
+    files = model(tmp_path, None, make(), edit)
+    ours, theirs = (open_source(path).tokenizer() for path in files)
+    for text in TRICKY:
+        check_equal(ours, theirs, text)
+
+
+def test_merges_win_over_scores(tmp_path):
+    made = json.loads(sentencepiece().to_str())
+    made["model"]["merges"].reverse()
+    merges = [" ".join(merge) for merge in made["model"]["merges"]]
+    edit = put(merges=(merges, GGUFValueType.ARRAY))
+    files = model(tmp_path, None, Tokenizer.from_str(json.dumps(made)), edit)
+    ours, theirs = (open_source(path).tokenizer() for path in files)
+    for text in TRICKY:
+        check_equal(ours, theirs, text)
+
+
+def test_a_merge_may_begin_with_a_space(tmp_path):
+    assert split_merge("  b") == (" ", "b")
+    assert split_merge("a b") == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("edit", "want"),
+    [
+        (put(), ["<|im_end|>", "</s>"]),
+        (put(eos_token_id=(1, NUMBER)), ["<s>", "</s>", "<|im_end|>"]),
+        (put(eot_token_id=(70, NUMBER)), ["<|im_end|>", 70, "</s>"]),
+        (put(eom_token_id=(71, NUMBER)), ["<|im_end|>", 71, "</s>"]),
+        (put(token_type=None), ["<|im_end|>"]),
+        (put(token_type=None, eos_token_id=None), []),
+    ],
+)
+def test_an_answer_ends_at_the_files_ends_and_at_control_tokens_that_are_called_so(
+    tmp_path, edit, want
+):
+    file, _ = model(tmp_path, "gpt-2", gpt_2(), edit)
+    source = open_source(file)
+    ids = [token if isinstance(token, int) else source.vocabulary.ids[token] for token in want]
+    assert source.defaults().eos_token_ids == tuple(ids)
+
+
+def test_a_template_gets_the_named_tokens(tmp_path):
+    file, _ = model(tmp_path, "gpt-2", gpt_2())
+    variables = open_source(file).tokenizer().chat_template.variables
+    assert variables == {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "</s>"}
+
+
+def test_a_file_without_a_template_has_none(tmp_path):
+    edit = lambda writer: writer.kv_data[0].pop("tokenizer.chat_template")  # noqa: E731
+    assert open_source(write(tmp_path, edit=edit).file).tokenizer().chat_template is None

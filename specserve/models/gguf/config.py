@@ -1,6 +1,7 @@
 """A GGUF file's metadata, said in the words of a config.json."""
 
 import struct
+from math import prod
 from typing import Any
 
 from specserve.models.families import MAX_HEAD_DIM, MAX_LAYERS
@@ -13,9 +14,8 @@ ARCHITECTURES = {  # Mistral is a llama there
     "qwen3": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
-HEADS = "attention.head_count"
 NAMES = {  # key after the architecture's name, of those that must be there -> field of config.json
-    HEADS: "num_attention_heads",
+    "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -64,12 +64,12 @@ def read_config(header: Header) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
         "head_dim": head_size(architecture, values),
         "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
-        "num_key_value_heads": values.get("attention.head_count_kv", values[HEADS]),
+        "num_key_value_heads": values.get("attention.head_count_kv"),
         "rope_theta": values.get("rope.freq_base", 10_000.0),
         "tie_word_embeddings": HEAD not in header.tensors,
         "vocab_size": header.tensors[EMBEDDING].shape[0],
     }
-    return fields | windows(values) | rope(header, values, fields)
+    return fields | windows(values) | rope(header, values)
 
 
 def find_architecture(header: Header) -> str:
@@ -107,7 +107,7 @@ def windows(values: dict[str, Any]) -> dict[str, Any]:
     return {"sliding_window": window, "use_sliding_window": True, "layer_types": kinds}
 
 
-def rope(header: Header, values: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+def rope(header: Header, values: dict[str, Any]) -> dict[str, Any]:
     """rope_scaling, where there is any."""
     kind = values.get("rope.scaling.type", "linear" if "rope.scale_linear" in values else "none")
     factors = header.tensors.get(ROPE_FACTORS)
@@ -124,8 +124,8 @@ def rope(header: Header, values: dict[str, Any], fields: dict[str, Any]) -> dict
 
 def rope_factors(tensor: Tensor) -> list[float]:
     """What llama3's formula gives is stored, and not its parameters."""
-    if tensor.type.name != "F32" or len(tensor.shape) > 1 or tensor.shape[0] > MAX_HEAD_DIM // 2:
+    if tensor.type.name != "F32" or prod(tensor.shape) > MAX_HEAD_DIM // 2:
         raise ValueError(f"{ROPE_FACTORS} is no list of F32, one for each pair of a head")
     with tensor.file.open("rb") as file:
         file.seek(tensor.offset)
-        return list(struct.unpack(f"<{tensor.shape[0]}f", file.read(tensor.size)))
+        return list(struct.unpack(f"<{prod(tensor.shape)}f", file.read(tensor.size)))

@@ -46,6 +46,7 @@ class GgufFile:
         header = self.header
         try:
             config = families.parse(read_config(header))
+            check_factors(config)
         except ValueError as e:
             raise ConfigError(f"{self.path}: {e}; take another model, or another file of it") from e
         if all(tensor.type.is_plain for tensor in header.tensors.values()):
@@ -127,3 +128,10 @@ class GgufFile:
             size = header.data_offset if file == self.path else 0
             with file.open("rb") as data:
                 yield f"{file.stat().st_size}".encode() + data.read(size + IDENTIFYING)
+
+
+def check_factors(config: DecoderConfig) -> None:
+    """ValueError unless there is a factor for each frequency, where there are factors."""
+    number = len(config.rope_parameters.factors)
+    if number not in (0, config.head_dim // 2):
+        raise ValueError(f"{ROPE_FACTORS} has {number} for a head of {config.head_dim}")
