@@ -21,6 +21,7 @@ from specserve.config import load_config
 from specserve.errors import ConfigError
 from specserve.models.folder import name_of, resolve
 from specserve.models.gguf import format
+from specserve.models.gguf import source as gguf_source
 from specserve.models.gguf.blocks import OTHERS, TYPES
 from specserve.models.gguf.format import BY_NAME
 from specserve.models.gguf.header import read_header
@@ -311,6 +312,17 @@ def test_files_differ_in_identity(tmp_path):
         for i, seed in enumerate((0, 0, 1))
     ]
     assert parts[0] == parts[1] != parts[2]
+
+
+def test_all_of_the_header_counts_for_the_identity_and_the_size_of_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_source, "IDENTIFYING", 0)
+    file, _ = write(tmp_path)
+    before = b"".join(open_source(file).identity())
+    data = file.read_bytes()
+    file.write_bytes(data + bytes(32))
+    assert b"".join(open_source(file).identity()) != before
+    file.write_bytes(data.replace(b"assistant: ", b"Assistant: "))
+    assert b"".join(open_source(file).identity()) != before
 
 
 def test_a_damaged_file_is_refused_and_nothing_else_happens(tmp_path):

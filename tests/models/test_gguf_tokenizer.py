@@ -21,7 +21,7 @@ from transformers import Qwen2Tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.tokenization_utils_base import generate_merges
 
-from specserve.models.gguf.tokenizer import split_merge
+from specserve.models.gguf.tokenizer import merges_by_score, split_merge
 from specserve.models.source import open_source
 from tests.models.gguf_files import write
 from tests.models.test_tokenizer_parity import TEXTS
@@ -38,6 +38,7 @@ TRICKY = [
     "I've we'VE it'S HelloWorld HTTPServer 3.14 1234567 ١٢٣ ²³",
     "a\n\n\nb \n c\r\n\r\n  d\t\t e   \n",
     "  leading and trailing  ",
+    "a xyzzy and <unk> beside x<unk>",
     "/* comment */ // x\n\n/path/to",
     "<|im_end|>the<|im_end|> <|im_end|>\n<think> the</think>x",
     "\uff46\uff55\uff4c\u3000\uff57 ٣٤٥ ½ Ⅷ $100 <=> ~^|`",
@@ -54,12 +55,20 @@ def byte_level(split, normalizer=None, ignore_merges=False, adds_bos=False):
         vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.model.ignore_merges = ignore_merges
+    tokenizer = with_word(tokenizer, ignore_merges)
     if normalizer is not None:
         tokenizer.normalizer = normalizer
     if adds_bos:
         tokenizer.post_processor = begin()
     return with_added(tokenizer)
+
+
+def with_word(tokenizer, ignore_merges):
+    """With a word that no merges make."""
+    made = json.loads(tokenizer.to_str())
+    made["model"]["vocab"]["Ġxyzzy"] = len(made["model"]["vocab"])
+    made["model"]["ignore_merges"] = ignore_merges
+    return Tokenizer.from_str(json.dumps(made))
 
 
 def with_added(tokenizer):
@@ -235,6 +244,14 @@ def test_merges_win_over_scores(tmp_path):
     ours, theirs = (open_source(path).tokenizer() for path in files)
     for text in TRICKY:
         check_equal(ours, theirs, text)
+
+
+def test_equal_scores_are_ordered_as_by_transformers():
+    texts = ["a", "b", "c", "ab", "bc", "abc", "ca", "bca", "abca", "cab", "aa", "aaa"]
+    vocab = {text: id for id, text in enumerate(texts)}
+    scores = [-float(id // 4) for id in range(len(texts))]
+    want = generate_merges(vocab, dict(zip(texts, scores, strict=True)))
+    assert merges_by_score(vocab, scores) == want
 
 
 def test_a_merge_may_begin_with_a_space(tmp_path):

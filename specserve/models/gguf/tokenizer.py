@@ -1,5 +1,6 @@
 """A tokenizer built from a GGUF file's metadata: byte-level BPE, or SentencePiece's."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
@@ -51,7 +52,7 @@ def sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
     unknown = vocabulary.named().get("unk_token")
     model = models.BPE(
         vocabulary.ids,
-        merges_by_score(vocabulary),
+        sentencepiece_merges(vocabulary),
         unk_token=unknown,
         fuse_unk=True,
         byte_fallback=True,
@@ -68,16 +69,20 @@ def sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
     return backend
 
 
-def merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """The merges of SentencePiece's BPE, which has none: what gives the best token goes first.
+def sentencepiece_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    if vocabulary.get("merges") is not None:
+        return [split_merge(merge) for merge in vocabulary.array("merges").strings()]
+    scores = vocabulary.numbers("scores")
+    if not scores:
+        raise ValueError("tokenizer.ggml.scores is missing")
+    return merges_by_score(vocabulary.ids, scores)
+
+
+def merges_by_score(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """What merges SentencePiece's BPE makes, of which only results have scores: the best first.
 
     Equal ones are ordered as in the tokenizer.json that transformers writes.
     """
-    if vocabulary.get("merges") is not None:
-        return [split_merge(merge) for merge in vocabulary.array("merges").strings()]
-    scores, ids = vocabulary.numbers("scores"), vocabulary.ids
-    if not scores:
-        raise ValueError("tokenizer.ggml.scores is missing")
     found = [
         (scores[id], i, len(token) - i, token)
         for token, id in ids.items()
