@@ -72,8 +72,7 @@ template <class Path> struct CodeMultiplier {
   const Linear& a;
   CodeShape shape;
   int64_t num_blocks = shape.num_blocks(), panel_bytes = shape.panel_bytes();
-  Decode decode = Path::decoder(shape.bits, shape.has_zeros);
-  CodeStreaming streaming = Path::streaming(shape.bits, shape.has_zeros);
+  CodeMultiplying by_codes = Path::by_codes(shape.bits, shape.has_zeros);
   Range slab{0, 0};
   Value* rows = nullptr;  // [blocks][rows of the slab][STRIDE]
   uint32_t* words = word_memory.at_least(BLOCK_PAIRS * Path::PER_PAIR * COLUMNS);
@@ -84,7 +83,7 @@ template <class Path> struct CodeMultiplier {
     int64_t row_bytes = num_blocks * Path::STRIDE * sizeof(Value);
     int64_t most = std::max<int64_t>(ROWS_BYTES * 5 / 4 / row_bytes, Path::MAX_ROWS);
     bool is_few = R <= Path::MAX_ROWS;
-    int64_t wide = is_few && streaming ? Path::panels(R) : 1;
+    int64_t wide = is_few ? Path::panels(R) : 1;
     Division division(R, most, shape.num_panels(), wide, !is_few, team.size);
     int64_t item = team.take();
     if (item < division.num_items()) Path::begin();
@@ -94,8 +93,8 @@ template <class Path> struct CodeMultiplier {
       take_slab(division.slab(item));
       Range panels = division.panels(item);
       int64_t next = is_last ? panels.begin : division.panels(following).begin;
-      if (is_few && streaming) stream(panels, next, wide);
-      else multiply(panels.begin, next);
+      if (is_few) multiply_few(panels, next, wide);
+      else multiply_many(panels.begin, next);
       item = following;
     }
     Path::end();
@@ -124,54 +123,59 @@ template <class Path> struct CodeMultiplier {
     }
   }
 
-  // All rows times some panels, as many as are streamed at once or fewer.
-  void stream(Range panels, int64_t next_panel, int64_t wide) {
+  // Few rows times some panels: as many as are multiplied at once, or fewer, one by one.
+  void multiply_few(Range panels, int64_t next_panel, int64_t wide) {
     int64_t n = slab.end - slab.begin, num_panels = panels.end - panels.begin;
-    int64_t size = Path::MAX_ROWS * COLUMNS;
+    int64_t size = Path::MAX_ROWS * COLUMNS, step = num_panels == wide ? wide : 1;
     float *totals = sum_memory.at_least(2 * num_panels * size), *sums = totals + num_panels * size;
     memset(totals, 0, num_panels * size * sizeof(float));
-    int64_t step = num_panels == wide ? wide : 1;
     for (int64_t i = 0; i < num_blocks; i++) {
-      Block block = shape.block(i);
       int64_t ahead = ahead_of(i, panels.begin, next_panel, PREFETCHED / num_panels);
-      for (int64_t p = 0; p < num_panels; p += step) {
-        const char* group = panel(panels.begin + p) + block.group * shape.group_bytes();
-        const char* scales = group + shape.zero_bytes() + shape.code_bytes();
-        const char* codes = panel(panels.begin + p) + shape.offset(block);
-        streaming({rows_of(i), words, block.num_groups, block.pairs, scales, shape.group_bytes(),
-                   sums + p * size, totals + p * size, block.begins, block.ends},
-                  {codes, (const int8_t*)group, panel_bytes, ahead}, n, step > 1);
-      }
+      for (int64_t p = 0; p < num_panels; p += step)
+        by_codes(part_of(i, panels.begin + p, ahead, sums + p * size, totals + p * size), n, step > 1);
     }
     for (int64_t p = 0; p < num_panels; p++)
       finish<Source>(a, totals + p * size, panels.begin + p, slab);
   }
 
-  void multiply(int64_t p, int64_t next_panel) {
-    int64_t n = slab.end - slab.begin;
+  // Many rows times a panel. The first of them meet its codes, the others words in L1.
+  void multiply_many(int64_t p, int64_t next_panel) {
+    int64_t n = slab.end - slab.begin, num_parts = divide_up(n, Path::MAX_ROWS);
     float *totals = sum_memory.at_least(2 * n * COLUMNS), *sums = totals + n * COLUMNS;
     memset(totals, 0, n * COLUMNS * sizeof(float));
     for (int64_t i = 0; i < num_blocks; i++) {
-      Block block = shape.block(i);
-      const char* codes = panel(p) + shape.offset(block);
-      int64_t ahead = ahead_of(i, p, next_panel, PREFETCHED);
-      if (!streaming) decode_block(block, codes, ahead);
-      const char* scales = panel(p) + block.group * shape.group_bytes() + shape.zero_bytes() + shape.code_bytes();
-      int64_t blocks = divide_up(n, Path::MAX_ROWS);
-      for (int64_t b = 0; b < blocks; b++) {
-        Range part{n * b / blocks, n * (b + 1) / blocks};
-        CodePart one{rows_of(i) + part.begin * Path::STRIDE, words, block.num_groups, block.pairs,
-                     scales, shape.group_bytes(), sums + part.begin * COLUMNS,
-                     totals + part.begin * COLUMNS, block.begins, block.ends};
-        // The first rows meet the codes, the others the words that those have left in L1.
-        if (streaming && b == 0)
-          streaming(one, {codes, (const int8_t*)scales - shape.code_bytes() - shape.zero_bytes(), 0, ahead}, part.end - part.begin, false);
-        else Path::multiply(one, part.end - part.begin);
+      CodePart part = part_of(i, p, ahead_of(i, p, next_panel, PREFETCHED), sums, totals);
+      for (int64_t b = 0; b < num_parts; b++) {
+        int64_t begin = n * b / num_parts, num_rows = n * (b + 1) / num_parts - begin;
+        part.rows = rows_of(i) + begin * Path::STRIDE;
+        part.sums = sums + begin * COLUMNS;
+        part.totals = totals + begin * COLUMNS;
+        if (b == 0) by_codes(part, num_rows, false);
+        else Path::multiply(part, num_rows);
       }
     }
     finish<Source>(a, totals, p, slab);
   }
 
+  CodePart part_of(int64_t i, int64_t p, int64_t ahead, float* sums, float* totals) {
+    Block block = shape.block(i);
+    const char* group = panel(p) + block.group * shape.group_bytes();
+    const char* scales = group + shape.zero_bytes() + shape.code_bytes();
+    return {.rows = rows_of(i),
+            .words = words,
+            .codes = panel(p) + shape.offset(block),
+            .zeros = shape.has_zeros ? group : nullptr,
+            .scales = scales,
+            .num_groups = block.num_groups,
+            .pairs = block.pairs,
+            .group_bytes = shape.group_bytes(),
+            .panel_bytes = panel_bytes,
+            .ahead = ahead,
+            .sums = sums,
+            .totals = totals,
+            .begins = block.begins,
+            .ends = block.ends};
+  }
   // Bytes from a block to the one that is prefetched beside it, perhaps in the next panel.
   int64_t ahead_of(int64_t i, int64_t p, int64_t next_panel, int64_t bytes) const {
     Block block = shape.block(i);
@@ -180,16 +184,6 @@ template <class Path> struct CodeMultiplier {
     const char* from = panel(p) + shape.offset(block);
     if (other < num_blocks) return panel(p) + shape.offset(shape.block(other)) - from;
     return panel(next_panel) + shape.offset(shape.block((other - num_blocks) % num_blocks)) - from;
-  }
-  void decode_block(const Block& block, const char* codes, int64_t ahead) {
-    uint32_t* to = words;
-    for (int64_t g = 0; g < block.num_groups; g++, codes += shape.group_bytes()) {
-      const int8_t* zeros = shape.has_zeros ? (const int8_t*)codes - shape.zero_bytes() - block.begin * shape.pair_bytes() : nullptr;
-      decode(codes, zeros, block.pairs, to, ahead);
-      for (int line = 0; line < 2; line++)
-        __builtin_prefetch(codes + block.pairs * shape.pair_bytes() + ahead + line * 64, 0, 2);
-      to += block.pairs * Path::PER_PAIR * COLUMNS;
-    }
   }
 };
 

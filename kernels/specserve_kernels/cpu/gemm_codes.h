@@ -57,29 +57,32 @@ struct CodeShape {
   }
 };
 
-// One multiplication: a block of rows times a block of a panel. Sums of a group go through memory
-// between blocks, which changes no bit of them; those of all groups always do.
+// One multiplication: a block of rows times a block of a panel, whose codes it reads, or the words
+// that another block of rows has left. Sums of a group go through memory between blocks, which
+// changes no bit of them; those of all groups always do.
 struct CodePart {
-  const void* rows;       // as Path::pack left them
-  uint32_t* words;        // of the block, decoded: a pair's are [32] pairs of bf16, or [2][32] floats
-  int64_t num_groups, pairs;
-  const char* scales;     // of the first group; each further group's are group_bytes behind
-  int64_t group_bytes;
-  float *sums, *totals;   // [rows][32]
+  const void* rows;     // as Path::pack left them
+  uint32_t* words;      // of the block: a pair's are [32] pairs of bf16, or [2][32] floats
+  const char *codes, *zeros, *scales;  // of the first group; `zeros` is null if there are none
+  int64_t num_groups, pairs;           // of each group
+  int64_t group_bytes, panel_bytes;    // from a group to the next, and from a panel
+  int64_t ahead;                       // bytes from codes to those that are prefetched beside them
+  float *sums, *totals;                // [rows][32]
   bool begins, ends;
 
-  const float* scales_of(int64_t group) const {
-    return (const float*)(scales + group * group_bytes);
+  const int8_t* zeros_of(int64_t group, int64_t panel = 0) const {
+    return (const int8_t*)(zeros + group * group_bytes + panel * panel_bytes);
+  }
+  const float* scales_of(int64_t group, int64_t panel = 0) const {
+    return (const float*)(scales + group * group_bytes + panel * panel_bytes);
+  }
+  const char* codes_of(int64_t group) const { return codes + group * group_bytes; }
+  // What lies between the codes of two groups.
+  INLINE void prefetch_border(const char* codes) const {
+    for (int line = 0; line < (zeros ? 3 : 2); line++)
+      __builtin_prefetch(codes + ahead + line * 64, 0, 0);
   }
 };
-
-// Where the codes of a part stand in memory, if they are decoded as they are multiplied. Several
-// panels' sums follow each other, MAX_ROWS rows each; one panel's words are written to the part's.
-struct CodeStream {
-  const char* codes;    // of the first group, in the first panel
-  const int8_t* zeros;  // of the first group
-  int64_t panel_bytes;  // from a panel to the next
-  int64_t ahead;        // bytes to what is prefetched
-};
-// Few rows times one panel, or several if it is wide.
-typedef void (*CodeStreaming)(const CodePart&, const CodeStream&, int rows, bool is_wide);
+// Multiply a block of rows by codes of one panel, and leave its words; or by those of several panels,
+// if `is_wide`, whose sums follow each other, MAX_ROWS rows each.
+typedef void (*CodeMultiplying)(const CodePart&, int rows, bool is_wide);

@@ -12,8 +12,10 @@ struct CodeTiles {
   static constexpr int STRIDE = BLOCK_PAIRS + 16;
   static constexpr int MAX_ROWS = 32;
 
-  static Decode decoder(int64_t bits, bool has_zeros) { return pair_decoder(bits, has_zeros); }
-  static CodeStreaming streaming(int64_t, bool) { return nullptr; }
+  static CodeMultiplying by_codes(int64_t bits, bool has_zeros) {
+    if (has_zeros) return bits == 4 ? multiply_codes<4, true> : multiply_codes<8, true>;
+    return bits == 4 ? multiply_codes<4, false> : multiply_codes<8, false>;
+  }
   static constexpr int panels(int) { return 1; }
   static void begin() { configured = {}; }
   static void end() {
@@ -22,8 +24,7 @@ struct CodeTiles {
   static void pack(const bf16* x, int64_t n, Value* to) { memcpy(to, x, n * sizeof(bf16)); }
 
   static void multiply(const CodePart& part, int rows) {
-    configure(rows, part.pairs % 16 == 0 ? 16 : part.pairs % 8 == 0 ? 8 : 4);
-    rows > 16 ? block<true>(part) : block<false>(part);
+    multiply_after(part, rows, [](int64_t, int64_t, uint32_t*) {});
   }
 
  private:
@@ -49,13 +50,33 @@ struct CodeTiles {
     configured = {rows, depth};
   }
 
-  template <bool HAS_SECOND> static void block(const CodePart& part) {
+  template <int BITS, bool HAS_ZEROS>
+  static void multiply_codes(const CodePart& part, int rows, bool) {
+    multiply_after(part, rows, [&](int64_t group, int64_t pair, uint32_t* words) {
+      const char* codes = part.codes_of(group) + pair * COLUMNS * BITS / QUAD;
+      decode_pairs<BITS, HAS_ZEROS>(codes, part.zeros_of(group), configured.depth, part.ahead, words);
+      if (pair + configured.depth == part.pairs)
+        part.prefetch_border(codes + configured.depth * COLUMNS * BITS / QUAD);
+    });
+  }
+  // Before words are multiplied, prepare(group, pair, words) is called: decoding some at a time leaves
+  // the tiles something to do meanwhile.
+  template <class Prepare>
+  static void multiply_after(const CodePart& part, int rows, Prepare prepare) {
+    configure(rows, part.pairs % 16 == 0 ? 16 : part.pairs % 8 == 0 ? 8 : 4);
+    rows > 16 ? block<true>(part, prepare) : block<false>(part, prepare);
+  }
+
+  template <bool HAS_SECOND, class Prepare>
+  static void block(const CodePart& part, Prepare prepare) {
     alignas(64) float sums[FOLDED][MAX_ROWS * COLUMNS];
-    const uint32_t *x = (const uint32_t*)part.rows, *words = part.words;
+    const uint32_t* x = (const uint32_t*)part.rows;
+    uint32_t* words = part.words;
     for (int64_t g = 0; g < part.num_groups; g++) {
       if (part.begins) zero_sums<HAS_SECOND>();
       else load_sums<HAS_SECOND>(part.sums);
       for (int64_t p = 0; p < part.pairs; p += configured.depth) {
+        prepare(g, p, words);
         add_words<HAS_SECOND>(x, words);
         x += configured.depth;
         words += configured.depth * COLUMNS;

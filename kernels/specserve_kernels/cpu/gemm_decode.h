@@ -7,77 +7,55 @@
 typedef int32_t ri __attribute__((vector_size(REGISTER)));
 typedef int16_t rs __attribute__((vector_size(REGISTER / 2)));
 
-// Write the words of some pairs, a multiple of four, to `to`; `zeros` is null where there are none.
-// What is `ahead` bytes behind the codes is prefetched.
-typedef void (*Decode)(const char* codes, const int8_t* zeros, int64_t pairs, uint32_t* to,
-                       int64_t ahead);
-
 // Inlined, as GCC drops calls of a function that does nothing but prefetch.
 template <int BITS> static INLINE void prefetch_quad(const char* codes) {
-  for (int line = 0; line < COLUMNS * BITS; line += 64) __builtin_prefetch(codes + line, 0, 2);
+#pragma GCC unroll 4
+  for (int line = 0; line < COLUMNS * BITS; line += 64) __builtin_prefetch(codes + line, 0, 0);
 }
 
-// Codes of WORDS columns and of four pairs, from the panel's codes of these pairs on.
+// What is added to codes of a column, as they are stored, to have them less their zeros.
+template <int BITS> static inline void load_zeros(const int8_t* zeros, float* to) {
+  for (int c = 0; c < COLUMNS; c++) to[c] = zeros ? -zeros[c] : BITS == 4 ? -8 : 0;
+}
+
+// Codes of WORDS columns and of four pairs, from the panel's codes of these pairs on, as floats.
 template <int BITS> struct Quad;
 template <> struct Quad<4> {
   rw words;
 
   Quad(const char* codes, int column) : words(load_words(codes + column * 4)) {}
-  INLINE rf code(int pair, int i) const {
-    return __builtin_convertvector((ri)((words >> (4 * pair + 16 * i)) & 15), rf);
+  INLINE rf value(int pair, int i, rf zero) const {
+    int shift = 4 * pair + 16 * i;
+#if defined(__AVX512F__)
+    const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return (rf)_mm512_permutexvar_ps((__m512i)(words >> shift), table) + zero;
+#else
+    if (shift == 28) return __builtin_convertvector((ri)(words >> 28), rf) + zero;
+    rf shifted = __builtin_convertvector((ri)(words & (15u << shift)), rf);
+    return multiply_add(shifted, broadcast(1.0f / (1 << shift)), zero);
+#endif
   }
 };
 template <> struct Quad<8> {
   ri words[QUAD];  // the lower half is two codes
 
   Quad(const char* codes, int column) {
+#pragma GCC unroll 4
     for (int p = 0; p < QUAD; p++) {
       rs both;
       memcpy(&both, codes + (p * COLUMNS + column) * 2, sizeof both);
       words[p] = __builtin_convertvector(both, ri);
     }
   }
-  INLINE rf code(int pair, int i) const {
-    return __builtin_convertvector((i ? words[pair] : words[pair] << 24 >> 16) >> 8, rf);
+  INLINE rf value(int pair, int i, rf zero) const {
+    if (i == 1) return __builtin_convertvector(words[pair] >> 8, rf) + zero;
+    rf shifted = __builtin_convertvector(words[pair] << 24, rf);
+    return multiply_add(shifted, broadcast(1.0f / (1 << 24)), zero);
   }
 };
-
-// As floats: a pair's first values, then its second ones.
-struct AsFloats {
-  static constexpr int PER_PAIR = 2;
-  static INLINE void store(uint32_t* to, rf first, rf second) {
-    store_words(to, (rw)first);
-    store_words(to + COLUMNS, (rw)second);
-  }
-};
-// As pairs of bf16, which hold eight significant bits, and so any code less any zero.
-struct AsPairs {
-  static constexpr int PER_PAIR = 1;
-  static INLINE void store(uint32_t* to, rf first, rf second) {
-    store_words(to, (rw)first >> 16 | ((rw)second & 0xffff0000u));
-  }
-};
-
-template <class Form, int BITS>
-static void decode(const char* codes, const int8_t* zeros, int64_t pairs, uint32_t* to,
-                   int64_t ahead) {
-  alignas(64) float zero[COLUMNS];
-  for (int c = 0; c < COLUMNS; c++) zero[c] = zeros ? zeros[c] : BITS == 4 ? 8 : 0;
-  for (int64_t p = 0; p < pairs; p += QUAD, codes += COLUMNS * BITS) {
-    prefetch_quad<BITS>(codes + ahead);
-    for (int column = 0; column < COLUMNS; column += WORDS) {
-      Quad<BITS> quad(codes, column);
-      rf less = (rf)load_words(zero + column);
-#pragma GCC unroll 4
-      for (int i = 0; i < QUAD; i++)
-        Form::store(to + (p + i) * Form::PER_PAIR * COLUMNS + column, quad.code(i, 0) - less,
-                    quad.code(i, 1) - less);
-    }
-  }
-}
 
 #if defined(__AVX512BF16__)
-#define DECODES_IN_REGISTERS 1
+#define DECODES_PAIRS 1
 // Codes of half a panel's columns as pairs of bf16, in a few instructions each.
 template <int BITS, bool HAS_ZEROS> struct Pairing;
 
@@ -131,13 +109,14 @@ template <bool HAS_ZEROS> struct Pairing<8, HAS_ZEROS> {
   }
 };
 
+// Write the words of some pairs, a multiple of four, to `to`; what is `ahead` bytes behind the codes is
+// prefetched.
 template <int BITS, bool HAS_ZEROS>
-static void decode_pairs(const char* codes, const int8_t* zeros, int64_t pairs, uint32_t* to,
-                         int64_t ahead) {
-  typedef Pairing<BITS, HAS_ZEROS> P;
-  P pairing;
-  typename P::Zeros less[2];
-  for (int half = 0; half < 2 && HAS_ZEROS; half++) less[half].load(zeros + half * COLUMNS / 2);
+static INLINE void decode_pairs(const char* codes, const int8_t* zeros, int64_t pairs, int64_t ahead,
+                                uint32_t* to) {
+  Pairing<BITS, HAS_ZEROS> pairing;
+  typename Pairing<BITS, HAS_ZEROS>::Zeros less[2];
+  for (int half = 0; half < 2; half++) less[half].load(zeros + half * COLUMNS / 2);
   for (int64_t p = 0; p < pairs; p += QUAD, codes += COLUMNS * BITS, to += QUAD * COLUMNS) {
     prefetch_quad<BITS>(codes + ahead);
 #pragma GCC unroll 4
@@ -147,17 +126,21 @@ static void decode_pairs(const char* codes, const int8_t* zeros, int64_t pairs, 
         store_words(to + i * COLUMNS + half * COLUMNS / 2, pairing.words(codes, i, half, less[half]));
   }
 }
-static Decode pair_decoder(int64_t bits, bool has_zeros) {
-  if (has_zeros) return bits == 4 ? decode_pairs<4, true> : decode_pairs<8, true>;
-  return bits == 4 ? decode_pairs<4, false> : decode_pairs<8, false>;
-}
 #else
-#define DECODES_IN_REGISTERS 0
-[[maybe_unused]] static Decode pair_decoder(int64_t bits, bool) {
-  return bits == 4 ? decode<AsPairs, 4> : decode<AsPairs, 8>;
+#define DECODES_PAIRS 0
+// For tiles that are emulated. Eight significant bits hold any code less any zero.
+template <int BITS, bool HAS_ZEROS>
+static void decode_pairs(const char* codes, const int8_t* zeros, int64_t pairs, int64_t,
+                         uint32_t* to) {
+  float less[COLUMNS];
+  load_zeros<BITS>(HAS_ZEROS ? zeros : nullptr, less);
+  for (int64_t p = 0; p < pairs; p += QUAD, codes += COLUMNS * BITS)
+    for (int column = 0; column < COLUMNS; column += WORDS)
+      for (int i = 0; i < QUAD; i++) {
+        Quad<BITS> quad(codes, column);
+        rf zero = (rf)load_words(less + column);
+        rw first = (rw)quad.value(i, 0, zero), second = (rw)quad.value(i, 1, zero);
+        store_words(to + (p + i) * COLUMNS + column, first >> 16 | (second & 0xffff0000u));
+      }
 }
 #endif
-
-static Decode float_decoder(int64_t bits, bool) {
-  return bits == 4 ? decode<AsFloats, 4> : decode<AsFloats, 8>;
-}
