@@ -308,6 +308,7 @@ def test_the_figures_can_be_stopped_and_gone_on_with(tmp_path, one_thread):
     assert names["qwen3-0.6b step: 4 rows x 2 requests, context 4194304"].startswith("left out")
     assert names["qwen3-0.6b step: 4 rows x 2 requests, context 40"]["over"] > 0
     assert names["qwen3-0.6b gaps: 32 rows"]["busy ms"] > 0
+    assert all(us > 0 for us in names["map of 96 x 64, us"]["w4 g32, 128 rows"])
     assert len(names["qwen3-0.6b TTFT of 20 tokens"]["ms"]) == 3
 
 

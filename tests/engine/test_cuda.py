@@ -15,6 +15,7 @@ from specserve.exchange.sampling_params import Sampling
 from specserve.memory import BlockPool, BlockTable
 from specserve.models.loader import load_decoder
 from specserve_kernels import DeviceError, cpu
+from specserve_kernels.quantize import quantize
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import (
     Case,
@@ -122,6 +123,25 @@ def test_attention_is_planned_once_a_forward_and_run_once_a_layer(tmp_path, monk
             logits.append(logits_of(runner, [RowGroup(tables[0], [3], 40, 1), tree]))
     assert row_errors(logits[1], logits[0]).max() < 0.03
     assert calls == {"plan": 2, "run": 3 * 2}
+
+
+def test_a_model_of_codes_gives_the_cpus_logits(tmp_path, monkeypatch):
+    """For a chunk of more rows than one program takes, and for a row."""
+    folder, logits = tiny_checkpoint(tmp_path, num_hidden_layers=1, vocab_size=300), []
+    for ops in (cpu, interpreted):
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, "prepack", prepacks_codes(ops.prepack))
+            runner = engine_for(load_decoder(folder, "fp32", ops, MAX_LEN)).target
+        table = BlockTable(BlockPool(runner.kv.layers[0].k.shape[0]), 16)
+        assert table.try_reserve(21)
+        with torch.inference_mode():
+            groups = [RowGroup(table, [*range(20)], 0, 2), RowGroup(table, [3], 20, 1)]
+            logits.append(torch.cat([logits_of(runner, [group]).clone() for group in groups]))
+    assert row_errors(logits[1], logits[0]).max() < 1e-5
+
+
+def prepacks_codes(prepack):
+    return lambda weight, is_gated=False: prepack(quantize(weight, 4), is_gated)
 
 
 def test_a_load_runs_what_a_later_step_would_compile_and_tells_who_attends(models, monkeypatch):

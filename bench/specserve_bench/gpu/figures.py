@@ -18,6 +18,7 @@ from specserve.exchange.sampling_params import Sampling
 from specserve.memory import BlockPool
 from specserve.scheduling import Scheduler
 from specserve.scheduling.scheduler import StepBudget
+from specserve_bench.gpu.maps import map_times
 from specserve_bench.gpu.random_batches import RandomBatches, token_bytes
 from specserve_bench.gpu.random_model import random_decoder, streamed_bytes
 from specserve_bench.gpu.record import UNFINISHED, Record
@@ -29,9 +30,11 @@ from specserve_kernels.cuda.attention import FlashInfer, load_flashinfer, run_pa
 from specserve_kernels.cuda.masks import sight
 
 ROWS = (1, 4, 8, 16, 32, 64)
+MAP_ROWS = (*ROWS, 128)
 REQUESTS = (1, 8, 32)
 CONTEXTS = (512, 4096, 32768)
 RESERVE = 4 << 30  # bytes for activations and workspaces
+MAPS = ((28672, 4096), (4096, 4096))  # of an 8B's layer, the widest and a narrow one
 PROMPT = 1000
 PROFILED = 5  # steps
 TTFT_TARGET, PLAIN_TARGET, VERIFY_TARGET = 0.060, 1.5, 1.15
@@ -54,10 +57,11 @@ class Size(NamedTuple):
     contexts: tuple[int, ...] = CONTEXTS
     copied: int = 4 << 30  # bytes
     prompt: int = PROMPT
+    maps: tuple[tuple[int, int], ...] = MAPS
 
 
 FULL = Size({"llama-3.1-8b": {}, "qwen3-0.6b": {}})
-FIRST = FULL._replace(requests=(1,), contexts=(512,))
+FIRST = FULL._replace(requests=(1,), contexts=(512,), maps=())
 TRIAL = Size(
     {"qwen3-0.6b": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 320}},
     rows=(1, 4),
@@ -65,6 +69,7 @@ TRIAL = Size(
     contexts=(40, 1 << 22),
     copied=1 << 20,
     prompt=20,
+    maps=((96, 64),),
 )
 # `first`: the most important figures; `trial`: small, for any device.
 SIZES = {"full": FULL, "first": FIRST, "trial": TRIAL}
@@ -93,6 +98,10 @@ def measure(record: Record, ops: Ops, size: Size, deadline: float) -> bool:
     """Measure what the record lacks, until the deadline; whether it is complete then."""
     if "copy GB/s" not in record:
         record.put("copy GB/s", copy_bandwidth(ops, size.copied) / 1e9)
+    for shape in size.maps:
+        name = f"map of {shape[0]} x {shape[1]}, us"
+        if name not in record and take(record, name, partial(map_times, ops, shape, MAP_ROWS)):
+            return False
     for model in size.models:
         points = [name for name, _ in ModelFigures(record, ops, size, model, None).parts()]
         if all(name in record for name in points):
