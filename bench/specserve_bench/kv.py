@@ -34,19 +34,16 @@ def kv_figures(
 
 def figure(config: DecoderConfig, ops: Ops, context: int, rows: int, rounds: int) -> dict[str, Any]:
     """Milliseconds in all layers, and over those with KV in bf16 of the same round."""
-    layers = {
-        name: AllLayers(config, ops, dtype, context, rows)
-        for name, dtype in (OWN | KV_DTYPES).items()
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in layers}
+    dtypes = (OWN | KV_DTYPES).items()
+    layers = {name: AllLayers(config, ops, dtype, context, rows) for name, dtype in dtypes}
+    taken: dict[str, list[float]] = {name: [] for name in layers}
     for _ in range(1 + rounds):
-        for name, each in layers.items():
-            seconds[name].append(elapsed(each.attend))
-    taken = {name: each[1:] for name, each in seconds.items()}  # the first round warms up
+        for name in layers:
+            taken[name].append(1e3 * elapsed(layers[name].attend))
     found: dict[str, Any] = {"context": context, "rows": rows}
-    for name, each in taken.items():
-        ratios = [a / b for a, b in zip(each, taken["bf16"], strict=True)]
-        found[name] = {"ms": spread([1e3 * s for s in each]), "over_bf16": spread(ratios)}
+    for name, (_, *ms) in taken.items():  # the first round warms up
+        ratios = [a / b for a, b in zip(ms, taken["bf16"][1:], strict=True)]
+        found[name] = {"ms": spread(ms), "over_bf16": spread(ratios)}
     return found
 
 
