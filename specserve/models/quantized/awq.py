@@ -37,6 +37,6 @@ class Awq:
 
 def in_order(words: Tensor) -> Tensor:
     """[columns, rows] from words [rows, columns / 8]."""
-    octets = bytes_of(words.T).unflatten(1, (-1, 4))  # [columns / 8, rows, 4]
+    octets = bytes_of(words.T).view(words.shape[1], -1, 4)  # [columns / 8, rows, 4]
     columns = [octets[..., place // 2] >> 4 * (place % 2) & 15 for place in PLACES]
     return torch.stack(columns, dim=1).flatten(0, 1)
