@@ -110,9 +110,13 @@ static inline int tile_of(int position) { return position / TILE * TILE; }
 static inline Span tiles(Span s) { return {tile_of(s.begin), tile_of(s.end + TILE - 1)}; }
 static inline Span part_span(int part) { return {part * PART, (part + 1) * PART}; }
 
+// Whether few query vectors have products of their own. Those of floats over codes have none: few
+// models need them, and they would take as long to compile as all others.
+template <class T> constexpr bool HAS_FEW = !IS_CODE<T> || std::is_same_v<Active<T>, bf16>;
+
 // f(n) with n as a constant: f.template operator()<n>().
-template <class F> static void with_constant(int n, F f) {
-  switch (n) {
+template <class T, class F> static void with_constant(int n, F f) {
+  if constexpr (HAS_FEW<T>) switch (n) {
     case 1: return f.template operator()<1>();
     case 2: return f.template operator()<2>();
     case 3: return f.template operator()<3>();
@@ -148,7 +152,7 @@ template <class T> struct Task {
     return row_of(i) * a.num_heads + (item.first_head + h) * group + (item.first + i) % group;
   }
   int group_size(int g) const { return std::min(GROUP, item.count - g); }
-  bool is_few() const { return item.count <= MAX_FEW && !on_tiles; }
+  bool is_few() const { return HAS_FEW<T> && item.count <= MAX_FEW && !on_tiles; }
   int index(int h, int i) const { return h * item.count + i; }
   float* scores(int h, int i) const { return x.score + index(h, i) * SCORES; }
   float* tail_scores(int h, int i) const { return x.tail + index(h, i) * TAIL; }
@@ -265,7 +269,7 @@ template <class T> struct Task {
         is_few() ? score_few_keys(part, j, h) : score_keys(number, part, j, h);
   }
   void score_few_keys(const Part& part, int j, int h) {
-    with_constant(item.count, [&]<int N>() {
+    with_constant<T>(item.count, [&]<int N>() {
       score_few<T, N>(queries(h, 0), tokens_of(part) + j, FEW_BLOCK, h * D, D,
                       behind(part, j, h, FEW_BLOCK, FEW_AHEAD),
                       {scores(h, 0) + part.begin + j, SCORES});
@@ -362,7 +366,7 @@ template <class T> struct Task {
             : add_values_of(number, part, j, std::min(step, part.n - j), h);
   }
   void add_few_values(const Part& part, int j, int h) {
-    with_constant(item.count, [&]<int N>() {
+    with_constant<T>(item.count, [&]<int N>() {
       add_few<T, N>(weights(h, 0, part.begin + j), tokens_of(part) + part.n + j, FEW_BLOCK, h * D,
                     D, behind(part, part.n + j, h, FEW_BLOCK, FEW_AHEAD), sums(h, 0));
     });
@@ -433,13 +437,13 @@ template <class T> struct Task {
     const T* values[TILE];
     std::fill_n(values, TILE, ZEROS<T>);
     for (int p = seen.begin; p < seen.end; p++) values[p - t] = value_at(p);
-    if (n > MAX_FEW || on_tiles) {
+    if (!HAS_FEW<T> || n > MAX_FEW || on_tiles) {
       load_values<T>(values, TILE, h * D, D, {}, x.values, x.value_stride());
       return multiply_values(h, i, n, t - part * PART, TILE, x.values);
     }
     // Zeros times weights of 0 change no sum: only whole words that are seen are added.
     int begin = (seen.begin - t) / PER * PER, end = (seen.end - t + PER - 1) / PER * PER;
-    with_constant(n, [&]<int N>() {
+    with_constant<T>(n, [&]<int N>() {
       add_few<T, N>(weights(h, i, t - part * PART + begin), values + begin, end - begin, h * D, D,
                     {}, sums(h, i));
     });
