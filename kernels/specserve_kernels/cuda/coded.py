@@ -21,7 +21,7 @@ WORD = 32  # bits
 CHUNKS = 64, 32  # columns, where they divide a group; else MIN_DOT
 MAX_PADDED = 1.1  # columns of a weight, by those that it has
 OUTPUTS = 32  # of a program: rows of the weight
-ROWS = MIN_DOT  # of a program, however many a step has: a row's sums are always the same
+ROWS = MIN_DOT  # of half a program, however many a step has, so that a row's sums are the same
 MAX_ROWS = 64  # more make up for a widened weight's bytes, by an estimate
 
 
@@ -47,6 +47,24 @@ def _codes(word, PART: tl.constexpr, BITS: tl.constexpr, DOT: tl.constexpr):
         return (word >> 8 * PART).to(tl.int8).to(DOT)
 
 
+@triton.jit
+def _product(x, row, k, exists, code, R, K, DOT: tl.constexpr):
+    """Columns of some rows times codes."""
+    some = tl.load(x + row * K + k[None, :], mask=(row < R) & exists[None, :], other=0.0)
+    return tl.dot(some.to(DOT), tl.trans(code), input_precision="ieee")
+
+
+@triton.jit
+def _finish(total, row, n, bias, out, R, N, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr):
+    """Write some rows, with all that is added to a product."""
+    at, is_out = out + row * N + n[None, :], (row < R) & (n < N)[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if ADDS:
+        total += tl.load(at, mask=is_out, other=0.0).to(tl.float32)
+    tl.store(at, total.to(out.dtype.element_ty), mask=is_out)
+
+
 @triton.jit(do_not_specialize=["R"])  # it changes from step to step
 def _multiply(
     x,
@@ -70,13 +88,16 @@ def _multiply(
     DOT: tl.constexpr,  # the dtype that is multiplied
 ):
     PARTS: tl.constexpr = 32 // BITS
-    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    # Two halves share the decoded codes; of one dot of all rows two warps would decode each code.
+    upper = (tl.program_id(1) * 2 * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    lower = upper + ROWS
     each = tl.arange(0, OUTPUTS)
     n = tl.program_id(0) * OUTPUTS + each
     width = tl.num_programs(0) * OUTPUTS
     words += tl.program_id(0).to(tl.int64) * tiles * OUTPUTS * CHUNK
     words += each[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    upper_total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    lower_total = tl.zeros([ROWS, OUTPUTS], tl.float32)
     for tile in range(tiles):
         word = tl.load(words + tile * OUTPUTS * CHUNK)
         for part in tl.static_range(PARTS):
@@ -84,17 +105,11 @@ def _multiply(
             code = _codes(word, part, BITS, DOT)
             if HAS_ZERO:
                 code -= tl.load(zero + group * width + n).to(DOT)[:, None]
-            is_x = (row < R) & exists[None, :]
-            some = tl.load(x + row * K + k[None, :], mask=is_x, other=0.0).to(DOT)
-            product = tl.dot(some, tl.trans(code), input_precision="ieee")
-            total += product * tl.load(scale + group * width + n)[None, :]
-
-    is_out = (row < R) & (n < N)[None, :]
-    if HAS_BIAS:
-        total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    if ADDS:
-        total += tl.load(out + row * N + n[None, :], mask=is_out, other=0.0).to(tl.float32)
-    tl.store(out + row * N + n[None, :], total.to(out.dtype.element_ty), mask=is_out)
+            factor = tl.load(scale + group * width + n)[None, :]
+            upper_total += _product(x, upper, k, exists, code, R, K, DOT) * factor
+            lower_total += _product(x, lower, k, exists, code, R, K, DOT) * factor
+    _finish(upper_total, upper, n, bias, out, R, N, HAS_BIAS, ADDS)
+    _finish(lower_total, lower, n, bias, out, R, N, HAS_BIAS, ADDS)
 
 
 @triton.jit
@@ -154,7 +169,7 @@ class CodedMap(NamedTuple):
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor, adds: bool) -> Tensor:
         assert x.is_contiguous() and out.is_contiguous(), "rows with gaps"
         if len(x):
-            _multiply[(len(self.words), triton.cdiv(len(x), ROWS))](
+            _multiply[(len(self.words), triton.cdiv(len(x), 2 * ROWS))](
                 *(x, self.words, self.scale, self.scale if self.zero is None else self.zero),
                 *(x if bias is None else bias, out, len(x), self.N, self.K, self.words.shape[1]),
                 **self.constants(),
