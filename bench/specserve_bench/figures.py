@@ -23,6 +23,7 @@ from specserve_bench import suite
 from specserve_bench.fairness import fairness_figures
 from specserve_bench.host import host_figures
 from specserve_bench.kv import kv_figures
+from specserve_bench.maps import map_figures
 from specserve_bench.memory import memory_figures
 from specserve_bench.plots import draw
 from specserve_bench.prompts import PROMPTS
@@ -58,6 +59,7 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "memory": lambda: memory_figures(random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)),
     "fairness": fairness_figures,
     "host": host_figures,
+    "maps": map_figures,
 }
 PARTS = [*OF_PAIR, *OTHERS, "demo"]
 

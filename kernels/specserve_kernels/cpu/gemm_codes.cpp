@@ -31,7 +31,8 @@ static void pack_quad(const uint8_t* q, int64_t bits, int column, char* quad) {
   memcpy(quad + column * 4, &word, 4);
 }
 
-static void pack_group(const CodeShape& shape, const Column& from, int64_t g, int column, char* to) {
+static void pack_group(const CodeShape& shape, const Column& from, int64_t g, int column,
+                       char* to) {
   uint8_t zero = from.zero ? from.zero[g] : 1 << (shape.bits - 1);
   if (shape.has_zeros) to[column] = shape.bits == 8 ? zero ^ 0x80 : zero;
   const uint8_t* q = from.q + g * shape.group;
@@ -56,7 +57,8 @@ static void pack_panel(const PackCodes& a, const CodeShape& shape, int64_t panel
       if (row >= a.N) continue;
       row += is_second * a.N;
       int64_t at = row * shape.num_groups;
-      pack_group(shape, {a.q + row * a.K, a.zero ? a.zero + at : nullptr, a.scale + at}, g, column, to);
+      Column from{a.q + row * a.K, a.zero ? a.zero + at : nullptr, a.scale + at};
+      pack_group(shape, from, g, column, to);
     }
 }
 
@@ -80,8 +82,8 @@ template <class Path> struct CodeMultiplier {
   const char* panel(int64_t p) const { return (const char*)a.packed + p * panel_bytes; }
 
   void run(int64_t R, Team& team) {
-    int64_t row_bytes = num_blocks * Path::STRIDE * sizeof(Value);
-    int64_t most = std::max<int64_t>(ROWS_BYTES * 5 / 4 / row_bytes, Path::MAX_ROWS);
+    int64_t row_bytes = num_blocks * BLOCK_PAIRS * Path::PER_PAIR * sizeof(Value);
+    int64_t most = std::max<int64_t>(ROWS_BYTES / row_bytes, Path::MAX_ROWS);
     bool is_few = R <= Path::MAX_ROWS;
     int64_t wide = is_few ? Path::panels(R) : 1;
     Division division(R, most, shape.num_panels(), wide, !is_few, team.size);
@@ -132,7 +134,8 @@ template <class Path> struct CodeMultiplier {
     for (int64_t i = 0; i < num_blocks; i++) {
       int64_t ahead = ahead_of(i, panels.begin, next_panel, PREFETCHED / num_panels);
       for (int64_t p = 0; p < num_panels; p += step)
-        by_codes(part_of(i, panels.begin + p, ahead, sums + p * size, totals + p * size), n, step > 1);
+        by_codes(part_of(i, panels.begin + p, ahead, sums + p * size, totals + p * size), n,
+                 step > 1 ? SEVERAL_PANELS : ONCE);
     }
     for (int64_t p = 0; p < num_panels; p++)
       finish<Source>(a, totals + p * size, panels.begin + p, slab);
@@ -150,7 +153,7 @@ template <class Path> struct CodeMultiplier {
         part.rows = rows_of(i) + begin * Path::STRIDE;
         part.sums = sums + begin * COLUMNS;
         part.totals = totals + begin * COLUMNS;
-        if (b == 0) by_codes(part, num_rows, false);
+        if (b == 0) by_codes(part, num_rows, LEAVE);
         else Path::multiply(part, num_rows);
       }
     }
@@ -193,11 +196,11 @@ template <class Path> static void multiply(const Linear& a, int64_t R, Team& tea
 }
 
 void multiply_codes(const Linear& a, int64_t R, Team& team) {
-  if (!a.is_bf16) return multiply<CodeVectors<Floats, float>>(a, R, team);
+  if (!a.is_bf16) return multiply<CodeVectors<Floats>>(a, R, team);
 #if HAS_TILES
   if (Tiles::are_usable()) return multiply<CodeTiles>(a, R, team);
 #endif
-  multiply<CodeVectors<Pairs, bf16>>(a, R, team);
+  multiply<CodeVectors<Pairs>>(a, R, team);
 }
 
 extern "C" {

@@ -62,7 +62,7 @@ struct CodeShape {
 // changes no bit of them; those of all groups always do.
 struct CodePart {
   const void* rows;     // as Path::pack left them
-  uint32_t* words;      // of the block: a pair's are [32] pairs of bf16, or [2][32] floats
+  uint32_t* words;      // of the block, as the path multiplies them; for other rows
   const char *codes, *zeros, *scales;  // of the first group; `zeros` is null if there are none
   int64_t num_groups, pairs;           // of each group
   int64_t group_bytes, panel_bytes;    // from a group to the next, and from a panel
@@ -83,6 +83,8 @@ struct CodePart {
       __builtin_prefetch(codes + ahead + line * 64, 0, 0);
   }
 };
-// Multiply a block of rows by codes of one panel, and leave its words; or by those of several panels,
-// if `is_wide`, whose sums follow each other, MAX_ROWS rows each.
-typedef void (*CodeMultiplying)(const CodePart&, int rows, bool is_wide);
+// How a block of rows is multiplied by codes: they are used for nothing else, or their words are left
+// in memory, or several panels are multiplied at once, whose sums follow each other, MAX_ROWS rows
+// each.
+enum CodeUse { ONCE, LEAVE, SEVERAL_PANELS };
+typedef void (*CodeMultiplying)(const CodePart&, int rows, CodeUse use);

@@ -51,16 +51,17 @@ struct CodeTiles {
   }
 
   template <int BITS, bool HAS_ZEROS>
-  static void multiply_codes(const CodePart& part, int rows, bool) {
+  static void multiply_codes(const CodePart& part, int rows, CodeUse) {
     multiply_after(part, rows, [&](int64_t group, int64_t pair, uint32_t* words) {
       const char* codes = part.codes_of(group) + pair * COLUMNS * BITS / QUAD;
-      decode_pairs<BITS, HAS_ZEROS>(codes, part.zeros_of(group), configured.depth, part.ahead, words);
+      decode_pairs<BITS, HAS_ZEROS>(codes, part.zeros_of(group), configured.depth, part.ahead,
+                                    words);
       if (pair + configured.depth == part.pairs)
         part.prefetch_border(codes + configured.depth * COLUMNS * BITS / QUAD);
     });
   }
-  // Before words are multiplied, prepare(group, pair, words) is called: decoding some at a time leaves
-  // the tiles something to do meanwhile.
+  // Before words are multiplied, prepare(group, pair, words) is called: while it decodes a few, the
+  // tiles multiply the ones before.
   template <class Prepare>
   static void multiply_after(const CodePart& part, int rows, Prepare prepare) {
     configure(rows, part.pairs % 16 == 0 ? 16 : part.pairs % 8 == 0 ? 8 : 4);

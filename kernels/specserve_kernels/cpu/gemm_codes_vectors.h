@@ -19,8 +19,8 @@ template <int BITS, bool HAS_ZEROS> struct PairCodes {
   typedef void (*Function)(const CodePart&);
   static constexpr int MAX_ROWS = SUMS / 2, STRIDE = BLOCK_PAIRS + 16;
 
-  static void multiply(const CodePart& part, int rows, bool is_wide) {
-    TABLE[is_wide][rows - 1](part);
+  static void multiply(const CodePart& part, int rows, CodeUse use) {
+    TABLE[use == SEVERAL_PANELS][rows - 1](part);
   }
   template <int ROWS, int PANELS> static void block(const CodePart& part) {
     const uint32_t* x = (const uint32_t*)part.rows;
@@ -86,7 +86,8 @@ template <int BITS, bool HAS_ZEROS> struct PairCodes {
           for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
             for (int v = 0; v < 2; v++)
-              sums[p][r][v] = Pairs::add_product(sums[p][r][v], x[r * STRIDE + pair], (rf)loaded[v]);
+              sums[p][r][v] =
+                  Pairs::add_product(sums[p][r][v], x[r * STRIDE + pair], (rf)loaded[v]);
         }
       x += QUAD;
       codes += COLUMNS * BITS;
@@ -106,28 +107,20 @@ template <int BITS, bool HAS_ZEROS> struct PairCodes {
 };
 #endif
 
-// Rows of type T, multiplied as pairs of bf16 where `Kind` is Pairs, else as floats.
-template <class Kind, class T> struct CodeVectors {
+// Rows times codes as words of a kind: pairs of bf16, or floats where those are not multiplied.
+template <class Kind> struct CodeVectors {
   typedef typename Kind::Value Value;
-  typedef T Source;
+  typedef typename Kind::Source Source;
   static constexpr bool IS_PAIRED = !std::is_same_v<Value, float>;
   static constexpr int PER_PAIR = IS_PAIRED ? 1 : 2;  // values of a packed row
   static constexpr int STRIDE = BLOCK_PAIRS * PER_PAIR + 16;  // values; no power of two
-  static constexpr int MAX_ROWS = WORDS == 16 ? SUMS / 2 : 6;
+  // Decoding to floats takes a few registers.
+  static constexpr int MAX_ROWS = IS_PAIRED ? SUMS / 2 : WORDS == 16 ? 10 : WORDS == 8 ? 4 : 6;
 
   static void begin() {}
   static void end() {}
-  static void pack(const T* x, int64_t n, Value* to) {
-    if constexpr (IS_PAIRED || std::is_same_v<T, float>) {
-      memcpy(to, x, n * sizeof(T));
-    } else {
-      int64_t i = 0;
-      for (; i + LANES <= n; i += LANES) store(to + i, load(x + i));
-      for (; i < n; i++) to[i] = to_float(x[i]);
-    }
-  }
-  static void multiply(const CodePart& part, int rows) { TABLE[rows - 1](part); }
-
+  static void pack(const Source* x, int64_t n, Value* to) { Kind::pack(x, n, to); }
+  static void multiply(const CodePart& part, int rows) { TABLE<0, false>[rows - 1](part); }
   static CodeMultiplying by_codes(int64_t bits, bool has_zeros) {
 #if DECODES_PAIRS
     if constexpr (IS_PAIRED) {
@@ -146,16 +139,18 @@ template <class Kind, class T> struct CodeVectors {
     int all = COLUMNS / WORDS;
     return rows * all <= SUMS ? all : all / 2;
   }
-  // Of words that are there, where BITS is 0; else of codes.
-  template <int BITS, int ROWS> static void block(const CodePart& part) {
+  // Of words that are there, where BITS is 0; else of codes, whose words may be left to other rows.
+  template <int BITS, bool LEAVES, int ROWS> static void block(const CodePart& part) {
     constexpr int V = across(ROWS);
-    for (int column = 0; column < COLUMNS; column += V * WORDS) columns<BITS, ROWS, V>(part, column);
+    for (int column = 0; column < COLUMNS; column += V * WORDS)
+      columns<BITS, LEAVES, ROWS, V>(part, column);
   }
-  template <int BITS> static void multiply_floats(const CodePart& part, int rows, bool) {
-    FROM_CODES<BITS>[rows - 1](part);
+  template <int BITS> static void multiply_floats(const CodePart& part, int rows, CodeUse use) {
+    (use == LEAVE ? TABLE<BITS, true> : TABLE<BITS, false>)[rows - 1](part);
   }
 
-  template <int BITS, int ROWS, int V> static void columns(const CodePart part, int column) {
+  template <int BITS, bool LEAVES, int ROWS, int V>
+  static void columns(const CodePart part, int column) {
     rf sums[ROWS][V];
     const Value* x = (const Value*)part.rows;
     uint32_t* words = part.words + column;
@@ -167,13 +162,15 @@ template <class Kind, class T> struct CodeVectors {
         for (int64_t i = 0; i < part.pairs * PER_PAIR; i++, x++, words += COLUMNS)
           add_word(x, words, sums);
       } else {
-        add_codes<BITS>(part, g, column, x, words, sums);
+        add_codes<BITS, LEAVES>(part, g, column, x, words, sums);
         x += part.pairs * PER_PAIR;
         words += part.pairs * PER_PAIR * COLUMNS;
       }
       const float* scales = part.scales_of(g) + column;
       if (part.ends)
-        each<ROWS, V>([&](int r, int v) { fold(sums[r][v], scales + v * WORDS, at(totals, r, v)); });
+        each<ROWS, V>([&](int r, int v) {
+          fold(sums[r][v], scales + v * WORDS, at(totals, r, v));
+        });
       else each<ROWS, V>([&](int r, int v) { store_words(at(kept, r, v), (rw)sums[r][v]); });
     }
   }
@@ -186,8 +183,8 @@ template <class Kind, class T> struct CodeVectors {
       for (int v = 0; v < V; v++) f(r, v);
   }
 
-  // The codes of one group, as floats; their words are left to other rows.
-  template <int BITS, int ROWS, int V>
+  // The codes of one group, as floats.
+  template <int BITS, bool LEAVES, int ROWS, int V>
   static INLINE void add_codes(const CodePart& part, int64_t group, int column, const Value* x,
                                uint32_t* words, rf (&sums)[ROWS][V]) {
     const char* codes = part.codes_of(group);
@@ -196,18 +193,16 @@ template <class Kind, class T> struct CodeVectors {
     for (int64_t p = 0; p < part.pairs; p += QUAD, codes += COLUMNS * BITS) {
       if (column == 0) prefetch_quad<BITS>(codes + part.ahead);
 #pragma GCC unroll 8
-      for (int v = 0; v < V; v++) {
-        Quad<BITS> quad(codes, column + v * WORDS);
-        rf zero = (rf)load_words(zeros + column + v * WORDS);
+      for (int i = 0; i < 2 * QUAD; i++)
 #pragma GCC unroll 8
-        for (int i = 0; i < 2 * QUAD; i++) {
-          rf value = quad.value(i / 2, i % 2, zero);
-          store_words(words + i * COLUMNS + v * WORDS, (rw)value);
+        for (int v = 0; v < V; v++) {
+          rf zero = (rf)load_words(zeros + column + v * WORDS);
+          rf each = value<BITS>(codes, column + v * WORDS, i / 2, i % 2, zero);
+          if (LEAVES) store_words(words + i * COLUMNS + v * WORDS, (rw)each);
 #pragma GCC unroll 16
           for (int r = 0; r < ROWS; r++)
-            sums[r][v] = multiply_add(broadcast(x[r * STRIDE + i]), value, sums[r][v]);
+            sums[r][v] = multiply_add(broadcast(x[r * STRIDE + i]), each, sums[r][v]);
         }
-      }
       x += 2 * QUAD;
       words += 2 * QUAD * COLUMNS;
     }
@@ -225,13 +220,16 @@ template <class Kind, class T> struct CodeVectors {
         sums[r][v] = Kind::add_product(sums[r][v], x[r * STRIDE], (rf)loaded[v]);
   }
 
-  template <int BITS, size_t... R>
-  static constexpr std::array<Function, MAX_ROWS> functions(std::index_sequence<R...>) {
-    return {block<BITS, R + 1>...};
+  // None for fewer rows than any block has, where many are divided into blocks.
+  template <int BITS, bool LEAVES, int ROWS> static constexpr Function function() {
+    if constexpr (LEAVES && ROWS < MAX_ROWS / 2) return nullptr;
+    else return block<BITS, LEAVES, ROWS>;
   }
+  template <int BITS, bool LEAVES, size_t... R>
+  static constexpr std::array<Function, MAX_ROWS> functions(std::index_sequence<R...>) {
+    return {function<BITS, LEAVES, R + 1>()...};
+  }
+  template <int BITS, bool LEAVES>
   static constexpr std::array<Function, MAX_ROWS> TABLE =
-      functions<0>(std::make_index_sequence<MAX_ROWS>());
-  template <int BITS>
-  static constexpr std::array<Function, MAX_ROWS> FROM_CODES =
-      functions<BITS>(std::make_index_sequence<MAX_ROWS>());
+      functions<BITS, LEAVES>(std::make_index_sequence<MAX_ROWS>());
 };
