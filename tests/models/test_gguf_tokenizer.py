@@ -46,9 +46,12 @@ TRICKY = [
 
 
 def byte_level(split, normalizer=None, ignore_merges=False, adds_bos=False):
-    """As a tokenizer.json of today has it: words by a split, then BPE of bytes."""
+    """As a tokenizer.json of today has it: words by a split, then BPE of bytes.
+
+    It has learned merges across words, so that every split counts.
+    """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
+    tokenizer.pre_tokenizer = AS_BYTES
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
@@ -56,6 +59,7 @@ def byte_level(split, normalizer=None, ignore_merges=False, adds_bos=False):
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer = with_word(tokenizer, ignore_merges)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
     if normalizer is not None:
         tokenizer.normalizer = normalizer
     if adds_bos:
@@ -213,23 +217,32 @@ def put(**values):
 
 YES, NO = (True, GGUFValueType.BOOL), (False, GGUFValueType.BOOL)
 NUMBER = GGUFValueType.UINT32
-FLAGS = {  # the tokenizer, what the file says of it
+FLAGS = {  # tokenizer.ggml.pre, the tokenizer, what the file says of it
     "no space before a text": (
+        None,
         lambda: without_prefix(sentencepiece()),
         put(add_space_prefix=NO),
     ),
-    "ids of SentencePiece by default": (sentencepiece, put(bos_token_id=None, eos_token_id=None)),
+    "ids of SentencePiece by default": (
+        None,
+        sentencepiece,
+        put(bos_token_id=None, eos_token_id=None, add_bos_token=None),
+    ),
+    "a begin of Llama 3 by default": ("llama-bpe", llama_3, put(add_bos_token=None)),
+    "a begin of Mistral by default": ("tekken", tekken, put(add_bos_token=None)),
+    "no begin": ("llama-bpe", lambda: llama_3(adds_bos=False), put(add_bos_token=NO)),
     "an end behind every text": (
+        None,
         lambda: with_end(sentencepiece()),
         put(add_bos_token=NO, add_eos_token=YES),
     ),
-    "a padding that is no token": (sentencepiece, put(padding_token_id=(2**32 - 1, NUMBER))),
+    "a padding that is no token": (None, sentencepiece, put(padding_token_id=(2**32 - 1, NUMBER))),
 }
 
 
-@pytest.mark.parametrize(("make", "edit"), FLAGS.values(), ids=FLAGS)
-def test_what_a_file_says_of_its_tokenizer_is_done(tmp_path, make, edit):
-    files = model(tmp_path, None, make(), edit)
+@pytest.mark.parametrize(("pre", "make", "edit"), FLAGS.values(), ids=FLAGS)
+def test_what_a_file_says_of_its_tokenizer_is_done(tmp_path, pre, make, edit):
+    files = model(tmp_path, pre, make(), edit)
     ours, theirs = (open_source(path).tokenizer() for path in files)
     for text in TRICKY:
         check_equal(ours, theirs, text)
@@ -237,7 +250,7 @@ def test_what_a_file_says_of_its_tokenizer_is_done(tmp_path, make, edit):
 
 def test_merges_win_over_scores(tmp_path):
     made = json.loads(sentencepiece().to_str())
-    made["model"]["merges"].reverse()
+    del made["model"]["merges"][20:]
     merges = [" ".join(merge) for merge in made["model"]["merges"]]
     edit = put(merges=(merges, GGUFValueType.ARRAY))
     files = model(tmp_path, None, Tokenizer.from_str(json.dumps(made)), edit)

@@ -84,7 +84,7 @@ class Vocabulary:
 
     def is_filler(self, id: int) -> bool:
         """Whether it stands for an id of the embedding that has no token."""
-        return self.kinds[id] == Kind.UNUSED and self.tokens[id] == f"[PAD{id}]"
+        return self.tokens[id] == f"[PAD{id}]"
 
     def of_kind(self, *kinds: Kind) -> list[str]:
         return [token for token, id in self.ids.items() if self.kinds[id] in kinds]
