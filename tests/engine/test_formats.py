@@ -9,6 +9,7 @@ from tests.engine.engines import Case, Scripted, Watch, bush, engine_for, load_s
 from tests.models import formats
 from tests.models.formats import FORMATS
 from tests.models.forward import recorded_and_eager
+from tests.models.gguf_files import WIDE, write
 
 FORMS = [  # every form of a map that a reader makes
     "compressed-w4a16",
@@ -21,7 +22,19 @@ FORMS = [  # every form of a map that a reader makes
     "gptq-reordered",
     "awq",
     "fp8-block",
+    "gguf",
 ]
+GGUF = {  # the types of a file's maps, by the names of those
+    "attn_q": "Q4_0",
+    "attn_k": "Q5_0",
+    "attn_v": "Q6_K",
+    "attn_output": "Q8_0",
+    "ffn_gate": "Q4_K",
+    "ffn_up": "Q5_K",
+    "ffn_down": "Q6_K",
+    "token_embd": "Q6_K",
+    "output": "Q8_0",
+}
 GREEDY = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 LENGTH = 24
 
@@ -39,7 +52,12 @@ def cases():
 
 @pytest.fixture(scope="module", params=FORMS)
 def folder(request, tmp_path_factory):
-    return formats.quantized(tmp_path_factory.mktemp("models") / "quantized", request.param)
+    models = tmp_path_factory.mktemp("models")
+    if request.param == "gguf":
+        return write(
+            models, "llama", lambda name: GGUF.get(name.split(".")[-2], "F32"), **WIDE
+        ).file
+    return formats.quantized(models / "quantized", request.param)
 
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])
