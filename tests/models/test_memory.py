@@ -22,6 +22,7 @@ import sys, torch
 from pathlib import Path
 from specserve_kernels import load
 from specserve.models.loader import load_decoder
+from specserve.models.rounding import Rounding
 
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -30,8 +31,9 @@ def status(key):
 ops = load(torch.device("cpu"))
 load_decoder(Path(sys.argv[1]), "auto", ops)  # what the libraries take at their first use
 before = status("VmRSS")
-decoder = load_decoder(Path(sys.argv[2]), "auto", ops)
-print(status("VmHWM") - before, decoder.dtype)
+rounding = Rounding.named(sys.argv[3] or None, "w8")
+decoder = load_decoder(Path(sys.argv[2]), "auto", ops, rounding=rounding)
+print(status("VmHWM") - before, decoder.dtype, decoder.weights.forms.num_bytes)
 """
 
 BIG = {
@@ -56,18 +58,22 @@ def widened(folder, dtype, num_layers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_peak_memory_is_little_more_than_the_weights(dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("dtype", "quantize", "num_layers"),
+    [(torch.bfloat16, "", 5), (torch.float32, "", 2), (torch.bfloat16, "w4", 10)],
+)
+def test_peak_memory_is_little_more_than_the_weights(dtype, quantize, num_layers, tmp_path):
     small = tiny_checkpoint(tmp_path / "small", dtype=dtype)
     big = tiny_checkpoint(tmp_path / "big")
-    size = widened(big, dtype, num_layers=5 if dtype == torch.bfloat16 else 2)
-    command = [sys.executable, "-c", LOAD, str(small), str(big)]
+    size = widened(big, dtype, num_layers)
+    command = [sys.executable, "-c", LOAD, str(small), str(big), quantize]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    grown, loaded = done.stdout.split()
+    grown, loaded, kept = done.stdout.split()
     if loaded != str(dtype):
         pytest.skip(f"auto is {loaded} on this CPU")
-    assert int(grown) < 1.2 * size
+    assert int(grown) < (1.3 if quantize else 1.2) * int(kept)  # a map is there unrounded, too
+    assert int(kept) < 0.4 * size if quantize else int(kept) == size
 
 
 def test_a_read_tensor_gives_its_pages_back(tmp_path):
