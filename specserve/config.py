@@ -31,9 +31,6 @@ def about(text: str) -> Meta:
     return Meta(description=text)
 
 
-QUANTIZE = "w8 or w4: weights are rounded to 8 or 4 bits as they are loaded; unset: as they are"
-
-
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A frozen group of knobs. A misspelt key is an error, not a default."""
 
@@ -47,7 +44,10 @@ class ModelConfig(Section, frozen=True):
     dtype: Annotated[
         Literal["auto", "bf16", "fp32"], about("auto, bf16 or fp32; auto is the checkpoint's")
     ] = "auto"
-    quantize: Annotated[Literal["w8", "w4"] | None, about(QUANTIZE)] = None
+    quantize: Annotated[
+        Literal["w8", "w4"] | None,
+        about("w8 or w4 rounds weights to 8 or 4 bits as they are loaded; unset: as they are"),
+    ] = None
     quantize_head: Annotated[
         Literal["none", "w8", "w4"],
         about("none, w8 or w4: the heads of models whose weights are rounded"),
@@ -139,7 +139,9 @@ class DrafterConfig(Section, frozen=True):
         Name | None,
         about("the draft model, as model.path; unset: none, or the demo pair's own"),
     ] = None
-    quantize: Annotated[Literal["w8", "w4"] | None, about(f"the draft model, {QUANTIZE}")] = None
+    quantize: Annotated[
+        Literal["w8", "w4"] | None, about("as model.quantize, for the draft model")
+    ] = None
     options: Annotated[dict[str, Any], about("the drafter's own knobs")] = {}
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from specserve_kernels import Codes, cpu, reference
 from tests.checkpoints import tiny_checkpoint
 from tests.models.formats import WEIGHTS, quantized
 from tests.models.forward import logits, prompt
+from tests.models.gguf_files import write
 from tests.models.test_quantized import vocabulary
 
 W4, W8 = Rounding.named("w4", "w8"), Rounding.named("w8", "w8")
@@ -113,6 +114,14 @@ def test_a_head_that_is_a_quantized_embedding_is_made_of_its_codes(tmp_path):
     weights = load(quantized(tmp_path, "compressed-w8a16", edit, tie_word_embeddings=True)).weights
     assert isinstance(weights.head, Codes)
     torch.testing.assert_close(weights.head.widen(torch.float32), weights.embedding)
+
+
+def test_a_gguf_file_is_rounded_unless_it_is_quantized(tmp_path):
+    plain, quantized = (write(tmp_path / name, type=name) for name in ("BF16", "Q8_0"))
+    want = load(plain.plain, W4, dtype="bf16").weights.layers[1].down
+    assert torch.equal(load(plain.file, W4).weights.layers[1].down.q, want.q)
+    with pytest.raises(ConfigError, match=r"model\.gguf: its weights are quantized already"):
+        load(quantized.file, W4)
 
 
 def test_what_is_quantized_is_not_rounded(tmp_path):
