@@ -78,6 +78,19 @@ def test_the_text_is_the_cpus_own_with_every_drafter(models, drafter):
     assert drafter not in (bush, hedge) or watch.seen["moved"] > 0
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_the_text_over_kv_of_8_bits_is_the_cpus_own(models, kv_dtype):
+    on_cpu, target, _ = models
+    few = cases()[:2]
+    want = plain(on_cpu, few, kv_dtype=kv_dtype)
+    drafter = Scripted(bush, dict(enumerate(want)))
+    engine = engine_for(target, None, drafter, max_nodes=6, kv_dtype=kv_dtype, **in_chunks(16))
+    watch = Watch(engine)
+    got = watch.run(few)
+    assert [r.token_ids.tolist() for r in got] == want
+    assert watch.seen["moved"] > 0
+
+
 def test_a_step_takes_one_copy_up_and_draws_all_its_tokens_at_once(models, monkeypatch):
     _, target, _ = models
     draws = Counter()

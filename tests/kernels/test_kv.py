@@ -41,20 +41,25 @@ FP8 = {
 }
 
 
-@pytest.mark.parametrize(("head", "codes", "scale"), INT8.values(), ids=INT8)
-def test_codes_of_int8(head, codes, scale):
-    check_codes(head, codes, scale, torch.int8)
+CASES = [(torch.int8, *case) for case in INT8.values()]
+CASES += [(torch.float8_e4m3fn, *case) for case in FP8.values()]
 
 
-@pytest.mark.parametrize(("head", "codes", "scale"), FP8.values(), ids=FP8)
-def test_codes_of_fp8(head, codes, scale):
-    check_codes(head, codes, scale, torch.float8_e4m3fn)
-
-
-def check_codes(head, codes, scale, dtype):
-    got, got_scale = quantize(torch.tensor([head]), dtype)
-    assert got.float().tolist() == [codes]
-    torch.testing.assert_close(got_scale, torch.tensor([scale]), equal_nan=True)
+@BUILDS
+@pytest.mark.filterwarnings("ignore:overflow|invalid value")  # of rotated values, which are dropped
+@pytest.mark.parametrize(
+    ("kv_dtype", "head", "codes", "scale"),
+    CASES,
+    ids=[*(f"int8: {name}" for name in INT8), *(f"fp8: {name}" for name in FP8)],
+)
+def test_codes_and_their_scale(ops, kv_dtype, head, codes, scale):
+    """Of a value: keys are rotated first."""
+    step = RandomStep([Req(0, 1)], 16, 1, 1, 4, num_layers=2, kv_dtype=kv_dtype)
+    written(ops, step, torch.tensor([[0.0] * 8 + head]))
+    layer, (slot,) = step.kv.layers[1], step.rows().slots.tolist()
+    assert layer.v[slot // 16, slot % 16, 0].float().tolist() == codes
+    got = layer.v_scale[slot // 16, slot % 16, 0]
+    torch.testing.assert_close(got, torch.tensor(scale), equal_nan=True)
 
 
 def written(ops, step, qkv):
@@ -157,7 +162,7 @@ def test_one_large_number_makes_a_head_coarse_and_no_other(kv_dtype):
 def test_a_broken_token_breaks_the_rows_that_see_it_and_no_other(
     ops, dtype, kv_dtype, which, broken, window
 ):
-    for req in (Req(30, 4), Req(130, parents=random_tree(random.Random(4), 12))):
+    for req in (Req(30, 14), Req(130, parents=random_tree(random.Random(4), 12))):
         step = RandomStep([req], num_heads=6, dtype=dtype, kv_dtype=kv_dtype).filled()
         q = queries(step, len(step.rows().positions))
         want, place = step.attend(ops, q, window), req.start + 3
@@ -169,6 +174,21 @@ def test_a_broken_token_breaks_the_rows_that_see_it_and_no_other(
             sees = place in (seen[-window:] if window else seen)
             assert got[r, :3].isnan().all() == sees
             assert torch.equal(got[r, 3:].flatten(), want[r].view_as(q[r])[3:].flatten())
+
+
+@BUILDS
+@KV_DTYPES
+@pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
+def test_a_broken_token_breaks_no_shorter_request(ops, kv_dtype, which):
+    """Of which the last keys are computed together with places where the longer one has keys."""
+    step = RandomStep([Req(50, 1), Req(34, 1)], kv_dtype=kv_dtype).filled()
+    q = queries(step, 2)
+    want = step.attend(ops, q)
+    one = tokens(step, 0, 51)[:, [40]].clone()
+    one[which] = NAN
+    step.put(0, [40], one)
+    got = step.attend(ops, q)
+    assert got[0].isnan().all() and torch.equal(got[1], want[1])
 
 
 @BUILDS
