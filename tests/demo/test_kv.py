@@ -1,4 +1,4 @@
-"""What KV of 8 bits costs the demo pair in perplexity, on the text that its training left out."""
+"""What KV of 8 bits costs the demo pair in perplexity, and that drafters change no text over it."""
 
 import math
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from specserve import LLM, SamplingParams
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.models.loader import KV_DTYPES, load_decoder
 from specserve.models.tokenizer import load_tokenizer
@@ -42,3 +43,23 @@ def test_perplexity_is_that_of_bf16(folder):
     for name, dtype in KV_DTYPES.items():
         ratio = perplexity(decoder, texts, dtype) / own
         assert abs(ratio - 1) < BOUND[name], f"{own:.3f} {ratio - 1:+.3%} with KV in {name}"
+
+
+PROMPTS = ["What does shutil.copytree do?", "How do I read a file line by line? " * 9]
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_drafters_change_no_text_over_kv_of_8_bits(kv_dtype):
+    texts, weights, accepted = [], (), []
+    for drafter in ("none", "ngram", "model"):
+        settings = {"memory.kv_bytes": 1 << 26, "memory.kv_dtype": kv_dtype}
+        with LLM(drafter=drafter, set=settings, progress=False, weights=weights) as llm:
+            weights = llm.weights
+            asked = [SamplingParams(temperature=t, seed=3, max_tokens=40) for t in (0, 1)]
+            outputs = llm.generate(PROMPTS * 2, [asked[0]] * 2 + [asked[1]] * 2)
+            again = llm.generate(PROMPTS, [asked[0]] * 2)
+        texts.append([o.token_ids for o in (*outputs, *again)])
+        accepted.append(sum(o.speculation.accepted for o in outputs))
+        assert again[1].usage.cached_tokens > 0
+    assert texts[1:] == texts[:1] * 2
+    assert accepted[0] == 0 < accepted[2]
