@@ -51,13 +51,20 @@ class Cost(NamedTuple):
     flops: float
 
 
-def cost(c: DecoderConfig, size: Size) -> Cost:
-    num_weights = num_linear_weights(c)
+# Bytes of a weight in the layers and in the head. w4: a float32 is shared by 64 weights.
+WEIGHT_BYTES = {None: (ITEMSIZE, ITEMSIZE), "w8": (1, 1), "w4": (0.5 + 4 / 64, 1)}
+
+
+def cost(c: DecoderConfig, size: Size, quantize: str | None = None) -> Cost:
+    num_weights, in_layers = num_linear_weights(c), num_layer_weights(c)
+    layer_bytes, head_bytes = WEIGHT_BYTES[quantize]
     num_rows = size.rows * len(size.contexts)
     seen = sum(size.rows * context for context in size.contexts)  # (row, earlier token) pairs
     attention = 4 * c.num_layers * c.num_heads * c.head_dim  # FLOPs a pair
     return Cost(
-        num_bytes=num_weights * ITEMSIZE + sum(size.contexts) * kv_token_bytes(c),
+        num_bytes=in_layers * layer_bytes
+        + (num_weights - in_layers) * head_bytes
+        + sum(size.contexts) * kv_token_bytes(c),
         flops=2 * num_weights * num_rows + attention * seen,
     )
 
@@ -68,9 +75,13 @@ def kv_token_bytes(c: DecoderConfig) -> int:
 
 def num_linear_weights(c: DecoderConfig) -> int:
     """Of the linear maps and the head; of the embedding a step reads a few rows."""
+    return num_layer_weights(c) + c.vocab_size * c.hidden_size
+
+
+def num_layer_weights(c: DecoderConfig) -> int:
     query, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     layer = c.hidden_size * (2 * query + 2 * kv + 3 * c.intermediate_size)
-    return c.num_layers * layer + c.vocab_size * c.hidden_size
+    return c.num_layers * layer
 
 
 @torch.inference_mode()

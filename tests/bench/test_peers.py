@@ -37,7 +37,13 @@ from specserve_bench.peers.protocol import DRAFT, LOOKUP, Guessing, Setup, Timed
 from specserve_bench.peers.pythons import checked_python, has_packages
 from specserve_bench.peers.rounds import Group, Job, Lane, measure
 from specserve_bench.peers.sweep import Pick, Sweep
-from specserve_bench.peers.systems import Choice, System, guess_choices, thread_choices
+from specserve_bench.peers.systems import (
+    Choice,
+    System,
+    guess_choices,
+    make_systems,
+    thread_choices,
+)
 from specserve_bench.peers.table import group_result, table
 from specserve_bench.steps import Cost, Size, num_linear_weights
 from tests.bench.fake_engine import PYTHON, fake_python
@@ -377,6 +383,19 @@ def test_the_ratio_is_to_the_best_peer_in_the_same_round():
     assert by_name["TPOT ms"]["systems"]["fast"]["median"] == pytest.approx(20)
 
 
+def test_quantized_weights_have_a_ratio_to_those_of_16_bits_which_are_no_peer():
+    lanes = [
+        lane_of("specserve", (1, 0.010), (1, 0.020)),
+        lane_of("specserve, 16 bits", (1, 0.020), (1, 0.020)),
+        lane_of("llama.cpp", (1, 0.040), (1, 0.040)),
+    ]
+    figures = group_result(Group(lanes, []), None, {})
+    assert figures[0]["ratio"] == {"peer": "llama.cpp", "median": 0.375, "low": 0.25, "high": 0.5}
+    assert "| specserve / 16 bits | 0.75 (0.50 to 1.00), specserve, 16 bits |" in table(
+        {"figures": figures}
+    )
+
+
 def test_of_a_rate_the_best_is_the_highest():
     lanes = [lane_of("specserve", (1, 1)), lane_of("slow", (1, 3)), lane_of("fast", (1, 1))]
     for lane in lanes:
@@ -554,6 +573,23 @@ def test_a_signal_to_end_leaves_no_files_and_no_engines(
     assert signal.getsignal(signal.SIGTERM) == before
     assert not list(tmp_path.glob("specserve-*"))
     assert all(gets_to(pid, "Z") for pid, *_ in starts(tmp_path / "ours"))
+
+
+@pytest.mark.parametrize("flags", [[], ["--vllm=python3"], ["--llama=a", "--transformers=b"]])
+def test_quantized_weights_are_compared_with_llama_cpp_alone(flags, capsys):
+    assert bench_peers("--quantize=w4", *flags) == 1
+    assert (
+        "--quantize: it is compared with llama.cpp alone: give --llama" in capsys.readouterr().err
+    )
+
+
+def test_quantized_weights_are_compared_with_our_own_of_16_bits_too():
+    systems = make_systems({"specserve": "a", "llama": "b"}, "w8")
+    assert [(s.name, s.quantize) for s in systems] == [
+        ("specserve", "w8"),
+        ("llama.cpp", "w8"),
+        ("specserve, 16 bits", None),
+    ]
 
 
 def test_a_draft_needs_its_model(capsys):

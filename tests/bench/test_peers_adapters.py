@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import gguf
@@ -15,7 +16,15 @@ from specserve_bench.peers.adapters import llama, transformers, vllm
 from specserve_bench.peers.adapters.specserve import Specserve
 from specserve_bench.peers.gguf_file import write_gguf
 from specserve_bench.peers.peer import started
-from specserve_bench.peers.protocol import DRAFT, LOOKUP, Guessing, Setup, read_setup, write_setup
+from specserve_bench.peers.protocol import (
+    DRAFT,
+    LOOKUP,
+    EngineError,
+    Guessing,
+    Setup,
+    read_setup,
+    write_setup,
+)
 from specserve_bench.peers.systems import System
 from tests.checkpoints import tiny_checkpoint
 
@@ -83,7 +92,39 @@ def test_an_adapter_runs_in_a_process_of_its_own(folder):
 
 def test_a_setup_survives_the_command_line(folder):
     for guessing in ways(folder):
-        assert read_setup(write_setup(setup_of(folder, guessing))) == setup_of(folder, guessing)
+        setup = setup_of(folder, guessing)._replace(quantize="w4")
+        assert read_setup(write_setup(setup)) == setup
+
+
+class Tool:
+    """llama.cpp's own quantization, of which only the calls are seen."""
+
+    def __init__(self, code=0):
+        self.code, self.made = code, []
+
+    def llama_model_quantize_default_params(self):
+        return SimpleNamespace(ftype=None)
+
+    def llama_model_quantize(self, source, target, params):
+        self.made.append((source.decode(), params.ftype))
+        Path(target.decode()).write_bytes(b"GGUF")
+        return self.code
+
+
+def test_llama_cpp_quantizes_a_file_once(tmp_path, monkeypatch):
+    tool, file = Tool(), str(tmp_path / "model.gguf")
+    monkeypatch.setitem(sys.modules, "llama_cpp", tool)
+    assert llama.quantized(file, None) == file
+    for quantize, name in [("w4", "q4_0"), ("w8", "q8_0"), ("w4", "q4_0")]:
+        assert llama.quantized(file, quantize) == str(tmp_path / f"model.{name}.gguf")
+    assert tool.made == [(file, 2), (file, 7)]
+
+
+def test_a_file_that_llama_cpp_cannot_quantize_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llama_cpp", Tool(code=1))
+    for _ in range(2):  # what was begun is not taken for the file
+        with pytest.raises(EngineError, match="llama_model_quantize returned 1"):
+            llama.quantized(str(tmp_path / "model.gguf"), "w4")
 
 
 class Toy:

@@ -36,6 +36,15 @@ def test_a_step_reads_its_weights_once_and_each_context_once():
     assert four.flops == 4 * one.flops == 4 * (2 * 595_984_384 + 4 * 28 * 16 * 128 * 512)
 
 
+def test_quantized_weights_are_fewer_bytes_and_as_many_operations():
+    config = shape_config("qwen3-0.6b")
+    size, head = Size("", (512,), 1), config.vocab_size * config.hidden_size
+    full, half, quarter = (cost(config, size, to) for to in (None, "w8", "w4"))
+    assert full.num_bytes - half.num_bytes == 595_984_384
+    assert half.num_bytes - quarter.num_bytes == (595_984_384 - head) * (1 - 4.5 / 8)
+    assert full.flops == half.flops == quarter.flops
+
+
 def test_requests_add_their_contexts():
     config = shape_config("qwen3-0.6b")
     both = cost(config, Size("", (300, 400), 1))

@@ -53,6 +53,11 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
             metavar="PYTHON",
             help=f"the python of an environment with {engine}; default: not measured",
         )
+    p.add_argument(
+        "--quantize",
+        choices=["w8", "w4"],
+        help="compare with llama.cpp's Q8_0 or Q4_0, and with 16 bits, instead",
+    )
     p.add_argument("--rounds", type=positive, default=5, help="interleaved; default: 5")
     sizes = Sizes()
     for flag, kind, size, meaning in (
@@ -99,11 +104,13 @@ def exits_on_sigterm() -> Iterator[None]:
 def chosen_systems(args: argparse.Namespace) -> list[System]:
     if args.llama is not None and find_spec("gguf") is None:
         raise ConfigError("--llama: it needs gguf here: pip install 'specserve[bench]'")
+    if args.quantize is not None and (args.vllm or args.transformers or not args.llama):
+        raise ConfigError("--quantize: it is compared with llama.cpp alone: give --llama")
     named = {name: getattr(args, name) for name in NEEDED}
     pythons = {
         name: checked_python(name, python) for name, python in named.items() if python is not None
     }
-    return make_systems({"specserve": sys.executable, **pythons})
+    return make_systems({"specserve": sys.executable, **pythons}, args.quantize)
 
 
 def chosen_models(args: argparse.Namespace, scratch: Path) -> Models:
@@ -125,14 +132,18 @@ def compare(
     folders: list[Path | None] = [draft.folder for draft in models.drafts] or [None]
     groups = comparison.run(make_cases(models.target, sizes), folders)
     machine = suite.machine(args.command)
-    return {"machine": machine} | described(models, sizes, comparison, groups)
+    return {"machine": machine} | described(models, args.quantize, sizes, comparison, groups)
 
 
 def described(
-    models: Models, sizes: Sizes, comparison: Comparison, groups: list[Group]
+    models: Models,
+    quantize: str | None,
+    sizes: Sizes,
+    comparison: Comparison,
+    groups: list[Group],
 ) -> dict[str, Any]:
     guesses: list[str | None] = [draft.label for draft in models.drafts] or [None]
-    costs = step_costs(models.target, sizes)
+    costs = step_costs(models.target, sizes, quantize)
     figures = [
         figure
         for group, label in zip(groups, [None, None, *guesses], strict=True)
@@ -140,6 +151,7 @@ def described(
     ]
     return {
         "model": models.label,
+        "quantize": quantize,
         "sizes": sizes._asdict(),
         "rounds": comparison.limits.rounds,
         "versions": comparison.versions,
@@ -149,10 +161,10 @@ def described(
     }
 
 
-def step_costs(target: Path, sizes: Sizes) -> dict[str, Cost]:
+def step_costs(target: Path, sizes: Sizes, quantize: str | None) -> dict[str, Cost]:
     config = families.load_config(target)
     steps = {figure.name: bound_size(figure.name, sizes) for figure in FIGURES}
-    return {name: cost(config, size) for name, size in steps.items() if size is not None}
+    return {name: cost(config, size, quantize) for name, size in steps.items() if size is not None}
 
 
 def has_figures(result: dict[str, Any]) -> bool:

@@ -33,6 +33,7 @@ class Setup(NamedTuple):
     max_requests  that run at once
     kv_bytes      enough for all of them
     threads       None: the engine's own choice
+    quantize      of all models: w8, w4, or None for the weights as they are
     """
 
     model: str
@@ -41,6 +42,7 @@ class Setup(NamedTuple):
     kv_bytes: int
     threads: int | None
     guessing: Guessing | None
+    quantize: str | None = None
 
 
 class Timed:

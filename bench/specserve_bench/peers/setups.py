@@ -37,6 +37,7 @@ class Setups:
             kv_bytes=max_requests * (max_len + KV_SLACK) * bytes_a_token,
             threads=choice.threads,
             guessing=guessing,
+            quantize=system.quantize,
         )
 
     def path(self, system: System, folder: Path) -> str:

@@ -6,14 +6,16 @@ from typing import NamedTuple
 from specserve_bench.peers.protocol import DRAFT, LOOKUP, Guessing
 
 SPECSERVE = "specserve"
+UNQUANTIZED = "specserve, 16 bits"  # where others are quantized
 
 
 class System(NamedTuple):
     """An engine: its name in tables, its adapter's module, and the Python that has it.
 
-    threads  whether the suite chooses their number; otherwise the engine does
-    lookups  guesses a step by prompt lookup that are tried
-    drafts   guesses a step by a draft model that are tried
+    threads   whether the suite chooses their number; otherwise the engine does
+    lookups   guesses a step by prompt lookup that are tried
+    drafts    guesses a step by a draft model that are tried
+    quantize  w8, w4, or None for the checkpoint's own weights
     """
 
     name: str
@@ -23,6 +25,7 @@ class System(NamedTuple):
     lookups: tuple[int, ...]
     drafts: tuple[int, ...]
     needs_gguf: bool = False
+    quantize: str | None = None
 
 
 class Choice(NamedTuple):
@@ -38,19 +41,25 @@ class Choice(NamedTuple):
         return f"{threads}, {self.guessing.by} {self.guessing.tokens}"
 
 
-def make_systems(pythons: Mapping[str, str]) -> list[System]:
-    """Those that have a Python. specserve is tried with the presets in configs/."""
+def make_systems(pythons: Mapping[str, str], quantize: str | None = None) -> list[System]:
+    """Those that have a Python. specserve is tried with the presets in configs/.
+
+    With quantized weights specserve comes a second time, with the checkpoint's own.
+    """
     known = [
         ("specserve", SPECSERVE, False, (16,), (8,), False),
         ("llama.cpp", "llama", True, (2, 4, 8, 16), (2, 4, 8), True),
         ("vLLM", "vllm", True, (2, 4, 8), (2, 4, 8), False),
         ("transformers", "transformers", True, (2, 4, 8), (2, 4, 8), False),
     ]
-    return [
-        System(name, adapter, pythons[adapter], threads, lookups, drafts, needs_gguf)
+    systems = [
+        System(name, adapter, pythons[adapter], threads, lookups, drafts, needs_gguf, quantize)
         for name, adapter, threads, lookups, drafts, needs_gguf in known
         if adapter in pythons
     ]
+    if quantize:
+        systems.append(systems[0]._replace(name=UNQUANTIZED, quantize=None))
+    return systems
 
 
 def thread_choices(system: System, cores: int) -> list[Choice]:

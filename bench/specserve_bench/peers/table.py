@@ -8,10 +8,10 @@ from specserve_bench.bound import Rates
 from specserve_bench.peers.cases import FIGURES, Figure, agreement
 from specserve_bench.peers.rounds import Group, Lane
 from specserve_bench.peers.sweep import Tried
+from specserve_bench.peers.systems import SPECSERVE, UNQUANTIZED
 from specserve_bench.results import ratio
 from specserve_bench.steps import Cost, spread
 
-OURS = "specserve"
 Costs = Mapping[str, Cost]  # of the step that a figure is the time of
 
 
@@ -27,7 +27,7 @@ def group_result(group: Group, draft: str | None, costs: Costs) -> list[dict[str
 
 
 def figure_result(figure: Figure, lanes: Sequence[Lane]) -> dict[str, Any]:
-    """Every system's median and extremes over rounds, or its error; and ours / the best peer's."""
+    """Every system's median and extremes over rounds, or its error; and ours over others'."""
     found = {lane.job.system.name: computed(figure, lane) for lane in lanes}
     values = {name: each for name, each in found.items() if not isinstance(each, str)}
     return {
@@ -36,6 +36,7 @@ def figure_result(figure: Figure, lanes: Sequence[Lane]) -> dict[str, Any]:
             lane.job.system.name: cell(lane, found[lane.job.system.name]) for lane in lanes
         },
         "ratio": over_best_peer(values, figure.is_rate),
+        "over_16_bits": over(values, UNQUANTIZED),
     }
 
 
@@ -63,15 +64,22 @@ def cell(lane: Lane, values: list[float] | str) -> dict[str, Any]:
 
 def over_best_peer(values: Mapping[str, list[float]], is_rate: bool) -> dict[str, Any] | None:
     """Ours / the best peer's in the same round: the median, and the extremes of rounds."""
-    peers = [name for name in values if name != OURS]
-    if not peers or OURS not in values:
+    peers = [name for name in values if name not in (SPECSERVE, UNQUANTIZED)]
+    if not peers:
         return None
     best = (max if is_rate else min)(peers, key=lambda name: median(values[name]))
-    found = ratio(values[OURS], values[best])
+    return over(values, best)
+
+
+def over(values: Mapping[str, list[float]], other: str) -> dict[str, Any] | None:
+    """Ours over another's, in the same round; None where one of them is missing."""
+    if SPECSERVE not in values or other not in values:
+        return None
+    found = ratio(values[SPECSERVE], values[other])
     if found is None:
         return None
     figures = {name: round(getattr(found, name), 3) for name in ("median", "low", "high")}
-    return {"peer": best, **figures}
+    return {"peer": other, **figures}
 
 
 def agreements(lanes: Iterable[Lane]) -> dict[str, float]:
@@ -81,9 +89,9 @@ def agreements(lanes: Iterable[Lane]) -> dict[str, float]:
         for lane in lanes
         if lane.job.case.name == "plain" and lane.rounds
     }
-    if OURS not in plain:
+    if SPECSERVE not in plain:
         return {}
-    return {name: round(agreement(done, plain[OURS]), 3) for name, done in plain.items()}
+    return {name: round(agreement(done, plain[SPECSERVE]), 3) for name, done in plain.items()}
 
 
 def sweep_result(tried: Iterable[Tried]) -> list[dict[str, Any]]:
@@ -117,7 +125,10 @@ def table(result: Mapping[str, Any]) -> str:
     rows = [["system", *map(heading, columns)]]
     rows += [[name, *(shown(column["systems"][name]) for column in columns)] for name in systems]
     rows.append(["bound", *(shown(column["bound"]) for column in columns)])
-    rows.append([f"{OURS} / best peer", *(shown_ratio(column["ratio"]) for column in columns)])
+    rows.append([f"{SPECSERVE} / best peer", *(shown_ratio(c["ratio"]) for c in columns)])
+    if UNQUANTIZED in systems:
+        ratios = (shown_ratio(column["over_16_bits"]) for column in columns)
+        rows.append([f"{SPECSERVE} / 16 bits", *ratios])
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines.insert(1, "|" + " --- |" * len(rows[0]))
     told = errors(columns)

@@ -6,12 +6,15 @@ sequences in a batch, and guesses as a chain that one batch verifies.
 """
 
 import ctypes
+import os
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from specserve_bench.peers.protocol import DRAFT, EngineError, Guessing, Setup, Timed, serve
 
+# llama.h's llama_ftype: Q4_0 and Q8_0, but for a few weights that its tool keeps more exact.
+FILE_TYPES = {"w4": ("q4_0", 2), "w8": ("q8_0", 7)}
 BATCH = 2048  # llama.cpp's default n_batch; it cuts this into n_ubatch = 512 by itself
 
 
@@ -177,11 +180,31 @@ class Draft:
         return guesses
 
 
+def quantized(file: str, quantize: str | None) -> str:
+    """The file, or one beside it that llama.cpp's own tool makes of it, once."""
+    import llama_cpp
+
+    if quantize is None:
+        return file
+    name, number = FILE_TYPES[quantize]
+    made = f"{file.removesuffix('.gguf')}.{name}.gguf"
+    if not os.path.exists(made):
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype = number
+        code = llama_cpp.llama_model_quantize(file.encode(), f"{made}.new".encode(), params)
+        if code != 0:
+            raise EngineError(f"llama_model_quantize returned {code}")
+        os.replace(f"{made}.new", made)
+    return made
+
+
 def load(setup: Setup) -> Llama:
     import llama_cpp
 
     llama_cpp.llama_backend_init()
-    model = Model(setup.model, setup.max_len, setup.max_requests, setup.threads)
+    model = Model(
+        quantized(setup.model, setup.quantize), setup.max_len, setup.max_requests, setup.threads
+    )
     return Llama(model, make_guesser(setup), str(llama_cpp.__version__))
 
 
@@ -192,7 +215,9 @@ def make_guesser(setup: Setup) -> Guesser | None:
     if guessing.by != DRAFT:
         return Lookup(guessing.tokens)
     assert guessing.draft is not None
-    model = Model(guessing.draft, setup.max_len + guessing.tokens, 1, setup.threads)
+    model = Model(
+        quantized(guessing.draft, setup.quantize), setup.max_len + guessing.tokens, 1, setup.threads
+    )
     return Draft(model, guessing.tokens)
 
 

@@ -39,16 +39,19 @@ def settings(setup: Setup) -> dict[str, object]:
         "scheduler.max_model_len": setup.max_len,
         "memory.kv_bytes": setup.kv_bytes,
         **({} if setup.threads is None else {"model.threads": setup.threads}),
-        **drafting(setup.guessing),
+        **({} if setup.quantize is None else {"model.quantize": setup.quantize}),
+        **drafting(setup.guessing, setup.quantize),
     }
 
 
-def drafting(guessing: Guessing | None) -> dict[str, object]:
+def drafting(guessing: Guessing | None, quantize: str | None) -> dict[str, object]:
     """The settings of configs/ngram.toml and configs/draft-model.toml."""
     if guessing is None:
         return {"drafter.name": "none"}
     if guessing.by == DRAFT:
         drafter = {"drafter.name": "model", "drafter.model": guessing.draft}
+        if quantize is not None:
+            drafter["drafter.quantize"] = quantize
     else:
         drafter = {"drafter.name": "ngram"}
     return drafter | {"speculation.max_nodes": guessing.tokens}
