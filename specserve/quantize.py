@@ -18,6 +18,7 @@ from specserve.models.rounding import Rounding
 from specserve.models.source import open_source
 from specserve.models.writing import copy_companions, new_folder, write_json, write_weights
 from specserve_kernels import Codes, load
+from specserve_kernels.quantize import GROUP
 
 
 def quantize(
@@ -74,8 +75,8 @@ def quantization_config(reader: Reader) -> dict[str, Any]:
         if bits != most or module == "lm_head":  # others take a head for no Linear
             targets.setdefault(bits, []).append(module)
     groups = {
-        f"group_{i}": {"targets": modules, "weights": weights_config(bits)}
-        for i, (bits, modules) in enumerate(targets.items())
+        f"group_{i}": {"targets": named, "weights": weights_config(bits)}
+        for i, (bits, named) in enumerate(targets.items())
     }
     return {
         "quant_method": "compressed-tensors",
@@ -87,5 +88,5 @@ def quantization_config(reader: Reader) -> dict[str, Any]:
 
 
 def weights_config(bits: int | None) -> dict[str, Any]:
-    strategy = {"strategy": "group", "group_size": 64} if bits == 4 else {"strategy": "channel"}
+    strategy = {"strategy": "group", "group_size": GROUP} if bits == 4 else {"strategy": "channel"}
     return {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False, **strategy}
