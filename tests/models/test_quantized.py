@@ -1,5 +1,6 @@
 """Checkpoints of other tools: their maps mean what those tools say that they mean."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -316,7 +317,10 @@ FATAL = {  # what is broken -> the command's complaint
         lambda folder: change_config(folder, quantization_config=None),
         f"{Q}: it has g_idx, qweight, qzeros, scales, which config.json does not explain",
     ),
-    "another group": (told(group_size=8), "qzeros has the shape [2, 4], and config.json asks for"),
+    "another group": (
+        told(group_size=8),
+        r"qzeros has the shape \[2, 4\], and config.json asks for",
+    ),
     "a group that does not divide": (told(group_size=48), "group_size: 32 is no multiple of 48"),
 }
 
@@ -325,9 +329,21 @@ FATAL = {  # what is broken -> the command's complaint
 def test_the_command_ends_with_one_line(tmp_path, capsys, spoil, complaint):
     folder = quantized(tmp_path / "model", "gptq-v1")
     spoil(folder)
+    assert re.search(complaint, refusal(folder, capsys))
+
+
+@pytest.mark.parametrize("what", ["no scales", "a shape that lies", "a scale that is no number"])
+def test_the_command_ends_with_one_line_for_broken_maps(tmp_path, capsys, what):
+    name, edit, complaint = BROKEN[what]
+    assert re.search(complaint, refusal(quantized(tmp_path / "model", name, edit), capsys))
+
+
+def refusal(folder, capsys):
+    """The command's last line."""
     assert cli.main(["generate", "a", "--model", str(folder), "--max-tokens=1"]) == 1
     *_, line = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {folder}") and complaint in line
+    assert line.startswith(f"error: {folder}")
+    return line
 
 
 def compressed(form="pack-quantized", weights=(), **fields):
