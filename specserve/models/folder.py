@@ -58,11 +58,11 @@ def resolve(path: str) -> Path:
 
 
 def only_gguf(folder: Path) -> Path | None:
-    """The GGUF file of a folder that holds one model and no other; of a split one the first part.
+    """The GGUF file of a folder without safetensors; of a split one the first part.
 
     ConfigError if there are several.
     """
-    if (folder / "config.json").exists():
+    if any(folder.glob("*.safetensors")):
         return None
     files = sorted(f for f in folder.glob(f"*{GGUF}") if not LATER_PART.search(f.name))
     if len(files) > 1:

@@ -291,10 +291,12 @@ def test_a_folder_may_hold_one_file(tmp_path):
     assert resolve(str(parts.parent)) == parts
 
 
-def test_a_folder_with_a_config_is_a_checkpoint(tmp_path):
+def test_a_folder_with_safetensors_is_a_checkpoint(tmp_path):
     file, plain = write(tmp_path)
     shutil.copy(file, plain)
     assert resolve(str(plain)) == plain
+    (plain / WEIGHTS).unlink()
+    assert resolve(str(plain)) == plain / file.name
 
 
 @pytest.mark.parametrize(

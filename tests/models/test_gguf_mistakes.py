@@ -39,7 +39,7 @@ def put(**values):
 def put_tokenizer(**values):
     def edit(writer):
         for key, value in values.items():
-            writer.kv_data[0].pop(f"tokenizer.ggml.{key}")
+            writer.kv_data[0].pop(f"tokenizer.ggml.{key}", None)
             if value is not None:
                 writer.add_key_value(f"tokenizer.ggml.{key}", *value)
 
@@ -133,6 +133,10 @@ TOKENIZERS = {  # as EDITS, of what is seen when the tokenizer is loaded
     "a merge of no token": (put_tokenizer(merges=(["a zz"], 9)), "tokenizer cannot be built"),
     "a token twice": (twice, "tokenizer.ggml.tokens has a token twice"),
     "an end that is no token": (put_tokenizer(eos_token_id=(9999, 4)), "eos_token_id = 9999"),
+    "another end that is no token": (
+        put_tokenizer(eot_token_id=(9999, 4)),
+        "eot_token_id = 9999 is none of its 320 tokens",
+    ),
     "fewer types than tokens": (
         put_tokenizer(token_type=([TokenType.NORMAL] * 3, 9)),
         "tokenizer.ggml.token_type has 3 for 320 tokens",

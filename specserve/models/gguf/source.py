@@ -63,7 +63,11 @@ class GgufFile:
             for key, field in SAMPLING.items()
             if f"general.sampling.{key}" in metadata
         }
-        return read_defaults(self.path, written, self.vocabulary.ends())
+        try:
+            ends = self.vocabulary.ends()
+        except ValueError as e:
+            raise self.refusal(e) from e
+        return read_defaults(self.path, written, ends)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
