@@ -11,10 +11,10 @@ from specserve.memory.arena import used_bytes
 from specserve.models.families import DecoderConfig
 from specserve.models.loader import KV_DTYPES
 from specserve_bench.shapes import shape_config
-from specserve_bench.steps import BLOCK_SIZE, elapsed, spread, words
+from specserve_bench.steps import BLOCK_SIZE, spread, typical, words
 from specserve_kernels import Ops, load
 
-ROUNDS = 9
+ROUNDS = 5
 SIZES = tuple((context, rows) for context in (512, 8192) for rows in (1, 8, 32))  # of a request
 OWN = {"bf16": torch.bfloat16}
 
@@ -39,7 +39,7 @@ def figure(config: DecoderConfig, ops: Ops, context: int, rows: int, rounds: int
     taken: dict[str, list[float]] = {name: [] for name in layers}
     for _ in range(1 + rounds):
         for name in layers:
-            taken[name].append(1e3 * elapsed(layers[name].attend))
+            taken[name].append(1e3 * typical(layers[name].attend))
     found: dict[str, Any] = {"context": context, "rows": rows}
     for name, (_, *ms) in taken.items():  # the first round warms up
         ratios = [a / b for a, b in zip(ms, taken["bf16"][1:], strict=True)]
