@@ -18,7 +18,7 @@ SHAPES = {  # N, K, group
     "a group is half a block": (50, 192, 64),
     "a group is a block": (331, 256, 128),
     "a group of several blocks": (20, 576, 288),
-    "a small group": (65, 48, 16),
+    "many groups of a block": (65, 304, 16),
     "odd groups": (17, 63, 7),
     "groups that are padded": (40, 300, 100),
     "a channel": (50, 150, 150),
