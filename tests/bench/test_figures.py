@@ -38,7 +38,7 @@ def test_without_names_all_parts_are_measured(measured, tmp_path, monkeypatch):
 
 def test_without_the_pair_its_parts_are_left_out(measured, capsys):
     assert figures.main([]) == 0
-    assert measured == ["steps-cpu", "kv-cpu", "memory-cpu", "fairness-cpu", "host-cpu", "demo"]
+    assert measured == [*(f"{name}-cpu" for name in figures.OTHERS), "demo"]
     assert "server is left out: set SPECSERVE_TEST_MODELS to a folder" in capsys.readouterr().err
 
 
