@@ -24,7 +24,7 @@ struct CodeTiles {
   static void pack(const bf16* x, int64_t n, Value* to) { memcpy(to, x, n * sizeof(bf16)); }
 
   static void multiply(const CodePart& part, int rows) {
-    multiply_after(part, rows, [](int64_t, int64_t, uint32_t*) {});
+    multiply_after(part, rows, [](int64_t, int64_t, int, uint32_t*) {});
   }
 
  private:
@@ -52,39 +52,39 @@ struct CodeTiles {
 
   template <int BITS, bool HAS_ZEROS>
   static void multiply_codes(const CodePart& part, int rows, CodeUse) {
-    multiply_after(part, rows, [&](int64_t group, int64_t pair, uint32_t* words) {
+    multiply_after(part, rows, [&](int64_t group, int64_t pair, int depth, uint32_t* words) {
       const char* codes = part.codes_of(group) + pair * COLUMNS * BITS / QUAD;
-      decode_pairs<BITS, HAS_ZEROS>(codes, part.zeros_of(group), configured.depth, part.ahead,
-                                    words);
-      if (pair + configured.depth == part.pairs)
-        part.prefetch_border(codes + configured.depth * COLUMNS * BITS / QUAD);
+      decode_pairs<BITS, HAS_ZEROS>(codes, part.zeros_of(group), depth, part.ahead, words);
+      if (pair + depth == part.pairs) part.prefetch_border(codes + depth * COLUMNS * BITS / QUAD);
     });
   }
-  // Before words are multiplied, prepare(group, pair, words) is called: while it decodes a few, the
-  // tiles multiply the ones before.
+  // Before words are multiplied, prepare(group, pair, depth, words) is called: while it decodes some,
+  // the tiles multiply those before.
   template <class Prepare>
   static void multiply_after(const CodePart& part, int rows, Prepare prepare) {
-    configure(rows, part.pairs % 16 == 0 ? 16 : part.pairs % 8 == 0 ? 8 : 4);
-    rows > 16 ? block<true>(part, prepare) : block<false>(part, prepare);
+    int depth = part.pairs % 16 == 0 ? 16 : part.pairs % 8 == 0 ? 8 : 4;
+    configure(rows, depth);
+    rows > 16 ? block<true>(part, rows, depth, prepare) : block<false>(part, rows, depth, prepare);
   }
 
   template <bool HAS_SECOND, class Prepare>
-  static void block(const CodePart& part, Prepare prepare) {
+  static void block(const CodePart& part, int rows, int depth, Prepare prepare) {
     alignas(64) float sums[FOLDED][MAX_ROWS * COLUMNS];
     const uint32_t* x = (const uint32_t*)part.rows;
     uint32_t* words = part.words;
     for (int64_t g = 0; g < part.num_groups; g++) {
       if (part.begins) zero_sums<HAS_SECOND>();
       else load_sums<HAS_SECOND>(part.sums);
-      for (int64_t p = 0; p < part.pairs; p += configured.depth) {
-        prepare(g, p, words);
+      for (int64_t p = 0; p < part.pairs; p += depth) {
+        prepare(g, p, depth, words);
+        asm volatile("" ::: "memory");  // GCC does not know that a tile's load reads memory
         add_words<HAS_SECOND>(x, words);
-        x += configured.depth;
-        words += configured.depth * COLUMNS;
+        x += depth;
+        words += depth * COLUMNS;
       }
       store_sums<HAS_SECOND>(part.ends ? sums[g % FOLDED] : part.sums);
       if (part.ends && (g % FOLDED == FOLDED - 1 || g == part.num_groups - 1))
-        fold(part, g - g % FOLDED, g + 1, sums[0]);
+        fold(part, rows, g - g % FOLDED, g + 1, sums[0]);
     }
   }
   template <bool HAS_SECOND> static void add_words(const uint32_t* x, const uint32_t* words) {
@@ -99,8 +99,9 @@ struct CodeTiles {
       multiply_tiles(3, 5, 7);
     }
   }
-  static void fold(const CodePart& part, int64_t begin, int64_t end, const float* sums) {
-    for (int i = 0; i < configured.rows * COLUMNS; i += WORDS) {
+  static void fold(const CodePart& part, int rows, int64_t begin, int64_t end,
+                   const float* sums) {
+    for (int i = 0; i < rows * COLUMNS; i += WORDS) {
       rf total = (rf)load_words(part.totals + i);
       for (int64_t g = begin; g < end; g++) {
         const float* each = sums + (g - begin) * MAX_ROWS * COLUMNS + i;

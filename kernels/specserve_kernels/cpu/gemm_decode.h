@@ -58,7 +58,6 @@ template <> INLINE rf value<8>(const char* codes, int column, int pair, int i, r
 template <int BITS, bool HAS_ZEROS> struct Pairing;
 
 template <bool HAS_ZEROS> struct Pairing<4, HAS_ZEROS> {
-  __m512i table = values();
 
   struct Zeros {
     __m512i less;
@@ -68,18 +67,22 @@ template <bool HAS_ZEROS> struct Pairing<4, HAS_ZEROS> {
       less = _mm512_or_si512(each, _mm512_slli_epi32(each, 16));
     }
   };
-  // Of an index's low five bits: a code less 8, or a code less a zero, which is at least -16.
-  static __m512i values() {
+  struct Table {
     alignas(64) uint16_t bits[32];
+  };
+  // Of an index's low five bits: a code less 8, or a code less a zero, which is at least -16.
+  static constexpr Table values() {
+    Table table{};
     for (int i = 0; i < 32; i++) {
       float value = HAS_ZEROS ? (i < 16 ? i : i - 32) : (i & 15) - 8;
-      uint32_t word;
-      memcpy(&word, &value, 4);
-      bits[i] = word >> 16;
+      table.bits[i] = __builtin_bit_cast(uint32_t, value) >> 16;
     }
-    return _mm512_load_si512(bits);
+    return table;
   }
+  static constexpr Table TABLE = values();
+
   INLINE rw words(const char* quad, int pair, int half, const Zeros& zeros) const {
+    __m512i table = _mm512_load_si512(TABLE.bits);
     __m512i codes = _mm512_srli_epi16(_mm512_loadu_si512(quad + half * 64), 4 * pair);
     if (!HAS_ZEROS) return (rw)_mm512_permutexvar_epi16(codes, table);
     __m512i low = _mm512_and_si512(codes, _mm512_set1_epi16(15));
@@ -108,8 +111,8 @@ template <bool HAS_ZEROS> struct Pairing<8, HAS_ZEROS> {
   }
 };
 
-// Write the words of some pairs, a multiple of four, to `to`; what is `ahead` bytes behind the codes
-// is prefetched.
+// Write the words of some pairs, a multiple of four; what is `ahead` bytes behind their codes is
+// prefetched.
 template <int BITS, bool HAS_ZEROS>
 static INLINE void decode_pairs(const char* codes, const int8_t* zeros, int64_t pairs,
                                 int64_t ahead, uint32_t* to) {
