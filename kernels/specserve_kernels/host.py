@@ -2,6 +2,7 @@
 
 import mmap
 import platform
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -16,9 +17,15 @@ def place(x: Tensor) -> Tensor:
 
 
 def allocate(num_bytes: int) -> Tensor:
-    """Zeroed bytes for KV, [num_bytes] uint8; the system assigns pages as they are touched."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=torch.uint8)
+    """Zeroed bytes for weights and KV, [num_bytes] uint8.
+
+    The system assigns pages as they are touched: huge ones, if it can, as each page that is read
+    for the first time in a step has to be found.
+    """
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # of a system without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def copy_blocks(blocks: Tensor, source: Tensor, target: Tensor) -> None:

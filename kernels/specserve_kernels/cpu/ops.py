@@ -10,6 +10,7 @@ from torch import Tensor
 from specserve_kernels.codes import Codes
 from specserve_kernels.cpu import arguments, native
 from specserve_kernels.cpu.arguments import ADD, PLAIN, SILU_MUL, AttentionPlan, Coding, Packed
+from specserve_kernels.host import allocate
 from specserve_kernels.quantize import GROUP
 from specserve_kernels.types import (
     NO_WINDOW,
@@ -52,7 +53,7 @@ def prepack(weight: Tensor | Codes, is_gated: bool = False) -> Packed:
     rows, K = weight.shape
     N = rows // 2 if is_gated else rows
     kind = native.is_bf16(weight), is_gated
-    words = torch.empty(native.packed_words(N, K, *kind), dtype=torch.int32)
+    words = allocate(4 * native.packed_words(N, K, *kind)).view(torch.int32)
     args = native.Pack(*kind, weight.data_ptr(), words.data_ptr(), N, K)
     _run("pack", args, 1, weight.numel())
     return Packed(words, N, K, is_gated, weight.dtype)
@@ -65,7 +66,7 @@ def _prepack_codes(codes: Codes, is_gated: bool) -> Packed:
     N = rows // 2 if is_gated else rows
     _check(codes)
     coding = Coding(codes.bits, codes.group, zero is not None)
-    words = torch.empty(native.code_bytes(N, K, coding, is_gated), dtype=torch.uint8)
+    words = allocate(native.code_bytes(N, K, coding, is_gated))
     pointers = q.data_ptr(), None if zero is None else zero.data_ptr(), scale.data_ptr()
     shape = N, K, codes.bits, codes.group, is_gated
     _run("pack_codes", native.PackCodes(*pointers, words.data_ptr(), *shape), 1, q.numel())
