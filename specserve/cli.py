@@ -178,6 +178,8 @@ def quantize(args: argparse.Namespace) -> None:
     source = resolve(args.source)
     if source.is_file():
         raise ConfigError(f"{source}: a GGUF file; take the folder that it was made of")
+    if source.resolve() in args.target.resolve().parents:
+        raise ConfigError(f"{args.target}: is in the folder that is read; name another folder")
     if (told := preflight.check_model(source).quantization) is not None:
         raise ConfigError(
             f"{source}: quantized already ({told.words}); take the model that is not quantized"

@@ -233,6 +233,17 @@ class Config(Section, frozen=True):
                 f"drafter.quantize = {self.drafter.quantize!r} needs a draft model: set "
                 "drafter.model (--draft-model), or leave it out"
             )
+        if self.drafter_name == "ngram" and self.drafter.quantize is not None:
+            raise ValueError(
+                f"drafter.name = 'ngram' has no use for drafter.quantize = "
+                f"{self.drafter.quantize!r}: drop one of them"
+            )
+        is_rounded = self.model.quantize is not None or self.drafter.quantize is not None
+        if self.model.quantize_head != ModelConfig().quantize_head and not is_rounded:
+            raise ValueError(
+                f"model.quantize_head = {self.model.quantize_head!r} is of no use where no weights "
+                "are rounded: set model.quantize or drafter.quantize, too"
+            )
         if self.drafter_name == "ngram" and self.drafter.model is not None:
             raise ValueError(
                 f"drafter.name = 'ngram' has no use for drafter.model = {self.drafter.model!r}: "

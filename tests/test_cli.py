@@ -105,6 +105,14 @@ def test_a_mistake_is_one_line_that_says_what_to_do(fake, capsys, args, complain
         (["serve", "--host=0.0.0.0", "--set=server.port=-1"], "--set: server.port = -1"),
         (["generate", "a", "--model="], "--model: model.path = ''"),
         (["serve", "m", "--draft-quantize=w4"], "--draft-quantize: drafter.quantize = 'w4' needs"),
+        (
+            ["chat", "--drafter=ngram", "--draft-quantize=w8"],
+            "--draft-quantize, --drafter: drafter",
+        ),
+        (
+            ["chat", "--set=model.quantize_head=w4"],
+            "--set: model.quantize_head = 'w4' is of no use",
+        ),
         (["chat", "--draft-model=d", "--drafter=ngram"], "--draft-model, --drafter: drafter.name"),
         (["chat", "--draft-model=d", "--set=drafter.name=ngram"], "--set, --draft-model: drafter"),
     ],

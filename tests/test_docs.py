@@ -92,6 +92,12 @@ def test_the_table_of_other_engines_is_that_of_the_kept_result():
     assert peers_table.table(kept) in PAGES["README.md"]
 
 
+@pytest.mark.parametrize("bits", ["w4", "w8"])
+def test_the_tables_of_quantized_weights_are_those_of_the_kept_results(bits):
+    kept = json.loads((ROOT / f"bench/results/peers-{bits}-cpu.json").read_text())
+    assert peers_table.table(kept) in (ROOT / "docs/quantized.md").read_text()
+
+
 def test_the_table_of_the_memory_is_that_of_the_kept_result():
     kept = json.loads((ROOT / "bench/results/memory-cpu.json").read_text())
     assert memory.table(kept) in MANUAL

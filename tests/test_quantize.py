@@ -5,6 +5,7 @@ import stat
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -75,6 +76,25 @@ def test_all_else_is_copied_and_readable(tmp_path):
     assert told == json.loads((source / "config.json").read_text())
 
 
+def test_no_other_weights_are_copied(tmp_path):
+    source = tiny_checkpoint(tmp_path / "source")
+    for name in ("pytorch_model.bin", "model.gguf", "model.safetensors.index.json", "notes.txt"):
+        (source / name).write_text("old")
+    target = quantize(source, tmp_path / "target", "--to", "w4")
+    assert {path.name for path in source.iterdir()} - {path.name for path in target.iterdir()} == {
+        "pytorch_model.bin",
+        "model.gguf",
+        "model.safetensors.index.json",
+    }
+
+
+def test_a_link_to_nowhere_is_not_written_over(tmp_path, capsys):
+    source, target = tiny_checkpoint(tmp_path / "source"), tmp_path / "target"
+    target.symlink_to(tmp_path / "nowhere")
+    assert cli.main(["quantize", str(source), str(target), "--to", "w4"]) == 1
+    assert "target: exists; remove it" in capsys.readouterr().err
+
+
 TARGETS = {  # flags -> which maps have which bits, and which are left
     "w4": ([["Linear"], ["lm_head"]], [4, 8], []),
     "w8": ([["Linear", "lm_head"]], [8], []),
@@ -111,6 +131,7 @@ def test_a_large_model_is_written_in_shards(tmp_path, monkeypatch):
 
 REFUSED = {  # source, target -> words of the complaint
     "a target that exists": ("source", "source", "source: exists; remove it or name another"),
+    "a target in the source": ("source", "source/x", "is in the folder that is read; name another"),
     "no folder for it": ("source", "no/target", "there is no folder"),
     "no source": ("./nowhere", "target", "no such folder"),
     "a quantized source": ("quantized", "target", "quantized already (compressed-tensors)"),
@@ -139,9 +160,12 @@ def test_what_cannot_be_written_is_one_line(models, capsys, source, target, word
     assert sorted(models.iterdir()) == there
 
 
-def test_what_fails_on_the_way_leaves_nothing(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")]
+)
+def test_what_fails_on_the_way_leaves_nothing(tmp_path, monkeypatch, capsys, error):
     def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr(writing, "save_file", full)
     source = tiny_checkpoint(tmp_path / "source")

@@ -17,32 +17,56 @@ from specserve.config import parse_override
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.errors import ConfigError
 from specserve.memory import BlockTable
+from specserve.models.folder import resolve
+from specserve.models.source import open_source
 from specserve_bench.demo.held_out import source_files
 
 WINDOW = 512
 STORED = "stored"  # the name of weights that are not rounded
+NAMES = (STORED, "w8", "w4")
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="specserve bench perplexity", description="What rounding costs a model in perplexity."
     )
-    parser.add_argument("--model", help="a local folder or a hub id; default: the demo's target")
+    parser.add_argument(
+        "--model", help="a local folder, a .gguf file or a hub id; default: the demo's target"
+    )
     parser.add_argument(
         "--quantize",
-        default=f"{STORED},w8,w4",
+        type=names,
         metavar="Q,...",
-        help=f"each in turn, ratios are to the first; default: {STORED},w8,w4",
+        help="each in turn, ratios are to the first; default: stored,w8,w4, or stored alone where "
+        "the weights are quantized already",
     )
     parser.add_argument(
         "--text", nargs="+", type=Path, metavar="FILE", help="default: the demo's held-out files"
     )
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any other knob"
+    )
     args = parser.parse_args(argv)
     texts = [read(file) for file in args.text] if args.text else list(source_files().values())
     settings = dict(map(parse_override, args.set))
-    show(args.model, args.quantize.split(","), texts, settings)
+    if "model.quantize" in settings:
+        raise ConfigError("--set model.quantize: say it with --quantize")
+    show(args.model, args.quantize or default_names(args.model), texts, settings)
     return 0
+
+
+def names(text: str) -> list[str]:
+    found = text.split(",")
+    for name in found:
+        if name not in NAMES:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(NAMES)}")
+    return found
+
+
+def default_names(model: str | None) -> Sequence[str]:
+    """All of them, unless the checkpoint is quantized already."""
+    told = open_source(resolve(model)).config().quantization if model else None
+    return NAMES if told is None else NAMES[:1]
 
 
 def read(file: Path) -> str:
@@ -74,7 +98,9 @@ def perplexity(llm: LLM, texts: Iterable[str]) -> float:
             window = ids[start : start + WINDOW]
             loss += window_loss(llm, window)
             count += len(window) - 1
-    return math.exp(loss / count) if count else math.nan
+    if count == 0:
+        raise ConfigError("--text: no file has two tokens; name longer ones")
+    return math.exp(loss / count)
 
 
 def window_loss(llm: LLM, ids: list[int]) -> float:

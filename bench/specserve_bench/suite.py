@@ -35,6 +35,7 @@ PATHS = (
     "drafter.model",
     "recording",
 )  # of one machine; labels have the names
+NO_DRAFT = {"drafter.model": None, "drafter.quantize": None}
 PACKAGES = ("torch", "transformers", "numpy")
 T = TypeVar("T")
 
@@ -183,11 +184,11 @@ def drafting(setting: str, base: Config) -> dict[str, Any]:
         attribute, colon, rest = rest.partition(":")
         name = f"{name}:{attribute}"
     if name in ("off", "none") and not colon:
-        return {"drafter.name": "none", "drafter.model": None, "drafter.options": {}}
+        return {"drafter.name": "none", "drafter.options": {}} | NO_DRAFT
     if name == "scripted":
         acceptance = chances(setting, rest)
         settings = {"drafter.name": scripted.NAME, "drafter.options": {"acceptance": acceptance}}
-        return settings | {"drafter.model": None} | nodes(len(acceptance), base)
+        return settings | NO_DRAFT | nodes(len(acceptance), base)
     if colon and not (rest.isdecimal() and 1 <= int(rest) <= MAX_NODES):
         raise ConfigError(
             f"--drafters {setting}: write off, NAME or NAME:NODES with 1 to {MAX_NODES} nodes, as "
@@ -195,7 +196,7 @@ def drafting(setting: str, base: Config) -> dict[str, Any]:
         )
     return (
         {"drafter.name": name}
-        | ({"drafter.model": None} if name == "ngram" else {})
+        | (NO_DRAFT if name == "ngram" else {})
         | ({} if name == base.drafter_name else {"drafter.options": {}})  # another drafter's
         | (nodes(int(rest), base) if colon else {})
     )

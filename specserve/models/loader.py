@@ -26,6 +26,7 @@ from specserve_kernels.quantize import GROUP
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # beside that of the activations
+LONGEST = 1 << 21  # positions of which there are tables unasked: a gigabyte for heads of 128
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
@@ -48,6 +49,11 @@ def load_decoder(
     reader = open_reader(folder, config, dtype, ops, rounding)
     if progress is not None:
         reader.report = progress
+    if max_len is None and config.max_positions > LONGEST:
+        raise ConfigError(
+            f"{folder}: its context of {config.max_positions} tokens would need gigabytes for the "
+            "positions alone: set scheduler.max_model_len"
+        )
     # A tree's nodes stand at positions beyond the last known token.
     length = (max_len or config.max_positions) + TREE_SLOTS
     tables = rotary.tables(config.rope_parameters, config.head_dim, length)
@@ -74,7 +80,8 @@ def open_reader(
     if rounding != AS_STORED and maps.shapes:
         raise ConfigError(
             f"{folder}: its weights are quantized already, and cannot be rounded to other bits: "
-            "leave out model.quantize or drafter.quantize, or take the model that is not quantized"
+            "leave out its model.quantize or drafter.quantize, or take the model that is not "
+            "quantized"
         )
     return Reader(checkpoint, shapes, maps, compute_dtype(dtype, checkpoint, ops), ops, rounding)
 

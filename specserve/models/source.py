@@ -13,7 +13,10 @@ from specserve.models.folder import Scaled, check_tokenizer, scaled_from
 from specserve.models.tokenizer import Tokenizer, load_tokenizer
 from specserve.models.weight_files import find_weights
 
-IDENTIFYING = 1 << 20  # bytes of a file of weights: reading all would take minutes
+# Bytes that tell a file of weights from others: at its beginning, and from all over it. Reading
+# all of it would take minutes.
+BEGINNING = 1 << 20
+SAMPLES, SAMPLE = 512, 1 << 12
 
 
 class Source(Protocol):
@@ -60,8 +63,19 @@ class Folder:
         for file in sorted([*self.path.glob("*.json"), *self.path.glob("*.jinja")]):
             yield file.read_bytes()
         for file in sorted(self.path.glob("*.safetensors")):
-            with file.open("rb") as weights:
-                yield f"{file.name} {file.stat().st_size}".encode() + weights.read(IDENTIFYING)
+            yield file.name.encode()
+            yield from samples(file, BEGINNING)
+
+
+def samples(file: Path, beginning: int) -> Iterator[bytes]:
+    """Its size, so many bytes at its beginning, and some at places all over it."""
+    size = file.stat().st_size
+    with file.open("rb") as data:
+        yield str(size).encode()
+        yield data.read(beginning)
+        for i in range(1, SAMPLES + 1):
+            data.seek(max(0, size * i // SAMPLES - SAMPLE))
+            yield data.read(SAMPLE)
 
 
 def open_source(path: Path) -> Source:

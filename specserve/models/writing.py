@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -16,12 +17,13 @@ from specserve.errors import ConfigError
 from specserve.models.weight_files import INDEX, PICKLES, SINGLE
 
 SHARD_BYTES = 1 << 30
+WEIGHTS = (".safetensors", ".gguf", *PICKLES)
 
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder to write to, which becomes `target` at the end, and goes if that is not reached."""
-    if target.exists():
+    if os.path.lexists(target):
         raise ConfigError(f"{target}: exists; remove it or name another folder")
     if not target.parent.is_dir():
         raise ConfigError(f"{target}: there is no folder {target.parent}; make it, or name another")
@@ -38,6 +40,8 @@ def new_folder(target: Path) -> Iterator[Path]:
             os.rename(folder, target)
     except OSError as e:
         raise ConfigError(f"{target}: cannot be written ({e.strerror}); name another folder") from e
+    except SafetensorError as e:
+        raise ConfigError(f"{target}: cannot be written ({e}); name another folder") from e
 
 
 def write_json(file: Path, fields: Mapping[str, Any]) -> None:
@@ -47,7 +51,7 @@ def write_json(file: Path, fields: Mapping[str, Any]) -> None:
 def copy_companions(source: Path, target: Path) -> None:
     """The tokenizer, the generation defaults: all that is neither weights nor their description."""
     for path in source.iterdir():
-        is_weights = path.suffix in (".safetensors", *PICKLES) or path.name.endswith(".index.json")
+        is_weights = path.suffix in WEIGHTS or path.name.endswith(".index.json")
         if path.is_file() and not is_weights and path.name != "config.json":
             shutil.copyfile(path, target / path.name)
 

@@ -5,6 +5,7 @@ import pytest
 
 from specserve.errors import ConfigError
 from specserve.models.folder import read_json, resolve
+from specserve.models.source import Folder
 
 
 def test_a_local_folder_is_itself(tmp_path):
@@ -70,3 +71,15 @@ def test_broken_json_is_refused(tmp_path, text):
 def test_a_missing_json_file_says_what_a_model_is(tmp_path):
     with pytest.raises(ConfigError, match="missing; a model is a folder"):
         read_json(Path(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize("place", [0, 3 << 20, (6 << 20) - 1])
+def test_weights_that_differ_anywhere_have_another_identity(tmp_path, place):
+    """Large files are not read as a whole, but in pieces from all over them."""
+    weights, content = tmp_path / "model.safetensors", bytearray(6 << 20)
+    weights.write_bytes(content)
+    before = list(Folder(tmp_path).identity())
+    content[place : place + (16 << 10)] = b"\1" * len(content[place : place + (16 << 10)])
+    weights.write_bytes(content)
+    assert list(Folder(tmp_path).identity()) != before
+    assert sum(map(len, before)) < 4 << 20

@@ -272,6 +272,15 @@ def test_a_lie_about_the_parts_is_refused(tmp_path):
         open_source(first).check()
 
 
+@pytest.mark.parametrize("count", ["x", [1, 2]], ids=["text", "an array"])
+def test_a_count_of_parts_is_a_number(tmp_path, count):
+    add = "add_string" if isinstance(count, str) else "add_array"
+    edit = lambda writer: getattr(writer, add)("split.count", count)  # noqa: E731
+    file = write(tmp_path, "llama", edit=edit).file
+    with pytest.raises(ConfigError, match=r"split\.count is no number"):
+        open_source(file).check()
+
+
 def test_a_header_is_read_again_after_a_change(tmp_path):
     file, _ = write(tmp_path)
     before = read_header(file)
@@ -317,7 +326,8 @@ def test_files_differ_in_identity(tmp_path):
 
 
 def test_all_of_the_header_counts_for_the_identity_and_the_size_of_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(gguf_source, "IDENTIFYING", 0)
+    monkeypatch.setattr(gguf_source, "BEGINNING", 0)
+    monkeypatch.setattr("specserve.models.source.SAMPLES", 0)
     file, _ = write(tmp_path)
     before = b"".join(open_source(file).identity())
     data = file.read_bytes()

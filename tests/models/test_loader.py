@@ -49,6 +49,13 @@ def test_the_rotary_table_reaches_beyond_the_longest_request_by_a_tree(tmp_path)
     assert len(load(folder, max_len=100).rotary.sin) == 100 + 64
 
 
+def test_tables_for_millions_of_positions_are_not_made_unasked(tmp_path):
+    folder = tiny_checkpoint(tmp_path, max_position_embeddings=2**31 - 1)
+    with pytest.raises(ConfigError, match=r"2147483647 tokens .*: set scheduler\.max_model_len"):
+        load(folder)
+    assert len(load(folder, max_len=100).rotary.sin) == 100 + 64
+
+
 def test_a_head_of_its_own_wins_over_the_word_tied(tmp_path):
     """As in transformers, which ties only what the checkpoint does not tell apart."""
     folder = tiny_checkpoint(tmp_path)

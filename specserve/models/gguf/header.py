@@ -41,6 +41,8 @@ def read_header(path: Path) -> Header:
     """The header of a model's file, or of all parts of a split one; ConfigError if it is broken."""
     first = read_file(path)
     count = first.metadata.get("split.count", 1)
+    if not isinstance(count, int):
+        raise damaged(path, "split.count is no number")
     if count == 1:
         return first
     tensors = dict(first.tensors)
@@ -55,7 +57,7 @@ def read_header(path: Path) -> Header:
     return first._replace(tensors=tensors)
 
 
-def other_parts(path: Path, count: object) -> Iterator[Path]:
+def other_parts(path: Path, count: int) -> Iterator[Path]:
     """The parts that follow the first, which is the one to name."""
     named = PART.fullmatch(path.name)
     if named is None or int(named["count"]) != count:

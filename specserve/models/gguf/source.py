@@ -19,7 +19,7 @@ from specserve.models.gguf.names import ROPE_FACTORS, checkpoint_name, file_name
 from specserve.models.gguf.tokenizer import build_tokenizer, check_tokenizer
 from specserve.models.gguf.vocabulary import Vocabulary
 from specserve.models.quantized.config import Quantization
-from specserve.models.source import IDENTIFYING
+from specserve.models.source import BEGINNING, samples
 from specserve.models.tokenizer import Tokenizer
 
 SAMPLING = {  # general.sampling.* -> generation_config.json
@@ -130,8 +130,7 @@ class GgufFile:
         header = self.header
         for file in sorted({self.path, *(tensor.file for tensor in header.tensors.values())}):
             size = header.data_offset if file == self.path else 0
-            with file.open("rb") as data:
-                yield f"{file.stat().st_size}".encode() + data.read(size + IDENTIFYING)
+            yield from samples(file, size + BEGINNING)
 
 
 def check_factors(config: DecoderConfig) -> None:
