@@ -88,7 +88,8 @@ def quantize(weight: Tensor, bits: int) -> Codes:
     N, K = weight.shape
     group = GROUP if bits == 4 else K
     assert bits in (4, 8) and K % group == 0, f"no {bits}-bit codes of {K} columns"
-    q, scale = torch.empty(N, K, dtype=torch.uint8), torch.empty(N, K // group)
+    # Not from malloc: freeing it would leave a hole in the heap between weights.
+    q, scale = allocate(N * K).view(N, K), torch.empty(N, K // group)
     pointers = weight.data_ptr(), q.data_ptr(), scale.data_ptr()
     args = native.Quantize(native.is_bf16(weight), bits, *pointers, N, K)
     _run("quantize", args, 1, weight.numel())
