@@ -66,6 +66,21 @@ def write(
     return Pair(files[0], plain)
 
 
+def put_tokenizer(**values):
+    """An edit of `write` that replaces what the metadata say of the tokenizer; None takes it out.
+
+    A value is one with its type, as the writer's add_key_value takes them.
+    """
+
+    def edit(writer):
+        for key, value in values.items():
+            writer.kv_data[0].pop(f"tokenizer.ggml.{key}", None)
+            if value is not None:
+                writer.add_key_value(f"tokenizer.ggml.{key}", *value)
+
+    return edit
+
+
 def add_generation_config(folder):
     config = json.loads((folder / "config.json").read_text())
     written = {"eos_token_id": config["eos_token_id"], "temperature": 0.5, "top_k": 20}

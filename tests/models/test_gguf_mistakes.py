@@ -11,7 +11,7 @@ from gguf import GGUFEndian, GGUFWriter, TokenType
 
 from specserve.errors import ConfigError
 from specserve.input_processor import load_text_files
-from tests.models.gguf_files import write
+from tests.models.gguf_files import put_tokenizer, write
 from tests.test_preflight import refusal
 
 
@@ -32,16 +32,6 @@ def put(**values):
                 writer.add_array(name, value)
             elif value is not None:
                 writer.add_string(name, value)
-
-    return edit
-
-
-def put_tokenizer(**values):
-    def edit(writer):
-        for key, value in values.items():
-            writer.kv_data[0].pop(f"tokenizer.ggml.{key}", None)
-            if value is not None:
-                writer.add_key_value(f"tokenizer.ggml.{key}", *value)
 
     return edit
 

@@ -23,7 +23,7 @@ from transformers.tokenization_utils_base import generate_merges
 
 from specserve.models.gguf.tokenizer import merges_by_score, split_merge
 from specserve.models.source import open_source
-from tests.models.gguf_files import write
+from tests.models.gguf_files import put_tokenizer, write
 from tests.models.test_tokenizer_parity import TEXTS
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_end|>"]
@@ -205,38 +205,32 @@ def with_end(tokenizer):
     return tokenizer
 
 
-def put(**values):
-    def edit(writer):
-        for key, value in values.items():
-            writer.kv_data[0].pop(f"tokenizer.ggml.{key}", None)
-            if value is not None:
-                writer.add_key_value(f"tokenizer.ggml.{key}", *value)
-
-    return edit
-
-
 YES, NO = (True, GGUFValueType.BOOL), (False, GGUFValueType.BOOL)
 NUMBER = GGUFValueType.UINT32
 FLAGS = {  # tokenizer.ggml.pre, the tokenizer, what the file says of it
     "no space before a text": (
         None,
         lambda: without_prefix(sentencepiece()),
-        put(add_space_prefix=NO),
+        put_tokenizer(add_space_prefix=NO),
     ),
     "ids of SentencePiece by default": (
         None,
         sentencepiece,
-        put(bos_token_id=None, eos_token_id=None, add_bos_token=None),
+        put_tokenizer(bos_token_id=None, eos_token_id=None, add_bos_token=None),
     ),
-    "a begin of Llama 3 by default": ("llama-bpe", llama_3, put(add_bos_token=None)),
-    "a begin of Mistral by default": ("tekken", tekken, put(add_bos_token=None)),
-    "no begin": ("llama-bpe", lambda: llama_3(adds_bos=False), put(add_bos_token=NO)),
+    "a begin of Llama 3 by default": ("llama-bpe", llama_3, put_tokenizer(add_bos_token=None)),
+    "a begin of Mistral by default": ("tekken", tekken, put_tokenizer(add_bos_token=None)),
+    "no begin": ("llama-bpe", lambda: llama_3(adds_bos=False), put_tokenizer(add_bos_token=NO)),
     "an end behind every text": (
         None,
         lambda: with_end(sentencepiece()),
-        put(add_bos_token=NO, add_eos_token=YES),
+        put_tokenizer(add_bos_token=NO, add_eos_token=YES),
     ),
-    "a padding that is no token": (None, sentencepiece, put(padding_token_id=(2**32 - 1, NUMBER))),
+    "a padding that is no token": (
+        None,
+        sentencepiece,
+        put_tokenizer(padding_token_id=(2**32 - 1, NUMBER)),
+    ),
 }
 
 
@@ -252,7 +246,7 @@ def test_merges_win_over_scores(tmp_path):
     made = json.loads(sentencepiece().to_str())
     del made["model"]["merges"][20:]
     merges = [" ".join(merge) for merge in made["model"]["merges"]]
-    edit = put(merges=(merges, GGUFValueType.ARRAY))
+    edit = put_tokenizer(merges=(merges, GGUFValueType.ARRAY))
     files = model(tmp_path, None, Tokenizer.from_str(json.dumps(made)), edit)
     ours, theirs = (open_source(path).tokenizer() for path in files)
     for text in TRICKY:
@@ -275,12 +269,12 @@ def test_a_merge_may_begin_with_a_space(tmp_path):
 @pytest.mark.parametrize(
     ("edit", "want"),
     [
-        (put(), ["<|im_end|>", "</s>"]),
-        (put(eos_token_id=(1, NUMBER)), ["<s>", "</s>", "<|im_end|>"]),
-        (put(eot_token_id=(70, NUMBER)), ["<|im_end|>", 70, "</s>"]),
-        (put(eom_token_id=(71, NUMBER)), ["<|im_end|>", 71, "</s>"]),
-        (put(token_type=None), ["<|im_end|>"]),
-        (put(token_type=None, eos_token_id=None), []),
+        (put_tokenizer(), ["<|im_end|>", "</s>"]),
+        (put_tokenizer(eos_token_id=(1, NUMBER)), ["<s>", "</s>", "<|im_end|>"]),
+        (put_tokenizer(eot_token_id=(70, NUMBER)), ["<|im_end|>", 70, "</s>"]),
+        (put_tokenizer(eom_token_id=(71, NUMBER)), ["<|im_end|>", 71, "</s>"]),
+        (put_tokenizer(token_type=None), ["<|im_end|>"]),
+        (put_tokenizer(token_type=None, eos_token_id=None), []),
     ],
 )
 def test_an_answer_ends_at_the_files_ends_and_at_control_tokens_that_are_called_so(
