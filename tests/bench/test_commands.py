@@ -396,3 +396,10 @@ def test_a_number_that_cannot_be_is_refused(capsys, arg):
     with pytest.raises(SystemExit):
         main(["bench", "load", arg])
     assert arg.split("=")[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("setting", ["off", "ngram:4", "scripted:0.5"])
+def test_subjects_without_a_draft_model_do_not_round_one(setting):
+    pair = {"model.path": "m", "drafter.model": "d", "drafter.quantize": "w8"}
+    chosen = suite.drafting(setting, load_config(None, pair))
+    assert load_config(None, pair | chosen).drafter.quantize is None
