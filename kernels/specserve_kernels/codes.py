@@ -5,11 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+WIDENED = 1 << 22  # values that are widened at a time, so that float32 numbers are few
+
 
 class Codes(NamedTuple):
-    """A weight [N, K] of which each value is (q - zero) * scale.
+    """A weight [N, K] of which each value is (q - zero) * scale, or that and an offset.
 
-    `group` columns of a row share a scale and a zero; it divides K.
+    `group` columns of a row share a scale, a zero and an offset; it divides K.
     """
 
     bits: int  # 4 or 8
@@ -17,11 +19,35 @@ class Codes(NamedTuple):
     q: Tensor  # [N, K] uint8, below 2 ** bits
     scale: Tensor  # [N, K / group] float32
     zero: Tensor | None = None  # [N, K / group] uint8; None: 2 ** (bits - 1) everywhere
+    offset: Tensor | None = None  # [N, K / group] float32; None: 0 everywhere
 
     def widen(self, dtype: torch.dtype) -> Tensor:
         """The values, [N, K], each rounded once from float32."""
         N, K = self.q.shape
-        middle = 1 << (self.bits - 1)
-        zero = middle if self.zero is None else self.zero[..., None].float()
-        values = (self.q.view(N, -1, self.group).float() - zero) * self.scale[..., None]
-        return values.view(N, K).to(dtype)
+        wide = torch.empty(N, K, dtype=dtype)
+        height = max(1, WIDENED // K)
+        for start in range(0, N, height):
+            rows = slice(start, start + height)
+            wide[rows] = self._values(rows).view(-1, K)
+        return wide
+
+    def _values(self, rows: slice) -> Tensor:
+        """Those of some rows, [rows, K / group, group] float32."""
+        values = self.q[rows].float().view(-1, self.scale.shape[1], self.group)
+        values -= self.middle if self.zero is None else self.zero[rows, :, None]
+        values *= self.scale[rows, :, None]
+        return values if self.offset is None else values.add_(self.offset[rows, :, None])
+
+    def centered(self) -> "Codes":
+        """With the middle for every zero, where there are offsets: they take in the difference.
+
+        Kernels then have one of the two to add. An offset is rounded once more.
+        """
+        if self.offset is None or self.zero is None:
+            return self
+        offset = self.offset + (self.middle - self.zero.float()) * self.scale
+        return self._replace(zero=None, offset=offset)
+
+    @property
+    def middle(self) -> int:
+        return 1 << (self.bits - 1)

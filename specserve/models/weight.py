@@ -15,8 +15,9 @@ def num_bytes(weight: Weight) -> int:
     """Of its numbers; padding is up to the kernels."""
     if isinstance(weight, Tensor):
         return weight.nbytes
-    num_zeros = 0 if weight.zero is None else weight.zero.numel()
-    return weight.q.numel() * weight.bits // 8 + weight.scale.nbytes + num_zeros
+    beside = weight.zero if weight.offset is None else weight.offset  # which takes in zeros
+    num_beside = 0 if beside is None else beside.nbytes
+    return weight.q.numel() * weight.bits // 8 + weight.scale.nbytes + num_beside
 
 
 def form_of(weight: Weight) -> tuple[int, int | None]:
@@ -37,12 +38,14 @@ def fuse(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:
     bits, group = max(c.bits for c in codes), math.gcd(*(c.group for c in codes))
     codes = [regrouped(rebased(c, bits), group) for c in codes]
     has_zeros = any(c.zero is not None for c in codes)
+    has_offsets = any(c.offset is not None for c in codes)
     return Codes(
         bits=bits,
         group=group,
         q=torch.cat([c.q for c in codes]),
         scale=torch.cat([c.scale for c in codes]),
         zero=torch.cat([zeros(c) for c in codes]) if has_zeros else None,
+        offset=torch.cat([offsets(c) for c in codes]) if has_offsets else None,
     )
 
 
@@ -52,7 +55,7 @@ def values(part: Weight, dtype: torch.dtype) -> Tensor:
 
 def rebased(codes: Codes, bits: int) -> Codes:
     """With so many bits; what is the middle of the range stays the middle."""
-    up = (1 << bits - 1) - (1 << codes.bits - 1)
+    up = (1 << bits - 1) - codes.middle
     zero = None if codes.zero is None else codes.zero + up
     return codes._replace(bits=bits, q=codes.q + up if up else codes.q, zero=zero)
 
@@ -63,11 +66,17 @@ def regrouped(codes: Codes, group: int) -> Codes:
     if times == 1:
         return codes
     scale = codes.scale.repeat_interleave(times, dim=1)
-    zero = None if codes.zero is None else codes.zero.repeat_interleave(times, dim=1)
-    return codes._replace(group=group, scale=scale, zero=zero)
+    zero, offset = (
+        None if x is None else x.repeat_interleave(times, dim=1) for x in (codes.zero, codes.offset)
+    )
+    return codes._replace(group=group, scale=scale, zero=zero, offset=offset)
 
 
 def zeros(codes: Codes) -> Tensor:
     if codes.zero is not None:
         return codes.zero
-    return torch.full_like(codes.scale, 1 << codes.bits - 1, dtype=torch.uint8)
+    return torch.full_like(codes.scale, codes.middle, dtype=torch.uint8)
+
+
+def offsets(codes: Codes) -> Tensor:
+    return torch.zeros_like(codes.scale) if codes.offset is None else codes.offset

@@ -108,12 +108,14 @@ def sources():
 
 def maps(t, dot):
     """Of 4 bits with all that a map may have, and of 8 with as little as it may."""
-    given = {"words": "*i32", "scale": "*fp32", "zero": "*i8", "out": t, "N": "i32", "K": "i32"}
+    given = {"words": "*i32", "scale": "*fp32", "zero": "*i8", "offset": "*fp32", "out": t}
+    given |= {"N": "i32", "K": "i32"}
     for bits, group, more in ((4, 128, True), (8, 32, False)):
         chunk = min(group, coded.CHUNKS[0])
         shape = {"BITS": bits, "GROUP": group, "CHUNK": chunk, "OUTPUTS": coded.OUTPUTS}
-        yield source(coded._widen, shape | {"HAS_ZERO": more}, **given)
-        flags = {"HAS_ZERO": more, "HAS_BIAS": more, "ADDS": more}
+        shape |= {"HAS_ZERO": more, "HAS_OFFSET": more}
+        yield source(coded._widen, shape, **given)
+        flags = {"HAS_BIAS": more, "ADDS": more}
         constants = shape | flags | {"ROWS": coded.ROWS, "DOT": dot}
         more = {"x": t, "bias": t, "R": "i32", "tiles": "i32"}
         yield source(coded._multiply, constants, **given, **more)

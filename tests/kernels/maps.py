@@ -89,14 +89,18 @@ def random_maps(gemm, N, K, dtype, num_rows):
     return maps_of(gemm, weight, gate_up, dtype, num_rows)
 
 
-def random_codes(N, K, bits, group, has_zero, seed=0):
+def random_codes(N, K, bits, group, has_zero=False, seed=0, has_offset=False):
     draw = torch.Generator().manual_seed(seed)
     q = torch.randint(0, 1 << bits, (N, K), generator=draw, dtype=torch.uint8)
     shape = N, K // group
     scale = (torch.rand(shape, generator=draw) - 0.2) / (1 << bits)
     largest = 17 if bits == 4 else 256  # readers of GPTQ add 1 to what a file has
     zero = torch.randint(0, largest, shape, generator=draw).to(torch.uint8)
-    return Codes(bits, group, q, scale, zero if has_zero else None)
+    codes = Codes(bits, group, q, scale, zero if has_zero or has_offset else None)
+    if not has_offset:
+        return codes
+    share = 0.3 * torch.rand(shape, generator=draw)  # of the codes, which zero is off the middle
+    return codes._replace(offset=(zero - codes.middle + share * codes.middle) * scale)
 
 
 def exact(x, weight, bias):
@@ -106,25 +110,39 @@ def exact(x, weight, bias):
     addition rounds a sum, which is at most the sum of all magnitudes, by 2^-24 of it. Levels that
     flush denormals lose at most 2^-126 each time.
     """
-    values = widened(weight) if isinstance(weight, Codes) else weight.double()
     x, bias = x.double(), bias.double()
-    magnitude = x.abs() @ values.abs().T + bias.abs()
+    magnitude = x.abs() @ magnitudes(weight).T + bias.abs()
     off = num_additions(weight) * (2.0**-24 * 1.01 * magnitude + 2.0**-126)
-    return x @ values.T + bias, off
+    return x @ widened(weight).T + bias, off
 
 
 def num_additions(weight):
     """Of a sum: of the products, a bias and a residual. Codes are added up group by group, and a
-    group's sum, times its scale, is fused with one more addition.
+    group's sum, times its scale, is fused with one more addition. With offsets it has one more
+    part: the row's values, summed up 16 at a time, times a number that was rounded three times.
     """
     if not isinstance(weight, Codes):
         return weight.shape[1] + 2
-    return weight.group + weight.scale.shape[1] + 2
+    of_groups = weight.group + weight.scale.shape[1] + 2
+    return of_groups if weight.offset is None else of_groups + weight.group // 16 + 10
 
 
-def widened(codes):
-    """(q - zero) * scale, without rounding."""
-    N, K = codes.q.shape
-    zero = 1 << (codes.bits - 1) if codes.zero is None else codes.zero[..., None].double()
-    q = codes.q.view(N, -1, codes.group).double()
-    return ((q - zero) * codes.scale[..., None].double()).view(N, K)
+def widened(weight):
+    """(q - zero) * scale + offset, without rounding; other weights as they are."""
+    if not isinstance(weight, Codes):
+        return weight.double()
+    N, K = weight.q.shape
+    zero = weight.middle if weight.zero is None else weight.zero[..., None].double()
+    values = (weight.q.double().view(N, -1, weight.group) - zero) * weight.scale[..., None].double()
+    if weight.offset is not None:
+        values += weight.offset[..., None].double()
+    return values.view(N, K)
+
+
+def magnitudes(weight):
+    """Of the values; with offsets, of what codes and offsets add to a sum: they may cancel."""
+    values = widened(weight)
+    if not isinstance(weight, Codes) or weight.offset is None:
+        return values.abs()
+    codes = widened(weight._replace(zero=None, offset=None))
+    return codes.abs() + (values - codes).abs()

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from specserve_kernels import Codes, reference
+from specserve_kernels import reference
 from specserve_kernels.cuda.coded import MAX_ROWS
 from tests.kernels.builds import HAS_GPU, interpreted
 from tests.kernels.random_steps import random_tensor
-from tests.kernels.test_codes import TABLE, random_codes
+from tests.kernels.test_codes import FORMS, TABLE, codes_of, random_codes
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="Triton compiles for the GPU here")
 
@@ -15,7 +15,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 TOLERANCE = {FP32: 1e-6, BF16: 6e-3}  # of an output, by its norm; the interpreter cuts bfloat16 off
 KINDS = pytest.mark.parametrize(
-    ("bits", "has_zero"), [(4, False), (4, True), (8, False), (8, True)]
+    ("bits", "form"), [(4, "no zeros"), (4, "zeros"), (8, "no zeros"), (8, "offsets")]
 )
 GROUPS = [  # group, K
     (16, 80),
@@ -43,20 +43,19 @@ def check_close(got, want, roundings=1):
 
 
 @DTYPES
-@pytest.mark.parametrize(("bits", "q", "scale", "zero", "want"), TABLE.values(), ids=TABLE)
-def test_a_value_is_a_code_less_its_zero_times_its_scale(bits, q, scale, zero, want, dtype):
-    zeros = None if zero is None else torch.tensor([zero], dtype=torch.uint8)
-    codes = Codes(bits, 2, torch.tensor([q], dtype=torch.uint8), torch.tensor([scale]), zeros)
-    packed = interpreted.prepack(codes)
-    assert interpreted.linear(torch.eye(4, dtype=dtype), packed)[:, 0].tolist() == want
-    assert packed.widen(dtype).tolist() == [want]
+@pytest.mark.parametrize("row", TABLE.values(), ids=TABLE)
+def test_a_value_is_a_code_less_its_zero_times_its_scale(row, dtype):
+    *parts, want = row
+    packed, values = interpreted.prepack(codes_of(*parts)), torch.tensor(want, dtype=dtype)
+    assert torch.equal(interpreted.linear(torch.eye(4, dtype=dtype), packed)[:, 0], values)
+    assert torch.equal(packed.widen(dtype)[0], values)
 
 
 @DTYPES
 @KINDS
 @pytest.mark.parametrize(("group", "K"), GROUPS)
-def test_few_rows_are_multiplied_as_by_the_reference(group, K, bits, has_zero, dtype):
-    weight, gated = (random_codes(n, K, bits, group, has_zero, seed=n) for n in (9, 18))
+def test_few_rows_are_multiplied_as_by_the_reference(group, K, bits, form, dtype):
+    weight, gated = (random_codes(n, K, bits, group, seed=n, **FORMS[form]) for n in (9, 18))
     bias, both = (random_tensor(n, dtype=dtype, seed=n) for n in (9, 18))
     x, residual = (random_tensor(5, n, dtype=dtype, seed=n) for n in (K, 9))
     outputs = []
@@ -77,12 +76,12 @@ def test_rows_and_outputs_are_dealt_to_programs(R, N):
 @DTYPES
 @KINDS
 @pytest.mark.parametrize(("group", "K"), [(16, 80), (128, 512), (150, 150)])
-def test_many_rows_are_multiplied_by_the_widened_weight(group, K, bits, has_zero, dtype):
+def test_many_rows_are_multiplied_by_the_widened_weight(group, K, bits, form, dtype):
     R, N = MAX_ROWS + 1, 9
-    codes, bias = random_codes(N, K, bits, group, has_zero), random_tensor(N, dtype=dtype)
+    codes, bias = random_codes(N, K, bits, group, **FORMS[form]), random_tensor(N, dtype=dtype)
     x, residual = (random_tensor(R, n, dtype=dtype, seed=n) for n in (K, N))
     packed = interpreted.prepack(codes)
-    assert torch.equal(packed.widen(FP32), codes.widen(FP32))
+    assert torch.equal(packed.widen(FP32), codes.centered().widen(FP32))
     weight = packed.widen(dtype)
     check_close(weight, codes.widen(dtype))
     plain = interpreted.prepack(weight)
@@ -96,7 +95,7 @@ def test_many_rows_are_multiplied_by_the_widened_weight(group, K, bits, has_zero
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_row_has_the_same_bits_beside_any_others(bits, group, K, dtype):
     """Sums of a chunk are exact here: those of the interpreter depend on where a row stands."""
-    packed = interpreted.prepack(random_codes(8, K, bits, group, True))
+    packed = interpreted.prepack(random_codes(8, K, bits, group, has_offset=True))
     x = torch.randint(-9, 10, (MAX_ROWS, K), generator=torch.Generator().manual_seed(0)).to(dtype)
     want = interpreted.linear(x, packed)
     for rows in ([5], [63, 0], [*range(23, 6, -1)]):
@@ -105,7 +104,7 @@ def test_a_row_has_the_same_bits_beside_any_others(bits, group, K, dtype):
 
 @pytest.mark.parametrize("R", [3, 40])
 def test_a_row_of_nan_stays_alone(R):
-    packed = interpreted.prepack(random_codes(40, 96, 4, 32, True))
+    packed = interpreted.prepack(random_codes(40, 96, 4, 32, has_offset=True))
     x = random_tensor(R, 96)
     want = interpreted.linear(x, packed)
     x[1] = float("nan")

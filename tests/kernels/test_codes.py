@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specserve_kernels import Codes, cpu, reference
+from specserve_kernels import Codes, codes, cpu, reference
 from specserve_kernels.program import EagerProgram
 from tests.kernels.maps import maps_of, random_codes
 from tests.kernels.random_steps import RandomStep, Req, random_tensor, row_errors
@@ -11,7 +11,8 @@ from tests.kernels.random_steps import RandomStep, Req, random_tensor, row_error
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 BUILDS = pytest.mark.parametrize("ops", [cpu, reference], ids=["cpu", "reference"])
 BITS = pytest.mark.parametrize("bits", [4, 8])
-ZEROS = pytest.mark.parametrize("has_zero", [False, True], ids=["no zeros", "zeros"])
+FORMS = {"no zeros": {}, "zeros": {"has_zero": True}, "offsets": {"has_offset": True}}
+FORM = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 SHAPES = {  # N, K, group
     "several groups of a block": (33, 160, 32),
@@ -27,48 +28,73 @@ SHAPES = {  # N, K, group
 }
 EACH = pytest.mark.parametrize(("N", "K", "group"), SHAPES.values(), ids=SHAPES)
 
-TABLE = {  # bits, q, scale, zero -> values, in groups of 2
-    "the middle is zero": (4, [8, 9, 0, 15], [1.0, 2.0], None, [0, 1, -16, 14]),
-    "and of 8 bits": (8, [128, 129, 0, 255], [1.0, 0.5], None, [0, 1, -64, 63.5]),
-    "a zero per group": (4, [0, 15, 0, 15], [1.0, 2.0], [0, 15], [0, 15, -30, 0]),
-    "a zero beyond all codes": (4, [0, 15, 0, 8], [1.0, 2.0], [16, 0], [-16, -1, 0, 16]),
-    "a zero of 8 bits": (8, [0, 255, 0, 255], [1.0, 2.0], [255, 0], [-255, 0, 0, 510]),
+TABLE = {  # bits, q, scale, zero, offset -> values, in groups of 2
+    "the middle is zero": (4, [8, 9, 0, 15], [1.0, 2.0], None, None, [0, 1, -16, 14]),
+    "and of 8 bits": (8, [128, 129, 0, 255], [1.0, 0.5], None, None, [0, 1, -64, 63.5]),
+    "a zero per group": (4, [0, 15, 0, 15], [1.0, 2.0], [0, 15], None, [0, 15, -30, 0]),
+    "a zero beyond all codes": (4, [0, 15, 0, 8], [1.0, 2.0], [16, 0], None, [-16, -1, 0, 16]),
+    "a zero of 8 bits": (8, [0, 255, 0, 255], [1.0, 2.0], [255, 0], None, [-255, 0, 0, 510]),
+    "an offset per group": (4, [8, 9, 0, 15], [1.0, 2.0], None, [0.5, -6.0], [0.5, 1.5, -22, 8]),
+    "beside a zero": (8, [0, 31, 120, 121], [0.5, 2.0], [0, 120], [-8, 0.5], [-8, 7.5, 0.5, 2.5]),
+    "codes without a meaning": (8, [0, 255, 0, 15], [0.0, 0.0], [0, 9], [3.0, 0.0], [3, 3, 0, 0]),
+    "codes that drown": (
+        4,
+        [0, 15, 0, 15],
+        [1e-38, -1e-12],
+        None,
+        [2048.0, -2.5],
+        [2048, 2048, -2.5, -2.5],
+    ),
 }
+
+
+def codes_of(bits, q, scale, zero, offset):
+    zero = None if zero is None else torch.tensor([zero], dtype=torch.uint8)
+    offset = None if offset is None else torch.tensor([offset], dtype=torch.float32)
+    q, scale = torch.tensor([q], dtype=torch.uint8), torch.tensor([scale])
+    return Codes(bits, 2, q, scale, zero, offset)
 
 
 @BUILDS
 @DTYPES
-@pytest.mark.parametrize(("bits", "q", "scale", "zero", "want"), TABLE.values(), ids=TABLE)
-def test_a_value_is_a_code_less_its_zero_times_its_scale(ops, bits, q, scale, zero, want, dtype):
-    zeros = None if zero is None else torch.tensor([zero], dtype=torch.uint8)
-    codes = Codes(bits, 2, torch.tensor([q], dtype=torch.uint8), torch.tensor([scale]), zeros)
-    got = ops.linear(torch.eye(4, dtype=dtype), ops.prepack(codes))
-    assert got[:, 0].tolist() == want and got.dtype == dtype
+@pytest.mark.parametrize("row", TABLE.values(), ids=TABLE)
+def test_a_value_is_a_code_less_its_zero_times_its_scale(ops, row, dtype):
+    *parts, want = row
+    got = ops.linear(torch.eye(4, dtype=dtype), ops.prepack(codes_of(*parts)))
+    assert torch.equal(got[:, 0], torch.tensor(want, dtype=dtype))
+
+
+@FORM
+def test_values_are_the_same_in_pieces(form, monkeypatch):
+    made = random_codes(7, 96, 4, 32, **form)
+    whole = made.widen(torch.bfloat16)
+    monkeypatch.setattr(codes, "WIDENED", 3 * 96)
+    assert torch.equal(made.widen(torch.bfloat16), whole)
 
 
 @BITS
-@ZEROS
+@FORM
 @DTYPES
-def test_the_reference_widens_codes(bits, has_zero, dtype):
-    codes, x = random_codes(50, 96, bits, 32, has_zero), random_tensor(5, 96, dtype=dtype)
+def test_the_reference_widens_codes(bits, form, dtype):
+    codes, x = random_codes(50, 96, bits, 32, **form), random_tensor(5, 96, dtype=dtype)
     want = x.double() @ codes.widen(torch.float32).double().T
     got = reference.linear(x, reference.prepack(codes))
     assert (row_errors(got, want) < {torch.float32: 1e-5, torch.bfloat16: 6e-3}[dtype]).all()
 
 
-def code_maps(gemm, shape, bits, has_zero, dtype, num_rows):
+def code_maps(gemm, shape, bits, form, dtype, num_rows):
     N, K, group = shape
-    both = (random_codes(n, K, bits, group, has_zero, seed=n) for n in (N, 2 * N))
+    both = (random_codes(n, K, bits, group, seed=n, **form) for n in (N, 2 * N))
     return maps_of(gemm, *both, dtype, num_rows)
 
 
 @DTYPES
 @BITS
-@ZEROS
+@FORM
 @EACH
-def test_the_error_is_within_the_bound_of_its_roundings(gemm, N, K, group, bits, has_zero, dtype):
+def test_the_error_is_within_the_bound_of_its_roundings(gemm, N, K, group, bits, form, dtype):
     R = 45
-    maps = code_maps(gemm, (N, K, group), bits, has_zero, dtype, R)
+    maps = code_maps(gemm, (N, K, group), bits, form, dtype, R)
     x = random_tensor(R, K, dtype=dtype)
     maps.check(maps.outputs(gemm, x, list(range(R))), x)
 
@@ -79,17 +105,20 @@ EDGES = (1, 2, 3, 5, 6, 7, 13, 14, 15, 16, 17, 31, 32, 33, 64, 130)  # of blocks
 
 @DTYPES
 @BITS
-@ZEROS
 @pytest.mark.parametrize(
-    ("shape", "sizes"),
-    [((50, 64, 32), EVERY), ((331, 152, 8), EDGES), ((33, 1030, 515), (*EDGES, 300))],
-    ids=["every number of rows", "several panels", "groups of several blocks"],
+    ("shape", "sizes", "form"),
+    [
+        ((50, 64, 32), EVERY, "no zeros"),
+        ((50, 64, 32), EVERY, "offsets"),
+        ((331, 152, 8), EDGES, "zeros"),
+        ((331, 152, 8), EDGES, "offsets"),
+        ((33, 1030, 515), (*EDGES, 300), "zeros"),
+        ((33, 1030, 515), (*EDGES, 300), "offsets"),
+    ],
 )
-def test_a_rows_bits_depend_on_no_other_row_and_no_thread(
-    gemm, shape, sizes, bits, has_zero, dtype
-):
+def test_a_rows_bits_depend_on_no_other_row_and_no_thread(gemm, shape, sizes, form, bits, dtype):
     R = max(sizes)
-    maps = code_maps(gemm, shape, bits, has_zero, dtype, R)
+    maps = code_maps(gemm, shape, bits, FORMS[form], dtype, R)
     maps.check_rows(gemm, random_tensor(R, shape[1], dtype=dtype), sizes)
 
 
@@ -98,7 +127,7 @@ def test_a_rows_bits_depend_on_no_other_row_and_no_thread(
 @EACH
 def test_a_row_that_is_not_finite_spoils_no_other(gemm, N, K, group, bits, dtype):
     x = random_tensor(34, K, dtype=dtype)
-    maps = code_maps(gemm, (N, K, group), bits, True, dtype, 34)
+    maps = code_maps(gemm, (N, K, group), bits, FORMS["offsets"], dtype, 34)
     want = maps.outputs(gemm, x, list(range(34)))
     spoiled = [0, 7, 8, 19, 33]
     x[spoiled] = float("nan")
@@ -112,21 +141,23 @@ def test_a_row_that_is_not_finite_spoils_no_other(gemm, N, K, group, bits, dtype
 @pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("bits", "bytes_a_code"), [(4, 0.5), (8, 1.0)])
 def test_codes_take_as_many_bits_as_they_have(bits, bytes_a_code, dtype):
-    """And a float for each group, and two bytes for its zero."""
-    for has_zero in (False, True):
+    """And a float for each group, and two bytes for its zero, or a float for its offset."""
+    for more, form in ((0, "no zeros"), (2, "zeros"), (4, "offsets")):
         for group in (16, 32, 128, 4096):
-            words = cpu.prepack(random_codes(64, 4096, bits, group, has_zero)).words
-            assert words.nbytes == 64 * 4096 * (bytes_a_code + (4 + 2 * has_zero) / group)
+            words = cpu.prepack(random_codes(64, 4096, bits, group, **FORMS[form])).words
+            assert words.nbytes == 64 * 4096 * (bytes_a_code + (4 + more) / group)
 
 
 def test_codes_of_another_shape_are_refused():
-    codes = random_codes(4, 32, 4, 8, True)
+    codes = random_codes(4, 32, 4, 8, has_offset=True)
     with pytest.raises(AssertionError, match="groups of 5"):
         cpu.prepack(codes._replace(group=5))
     with pytest.raises(AssertionError, match="a scale for each group"):
         cpu.prepack(codes._replace(scale=codes.scale[:, :2]))
     with pytest.raises(AssertionError, match="a zero for each group"):
         cpu.prepack(codes._replace(zero=codes.zero[:2]))
+    with pytest.raises(AssertionError, match="an offset for each group"):
+        cpu.prepack(codes._replace(offset=codes.offset.double()))
     with pytest.raises(AssertionError, match="codes of 3 bits"):
         cpu.prepack(codes._replace(bits=3))
 
@@ -161,7 +192,8 @@ STEP = RandomStep([Req(20, 5)])
 @DTYPES
 @BITS
 def test_a_recorded_forward_has_the_bits_of_its_ops(bits, dtype):
-    plain, gated = (random_codes(n, 64, bits, 32, True, seed=n) for n in (64, 128))
+    plain = random_codes(64, 64, bits, 32, has_zero=True)
+    gated = random_codes(128, 64, bits, 32, has_offset=True)
     weights = random_tensor(50, 64, dtype=dtype), cpu.prepack(plain), cpu.prepack(gated, True)
     program, eager = (make(Coded(cpu, weights), STEP.kv, 40, 4) for make in (cpu.program, made))
     for n in (1, 5, 40):
@@ -179,6 +211,6 @@ def made(model, kv, *_):
 @BITS
 def test_codes_on_arm_too(bits, dtype):
     x = random_tensor(9, 96, dtype=dtype)
-    for group in (24, 96):
-        maps = code_maps(cpu, (40, 96, group), bits, True, dtype, 9)
+    for group, form in ((24, "zeros"), (24, "offsets"), (96, "offsets")):
+        maps = code_maps(cpu, (40, 96, group), bits, FORMS[form], dtype, 9)
         maps.check(maps.outputs(cpu, x, list(range(9))), x)

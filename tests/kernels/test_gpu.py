@@ -13,7 +13,7 @@ from specserve_kernels import KVCache, KVLayer, QKNorm, Rotary, SampleParams, lo
 from specserve_kernels.cuda import silu
 from specserve_kernels.reference.sampling import gumbel, transform
 from tests.kernels.random_steps import RandomStep, Req, random_tree
-from tests.kernels.test_codes import random_codes
+from tests.kernels.test_codes import FORM, random_codes
 from tests.kernels.test_sampling import MIXES, mixed
 
 pytestmark = [
@@ -467,10 +467,10 @@ CODED = [  # bits, group, N, K
 
 
 @DTYPES
-@pytest.mark.parametrize("has_zero", [False, True], ids=["", "zero"])
+@FORM
 @pytest.mark.parametrize(("bits", "group", "N", "K"), CODED)
-def test_maps_of_codes(ops, draw, measured, bits, group, N, K, has_zero, dtype):
-    codes = random_codes(N, K, bits, group, has_zero, seed=draw.rng.getrandbits(30))
+def test_maps_of_codes(ops, draw, measured, bits, group, N, K, form, dtype):
+    codes = random_codes(N, K, bits, group, seed=draw.rng.getrandbits(30), **form)
     packed, bias = ops.prepack(codes), draw.normal(N, dtype=dtype, scale=5.0)
     weight = codes.widen(FP32).to(DEVICE).double()
     x = draw.normal(513, K, dtype=dtype)

@@ -9,19 +9,26 @@ from tests.kernels.test_codes import random_codes
 
 K = 96
 PLAIN = torch.arange(2 * K).view(2, K).bfloat16()
-PARTS = {  # -> bits, group and whether there are zeros, of codes that hold all parts
-    "alike": ([random_codes(3, K, 4, 32, False), random_codes(2, K, 4, 32, False)], (4, 32, False)),
+PARTS = {  # -> bits, group, whether there are zeros and offsets, of codes that hold all parts
+    "alike": (
+        [random_codes(3, K, 4, 32, False), random_codes(2, K, 4, 32, False)],
+        (4, 32, False, False),
+    ),
     "of other groups": (
         [random_codes(3, K, 4, 32, True), random_codes(2, K, 4, 48, True)],
-        (4, 16, True),
+        (4, 16, True, False),
     ),
     "of other bits": (
         [random_codes(3, K, 8, 32, False), random_codes(2, K, 4, K, False)],
-        (8, 32, False),
+        (8, 32, False, False),
     ),
     "one with zeros": (
         [random_codes(3, K, 4, 32, False), random_codes(2, K, 8, 32, True)],
-        (8, 32, True),
+        (8, 32, True, False),
+    ),
+    "one with offsets": (
+        [random_codes(3, K, 4, 32, has_offset=True), random_codes(2, K, 8, 16)],
+        (8, 16, True, True),
     ),
 }
 
@@ -29,7 +36,7 @@ PARTS = {  # -> bits, group and whether there are zeros, of codes that hold all 
 @pytest.mark.parametrize(("parts", "form"), PARTS.values(), ids=PARTS)
 def test_codes_of_any_forms_become_codes_of_the_same_values(parts, form):
     fused = fuse(parts, torch.float32)
-    assert (fused.bits, fused.group, fused.zero is not None) == form
+    assert (*fused[:2], fused.zero is not None, fused.offset is not None) == form
     want = torch.cat([part.widen(torch.float32) for part in parts])
     assert torch.equal(fused.widen(torch.float32), want)
 
@@ -42,7 +49,7 @@ def test_beside_a_weight_that_is_no_codes_all_are_widened():
 
 def test_what_is_fused_is_in_memory_of_its_own():
     """A file that was mapped may go, or be written to."""
-    codes = random_codes(3, K, 8, 32, True)
+    codes = random_codes(3, K, 8, 32, has_offset=True)
     fused = fuse([codes], torch.float32)
     for tensor in codes[2:]:
         tensor.zero_()
@@ -56,6 +63,7 @@ def test_what_is_fused_is_in_memory_of_its_own():
         (PLAIN.float(), (32, None), 8 * K),
         (random_codes(3, K, 4, 32, False), (4, 32), 3 * K // 2 + 9 * 4),
         (random_codes(3, K, 8, K, True), (8, None), 3 * K + 3 * 4 + 3),
+        (random_codes(3, K, 4, 32, has_offset=True), (4, 32), 3 * K // 2 + 9 * 8),
     ],
 )
 def test_the_form_and_the_bytes(weight, form, size):

@@ -22,6 +22,7 @@ class Coding(NamedTuple):
     bits: int
     group: int
     has_zeros: bool
+    has_offsets: bool
 
 
 class Packed(NamedTuple):
@@ -50,7 +51,7 @@ def linear(
     assert packed.is_gated == (epilogue == SILU_MUL), "a weight that is packed for another op"
     assert x.shape[1] == packed.K, "rows of another width than the weight's"
     assert out.shape[1] == packed.N, "a residual of another width than the weight's"
-    coding = packed.kind if isinstance(packed.kind, Coding) else (0, 0, False)
+    coding = packed.kind if isinstance(packed.kind, Coding) else (0, 0, False, False)
     assert packed.kind in (x.dtype, coding), "rows and weight of different dtypes"
     assert x.dtype == out.dtype, "rows and a residual of different dtypes"
     is_bf16 = native.is_bf16(x) and native.is_bf16(out)

@@ -1,7 +1,8 @@
 // Linear maps whose weights are codes of 4 or 8 bits: packing, and multiplying rows by them.
 //
 // For each group of K, in order: the sum of x * (code - zero), in the order that the instructions
-// have for any row; then total = fma(sum, scale, total). Threads divide rows and columns only.
+// have for any row; then total = fma(sum, scale, total). A shift is multiplied by the sum of x, which
+// is the first or the last of what a sum has. Threads divide rows and columns only.
 #include "gemm_codes_tiles.h"
 #include "gemm_codes_vectors.h"
 #include "gemm_tiles.h"
@@ -9,7 +10,7 @@
 
 struct PackCodes {
   const uint8_t *q, *zero;  // [N, K], and [N, K / group] or null; twice as many rows if gated
-  const float* scale;       // [N, K / group]
+  const float *scale, *offset;  // [N, K / group]; null without offsets, which exclude zeros
   char* packed;
   int64_t N, K, bits, group, is_gated;
 };
@@ -17,7 +18,7 @@ struct PackCodes {
 // A weight's row becomes a column of a panel.
 struct Column {
   const uint8_t *q, *zero;
-  const float* scale;
+  const float *scale, *offset;
 };
 
 static void pack_quad(const uint8_t* q, int64_t bits, int column, char* quad) {
@@ -31,20 +32,28 @@ static void pack_quad(const uint8_t* q, int64_t bits, int column, char* quad) {
   memcpy(quad + column * 4, &word, 4);
 }
 
+// Whether the values of a group are its offset, as far as floats can tell: also with a scale of 0.
+static bool is_flat(const Column& from, int64_t g) {
+  return from.offset && !(fabsf(from.offset[g]) < 0x1p32f * fabsf(from.scale[g]));
+}
+
 static void pack_group(const CodeShape& shape, const Column& from, int64_t g, int column,
                        char* to) {
   uint8_t zero = from.zero ? from.zero[g] : 1 << (shape.bits - 1);
+  bool has_codes = !is_flat(from, g);
+  float scale = has_codes ? from.scale[g] : 1;
   if (shape.has_zeros) to[column] = shape.bits == 8 ? zero ^ 0x80 : zero;
+  if (shape.has_shifts) ((float*)to)[column] = from.offset[g] / scale;
   const uint8_t* q = from.q + g * shape.group;
   char* quad = to + shape.zero_bytes();
   for (int64_t k = 0; k < 2 * shape.group_pairs; k += 2 * QUAD, quad += QUAD * shape.pair_bytes()) {
     uint8_t codes[2 * QUAD];
-    int64_t n = std::clamp<int64_t>(shape.group - k, 0, 2 * QUAD);
+    int64_t n = has_codes ? std::clamp<int64_t>(shape.group - k, 0, 2 * QUAD) : 0;
     memset(codes, zero, sizeof codes);
     memcpy(codes, q + k, n);
     pack_quad(codes, shape.bits, column, quad);
   }
-  memcpy(quad + column * 4, from.scale + g, 4);
+  ((float*)quad)[column] = scale;
 }
 
 static void pack_panel(const PackCodes& a, const CodeShape& shape, int64_t panel) {
@@ -57,7 +66,8 @@ static void pack_panel(const PackCodes& a, const CodeShape& shape, int64_t panel
       if (row >= a.N) continue;
       row += is_second * a.N;
       int64_t at = row * shape.num_groups;
-      Column from{a.q + row * a.K, a.zero ? a.zero + at : nullptr, a.scale + at};
+      Column from{a.q + row * a.K, a.zero ? a.zero + at : nullptr, a.scale + at,
+                  a.offset ? a.offset + at : nullptr};
       pack_group(shape, from, g, column, to);
     }
 }
@@ -109,8 +119,12 @@ template <class Path> struct CodeMultiplier {
     rows = row_memory.at_least(num_blocks * n * Path::STRIDE);
     for (int64_t i = 0; i < num_blocks; i++) {
       Block block = shape.block(i);
-      for (int64_t r = 0; r < n; r++)
-        pack_row((const Source*)a.x + (slab.begin + r) * a.K, block, rows_of(i) + r * Path::STRIDE);
+      Value* to = rows_of(i);
+      for (int64_t r = 0; r < n; r++, to += Path::STRIDE) {
+        const Source* x = (const Source*)a.x + (slab.begin + r) * a.K;
+        pack_row(x, block, to);
+        if (shape.has_shifts) sum_row(x, block, (float*)(to + Path::STRIDE - MAX_GROUPS));
+      }
     }
   }
   Value* rows_of(int64_t block) { return rows + block * (slab.end - slab.begin) * Path::STRIDE; }
@@ -122,6 +136,15 @@ template <class Path> struct CodeMultiplier {
       int64_t n = std::min(2 * block.pairs, shape.group - 2 * block.begin);
       Path::pack(x + (block.group + g) * shape.group + 2 * block.begin, n, to);
       memset((char*)to + n * RATIO, 0, (2 * block.pairs - n) * RATIO);
+    }
+  }
+  void sum_row(const Source* x, const Block& block, float* to) {
+    for (int64_t g = 0; g < block.num_groups; g++) {
+      vf total{};
+      for (int64_t i = 0; i < shape.group; i += LANES)
+        total += load_up_to(x + (block.group + g) * shape.group + i,
+                            std::min<int64_t>(shape.group - i, LANES));
+      to[g] = sum(total);
     }
   }
 
@@ -168,11 +191,13 @@ template <class Path> struct CodeMultiplier {
             .words = words,
             .codes = panel(p) + shape.offset(block),
             .zeros = shape.has_zeros ? group : nullptr,
+            .shifts = shape.has_shifts ? group : nullptr,
             .scales = scales,
             .num_groups = block.num_groups,
             .pairs = block.pairs,
             .group_bytes = shape.group_bytes(),
             .panel_bytes = panel_bytes,
+            .border_bytes = shape.border_bytes(),
             .ahead = ahead,
             .sums = sums,
             .totals = totals,
@@ -191,7 +216,7 @@ template <class Path> struct CodeMultiplier {
 };
 
 template <class Path> static void multiply(const Linear& a, int64_t R, Team& team) {
-  CodeShape shape{a.N, a.K, a.bits, a.group, a.has_zeros != 0, a.is_gated()};
+  CodeShape shape{a.N, a.K, a.bits, a.group, a.has_zeros != 0, a.has_offsets != 0, a.is_gated()};
   CodeMultiplier<Path>{a, shape}.run(R, team);
 }
 
@@ -206,14 +231,15 @@ void multiply_codes(const Linear& a, int64_t R, Team& team) {
 extern "C" {
 // The bytes of a packed weight.
 int64_t specserve_code_bytes(int64_t N, int64_t K, int64_t bits, int64_t group, int64_t has_zeros,
-                             int64_t is_gated) {
-  CodeShape shape{N, K, bits, group, has_zeros != 0, is_gated != 0};
+                             int64_t has_offsets, int64_t is_gated) {
+  CodeShape shape{N, K, bits, group, has_zeros != 0, has_offsets != 0, is_gated != 0};
   return shape.num_panels() * shape.panel_bytes();
 }
 
 void specserve_pack_codes(const void* args, const Step&, Team& team) {
   const PackCodes& a = *(const PackCodes*)args;
-  CodeShape shape{a.N, a.K, a.bits, a.group, a.zero != nullptr, a.is_gated != 0};
+  bool has_zeros = a.zero != nullptr, has_offsets = a.offset != nullptr;
+  CodeShape shape{a.N, a.K, a.bits, a.group, has_zeros, has_offsets, a.is_gated != 0};
   for (int64_t p = team.take(); p < shape.num_panels(); p = team.take()) pack_panel(a, shape, p);
 }
 }

@@ -3,6 +3,7 @@
 // K is counted in pairs. A panel has 32 columns, as that of other weights, and holds its groups one
 // after the other; a group is
 //   [32] zeros, a byte each, and as many bytes of padding, if the weight has zeros
+//   [32] shifts, float, if the weight has offsets: a value is (code + shift) * scale
 //   its codes: of 8 bits as [pairs][32][2] bytes, of 4 bits as [pairs / 4][32] words
 //   [32] scales, float
 // A word's lower half has the first code of each of its four pairs, the lowest bits those of the
@@ -14,6 +15,8 @@
 
 constexpr int64_t BLOCK_PAIRS = 64;  // that are decoded before rows are multiplied by them
 constexpr int64_t QUAD = 4;          // pairs that are decoded together
+// Behind a row's values in a block, whose sums in each of its groups stand there if there are shifts.
+constexpr int64_t MAX_GROUPS = BLOCK_PAIRS / QUAD;
 
 // Some pairs of one group, or several whole groups.
 struct Block {
@@ -24,7 +27,7 @@ struct Block {
 
 struct CodeShape {
   int64_t N, K, bits, group;
-  bool has_zeros, is_gated;
+  bool has_zeros, has_shifts, is_gated;
   int64_t num_groups = K / group, group_pairs = padded(group) / 2;
   // Groups of a block, if they are that small; else blocks of a group.
   int64_t block_groups = std::max<int64_t>(BLOCK_PAIRS / group_pairs, 1);
@@ -35,10 +38,12 @@ struct CodeShape {
     return divide_up(group, unit) * unit;
   }
   int64_t num_panels() const { return divide_up(N, panel_columns(is_gated)); }
-  int64_t zero_bytes() const { return has_zeros ? 2 * COLUMNS : 0; }
+  // Before a group's codes: zeros, or shifts, or neither.
+  int64_t zero_bytes() const { return has_zeros ? 2 * COLUMNS : has_shifts ? 4 * COLUMNS : 0; }
   int64_t pair_bytes() const { return COLUMNS * 2 * bits / 8; }
   int64_t code_bytes() const { return group_pairs * pair_bytes(); }
-  int64_t group_bytes() const { return zero_bytes() + code_bytes() + COLUMNS * sizeof(float); }
+  int64_t border_bytes() const { return zero_bytes() + COLUMNS * sizeof(float); }
+  int64_t group_bytes() const { return code_bytes() + border_bytes(); }
   int64_t panel_bytes() const { return num_groups * group_bytes(); }
 
   int64_t num_blocks() const { return divide_up(num_groups, block_groups) * group_blocks; }
@@ -63,9 +68,10 @@ struct CodeShape {
 struct CodePart {
   const void* rows;     // as Path::pack left them
   uint32_t* words;      // of the block, as the path multiplies them; for other rows
-  const char *codes, *zeros, *scales;  // of the first group; `zeros` is null if there are none
+  const char *codes, *zeros, *shifts, *scales;  // of the first group; null where there are none
   int64_t num_groups, pairs;           // of each group
   int64_t group_bytes, panel_bytes;    // from a group to the next, and from a panel
+  int64_t border_bytes;                // between the codes of two groups
   int64_t ahead;                       // bytes from codes to those that are prefetched beside them
   float *sums, *totals;                // [rows][32]
   bool begins, ends;
@@ -73,14 +79,20 @@ struct CodePart {
   const int8_t* zeros_of(int64_t group, int64_t panel = 0) const {
     return (const int8_t*)(zeros + group * group_bytes + panel * panel_bytes);
   }
+  const float* shifts_of(int64_t group, int64_t panel = 0) const {
+    return (const float*)(shifts + group * group_bytes + panel * panel_bytes);
+  }
   const float* scales_of(int64_t group, int64_t panel = 0) const {
     return (const float*)(scales + group * group_bytes + panel * panel_bytes);
   }
   const char* codes_of(int64_t group) const { return codes + group * group_bytes; }
-  // What lies between the codes of two groups.
   INLINE void prefetch_border(const char* codes) const {
-    for (int line = 0; line < (zeros ? 3 : 2); line++)
-      __builtin_prefetch(codes + ahead + line * 64, 0, 0);
+    for (int64_t byte = 0; byte < border_bytes; byte += 64)
+      __builtin_prefetch(codes + ahead + byte, 0, 0);
+  }
+  // The sum of a row's values in a group; rows stand `stride` values apart.
+  INLINE float row_sum(int64_t row, int64_t group, int64_t stride) const {
+    return ((const float*)rows)[(row + 1) * stride - MAX_GROUPS + group];
   }
 };
 // How a block of rows is multiplied by codes: they are used for nothing else, or their words are left

@@ -9,7 +9,7 @@ struct CodeTiles {
   typedef uint32_t Value;
   typedef bf16 Source;
   static constexpr int PER_PAIR = 1;
-  static constexpr int STRIDE = BLOCK_PAIRS + 16;
+  static constexpr int STRIDE = BLOCK_PAIRS + MAX_GROUPS;
   static constexpr int MAX_ROWS = 32;
 
   static CodeMultiplying by_codes(int64_t bits, bool has_zeros) {
@@ -102,11 +102,15 @@ struct CodeTiles {
   static void fold(const CodePart& part, int rows, int64_t begin, int64_t end,
                    const float* sums) {
     for (int i = 0; i < rows * COLUMNS; i += WORDS) {
+      int row = i / COLUMNS, column = i % COLUMNS;
       rf total = (rf)load_words(part.totals + i);
       for (int64_t g = begin; g < end; g++) {
-        const float* each = sums + (g - begin) * MAX_ROWS * COLUMNS + i;
-        rf scale = (rf)load_words(part.scales_of(g) + i % COLUMNS);
-        total = multiply_add((rf)load_words(each), scale, total);
+        rf each = (rf)load_words(sums + (g - begin) * MAX_ROWS * COLUMNS + i);
+        if (part.shifts) {
+          rf shift = (rf)load_words(part.shifts_of(g) + column);
+          each = multiply_add(broadcast(part.row_sum(row, g, STRIDE)), shift, each);
+        }
+        total = multiply_add(each, (rf)load_words(part.scales_of(g) + column), total);
       }
       store_words(part.totals + i, (rw)total);
     }

@@ -17,7 +17,7 @@ static INLINE void fold(rf sum, const float* scales, float* total) {
 template <int BITS, bool HAS_ZEROS> struct PairCodes {
   typedef Pairing<BITS, HAS_ZEROS> P;
   typedef void (*Function)(const CodePart&);
-  static constexpr int MAX_ROWS = SUMS / 2, STRIDE = BLOCK_PAIRS + 16;
+  static constexpr int MAX_ROWS = SUMS / 2, STRIDE = BLOCK_PAIRS + MAX_GROUPS;
 
   static void multiply(const CodePart& part, int rows, CodeUse use) {
     TABLE[use == SEVERAL_PANELS][rows - 1](part);
@@ -28,11 +28,16 @@ template <int BITS, bool HAS_ZEROS> struct PairCodes {
     float *kept = part.sums, *totals = part.totals;
     rf sums[PANELS][ROWS][2];
     for (int64_t g = 0; g < part.num_groups; g++) {
-      if (part.begins) each<PANELS, ROWS>([&](int p, int r, int v) { sums[p][r][v] = rf{}; });
-      else
+      if (!part.begins)
         each<PANELS, ROWS>([&](int p, int r, int v) {
           sums[p][r][v] = (rf)load_words(at(kept, p, r, v));
         });
+      else if (part.shifts)
+        each<PANELS, ROWS>([&](int p, int r, int v) {
+          rf shift = (rf)load_words(part.shifts_of(g, p) + v * WORDS);
+          sums[p][r][v] = broadcast(part.row_sum(r, g, STRIDE)) * shift;
+        });
+      else each<PANELS, ROWS>([&](int p, int r, int v) { sums[p][r][v] = rf{}; });
       add_codes(part, g, x, words, sums);
       x += part.pairs;
       words += part.pairs * COLUMNS;
@@ -113,7 +118,7 @@ template <class Kind> struct CodeVectors {
   typedef typename Kind::Source Source;
   static constexpr bool IS_PAIRED = !std::is_same_v<Value, float>;
   static constexpr int PER_PAIR = IS_PAIRED ? 1 : 2;  // values of a packed row
-  static constexpr int STRIDE = BLOCK_PAIRS * PER_PAIR + 16;  // values; no power of two
+  static constexpr int STRIDE = BLOCK_PAIRS * PER_PAIR + MAX_GROUPS;  // values; no power of two
   // Decoding to floats takes a few registers.
   static constexpr int MAX_ROWS = IS_PAIRED ? SUMS / 2 : WORDS == 16 ? 10 : WORDS == 8 ? 4 : 6;
 
@@ -156,8 +161,14 @@ template <class Kind> struct CodeVectors {
     uint32_t* words = part.words + column;
     float *kept = part.sums + column, *totals = part.totals + column;
     for (int64_t g = 0; g < part.num_groups; g++) {
-      if (part.begins) each<ROWS, V>([&](int r, int v) { sums[r][v] = rf{}; });
-      else each<ROWS, V>([&](int r, int v) { sums[r][v] = (rf)load_words(at(kept, r, v)); });
+      if (!part.begins)
+        each<ROWS, V>([&](int r, int v) { sums[r][v] = (rf)load_words(at(kept, r, v)); });
+      else if (part.shifts)
+        each<ROWS, V>([&](int r, int v) {
+          rf shift = (rf)load_words(part.shifts_of(g) + column + v * WORDS);
+          sums[r][v] = broadcast(part.row_sum(r, g, STRIDE)) * shift;
+        });
+      else each<ROWS, V>([&](int r, int v) { sums[r][v] = rf{}; });
       if constexpr (BITS == 0) {
         for (int64_t i = 0; i < part.pairs * PER_PAIR; i++, x++, words += COLUMNS)
           add_word(x, words, sums);

@@ -15,7 +15,7 @@ struct Linear {
   const void *x, *packed, *bias;  // [R, K]; the weight's panels; [N], [2 N] if gated, or null
   void* out;                      // [R, N]; the residual, if it is added to
   int64_t N, K, epilogue;
-  int64_t bits, group, has_zeros;  // of a weight of codes: bits is 0 for another one
+  int64_t bits, group, has_zeros, has_offsets;  // of a weight of codes: bits is 0 for another one
 
   bool is_gated() const { return epilogue == SILU_MUL; }
 };

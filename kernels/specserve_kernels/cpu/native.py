@@ -54,7 +54,7 @@ class Pack(Structure):
 
 class PackCodes(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("q", "zero", "scale", "packed")),
+        *((name, c_void_p) for name in ("q", "zero", "scale", "offset", "packed")),
         *((name, c_int64) for name in ("N", "K", "bits", "group", "is_gated")),
     ]
 
@@ -71,7 +71,10 @@ class Linear(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("is_bf16", "domain")),
         *((name, c_void_p) for name in ("x", "packed", "bias", "out")),
-        *((name, c_int64) for name in ("N", "K", "epilogue", "bits", "group", "has_zeros")),
+        *(
+            (name, c_int64)
+            for name in ("N", "K", "epilogue", "bits", "group", "has_zeros", "has_offsets")
+        ),
     ]
 
 
@@ -195,10 +198,10 @@ def run(ops: Any, step: Step, threads: int) -> None:
     _run_list(build.kernels().library)(byref(ops), len(ops), byref(step), threads)
 
 
-def code_bytes(N: int, K: int, coding: tuple[int, int, bool], is_gated: bool) -> int:
+def code_bytes(N: int, K: int, coding: tuple[int, int, bool, bool], is_gated: bool) -> int:
     """Of a packed weight of codes."""
     count = build.kernels().library.specserve_code_bytes
-    count.argtypes, count.restype = [c_int64] * 6, c_int64
+    count.argtypes, count.restype = [c_int64] * 7, c_int64
     return int(count(N, K, *coding, is_gated))
 
 

@@ -60,27 +60,29 @@ def prepack(weight: Tensor | Codes, is_gated: bool = False) -> Packed:
 
 
 def _prepack_codes(codes: Codes, is_gated: bool) -> Packed:
-    q, scale = codes.q.contiguous(), codes.scale.contiguous()
-    zero = None if codes.zero is None else codes.zero.contiguous()
-    rows, K = q.shape
-    N = rows // 2 if is_gated else rows
     _check(codes)
-    coding = Coding(codes.bits, codes.group, zero is not None)
+    bits, group, *tensors = codes.centered()
+    q, scale, zero, offset = (None if x is None else x.contiguous() for x in tensors)
+    rows, K = codes.q.shape
+    N = rows // 2 if is_gated else rows
+    coding = Coding(bits, group, zero is not None, offset is not None)
     words = allocate(native.code_bytes(N, K, coding, is_gated))
-    pointers = q.data_ptr(), None if zero is None else zero.data_ptr(), scale.data_ptr()
-    shape = N, K, codes.bits, codes.group, is_gated
-    _run("pack_codes", native.PackCodes(*pointers, words.data_ptr(), *shape), 1, q.numel())
+    pointers = (None if x is None else x.data_ptr() for x in (q, zero, scale, offset, words))
+    args = native.PackCodes(*pointers, N, K, bits, group, is_gated)
+    _run("pack_codes", args, 1, codes.q.numel())
     return Packed(words, N, K, is_gated, coding)
 
 
 def _check(codes: Codes) -> None:
-    bits, group, q, scale, zero = codes
+    bits, group, q, scale, zero, offset = codes
     assert bits in (4, 8) and q.dtype == torch.uint8, f"no kernel reads codes of {bits} bits"
     assert q.shape[1] % group == 0, f"{q.shape[1]} codes in groups of {group}"
     shape = q.shape[0], q.shape[1] // group
     assert scale.shape == shape and scale.dtype == torch.float32, "not a scale for each group"
     is_zero = zero is None or (zero.shape == shape and zero.dtype == torch.uint8)
     assert is_zero, "not a zero for each group"
+    is_offset = offset is None or (offset.shape == shape and offset.dtype == torch.float32)
+    assert is_offset, "not an offset for each group"
 
 
 def quantize(weight: Tensor, bits: int) -> Codes:

@@ -48,10 +48,13 @@ def _codes(word, PART: tl.constexpr, BITS: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
-def _product(x, row, k, exists, code, R, K, DOT: tl.constexpr):
-    """Columns of some rows times codes."""
+def _product(x, row, k, exists, code, scale, offset, R, K, DOT: tl.constexpr):
+    """Columns of some rows times values; `offset` is None without offsets."""
     some = tl.load(x + row * K + k[None, :], mask=(row < R) & exists[None, :], other=0.0)
-    return tl.dot(some.to(DOT), tl.trans(code), input_precision="ieee")
+    product = tl.dot(some.to(DOT), tl.trans(code), input_precision="ieee") * scale
+    if offset is not None:
+        product += tl.sum(some.to(tl.float32), 1)[:, None] * offset
+    return product
 
 
 @triton.jit
@@ -71,6 +74,7 @@ def _multiply(
     words,  # [outputs / OUTPUTS, tiles, OUTPUTS, CHUNK]
     scale,  # [groups, outputs]
     zero,  # as scale
+    offset,  # as scale
     bias,
     out,
     R,
@@ -81,6 +85,7 @@ def _multiply(
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_ZERO: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADDS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -106,8 +111,9 @@ def _multiply(
             if HAS_ZERO:
                 code -= tl.load(zero + group * width + n).to(DOT)[:, None]
             factor = tl.load(scale + group * width + n)[None, :]
-            upper_total += _product(x, upper, k, exists, code, R, K, DOT) * factor
-            lower_total += _product(x, lower, k, exists, code, R, K, DOT) * factor
+            more = tl.load(offset + group * width + n)[None, :] if HAS_OFFSET else None
+            upper_total += _product(x, upper, k, exists, code, factor, more, R, K, DOT)
+            lower_total += _product(x, lower, k, exists, code, factor, more, R, K, DOT)
     _finish(upper_total, upper, n, bias, out, R, N, HAS_BIAS, ADDS)
     _finish(lower_total, lower, n, bias, out, R, N, HAS_BIAS, ADDS)
 
@@ -117,6 +123,7 @@ def _widen(
     words,
     scale,
     zero,
+    offset,
     out,  # [N, K]
     N,
     K,
@@ -124,6 +131,7 @@ def _widen(
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_ZERO: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
     """The values of a tile."""
@@ -140,6 +148,8 @@ def _widen(
         if HAS_ZERO:
             value -= tl.load(zero + group * width + n).to(tl.float32)[:, None]
         value *= tl.load(scale + group * width + n)[:, None]
+        if HAS_OFFSET:
+            value += tl.load(offset + group * width + n)[:, None]
         at = out + n.to(tl.int64)[:, None] * K + k[None, :]
         tl.store(at, value.to(out.dtype.element_ty), mask=(n < N)[:, None] & exists[None, :])
 
@@ -153,6 +163,7 @@ class CodedMap(NamedTuple):
     words: Tensor  # [outputs / OUTPUTS, tiles, OUTPUTS, chunk] int32
     scale: Tensor  # [groups, outputs] float32
     zero: Tensor | None  # [groups, outputs] int8, less the middle
+    offset: Tensor | None  # [groups, outputs] float32; there are no zeros then
     N: int
     K: int
 
@@ -170,7 +181,7 @@ class CodedMap(NamedTuple):
         assert x.is_contiguous() and out.is_contiguous(), "rows with gaps"
         if len(x):
             _multiply[(len(self.words), triton.cdiv(len(x), 2 * ROWS))](
-                *(x, self.words, self.scale, self.scale if self.zero is None else self.zero),
+                *(x, *self.tensors()),
                 *(x if bias is None else bias, out, len(x), self.N, self.K, self.words.shape[1]),
                 **self.constants(),
                 HAS_BIAS=bias is not None,
@@ -183,15 +194,19 @@ class CodedMap(NamedTuple):
         return out
 
     def widen(self, dtype: torch.dtype) -> Tensor:
-        """As `Codes.widen`."""
+        """As `Codes.widen`, but offsets are those of `Codes.centered`."""
         out = torch.empty(self.N, self.K, dtype=dtype, device=self.words.device)
         _widen[tuple(self.words.shape[:2])](
-            *(self.words, self.scale, self.scale if self.zero is None else self.zero, out),
-            *(self.N, self.K),
+            *(*self.tensors(), out, self.N, self.K),
             **self.constants(),
             num_warps=4,
         )
         return out
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """With some other in place of one that there is none of."""
+        more = (self.scale if x is None else x for x in (self.zero, self.offset))
+        return self.words, self.scale, *more
 
     def constants(self) -> dict[str, int]:
         return {
@@ -199,12 +214,14 @@ class CodedMap(NamedTuple):
             "GROUP": self.group,
             "CHUNK": self.chunk,
             "HAS_ZERO": self.zero is not None,
+            "HAS_OFFSET": self.offset is not None,
             "OUTPUTS": OUTPUTS,
         }
 
 
 def pack(codes: Codes, device: torch.device) -> CodedMap:
     """The codes in tiles, on the device."""
+    codes = codes.centered()
     N, K = codes.q.shape
     chunk, parts = chunk_of(codes), WORD // codes.bits
     groups, group_chunks = K // codes.group, triton.cdiv(codes.group, chunk)
@@ -225,10 +242,13 @@ def pack(codes: Codes, device: torch.device) -> CodedMap:
         more = triton.cdiv(tiles * parts, group_chunks) - groups
         return pad(x.to(device).t(), (0, outputs - N, 0, more)).contiguous()
 
-    zero = None
+    zero = offset = None
     if codes.zero is not None:
-        zero = by_group((codes.zero.short() - (1 << codes.bits - 1)).to(torch.int8))
-    return CodedMap(codes.bits, codes.group, chunk, words, by_group(codes.scale), zero, N, K)
+        zero = by_group((codes.zero.short() - codes.middle).to(torch.int8))
+    if codes.offset is not None:
+        offset = by_group(codes.offset)
+    scale = by_group(codes.scale)
+    return CodedMap(codes.bits, codes.group, chunk, words, scale, zero, offset, N, K)
 
 
 def chunk_of(codes: Codes) -> int:

@@ -1,4 +1,4 @@
-"""GGUF's quantized weights: codes where they are integers times a scale, else wide values.
+"""GGUF's quantized weights: integers times a scale, some of them with an offset.
 
 Blocks are [N, blocks of a row, bytes]; within one, ggml's quants.c says what the bytes are.
 """
@@ -14,7 +14,6 @@ from specserve.models.quantized.stored import Stored
 from specserve_kernels import Codes
 
 BY_NAME = {type.name: type for type in TYPES.values()}
-WIDENED = 1 << 22  # values that are widened at a time
 
 
 class Gguf:
@@ -28,16 +27,9 @@ class Gguf:
         type = BY_NAME[type_of(found)]
         return {type.name: Stored((N, K // type.width * type.size), ("U8",))}
 
-    def read(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes | Tensor:
-        name, (N, K) = type_of(tensors), shape
-        blocks = tensors[name].view(N, -1, BY_NAME[name].size)
-        if name in CODES:
-            return CODES[name](blocks)
-        wide = torch.empty(shape)
-        height = max(1, WIDENED // K)  # so that what lies between is small
-        for rows, part in zip(torch.split(wide, height), torch.split(blocks, height), strict=True):
-            rows.copy_(WIDE[name](part))
-        return wide
+    def read(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
+        name = type_of(tensors)
+        return CODES[name](tensors[name].view(shape[0], -1, BY_NAME[name].size))
 
 
 def type_of(parts: Mapping[str, object]) -> str:
@@ -48,8 +40,8 @@ def q4_0(blocks: Tensor) -> Codes:
     return codes(4, nibbles(blocks[..., 2:18]), half(blocks, 0))
 
 
-def q4_1(blocks: Tensor) -> Tensor:
-    return affine(nibbles(blocks[..., 4:20]), half(blocks, 0), -half(blocks, 2))
+def q4_1(blocks: Tensor) -> Codes:
+    return affine(4, nibbles(blocks[..., 4:20]), half(blocks, 0), half(blocks, 2))
 
 
 def q5_0(blocks: Tensor) -> Codes:
@@ -57,22 +49,22 @@ def q5_0(blocks: Tensor) -> Codes:
     return codes(8, q + (128 - 16), half(blocks, 0))
 
 
-def q5_1(blocks: Tensor) -> Tensor:
+def q5_1(blocks: Tensor) -> Codes:
     q = nibbles(blocks[..., 8:24]) | bits(blocks[..., 4:8]) << 4
-    return affine(q, half(blocks, 0), -half(blocks, 2))
+    return affine(5, q, half(blocks, 0), half(blocks, 2))
 
 
 def q8_0(blocks: Tensor) -> Codes:
     return codes(8, blocks[..., 2:34] ^ 128, half(blocks, 0))
 
 
-def q4_k(blocks: Tensor) -> Tensor:
-    return affine(in_eighths(blocks[..., 16:144]), *k_scales(blocks))
+def q4_k(blocks: Tensor) -> Codes:
+    return affine(4, in_eighths(blocks[..., 16:144]), *k_scales(blocks))
 
 
-def q5_k(blocks: Tensor) -> Tensor:
+def q5_k(blocks: Tensor) -> Codes:
     high = (blocks[..., None, 16:48] >> SHIFTS[:, None]) & 1
-    return affine(in_eighths(blocks[..., 48:176]) | high << 4, *k_scales(blocks))
+    return affine(5, in_eighths(blocks[..., 48:176]) | high << 4, *k_scales(blocks))
 
 
 def q6_k(blocks: Tensor) -> Codes:
@@ -85,30 +77,30 @@ def q6_k(blocks: Tensor) -> Codes:
 
 CODES: dict[str, Callable[[Tensor], Codes]] = {
     "Q4_0": q4_0,
-    "Q5_0": q5_0,
-    "Q8_0": q8_0,
-    "Q6_K": q6_k,
-}
-# Their least values are no multiples of the scales, as those of codes are.
-WIDE: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_1": q4_1,
+    "Q5_0": q5_0,
     "Q5_1": q5_1,
+    "Q8_0": q8_0,
     "Q4_K": q4_k,
     "Q5_K": q5_k,
+    "Q6_K": q6_k,
 }
 SHIFTS = torch.arange(8, dtype=torch.uint8)
 
 
 def codes(bits: int, q: Tensor, scale: Tensor) -> Codes:
     """The middle of the range is zero. A block's scales are of equal shares of it."""
-    N, width = len(q), q.shape[-1]
-    return Codes(bits, width // scale.shape[-1], q.reshape(N, -1), scale.reshape(N, -1))
+    N, scale = len(q), scale.reshape(len(q), -1)
+    q = q.reshape(N, -1)
+    return Codes(bits, q.shape[1] // scale.shape[1], q, scale)
 
 
-def affine(q: Tensor, scale: Tensor, least: Tensor) -> Tensor:
-    """q scale - least, [N, K] float32."""
-    shares = q.float().reshape(*scale.shape, -1)
-    return (shares * scale[..., None] - least[..., None]).reshape(len(q), -1)
+def affine(width: int, q: Tensor, scale: Tensor, offset: Tensor) -> Codes:
+    """q scale + offset, where q has so many bits; its middle becomes that of the codes."""
+    up = 0 if width == 4 else 128 - (1 << width - 1)
+    made = codes(4 if width == 4 else 8, q + up, scale)
+    zero = torch.full_like(made.scale, up, dtype=torch.uint8)
+    return made._replace(zero=zero, offset=offset.reshape(made.scale.shape))
 
 
 def half(blocks: Tensor, start: int) -> Tensor:
@@ -141,11 +133,11 @@ def in_eighths(octets: Tensor) -> Tensor:
 
 
 def k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale and the least value of each eighth of a block, [N, blocks, 8].
+    """The scale and the offset of each eighth of a block, [N, blocks, 8].
 
     Six bits each: those of the first four have bytes of their own, whose upper bits the others use.
     """
     scale, least, mixed = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scales = torch.cat([scale & 63, (mixed & 15) | (scale >> 6) << 4], dim=-1)
     leasts = torch.cat([least & 63, (mixed >> 4) | (least >> 6) << 4], dim=-1)
-    return half(blocks, 0) * scales.float(), half(blocks, 2) * leasts.float()
+    return half(blocks, 0) * scales.float(), -(half(blocks, 2) * leasts.float())
