@@ -23,8 +23,9 @@ FORMS = [  # every form of a map that a reader makes
     "awq",
     "fp8-block",
     "gguf",
+    "gguf-q4_k_m",
 ]
-GGUF = {  # the types of a file's maps, by the names of those
+MIXED = {  # the types of a file's maps, by the names of those
     "attn_q": "Q4_0",
     "attn_k": "Q5_0",
     "attn_v": "Q6_K",
@@ -35,6 +36,10 @@ GGUF = {  # the types of a file's maps, by the names of those
     "token_embd": "Q6_K",
     "output": "Q8_0",
 }
+FEW_BITS = {name: "Q4_K" for name in MIXED} | dict.fromkeys(
+    ("attn_v", "ffn_down", "output"), "Q6_K"
+)
+GGUF = {"gguf": MIXED, "gguf-q4_k_m": FEW_BITS}
 GREEDY = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 LENGTH = 24
 
@@ -53,9 +58,10 @@ def cases():
 @pytest.fixture(scope="module", params=FORMS)
 def folder(request, tmp_path_factory):
     models = tmp_path_factory.mktemp("models")
-    if request.param == "gguf":
+    if request.param in GGUF:
+        types = GGUF[request.param]
         return write(
-            models, "llama", lambda name: GGUF.get(name.split(".")[-2], "F32"), **WIDE
+            models, "llama", lambda name: types.get(name.split(".")[-2], "F32"), **WIDE
         ).file
     return formats.quantized(models / "quantized", request.param)
 

@@ -29,6 +29,7 @@ from specserve.models.quantized.config import Quantization
 from specserve.models.quantized.readers import reader
 from specserve.models.rotary import frequencies
 from specserve.models.source import open_source
+from specserve.models.weight_forms import MapForm
 from specserve.server.service import served_name
 from specserve_kernels import cpu, reference
 from tests.models import gguf_files
@@ -203,6 +204,19 @@ def test_maps_of_several_types_make_one_model(tmp_path):
     ids = prompt(320, 29)
     models = [load_decoder(path, "fp32", reference) for path in (file, plain)]
     torch.testing.assert_close(*(logits(m, ids) for m in models))
+
+
+def test_maps_stay_codes(tmp_path):
+    """With a scale and an offset a group; one without an offset may stand beside others."""
+    kinds = {"attn_v": "Q6_K", "ffn_down": "Q5_1"}
+    pick = lambda name: kinds.get(name.split(".")[-2], "Q4_K")  # noqa: E731
+    file = write(tmp_path, "llama", pick, **WIDE).file
+    forms = load_decoder(file, "bf16", reference).weights.forms
+    assert forms.maps == (MapForm(4, 32, 3), MapForm(8, 16, 2), MapForm(8, 32, 4))
+    bits = {"head": 320 * 256 * 6, "gate and up": 2 * 512 * 256 * 6, "down": 2 * 256 * 256 * 10}
+    bits |= {"q, k and v": 2 * 128 * 256 * 12, "out": 2 * 256 * 64 * 9}
+    bits |= {"embedding": 320 * 256 * 16, "norms": 5 * 256 * 16}
+    assert forms.num_bytes == sum(bits.values()) // 8
 
 
 NEW = 16
