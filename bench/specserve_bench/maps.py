@@ -27,10 +27,18 @@ class Kind(NamedTuple):
     name: str
     bits: int
     group: int
+    has_offsets: bool = False
 
 
 BF16 = Kind("bf16", 16, 0)
-KINDS = (BF16, Kind("w4 g128", 4, 128), Kind("w4 g32", 4, 32), Kind("w8", 8, K))
+KINDS = (
+    BF16,
+    Kind("w4 g128", 4, 128),
+    Kind("w4 g32", 4, 32),
+    Kind("w4 g32 and offsets", 4, 32, True),
+    Kind("w8", 8, K),
+    Kind("w8 g32 and offsets", 8, 32, True),
+)
 
 
 class Map:
@@ -62,7 +70,8 @@ def weight(kind: Kind, size: int, draw: torch.Generator) -> Tensor | Codes:
         return torch.randn(size, size, generator=draw).bfloat16()
     group = min(kind.group, size)
     q = torch.randint(0, 1 << kind.bits, (size, size), generator=draw, dtype=torch.uint8)
-    return Codes(kind.bits, group, q, torch.rand(size, size // group, generator=draw))
+    scale = torch.rand(size, size // group, generator=draw)
+    return Codes(kind.bits, group, q, scale, offset=scale / 2 if kind.has_offsets else None)
 
 
 @torch.inference_mode()

@@ -27,6 +27,11 @@ def test_a_list_multiplies_by_every_copy():
     assert torch.equal(each.out[:3], cpu.linear(each.x[:3], each.copies[-1]))
 
 
+def test_a_form_may_have_offsets():
+    made = maps.weight(maps.Kind("w4", 4, 32, has_offsets=True), 64, torch.Generator())
+    assert isinstance(made, Codes) and made.offset is not None and made.offset.all()
+
+
 def test_a_group_is_a_channel_of_a_smaller_map():
     made = maps.weight(maps.Kind("w8", 8, 4096), 64, torch.Generator())
     assert isinstance(made, Codes) and made.group == 64 and made.scale.shape == (64, 1)
