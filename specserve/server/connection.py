@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.config import ServerConfig
 from specserve.errors import Overloaded, RequestError
+from specserve.process import empty_free_lists
 from specserve.server.refusal import (
     HeadersTooLarge,
     NoTunnel,
@@ -23,6 +24,7 @@ from specserve.server.uvicorn_interface import HttpToolsProtocol, RequestRespons
 
 GRACE = 5.0  # seconds beyond the application's own timeout, whose error says what was too slow
 SPARE = 128  # connections beyond the limit that get a 503; further ones are aborted
+LARGE = 1 << 18  # bytes of a body that may have become so many objects that memory is given back
 
 log = logging.getLogger("specserve")
 
@@ -36,6 +38,7 @@ class Connection(HttpToolsProtocol):
     is_in_headers = True
     is_input_closed = False  # further data is ignored
     num_pending = 0  # bytes received since the last piece of a body or end of a request
+    num_body = 0  # bytes of the request's body
 
     def connection_made(self, transport: BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -119,11 +122,13 @@ class Connection(HttpToolsProtocol):
                 Overloaded(f"{self.limits.max_connections} connections are open: ask later")
             )
         else:
+            self.num_body = 0
             self.timer = self.loop.call_later(self.limits.body_seconds + GRACE, self.cut)
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self.num_pending = 0
+        self.num_body += len(body)
         if not self.is_input_closed:
             super().on_body(body)
 
@@ -153,6 +158,8 @@ class Connection(HttpToolsProtocol):
             cycle.keep_alive = is_kept and not self.is_input_closed
 
         await app(scope, receive, send_open)
+        if self.num_body > LARGE:
+            empty_free_lists()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -1,10 +1,16 @@
 """What hostile clients leave behind in the HTTP process: nothing."""
 
 import contextlib
+import gc
+import http.client
 import json
 from pathlib import Path
 
+import pytest
+
+from specserve.server.connection import LARGE
 from tests.server.asking import COMPLETIONS, head, saying
+from tests.server.in_process import server_threads
 from tests.server.server_process import ServerProcess, eventually
 
 MIB = 1 << 20
@@ -61,3 +67,22 @@ def test_hostile_clients_leave_no_memory_held_however_often_they_come(folder):
         assert first - before < 64  # what is made once included; their bodies alone were 160 MiB
         a_round(server, at_rest)
         assert resident(server) - first < 24
+
+
+@pytest.fixture
+def num_full_collections():
+    """A function that counts them; only those that are asked for happen."""
+    gc.disable()
+    yield lambda: gc.get_stats()[2]["collections"]
+    gc.enable()
+
+
+def test_what_large_bodies_left_is_collected_once_they_are_answered(folder, num_full_collections):
+    with server_threads(folder) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        for size, collections in [(LARGE, 0), (LARGE + 1, 1), (LARGE, 0), (4 * LARGE, 1)]:
+            before = num_full_collections()
+            connection.request("POST", COMPLETIONS, b" " * size)
+            assert connection.getresponse().read()
+            eventually(lambda n=before + collections: num_full_collections() == n)
+        connection.close()
