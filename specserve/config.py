@@ -329,26 +329,35 @@ def read_file(path: Path) -> Iterator[Setting]:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """`section.key=value`: the value as TOML, or as a plain string where it is none."""
+    """`section.key=value`: the value as TOML, or as a plain string where it is none; no value at
+    all is None.
+    """
     key, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"--set {text}: write --set section.key=value")
     try:
         parsed = tomllib.loads(f"value = {value}")
     except tomllib.TOMLDecodeError:
-        parsed = {}
+        parsed = {} if value.strip() else {"value": None}
     # A value with a line break could add a second key: then it is taken as a string.
     return key.strip(), parsed["value"] if parsed.keys() == {"value"} else value
 
 
 def put(values: dict[str, dict[str, Any]], setting: Setting) -> None:
-    """Check one setting by itself and enter it; `drafter.options.x` sets one option of several."""
+    """Check one setting by itself and enter it; None takes an earlier one back.
+    `drafter.options.x` sets one option of several.
+    """
     options, _, option = setting.key.partition("drafter.options.")
     if option and not options:
-        known = values["drafter"].get("options", {})
-        setting = Setting(setting.origin, "drafter.options", {**known, option: setting.value})
+        merged = {**values["drafter"].get("options", {}), option: setting.value}
+        kept = {name: value for name, value in merged.items() if value is not None}
+        setting = Setting(setting.origin, "drafter.options", kept)
     if setting.key not in KNOBS:
         raise ConfigError(f"{setting.origin}: unknown key {setting.key!r}; {remedy(setting.key)}")
+    section, _, key = setting.key.partition(".")
+    if setting.value is None:
+        values[section].pop(key, None)
+        return
     try:
         value = msgspec.convert(setting.value, KNOBS[setting.key])
     except msgspec.ValidationError as e:
@@ -356,7 +365,6 @@ def put(values: dict[str, dict[str, Any]], setting: Setting) -> None:
             f"{setting.origin}: {setting.key} = {setting.value!r} is refused: {e} "
             f"({description(setting.key)})"
         ) from e
-    section, _, key = setting.key.partition(".")
     values[section][key] = value
 
 

@@ -90,6 +90,17 @@ def test_overrides_are_stronger_than_the_file():
     assert (config.speculation.max_nodes, config.drafter.name) == (3, "ngram")
 
 
+def test_an_override_without_a_value_takes_back_what_the_file_says(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        '[model]\nquantize = "w4"\nthreads = 3\n[scheduler]\nmax_running = 3\n'
+        "[drafter.options]\nmax_ngram = 5\nmin_ngram = 1"
+    )
+    keys = "model.quantize", "model.threads", "scheduler.max_running", "drafter.options.max_ngram"
+    config = load_config(path, dict(parse_override(f"{key}=") for key in keys))
+    assert config == load_config(None, {"drafter.options": {"min_ngram": 1}})
+
+
 def test_one_option_of_a_drafter_can_be_set_beside_others(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text("[drafter.options]\nmax_ngram = 5\nmin_ngram = 1")
@@ -125,14 +136,16 @@ def test_who_guesses(overrides, name):
         ("a.b=x=y", ("a.b", "x=y")),
         ("a.b={n = 1}", ("a.b", {"n": 1})),
         ("a.b=1\nc = 2", ("a.b", "1\nc = 2")),
-        ("a.b=", ("a.b", "")),
+        ("a.b=", ("a.b", None)),
+        ("a.b= ", ("a.b", None)),
+        ('a.b=""', ("a.b", "")),
     ],
 )
 def test_an_override_is_toml_or_else_a_string(text, want):
     assert parse_override(text) == want
 
 
-def test_an_override_without_a_value_is_refused():
+def test_an_override_without_an_equals_sign_is_refused():
     with pytest.raises(ConfigError, match=r"section\.key=value"):
         parse_override("speculation.max_nodes")
 
