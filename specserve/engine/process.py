@@ -79,7 +79,7 @@ def add(engine: Engine, asked: Add) -> list[StepOutput]:
 
 
 def ready(loaded: Loaded) -> Ready:
-    engine, decoder = loaded.engine, loaded.weights.target.decoder
+    engine, decoder, draft = loaded.engine, loaded.weights.target.decoder, loaded.weights.draft
     kv_dtype = engine.target.kv.layers[0].k.dtype
     return Ready(
         phases=loaded.phases,
@@ -94,6 +94,7 @@ def ready(loaded: Loaded) -> Ready:
         kv_formats=engine.formats,
         weights=decoder.weights.forms,
         sources=engine.sources,
+        draft_weights=None if draft is None else draft.decoder.weights.forms,
     )
 
 

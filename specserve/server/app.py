@@ -174,10 +174,13 @@ def details(served: ServedModel) -> dict[str, Any]:
     """Fields that OpenAI lacks: the drafter, its limit, the forms of weights and KV, and which
     models are scaled demos.
     """
-    scaled = {"scaled": served.scaled} if served.scaled else {}
     kept = {"weights": served.weights, "kv_dtype": served.kv_dtype}
     fields = {"drafter": served.drafter, "max_nodes": served.max_nodes, **kept}
-    return fields | scaled
+    if served.draft_weights is not None:
+        fields["draft_weights"] = served.draft_weights
+    if served.scaled:
+        fields["scaled"] = served.scaled
+    return fields
 
 
 async def reset_cache(request: Request) -> Response:

@@ -103,7 +103,8 @@ async def load(service: Service, start: Start) -> Ready:
         ready = await service.engine.ready
     identity, scaled = fingerprint(folders.target, ready), scaled_models(folders)
     names = service.name, identity, ready.drafter
-    served = ServedModel(*names, max_nodes, scaled, ready.kv_dtype, ready.weights)
+    kept = ready.kv_dtype, ready.weights, ready.draft_weights
+    served = ServedModel(*names, max_nodes, scaled, *kept)
     service.open(make_input_processor(files, ready.vocab_size, ready.max_model_len), served, ready)
     show_phases(phases.table | ready.phases)
     keep_objects()

@@ -45,6 +45,7 @@ class ServedModel(NamedTuple):
     scaled: list[Scaled]  # of target and draft model, those that are scaled demos
     kv_dtype: str
     weights: WeightForms = WeightForms()
+    draft_weights: WeightForms | None = None
 
 
 class Service:

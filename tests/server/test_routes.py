@@ -26,12 +26,18 @@ def test_the_model_is_listed_by_its_served_name(server):
     [card] = server.get("/v1/models").body["data"]
     assert card["id"] == "tiny" and card["object"] == "model" and card["max_model_len"] == 512
     assert (card["drafter"], card["max_nodes"]) == ("ngram", 16) and "scaled" not in card
-    assert card["kv_dtype"] == "fp32"
+    assert card["kv_dtype"] == "fp32" and "draft_weights" not in card
     maps = [{"bits": 32, "group": None, "number": 9}]
     assert card["weights"] == {"maps": maps, "num_bytes": 4 * 115_072}
     assert server.get("/v1/models/tiny").body == card
     assert server.get("/v1/models").body["object"] == "list"
     assert abs(server.post(CHAT, chat_body()).body["created"] - card["created"]) < 3600
+
+
+def test_the_weights_of_the_draft_model_are_told_beside_the_targets(presets):
+    [card] = presets["draft-model"].get("/v1/models").body["data"]
+    assert card["draft_weights"] == card["weights"]  # they are the same model's
+    assert "draft_weights" not in presets["ngram"].get("/v1/models").body["data"][0]
 
 
 def test_a_model_is_called_by_its_name_or_not_at_all(server):
