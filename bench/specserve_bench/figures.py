@@ -61,7 +61,17 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "host": host_figures,
     "maps": map_figures,
 }
-PARTS = [*OF_PAIR, *OTHERS, "demo"]
+PARTS = {  # what they measure
+    "engine": "every drafter with the trained pair: TPOT, acceptance, the parts of a step",
+    "server": "the HTTP server with the pair: start-up, CPU time, idle connections, a newcomer",
+    "steps": "steps of a random 0.6B model against the least time that they could take",
+    "kv": "attention over KV of 8 bits and of bf16",
+    "memory": "what the block pool brings: prefix hits, choices that share blocks",
+    "fairness": "how long a small request waits for its first token beside a large one",
+    "host": "the host's share of a step",
+    "maps": "linear maps of 4 and 8 bits beside the same maps in bf16",
+    "demo": "every drafter with the demo pair, and scaled to a larger model's cost; draws plots",
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,10 +90,12 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m specserve_bench.figures",
-        description=f"Measure the named parts, or all, and keep their figures in {RESULTS}.",
-        epilog=f"For {' and '.join(OF_PAIR)}, {NO_PAIR}.",
+        description=f"Measure the named parts, or all. Their figures replace those in {RESULTS}.",
+        epilog="\n".join(f"  {name:9} {what}" for name, what in PARTS.items())
+        + f"\n\nFor {' and '.join(OF_PAIR)}, {NO_PAIR}.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument("parts", nargs="*", type=part, metavar="PART", help=", ".join(PARTS))
+    p.add_argument("parts", nargs="*", type=part, metavar="PART", help="of those below")
     return p
 
 

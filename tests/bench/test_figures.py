@@ -33,7 +33,7 @@ def test_without_names_all_parts_are_measured(measured, tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
     monkeypatch.setenv("SPECSERVE_TEST_MODELS", str(tmp_path))
     assert figures.main([]) == 0
-    assert measured == [*(f"{name}-cpu" for name in figures.PARTS[:-1]), "demo"]
+    assert measured == [*(f"{name}-cpu" for name in [*figures.PARTS][:-1]), "demo"]
 
 
 def test_without_the_pair_its_parts_are_left_out(measured, capsys):
@@ -59,11 +59,14 @@ def test_parts_that_cannot_be_measured_are_refused(measured, tmp_path, monkeypat
     assert measured == []
 
 
-def test_the_help_names_every_part(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+def test_the_help_says_what_every_part_measures_and_what_it_replaces(capsys):
+    assert {*figures.PARTS} == {*figures.OF_PAIR, *figures.OTHERS, "demo"}
     with pytest.raises(SystemExit, match="0"):
         figures.main(["--help"])
-    assert ", ".join(figures.PARTS) in capsys.readouterr().out
+    told = capsys.readouterr().out
+    for name, what in figures.PARTS.items():
+        assert re.search(rf"^  {name} +{re.escape(what)}$", told, re.MULTILINE)
+    assert "replace those in bench/results" in told
 
 
 def test_the_manual_names_every_part():
