@@ -13,6 +13,8 @@ from specserve.models.folder import Scaled, check_tokenizer, scaled_from
 from specserve.models.tokenizer import Tokenizer, load_tokenizer
 from specserve.models.weight_files import find_weights
 
+# The files of a folder that decide the text, beside its weights.
+WORDS = ("*.json", "*.jinja", "*/*.jinja", "*.model", "merges.txt", "vocab.txt")
 # Bytes that tell a file of weights from others: at its beginning, and from all over it. Reading
 # all of it would take minutes.
 BEGINNING = 1 << 20
@@ -60,7 +62,8 @@ class Folder:
         check_tokenizer(self.path)
 
     def identity(self) -> Iterator[bytes]:
-        for file in sorted([*self.path.glob("*.json"), *self.path.glob("*.jinja")]):
+        for file in sorted(file for pattern in WORDS for file in self.path.glob(pattern)):
+            yield file.name.encode()
             yield file.read_bytes()
         for file in sorted(self.path.glob("*.safetensors")):
             yield file.name.encode()

@@ -73,6 +73,24 @@ def test_a_missing_json_file_says_what_a_model_is(tmp_path):
         read_json(Path(tmp_path / "config.json"))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.json", "generation_config.json", "tokenizer.json", "added_tokens.json"),
+        *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
+        *("chat_template.jinja", "additional_chat_templates/default.jinja"),
+    ],
+)
+def test_whatever_decides_the_text_is_in_the_identity(tmp_path, name):
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    told = [list(Folder(tmp_path).identity())]
+    for text in ("a", "b"):
+        file.write_text(text)
+        told.append(list(Folder(tmp_path).identity()))
+    assert told[0] != told[1] != told[2]
+
+
 @pytest.mark.parametrize("place", [0, 3 << 20, (6 << 20) - 1])
 def test_weights_that_differ_anywhere_have_another_identity(tmp_path, place):
     """Large files are not read as a whole, but in pieces from all over them."""
