@@ -40,11 +40,15 @@ def check_shard(folder: Path, shard: str) -> None:
         raise ConfigError(
             f"{folder / shard}: missing, and {INDEX} asks for it; download the model again"
         )
-    target = (folder / shard).resolve()
-    if not is_at_home(folder.resolve(), target):
+    check_is_at_home(folder.resolve(), folder / shard)
+
+
+def check_is_at_home(home: Path, file: Path) -> None:
+    """ConfigError for a link out of a folder: not the operator but the model names its files."""
+    if not is_at_home(home, target := file.resolve()):
         raise ConfigError(
-            f"{folder / shard}: a link that leaves the folder, to {target}; put the file itself "
-            "into the folder"
+            f"{file}: a link that leaves the folder, to {target}; put the file itself into the "
+            "folder"
         )
 
 

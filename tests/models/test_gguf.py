@@ -275,6 +275,26 @@ def test_wrong_parts_are_refused(tmp_path):
         open_source(first).check()
 
 
+def test_a_part_that_is_a_link_out_of_the_folder_is_refused(tmp_path):
+    first = write(tmp_path / "model", "llama", parts=8).file
+    outside = second(first).rename(tmp_path / "outside.gguf")
+    second(first).symlink_to(outside)
+    with pytest.raises(ConfigError, match=r"00002-of-00003\.gguf: a link that leaves the folder"):
+        open_source(first).check()
+
+
+def test_parts_in_the_hubs_cache_are_links(tmp_path):
+    folder = tmp_path / "models--org--name" / "snapshots" / ("0" * 40)
+    folder.mkdir(parents=True)
+    first = write(folder, "llama", parts=8).file
+    blobs = folder.parent.parent / "blobs"
+    blobs.mkdir()
+    for part in folder.glob("*.gguf"):
+        part.rename(blobs / part.name)
+        part.symlink_to(f"../../blobs/{part.name}")
+    open_source(first).check()
+
+
 def test_a_lie_about_the_parts_is_refused(tmp_path):
     first = write(tmp_path, "llama", parts=8).file
     data = first.read_bytes()

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from specserve.errors import ConfigError
 from specserve.models.gguf.blocks import Type, find_type
 from specserve.models.gguf.cursor import MAX_KEY, U32, U64, Array, Cursor, Value
+from specserve.models.weight_files import check_is_at_home
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 MAX_KEYS, MAX_TENSORS, MAX_DIMENSIONS, MAX_SIZE = 1 << 16, 1 << 18, 4, 1 << 40
@@ -69,12 +70,14 @@ def other_parts(path: Path, count: int) -> Iterator[Path]:
         raise ConfigError(
             f"{path}: not the first part; name {named['stem']}-00001-of-{count:05}.gguf"
         )
+    home = path.parent.resolve()
     for number in range(2, int(named["count"]) + 1):
         part = path.with_name(f"{named['stem']}-{number:05}-of-{count:05}.gguf")
         if not part.exists():
             raise ConfigError(
                 f"{part}: missing, and {path.name} needs it; download the model again"
             )
+        check_is_at_home(home, part)
         yield part
 
 
