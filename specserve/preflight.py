@@ -57,10 +57,8 @@ def check_vocabulary_size(target: DecoderConfig, folder: Path, draft: DecoderCon
 
 
 def check_quantize(key: str, asked: str | None, path: Path, shape: DecoderConfig) -> None:
-    """ConfigError if a model is to be quantized that is quantized already. GGUF files may hold
-    weights that are not: they are seen when they are read.
-    """
-    if asked and shape.quantization is not None and shape.quantization.method != "gguf":
+    """ConfigError if a model is to be quantized that is quantized already."""
+    if asked and shape.quantization is not None:
         raise ConfigError(
             f"{key} = {asked!r}: {path} is quantized already ({shape.quantization.words}): leave "
             f"{key} out, or take the model that is not quantized"

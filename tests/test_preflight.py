@@ -11,6 +11,7 @@ from time import perf_counter
 import pytest
 
 from tests.checkpoints import tiny_checkpoint
+from tests.models.gguf_files import write
 
 EXCHANGE = Path(__file__).parents[1] / "specserve" / "exchange"
 HEAVY = "torch", "transformers"
@@ -40,6 +41,7 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     tiny_checkpoint(folder / "whole")
     tiny_checkpoint(folder / "other_ids", vocab_size=321)
+    write(folder / "q8")
     for name, spoil in SPOILT.items():
         shutil.copytree(folder / "whole", folder / name)
         spoil(folder / name)
@@ -78,6 +80,10 @@ MISTAKES = {  # arguments after the command -> words of the complaint
     "quantized already": (
         ["--model=./gptq", "--quantize=w4"],
         "model.quantize = 'w4': gptq is quantized already (gptq, 4 bits in groups of 128): leave",
+    ),
+    "a GGUF file that is quantized already": (
+        ["--model=./q8/model.gguf", "--quantize=w4"],
+        "model.quantize = 'w4': q8/model.gguf is quantized already (gguf): leave",
     ),
     "a draft model that is quantized already": (
         ["--model=./whole", "--draft-model=./gptq", "--draft-quantize=w8"],
