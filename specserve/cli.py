@@ -15,7 +15,7 @@ import msgspec
 
 from specserve.config import Config, Setting, load_config, parse_override, to_toml
 from specserve.errors import ConfigError, RequestError, SpecserveError
-from specserve.process import ensure_streams, keep_stderr_from_failing
+from specserve.process import ensure_streams, keep_stderr_from_failing, raise_signals
 from specserve.version import VERSION
 
 if TYPE_CHECKING:
@@ -156,7 +156,8 @@ def add_settings(p: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="one setting, which overrides the file's; `specserve config show` lists the keys",
+        help="one setting, which overrides the file's; without VALUE, the default; `specserve "
+        "config show` lists the keys",
     )
 
 
@@ -173,11 +174,13 @@ def show_config(args: argparse.Namespace) -> None:
 
 def quantize(args: argparse.Namespace) -> None:
     from specserve import preflight
-    from specserve.models.folder import resolve
+    from specserve.models.folder import GGUF, resolve
 
     source = resolve(args.source)
     if source.is_file():
         raise ConfigError(f"{source}: a GGUF file; take the folder that it was made of")
+    if args.target.suffix.lower() == GGUF:
+        raise ConfigError(f"{args.target}: a folder is written, no GGUF file; name a folder")
     if source.resolve() in args.target.resolve().parents:
         raise ConfigError(f"{args.target}: is in the folder that is read; name another folder")
     if (told := preflight.check_model(source).quantization) is not None:
@@ -188,6 +191,7 @@ def quantize(args: argparse.Namespace) -> None:
     from specserve.progress import LoadProgress
     from specserve.quantize import quantize
 
+    raise_signals()
     with LoadProgress(sys.stderr.isatty()) as bar:
         rounding = Rounding.named(args.to, args.head)
         num_bytes, num_odd = quantize(source, args.target, rounding, partial(bar, source.name))

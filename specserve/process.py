@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
@@ -105,6 +106,17 @@ def keep_stderr_from_failing() -> None:
         errors="backslashreplace",
         line_buffering=True,
     )
+
+
+def raise_signals() -> None:
+    """Have SIGTERM and SIGHUP raise SystemExit, so that what is half written is removed."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, end)
+
+
+def end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)  # as shells report a command that a signal ended
 
 
 def die_with_parent() -> None:

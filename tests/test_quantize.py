@@ -1,6 +1,7 @@
 """`specserve quantize`: what it writes is what loading with `model.quantize` makes."""
 
 import json
+import signal
 import stat
 
 import pytest
@@ -135,6 +136,7 @@ REFUSED = {  # source, target -> words of the complaint
     "no folder for it": ("source", "no/target", "there is no folder"),
     "no source": ("./nowhere", "target", "no such folder"),
     "a quantized source": ("quantized", "target", "quantized already (compressed-tensors)"),
+    "a GGUF file to write": ("source", "out.gguf", "a folder is written, no GGUF file; name"),
     "a number that is none": ("broken", "target", "lm_head.weight has numbers that are not finite"),
 }
 
@@ -171,4 +173,23 @@ def test_what_fails_on_the_way_leaves_nothing(tmp_path, monkeypatch, capsys, err
     source = tiny_checkpoint(tmp_path / "source")
     assert cli.main(["quantize", str(source), str(tmp_path / "target"), "--to", "w8"]) == 1
     assert "target: cannot be written (No space left on device)" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_on_the_way_leaves_nothing(tmp_path, monkeypatch, number):
+    def save_file(*args, **kwargs):
+        assert callable(signal.getsignal(number)), "it would end the tests, too"
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(writing, "save_file", save_file)
+    source = tiny_checkpoint(tmp_path / "source")
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with pytest.raises(SystemExit) as e:
+            cli.main(["quantize", str(source), str(tmp_path / "target"), "--to", "w8"])
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
+    assert e.value.code == 128 + number
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
