@@ -6,12 +6,16 @@ import torch
 from torch import Tensor
 
 WIDENED = 1 << 22  # values that are widened at a time, so that float32 numbers are few
+# Columns of a weight whose rows are rounded: so many products of 127 and 255 add up to less than
+# 2^31.
+MAX_ROUNDED = 1 << 16
 
 
 class Codes(NamedTuple):
     """A weight [N, K] of which each value is (q - zero) * scale, or that and an offset.
 
-    `group` columns of a row share a scale, a zero and an offset; it divides K.
+    `group` columns of a row share a scale, a zero and an offset; it divides K. Codes that round rows
+    have 8 bits, neither zeros nor offsets, one group and at most MAX_ROUNDED columns.
     """
 
     bits: int  # 4 or 8
@@ -20,6 +24,14 @@ class Codes(NamedTuple):
     scale: Tensor  # [N, K / group] float32
     zero: Tensor | None = None  # [N, K / group] uint8; None: 2 ** (bits - 1) everywhere
     offset: Tensor | None = None  # [N, K / group] float32; None: 0 everywhere
+    # Rows get 8 bits, too, and a scale each, before they are multiplied: reference/layers.py.
+    rounds_rows: bool = False
+
+    @property
+    def may_round_rows(self) -> bool:
+        K = self.q.shape[1]
+        is_plain = self.bits == 8 and self.zero is None and self.offset is None
+        return is_plain and self.group == K <= MAX_ROUNDED
 
     def widen(self, dtype: torch.dtype) -> Tensor:
         """The values, [N, K], each rounded once from float32."""

@@ -5,7 +5,7 @@
 #if defined(EMULATE_AMX)
 #define HAS_TILES 1
 #include "gemm_emulation.h"
-#elif defined(__AMX_BF16__)
+#elif defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define HAS_TILES 1
 #include <immintrin.h>
 #include <sys/syscall.h>
@@ -31,6 +31,7 @@ static inline bool request_tiles() {
 #define load_tile(tile, from, stride) _tile_loadd(tile, from, stride)
 #define store_tile(tile, to, stride) _tile_stored(tile, to, stride)
 #define multiply_tiles(sums, rows, columns) _tile_dpbf16ps(sums, rows, columns)
+#define multiply_code_tiles(sums, rows, columns) _tile_dpbsud(sums, rows, columns)
 #else
 #define HAS_TILES 0
 #endif

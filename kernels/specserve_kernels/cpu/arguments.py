@@ -23,11 +23,15 @@ class Coding(NamedTuple):
     group: int
     has_zeros: bool
     has_offsets: bool
+    rounds_rows: bool = False
+
+
+NO_CODING = Coding(0, 0, False, False)
 
 
 class Packed(NamedTuple):
-    """A weight as gemm.h describes it, or, of codes, gemm_codes.h; N is half of the weight's rows
-    if it is gated.
+    """A weight as gemm.h describes it, or, of codes that round no rows, gemm_codes.h; N is half of
+    the weight's rows if it is gated.
     """
 
     words: Tensor
@@ -51,7 +55,7 @@ def linear(
     assert packed.is_gated == (epilogue == SILU_MUL), "a weight that is packed for another op"
     assert x.shape[1] == packed.K, "rows of another width than the weight's"
     assert out.shape[1] == packed.N, "a residual of another width than the weight's"
-    coding = packed.kind if isinstance(packed.kind, Coding) else (0, 0, False, False)
+    coding = packed.kind if isinstance(packed.kind, Coding) else NO_CODING
     assert packed.kind in (x.dtype, coding), "rows and weight of different dtypes"
     assert x.dtype == out.dtype, "rows and a residual of different dtypes"
     is_bf16 = native.is_bf16(x) and native.is_bf16(out)

@@ -1,6 +1,6 @@
 // The GEMM's layouts: packed weights, packed rows, and the sums of a block of rows.
 //
-// K is counted in words of 4 bytes: two bf16, or one float. A packed weight is an array of panels of
+// K is counted in words of 4 bytes: four codes, two bf16, or one float. A packed weight is an array of panels of
 // 32 columns, [words][32] words each: whatever the dtype and the instructions, a vector or a tile
 // reads 64 bytes of one or more consecutive words. Words and columns that a weight lacks are zeros.
 #pragma once
@@ -21,11 +21,10 @@ static inline int64_t panel_columns(bool is_gated) { return is_gated ? COLUMNS /
 
 // What a weight [N, K] is once it is packed.
 struct Shape {
-  int64_t N, K;
-  bool is_bf16, is_gated;
+  int64_t N, K, value_bytes;
+  bool is_gated;
 
-  int64_t value_bytes() const { return is_bf16 ? 2 : 4; }
-  int64_t words() const { return divide_up(K * value_bytes(), 4 * TILE_WORDS) * TILE_WORDS; }
+  int64_t words() const { return divide_up(K * value_bytes, 4 * TILE_WORDS) * TILE_WORDS; }
   int64_t num_panels() const { return divide_up(N, panel_columns(is_gated)); }
   int64_t panel_words() const { return words() * COLUMNS; }
 };

@@ -63,3 +63,18 @@ static inline void multiply_tiles(int c, int a, int b) {
     store((float*)tile[c].bytes[m], total + (even + odd));
   }
 }
+
+// Four signed bytes of a row times as many unsigned ones of a column, added to an integer.
+static inline void multiply_code_tiles(int c, int a, int b) {
+  check(tile[c].num_rows == tile[a].num_rows && tile[b].num_rows * 4 == tile[a].row_bytes);
+  check(tile[c].num_rows > 0 && tile[c].row_bytes == tile[b].row_bytes);
+  for (int m = 0; m < tile[c].num_rows; m++) {
+    vi total = load_lanes(tile[c].bytes[m]);
+    for (int k = 0; k < tile[b].num_rows; k++) {
+      vu w = (vu)load_lanes(tile[b].bytes[k]);
+      for (int i = 0; i < 4; i++)
+        total += (vi)(w >> 8 * i & 0xff) * (int8_t)tile[a].bytes[m][4 * k + i];
+    }
+    memcpy(tile[c].bytes[m], &total, 64);
+  }
+}

@@ -1,13 +1,16 @@
 // Blocks of rows times panels, on the tile registers of AMX: 32 rows and 32 columns at a time.
 #pragma once
 
+#include <type_traits>
+
 #include "amx.h"
 #include "gemm.h"
 
 #if HAS_TILES
-struct Tiles {
+// Of words of bf16, which are added up as floats; or of codes, as integers.
+template <class T> struct TilesOf {
   typedef uint32_t Value;
-  typedef bf16 Source;
+  typedef T Source;
   static constexpr int PER_WORD = 1;
   static constexpr int BLOCK_WORDS = 256;  // of K: 32 rows of them stay in L1
   static constexpr int STRIDE = BLOCK_WORDS + 16;
@@ -27,7 +30,7 @@ struct Tiles {
   static void end() {
     if (configured) release_tiles();
   }
-  static void pack(const bf16* x, int64_t n, Value* to) { memcpy(to, x, n * sizeof(bf16)); }
+  static void pack(const T* x, int64_t n, Value* to) { memcpy(to, x, n * sizeof(T)); }
 
   static void multiply(const Part& part, int rows, int, int64_t) {
     if (rows != configured) configure(rows);
@@ -83,12 +86,21 @@ struct Tiles {
     load_tile(6, loader.words(w, 0), PANEL_LINE);
     load_tile(7, loader.words(w, 16), PANEL_LINE);
     load_tile(4, x + w, ROW);
-    multiply_tiles(0, 4, 6);
-    multiply_tiles(1, 4, 7);
-    if constexpr (HAS_SECOND) {
-      load_tile(5, x + 16 * STRIDE + w, ROW);
-      multiply_tiles(2, 5, 6);
-      multiply_tiles(3, 5, 7);
+    if constexpr (HAS_SECOND) load_tile(5, x + 16 * STRIDE + w, ROW);
+    if constexpr (std::is_same_v<T, bf16>) {
+      multiply_tiles(0, 4, 6);
+      multiply_tiles(1, 4, 7);
+      if constexpr (HAS_SECOND) {
+        multiply_tiles(2, 5, 6);
+        multiply_tiles(3, 5, 7);
+      }
+    } else {
+      multiply_code_tiles(0, 4, 6);
+      multiply_code_tiles(1, 4, 7);
+      if constexpr (HAS_SECOND) {
+        multiply_code_tiles(2, 5, 6);
+        multiply_code_tiles(3, 5, 7);
+      }
     }
   }
 
@@ -111,4 +123,5 @@ struct Tiles {
     }
   }
 };
+typedef TilesOf<bf16> Tiles;
 #endif

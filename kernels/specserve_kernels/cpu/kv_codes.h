@@ -46,7 +46,7 @@ static inline vi fp8_codes(vf x) {
 }
 
 // Write the codes of a head's D numbers; returns their scale.
-template <class T> static float quantize(const float* x, int64_t D, T* out) {
+template <class T, class S> static float quantize(const S* x, int64_t D, T* out) {
   typedef uint8_t bytes __attribute__((vector_size(LANES)));
   vf most{}, broken{};
   for (int64_t i = 0; i < D; i += LANES) {

@@ -16,12 +16,15 @@ struct Linear {
   void* out;                      // [R, N]; the residual, if it is added to
   int64_t N, K, epilogue;
   int64_t bits, group, has_zeros, has_offsets;  // of a weight of codes: bits is 0 for another one
+  int64_t rounds_rows;                          // whether rows become codes, too
 
   bool is_gated() const { return epilogue == SILU_MUL; }
 };
 
 // A weight of codes: see gemm_codes.h.
 void multiply_codes(const Linear& a, int64_t R, Team& team);
+// One whose rows are rounded: see gemm_rounded.cpp.
+void multiply_rounded(const Linear& a, int64_t R, Team& team);
 
 // Write 16 columns of some rows, or the n that exist, rounded once. Inlined, as n is mostly 16.
 template <class T, int64_t EPILOGUE>

@@ -46,7 +46,7 @@ class Norm(Structure):
 
 class Pack(Structure):
     _fields_ = [
-        *((name, c_int64) for name in ("is_bf16", "is_gated")),
+        *((name, c_int64) for name in ("value_bytes", "is_gated")),
         *((name, c_void_p) for name in ("weight", "packed")),
         *((name, c_int64) for name in ("N", "K")),
     ]
@@ -75,6 +75,7 @@ class Linear(Structure):
             (name, c_int64)
             for name in ("N", "K", "epilogue", "bits", "group", "has_zeros", "has_offsets")
         ),
+        ("rounds_rows", c_int64),
     ]
 
 
@@ -198,14 +199,14 @@ def run(ops: Any, step: Step, threads: int) -> None:
     _run_list(build.kernels().library)(byref(ops), len(ops), byref(step), threads)
 
 
-def code_bytes(N: int, K: int, coding: tuple[int, int, bool, bool], is_gated: bool) -> int:
-    """Of a packed weight of codes."""
+def code_bytes(N: int, K: int, form: tuple[int, int, bool, bool], is_gated: bool) -> int:
+    """Of a packed weight of codes: bits, group, whether it has zeros, and offsets."""
     count = build.kernels().library.specserve_code_bytes
     count.argtypes, count.restype = [c_int64] * 7, c_int64
-    return int(count(N, K, *coding, is_gated))
+    return int(count(N, K, *form, is_gated))
 
 
-def packed_words(N: int, K: int, is_bf16: bool, is_gated: bool) -> int:
+def packed_words(N: int, K: int, value_bytes: int, is_gated: bool) -> int:
     count = build.kernels().library.specserve_packed_words
     count.argtypes, count.restype = [c_int64] * 4, c_int64
-    return int(count(N, K, is_bf16, is_gated))
+    return int(count(N, K, value_bytes, is_gated))

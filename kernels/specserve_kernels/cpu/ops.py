@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specserve_kernels.codes import Codes
+from specserve_kernels.codes import MAX_ROUNDED, Codes
 from specserve_kernels.cpu import arguments, native
 from specserve_kernels.cpu.arguments import ADD, PLAIN, SILU_MUL, AttentionPlan, Coding, Packed
 from specserve_kernels.host import allocate
@@ -48,33 +48,46 @@ def _run(name: str, args: Structure, num_rows: int, size: int, plan: Plan | None
 
 def prepack(weight: Tensor | Codes, is_gated: bool = False) -> Packed:
     if isinstance(weight, Codes):
-        return _prepack_codes(weight, is_gated)
+        _check(weight)
+        return (_prepack_rounding if weight.rounds_rows else _prepack_codes)(weight, is_gated)
+    words, N = _pack(weight, is_gated)
+    return Packed(words, N, weight.shape[1], is_gated, weight.dtype)
+
+
+def _pack(weight: Tensor, is_gated: bool, tail: int = 0) -> tuple[Tensor, int]:
+    """Panels and `tail` words behind them; how many columns the panels have."""
     weight = weight.contiguous()
     rows, K = weight.shape
     N = rows // 2 if is_gated else rows
-    kind = native.is_bf16(weight), is_gated
-    words = allocate(4 * native.packed_words(N, K, *kind)).view(torch.int32)
+    kind = weight.itemsize, is_gated
+    words = allocate(4 * (native.packed_words(N, K, *kind) + tail)).view(torch.int32)
     args = native.Pack(*kind, weight.data_ptr(), words.data_ptr(), N, K)
     _run("pack", args, 1, weight.numel())
-    return Packed(words, N, K, is_gated, weight.dtype)
+    return words, N
+
+
+def _prepack_rounding(codes: Codes, is_gated: bool) -> Packed:
+    rows, K = codes.q.shape
+    words, N = _pack(codes.q, is_gated, tail=rows)
+    words[-rows:].view(torch.float32).copy_(codes.scale[:, 0])
+    return Packed(words, N, K, is_gated, Coding(8, K, False, False, True))
 
 
 def _prepack_codes(codes: Codes, is_gated: bool) -> Packed:
-    _check(codes)
-    bits, group, *tensors = codes.centered()
+    bits, group, *tensors, _ = codes.centered()
     q, scale, zero, offset = (None if x is None else x.contiguous() for x in tensors)
     rows, K = codes.q.shape
     N = rows // 2 if is_gated else rows
-    coding = Coding(bits, group, zero is not None, offset is not None)
-    words = allocate(native.code_bytes(N, K, coding, is_gated))
+    form = bits, group, zero is not None, offset is not None
+    words = allocate(native.code_bytes(N, K, form, is_gated))
     pointers = (None if x is None else x.data_ptr() for x in (q, zero, scale, offset, words))
     args = native.PackCodes(*pointers, N, K, bits, group, is_gated)
     _run("pack_codes", args, 1, codes.q.numel())
-    return Packed(words, N, K, is_gated, coding)
+    return Packed(words, N, K, is_gated, Coding(*form))
 
 
 def _check(codes: Codes) -> None:
-    bits, group, q, scale, zero, offset = codes
+    bits, group, q, scale, zero, offset, rounds_rows = codes
     assert bits in (4, 8) and q.dtype == torch.uint8, f"no kernel reads codes of {bits} bits"
     assert q.shape[1] % group == 0, f"{q.shape[1]} codes in groups of {group}"
     shape = q.shape[0], q.shape[1] // group
@@ -83,6 +96,8 @@ def _check(codes: Codes) -> None:
     assert is_zero, "not a zero for each group"
     is_offset = offset is None or (offset.shape == shape and offset.dtype == torch.float32)
     assert is_offset, "not an offset for each group"
+    may_round = f"rows are rounded for 8 bits, one scale a row and {MAX_ROUNDED} columns at most"
+    assert codes.may_round_rows or not rounds_rows, may_round
 
 
 def quantize(weight: Tensor, bits: int) -> Codes:

@@ -1,11 +1,13 @@
 """Linear maps with what follows them, and RMSNorm, a row at a time."""
 
 from collections.abc import Callable
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from specserve_kernels.codes import Codes
+from specserve_kernels.reference.kv import quantize
 from specserve_kernels.threads import FixedThreads, Threads, check_threads
 
 
@@ -54,11 +56,31 @@ def linear_silu_mul(x: Tensor, packed: Tensor | Codes, bias: Tensor | None = Non
 
 def _products(x: Tensor, packed: Tensor | Codes, bias: Tensor | None) -> Tensor:
     """x W^T + bias, not rounded."""
+    out = _rounded(x, packed) if _rounds_rows(packed) else _plain(x, packed)
+    return out if bias is None else out + bias.float()
+
+
+def _rounds_rows(packed: Tensor | Codes) -> TypeGuard[Codes]:
+    return isinstance(packed, Codes) and packed.rounds_rows
+
+
+def _rounded(x: Tensor, codes: Codes) -> Tensor:
+    """x W^T, where a row is rounded to int8 codes c and a scale, as heads of 8-bit KV are.
+
+    The sum of c * (q - 128) is an integer; as a float it is multiplied by (the row's scale * the
+    weight's).
+    """
+    rows, scale = quantize(x.float(), torch.int8)
+    # Exact in float64, in any order.
+    sums = rows.double() @ (codes.q.double() - 128).T
+    return sums.float() * (scale[:, None] * codes.scale[:, 0])
+
+
+def _plain(x: Tensor, packed: Tensor | Codes) -> Tensor:
     weight = packed.widen(torch.float32) if isinstance(packed, Codes) else packed
     # A copy of each row: the product's bits depend on where in memory a vector begins.
     rows = [torch.mv(weight, row.clone().float()) for row in x]
-    out = torch.stack(rows) if rows else weight.new_empty(0, weight.shape[0])
-    return out if bias is None else out + bias.float()
+    return torch.stack(rows) if rows else weight.new_empty(0, weight.shape[0])
 
 
 def embed(table: Tensor, token_ids: Tensor) -> Tensor:

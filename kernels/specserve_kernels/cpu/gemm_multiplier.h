@@ -1,0 +1,140 @@
+// How one thread multiplies rows by the panels of a packed weight, whatever a word of them holds.
+//
+// A row's sum is taken over K in one order, whatever rows, threads and blocks there are. Threads
+// divide rows and columns, never a sum.
+#pragma once
+
+#include "linear.h"
+
+constexpr int64_t GROUP_BYTES = 192 << 10;  // of panels that stay in L2 while blocks of rows pass
+constexpr int64_t MAX_GROUP = 8;            // panels
+
+// A slab is multiplied block by block: as many rows as fit into registers.
+template <class Path> static Division division(const Shape& shape, int64_t R, int threads) {
+  int64_t words = shape.words(), row_bytes = words * Path::PER_WORD * 4;
+  int64_t slab = std::max<int64_t>(ROWS_BYTES / row_bytes, Path::MAX_ROWS);
+  int64_t largest = std::clamp<int64_t>(GROUP_BYTES / (words * COLUMNS * 4), 1, MAX_GROUP);
+  bool is_few = R <= Path::MAX_ROWS;
+  return {R, slab, shape.num_panels(), is_few ? Path::panels(R) : largest, !is_few, threads};
+}
+
+// Rows that are multiplied as they are.
+template <class Path> struct PlainRows {
+  typedef typename Path::Source Source;
+
+  const Linear& a;
+
+  void take(Range) {}
+  const Source* row(int64_t r) const { return (const Source*)a.x + r * a.K; }
+  void finish(float* sums, int64_t panel, Range rows) const {
+    ::finish<Source>(a, sums, panel, rows);
+  }
+};
+
+// One thread's share of a linear map.
+template <class Path, class Rows = PlainRows<Path>> struct Multiplier {
+  typedef typename Path::Value Value;
+  typedef typename Path::Source Source;
+  static constexpr int64_t BLOCK = Path::BLOCK_WORDS;
+  static inline thread_local Scratch<Value> row_memory;
+  static inline thread_local Scratch<float> sum_memory;
+
+  const Linear& a;
+  Shape shape;
+  Rows source{a};
+  int64_t words = shape.words(), panel_words = shape.panel_words();
+  Range slab{0, 0};
+  Value* rows = nullptr;  // [words / BLOCK][rows of the slab][STRIDE]
+  float* sums = sum_memory.at_least(MAX_GROUP * Path::MAX_ROWS * COLUMNS);
+
+  const uint32_t* panel(int64_t p) const { return (const uint32_t*)a.packed + p * panel_words; }
+
+  void run(int64_t R, Team& team) {
+    Division division = ::division<Path>(shape, R, team.size);
+    int64_t item = team.take();
+    if (item < division.num_items()) Path::begin(R);
+    while (item < division.num_items()) {
+      int64_t following = team.take();
+      bool is_last = following >= division.num_items();
+      Range panels = division.panels(item);
+      if (R <= Path::MAX_ROWS && slab.end == 0) prefetch_first(panels.begin);
+      take_slab(division.slab(item));
+      multiply(panels, is_last ? panels.begin : division.panels(following).begin);
+      item = following;
+    }
+    Path::end();
+  }
+
+  // The words whose prefetch has no multiplication before it arrive while rows are packed.
+  void prefetch_first(int64_t p) {
+    Loader loader{nullptr, panel(p)};
+    for (int64_t w = 0; w < std::min(Path::AHEAD, words); w++)
+      for (int column : {0, LINE}) loader.prefetch_once(w, column);
+  }
+
+  void take_slab(Range next) {
+    if (next.begin == slab.begin && next.end == slab.end) return;
+    slab = next;
+    int64_t n = slab.end - slab.begin, blocks = divide_up(words, BLOCK);
+    rows = row_memory.at_least(blocks * n * Path::STRIDE);
+    source.take(slab);
+    for (int64_t b = 0; b < blocks; b++)
+      for (int64_t r = 0; r < n; r++) pack_row(slab.begin + r, b, rows + (b * n + r) * Path::STRIDE);
+  }
+  // The words of a block of K, zeros after the last.
+  void pack_row(int64_t row, int64_t block, Value* to) {
+    constexpr int64_t PER_WORD = 4 / sizeof(Source);
+    int64_t begin = block * BLOCK, end = std::min(begin + BLOCK, words);
+    int64_t n = std::min(end * PER_WORD, a.K) - begin * PER_WORD;
+    constexpr int64_t RATIO = sizeof(Value) * Path::PER_WORD / 4;  // bytes packed for each of x
+    memset((char*)to + n * sizeof(Source) * RATIO, 0,
+           (end - begin) * 4 * RATIO - n * sizeof(Source) * RATIO);
+    Path::pack(source.row(row) + begin * PER_WORD, n, to);
+  }
+
+  void multiply(Range panels, int64_t next_panel) {
+    int64_t n = slab.end - slab.begin, blocks = divide_up(n, Path::MAX_ROWS);
+    for (int64_t b = 0; b < blocks; b++) {
+      Range part{n * b / blocks, n * (b + 1) / blocks};
+      if (blocks > 1 && Path::SHARES_LOADING)
+        multiply_block(part, panels, b < 2 ? panel(next_panel) + b * words * LINE : nullptr);
+      else stream_panels(part, panels, b + 1 < blocks ? panels.begin : next_panel);
+      for (int64_t p = panels.begin; p < panels.end; p++)
+        source.finish(sums_of(p - panels.begin), p,
+                      {slab.begin + part.begin, slab.begin + part.end});
+    }
+  }
+  float* sums_of(int64_t i) const { return sums + i * Path::MAX_ROWS * COLUMNS; }
+
+  // A block of rows times a group of panels; what is multiplied a little later is prefetched.
+  void stream_panels(Range part, Range panels, int64_t next_panel) {
+    int num_rows = part.end - part.begin, wide = Path::panels(num_rows);
+    for (int64_t word = 0; word < words; word += BLOCK) {
+      int64_t num_words = std::min(BLOCK, words - word);
+      for (int64_t p = panels.begin, step; p < panels.end; p += step) {
+        step = p + wide <= panels.end ? wide : 1;
+        const uint32_t* next = p + step < panels.end     ? panel(p + step) + word * COLUMNS
+                               : word + num_words < words ? panel(panels.begin) + (word + num_words) * COLUMNS
+                                                          : panel(next_panel);
+        Path::multiply(part_of(part, word, p, panels, next, true), num_rows, step, panel_words);
+      }
+    }
+  }
+  // One of several blocks that share loading. The first two prefetch a half of the next panels
+  // each, as multiplying takes longer than loading; `next` is null for the others.
+  void multiply_block(Range part, Range panels, const uint32_t* next) {
+    for (int64_t word = 0; word < words; word += BLOCK)
+      for (int64_t p = panels.begin; p < panels.end; p++) {
+        const uint32_t* from = next ? next + (p - panels.begin) * panel_words : panel(p);
+        Path::multiply(part_of(part, word, p, panels, from + word * LINE, false),
+                       part.end - part.begin, 1, panel_words);
+      }
+  }
+  Part part_of(Range part, int64_t word, int64_t p, Range panels, const uint32_t* next,
+               bool is_streamed) const {
+    int64_t row = word / BLOCK * (slab.end - slab.begin) + part.begin;
+    int64_t num_words = std::min(BLOCK, words - word);
+    return {rows + row * Path::STRIDE, panel(p) + word * COLUMNS, next, num_words,
+            sums_of(p - panels.begin), word == 0, is_streamed};
+  }
+};

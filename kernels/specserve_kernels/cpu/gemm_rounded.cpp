@@ -1,0 +1,108 @@
+// Linear maps whose weights are codes of 8 bits, and whose rows become such codes, too.
+//
+// The sums are integers, which no order of K and no instruction set changes. They are of x * q,
+// where q is from 0 to 255, less 128 times the sum of x, as q means q - 128; then they are floats
+// that are multiplied by (the row's scale * the column's). The scales, [N] or [2 N], follow the
+// panels.
+#include "gemm_multiplier.h"
+#include "gemm_tiles.h"
+#include "gemm_vectors.h"
+#include "kv_codes.h"
+
+// Words of four codes, as a panel holds them, times four codes of a row.
+struct Bytes {
+  typedef uint32_t Value;
+  typedef int8_t Source;
+#if defined(__AVX512VNNI__)
+  static constexpr int PER_WORD = 1;
+  static rf unpack(rw words, int) { return (rf)words; }
+  static rf add_product(rf sum, Value x, rf w) {
+    return (rf)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(x));
+  }
+  static void pack(const int8_t* x, int64_t n, Value* to) { memcpy(to, x, n); }
+#else
+  // Two values, each two shorts: the first and the third code of a word, and the others.
+  static constexpr int PER_WORD = 2;
+  static rf unpack(rw words, int i) { return (rf)((i == 0 ? words : words >> 8) & 0x00ff00ff); }
+  static rf add_product(rf sum, Value x, rf w) {
+#if defined(__AVX512BW__)
+    return (rf)_mm512_add_epi32((__m512i)sum, _mm512_madd_epi16((__m512i)w, _mm512_set1_epi32(x)));
+#elif defined(__AVX2__)
+    return (rf)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(x)));
+#else
+    typedef int32_t ri __attribute__((vector_size(REGISTER)));
+    ri pair = (ri)w;
+    return (rf)((ri)sum + (pair & 0xffff) * (int16_t)x + (pair >> 16) * ((int32_t)x >> 16));
+#endif
+  }
+  static void pack(const int8_t* x, int64_t n, Value* to) {
+    for (int64_t i = 0; i < n; i += 4, to += 2) {
+      int8_t q[4] = {};
+      memcpy(q, x + i, std::min<int64_t>(n - i, 4));
+      for (int j = 0; j < 2; j++) to[j] = uint16_t(q[j]) | uint32_t(q[j + 2]) << 16;
+    }
+  }
+#endif
+};
+
+// Rows of T as codes of 8 bits, and what sums of these mean.
+template <class T> struct RoundedRows {
+  static inline thread_local Scratch<int8_t> code_memory;
+  static inline thread_local Scratch<float> scale_memory;
+  static inline thread_local Scratch<int32_t> sum_memory;
+
+  const Linear& a;
+  Shape shape{a.N, a.K, 1, a.is_gated()};
+  const float* column_scales =
+      (const float*)((const uint32_t*)a.packed + shape.num_panels() * shape.panel_words());
+  int64_t first = 0;  // of the rows that are there
+  int8_t* codes = nullptr;
+  float* scales = nullptr;
+  int32_t* middles = nullptr;  // what sums of x * q are less if q means 0 in the middle
+
+  void take(Range slab) {
+    int64_t n = slab.end - slab.begin;
+    first = slab.begin;
+    codes = code_memory.at_least(n * a.K);
+    scales = scale_memory.at_least(n);
+    middles = sum_memory.at_least(n);
+    for (int64_t r = 0; r < n; r++) {
+      int8_t* row = codes + r * a.K;
+      scales[r] = quantize((const T*)a.x + (first + r) * a.K, a.K, (Int8<float>*)row);
+      int32_t sum = 0;
+      for (int64_t k = 0; k < a.K; k++) sum += row[k];
+      middles[r] = 128 * sum;
+    }
+  }
+  const int8_t* row(int64_t r) const { return codes + (r - first) * a.K; }
+
+  // `sums` are integers at first.
+  void finish(float* sums, int64_t panel, Range rows) const {
+    int64_t column = panel * panel_columns(shape.is_gated), left = a.N - column;
+    scale_columns(sums, column_scales + column, left, rows);
+    if (shape.is_gated) scale_columns(sums + LANES, column_scales + a.N + column, left, rows);
+    else if (left > LANES) scale_columns(sums + LANES, column_scales + column + LANES, left - LANES, rows);
+    ::finish<T>(a, sums, panel, rows);
+  }
+  // 16 of them, or the n that exist.
+  void scale_columns(float* sums, const float* scales_of, int64_t n, Range rows) const {
+    vf scale = load_up_to(scales_of, std::min<int64_t>(n, LANES));
+    for (int64_t r = rows.begin - first; r < rows.end - first; r++, sums += COLUMNS) {
+      vf sum = __builtin_convertvector(load_lanes(sums) - middles[r], vf);
+      store(sums, sum * (scale * scales[r]));
+    }
+  }
+};
+
+template <class Path> static void multiply(const Linear& a, int64_t R, Team& team) {
+  Shape shape{a.N, a.K, 1, a.is_gated()};
+  if (a.is_bf16) Multiplier<Path, RoundedRows<bf16>>{a, shape}.run(R, team);
+  else Multiplier<Path, RoundedRows<float>>{a, shape}.run(R, team);
+}
+
+void multiply_rounded(const Linear& a, int64_t R, Team& team) {
+#if HAS_TILES
+  if (Tiles::are_usable()) return multiply<TilesOf<int8_t>>(a, R, team);
+#endif
+  multiply<Vectors<Bytes>>(a, R, team);
+}
