@@ -123,9 +123,13 @@ def add_sampling(p: argparse.ArgumentParser) -> None:
 
 
 def add_drafting(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--quantize", metavar="w8|w4", help="round the weights to 8 or 4 bits")
+    p.add_argument(
+        "--quantize",
+        metavar="w8a8|w8|w4",
+        help="round the weights to 8 or 4 bits; w8a8: what they are multiplied by, too",
+    )
     p.add_argument("--draft-model", help="a small draft model with the same vocabulary")
-    p.add_argument("--draft-quantize", metavar="w8|w4", help="round the draft model's weights")
+    p.add_argument("--draft-quantize", metavar="w8a8|w8|w4", help="the same for the draft model")
     p.add_argument(
         "--drafter",
         help="none, ngram, model or package.module:Class; default: model where there is a draft "
@@ -142,7 +146,9 @@ def add_config(p: argparse.ArgumentParser) -> None:
 def add_quantize(p: argparse.ArgumentParser) -> None:
     p.add_argument("source", help="a local folder or a hub id")
     p.add_argument("target", type=Path, help="a folder, which must not exist")
-    p.add_argument("--to", choices=["w8", "w4"], required=True, help="the weights of the layers")
+    p.add_argument(
+        "--to", choices=["w8a8", "w8", "w4"], required=True, help="the weights of the layers"
+    )
     p.add_argument(
         "--head", choices=["none", "w8", "w4"], default="w8", help="those of the head; default: w8"
     )

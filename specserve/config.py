@@ -46,8 +46,11 @@ class ModelConfig(Section, frozen=True):
         Literal["auto", "bf16", "fp32"], about("auto, bf16 or fp32; auto is the checkpoint's")
     ] = "auto"
     quantize: Annotated[
-        Literal["w8", "w4"] | None,
-        about("w8 or w4 rounds weights to 8 or 4 bits as they are loaded; unset: as they are"),
+        Literal["w8a8", "w8", "w4"] | None,
+        about(
+            "w8 or w4 rounds weights to 8 or 4 bits as they are loaded, w8a8 also what they are "
+            "multiplied by; unset: as they are"
+        ),
     ] = None
     quantize_head: Annotated[
         Literal["none", "w8", "w4"],
@@ -149,7 +152,7 @@ class DrafterConfig(Section, frozen=True):
         about("the draft model, as model.path; unset: none, or the demo pair's own"),
     ] = None
     quantize: Annotated[
-        Literal["w8", "w4"] | None, about("as model.quantize, for the draft model")
+        Literal["w8a8", "w8", "w4"] | None, about("as model.quantize, for the draft model")
     ] = None
     options: Annotated[dict[str, Any], about("the drafter's own knobs")] = {}
 

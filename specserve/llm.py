@@ -30,7 +30,7 @@ class LLM:
     drafter unset is "model" where a draft model is given, else "ngram"; "none" is off. Arguments
     win over `set` ("section.key" -> value), and `set` wins over the file `config`. `weights`
     are those of other LLMs: a model that is among them is not loaded again. `quantize` and
-    `draft_quantize`, "w8" or "w4", round the models' weights as they are loaded. Errors:
+    `draft_quantize`, "w8a8", "w8" or "w4", round the models' weights as they are loaded. Errors:
     ConfigError for anything wrong here, RequestError for a prompt or its parameters.
     """
 

@@ -4,9 +4,9 @@ Loading it gives the same bits as loading its source with `model.quantize`.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,24 @@ from specserve.models.source import open_source
 from specserve.models.writing import copy_companions, new_folder, write_json, write_weights
 from specserve_kernels import Codes, load
 from specserve_kernels.quantize import GROUP
+
+CHANNEL = {"strategy": "channel"}
+
+
+class Form(NamedTuple):
+    """How a linear map is written."""
+
+    bits: int | None
+    rounds_rows: bool
+
+    @property
+    def format(self) -> str:
+        return "int-quantized" if self.rounds_rows else "pack-quantized"
+
+
+def form_of(reader: Reader, name: str) -> Form:
+    module, width = name.removesuffix(".weight"), reader.shapes[name][1]
+    return Form(reader.bits(name), reader.rounding.rounds_rows(module, width))
 
 
 def quantize(
@@ -50,7 +68,16 @@ def tensors_of(reader: Reader, name: str) -> Mapping[str, Tensor]:
         return {name: reader.checkpoint.tensors(module, [suffix])[suffix]}
     codes = reader.weight(module)
     assert isinstance(codes, Codes), "it is to be rounded"
-    return {f"{module}.{part}": tensor for part, tensor in packed(codes).items()}
+    parts = stored_bytes(codes) if codes.rounds_rows else packed(codes)
+    return {f"{module}.{part}": tensor for part, tensor in parts.items()}
+
+
+def stored_bytes(codes: Codes) -> dict[str, Tensor]:
+    """Codes of 8 bits as compressed-tensors stores those of maps whose activations get 8, too."""
+    return {
+        "weight": (codes.q ^ 128).view(torch.int8),
+        "weight_scale": codes.scale.bfloat16(),  # they are such numbers
+    }
 
 
 def packed(codes: Codes) -> dict[str, Tensor]:
@@ -68,25 +95,33 @@ def packed(codes: Codes) -> dict[str, Tensor]:
 def quantization_config(reader: Reader) -> dict[str, Any]:
     """What config.json says of the maps: those that differ from most are named."""
     names = [name for name in reader.shapes if reader.bits(name) is not None]
-    modules = {name.removesuffix(".weight"): reader.bits(name) for name in names}
-    most = reader.rounding.layers
-    targets: dict[int | None, list[str]] = {most: ["Linear"]}
-    for module, bits in modules.items():
-        if bits != most or module == "lm_head":  # others take a head for no Linear
-            targets.setdefault(bits, []).append(module)
+    modules = {name.removesuffix(".weight"): form_of(reader, name) for name in names}
+    most = Form(reader.rounding.layers, reader.rounding.with_rows)
+    targets: dict[Form, list[str]] = {most: ["Linear"]}
+    for module, form in modules.items():
+        if form != most or module == "lm_head":  # others take a head for no Linear
+            targets.setdefault(form, []).append(module)
+    formats = {form.format for form in targets}
     groups = {
-        f"group_{i}": {"targets": named, "weights": weights_config(bits)}
-        for i, (bits, named) in enumerate(targets.items())
+        f"group_{i}": group_config(form, named, len(formats) > 1)
+        for i, (form, named) in enumerate(targets.items())
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": [] if "lm_head" in modules else ["lm_head"],
     }
 
 
-def weights_config(bits: int | None) -> dict[str, Any]:
-    strategy = {"strategy": "group", "group_size": GROUP} if bits == 4 else {"strategy": "channel"}
-    return {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False, **strategy}
+def group_config(form: Form, targets: Sequence[str], is_one_of_several: bool) -> dict[str, Any]:
+    """`is_one_of_several`: other groups are stored in another format."""
+    kind = {"num_bits": form.bits, "type": "int", "symmetric": True}
+    strategy = {"strategy": "group", "group_size": GROUP} if form.bits == 4 else CHANNEL
+    group: dict[str, Any] = {"targets": targets, "weights": kind | {"dynamic": False} | strategy}
+    if form.rounds_rows:
+        group["input_activations"] = kind | {"dynamic": True, "strategy": "token"}
+    if is_one_of_several:
+        group["format"] = form.format
+    return group

@@ -28,6 +28,7 @@ class Kind(NamedTuple):
     bits: int
     group: int
     has_offsets: bool = False
+    rounds_rows: bool = False
 
 
 BF16 = Kind("bf16", 16, 0)
@@ -38,6 +39,7 @@ KINDS = (
     Kind("w4 g32 and offsets", 4, 32, True),
     Kind("w8", 8, K),
     Kind("w8 g32 and offsets", 8, 32, True),
+    Kind("w8a8", 8, K, rounds_rows=True),
 )
 
 
@@ -71,7 +73,8 @@ def weight(kind: Kind, size: int, draw: torch.Generator) -> Tensor | Codes:
     group = min(kind.group, size)
     q = torch.randint(0, 1 << kind.bits, (size, size), generator=draw, dtype=torch.uint8)
     scale = torch.rand(size, size // group, generator=draw)
-    return Codes(kind.bits, group, q, scale, offset=scale / 2 if kind.has_offsets else None)
+    offset = scale / 2 if kind.has_offsets else None
+    return Codes(kind.bits, group, q, scale, offset=offset, rounds_rows=kind.rounds_rows)
 
 
 @torch.inference_mode()

@@ -23,7 +23,7 @@ from specserve_bench.demo.held_out import source_files
 
 WINDOW = 512
 STORED = "stored"  # the name of weights that are not rounded
-NAMES = (STORED, "w8", "w4")
+NAMES = (STORED, "w8", "w8a8", "w4")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,8 +37,8 @@ def main(argv: Sequence[str]) -> int:
         "--quantize",
         type=names,
         metavar="Q,...",
-        help="each in turn, ratios are to the first; default: stored,w8,w4, or stored alone where "
-        "the weights are quantized already",
+        help="each in turn, ratios are to the first; default: all of stored,w8,w8a8,w4, or stored "
+        "alone where the weights are quantized already",
     )
     parser.add_argument(
         "--text", nargs="+", type=Path, metavar="FILE", help="default: the demo's held-out files"

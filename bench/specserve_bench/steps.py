@@ -52,7 +52,7 @@ class Cost(NamedTuple):
 
 
 # Bytes of a weight in the layers and in the head. w4: a float32 is shared by 64 weights.
-WEIGHT_BYTES = {None: (ITEMSIZE, ITEMSIZE), "w8": (1, 1), "w4": (0.5 + 4 / 64, 1)}
+WEIGHT_BYTES = {None: (ITEMSIZE, ITEMSIZE), "w8": (1, 1), "w8a8": (1, 1), "w4": (0.5 + 4 / 64, 1)}
 
 
 def cost(c: DecoderConfig, size: Size, quantize: str | None = None) -> Cost:

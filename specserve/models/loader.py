@@ -21,7 +21,7 @@ from specserve.models.source import open_source
 from specserve.models.weight import Weight, form_of, fuse, num_bytes, values
 from specserve.models.weight_forms import MapForm, WeightForms
 from specserve_drafters.tree import TREE_SLOTS
-from specserve_kernels import Ops, QKNorm, Rotary
+from specserve_kernels import Codes, Ops, QKNorm, Rotary
 from specserve_kernels.quantize import GROUP
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -120,7 +120,7 @@ class Reader:
         if HEAD not in shapes and (rounding.head is not None or EMBEDDING in maps):
             self.shapes[HEAD], self.sources[HEAD] = shapes[EMBEDDING], EMBEDDING
         self.num_read, self.num_elements = 0, sum(map(math.prod, self.shapes.values()))
-        self.maps_by_form: Counter[tuple[int, int | None]] = Counter()  # bits and group
+        self.maps_by_form: Counter[tuple[int, int | None, bool]] = Counter()  # as form_of has them
         self.num_bytes = self.num_odd = 0  # as in WeightForms
 
     def read(self, name: str) -> Tensor:
@@ -138,6 +138,8 @@ class Reader:
     def read_weight(self, *modules: str, is_gated: bool = False) -> Any:
         """The packed weights of linear maps that are fused into one; the unpacked are freed."""
         weight = self.weight(*modules)
+        if isinstance(weight, Codes):
+            weight = weight._replace(rounds_rows=weight.rounds_rows and self.ops.rounds_rows)
         self.count(weight)
         return self.ops.prepack(weight, is_gated)
 
@@ -156,7 +158,8 @@ class Reader:
     @property
     def forms(self) -> WeightForms:
         """Of what has been read."""
-        maps = (MapForm(*form, n) for form, n in self.maps_by_form.items())
+        counted = self.maps_by_form.items()
+        maps = (MapForm(bits, group, n, rounds_rows) for (bits, group, rounds_rows), n in counted)
         return WeightForms(tuple(sorted(maps, key=lambda m: m.bits)), self.num_bytes, self.num_odd)
 
     def weight(self, *modules: str) -> Weight:
@@ -174,7 +177,8 @@ class Reader:
                 f"{self.checkpoint.folder}: {names[0]} has numbers that are not finite and cannot "
                 "be rounded to codes; download the model again, or take another checkpoint"
             )
-        return codes
+        width = self.shapes[names[0]][1]
+        return codes._replace(rounds_rows=self.rounding.rounds_rows(modules[0], width))
 
     def bits(self, name: str) -> int | None:
         """To how many a tensor is rounded; None: it is not."""

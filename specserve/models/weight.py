@@ -20,17 +20,21 @@ def num_bytes(weight: Weight) -> int:
     return weight.q.numel() * weight.bits // 8 + weight.scale.nbytes + num_beside
 
 
-def form_of(weight: Weight) -> tuple[int, int | None]:
-    """The bits of a number, and the columns that share a scale, None if all do or there is none."""
+def form_of(weight: Weight) -> tuple[int, int | None, bool]:
+    """The bits of a number; the columns that share a scale, None if all do or there is none; and
+    whether rows are rounded.
+    """
     if isinstance(weight, Tensor):
-        return 8 * weight.itemsize, None
-    return weight.bits, None if weight.group == weight.q.shape[1] else weight.group
+        return 8 * weight.itemsize, None, False
+    group = None if weight.group == weight.q.shape[1] else weight.group
+    return weight.bits, group, weight.rounds_rows
 
 
 def fuse(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:
     """Weights one below the other, as a copy: codes if all of them are, else values in `dtype`.
 
     Codes of different forms get the narrowest that all can have without a change of their values.
+    Rows are rounded if they are for all of them.
     """
     codes = [part for part in parts if isinstance(part, Codes)]
     if len(codes) < len(parts):
@@ -46,6 +50,7 @@ def fuse(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:
         scale=torch.cat([c.scale for c in codes]),
         zero=torch.cat([zeros(c) for c in codes]) if has_zeros else None,
         offset=torch.cat([offsets(c) for c in codes]) if has_offsets else None,
+        rounds_rows=all(c.rounds_rows for c in codes),
     )
 
 

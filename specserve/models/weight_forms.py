@@ -3,17 +3,19 @@
 import msgspec
 
 
-class MapForm(msgspec.Struct, frozen=True, order=True):
+class MapForm(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
     """The form of some linear maps. Maps that are multiplied as one count as one."""
 
     bits: int  # of a number
     group: int | None  # columns that share a scale; None: all of a row, or there is no scale
     number: int  # of maps
+    rounds_rows: bool = False  # to 8 bits, before they are multiplied
 
     @property
     def words(self) -> str:
         kind = f" in groups of {self.group}" if self.group else " in rows" * (self.bits <= 8)
-        return f"{self.bits} bits{kind} ({self.number} map{'s' * (self.number != 1)})"
+        rows = ", activations in 8 bits" * self.rounds_rows
+        return f"{self.bits} bits{kind}{rows} ({self.number} map{'s' * (self.number != 1)})"
 
 
 class WeightForms(msgspec.Struct, frozen=True, omit_defaults=True):

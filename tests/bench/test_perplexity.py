@@ -15,20 +15,20 @@ def test_each_rounding_is_a_line_with_its_ratio_to_the_first(tmp_path, capsys):
     text.write_text("one two three four")
     assert perplexity.main(["--text", str(text)]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names == ["stored", "w8", "w4"]
+    assert names == ["stored", "w8", "w8a8", "w4"]
 
 
 def test_a_quantized_model_is_measured_as_it_is_stored(tmp_path):
     source, target = tiny_checkpoint(tmp_path / "source"), tmp_path / "target"
     assert cli.main(["quantize", str(source), str(target), "--to", "w4"]) == 0
     assert list(perplexity.default_names(str(target))) == ["stored"]
-    assert list(perplexity.default_names(str(source))) == ["stored", "w8", "w4"]
+    assert list(perplexity.default_names(str(source))) == ["stored", "w8", "w8a8", "w4"]
 
 
 def test_unknown_roundings_are_refused_before_anything_is_measured(capsys):
     with pytest.raises(SystemExit):
         perplexity.main(["--quantize", "w4,w2"])
-    assert "'w2' is none of stored, w8, w4" in capsys.readouterr().err
+    assert "'w2' is none of stored, w8, w8a8, w4" in capsys.readouterr().err
 
 
 def test_a_rounding_of_the_settings_would_make_stored_a_lie():

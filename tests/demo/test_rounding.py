@@ -14,7 +14,7 @@ from specserve_bench.demo.held_out import source_files
 from specserve_bench.perplexity import perplexity
 from tests.checkpoints import tiny_checkpoint
 
-BOUNDS = {"w8": 0.005, "w4": 0.06}  # of the perplexity in bf16
+BOUNDS = {"w8": 0.005, "w8a8": 0.01, "w4": 0.06}  # of the perplexity in bf16
 SETTINGS = {"memory.kv_bytes": 1 << 26, "model.threads": 1}
 
 
@@ -53,7 +53,7 @@ def test_one_command_measures_it(tmp_path, capsys):
     flags = ["--model", folder, "--text", str(file), "--set", "memory.kv_bytes=67108864"]
     assert commands.main(["perplexity", *flags]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [line[0] for line in lines] == ["stored", "w8", "w4"]
+    assert [line[0] for line in lines] == ["stored", "w8", "w8a8", "w4"]
     assert all(float(line[2]) > 1 for line in lines) and lines[0][3] == "(+0.00%),"
 
 

@@ -15,6 +15,7 @@ FORMS = [  # every form of a map that a reader makes
     "compressed-w4a16",
     "compressed-w4a16-asym",
     "compressed-w8a16",
+    "compressed-w8a8",
     "compressed-w8a8-static",
     "compressed-fp8-static",
     "compressed-mixed",
@@ -78,7 +79,7 @@ def texts(target):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_greedy_text_is_that_of_transformers_on_the_values(name, tmp_path):
-    folder = formats.quantized(tmp_path / "quantized", name)
+    folder = formats.quantized(tmp_path / "quantized", name, told=formats.weights_only(name))
     texts = plain(load_small(folder), cases())
     model = AutoModelForCausalLM.from_pretrained(
         formats.plain(tmp_path / "plain", folder), dtype=torch.float32

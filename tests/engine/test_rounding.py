@@ -10,7 +10,7 @@ from tests.engine.engines import MAX_LEN, OPS, Scripted, Watch, bush, engine_for
 from tests.engine.test_formats import cases
 from tests.models.forward import recorded_and_eager
 
-W4, W8 = Rounding(4, 8), Rounding(8, 8)
+W4, W8, W8A8 = Rounding(4, 8), Rounding(8, 8), Rounding(8, 8, True)
 
 
 def load_rounded(folder, rounding, dtype="bf16"):
@@ -24,11 +24,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def texts(folder):
-    return {r: plain(load_rounded(folder, r), cases()) for r in (W4, W8)}
+    return {r: plain(load_rounded(folder, r), cases()) for r in (W4, W8, W8A8)}
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "model", bush])
-@pytest.mark.parametrize(("rounding", "of_draft"), [(W4, W8), (W8, W4)], ids=["w4", "w8"])
+@pytest.mark.parametrize(
+    ("rounding", "of_draft"), [(W4, W8), (W8, W8A8), (W8A8, W4)], ids=["w4", "w8", "w8a8"]
+)
 def test_a_drafter_changes_no_text(folder, texts, rounding, of_draft, drafter):
     """Beside other requests, in chunks, after prefix hits and preemption."""
     target, want = load_rounded(folder, rounding), texts[rounding]
@@ -47,7 +49,7 @@ def test_a_drafter_changes_no_text(folder, texts, rounding, of_draft, drafter):
     assert drafter == "ngram" or engine.stats.num_accepted > 0
 
 
-@pytest.mark.parametrize("rounding", [W4, W8], ids=["w4", "w8"])
+@pytest.mark.parametrize("rounding", [W4, W8, W8A8], ids=["w4", "w8", "w8a8"])
 def test_a_recorded_forward_has_the_bits_of_the_eager_one(folder, rounding):
     decoder = load_rounded(folder, rounding)
     program, recorded, eager = recorded_and_eager(decoder, torch.arange(37), (23, 24))
@@ -57,4 +59,4 @@ def test_a_recorded_forward_has_the_bits_of_the_eager_one(folder, rounding):
 
 def test_the_texts_differ(texts):
     """So that the tests above do compare what codes of the given bits compute."""
-    assert texts[W4] != texts[W8]
+    assert texts[W4] != texts[W8] != texts[W8A8]

@@ -34,6 +34,14 @@ def quantized(folder, name, edit=lambda tensors: None, told=(), **fields):
     return folder
 
 
+def weights_only(name):
+    """The quantization_config of a fixture, but that no activations are quantized."""
+    told = FORMATS[name]["quantization_config"]
+    groups = told.get("config_groups", {})
+    without = {key: group | {"input_activations": None} for key, group in groups.items()}
+    return told | ({"config_groups": without} if groups else {})
+
+
 def plain(folder, source):
     """The same checkpoint with the values that its maps mean, in float32."""
     tiny_checkpoint(folder)  # its tokenizer

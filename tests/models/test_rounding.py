@@ -16,7 +16,7 @@ from tests.models.gguf_files import write
 from tests.models.test_quantized import vocabulary
 
 W4, W8 = Rounding.named("w4", "w8"), Rounding.named("w8", "w8")
-LAYERS_ONLY = Rounding.named("w4", "none")
+W8A8, LAYERS_ONLY = Rounding.named("w8a8", "w8"), Rounding.named("w4", "none")
 
 
 def load(folder, rounding=AS_STORED, ops=reference, dtype="fp32"):
@@ -61,9 +61,11 @@ def test_a_tied_head_is_rounded_and_the_table_is_not(tmp_path):
     assert torch.equal(weights.head.q, reference.quantize(table, 8).q)
 
 
-FORMS = {  # -> maps as (bits, group, how many), of two layers and a head
+FORMS = {  # -> maps as (bits, group, how many, are rows rounded), of two layers and a head
     "as stored": (AS_STORED, {}, [(32, None, 9)]),
     "w8": (W8, {}, [(8, None, 9)]),
+    "w8a8": (W8A8, {}, [(8, None, 1), (8, None, 8, True)]),
+    "w8a8, layers alone": (Rounding(8, None, True), {}, [(8, None, 8, True), (32, None, 1)]),
     # 64 wide, so that a group is a row; but for those that are 128 wide
     "w4": (W4, {}, [(4, None, 6), (4, 64, 2), (8, None, 1)]),
     "layers alone": (LAYERS_ONLY, {}, [(4, None, 6), (4, 64, 2), (32, None, 1)]),
@@ -87,25 +89,45 @@ def test_forms_and_bytes_are_known_before_and_after(tmp_path, rounding, sizes, m
 
 
 def test_forms_in_words():
-    maps = (MapForm(4, 64, 2), MapForm(8, None, 1), MapForm(16, None, 1))
+    maps = MapForm(4, 64, 2), MapForm(8, None, 1), MapForm(8, None, 3, True), MapForm(16, None, 1)
     assert WeightForms(maps, 3 << 20, 1).words == (
-        "3 MiB: 4 bits in groups of 64 (2 maps), 8 bits in rows (1 map), 16 bits (1 map); "
-        "1 of these for lack of whole groups"
+        "3 MiB: 4 bits in groups of 64 (2 maps), 8 bits in rows (1 map), 8 bits in rows, "
+        "activations in 8 bits (3 maps), 16 bits (1 map); 1 of these for lack of whole groups"
     )
+
+
+@pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+def test_rounded_activations_change_logits_as_little_as_rounded_weights(tmp_path, ops):
+    folder, ids = tiny_checkpoint(tmp_path, seed=3), prompt(320, 37)
+    stored, w8, w8a8 = (logits(load(folder, r, ops), ids) for r in (AS_STORED, W8, W8A8))
+    of_weights, of_rows = (w8 - stored).norm(), (w8a8 - w8).norm()
+    assert 0.5 * of_weights < of_rows < 2 * of_weights
+
+
+def test_where_ops_round_no_rows_none_are(tmp_path, monkeypatch):
+    """As on a GPU."""
+    folder = tiny_checkpoint(tmp_path)
+    monkeypatch.setattr(reference, "rounds_rows", False)
+    assert load(folder, W8A8).weights.forms == load(folder, W8).weights.forms
+
+
+def test_wide_rows_whose_sums_could_be_too_large_are_not_rounded():
+    down = "model.layers.0.mlp.down_proj"
+    assert W8A8.rounds_rows(down, 1 << 16) and not W8A8.rounds_rows(down, (1 << 16) + 1)
 
 
 @pytest.mark.parametrize(
     ("name", "forms"),
     [
-        ("compressed-w4a16", {(4, 128), (4, None), (32, None)}),
-        ("compressed-w8a8", {(8, None), (32, None)}),
-        ("fp8-block", {(32, None)}),
+        ("compressed-w4a16", {(4, 128, False), (4, None, False), (32, None, False)}),
+        ("compressed-w8a8", {(8, None, True), (32, None, False)}),
+        ("fp8-block", {(32, None, False)}),
     ],
 )
 def test_the_codes_of_a_quantized_checkpoint_are_kept(tmp_path, name, forms):
     folder = quantized(tmp_path, name)
     kept = load(folder).weights.forms
-    assert {(form.bits, form.group) for form in kept.maps} == forms
+    assert {(form.bits, form.group, form.rounds_rows) for form in kept.maps} == forms
     assert weight_bytes(folder, "fp32", reference) == pytest.approx(kept.num_bytes, rel=0.05)
 
 

@@ -6,6 +6,7 @@ import torch
 from specserve.models.weight import form_of, fuse, num_bytes
 from specserve_kernels import Codes
 from tests.kernels.test_codes import random_codes
+from tests.kernels.test_rounded import rounding
 
 K = 96
 PLAIN = torch.arange(2 * K).view(2, K).bfloat16()
@@ -47,23 +48,36 @@ def test_beside_a_weight_that_is_no_codes_all_are_widened():
     assert torch.equal(fused, torch.cat([PLAIN, codes.widen(torch.bfloat16)]))
 
 
+@pytest.mark.parametrize(
+    ("others", "rounds"),
+    [
+        (rounding(2, K), True),
+        (random_codes(2, K, 8, K, False), False),
+        (random_codes(2, K, 4, 32, True), False),
+    ],
+)
+def test_rows_are_rounded_if_all_parts_ask_for_it(others, rounds):
+    assert fuse([rounding(3, K), others], torch.float32).rounds_rows == rounds
+
+
 def test_what_is_fused_is_in_memory_of_its_own():
     """A file that was mapped may go, or be written to."""
     codes = random_codes(3, K, 8, 32, has_offset=True)
     fused = fuse([codes], torch.float32)
-    for tensor in codes[2:]:
+    for tensor in (codes.q, codes.scale, codes.zero):
         tensor.zero_()
-    assert all(tensor.any() for tensor in fused[2:])
+    assert all(tensor.any() for tensor in (fused.q, fused.scale, fused.zero))
 
 
 @pytest.mark.parametrize(
     ("weight", "form", "size"),
     [
-        (PLAIN, (16, None), 4 * K),
-        (PLAIN.float(), (32, None), 8 * K),
-        (random_codes(3, K, 4, 32, False), (4, 32), 3 * K // 2 + 9 * 4),
-        (random_codes(3, K, 8, K, True), (8, None), 3 * K + 3 * 4 + 3),
-        (random_codes(3, K, 4, 32, has_offset=True), (4, 32), 3 * K // 2 + 9 * 8),
+        (PLAIN, (16, None, False), 4 * K),
+        (PLAIN.float(), (32, None, False), 8 * K),
+        (random_codes(3, K, 4, 32, False), (4, 32, False), 3 * K // 2 + 9 * 4),
+        (random_codes(3, K, 8, K, True), (8, None, False), 3 * K + 3 * 4 + 3),
+        (random_codes(3, K, 4, 32, has_offset=True), (4, 32, False), 3 * K // 2 + 9 * 8),
+        (rounding(3, K), (8, None, True), 3 * K + 3 * 4),
     ],
 )
 def test_the_form_and_the_bytes(weight, form, size):

@@ -55,7 +55,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         )
     p.add_argument(
         "--quantize",
-        choices=["w8", "w4"],
+        choices=["w8a8", "w8", "w4"],
         help="compare with llama.cpp's Q8_0 or Q4_0, and with 16 bits, instead",
     )
     p.add_argument("--rounds", type=positive, default=5, help="interleaved; default: 5")

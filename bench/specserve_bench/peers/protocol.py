@@ -33,7 +33,7 @@ class Setup(NamedTuple):
     max_requests  that run at once
     kv_bytes      enough for all of them
     threads       None: the engine's own choice
-    quantize      of all models: w8, w4, or None for the weights as they are
+    quantize      of all models: w8a8, w8, w4, or None for the weights as they are
     """
 
     model: str

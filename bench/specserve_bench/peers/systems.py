@@ -15,7 +15,7 @@ class System(NamedTuple):
     threads   whether the suite chooses their number; otherwise the engine does
     lookups   guesses a step by prompt lookup that are tried
     drafts    guesses a step by a draft model that are tried
-    quantize  w8, w4, or None for the checkpoint's own weights
+    quantize  w8a8, w8, w4, or None for the checkpoint's own weights
     """
 
     name: str

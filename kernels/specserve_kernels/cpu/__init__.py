@@ -53,6 +53,7 @@ __all__ = [
     "quantize",
     "rms_norm",
     "rope_write_kv",
+    "rounds_rows",
     "sample",
     "samples_ahead",
     "take_rows",
@@ -61,6 +62,7 @@ __all__ = [
 ]
 
 samples_ahead = False
+rounds_rows = True
 lock = nullcontext()  # forwards share no buffers
 
 

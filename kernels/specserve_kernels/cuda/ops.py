@@ -61,6 +61,7 @@ class CudaOps:
     """
 
     samples_ahead = True
+    rounds_rows = False
     rms_norm = staticmethod(norm.rms_norm)
     copy_blocks = staticmethod(copy_blocks)
 

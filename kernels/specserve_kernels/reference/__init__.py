@@ -49,6 +49,7 @@ __all__ = [
     "quantize",
     "rms_norm",
     "rope_write_kv",
+    "rounds_rows",
     "sample",
     "samples_ahead",
     "take_rows",
@@ -57,6 +58,7 @@ __all__ = [
 ]
 
 samples_ahead = False
+rounds_rows = True
 lock = nullcontext()  # forwards share no buffers
 
 

@@ -1,6 +1,6 @@
 """What a config.json says of its quantized weights; torch is not needed to read it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -17,12 +17,30 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     # GPTQ's first form stores a zero point less one.
     has_zeros_less_one: bool = False
     block: tuple[int, int] | None = None  # rows and columns that share a scale, of 8-bit floats
+    # Of maps with 8-bit integers in rows: names or patterns, and whether their activations are
+    # 8-bit integers, too.
+    activations: tuple[tuple[str, bool], ...] = ()
 
     @property
     def words(self) -> str:
         bits = f", {self.bits} bits" if self.bits else ""
         group = f" in groups of {self.group}" if self.group else ""
         return f"{self.method}{bits}{group}"
+
+    def rounds_rows(self, module: str) -> bool:
+        """Whether activations of a map with 8-bit integers in rows are such integers, too.
+
+        As its name says; without one as all patterns say, which are not matched.
+        """
+        named = [rounds for name, rounds in self.activations if name == module]
+        patterns = [rounds for name, rounds in self.activations if is_pattern(name)]
+        found = named or patterns
+        return bool(found) and all(found)
+
+
+def is_pattern(target: str) -> bool:
+    """Whether it stands for many modules: it is a regular expression, or a class of them."""
+    return target.startswith("re:") or ("." not in target and target != "lm_head")
 
 
 def parse(written: Mapping[str, Any]) -> Quantization | None:
@@ -73,7 +91,27 @@ def compressed_tensors(fields: Mapping[str, Any]) -> Quantization:
     blocks = {compressed_block(weights) for weights in compressed_weights(fields)}
     if len(blocks) > 1:
         raise ValueError("config_groups: blocks of several sizes are not supported")
-    return Quantization(method="compressed-tensors", block=blocks.pop() if blocks else None)
+    return Quantization(
+        method="compressed-tensors",
+        block=blocks.pop() if blocks else None,
+        activations=compressed_activations(fields["config_groups"].values()),
+    )
+
+
+def compressed_activations(groups: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, bool], ...]:
+    """As in Quantization."""
+    found: list[tuple[str, bool]] = []
+    for group in groups:
+        activations, weights = group.get("input_activations"), group.get("weights") or {}
+        if is_int8(weights) and not weights.get("group_size"):
+            targets = group.get("targets")
+            rounds = isinstance(activations, dict) and is_int8(activations)
+            found += ((str(t), rounds) for t in (targets if isinstance(targets, list) else ()))
+    return tuple(found)
+
+
+def is_int8(numbers: Mapping[str, Any]) -> bool:
+    return (numbers.get("type", "int"), numbers.get("num_bits", 8)) == ("int", 8)
 
 
 def compressed_weights(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:

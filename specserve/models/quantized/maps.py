@@ -33,7 +33,7 @@ class QuantizedMaps:
         shapes: Mapping[str, tuple[int, ...]],
         told: Quantization | None,
     ) -> None:
-        self.checkpoint = checkpoint
+        self.checkpoint, self.told = checkpoint, told
         self.format = reader(told) if told is not None else None
         self.shapes: dict[str, tuple[int, int]] = {}  # of the quantized maps
         self.suffixes: dict[str, list[str]] = {}  # of the tensors that are read
@@ -73,7 +73,7 @@ class QuantizedMaps:
 
     def read(self, name: str) -> Codes | Tensor:
         """The weight, [N, K]; values are in float32. The pages of the file are dropped."""
-        assert self.format is not None
+        assert self.format is not None and self.told is not None
         module = name.removesuffix(".weight")
         tensors = self.checkpoint.tensors(module, self.suffixes[name])
         try:
@@ -83,6 +83,8 @@ class QuantizedMaps:
             raise self.refusal(module, str(e)) from e
         for tensor in tensors.values():
             drop_pages(tensor.data_ptr(), tensor.nbytes)
+        if isinstance(weight, Codes) and weight.may_round_rows:
+            return weight._replace(rounds_rows=self.told.rounds_rows(module))
         return weight
 
     def num_bytes(self, name: str, dtype: torch.dtype) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from specserve_bench.peers.protocol import DRAFT, EngineError, Guessing, Setup, Timed, serve
 
 # llama.h's llama_ftype: Q4_0 and Q8_0, but for a few weights that its tool keeps more exact.
-FILE_TYPES = {"w4": ("q4_0", 2), "w8": ("q8_0", 7)}
+FILE_TYPES = {"w4": ("q4_0", 2), "w8": ("q8_0", 7), "w8a8": ("q8_0", 7)}
 BATCH = 2048  # llama.cpp's default n_batch; it cuts this into n_ubatch = 512 by itself
 
 
