@@ -45,22 +45,40 @@ static inline vi fp8_codes(vf x) {
   return (vi)(sign | ((vf)size < SMALLEST_FP8 ? vu{} : code));
 }
 
+// The lowest bytes of 16 words. GCC would take them one by one.
+typedef uint8_t vb __attribute__((vector_size(LANES)));
+static inline vb lowest_bytes(vi x) {
+#if defined(__AVX512F__)
+  return (vb)_mm512_cvtepi32_epi8((__m512i)x);
+#elif defined(__AVX2__)
+  x &= 0xff;
+  __m256i first, second;
+  memcpy(&first, &x, 32);
+  memcpy(&second, (const char*)&x + 32, 32);
+  // Packing keeps to halves of a register: the quarters are put in order before the last step.
+  __m256i shorts = _mm256_permute4x64_epi64(_mm256_packus_epi32(first, second), 0xd8);
+  return (vb)_mm_packus_epi16(_mm256_castsi256_si128(shorts), _mm256_extracti128_si256(shorts, 1));
+#else
+  return __builtin_convertvector((vu)x, vb);
+#endif
+}
+
 // Write the codes of a head's D numbers; returns their scale.
 template <class T, class S> static float quantize(const S* x, int64_t D, T* out) {
-  typedef uint8_t bytes __attribute__((vector_size(LANES)));
-  vf most{}, broken{};
+  vi most{};  // as bits, whose order is that of magnitudes; those of NaN are the largest
   for (int64_t i = 0; i < D; i += LANES) {
-    vf v = load_up_to(x + i, std::min<int64_t>(LANES, D - i));
-    most = max(most, v < 0.0f ? -v : v);
-    broken += v - v;  // NaN for what is infinite or NaN
+    vi size = (vi)load_up_to(x + i, std::min<int64_t>(LANES, D - i)) & 0x7fffffff;
+    most = size > most ? size : most;
   }
-  float largest = max(most);
-  bool is_broken = sum(broken) != 0.0f, is_zero = largest < SMALLEST_HEAD;
+  int32_t bits = 0;
+  for (int i = 0; i < LANES; i++) bits = std::max(bits, most[i]);
+  float largest = ((vf)vi{bits})[0];
+  bool is_broken = !(largest < INF), is_zero = largest < SMALLEST_HEAD;
   float inverse = is_broken || is_zero ? 0.0f : LARGEST<T> / largest;
   for (int64_t i = 0; i < D; i += LANES) {
     int n = std::min<int64_t>(LANES, D - i);
     vf v = is_broken ? vf{} : load_up_to(x + i, n) * inverse;
-    bytes b = __builtin_convertvector((vu)(IS_INT8<T> ? int8_codes(v) : fp8_codes(v)), bytes);
+    vb b = lowest_bytes(IS_INT8<T> ? int8_codes(v) : fp8_codes(v));
     memcpy(out + i, &b, n);
   }
   return is_broken ? std::numeric_limits<float>::quiet_NaN() : is_zero ? 0.0f : largest / LARGEST<T>;
