@@ -154,8 +154,9 @@ template <class Kind> struct CodeVectors {
     (use == LEAVE ? TABLE<BITS, true> : TABLE<BITS, false>)[rows - 1](part);
   }
 
+  // Inlined: a call would copy all of the part, and wait for the stores that have just filled it in.
   template <int BITS, bool LEAVES, int ROWS, int V>
-  static void columns(const CodePart part, int column) {
+  static INLINE void columns(const CodePart part, int column) {
     rf sums[ROWS][V];
     const Value* x = (const Value*)part.rows;
     uint32_t* words = part.words + column;
