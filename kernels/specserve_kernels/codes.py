@@ -14,8 +14,8 @@ MAX_ROUNDED = 1 << 16
 class Codes(NamedTuple):
     """A weight [N, K] of which each value is (q - zero) * scale, or that and an offset.
 
-    `group` columns of a row share a scale, a zero and an offset; it divides K. Codes that round rows
-    have 8 bits, neither zeros nor offsets, one group and at most MAX_ROUNDED columns.
+    `group` columns of a row share a scale, a zero and an offset; it divides K. Codes that round
+    rows have 8 bits, neither zeros nor offsets, one group and at most MAX_ROUNDED columns.
     """
 
     bits: int  # 4 or 8
