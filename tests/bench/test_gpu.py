@@ -16,6 +16,7 @@ from specserve_bench.gpu import attends, checks, figures, record, stages, text, 
 from specserve_bench.gpu.figures import Kernel, gaps
 from specserve_bench.gpu.record import Record
 from specserve_kernels.cuda.ops import CudaOps
+from tests.bench.hurry import hurried
 from tests.kernels.builds import interpreted
 
 ROOT = stages.ROOT
@@ -73,20 +74,40 @@ STAGES = {  # what a stage does -> its state
 DRIVER = """
 import sys
 from specserve_bench.gpu import stages
+{more}
 stages.check_machine = lambda environment: None
 stages.LEAST = 1
 stages.STAGES = {{name: stages.Stage(limit, [name]) for name, limit in {limits}.items()}}
 sys.exit(stages.main(sys.argv[1:]))
 """
+# A stage has its limit as soon as it stays.
+HURRY = """
+import subprocess, time
+from pathlib import Path
+from tests.bench.hurry import hurried
+
+def stays(args):
+    file = Path(args[args.index("--out") + 1]) if "--out" in args else None
+    return file is not None and file.exists() and '"pids"' in file.read_text()
+
+subprocess.Popen, time.monotonic = hurried(stays)
+"""
 
 
-def driver(tmp_path, limits, *options):
+def driver(tmp_path, limits, *options, more=""):
     """A process that runs these stages, each of which may take so many seconds."""
     for name in limits:
         (tmp_path / f"{name}.py").write_text(STAGES[name][0])
     path = [str(tmp_path), *(str(ROOT / folder) for folder in ("", "kernels", "drafters", "bench"))]
     return subprocess.Popen(
-        [sys.executable, "-c", DRIVER.format(limits=limits), "--out", str(tmp_path), *options],
+        [
+            sys.executable,
+            "-c",
+            DRIVER.format(limits=limits, more=more),
+            "--out",
+            str(tmp_path),
+            *options,
+        ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
         stdout=subprocess.PIPE,
         text=True,
@@ -95,7 +116,7 @@ def driver(tmp_path, limits, *options):
 
 def run_stages(tmp_path, limits, *options):
     """Its exit status, and the lines of JSON that it has printed, by stage."""
-    process = driver(tmp_path, limits, *options)
+    process = driver(tmp_path, limits, *options, more=HURRY)
     out, _ = process.communicate()
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     return process.returncode, {line["stage"]: line for line in lines}
@@ -119,18 +140,18 @@ def test_every_stage_is_run_whatever_the_one_before_it_did_and_leaves_a_line_of_
 
 
 def test_a_stage_at_its_limit_is_ended_with_all_that_it_started_and_keeps_its_results(tmp_path):
-    code, lines = run_stages(tmp_path, {"stays": 4, "done": 30})
+    code, lines = run_stages(tmp_path, {"stays": 20, "done": 30})
     assert (code, states(lines)) == (1, {"stays": "unfinished", "done": "done"})
+    assert 20 <= lines["stays"]["seconds"] < 40
     figures = json.loads((tmp_path / "gpu-stays.json").read_text())["figures"]
     assert lines["stays"]["summary"] == figures["summary"] == "half of it"
     assert len(figures["pids"]) == 3 and all(map(is_gone, figures["pids"]))
 
 
 def test_the_deadline_ends_a_stage_before_its_limit_and_begins_no_other(tmp_path):
-    start = monotonic()
-    code, lines = run_stages(tmp_path, {"stays": 600, "done": 600}, "--seconds", "5")
-    assert monotonic() - start < 60
+    code, lines = run_stages(tmp_path, {"stays": 600, "done": 600}, "--seconds", "60")
     assert (code, states(lines)) == (1, {"stays": "unfinished", "done": "not begun"})
+    assert 50 < lines["stays"]["seconds"] < 80
 
 
 def end(process, pids):
@@ -266,9 +287,14 @@ def test_checks_keep_each_test_as_it_ends_and_the_worst_error_of_each_op(tmp_pat
     assert (code, said["passed"], said["first of them"]) == (1, 3, ["test_b", "test_c", "test_d"])
 
 
-def test_checks_out_of_time_keep_what_they_have_come_to(tmp_path):
+def test_checks_out_of_time_keep_what_they_have_come_to(tmp_path, monkeypatch):
+    def has_come_to_the_last(command):
+        return Path(command[-1]).read_text().count("\n") == 5
+
+    made, _ = hurried(has_come_to_the_last)
+    monkeypatch.setattr(subprocess, "Popen", made)
     (tmp_path / "test_slow.py").write_text(TESTS.replace("{seconds}", "600"))
-    code, tests = checks.run(str(tmp_path / "test_slow.py"), monotonic() + 8)
+    code, tests = checks.run(str(tmp_path / "test_slow.py"), monotonic() + 60)
     assert code is None
     assert [t["name"] for t in tests] == [
         "test_a[0.002]",

@@ -49,13 +49,13 @@ def models(tmp_path_factory):
 
 def sampling(temperature, seed):
     return Sampling(
-        max_tokens=7, temperature=temperature, top_k=40, top_p=0.95, min_p=0.01, seed=seed
+        max_tokens=5, temperature=temperature, top_k=40, top_p=0.95, min_p=0.01, seed=seed
     )
 
 
 def cases():
     """Prompts of more than a chunk and of a token; the last begins as the first does."""
-    prompts = [[*range(1, 36)], [7], [5, 6, 7] * 4, [*range(1, 19)]]
+    prompts = [[*range(1, 20)], [7], [5, 6, 7] * 4, [*range(1, 18)]]
     return [Case(p, sampling(i % 2, i), arrives=2 * i) for i, p in enumerate(prompts)]
 
 

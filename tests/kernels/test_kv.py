@@ -37,6 +37,7 @@ FP8 = {
     "the largest gets the largest code": ([1.0, -2, 0.5, 0], [224.0, -448, 112, 0], 2 / 448),
     "three bits of a mantissa": ([448.0, 17, 18, 19], [448.0, 16, 18, 20], 1.0),
     "what would be subnormal is zero": ([448.0, 2**-6, 0.0156, -0.0156], [448.0, 2**-6, 0, 0], 1.0),
+    "infinite": ([1.0, INF, 0, 0], [0.0, 0, 0, 0], NAN),
     "no number": ([1.0, 0, NAN, 0], [0.0, 0, 0, 0], NAN),
 }
 
@@ -104,8 +105,10 @@ def test_codes_are_written_as_the_reference_writes_them_and_only_in_their_slots(
 @BUILDS
 @DTYPES
 @KV_DTYPES
-@pytest.mark.parametrize(("H", "Hk", "D"), [(4, 2, 16), (7, 1, 20), (16, 2, 128), (4, 4, 80)])
-@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize(
+    ("H", "Hk", "D", "window"),
+    [(4, 2, 16, None), (7, 1, 20, 37), (16, 2, 128, 37), (4, 4, 80, None)],
+)
 def test_attention_over_codes_is_near_that_over_what_they_stand_for(
     ops, H, Hk, D, window, kv_dtype, dtype
 ):
@@ -157,17 +160,17 @@ def test_one_large_number_makes_a_head_coarse_and_no_other(kv_dtype):
 @KV_DTYPES
 @DTYPES
 @pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
-@pytest.mark.parametrize("broken", [NAN, INF])
 @pytest.mark.parametrize("window", [None, 9])
 def test_a_broken_token_breaks_the_rows_that_see_it_and_no_other(
-    ops, dtype, kv_dtype, which, broken, window
+    ops, dtype, kv_dtype, which, window
 ):
+    """One with an infinite number has the same codes and the same scale."""
     for req in (Req(30, 14), Req(130, parents=random_tree(random.Random(4), 12))):
         step = RandomStep([req], num_heads=6, dtype=dtype, kv_dtype=kv_dtype).filled()
         q = queries(step, len(step.rows().positions))
         want, place = step.attend(ops, q, window), req.start + 3
         one = tokens(step, 0, req.end)[:, [place]].clone()
-        one[which, 0, 0, 3] = broken
+        one[which, 0, 0, 3] = NAN
         step.put(0, [place], one)
         got = step.attend(ops, q, window).view_as(q)
         for r, seen in enumerate(req.visible()):
@@ -211,16 +214,16 @@ def test_moves_take_codes_and_scales_along_in_every_layer(ops, kv_dtype):
 
 @BUILDS
 @KV_DTYPES
-@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("window", [None, 11])
 def test_a_row_reads_the_same_whenever_its_kv_was_written(ops, kv_dtype, window):
-    """One step writes and reads 40 rows, or five steps eight each: a read code is a read code."""
+    """One step writes and reads 24 rows, or three steps eight each: a read code is a read code."""
     whole, parts = (
-        RandomStep([Req(0, 40)], 16, 4, 2, 16, num_layers=2, kv_dtype=kv_dtype) for _ in range(2)
+        RandomStep([Req(0, 24)], 16, 4, 2, 16, num_layers=2, kv_dtype=kv_dtype) for _ in range(2)
     )
-    qkv = random_tensor(40, 8 * 16)
+    qkv = random_tensor(24, 8 * 16)
     want = attended(ops, whole, qkv, window)
     got = []
-    for start in range(0, 40, 8):
+    for start in range(0, 24, 8):
         parts.reqs = [Req(start, 8)]
         got.append(attended(ops, parts, qkv[start : start + 8], window))
     assert row_errors(torch.cat(got), want).max() < 1e-5
