@@ -74,9 +74,10 @@ def _prepack_rounding(codes: Codes, is_gated: bool) -> Packed:
 
 
 def _prepack_codes(codes: Codes, is_gated: bool) -> Packed:
-    bits, group, *tensors, _ = codes.centered()
-    q, scale, zero, offset = (None if x is None else x.contiguous() for x in tensors)
-    rows, K = codes.q.shape
+    bits, group, q, scale, zero, offset, _ = codes.centered()
+    q, scale = q.contiguous(), scale.contiguous()
+    zero, offset = (None if x is None else x.contiguous() for x in (zero, offset))
+    rows, K = q.shape
     N = rows // 2 if is_gated else rows
     form = bits, group, zero is not None, offset is not None
     words = allocate(native.code_bytes(N, K, form, is_gated))
