@@ -12,6 +12,7 @@ from typing import Any
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 PR_SET_PDEATHSIG = 1  # prctl(2)
+ENDING = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
 
 
 def prepare() -> None:
@@ -109,13 +110,19 @@ def keep_stderr_from_failing() -> None:
 
 
 def raise_signals() -> None:
-    """Have SIGTERM and SIGHUP raise SystemExit, so that what is half written is removed."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
+    """Have the first signal that ends the process raise, so that what is half written is removed,
+    and further ones ignored meanwhile.
+    """
+    for number in ENDING:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, end)
 
 
 def end(number: int, frame: FrameType | None) -> None:
+    for each in ENDING:
+        signal.signal(each, signal.SIG_IGN)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
     raise SystemExit(128 + number)  # as shells report a command that a signal ended
 
 

@@ -1,6 +1,7 @@
 """`specserve quantize`: what it writes is what loading with `model.quantize` makes."""
 
 import json
+import os
 import signal
 import stat
 
@@ -14,6 +15,7 @@ from specserve import cli
 from specserve.models import writing
 from specserve.models.loader import load_decoder
 from specserve.models.rounding import AS_STORED, Rounding
+from specserve.process import ENDING
 from specserve_kernels import reference
 from tests.checkpoints import tiny_checkpoint
 from tests.models.forward import logits, prompt
@@ -199,18 +201,29 @@ def test_what_fails_on_the_way_leaves_nothing(tmp_path, monkeypatch, capsys, err
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_on_the_way_leaves_nothing(tmp_path, monkeypatch, number):
-    def save_file(*args, **kwargs):
+@pytest.mark.parametrize("number", ENDING)
+def test_signals_on_the_way_leave_nothing(tmp_path, monkeypatch, number):
+    """Others come while what is half written is removed."""
+
+    def save_file(tensors, file, metadata):
+        file.write_bytes(b"half")
         assert callable(signal.getsignal(number)), "it would end the tests, too"
         signal.raise_signal(number)
 
+    def unlink(*args, **kwargs):
+        for each in ENDING:
+            signal.raise_signal(each)
+        real(*args, **kwargs)
+
+    real = os.unlink
     monkeypatch.setattr(writing, "save_file", save_file)
     source = tiny_checkpoint(tmp_path / "source")
-    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
+    command = "quantize", str(source), str(tmp_path / "target")
+    before = {n: signal.getsignal(n) for n in ENDING}
+    monkeypatch.setattr(os, "unlink", unlink)
     try:
-        with pytest.raises(SystemExit) as e:
-            cli.main(["quantize", str(source), str(tmp_path / "target"), "--to", "w8"])
+        with pytest.raises((SystemExit, KeyboardInterrupt)) as e:
+            raise SystemExit(cli.main([*command, "--to", "w8"]))
     finally:
         for n, handler in before.items():
             signal.signal(n, handler)

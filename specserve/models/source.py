@@ -3,10 +3,12 @@
 Does not import torch: `Checkpoint` reads the weights of both.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from specserve.errors import ConfigError
 from specserve.models.defaults import GenerationDefaults, load_defaults
 from specserve.models.families import DecoderConfig, load_config
 from specserve.models.folder import Scaled, check_tokenizer, scaled_from
@@ -62,12 +64,23 @@ class Folder:
         check_tokenizer(self.path)
 
     def identity(self) -> Iterator[bytes]:
-        for file in sorted(file for pattern in WORDS for file in self.path.glob(pattern)):
-            yield file.name.encode()
-            yield file.read_bytes()
-        for file in sorted(self.path.glob("*.safetensors")):
-            yield file.name.encode()
-            yield from samples(file, BEGINNING)
+        try:
+            for file in self.files(*WORDS):
+                text = file.read_bytes()
+                yield from (self.label(file), str(len(text)).encode(), text)
+            for file in self.files("*.safetensors"):
+                yield self.label(file)
+                yield from samples(file, BEGINNING)
+        except OSError as e:
+            raise ConfigError(f"{e.filename}: cannot be read ({e.strerror})") from e
+
+    def files(self, *patterns: str) -> list[Path]:
+        """Regular ones, or links to such, in order: nothing else is a part of a model."""
+        found = (file for pattern in patterns for file in self.path.glob(pattern))
+        return sorted(file for file in found if file.is_file())
+
+    def label(self, file: Path) -> bytes:
+        return os.fsencode(file.relative_to(self.path)) + b"\0"
 
 
 def samples(file: Path, beginning: int) -> Iterator[bytes]:

@@ -10,6 +10,8 @@ from specserve_kernels import Codes
 
 Weight = Tensor | Codes
 
+LEAST_GROUP = 8  # kernels fill smaller groups up: with their scales they would be larger than bf16
+
 
 def num_bytes(weight: Weight) -> int:
     """Of its numbers; padding is up to the kernels."""
@@ -31,7 +33,8 @@ def form_of(weight: Weight) -> tuple[int, int | None, bool]:
 
 
 def fuse(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:
-    """Weights one below the other, as a copy: codes if all of them are, else values in `dtype`.
+    """Weights one below the other, as a copy: codes if all of them are and save memory, else values
+    in `dtype`.
 
     Codes of different forms get the narrowest that all can have without a change of their values.
     Rows are rounded if they are for all of them.
@@ -40,6 +43,8 @@ def fuse(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:
     if len(codes) < len(parts):
         return torch.cat([values(part, dtype) for part in parts])
     bits, group = max(c.bits for c in codes), math.gcd(*(c.group for c in codes))
+    if group < LEAST_GROUP:
+        return torch.cat([values(part, dtype) for part in parts])
     codes = [regrouped(rebased(c, bits), group) for c in codes]
     has_zeros = any(c.zero is not None for c in codes)
     has_offsets = any(c.offset is not None for c in codes)

@@ -16,6 +16,7 @@ from tests.models.forward import logits, prompt
 
 BYTES = {"num_bits": 8, "type": "int"}
 ROWS = {"weights": BYTES | {"strategy": "channel"}}
+WIDTH = 64
 ROUNDED = ROWS | {"input_activations": BYTES | {"strategy": "token", "dynamic": True}}
 DOWN, UP, HEAD = "model.layers.0.mlp.down_proj", "model.layers.0.mlp.up_proj", "lm_head"
 
@@ -43,6 +44,24 @@ ASKED = {  # groups -> which of DOWN, UP and HEAD
         ],
         (True, True, True),
     ),
+    "beside whole rows, written in full": (
+        [
+            ROUNDED | {"targets": ["re:.*mlp.*"]},
+            {"weights": BYTES | {"group_size": WIDTH}, "targets": ["re:.*attn.*"]},
+        ],
+        (False, False, False),
+    ),
+    "beside whole rows, written as -1": (
+        [
+            ROUNDED | {"targets": ["re:.*mlp.*"]},
+            {"weights": BYTES | {"group_size": -1}, "targets": ["re:.*attn.*"]},
+        ],
+        (False, False, False),
+    ),
+    "whole rows, written as -1": (
+        [ROUNDED | {"weights": BYTES | {"group_size": -1}, "targets": ["Linear"]}],
+        (True, True, True),
+    ),
     "floats": (
         [ROWS | {"input_activations": BYTES | {"type": "float"}, "targets": ["Linear"]}],
         (False, False, False),
@@ -60,7 +79,7 @@ def test_the_group_of_a_map_says_whether_rows_are_rounded(groups, want):
     fields = {"quant_method": "compressed-tensors", "format": "int-quantized"}
     fields["config_groups"] = {f"group_{i}": group for i, group in enumerate(groups)}
     told = config.parse({"quantization_config": fields})
-    assert tuple(map(told.rounds_rows, (DOWN, UP, HEAD))) == want
+    assert tuple(told.rounds_rows(name, WIDTH) for name in (DOWN, UP, HEAD)) == want
 
 
 FORMS = {  # whether rows are rounded, of the map qkv, out, gate and up, down

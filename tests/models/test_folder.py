@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import huggingface_hub
@@ -89,6 +90,26 @@ def test_whatever_decides_the_text_is_in_the_identity(tmp_path, name):
         file.write_text(text)
         told.append(list(Folder(tmp_path).identity()))
     assert told[0] != told[1] != told[2]
+
+
+def test_what_is_no_regular_file_is_no_part_of_the_identity(tmp_path):
+    before = list(Folder(tmp_path).identity())
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "dangling.json").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    assert list(Folder(tmp_path).identity()) == before
+    (tmp_path / os.fsdecode(b"\xff.json")).touch()
+    assert list(Folder(tmp_path).identity()) != before
+
+
+def test_where_a_file_lies_is_in_the_identity(tmp_path):
+    told = []
+    for folder in ("a", "b"):
+        file = tmp_path / folder / "templates" / folder / "x.jinja"
+        file.parent.mkdir(parents=True)
+        file.write_text("1")
+        told.append(b"".join(Folder(tmp_path / folder / "templates").identity()))
+    assert told[0] != told[1]
 
 
 @pytest.mark.parametrize("place", [0, 3 << 20, (6 << 20) - 1])

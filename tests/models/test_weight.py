@@ -48,6 +48,12 @@ def test_beside_a_weight_that_is_no_codes_all_are_widened():
     assert torch.equal(fused, torch.cat([PLAIN, codes.widen(torch.bfloat16)]))
 
 
+def test_groups_so_small_that_codes_would_save_nothing_are_widened():
+    parts = [random_codes(3, K, 4, 32, True), random_codes(2, K, 4, 4, True)]
+    fused = fuse(parts, torch.bfloat16)
+    assert torch.equal(fused, torch.cat([part.widen(torch.bfloat16) for part in parts]))
+
+
 @pytest.mark.parametrize(
     ("others", "rounds"),
     [
@@ -85,8 +91,7 @@ def test_the_form_and_the_bytes(weight, form, size):
 
 
 def test_the_values_that_fuse_keeps_are_those_of_the_definition():
-    codes = Codes(4, 2, torch.tensor([[0, 15]], dtype=torch.uint8), torch.tensor([[0.5]]))
-    assert fuse([codes, codes._replace(bits=8)], torch.float32).widen(torch.float32).tolist() == [
-        [-4.0, 3.5],
-        [-64.0, -56.5],
-    ]
+    q = torch.tensor([[0, 15] * 4], dtype=torch.uint8)
+    codes = Codes(4, 8, q, torch.tensor([[0.5]]))
+    fused = fuse([codes, codes._replace(bits=8)], torch.float32)
+    assert fused.widen(torch.float32).tolist() == [[-4.0, 3.5] * 4, [-64.0, -56.5] * 4]

@@ -1,9 +1,17 @@
 """What a config.json says of its quantized weights; torch is not needed to read it."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+
+
+class Activations(NamedTuple):
+    """What a checkpoint says of the inputs of some maps with 8-bit integers."""
+
+    target: str  # a module's name, or a pattern
+    are_rounded: bool  # to 8-bit integers, too
+    group: int | None  # columns that share a scale of the weight; None: whole rows
 
 
 class Quantization(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,9 +25,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     # GPTQ's first form stores a zero point less one.
     has_zeros_less_one: bool = False
     block: tuple[int, int] | None = None  # rows and columns that share a scale, of 8-bit floats
-    # Of maps with 8-bit integers in rows: names or patterns, and whether their activations are
-    # 8-bit integers, too.
-    activations: tuple[tuple[str, bool], ...] = ()
+    activations: tuple[Activations, ...] = ()
 
     @property
     def words(self) -> str:
@@ -27,14 +33,14 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
         group = f" in groups of {self.group}" if self.group else ""
         return f"{self.method}{bits}{group}"
 
-    def rounds_rows(self, module: str) -> bool:
+    def rounds_rows(self, module: str, width: int) -> bool:
         """Whether activations of a map with 8-bit integers in rows are such integers, too.
 
         As its name says; without one as all patterns say, which are not matched.
         """
-        named = [rounds for name, rounds in self.activations if name == module]
-        patterns = [rounds for name, rounds in self.activations if is_pattern(name)]
-        found = named or patterns
+        told = [a for a in self.activations if a.group in (None, width)]
+        named = [a.are_rounded for a in told if a.target == module]
+        found = named or [a.are_rounded for a in told if is_pattern(a.target)]
         return bool(found) and all(found)
 
 
@@ -98,15 +104,17 @@ def compressed_tensors(fields: Mapping[str, Any]) -> Quantization:
     )
 
 
-def compressed_activations(groups: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, bool], ...]:
-    """As in Quantization."""
-    found: list[tuple[str, bool]] = []
-    for group in groups:
-        activations, weights = group.get("input_activations"), group.get("weights") or {}
-        if is_int8(weights) and not weights.get("group_size"):
-            targets = group.get("targets")
-            rounds = isinstance(activations, dict) and is_int8(activations)
-            found += ((str(t), rounds) for t in (targets if isinstance(targets, list) else ()))
+def compressed_activations(groups: Iterable[Mapping[str, Any]]) -> tuple[Activations, ...]:
+    found: list[Activations] = []
+    for fields in groups:
+        activations, weights = fields.get("input_activations"), fields.get("weights") or {}
+        if not is_int8(weights):
+            continue
+        targets, size = fields.get("targets"), weights.get("group_size")
+        columns = None if size == -1 else size
+        rounds = isinstance(activations, dict) and is_int8(activations)
+        for target in targets if isinstance(targets, list) else ():
+            found.append(Activations(str(target), rounds, columns))
     return tuple(found)
 
 
