@@ -56,6 +56,10 @@ class ModelConfig(Section, frozen=True):
         Literal["none", "w8", "w4"],
         about("none, w8 or w4: the heads of models whose weights are rounded"),
     ] = "w8"
+    quantize_embedding: Annotated[
+        Literal["none", "w8"],
+        about("none or w8: the embeddings of models whose weights are rounded"),
+    ] = "none"
     device: Annotated[
         str,
         Meta(pattern=r"^(auto|cpu|cuda(:(0|[1-9][0-9]?))?)$"),
@@ -251,11 +255,13 @@ class Config(Section, frozen=True):
                 f"{self.drafter.quantize!r}: drop one of them"
             )
         is_rounded = self.model.quantize is not None or self.drafter.quantize is not None
-        if self.model.quantize_head != ModelConfig().quantize_head and not is_rounded:
-            raise ValueError(
-                f"model.quantize_head = {self.model.quantize_head!r} is of no use where no weights "
-                "are rounded: set model.quantize or drafter.quantize, too"
-            )
+        for key in ("quantize_head", "quantize_embedding"):
+            asked = getattr(self.model, key)
+            if asked != getattr(ModelConfig(), key) and not is_rounded:
+                raise ValueError(
+                    f"model.{key} = {asked!r} is of no use where no weights are rounded: set "
+                    "model.quantize or drafter.quantize, too"
+                )
         if self.drafter_name == "ngram" and self.drafter.model is not None:
             raise ValueError(
                 f"drafter.name = 'ngram' has no use for drafter.model = {self.drafter.model!r}: "

@@ -113,6 +113,10 @@ def test_a_mistake_is_one_line_that_says_what_to_do(fake, capsys, args, complain
             ["chat", "--set=model.quantize_head=w4"],
             "--set: model.quantize_head = 'w4' is of no use",
         ),
+        (
+            ["chat", "--set=model.quantize_embedding=w8"],
+            "--set: model.quantize_embedding = 'w8' is of no use",
+        ),
         (["chat", "--draft-model=d", "--drafter=ngram"], "--draft-model, --drafter: drafter.name"),
         (["chat", "--draft-model=d", "--set=drafter.name=ngram"], "--set, --draft-model: drafter"),
     ],

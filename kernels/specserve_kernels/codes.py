@@ -1,5 +1,6 @@
 """Weights in integers of few bits."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ class Codes(NamedTuple):
     def widen(self, dtype: torch.dtype) -> Tensor:
         """The values, [N, K], each rounded once from float32."""
         N, K = self.q.shape
-        wide = torch.empty(N, K, dtype=dtype)
+        wide = torch.empty(N, K, dtype=dtype, device=self.q.device)
         height = max(1, WIDENED // K)
         for start in range(0, N, height):
             rows = slice(start, start + height)
@@ -49,6 +50,15 @@ class Codes(NamedTuple):
         values -= self.middle if self.zero is None else self.zero[rows, :, None]
         values *= self.scale[rows, :, None]
         return values if self.offset is None else values.add_(self.offset[rows, :, None])
+
+    def take(self, rows: Tensor) -> "Codes":
+        """Some rows [n] int64, in the order given."""
+        return self.each(lambda x: x.index_select(0, rows))
+
+    def each(self, do: Callable[[Tensor], Tensor]) -> "Codes":
+        """With what a function makes of each tensor."""
+        zero, offset = (None if x is None else do(x) for x in (self.zero, self.offset))
+        return self._replace(q=do(self.q), scale=do(self.scale), zero=zero, offset=offset)
 
     def centered(self) -> "Codes":
         """With the middle for every zero, where there are offsets: they take in the difference.

@@ -72,7 +72,8 @@ def assemble(config: Config, target: Decoder, draft: Decoder | None, max_len: in
 
 def kv_names(config: Config, target: Decoder, draft: Decoder | None) -> dict[str, str]:
     """Texts that identify the weights and dtype of the target's and of the draft model's KV."""
-    rounding = config.model.quantize, config.drafter.quantize, config.model.quantize_head
+    model, draft_quantize = config.model, config.drafter.quantize
+    rounding = model.quantize, draft_quantize, model.quantize_head, model.quantize_embedding
     kind = f"{rounding} {config.memory.kv_dtype}"
     return {
         "target": f"target {config.target} {target.dtype} {kind}",

@@ -50,7 +50,7 @@ def load_weights(
 
     def get(name: str, path: Path, quantize: str | None) -> Model:
         model, most = config.model, config.scheduler.max_model_len
-        rounding = Rounding.named(quantize, model.quantize_head)
+        rounding = Rounding.named(quantize, model.quantize_head, model.quantize_embedding)
         build = model.device, model.attention, model.dtype
         key = ModelKey(str(path.resolve()), *build, most, rounding)
         if key not in loaded:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specserve.memory import KVLayout
 from specserve.models.families import DecoderConfig
+from specserve.models.weight import Weight
 from specserve.models.weight_forms import WeightForms
 from specserve_kernels import KVCache, Ops, QKNorm, Rotary, Rows
 
@@ -33,14 +34,14 @@ class Layer(NamedTuple):
 class Weights(NamedTuple):
     """A model's weights.
 
-    embedding  [V, hidden]  the model's dtype
+    embedding  [V, hidden]  the model's dtype, or codes
     layers     L of them
     norm       [hidden]     before the head
     head       packed [V, hidden]
     forms      what of this is codes, and how many bytes it has
     """
 
-    embedding: Tensor
+    embedding: Weight
     layers: tuple[Layer, ...]
     norm: Tensor
     head: Any
@@ -68,7 +69,7 @@ class Decoder:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the activations."""
-        return self.weights.embedding.dtype
+        return self.weights.norm.dtype
 
     def kv_layouts(self, dtype: torch.dtype | None = None) -> tuple[KVLayout, ...]:
         """The layout of each layer's KV, of this dtype; None is that of the activations."""
@@ -81,7 +82,7 @@ class Decoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The residual stream before the first layer, [R, hidden], of token ids [R] int64."""
-        return self.ops.embed(self.weights.embedding, token_ids)
+        return self.ops.embed(self.weights.embedding, token_ids, self.dtype)
 
     def forward(
         self, residual: Tensor, kv: KVCache, plan: Any, taps: Collection[int] = ()

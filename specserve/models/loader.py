@@ -18,7 +18,7 @@ from specserve.models.families import DecoderConfig
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve.models.rounding import AS_STORED, Rounding
 from specserve.models.source import open_source
-from specserve.models.weight import Weight, form_of, fuse, num_bytes, values
+from specserve.models.weight import Weight, form_of, fuse, num_bytes, table_bytes
 from specserve.models.weight_forms import MapForm, WeightForms
 from specserve_drafters.tree import TREE_SLOTS
 from specserve_kernels import Codes, Ops, QKNorm, Rotary
@@ -100,8 +100,8 @@ def name_of_dtype(dtype: torch.dtype) -> str:
 
 
 class Reader:
-    """Reads a checkpoint's tensors in the model's dtype, and its linear maps as codes where they
-    are stored so or are to be rounded, onto the ops' device.
+    """Reads a checkpoint's tensors in the model's dtype, and its linear maps and embedding as codes
+    where they are stored so or are to be rounded, onto the ops' device.
     """
 
     def __init__(
@@ -117,11 +117,12 @@ class Reader:
         self.dtype, self.ops, self.rounding = dtype, ops, rounding
         self.report: Progress = lambda done, total: None
         self.sources: dict[str, str] = {}  # which tensor is read, where its name is another
-        if HEAD not in shapes and (rounding.head is not None or EMBEDDING in maps):
+        if HEAD not in shapes and rounding.head != rounding.embedding:
             self.shapes[HEAD], self.sources[HEAD] = shapes[EMBEDDING], EMBEDDING
         self.num_read, self.num_elements = 0, sum(map(math.prod, self.shapes.values()))
         self.maps_by_form: Counter[tuple[int, int | None, bool]] = Counter()  # as form_of has them
         self.num_bytes = self.num_odd = 0  # as in WeightForms
+        self.embedding_bits: int | None = None  # as there
 
     def read(self, name: str) -> Tensor:
         memory = torch.empty(self.shapes[name], dtype=self.dtype)
@@ -138,12 +139,19 @@ class Reader:
     def read_weight(self, *modules: str, is_gated: bool = False) -> Any:
         """The packed weights of linear maps that are fused into one; the unpacked are freed."""
         weight = self.weight(*modules)
-        if isinstance(weight, Codes):
-            weight = weight._replace(rounds_rows=weight.rounds_rows and self.ops.rounds_rows)
         self.count(weight)
         return self.ops.prepack(weight, is_gated)
 
-    def read_head(self, embedding: Tensor) -> Any:
+    def read_embedding(self) -> Weight:
+        """The embedding table, on the ops' device."""
+        table = self.weight("model.embed_tokens")
+        self.num_bytes += table_bytes(table)
+        if isinstance(table, Tensor):
+            return self.ops.place(table)
+        self.embedding_bits = 8 * table.q.itemsize
+        return table.each(self.ops.place)
+
+    def read_head(self, embedding: Weight) -> Any:
         """The head where it is the embedding table as it stands."""
         packed = self.ops.prepack(embedding)
         if packed is not embedding:
@@ -160,7 +168,8 @@ class Reader:
         """Of what has been read."""
         counted = self.maps_by_form.items()
         maps = (MapForm(bits, group, n, rounds_rows) for (bits, group, rounds_rows), n in counted)
-        return WeightForms(tuple(sorted(maps, key=lambda m: m.bits)), self.num_bytes, self.num_odd)
+        in_order = tuple(sorted(maps, key=lambda m: m.bits))
+        return WeightForms(in_order, self.num_bytes, self.num_odd, self.embedding_bits)
 
     def weight(self, *modules: str) -> Weight:
         """The weights of linear maps of one width, one below the other."""
@@ -178,21 +187,23 @@ class Reader:
                 "be rounded to codes; download the model again, or take another checkpoint"
             )
         width = self.shapes[names[0]][1]
-        return codes._replace(rounds_rows=self.rounding.rounds_rows(modules[0], width))
+        rounds_rows = self.ops.rounds_rows and self.rounding.rounds_rows(modules[0], width)
+        return codes._replace(rounds_rows=rounds_rows)
 
     def bits(self, name: str) -> int | None:
         """To how many a tensor is rounded; None: it is not."""
         module, _, suffix = name.rpartition(".")
         shape = self.shapes[name]
-        is_map = suffix == "weight" and len(shape) == 2 and name != EMBEDDING
+        is_map = suffix == "weight" and len(shape) == 2
         if not is_map or self.source(name) in self.maps:
             return None
         return self.rounding.bits(module, shape[1])
 
     def expected_bytes(self, name: str) -> int:
-        if name != EMBEDDING and self.source(name) in self.maps:
-            return self.maps.num_bytes(self.source(name), self.dtype)
         num_elements, bits = math.prod(self.shapes[name]), self.bits(name)
+        if self.source(name) in self.maps:
+            stored = self.maps.num_bytes(self.source(name), self.dtype)
+            return max(stored, num_elements) if name == EMBEDDING else stored
         if bits is None:
             return num_elements * self.dtype.itemsize
         group = GROUP if bits == 4 else self.shapes[name][1]
@@ -212,6 +223,8 @@ class Reader:
             return self.read_plain([name], self.dtype)
         weight = self.maps.read(self.source(name))
         self.advance(math.prod(self.shapes[name]))
+        if isinstance(weight, Codes) and not self.ops.rounds_rows:
+            return weight._replace(rounds_rows=False)
         return weight
 
     def read_plain(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
@@ -226,10 +239,7 @@ class Reader:
         """Fill `out` with tensors, one below the other."""
         heights = [self.shapes[name][0] for name in names]
         for name, part in zip(names, torch.split(out, heights), strict=True):
-            if name in self.maps:  # the embedding table, which is used as it is
-                part.copy_(values(self.maps.read(name), self.dtype))
-            else:
-                self.checkpoint.read(self.source(name), part)
+            self.checkpoint.read(self.source(name), part)
             self.advance(part.numel())
         return out
 
@@ -242,7 +252,7 @@ class Reader:
 def read_weights(reader: Reader, config: DecoderConfig, table: Rotary) -> Weights:
     # The largest weight comes first: its unpacked form is freed before the others are loaded.
     head = reader.read_weight("lm_head") if HEAD in reader.shapes else None
-    embedding = reader.read(EMBEDDING)
+    embedding = reader.read_embedding()
     still = table if all(config.rope) else rotary.still(table)
     return Weights(
         embedding=embedding,

@@ -22,6 +22,12 @@ def num_bytes(weight: Weight) -> int:
     return weight.q.numel() * weight.bits // 8 + weight.scale.nbytes + num_beside
 
 
+def table_bytes(table: Weight) -> int:
+    """Of an embedding table, which is kept as it is: a byte a code."""
+    parts = (table,) if isinstance(table, Tensor) else table
+    return sum(part.nbytes for part in parts if isinstance(part, Tensor))
+
+
 def form_of(weight: Weight) -> tuple[int, int | None, bool]:
     """The bits of a number; the columns that share a scale, None if all do or there is none; and
     whether rows are rounded.

@@ -22,9 +22,11 @@ class WeightForms(msgspec.Struct, frozen=True, omit_defaults=True):
     maps: tuple[MapForm, ...] = ()  # in ascending order
     num_bytes: int = 0  # of all weights, scales included
     num_odd: int = 0  # of the maps: asked for 4 bits, they have 8, as no group divides their width
+    embedding_bits: int | None = None  # of a number of the embedding; None: it is not codes
 
     @property
     def words(self) -> str:
         forms = ", ".join(form.words for form in self.maps)
         odd = f"; {self.num_odd} of these for lack of whole groups" if self.num_odd else ""
-        return f"{self.num_bytes / 2**20:.0f} MiB: {forms}{odd}"
+        table = f"; embedding in {self.embedding_bits} bits" if self.embedding_bits else ""
+        return f"{self.num_bytes / 2**20:.0f} MiB: {forms}{odd}{table}"

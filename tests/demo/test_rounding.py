@@ -14,12 +14,14 @@ from specserve_bench.demo.held_out import source_files
 from specserve_bench.perplexity import perplexity
 from tests.checkpoints import tiny_checkpoint
 
-BOUNDS = {"w8": 0.005, "w8a8": 0.01, "w4": 0.06}  # of the perplexity in bf16
+# Of the perplexity in bf16, by what the layers and the embedding are rounded to.
+BOUNDS = {("w8", "none"): 0.005, ("w8a8", "none"): 0.01, ("w4", "none"): 0.06, ("w4", "w8"): 0.06}
 SETTINGS = {"memory.kv_bytes": 1 << 26, "model.threads": 1}
 
 
-def measured(model, texts, quantize=None):
-    with LLM(model, drafter="none", quantize=quantize, set=SETTINGS, progress=False) as llm:
+def measured(model, texts, quantize=None, embedding="none"):
+    settings = SETTINGS | {"model.quantize_embedding": embedding}
+    with LLM(model, drafter="none", quantize=quantize, set=settings, progress=False) as llm:
         return perplexity(llm, texts)
 
 
@@ -27,9 +29,10 @@ def measured(model, texts, quantize=None):
 def test_perplexity_stays_within_its_bounds(folder):
     texts = [text[len(text) // 2 :][:1500] for text in source_files().values()]
     own = measured(folder, texts)
-    costs = {name: measured(folder, texts, name) / own - 1 for name in BOUNDS}
-    assert all(abs(costs[name]) < bound for name, bound in BOUNDS.items()), (own, costs)
-    assert costs["w4"] > abs(costs["w8"])  # so that both were measured
+    costs = {names: measured(folder, texts, *names) / own - 1 for names in BOUNDS}
+    assert all(abs(costs[names]) < bound for names, bound in BOUNDS.items()), (own, costs)
+    assert costs["w4", "none"] > abs(costs["w8", "none"])  # so that both were measured
+    assert costs["w4", "w8"] != costs["w4", "none"]
 
 
 def test_perplexity_is_what_transformers_computes(tmp_path):

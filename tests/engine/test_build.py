@@ -27,6 +27,7 @@ def test_each_model_is_rounded_as_its_own_section_says():
         "model.threads": 1,
         "model.quantize": "w8",
         "model.quantize_head": "none",
+        "model.quantize_embedding": "w8",
         "drafter.quantize": "w4",
     }
     config = load_config(None, settings)
@@ -35,6 +36,7 @@ def test_each_model_is_rounded_as_its_own_section_says():
     bits = {n: {(f.bits, f.group) for f in m.weights.forms.maps} for n, m in models.items()}
     assert bits == {"target": {(8, None), (16, None)}, "draft model": {(4, 64), (16, None)}}
     for name, model in models.items():
+        assert model.weights.forms.embedding_bits == 8
         assert model.weights.forms.words in loaded.phases[name]
     plain = build.build(
         load_config(None, settings | {"model.quantize": None}), known=loaded.weights
@@ -43,3 +45,12 @@ def test_each_model_is_rounded_as_its_own_section_says():
     assert plain.weights.target is not loaded.weights.target
     assert model_key(plain.engine.target) != model_key(loaded.engine.target)
     assert plain.engine.formats["target"] != loaded.engine.formats["target"]
+
+
+def test_kv_is_another_models_where_the_embedding_is_rounded():
+    """As it is where the rest of the weights is."""
+    model = build.build(load_config(None, {"memory.kv_bytes": 1 << 26, "model.threads": 1}))
+    target = model.weights.target.decoder
+    rounded = {"model.quantize": "w4"}, {"model.quantize": "w4", "model.quantize_embedding": "w8"}
+    names = [build.kv_names(load_config(None, settings), target, None) for settings in rounded]
+    assert names[0]["target"] != names[1]["target"] and names[0]["draft"] != names[1]["draft"]

@@ -1,10 +1,13 @@
 """Linear maps of 4- and 8-bit codes: what they mean, and that every level computes it."""
 
+import itertools
+
 import pytest
 import torch
 
 from specserve_kernels import Codes, codes, cpu, reference
 from specserve_kernels.program import EagerProgram
+from tests.kernels.levels import EVERY_LEVEL_AND_ARM
 from tests.kernels.maps import maps_of, random_codes
 from tests.kernels.random_steps import RandomStep, Req, random_tensor, row_errors
 
@@ -163,19 +166,19 @@ def test_codes_of_another_shape_are_refused():
 
 
 class Coded:
-    """A model of one map of codes and what may follow it."""
+    """A model of a table and maps of codes, and what may follow them."""
 
-    def __init__(self, ops, weights):
-        self.ops, self.weights = ops, weights
+    def __init__(self, ops, weights, dtype):
+        self.ops, self.weights, self.dtype = ops, weights, dtype
 
     def on(self, ops):
-        return Coded(ops, self.weights)
+        return Coded(ops, self.weights, self.dtype)
 
     def plan(self, rows, kv, also=()):
         return self.ops.plan(rows, kv, STEP.num_heads, [None], also)
 
     def embed(self, token_ids):
-        return self.ops.embed(self.weights[0], token_ids)
+        return self.ops.embed(self.weights[0], token_ids, self.dtype)
 
     def forward(self, x, kv, plan, taps=()):
         _, plain, gated = self.weights
@@ -189,13 +192,36 @@ class Coded:
 STEP = RandomStep([Req(20, 5)])
 
 
+TABLES = {  # V, K, group
+    "a scale for a row of odd width": (9, 331, 331),
+    "odd groups": (9, 63, 7),
+    "groups of a vector": (9, 96, 16),
+}
+
+
+@EVERY_LEVEL_AND_ARM
+@pytest.mark.parametrize(("V", "K", "group"), TABLES.values(), ids=TABLES)
+def test_an_embedding_is_the_row_as_it_is_widened(V, K, group):
+    """Bit by bit, so that it matters to no text which build embeds."""
+    token_ids = torch.tensor([8, 0, 3, 3])
+    for dtype, form in itertools.product((torch.float32, torch.bfloat16), FORMS.values()):
+        for bits in (4, 8):
+            table = random_codes(V, K, bits, group, **form)
+            want = table.widen(dtype)[token_ids]
+            got = cpu.embed(table, token_ids, dtype)
+            assert got.dtype == dtype and torch.equal(got, want)
+
+
 @DTYPES
 @BITS
 def test_a_recorded_forward_has_the_bits_of_its_ops(bits, dtype):
     plain = random_codes(64, 64, bits, 32, has_zero=True)
     gated = random_codes(128, 64, bits, 32, has_offset=True)
-    weights = random_tensor(50, 64, dtype=dtype), cpu.prepack(plain), cpu.prepack(gated, True)
-    program, eager = (make(Coded(cpu, weights), STEP.kv, 40, 4) for make in (cpu.program, made))
+    table = random_codes(50, 64, bits, 16, has_offset=True)
+    weights = table, cpu.prepack(plain), cpu.prepack(gated, True)
+    model = Coded(cpu, weights, dtype)
+    program, eager = (make(model, STEP.kv, 40, 4) for make in (cpu.program, made))
+    assert "gather_codes" in program.native_ops and program.host_ops == []
     for n in (1, 5, 40):
         ids, read = torch.arange(n), torch.tensor([0])
         want, got = eager.run(STEP.rows(), ids, read), program.run(STEP.rows(), ids, read)

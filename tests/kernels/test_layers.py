@@ -7,6 +7,7 @@ from torch.nn.functional import linear
 from specserve_kernels import DeviceError, cpu, load, reference
 from tests.kernels.builds import BUILDS
 from tests.kernels.levels import EVERY_LEVEL_AND_ARM
+from tests.kernels.maps import random_codes
 from tests.kernels.random_steps import random_tensor, row_errors
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -96,10 +97,18 @@ def test_linear_add_rounds_once(ops):
 def test_embedding_and_row_selection_copy_whole_rows(ops, dtype):
     table = random_tensor(9, 5).to(dtype)
     rows = torch.tensor([8, 0, 3, 3])
-    for taken in (ops.embed(table, rows), ops.take_rows(table, rows)):
+    for taken in (ops.embed(table, rows, dtype), ops.take_rows(table, rows)):
         assert taken.dtype == dtype and torch.equal(taken, torch.stack([table[r] for r in rows]))
-    ops.embed(table, rows).fill_(7)
+    ops.embed(table, rows, dtype).fill_(7)
     assert not (table == 7).any(), "the residual stream begins with a tensor of its own"
+
+
+@BUILDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_embeddings_of_codes_are_their_values(ops, dtype):
+    table, rows = random_codes(9, 32, 8, 8, has_offset=True), torch.tensor([8, 0, 3, 3])
+    assert torch.equal(ops.embed(table, rows, dtype), table.widen(dtype)[rows])
+    assert ops.embed(table, rows[:0], dtype).shape == (0, 32)
 
 
 @BUILDS

@@ -29,7 +29,7 @@ class Small:
         return self.ops.plan(rows, kv, STEP.num_heads, [None], also)
 
     def embed(self, token_ids):
-        return self.ops.embed(self.table, token_ids)
+        return self.ops.embed(self.table, token_ids, self.table.dtype)
 
     def forward(self, x, kv, plan, taps=()):
         for _ in range(self.num_layers):

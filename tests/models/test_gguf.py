@@ -206,6 +206,17 @@ def test_maps_of_several_types_make_one_model(tmp_path):
     torch.testing.assert_close(*(logits(m, ids) for m in models))
 
 
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_an_embedding_stays_codes_of_the_same_values(tmp_path, name):
+    file, plain = write(tmp_path, "smollm", name, **WIDE)
+    table = load_file(plain / WEIGHTS)["model.embed_tokens.weight"]
+    ids = torch.arange(len(table))
+    for ops, dtype in itertools.product((reference, cpu), ("fp32", "bf16")):
+        decoder = load_decoder(file, dtype, ops)
+        assert decoder.weights.forms.embedding_bits == 8
+        assert torch.equal(decoder.embed(ids), table.to(decoder.dtype))
+
+
 def test_maps_stay_codes(tmp_path):
     """With a scale and an offset a group; one without an offset may stand beside others."""
     kinds = {"attn_v": "Q6_K", "ffn_down": "Q5_1"}
@@ -215,7 +226,8 @@ def test_maps_stay_codes(tmp_path):
     assert forms.maps == (MapForm(4, 32, 3), MapForm(8, 16, 2), MapForm(8, 32, 4))
     bits = {"head": 320 * 256 * 6, "gate and up": 2 * 512 * 256 * 6, "down": 2 * 256 * 256 * 10}
     bits |= {"q, k and v": 2 * 128 * 256 * 12, "out": 2 * 256 * 64 * 9}
-    bits |= {"embedding": 320 * 256 * 16, "norms": 5 * 256 * 16}
+    # Beside a byte for each code: a scale, an offset and a zero for 32 of them.
+    bits |= {"embedding": 320 * 256 * 8 + 320 * 8 * (32 + 32 + 8), "norms": 5 * 256 * 16}
     assert forms.num_bytes == sum(bits.values()) // 8
 
 

@@ -17,6 +17,7 @@ from tests.models.test_quantized import vocabulary
 
 W4, W8 = Rounding.named("w4", "w8"), Rounding.named("w8", "w8")
 W8A8, LAYERS_ONLY = Rounding.named("w8a8", "w8"), Rounding.named("w4", "none")
+EMBEDDING_TOO = Rounding.named("w4", "w8", "w8")
 
 
 def load(folder, rounding=AS_STORED, ops=reference, dtype="fp32"):
@@ -28,7 +29,7 @@ def rounded(folder, target, rounding):
     tensors = load_file(tiny_checkpoint(target) / WEIGHTS)
     for name, weight in load_file(folder / WEIGHTS).items():
         module = name.removesuffix(".weight")
-        if "_proj" in name or module == "lm_head":
+        if weight.dim() == 2:
             bits = rounding.bits(module, weight.shape[1])
             weight = reference.quantize(weight, bits).widen(torch.float32) if bits else weight
         tensors[name] = weight
@@ -37,7 +38,7 @@ def rounded(folder, target, rounding):
 
 
 @pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
-@pytest.mark.parametrize("rounding", [W4, W8, LAYERS_ONLY], ids=str)
+@pytest.mark.parametrize("rounding", [W4, W8, LAYERS_ONLY, EMBEDDING_TOO], ids=str)
 def test_logits_are_those_of_the_rounded_weights(tmp_path, rounding, ops):
     folder = tiny_checkpoint(tmp_path / "model", seed=3)
     ids = prompt(320, 37)
@@ -61,6 +62,26 @@ def test_a_tied_head_is_rounded_and_the_table_is_not(tmp_path):
     assert torch.equal(weights.head.q, reference.quantize(table, 8).q)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_an_embedding_of_codes_has_those_of_the_stored_numbers(tmp_path, dtype):
+    folder = tiny_checkpoint(tmp_path)
+    want, ids = reference.quantize(load(folder).weights.embedding, 8), torch.arange(320)
+    for ops in (reference, cpu):
+        decoder = load(folder, EMBEDDING_TOO, ops, dtype)
+        assert torch.equal(decoder.weights.embedding.q, want.q)
+        assert torch.equal(decoder.embed(ids), want.widen(decoder.dtype))
+
+
+def test_a_tied_head_is_made_of_the_embeddings_codes_where_it_has_as_many_bits(tmp_path):
+    folder = tiny_checkpoint(tmp_path, tie_word_embeddings=True)
+    for head in ("none", "w8", "w4"):
+        weights = load(folder, Rounding.named("w4", head, "w8")).weights
+        assert weights.embedding.bits == 8
+        assert (weights.head is weights.embedding) == (head == "w8")
+    of_embedding, read = (load(folder, r, cpu).weights.head for r in (EMBEDDING_TOO, W4))
+    assert torch.equal(of_embedding.words, read.words)
+
+
 FORMS = {  # -> maps as (bits, group, how many, are rows rounded), of two layers and a head
     "as stored": (AS_STORED, {}, [(32, None, 9)]),
     "w8": (W8, {}, [(8, None, 9)]),
@@ -76,6 +97,12 @@ FORMS = {  # -> maps as (bits, group, how many, are rows rounded), of two layers
         [(4, None, 6), (8, None, 3)],
     ),
     "tied": (W8, {"tie_word_embeddings": True}, [(8, None, 9)]),
+    "the embedding too": (EMBEDDING_TOO, {}, [(4, None, 6), (4, 64, 2), (8, None, 1)]),
+    "the embedding too, w8a8": (
+        Rounding.named("w8a8", "w8", "w8"),
+        {},
+        [(8, None, 1), (8, None, 8, True)],
+    ),
 }
 
 
@@ -85,14 +112,16 @@ def test_forms_and_bytes_are_known_before_and_after(tmp_path, rounding, sizes, m
     forms = load(folder, rounding).weights.forms
     assert forms.maps == tuple(MapForm(*form) for form in maps)
     assert forms.num_odd == (2 if "intermediate_size" in sizes else 0)
+    assert forms.embedding_bits == rounding.embedding
     assert forms.num_bytes == weight_bytes(folder, "fp32", reference, rounding)
 
 
 def test_forms_in_words():
     maps = MapForm(4, 64, 2), MapForm(8, None, 1), MapForm(8, None, 3, True), MapForm(16, None, 1)
-    assert WeightForms(maps, 3 << 20, 1).words == (
+    assert WeightForms(maps, 3 << 20, 1, 8).words == (
         "3 MiB: 4 bits in groups of 64 (2 maps), 8 bits in rows (1 map), 8 bits in rows, "
-        "activations in 8 bits (3 maps), 16 bits (1 map); 1 of these for lack of whole groups"
+        "activations in 8 bits (3 maps), 16 bits (1 map); 1 of these for lack of whole groups; "
+        "embedding in 8 bits"
     )
 
 
@@ -134,8 +163,7 @@ def test_the_codes_of_a_quantized_checkpoint_are_kept(tmp_path, name, forms):
 def test_a_head_that_is_a_quantized_embedding_is_made_of_its_codes(tmp_path):
     edit = vocabulary("model.embed_tokens")
     weights = load(quantized(tmp_path, "compressed-w8a16", edit, tie_word_embeddings=True)).weights
-    assert isinstance(weights.head, Codes)
-    torch.testing.assert_close(weights.head.widen(torch.float32), weights.embedding)
+    assert isinstance(weights.head, Codes) and weights.head is weights.embedding
 
 
 def test_a_gguf_file_is_rounded_unless_it_is_quantized(tmp_path):

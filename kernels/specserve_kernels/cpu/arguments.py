@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specserve_kernels.codes import Codes
 from specserve_kernels.cpu import native
 from specserve_kernels.types import KVCache, KVLayer, QKNorm, Rotary
 
@@ -62,6 +63,14 @@ def linear(
     pointers = x.data_ptr(), packed.words.data_ptr(), None if bias is None else bias.data_ptr()
     shape = packed.N, packed.K, epilogue
     return native.Linear(is_bf16, domain, *pointers, out.data_ptr(), *shape, *coding)
+
+
+def gather_codes(table: Codes, out: Tensor) -> Structure:
+    parts = table.q, table.zero, table.scale, table.offset
+    assert all(x is None or x.is_contiguous() for x in parts), "a table with gaps"
+    pointers = (None if x is None else x.data_ptr() for x in parts)
+    sizes = out.shape[1], table.group, table.middle
+    return native.GatherCodes(native.is_bf16(out), *pointers, out.data_ptr(), *sizes)
 
 
 def rms_norm(domain: int, x: Tensor, weight: Tensor, out: Tensor, eps: float) -> Structure:

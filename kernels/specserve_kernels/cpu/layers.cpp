@@ -1,4 +1,4 @@
-// RMSNorm, and rotary embedding with the KV write: row by row.
+// Rows of tables, RMSNorm, and rotary embedding with the KV write: row by row.
 #include "kv_codes.h"
 #include "op.h"
 
@@ -118,6 +118,40 @@ struct Copy {
   int64_t row_bytes;
 };
 
+struct GatherCodes {
+  int64_t is_bf16;
+  const uint8_t *q, *zero;       // zero may be null: it is `middle` everywhere
+  const float *scale, *offset;   // offset may be null
+  void* out;
+  int64_t width, group, middle;  // columns of a row, and those that share a scale
+};
+
+static inline vf load_codes(const uint8_t* q, int n) {
+  typedef uint8_t vb __attribute__((vector_size(LANES)));
+  vb bytes{};
+  memcpy(&bytes, q, n);
+  return __builtin_convertvector(bytes, vf);
+}
+
+// With the operations of Codes.widen, in their order: with equal bits.
+template <class T> static void widen_row(const GatherCodes& a, int64_t row, T* out) {
+  int64_t groups = a.width / a.group;
+  for (int64_t g = row * groups; g < (row + 1) * groups; g++, out += a.group) {
+    float zero = a.zero ? a.zero[g] : a.middle;
+    for (int64_t k = 0; k < a.group; k += LANES) {
+      int n = a.group - k < LANES ? a.group - k : LANES;
+      vf x = (load_codes(a.q + g * a.group + k, n) - zero) * a.scale[g];
+      store_up_to(out + k, a.offset ? x + a.offset[g] : x, n);
+    }
+  }
+}
+
+template <class T> static void gather_codes(const GatherCodes& a, const Step& step, Team& team) {
+  Range part = team.part(step.num_rows[STEP]);
+  for (int64_t r = part.begin; r < part.end; r++)
+    widen_row(a, step.token_ids[r], (T*)a.out + r * a.width);
+}
+
 extern "C" {
 void specserve_copy(const void* args, const Step& step, Team& team) {
   const Copy& a = *(const Copy*)args;
@@ -133,6 +167,11 @@ void specserve_gather(const void* args, const Step& step, Team& team) {
   Range part = team.part(step.num_rows[a.domain]);
   for (int64_t r = part.begin; r < part.end; r++)
     memcpy(a.out + r * a.row_bytes, a.x + index[r] * a.row_bytes, a.row_bytes);
+}
+
+void specserve_gather_codes(const void* args, const Step& step, Team& team) {
+  const GatherCodes& a = *(const GatherCodes*)args;
+  a.is_bf16 ? gather_codes<bf16>(a, step, team) : gather_codes<float>(a, step, team);
 }
 
 void specserve_rms_norm(const void* args, const Step& step, Team& team) {

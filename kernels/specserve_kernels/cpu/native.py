@@ -146,6 +146,14 @@ class Copy(Structure):
     ]
 
 
+class GatherCodes(Structure):
+    _fields_ = [
+        ("is_bf16", c_int64),
+        *((name, c_void_p) for name in ("q", "zero", "scale", "offset", "out")),
+        *((name, c_int64) for name in ("width", "group", "middle")),
+    ]
+
+
 class Step(Structure):
     _fields_ = [
         ("num_rows", c_int64 * 2),

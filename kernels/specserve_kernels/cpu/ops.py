@@ -38,10 +38,18 @@ class Plan(NamedTuple):
     head_dim: int
 
 
-def _run(name: str, args: Structure, num_rows: int, size: int, plan: Plan | None = None) -> None:
+def _run(
+    name: str,
+    args: Structure,
+    num_rows: int,
+    size: int,
+    plan: Plan | None = None,
+    token_ids: Tensor | None = None,
+) -> None:
     """Run one op on `num_rows` rows; `size` elements decide whether on all threads."""
     planned = (addressof(plan.native), plan.attention.address) if plan else (None, None)
-    step = native.Step((num_rows, 0), None, None, *planned)
+    ids = None if token_ids is None else token_ids.data_ptr()
+    step = native.Step((num_rows, 0), ids, None, *planned)
     ops = (native.Op * 1)(native.Op(native.address(name), addressof(args), 0))
     native.run(ops, step, torch.get_num_threads() if size >= SHORT else 1)
 
@@ -133,8 +141,14 @@ def _multiply(x: Tensor, packed: Packed, bias: Tensor | None, out: Tensor, epilo
     return out
 
 
-def embed(table: Tensor, token_ids: Tensor) -> Tensor:
-    return table.index_select(0, token_ids)
+def embed(table: Tensor | Codes, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    if isinstance(table, Tensor):
+        return table.index_select(0, token_ids)
+    _check(table)
+    out = torch.empty(len(token_ids), table.q.shape[1], dtype=dtype)
+    args = arguments.gather_codes(table, out)
+    _run("gather_codes", args, len(out), out.numel(), token_ids=token_ids)
+    return out
 
 
 def copy(x: Tensor) -> Tensor:

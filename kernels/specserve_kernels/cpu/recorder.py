@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specserve_kernels.codes import Codes
 from specserve_kernels.cpu import arguments, native, ops
 from specserve_kernels.cpu.arguments import Packed
 from specserve_kernels.types import KVCache, KVLayer, QKNorm, Rotary
@@ -127,8 +128,12 @@ class Recorder:
         self.note("plan_attention", args, STEP, lengths)
         return Plan(num_heads, kv.layers[0].k.shape[3])
 
-    def embed(self, table: Tensor, token_ids: Any) -> Any:
-        return self.gather(table, table, token_ids)
+    def embed(self, table: Tensor | Codes, token_ids: Any, dtype: torch.dtype) -> Any:
+        if isinstance(table, Tensor):
+            return self.gather(table, table, token_ids)
+        out = self.new(STEP, (table.q.shape[1],), dtype)
+        self.note("gather_codes", arguments.gather_codes(table, out.tensor), STEP, table)
+        return out
 
     def take_rows(self, x: Any, rows: Any) -> Any:
         return self.gather(x, x.tensor, rows)

@@ -109,7 +109,9 @@ class CudaOps:
     def linear_silu_mul(self, x: Tensor, packed: LinearMap, bias: Tensor | None = None) -> Tensor:
         return silu.silu_mul(packed.linear(x, bias))
 
-    def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
+    def embed(self, table: Tensor | Codes, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        if isinstance(table, Codes):
+            return table.take(token_ids).widen(dtype)
         return table.index_select(0, token_ids)
 
     def copy(self, x: Tensor) -> Tensor:

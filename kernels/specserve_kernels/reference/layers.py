@@ -83,13 +83,16 @@ def _plain(x: Tensor, packed: Tensor | Codes) -> Tensor:
     return torch.stack(rows) if rows else weight.new_empty(0, weight.shape[0])
 
 
-def embed(table: Tensor, token_ids: Tensor) -> Tensor:
+def embed(table: Tensor | Codes, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
     """The embeddings of some tokens, as a new tensor: later layers add to it in place.
 
-    table      [V, K]  bfloat16 | float32
+    table      [V, K]  of dtype, or codes, whose values are each rounded once
     token_ids  [R]     int64
-    ->         [R, K]  as table
+    dtype      bfloat16 | float32
+    ->         [R, K]  of dtype
     """
+    if isinstance(table, Codes):
+        return table.take(token_ids).widen(dtype)
     return table.index_select(0, token_ids)
 
 
