@@ -75,8 +75,8 @@ def test_an_embedding_of_codes_has_those_of_the_stored_numbers(tmp_path, dtype):
 def test_a_tied_head_is_made_of_the_embeddings_codes_where_it_has_as_many_bits(tmp_path):
     folder = tiny_checkpoint(tmp_path, tie_word_embeddings=True)
     for head in ("none", "w8", "w4"):
-        weights = load(folder, Rounding.named("w4", head, "w8")).weights
-        assert weights.embedding.bits == 8
+        weights = load(folder, Rounding.named("w8a8", head, "w8")).weights
+        assert weights.embedding.bits == 8 and not weights.embedding.rounds_rows
         assert (weights.head is weights.embedding) == (head == "w8")
     of_embedding, read = (load(folder, r, cpu).weights.head for r in (EMBEDDING_TOO, W4))
     assert torch.equal(of_embedding.words, read.words)
