@@ -126,7 +126,7 @@ def add_drafting(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--quantize",
         metavar="w8a8|w8|w4",
-        help="round the weights to 8 or 4 bits; w8a8: what they are multiplied by, too",
+        help="round the weights to 8 or 4 bits; w8a8: to 8 bits, and activations, too",
     )
     p.add_argument("--draft-model", help="a small draft model with the same vocabulary")
     p.add_argument("--draft-quantize", metavar="w8a8|w8|w4", help="the same for the draft model")
@@ -202,7 +202,7 @@ def quantize(args: argparse.Namespace) -> None:
         rounding = Rounding.named(args.to, args.head)
         num_bytes, num_odd = quantize(source, args.target, rounding, partial(bar, source.name))
     odd = f", {num_odd} maps with 8 bits, as 64 does not divide their width" if num_odd else ""
-    print(f"{args.target}: {num_bytes / 2**20:.0f} MiB of weights{odd}")
+    print(f"{args.target}: {num_bytes / 2**20:.0f} MiB of weights: {rounding.words}{odd}")
 
 
 def generate(args: argparse.Namespace) -> None:

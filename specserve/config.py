@@ -8,7 +8,8 @@ import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -48,8 +49,8 @@ class ModelConfig(Section, frozen=True):
     quantize: Annotated[
         Literal["w8a8", "w8", "w4"] | None,
         about(
-            "w8 or w4 rounds weights to 8 or 4 bits as they are loaded, w8a8 also what they are "
-            "multiplied by; unset: as they are"
+            "w8 or w4 rounds weights to 8 or 4 bits as they are loaded, w8a8 to 8 bits, and "
+            "activations, too; unset: as they are"
         ),
     ] = None
     quantize_head: Annotated[
@@ -249,9 +250,9 @@ class Config(Section, frozen=True):
                 f"drafter.quantize = {self.drafter.quantize!r} needs a draft model: set "
                 "drafter.model (--draft-model), or leave it out"
             )
-        if self.drafter_name == "ngram" and self.drafter.quantize is not None:
+        if self.drafter.name in ("none", "ngram") and self.drafter.quantize is not None:
             raise ValueError(
-                f"drafter.name = 'ngram' has no use for drafter.quantize = "
+                f"drafter.name = {self.drafter.name!r} has no use for drafter.quantize = "
                 f"{self.drafter.quantize!r}: drop one of them"
             )
         is_rounded = self.model.quantize is not None or self.drafter.quantize is not None
@@ -260,7 +261,8 @@ class Config(Section, frozen=True):
             if asked != getattr(ModelConfig(), key) and not is_rounded:
                 raise ValueError(
                     f"model.{key} = {asked!r} is of no use where no weights are rounded: set "
-                    "model.quantize or drafter.quantize, too"
+                    "model.quantize or drafter.quantize, too, or take it back "
+                    f"(--set model.{key}=)"
                 )
         if self.drafter_name == "ngram" and self.drafter.model is not None:
             raise ValueError(
@@ -371,10 +373,24 @@ def put(values: dict[str, dict[str, Any]], setting: Setting) -> None:
         value = msgspec.convert(setting.value, KNOBS[setting.key])
     except msgspec.ValidationError as e:
         raise ConfigError(
-            f"{setting.origin}: {setting.key} = {setting.value!r} is refused: {e} "
-            f"({description(setting.key)})"
+            f"{setting.origin}: {setting.key} = {setting.value!r} is refused: "
+            f"{choice(setting.key) or e} ({description(setting.key)})"
         ) from e
     values[section][key] = value
+
+
+def choice(key: str) -> str:
+    """The values of a knob that has a few, and how to have none; empty for other knobs."""
+    values = ", ".join(named_values(KNOBS[key]))
+    is_optional = NoneType in get_args(get_args(KNOBS[key])[0])
+    unset = f"; --set {key}= leaves it unset" if is_optional else ""
+    return values and f"it is none of {values}{unset}"
+
+
+def named_values(kind: Any) -> tuple[str, ...]:
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return tuple(value for part in get_args(kind) for value in named_values(part))
 
 
 def build(section: str, values: dict[str, Any], settings: list[Setting]) -> Any:

@@ -59,7 +59,8 @@ def check_vocabulary_size(target: DecoderConfig, folder: Path, draft: DecoderCon
 def check_quantize(key: str, asked: str | None, path: Path, shape: DecoderConfig) -> None:
     """ConfigError if a model is to be quantized that is quantized already."""
     if asked and shape.quantization is not None:
+        flag = "--quantize" if key == "model.quantize" else "--draft-quantize"
         raise ConfigError(
-            f"{key} = {asked!r}: {path} is quantized already ({shape.quantization.words}): leave "
-            f"{key} out, or take the model that is not quantized"
+            f"{key} = {asked!r} ({flag}): {path} is quantized already "
+            f"({shape.quantization.words}): leave it out, or take the model that is not quantized"
         )

@@ -117,6 +117,15 @@ def test_a_mistake_is_one_line_that_says_what_to_do(fake, capsys, args, complain
             ["chat", "--set=model.quantize_embedding=w8"],
             "--set: model.quantize_embedding = 'w8' is of no use",
         ),
+        (
+            ["chat", "--drafter=none", "--draft-quantize=w8"],
+            "--draft-quantize, --drafter: drafter.name = 'none' has no use for drafter.quantize",
+        ),
+        (
+            ["chat", "--quantize=none"],
+            "--quantize: model.quantize = 'none' is refused: it is none of w8a8, w8, w4; --set "
+            "model.quantize= leaves it unset (",
+        ),
         (["chat", "--draft-model=d", "--drafter=ngram"], "--draft-model, --drafter: drafter.name"),
         (["chat", "--draft-model=d", "--set=drafter.name=ngram"], "--set, --draft-model: drafter"),
     ],

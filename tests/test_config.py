@@ -38,7 +38,11 @@ def test_no_preset_goes_untested():
         ("[memory]\nkv_fraction = 1.5", ["memory.kv_fraction = 1.5", "<= 1"]),
         ("[memory]\nkv_fraction = nan", ["memory.kv_fraction = nan", "> 0"]),
         ("[speculation]\nmax_nodes = 64", ["speculation.max_nodes = 64", "0 to 63"]),
-        ('[model]\ndtype = "fp16"', ["model.dtype = 'fp16'", "auto, bf16 or fp32"]),
+        (
+            '[model]\ndtype = "fp16"',
+            ["model.dtype = 'fp16'", "it is none of auto, bf16, fp32 (", "auto, bf16 or fp32"],
+        ),
+        ('[model]\nquantize_head = "w4"', ["set model.quantize", "--set model.quantize_head="]),
         ('[model]\ndevice = "gpu"', ["model.device = 'gpu'", "cuda:1 for the second GPU"]),
         ('[model]\ndevice = "cuda:"', ["model.device = 'cuda:'", "auto, cpu, cuda"]),
         ('[model]\ndevice = "cuda:01"', ["model.device = 'cuda:01'", "auto, cpu, cuda"]),

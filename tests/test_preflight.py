@@ -79,15 +79,16 @@ MISTAKES = {  # arguments after the command -> words of the complaint
     "quantized": (["--model=./quantized"], "quant_method = None is not supported"),
     "quantized already": (
         ["--model=./gptq", "--quantize=w4"],
-        "model.quantize = 'w4': gptq is quantized already (gptq, 4 bits in groups of 128): leave",
+        "model.quantize = 'w4' (--quantize): gptq is quantized already (gptq, 4 bits in groups of "
+        "128): leave it out",
     ),
     "a GGUF file that is quantized already": (
         ["--model=./q8/model.gguf", "--quantize=w4"],
-        "model.quantize = 'w4': q8/model.gguf is quantized already (gguf): leave",
+        "model.quantize = 'w4' (--quantize): q8/model.gguf is quantized already (gguf): leave",
     ),
     "a draft model that is quantized already": (
         ["--model=./whole", "--draft-model=./gptq", "--draft-quantize=w8"],
-        "drafter.quantize = 'w8': gptq is quantized already",
+        "drafter.quantize = 'w8' (--draft-quantize): gptq is quantized already",
     ),
     "other bits": (["--model=./whole", "--quantize=w3"], "--quantize: model.quantize = 'w3'"),
     "no weights": (["--model=./no_weights"], "no weights; there must be"),

@@ -84,6 +84,18 @@ def test_all_else_is_copied_and_readable(tmp_path):
     assert told == json.loads((source / "config.json").read_text())
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--to", "w4"], "maps in 4 bits, head in 8 bits"),
+        (["--to=w8a8", "--head=none"], "maps in 8 bits with activations in 8, head unrounded"),
+    ],
+)
+def test_the_last_line_tells_the_bits(tmp_path, capsys, flags, words):
+    target = quantize(tiny_checkpoint(tmp_path / "source"), tmp_path / "target", *flags)
+    assert capsys.readouterr().out == f"{target}: 0 MiB of weights: {words}\n"
+
+
 def test_no_other_weights_are_copied(tmp_path):
     source = tiny_checkpoint(tmp_path / "source")
     for name in ("pytorch_model.bin", "model.gguf", "model.safetensors.index.json", "notes.txt"):

@@ -79,13 +79,14 @@ def read(file: Path) -> str:
 def show(
     model: str | None, rounded: Sequence[str], texts: Sequence[str], settings: dict[str, Any]
 ) -> None:
-    first = None
+    first = 0.0
     for name in rounded:
         quantize = None if name == STORED else name
         with LLM(model, drafter="none", quantize=quantize, set=settings, progress=False) as llm:
             value, words = perplexity(llm, texts), llm.weights.target.decoder.weights.forms.words
+        ratio = f" ({value / first - 1:+.2%})" if first else ""
         first = first or value
-        print(f"{name:6} perplexity {value:8.3f} ({value / first - 1:+.2%}), {words}", flush=True)
+        print(f"{name:6} perplexity {value:8.3f}{ratio}, {words}", flush=True)
 
 
 @torch.inference_mode()

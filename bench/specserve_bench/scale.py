@@ -145,6 +145,11 @@ def refuse_existing(target: Path) -> None:
 
 
 def refuse_unfit(source: Path, small: DecoderConfig) -> None:
+    if small.quantization is not None:
+        raise ConfigError(
+            f"{source}: quantized already ({small.quantization.words}); take the model that is not "
+            "quantized"
+        )
     reasons = {
         f"it is a {small.architecture}": small.architecture != "Qwen3ForCausalLM",
         f"it has {small.num_kv_heads} KV heads for {small.num_heads} heads": (

@@ -1,5 +1,6 @@
 """Loading a decoder from a folder, one tensor after the other."""
 
+import logging
 import math
 import mmap
 from collections import Counter
@@ -7,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from specserve.models import families, rotary
 from specserve.models.checkpoint import Checkpoint
 from specserve.models.decoder import Decoder, Layer, Weights
 from specserve.models.families import DecoderConfig
+from specserve.models.quantized.config import Quantization
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve.models.rounding import AS_STORED, Rounding
 from specserve.models.source import open_source
@@ -29,6 +32,7 @@ KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # beside that of t
 LONGEST = 1 << 21  # positions of which there are tables unasked: a gigabyte for heads of 128
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
+log = logging.getLogger("specserve")
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 
 
@@ -58,7 +62,17 @@ def load_decoder(
     length = (max_len or config.max_positions) + TREE_SLOTS
     tables = rotary.tables(config.rope_parameters, config.head_dim, length)
     table = Rotary(*map(ops.place, tables))
-    return Decoder(config, ops, table, read_weights(reader, config, table))
+    weights = read_weights(reader, config, table)
+    warn_of_activations(folder, config.quantization, weights.forms)
+    return Decoder(config, ops, table, weights)
+
+
+def warn_of_activations(folder: Path, told: Quantization | None, forms: WeightForms) -> None:
+    """One line if activations are not just as config.json asks."""
+    unmet = () if told is None else told.activations.unmet_by(forms.num_rounding)
+    if unmet:
+        asks = " and for ".join(unmet)
+        log.warning("%s/config.json asks for %s: %s", folder, asks, forms.activation_words)
 
 
 def weight_bytes(folder: Path, dtype: str, ops: Ops, rounding: Rounding = AS_STORED) -> int:
@@ -120,7 +134,7 @@ class Reader:
         if HEAD not in shapes and rounding.head != rounding.embedding:
             self.shapes[HEAD], self.sources[HEAD] = shapes[EMBEDDING], EMBEDDING
         self.num_read, self.num_elements = 0, sum(map(math.prod, self.shapes.values()))
-        self.maps_by_form: Counter[tuple[int, int | None, bool]] = Counter()  # as form_of has them
+        self.maps_by_form: Counter[MapForm] = Counter()
         self.num_bytes = self.num_odd = 0  # as in WeightForms
         self.embedding_bits: int | None = None  # as there
 
@@ -139,7 +153,7 @@ class Reader:
     def read_weight(self, *modules: str, is_gated: bool = False) -> Any:
         """The packed weights of linear maps that are fused into one; the unpacked are freed."""
         weight = self.weight(*modules)
-        self.count(weight)
+        self.count(weight, is_head=modules == ("lm_head",))
         return self.ops.prepack(weight, is_gated)
 
     def read_embedding(self) -> Weight:
@@ -155,21 +169,21 @@ class Reader:
         """The head where it is the embedding table as it stands."""
         packed = self.ops.prepack(embedding)
         if packed is not embedding:
-            self.count(embedding)
+            self.count(embedding, is_head=True)
         return packed
 
-    def count(self, weight: Weight) -> None:
+    def count(self, weight: Weight, is_head: bool) -> None:
         """Enter a linear map into `forms`."""
         self.num_bytes += num_bytes(weight)
-        self.maps_by_form[form_of(weight)] += 1
+        self.maps_by_form[form_of(weight, is_head)] += 1
 
     @property
     def forms(self) -> WeightForms:
         """Of what has been read."""
         counted = self.maps_by_form.items()
-        maps = (MapForm(bits, group, n, rounds_rows) for (bits, group, rounds_rows), n in counted)
-        in_order = tuple(sorted(maps, key=lambda m: m.bits))
-        return WeightForms(in_order, self.num_bytes, self.num_odd, self.embedding_bits)
+        maps = (msgspec.structs.replace(form, number=number) for form, number in counted)
+        ordered = tuple(sorted(maps, key=lambda form: (form.is_head, form.bits)))
+        return WeightForms(ordered, self.num_bytes, self.num_odd, self.embedding_bits)
 
     def weight(self, *modules: str) -> Weight:
         """The weights of linear maps of one width, one below the other."""

@@ -25,6 +25,13 @@ class Rounding(NamedTuple):
         is_w8a8, of_embedding = layers == "w8a8", WIDTHS.get(embedding)
         return cls(WIDTHS[layers], WIDTHS.get(head), is_w8a8, of_embedding)
 
+    @property
+    def words(self) -> str:
+        """Of weights that are rounded."""
+        rows = f" with activations in {self.layers}" * self.with_rows
+        head = f"in {self.head} bits" if self.head else "unrounded"
+        return f"maps in {self.layers} bits{rows}, head {head}"
+
     def bits(self, module: str, width: int) -> int | None:
         """Of a weight with rows of this width: 4 bits need whole groups."""
         return 8 if self.is_odd(module, width) else self.asked(module)

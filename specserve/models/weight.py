@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specserve.models.weight_forms import MapForm
 from specserve_kernels import Codes
 
 Weight = Tensor | Codes
@@ -28,14 +29,17 @@ def table_bytes(table: Weight) -> int:
     return sum(part.nbytes for part in parts if isinstance(part, Tensor))
 
 
-def form_of(weight: Weight) -> tuple[int, int | None, bool]:
-    """The bits of a number; the columns that share a scale, None if all do or there is none; and
-    whether rows are rounded.
-    """
+def form_of(weight: Weight, is_head: bool = False) -> MapForm:
     if isinstance(weight, Tensor):
-        return 8 * weight.itemsize, None, False
-    group = None if weight.group == weight.q.shape[1] else weight.group
-    return weight.bits, group, weight.rounds_rows
+        return MapForm(8 * weight.itemsize, None, 1, is_head=is_head)
+    return MapForm(
+        bits=weight.bits,
+        group=None if weight.group == weight.q.shape[1] else weight.group,
+        number=1,
+        activation_bits=8 if weight.rounds_rows else None,
+        has_offsets=weight.offset is not None,
+        is_head=is_head,
+    )
 
 
 def fuse(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:

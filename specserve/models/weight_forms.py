@@ -9,24 +9,42 @@ class MapForm(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
     bits: int  # of a number
     group: int | None  # columns that share a scale; None: all of a row, or there is no scale
     number: int  # of maps
-    rounds_rows: bool = False  # to 8 bits, before they are multiplied
+    activation_bits: int | None = None  # to which activations are rounded; None: they are not
+    has_offsets: bool = False  # beside the scales
+    is_head: bool = False
 
     @property
     def words(self) -> str:
         kind = f" in groups of {self.group}" if self.group else " in rows" * (self.bits <= 8)
-        rows = ", activations in 8 bits" * self.rounds_rows
-        return f"{self.bits} bits{kind}{rows} ({self.number} map{'s' * (self.number != 1)})"
+        offsets = " with offsets" * self.has_offsets
+        rounded = f", activations in {self.activation_bits} bits" if self.activation_bits else ""
+        maps = "head" if self.is_head else f"{self.number} map{'s' * (self.number != 1)}"
+        return f"{self.bits} bits{kind}{offsets}{rounded} ({maps})"
 
 
 class WeightForms(msgspec.Struct, frozen=True, omit_defaults=True):
-    maps: tuple[MapForm, ...] = ()  # in ascending order
+    maps: tuple[MapForm, ...] = ()  # in ascending order, the head last
     num_bytes: int = 0  # of all weights, scales included
     num_odd: int = 0  # of the maps: asked for 4 bits, they have 8, as no group divides their width
     embedding_bits: int | None = None  # of a number of the embedding; None: it is not codes
 
     @property
     def words(self) -> str:
-        forms = ", ".join(form.words for form in self.maps)
-        odd = f"; {self.num_odd} of these for lack of whole groups" if self.num_odd else ""
+        forms = "; ".join(form.words for form in self.maps)
+        odd = f"; 8 bits instead of 4 in {self.num_odd} of these, as 64 does not divide their width"
         table = f"; embedding in {self.embedding_bits} bits" if self.embedding_bits else ""
-        return f"{self.num_bytes / 2**20:.0f} MiB: {forms}{odd}{table}"
+        return f"{self.num_bytes / 2**20:.0f} MiB: {forms}{odd if self.num_odd else ''}{table}"
+
+    @property
+    def num_rounding(self) -> int:
+        """The maps whose activations are rounded."""
+        return sum(form.number for form in self.maps if form.activation_bits)
+
+    @property
+    def activation_words(self) -> str:
+        if not self.num_rounding:
+            return "all stay in the model's dtype"
+        number = sum(form.number for form in self.maps)
+        others = ", others in the model's dtype" * (self.num_rounding < number)
+        how = "in integers of 8 bits (dynamic, per token)"
+        return f"those of {self.num_rounding} of {number} maps are {how}{others}"

@@ -14,8 +14,9 @@ def test_each_rounding_is_a_line_with_its_ratio_to_the_first(tmp_path, capsys):
     text = tmp_path / "text"
     text.write_text("one two three four")
     assert perplexity.main(["--text", str(text)]) == 0
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names == ["stored", "w8", "w8a8", "w4"]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["stored", "w8", "w8a8", "w4"]
+    assert ["%)" in line for line in lines] == [False, True, True, True]
 
 
 def test_a_quantized_model_is_measured_as_it_is_stored(tmp_path):

@@ -13,7 +13,9 @@ from specserve.errors import ConfigError
 from specserve.models.checkpoint import Checkpoint, unquantized
 from specserve.models.families import load_config, tensor_shapes
 from specserve.models.folder import scaled_from
+from specserve.models.rounding import Rounding
 from specserve.models.weight_files import INDEX, SINGLE
+from specserve.quantize import quantize
 from specserve_bench import scale
 from specserve_bench.scale import main, scale_model
 from specserve_bench.shapes import SHAPES, shape_config
@@ -325,6 +327,12 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     with pytest.raises(ConfigError, match=complaint):
         scaled(tmp_path, source, shape=shape)
     assert not (tmp_path / "target").exists()
+
+
+def test_what_is_quantized_already_is_refused(tmp_path, source):
+    quantize(source, tmp_path / "rounded", Rounding(4, 8))
+    with pytest.raises(ConfigError, match=r"rounded: quantized already \(compressed.*\); take"):
+        scaled(tmp_path, tmp_path / "rounded")
 
 
 def test_an_unknown_shape_is_refused_with_those_that_are_known(tmp_path, source):

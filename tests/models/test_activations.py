@@ -7,7 +7,7 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from transformers import AutoModelForCausalLM
 
 from specserve.models.loader import load_decoder
-from specserve.models.quantized import config
+from specserve.models.quantized.activations import read_activations
 from specserve_kernels import cpu, reference
 from tests.kernels.random_steps import random_tensor
 from tests.kernels.test_rounded import rounding
@@ -76,10 +76,68 @@ ASKED = {  # groups -> which of DOWN, UP and HEAD
 
 @pytest.mark.parametrize(("groups", "want"), ASKED.values(), ids=ASKED)
 def test_the_group_of_a_map_says_whether_rows_are_rounded(groups, want):
-    fields = {"quant_method": "compressed-tensors", "format": "int-quantized"}
-    fields["config_groups"] = {f"group_{i}": group for i, group in enumerate(groups)}
-    told = config.parse({"quantization_config": fields})
-    assert tuple(told.rounds_rows(name, WIDTH) for name in (DOWN, UP, HEAD)) == want
+    told = read_activations(groups)
+    assert tuple(told.rounds(name, WIDTH) for name in (DOWN, UP, HEAD)) == want
+
+
+def unmet(activations, weights=(), **group):
+    """What is said of a group with activations of 8 bits but for some fields."""
+    scheme = ROUNDED["input_activations"] | activations
+    group |= {"input_activations": scheme, "weights": ROWS["weights"] | dict(weights)}
+    return ", ".join(read_activations([group | {"targets": ["Linear"]}]).unmet)
+
+
+UNMET = {  # -> words of what is asked; none where it is computed so
+    "as asked": (unmet({}), None),
+    "static": (unmet({"dynamic": False}), "activations in integers of 8 bits (static, per token)"),
+    "for a whole tensor": (unmet({"strategy": "tensor"}), "(dynamic, per tensor)"),
+    "asymmetric": (unmet({"symmetric": False}), "integers of 8 bits with zero points (dynamic"),
+    "in groups": (unmet({"strategy": "group", "group_size": 32}), "in groups (dynamic, per group)"),
+    "4 bits": (unmet({"num_bits": 4}), "activations in integers of 4 bits (dynamic, per token)"),
+    "floats": (unmet({"type": "float"}), "activations in floats of 8 bits (dynamic, per token)"),
+    "W4A8": (unmet({}, {"num_bits": 4}), "beside weights in integers of 4 bits"),
+    "weights in groups": (unmet({}, {"group_size": 32}), "weights in integers of 8 bits in groups"),
+    "weights with zeros": (unmet({}, {"symmetric": False}), "of 8 bits with zero points"),
+    "outputs": (unmet({}, output_activations=BYTES), "output activations"),
+    "patterns that disagree": (
+        ", ".join(read_activations(ASKED["patterns that disagree, and are not matched"][0]).unmet),
+        "by some patterns, which are not matched",
+    ),
+    "one by its name": (", ".join(read_activations(ASKED["all but one"][0]).unmet), None),
+}
+
+
+@pytest.mark.parametrize(("said", "want"), UNMET.values(), ids=UNMET)
+def test_what_is_not_computed_as_asked_is_said(said, want):
+    assert want in said if want else not said
+
+
+WARNED = {  # fixture -> what the line says after the name of the file
+    "compressed-w8a8": None,
+    "compressed-w8a16": None,
+    "compressed-w8a8-static": "asks for activations in integers of 8 bits with zero points "
+    "(static, per tensor) beside weights in integers of 8 bits with zero points: all stay in the "
+    "model's dtype",
+    "compressed-mixed": "asks for activations in floats of 8 bits (dynamic, per token) beside "
+    "weights in floats of 8 bits: those of 1 of 5 maps are in integers of 8 bits (dynamic, per "
+    "token), others in the model's dtype",
+    "fp8-block": "asks for activations in floats of 8 bits (dynamic): all stay in the model's "
+    "dtype",
+}
+
+
+@pytest.mark.parametrize(("name", "words"), WARNED.items(), ids=WARNED)
+def test_other_activations_than_asked_are_one_warning(tmp_path, caplog, name, words):
+    load_decoder(quantized(tmp_path, name), "fp32", reference)
+    said = f"{tmp_path}/config.json {words}"
+    assert [record.message for record in caplog.records] == [said] * (words is not None)
+
+
+def test_ops_that_round_no_rows_are_a_warning(tmp_path, caplog, monkeypatch):
+    """As on a GPU."""
+    monkeypatch.setattr(reference, "rounds_rows", False)
+    load_decoder(quantized(tmp_path, "compressed-w8a8"), "fp32", reference)
+    assert "activations in integers of 8 bits: all stay in the model's dtype" in caplog.text
 
 
 FORMS = {  # whether rows are rounded, of the map qkv, out, gate and up, down

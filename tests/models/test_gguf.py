@@ -223,7 +223,13 @@ def test_maps_stay_codes(tmp_path):
     pick = lambda name: kinds.get(name.split(".")[-2], "Q4_K")  # noqa: E731
     file = write(tmp_path, "llama", pick, **WIDE).file
     forms = load_decoder(file, "bf16", reference).weights.forms
-    assert forms.maps == (MapForm(4, 32, 3), MapForm(8, 16, 2), MapForm(8, 32, 4))
+    assert forms.maps == (
+        MapForm(4, 32, 2, has_offsets=True),
+        MapForm(8, 16, 2, has_offsets=True),
+        MapForm(8, 32, 2),
+        MapForm(8, 32, 2, has_offsets=True),
+        MapForm(4, 32, 1, has_offsets=True, is_head=True),
+    )
     bits = {"head": 320 * 256 * 6, "gate and up": 2 * 512 * 256 * 6, "down": 2 * 256 * 256 * 10}
     bits |= {"q, k and v": 2 * 128 * 256 * 12, "out": 2 * 256 * 64 * 9}
     # Beside a byte for each code: a scale, an offset and a zero for 32 of them.

@@ -82,45 +82,49 @@ def test_a_tied_head_is_made_of_the_embeddings_codes_where_it_has_as_many_bits(t
     assert torch.equal(of_embedding.words, read.words)
 
 
-FORMS = {  # -> maps as (bits, group, how many, are rows rounded), of two layers and a head
-    "as stored": (AS_STORED, {}, [(32, None, 9)]),
-    "w8": (W8, {}, [(8, None, 9)]),
-    "w8a8": (W8A8, {}, [(8, None, 1), (8, None, 8, True)]),
-    "w8a8, layers alone": (Rounding(8, None, True), {}, [(8, None, 8, True), (32, None, 1)]),
+FORMS = {  # -> maps as (bits, group, how many, bits of activations), of two layers; the head's bits
+    "as stored": (AS_STORED, {}, [(32, None, 8)], 32),
+    "w8": (W8, {}, [(8, None, 8)], 8),
+    "w8a8": (W8A8, {}, [(8, None, 8, 8)], 8),
+    "w8a8, layers alone": (Rounding(8, None, True), {}, [(8, None, 8, 8)], 32),
     # 64 wide, so that a group is a row; but for those that are 128 wide
-    "w4": (W4, {}, [(4, None, 6), (4, 64, 2), (8, None, 1)]),
-    "layers alone": (LAYERS_ONLY, {}, [(4, None, 6), (4, 64, 2), (32, None, 1)]),
-    "all in 4 bits": (Rounding(4, 4), {}, [(4, None, 7), (4, 64, 2)]),
+    "w4": (W4, {}, [(4, None, 6), (4, 64, 2)], 8),
+    "layers alone": (LAYERS_ONLY, {}, [(4, None, 6), (4, 64, 2)], 32),
+    "all in 4 bits": (Rounding(4, 4), {}, [(4, None, 6), (4, 64, 2)], 4),
     "a width without whole groups": (
         W4,
         {"intermediate_size": 96},
-        [(4, None, 6), (8, None, 3)],
+        [(4, None, 6), (8, None, 2)],
+        8,
     ),
-    "tied": (W8, {"tie_word_embeddings": True}, [(8, None, 9)]),
-    "the embedding too": (EMBEDDING_TOO, {}, [(4, None, 6), (4, 64, 2), (8, None, 1)]),
-    "the embedding too, w8a8": (
-        Rounding.named("w8a8", "w8", "w8"),
-        {},
-        [(8, None, 1), (8, None, 8, True)],
-    ),
+    "tied": (W8, {"tie_word_embeddings": True}, [(8, None, 8)], 8),
+    "the embedding too": (EMBEDDING_TOO, {}, [(4, None, 6), (4, 64, 2)], 8),
+    "the embedding too, w8a8": (Rounding.named("w8a8", "w8", "w8"), {}, [(8, None, 8, 8)], 8),
 }
 
 
-@pytest.mark.parametrize(("rounding", "sizes", "maps"), FORMS.values(), ids=FORMS)
-def test_forms_and_bytes_are_known_before_and_after(tmp_path, rounding, sizes, maps):
+@pytest.mark.parametrize(("rounding", "sizes", "maps", "head"), FORMS.values(), ids=FORMS)
+def test_forms_and_bytes_are_known_before_and_after(tmp_path, rounding, sizes, maps, head):
     folder = tiny_checkpoint(tmp_path, **sizes)
     forms = load(folder, rounding).weights.forms
-    assert forms.maps == tuple(MapForm(*form) for form in maps)
+    assert forms.maps == (*(MapForm(*form) for form in maps), MapForm(head, None, 1, is_head=True))
     assert forms.num_odd == (2 if "intermediate_size" in sizes else 0)
     assert forms.embedding_bits == rounding.embedding
     assert forms.num_bytes == weight_bytes(folder, "fp32", reference, rounding)
 
 
 def test_forms_in_words():
-    maps = MapForm(4, 64, 2), MapForm(8, None, 1), MapForm(8, None, 3, True), MapForm(16, None, 1)
+    maps = (
+        MapForm(4, 64, 2),
+        MapForm(4, 32, 5, has_offsets=True),
+        MapForm(8, None, 1),
+        MapForm(8, None, 3, activation_bits=8),
+        MapForm(16, None, 1, is_head=True),
+    )
     assert WeightForms(maps, 3 << 20, 1, 8).words == (
-        "3 MiB: 4 bits in groups of 64 (2 maps), 8 bits in rows (1 map), 8 bits in rows, "
-        "activations in 8 bits (3 maps), 16 bits (1 map); 1 of these for lack of whole groups; "
+        "3 MiB: 4 bits in groups of 64 (2 maps); 4 bits in groups of 32 with offsets (5 maps); "
+        "8 bits in rows (1 map); 8 bits in rows, activations in 8 bits (3 maps); 16 bits (head); "
+        "8 bits instead of 4 in 1 of these, as 64 does not divide their width; "
         "embedding in 8 bits"
     )
 
@@ -148,15 +152,15 @@ def test_wide_rows_whose_sums_could_be_too_large_are_not_rounded():
 @pytest.mark.parametrize(
     ("name", "forms"),
     [
-        ("compressed-w4a16", {(4, 128, False), (4, None, False), (32, None, False)}),
-        ("compressed-w8a8", {(8, None, True), (32, None, False)}),
-        ("fp8-block", {(32, None, False)}),
+        ("compressed-w4a16", {(4, 128, None), (4, None, None), (32, None, None)}),
+        ("compressed-w8a8", {(8, None, 8), (32, None, None)}),
+        ("fp8-block", {(32, None, None)}),
     ],
 )
 def test_the_codes_of_a_quantized_checkpoint_are_kept(tmp_path, name, forms):
     folder = quantized(tmp_path, name)
     kept = load(folder).weights.forms
-    assert {(form.bits, form.group, form.rounds_rows) for form in kept.maps} == forms
+    assert {(form.bits, form.group, form.activation_bits) for form in kept.maps} == forms
     assert weight_bytes(folder, "fp32", reference) == pytest.approx(kept.num_bytes, rel=0.05)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from specserve.models.weight import form_of, fuse, num_bytes
+from specserve.models.weight_forms import MapForm
 from specserve_kernels import Codes
 from tests.kernels.test_codes import random_codes
 from tests.kernels.test_rounded import rounding
@@ -78,12 +79,16 @@ def test_what_is_fused_is_in_memory_of_its_own():
 @pytest.mark.parametrize(
     ("weight", "form", "size"),
     [
-        (PLAIN, (16, None, False), 4 * K),
-        (PLAIN.float(), (32, None, False), 8 * K),
-        (random_codes(3, K, 4, 32, False), (4, 32, False), 3 * K // 2 + 9 * 4),
-        (random_codes(3, K, 8, K, True), (8, None, False), 3 * K + 3 * 4 + 3),
-        (random_codes(3, K, 4, 32, has_offset=True), (4, 32, False), 3 * K // 2 + 9 * 8),
-        (rounding(3, K), (8, None, True), 3 * K + 3 * 4),
+        (PLAIN, MapForm(16, None, 1), 4 * K),
+        (PLAIN.float(), MapForm(32, None, 1), 8 * K),
+        (random_codes(3, K, 4, 32, False), MapForm(4, 32, 1), 3 * K // 2 + 9 * 4),
+        (random_codes(3, K, 8, K, True), MapForm(8, None, 1), 3 * K + 3 * 4 + 3),
+        (
+            random_codes(3, K, 4, 32, has_offset=True),
+            MapForm(4, 32, 1, has_offsets=True),
+            3 * K // 2 + 9 * 8,
+        ),
+        (rounding(3, K), MapForm(8, None, 1, activation_bits=8), 3 * K + 3 * 4),
     ],
 )
 def test_the_form_and_the_bytes(weight, form, size):

@@ -27,7 +27,8 @@ def test_the_model_is_listed_by_its_served_name(server):
     assert card["id"] == "tiny" and card["object"] == "model" and card["max_model_len"] == 512
     assert (card["drafter"], card["max_nodes"]) == ("ngram", 16) and "scaled" not in card
     assert card["kv_dtype"] == "fp32" and "draft_weights" not in card
-    maps = [{"bits": 32, "group": None, "number": 9}]
+    form = {"bits": 32, "group": None}
+    maps = [form | {"number": 8}, form | {"number": 1, "is_head": True}]
     assert card["weights"] == {"maps": maps, "num_bytes": 4 * 115_072}
     assert server.get("/v1/models/tiny").body == card
     assert server.get("/v1/models").body["object"] == "list"

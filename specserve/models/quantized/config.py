@@ -1,17 +1,11 @@
 """What a config.json says of its quantized weights; torch is not needed to read it."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
-
-class Activations(NamedTuple):
-    """What a checkpoint says of the inputs of some maps with 8-bit integers."""
-
-    target: str  # a module's name, or a pattern
-    are_rounded: bool  # to 8-bit integers, too
-    group: int | None  # columns that share a scale of the weight; None: whole rows
+from specserve.models.quantized.activations import Activations, read_activations
 
 
 class Quantization(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,28 +19,13 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     # GPTQ's first form stores a zero point less one.
     has_zeros_less_one: bool = False
     block: tuple[int, int] | None = None  # rows and columns that share a scale, of 8-bit floats
-    activations: tuple[Activations, ...] = ()
+    activations: Activations = Activations()
 
     @property
     def words(self) -> str:
         bits = f", {self.bits} bits" if self.bits else ""
         group = f" in groups of {self.group}" if self.group else ""
         return f"{self.method}{bits}{group}"
-
-    def rounds_rows(self, module: str, width: int) -> bool:
-        """Whether activations of a map with 8-bit integers in rows are such integers, too.
-
-        As its name says; without one as all patterns say, which are not matched.
-        """
-        told = [a for a in self.activations if a.group in (None, width)]
-        named = [a.are_rounded for a in told if a.target == module]
-        found = named or [a.are_rounded for a in told if is_pattern(a.target)]
-        return bool(found) and all(found)
-
-
-def is_pattern(target: str) -> bool:
-    """Whether it stands for many modules: it is a regular expression, or a class of them."""
-    return target.startswith("re:") or ("." not in target and target != "lm_head")
 
 
 def parse(written: Mapping[str, Any]) -> Quantization | None:
@@ -100,26 +79,8 @@ def compressed_tensors(fields: Mapping[str, Any]) -> Quantization:
     return Quantization(
         method="compressed-tensors",
         block=blocks.pop() if blocks else None,
-        activations=compressed_activations(fields["config_groups"].values()),
+        activations=read_activations(fields["config_groups"].values()),
     )
-
-
-def compressed_activations(groups: Iterable[Mapping[str, Any]]) -> tuple[Activations, ...]:
-    found: list[Activations] = []
-    for fields in groups:
-        activations, weights = fields.get("input_activations"), fields.get("weights") or {}
-        if not is_int8(weights):
-            continue
-        targets, size = fields.get("targets"), weights.get("group_size")
-        columns = None if size == -1 else size
-        rounds = isinstance(activations, dict) and is_int8(activations)
-        for target in targets if isinstance(targets, list) else ():
-            found.append(Activations(str(target), rounds, columns))
-    return tuple(found)
-
-
-def is_int8(numbers: Mapping[str, Any]) -> bool:
-    return (numbers.get("type", "int"), numbers.get("num_bits", 8)) == ("int", 8)
 
 
 def compressed_weights(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -149,7 +110,12 @@ def fp8(fields: Mapping[str, Any]) -> Quantization:
     refuse(fields, "kv_cache_scheme")
     # transformers' own default. Scales for a whole map are told by their shape.
     blocks = {"weight_block_size": [128, 128], **fields}
-    return Quantization(method="fp8", block=block(blocks, "weight_block_size"))
+    scheme = fields.get("activation_scheme") or "dynamic"
+    return Quantization(
+        method="fp8",
+        block=block(blocks, "weight_block_size"),
+        activations=Activations(unmet=(f"activations in floats of 8 bits ({scheme})",)),
+    )
 
 
 COMPRESSED = (

@@ -84,7 +84,7 @@ class QuantizedMaps:
         for tensor in tensors.values():
             drop_pages(tensor.data_ptr(), tensor.nbytes)
         if isinstance(weight, Codes) and weight.may_round_rows:
-            return weight._replace(rounds_rows=self.told.rounds_rows(module, weight.group))
+            return weight._replace(rounds_rows=self.told.activations.rounds(module, weight.group))
         return weight
 
     def num_bytes(self, name: str, dtype: torch.dtype) -> int:
