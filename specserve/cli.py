@@ -175,7 +175,7 @@ def show_config(args: argparse.Namespace) -> None:
     from specserve.selection import check_drafter
 
     check_drafter(config)
-    print("OK")
+    print("OK; models are not looked at")
 
 
 def quantize(args: argparse.Namespace) -> None:

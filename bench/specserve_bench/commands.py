@@ -133,7 +133,9 @@ def add_subject(p: argparse.ArgumentParser) -> None:
         "scripted:0.9/0.8 (right so often by depth)",
     )
     p.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")
-    p.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    p.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any other knob"
+    )
 
 
 def add_workloads(p: argparse.ArgumentParser, usual: Sequence[str]) -> None:
