@@ -15,7 +15,7 @@ import msgspec
 
 from specserve.config import Config, Setting, load_config, parse_override, to_toml
 from specserve.errors import ConfigError, RequestError, SpecserveError
-from specserve.process import ensure_streams, keep_stderr_from_failing, raise_signals
+from specserve.process import ensure_streams, keep_stderr_from_failing, raising_signals
 from specserve.version import VERSION
 
 if TYPE_CHECKING:
@@ -197,8 +197,7 @@ def quantize(args: argparse.Namespace) -> None:
     from specserve.progress import LoadProgress
     from specserve.quantize import quantize
 
-    raise_signals()
-    with LoadProgress(sys.stderr.isatty()) as bar:
+    with raising_signals(), LoadProgress(sys.stderr.isatty()) as bar:
         rounding = Rounding.named(args.to, args.head)
         num_bytes, num_odd = quantize(source, args.target, rounding, partial(bar, source.name))
     odd = f", {num_odd} maps with 8 bits, as 64 does not divide their width" if num_odd else ""

@@ -6,7 +6,8 @@ import io
 import os
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -109,13 +110,20 @@ def keep_stderr_from_failing() -> None:
     )
 
 
-def raise_signals() -> None:
-    """Have the first signal that ends the process raise, so that what is half written is removed,
-    and further ones ignored meanwhile.
+@contextmanager
+def raising_signals() -> Iterator[None]:
+    """The first signal that ends the process raises, so that what is half written is removed;
+    further ones are ignored meanwhile.
     """
-    for number in ENDING:
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+    before = {number: signal.getsignal(number) for number in ENDING}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def end(number: int, frame: FrameType | None) -> None:

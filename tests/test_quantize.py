@@ -230,14 +230,11 @@ def test_signals_on_the_way_leave_nothing(tmp_path, monkeypatch, number):
     real = os.unlink
     monkeypatch.setattr(writing, "save_file", save_file)
     source = tiny_checkpoint(tmp_path / "source")
-    command = "quantize", str(source), str(tmp_path / "target")
-    before = {n: signal.getsignal(n) for n in ENDING}
+    before = [signal.getsignal(n) for n in ENDING]
     monkeypatch.setattr(os, "unlink", unlink)
-    try:
-        with pytest.raises((SystemExit, KeyboardInterrupt)) as e:
-            raise SystemExit(cli.main([*command, "--to", "w8"]))
-    finally:
-        for n, handler in before.items():
-            signal.signal(n, handler)
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as e:
+        code = cli.main(["quantize", str(source), str(tmp_path / "target"), "--to", "w8"])
+        raise SystemExit(code)
+    assert [signal.getsignal(n) for n in ENDING] == before
     assert e.value.code == 128 + number
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -126,7 +126,7 @@ def test_codes_that_cannot_round_rows_are_refused():
 @DTYPES
 def test_a_recorded_forward_has_the_bits_of_its_ops(dtype):
     weights = cpu.prepack(rounding(64, 64)), cpu.prepack(rounding(128, 64), True)
-    model = Coded(cpu, (random_tensor(50, 64, dtype=dtype), *weights))
+    model = Coded(cpu, (random_tensor(50, 64, dtype=dtype), *weights), dtype)
     program, eager = (make(model, STEP.kv, 40, 4) for make in (cpu.program, made))
     for n in (1, 5, 40):
         ids, read = torch.arange(n), torch.tensor([0])
