@@ -93,7 +93,6 @@ def ready(loaded: Loaded) -> Ready:
         num_blocks=engine.pool.num_blocks,
         kv_formats=engine.formats,
         weights=decoder.weights.forms,
-        sources=engine.sources,
         draft_weights=None if draft is None else draft.decoder.weights.forms,
     )
 
