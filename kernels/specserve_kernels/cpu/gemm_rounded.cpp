@@ -79,9 +79,10 @@ template <class T> struct RoundedRows {
   // `sums` are integers at first.
   void finish(float* sums, int64_t panel, Range rows) const {
     int64_t column = panel * panel_columns(shape.is_gated), left = a.N - column;
-    scale_columns(sums, column_scales + column, left, rows);
-    if (shape.is_gated) scale_columns(sums + LANES, column_scales + a.N + column, left, rows);
-    else if (left > LANES) scale_columns(sums + LANES, column_scales + column + LANES, left - LANES, rows);
+    const float* scales_of = column_scales + column;
+    scale_columns(sums, scales_of, left, rows);
+    if (shape.is_gated) scale_columns(sums + LANES, scales_of + a.N, left, rows);
+    else if (left > LANES) scale_columns(sums + LANES, scales_of + LANES, left - LANES, rows);
     ::finish<T>(a, sums, panel, rows);
   }
   // 16 of them, or the n that exist.
