@@ -24,6 +24,7 @@ Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Fraction = Annotated[float, Meta(gt=0.0, le=1.0)]
 Seconds = Annotated[float, Meta(gt=0.0)]
+Milliseconds = Annotated[float, Meta(gt=0.0)]
 Name = Annotated[str, Meta(min_length=1)]
 
 
@@ -111,6 +112,14 @@ class SchedulerConfig(Section, frozen=True):
     max_model_len: Annotated[
         Annotated[int, Meta(ge=2)] | None,  # a token of the prompt and one of the output
         about("prompt and output tokens of a request, at least 2; unset: the model's"),
+    ] = None
+    ttft_ms: Annotated[
+        Milliseconds | None,
+        about("target of requests that give none: arrival to first token; unset: no target"),
+    ] = None
+    tpot_ms: Annotated[
+        Milliseconds | None,
+        about("target of requests that give none: a token after the first; unset: no target"),
     ] = None
 
     def __post_init__(self) -> None:

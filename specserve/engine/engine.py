@@ -46,6 +46,7 @@ class Engine:
         self.formats = self.kv_formats(names or {})  # of the models with a prefix cache
         self.requests: dict[int, Request] = {}  # all that have not ended
         self.stats = Stats()
+        self.sources: tuple[str, ...] = ()  # names of those that may guess
         self.ids = count()
 
     @property

@@ -93,6 +93,7 @@ def ready(loaded: Loaded) -> Ready:
         num_blocks=engine.pool.num_blocks,
         kv_formats=engine.formats,
         weights=decoder.weights.forms,
+        sources=engine.sources,
         draft_weights=None if draft is None else draft.decoder.weights.forms,
     )
 

@@ -62,6 +62,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
     kv_formats: dict[str, KVFormat]  # of the models with a prefix cache
     weights: WeightForms = WeightForms()  # of the target
+    sources: tuple[str, ...] = ()  # of guesses, in the order of the bits in `Tree.sources`
     draft_weights: WeightForms | None = None  # None without a draft model
 
 

@@ -1,7 +1,7 @@
 """Sampling parameters, as a caller gives them and as resolved for one request."""
 
 import secrets
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -20,6 +20,31 @@ T = TypeVar("T")
 MAX_CHOICES = 128
 MAX_SEED = 2**53  # exclusive: a JavaScript client can hold it exactly
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+SourceName = Annotated[str, Meta(min_length=1, max_length=256)]
+Limit = Annotated[int, Meta(ge=0, lt=2**31)]
+Milliseconds = Annotated[float, Meta(gt=0.0)]
+
+
+class SpeculationParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which guesses a request may have: they change how fast its text comes, never which text.
+
+    enabled         false makes no guesses
+    sources         the names of those that may guess; None is all that the engine has
+    max_nodes       guesses a step; None is the server's speculation.max_nodes, which bounds it, too
+    max_depth       guesses of a path; None is as many as max_nodes
+    """
+
+    enabled: bool = True
+    sources: Annotated[tuple[SourceName, ...], Meta(max_length=64)] | None = None
+    max_nodes: Limit | None = None
+    max_depth: Limit | None = None
+
+
+class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request's targets; None takes the server's, in [scheduler], which may be none."""
+
+    ttft_ms: Milliseconds | None = None  # arrival to first token
+    tpot_ms: Milliseconds | None = None  # mean time of a token after the first
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +64,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     priority        smaller ones are admitted first, and preempted last when memory is short
     cache_salt      prompts reuse cached KV of prompts with the same salt only; "" is the salt
                     of requests without one
+    speculation     which sources may guess, and how much; None is all that the server allows
+    slo             targets for the time to the first token and for each token after it
+    return_speculation_details  tell every token's source, and every step's tree of guesses
     """
 
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -53,6 +81,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
     cache_salt: Annotated[str, Meta(max_length=1024)] = ""
+    speculation: SpeculationParams | None = None
+    slo: Slo | None = None
+    return_speculation_details: bool = False
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +99,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     stop_ids: frozenset[int] = frozenset()
     priority: int = 0
     cache_salt: str = ""
+    speculation: SpeculationParams = SpeculationParams()
+    slo: Slo = Slo()
+    return_speculation_details: bool = False
 
 
 def mix64(seed: int, choice: int) -> int:
@@ -88,11 +122,16 @@ def choices_of(sampling: Sampling, n: int) -> list[Sampling]:
     return [msgspec.structs.replace(sampling, seed=seed) for seed in seeds]
 
 
+def fields_of(params: msgspec.Struct) -> dict[str, Any]:
+    """The parameters as nested dicts: msgspec does not validate an instance of the target type."""
+    given = msgspec.structs.asdict(params)
+    return {k: fields_of(v) if isinstance(v, msgspec.Struct) else v for k, v in given.items()}
+
+
 def check(params: SamplingParams) -> SamplingParams:
     """The parameters as msgspec converts them; RequestError if one is out of its range."""
     try:
-        # By way of a dict: msgspec does not validate an instance of the target type.
-        given = msgspec.convert(msgspec.structs.asdict(params), SamplingParams)
+        given = msgspec.convert(fields_of(params), SamplingParams)
         check_temperature(pick(given.temperature, 0.0))
     except ValueError as e:  # msgspec's ValidationError is one
         reason, _, path = str(e).partition(" - at `$.")
@@ -121,6 +160,9 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
         stop_ids=frozenset(eos) | frozenset(given.stop_token_ids),
         priority=given.priority,
         cache_salt=given.cache_salt,
+        speculation=pick(given.speculation, SpeculationParams()),
+        slo=pick(given.slo, Slo()),
+        return_speculation_details=given.return_speculation_details,
     )
 
 

@@ -1,6 +1,28 @@
 """What a step produced for one request, and sums over all steps."""
 
+from typing import NamedTuple
+
 import msgspec
+
+
+class SourceCounts(NamedTuple):
+    """A source's guesses in a step; one that several sources made counts for each of them."""
+
+    proposed: int
+    verified: int
+    accepted: int
+
+
+class Tree(msgspec.Struct, frozen=True, array_like=True):
+    """The verified guesses of a step: `tokens[k - 1]` is node k, below node `parents[k - 1]` < k.
+
+    Node 0 is the root, the last token before the step.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    sources: list[int]  # of each guess: bit i is set where `Engine.sources[i]` made it
+    accepted: list[int]  # nodes, from the root down
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -16,6 +38,18 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     num_cached: int = 0  # tokens of the prompt that were found in the prefix cache
     is_fallback: bool = False  # drafted by n-grams, as the draft model had not caught up
     failure: str = ""  # why the request cannot continue; empty if it can
+    sources: dict[str, SourceCounts] = {}  # by name; those that proposed nothing may be missing
+    tree: Tree | None = None  # only where the request asked for details and had guesses
+
+
+class SourceStats(msgspec.Struct):
+    """Sums over all steps for one source of guesses; one of several sources counts for each."""
+
+    proposed: int = 0
+    verified: int = 0
+    accepted: list[int] = []  # by depth: of children of the root first
+    seconds: float = 0.0  # wall time that it took
+    saved_seconds: float = 0.0  # estimated: what its accepted guesses saved, less what it took
 
 
 class Stats(msgspec.Struct):
@@ -33,3 +67,4 @@ class Stats(msgspec.Struct):
     num_looked_up: int = 0  # prompt tokens looked up in the prefix cache
     num_cached: int = 0  # those that were found
     num_resets: int = 0  # of the prefix cache
+    sources: dict[str, SourceStats] = {}  # of guesses, by name

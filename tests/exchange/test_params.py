@@ -2,7 +2,13 @@ import msgspec
 import pytest
 
 from specserve.errors import RequestError
-from specserve.exchange.sampling_params import Sampling, SamplingParams, resolve
+from specserve.exchange.sampling_params import (
+    Sampling,
+    SamplingParams,
+    Slo,
+    SpeculationParams,
+    resolve,
+)
 from specserve.models.defaults import GenerationDefaults
 
 PLAIN = GenerationDefaults(eos_token_ids=(7,))
@@ -39,6 +45,15 @@ WRONG = {  # a parameter's value -> words of the refusal
     "a stop longer than a page": ({"stop": "a" * 1025}, "stop"),
     "a stop id in words": ({"stop_token_ids": ("3",)}, "stop_token_ids"),
     "an ignore_eos that is no bool": ({"ignore_eos": 1}, "ignore_eos"),
+    "fewer guesses than none": (
+        {"speculation": SpeculationParams(max_nodes=-1)},
+        "speculation.max_nodes",
+    ),
+    "a path of half a guess": ({"speculation": {"max_depth": 0.5}}, "speculation.max_depth"),
+    "a source that is no list": ({"speculation": {"sources": "ngram"}}, "speculation.sources"),
+    "a misspelt limit of guesses": ({"speculation": {"max_node": 1}}, "max_node`"),
+    "a target of no time": ({"slo": Slo(tpot_ms=0.0)}, "slo.tpot_ms"),
+    "a target that is no number": ({"slo": Slo(ttft_ms=float("nan"))}, "slo.ttft_ms"),
 }
 
 
@@ -52,6 +67,13 @@ def test_what_is_unset_falls_to_the_fields_own_defaults():
     got = msgspec.structs.replace(resolved(), seed=0)
     want = Sampling(max_tokens=100, temperature=1, top_k=0, top_p=1, min_p=0, seed=0)
     assert got == msgspec.structs.replace(want, stop_ids=frozenset({7}))
+
+
+@pytest.mark.parametrize("wrap", [msgspec.structs.asdict, lambda given: given])
+def test_speculation_and_targets_come_as_structs_or_as_plain_data(wrap):
+    asked = SpeculationParams(sources=("ngram",), max_nodes=3)
+    got = resolved(speculation=wrap(asked), slo=wrap(Slo(tpot_ms=5)))
+    assert (got.speculation, got.slo) == (asked, Slo(tpot_ms=5))
 
 
 def test_what_is_unset_falls_to_the_models_generation_config_first():
