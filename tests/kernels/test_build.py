@@ -166,7 +166,7 @@ def test_what_was_not_used_for_a_month_is_removed_with_the_next_compilation(comp
     used = compiler.compiled(("-O1",))
     month, names = (
         31 * 24 * 3600,
-        ("kernels-old.so", "threads-old.json", "threads-new.json", "mine"),
+        ("kernels-old.so", "threads-old.json", "costs-old.json", "threads-new.json", "mine"),
     )
     for name in names:
         (folder / name).write_text("")
@@ -175,7 +175,7 @@ def test_what_was_not_used_for_a_month_is_removed_with_the_next_compilation(comp
         if path.name != "threads-new.json":
             os.utime(path, (time.time() - month, time.time() - month))
     assert compiler.compiled(("-O1",)) == used, "which is a use"
-    assert len(list(folder.iterdir())) == 6, "nothing has been compiled"
+    assert len(list(folder.iterdir())) == 7, "nothing has been compiled"
     new = compiler.compiled(("-O2",))
     left = {used.name, new.name, "threads-new.json", "mine"}
     assert {path.name for path in folder.iterdir()} == left

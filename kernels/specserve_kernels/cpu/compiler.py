@@ -33,6 +33,7 @@ FLAGS = (
 STATIC = ("-static-libstdc++", "-static-libgcc", "-Wl,--gc-sections", "-Wl,--exclude-libs,ALL")
 REMEDY = "set CXX to g++ 11 or later"
 UNUSED_SECONDS = 30 * 24 * 3600  # what no process has used for so long is removed from the cache
+KEPT = "kernels", "threads", "costs"  # how the names of what is kept there begin
 
 log = logging.getLogger("specserve")
 
@@ -92,12 +93,12 @@ def mark_used(path: Path) -> None:
 
 
 def remove_unused(folder: Path) -> None:
-    """Remove libraries, numbers of threads and what a killed process left of either, if old.
+    """Remove libraries, measurements and what a killed process left of either, if old.
 
     A process that has loaded such a library keeps it; one that looks for it compiles it again.
     """
     oldest = time.time() - UNUSED_SECONDS
-    for path in (*folder.glob("kernels-*"), *folder.glob("threads-*")):
+    for path in (path for kind in KEPT for path in folder.glob(f"{kind}-*")):
         with suppress(OSError):  # another process removed it, or it is another user's
             if path.stat().st_mtime < oldest:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -1,10 +1,5 @@
 """Choosing the number of threads by timing the steps that requests need."""
 
-import hashlib
-import json
-import logging
-import os
-import tempfile
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from threading import Lock, local
@@ -12,21 +7,14 @@ from threading import Lock, local
 import torch
 from torch import Tensor
 
-from specserve_kernels.cpu.compiler import (
-    BuildError,
-    cache_folder,
-    cpu_name,
-    mark_used,
-    source_hash,
-)
+from specserve_kernels.cpu.compiler import cpu_name, source_hash
+from specserve_kernels.cpu.kept import keep, kept_file, read_kept
 from specserve_kernels.threads import FixedThreads, Threads, check_threads
 from specserve_kernels.topology import Topology, topology
 
 STEPS, RANK = 9, 2  # steps timed with each of two numbers; their third best times are compared
 SOON, RARELY = 100, 5000  # steps of a size after which what is settled is compared again
 HOPELESS, HOPELESS_STEPS = 1.5, 4  # a number is dropped if its best of 4 steps is 1.5 times slower
-
-log = logging.getLogger("specserve")
 
 
 def tune(
@@ -172,7 +160,7 @@ class MeasuredThreads:
         self.searches.pop(size, None)
         self.duels.pop(size, None)
         if self.file is not None:
-            write(self.file, self.settled)
+            keep(self.file, self.settled)
 
     def is_settled(self, rows: int) -> bool:
         return size_of(rows) in self.settled
@@ -211,33 +199,12 @@ def size_of(rows: int) -> int:
 
 def cache_file(key: str, machine: Topology) -> Path | None:
     """The file for a model, these kernels and this kind of machine; None if it cannot be kept."""
-    parts = key, str(machine), source_hash(), cpu_name().decode(errors="replace")
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    try:
-        return cache_folder() / f"threads-{digest}.json"
-    except (BuildError, OSError):
-        return None
+    cpu = cpu_name().decode(errors="replace")
+    return kept_file("threads", key, str(machine), source_hash(), cpu)
 
 
 def read(file: Path | None, allowed: int) -> dict[int, int]:
     """The numbers that an earlier process settled; empty if the file is missing or not valid."""
-    if file is not None:
-        mark_used(file)
-    try:
-        found = json.loads(file.read_text()) if file is not None else {}
-        settled = {int(size): number for size, number in found.items()}
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return {}
-    is_ours = all(type(n) is int and 1 <= n <= allowed for n in settled.values())
+    settled = read_kept(file, dict[int, int]) or {}
+    is_ours = all(1 <= n <= allowed for n in settled.values())
     return settled if is_ours and all(0 <= size < 64 for size in settled) else {}
-
-
-def write(file: Path, settled: Mapping[int, int]) -> None:
-    """Replace the file in one piece: another process may read it at any time."""
-    try:
-        handle, temporary = tempfile.mkstemp(prefix="threads-", suffix=".json", dir=file.parent)
-        with os.fdopen(handle, "w") as out:
-            json.dump(dict(settled), out)
-        os.replace(temporary, file)
-    except OSError as e:
-        log.debug("%s: the numbers of threads could not be kept: %s", file, e)

@@ -1,0 +1,162 @@
+"""How often a source's guess is right, given that its parent was: learnt for each kind of guess.
+
+Sources score their guesses themselves, and may be wrong and overconfident. What is learnt here
+makes the scores of different sources comparable.
+"""
+
+from bisect import bisect
+from math import exp
+
+BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)  # between buckets of scores
+DEPTHS = 8  # guesses at this depth and deeper ones are of one kind
+LEAST, MOST = 0.002, 0.998  # of a probability: more is never certain
+UNSCORED = 0.5  # the score of a guess whose source gives none
+
+PRIOR = 4.0  # guesses that a kind's own score counts for
+MEMORY = 1 - 1 / 256  # what is left of a kind's counts after another guess of it
+TILT_PRIOR = 1.0  # of a request's tilt, in units of p (1 - p): four guesses of p = 1/2
+TILT_MEMORY = 1 - 1 / 32  # what is left of a tilt's guesses after another step
+MAX_TILT = 4.0
+WORTH, WORTH_RATE = 0.05, 1 / 64  # what agreement is worth at first, and how fast that changes
+
+
+class Kind:
+    """Decayed counts of the guesses of one source, bucket of score and depth."""
+
+    __slots__ = ("factor", "hits", "scores", "tries")
+
+    def __init__(self) -> None:
+        self.tries = self.hits = self.scores = 0.0
+        self.factor = 1.0  # from the odds of a score to those of the share that was right
+
+    def count(self, score: float, is_right: bool) -> None:
+        self.tries = self.tries * MEMORY + 1
+        self.hits = self.hits * MEMORY + is_right
+        self.scores = self.scores * MEMORY + score
+        # A Beta prior around the source's own score: without guesses nothing changes.
+        score = self.scores / self.tries
+        right = (self.hits + PRIOR * score) / (self.tries + PRIOR)
+        self.factor = odds(right) / odds(score)
+
+
+# One source's word on a guess: who weighed it, the kind, the score, and what it is worth here. A
+# plain tuple: hundreds are made in a step.
+Said = tuple["Judge", int, float, float]
+
+
+class Judge:
+    """One source's scores in one request: changed as for all requests, and by a tilt of its own."""
+
+    __slots__ = ("bit", "factor", "kinds", "source", "tilt", "weight")
+
+    def __init__(self, source: str, bit: int, kinds: list[Kind]) -> None:
+        self.source, self.bit, self.kinds = source, bit, kinds
+        self.tilt = self.weight = 0.0
+        self.factor = 1.0  # of the odds: exp(tilt)
+
+    def weigh(self, score: float | None, depth: int) -> Said:
+        """A score of any value as a probability: NaN and None count as UNSCORED."""
+        if score is None or score != score:
+            score = UNSCORED
+        score = LEAST if score < LEAST else MOST if score > MOST else score
+        kind = bisect(BOUNDS, score) * DEPTHS + (depth if depth < DEPTHS else DEPTHS) - 1
+        right = self.kinds[kind].factor * self.factor * score
+        p = right / (right + 1 - score)
+        return self, kind, score, LEAST if p < LEAST else MOST if p > MOST else p
+
+    def learn(self, said: Said, is_right: bool) -> None:
+        """Count a guess whose parent was right."""
+        _, kind, score, p = said
+        self.kinds[kind].count(score, is_right)
+        # A Newton step of a logistic regression with forgetting, whose only weight is the tilt. The
+        # kinds' share in p changes meanwhile; the step goes by what is wrong with both together.
+        self.weight += p * (1 - p)
+        tilt = self.tilt + (is_right - p) / (self.weight + TILT_PRIOR)
+        self.tilt = min(max(tilt, -MAX_TILT), MAX_TILT)
+        self.factor = exp(self.tilt)
+
+    def fade(self) -> None:
+        """Another step begins: a tilt that nothing confirms goes back to what holds for all."""
+        left = self.weight * TILT_MEMORY
+        self.tilt *= TILT_MEMORY * (self.weight + TILT_PRIOR) / (left + TILT_PRIOR)
+        self.weight, self.factor = left, exp(self.tilt)
+
+
+class Judges(dict[str, Judge]):
+    """The judges of one request, by source; each is made when it is first asked for."""
+
+    def __init__(self, calibration: "Calibration") -> None:
+        super().__init__()
+        self.calibration = calibration
+
+    def fade(self) -> None:
+        """Begin another step: what earlier ones have shown of this request counts for less."""
+        for judge in self.values():
+            judge.fade()
+
+    def __missing__(self, source: str) -> Judge:
+        bit, kinds = self.calibration.kinds_of(source)
+        judge = self[source] = Judge(source, bit, kinds)
+        return judge
+
+
+class Calibration:
+    """The kinds of all sources, what their agreement is worth, and every request's judges."""
+
+    def __init__(self) -> None:
+        self.sources: dict[str, tuple[int, list[Kind]]] = {}  # a bit and the kinds
+        self.worth: dict[int, float] = {}  # by the bits of the sources that agree
+        self.requests: dict[int, Judges] = {}
+
+    def judges(self, id: int) -> Judges:
+        """The request's; they are kept until `forget`."""
+        found = self.requests.get(id)
+        if found is None:
+            found = self.requests[id] = Judges(self)
+        return found
+
+    def kinds_of(self, source: str) -> tuple[int, list[Kind]]:
+        if source not in self.sources:
+            kinds = [Kind() for _ in range((len(BOUNDS) + 1) * DEPTHS)]
+            self.sources[source] = 1 << len(self.sources), kinds
+        return self.sources[source]
+
+    def combine(self, said: list[Said]) -> float:
+        """The probability of a guess that several sources share: as if they erred independently,
+        but no more above the best of them than agreement has been worth.
+        """
+        bits, wrong, best = 0, 1.0, 0.0
+        for judge, _, _, p in said:
+            bits |= judge.bit
+            wrong *= 1 - p
+            best = max(best, p)
+        return min(1 - wrong, best + self.worth.get(bits, WORTH), MOST)
+
+    def agreed(self, said: list[Said], is_right: bool) -> None:
+        """Count a guess of several sources whose parent was right."""
+        bits, best = 0, 0.0
+        for judge, _, _, p in said:
+            bits |= judge.bit
+            best = max(best, p)
+        worth = self.worth.get(bits, WORTH)
+        self.worth[bits] = max(0.0, worth + WORTH_RATE * (is_right - best - worth))
+
+    def forget(self, id: int) -> None:
+        self.requests.pop(id, None)
+
+    def table(self) -> dict[str, list[dict[str, float]]]:
+        """By source, the kinds of which there were guesses: score, share that was right, count."""
+        return {
+            source: [
+                {"depth": i % DEPTHS + 1, "tries": k.tries, "score": k.scores / k.tries}
+                | {"right": k.hits / k.tries}
+                for i, k in enumerate(kinds)
+                if k.tries
+            ]
+            for source, (_, kinds) in self.sources.items()
+        }
+
+
+def odds(p: float) -> float:
+    p = LEAST if p < LEAST else MOST if p > MOST else p
+    return p / (1 - p)

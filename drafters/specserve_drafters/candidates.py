@@ -1,0 +1,177 @@
+"""All sources' guesses of one request in one tree, before it is decided which are verified."""
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from specserve_drafters.calibration import Calibration, Said
+from specserve_drafters.tree import MAX_NODES, ROOT, TREE_SLOTS, Draft, as_index
+
+MOST = 4 * MAX_NODES  # candidates of a source in a step: more cannot be of use
+FINDS = 0.7  # how often a source that is asked has the right child, until steps have shown it
+
+
+class Candidate(NamedTuple):
+    """A guess with a score.
+
+    `parent` is its parent's place in its source's list, counted from 1, or ROOT. `p` is the
+    source's estimate that the token is right given that its parent was, None where it has none.
+    """
+
+    token: int
+    parent: int
+    p: float | None
+    source: str
+    expanded: int = 0  # the draft model's number for it, see Draft; 0 where it has not run it
+
+
+def of_draft(draft: Draft, source: str) -> list[Candidate]:
+    """A draft's guesses as candidates that have no scores."""
+    expanded = draft.expanded or [0] * len(draft)
+    each = zip(draft.tokens, draft.parents, expanded, strict=True)
+    return [Candidate(token, parent, None, source, e) for token, parent, e in each]
+
+
+def checked(candidates: Iterable[object], source: str, vocab_size: int) -> list[Candidate]:
+    """At most MOST candidates, ending before the first invalid one, as their source's own.
+
+    They may be anything, as a source is user code; the result has plain numbers.
+    """
+    valid: list[Candidate] = []
+    for one in islice(candidates, MOST):
+        if not isinstance(one, Candidate):
+            break
+        token, parent = as_index(one.token, vocab_size), as_index(one.parent, len(valid) + 1)
+        if token is None or parent is None:
+            break
+        p = float(one.p) if isinstance(one.p, int | float) else None
+        valid.append(Candidate(token, parent, p, source, as_index(one.expanded, TREE_SLOTS) or 0))
+    return valid
+
+
+class Trie:
+    """One request's candidates, merged: equal tokens below equal parents are one node.
+
+    Node 0 is the root, and every node comes after its parent. `p` is the calibrated probability
+    that a node is right given that its parent was.
+    """
+
+    def __init__(self, calibration: Calibration, id: int) -> None:
+        self.calibration, self.judges = calibration, calibration.judges(id)
+        self.tokens, self.parents, self.depths, self.expanded = [0], [ROOT], [0], [0]
+        self.p = [1.0]
+        self.children: list[dict[int, int]] = [{}]  # token -> node
+        self.said: list[list[Said]] = [[]]
+        # By node: who was asked for its children, and the tokens that were there.
+        self.asked: dict[int, list[tuple[str, frozenset[int], Said]]] = {}
+
+    def __len__(self) -> int:
+        return len(self.tokens) - 1
+
+    def merge(self, candidates: Iterable[Candidate], below: int = ROOT) -> list[int]:
+        """Add one source's list of candidates; the node of each. They may continue from a node."""
+        nodes = [below]
+        for token, parent, p, source, expanded in candidates:
+            node = self.add(nodes[parent], token, p, source)
+            if expanded:
+                self.expanded[node] = expanded
+            nodes.append(node)
+        return nodes[1:]
+
+    def add(self, parent: int, token: int, p: float | None, source: str) -> int:
+        """Add a guess; the node, which other sources may have added already."""
+        depth = self.depths[parent] + 1
+        said = self.judges[source].weigh(p, depth)
+        siblings = self.children[parent]
+        if token in siblings:
+            self.agree(siblings[token], said)
+            return siblings[token]
+        node = siblings[token] = len(self.tokens)
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(depth)
+        self.expanded.append(0)
+        self.p.append(said[3])
+        self.children.append({})
+        self.said.append([said])
+        return node
+
+    def agree(self, node: int, said: Said) -> None:
+        """Another word on a node; a source's own second word counts only if it is the better."""
+        words = self.said[node]
+        for i, (judge, _, _, p) in enumerate(words):
+            if judge is said[0]:
+                words[i] = said if said[3] > p else words[i]
+                break
+        else:
+            words.append(said)
+        self.p[node] = words[0][3] if len(words) == 1 else self.calibration.combine(words)
+
+    def reach(self, node: int, source: str) -> float:
+        """The value of asking a source for a node's children: the probability of the node's path,
+        and that the source has the right child, where no candidate is it yet.
+        """
+        return self.value(node) * self.children_by(source, node)[3]
+
+    def children_by(self, source: str, node: int) -> Said:
+        there = sum([self.p[child] for child in self.children[node].values()])
+        score = FINDS * (1 - min(there, 1.0))
+        return self.judges[f"children by {source}"].weigh(score, self.depths[node] + 1)
+
+    def ask(self, node: int, source: str) -> None:
+        """Note that a source is asked for a node's children, before these are added."""
+        there = frozenset(self.children[node])
+        self.asked.setdefault(node, []).append((source, there, self.children_by(source, node)))
+
+    def value(self, node: int) -> float:
+        """The probability of a node's whole path."""
+        value = 1.0
+        while node != ROOT:
+            value *= self.p[node]
+            node = self.parents[node]
+        return value
+
+    def sources(self, node: int) -> list[str]:
+        return [judge.source for judge, _, _, _ in self.said[node]]
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Learn from the tokens that followed the root. Every candidate below a node that was
+        reached is counted, verified or not: whether it was right is known.
+        """
+        self.judges.fade()
+        node: int | None = ROOT
+        for token in tokens:
+            assert node is not None
+            right = self.children[node].get(token)
+            for source, there, said in self.asked.get(node, ()):
+                is_found = right is not None and source in self.sources(right)
+                said[0].learn(said, is_found and token not in there)
+            for child in self.children[node].values():
+                words = self.said[child]
+                for said in words:
+                    said[0].learn(said, child == right)
+                if len(words) > 1:
+                    self.calibration.agreed(words, child == right)
+            if right is None:
+                return
+            node = right
+
+    def draft(self, chosen: Sequence[int]) -> tuple[Draft, list[int]]:
+        """Chosen nodes, likeliest first and each after its parent, as a draft; and the node of each
+        guess. The likeliest path gets the lowest numbers.
+        """
+        path, rest, end = [], [], ROOT
+        for node in chosen:
+            if self.parents[node] == end:
+                path.append(node)
+                end = node
+            else:
+                rest.append(node)
+        order = path + rest
+        number = {ROOT: ROOT}
+        for k, node in enumerate(order, 1):
+            number[node] = k
+        tokens = [self.tokens[node] for node in order]
+        parents = [number[self.parents[node]] for node in order]
+        expanded = [self.expanded[node] for node in order]
+        return Draft(tokens, parents, expanded if any(expanded) else []), order

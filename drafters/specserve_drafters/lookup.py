@@ -1,0 +1,209 @@
+"""Prompt lookup with an index that grows with the text: where the last tokens stood before.
+
+It guesses as `NgramDrafter` does, whose search it makes fast, and gives each guess a score.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from specserve_drafters.base import DraftItem
+from specserve_drafters.candidates import Candidate
+from specserve_drafters.ngram import continuation
+from specserve_drafters.tree import MAX_NODES
+
+if TYPE_CHECKING:  # see base.py
+    import numpy as np
+
+LENGTHS = range(2, 5)  # of the n-grams
+MAX_TOKENS = 1 << 16  # of a request that are indexed, the latest: 1.5 MB
+AT_ONCE = 1 << 13  # tokens that a step adds at most: a long prompt is indexed over several steps
+LEAST_SIZE = 1 << 12  # of the tables: an output longer than its prompt lengthens the chains
+FEW = 64  # tokens up to which adding them one by one is faster
+MAX_MATCHES, MAX_VISITS = 16, 64  # looked at, and places visited for them
+ENOUGH = 4  # matches from which to tell how often they go on alike
+MAX_LENGTH = 16  # of a match: longer ones are equally sure
+
+MIX = (0x1B873593, 0x165667B1, 0x0CC9E2D5, 0x185EBCA7)  # odd, below 2 ** 29: sums fit 63 bits
+
+
+class NgramIndex:
+    """The places of a text's n-grams, newest first: a chain of places for each hash.
+
+    A place is where an n-gram ends, at a token that follows it. Nothing of the text is kept:
+    n-grams of the same hash are told apart by the text itself.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        """Of a text that has so many tokens at first."""
+        size = min(MAX_TOKENS, max(LEAST_SIZE, 1 << num_tokens.bit_length()))
+        self.newest = [zeros(size) for _ in LENGTHS]  # by hash; 0 for none
+        self.before = [zeros(size) for _ in LENGTHS]  # by place & mask; a ring of MAX_TOKENS
+        self.mask, self.slots = size - 1, size - 1
+        self.next = LENGTHS.start  # the first place that is not indexed
+
+    def grow(self, text: "array[int]") -> None:
+        """Index the tokens that the text has more than before, the oldest first, AT_ONCE at most.
+
+        The last token is left out until another follows it.
+        """
+        while len(text) > self.mask and self.mask + 1 < MAX_TOKENS:
+            for before in self.before:
+                before.extend(zeros(len(before)))
+            self.mask = 2 * self.mask + 1
+        self.next = max(self.next, len(text) - MAX_TOKENS)
+        end = min(len(text), self.next + AT_ONCE)
+        if end - self.next <= FEW:
+            self.add_each(text, end)
+        else:
+            self.add_all(text, end)
+
+    def add_each(self, text: "array[int]", end: int) -> None:
+        mask = self.mask
+        for place in range(self.next, end):
+            for n, newest, before in zip(LENGTHS, self.newest, self.before, strict=True):
+                if n <= place:
+                    slot = hash_of(text, place, n) & self.slots
+                    before[place & mask] = newest[slot]
+                    newest[slot] = place
+        self.next = max(self.next, end)
+
+    def add_all(self, text: "array[int]", end: int) -> None:
+        import numpy as np
+
+        first, back = self.next, LENGTHS[-1]
+        begin = max(0, first - back)
+        tokens = np.frombuffer(text[begin:end], dtype=np.int32).astype(np.int64)
+        for n, newest, before in zip(LENGTHS, self.newest, self.before, strict=True):
+            places = np.arange(max(first, n), end)
+            hashes = np.zeros(len(places), np.int64)
+            for j in range(n):
+                hashes += tokens[places - begin - 1 - j] * MIX[j]
+            chain(newest, before, places, (hashes ^ hashes >> 17) & self.slots)
+        self.next = max(first, end)
+
+    def matches(self, text: "array[int]") -> Iterator[tuple[int, int]]:
+        """Places where earlier copies of the last tokens end, and how long those are at least:
+        the longest n-grams first, then the newest.
+        """
+        end, mask, seen = len(text), self.mask, set[int]()
+        tables = zip(LENGTHS, self.newest, self.before, strict=True)
+        for n, newest, before in reversed([*tables]):
+            if n >= end:
+                continue
+            tail, visits = text[end - n :], 0
+            place = newest[hash_of(text, end, n) & self.slots]
+            # Behind a place that has left the ring comes any other one: visits are bounded.
+            while place and visits < MAX_VISITS:
+                visits += 1
+                if place not in seen and text[place - n : place] == tail:
+                    seen.add(place)
+                    yield place, n
+                place = before[place & mask]
+
+
+def zeros(n: int) -> "array[int]":
+    return array("i", bytes(4 * n))
+
+
+def hash_of(text: "array[int]", place: int, n: int) -> int:
+    mixed = 0
+    for j in range(n):
+        mixed += text[place - 1 - j] * MIX[j]
+    return mixed ^ mixed >> 17
+
+
+def chain(
+    newest: "array[int]", before: "array[int]", places: "np.ndarray", slots: "np.ndarray"
+) -> None:
+    """Put places, which rise, in front of the chains of their slots."""
+    import numpy as np
+
+    if not len(places):
+        return
+    heads, links = np.frombuffer(newest, np.int32), np.frombuffer(before, np.int32)
+    order = np.argsort(slots, kind="stable")
+    slots, places = slots[order], places[order]
+    is_last = np.append(slots[1:] != slots[:-1], True)
+    earlier = heads[slots]
+    earlier[1:][~is_last[:-1]] = places[:-1][~is_last[:-1]]
+    links[places & len(before) - 1] = earlier
+    heads[slots[is_last]] = places[is_last]
+
+
+class NgramSource:
+    """At most two continuations: the longest latest match's, and the next one that differs."""
+
+    name = "ngram"
+
+    def __init__(self) -> None:
+        self.indices: dict[int, NgramIndex] = {}
+
+    def propose(self, items: Sequence[DraftItem]) -> list[list[Candidate]]:
+        return [self.look_up(item.id, item.known, item.limit) for item in items]
+
+    def look_up(self, id: int, text: "array[int]", limit: int) -> list[Candidate]:
+        index = self.indices.get(id)
+        if index is None:
+            index = self.indices[id] = NgramIndex(len(text))
+        index.grow(text)
+        found: list[tuple[int, int]] = []
+        best: list[int] = []
+        other: list[int] = []
+        at = 0  # where the other continuation begins
+        for match in islice(index.matches(text), MAX_MATCHES if limit else 0):
+            found.append(match)
+            if not other:
+                follows = continuation(text, match[0], limit)
+                best = best or follows
+                if follows != best:
+                    other, at = follows, match[0]
+            elif len(found) >= ENOUGH:
+                break
+        if not found:
+            return []
+        p = scores(text, found, found[0][0], limit)
+        guesses = [Candidate(token, k, p[k], self.name) for k, token in enumerate(best)]
+        if other:
+            fork(guesses, other, scores(text, found, at, limit), self.name)
+        return guesses
+
+    def forget(self, id: int) -> None:
+        self.indices.pop(id, None)
+
+
+def scores(
+    text: "array[int]", found: Sequence[tuple[int, int]], place: int, limit: int
+) -> list[float]:
+    """How sure the tokens after a match are: by its length, which grows with each right token, the
+    first also by how many of the matches of that n-gram go on with it.
+    """
+    length, longest = match_length(text, place), found[0][1]
+    alike = [text[other] == text[place] for other, n in found if n == longest]
+    share = (sum(alike) + 0.5) / (len(alike) + 1)
+    return [share * SURE[length], *SURE[length + 1 : length + limit]]
+
+
+def fork(guesses: list[Candidate], other: list[int], scores: list[float], source: str) -> None:
+    """Add what differs of another continuation, for a quarter of the limit at most."""
+    at = next(j for j, token in enumerate(other) if token != guesses[j].token)
+    parent, p = at, scores[at]
+    if at > 0:  # both stood behind the same tokens, so they share what is sure
+        p *= (1 - (guesses[at].p or 0.0)) / 2
+    end = at + len(other) // 4
+    for token, score in zip(other[at:end], [p, *scores[at + 1 :]], strict=False):
+        guesses.append(Candidate(token, parent, score, source))
+        parent = len(guesses)
+
+
+def match_length(text: "array[int]", place: int) -> int:
+    """How many tokens before the place are those at the text's end, MAX_LENGTH at most."""
+    back = 1
+    while back <= min(place, MAX_LENGTH) and text[place - back] == text[-back]:
+        back += 1
+    return back - 1
+
+
+# By the length of the match, roughly; calibration shifts it to what is measured.
+SURE = [1 - 0.75 * 0.82 ** min(length, MAX_LENGTH) for length in range(MAX_LENGTH + MAX_NODES + 1)]

@@ -1,0 +1,51 @@
+"""Measurements kept on disk from one start to the next, in the folder of the compiled kernels."""
+
+import hashlib
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from specserve_kernels.cpu.compiler import BuildError, cache_folder, mark_used
+
+T = TypeVar("T")
+
+log = logging.getLogger("specserve")
+
+
+def kept_file(what: str, *key: str) -> Path | None:
+    """The file for what was measured under a key; None if nothing can be kept."""
+    digest = hashlib.sha256("\0".join(key).encode()).hexdigest()[:16]
+    try:
+        return cache_folder() / f"{what}-{digest}.json"
+    except (BuildError, OSError):
+        return None
+
+
+def read_kept(file: Path | None, kind: type[T]) -> T | None:
+    """What an earlier process kept, checked to be of this type; None if there is nothing."""
+    if file is None:
+        return None
+    mark_used(file)
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError, RecursionError) as e:
+        log.warning("%s is ignored, as it cannot be read: %s", file, e)
+        return None
+
+
+def keep(file: Path, value: object) -> None:
+    """Replace the file in one piece: another process may read it at any time."""
+    prefix, _, _ = file.name.partition("-")
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=f"{prefix}-", suffix=".json", dir=file.parent)
+        with os.fdopen(handle, "wb") as out:
+            out.write(msgspec.json.encode(value))
+        os.replace(temporary, file)
+    except OSError as e:
+        log.debug("%s could not be kept: %s", file, e)

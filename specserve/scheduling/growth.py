@@ -1,0 +1,96 @@
+"""Whether another level of a draft model is worth its time."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from specserve.scheduling.cost import StepCosts
+from specserve.scheduling.step import Step, worth_of_prompts
+
+
+class Growth:
+    """Which nodes of a step's trees a draft model runs, level by level.
+
+    A level is run if the step's expected rate is higher with it, by what its nodes are expected to
+    add: their reach. That of a node is the probability of its path, times that of the draft model
+    having the right child where no candidate is it yet.
+    """
+
+    def __init__(self, costs: StepCosts, step: Step, values: list[float]) -> None:
+        """`values` are those of the candidates that there are, and fall."""
+        self.costs, self.step, self.values = costs, step, values
+        self.spent = 0.0
+        self.least = 0.0  # value of a guess that is verified at the best rate
+        self.worth = 0.0  # in tokens, of the prompts' rows
+        if step.prompt_rows:
+            takes = [self.seconds(size) for size in self.sizes(values)]
+            prompts = self.seconds(0) - self.seconds(-step.prompt_rows)
+            self.worth = worth_of_prompts(prompts, self.tokens(values), takes)
+        self.rate = self.best_rate()
+
+    def sizes(self, values: Sequence[float]) -> list[int]:
+        """Numbers of guesses up to a right edge, and all."""
+        rows, edges = self.step.rows, self.costs.edges
+        first = bisect_right(edges, rows)
+        last = bisect_left(edges, rows + len(values))
+        return [0, *(edge - rows for edge in edges[first:last]), len(values)]
+
+    def tokens(self, values: Sequence[float]) -> list[float]:
+        """Expected for each of the sizes."""
+        gains = [0.0, *accumulate(values)]
+        return [self.step.num_roots + gains[size] for size in self.sizes(values)]
+
+    def seconds(self, guesses: int) -> float:
+        """Of the target, with so many guesses."""
+        step = self.step
+        return self.costs.seconds(step.rows + guesses, step.context, step.requests)
+
+    def best_rate(self, more: Sequence[float] = (), seconds: float = 0.0) -> float:
+        """The step's rate with further candidates, made in so many seconds more."""
+        values = sorted([*self.values, *more], reverse=True) if more else self.values
+        sizes, spent = self.sizes(values), self.spent + seconds
+        rates = [
+            (tokens + self.worth) / (spent + self.seconds(size))
+            for size, tokens in zip(sizes, self.tokens(values), strict=True)
+        ]
+        best = max(rates)
+        if not more:
+            size = sizes[rates.index(best)]
+            self.least = values[size] if size < len(values) else 0.0
+        return best
+
+    def size(self, reach: Sequence[float], seconds: Callable[[int], float]) -> int:
+        """How many nodes to run, the best first; 0 if the level is not worth its time.
+
+        `reach` falls; seconds(rows) is the level's time.
+        """
+        best, size, net = 0.0, 0, 0.0
+        for n, gain in enumerate(reach, 1):
+            net += gain - self.least
+            if net - self.rate * seconds(n) > best:
+                best, size = net - self.rate * seconds(n), n
+        is_worth = size > 0 and self.best_rate(reach[:size], seconds(size)) > self.rate
+        return size if is_worth else 0
+
+    def first_size(
+        self, reach: Sequence[float], hold: float, depth: int, seconds: Callable[[int], float]
+    ) -> int:
+        """As `size`, for the first of up to `depth` levels, of which each reaches `hold` times what
+        the one before did. seconds(0) is what catching up takes, once; it may pay over levels.
+        """
+        found = [gain for gain in reach if gain > self.least]
+        level = seconds(len(found)) - seconds(0)
+        more, spent = list[float](), seconds(0)
+        for _ in range(depth if found else 0):
+            more += found
+            spent += level
+            if self.best_rate(more, spent) > self.rate:
+                return len(found)
+            found = [gain * hold for gain in found]
+        return 0
+
+    def add(self, values: Sequence[float], seconds: float) -> None:
+        """A level has been run: the values of its children, and the time that it took."""
+        self.values = sorted([*self.values, *values], reverse=True)
+        self.spent += seconds
+        self.rate = self.best_rate()

@@ -1,0 +1,210 @@
+"""What a step verifies: the prompts' rows, and the guesses that raise the expected tokens a second.
+
+Everything is compared by one figure, expected tokens per expected second, with the costs that the
+machine's own steps have shown. No guess is a plan like any other.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import accumulate
+from typing import NamedTuple
+
+import msgspec
+
+from specserve.scheduling.cost import StepCosts
+from specserve.scheduling.growth import Growth
+from specserve.scheduling.step import Step, worth_of_prompts
+from specserve.scheduling.trials import Trials
+from specserve_drafters.candidates import Trie
+from specserve_drafters.tree import ROOT
+
+LEAST_VALUE = 1e-3  # of a guess: a less likely one is not looked at
+BETTER = 1.05  # times the known rate must be hoped for, of rows that are tried
+LEAST_CHUNK = 16  # rows that waiting prompts get whatever the targets are: they must not starve
+
+
+class Ask(msgspec.Struct, eq=False):
+    """A request with a root, as the plan sees it."""
+
+    trie: Trie
+    limit: int  # guesses that it may have
+    behind: float = 0.0  # tokens beyond the next that it needs of this step to meet its target
+
+
+class Plan(msgspec.Struct):
+    """Chosen nodes of each request, likeliest first, and what is expected of the step."""
+
+    nodes: list[list[int]]
+    rows: int  # of the step, guesses included
+    tokens: float
+    seconds: float
+    rival: float | None = None  # where this tries rows of unknown cost: the best rate that is known
+
+    @property
+    def rate(self) -> float:
+        """Expected tokens a second."""
+        return self.tokens / self.seconds
+
+
+def likeliest(asks: Sequence[Ask], most: int) -> list[tuple[float, int, int]]:
+    """Up to `most` guesses as (value, request, node), by decreasing value, parents first.
+
+    A guess's value is the probability of its path. What a request behind its target needs to meet
+    it comes first, and that of the one furthest behind before others'.
+    """
+    tries, room = [ask.trie for ask in asks], [ask.limit for ask in asks]
+    behind = [ask.behind for ask in asks]
+    heap = [
+        (-urgency(trie.p[node], behind[i]), i, node, trie.p[node])
+        for i, trie in enumerate(tries)
+        if room[i] > 0
+        for node in trie.children[ROOT].values()
+    ]
+    heapify(heap)
+    found: list[tuple[float, int, int]] = []
+    while heap and len(found) < most:
+        key, i, node, value = heap[0]
+        if value < LEAST_VALUE or room[i] == 0:
+            heappop(heap)
+            continue
+        if behind[i] <= 0 and key < -value:  # it was behind when this was put here
+            heapreplace(heap, (-value, i, node, value))
+            continue
+        found.append((value, i, node))
+        room[i] -= 1
+        behind[i] -= value
+        heappop(heap)
+        p = tries[i].p
+        for child in tries[i].children[node].values():
+            of_path = value * p[child]
+            heappush(heap, (-urgency(of_path, behind[i]), i, child, of_path))
+    return found
+
+
+def urgency(value: float, behind: float) -> float:
+    """What guesses are ordered by: those of a request that is behind come before all others."""
+    return value + 1 + behind if behind > 0 else value
+
+
+def choose(
+    asks: Sequence[Ask],
+    step: Step,
+    costs: StepCosts,
+    most: int,
+    is_tried: Callable[[int], bool] = lambda rows: False,
+) -> Plan:
+    """The guesses, at most `most`, with which the step has the highest expected rate.
+
+    Only right edges of the stairs are looked at, as rows up to the edge are free, and all guesses
+    there are. A step that takes longer than allowed has none. Where rows whose cost is not known
+    may be better, is_tried(rows) decides.
+    """
+    found = likeliest(asks, most)
+    gains = [0.0, *accumulate(value for value, _, _ in found)]
+    first, last = bisect_right(costs.edges, step.rows), len(costs.edges)
+    last = bisect_left(costs.edges, step.rows + len(found), hi=last)
+    sizes = [0, *(edge - step.rows for edge in costs.edges[first:last])]
+    if found:
+        sizes.append(len(found))
+    tokens = [step.num_roots + gains[size] for size in sizes]
+
+    known = best_of(step, sizes, tokens, costs, is_hopeful=False)
+    best, rival = known, None
+    if not all(costs.is_known(step.rows + size) for size in sizes):
+        hoped = best_of(step, sizes, tokens, costs, is_hopeful=True)
+        if hoped.rate > BETTER * known.rate and is_tried(step.rows + hoped.size):
+            best, rival = hoped, known.rate
+
+    nodes: list[list[int]] = [[] for _ in asks]
+    for _, i, node in found[: best.size]:
+        nodes[i].append(node)
+    tokens_of_step = step.num_roots + gains[best.size]
+    return Plan(nodes, step.rows + best.size, tokens_of_step, best.seconds, rival)
+
+
+class Size(NamedTuple):
+    """A number of guesses, and what is expected of it."""
+
+    size: int
+    seconds: float
+    rate: float
+
+
+def best_of(
+    step: Step, sizes: Sequence[int], tokens: Sequence[float], costs: StepCosts, is_hopeful: bool
+) -> Size:
+    """The size with the highest rate; `tokens` are those that each is expected to bring."""
+
+    def seconds(rows: int) -> float:
+        return costs.seconds(rows, step.context, step.requests, is_hopeful)
+
+    takes = [step.spent + seconds(step.rows + size) for size in sizes]
+    worth = 0.0
+    if step.prompt_rows and step.num_roots:
+        prompts = seconds(step.rows) - seconds(step.rows - step.prompt_rows)
+        worth = worth_of_prompts(prompts, tokens, takes)
+    fits = [i for i, size in enumerate(sizes) if size == 0 or takes[i] <= step.allowed]
+    best = max(fits, key=lambda i: (tokens[i] + worth) / takes[i])
+    return Size(sizes[best], takes[best], tokens[best] / takes[best])
+
+
+def prompt_rows(step: Step, costs: StepCosts, waiting: int, most: int) -> int:
+    """Rows for waiting prompts beside the step's roots: the most that keep it within `allowed`.
+
+    Without a root all that fit: no stream waits for them. `most` bounds them, also where no target
+    does.
+    """
+    most = min(waiting, most)
+    if not step.num_roots or most <= LEAST_CHUNK:
+        return most
+    found = min(LEAST_CHUNK, most)
+    ends = [edge - step.rows for edge in costs.edges if found < edge - step.rows < most]
+    for rows in (*ends, most):
+        if costs.seconds(step.rows + rows, step.context, step.requests) > step.allowed:
+            break
+        found = rows
+    return found
+
+
+def allowed_seconds(target: float, since_first: float, num_output: int) -> float:
+    """How long a step may take so that a request's tokens come `target` apart on average.
+
+    What it is ahead may be spent, up to another target's time; and a step may always take one.
+    """
+    ahead = target * num_output - since_first
+    return target + min(max(ahead, 0.0), target)
+
+
+def tokens_behind(target: float, since_first: float, num_output: int, seconds: float) -> float:
+    """Tokens beyond the next that a request needs of a step of so many seconds to meet its target,
+    at most as many as two steps' worth: what is lost is not to be had at any price.
+    """
+    due = (since_first + seconds) / target - num_output - 1
+    return min(max(due, 0.0), 2 * seconds / target)
+
+
+class Planner:
+    """The plans of an engine's steps."""
+
+    def __init__(self, costs: StepCosts, most: int) -> None:
+        """The costs are the target's; `most` guesses a step."""
+        self.costs, self.most = costs, most
+        self.trials = Trials(first=1, last=64)  # of rows whose cost is not known
+
+    def choose(self, asks: Sequence[Ask], step: Step) -> Plan:
+        return choose(asks, step, self.costs, self.most, self.is_tried)
+
+    def is_tried(self, rows: int) -> bool:
+        return self.trials.is_due(self.costs.stair(rows))
+
+    def observe(self, plan: Plan, step: Step, seconds: float) -> None:
+        """Learn how long a step took to verify its plan."""
+        self.costs.observe(plan.rows, step.context, step.requests, seconds)
+        if plan.rival is not None and plan.tokens > plan.rival * (step.spent + seconds):
+            self.trials.worked(self.costs.stair(plan.rows))  # so go on at once
+
+    def growth(self, asks: Sequence[Ask], step: Step) -> "Growth":
+        """The terms on which a draft model's levels are run in this step, after other sources."""
+        values = [value for value, _, _ in likeliest(asks, self.most)]
+        return Growth(self.costs, step, values)

@@ -1,0 +1,59 @@
+"""Costs on disk: read at a start, whatever a file holds."""
+
+import logging
+
+import pytest
+
+from specserve.engine.kept_costs import costs_file, keep_costs, read_costs
+from specserve.scheduling.cost import KNOWN, StepCosts
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def costs():
+    found = StepCosts(64)
+    for _ in range(KNOWN):
+        found.observe(8, 0, 1, 0.03)
+    return found
+
+
+def test_they_are_kept_by_model_device_and_threads(cache):
+    keep_costs(costs_file("model", "cpu", "2"), costs())
+    assert read_costs(costs_file("model", "cpu", "2")) == costs().known()
+    for other in (("another", "cpu", "2"), ("model", "cuda", "2"), ("model", "cpu", "4")):
+        assert read_costs(costs_file(*other)) is None
+
+
+def test_nothing_is_kept_before_a_step(cache):
+    file = costs_file("model", "cpu", "2")
+    keep_costs(file, StepCosts(64))
+    assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["", '{"stairs":', "[1]", '{"stairs": {"8": "fast"}, "added": [0, 0]}', "[" * 100_000]
+)
+def test_a_spoilt_file_is_ignored_with_one_warning_and_replaced(cache, caplog, text):
+    file = costs_file("model", "cpu", "2")
+    file.write_text(text)
+    with caplog.at_level(logging.WARNING):
+        assert read_costs(file) is None
+    assert len(caplog.messages) == 1 and str(file) in caplog.messages[0]
+    keep_costs(file, costs())
+    assert read_costs(file) == costs().known()
+
+
+def test_a_missing_file_is_no_warning(cache, caplog):
+    assert read_costs(costs_file("model", "cpu", "2")) is None
+    assert caplog.messages == []
+
+
+def test_without_a_place_nothing_is_kept(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/x")
+    file = costs_file("model", "cpu", "2")
+    assert file is None and read_costs(file) is None
+    keep_costs(file, costs())

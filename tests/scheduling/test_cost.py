@@ -1,0 +1,165 @@
+"""What steps cost, learnt from steps on a simulated machine: its noise only ever slows it down."""
+
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specserve.scheduling.cost import KNOWN, KnownCosts, StepCosts, edges
+
+
+def true_seconds(rows, context=0, requests=1):
+    return 0.03 * (1 + max(0, -(-rows // 8) - 1) / 3) + 2e-6 * context + 1e-4 * requests
+
+
+SIZES = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64  # edges, to which steps are filled
+
+
+class Machine:
+    """Steps of random sizes; a neighbor makes them `slowed` times as long."""
+
+    def __init__(self, costs, seed=0):
+        self.costs, self.random = costs, Random(seed)
+
+    def run(self, steps, slowed=1.0, sizes=SIZES, contexts=(1000,)):
+        for _ in range(steps):
+            rows, context = self.random.choice(sizes), self.random.choice(contexts)
+            noise = 1 + self.random.expovariate(20)
+            seconds = true_seconds(rows, context) * noise * slowed
+            self.costs.observe(rows, context, 1, seconds)
+
+
+def ratios(costs, sizes=(1, 4, 8, 16, 24, 32, 48, 64), context=1000):
+    """Of the estimates at right edges to the truth."""
+    return [costs.seconds(n, context, 1) / true_seconds(n, context) for n in sizes]
+
+
+def learnt(steps=400, **kwargs):
+    costs = StepCosts(64, 1e-6)
+    Machine(costs).run(steps, **kwargs)
+    return costs
+
+
+def test_edges_are_powers_of_two_and_halfway_between():
+    assert edges(1) == [1]
+    assert edges(20) == [1, 2, 3, 4, 6, 8, 12, 16, 24]
+
+
+def test_it_learns_what_rows_cost():
+    assert ratios(learnt()) == pytest.approx([1.0] * 8, abs=0.12)
+
+
+def test_it_learns_what_context_costs():
+    costs = StepCosts(64, 1e-6)
+    Machine(costs).run(1500, contexts=(100, 2000, 4000, 8000))
+    for context in (100, 4000, 8000):
+        assert ratios(costs, context=context) == pytest.approx([1.0] * 8, abs=0.2)
+
+
+def test_rows_up_to_an_edge_cost_the_same():
+    costs = learnt()
+    assert costs.seconds(17, 0, 1) == costs.seconds(24, 0, 1) > costs.seconds(16, 0, 1)
+
+
+def test_a_neighbor_that_takes_half_the_machine_is_seen_soon_and_leaves_no_trace():
+    costs = learnt()
+    before = costs.table()
+    machine = Machine(costs, seed=1)
+    machine.run(12, slowed=2.0)
+    assert ratios(costs) == pytest.approx([2.0] * 8, abs=0.4), "as long as it is there"
+    machine.run(500, slowed=2.0)
+    during = costs.table()
+    machine.run(1)
+    assert ratios(costs) == pytest.approx([1.0] * 8, abs=0.25), "one fast step shows that it left"
+    for table in during, costs.table():
+        assert [*table.values()] == pytest.approx([*before.values()], rel=0.1)
+
+
+def test_a_neighbor_from_the_start_leaves_no_trace_once_it_is_gone():
+    costs = learnt(slowed=2.0)
+    assert min(ratios(costs)) > 1.7
+    Machine(costs, seed=1).run(30, sizes=(8, 16))
+    assert max(ratios(costs)) < 1.3, "also of sizes that have not been run since"
+
+
+def test_one_fast_step_promises_nothing():
+    costs = learnt()
+    before = costs.table()
+    costs.observe(16, 1000, 1, 1e-4)
+    assert costs.table() == before
+    costs = StepCosts(64)
+    for _ in range(KNOWN):
+        costs.observe(8, 0, 1, 0.03)
+    costs.observe(16, 0, 1, 1e-4)
+    assert not costs.is_known(16) and costs.seconds(16, 0, 1) > 0.03
+
+
+def test_one_slow_step_forbids_nothing():
+    costs = learnt(sizes=(1, 2, 4, 8))
+    costs.observe(16, 1000, 1, 10.0)
+    assert costs.seconds(16, 1000, 1) < 0.1
+    Machine(costs).run(KNOWN, sizes=(16,))
+    assert costs.seconds(16, 1000, 1) < 0.06
+
+
+def test_a_stale_estimate_above_that_of_more_rows_is_not_used():
+    costs = StepCosts(64)
+    for rows, seconds in ((8, 0.06), (16, 0.04)):
+        for _ in range(KNOWN):
+            costs.observe(rows, 0, 1, seconds)
+    assert costs.seconds(8, 0, 1) == costs.seconds(16, 0, 1)
+
+
+steps = st.lists(
+    st.tuples(st.integers(1, 100), st.integers(0, 9000), st.floats(1e-4, 10.0)), max_size=60
+)
+
+
+@given(steps, st.integers(0, 9000))
+def test_more_rows_never_cost_less(steps, context):
+    costs = StepCosts(64, 1e-6)
+    for rows, length, seconds in steps:
+        costs.observe(rows, length, 1, seconds)
+    for is_hopeful in False, True:
+        found = [costs.seconds(rows, context, 1, is_hopeful) for rows in range(1, 80)]
+        assert all(0 < a <= b * (1 + 1e-9) for a, b in pairwise(found))
+    assert costs.seconds(9, context, 1) <= costs.seconds(9, context + 1, 2)
+    for rows in 1, 8, 64:
+        assert costs.seconds(rows, 0, 1, True) <= costs.seconds(rows, 0, 1) * (1 + 1e-9)
+
+
+def test_what_is_not_known_is_hoped_to_be_cheap_step_by_step():
+    costs = StepCosts(512)
+    for _ in range(KNOWN):
+        costs.observe(8, 0, 1, 0.03)
+    assert costs.seconds(16, 0, 1, is_hopeful=True) == costs.seconds(8, 0, 1)
+    assert costs.seconds(16, 0, 1) > costs.seconds(8, 0, 1)
+    assert costs.seconds(24, 0, 1, is_hopeful=True) == costs.seconds(24, 0, 1), "too far"
+    assert costs.seconds(4, 0, 1, is_hopeful=True) == pytest.approx(0.015)
+    costs.observe(16, 0, 1, 0.09)
+    assert costs.seconds(16, 0, 1, is_hopeful=True) == costs.seconds(16, 0, 1), "as it was tried"
+
+
+def test_rows_beyond_two_known_edges_are_hoped_to_cost_half_as_much_as_those_between():
+    costs = StepCosts(512)
+    for rows, seconds in ((8, 0.03), (16, 0.05)):
+        for _ in range(KNOWN):
+            costs.observe(rows, 0, 1, seconds)
+    assert costs.seconds(24, 0, 1, is_hopeful=True) == pytest.approx(0.06)
+
+
+def test_what_was_known_is_known_at_the_next_start():
+    costs = learnt()
+    again = StepCosts(64, known=costs.known())
+    assert ratios(again) == pytest.approx(ratios(costs), rel=0.05)
+    assert again.is_known(8)
+    Machine(again).run(200)
+    assert ratios(again) == pytest.approx([1.0] * 8, abs=0.12)
+
+
+def test_absurd_numbers_of_an_earlier_start_are_ignored():
+    costs = StepCosts(64, 1e-6, KnownCosts({8: -1.0, 9: 0.1, 16: 1e9}, (-1.0, 0.0)))
+    assert not costs.is_known(8) and not costs.is_known(16)
+    assert costs.added == [1e-6, 0.0]

@@ -1,0 +1,301 @@
+"""Plans of single steps. What they do over many steps is in test_speculation.py."""
+
+from itertools import accumulate, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specserve.scheduling.cost import KNOWN, StepCosts
+from specserve.scheduling.growth import Growth
+from specserve.scheduling.planner import (
+    LEAST_CHUNK,
+    Ask,
+    Planner,
+    allowed_seconds,
+    choose,
+    prompt_rows,
+    tokens_behind,
+)
+from specserve.scheduling.step import Step
+from specserve.scheduling.trials import Trials
+from specserve_drafters import ROOT
+from specserve_drafters.calibration import Calibration
+from specserve_drafters.candidates import Trie
+
+
+def costs_of(seconds, most=256):
+    """Costs whose edges are all known."""
+    costs = StepCosts(most)
+    for edge in costs.edges:
+        for _ in range(KNOWN):
+            costs.observe(edge, 0, 1, seconds(edge))
+    return costs
+
+
+def tiles(size):
+    return costs_of(lambda rows: 0.01 * (1 + -(-rows // size)))
+
+
+FREE, LINEAR, TILES = costs_of(lambda rows: 0.03), costs_of(lambda rows: 0.01 * rows), tiles(8)
+
+
+def trie_of(guesses):
+    """A trie of (parent, probability): nodes are numbered as listed."""
+    trie = Trie(Calibration(), 0)
+    for token, (parent, p) in enumerate(guesses):
+        trie.add(parent, token, p, "a")
+    return trie
+
+
+def chain(*p):
+    return trie_of(enumerate(p))
+
+
+def plan_of(tries, costs, limit=16, most=64, **step):
+    roots = len(tries)
+    step = {"rows": roots, "context": 0, "requests": roots, "num_roots": roots} | step
+    return choose([Ask(trie, limit) for trie in tries], Step(**step), costs, most)
+
+
+@st.composite
+def tries(draw, most=4):
+    found = []
+    for _ in range(draw(st.integers(1, most))):
+        size = draw(st.integers(0, 10))
+        found.append([(draw(st.integers(0, k)), draw(st.floats(0.01, 0.99))) for k in range(size)])
+    return found
+
+
+@st.composite
+def stairs(draw):
+    """Costs that rise by any amounts, zero included; a bit at least with every row, as roots do."""
+    rises = draw(st.lists(st.sampled_from([0.0, 0.001, 0.01, 0.1]), min_size=10, max_size=10))
+    base = draw(st.sampled_from([0.001, 0.03, 1.0]))
+    costs = StepCosts(48)
+    for edge, total in zip(costs.edges, accumulate(rises, initial=base), strict=True):
+        for _ in range(KNOWN):
+            costs.observe(edge, 0, 1, total)
+    return costs
+
+
+@given(tries(), stairs(), st.integers(0, 8), st.integers(0, 40))
+def test_a_plan_keeps_its_limits_and_has_no_child_without_its_parent(tries, costs, limit, most):
+    tries = [trie_of(guesses) for guesses in tries]
+    plan = plan_of(tries, costs, limit, most)
+    assert plan.rows - len(tries) == sum(map(len, plan.nodes)) <= most
+    for trie, nodes in zip(tries, plan.nodes, strict=True):
+        assert len(nodes) <= limit and len(set(nodes)) == len(nodes)
+        assert all(trie.parents[node] in (ROOT, *nodes[:i]) for i, node in enumerate(nodes))
+
+
+@given(tries(), stairs(), st.floats(0, 0.1), st.integers(0, 40))
+def test_no_plan_is_expected_to_be_slower_than_no_guess(tries, costs, spent, prompts):
+    tries = [trie_of(guesses) for guesses in tries]
+    rows = len(tries) + prompts
+    plan = plan_of(tries, costs, spent=spent, rows=rows, prompt_rows=prompts)
+    none = plan_of(tries, costs, most=0, spent=spent, rows=rows, prompt_rows=prompts)
+    assert plan.rate >= none.rate * (1 - 1e-9)
+    expected = sum(trie.value(n) for t, trie in enumerate(tries) for n in plan.nodes[t])
+    assert plan.tokens == pytest.approx(len(tries) + expected)
+    assert plan.seconds == pytest.approx(spent + costs.seconds(plan.rows, 0, len(tries)))
+
+
+@given(tries(), stairs())
+def test_no_other_number_of_the_likeliest_guesses_has_a_higher_rate(tries, costs):
+    tries = [trie_of(guesses) for guesses in tries]
+    values = sorted((t.value(n) for t in tries for n in range(1, len(t) + 1)), reverse=True)
+    values = [v for v in values if v >= 1e-3]
+    roots = len(tries)
+    rates = [
+        (roots + gain) / costs.seconds(roots + n, 0, roots)
+        for n, gain in enumerate(accumulate(values, initial=0.0))
+    ]
+    assert plan_of(tries, costs).rate == pytest.approx(max(rates))
+
+
+@given(tries(), stairs(), st.data())
+def test_a_guess_that_gets_likelier_is_not_dropped(tries, costs, data):
+    before = plan_of([trie_of(guesses) for guesses in tries], costs)
+    chosen = [(i, node) for i, nodes in enumerate(before.nodes) for node in nodes]
+    if not chosen:
+        return
+    i, node = data.draw(st.sampled_from(chosen))
+    parent, p = tries[i][node - 1]
+    tries[i][node - 1] = parent, data.draw(st.floats(p, 0.99))
+    after = plan_of([trie_of(guesses) for guesses in tries], costs)
+    assert after.rate >= before.rate * (1 - 1e-9)
+    if after.rate > before.rate * (1 + 1e-9):  # of equal rates either plan will do
+        assert node in after.nodes[i]
+
+
+def test_where_rows_are_free_all_guesses_are_taken():
+    assert plan_of([chain(0.1, 0.1), chain(0.9)], FREE).nodes == [[1, 2], [1]]
+
+
+def test_where_a_row_costs_what_a_root_does_no_guess_is_taken():
+    assert plan_of([chain(0.95, 0.95)], LINEAR).nodes == [[]]
+
+
+def test_rows_up_to_the_edge_are_filled():
+    """Seven rows beside the root are free; with twelve, a fifth stair of eight rows would begin."""
+    assert plan_of([chain(*[0.5] * 12)], TILES).rows == 8
+
+
+def test_the_likeliest_guesses_of_all_requests_are_taken():
+    plan = plan_of([chain(0.9, 0.9, 0.9, 0.9), chain(0.2, 0.2), chain(0.5)], TILES)
+    assert plan.nodes == [[1, 2, 3, 4], [], [1]]
+
+
+def test_a_step_that_took_long_to_draft_verifies_more():
+    guesses = [chain(*[0.8] * 15)]
+    assert plan_of(guesses, TILES, spent=1.0).rows > plan_of(guesses, TILES).rows
+
+
+def test_guesses_keep_the_step_within_the_tightest_target():
+    guesses = [chain(*[0.95] * 15)]
+    assert plan_of(guesses, TILES).rows > 8
+    assert plan_of(guesses, TILES, allowed=0.025).rows == 8
+    assert plan_of(guesses, TILES, allowed=0.001).rows == 1
+
+
+def test_a_prompt_makes_time_no_cheaper():
+    """The step is ten times as long with its prompt, but a guess costs the same seconds."""
+    costs = costs_of(lambda rows: 0.01 + 0.002 * rows)
+    alone = plan_of([chain(*[0.6] * 8)], costs)
+    beside = plan_of([chain(*[0.6] * 8)], costs, rows=64, prompt_rows=63)
+    assert beside.rows - 64 <= alone.rows - 1
+
+
+def rows_for(waiting, most=200, allowed=float("inf"), roots=2, costs=LINEAR):
+    step = Step(roots, 0, roots, roots, allowed=allowed)
+    return prompt_rows(step, costs, waiting, most)
+
+
+def test_prompts_get_the_most_rows_that_keep_the_target():
+    assert rows_for(500, allowed=0.64) == 62, "64 rows take 0.64 seconds"
+    assert rows_for(500, allowed=1e9) == 200
+    assert rows_for(30, allowed=1e9) == 30
+    assert rows_for(500, roots=0, allowed=0.0) == 200, "there is no stream to wait for them"
+
+
+def test_prompts_get_a_few_rows_whatever_the_target():
+    assert rows_for(500, allowed=0.0) == LEAST_CHUNK
+    assert rows_for(5, allowed=0.0) == 5
+
+
+@given(st.integers(0, 300), st.integers(0, 300), st.floats(0, 3))
+def test_rows_for_prompts_keep_their_bounds(waiting, most, allowed):
+    rows = rows_for(waiting, most, allowed)
+    assert 0 <= rows <= min(waiting, most)
+    if rows > LEAST_CHUNK:
+        assert LINEAR.seconds(rows + 2, 0, 2) <= allowed
+
+
+def test_a_request_that_is_ahead_lets_a_step_take_longer():
+    assert allowed_seconds(0.1, since_first=1.0, num_output=10) == pytest.approx(0.1)
+    assert allowed_seconds(0.1, since_first=0.95, num_output=10) == pytest.approx(0.15)
+    assert allowed_seconds(0.1, since_first=0.0, num_output=10) == pytest.approx(0.2)
+    assert allowed_seconds(0.1, since_first=9.0, num_output=10) == pytest.approx(0.1)
+
+
+def test_a_request_behind_its_target_needs_more_than_one_token():
+    assert tokens_behind(0.1, since_first=0.9, num_output=10, seconds=0.1) == 0
+    assert tokens_behind(0.1, since_first=1.0, num_output=10, seconds=0.15) == pytest.approx(0.5)
+    assert tokens_behind(0.1, since_first=9.0, num_output=10, seconds=0.1) == pytest.approx(2.0)
+
+
+def tries_of(seconds, *p):
+    """Steps of 40 in which more than 16 rows are tried; 4, 8 and 16 are known to take 0.03."""
+    costs = StepCosts(64)
+    for edge in 4, 8, 16:
+        for _ in range(KNOWN):
+            costs.observe(edge, 0, 1, 0.03)
+    planner, step, tried = Planner(costs, 64), Step(4, 0, 4, 4), []
+    for n in range(40):
+        plan = planner.choose([Ask(chain(*p), 5) for _ in range(4)], step)
+        tried += [n] if plan.rival is not None and plan.rows > 16 else []
+        planner.observe(plan, step, 0.03 if plan.rows <= 16 else seconds)
+    return tried
+
+
+def test_rows_of_unknown_cost_are_tried_at_once_and_if_they_fail_more_rarely_until_known():
+    tried = tries_of(0.05, 0.8, 0.8, 0.8, 0.8, 0.8)
+    assert len(tried) == KNOWN
+    assert [b - a for a, b in pairwise(tried)] == [2, 4]
+
+
+def test_rows_of_unknown_cost_that_are_better_are_tried_until_known():
+    assert tries_of(0.0301, 0.8, 0.8, 0.8, 0.8, 0.8) == [*range(KNOWN)]
+
+
+def test_rows_of_unknown_cost_are_not_tried_for_little():
+    assert tries_of(0.0301, 0.9, 0.9, 0.9, 0.02) == []
+
+
+def growth(values, costs=TILES, roots=1):
+    return Growth(costs, Step(roots, 0, roots, roots), values)
+
+
+def test_a_level_is_run_if_its_guesses_are_worth_its_time():
+    assert growth([]).size([0.9], lambda rows: 0.002) == 1
+    assert growth([]).size([0.9], lambda rows: 0.02) == 0
+    assert growth([]).size([0.05], lambda rows: 0.002) == 0
+    assert growth([]).size([], lambda rows: 0.0) == 0
+
+
+def test_only_nodes_that_are_worth_their_rows_are_run():
+    assert growth([], roots=4).size([0.9, 0.8, 0.01], lambda rows: 0.002 * rows) == 2
+
+
+def test_a_level_whose_guesses_would_not_be_verified_is_not_run():
+    full = growth([0.9] * 7)
+    assert growth([]).size([0.5], lambda rows: 0.001) == 1
+    assert full.size([0.5], lambda rows: 0.001) == 0
+
+
+def test_a_node_is_run_only_if_its_child_would_take_the_place_of_another():
+    assert growth([0.5] * 9).size([0.9, 0.3], lambda rows: 1e-5 * rows) == 1
+    assert growth([0.5] * 3).size([0.9, 0.3], lambda rows: 1e-5 * rows) == 2
+
+
+def test_a_prompt_makes_no_level_cheaper():
+    costs = costs_of(lambda rows: 0.01 + 0.002 * rows)
+    beside = Growth(costs, Step(63, 0, 2, 1, prompt_rows=62), [])
+    assert growth([], costs).size([0.9], lambda rows: 0.02) == 0
+    assert beside.size([0.9], lambda rows: 0.02) == 0
+    assert beside.size([0.9], lambda rows: 0.001) == 1
+
+
+def test_catching_up_is_worth_it_if_later_levels_pay_for_it():
+    def seconds(rows):
+        return 0.025 + 0.0005 * rows
+
+    assert growth([]).first_size([0.9], 0.9, 1, seconds) == 0
+    assert growth([]).first_size([0.9], 0.9, 6, seconds) == 1
+    assert growth([]).first_size([0.9], 0.9, 6, lambda rows: 1.0 + seconds(rows)) == 0
+    assert growth([]).first_size([0.9], 0.1, 6, seconds) == 0, "they reach little"
+    assert growth([]).first_size([], 0.9, 6, seconds) == 0
+
+
+def test_after_a_level_its_time_is_spent_and_its_guesses_count():
+    grown = growth([])
+    before = grown.rate
+    grown.add([0.9], 0.0001)
+    assert grown.rate > before and grown.spent == 0.0001
+    more = grown.rate
+    grown.add([], 0.01)
+    assert grown.rate < more
+
+
+def test_what_fails_is_tried_ever_more_rarely_but_always_again():
+    trials, tried = Trials(first=2, last=16), []
+    for step in range(80):
+        if trials.is_due("a"):
+            tried.append(step)
+    assert [b - a for a, b in pairwise(tried)] == [4, 8, 16, 16, 16, 16]
+    trials.worked("a")
+    assert [trials.is_due("a"), trials.is_due("a")] == [False, True]
+    assert not trials.is_due("b"), "each has a turn of its own"
+    trials.forget(["a", "b"])
+    assert trials.waits == {}
