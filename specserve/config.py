@@ -146,12 +146,13 @@ class DrafterConfig(Section, frozen=True):
     """The drafter, which makes the guesses."""
 
     name: Annotated[
-        Name | None,
+        Name,
         about(
-            'none, ngram, model or a "package.module:Class"; unset: model where there is a draft '
-            "model, else ngram"
+            'auto, none, ngram, model or a "package.module:Class"; auto takes n-grams and, where '
+            "there is one, the draft model, and as many guesses of each as save time; the others "
+            "guess up to the limits of [speculation]"
         ),
-    ] = None
+    ] = "auto"
     model: Annotated[
         Name | None,
         about("the draft model, as model.path; unset: none, or the demo pair's own"),
@@ -162,10 +163,10 @@ class DrafterConfig(Section, frozen=True):
     options: Annotated[dict[str, Any], about("the drafter's own knobs")] = {}
 
     def __post_init__(self) -> None:
-        if self.name is not None and "." in self.name and ":" not in self.name:
+        if "." in self.name and ":" not in self.name:
             raise ValueError(
-                f"drafter.name = {self.name!r} is neither a built-in name (none, ngram, model) "
-                "nor 'package.module:Class'"
+                f"drafter.name = {self.name!r} is neither a built-in name (auto, none, ngram, "
+                "model) nor 'package.module:Class'"
             )
 
 
@@ -286,7 +287,7 @@ class Config(Section, frozen=True):
         """The drafter that all knobs together select; "none" where there is no speculation."""
         if self.speculation.max_nodes == 0 or self.speculation.max_step_nodes == 0:
             return "none"
-        return self.drafter.name or ("model" if self.draft else "ngram")
+        return self.drafter.name
 
 
 SECTIONS: dict[str, type[Section]] = get_type_hints(Config)

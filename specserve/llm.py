@@ -27,7 +27,7 @@ Prompt = str | Sequence[int]
 class LLM:
     """A model and a drafter, loaded once. Close it, or use it as a context manager.
 
-    drafter unset is "model" where a draft model is given, else "ngram"; "none" is off. Arguments
+    drafter unset is "auto", which plans what all sources guess; "none" is off. Arguments
     win over `set` ("section.key" -> value), and `set` wins over the file `config`. `weights`
     are those of other LLMs: a model that is among them is not loaded again. `quantize` and
     `draft_quantize`, "w8a8", "w8" or "w4", round the models' weights as they are loaded. Errors:

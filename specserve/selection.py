@@ -30,6 +30,8 @@ def needs_draft_model(config: Config) -> bool:
     """Whether the drafter uses a draft model; imports the drafter's module."""
     if config.drafter_name == "none":
         return False
+    if config.drafter_name == "auto":
+        return config.draft is not None
     try:
         return bool(getattr(find_drafter(config.drafter_name), "needs_executor", False))
     except DrafterError as e:

@@ -115,9 +115,9 @@ def test_one_option_of_a_drafter_can_be_set_beside_others(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "name"),
     [
-        ({}, "model"),
-        ({"model.path": "m"}, "ngram"),
-        ({"drafter.model": "d"}, "model"),
+        ({}, "auto"),
+        ({"model.path": "m"}, "auto"),
+        ({"drafter.model": "d"}, "auto"),
         ({"drafter.model": "d", "drafter.name": "ngram", "speculation.max_nodes": 0}, "none"),
         ({"drafter.model": "d", "drafter.name": "none"}, "none"),
         ({"drafter.name": "mine:Drafter"}, "mine:Drafter"),

@@ -51,7 +51,7 @@ def test_an_output_tells_all_that_there_is_to_know(llm):
     assert o.usage.total_tokens == o.usage.prompt_tokens + 12
     assert 0 < o.timing.ttft_ms <= o.timing.total_ms
     assert o.timing.tpot_ms == pytest.approx((o.timing.total_ms - o.timing.ttft_ms) / 11)
-    assert o.speculation.drafter == "ngram"
+    assert o.speculation.drafter == "auto"
 
 
 def test_without_guesses_there_is_no_acceptance_length(folder):
@@ -64,7 +64,7 @@ def test_without_guesses_there_is_no_acceptance_length(folder):
 def test_acceptance_length_counts_the_bonus_token(folder):
     options = {"drafter.options.width": 1, "drafter.options.min_gain": 0.0}
     options["drafter.options.min_value"] = 0.0
-    with LLM(folder, folder, set=SETTINGS | options, progress=False) as llm:
+    with LLM(folder, folder, drafter="model", set=SETTINGS | options, progress=False) as llm:
         (o,) = llm.generate("the cat", SamplingParams(temperature=0, max_tokens=28))
     # 27 tokens after the first, in steps of at most 8 guesses and the bonus token.
     assert o.speculation.mean_acceptance_length == 27 / o.speculation.steps == 9

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # a process that only checks a drafter's name and options nee
     from specserve_kernels import Ops
 
 BUILTIN = {
+    "auto": "specserve_drafters.auto:Auto",
     "ngram": "specserve_drafters.ngram:NgramDrafter",
     "model": "specserve_drafters.model:ModelDrafter",
 }

@@ -140,7 +140,7 @@ class NgramSource:
     def __init__(self) -> None:
         self.indices: dict[int, NgramIndex] = {}
 
-    def propose(self, items: Sequence[DraftItem]) -> list[list[Candidate]]:
+    def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]:
         return [self.look_up(item.id, item.known, item.limit) for item in items]
 
     def look_up(self, id: int, text: "array[int]", limit: int) -> list[Candidate]:

@@ -40,6 +40,10 @@ class Draft(msgspec.Struct, frozen=True):
         ends = (k for k, parent in enumerate(self.parents) if parent != k)
         return self.tokens[: next(ends, len(self.tokens))]
 
+    def head(self, size: int) -> "Draft":
+        """The first guesses alone: each comes after its parent."""
+        return Draft(self.tokens[:size], self.parents[:size], self.expanded[:size])
+
     def child(self, node: int, token: int) -> int | None:
         for k in range(node + 1, len(self.tokens) + 1):  # children come after their parent
             if self.parents[k - 1] == node and self.tokens[k - 1] == token:

@@ -6,16 +6,24 @@ from typing import NamedTuple
 from specserve.config import Config
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.engine import Engine
+from specserve.engine.guesses import FixedGuesses, Guesses
 from specserve.engine.loading import Model, Progress, Weights, load_weights
+from specserve.engine.planned_guesses import PlannedGuesses
 from specserve.engine.pool_plan import build_pool, pool_words
 from specserve.engine.tuning import tune
+from specserve.engine.user_code import UserCode
 from specserve.errors import ConfigError
 from specserve.models.decoder import Decoder
 from specserve.phases import Phases
 from specserve.scheduling import Scheduler
+from specserve.scheduling.cost import StepCosts
+from specserve.scheduling.planner import Planner
 from specserve.scheduling.scheduler import StepBudget
 from specserve.selection import check_drafter, context_length
-from specserve_drafters import Drafter, DrafterError, make_drafter
+from specserve_drafters import DrafterError, make_drafter
+from specserve_drafters.base import drafter_options
+from specserve_drafters.lookup import NgramSource
+from specserve_drafters.model_source import ModelSource
 
 
 class Loaded(NamedTuple):
@@ -65,9 +73,10 @@ def assemble(config: Config, target: Decoder, draft: Decoder | None, max_len: in
     runners, pool = build_pool(config, target, draft, max_len)
     scheduler = Scheduler(step_budget(config, target, draft), pool)
     draft_model = DraftModel(runners[1], scheduler) if len(runners) > 1 else None
-    drafter = build_drafter(config, draft_model)
     names = kv_names(config, target, draft) if config.memory.prefix_cache else None
-    return Engine(runners[0], scheduler, drafter, draft_model, names)
+    engine = Engine(runners[0], scheduler, draft_model, names)
+    engine.guesses = build_guesses(config, engine)
+    return engine
 
 
 def kv_names(config: Config, target: Decoder, draft: Decoder | None) -> dict[str, str]:
@@ -81,13 +90,35 @@ def kv_names(config: Config, target: Decoder, draft: Decoder | None) -> dict[str
     }
 
 
-def build_drafter(config: Config, draft_model: DraftModel | None) -> Drafter | None:
+def build_guesses(config: Config, engine: Engine) -> Guesses | None:
     if config.drafter_name == "none":
         return None
+    if config.drafter_name == "auto":
+        return planned_guesses(config, engine)
+    vocab_size, user_code = engine.target.decoder.config.vocab_size, UserCode(engine.stats)
     try:
-        return make_drafter(config.drafter_name, config.drafter.options, draft_model)
+        drafter = make_drafter(config.drafter_name, config.drafter.options, engine.draft_model)
     except DrafterError as e:
         raise ConfigError(str(e)) from e
+    return FixedGuesses(drafter, engine.scheduler, engine.draft_model, vocab_size, user_code)
+
+
+def planned_guesses(config: Config, engine: Engine) -> PlannedGuesses:
+    """N-grams and, where there is one, the draft model."""
+    options = drafter_options("auto", config.drafter.options)
+    draft_model, model = engine.draft_model, None
+    if draft_model is not None:
+        model = ModelSource(draft_model, options.max_depth, options.width, options.tau)
+    most = config.scheduler.max_batched_tokens
+    return PlannedGuesses(
+        sources=[NgramSource()],
+        model=model,
+        scheduler=engine.scheduler,
+        draft_model=draft_model,
+        planner=Planner(StepCosts(most)),
+        draft_costs=StepCosts(most),
+        user_code=UserCode(engine.stats),
+    )
 
 
 def step_budget(config: Config, target: Decoder, draft: Decoder | None) -> StepBudget:

@@ -32,6 +32,8 @@ class DraftModel:
         self.masks: dict[int, list[int]] = {}  # by request; of its nodes in this step
         self.nodes: dict[int, list[tuple[int, int]]] = {}  # their tokens and parents
         self.spare = 0  # blocks that draft KV may take in this step
+        self.num_rows = 0  # that it has run in all
+        self.asked: set[int] = set()  # requests of this step that are to be run
 
     def lend(self, requests: Sequence[Request]) -> None:
         """Begin a step in which the drafter may run these requests.
@@ -40,7 +42,7 @@ class DraftModel:
         free for each of them.
         """
         self.requests = {r.id: r for r in requests}
-        self.masks, self.nodes = {}, {}
+        self.masks, self.nodes, self.asked = {}, {}, set()
         self.spare = self.scheduler.num_unreserved - len(self.scheduler.running)
 
     def take_back(self) -> None:
@@ -55,6 +57,7 @@ class DraftModel:
         if len({r.id for r in lent}) < len(lent):
             raise ValueError("a request was given twice: its KV would be counted twice")
         lent = [r for r in lent if r.num_output > 0]
+        self.asked |= {r.id for r in lent}
         for request in lent:
             self.begin(request)
         groups, rows = [], self.scheduler.catch_up_rows
@@ -133,6 +136,7 @@ class DraftModel:
             for groups in filter(None, launches):
                 step = build_step_input(groups, self.scheduler.pool.updates)
                 logits = self.runner.launch(step).logits
+                self.num_rows += len(step.token_ids)
         except BaseException:
             self.take_back()
             raise
@@ -169,11 +173,8 @@ class DraftModel:
         )
 
     def is_catching_up(self, item: ScheduledRequest) -> bool:
-        """Whether a root had no guesses of the draft model, as its draft KV was incomplete. Before
-        its first token a request never has any.
-        """
-        has_output = item.request.num_output > 0
-        return has_output and item.draft_limit > 0 and item.request.id not in self.masks
+        """Whether a root had no guesses of the draft model, as its draft KV was incomplete."""
+        return item.request.id in self.asked and item.request.id not in self.masks
 
     def keep(self, request: Request, draft: Draft, nodes: Sequence[int]) -> None:
         """Keep the draft KV of the accepted nodes that the draft model has run; the next launch

@@ -1,7 +1,6 @@
 """The step loop: plan, draft, build, launch, collect, walk, commit."""
 
 import logging
-import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, count
@@ -11,6 +10,7 @@ import torch
 
 from specserve.block_keys import Keys, KVFormat, prompt_keys
 from specserve.engine.draft_model import DraftModel
+from specserve.engine.guesses import Guesses
 from specserve.engine.runner import Answers, KVLost, Runner
 from specserve.engine.step_input import RowGroup, StepInput, build_step_input, draws_of
 from specserve.engine.verify import Node, Path, walk
@@ -20,7 +20,6 @@ from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.step_output import Stats, StepOutput
 from specserve.memory import BlockPool, BlockTable
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
-from specserve_drafters import Draft, Drafter, DraftItem
 from specserve_kernels import is_out_of_memory
 
 log = logging.getLogger("specserve")
@@ -36,13 +35,13 @@ class Engine:
         self,
         target: Runner,
         scheduler: Scheduler,
-        drafter: Drafter | None = None,
         draft_model: DraftModel | None = None,
         names: Mapping[str, str] | None = None,
     ) -> None:
         """`names` identifies each model's KV in block keys; without it there is no prefix cache."""
         self.target, self.scheduler = target, scheduler
-        self.drafter, self.draft_model = drafter, draft_model
+        self.draft_model = draft_model
+        self.guesses: Guesses | None = None  # set where there is a drafter
         self.formats = self.kv_formats(names or {})  # of the models with a prefix cache
         self.requests: dict[int, Request] = {}  # all that have not ended
         self.stats = Stats()
@@ -66,7 +65,7 @@ class Engine:
             return []
         try:
             with self.target.ops.lock:  # engines on one device share the buffers of a forward
-                self.draft([s for s in scheduled if s.draft_limit])
+                self.draft(scheduled)
                 scheduled.sort(key=lambda s: not s.draft.is_chain)  # rows with masks come last
                 sampled = [s for s in scheduled if s.is_sampled]
                 answers = self.verify(self.build(scheduled, sampled))
@@ -79,24 +78,11 @@ class Engine:
         return outputs
 
     def draft(self, scheduled: list[ScheduledRequest]) -> None:
-        """Ask the drafter for a draft of each root; if it raises, the step goes on without."""
-        if self.drafter is None or not scheduled:
+        """Give the step's roots their drafts."""
+        if self.guesses is None:
             return
         start = perf_counter()
-        if self.draft_model is not None:
-            self.draft_model.lend([s.request for s in scheduled])
-        try:
-            drafts = self.drafter.propose([draft_item(s) for s in scheduled])
-            vocab_size = self.target.decoder.config.vocab_size
-            for item, draft in zip(scheduled, drafts, strict=True):
-                item.draft = Draft.cut(draft, item.draft_limit, vocab_size)
-        except KVLost:
-            raise
-        except BaseException:  # a drafter is user code, whose errors must not change any text
-            self.drafter_failed("propose")
-        finally:
-            if self.draft_model is not None:
-                self.draft_model.take_back()
+        self.guesses.draft(scheduled)
         self.stats.draft_seconds += perf_counter() - start
 
     def build(
@@ -117,7 +103,10 @@ class Engine:
         start = perf_counter()
         answers = self.target.collect(step, self.target.launch(step))
         self.stats.num_rows += len(step.token_ids)
-        self.stats.verify_seconds += perf_counter() - start
+        seconds = perf_counter() - start
+        self.stats.verify_seconds += seconds
+        if self.guesses is not None:
+            self.guesses.timed(seconds)
         return answers
 
     def walk(self, sampled: list[ScheduledRequest], answers: Answers) -> list[Path]:
@@ -188,10 +177,10 @@ class Engine:
         if request.followers:
             self.scheduler.share_prompt(request)
         self.stats.num_fallbacks += is_fallback
-        if draft.tokens:
-            self.stats.num_drafted += len(draft.tokens)
-            self.stats.num_accepted += len(path.nodes)
-            self.tell("observe", request.id, draft, path.nodes)
+        self.stats.num_drafted += len(draft.tokens)
+        self.stats.num_accepted += len(path.nodes)
+        if self.guesses is not None:
+            self.guesses.learn(item, path.tokens, path.nodes)
         if output.finish_reason is not None:
             self.finish(request.id)
         else:
@@ -288,7 +277,8 @@ class Engine:
         if request is None:
             return
         self.scheduler.remove(request)
-        self.tell("forget", id)
+        if self.guesses is not None:
+            self.guesses.forget(id)
         assert not self.is_idle or self.pool.is_whole, "no request is left, but blocks are held"
 
     def give_up(self, scheduled: list[ScheduledRequest], error: Exception) -> list[StepOutput]:
@@ -316,24 +306,6 @@ class Engine:
             for r in requests
         ]
 
-    def tell(self, what: str, *args: object) -> None:
-        """Call a method of the drafter, if it has it; errors are logged and counted."""
-        method = getattr(self.drafter, what, None)  # optional in a drafter
-        if method is None:
-            return
-        try:
-            method(*args)
-        except BaseException:  # the rest of the commit has to be done
-            self.drafter_failed(what)
-
-    def drafter_failed(self, where: str) -> None:
-        """Count the exception that is being handled, and log it, the first with its traceback."""
-        self.stats.drafter_errors += 1
-        count = self.stats.drafter_errors
-        if count & (count - 1) == 0:  # 1, 2, 4, ...: failures in every step must not fill the log
-            message = "the drafter failed in %s (%s), %d times so far; the text does not change"
-            log.error(message, where, sys.exception(), count, exc_info=count == 1)
-
     def check(self) -> None:
         """Assert that every block is free, cached, or held by as many tables as it counts."""
         tables = [t.blocks for r in self.requests.values() for t in (r.table, r.draft_table)]
@@ -342,11 +314,6 @@ class Engine:
     def memory(self) -> dict[str, int]:
         """Number of blocks by holder; a shared block counts once."""
         return self.pool.holders()
-
-
-def draft_item(item: ScheduledRequest) -> DraftItem:
-    r = item.request
-    return DraftItem(r.id, r.token_ids, item.draft_limit, r.sampling.temperature, r.sampling.seed)
 
 
 def rows_of(item: ScheduledRequest) -> RowGroup:

@@ -187,13 +187,13 @@ def tokens_behind(target: float, since_first: float, num_output: int, seconds: f
 class Planner:
     """The plans of an engine's steps."""
 
-    def __init__(self, costs: StepCosts, most: int) -> None:
-        """The costs are the target's; `most` guesses a step."""
-        self.costs, self.most = costs, most
+    def __init__(self, costs: StepCosts) -> None:
+        """The costs are the target's."""
+        self.costs = costs
         self.trials = Trials(first=1, last=64)  # of rows whose cost is not known
 
-    def choose(self, asks: Sequence[Ask], step: Step) -> Plan:
-        return choose(asks, step, self.costs, self.most, self.is_tried)
+    def choose(self, asks: Sequence[Ask], step: Step, most: int) -> Plan:
+        return choose(asks, step, self.costs, most, self.is_tried)
 
     def is_tried(self, rows: int) -> bool:
         return self.trials.is_due(self.costs.stair(rows))
@@ -204,7 +204,7 @@ class Planner:
         if plan.rival is not None and plan.tokens > plan.rival * (step.spent + seconds):
             self.trials.worked(self.costs.stair(plan.rows))  # so go on at once
 
-    def growth(self, asks: Sequence[Ask], step: Step) -> "Growth":
+    def growth(self, asks: Sequence[Ask], step: Step, most: int) -> Growth:
         """The terms on which a draft model's levels are run in this step, after other sources."""
-        values = [value for value, _, _ in likeliest(asks, self.most)]
+        values = [value for value, _, _ in likeliest(asks, most)]
         return Growth(self.costs, step, values)

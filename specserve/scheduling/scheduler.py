@@ -2,7 +2,7 @@
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from time import perf_counter
 
 import msgspec
@@ -37,6 +37,7 @@ class Scheduler:
         self.num_preempted = 0
         self.num_plans = 0  # rotates the remainders of shared rows
         self.catch_up_rows = 0  # that the draft model may run in this step, see `max_catch_up`
+        self.guess_rows = 0  # that this step's guesses may have
 
     def add(self, request: Request) -> None:
         self.waiting.add(request)
@@ -58,21 +59,20 @@ class Scheduler:
             self.waiting.line_up(follower)
 
     def plan(self) -> list[ScheduledRequest]:
-        """Spend the step's rows: a root for every request that is due, then prompts, then guesses.
-
-        Where prompts and guesses both want what the roots leave, each gets half: a long prompt
-        stalls no stream, and no tree starves a prompt. Without a root prompts get all rows.
+        """Spend the step's rows: a root for every request that is due, then prompts; guesses may
+        have what is left. Without a root prompts get all rows.
         """
         self.num_plans += 1
         self.admit()
         roots = self.plan_roots()
         left = self.budget.max_batched_tokens - len(roots)
-        wanted = min(self.budget.max_step_nodes, sum(map(self.max_guesses, roots)))
-        most = self.budget.prefill_chunk if roots else left
-        chunks = self.plan_chunks(min(most, left - min(left // 2, wanted)))
+        chunks = self.plan_chunks(min(self.budget.prefill_chunk, left) if roots else left)
         self.catch_up_rows = self.max_catch_up(roots, chunks)
         left -= sum(chunk.end - chunk.start for chunk in chunks)
-        self.plan_guesses(roots, min(left, self.budget.max_step_nodes))
+        self.guess_rows = min(left, self.budget.max_step_nodes)
+        if self.guess_rows > 0:
+            for root in roots:
+                root.draft_limit = self.max_guesses(root)
         if self.running and not roots and not chunks:  # prompts alone, of which none gets a block
             self.preempt(self.running[-1])
             return self.plan()
@@ -255,14 +255,19 @@ class Scheduler:
         chunk.end = max(begin, table.reserve_some(end, self.pool.num_available))
         return chunk.end - begin
 
-    def plan_guesses(self, roots: list[ScheduledRequest], rows: int) -> None:
-        """Share guess rows evenly; where blocks are missing, a request may have fewer guesses."""
-        if rows <= 0:
-            return
-        limits = share(rows, [self.max_guesses(root) for root in roots], self.num_plans)
-        spare = self.num_unreserved
+    def share_guesses(self, roots: Sequence[ScheduledRequest]) -> None:
+        """Limit roots to even shares of the step's rows for guesses."""
+        limits = share(self.guess_rows, [root.draft_limit for root in roots], self.num_plans)
         for root, limit in zip(roots, limits, strict=True):
-            table = root.request.table
+            root.draft_limit = limit
+
+    def reserve_guesses(self, roots: Iterable[ScheduledRequest]) -> None:
+        """Reserve the slots of guesses; where blocks are missing, a draft loses its last nodes."""
+        spare = self.num_unreserved
+        for root in roots:
+            table, size = root.request.table, len(root.draft)
             held = len(table.blocks)
-            root.draft_limit = table.reserve_some(root.end + limit, spare) - root.end
+            fit = table.reserve_some(root.end + size, spare) - root.end
             spare -= len(table.blocks) - held
+            if fit < size:
+                root.draft = root.draft.head(fit)

@@ -255,7 +255,15 @@ def test_every_drafter_at_every_size_is_tried_with_room_for_its_guesses(folder, 
     args += ["--nodes=2,40", "--requests=1", "--rounds=1", "--set=memory.kv_bytes=67108864"]
     assert main(list(map(str, ["bench", "drafters", *args]))) == 0
     subjects = results.read(tmp_path / "r.json").subjects
-    assert list(subjects) == ["off", "ngram:2", "ngram:40", "model:2", "model:40"]
+    assert list(subjects) == [
+        "off",
+        "ngram:2",
+        "ngram:40",
+        "model:2",
+        "model:40",
+        "auto:2",
+        "auto:40",
+    ]
     wide = subjects["model:40"]
     assert (wide.max_nodes, wide.config["speculation.max_step_nodes"]) == (40, 40)
     assert wide.threads.keys() == {"target threads", "draft threads"}

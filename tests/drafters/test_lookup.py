@@ -146,7 +146,7 @@ def test_every_item_has_its_own_candidates():
     items = [
         DraftItem(i, array("i", ids), 2, 0.0, 0) for i, ids in ((4, [1, 2, 3, 1, 2]), (9, [1]))
     ]
-    first, second = NgramSource().propose(items)
+    first, second = NgramSource().candidates(items)
     assert [(c.token, c.parent, c.source) for c in first] == [(3, ROOT, "ngram"), (1, 1, "ngram")]
     assert second == []
 

@@ -10,7 +10,9 @@ import torch
 
 from specserve.config import load_config
 from specserve.engine.build import assemble
+from specserve.engine.guesses import FixedGuesses
 from specserve.engine.step_input import build_step_input
+from specserve.engine.user_code import UserCode
 from specserve.exchange.sampling_params import Sampling, choices_of
 from specserve.memory import PendingUpdates
 from specserve.models.loader import load_decoder
@@ -73,8 +75,14 @@ def engine_for(target, draft=None, drafter="none", max_len=MAX_LEN, **overrides)
         settings["drafter.model"] = "loaded"
     engine = assemble(load_config(None, settings), target, draft, max_len)
     if not isinstance(drafter, str):
-        engine.drafter = drafter
+        engine.guesses = fixed(engine, drafter)
     return engine
+
+
+def fixed(engine, drafter):
+    """The guesses of a drafter, as they are."""
+    vocab_size, user_code = engine.target.decoder.config.vocab_size, UserCode(engine.stats)
+    return FixedGuesses(drafter, engine.scheduler, engine.draft_model, vocab_size, user_code)
 
 
 def plain(target, cases, **overrides):
@@ -103,7 +111,7 @@ class Watch:
         for runner in runners_of(engine):
             on_launch(runner, partial(self.before_launch, runner))
         self.is_first_launch = False  # of its step
-        self.drafters = cycle([NgramDrafter(NgramDrafter.Options()), engine.drafter])
+        self.guesses = cycle([fixed(engine, NgramDrafter(NgramDrafter.Options())), engine.guesses])
         self.emitted = {}  # by request: what its outputs add up to
         self.behind = set()  # requests whose draft KV had to catch up
         self.arena = engine.target.arena
@@ -190,7 +198,7 @@ class Watch:
         elif event == "reset":
             engine.reset_cache()
         elif event == "swap":
-            engine.drafter = next(self.drafters)
+            engine.guesses = next(self.guesses)
 
     def step_squeezed(self):
         """Hold all other blocks during one step, as if other requests needed them."""

@@ -89,7 +89,7 @@ def test_nothing_that_a_drafter_raises_loses_a_token(target, where, what):
     cases = [Case(PROMPT, greedy(9)), Case(PROMPT[2:], greedy(12))]
     want = plain(target, cases)
     engine = engine_for(target, None, Scripted(right, dict(enumerate(want))))
-    setattr(engine.drafter, where, fail)
+    setattr(engine.guesses.drafter, where, fail)
     watch = Watch(engine)
     assert [r.token_ids.tolist() for r in watch.run(cases)] == want
     assert {id: total["tokens"] for id, total in watch.emitted.items()} == {0: 9, 1: 12}
@@ -97,7 +97,8 @@ def test_nothing_that_a_drafter_raises_loses_a_token(target, where, what):
 
 def test_a_drafter_that_cannot_be_told_things_costs_no_text(target):
     case, engine = scripted(target, right)
-    engine.drafter.observe = engine.drafter.forget = raising  # takes no such arguments
+    drafter = engine.guesses.drafter
+    drafter.observe = drafter.forget = raising  # takes no such arguments
     (request,) = Watch(engine).run([case])
     assert request.num_output == 21
     assert engine.stats.drafter_errors > 0
@@ -129,8 +130,8 @@ def test_nonsense_about_the_draft_model_moves_nothing_out_of_place(target, expan
     case = Case(PROMPT, greedy(30))
     want = plain(target, [case])
     engine = engine_for(target, target, "model")
-    engine.drafter = Confused(right, dict(enumerate(want)))
-    engine.drafter.executor = engine.draft_model
+    engine.guesses.drafter = Confused(right, dict(enumerate(want)))
+    engine.guesses.drafter.executor = engine.draft_model
     assert [r.token_ids.tolist() for r in Watch(engine).run([case])] == want
     assert engine.stats.drafter_errors == 0
 
@@ -234,7 +235,7 @@ def test_a_shortage_of_memory_while_kv_is_moved_ends_all_and_forgets_what_is_cac
     assert engine.is_idle and engine.pool.is_whole and not engine.pool.found
     engine.target.ops = ops
     again = [engine.add(c.prompt, c.sampling) for c in cases]
-    engine.drafter.truth = {r.id: tokens for r, tokens in zip(again, want, strict=True)}
+    engine.guesses.drafter.truth = {r.id: tokens for r, tokens in zip(again, want, strict=True)}
     while not engine.is_idle:
         engine.step()
     assert [r.token_ids.tolist() for r in again] == want

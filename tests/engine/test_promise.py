@@ -94,12 +94,12 @@ def test_text_is_the_targets_own_whatever_a_drafter_does(pair, script, scenario,
     check(engine_for(pair[0], None, drafter, **stretched(limits)), scenario, events, want)
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "model"])
+@pytest.mark.parametrize("drafter", ["ngram", "model", "auto"])
 @settings(max_examples=45)
 @given(**scenarios)
 def test_text_is_the_targets_own_with_every_drafter(pair, drafter, scenario, events, **limits):
     target, draft = pair
-    engine = engine_for(target, draft if drafter == "model" else None, drafter, **stretched(limits))
+    engine = engine_for(target, None if drafter == "ngram" else draft, drafter, **stretched(limits))
     check(engine, scenario, events, plain(target, scenario))
 
 
@@ -190,7 +190,7 @@ def greedy_or(temperature, seed):
     )
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "model", bush, hedge, wrong_later])
+@pytest.mark.parametrize("drafter", ["ngram", "model", "auto", bush, hedge, wrong_later])
 @pytest.mark.parametrize(
     ("max_nodes", "prefill_chunk", "block_size"), [(4, 16, 16), (16, 128, 17), (63, 48, 1)]
 )
@@ -200,7 +200,7 @@ def test_the_trained_pair_in_bf16_says_what_its_target_says(
     target, draft, cases, want = trained
     engine = engine_for(
         target,
-        draft if drafter == "model" else None,
+        draft if drafter in ("model", "auto") else None,
         drafter if isinstance(drafter, str) else Scripted(drafter, truth_by_id(cases, want)),
         max_nodes=max_nodes,
         max_step_nodes=100,

@@ -7,6 +7,7 @@ from specserve.exchange.sampling_params import Sampling
 from specserve.memory import BlockHasher, BlockPool, BlockTable
 from specserve.scheduling import Request, Scheduler
 from specserve.scheduling.scheduler import StepBudget
+from specserve_drafters import Draft
 
 
 def scheduler(num_blocks=1000, **budget):
@@ -34,9 +35,20 @@ def run(s, states, **kwargs):
     return s.running[:]
 
 
+def filled(s):
+    """A plan in which guesses fill all rows that they may have."""
+    scheduled = s.plan()
+    roots = [w for w in scheduled if w.draft_limit]
+    s.share_guesses(roots)
+    for w in roots:
+        w.draft = Draft.chain([0] * w.draft_limit)
+    s.reserve_guesses(roots)
+    return scheduled
+
+
 def rows(scheduled):
     """Request -> (rows of known tokens, guesses)."""
-    return {w.request.id: (w.end - w.start, w.draft_limit) for w in scheduled}
+    return {w.request.id: (w.end - w.start, len(w.draft)) for w in scheduled}
 
 
 def ids(requests):

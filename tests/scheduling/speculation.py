@@ -129,7 +129,8 @@ class AutoEngine(Engine):
     def __init__(self, world, load, most=2048):
         super().__init__(world, load)
         self.verify_costs, self.draft_costs = StepCosts(most), StepCosts(most)
-        self.planner, self.trials = Planner(self.verify_costs, most), Trials()
+        self.planner, self.trials = Planner(self.verify_costs), Trials()
+        self.most = most  # guesses of a step
         self.num_drafted = 0  # steps in which the draft model ran
 
     def guess(self, tries):
@@ -139,12 +140,12 @@ class AutoEngine(Engine):
         spent = self.draft(tries, step)
         step = Step(self.load, 0, self.load, self.load, spent=spent)
         asks = [Ask(trie, 16) for trie in tries]
-        self.step, self.plan = step, self.planner.choose(asks, step)
+        self.step, self.plan = step, self.planner.choose(asks, step, self.most)
         self.num_drafted += spent > 0
         return spent, self.plan.nodes
 
     def draft(self, tries, step):
-        growth = self.planner.growth([Ask(trie, 16) for trie in tries], step)
+        growth = self.planner.growth([Ask(trie, 16) for trie in tries], step, self.most)
         reach = self.reach([(i, ROOT) for i in range(len(tries))], tries)
         gains = [gain for gain, _, _ in reach]
         size = growth.first_size(gains, HOLD, DEPTH, self.level_seconds)

@@ -211,9 +211,9 @@ def tries_of(seconds, *p):
     for edge in 4, 8, 16:
         for _ in range(KNOWN):
             costs.observe(edge, 0, 1, 0.03)
-    planner, step, tried = Planner(costs, 64), Step(4, 0, 4, 4), []
+    planner, step, tried = Planner(costs), Step(4, 0, 4, 4), []
     for n in range(40):
-        plan = planner.choose([Ask(chain(*p), 5) for _ in range(4)], step)
+        plan = planner.choose([Ask(chain(*p), 5) for _ in range(4)], step, 64)
         tried += [n] if plan.rival is not None and plan.rows > 16 else []
         planner.observe(plan, step, 0.03 if plan.rows <= 16 else seconds)
     return tried

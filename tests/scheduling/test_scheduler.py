@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from specserve.scheduling.queue import Places
 from specserve.scheduling.share import share
-from tests.scheduling.simulation import ids, request, rows, run, scheduler
+from tests.scheduling.simulation import filled, ids, request, rows, run, scheduler
 
 STREAM, PROMPT = (10, 9), (99, 0)  # known tokens, computed ones
 
@@ -35,24 +35,13 @@ PLANS = {  # (known, computed) of who runs, budget beside 20 rows -> rows and gu
         [(1, 9), (2, 0)],
     ),
     "a prompt of one token is a root": ([(1, 0)], {}, [(1, 9)]),
-    "prompts and guesses: half each": ([STREAM] * 4 + [PROMPT], {}, [(1, 2)] * 4 + [(8, 0)]),
-    "the odd row is the prompt's": (
-        [STREAM] * 3 + [PROMPT],
-        {"max_nodes": 2},
-        [(1, 2)] * 3 + [(11, 0)],
+    "prompts come before guesses": ([STREAM] * 4 + [PROMPT], {}, [(1, 0)] * 4 + [(16, 0)]),
+    "guesses have what a short prompt leaves": (
+        [STREAM] * 3 + [(5, 0)],
+        {},
+        [(1, 4)] * 3 + [(5, 0)],
     ),
-    "a short prompt leaves its half": ([STREAM] * 3 + [(5, 0)], {}, [(1, 4)] * 3 + [(5, 0)]),
-    "small trees leave theirs": (
-        [STREAM] * 4 + [PROMPT],
-        {"max_nodes": 1},
-        [(1, 1)] * 4 + [(12, 0)],
-    ),
-    "few guesses in all leave theirs": (
-        [STREAM] * 2 + [PROMPT],
-        {"max_step_nodes": 2},
-        [(1, 1)] * 2 + [(16, 0)],
-    ),
-    "a small chunk leaves its half": (
+    "and what is left of a step by a chunk": (
         [STREAM] * 4 + [PROMPT],
         {"prefill_chunk": 4},
         [(1, 3)] * 4 + [(4, 0)],
@@ -66,7 +55,7 @@ def test_the_rows_of_a_step(states, budget, want):
     given = {"max_batched_tokens": 20, "max_running": 19, "max_nodes": 9, "max_step_nodes": 99}
     s = scheduler(**(given | budget))
     run(s, states)
-    scheduled = s.plan()
+    scheduled = filled(s)
     assert rows(scheduled) == dict(enumerate(want))
     for w in scheduled:
         assert w.start == w.request.num_computed
@@ -97,7 +86,7 @@ def test_the_draft_model_may_catch_up_in_as_many_rows_as_prompts_leave_time_for(
 def test_nobody_guesses_beyond_the_tokens_left(max_tokens, guesses):
     s = scheduler(max_nodes=9)
     run(s, [STREAM], max_tokens=max_tokens)
-    assert rows(s.plan()) == {0: (1, guesses)}
+    assert rows(filled(s)) == {0: (1, guesses)}
 
 
 SHARES = {  # total, caps, step -> shares
@@ -123,7 +112,7 @@ def test_a_share_is(total, caps, step, want):
 def test_what_does_not_divide_goes_round():
     s = scheduler(max_nodes=9, max_step_nodes=7)
     run(s, [STREAM] * 3)
-    plans = [rows(s.plan()) for _ in range(3)]
+    plans = [rows(filled(s)) for _ in range(3)]
     assert [sum(plan[i][1] for plan in plans) for i in range(3)] == [7, 7, 7]
 
 
@@ -140,10 +129,10 @@ def test_a_long_prompt_stalls_nobody_and_gets_on():
     s = scheduler(max_batched_tokens=16, max_running=8, max_nodes=4)
     streams = run(s, [STREAM] * 3)
     s.add(late := request(s, 9, 300))
-    for _ in range(30):
-        done, scheduled = late.num_computed, s.plan()
+    for _ in range(20):
+        done, scheduled = late.num_computed, filled(s)
         assert {r.id for r in streams} <= rows(scheduled).keys()
-        assert rows(scheduled)[9][0] >= 6
+        assert rows(scheduled)[9][0] == 13
         advance(scheduled)
         assert late.num_computed > done
 
@@ -201,7 +190,7 @@ def test_rows_for_prompts_go_by_rank():
     s = scheduler(max_batched_tokens=20, max_running=8)
     s.add(request(s, 0, 50, priority=1))
     s.add(request(s, 1, 15, text=1000))
-    assert rows(s.plan()) == {1: (15, 0), 0: (5, 0)}
+    assert rows(filled(s)) == {1: (15, 0), 0: (5, 0)}
 
 
 def test_blocks_are_taken_as_they_are_about_to_be_written():
@@ -217,8 +206,8 @@ def test_what_a_prompt_has_been_promised_goes_to_nobody_else():
     run(s, [STREAM])
     s.add(request(s, 1, 160, text=1000))
     for _ in range(9):
-        scheduled = s.plan()
-        assert scheduled[0].draft_limit <= 63 and len(scheduled) == 2
+        scheduled = filled(s)
+        assert len(scheduled[0].draft) <= 63 and len(scheduled) == 2
         advance(scheduled)
     s.add(request(s, 2, 30, text=2000))
     s.plan()
@@ -272,7 +261,7 @@ def test_nobody_waits_for_one_who_has_gone():
         s.add(request(s, id, 60))
     s.plan()
     s.remove(s.running[0])
-    assert rows(s.plan()) == {1: (32, 0)}
+    assert rows(filled(s)) == {1: (32, 0)}
 
 
 def test_what_a_waiting_choice_was_brought_goes_before_a_running_request():
@@ -287,7 +276,7 @@ def test_what_a_waiting_choice_was_brought_goes_before_a_running_request():
     stream.token_ids = array("i", range(49))
     stream.table.num_computed = 48
     s.add(other)
-    assert rows(s.plan()).keys() == {0}
+    assert rows(filled(s)).keys() == {0}
     assert len(other.table.blocks) == 0 and s.num_preempted == 0
 
 
@@ -302,7 +291,7 @@ def test_no_more_than_max_running_are_admitted():
 def test_whoever_is_admitted_has_blocks_for_all_it_knows():
     s = scheduler()
     s.add(request(s, 0, 33))
-    assert rows(s.plan()) == {0: (33, 0)}
+    assert rows(filled(s)) == {0: (33, 0)}
     assert s.running[0].table.missing(33) == 0
 
 
@@ -310,7 +299,7 @@ def test_a_prompt_of_one_token_is_a_root_in_the_step_of_its_admission():
     s = scheduler(max_nodes=3)
     run(s, [STREAM])
     s.add(request(s, 1, 1))
-    assert rows(s.plan()) == {0: (1, 3), 1: (1, 3)}
+    assert rows(filled(s)) == {0: (1, 3), 1: (1, 3)}
 
 
 def streams_of_full_blocks(num_blocks):
@@ -325,7 +314,7 @@ def streams_of_full_blocks(num_blocks):
 
 def test_where_blocks_run_out_the_youngest_makes_room():
     s, (old, middle, young) = streams_of_full_blocks(6)
-    assert rows(s.plan()) == {0: (1, 15), 1: (1, 15)}
+    assert rows(filled(s)) == {0: (1, 15), 1: (1, 15)}
     assert (s.running, list(s.waiting), s.num_preempted) == ([old, middle], [young], 1)
     assert (young.num_computed, len(young.table.blocks)) == (0, 0)
     assert len(young.token_ids) == 33, "what it has said stays said"
@@ -333,7 +322,7 @@ def test_where_blocks_run_out_the_youngest_makes_room():
 
 def test_the_youngest_itself_goes_where_it_is_the_one_in_need():
     s, (old, middle, young) = streams_of_full_blocks(8)
-    assert set(rows(s.plan())) == {0, 1}
+    assert set(rows(filled(s))) == {0, 1}
     assert (s.running, list(s.waiting)) == ([old, middle], [young])
 
 
@@ -350,7 +339,7 @@ def test_draft_blocks_go_before_a_request_does_the_youngests_first():
     for r in requests[:2]:
         assert r.draft_table.try_reserve(32)
         r.draft_table.num_computed = 32
-    assert rows(s.plan()).keys() == {0, 1, 2}
+    assert rows(filled(s)).keys() == {0, 1, 2}
     assert [len(r.draft_table.blocks) for r in requests] == [0, 0, 0]
     assert (requests[0].draft_table.num_computed, s.num_preempted) == (0, 0)
 
@@ -368,7 +357,7 @@ def test_draft_blocks_go_before_a_newcomer_waits():
     (stream,) = run(s, [STREAM])
     assert stream.draft_table.try_reserve(64)
     s.add(request(s, 1, 40))
-    assert set(rows(s.plan())) == {0, 1}
+    assert set(rows(filled(s))) == {0, 1}
     assert len(stream.draft_table.blocks) == 0
 
 
@@ -377,7 +366,7 @@ def test_draft_blocks_stay_where_they_would_not_be_enough():
     (stream,) = run(s, [STREAM])
     assert stream.draft_table.try_reserve(64)
     s.add(request(s, 1, 200))
-    assert set(rows(s.plan())) == {0}
+    assert set(rows(filled(s))) == {0}
     assert len(stream.draft_table.blocks) == 4
 
 
@@ -385,7 +374,7 @@ def test_draft_blocks_stay_where_they_would_not_be_enough():
 def test_a_tree_without_blocks_is_cut_never_refused(num_blocks, guesses):
     s = scheduler(num_blocks=num_blocks, max_nodes=30)
     (stream,) = run(s, [STREAM])
-    assert rows(s.plan()) == {0: (1, guesses)}
+    assert rows(filled(s)) == {0: (1, guesses)}
     assert stream.table.missing(10 + guesses) == 0
 
 
@@ -440,7 +429,7 @@ def test_every_step_keeps_to_its_limits_and_everyone_ends(
     for id, (known, max_tokens, priority, text) in enumerate(arrivals):
         s.add(request(s, id, known, max_tokens, block_size, priority, text))
     while s.running or s.waiting:
-        scheduled = s.plan()
+        scheduled = filled(s)
         assert scheduled, "a step with someone waiting serves someone"
         check_step(s, scheduled, budget, chunk, nodes, step_nodes)
         for w in scheduled:
@@ -452,7 +441,7 @@ def test_every_step_keeps_to_its_limits_and_everyone_ends(
 
 def check_step(s, scheduled, budget, chunk, nodes, step_nodes):
     chunks = [w for w in scheduled if not w.is_root]
-    guesses = [w.draft_limit for w in scheduled]
+    guesses = [len(w.draft) for w in scheduled]
     assert len({w.request.id for w in scheduled}) == len(scheduled)
     assert sum(w.end - w.start for w in scheduled) + sum(guesses) <= budget
     rows = sum(w.end - w.start for w in chunks)
@@ -461,7 +450,7 @@ def check_step(s, scheduled, budget, chunk, nodes, step_nodes):
     assert not any(w.draft_limit for w in chunks), "causal rows or a tree, never both"
     assert {r.id for r in s.running if r.is_due} == {w.request.id for w in scheduled if w.is_root}
     assert {r.id for r in s.running} >= {w.request.id for w in scheduled}
-    assert all(w.request.table.missing(w.end + w.draft_limit) == 0 for w in scheduled)
+    assert all(w.request.table.missing(w.end + len(w.draft)) == 0 for w in scheduled)
     if any(len(r.token_ids) - r.num_computed > 1 for r in s.running):
         assert chunks, "trees starve no prompt"
 
@@ -470,7 +459,7 @@ def finish(s, w, accepts):
     """What a step does to a request: its guesses are right or wrong at random."""
     w.request.table.num_computed = w.end
     if w.is_sampled:
-        accepted = accepts.randint(0, w.draft_limit)
+        accepted = accepts.randint(0, len(w.draft))
         w.request.table.num_computed += accepted
         w.request.token_ids.extend([0] * (accepted + 1))
         w.request.table.trim()

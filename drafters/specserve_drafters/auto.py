@@ -1,0 +1,17 @@
+"""All sources of guesses there are, each used as far as it saves time."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from specserve_drafters import base
+from specserve_drafters.tree import MAX_NODES
+
+
+class Auto:
+    """The options of the sources that the engine asks and plans by itself."""
+
+    class Options(base.Options, frozen=True):
+        max_depth: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 8  # levels of the draft model
+        width: Annotated[int, Meta(ge=1, le=16)] = 4  # nodes run a level, and children a node
+        tau: Annotated[float, Meta(gt=0, le=4)] = 1.0  # see Ops.top_children

@@ -1,0 +1,130 @@
+"""A draft model as one of several sources: it adds children to the likeliest candidates.
+
+Each level is a forward of the draft model over the candidates that are worth it. Its children are
+ranked with the noise that the target will draw with.
+"""
+
+from collections.abc import Sequence
+from math import exp
+from typing import TYPE_CHECKING, Protocol
+
+from specserve_drafters import base
+from specserve_drafters.candidates import Trie
+from specserve_drafters.model import coupling
+from specserve_drafters.tree import MAX_NODES, ROOT
+
+if TYPE_CHECKING:  # see base.py
+    from torch import Tensor
+
+LEAST_VALUE = 1e-3  # of a child: a less likely one is not added
+
+Place = tuple[int, int]  # the request's place in the step, and a node of its trie
+
+
+class Levels(Protocol):
+    """Decides how far a draft model runs in a step. Each answer is followed by `ran`."""
+
+    def first(self, reach: Sequence[float]) -> list[int]:
+        """Places of the requests that the first level is run for, given the reach of each root."""
+        ...
+
+    def next(self, reach: Sequence[float]) -> int:
+        """How many nodes the next level runs, the best first; `reach` falls."""
+        ...
+
+    def ran(self, values: Sequence[float]) -> None:
+        """A level has been run; the values of the children that it added."""
+        ...
+
+
+class ModelSource:
+    """A draft model's guesses, added level by level to what other sources have proposed."""
+
+    name = "model"
+
+    def __init__(self, executor: base.Executor, max_depth: int, width: int, tau: float) -> None:
+        """`width` is the most nodes run of a request and level, and the most children of a node;
+        `tau` see Ops.top_children.
+        """
+        self.executor, self.max_depth, self.width, self.tau = executor, max_depth, width, tau
+
+    def grow(self, items: Sequence[base.DraftItem], tries: Sequence[Trie], levels: Levels) -> None:
+        """Add levels to the items' tries for as long as `levels` says so."""
+        chosen = levels.first([trie.reach(ROOT, self.name) for trie in tries])
+        if not chosen:
+            return
+        ready, logits = self.executor.extend([items[i] for i in chosen])
+        rows: list[Place] = [(chosen[i], ROOT) for i in ready]
+        run = dict.fromkeys(chosen, 0)  # nodes that the draft model has run
+        for depth in range(1, self.max_depth + 1):
+            added = self.branch(rows, items, tries, logits) if rows else []
+            levels.ran([tries[i].value(node) for i, node in added])
+            added = [(i, node) for i, node in added if items[i].limit > depth]
+            if not added or depth == self.max_depth:
+                return
+            rows = self.best(added, tries, levels, run)
+            if not rows:
+                return
+            rows, logits = self.expand(rows, items, tries, run)
+
+    def branch(
+        self,
+        rows: Sequence[Place],
+        items: Sequence[base.DraftItem],
+        tries: Sequence[Trie],
+        logits: "Tensor",
+    ) -> list[Place]:
+        """Add the likeliest children of every node that was run; logits [rows, V]."""
+        k = min(self.width, logits.shape[1])
+        index = [len(items[i].known) + tries[i].depths[node] for i, node in rows]
+        params = coupling([items[i] for i, _ in rows], index)
+        ids, weights = self.executor.ops.top_children(logits, params, k, self.tau)
+        added = []
+        for (i, node), tokens, values in zip(rows, ids.tolist(), weights.tolist(), strict=True):
+            trie = tries[i]
+            least = LEAST_VALUE / max(trie.value(node), LEAST_VALUE)
+            trie.ask(node, self.name)
+            for token, log_p in zip(tokens, values, strict=True):
+                p = exp(log_p)
+                if p >= least:
+                    added.append((i, trie.add(node, token, p, self.name)))
+        return added
+
+    def best(
+        self, added: Sequence[Place], tries: Sequence[Trie], levels: Levels, run: dict[int, int]
+    ) -> list[Place]:
+        """The nodes that the next level runs."""
+        ranked = sorted(((tries[i].reach(node, self.name), i, node) for i, node in added))
+        room = {i: min(self.width, MAX_NODES - num) for i, num in run.items()}
+        fit = []
+        for reach, i, node in reversed(ranked):
+            if room[i] > 0:
+                room[i] -= 1
+                fit.append((reach, i, node))
+        size = levels.next([reach for reach, _, _ in fit])
+        return [(i, node) for _, i, node in fit[:size]]
+
+    def expand(
+        self,
+        rows: Sequence[Place],
+        items: Sequence[base.DraftItem],
+        tries: Sequence[Trie],
+        run: dict[int, int],
+    ) -> "tuple[list[Place], Tensor]":
+        """Run nodes; those that had room, and the logits after each of them."""
+        by_request: dict[int, list[int]] = {}
+        for i, node in rows:
+            by_request.setdefault(i, []).append(node)
+        asked = []
+        for i, nodes in by_request.items():
+            trie = tries[i]
+            parents = [trie.expanded[trie.parents[node]] for node in nodes]
+            asked.append(base.Nodes(items[i].id, [trie.tokens[node] for node in nodes], parents))
+        fit, logits = self.executor.expand(asked)
+        requests, ran = [*by_request], []
+        for i in (requests[place] for place in fit):
+            for node in by_request[i]:
+                run[i] += 1
+                tries[i].expanded[node] = run[i]
+                ran.append((i, node))
+        return ran, logits

@@ -1,0 +1,81 @@
+"""Where a step's guesses come from: the seam between the step loop and drafters."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from specserve.engine.draft_model import DraftModel
+from specserve.engine.runner import KVLost
+from specserve.engine.user_code import UserCode
+from specserve.scheduling import ScheduledRequest, Scheduler
+from specserve_drafters import Draft, Drafter, DraftItem
+
+
+class Guesses(Protocol):
+    """Makes the drafts of a step's roots, and learns what became of them."""
+
+    def draft(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Set the drafts of a step's roots, and reserve their slots. It may raise KVLost only."""
+        ...
+
+    def timed(self, seconds: float) -> None:
+        """Learn how long the target took for the step."""
+        ...
+
+    def learn(self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]) -> None:
+        """Learn which tokens followed a root, and which guesses of its draft were accepted."""
+        ...
+
+    def forget(self, id: int) -> None:
+        """Drop what is kept of a request: it has ended."""
+        ...
+
+
+class FixedGuesses:
+    """Drafts of one drafter, verified as they are, within limits that nothing moves."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        scheduler: Scheduler,
+        draft_model: DraftModel | None,
+        vocab_size: int,
+        user_code: UserCode,
+    ) -> None:
+        self.drafter, self.scheduler, self.draft_model = drafter, scheduler, draft_model
+        self.vocab_size, self.user_code = vocab_size, user_code
+
+    def draft(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        roots = [s for s in scheduled if s.draft_limit]
+        self.scheduler.share_guesses(roots)
+        roots = [s for s in roots if s.draft_limit]
+        if not roots:
+            return
+        if self.draft_model is not None:
+            self.draft_model.lend([s.request for s in roots])
+        try:
+            drafts = self.drafter.propose([draft_item(s, s.draft_limit) for s in roots])
+            for item, draft in zip(roots, drafts, strict=True):
+                item.draft = Draft.cut(draft, item.draft_limit, self.vocab_size)
+        except KVLost:
+            raise
+        except BaseException:  # a drafter is user code, whose errors must not change any text
+            self.user_code.failed("propose")
+        finally:
+            if self.draft_model is not None:
+                self.draft_model.take_back()
+        self.scheduler.reserve_guesses(roots)
+
+    def timed(self, seconds: float) -> None:
+        pass
+
+    def learn(self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]) -> None:
+        if item.draft.tokens:
+            self.user_code.tell(self.drafter, "observe", item.request.id, item.draft, accepted)
+
+    def forget(self, id: int) -> None:
+        self.user_code.tell(self.drafter, "forget", id)
+
+
+def draft_item(item: ScheduledRequest, limit: int) -> DraftItem:
+    r = item.request
+    return DraftItem(r.id, r.token_ids, limit, r.sampling.temperature, r.sampling.seed)

@@ -1,0 +1,81 @@
+"""How far the draft model runs in a step."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from time import perf_counter
+
+from specserve.engine.draft_model import USUAL_LAG, DraftModel
+from specserve.scheduling import Request
+from specserve.scheduling.cost import StepCosts
+from specserve.scheduling.growth import Growth
+from specserve.scheduling.trials import Trials
+
+HOLD = 0.7  # of a level's reach that the next one has, as far as is known beforehand
+# Tokens of a request over which the time of catching up is spread, at least: it pays over them.
+LEAST_USE = 8
+
+
+class Levels:
+    """Runs the levels that are worth their time, and now and then one that seemed not to be."""
+
+    def __init__(
+        self,
+        growth: Growth,
+        costs: StepCosts,
+        trials: Trials,
+        draft_model: DraftModel,
+        requests: Sequence[Request],
+        max_depth: int,
+    ) -> None:
+        self.growth, self.costs, self.trials, self.draft_model = growth, costs, trials, draft_model
+        self.requests, self.max_depth = requests, max_depth
+        self.context = sum(len(r.token_ids) for r in requests)
+        self.tried: list[int] = []  # ids of the requests that it was run for only as a trial
+        self.started, self.before, self.usual = 0.0, 0, 0
+
+    def first(self, reach: Sequence[float]) -> list[int]:
+        order = sorted(range(len(reach)), key=lambda i: reach[i], reverse=True)
+        lags = [min(self.requests[i].draft_gap, USUAL_LAG) for i in order]
+        rows = [0, *accumulate(lags)]
+        behind = sum(self.catching_up(self.requests[i]) for i in order)
+
+        def seconds(n: int) -> float:
+            return behind + self.level_seconds(rows[n], n)
+
+        gains = [reach[i] for i in order]
+        size = self.growth.first_size(gains, HOLD, self.max_depth, seconds)
+        for i in order[:size]:
+            self.trials.worked(self.requests[i].id)
+        left = [i for i in order[size:] if self.trials.is_due(self.requests[i].id)]
+        self.tried = [self.requests[i].id for i in left]
+        return self.begin(order[:size] + left, rows[size] + len(left) * USUAL_LAG)
+
+    def catching_up(self, request: Request) -> float:
+        """Seconds of a request's missing rows, spread over the tokens that they are of use for."""
+        missing = request.draft_gap - USUAL_LAG
+        if missing <= 0:
+            return 0.0
+        seconds = self.level_seconds(missing, 1)
+        return seconds / max(LEAST_USE, request.num_left)
+
+    def next(self, reach: Sequence[float]) -> int:
+        size = self.growth.size(reach, lambda n: self.level_seconds(n, 1))
+        self.begin([*range(size)], size)
+        return size
+
+    def begin(self, chosen: list[int], usual: int) -> list[int]:
+        self.started, self.before = perf_counter(), self.draft_model.num_rows
+        self.usual = usual
+        return chosen
+
+    def ran(self, values: Sequence[float]) -> None:
+        """What catching up took is not charged to this step: it was weighed beforehand."""
+        seconds, rows = perf_counter() - self.started, self.draft_model.num_rows - self.before
+        if 0 < rows <= self.costs.edges[-1]:
+            self.costs.observe(rows, self.context, len(self.requests), seconds)
+        if rows > self.usual:
+            seconds = min(seconds, self.level_seconds(self.usual, 1))
+        self.growth.add(values, seconds)
+
+    def level_seconds(self, rows: int, requests: int) -> float:
+        return self.costs.seconds(rows, self.context, requests, is_hopeful=True)
