@@ -6,7 +6,7 @@ ranked with the noise that the target will draw with.
 
 from collections.abc import Sequence
 from math import exp
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from specserve_drafters import base
 from specserve_drafters.candidates import Trie
@@ -37,6 +37,14 @@ class Levels(Protocol):
         ...
 
 
+class Grown(NamedTuple):
+    """A request to guess for: its candidates so far, and how many of them each source proposed."""
+
+    item: base.DraftItem
+    trie: Trie
+    proposed: dict[str, int]
+
+
 class ModelSource:
     """A draft model's guesses, added level by level to what other sources have proposed."""
 
@@ -48,53 +56,50 @@ class ModelSource:
         """
         self.executor, self.max_depth, self.width, self.tau = executor, max_depth, width, tau
 
-    def grow(self, items: Sequence[base.DraftItem], tries: Sequence[Trie], levels: Levels) -> None:
-        """Add levels to the items' tries for as long as `levels` says so."""
-        chosen = levels.first([trie.reach(ROOT, self.name) for trie in tries])
+    def grow(self, grown: Sequence[Grown], levels: Levels) -> None:
+        """Add levels to requests' tries for as long as `levels` says so."""
+        chosen = levels.first([trie.reach(ROOT, self.name) for _, trie, _ in grown])
         if not chosen:
             return
-        ready, logits = self.executor.extend([items[i] for i in chosen])
+        ready, logits = self.executor.extend([grown[i].item for i in chosen])
         rows: list[Place] = [(chosen[i], ROOT) for i in ready]
         run = dict.fromkeys(chosen, 0)  # nodes that the draft model has run
         for depth in range(1, self.max_depth + 1):
-            added = self.branch(rows, items, tries, logits) if rows else []
-            levels.ran([tries[i].value(node) for i, node in added])
-            added = [(i, node) for i, node in added if items[i].limit > depth]
+            added = self.branch(rows, grown, logits) if rows else []
+            levels.ran([grown[i].trie.value(node) for i, node in added])
+            added = [(i, node) for i, node in added if grown[i].item.limit > depth]
             if not added or depth == self.max_depth:
                 return
-            rows = self.best(added, tries, levels, run)
+            rows = self.best(added, grown, levels, run)
             if not rows:
                 return
-            rows, logits = self.expand(rows, items, tries, run)
+            rows, logits = self.expand(rows, grown, run)
 
     def branch(
-        self,
-        rows: Sequence[Place],
-        items: Sequence[base.DraftItem],
-        tries: Sequence[Trie],
-        logits: "Tensor",
+        self, rows: Sequence[Place], grown: Sequence[Grown], logits: "Tensor"
     ) -> list[Place]:
         """Add the likeliest children of every node that was run; logits [rows, V]."""
         k = min(self.width, logits.shape[1])
-        index = [len(items[i].known) + tries[i].depths[node] for i, node in rows]
-        params = coupling([items[i] for i, _ in rows], index)
-        ids, weights = self.executor.ops.top_children(logits, params, k, self.tau)
+        items = [grown[i].item for i, _ in rows]
+        depths = [grown[i].trie.depths[node] for i, node in rows]
+        index = [len(item.known) + depth for item, depth in zip(items, depths, strict=True)]
+        ids, weights = self.executor.ops.top_children(logits, coupling(items, index), k, self.tau)
         added = []
         for (i, node), tokens, values in zip(rows, ids.tolist(), weights.tolist(), strict=True):
-            trie = tries[i]
+            _, trie, proposed = grown[i]
             least = LEAST_VALUE / max(trie.value(node), LEAST_VALUE)
             trie.ask(node, self.name)
-            for token, log_p in zip(tokens, values, strict=True):
-                p = exp(log_p)
-                if p >= least:
-                    added.append((i, trie.add(node, token, p, self.name)))
+            scored = zip(tokens, map(exp, values), strict=True)
+            likely = [(token, p) for token, p in scored if p >= least]
+            added += [(i, trie.add(node, token, p, self.name)) for token, p in likely]
+            proposed[self.name] = proposed.get(self.name, 0) + len(likely)
         return added
 
     def best(
-        self, added: Sequence[Place], tries: Sequence[Trie], levels: Levels, run: dict[int, int]
+        self, added: Sequence[Place], grown: Sequence[Grown], levels: Levels, run: dict[int, int]
     ) -> list[Place]:
         """The nodes that the next level runs."""
-        ranked = sorted(((tries[i].reach(node, self.name), i, node) for i, node in added))
+        ranked = sorted((grown[i].trie.reach(node, self.name), i, node) for i, node in added)
         room = {i: min(self.width, MAX_NODES - num) for i, num in run.items()}
         fit = []
         for reach, i, node in reversed(ranked):
@@ -105,11 +110,7 @@ class ModelSource:
         return [(i, node) for _, i, node in fit[:size]]
 
     def expand(
-        self,
-        rows: Sequence[Place],
-        items: Sequence[base.DraftItem],
-        tries: Sequence[Trie],
-        run: dict[int, int],
+        self, rows: Sequence[Place], grown: Sequence[Grown], run: dict[int, int]
     ) -> "tuple[list[Place], Tensor]":
         """Run nodes; those that had room, and the logits after each of them."""
         by_request: dict[int, list[int]] = {}
@@ -117,14 +118,14 @@ class ModelSource:
             by_request.setdefault(i, []).append(node)
         asked = []
         for i, nodes in by_request.items():
-            trie = tries[i]
+            item, trie, _ = grown[i]
             parents = [trie.expanded[trie.parents[node]] for node in nodes]
-            asked.append(base.Nodes(items[i].id, [trie.tokens[node] for node in nodes], parents))
+            asked.append(base.Nodes(item.id, [trie.tokens[node] for node in nodes], parents))
         fit, logits = self.executor.expand(asked)
         requests, ran = [*by_request], []
         for i in (requests[place] for place in fit):
             for node in by_request[i]:
                 run[i] += 1
-                tries[i].expanded[node] = run[i]
+                grown[i].trie.expanded[node] = run[i]
                 ran.append((i, node))
         return ran, logits

@@ -44,6 +44,19 @@ class Draft(msgspec.Struct, frozen=True):
         """The first guesses alone: each comes after its parent."""
         return Draft(self.tokens[:size], self.parents[:size], self.expanded[:size])
 
+    def shallow(self, max_depth: int | None) -> "Draft":
+        """The guesses of at most this depth alone."""
+        if max_depth is None or len(self.tokens) <= max_depth:
+            return self
+        _, *depths = self.depths()
+        kept = [k for k, depth in enumerate(depths, 1) if depth <= max_depth]
+        number = {ROOT: ROOT} | {k: place for place, k in enumerate(kept, 1)}
+        return Draft(
+            [self.tokens[k - 1] for k in kept],
+            [number[self.parents[k - 1]] for k in kept],
+            [self.expanded[k - 1] for k in kept] if self.expanded else [],
+        )
+
     def child(self, node: int, token: int) -> int | None:
         for k in range(node + 1, len(self.tokens) + 1):  # children come after their parent
             if self.parents[k - 1] == node and self.tokens[k - 1] == token:

@@ -10,14 +10,13 @@ from specserve.engine.guesses import FixedGuesses, Guesses
 from specserve.engine.loading import Model, Progress, Weights, load_weights
 from specserve.engine.planned_guesses import PlannedGuesses
 from specserve.engine.pool_plan import build_pool, pool_words
+from specserve.engine.source import Source, UserSource
 from specserve.engine.tuning import tune
 from specserve.engine.user_code import UserCode
 from specserve.errors import ConfigError
 from specserve.models.decoder import Decoder
 from specserve.phases import Phases
 from specserve.scheduling import Scheduler
-from specserve.scheduling.cost import StepCosts
-from specserve.scheduling.planner import Planner
 from specserve.scheduling.scheduler import StepBudget
 from specserve.selection import check_drafter, context_length
 from specserve_drafters import DrafterError, make_drafter
@@ -93,32 +92,33 @@ def kv_names(config: Config, target: Decoder, draft: Decoder | None) -> dict[str
 def build_guesses(config: Config, engine: Engine) -> Guesses | None:
     if config.drafter_name == "none":
         return None
-    if config.drafter_name == "auto":
-        return planned_guesses(config, engine)
     vocab_size, user_code = engine.target.decoder.config.vocab_size, UserCode(engine.stats)
     try:
+        if config.drafter_name == "auto":
+            return planned_guesses(config, engine)
         drafter = make_drafter(config.drafter_name, config.drafter.options, engine.draft_model)
     except DrafterError as e:
         raise ConfigError(str(e)) from e
-    return FixedGuesses(drafter, engine.scheduler, engine.draft_model, vocab_size, user_code)
+    name = config.drafter_name
+    return FixedGuesses(name, drafter, engine.scheduler, engine.draft_model, vocab_size, user_code)
 
 
 def planned_guesses(config: Config, engine: Engine) -> PlannedGuesses:
     """N-grams and, where there is one, the draft model."""
     options = drafter_options("auto", config.drafter.options)
     draft_model, model = engine.draft_model, None
-    if draft_model is not None:
+    if draft_model is not None and "model" in options.sources:
         model = ModelSource(draft_model, options.max_depth, options.width, options.tau)
-    most = config.scheduler.max_batched_tokens
-    return PlannedGuesses(
-        sources=[NgramSource()],
-        model=model,
-        scheduler=engine.scheduler,
-        draft_model=draft_model,
-        planner=Planner(StepCosts(most)),
-        draft_costs=StepCosts(most),
-        user_code=UserCode(engine.stats),
-    )
+    sources = [build_source(n, engine) for n in dict.fromkeys(options.sources) if n != "model"]
+    user_code = UserCode(engine.stats)
+    return PlannedGuesses(sources, model, engine.scheduler, draft_model, user_code)
+
+
+def build_source(name: str, engine: Engine) -> Source:
+    if name == "ngram":
+        return NgramSource()
+    drafter = make_drafter(name, {}, engine.draft_model)
+    return UserSource(name, drafter, engine.target.decoder.config.vocab_size)
 
 
 def step_budget(config: Config, target: Decoder, draft: Decoder | None) -> StepBudget:

@@ -11,6 +11,7 @@ import torch
 from specserve.block_keys import Keys, KVFormat, prompt_keys
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.guesses import Guesses
+from specserve.engine.ledger import Told
 from specserve.engine.runner import Answers, KVLost, Runner
 from specserve.engine.step_input import RowGroup, StepInput, build_step_input, draws_of
 from specserve.engine.verify import Node, Path, walk
@@ -45,8 +46,12 @@ class Engine:
         self.formats = self.kv_formats(names or {})  # of the models with a prefix cache
         self.requests: dict[int, Request] = {}  # all that have not ended
         self.stats = Stats()
-        self.sources: tuple[str, ...] = ()  # names of those that may guess
         self.ids = count()
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names of those that may guess."""
+        return () if self.guesses is None else self.guesses.names
 
     @property
     def pool(self) -> BlockPool:
@@ -105,6 +110,7 @@ class Engine:
         self.stats.num_rows += len(step.token_ids)
         seconds = perf_counter() - start
         self.stats.verify_seconds += seconds
+        self.scheduler.timed(len(step.token_ids), seconds)
         if self.guesses is not None:
             self.guesses.timed(seconds)
         return answers
@@ -158,17 +164,7 @@ class Engine:
         """Append a path's tokens to its request, and end the request if it is complete."""
         request, draft = item.request, item.draft
         is_fallback = self.draft_model is not None and self.draft_model.is_catching_up(item)
-        output = StepOutput(
-            id=request.id,
-            tokens=path.tokens,
-            finish_reason=finish_reason(request, path.tokens),
-            is_verified=item.is_root,
-            num_drafted=len(draft.tokens),
-            num_accepted=len(path.nodes),
-            admitted_at=request.admitted_at,
-            num_cached=request.num_cached,
-            is_fallback=is_fallback,
-        )
+        reason, is_root = finish_reason(request, path.tokens), item.is_root
         if request.num_output == 0 and request.leader is None:
             self.stats.num_looked_up += request.num_prompt
             self.stats.num_cached += request.num_cached
@@ -179,14 +175,25 @@ class Engine:
         self.stats.num_fallbacks += is_fallback
         self.stats.num_drafted += len(draft.tokens)
         self.stats.num_accepted += len(path.nodes)
-        if self.guesses is not None:
-            self.guesses.learn(item, path.tokens, path.nodes)
-        if output.finish_reason is not None:
+        told = Told() if self.guesses is None else self.guesses.learn(item, path.tokens, path.nodes)
+        if reason is not None:
             self.finish(request.id)
         else:
             request.table.trim()
             request.draft_table.trim()
-        return output
+        return StepOutput(
+            id=request.id,
+            tokens=path.tokens,
+            finish_reason=reason,
+            is_verified=is_root,
+            num_drafted=len(draft.tokens),
+            num_accepted=len(path.nodes),
+            admitted_at=request.admitted_at,
+            num_cached=request.num_cached,
+            is_fallback=is_fallback,
+            sources=told.sources,
+            tree=told.tree,
+        )
 
     def add(self, token_ids: Sequence[int], sampling: Sampling, id: int | None = None) -> Request:
         """Queue a request with checked parameters and an unused id; as `add_choices` for one."""

@@ -1,9 +1,11 @@
 """Where a step's guesses come from: the seam between the step loop and drafters."""
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Protocol
 
 from specserve.engine.draft_model import DraftModel
+from specserve.engine.ledger import DraftSources, Ledger, Told
 from specserve.engine.runner import KVLost
 from specserve.engine.user_code import UserCode
 from specserve.scheduling import ScheduledRequest, Scheduler
@@ -11,7 +13,12 @@ from specserve_drafters import Draft, Drafter, DraftItem
 
 
 class Guesses(Protocol):
-    """Makes the drafts of a step's roots, and learns what became of them."""
+    """Makes the drafts of a step's roots, and learns what became of them.
+
+    names   of the sources
+    """
+
+    names: tuple[str, ...]
 
     def draft(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Set the drafts of a step's roots, and reserve their slots. It may raise KVLost only."""
@@ -21,7 +28,7 @@ class Guesses(Protocol):
         """Learn how long the target took for the step."""
         ...
 
-    def learn(self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]) -> None:
+    def learn(self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]) -> Told:
         """Learn which tokens followed a root, and which guesses of its draft were accepted."""
         ...
 
@@ -35,6 +42,7 @@ class FixedGuesses:
 
     def __init__(
         self,
+        name: str,
         drafter: Drafter,
         scheduler: Scheduler,
         draft_model: DraftModel | None,
@@ -43,9 +51,13 @@ class FixedGuesses:
     ) -> None:
         self.drafter, self.scheduler, self.draft_model = drafter, scheduler, draft_model
         self.vocab_size, self.user_code = vocab_size, user_code
+        self.names: tuple[str, ...] = (name,)
+        self.ledger = Ledger(self.names, user_code.stats)
 
     def draft(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        name, start = self.names[0], perf_counter()
         roots = [s for s in scheduled if s.draft_limit]
+        roots = [s for s in roots if s.request.sampling.speculation.allows(name)]
         self.scheduler.share_guesses(roots)
         roots = [s for s in roots if s.draft_limit]
         if not roots:
@@ -55,7 +67,8 @@ class FixedGuesses:
         try:
             drafts = self.drafter.propose([draft_item(s, s.draft_limit) for s in roots])
             for item, draft in zip(roots, drafts, strict=True):
-                item.draft = Draft.cut(draft, item.draft_limit, self.vocab_size)
+                draft = Draft.cut(draft, item.draft_limit, self.vocab_size)
+                item.draft = draft.shallow(item.request.sampling.speculation.max_depth)
         except KVLost:
             raise
         except BaseException:  # a drafter is user code, whose errors must not change any text
@@ -64,13 +77,18 @@ class FixedGuesses:
             if self.draft_model is not None:
                 self.draft_model.take_back()
         self.scheduler.reserve_guesses(roots)
+        self.ledger.took(name, perf_counter() - start)
 
     def timed(self, seconds: float) -> None:
         pass
 
-    def learn(self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]) -> None:
-        if item.draft.tokens:
-            self.user_code.tell(self.drafter, "observe", item.request.id, item.draft, accepted)
+    def learn(self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]) -> Told:
+        request, draft = item.request, item.draft
+        if not draft.tokens:
+            return Told()
+        self.user_code.tell(self.drafter, "observe", request.id, draft, accepted)
+        guesses = DraftSources(draft, [self.names] * len(draft), {self.names[0]: len(draft)})
+        return self.ledger.enter(guesses, accepted, request.sampling.return_speculation_details)
 
     def forget(self, id: int) -> None:
         self.user_code.tell(self.drafter, "forget", id)

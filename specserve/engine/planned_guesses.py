@@ -1,14 +1,16 @@
 """Guesses of all sources in one tree a request, as many as raise the expected tokens a second."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from time import perf_counter
 
 import msgspec
 
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.guesses import draft_item
+from specserve.engine.ledger import DraftSources, Ledger, Told
 from specserve.engine.levels import Levels
 from specserve.engine.runner import KVLost
+from specserve.engine.source import Pace, Source
 from specserve.engine.user_code import UserCode
 from specserve.scheduling import ScheduledRequest, Scheduler
 from specserve.scheduling.cost import StepCosts
@@ -17,29 +19,30 @@ from specserve.scheduling.step import Step
 from specserve.scheduling.trials import Trials
 from specserve_drafters import DraftItem
 from specserve_drafters.calibration import Calibration
-from specserve_drafters.candidates import Candidate, Trie
-from specserve_drafters.model_source import ModelSource
-from specserve_drafters.tree import ROOT
+from specserve_drafters.candidates import Trie
+from specserve_drafters.model_source import Grown, ModelSource
+from specserve_drafters.tree import MAX_NODES, ROOT
 
 LEAST_ASKED = 32  # guesses that sources are asked for in a step, shared by its requests
 LATELY = 1 / 8  # weight of a step in how many guesses of a request were lately verified
 
 
-class Source(Protocol):
-    """Proposes candidates; of user code they are checked already."""
+class Root(msgspec.Struct, eq=False):
+    """A root of the step: its candidates, and which of them are its draft's guesses, in order."""
 
-    name: str
-
-    def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]: ...
-
-    def forget(self, id: int) -> None: ...
-
-
-class Guess(msgspec.Struct, eq=False):
-    """A root's candidates, and which of them are the guesses of its draft, in order."""
-
-    trie: Trie
+    scheduled: ScheduledRequest
+    item: DraftItem
+    ask: Ask
+    proposed: dict[str, int]  # by source
     nodes: list[int] = []
+    is_tried: bool = False  # the draft model was run for it as a trial
+
+    @property
+    def trie(self) -> Trie:
+        return self.ask.trie
+
+    def may_ask(self, source: str) -> bool:
+        return self.scheduled.request.sampling.speculation.allows(source)
 
 
 class PlannedGuesses:
@@ -51,115 +54,158 @@ class PlannedGuesses:
         model: ModelSource | None,
         scheduler: Scheduler,
         draft_model: DraftModel | None,
-        planner: Planner,
-        draft_costs: StepCosts,
         user_code: UserCode,
     ) -> None:
         self.sources, self.model = sources, model
-        self.scheduler, self.draft_model = scheduler, draft_model
-        self.planner, self.draft_costs, self.user_code = planner, draft_costs, user_code
+        self.scheduler, self.draft_model, self.user_code = scheduler, draft_model, user_code
+        self.names = (*(s.name for s in sources), *([model.name] if model else []))
+        self.ledger = Ledger(self.names, user_code.stats)
+        self.planner = Planner(scheduler.costs)
+        self.draft_costs = StepCosts(scheduler.budget.max_batched_tokens)
         self.calibration, self.trials = Calibration(), Trials()
+        self.paces = {source.name: Pace() for source in sources}
         self.lately: dict[int, float] = {}  # by request: guesses verified a step
         # Of the step:
         self.step = Step(0, 0, 0, 0)
         self.plan: Plan | None = None
-        self.guesses: dict[int, Guess] = {}  # by request
-        self.tried: set[int] = set()  # requests that the draft model was run for as a trial
+        self.roots: dict[int, Root] = {}  # by request
+        self.taken: dict[str, float] = {}  # seconds of each source that was asked
+        self.saved: dict[str, float] = {}  # seconds, by source
+        self.saved_by_guess = 0.0  # seconds
 
     def draft(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        roots = [s for s in scheduled if s.draft_limit]
-        self.step, self.plan = step_of(scheduled), None
-        self.guesses, self.tried = {}, set()
-        if not roots:
+        due = [s for s in scheduled if s.draft_limit]
+        self.step, self.plan = self.scheduler.step, None
+        self.roots = {s.request.id: self.root(s, len(due)) for s in due}
+        self.settle()
+        if not due:
             return
-        items = [draft_item(root, self.limit(root, len(roots))) for root in roots]
-        tries = [Trie(self.calibration, item.id) for item in items]
-        for source in self.sources:
-            self.ask(source, items, tries)
-        asks = [Ask(trie, root.draft_limit) for trie, root in zip(tries, roots, strict=True)]
-        spent = self.grow(roots, items, asks)
-        self.step = msgspec.structs.replace(self.step, spent=spent)
-        most = self.scheduler.guess_rows
-        self.plan = self.planner.choose(asks, self.step, most)
-        self.cut(roots, tries, self.plan)
-
-    def limit(self, root: ScheduledRequest, num_roots: int) -> int:
-        """Guesses to ask for: those that are likely to be verified, and as many more."""
-        lately = 2 + 2 * int(self.lately.get(root.request.id, 0.0))
-        return min(root.draft_limit, max(lately, LEAST_ASKED // num_roots))
-
-    def ask(self, source: Source, items: Sequence[DraftItem], tries: Sequence[Trie]) -> None:
-        for trie, found in zip(tries, source.candidates(items), strict=True):
-            trie.merge(found)
-
-    def grow(
-        self, roots: Sequence[ScheduledRequest], items: Sequence[DraftItem], asks: Sequence[Ask]
-    ) -> float:
-        """Let the draft model add what is worth its time; the seconds to charge for it."""
-        begun = [i for i, root in enumerate(roots) if root.request.num_output > 0]
-        if self.model is None or self.draft_model is None or not begun:
-            return 0.0
-        requests = [roots[i].request for i in begun]
-        growth = self.planner.growth(asks, self.step, self.scheduler.guess_rows)
-        depth = self.model.max_depth
-        levels = Levels(growth, self.draft_costs, self.trials, self.draft_model, requests, depth)
-        self.draft_model.lend(requests)
+        roots, spent = [*self.roots.values()], 0.0
+        if self.draft_model is not None:
+            self.draft_model.lend([s.request for s in due])
         try:
-            self.model.grow([items[i] for i in begun], [asks[i].trie for i in begun], levels)
+            for source in self.sources:
+                spent += self.ask(source, [root for root in roots if root.may_ask(source.name)])
+            spent += self.grow([root for root in roots if root.may_ask("model")])
+        finally:
+            if self.draft_model is not None:
+                self.draft_model.take_back()
+        self.step = msgspec.structs.replace(self.step, spent=spent)
+        asks = [root.ask for root in roots]
+        self.plan = self.planner.choose(asks, self.step, self.scheduler.guess_rows)
+        self.cut(roots, self.plan)
+
+    def settle(self) -> None:
+        """Note what the step before has shown of the sources' pace."""
+        for name, taken in self.taken.items():
+            saved = self.saved.get(name, 0.0)
+            self.paces[name].add(taken, saved)
+            if saved > taken:
+                self.trials.worked(name)
+        self.taken, self.saved = {}, {}
+
+    def root(self, scheduled: ScheduledRequest, num_roots: int) -> Root:
+        """What sources see of a root. They are asked for the guesses that are likely to be
+        verified, and as many more.
+        """
+        request = scheduled.request
+        lately = 2 + 2 * int(self.lately.get(request.id, 0.0))
+        depth = request.sampling.speculation.max_depth or MAX_NODES
+        limit = min(scheduled.draft_limit, depth, max(lately, LEAST_ASKED // num_roots))
+        trie = Trie(self.calibration, request.id)
+        ask = Ask(trie, scheduled.draft_limit, max_depth=depth)
+        return Root(scheduled, draft_item(scheduled, limit), ask, {})
+
+    def ask(self, source: Source, roots: Sequence[Root]) -> float:
+        """Add a source's candidates; its seconds. One that takes more than it saves is left out."""
+        name, start = source.name, perf_counter()
+        if not roots or (self.is_late(name) and not self.trials.is_due(name)):
+            return 0.0
+        try:
+            found = source.candidates([root.item for root in roots])
+            for root, candidates in zip(roots, found, strict=True):
+                root.trie.merge(candidates)
+                root.proposed[name] = len(candidates)
         except KVLost:
             raise
-        except Exception:
-            self.user_code.failed("the draft model")
-        finally:
-            self.draft_model.take_back()
-        self.tried = {*levels.tried}
+        except BaseException:  # it may be user code, whose errors must not change any text
+            self.user_code.failed(name)
+        self.taken[name] = perf_counter() - start
+        self.ledger.took(name, self.taken[name])
+        return self.taken[name]
+
+    def is_late(self, name: str) -> bool:
+        step = self.step
+        seconds = self.planner.costs.seconds(step.rows, step.context, step.requests)
+        return self.paces[name].is_late(seconds)
+
+    def grow(self, roots: Sequence[Root]) -> float:
+        """Let the draft model add what is worth its time; the seconds to charge for it."""
+        roots = [root for root in roots if root.scheduled.request.num_output > 0]
+        if self.model is None or self.draft_model is None or not roots:
+            return 0.0
+        start = perf_counter()
+        asks = [root.ask for root in self.roots.values()]
+        growth = self.planner.growth(asks, self.step, self.scheduler.guess_rows)
+        requests = [root.scheduled.request for root in roots]
+        depth = self.model.max_depth
+        levels = Levels(growth, self.draft_costs, self.trials, self.draft_model, requests, depth)
+        try:
+            self.model.grow([Grown(root.item, root.trie, root.proposed) for root in roots], levels)
+        except KVLost:
+            raise
+        except Exception:  # as it has too little memory
+            self.user_code.failed("model")
+        for root in roots:
+            root.is_tried = root.item.id in levels.tried
+        self.ledger.took("model", perf_counter() - start)
         return growth.spent
 
-    def cut(self, roots: Sequence[ScheduledRequest], tries: Sequence[Trie], plan: Plan) -> None:
+    def cut(self, roots: Sequence[Root], plan: Plan) -> None:
         """Make the plan's drafts, and reserve their slots."""
-        for root, trie, nodes in zip(roots, tries, plan.nodes, strict=True):
-            guess = self.guesses[root.request.id] = Guess(trie)
+        for root, nodes in zip(roots, plan.nodes, strict=True):
             if nodes:
-                root.draft, guess.nodes = trie.draft(nodes)
-        self.scheduler.reserve_guesses(root for root in roots if root.draft.tokens)
-        plan.rows = self.step.rows + sum(len(root.draft) for root in roots)
+                root.scheduled.draft, root.nodes = root.trie.draft(nodes)
+        chosen = [root.scheduled for root in roots if root.nodes]
+        self.scheduler.reserve_guesses(chosen)
+        plan.rows = self.step.rows + sum(len(scheduled.draft) for scheduled in chosen)
 
     def timed(self, seconds: float) -> None:
-        if self.plan is not None:
-            self.planner.observe(self.plan, self.step, seconds)
-        else:
-            step = self.step
-            self.planner.costs.observe(step.rows, step.context, step.requests, seconds)
-
-    def learn(self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]) -> None:
-        id = item.request.id
-        guess = self.guesses.get(id)
-        if guess is None:
+        plan, step = self.plan, self.step
+        if plan is None:
             return
-        guess.trie.observe(tokens)
-        lately = self.lately.get(id, 0.0)
-        self.lately[id] = lately + LATELY * (len(item.draft) - lately)
-        if id in self.tried:
-            right = guess.trie.children[ROOT].get(tokens[0])
-            if right is not None and "model" in guess.trie.sources(right):
-                self.trials.worked(id)
+        self.planner.observe(plan, step, seconds)
+        without = self.planner.costs.seconds(step.rows, step.context, step.requests)
+        guesses = plan.rows - step.rows
+        row = max(0.0, seconds - without) / guesses if guesses else 0.0
+        self.saved_by_guess = without / step.num_roots
+        self.ledger.begin(self.saved_by_guess, row)
+
+    def learn(self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]) -> Told:
+        root = self.roots.get(item.request.id)
+        if root is None:
+            return Told()
+        id, trie = root.item.id, root.trie
+        trie.observe(tokens)
+        self.lately[id] = lately = self.lately.get(id, 0.0)
+        self.lately[id] += LATELY * (len(item.draft) - lately)
+        right = trie.children[ROOT].get(tokens[0])
+        if root.is_tried and right is not None and "model" in trie.sources(right):
+            self.trials.worked(id)
+        sources = [trie.sources(node) for node in root.nodes[: len(item.draft)]]
+        guesses = DraftSources(item.draft, sources, root.proposed)
+        is_tree_asked = item.request.sampling.return_speculation_details
+        told = self.ledger.enter(guesses, accepted, is_tree_asked)
+        for name, counts in told.sources.items():
+            self.saved[name] = self.saved.get(name, 0.0) + counts.accepted * self.saved_by_guess
+        if item.draft.tokens:
+            for source in self.sources:
+                self.user_code.tell(source, "observe", id, item.draft, accepted)
+        return told
 
     def forget(self, id: int) -> None:
         self.calibration.forget(id)
         self.trials.forget([id])
         self.lately.pop(id, None)
         for source in self.sources:
-            source.forget(id)
-
-
-def step_of(scheduled: Sequence[ScheduledRequest]) -> Step:
-    """The step without guesses."""
-    sizes = [s.end - s.start for s in scheduled]
-    roots = [s.is_root for s in scheduled]
-    return Step(
-        rows=sum(sizes),
-        context=sum(s.end for s in scheduled),
-        requests=len(scheduled),
-        num_roots=sum(roots),
-        prompt_rows=sum(size for size, is_root in zip(sizes, roots, strict=True) if not is_root),
-    )
+            self.user_code.tell(source, "forget", id)

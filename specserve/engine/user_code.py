@@ -8,6 +8,13 @@ from specserve.exchange.step_output import Stats
 log = logging.getLogger("specserve")
 
 
+def tell(drafter: object, what: str, *args: object) -> None:
+    """Call a method of a drafter, if it has it; it may raise anything."""
+    method = getattr(drafter, what, None)  # optional in a drafter
+    if method is not None:
+        method(*args)
+
+
 class UserCode:
     """Counts and logs what drafters raise."""
 
@@ -16,11 +23,8 @@ class UserCode:
 
     def tell(self, drafter: object, what: str, *args: object) -> None:
         """Call a method of a drafter, if it has it."""
-        method = getattr(drafter, what, None)  # optional in a drafter
-        if method is None:
-            return
         try:
-            method(*args)
+            tell(drafter, what, *args)
         except BaseException:  # the rest of the commit has to be done
             self.failed(what)
 

@@ -39,6 +39,14 @@ class SpeculationParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     max_nodes: Limit | None = None
     max_depth: Limit | None = None
 
+    def allows(self, source: str) -> bool:
+        return self.enabled and (self.sources is None or source in self.sources)
+
+    def most_nodes(self, limit: int) -> int:
+        """Guesses a step, where the server allows `limit`."""
+        is_off = not self.enabled or self.sources == () or self.max_depth == 0
+        return 0 if is_off else min(pick(self.max_nodes, limit), limit)
+
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request's targets; None takes the server's, in [scheduler], which may be none."""

@@ -17,7 +17,7 @@ from specserve.scheduling.growth import Growth
 from specserve.scheduling.step import Step, worth_of_prompts
 from specserve.scheduling.trials import Trials
 from specserve_drafters.candidates import Trie
-from specserve_drafters.tree import ROOT
+from specserve_drafters.tree import MAX_NODES, ROOT
 
 LEAST_VALUE = 1e-3  # of a guess: a less likely one is not looked at
 BETTER = 1.05  # times the known rate must be hoped for, of rows that are tried
@@ -29,6 +29,7 @@ class Ask(msgspec.Struct, eq=False):
 
     trie: Trie
     limit: int  # guesses that it may have
+    max_depth: int = MAX_NODES
     behind: float = 0.0  # tokens beyond the next that it needs of this step to meet its target
 
 
@@ -54,6 +55,7 @@ def likeliest(asks: Sequence[Ask], most: int) -> list[tuple[float, int, int]]:
     it comes first, and that of the one furthest behind before others'.
     """
     tries, room = [ask.trie for ask in asks], [ask.limit for ask in asks]
+    deepest = [ask.max_depth for ask in asks]
     behind = [ask.behind for ask in asks]
     heap = [
         (-urgency(trie.p[node], behind[i]), i, node, trie.p[node])
@@ -76,6 +78,8 @@ def likeliest(asks: Sequence[Ask], most: int) -> list[tuple[float, int, int]]:
         behind[i] -= value
         heappop(heap)
         p = tries[i].p
+        if tries[i].depths[node] == deepest[i]:
+            continue
         for child in tries[i].children[node].values():
             of_path = value * p[child]
             heappush(heap, (-urgency(of_path, behind[i]), i, child, of_path))
@@ -199,8 +203,7 @@ class Planner:
         return self.trials.is_due(self.costs.stair(rows))
 
     def observe(self, plan: Plan, step: Step, seconds: float) -> None:
-        """Learn how long a step took to verify its plan."""
-        self.costs.observe(plan.rows, step.context, step.requests, seconds)
+        """Learn whether a plan that was tried was worth it: the step took so long."""
         if plan.rival is not None and plan.tokens > plan.rival * (step.spent + seconds):
             self.trials.worked(self.costs.stair(plan.rows))  # so go on at once
 

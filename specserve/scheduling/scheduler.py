@@ -8,9 +8,11 @@ from time import perf_counter
 import msgspec
 
 from specserve.memory import BlockPool
+from specserve.scheduling.cost import StepCosts
 from specserve.scheduling.queue import Places, Queue
 from specserve.scheduling.request import Request, ScheduledRequest
 from specserve.scheduling.share import prefill_rows, share
+from specserve.scheduling.step import Step
 
 
 class StepBudget(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,14 +32,17 @@ class Scheduler:
     `running` is in order of rank; where blocks run out, the last is preempted first.
     """
 
-    def __init__(self, budget: StepBudget, pool: BlockPool) -> None:
+    def __init__(self, budget: StepBudget, pool: BlockPool, costs: StepCosts | None = None) -> None:
+        """`costs` are those of the target's steps, as far as they are known."""
         self.budget, self.pool = budget, pool
+        self.costs = costs or StepCosts(budget.max_batched_tokens)
         self.waiting = Queue()
         self.running: list[Request] = []
         self.num_preempted = 0
         self.num_plans = 0  # rotates the remainders of shared rows
         self.catch_up_rows = 0  # that the draft model may run in this step, see `max_catch_up`
         self.guess_rows = 0  # that this step's guesses may have
+        self.step = Step(0, 0, 0, 0)  # without guesses
 
     def add(self, request: Request) -> None:
         self.waiting.add(request)
@@ -66,9 +71,10 @@ class Scheduler:
         self.admit()
         roots = self.plan_roots()
         left = self.budget.max_batched_tokens - len(roots)
-        chunks = self.plan_chunks(min(self.budget.prefill_chunk, left) if roots else left)
+        chunks = self.plan_chunks(self.prompt_rows(roots, left))
         self.catch_up_rows = self.max_catch_up(roots, chunks)
         left -= sum(chunk.end - chunk.start for chunk in chunks)
+        self.step = step_of([*roots, *chunks])
         self.guess_rows = min(left, self.budget.max_step_nodes)
         if self.guess_rows > 0:
             for root in roots:
@@ -77,6 +83,14 @@ class Scheduler:
             self.preempt(self.running[-1])
             return self.plan()
         return roots + chunks
+
+    def prompt_rows(self, roots: Sequence[ScheduledRequest], left: int) -> int:
+        """Rows that prompts may have beside these roots, of those that are left."""
+        return min(self.budget.prefill_chunk, left) if roots else left
+
+    def timed(self, rows: int, seconds: float) -> None:
+        """Learn what the planned step took, with so many rows."""
+        self.costs.observe(rows, self.step.context, self.step.requests, seconds)
 
     def max_catch_up(
         self, roots: Sequence[ScheduledRequest], chunks: Sequence[ScheduledRequest]
@@ -231,7 +245,9 @@ class Scheduler:
 
     def max_guesses(self, root: ScheduledRequest) -> int:
         """Guesses that a root may have: with the bonus token they are the tokens left."""
-        return max(0, min(self.budget.max_nodes, root.request.num_left - 1))
+        request = root.request
+        most = request.sampling.speculation.most_nodes(self.budget.max_nodes)
+        return max(0, min(most, request.num_left - 1))
 
     def plan_chunks(self, rows: int) -> list[ScheduledRequest]:
         """Parts of prompts; a request has causal rows or a tree in a step, never both."""
@@ -271,3 +287,16 @@ class Scheduler:
             spare -= len(table.blocks) - held
             if fit < size:
                 root.draft = root.draft.head(fit)
+
+
+def step_of(scheduled: Sequence[ScheduledRequest]) -> Step:
+    """The step without guesses."""
+    sizes = [s.end - s.start for s in scheduled]
+    roots = [s.is_root for s in scheduled]
+    return Step(
+        rows=sum(sizes),
+        context=sum(s.end for s in scheduled),
+        requests=len(scheduled),
+        num_roots=sum(roots),
+        prompt_rows=sum(size for size, is_root in zip(sizes, roots, strict=True) if not is_root),
+    )

@@ -3,6 +3,7 @@
 from collections import Counter
 from functools import partial
 from itertools import cycle
+from random import Random
 
 import msgspec
 import numpy as np
@@ -11,11 +12,13 @@ import torch
 from specserve.config import load_config
 from specserve.engine.build import assemble
 from specserve.engine.guesses import FixedGuesses
+from specserve.engine.planned_guesses import PlannedGuesses
 from specserve.engine.step_input import build_step_input
 from specserve.engine.user_code import UserCode
 from specserve.exchange.sampling_params import Sampling, choices_of
 from specserve.memory import PendingUpdates
 from specserve.models.loader import load_decoder
+from specserve.scheduling.planner import Plan
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.ngram import NgramDrafter
 from specserve_kernels import load
@@ -79,10 +82,17 @@ def engine_for(target, draft=None, drafter="none", max_len=MAX_LEN, **overrides)
     return engine
 
 
+def planned(engine, *sources, model=None):
+    """The planner's choice of what these sources say."""
+    lent = engine.scheduler, engine.draft_model
+    return PlannedGuesses(sources, model, *lent, UserCode(engine.stats))
+
+
 def fixed(engine, drafter):
     """The guesses of a drafter, as they are."""
     vocab_size, user_code = engine.target.decoder.config.vocab_size, UserCode(engine.stats)
-    return FixedGuesses(drafter, engine.scheduler, engine.draft_model, vocab_size, user_code)
+    lent = engine.scheduler, engine.draft_model
+    return FixedGuesses("scripted", drafter, *lent, vocab_size, user_code)
 
 
 def plain(target, cases, **overrides):
@@ -95,6 +105,48 @@ def plain(target, cases, **overrides):
             engine.step()
         out.append(request.token_ids.tolist())
     return out
+
+
+class RandomGrowth:
+    """Levels of the draft model by chance."""
+
+    def __init__(self, rng):
+        self.rng, self.spent = rng, 0.0
+
+    def size(self, reach, seconds):
+        return self.rng.randint(0, len(reach))
+
+    def first_size(self, reach, hold, depth, seconds):
+        return self.size(reach, seconds)
+
+    def add(self, values, seconds):
+        pass
+
+
+class RandomPlanner:
+    """Plans by chance: any candidates whose parents are among them, and any rows of prompts."""
+
+    def __init__(self, scheduler, seed):
+        self.rng, self.costs = Random(seed), scheduler.costs
+        scheduler.prompt_rows = lambda roots, left: self.rng.randint(1, left) if left else 0
+
+    def choose(self, asks, step, most):
+        nodes = []
+        for ask in asks:
+            closed, limit = [ROOT], min(ask.limit, most)
+            for node in range(1, len(ask.trie) + 1):
+                is_fit = ask.trie.parents[node] in closed and len(closed) <= limit
+                if is_fit and ask.trie.depths[node] <= ask.max_depth and self.rng.random() < 0.6:
+                    closed.append(node)
+            nodes.append(closed[1:])
+            most -= len(closed) - 1
+        return Plan(nodes, step.rows + sum(map(len, nodes)), 1.0, 1.0)
+
+    def growth(self, asks, step, most):
+        return RandomGrowth(self.rng)
+
+    def observe(self, plan, step, seconds):
+        pass
 
 
 class Watch:
@@ -111,11 +163,14 @@ class Watch:
         for runner in runners_of(engine):
             on_launch(runner, partial(self.before_launch, runner))
         self.is_first_launch = False  # of its step
-        self.guesses = cycle([fixed(engine, NgramDrafter(NgramDrafter.Options())), engine.guesses])
+        self.others = cycle([self.of_ngrams, lambda mine=engine.guesses: mine])
         self.emitted = {}  # by request: what its outputs add up to
         self.behind = set()  # requests whose draft KV had to catch up
         self.arena = engine.target.arena
         self.poisoned = set()
+
+    def of_ngrams(self):
+        return fixed(self.engine, NgramDrafter(NgramDrafter.Options()))
 
     def on_plan(self):
         self.is_first_launch = True
@@ -198,7 +253,7 @@ class Watch:
         elif event == "reset":
             engine.reset_cache()
         elif event == "swap":
-            engine.guesses = next(self.guesses)
+            engine.guesses = next(self.others)()
 
     def step_squeezed(self):
         """Hold all other blocks during one step, as if other requests needed them."""

@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.exchange.sampling_params import Sampling
+from specserve.exchange.sampling_params import Sampling, SpeculationParams
 from specserve.models.tokenizer import load_tokenizer
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import (
     SCRIPTS,
     Case,
+    RandomPlanner,
     Scripted,
     Watch,
     bush,
@@ -48,6 +49,14 @@ samplings = st.builds(
     stop_ids=st.sampled_from([frozenset(), frozenset(range(0, VOCAB, 40))]),
     priority=st.sampled_from([0, 0, 0, -1, 5]),
     cache_salt=st.sampled_from(["", "", "salt"]),
+    speculation=st.sampled_from(
+        [
+            *[SpeculationParams()] * 4,
+            SpeculationParams(max_depth=2),
+            SpeculationParams(max_nodes=3, sources=("model", "scripted")),
+            SpeculationParams(enabled=False),
+        ]
+    ),
 )
 
 
@@ -100,6 +109,16 @@ def test_text_is_the_targets_own_whatever_a_drafter_does(pair, script, scenario,
 def test_text_is_the_targets_own_with_every_drafter(pair, drafter, scenario, events, **limits):
     target, draft = pair
     engine = engine_for(target, None if drafter == "ngram" else draft, drafter, **stretched(limits))
+    check(engine, scenario, events, plain(target, scenario))
+
+
+@pytest.mark.parametrize("model", [False, True])
+@settings(max_examples=45)
+@given(seed=st.integers(0, 10**6), **scenarios)
+def test_text_is_the_targets_own_whatever_is_planned(pair, model, seed, scenario, events, **limits):
+    target, draft = pair
+    engine = engine_for(target, draft if model else None, "auto", **stretched(limits))
+    engine.guesses.planner = RandomPlanner(engine.scheduler, seed)
     check(engine, scenario, events, plain(target, scenario))
 
 

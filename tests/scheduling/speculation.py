@@ -176,6 +176,7 @@ class AutoEngine(Engine):
         return self.draft_costs.seconds(rows, 0, 1, is_hopeful=True)
 
     def learn(self, rows, seconds):
+        self.verify_costs.observe(rows, 0, self.load, seconds)
         self.planner.observe(self.plan, self.step, seconds)
         for _, i, _ in self.tried:
             if "model" in self.right[i]:

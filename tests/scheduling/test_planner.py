@@ -215,7 +215,9 @@ def tries_of(seconds, *p):
     for n in range(40):
         plan = planner.choose([Ask(chain(*p), 5) for _ in range(4)], step, 64)
         tried += [n] if plan.rival is not None and plan.rows > 16 else []
-        planner.observe(plan, step, 0.03 if plan.rows <= 16 else seconds)
+        took = 0.03 if plan.rows <= 16 else seconds
+        costs.observe(plan.rows, 0, 4, took)
+        planner.observe(plan, step, took)
     return tried
 
 
