@@ -173,6 +173,7 @@ class LLM:
     def close(self) -> None:
         """Abort all requests that are running."""
         self.end(list(self.live.values()))
+        self.engine.rest()
 
     def __enter__(self) -> Self:
         return self

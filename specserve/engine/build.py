@@ -7,11 +7,12 @@ from specserve.config import Config
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.engine import Engine
 from specserve.engine.guesses import FixedGuesses, Guesses
+from specserve.engine.kept_costs import KeptCosts, costs_file
 from specserve.engine.loading import Model, Progress, Weights, load_weights
 from specserve.engine.planned_guesses import PlannedGuesses
 from specserve.engine.pool_plan import build_pool, pool_words
 from specserve.engine.source import Source, UserSource
-from specserve.engine.tuning import tune
+from specserve.engine.tuning import model_key, tune
 from specserve.engine.user_code import UserCode
 from specserve.errors import ConfigError
 from specserve.models.decoder import Decoder
@@ -64,6 +65,7 @@ def build(
         phases.note(name.replace("threads", "forward"), runner.program.words)
         with phases.phase(name):
             phases.note(name, tune(model, runner, engine.pool, config, max_len))
+    engine.kept = kept_costs(config, engine)
     return Loaded(engine, weights, max_len, config.drafter_name, phases.table)
 
 
@@ -76,6 +78,18 @@ def assemble(config: Config, target: Decoder, draft: Decoder | None, max_len: in
     engine = Engine(runners[0], scheduler, draft_model, names)
     engine.guesses = build_guesses(config, engine)
     return engine
+
+
+def kept_costs(config: Config, engine: Engine) -> list[KeptCosts]:
+    """The costs of both models' steps, which begin with what earlier starts have shown."""
+    models = [(engine.target, engine.scheduler.costs)]
+    if engine.draft_model is not None:
+        models.append((engine.draft_model.runner, engine.draft_model.costs))
+    threads = str(config.model.threads)
+    return [
+        KeptCosts(costs, costs_file(model_key(runner), runner.ops.arithmetic(), threads))
+        for runner, costs in models
+    ]
 
 
 def kv_names(config: Config, target: Decoder, draft: Decoder | None) -> dict[str, str]:

@@ -9,6 +9,7 @@ from specserve.engine.runner import Runner
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.memory import BlockTable
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
+from specserve.scheduling.cost import StepCosts
 from specserve_drafters import ROOT, Draft, DraftItem, Nodes
 from specserve_drafters.tree import MAX_NODES, TREE_SLOTS
 
@@ -26,6 +27,7 @@ class DraftModel:
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self.runner, self.ops, self.scheduler = runner, runner.ops, scheduler
+        self.costs = StepCosts(scheduler.budget.max_batched_tokens)
         room = len(runner.decoder.rotary.cos) - TREE_SLOTS
         self.max_len = min(runner.decoder.config.max_positions, room)
         self.requests: dict[int, Request] = {}  # of this step

@@ -11,6 +11,7 @@ import torch
 from specserve.block_keys import Keys, KVFormat, prompt_keys
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.guesses import Guesses
+from specserve.engine.kept_costs import KeptCosts
 from specserve.engine.ledger import Told
 from specserve.engine.runner import Answers, KVLost, Runner
 from specserve.engine.step_input import RowGroup, StepInput, build_step_input, draws_of
@@ -46,6 +47,7 @@ class Engine:
         self.formats = self.kv_formats(names or {})  # of the models with a prefix cache
         self.requests: dict[int, Request] = {}  # all that have not ended
         self.stats = Stats()
+        self.kept: list[KeptCosts] = []  # of the models
         self.ids = count()
 
     @property
@@ -312,6 +314,11 @@ class Engine:
             StepOutput(r.id, [], "error", False, 0, 0, r.admitted_at, failure=failure)
             for r in requests
         ]
+
+    def rest(self) -> None:
+        """Do what takes a moment, as no request waits for a step."""
+        for costs in self.kept:
+            costs.keep()
 
     def check(self) -> None:
         """Assert that every block is free, cached, or held by as many tables as it counts."""

@@ -1,12 +1,32 @@
 """What models' steps take, kept on disk for the next start."""
 
 from pathlib import Path
+from time import monotonic
 
 from specserve.scheduling.cost import KnownCosts, StepCosts
 from specserve.version import VERSION
 from specserve_kernels.cpu.compiler import cpu_name, source_hash
 from specserve_kernels.cpu.kept import keep, kept_file, read_kept
 from specserve_kernels.topology import topology
+
+EVERY = 60.0  # seconds: the file is written no more often
+
+
+class KeptCosts:
+    """The costs of a model's steps, and their file."""
+
+    def __init__(self, costs: StepCosts, file: Path | None) -> None:
+        """Begin with what the file holds."""
+        self.costs, self.file, self.written_at = costs, file, float("-inf")
+        known = read_costs(file)
+        if known is not None:
+            costs.begin_with(known)
+
+    def keep(self) -> None:
+        """Write the file, unless that was done a moment ago. Not in a step: it takes a moment."""
+        if monotonic() - self.written_at > EVERY:
+            keep_costs(self.file, self.costs)
+            self.written_at = monotonic()
 
 
 def costs_file(model: str, device: str, threads: str) -> Path | None:

@@ -6,7 +6,6 @@ from time import perf_counter
 
 from specserve.engine.draft_model import USUAL_LAG, DraftModel
 from specserve.scheduling import Request
-from specserve.scheduling.cost import StepCosts
 from specserve.scheduling.growth import Growth
 from specserve.scheduling.trials import Trials
 
@@ -21,13 +20,13 @@ class Levels:
     def __init__(
         self,
         growth: Growth,
-        costs: StepCosts,
         trials: Trials,
         draft_model: DraftModel,
         requests: Sequence[Request],
         max_depth: int,
     ) -> None:
-        self.growth, self.costs, self.trials, self.draft_model = growth, costs, trials, draft_model
+        self.growth, self.trials, self.draft_model = growth, trials, draft_model
+        self.costs = draft_model.costs
         self.requests, self.max_depth = requests, max_depth
         self.context = sum(len(r.token_ids) for r in requests)
         self.tried: list[int] = []  # ids of the requests that it was run for only as a trial

@@ -13,7 +13,6 @@ from specserve.engine.runner import KVLost
 from specserve.engine.source import Pace, Source
 from specserve.engine.user_code import UserCode
 from specserve.scheduling import ScheduledRequest, Scheduler
-from specserve.scheduling.cost import StepCosts
 from specserve.scheduling.planner import Ask, Plan, Planner
 from specserve.scheduling.step import Step
 from specserve.scheduling.trials import Trials
@@ -61,7 +60,6 @@ class PlannedGuesses:
         self.names = (*(s.name for s in sources), *([model.name] if model else []))
         self.ledger = Ledger(self.names, user_code.stats)
         self.planner = Planner(scheduler.costs)
-        self.draft_costs = StepCosts(scheduler.budget.max_batched_tokens)
         self.calibration, self.trials = Calibration(), Trials()
         self.paces = {source.name: Pace() for source in sources}
         self.lately: dict[int, float] = {}  # by request: guesses verified a step
@@ -149,7 +147,7 @@ class PlannedGuesses:
         growth = self.planner.growth(asks, self.step, self.scheduler.guess_rows)
         requests = [root.scheduled.request for root in roots]
         depth = self.model.max_depth
-        levels = Levels(growth, self.draft_costs, self.trials, self.draft_model, requests, depth)
+        levels = Levels(growth, self.trials, self.draft_model, requests, depth)
         try:
             self.model.grow([Grown(root.item, root.trie, root.proposed) for root in roots], levels)
         except KVLost:

@@ -57,6 +57,8 @@ def serve(link: Link, engine: Engine) -> None:
     link.send(report(engine, []))
     while True:
         refused: list[StepOutput] = []
+        if engine.is_idle:
+            engine.rest()
         for payload in link.receive(wait=engine.is_idle):
             commands = decode_commands(payload)
             for asked in commands.add:

@@ -77,9 +77,9 @@ class StepCosts:
         self.ratios: deque[float] = deque(maxlen=RECENT)  # of the latest steps to their estimates
         self.slowdown = 1.0  # by other load, at present
         self.lock = Lock()  # engines that share a model's weights share this, too
+        self.fill()
         if known is not None:
             self.begin_with(known)
-        self.fill()
 
     def seconds(self, rows: int, context: int, requests: int, is_hopeful: bool = False) -> float:
         """Of a step with these rows, at present. `context` counts the tokens whose KV is read.
@@ -203,6 +203,7 @@ class StepCosts:
                     self.stairs[edge].add(seconds)
         if all(0 <= seconds < 1 for seconds in known.added):
             self.added = [*known.added]
+        self.fill()
 
     def known(self) -> KnownCosts:
         stairs = {edge: s.estimate for edge, s in self.stairs.items() if s.estimate}

@@ -4,7 +4,8 @@ import logging
 
 import pytest
 
-from specserve.engine.kept_costs import costs_file, keep_costs, read_costs
+from specserve.engine import kept_costs
+from specserve.engine.kept_costs import KeptCosts, costs_file, keep_costs, read_costs
 from specserve.scheduling.cost import KNOWN, StepCosts
 
 
@@ -57,3 +58,21 @@ def test_without_a_place_nothing_is_kept(monkeypatch):
     file = costs_file("model", "cpu", "2")
     assert file is None and read_costs(file) is None
     keep_costs(file, costs())
+
+
+def test_an_engine_begins_with_what_an_earlier_one_kept(cache, monkeypatch):
+    file, now = costs_file("model", "cpu", "2"), [0.0]
+    monkeypatch.setattr(kept_costs, "monotonic", lambda: now[0])
+    first = KeptCosts(costs(), file)
+    first.keep()
+    written = file.read_text()
+    for _ in range(100):
+        first.costs.observe(16, 0, 1, 0.04)
+    first.keep()
+    assert file.read_text() == written, "a moment ago it was written"
+    now[0] += kept_costs.EVERY + 1
+    first.keep()
+    assert file.read_text() != written
+    second = KeptCosts(StepCosts(64), file)
+    assert second.costs.seconds(8, 0, 1) == pytest.approx(first.costs.seconds(8, 0, 1))
+    assert second.costs.is_known(16)
