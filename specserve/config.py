@@ -135,11 +135,16 @@ class SpeculationConfig(Section, frozen=True):
     """Limits on guesses."""
 
     max_nodes: Annotated[
-        int,
-        Meta(ge=0, le=MAX_NODES),
-        about(f"guesses a request and step, 0 to {MAX_NODES}; 0: no speculation"),
-    ] = 16
-    max_step_nodes: Annotated[Natural, about("guesses a step, over all requests, 0 or more")] = 32
+        Annotated[int, Meta(ge=0, le=MAX_NODES)] | None,
+        about(
+            f"guesses a request and step, 0 to {MAX_NODES}; 0: no speculation; unset: "
+            f"{MAX_NODES} for drafter.name = auto, else 16"
+        ),
+    ] = None
+    max_step_nodes: Annotated[
+        Natural | None,
+        about("guesses a step, over all requests, 0 or more; unset: 256 for auto, else 32"),
+    ] = None
 
 
 class DrafterConfig(Section, frozen=True):
@@ -285,9 +290,21 @@ class Config(Section, frozen=True):
     @property
     def drafter_name(self) -> str:
         """The drafter that all knobs together select; "none" where there is no speculation."""
-        if self.speculation.max_nodes == 0 or self.speculation.max_step_nodes == 0:
+        if self.max_nodes == 0 or self.max_step_nodes == 0:
             return "none"
         return self.drafter.name
+
+    @property
+    def max_nodes(self) -> int:
+        """Guesses that a request may have in a step."""
+        usual = MAX_NODES if self.drafter.name == "auto" else 16
+        return usual if self.speculation.max_nodes is None else self.speculation.max_nodes
+
+    @property
+    def max_step_nodes(self) -> int:
+        """Guesses that all requests together may have in a step."""
+        usual, asked = 256 if self.drafter.name == "auto" else 32, self.speculation.max_step_nodes
+        return usual if asked is None else asked
 
 
 SECTIONS: dict[str, type[Section]] = get_type_hints(Config)

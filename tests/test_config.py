@@ -91,7 +91,7 @@ def test_a_draft_model_beside_a_preset_for_ngrams_names_both_origins():
 
 def test_overrides_are_stronger_than_the_file():
     config = load_config(CONFIGS / "ngram.toml", {"speculation.max_nodes": 3})
-    assert (config.speculation.max_nodes, config.drafter.name) == (3, "ngram")
+    assert (config.max_nodes, config.drafter.name) == (3, "ngram")
 
 
 def test_an_override_without_a_value_takes_back_what_the_file_says(tmp_path):
@@ -170,9 +170,11 @@ def test_what_is_shown_can_be_loaded(tmp_path, overrides):
 
 
 def test_defaults_are_the_designs():
-    s, p = Config().scheduler, Config().speculation
+    s, p = Config().scheduler, Config()
     assert (s.max_running, s.max_batched_tokens, s.prefill_chunk) == (64, 512, 128)
-    assert (p.max_nodes, p.max_step_nodes, Config().memory.block_size) == (16, 32, 16)
+    assert (p.max_nodes, p.max_step_nodes, Config().memory.block_size) == (63, 256, 16)
+    fixed = load_config(None, {"drafter.name": "ngram"})
+    assert (fixed.max_nodes, fixed.max_step_nodes) == (16, 32)
 
 
 def test_what_is_shown_has_every_key():

@@ -148,7 +148,7 @@ def about(llm: LLM) -> Subject:
         model=name_of(config.target),
         draft_model=name_of(config.draft) if needs_draft and config.draft else None,
         drafter=config.drafter_name,
-        max_nodes=config.speculation.max_nodes if is_drafting else 0,
+        max_nodes=config.max_nodes if is_drafting else 0,
         config=without_paths(settings_of(config)),
         threads={name: words for name, words in phases.items() if name.endswith("threads")},
         scaled=scaled_models(llm.folders),
@@ -204,7 +204,7 @@ def drafting(setting: str, base: Config) -> dict[str, Any]:
 
 def nodes(number: int, base: Config) -> dict[str, Any]:
     """Settings for that many guesses a request, and room for them in a step."""
-    most = max(number, base.speculation.max_step_nodes)
+    most = max(number, base.speculation.max_step_nodes or 32)
     return {"speculation.max_nodes": number, "speculation.max_step_nodes": most}
 
 

@@ -141,8 +141,8 @@ def step_budget(config: Config, target: Decoder, draft: Decoder | None) -> StepB
         max_running=c.max_running,
         max_batched_tokens=c.max_batched_tokens,
         prefill_chunk=c.prefill_chunk,
-        max_nodes=config.speculation.max_nodes if has_drafter else 0,
-        max_step_nodes=config.speculation.max_step_nodes if has_drafter else 0,
+        max_nodes=config.max_nodes if has_drafter else 0,
+        max_step_nodes=config.max_step_nodes if has_drafter else 0,
         draft_rows_per_row=rows_in_time_of_one(draft, target) if draft else 1,
     )
 

@@ -72,7 +72,7 @@ def build_pool(
 def rows_of_steps(config: Config) -> tuple[int, int]:
     """Rows of the largest steps, and of those the rows that are read at most."""
     c = config.scheduler
-    return c.max_batched_tokens, c.max_running + config.speculation.max_step_nodes
+    return c.max_batched_tokens, c.max_running + config.max_step_nodes
 
 
 def allocate(plan: PoolPlan, ops: Ops) -> Arena:

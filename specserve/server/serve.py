@@ -94,7 +94,7 @@ async def load(service: Service, start: Start) -> Ready:
     """Read the tokenizer while the engine process loads, and open the service."""
     phases = Phases()
     phases.note("imports", f"{perf_counter() - start.started_at:.2f} s")
-    folders, max_nodes = start.folders, start.config.speculation.max_nodes
+    folders, max_nodes = start.folders, start.config.max_nodes
     with LoadProgress(sys.stderr.isatty()) as bar:
         service.engine.on_loading = bar
         with phases.phase("tokenizer"):
@@ -178,7 +178,7 @@ def introduction(
     config, (host, port) = service.config, address[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(host), str(host))
     url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
-    guesses = f", up to {config.speculation.max_nodes} guesses a step"
+    guesses = f", up to {config.max_nodes} guesses a step"
     has_chat = bool(service.input_processor.tokenizer.chat_template)
     question = "What does shutil.copytree do?" if config.model.path is None else "Hello"
     body = QUESTION % question if has_chat else PREFIX

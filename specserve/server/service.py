@@ -54,7 +54,7 @@ class Service:
     def __init__(self, config: Config, engine: EngineClient) -> None:
         self.config, self.limits, self.engine = config, config.server, engine
         self.name, self.started_at = served_name(config), int(time.time())
-        self.metrics = Metrics(self.name, config.speculation.max_nodes)
+        self.metrics = Metrics(self.name, config.max_nodes)
         self.bodies = BodyReader(self.limits, self.reject)
         # Threads are enough: tokenizing releases the GIL.
         self.text_threads = ThreadPoolExecutor(2, thread_name_prefix="text")

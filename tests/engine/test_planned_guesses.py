@@ -47,7 +47,7 @@ def run(target, sources, max_tokens=60, **sampling):
     """An engine after a request with such sources, which are made from the target's text."""
     case = Case(PROMPT, greedy(max_tokens, **sampling))
     (truth,) = plain(target, [case])
-    engine = engine_for(target, None, "auto")
+    engine = engine_for(target, None, "auto", max_nodes=16)
     engine.scheduler.timed = lambda rows, seconds: None  # rows cost what they do at first
     engine.guesses = planned(engine, *sources(truth))
     (request,) = Watch(engine).run([case])
@@ -92,7 +92,7 @@ def test_a_source_that_takes_more_time_than_it_saves_is_dropped_and_rarely_asked
 def test_sources_are_told_apart_where_they_agree_and_where_they_do_not(target):
     case = Case(PROMPT, greedy(40, return_speculation_details=True))
     (truth,) = plain(target, [case])
-    engine = engine_for(target, None, "auto")
+    engine = engine_for(target, None, "auto", max_nodes=16)
     engine.guesses = planned(
         engine, Oracle("a", truth), Oracle("b", truth), Oracle("c", truth, 0.9, 1)
     )

@@ -30,7 +30,7 @@ async def call(config, spawned, input_processor):
     service = Service(config, engine)
     await engine.connect()
     ready = await engine.ready
-    max_nodes = config.speculation.max_nodes
+    max_nodes = config.max_nodes
     served = ServedModel(service.name, "fp", ready.drafter, max_nodes, [], ready.kv_dtype)
     service.open(input_processor, served, ready)
     sent, stays = [], asyncio.Event()

@@ -36,7 +36,7 @@ def test_the_line_that_the_server_prints_works(server):
 
 def test_a_start_ends_with_what_is_served_how_and_where(server, folder):
     model, drafter, memory, address, _ = server.said
-    assert model == f"serving {folder} as tiny" and drafter.startswith("drafter auto, up to 16")
+    assert model == f"serving {folder} as tiny" and drafter.startswith("drafter auto, up to 63")
     assert re.fullmatch(r"memory \d+ blocks of 16 .*, 18 MiB; up to 512 tokens a request", memory)
     assert re.fullmatch(rf"ready in [\d.]+ s at {server.url}", address)
 

@@ -25,7 +25,7 @@ from tests.server.asking import (
 def test_the_model_is_listed_by_its_served_name(server):
     [card] = server.get("/v1/models").body["data"]
     assert card["id"] == "tiny" and card["object"] == "model" and card["max_model_len"] == 512
-    assert (card["drafter"], card["max_nodes"]) == ("auto", 16) and "scaled" not in card
+    assert (card["drafter"], card["max_nodes"]) == ("auto", 63) and "scaled" not in card
     assert card["kv_dtype"] == "fp32" and "draft_weights" not in card
     form = {"bits": 32, "group": None}
     maps = [form | {"number": 8}, form | {"number": 1, "is_head": True}]
