@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from specserve.config import Config
 from specserve.engine.draft_model import DraftModel
-from specserve.engine.engine import Engine
+from specserve.engine.engine import Engine, seconds
 from specserve.engine.guesses import FixedGuesses, Guesses
 from specserve.engine.kept_costs import KeptCosts, costs_file
 from specserve.engine.loading import Model, Progress, Weights, load_weights
@@ -144,6 +144,8 @@ def step_budget(config: Config, target: Decoder, draft: Decoder | None) -> StepB
         max_nodes=config.max_nodes if has_drafter else 0,
         max_step_nodes=config.max_step_nodes if has_drafter else 0,
         draft_rows_per_row=rows_in_time_of_one(draft, target) if draft else 1,
+        ttft=seconds(c.ttft_ms, None),
+        tpot=seconds(c.tpot_ms, None),
     )
 
 

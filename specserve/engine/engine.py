@@ -167,6 +167,8 @@ class Engine:
         request, draft = item.request, item.draft
         is_fallback = self.draft_model is not None and self.draft_model.is_catching_up(item)
         reason, is_root = finish_reason(request, path.tokens), item.is_root
+        if request.num_output == 0:
+            request.first_token_at = perf_counter()
         if request.num_output == 0 and request.leader is None:
             self.stats.num_looked_up += request.num_prompt
             self.stats.num_cached += request.num_cached
@@ -219,6 +221,7 @@ class Engine:
         ids = [next(self.ids) if id is None else id + i for i in range(len(samplings))]
         salt = samplings[0].cache_salt
         known = keys or self.prompt_keys(prompt, salt)
+        now, budget = perf_counter(), self.scheduler.budget
         choices = [
             Request(
                 id=own,
@@ -227,6 +230,9 @@ class Engine:
                 table=self.table("target", salt, known),
                 draft_table=self.table("draft", salt, known),
                 caller=caller or Caller(ids[0]),
+                arrived_at=now,
+                ttft=seconds(sampling.slo.ttft_ms, budget.ttft),
+                tpot=seconds(sampling.slo.tpot_ms, budget.tpot),
             )
             for own, sampling in zip(ids, samplings, strict=True)
         ]
@@ -340,6 +346,11 @@ def rows_of(item: ScheduledRequest) -> RowGroup:
     if draft.is_chain:
         return RowGroup(r.table, nodes, item.start, len(nodes))
     return RowGroup(r.table, nodes, item.start, len(nodes), item.start, draft.masks())
+
+
+def seconds(asked_ms: float | None, usual: float | None) -> float | None:
+    """A request's target in seconds; the server's where it gives none."""
+    return usual if asked_ms is None else asked_ms / 1000
 
 
 def finish_reason(request: Request, tokens: Sequence[int]) -> str | None:

@@ -12,8 +12,8 @@ from specserve.engine.levels import Levels
 from specserve.engine.runner import KVLost
 from specserve.engine.source import Pace, Source
 from specserve.engine.user_code import UserCode
-from specserve.scheduling import ScheduledRequest, Scheduler
-from specserve.scheduling.planner import Ask, Plan, Planner
+from specserve.scheduling import Request, ScheduledRequest, Scheduler
+from specserve.scheduling.planner import Ask, Plan, Planner, tokens_behind
 from specserve.scheduling.step import Step
 from specserve.scheduling.trials import Trials
 from specserve_drafters import DraftItem
@@ -39,6 +39,10 @@ class Root(msgspec.Struct, eq=False):
     @property
     def trie(self) -> Trie:
         return self.ask.trie
+
+    @property
+    def priority(self) -> int:
+        return self.scheduled.request.sampling.priority
 
     def may_ask(self, source: str) -> bool:
         return self.scheduled.request.sampling.speculation.allows(source)
@@ -79,6 +83,7 @@ class PlannedGuesses:
         if not due:
             return
         roots, spent = [*self.roots.values()], 0.0
+        self.note_targets(roots)
         if self.draft_model is not None:
             self.draft_model.lend([s.request for s in due])
         try:
@@ -113,6 +118,22 @@ class PlannedGuesses:
         trie = Trie(self.calibration, request.id)
         ask = Ask(trie, scheduled.draft_limit, max_depth=depth)
         return Root(scheduled, draft_item(scheduled, limit), ask, {})
+
+    def note_targets(self, roots: Sequence[Root]) -> None:
+        """Note how far requests are behind their targets: those of the most urgent priority that
+        has any, as they come before all others.
+        """
+        late = [root for root in roots if root.scheduled.request.tpot is not None]
+        if not late:
+            return
+        now, step = perf_counter(), self.step
+        takes = self.planner.costs.seconds(step.rows, step.context, step.requests)
+        for root in late:
+            root.ask.behind = behind(root.scheduled.request, now, takes)
+        priorities = [root.priority for root in late if root.ask.behind > 0]
+        for root in late:
+            if root.priority > min(priorities, default=root.priority):
+                root.ask.behind = 0.0
 
     def ask(self, source: Source, roots: Sequence[Root]) -> float:
         """Add a source's candidates; its seconds. One that takes more than it saves is left out."""
@@ -207,3 +228,11 @@ class PlannedGuesses:
         self.lately.pop(id, None)
         for source in self.sources:
             self.user_code.tell(source, "forget", id)
+
+
+def behind(request: Request, now: float, step_seconds: float) -> float:
+    """Tokens that a request lacks to meet its target; none before its first token."""
+    if request.tpot is None or request.num_output == 0:
+        return 0.0
+    since_first = now - request.first_token_at
+    return tokens_behind(request.tpot, since_first, request.num_output, step_seconds)

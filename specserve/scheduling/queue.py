@@ -48,6 +48,8 @@ class Line:
     def __init__(self) -> None:
         self.calls: list[int] = []
         self.requests: dict[int, list[Request]] = {}  # by call; none is empty
+        self.due: list[Request] = []  # with a target for the first token, the next one due first
+        self.num_left = 0  # requests that have left the line
 
     def add(self, request: Request) -> None:
         call = request.caller.call
@@ -55,17 +57,31 @@ class Line:
             insort(self.calls, call)
             self.requests[call] = []
         insort(self.requests[call], request, key=lambda r: r.id)
+        if request.ttft is not None:
+            insort(self.due, request, key=lambda r: r.due_at)
 
     def remove(self, request: Request) -> None:
+        self.num_left += 1
+        if request in self.due:
+            self.due.remove(request)
         call = request.caller.call
         self.requests[call].remove(request)
         if not self.requests[call]:
             self.calls.remove(call)
             del self.requests[call]
 
-    def next(self, places: Places) -> Request:
-        """The first request of the call with the fewest places; of equal calls, of the earliest."""
+    def next(self, places: Places, now: float = 0.0) -> Request:
+        """The first request of the call with the fewest places; of equal calls, of the earliest.
+
+        Every other time it is the one that is nearest to missing its target instead, if its call
+        has no place: so nobody waits for ever behind targets.
+        """
         held = places.of_call
+        while self.due and self.due[0].due_at < now:
+            self.due.pop(0)
+        nearest = next((r for r in self.due if not held[r.caller.call]), None)
+        if nearest is not None and self.num_left % 2 == 0:
+            return nearest
         # Few calls have a place: the first one without is soon found, if there is any.
         idle = next((call for call in self.calls if not held[call]), None)
         call = idle if idle is not None else min(self.calls, key=lambda c: (held[c], c))
@@ -130,11 +146,11 @@ class Queue:
         if not request.is_following:
             self.leave_line(request)
 
-    def next(self, places: Places) -> Request | None:
+    def next(self, places: Places, now: float = 0.0) -> Request | None:
         """The request to admit first; None if no request is in a line."""
         if not self.lines:
             return None
-        firsts = (line.next(places) for line in self.lines[min(self.lines)].values())
+        firsts = (line.next(places, now) for line in self.lines[min(self.lines)].values())
         held = places.of_tenant
         return min(firsts, key=lambda r: (held[r.caller.tenant], r.caller.call, r.id))
 

@@ -22,7 +22,11 @@ class Request(msgspec.Struct, eq=False):
     caller: Caller
     num_prompt: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache when first admitted
-    admitted_at: float = 0.0  # seconds, perf_counter; of the first admission
+    arrived_at: float = 0.0  # seconds, perf_counter
+    admitted_at: float = 0.0  # of the first admission
+    first_token_at: float = 0.0
+    ttft: float | None = None  # seconds: the target for the time from arrival to first token
+    tpot: float | None = None  # and for that of each token after it
     # Of several choices of one prompt the leader computes it; the followers wait for its KV.
     leader: "Request | None" = None
     followers: "list[Request]" = []
@@ -58,6 +62,11 @@ class Request(msgspec.Struct, eq=False):
     def num_left(self) -> int:
         """Tokens that may still be emitted."""
         return self.sampling.max_tokens + self.num_prompt - len(self.token_ids)
+
+    @property
+    def due_at(self) -> float:
+        """When its first token is due."""
+        return float("inf") if self.ttft is None else self.arrived_at + self.ttft
 
     @property
     def is_due(self) -> bool:

@@ -9,10 +9,13 @@ import msgspec
 
 from specserve.memory import BlockPool
 from specserve.scheduling.cost import StepCosts
+from specserve.scheduling.planner import allowed_seconds, prompt_rows
 from specserve.scheduling.queue import Places, Queue
 from specserve.scheduling.request import Request, ScheduledRequest
 from specserve.scheduling.share import prefill_rows, share
 from specserve.scheduling.step import Step
+
+PRESSED = 3.0  # times what its prompt takes: a request with no more time left may miss its target
 
 
 class StepBudget(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +27,8 @@ class StepBudget(msgspec.Struct, frozen=True, kw_only=True):
     max_nodes: int = 16  # guesses of a request
     max_step_nodes: int = 32  # guesses of a step
     draft_rows_per_row: int = 1  # of the draft model, in the time of a row of the target
+    ttft: float | None = None  # seconds: targets of requests that give none
+    tpot: float | None = None
 
 
 class Scheduler:
@@ -74,7 +79,7 @@ class Scheduler:
         chunks = self.plan_chunks(self.prompt_rows(roots, left))
         self.catch_up_rows = self.max_catch_up(roots, chunks)
         left -= sum(chunk.end - chunk.start for chunk in chunks)
-        self.step = step_of([*roots, *chunks])
+        self.step = self.step_of([*roots, *chunks])
         self.guess_rows = min(left, self.budget.max_step_nodes)
         if self.guess_rows > 0:
             for root in roots:
@@ -86,7 +91,34 @@ class Scheduler:
 
     def prompt_rows(self, roots: Sequence[ScheduledRequest], left: int) -> int:
         """Rows that prompts may have beside these roots, of those that are left."""
-        return min(self.budget.prefill_chunk, left) if roots else left
+        if not roots:
+            return left
+        most = left if all(r.request.tpot for r in roots) else min(self.budget.prefill_chunk, left)
+        waiting = sum(r.num_uncomputed for r in self.computing)
+        return prompt_rows(self.step_of(roots), self.costs, waiting, most)
+
+    def slack(self, computing: Sequence[Request]) -> dict[int, float]:
+        """Seconds that prompts have left beyond what computing them takes, by request id: of those
+        that may miss their targets for the first token, but need not.
+        """
+        with_target = [r for r in computing if r.ttft is not None and r.num_output == 0]
+        if not with_target:
+            return {}
+        now, most = perf_counter(), self.budget.prefill_chunk
+        by_row = self.costs.seconds(most, 0, 1) / most
+        takes = {r.id: r.num_uncomputed * by_row for r in with_target}
+        left = {r.id: r.due_at - now - takes[r.id] for r in with_target}
+        return {id: seconds for id, seconds in left.items() if 0 <= seconds < PRESSED * takes[id]}
+
+    def step_of(self, scheduled: Sequence[ScheduledRequest]) -> Step:
+        """The step without guesses, and how long it may take."""
+        step, now = step_of(scheduled), perf_counter()
+        requests = [s.request for s in scheduled if s.is_root and s.request.num_output > 0]
+        targets = [(r.tpot, now - r.first_token_at, r.num_output) for r in requests if r.tpot]
+        if not targets:
+            return step
+        allowed = min(allowed_seconds(*target) for target in targets)
+        return msgspec.structs.replace(step, allowed=allowed)
 
     def timed(self, rows: int, seconds: float) -> None:
         """Learn what the planned step took, with so many rows."""
@@ -122,8 +154,9 @@ class Scheduler:
         A request for which there is no room holds up all behind it, so that a large one does not
         starve. One that needs a block which a running one is computing is set aside instead.
         """
+        now = perf_counter()
         self.waiting.resume(self.running)
-        while self.waiting.lines and (request := self.waiting.next(Places(self.running))):
+        while self.waiting.lines and (request := self.waiting.next(Places(self.running), now)):
             if self.set_aside(request):
                 continue
             if not self.make_place(request):
@@ -252,7 +285,7 @@ class Scheduler:
     def plan_chunks(self, rows: int) -> list[ScheduledRequest]:
         """Parts of prompts; a request has causal rows or a tree in a step, never both."""
         computing = self.computing
-        given = prefill_rows(computing, rows, self.num_plans)
+        given = prefill_rows(computing, rows, self.num_plans, self.slack(computing))
         chunks = [ScheduledRequest(r, r.num_computed, r.num_computed) for r in computing]
         for chunk in chunks:
             rows -= self.grow(chunk, given[chunk.request.id])

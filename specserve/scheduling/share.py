@@ -1,8 +1,9 @@
 """How the rows of a step are shared: evenly, or between the tenants and calls with prompts."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from math import inf
 
 from specserve.scheduling.request import Request
 
@@ -22,10 +23,13 @@ def share(total: int, caps: Sequence[int], step: int) -> list[int]:
     return got
 
 
-def prefill_rows(computing: Sequence[Request], rows: int, step: int) -> dict[int, int]:
+def prefill_rows(
+    computing: Sequence[Request], rows: int, step: int, slack: Mapping[int, float] | None = None
+) -> dict[int, int]:
     """Each prompt's rows, by request id; `computing` is in order of rank.
 
     A smaller priority takes all rows that it can use. Within a priority, tenants share evenly.
+    `slack` has the seconds that requests near to missing their targets have left.
     """
     given: dict[int, int] = {}
     for _, equals in groupby(computing, key=lambda r: r.sampling.priority):
@@ -34,23 +38,29 @@ def prefill_rows(computing: Sequence[Request], rows: int, step: int) -> dict[int
             tenants.setdefault(request.caller.tenant, []).append(request)
         wanted = [sum(r.num_uncomputed for r in prompts) for prompts in tenants.values()]
         for prompts, some in zip(tenants.values(), share(rows, wanted, step), strict=True):
-            given |= tenant_rows(prompts, some, step)
+            given |= tenant_rows(prompts, some, step, slack or {})
             rows -= some
     return given
 
 
-def tenant_rows(prompts: Sequence[Request], rows: int, step: int) -> dict[int, int]:
+def tenant_rows(
+    prompts: Sequence[Request], rows: int, step: int, slack: Mapping[int, float]
+) -> dict[int, int]:
     """Split a tenant's rows: half go to its prompts by rank, so that the earliest takes at most
-    twice as long as it would alone; half to the calls with the least left to compute, so that they
-    need not wait for long prompts.
+    twice as long as it would alone; half to the prompts that are nearest to missing their targets,
+    then to the calls with the least left to compute, so that they need not wait for long prompts.
     """
     left = Counter[int]()
     for request in prompts:
         left[request.caller.call] += request.num_uncomputed
-    shortest = sorted(prompts, key=lambda r: (left[r.caller.call], r.rank))
+
+    def urgency(request: Request) -> tuple[float, int, tuple[int, int]]:
+        return slack.get(request.id, inf), left[request.caller.call], request.rank
+
+    first = sorted(prompts, key=urgency)
     half = (rows + step % 2) // 2  # a single row goes to each half in turn
     given = Counter[int]()
-    fill(given, shortest, half)
+    fill(given, first, half)
     fill(given, prompts, rows - given.total())
     return given
 

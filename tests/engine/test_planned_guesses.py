@@ -4,7 +4,7 @@ import pytest
 
 from specserve.engine import planned_guesses
 from specserve.engine.source import UserSource
-from specserve.exchange.sampling_params import Sampling, SpeculationParams
+from specserve.exchange.sampling_params import Sampling, Slo, SpeculationParams
 from specserve_drafters import Draft
 from specserve_drafters.candidates import Candidate
 from specserve_drafters.lookup import NgramSource
@@ -183,3 +183,22 @@ def test_nonsense_of_a_scored_drafter_costs_no_text(target, found):
 
     engine = run(target, lambda truth: [UserSource("mine", Confused(), 320)])
     assert engine.stats.num_drafted == 0
+
+
+def test_requests_behind_their_targets_say_so_of_the_most_urgent_priority_only(target):
+    engine = engine_for(target, None, "auto", max_nodes=4)
+    seen, choose = [], engine.guesses.planner.choose
+
+    def spy(asks, step, most):
+        seen.append(([ask.behind > 0 for ask in asks], step.allowed))
+        return choose(asks, step, most)
+
+    engine.guesses.planner.choose = spy
+    tight, loose = Slo(tpot_ms=1e-3), Slo(tpot_ms=1e6)
+    for slo, priority in ((tight, 1), (tight, 0), (loose, 0), (Slo(), 0)):
+        engine.add(PROMPT, greedy(9, slo=slo, priority=priority))
+    for _ in range(4):
+        engine.step()
+    behind, allowed = seen[-1]
+    assert behind == [True, False, False, False], "in order of rank, the second request is first"
+    assert allowed == pytest.approx(1e-6)

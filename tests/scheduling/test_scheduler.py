@@ -1,6 +1,7 @@
 """Which requests run, with which rows: a table of plans, then invariants of every step."""
 
 from array import array
+from time import perf_counter
 
 import pytest
 from hypothesis import given, settings
@@ -465,3 +466,57 @@ def finish(s, w, accepts):
         w.request.table.trim()
     if w.request.num_left == 0:
         s.remove(w.request)
+
+
+def with_targets(s, requests, tpot):
+    """Streams that are neither ahead of their targets nor behind; a row costs a millisecond."""
+    for r in requests:
+        r.tpot, r.num_prompt = tpot, len(r.token_ids) - 100
+        r.first_token_at = perf_counter() - 100 * (tpot or 0.0)
+    for size in (1, 16, 64, 256) * 3:
+        s.costs.observe(size, 0, 1, 0.001 * size)
+
+
+@pytest.mark.parametrize(
+    ("tpot", "rows_of_prompts"), [(0.101, 95), (0.0301, 23), (0.01, 16), (None, 32)]
+)
+def test_beside_streams_with_targets_prompts_have_the_rows_that_keep_them(tpot, rows_of_prompts):
+    s = scheduler(max_batched_tokens=512, prefill_chunk=32, max_nodes=0)
+    streams = run(s, [(120, 119)])
+    s.add(request(s, 9, 2000, text=1000))
+    with_targets(s, streams, tpot)
+    assert rows(s.plan())[9] == (rows_of_prompts, 0)
+
+
+def test_a_stream_without_a_target_waits_for_no_more_than_a_chunk():
+    s = scheduler(max_batched_tokens=512, prefill_chunk=32, max_nodes=0)
+    streams = run(s, [(120, 119), (130, 129)])
+    s.add(request(s, 9, 2000, text=1000))
+    with_targets(s, streams[:1], 1.0)
+    assert rows(s.plan())[9] == (32, 0)
+
+
+def test_half_of_the_rows_go_to_the_prompt_nearest_to_missing_its_target():
+    s = scheduler(max_batched_tokens=64, prefill_chunk=64)
+    prompts = run(s, [(400, 0), (300, 0), (200, 0), (350, 0)])
+    for _ in range(3):
+        s.costs.observe(64, 0, 1, 0.064)
+    for r, ttft in zip(prompts, (None, 0.35, 100.0, 0.6), strict=True):
+        r.ttft, r.arrived_at = ttft, perf_counter()
+    given = rows(s.plan())
+    assert {id: n for id, (n, _) in given.items()} == {0: 32, 1: 32}
+    prompts[1].ttft = 0.2  # it cannot be met any more
+    assert rows(s.plan())[3] == (32, 0)
+
+
+def test_who_is_due_first_is_admitted_every_other_time():
+    s = scheduler(max_running=3)
+    for id in range(6):
+        s.add(r := request(s, id, 10, text=1000 * id))
+        s.waiting.remove(r)
+        r.ttft, r.arrived_at = {5: 60.0, 4: 90.0, 3: 0.001}.get(id), perf_counter() - 1
+        s.add(r)
+    for line in s.waiting.lines[0].values():
+        line.num_left = 0
+    s.plan()
+    assert sorted(ids(s.running)) == [0, 4, 5], "the target of request 3 is missed already"
