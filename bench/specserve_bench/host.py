@@ -39,6 +39,8 @@ SETTINGS = (
     Setting("ngram", 32, 0.0),
     Setting("model", 1, 0.0),
     Setting("model", 32, 0.0),
+    Setting("auto", 1, 0.0),
+    Setting("auto", 32, 0.0),
 )
 
 
@@ -59,7 +61,7 @@ def host_figures() -> dict[str, Any]:
 def load() -> dict[str, LLM]:
     """An LLM for each drafter; all share the weights."""
     settings, llms = {"memory.kv_bytes": 1 << 28}, dict[str, LLM]()
-    for drafter in ("model", "ngram", "none"):
+    for drafter in ("model", "ngram", "none", "auto"):
         known = llms["model"].weights if llms else ()
         llms[drafter] = LLM(drafter=drafter, set=settings, progress=False, weights=known)
     return llms
