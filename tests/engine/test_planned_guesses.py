@@ -131,6 +131,9 @@ def test_a_request_has_the_guesses_that_it_asks_for(target, asked, sources, node
     drafts = []
 
     class Watched(Oracle):
+        def candidates(self, items):  # more and deeper than it was asked for
+            return [self.chain(self.truth[len(i.known) :][:20]) for i in items]
+
         def observe(self, id, draft, accepted):
             drafts.append(draft)
 
