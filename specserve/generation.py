@@ -1,12 +1,13 @@
 """One request as its caller sees it: its text and tokens so far, counts and times."""
 
 from collections.abc import Sequence
+from operator import add
 from time import perf_counter
 
 import msgspec
 
 from specserve.exchange.sampling_params import Sampling
-from specserve.exchange.step_output import StepOutput
+from specserve.exchange.step_output import SourceCounts, StepOutput, Tree
 from specserve.models.tokenizer import Tokenizer
 from specserve.text import TextStream
 
@@ -26,6 +27,15 @@ class Timing(msgspec.Struct, frozen=True):
     total_ms: float
 
 
+class StepDetails(msgspec.Struct, frozen=True):
+    """Where the tokens of one step came from."""
+
+    tokens: list[int]
+    ends: list[int]  # characters of the choice's text, up to and with each token's
+    sources: list[int]  # of each token, as in `Tree.sources`; 0 is the target alone
+    tree: Tree  # of the guesses that the step verified
+
+
 class Speculation(msgspec.Struct, frozen=True):
     drafter: str
     steps: int  # target steps that had a root
@@ -33,6 +43,8 @@ class Speculation(msgspec.Struct, frozen=True):
     accepted: int
     mean_acceptance_length: float | None  # None where nothing was drafted
     fallbacks: int  # drafts made by n-grams, as the draft model had not caught up
+    sources: dict[str, SourceCounts] = {}  # by name, of those that proposed anything
+    details: list[StepDetails] = []  # of every step, where the request asked for them
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -76,6 +88,8 @@ class Generation:
         self.steps: list[tuple[int, int]] = []  # drafted, accepted: of each verified step
         self.num_step_tokens = 0  # emitted by those steps
         self.num_cached = self.num_fallbacks = 0
+        self.sources: dict[str, SourceCounts] = {}
+        self.details: list[StepDetails] = []
         self.arrived = perf_counter()
         self.admitted_at = self.first_token_at = self.last_token_at = 0.0
 
@@ -91,15 +105,21 @@ class Generation:
         self.num_fallbacks += output.is_fallback
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
-        text, num_tokens, is_stopped = self.stream.push(output.tokens)
+        text, num_tokens, is_stopped, ends = self.stream.push(output.tokens)
         self.finish_reason = "stop" if is_stopped else output.finish_reason
         if self.is_done and not is_stopped:
             text += self.stream.finish()
+        if self.sampling.return_speculation_details:
+            ends[-1:] = [len(text)] if ends else []  # what was held back is the last token's
+            self.details.append(details(output, [len(self.text) + end for end in ends]))
         self.token_ids += output.tokens[:num_tokens]
         self.text += text
         if output.is_verified:
             self.steps.append((output.num_drafted, output.num_accepted))
             self.num_step_tokens += num_tokens
+        for name, counts in output.sources.items():
+            before = self.sources.get(name, SourceCounts(0, 0, 0))
+            self.sources[name] = SourceCounts(*map(add, before, counts))
         return text
 
     @property
@@ -128,6 +148,8 @@ class Generation:
             accepted=self.num_accepted,
             mean_acceptance_length=self.num_step_tokens / len(self.steps) if drafted else None,
             fallbacks=self.num_fallbacks,
+            sources=self.sources,
+            details=self.details,
         )
 
     def said(self, drafter: str) -> Choice:
@@ -139,6 +161,13 @@ class Generation:
             timing=self.timing(),
             speculation=self.speculation(drafter),
         )
+
+
+def details(output: StepOutput, ends: list[int]) -> StepDetails:
+    """Of the step's tokens up to the one that completed a stop string: one for each end."""
+    tree = output.tree or Tree([], [], [], [])
+    bits = [tree.sources[node - 1] for node in tree.accepted] + [0]  # the bonus token was no guess
+    return StepDetails(output.tokens[: len(ends)], ends, bits[: len(ends)], tree)
 
 
 def output(choices: Sequence[Generation], drafter: str) -> Output:

@@ -33,11 +33,13 @@ def load_text_files(model: Path, draft: Path | None = None) -> TextFiles:
     return TextFiles(tokenizer, defaults)
 
 
-def make_input_processor(files: TextFiles, vocab_size: int, max_model_len: int) -> "InputProcessor":
+def make_input_processor(
+    files: TextFiles, vocab_size: int, max_model_len: int, sources: tuple[str, ...] = ()
+) -> "InputProcessor":
     """Drops end-of-text ids beyond `vocab_size`, which the model cannot emit."""
     ends = tuple(token for token in files.defaults.eos_token_ids if token < vocab_size)
     defaults = msgspec.structs.replace(files.defaults, eos_token_ids=ends)
-    return InputProcessor(files.tokenizer, defaults, max_model_len, vocab_size)
+    return InputProcessor(files.tokenizer, defaults, max_model_len, vocab_size, sources)
 
 
 class InputProcessor(msgspec.Struct, frozen=True):
@@ -47,6 +49,7 @@ class InputProcessor(msgspec.Struct, frozen=True):
     defaults: GenerationDefaults
     max_model_len: int
     vocab_size: int
+    sources: tuple[str, ...] = ()  # of guesses, that the engine has
 
     def read(self, prompt: Any) -> list[int]:
         """The token ids of a prompt, given as text or ids; RequestError if it cannot be served."""
@@ -141,4 +144,16 @@ class InputProcessor(msgspec.Struct, frozen=True):
         """The parameters, checked and resolved, for a prompt of `num_prompt` tokens."""
         sampling = resolve(params, self.defaults, self.max_model_len - num_prompt)
         self.check_ids(params.stop_token_ids, "stop_token_ids")
+        self.check_sources(sampling.speculation.sources or ())
         return sampling
+
+    def check_sources(self, names: Sequence[str]) -> None:
+        """RequestError for a source that the engine lacks: its guesses would be waited for."""
+        for name in names:
+            if name not in self.sources:
+                known = ", ".join(self.sources) or "none, as this engine does not speculate"
+                raise RequestError(
+                    f"speculation.sources: {name!r:.50} is no source of guesses here: there are "
+                    f"{known}",
+                    "speculation.sources",
+                )

@@ -14,6 +14,7 @@ from specserve.engine.loading import Model, Weights, check_device
 from specserve.errors import ConfigError, Overloaded, RequestError
 from specserve.exchange.caller import Caller
 from specserve.exchange.sampling_params import SamplingParams, choices_of
+from specserve.exchange.speculation_state import SpeculationState
 from specserve.generation import Generation, Output, output
 from specserve.input_processor import load_text_files, make_input_processor
 from specserve.interrupts import interrupts_held
@@ -73,7 +74,10 @@ class LLM:
         with LoadProgress(progress) as bar:
             self.loaded = build(self.config, bar, phases, weights)
         self.input_processor = make_input_processor(
-            files, self.loaded.vocab_size, self.loaded.max_model_len
+            files,
+            self.loaded.vocab_size,
+            self.loaded.max_model_len,
+            self.loaded.engine.sources,
         )
         self.tokenizer = self.input_processor.tokenizer
         if progress:
@@ -164,6 +168,11 @@ class LLM:
     def memory(self) -> dict[str, int]:
         """Blocks by holder; what several requests share counts once."""
         return self.engine.memory()
+
+    def speculation(self) -> SpeculationState:
+        """What guesses and rows have cost and brought so far, and the limits on guesses."""
+        with self.lock:
+            return self.engine.speculation()
 
     def reset_cache(self) -> None:
         """Empty the prefix cache: later prompts are computed from their first token."""

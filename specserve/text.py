@@ -16,6 +16,7 @@ class Piece(NamedTuple):
     text: str
     num_tokens: int  # of those given, up to the one that completed a stop string
     is_stopped: bool
+    ends: list[int]  # characters of the text, up to and with each of those tokens'
 
 
 class TextStream:
@@ -39,15 +40,16 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int]) -> Piece:
         """Take a step's tokens, in order, up to the one that completes a stop string."""
-        shown = ""
+        shown, ends = "", list[int]()
         for n, token in enumerate(token_ids, 1):
             self.unread.append(token)
             self.held += self.take(is_last=len(self.unread) > MAX_UNREAD)
             if (at := self.find_stop()) is not None:
                 text, self.held = shown + self.held[:at], ""
-                return Piece(text, n, True)
+                return Piece(text, n, True, [*ends, len(text)])
             shown += self.release()
-        return Piece(shown, len(token_ids), False)
+            ends.append(len(shown))
+        return Piece(shown, len(token_ids), False, ends)
 
     def finish(self) -> str:
         """The text that was held back, for after the last token."""

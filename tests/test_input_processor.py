@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from specserve import LLM, SamplingParams
+from specserve import LLM, SamplingParams, SpeculationParams
 from specserve.errors import PromptTooLong, RequestError
 from specserve.input_processor import TextFiles, load_text_files, make_input_processor
 from specserve.models.chat_template import ChatTemplate
@@ -114,3 +114,17 @@ def test_wrong_parameters_are_refused_before_anything_is_tokenized(llm, monkeypa
     with pytest.raises(RequestError, match="temperature"):
         llm.generate("the cat", SamplingParams(temperature=-1))
     assert tokenizer.asked == []
+
+
+@pytest.mark.parametrize(
+    ("sources", "words"),
+    [(("ngram", "model"), "'suffix' .* there are ngram, model"), ((), "'ngram' .* none, as")],
+)
+def test_a_source_that_the_engine_lacks_is_refused_with_those_it_has(folder, sources, words):
+    processor = make_input_processor(load_text_files(folder), V, LENGTH, sources)
+    asked = SamplingParams(speculation=SpeculationParams(sources=("ngram", "suffix")))
+    with pytest.raises(RequestError, match=words) as e:
+        processor.resolve(asked)
+    assert e.value.param == "speculation.sources"
+    for names in (sources, (), None):
+        processor.resolve(SamplingParams(speculation=SpeculationParams(sources=names)))

@@ -5,11 +5,12 @@ from array import array
 from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
-from specserve import LLM, SamplingParams
+from specserve import LLM, SamplingParams, Slo, SpeculationParams
 from specserve.errors import ConfigError, Overloaded, PromptTooLong, RequestError
 from specserve.generation import Generation
 from tests.checkpoints import EOS, tiny_checkpoint, tiny_tokenizer
@@ -52,6 +53,27 @@ def test_an_output_tells_all_that_there_is_to_know(llm):
     assert 0 < o.timing.ttft_ms <= o.timing.total_ms
     assert o.timing.tpot_ms == pytest.approx((o.timing.total_ms - o.timing.ttft_ms) / 11)
     assert o.speculation.drafter == "auto"
+
+
+def test_the_text_is_the_same_whatever_is_asked_of_speculation(llm):
+    want = [o.token_ids for o in llm.generate("the cat sat", GREEDY)]
+    for asked in ({"enabled": False}, {"sources": ()}, {"max_nodes": 1}, {"max_depth": 1}):
+        speculation = SpeculationParams(**asked)
+        params = msgspec.structs.replace(GREEDY, speculation=speculation, slo=Slo(tpot_ms=0.01))
+        assert [o.token_ids for o in llm.generate("the cat sat", params)] == want
+
+
+def test_every_step_is_told_to_who_asks(llm):
+    params = msgspec.structs.replace(GREEDY, return_speculation_details=True)
+    (o,) = llm.generate("the cat sat on the mat", params)
+    assert [token for step in o.speculation.details for token in step.tokens] == o.token_ids
+    assert o.speculation.details[-1].ends[-1] == len(o.text)
+    assert llm.generate("the cat", GREEDY)[0].speculation.details == []
+
+
+def test_what_speculation_goes_by_can_be_asked_for(llm):
+    state = llm.speculation()
+    assert (state.max_nodes, state.sources) == (llm.config.max_nodes, ("ngram",))
 
 
 def test_without_guesses_there_is_no_acceptance_length(folder):

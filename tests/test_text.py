@@ -142,7 +142,14 @@ def test_the_prompt_is_no_part_of_a_stop():
 def test_a_token_that_completes_a_stop_and_goes_on_shows_none_of_it():
     text = TextStream(tiny_tokenizer(), [], ["th"])
     (token,) = encode("the")
-    assert text.push([*encode("a"), token, token]) == ("a", 2, True)
+    assert text.push([*encode("a"), token, token]) == ("a", 2, True, [1, 1])
+
+
+def test_each_token_ends_where_the_text_that_it_lets_out_does():
+    text = TextStream(tiny_tokenizer(), [], ["ab!"])
+    piece = text.push([*encode("x"), *encode("a"), *encode("b"), *encode("c")])
+    assert (piece.text, piece.ends) == ("xabc", [1, 1, 1, 4])
+    assert text.push(encode("🙂")).ends == [0, 0, 0, 1]
 
 
 def test_a_character_split_over_tokens_waits_for_its_last_byte():
@@ -202,7 +209,7 @@ def test_ids_without_text_inside_a_stop_do_not_hide_it():
 
 def test_nothing_said_is_no_text():
     text = TextStream(tiny_tokenizer(), encode("x"), ["a"])
-    assert text.push([]) == ("", 0, False)
+    assert text.push([]) == ("", 0, False, [])
     assert text.finish() == ""
 
 

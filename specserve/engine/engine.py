@@ -14,11 +14,13 @@ from specserve.engine.guesses import Guesses
 from specserve.engine.kept_costs import KeptCosts
 from specserve.engine.ledger import Told
 from specserve.engine.runner import Answers, KVLost, Runner
+from specserve.engine.state import cost_state
 from specserve.engine.step_input import RowGroup, StepInput, build_step_input, draws_of
 from specserve.engine.verify import Node, Path, walk
 from specserve.errors import RequestError
 from specserve.exchange.caller import Caller
 from specserve.exchange.sampling_params import Sampling
+from specserve.exchange.speculation_state import SpeculationState
 from specserve.exchange.step_output import Stats, StepOutput
 from specserve.memory import BlockPool, BlockTable
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
@@ -330,6 +332,19 @@ class Engine:
         """Assert that every block is free, cached, or held by as many tables as it counts."""
         tables = [t.blocks for r in self.requests.values() for t in (r.table, r.draft_table)]
         self.pool.check(tables)
+
+    def speculation(self) -> SpeculationState:
+        """What guesses are chosen by at present."""
+        budget, costs = self.scheduler.budget, {"target": self.scheduler.costs}
+        if self.draft_model is not None:
+            costs["draft"] = self.draft_model.costs
+        state = SpeculationState(
+            sources=self.sources,
+            max_nodes=budget.max_nodes,
+            max_step_nodes=budget.max_step_nodes,
+            costs={model: cost_state(of_model) for model, of_model in costs.items()},
+        )
+        return state if self.guesses is None else self.guesses.tell(state)
 
     def memory(self) -> dict[str, int]:
         """Number of blocks by holder; a shared block counts once."""

@@ -8,6 +8,7 @@ from specserve.engine.draft_model import DraftModel
 from specserve.engine.ledger import DraftSources, Ledger, Told
 from specserve.engine.runner import KVLost
 from specserve.engine.user_code import UserCode
+from specserve.exchange.speculation_state import SpeculationState
 from specserve.scheduling import ScheduledRequest, Scheduler
 from specserve_drafters import Draft, Drafter, DraftItem
 
@@ -34,6 +35,10 @@ class Guesses(Protocol):
 
     def forget(self, id: int) -> None:
         """Drop what is kept of a request: it has ended."""
+        ...
+
+    def tell(self, state: SpeculationState) -> SpeculationState:
+        """The engine's state, with what guesses are chosen by."""
         ...
 
 
@@ -92,6 +97,9 @@ class FixedGuesses:
 
     def forget(self, id: int) -> None:
         self.user_code.tell(self.drafter, "forget", id)
+
+    def tell(self, state: SpeculationState) -> SpeculationState:
+        return state
 
 
 def draft_item(item: ScheduledRequest, limit: int) -> DraftItem:

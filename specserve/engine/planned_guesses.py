@@ -11,7 +11,9 @@ from specserve.engine.ledger import DraftSources, Ledger, Told
 from specserve.engine.levels import Levels
 from specserve.engine.runner import KVLost
 from specserve.engine.source import Pace, Source
+from specserve.engine.state import calibration_state, plan_state
 from specserve.engine.user_code import UserCode
+from specserve.exchange.speculation_state import SpeculationState
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.planner import Ask, Plan, Planner, tokens_behind
 from specserve.scheduling.step import Step
@@ -70,6 +72,7 @@ class PlannedGuesses:
         # Of the step:
         self.step = Step(0, 0, 0, 0)
         self.plan: Plan | None = None
+        self.last: tuple[Plan, Step] | None = None  # of the latest step that had a plan
         self.roots: dict[int, Root] = {}  # by request
         self.taken: dict[str, float] = {}  # seconds of each source that was asked
         self.saved: dict[str, float] = {}  # seconds, by source
@@ -97,6 +100,7 @@ class PlannedGuesses:
         asks = [root.ask for root in roots]
         self.plan = self.planner.choose(asks, self.step, self.scheduler.guess_rows)
         self.cut(roots, self.plan)
+        self.last = self.plan, self.step
 
     def settle(self) -> None:
         """Note what the step before has shown of the sources' pace."""
@@ -228,6 +232,13 @@ class PlannedGuesses:
         self.lately.pop(id, None)
         for source in self.sources:
             self.user_code.tell(source, "forget", id)
+
+    def tell(self, state: SpeculationState) -> SpeculationState:
+        return msgspec.structs.replace(
+            state,
+            calibration=calibration_state(self.calibration),
+            plan=None if self.last is None else plan_state(*self.last),
+        )
 
 
 def behind(request: Request, now: float, step_seconds: float) -> float:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 
@@ -14,6 +14,7 @@ from specserve.exchange.messages import Add, EngineCommands, Failed, Loading, Re
 from specserve.exchange.messages import decode_reply as decode
 from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.spawn import Spawned
+from specserve.exchange.speculation_state import SpeculationState
 from specserve.exchange.step_output import StepOutput
 
 
@@ -46,6 +47,8 @@ class EngineClient(asyncio.Protocol):
         self.resets: dict[asyncio.Future[None], int] = {}  # -> num_resets that completes it
         self.num_resets = 0  # sent to the engine
         self.is_reset_due = False
+        self.asking: list[asyncio.Future[SpeculationState]] = []  # for the next state that comes
+        self.is_state_due = False
         self.transport: asyncio.WriteTransport | None = None
 
     async def connect(self) -> None:
@@ -93,15 +96,27 @@ class EngineClient(asyncio.Protocol):
         self.resets[future] = self.num_resets + 1
         await future
 
+    async def speculation(self) -> SpeculationState:
+        """What the engine's speculation goes by; EngineDied if the process ends before it tells."""
+        if self.died.is_set():
+            raise EngineDied("the engine process has ended")
+        self.flush_soon()
+        self.is_state_due = True
+        future: asyncio.Future[SpeculationState] = self.loop.create_future()
+        self.asking.append(future)
+        return await future
+
     def flush_soon(self) -> None:
         """Send everything that is queued in one turn of the event loop as one message."""
-        if not (self.adds or self.finishes or self.is_reset_due):
+        if not (self.adds or self.finishes or self.is_reset_due or self.is_state_due):
             self.loop.call_soon(self.flush)
 
     def flush(self) -> None:
-        commands = EngineCommands(self.adds, self.finishes, self.is_reset_due)
+        due = self.is_reset_due, self.is_state_due
+        commands = EngineCommands(self.adds, self.finishes, *due)
         self.num_resets += self.is_reset_due
-        self.adds, self.finishes, self.is_reset_due = [], [], False
+        self.adds, self.finishes = [], []
+        self.is_reset_due = self.is_state_due = False
         if self.transport is not None and not self.died.is_set():
             self.transport.write(frame(commands))
 
@@ -121,6 +136,8 @@ class EngineClient(asyncio.Protocol):
             match decode(payload):
                 case Report() as report:
                     self.deliver(report)
+                case SpeculationState() as state:
+                    self.tell(state)
                 case Loading(name, done, total):
                     self.on_loading(name, done, total)
                 case Ready() as ready:
@@ -144,12 +161,19 @@ class EngineClient(asyncio.Protocol):
                     future.set_result(None)
         self.on_report(report)
 
+    def tell(self, state: SpeculationState) -> None:
+        asking, self.asking = self.asking, []
+        for future in asking:
+            if not future.done():  # else the caller was cancelled
+                future.set_result(state)
+
     def connection_lost(self, exc: Exception | None) -> None:
         self.died.set()
         message = "the engine process has ended: the answer cannot be finished"
         if not self.ready.done():
             self.ready.set_exception(EngineDied("the engine process ended while it was loading"))
-        for future in self.resets:
+        waiting: list[asyncio.Future[Any]] = [*self.resets, *self.asking]
+        for future in waiting:
             if not future.done():
                 future.set_exception(EngineDied(message))
         listeners, self.listeners = self.listeners, {}

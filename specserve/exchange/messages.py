@@ -6,6 +6,7 @@ from specserve.block_keys import Keys, KVFormat
 from specserve.exchange.caller import Caller
 from specserve.exchange.frames import pack
 from specserve.exchange.sampling_params import Sampling
+from specserve.exchange.speculation_state import SpeculationState
 from specserve.exchange.step_output import Stats, StepOutput
 from specserve.models.weight_forms import WeightForms
 
@@ -34,6 +35,7 @@ class EngineCommands(msgspec.Struct, frozen=True):
     add: list[Add]
     finish: list[int]
     reset_cache: bool = False
+    tell_speculation: bool = False  # the answer is a `SpeculationState`
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -77,7 +79,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     stats: Stats
 
 
-FromEngine = Loading | Failed | Ready | Report
+FromEngine = Loading | Failed | Ready | Report | SpeculationState
 
 encode = msgspec.msgpack.Encoder().encode
 decode_commands = msgspec.msgpack.Decoder(EngineCommands).decode

@@ -13,7 +13,7 @@ class SourceCounts(NamedTuple):
     accepted: int
 
 
-class Tree(msgspec.Struct, frozen=True, array_like=True):
+class Tree(msgspec.Struct, frozen=True):
     """The verified guesses of a step: `tokens[k - 1]` is node k, below node `parents[k - 1]` < k.
 
     Node 0 is the root, the last token before the step.

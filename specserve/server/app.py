@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -36,6 +37,7 @@ def make_app(service: Service) -> Starlette:
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/models", list_models),
         Route("/v1/models/{id:path}", show_model),
+        Route("/v1/speculation", speculation),
         Route("/v1/cache/reset", reset_cache, methods=["POST"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
@@ -171,16 +173,26 @@ def card(service: Service) -> dict[str, Any]:
 
 
 def details(served: ServedModel) -> dict[str, Any]:
-    """Fields that OpenAI lacks: the drafter, its limit, the forms of weights and KV, and which
-    models are scaled demos.
+    """Fields that OpenAI lacks: the drafter, its limit and sources, the forms of weights and KV,
+    and which models are scaled demos.
     """
     kept = {"weights": served.weights, "kv_dtype": served.kv_dtype}
     fields = {"drafter": served.drafter, "max_nodes": served.max_nodes, **kept}
+    fields["sources"] = served.sources
     if served.draft_weights is not None:
         fields["draft_weights"] = served.draft_weights
     if served.scaled:
         fields["scaled"] = served.scaled
     return fields
+
+
+async def speculation(request: Request) -> Response:
+    service: Service = request.app.state.service
+    service.check_open()
+    state = msgspec.structs.asdict(await service.engine.speculation())
+    scheduler = service.config.scheduler
+    targets = {"ttft_ms": scheduler.ttft_ms, "tpot_ms": scheduler.tpot_ms}
+    return json_response({"object": "speculation"} | state | {"slo": targets})
 
 
 async def reset_cache(request: Request) -> Response:

@@ -14,8 +14,8 @@ from specserve.errors import EngineDied, Overloaded, SpecserveError
 from specserve.exchange.caller import Caller
 from specserve.exchange.client import EngineClient
 from specserve.exchange.sampling_params import Sampling
-from specserve.exchange.step_output import StepOutput
-from specserve.generation import Generation
+from specserve.exchange.step_output import SourceCounts, StepOutput
+from specserve.generation import Generation, StepDetails
 from specserve.server.metrics import Metrics
 
 TENANT = "specserve.tenant"  # a key of the ASGI scope
@@ -41,6 +41,7 @@ class ChoiceDelta(NamedTuple):
     choice: int
     text: str
     is_last: bool
+    details: StepDetails | None = None  # where the request asked for them
 
 
 class LiveCompletion:
@@ -167,6 +168,7 @@ class LiveCompletion:
         drafted, accepted = sum(d for d, _ in steps), sum(a for _, a in steps)
         num_tokens = sum(g.num_step_tokens for g in self.generations)
         histogram = Counter(a for _, a in steps)
+        asked = self.firsts[0].sampling.speculation
         return {
             "mean_acceptance_length": num_tokens / len(steps) if steps else None,
             "draft_acceptance_rate": accepted / drafted if drafted else None,
@@ -174,8 +176,19 @@ class LiveCompletion:
             "num_spec_steps": len(steps),
             "num_accepted_draft_tokens": accepted,
             "num_draft_tokens": drafted,
-            "num_spec_tokens": max_nodes,
+            "num_spec_tokens": asked.most_nodes(max_nodes),
             "num_draft_fallbacks": sum(g.num_fallbacks for g in self.generations),
+            "sources": self.sources(),
+        }
+
+    def sources(self) -> dict[str, dict[str, int]]:
+        """Guesses by source, of those that proposed any."""
+        names = dict.fromkeys(name for g in self.generations for name in g.sources)
+        none = SourceCounts(0, 0, 0)
+        every = {n: [g.sources.get(n, none) for g in self.generations] for n in names}
+        return {
+            name: dict(zip(SourceCounts._fields, map(sum, zip(*counts, strict=True)), strict=True))
+            for name, counts in every.items()
         }
 
     @property
@@ -216,7 +229,9 @@ class ChoiceListener:
         completion.metrics.on_tokens(generation, *before)
         if generation.is_done:  # the engine does not look for stop strings
             completion.engine.finish(generation.id)
-        completion.deltas.append(ChoiceDelta(self.index, text, generation.is_done))
+        details = generation.details[-1] if generation.details else None
+        delta = ChoiceDelta(self.index, text, generation.is_done, details)
+        completion.deltas.append(delta)
         completion.wake()
 
     def fail(self, message: str) -> None:

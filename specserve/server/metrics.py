@@ -16,6 +16,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from specserve.exchange.messages import Ready, Report
 from specserve.exchange.step_output import Stats
 from specserve.generation import Generation
+from specserve.server.source_metrics import SourceMetrics
 
 # From half a millisecond on: vLLM's smallest bucket is longer than a step of a small model.
 FAST = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08)
@@ -63,6 +64,8 @@ class Metrics:
             registry=self.registry,
         )
         self.accepted_at = [per_position.labels(model, "0", str(i)) for i in range(max_nodes)]
+        self.sources = SourceMetrics(model)
+        self.registry.register(self.sources)
         self.rows = self.counter("specserve_rows", "Rows that the target computed.")
         self.wasted = self.counter("specserve_wasted_rows", "Rows of guesses not accepted.")
         self.drafter_errors = self.counter("specserve_drafter_errors", "Failures of the drafter.")
@@ -176,6 +179,7 @@ class Metrics:
         self.looked_up.inc(stats.num_looked_up - before.num_looked_up)
         self.cached.inc(stats.num_cached - before.num_cached)
         self.drafter_errors.inc(stats.drafter_errors - before.drafter_errors)
+        self.sources.sums = stats.sources
         if stats.num_steps > before.num_steps:
             self.step_tokens.observe(stats.num_rows - before.num_rows)
             self.step_seconds.observe(stats.step_seconds - before.step_seconds)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from specserve.generation import Generation
+from specserve.generation import Generation, StepDetails
 from specserve.server.body import Body
 from specserve.server.live_completion import ChoiceDelta, LiveCompletion
 from specserve.server.refusal import error_body, error_response
@@ -67,11 +67,12 @@ class CompletionWriter:
         """The chunks of one choice's step; none if it adds no text that can be sent yet.
 
         The first step always has one, as clients take that for the first token, even where the
-        text of this token is still held back.
+        text of this token is still held back; and so has every step that is told in detail.
         """
         is_first = delta.choice not in self.begun
-        if delta.text or (is_first and not delta.is_last):
-            yield self.chunk(self.choice(delta.choice, delta.text))
+        if delta.text or delta.details or (is_first and not delta.is_last):
+            choice = self.choice(delta.choice, delta.text)
+            yield self.chunk(choice | self.details([delta.details] if delta.details else []))
         if delta.is_last:
             generation = self.completion.generations[delta.choice]
             self.num_ended += 1
@@ -84,6 +85,12 @@ class CompletionWriter:
         piece = self.schema.piece(text, index not in self.begun)
         self.begun.add(index)
         return {"index": index, **piece, "logprobs": None, "finish_reason": reason}
+
+    def details(self, steps: Sequence[StepDetails]) -> dict[str, Any]:
+        """Where tokens came from; nothing where the request did not ask for it."""
+        if not steps:
+            return {}
+        return {"speculation": {"sources": self.served.sources, "steps": steps}}
 
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self.head | {"choices": [choice]}
@@ -113,6 +120,7 @@ class CompletionWriter:
             "logprobs": None,
             "finish_reason": generation.finish_reason,
             "seed": generation.sampling.seed,
+            **self.details(generation.details),
         }
 
     def statistics(self) -> dict[str, Any]:

@@ -104,8 +104,9 @@ async def load(service: Service, start: Start) -> Ready:
     identity, scaled = fingerprint(folders.target, ready), scaled_models(folders)
     names = service.name, identity, ready.drafter
     kept = ready.kv_dtype, ready.weights, ready.draft_weights
-    served = ServedModel(*names, max_nodes, scaled, *kept)
-    service.open(make_input_processor(files, ready.vocab_size, ready.max_model_len), served, ready)
+    served = ServedModel(*names, max_nodes, scaled, *kept, ready.sources)
+    limits = ready.vocab_size, ready.max_model_len
+    service.open(make_input_processor(files, *limits, ready.sources), served, ready)
     show_phases(phases.table | ready.phases)
     keep_objects()
     return ready

@@ -46,6 +46,7 @@ class ServedModel(NamedTuple):
     kv_dtype: str
     weights: WeightForms = WeightForms()
     draft_weights: WeightForms | None = None
+    sources: tuple[str, ...] = ()  # of guesses
 
 
 class Service:

@@ -44,9 +44,9 @@ def engine_thread(config):
 
 
 @contextlib.contextmanager
-def server_threads(folder):
+def server_threads(folder, **settings):
     """Both halves of a server, ready; what tests ask of a `ServerProcess` can be asked of it."""
-    config = config_of(folder, **{"server.port": 0})
+    config = config_of(folder, **{"server.port": 0} | settings)
     server = ServerProcess.__new__(ServerProcess)
     with listen(config.server) as listener:
         server.port = listener.getsockname()[1]

@@ -63,6 +63,9 @@ SHARED = {
     "tools": None,
     "response_format": {"type": "text"},
     "user": "u",
+    "speculation": {"enabled": True, "sources": [], "max_nodes": 2, "max_depth": 1},
+    "slo": {"ttft_ms": 5, "tpot_ms": 0.5},
+    "return_speculation_details": True,
 }
 for path in (CHAT, COMPLETIONS):
     ORDINARY[path] |= SHARED
