@@ -130,7 +130,7 @@ def add_subject(p: argparse.ArgumentParser) -> None:
         type=words,
         metavar="D,...",
         help="each in turn, the first as the base of ratios: off, ngram:8, model:16, "
-        "scripted:0.9/0.8 (right so often by depth)",
+        "auto, scripted:0.9/0.8 (right so often by depth)",
     )
     p.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")
     p.add_argument(
@@ -153,6 +153,11 @@ def add_workloads(p: argparse.ArgumentParser, usual: Sequence[str]) -> None:
 
 def add_run(p: argparse.ArgumentParser) -> None:
     p.add_argument("--rounds", type=at_least_1, default=3, help="interleaved; default: 3")
+    p.add_argument(
+        "--warm",
+        action="store_true",
+        help="rounds begin with what was learnt of costs and guesses before; default: with nothing",
+    )
     p.add_argument("--goal-ttft-ms", type=above_0, default=Goals().ttft_ms, help="for goodput")
     p.add_argument("--goal-tpot-ms", type=above_0, default=Goals().tpot_ms, help="for goodput")
     p.add_argument("--out", type=Path, metavar="JSON", help="keep the results")
@@ -168,9 +173,14 @@ def drafters(args: argparse.Namespace) -> int:
         raise ConfigError("--url: a server has one drafter; measure it by latency, or compare some")
     if args.nodes and args.drafters:
         raise ConfigError("--nodes: only without --drafters; there, write NAME:NODES")
-    sizes = args.nodes or NODES
-    usual = ["off", *(f"{d}:{n}" for d in guessing(args) for n in sizes)]
+    usual = ["off", *sized(guessing(args), args.nodes or NODES)]
     return one_by_one("drafters", args, usual)
+
+
+def sized(names: Sequence[str], sizes: Sequence[int]) -> Iterator[str]:
+    """Every drafter at every size; `auto` once, as it plans how many guesses it makes."""
+    for name in names:
+        yield from [name] if name == "auto" else [f"{name}:{size}" for size in sizes]
 
 
 def one_by_one(kind: str, args: argparse.Namespace, usual: Sequence[str]) -> int:
@@ -199,7 +209,7 @@ def compare(args: argparse.Namespace) -> int:
         raise ConfigError("--api-key-file: a key is for one server; name exactly one URL")
     if len(args.subjects) < 2:
         raise ConfigError(f"compare {args.subjects[0]}: name another one to hold it against")
-    loader, key = suite.Loader(), key_of(args)
+    loader, key = suite.Loader(is_warm=args.warm), key_of(args)
     chosen = [
         suite.hosted(label, name, key, None)
         if is_url(name)
@@ -281,7 +291,7 @@ def subjects(
     if args.url is not None:
         yield [suite.hosted(args.url, args.url, key_of(args), args.model)]
         return
-    base, loader = configured(args), suite.Loader()
+    base, loader = configured(args), suite.Loader(is_warm=args.warm)
     names = args.drafters or usual
     settings = {
         label: suite.drafting(name, base)

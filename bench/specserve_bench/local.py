@@ -32,19 +32,29 @@ class Going(NamedTuple):
 
 
 class Local:
-    """Steps an LLM; tests replace `clock` and `wait`."""
+    """Steps an LLM; tests replace `clock` and `wait`.
+
+    is_warm   a round begins with what the rounds before have shown of costs and guesses
+    """
 
     def __init__(
-        self, llm: LLM, clock: Clock = time.perf_counter, wait: Callable[[float], None] = time.sleep
+        self,
+        llm: LLM,
+        clock: Clock = time.perf_counter,
+        wait: Callable[[float], None] = time.sleep,
+        is_warm: bool = False,
     ) -> None:
-        self.llm, self.clock, self.wait = llm, clock, wait
+        self.llm, self.clock, self.wait, self.is_warm = llm, clock, wait, is_warm
 
     def run(self, workload: Workload, load: Load) -> Round:
         """Every request once; one that is due starts between two steps.
 
-        The prefix cache is emptied first, so that no round gains from the one before.
+        The prefix cache is emptied first, and what was learnt is forgotten, so that no round gains
+        from the one before.
         """
         self.llm.reset_cache()
+        if not self.is_warm:
+            self.llm.engine.reset_learned()
         prompts = [self.check(ask) for ask in workload.asks]
         due, most = due_times(load, len(prompts)), limit(load)
         stats = self.llm.engine.stats

@@ -98,7 +98,8 @@ def subject_words(subject: Subject) -> str:
     if subject.draft_model is not None:
         parts.append(f"with {subject.draft_model}")
     if subject.drafter not in (None, "none"):
-        parts.append(f"drafter {subject.drafter}, at most {subject.max_nodes} nodes")
+        warm = ", warm" if subject.is_warm else ""
+        parts.append(f"drafter {subject.drafter}, at most {subject.max_nodes} nodes{warm}")
     return " ".join(parts)
 
 
@@ -195,7 +196,12 @@ def shown(value: float | None, digits: int = 2) -> str:
 
 
 def ratio_words(ratio: Ratio | None) -> str:
-    return "-" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
+    """The median, in brackets the extremes, in square ones the interval."""
+    if ratio is None:
+        return "-"
+    low, high = ratio.interval or (None, None)
+    interval = "" if ratio.interval is None else f" [{shown(low)}-{shown(high)}]"
+    return f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f}){interval}"
 
 
 def markdown(results: Sequence[Result]) -> str:

@@ -6,8 +6,9 @@ Tables and plots read these types and nothing else, so a kept JSON can be shown 
 import hashlib
 from collections.abc import Sequence
 from itertools import pairwise
+from math import exp, log, sqrt
 from pathlib import Path
-from statistics import median
+from statistics import NormalDist, mean, median, stdev
 from typing import Any
 
 import msgspec
@@ -15,6 +16,8 @@ import numpy as np
 
 from specserve.errors import ConfigError
 from specserve.models.folder import Scaled
+
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571)  # see `student`
 
 
 class MeasuredRequest(msgspec.Struct, kw_only=True):
@@ -108,6 +111,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     draft_model: str | None = None
     drafter: str | None = None
     max_nodes: int | None = None
+    is_warm: bool = False  # rounds begin with what earlier ones have shown of costs and guesses
     config: dict[str, Any] = {}  # settings of an engine of ours that are not the default
     threads: dict[str, str] = {}  # of the models' steps, in words
     scaled: list[Scaled] = []  # of its models, those that `scale-model` wrote
@@ -251,18 +255,45 @@ def figures(round: Round, goals: Goals) -> dict[str, Any]:
 
 
 class Ratio(msgspec.Struct, frozen=True):
-    """Of a figure to the first subject's in the same round: the median, and the extremes."""
+    """Of a figure to another subject's in the same round: the median, and the extremes.
+
+    interval   as `interval` gives it for the rounds; None for a single round
+    """
 
     median: float
     low: float
     high: float
+    interval: tuple[float, float] | None = None
 
 
 def ratio(rounds: Sequence[float | None], base: Sequence[float | None]) -> Ratio | None:
     ratios = [a / b for a, b in zip(rounds, base, strict=False) if a is not None and b]
     if not ratios:
         return None
-    return Ratio(median(ratios), min(ratios), max(ratios))
+    return Ratio(median(ratios), min(ratios), max(ratios), interval(ratios))
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float] | None:
+    """Where the ratios' geometric mean lies with a confidence of 95 %, by Student's t of their
+    logarithms ("The probable error of a mean", Biometrika 6, 1908). None for fewer than two ratios,
+    or where one is 0.
+    """
+    if len(ratios) < 2 or min(ratios) <= 0:
+        return None
+    logs = [log(each) for each in ratios]
+    center, width = mean(logs), student(len(logs) - 1) * stdev(logs) / sqrt(len(logs))
+    return exp(center - width), exp(center + width)
+
+
+def student(degrees: int) -> float:
+    """The 97.5 % quantile of Student's distribution, to 0.1 %."""
+    if degrees <= len(STUDENT):
+        return STUDENT[degrees - 1]
+    # Abramowitz and Stegun, Handbook of Mathematical Functions (1964), 26.7.5.
+    z = NormalDist().inv_cdf(0.975)
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / degrees + second / degrees**2 + third / degrees**3
 
 
 def middle(values: Sequence[float | None]) -> float | None:

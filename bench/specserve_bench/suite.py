@@ -119,14 +119,14 @@ def in_turn(runs: Iterable[T], number: int, num_subjects: int) -> Iterator[T]:
 class Loader:
     """LLMs of configs, which share their models: each is loaded once."""
 
-    def __init__(self, progress: bool = True) -> None:
-        self.progress = progress
+    def __init__(self, progress: bool = True, is_warm: bool = False) -> None:
+        self.progress, self.is_warm = progress, is_warm
         self.models: list[Model | None] = []
 
     def load(self, label: str, config: Config) -> Contender:
         llm = LLM(set=settings_of(config), progress=self.progress, weights=self.models)
         self.models += [model for model in llm.weights if model not in self.models]
-        return Contender(label, about(llm), Local(llm))
+        return Contender(label, about(llm, self.is_warm), Local(llm, is_warm=self.is_warm))
 
 
 def settings_of(config: Config) -> Mapping[str, Any]:
@@ -140,7 +140,7 @@ def settings_of(config: Config) -> Mapping[str, Any]:
     }
 
 
-def about(llm: LLM) -> Subject:
+def about(llm: LLM, is_warm: bool) -> Subject:
     config, phases = llm.config, llm.loaded.phases
     needs_draft = needs_draft_model(config)
     is_drafting = config.drafter_name != "none"
@@ -149,6 +149,7 @@ def about(llm: LLM) -> Subject:
         draft_model=name_of(config.draft) if needs_draft and config.draft else None,
         drafter=config.drafter_name,
         max_nodes=config.max_nodes if is_drafting else 0,
+        is_warm=is_warm and is_drafting,
         config=without_paths(settings_of(config)),
         threads={name: words for name, words in phases.items() if name.endswith("threads")},
         scaled=scaled_models(llm.folders),
@@ -172,6 +173,7 @@ def hosted(label: str, url: str, key: str | None, model: str | None) -> Contende
         model=card.id,
         drafter=card.drafter,
         max_nodes=card.max_nodes,
+        is_warm=card.drafter not in (None, "none"),
         scaled=card.scaled,
     )
     return Contender(label, about, server)

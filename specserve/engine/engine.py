@@ -288,6 +288,14 @@ class Engine:
         self.pool.reset_cache()
         self.stats.num_resets += 1
 
+    def reset_learned(self) -> None:
+        """Forget what steps have shown of costs and guesses; running requests go on."""
+        self.scheduler.costs.reset()
+        if self.draft_model is not None:
+            self.draft_model.costs.reset()
+        if self.guesses is not None:
+            self.guesses.reset()
+
     def finish(self, id: int) -> None:
         """End a running or waiting request and release its blocks; no effect if it has ended."""
         request = self.requests.pop(id, None)

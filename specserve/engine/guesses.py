@@ -41,6 +41,10 @@ class Guesses(Protocol):
         """The engine's state, with what guesses are chosen by."""
         ...
 
+    def reset(self) -> None:
+        """Drop what was learnt of guesses."""
+        ...
+
 
 class FixedGuesses:
     """Drafts of one drafter, verified as they are, within limits that nothing moves."""
@@ -100,6 +104,9 @@ class FixedGuesses:
 
     def tell(self, state: SpeculationState) -> SpeculationState:
         return state
+
+    def reset(self) -> None:
+        pass
 
 
 def draft_item(item: ScheduledRequest, limit: int) -> DraftItem:

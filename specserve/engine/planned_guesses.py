@@ -240,6 +240,12 @@ class PlannedGuesses:
             plan=None if self.last is None else plan_state(*self.last),
         )
 
+    def reset(self) -> None:
+        self.planner = Planner(self.scheduler.costs)
+        self.calibration, self.trials = Calibration(), Trials()
+        self.paces = {name: Pace() for name in self.paces}
+        self.lately = {}
+
 
 def behind(request: Request, now: float, step_seconds: float) -> float:
     """Tokens that a request lacks to meet its target; none before its first token."""

@@ -71,15 +71,20 @@ class StepCosts:
     ) -> None:
         """`seconds_per_token` is what a token of context adds, until steps have shown it."""
         self.edges = edges(max_rows)
+        self.seconds_per_token = seconds_per_token
+        self.lock = Lock()  # engines that share a model's weights share this, too
+        self.reset()
+        if known is not None:
+            self.begin_with(known)
+
+    def reset(self) -> None:
+        """Forget all steps."""
         self.stairs = {edge: Stair() for edge in self.edges}
-        self.added = [seconds_per_token, 0.0]  # seconds by token of context, and by request
+        self.added = [self.seconds_per_token, 0.0]  # seconds by token of context, and by request
         self.sizes = [0.0, 0.0]  # usual ones of context and requests
         self.ratios: deque[float] = deque(maxlen=RECENT)  # of the latest steps to their estimates
         self.slowdown = 1.0  # by other load, at present
-        self.lock = Lock()  # engines that share a model's weights share this, too
         self.fill()
-        if known is not None:
-            self.begin_with(known)
 
     def seconds(self, rows: int, context: int, requests: int, is_hopeful: bool = False) -> float:
         """Of a step with these rows, at present. `context` counts the tokens whose KV is read.

@@ -23,7 +23,8 @@ class ClockedLLM:
     def __init__(self):
         self.now, self.running, self.num_ended, self.is_reset = 100.0, [], 0, False
         stats = SimpleNamespace(draft_seconds=7.0, verify_seconds=8.0, step_seconds=9.0)
-        self.engine = SimpleNamespace(stats=stats)
+        self.is_forgetful = False
+        self.engine = SimpleNamespace(stats=stats, reset_learned=self.reset_learned)
         self.input_processor = SimpleNamespace(render=lambda messages: messages[0]["content"])
 
     def clock(self):
@@ -36,6 +37,10 @@ class ClockedLLM:
     def reset_cache(self):
         assert not self.running
         self.is_reset = True
+
+    def reset_learned(self):
+        assert not self.running
+        self.is_forgetful = True
 
     def check(self, prompt, params):
         return prompt, params
@@ -80,6 +85,13 @@ def run(load, *prompts):
     round = Local(llm, llm.clock, llm.wait).run(asked(*prompts), load)
     assert llm.num_ended == len(prompts) and not llm.running and llm.is_reset
     return round
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_a_round_begins_with_nothing_learnt_unless_it_is_warm(is_warm):
+    llm = ClockedLLM()
+    Local(llm, llm.clock, llm.wait, is_warm).run(asked("1 1"), Load(concurrency=1))
+    assert llm.is_forgetful is not is_warm
 
 
 def test_one_at_a_time_the_next_starts_when_the_last_has_ended():

@@ -1,5 +1,6 @@
 """What tables and plots show, of a result that was written by hand."""
 
+import msgspec
 import pytest
 
 from specserve_bench import plots
@@ -82,6 +83,26 @@ def test_every_figure_stands_under_its_name(result):
         "longest stall - - - -",
         "end to end 3000.00 3000.00 3800.00 3980.00",
     ]
+
+
+def test_ratios_of_several_rounds_have_an_interval(result):
+    for run, seconds in zip(result.runs, ([2.0, 2.0], [2.0, 1.0]), strict=True):
+        run.rounds = [a_round(2.0, [1 + s, 1 + s]) for s in seconds]
+    [row] = [row for row in rows_of(report(result)) if row.startswith("ngram:4 1500.00")]
+    # Ratios 1 and 1/2: logarithms 0 and -0.69, t = 12.706 with one degree.
+    assert row.split("250.00")[0].split() == [
+        "ngram:4",
+        "1500.00",
+        "0.75",
+        "(0.50-1.00)",
+        "[0.01-57.80]",
+    ]
+
+
+def test_what_was_learnt_before_a_round_is_told(result):
+    assert "at most 4 nodes\n" in report(result)
+    result.subjects["ngram:4"] = msgspec.structs.replace(result.subjects["ngram:4"], is_warm=True)
+    assert "at most 4 nodes, warm\n" in report(result)
 
 
 def test_plots_draw_the_figures(result):

@@ -1,5 +1,7 @@
 """The arithmetic of the suite, on numbers that can be checked by hand."""
 
+from math import e
+
 import msgspec
 import pytest
 
@@ -110,9 +112,24 @@ def test_a_round_without_an_answer_has_no_figures_and_is_no_failure():
 
 
 def test_ratios_are_taken_within_rounds():
-    assert results.ratio([1.0, 4.0, 9.0], [2.0, 4.0, 3.0]) == Ratio(1.0, 0.5, 3.0)
+    found = results.ratio([1.0, 4.0, 9.0], [2.0, 4.0, 3.0])
+    assert (found.median, found.low, found.high) == (1.0, 0.5, 3.0)
     assert results.ratio([1.0, None], [2.0, 2.0]) == Ratio(0.5, 0.5, 0.5)
     assert results.ratio([None], [1.0]) is None
+
+
+def test_an_interval_is_that_of_the_logarithms():
+    # Logarithms -1, 0, 1: a mean of 0, a deviation of 1, and t = 4.303 with two degrees.
+    low, high = e ** -(4.303 / 3**0.5), e ** (4.303 / 3**0.5)
+    assert results.interval([e**-1, 1.0, e]) == pytest.approx((low, high))
+    assert results.interval([2.0] * 7) == pytest.approx((2.0, 2.0))
+    assert results.interval([2.0]) is None and results.interval([2.0, 0.0]) is None
+
+
+def test_quantiles_are_those_of_the_tables():
+    of_tables = {1: 12.706, 5: 2.571, 6: 2.447, 7: 2.365, 10: 2.228, 30: 2.042, 10**6: 1.960}
+    for degrees, quantile in of_tables.items():
+        assert results.student(degrees) == pytest.approx(quantile, rel=1e-3)
 
 
 def test_a_hash_tells_texts_ends_and_their_order_apart():

@@ -52,6 +52,17 @@ def test_right_guesses_save_forwards(target, script, steps):
     assert engine.stats.num_steps == steps
 
 
+def test_what_steps_have_shown_of_costs_and_guesses_can_be_forgotten(target):
+    engine, new = engine_for(target, drafter="auto"), engine_for(target, drafter="auto")
+    Watch(engine).run([Case(PROMPT * 4, greedy(40))])
+    guesses, calibration = engine.guesses, engine.guesses.calibration
+    unknown = new.guesses.planner.costs.table()
+    assert guesses.planner.costs.table() != unknown
+    engine.reset_learned()
+    assert guesses.planner.costs.table() == unknown
+    assert guesses.calibration is not calibration
+
+
 def test_tokens_after_more_rows_than_the_head_takes_at_once(target, monkeypatch):
     """They are drawn slice by slice, from logits that the next slice overwrites."""
     hot = Sampling(max_tokens=9, temperature=1.0, top_k=0, top_p=0.9, min_p=0.0, seed=3)

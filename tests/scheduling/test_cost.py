@@ -51,6 +51,13 @@ def test_it_learns_what_rows_cost():
     assert ratios(learnt()) == pytest.approx([1.0] * 8, abs=0.12)
 
 
+def test_what_was_learnt_can_be_forgotten():
+    costs, new = learnt(), StepCosts(64, 1e-6)
+    assert costs.table() != new.table()
+    costs.reset()
+    assert (costs.table(), costs.added, costs.known()) == (new.table(), new.added, new.known())
+
+
 def test_it_learns_what_context_costs():
     costs = StepCosts(64, 1e-6)
     Machine(costs).run(1500, contexts=(100, 2000, 4000, 8000))
