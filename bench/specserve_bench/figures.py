@@ -7,7 +7,6 @@ import argparse
 import json
 import os
 import resource
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,25 +17,25 @@ from specserve import LLM, SamplingParams  # first: it configures the process be
 
 import msgspec  # isort: skip
 
-from specserve.config import DEMO_DRAFT, DEMO_TARGET, load_config
-from specserve_bench import suite
+from specserve.config import load_config
+from specserve_bench import speculation, suite
 from specserve_bench.fairness import fairness_figures
 from specserve_bench.host import host_figures
 from specserve_bench.kv import kv_figures
 from specserve_bench.maps import map_figures
 from specserve_bench.memory import memory_figures
+from specserve_bench.pairs import demo_pair, large_pair
 from specserve_bench.plots import draw
 from specserve_bench.prompts import PROMPTS
 from specserve_bench.report import markdown, report
 from specserve_bench.results import Goals, Load, Result
-from specserve_bench.scale import scale_model
 from specserve_bench.serving import serving_figures
 from specserve_bench.shapes import random_checkpoint
 from specserve_bench.steps import step_figures
 from specserve_bench.watch import OpClock
 from specserve_bench.workloads import workload
 
-ROUNDS = 3
+ROUNDS = 7
 NEW_TOKENS = 128
 SETTINGS: dict[str, tuple[str, int]] = {  # name -> drafter, nodes
     "off": ("none", 0),
@@ -72,9 +71,13 @@ PARTS = {  # what they measure
     "maps": "linear maps of 4 and 8 bits beside the same maps in bf16",
     "demo": "every drafter with the demo pair, and scaled to a larger model's cost; draws plots",
 }
+# With arguments of their own. They take hours, and are measured only if they come first.
+LONG: dict[str, Callable[[Sequence[str]], int]] = {"speculation": speculation.main}
 
 
 def main(argv: Sequence[str]) -> int:
+    if argv and argv[0] in LONG:
+        return LONG[argv[0]](argv[1:])
     arguments = parser()
     named = arguments.parse_args(argv).parts
     models = pair_folder()
@@ -92,7 +95,8 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m specserve_bench.figures",
         description=f"Measure the named parts, or all. Their figures replace those in {RESULTS}.",
         epilog="\n".join(f"  {name:9} {what}" for name, what in PARTS.items())
-        + f"\n\nFor {' and '.join(OF_PAIR)}, {NO_PAIR}.",
+        + f"\n\nFor {' and '.join(OF_PAIR)}, {NO_PAIR}. Parts that have arguments of their own, and "
+        f"are measured only if they come first: {', '.join(LONG)}; each has a --help.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("parts", nargs="*", type=part, metavar="PART", help="of those below")
@@ -125,26 +129,17 @@ def measure(name: str, models: Path | None) -> None:
 
 def demo_figures() -> None:
     """The demo pair and its scaling to a larger model's cost, off against every drafter."""
-    pair = DEMO_TARGET, DEMO_DRAFT
-    large = scaled(DEMO_TARGET, "qwen3-0.6b"), scaled(DEMO_DRAFT, "qwen3-0.6b-draft")
     measured = [
-        drafter_figures("demo-cpu", *pair, requests=16),
-        drafter_figures("demo-0.6b-cpu", *large, requests=6),
+        drafter_figures("demo-cpu", *demo_pair(), requests=16),
+        drafter_figures("demo-0.6b-cpu", *large_pair(), requests=6),
     ]
     print(markdown(measured))
     draw(measured, RESULTS / "demo", ["tpot-ratios", "acceptance-by-depth"])
 
 
-def scaled(source: Path, shape: str) -> Path:
-    target = Path(".models", f"{source.name}-{shape}")
-    shutil.rmtree(target, ignore_errors=True)
-    scale_model(source, target, shape)
-    return target
-
-
 def drafter_figures(name: str, target: Path, draft: Path, requests: int) -> Result:
     chosen = [workload(w, requests, seed=0) for w in ("questions", "completion")]
-    every = ["off", *(f"{drafter}:{n}" for drafter in ("ngram", "model") for n in (4, 8, 16))]
+    every = [*speculation.FIXED, "auto"]
     models = {"model.path": str(target), "drafter.model": str(draft)}
     base, loader = load_config(None, models), suite.Loader(progress=False)
     contenders = [

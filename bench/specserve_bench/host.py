@@ -14,14 +14,24 @@ import msgspec
 from specserve import LLM
 from specserve.engine import process
 from specserve.engine.engine import Engine
+from specserve.engine.levels import Levels
+from specserve.engine.loading import Model
+from specserve.engine.planned_guesses import PlannedGuesses
 from specserve.exchange.frames import Link
 from specserve.exchange.messages import Add, EngineCommands, Report, encode
 from specserve.exchange.sampling_params import Sampling
+from specserve_bench.pairs import PAIRS
 from specserve_bench.workloads import source_tokens
+from specserve_drafters.candidates import Trie
 
 SHARED, OWN, NEW_TOKENS = 1000, 24, 150  # tokens of a prompt: the same in all, and its own
 ROUNDS = 3
-PHASES = ("receive", "plan", "draft", "build", "launch", "walk", "commit", "report", "rest")
+PLANNING = ("merge", "choose", "learn")  # what `auto` adds to the sources' own work
+BEFORE, AFTER = (
+    ("receive", "plan", "draft"),
+    ("build", "launch", "walk", "commit", "report", "rest"),
+)
+PHASES = (*BEFORE, *PLANNING, *AFTER)
 DEVICE = ("forward", "draw")  # the ops, which are not the host's
 
 
@@ -29,6 +39,7 @@ class Setting(NamedTuple):
     drafter: str
     requests: int
     temperature: float
+    pair: str = "demo"
 
 
 SETTINGS = (
@@ -39,31 +50,40 @@ SETTINGS = (
     Setting("ngram", 32, 0.0),
     Setting("model", 1, 0.0),
     Setting("model", 32, 0.0),
-    Setting("auto", 1, 0.0),
-    Setting("auto", 32, 0.0),
+    *(Setting("auto", requests, 0.0, pair) for pair in PAIRS for requests in (1, 32)),
 )
+WITH_MODEL = ("model", "auto")  # drafters that have the draft model
+KV_BYTES = {"demo": 1 << 28, "0.6b": 3 << 29}
 
 
 def host_figures() -> dict[str, Any]:
-    """Milliseconds a step by phase for every setting, on the demo pair, in interleaved rounds."""
+    """Milliseconds a step by phase for every setting, in interleaved rounds."""
     llms = load()
-    source = source_tokens(llms["none"])
+    source = source_tokens(next(iter(llms.values())))
     steps: dict[Setting, list[Counter[str]]] = {setting: [] for setting in SETTINGS}
     for i in range(1 + ROUNDS):
         for setting, known in steps.items():
-            ran = one_run(llms[setting.drafter].engine, commands(setting, source))
+            engine = llms[setting.pair, setting.drafter].engine
+            ran = one_run(engine, commands(setting, source))
             known += ran if i else []  # the first round warms up
     rows = [summary(setting, known) for setting, known in steps.items()]
-    print(table(rows))
+    planned = [row for row in rows if row["drafter"] == "auto"]
+    print(table(rows), *map(planning_words, planned), sep="\n")
     return {"prompt_tokens": SHARED + OWN, "rows": rows}
 
 
-def load() -> dict[str, LLM]:
-    """An LLM for each drafter; all share the weights."""
-    settings, llms = {"memory.kv_bytes": 1 << 28}, dict[str, LLM]()
-    for drafter in ("model", "ngram", "none", "auto"):
-        known = llms["model"].weights if llms else ()
-        llms[drafter] = LLM(drafter=drafter, set=settings, progress=False, weights=known)
+def load() -> dict[tuple[str, str], LLM]:
+    """An LLM for each pair and drafter; those of a pair share the weights."""
+    llms: dict[tuple[str, str], LLM] = {}
+    for pair in dict.fromkeys(setting.pair for setting in SETTINGS):
+        target, draft = PAIRS[pair]()
+        known: list[Model | None] = []
+        drafters = dict.fromkeys(s.drafter for s in SETTINGS if s.pair == pair)
+        for drafter in sorted(drafters, key=lambda d: d not in WITH_MODEL):  # it loads both models
+            settings = {"memory.kv_bytes": KV_BYTES[pair]}
+            own = draft if drafter in WITH_MODEL else None
+            llm = LLM(target, own, drafter, set=settings, progress=False, weights=known)
+            known, llms[pair, drafter] = known or [*llm.weights], llm
     return llms
 
 
@@ -168,6 +188,8 @@ def watched(engine: Engine, link: Link, clock: PhaseClock) -> ExitStack:
     ops = engine.target.ops
     parts += [(ops, name, "draw") for name in ("sample", "top_children")]
     lent = engine.draft_model
+    if isinstance(engine.guesses, PlannedGuesses):
+        parts += planning_parts(engine.guesses)
     for runner in [engine.target] if lent is None else [engine.target, lent.runner]:
         parts.append((runner.program, "run_pieces", "forward"))
     stack = ExitStack()
@@ -176,6 +198,22 @@ def watched(engine: Engine, link: Link, clock: PhaseClock) -> ExitStack:
         stack.callback(setattr, owner, name, real)
         setattr(owner, name, clock.timed(real, phase))
     return stack
+
+
+def planning_parts(guesses: PlannedGuesses) -> list[tuple[Any, str, str]]:
+    """What `auto` does in a step: the work of its sources, and what it adds to it."""
+    parts: list[tuple[Any, str, str]] = [
+        (guesses, "draft", "choose"),
+        (guesses, "timed", "learn"),
+        (guesses, "learn", "learn"),
+    ]
+    parts += [(source, "candidates", "draft") for source in guesses.sources]
+    if guesses.model is not None:
+        named = ("grow", "draft"), ("branch", "merge"), ("best", "choose")
+        parts += [(guesses.model, name, phase) for name, phase in named]
+    parts += [(Levels, name, "choose") for name in ("first", "next", "ran")]
+    parts += [(Trie, name, "merge") for name in ("merge", "draft")]
+    return parts
 
 
 def summary(setting: Setting, steps: list[Counter[str]]) -> dict[str, Any]:
@@ -188,6 +226,7 @@ def summary(setting: Setting, steps: list[Counter[str]]) -> dict[str, Any]:
         "step_ms": ms(median(step.total() for step in steps)),
         "host_ms": ms(median(host)),
         "host_ms_p10_p90": [ms(deciles[0]), ms(deciles[-1])],
+        "planning_ms": ms(median(sum(step[phase] for phase in PLANNING) for step in steps)),
         "phases_ms": {p: ms(median(step[p] for step in steps)) for p in PHASES + DEVICE},
     }
 
@@ -196,14 +235,20 @@ def ms(nanoseconds: float) -> float:
     return round(nanoseconds / 1e6, 4)
 
 
+def planning_words(row: dict[str, Any]) -> str:
+    share = row["planning_ms"] / row["step_ms"]
+    named = f"{row['pair']}, {row['drafter']}, {row['requests']} requests"
+    return f"{named}: {' + '.join(PLANNING)} {row['planning_ms']:.3f} ms, {share:.1%} of a step"
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """In Markdown, as in docs/bench.md."""
-    head = ["drafter", "requests", "T", "step", "host (p10 to p90)", *PHASES]
+    head = ["pair", "drafter", "requests", "T", "step", "host (p10 to p90)", *PHASES]
     lines = [head, ["---"] * len(head)]
     for row in rows:
         low, high = row["host_ms_p10_p90"]
         host = f"{row['host_ms']:.2f} ({low:.2f} to {high:.2f})"
         each = [f"{row['phases_ms'][phase]:.3f}" for phase in PHASES]
-        named = [row["drafter"], str(row["requests"]), f"{row['temperature']:g}"]
+        named = [row["pair"], row["drafter"], str(row["requests"]), f"{row['temperature']:g}"]
         lines.append([*named, f"{row['step_ms']:.2f}", host, *each])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -33,12 +33,29 @@ def test_the_hosts_share_of_a_step_is_all_but_ops():
 
 def test_every_setting_is_measured_in_steps_with_all_of_its_requests(monkeypatch, capsys):
     small = {"ROUNDS": 1, "SHARED": 20, "OWN": 4, "NEW_TOKENS": 9}
-    settings = (host.Setting("none", 2, 1.0), host.Setting("model", 1, 0.0))
+    settings = [
+        host.Setting(d, n, t) for d, n, t in (("none", 2, 1.0), ("model", 1, 0.0), ("auto", 1, 0.0))
+    ]
     for name, value in (small | {"SETTINGS": settings}).items():
         monkeypatch.setattr(host, name, value)
     figures = host.host_figures()
-    plain, drafted = figures["rows"]
+    plain, drafted, planned = figures["rows"]
     assert plain["steps"] == 6  # the second request starts a step later, the first ends one earlier
     assert plain["phases_ms"]["draft"] < drafted["phases_ms"]["draft"]
     assert all(row["host_ms"] < row["step_ms"] for row in figures["rows"])
-    assert host.table(figures["rows"]) in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert host.table(figures["rows"]) in printed
+    assert plain["planning_ms"] == drafted["planning_ms"] == 0
+    assert all(planned["phases_ms"][phase] > 0 for phase in host.PLANNING)
+    assert printed.count("merge + choose + learn") == 1
+
+
+def test_what_is_timed_of_auto_is_put_back():
+    def named():
+        return host.Trie.merge, host.Trie.draft, host.Levels.first, host.Levels.next
+
+    before = named()
+    llm = host.LLM(drafter="auto", set={"memory.kv_bytes": 1 << 26}, progress=False)
+    with llm, host.watched(llm.engine, host.Link, host.PhaseClock()):
+        assert not {*before} & {*named()}
+    assert before == named()

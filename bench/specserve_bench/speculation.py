@@ -1,0 +1,291 @@
+"""Whether `auto` pays: its TPOT against every fixed setting, workload by workload, load by load."""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean, geometric_mean, median
+from typing import Any, NamedTuple
+
+import msgspec
+
+from specserve.config import load_config
+from specserve.errors import ConfigError
+from specserve_bench import outputs, suite
+from specserve_bench.commands import at_least_1, whole, words
+from specserve_bench.pairs import PAIRS, Pair
+from specserve_bench.report import ratio_words, shown
+from specserve_bench.results import Goals, Load, Ratio, Result, Round, ratio, spread_of
+from specserve_bench.workloads import WORKLOADS, Workload, workload
+
+FILE = Path("bench/results/speculation-cpu.json")
+ROUNDS = 7
+FIXED = ("off", *(f"{name}:{n}" for name in ("ngram", "model") for n in (4, 8, 16)))
+LIKE_MODEL = ("model:8", "model:16")  # what `auto` is compared with on average over workloads
+REQUESTS = {  # by pair and concurrency
+    "demo": {1: 16, 4: 32, 16: 64},
+    "0.6b": {1: 8, 4: 12, 16: 16},
+}
+KV_BYTES = 3 << 29  # of each subject: all of them are in memory at once
+HOT = 0.8
+OVER_BEST, OVER_OFF, OVER_MODEL = 1.05, 1.03, 0.9  # ends of intervals that are asked for
+
+DESCRIPTION = f"""
+Measure auto beside {", ".join(FIXED)}, and keep every cell: a pair of models, a workload, so many
+requests at a time. A cell takes the place of the same one measured before, so a measurement can be
+done in parts. On two cores all takes about ten minutes for the demo pair and three hours for the
+pair at a 0.6B model's cost. Workloads one at a time are measured at temperature {HOT} as well,
+beside {" and ".join(LIKE_MODEL)} alone.
+"""
+
+
+class Place(NamedTuple):
+    """What a cell is measured on."""
+
+    pair: str
+    workload: str
+    concurrency: int
+    temperature: float | None  # None: the workload's
+
+
+class Cell(msgspec.Struct, kw_only=True):
+    """A cell's figures by subject, of each round; rounds are paired."""
+
+    pair: str
+    workload: str
+    concurrency: int
+    temperature: float | None
+    requests: int
+    tpot_ms: dict[str, list[float]]  # means over the requests of a round
+    acceptance_length: dict[str, float]
+    guesses: dict[str, float]  # verified a step
+    is_same: bool  # all texts of all subjects and rounds
+    machine: dict[str, object]
+
+    @property
+    def place(self) -> Place:
+        return Place(self.pair, self.workload, self.concurrency, self.temperature)
+
+    def over(self, subject: str) -> Ratio | None:
+        """TPOT of `auto` over the subject's in the same round."""
+        return ratio(self.tpot_ms["auto"], self.tpot_ms[subject])
+
+    @property
+    def best(self) -> str:
+        """The fixed setting with the lowest median over all rounds."""
+        fixed = [name for name in self.tpot_ms if name != "auto"]
+        return min(fixed, key=lambda name: median(self.tpot_ms[name]))
+
+
+class Average(NamedTuple):
+    """TPOT of `auto` over another subject's, over workloads."""
+
+    pair: str
+    temperature: float
+    subject: str
+    ratio: Ratio
+
+
+class Kept(msgspec.Struct):
+    """The file."""
+
+    cells: list[Cell] = []
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parser().parse_args(argv)
+    outputs.check_file("--out", args.out)
+    for name in args.workloads:
+        workload(name, 1, 0)  # refuses unknown names
+    for pair in args.pairs:
+        for cell in cells(pair, args):
+            keep(cell, args.out)
+    print(table(read(args.out).cells))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m specserve_bench.figures speculation", description=DESCRIPTION
+    )
+    p.add_argument("--pairs", type=pairs, default=[*PAIRS], metavar="P,...", help=", ".join(PAIRS))
+    p.add_argument("--concurrency", type=whole, default=(1, 4, 16), metavar="N,...")
+    p.add_argument("--workloads", type=words, default=[*WORKLOADS], metavar="W,...")
+    p.add_argument("--rounds", type=at_least_1, default=ROUNDS, help=f"default: {ROUNDS}")
+    p.add_argument(
+        "--requests", type=at_least_1, metavar="N", help="of a cell; default: by pair and load"
+    )
+    p.add_argument("--out", type=Path, default=FILE, metavar="JSON", help=f"default: {FILE}")
+    return p
+
+
+def pairs(text: str) -> Sequence[str]:
+    for name in (found := words(text)):
+        if name not in PAIRS:
+            raise argparse.ArgumentTypeError(f"no pair {name!r}; there are {', '.join(PAIRS)}")
+    return found
+
+
+def cells(pair: str, args: argparse.Namespace) -> Iterator[Cell]:
+    """Measure the cells of a pair that are asked for, one by one."""
+    contenders = load(PAIRS[pair]())
+    for place in places(pair, args.workloads, args.concurrency):
+        size = args.requests or REQUESTS[pair].get(place.concurrency, 2 * place.concurrency)
+        asked = workload(place.workload, size, 0, place.temperature)
+        those = subjects(place)
+        chosen = [c for c in contenders if c.label in those]
+        print(f"{pair}, {place.workload}, {place.concurrency} at a time", file=sys.stderr)
+        yield measured(place, asked, chosen, args.rounds)
+
+
+def places(pair: str, names: Sequence[str], concurrencies: Sequence[int]) -> Iterator[Place]:
+    """Cells in the order of measurement; what is random has a temperature of its own."""
+    for concurrency in concurrencies:
+        for name in names:
+            yield Place(pair, name, concurrency, None)
+            if concurrency == 1 and name != "random":
+                yield Place(pair, name, 1, HOT)
+
+
+def subjects(place: Place) -> Sequence[str]:
+    return (*(FIXED if place.temperature is None else LIKE_MODEL), "auto")
+
+
+def load(pair: Pair) -> list[suite.Contender]:
+    target, draft = map(str, pair)
+    shared: dict[str, Any] = {
+        "model.path": target,
+        "drafter.model": draft,
+        "memory.kv_bytes": KV_BYTES,
+    }
+    base, loader = load_config(None, shared), suite.Loader(progress=False)
+    return [
+        loader.load(setting, load_config(None, shared | suite.drafting(setting, base)))
+        for setting in (*FIXED, "auto")
+    ]
+
+
+def measured(
+    place: Place, asked: Workload, contenders: Sequence[suite.Contender], rounds: int
+) -> Cell:
+    trials = suite.Trials([asked], [Load(concurrency=place.concurrency)], rounds)
+    command = "python -m specserve_bench.figures speculation"
+    return cell(place, suite.measure("drafters", contenders, trials, Goals(), command))
+
+
+def cell(place: Place, result: Result) -> Cell:
+    """The cell's figures from a Result of its own."""
+    by_subject = {run.subject: run.rounds for run in result.runs}
+    every = [round for rounds in by_subject.values() for round in rounds]
+    return Cell(
+        **place._asdict(),
+        requests=len(every[0].requests),
+        tpot_ms={name: [tpot(r) for r in rounds] for name, rounds in by_subject.items()},
+        acceptance_length={name: tokens_a_step(rounds) for name, rounds in by_subject.items()},
+        guesses={name: guesses_a_step(rounds) for name, rounds in by_subject.items()},
+        is_same=len({round.output_hash for round in every}) == 1,
+        machine=result.machine,
+    )
+
+
+def tpot(round: Round) -> float:
+    found = spread_of(round.requests, "tpot_ms")
+    assert found is not None, "no request of the workload has two tokens"
+    return found.mean
+
+
+def tokens_a_step(rounds: Sequence[Round]) -> float:
+    return fmean(r.speculation.acceptance_length or 1.0 for r in rounds if r.speculation)
+
+
+def guesses_a_step(rounds: Sequence[Round]) -> float:
+    told = [r.speculation for r in rounds if r.speculation]
+    return sum(s.drafted for s in told) / max(1, sum(s.steps for s in told))
+
+
+def keep(cell: Cell, file: Path) -> None:
+    """Put a cell into the file, in the place of the one measured before."""
+    others = [c for c in read(file).cells if c.place != cell.place]
+    content = msgspec.json.encode(Kept([*others, cell]))
+    outputs.write("--out", file, content + b"\n")
+
+
+def read(file: Path) -> Kept:
+    """Nothing where there is no file yet."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Kept)
+    except FileNotFoundError:
+        return Kept()
+    except msgspec.MsgspecError as e:
+        raise ConfigError(f"{file}: no cells of `figures speculation` ({e}): name another") from e
+
+
+def averages(cells: Sequence[Cell]) -> Iterator[Average]:
+    """For each pair, at T = 0 and at 0.8, as far as there are cells."""
+    for pair in PAIRS:
+        for temperature in (None, HOT):
+            those = averaged(cells, pair, temperature)
+            for subject in LIKE_MODEL if those else ():
+                yield Average(pair, temperature or 0.0, subject, mean_ratio(those, subject))
+
+
+def averaged(cells: Sequence[Cell], pair: str, temperature: float | None) -> list[Cell]:
+    """One at a time; `random` has one temperature, and counts at both."""
+    alone = [c for c in cells if (c.pair, c.concurrency) == (pair, 1)]
+    own = [c for c in alone if c.workload != "random" and c.temperature == temperature]
+    return [*own, *(c for c in alone if c.workload == "random")] if own else []
+
+
+def mean_ratio(cells: Sequence[Cell], subject: str) -> Ratio:
+    """Of TPOT of `auto` to the subject's, as the geometric mean over the cells in each round."""
+    both = [zip(c.tpot_ms["auto"], c.tpot_ms[subject], strict=True) for c in cells]
+    means = [geometric_mean(a / b for a, b in rounds) for rounds in zip(*both, strict=False)]
+    found = ratio(means, [1.0] * len(means))
+    assert found is not None, "a cell has at least one round"
+    return found
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """In Markdown, as in docs/bench.md."""
+    head = ["pair", "workload", "at a time", "T", "off", "best fixed", "auto"]
+    lines = [[*head, "auto / best", "auto / off"], ["---"] * (len(head) + 2)]
+    lines += [row(c) for c in sorted(cells, key=lambda c: order(c.place))]
+    means = [["pair", "T", "over", "auto / it, mean of workloads"], ["---"] * 4]
+    means += [
+        [a.pair, f"{a.temperature:g}", a.subject, checked(a.ratio, OVER_MODEL)]
+        for a in averages(cells)
+    ]
+    note = (
+        f"milliseconds a token; ! marks intervals that do not end below {OVER_BEST} (best), "
+        f"{OVER_OFF} (off), {OVER_MODEL} (mean)"
+    )
+    texts = ["\n".join(f"| {' | '.join(line)} |" for line in part) for part in (lines, means)]
+    return "\n\n".join([*texts, note])
+
+
+def order(place: Place) -> tuple[int, int, float, int]:
+    names = [*PAIRS], [*WORKLOADS]
+    pair, name = names[0].index(place.pair), names[1].index(place.workload)
+    return pair, place.concurrency, place.temperature or 0.0, name
+
+
+def row(cell: Cell) -> list[str]:
+    ms = {name: median(rounds) for name, rounds in cell.tpot_ms.items()}
+    has_off = "off" in ms
+    return [
+        cell.pair,
+        cell.workload + ("" if cell.is_same else " (OUTPUTS DIFFER)"),
+        str(cell.concurrency),
+        "-" if cell.temperature is None else f"{cell.temperature:g}",
+        shown(ms.get("off")),
+        f"{shown(ms[cell.best])} ({cell.best})",
+        shown(ms["auto"]),
+        checked(cell.over(cell.best), OVER_BEST),
+        checked(cell.over("off"), OVER_OFF) if has_off else "-",
+    ]
+
+
+def checked(ratio: Ratio | None, bound: float) -> str:
+    """The ratio in words, marked if its interval does not end below the bound."""
+    is_below = ratio is not None and ratio.interval is not None and ratio.interval[1] < bound
+    return ratio_words(ratio) + ("" if is_below else " !")
