@@ -18,12 +18,13 @@ from specserve import LLM, SamplingParams  # first: it configures the process be
 import msgspec  # isort: skip
 
 from specserve.config import load_config
-from specserve_bench import speculation, suite
+from specserve_bench import open_loop, speculation, suite
 from specserve_bench.fairness import fairness_figures
 from specserve_bench.host import host_figures
 from specserve_bench.kv import kv_figures
 from specserve_bench.maps import map_figures
 from specserve_bench.memory import memory_figures
+from specserve_bench.merged import merged_figures
 from specserve_bench.pairs import demo_pair, large_pair
 from specserve_bench.plots import draw
 from specserve_bench.prompts import PROMPTS
@@ -32,6 +33,7 @@ from specserve_bench.results import Goals, Load, Result
 from specserve_bench.serving import serving_figures
 from specserve_bench.shapes import random_checkpoint
 from specserve_bench.steps import step_figures
+from specserve_bench.targets import target_figures
 from specserve_bench.watch import OpClock
 from specserve_bench.workloads import workload
 
@@ -59,6 +61,8 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "fairness": fairness_figures,
     "host": host_figures,
     "maps": map_figures,
+    "merged": merged_figures,
+    "targets": target_figures,
 }
 PARTS = {  # what they measure
     "engine": "every drafter with the trained pair: TPOT, acceptance, the parts of a step",
@@ -69,10 +73,15 @@ PARTS = {  # what they measure
     "fairness": "how long a small request waits for its first token beside a large one",
     "host": "the host's share of a step",
     "maps": "linear maps of 4 and 8 bits beside the same maps in bf16",
+    "merged": "one tree of all sources beside the draft model's, at as many guesses",
+    "targets": "long prompts that arrive beside streams with a target for the time per token",
     "demo": "every drafter with the demo pair, and scaled to a larger model's cost; draws plots",
 }
 # With arguments of their own. They take hours, and are measured only if they come first.
-LONG: dict[str, Callable[[Sequence[str]], int]] = {"speculation": speculation.main}
+LONG: dict[str, Callable[[Sequence[str]], int]] = {
+    "speculation": speculation.main,
+    "open-loop": open_loop.main,
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -95,8 +104,8 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m specserve_bench.figures",
         description=f"Measure the named parts, or all. Their figures replace those in {RESULTS}.",
         epilog="\n".join(f"  {name:9} {what}" for name, what in PARTS.items())
-        + f"\n\nFor {' and '.join(OF_PAIR)}, {NO_PAIR}. Parts that have arguments of their own, and "
-        f"are measured only if they come first: {', '.join(LONG)}; each has a --help.",
+        + f"\n\nFor {' and '.join(OF_PAIR)}, {NO_PAIR}. With arguments of their own, measured "
+        f"only if they come first: {', '.join(LONG)}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("parts", nargs="*", type=part, metavar="PART", help="of those below")

@@ -242,13 +242,16 @@ def planning_words(row: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """In Markdown, as in docs/bench.md."""
-    head = ["pair", "drafter", "requests", "T", "step", "host (p10 to p90)", *PHASES]
+    """In Markdown, as in docs/bench.md. Kept results may lack pairs and phases."""
+    names = {"pair": "pair", "drafter": "drafter", "requests": "requests", "temperature": "T"}
+    named = [key for key in names if key in rows[0]]
+    phases = [phase for phase in PHASES if phase in rows[0]["phases_ms"]]
+    head = [*(names[key] for key in named), "step", "host (p10 to p90)", *phases]
     lines = [head, ["---"] * len(head)]
     for row in rows:
         low, high = row["host_ms_p10_p90"]
         host = f"{row['host_ms']:.2f} ({low:.2f} to {high:.2f})"
-        each = [f"{row['phases_ms'][phase]:.3f}" for phase in PHASES]
-        named = [row["pair"], row["drafter"], str(row["requests"]), f"{row['temperature']:g}"]
-        lines.append([*named, f"{row['step_ms']:.2f}", host, *each])
+        each = [f"{row['phases_ms'][phase]:.3f}" for phase in phases]
+        about = [f"{row[key]:g}" if key == "temperature" else str(row[key]) for key in named]
+        lines.append([*about, f"{row['step_ms']:.2f}", host, *each])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

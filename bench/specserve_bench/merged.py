@@ -84,7 +84,7 @@ def one_round(llm: LLM, asked: Workload) -> Tree:
     guesses = llm.engine.guesses
     if isinstance(guesses, PlannedGuesses) and guesses.draft_model is not None:
         # A second is so much longer than a level that every level is run that may be of use.
-        guesses.planner.costs, guesses.draft_costs = SameCosts(1.0), SameCosts(0.0)
+        guesses.planner.costs, guesses.draft_model.costs = SameCosts(1.0), SameCosts(0.0)
     told = Local(llm, is_warm=True).run(asked, Load(concurrency=1)).speculation
     assert told is not None and told.steps, "an engine of this process tells of its steps"
     return Tree(told.drafted / told.steps, told.tokens / told.steps)

@@ -59,6 +59,16 @@ def test_parts_that_cannot_be_measured_are_refused(measured, tmp_path, monkeypat
     assert measured == []
 
 
+def test_long_parts_are_measured_alone_with_arguments_of_their_own(measured, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setitem(figures.LONG, "speculation", lambda argv: asked.append(argv) or 0)
+    assert figures.main(["speculation", "--rounds=9"]) == 0
+    assert (asked, measured) == ([["--rounds=9"]], [])
+    with pytest.raises(SystemExit, match="2"):
+        figures.main(["host", "speculation"])
+    assert "no part 'speculation'" in capsys.readouterr().err
+
+
 def test_the_help_says_what_every_part_measures_and_what_it_replaces(capsys):
     assert {*figures.PARTS} == {*figures.OF_PAIR, *figures.OTHERS, "demo"}
     with pytest.raises(SystemExit, match="0"):
@@ -72,4 +82,6 @@ def test_the_help_says_what_every_part_measures_and_what_it_replaces(capsys):
 def test_the_manual_names_every_part():
     manual = (Path(__file__).parents[2] / "docs/bench.md").read_text()
     [section] = re.findall(r"^## Kept figures$(.*?)^## ", manual, re.MULTILINE | re.DOTALL)
-    assert {*figures.PARTS, *figures.PAIR} <= set(re.findall(r"`([^`\n]+)`", section))
+    assert {*figures.PARTS, *figures.LONG, *figures.PAIR} <= set(
+        re.findall(r"`([^`\n]+)`", section)
+    )

@@ -46,7 +46,7 @@ def test_every_setting_is_measured_in_steps_with_all_of_its_requests(monkeypatch
     printed = capsys.readouterr().out
     assert host.table(figures["rows"]) in printed
     assert plain["planning_ms"] == drafted["planning_ms"] == 0
-    assert all(planned["phases_ms"][phase] > 0 for phase in host.PLANNING)
+    assert 0 < planned["phases_ms"]["choose"] <= planned["planning_ms"] < planned["host_ms"]
     assert printed.count("merge + choose + learn") == 1
 
 
