@@ -21,16 +21,20 @@ class Levels:
         self,
         growth: Growth,
         trials: Trials,
+        passed: int,
         draft_model: DraftModel,
         requests: Sequence[Request],
         max_depth: int,
     ) -> None:
-        self.growth, self.trials, self.draft_model = growth, trials, draft_model
+        """`passed` steps have passed since the one before in which guesses were made."""
+        self.growth, self.draft_model = growth, draft_model
+        self.trials, self.passed = trials, passed
         self.costs = draft_model.costs
         self.requests, self.max_depth = requests, max_depth
         self.context = sum(len(r.token_ids) for r in requests)
         self.tried: list[int] = []  # ids of the requests that it was run for only as a trial
         self.started, self.before, self.usual = 0.0, 0, 0
+        self.catching_up_took = 0.0  # seconds that are not charged to the step
 
     def first(self, reach: Sequence[float]) -> list[int]:
         order = sorted(range(len(reach)), key=lambda i: reach[i], reverse=True)
@@ -45,7 +49,7 @@ class Levels:
         size = self.growth.first_size(gains, HOLD, self.max_depth, seconds)
         for i in order[:size]:
             self.trials.worked(self.requests[i].id)
-        left = [i for i in order[size:] if self.trials.is_due(self.requests[i].id)]
+        left = [i for i in order[size:] if self.trials.is_due(self.requests[i].id, self.passed)]
         self.tried = [self.requests[i].id for i in left]
         return self.begin(order[:size] + left, rows[size] + len(left) * USUAL_LAG)
 
@@ -73,7 +77,9 @@ class Levels:
         if 0 < rows <= self.costs.edges[-1]:
             self.costs.observe(rows, self.context, len(self.requests), seconds)
         if rows > self.usual:
-            seconds = min(seconds, self.level_seconds(self.usual, 1))
+            usual = min(seconds, self.level_seconds(self.usual, 1))
+            self.catching_up_took += seconds - usual
+            seconds = usual
         self.growth.add(values, seconds)
 
     def level_seconds(self, rows: int, requests: int) -> float:

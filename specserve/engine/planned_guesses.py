@@ -12,6 +12,7 @@ from specserve.engine.levels import Levels
 from specserve.engine.runner import KVLost
 from specserve.engine.source import Pace, Source
 from specserve.engine.state import calibration_state, plan_state
+from specserve.engine.turns import Turns
 from specserve.engine.user_code import UserCode
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
@@ -25,6 +26,7 @@ from specserve_drafters.model_source import Grown, ModelSource
 from specserve_drafters.tree import MAX_NODES, ROOT
 
 LEAST_ASKED = 32  # guesses that sources are asked for in a step, shared by its requests
+LAST_TRIAL = 128  # steps from a trial of a source to the next, at most
 LATELY = 1 / 8  # weight of a step in how many guesses of a request were lately verified
 
 
@@ -37,6 +39,8 @@ class Root(msgspec.Struct, eq=False):
     proposed: dict[str, int]  # by source
     nodes: list[int] = []
     is_tried: bool = False  # the draft model was run for it as a trial
+    saved: float | None = None  # seconds by its guesses; None while the draft model catches up
+    is_right: bool = False  # the likeliest first guess was, verified or not
 
     @property
     def trie(self) -> Trie:
@@ -66,29 +70,43 @@ class PlannedGuesses:
         self.names = (*(s.name for s in sources), *([model.name] if model else []))
         self.ledger = Ledger(self.names, user_code.stats)
         self.planner = Planner(scheduler.costs)
-        self.calibration, self.trials = Calibration(), Trials()
+        self.calibration, self.turns = Calibration(), Turns()
+        self.trials = Trials(last=LAST_TRIAL)
         self.paces = {source.name: Pace() for source in sources}
         self.lately: dict[int, float] = {}  # by request: guesses verified a step
         # Of the step:
+        self.passed = 1  # steps since the one before in which any request was asked
         self.step = Step(0, 0, 0, 0)
         self.plan: Plan | None = None
         self.last: tuple[Plan, Step] | None = None  # of the latest step that had a plan
         self.roots: dict[int, Root] = {}  # by request
         self.taken: dict[str, float] = {}  # seconds of each source that was asked
         self.saved: dict[str, float] = {}  # seconds, by source
-        self.saved_by_guess = 0.0  # seconds
+        self.might_save: dict[str, float] = {}  # if right first guesses had been verified
+        self.tried: set[str] = set()  # sources that were asked although they are late
+        self.saved_by_guess = self.row_seconds = 0.0  # of an accepted guess, and of each
+        self.making = 0.0  # seconds of making guesses and of learning from them
+        self.catching_up = 0.0  # seconds of the draft model that are not charged to the step
 
     def draft(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        due = [s for s in scheduled if s.draft_limit]
-        self.step, self.plan = self.scheduler.step, None
-        self.roots = {s.request.id: self.root(s, len(due)) for s in due}
         self.settle()
-        if not due:
-            return
-        roots, spent = [*self.roots.values()], 0.0
-        self.note_targets(roots)
+        self.turns.next_step()
+        due = [s for s in scheduled if s.draft_limit and self.turns.is_due(s.request.id)]
+        self.step, self.plan, self.roots = self.scheduler.step, None, {}
         if self.draft_model is not None:
             self.draft_model.lend([s.request for s in due])
+        if not due:
+            return
+        self.passed = self.turns.passed()
+        start = perf_counter()
+        self.roots = {s.request.id: self.root(s, len(due)) for s in due}
+        self.make([*self.roots.values()])
+        self.making = perf_counter() - start - self.catching_up
+
+    def make(self, roots: Sequence[Root]) -> None:
+        """Ask the sources, and choose what is verified."""
+        self.note_targets(roots)
+        self.catching_up, spent = 0.0, 0.0
         try:
             for source in self.sources:
                 spent += self.ask(source, [root for root in roots if root.may_ask(source.name)])
@@ -103,13 +121,17 @@ class PlannedGuesses:
         self.last = self.plan, self.step
 
     def settle(self) -> None:
-        """Note what the step before has shown of the sources' pace."""
+        """Note what the step before has shown of the sources' pace, and of making guesses."""
         for name, taken in self.taken.items():
-            saved = self.saved.get(name, 0.0)
-            self.paces[name].add(taken, saved)
-            if saved > taken:
+            self.paces[name].add(taken, self.saved.get(name, 0.0))
+            if name in self.tried and self.might_save.get(name, 0.0) > taken:
                 self.trials.worked(name)
-        self.taken, self.saved = {}, {}
+                self.paces[name] = Pace()
+        self.taken, self.saved, self.might_save, self.tried = {}, {}, {}, set()
+        for id, root in self.roots.items():
+            if root.saved is not None and id in self.turns.by_request:
+                saved = root.saved - self.making / len(self.roots)
+                self.turns.add(id, saved / self.saved_by_guess, root.is_right)
 
     def root(self, scheduled: ScheduledRequest, num_roots: int) -> Root:
         """What sources see of a root. They are asked for the guesses that are likely to be
@@ -142,7 +164,7 @@ class PlannedGuesses:
     def ask(self, source: Source, roots: Sequence[Root]) -> float:
         """Add a source's candidates; its seconds. One that takes more than it saves is left out."""
         name, start = source.name, perf_counter()
-        if not roots or (self.is_late(name) and not self.trials.is_due(name)):
+        if not roots or (self.is_late(name) and not self.is_tried(name)):
             return 0.0
         try:
             found = source.candidates([root.item for root in roots])
@@ -156,6 +178,11 @@ class PlannedGuesses:
         self.taken[name] = perf_counter() - start
         self.ledger.took(name, self.taken[name])
         return self.taken[name]
+
+    def is_tried(self, name: str) -> bool:
+        if is_due := self.trials.is_due(name, self.passed):
+            self.tried.add(name)
+        return is_due
 
     def is_late(self, name: str) -> bool:
         step = self.step
@@ -172,7 +199,7 @@ class PlannedGuesses:
         growth = self.planner.growth(asks, self.step, self.scheduler.guess_rows)
         requests = [root.scheduled.request for root in roots]
         depth = self.model.max_depth
-        levels = Levels(growth, self.trials, self.draft_model, requests, depth)
+        levels = Levels(growth, self.trials, self.passed, self.draft_model, requests, depth)
         try:
             self.model.grow([Grown(root.item, root.trie, root.proposed) for root in roots], levels)
         except KVLost:
@@ -181,6 +208,7 @@ class PlannedGuesses:
             self.user_code.failed("model")
         for root in roots:
             root.is_tried = root.item.id in levels.tried
+        self.catching_up = levels.catching_up_took
         self.ledger.took("model", perf_counter() - start)
         return growth.spent
 
@@ -200,35 +228,53 @@ class PlannedGuesses:
         self.planner.observe(plan, step, seconds)
         without = self.planner.costs.seconds(step.rows, step.context, step.requests)
         guesses = plan.rows - step.rows
-        row = max(0.0, seconds - without) / guesses if guesses else 0.0
+        self.row_seconds = max(0.0, seconds - without) / guesses if guesses else 0.0
         self.saved_by_guess = without / step.num_roots
-        self.ledger.begin(self.saved_by_guess, row)
+        self.ledger.begin(self.saved_by_guess, self.row_seconds)
 
     def learn(self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]) -> Told:
         root = self.roots.get(item.request.id)
         if root is None:
             return Told()
-        id, trie = root.item.id, root.trie
-        trie.observe(tokens)
+        start = perf_counter()
+        root.trie.observe(tokens)
+        self.note_use(root, tokens, len(accepted))
+        told = self.count(root, accepted)
+        self.making += perf_counter() - start
+        return told
+
+    def note_use(self, root: Root, tokens: Sequence[int], num_accepted: int) -> None:
+        """Note what the step has shown of the use of guessing for the request."""
+        id, size = root.item.id, len(root.scheduled.draft)
         self.lately[id] = lately = self.lately.get(id, 0.0)
-        self.lately[id] += LATELY * (len(item.draft) - lately)
-        right = trie.children[ROOT].get(tokens[0])
+        self.lately[id] += LATELY * (size - lately)
+        if self.draft_model is None or not self.draft_model.is_catching_up(root.scheduled):
+            root.saved = num_accepted * self.saved_by_guess - size * self.row_seconds
+        trie, first = root.trie, root.trie.children[ROOT]
+        right = first.get(tokens[0])
+        root.is_right = right is not None and trie.p[right] == max(
+            trie.p[c] for c in first.values()
+        )
         if root.is_tried and right is not None and "model" in trie.sources(right):
             self.trials.worked(id)
-        sources = [trie.sources(node) for node in root.nodes[: len(item.draft)]]
-        guesses = DraftSources(item.draft, sources, root.proposed)
-        is_tree_asked = item.request.sampling.return_speculation_details
-        told = self.ledger.enter(guesses, accepted, is_tree_asked)
+
+    def count(self, root: Root, accepted: Sequence[int]) -> Told:
+        """Tell of the draft's guesses by source, and tell the sources."""
+        draft, request = root.scheduled.draft, root.scheduled.request
+        sources = [root.trie.sources(node) for node in root.nodes[: len(draft)]]
+        guesses = DraftSources(draft, sources, root.proposed)
+        told = self.ledger.enter(guesses, accepted, request.sampling.return_speculation_details)
         for name, counts in told.sources.items():
             self.saved[name] = self.saved.get(name, 0.0) + counts.accepted * self.saved_by_guess
-        if item.draft.tokens:
+        if draft.tokens:
             for source in self.sources:
-                self.user_code.tell(source, "observe", id, item.draft, accepted)
+                self.user_code.tell(source, "observe", root.item.id, draft, accepted)
         return told
 
     def forget(self, id: int) -> None:
         self.calibration.forget(id)
         self.trials.forget([id])
+        self.turns.forget(id)
         self.lately.pop(id, None)
         for source in self.sources:
             self.user_code.tell(source, "forget", id)
@@ -242,7 +288,9 @@ class PlannedGuesses:
 
     def reset(self) -> None:
         self.planner = Planner(self.scheduler.costs)
-        self.calibration, self.trials = Calibration(), Trials()
+        self.calibration, self.turns = Calibration(), Turns()
+        self.trials = Trials(last=LAST_TRIAL)
+        self.roots, self.last = {}, None
         self.paces = {name: Pace() for name in self.paces}
         self.lately = {}
 

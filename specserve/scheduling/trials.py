@@ -10,11 +10,11 @@ class Trials:
         self.first, self.last = first, last
         self.waits: dict[Hashable, tuple[int, int]] = {}  # steps from a trial to the next, and left
 
-    def is_due(self, key: Hashable) -> bool:
-        """Count a step in which it would be left out; whether it is tried instead."""
+    def is_due(self, key: Hashable, steps: int = 1) -> bool:
+        """Count steps in which it would be left out; whether it is tried in the last instead."""
         wait, left = self.waits.get(key, (self.first, self.first))
-        if left > 1:
-            self.waits[key] = wait, left - 1
+        if left > steps:
+            self.waits[key] = wait, left - steps
             return False
         self.waits[key] = (longer := min(2 * wait, self.last)), longer
         return True

@@ -205,3 +205,49 @@ def test_requests_behind_their_targets_say_so_of_the_most_urgent_priority_only(t
     behind, allowed = seen[-1]
     assert behind == [True, False, False, False], "in order of rank, the second request is first"
     assert allowed == pytest.approx(1e-6)
+
+
+class Counting(Oracle):
+    """Counts how often it is asked; right from a length on, and wrong before it."""
+
+    def __init__(self, truth, right_from):
+        super().__init__("counting", truth)
+        self.right_from, self.asked = right_from, []
+
+    def candidates(self, items):
+        self.asked += [len(item.known) for item in items]
+        is_wrong = len(items[0].known) < self.right_from
+        self.wrong = int(is_wrong)
+        return super().candidates(items)
+
+
+def run_counting(target, right_from, max_tokens=300):
+    case = Case(PROMPT, greedy(max_tokens))
+    (truth,) = plain(target, [case])
+    engine = engine_for(target, None, "auto", max_nodes=16)
+    engine.scheduler.timed = lambda rows, seconds: None
+    source = Counting(truth, right_from)
+    engine.guesses = planned(engine, source)
+    (request,) = Watch(engine).run([case])
+    assert request.token_ids.tolist() == truth
+    return engine, source
+
+
+def test_where_guesses_save_no_time_nothing_is_asked_or_planned_in_most_steps(target):
+    engine, source = run_counting(target, right_from=10**6)
+    assert engine.stats.num_steps == 300
+    assert len(source.asked) < 60
+
+
+def test_a_request_is_asked_in_every_step_again_once_guesses_are_right(target):
+    engine, source = run_counting(target, right_from=100)
+    assert len([known for known in source.asked if known < 100]) < 40
+    assert engine.stats.num_steps < 200
+
+
+def test_nothing_learnt_outlives_a_reset(target):
+    engine, _ = run_counting(target, right_from=10**6)
+    engine.reset_learned()
+    guesses = engine.guesses
+    assert guesses.last is None and not guesses.turns.num_steps
+    assert not guesses.calibration.sources and not guesses.trials.waits
