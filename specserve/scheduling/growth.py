@@ -19,45 +19,60 @@ class Growth:
     def __init__(self, costs: StepCosts, step: Step, values: list[float]) -> None:
         """`values` are those of the candidates that there are, and fall."""
         self.costs, self.step, self.values = costs, step, values
+        self.known: dict[int, float] = {}  # seconds of the target, by number of guesses
         self.spent = 0.0
         self.least = 0.0  # value of a guess that is verified at the best rate
         self.worth = 0.0  # in tokens, of the prompts' rows
         if step.prompt_rows:
-            takes = [self.seconds(size) for size in self.sizes(values)]
+            sizes = self.sizes(len(values))
             prompts = self.seconds(0) - self.seconds(-step.prompt_rows)
-            self.worth = worth_of_prompts(prompts, self.tokens(values), takes)
+            takes = [self.seconds(size) for size in sizes]
+            self.worth = worth_of_prompts(prompts, self.tokens(sizes, values), takes)
         self.rate = self.best_rate()
 
-    def sizes(self, values: Sequence[float]) -> list[int]:
-        """Numbers of guesses up to a right edge, and all."""
+    def sizes(self, num: int) -> list[int]:
+        """Of so many guesses those numbers that end at a right edge, and all."""
         rows, edges = self.step.rows, self.costs.edges
         first = bisect_right(edges, rows)
-        last = bisect_left(edges, rows + len(values))
-        return [0, *(edge - rows for edge in edges[first:last]), len(values)]
+        last = bisect_left(edges, rows + num)
+        return [0, *(edge - rows for edge in edges[first:last]), num]
 
-    def tokens(self, values: Sequence[float]) -> list[float]:
+    def tokens(self, sizes: Sequence[int], values: Sequence[float]) -> list[float]:
         """Expected for each of the sizes."""
-        gains = [0.0, *accumulate(values)]
-        return [self.step.num_roots + gains[size] for size in self.sizes(values)]
+        gains = [*accumulate(values, initial=float(self.step.num_roots))]
+        return [gains[size] for size in sizes]
 
     def seconds(self, guesses: int) -> float:
         """Of the target, with so many guesses."""
-        step = self.step
-        return self.costs.seconds(step.rows + guesses, step.context, step.requests)
+        found = self.known.get(guesses)
+        if found is None:
+            step = self.step
+            found = self.costs.seconds(step.rows + guesses, step.context, step.requests)
+            self.known[guesses] = found
+        return found
 
     def best_rate(self, more: Sequence[float] = (), seconds: float = 0.0) -> float:
         """The step's rate with further candidates, made in so many seconds more."""
         values = sorted([*self.values, *more], reverse=True) if more else self.values
-        sizes, spent = self.sizes(values), self.spent + seconds
+        sizes, spent, worth = self.sizes(len(values)), self.spent + seconds, self.worth
+        tokens = self.tokens(sizes, values)
         rates = [
-            (tokens + self.worth) / (spent + self.seconds(size))
-            for size, tokens in zip(sizes, self.tokens(values), strict=True)
+            (t + worth) / (spent + self.seconds(n)) for n, t in zip(sizes, tokens, strict=True)
         ]
         best = max(rates)
         if not more:
             size = sizes[rates.index(best)]
             self.least = values[size] if size < len(values) else 0.0
         return best
+
+    def is_better(self, more: Sequence[float], seconds: float) -> bool:
+        """Whether the rate is higher with further candidates. That it is not is mostly seen from
+        the time of the target without any guess.
+        """
+        most = self.step.num_roots + sum(self.values) + sum(more) + self.worth
+        if most <= self.rate * (self.spent + seconds + self.seconds(0)):
+            return False
+        return self.best_rate(more, seconds) > self.rate
 
     def size(self, reach: Sequence[float], seconds: Callable[[int], float]) -> int:
         """How many nodes to run, the best first; 0 if the level is not worth its time.
@@ -69,7 +84,7 @@ class Growth:
             net += gain - self.least
             if net - self.rate * seconds(n) > best:
                 best, size = net - self.rate * seconds(n), n
-        is_worth = size > 0 and self.best_rate(reach[:size], seconds(size)) > self.rate
+        is_worth = size > 0 and self.is_better(reach[:size], seconds(size))
         return size if is_worth else 0
 
     def first_size(
@@ -84,7 +99,7 @@ class Growth:
         for _ in range(depth if found else 0):
             more += found
             spent += level
-            if self.best_rate(more, spent) > self.rate:
+            if self.is_better(more, spent):
                 return len(found)
             found = [gain * hold for gain in found]
         return 0
