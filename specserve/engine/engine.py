@@ -92,7 +92,9 @@ class Engine:
             return
         start = perf_counter()
         self.guesses.draft(scheduled)
-        self.stats.draft_seconds += perf_counter() - start
+        seconds = perf_counter() - start
+        self.stats.draft_seconds += seconds
+        self.scheduler.drafted(seconds)
 
     def build(
         self, scheduled: list[ScheduledRequest], sampled: list[ScheduledRequest]

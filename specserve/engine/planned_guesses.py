@@ -8,7 +8,7 @@ import msgspec
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.guesses import draft_item
 from specserve.engine.ledger import DraftSources, Ledger, Told
-from specserve.engine.levels import Levels
+from specserve.engine.levels import KEY, Levels
 from specserve.engine.runner import KVLost
 from specserve.engine.source import Pace, Source
 from specserve.engine.state import calibration_state, plan_state
@@ -256,7 +256,7 @@ class PlannedGuesses:
             trie.p[c] for c in first.values()
         )
         if root.is_tried and right is not None and "model" in trie.sources(right):
-            self.trials.worked(id)
+            self.trials.worked(KEY)
 
     def count(self, root: Root, accepted: Sequence[int]) -> Told:
         """Tell of the draft's guesses by source, and tell the sources."""
@@ -273,7 +273,6 @@ class PlannedGuesses:
 
     def forget(self, id: int) -> None:
         self.calibration.forget(id)
-        self.trials.forget([id])
         self.turns.forget(id)
         self.lately.pop(id, None)
         for source in self.sources:

@@ -98,6 +98,11 @@ class StepCosts:
         known = by_edge[self.stair(rows)] + per_token * context + per_request * requests
         return known * self.slowdown
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether anything is known of the model's steps."""
+        return any(stair.seconds for stair in self.stairs.values())
+
     def is_known(self, rows: int) -> bool:
         return self.stairs[self.edges[self.stair(rows)]].estimate > 0
 

@@ -66,11 +66,14 @@ class Growth:
         return best
 
     def is_better(self, more: Sequence[float], seconds: float) -> bool:
-        """Whether the rate is higher with further candidates. That it is not is mostly seen from
-        the time of the target without any guess.
+        """Whether the rate is higher with further candidates, in a step that takes no longer than
+        allowed. That it is not is mostly seen from the time of the target without any guess.
         """
+        least = self.spent + seconds + self.seconds(0)
+        if least > self.step.allowed:
+            return False
         most = self.step.num_roots + sum(self.values) + sum(more) + self.worth
-        if most <= self.rate * (self.spent + seconds + self.seconds(0)):
+        if most <= self.rate * least:
             return False
         return self.best_rate(more, seconds) > self.rate
 

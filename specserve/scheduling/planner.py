@@ -21,6 +21,7 @@ from specserve_drafters.tree import MAX_NODES, ROOT
 
 LEAST_VALUE = 1e-3  # of a guess: a less likely one is not looked at
 BETTER = 1.05  # times the known rate must be hoped for, of rows that are tried
+AHEAD = 0.5  # of a target: steps take longer than expected, and a gap of two targets is too long
 LEAST_CHUNK = 16  # rows that waiting prompts get whatever the targets are: they must not starve
 
 
@@ -165,7 +166,7 @@ def prompt_rows(step: Step, costs: StepCosts, waiting: int, most: int) -> int:
     found = min(LEAST_CHUNK, most)
     ends = [edge - step.rows for edge in costs.edges if found < edge - step.rows < most]
     for rows in (*ends, most):
-        if costs.seconds(step.rows + rows, step.context, step.requests) > step.allowed:
+        if step.spent + costs.seconds(step.rows + rows, step.context, step.requests) > step.allowed:
             break
         found = rows
     return found
@@ -174,10 +175,11 @@ def prompt_rows(step: Step, costs: StepCosts, waiting: int, most: int) -> int:
 def allowed_seconds(target: float, since_first: float, num_output: int) -> float:
     """How long a step may take so that a request's tokens come `target` apart on average.
 
-    What it is ahead may be spent, up to another target's time; and a step may always take one.
+    What it is ahead may be spent, up to AHEAD of another target's time; and a step may always take
+    one.
     """
     ahead = target * num_output - since_first
-    return target + min(max(ahead, 0.0), target)
+    return target + min(max(ahead, 0.0), AHEAD * target)
 
 
 def tokens_behind(target: float, since_first: float, num_output: int, seconds: float) -> float:

@@ -15,6 +15,7 @@ from specserve.scheduling.request import Request, ScheduledRequest
 from specserve.scheduling.share import prefill_rows, share
 from specserve.scheduling.step import Step
 
+FADE = 0.9  # a step, of what making guesses took
 PRESSED = 3.0  # times what its prompt takes: a request with no more time left may miss its target
 
 
@@ -48,6 +49,7 @@ class Scheduler:
         self.catch_up_rows = 0  # that the draft model may run in this step, see `max_catch_up`
         self.guess_rows = 0  # that this step's guesses may have
         self.step = Step(0, 0, 0, 0)  # without guesses
+        self.drafting = 0.0  # seconds that making guesses lately took, in the slowest steps
 
     def add(self, request: Request) -> None:
         self.waiting.add(request)
@@ -77,9 +79,9 @@ class Scheduler:
         roots = self.plan_roots()
         left = self.budget.max_batched_tokens - len(roots)
         chunks = self.plan_chunks(self.prompt_rows(roots, left))
-        self.catch_up_rows = self.max_catch_up(roots, chunks)
         left -= sum(chunk.end - chunk.start for chunk in chunks)
         self.step = self.step_of([*roots, *chunks])
+        self.catch_up_rows = self.max_catch_up(roots, chunks)
         self.guess_rows = min(left, self.budget.max_step_nodes)
         if self.guess_rows > 0:
             for root in roots:
@@ -118,7 +120,11 @@ class Scheduler:
         if not targets:
             return step
         allowed = min(allowed_seconds(*target) for target in targets)
-        return msgspec.structs.replace(step, allowed=allowed)
+        return msgspec.structs.replace(step, allowed=allowed, spent=self.drafting)
+
+    def drafted(self, seconds: float) -> None:
+        """Learn what making the step's guesses took."""
+        self.drafting = max(seconds, FADE * self.drafting)
 
     def timed(self, rows: int, seconds: float) -> None:
         """Learn what the planned step took, with so many rows."""
@@ -130,9 +136,13 @@ class Scheduler:
         """Rows in which the draft model may compute known tokens, beyond the newest, in this step.
 
         While a request of the step waits for its first token, they are as many as a chunk. Else
-        they take the time of the prompt rows that there might have been instead.
+        they take the time of the prompt rows that there might have been instead: of those that
+        streams' targets leave.
         """
         budget = self.budget
+        if self.step.allowed < float("inf"):
+            rows = prompt_rows(self.step, self.costs, budget.prefill_chunk, budget.prefill_chunk)
+            return rows * budget.draft_rows_per_row
         if chunks or any(root.request.num_output == 0 for root in roots):
             return budget.prefill_chunk
         rows = budget.prefill_chunk if len(roots) > 1 else budget.max_batched_tokens

@@ -13,7 +13,7 @@ class Step(msgspec.Struct, frozen=True):
     requests: int
     num_roots: int
     prompt_rows: int = 0
-    spent: float = 0.0  # seconds of drafting
+    spent: float = 0.0  # seconds of drafting, expected until it is done
     allowed: float = float("inf")  # seconds until the tightest target is missed
 
 

@@ -1,6 +1,6 @@
 """Trying again what was not worth its time."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 
 
 class Trials:
@@ -22,7 +22,3 @@ class Trials:
     def worked(self, key: Hashable) -> None:
         """It is worth its time: when it no longer is, it is tried again soon."""
         self.waits.pop(key, None)
-
-    def forget(self, keys: Iterable[Hashable]) -> None:
-        for key in keys:
-            self.waits.pop(key, None)

@@ -167,13 +167,14 @@ def test_a_prompt_makes_time_no_cheaper():
     assert beside.rows - 64 <= alone.rows - 1
 
 
-def rows_for(waiting, most=200, allowed=float("inf"), roots=2, costs=LINEAR):
-    step = Step(roots, 0, roots, roots, allowed=allowed)
+def rows_for(waiting, most=200, allowed=float("inf"), roots=2, costs=LINEAR, spent=0.0):
+    step = Step(roots, 0, roots, roots, allowed=allowed, spent=spent)
     return prompt_rows(step, costs, waiting, most)
 
 
 def test_prompts_get_the_most_rows_that_keep_the_target():
     assert rows_for(500, allowed=0.64) == 62, "64 rows take 0.64 seconds"
+    assert rows_for(500, allowed=0.74, spent=0.1) == 62, "making guesses takes its part"
     assert rows_for(500, allowed=1e9) == 200
     assert rows_for(30, allowed=1e9) == 30
     assert rows_for(500, roots=0, allowed=0.0) == 200, "there is no stream to wait for them"
@@ -195,7 +196,7 @@ def test_rows_for_prompts_keep_their_bounds(waiting, most, allowed):
 def test_a_request_that_is_ahead_lets_a_step_take_longer():
     assert allowed_seconds(0.1, since_first=1.0, num_output=10) == pytest.approx(0.1)
     assert allowed_seconds(0.1, since_first=0.95, num_output=10) == pytest.approx(0.15)
-    assert allowed_seconds(0.1, since_first=0.0, num_output=10) == pytest.approx(0.2)
+    assert allowed_seconds(0.1, since_first=0.0, num_output=10) == pytest.approx(0.15)
     assert allowed_seconds(0.1, since_first=9.0, num_output=10) == pytest.approx(0.1)
 
 
@@ -244,6 +245,12 @@ def test_a_level_is_run_if_its_guesses_are_worth_its_time():
     assert growth([]).size([0.9], lambda rows: 0.02) == 0
     assert growth([]).size([0.05], lambda rows: 0.002) == 0
     assert growth([]).size([], lambda rows: 0.0) == 0
+
+
+def test_a_level_that_takes_longer_than_a_target_allows_is_not_run():
+    step = Step(1, 0, 1, 1, allowed=TILES.seconds(1, 0, 1) + 0.002)
+    assert Growth(TILES, step, []).size([0.9], lambda rows: 0.001) == 1
+    assert Growth(TILES, step, []).size([0.9], lambda rows: 0.003) == 0
 
 
 def test_only_nodes_that_are_worth_their_rows_are_run():
@@ -299,5 +306,4 @@ def test_what_fails_is_tried_ever_more_rarely_but_always_again():
     trials.worked("a")
     assert [trials.is_due("a"), trials.is_due("a")] == [False, True]
     assert not trials.is_due("b"), "each has a turn of its own"
-    trials.forget(["a", "b"])
-    assert trials.waits == {}
+    assert trials.is_due("a", steps=4), "steps that nobody counted are counted together"

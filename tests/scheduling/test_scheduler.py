@@ -488,6 +488,28 @@ def test_beside_streams_with_targets_prompts_have_the_rows_that_keep_them(tpot, 
     assert rows(s.plan())[9] == (rows_of_prompts, 0)
 
 
+def test_beside_streams_with_targets_the_draft_model_catches_up_in_what_they_leave():
+    caught_up = {}
+    for tpot in (0.0301, 1.0, None):
+        s = scheduler(max_batched_tokens=64, prefill_chunk=64, draft_rows_per_row=10)
+        streams = run(s, [(120, 119), (130, 129)])
+        with_targets(s, streams, tpot)
+        s.plan()
+        caught_up[tpot] = s.catch_up_rows
+    assert caught_up == {0.0301: 220, 1.0: 640, None: 640}
+
+
+def test_making_guesses_leaves_prompts_beside_streams_with_targets_less_time():
+    s = scheduler(max_batched_tokens=512, prefill_chunk=32, max_nodes=0)
+    streams = run(s, [(120, 119)])
+    s.add(request(s, 9, 2000, text=1000))
+    with_targets(s, streams, 0.101)
+    s.drafted(0.06)
+    s.drafted(0.0)  # the slowest steps count
+    given, _ = rows(s.plan())[9]
+    assert given < 64
+
+
 def test_a_stream_without_a_target_waits_for_no_more_than_a_chunk():
     s = scheduler(max_batched_tokens=512, prefill_chunk=32, max_nodes=0)
     streams = run(s, [(120, 119), (130, 129)])
