@@ -27,6 +27,7 @@ from specserve_drafters.tree import MAX_NODES, ROOT
 
 LEAST_ASKED = 32  # guesses that sources are asked for in a step, shared by its requests
 LAST_TRIAL = 128  # steps from a trial of a source to the next, at most
+COLD = 0.6  # of the time of making guesses after a pause that it takes in every step
 LATELY = 1 / 8  # weight of a step in how many guesses of a request were lately verified
 
 
@@ -130,8 +131,10 @@ class PlannedGuesses:
         self.taken, self.saved, self.might_save, self.tried = {}, {}, {}, set()
         for id, root in self.roots.items():
             if root.saved is not None and id in self.turns.by_request:
-                saved = root.saved - self.making / len(self.roots)
-                self.turns.add(id, saved / self.saved_by_guess, root.is_right)
+                taken = self.making / len(self.roots)
+                might_pay = root.is_right and self.saved_by_guess > taken
+                taken *= COLD if self.turns.is_rare(id) else 1.0
+                self.turns.add(id, (root.saved - taken) / self.saved_by_guess, might_pay)
 
     def root(self, scheduled: ScheduledRequest, num_roots: int) -> Root:
         """What sources see of a root. They are asked for the guesses that are likely to be

@@ -51,15 +51,17 @@ class Turns:
             turn = self.by_request[id] = Turn(1 if self.all.is_worth else FIRST)
         return self.num_steps % turn.wait == 0
 
+    def is_rare(self, id: int) -> bool:
+        return self.by_request[id].wait > 1
+
     def passed(self) -> int:
         """Steps since the one before in which this was asked."""
         passed, self.last = self.num_steps - self.last, self.num_steps
         return passed
 
-    def add(self, id: int, saved: float, is_right: bool = False) -> None:
-        """Learn what a turn has saved, and whether its first guess was right, verified or not.
-
-        After a turn that saved time there is one in every step; after one that would have, sooner.
+    def add(self, id: int, saved: float, might_pay: bool = False) -> None:
+        """Learn what a turn has saved, and whether it would have with a guess that was right but
+        not verified: the next one then comes sooner.
         """
         turn = self.by_request[id]
         self.all.add(saved)
@@ -67,7 +69,7 @@ class Turns:
             turn.add(saved)
             turn.wait = 1 if turn.is_worth else 2
             return
-        turn.wait = 1 if saved > 0 else turn.wait // 2 if is_right else min(2 * turn.wait, LAST)
+        turn.wait = 1 if saved > 0 else turn.wait // 2 if might_pay else min(2 * turn.wait, LAST)
         if turn.wait == 1:
             turn.begin()
 
