@@ -405,7 +405,7 @@ def test_a_model_in_this_process_answers_through_its_template(llm, folder, talk)
         (output,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=12))
         messages.append({"role": "assistant", "content": output.text})
     assert (code, out) == (0, "".join(f"{m['content']}\n" for m in messages[2::2]))
-    assert err.count("| drafter ngram | ended by length]") == 2
+    assert err.count("| drafter auto | ended by length]") == 2
 
 
 def test_ctrl_c_in_a_step_gives_the_blocks_back_and_the_model_answers_again(

@@ -11,6 +11,7 @@ from specserve.errors import EngineDied
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import EngineCommands, encode
 from specserve.exchange.sampling_params import Sampling, choices_of, mix64
+from specserve.exchange.spawn import Spawned
 from tests.server.asking import (
     CHAT,
     COMPLETIONS,
@@ -64,11 +65,7 @@ def test_a_prefix_is_found_again_and_not_after_a_reset(server):
 
 def test_a_reset_that_nobody_can_do_is_an_error():
     async def reset(died):
-        engine = object.__new__(EngineClient)
-        engine.died, engine.loop = asyncio.Event(), asyncio.get_running_loop()
-        engine.ready, engine.listeners = engine.loop.create_future(), {}
-        engine.adds, engine.finishes, engine.resets, engine.transport = [], [], {}, None
-        engine.num_resets, engine.is_reset_due = 0, False
+        engine = EngineClient(Spawned(None, None))
         engine.ready.set_result(None)
         if died:
             engine.died.set()
