@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
-from specserve.engine import source
 from specserve.exchange.step_output import SourceStats, Stats
 from specserve.input_processor import load_text_files
 from specserve.server.metrics import Metrics
 from specserve_drafters import Draft
+from tests.engine.clock import Clock
 from tests.server import asking
 from tests.server.asking import (
     CHAT,
@@ -45,7 +45,7 @@ def server():
     settings = {"drafter.model": str(DEMO_DRAFT), "speculation.max_nodes": 16}
     settings |= {"scheduler.tpot_ms": 50}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source, "FREE", 100)  # no source is too slow for the short steps of a demo
+        Clock(patch, target=lambda rows: 0.01 + 0.0001 * rows)
         with server_threads(DEMO_TARGET, **settings) as server:
             yield server
 

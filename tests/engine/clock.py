@@ -1,0 +1,28 @@
+"""Engines whose time goes on only as a test says."""
+
+from time import perf_counter
+
+from specserve.engine import engine, guesses, levels, planned_guesses
+from specserve.engine.runner import Runner
+from specserve.scheduling import scheduler
+
+TIMED = (engine, guesses, levels, planned_guesses, scheduler)  # modules that read the time
+
+
+class Clock:
+    """The time of all engines: launches take what `target` and `draft` say of their rows, and
+    everything else takes none, unless a test moves `now`.
+    """
+
+    def __init__(self, patch, target=lambda rows: 0.01, draft=lambda rows: 0.001):
+        self.now, self.target, self.draft = perf_counter(), target, draft
+        launch = Runner.launch
+
+        def timed(runner, step):
+            seconds = self.draft if step.draws is None else self.target
+            self.now += seconds(len(step.token_ids))
+            return launch(runner, step)
+
+        patch.setattr(Runner, "launch", timed)
+        for module in TIMED:
+            patch.setattr(module, "perf_counter", lambda: self.now)
