@@ -258,7 +258,11 @@ class PlannedGuesses:
         root.is_right = right is not None and trie.p[right] == max(
             trie.p[c] for c in first.values()
         )
-        if root.is_tried and right is not None and "model" in trie.sources(right):
+        if right is None:
+            return
+        for name in trie.sources(right):
+            self.might_save[name] = self.might_save.get(name, 0.0) + self.saved_by_guess
+        if root.is_tried and "model" in trie.sources(right):
             self.trials.worked(KEY)
 
     def count(self, root: Root, accepted: Sequence[int]) -> Told:

@@ -2,21 +2,29 @@
 
 import pytest
 
-from specserve.engine import planned_guesses
+from specserve.engine import source as sources_of_guesses
+from specserve.engine import turns
 from specserve.engine.source import UserSource
 from specserve.exchange.sampling_params import Sampling, Slo, SpeculationParams
 from specserve_drafters import Draft
 from specserve_drafters.candidates import Candidate
 from specserve_drafters.lookup import NgramSource
 from tests.checkpoints import tiny_checkpoint
+from tests.engine.clock import Clock
 from tests.engine.engines import Case, Watch, engine_for, load_small, plain, planned
 
 PROMPT = [5, 17, 42, 5, 17, 99, 3]
+STEP = 0.01  # seconds of a step, whatever its rows
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     return load_small(tiny_checkpoint(tmp_path_factory.mktemp("target"), seed=3))
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    return Clock(monkeypatch, target=lambda rows: STEP)
 
 
 def greedy(max_tokens, **kw):
@@ -70,23 +78,89 @@ def test_a_source_that_lies_about_its_scores_is_soon_not_verified(target):
     assert engine.stats.num_steps == 200 and engine.stats.num_drafted < 200
 
 
+class Paced(Oracle):
+    """Right while the text's length is in a range, else wrong; a question to it takes so many
+    steps' time, or `after_pause` where none was asked in the step before.
+    """
+
+    def __init__(self, clock, truth, right, takes, after_pause=None):
+        super().__init__("paced", truth)
+        self.clock, self.right = clock, right
+        self.takes, self.after_pause = takes, takes if after_pause is None else after_pause
+        self.asked, self.left_at = [], clock.now
+
+    def candidates(self, items):
+        (item,) = items
+        is_paused = self.clock.now > self.left_at + 1.5 * STEP
+        self.clock.now += STEP * (self.after_pause if is_paused else self.takes)
+        self.left_at = self.clock.now
+        self.asked.append(len(item.known))
+        self.wrong = int(len(item.known) not in self.right)
+        return super().candidates(items)
+
+
+def run_paced(target, clock, right, *takes, max_nodes=4):
+    """An engine after a request with a `Paced` source, and the source."""
+    case = Case(PROMPT, greedy(270))
+    (truth,) = plain(target, [case])
+    engine = engine_for(target, None, "auto", max_nodes=max_nodes)
+    source = Paced(clock, truth, right, *takes)
+    engine.guesses = planned(engine, source)
+    (request,) = Watch(engine).run([case])
+    assert request.token_ids.tolist() == truth
+    return engine, source
+
+
+NEVER, LATER = range(0), range(100, 300)  # lengths at which guesses are right
+
+
+@pytest.fixture
+def every_turn(monkeypatch):
+    """All requests have their turn in every step, whatever it costs."""
+    monkeypatch.setattr(turns, "FREE", 1e6)
+
+
+@pytest.fixture
+def no_source_is_late(monkeypatch):
+    monkeypatch.setattr(sources_of_guesses, "FREE", 1e6)
+
+
 def test_a_source_that_takes_more_time_than_it_saves_is_dropped_and_rarely_asked_again(
-    target, monkeypatch
+    target, clock, every_turn
 ):
-    """The clock goes on by a second with every question to it; a step takes far less."""
-    late = [0.0]
-    real = planned_guesses.perf_counter
-    monkeypatch.setattr(planned_guesses, "perf_counter", lambda: real() + late[0])
+    engine, source = run_paced(target, clock, NEVER, 100)
+    assert engine.stats.num_steps == 270 and len(source.asked) < 14
+    assert engine.stats.sources["paced"].saved_seconds == pytest.approx(-STEP * 100 * 13, rel=0.2)
 
-    class Late(Oracle):
-        def candidates(self, items):
-            late[0] += 1.0
-            return super().candidates(items)
 
-    engine = run(target, lambda truth: [Late("late", truth, wrong=1)], max_tokens=200)
-    assert engine.stats.num_steps == 200
-    assert engine.stats.sources["late"].seconds < 14
-    assert engine.stats.sources["late"].saved_seconds < 0
+def test_a_source_that_was_late_is_asked_in_every_step_again_once_a_trial_shows_its_worth(
+    target, clock, every_turn
+):
+    _, source = run_paced(target, clock, LATER, 0.8, max_nodes=1)
+    asked = [known in LATER for known in source.asked]
+    assert asked.count(False) < 14, "it was late"
+    assert asked.count(True) > 50
+
+
+def test_a_source_that_was_of_use_is_soon_tried_again_when_it_is_late_once_more(
+    target, clock, every_turn
+):
+    _, source = run_paced(target, clock, range(100, 160), 0.8, max_nodes=1)
+    last = [known for known in source.asked if known > 180]
+    assert 1 <= len(last) < 5
+
+
+@pytest.mark.parametrize(("after_pause", "is_back"), [(1.3, True), (1.8, False)])
+def test_a_turn_after_a_pause_takes_longer_than_one_in_every_step_will(
+    target, clock, no_source_is_late, after_pause, is_back
+):
+    """A right guess saves one step's time: to make it takes more than that after a pause, and less
+    in every step. What it takes in every step is not known after a pause, so it may be too much.
+    """
+    _, source = run_paced(target, clock, LATER, 0.8, after_pause, max_nodes=1)
+    asked = [known in LATER for known in source.asked]
+    assert asked.count(False) < 20
+    assert (asked.count(True) > 50) == is_back
 
 
 def test_sources_are_told_apart_where_they_agree_and_where_they_do_not(target):
@@ -207,46 +281,24 @@ def test_requests_behind_their_targets_say_so_of_the_most_urgent_priority_only(t
     assert allowed == pytest.approx(1e-6)
 
 
-class Counting(Oracle):
-    """Counts how often it is asked; right from a length on, and wrong before it."""
-
-    def __init__(self, truth, right_from):
-        super().__init__("counting", truth)
-        self.right_from, self.asked = right_from, []
-
-    def candidates(self, items):
-        self.asked += [len(item.known) for item in items]
-        is_wrong = len(items[0].known) < self.right_from
-        self.wrong = int(is_wrong)
-        return super().candidates(items)
+def test_where_guesses_save_no_time_nothing_is_asked_or_planned_in_most_steps(
+    target, clock, no_source_is_late
+):
+    engine, source = run_paced(target, clock, NEVER, 0.1)
+    assert engine.stats.num_steps == 270
+    assert len(source.asked) < 20
 
 
-def run_counting(target, right_from, max_tokens=300):
-    case = Case(PROMPT, greedy(max_tokens))
-    (truth,) = plain(target, [case])
-    engine = engine_for(target, None, "auto", max_nodes=16)
-    engine.scheduler.timed = lambda rows, seconds: None
-    source = Counting(truth, right_from)
-    engine.guesses = planned(engine, source)
-    (request,) = Watch(engine).run([case])
-    assert request.token_ids.tolist() == truth
-    return engine, source
-
-
-def test_where_guesses_save_no_time_nothing_is_asked_or_planned_in_most_steps(target):
-    engine, source = run_counting(target, right_from=10**6)
-    assert engine.stats.num_steps == 300
-    assert len(source.asked) < 60
-
-
-def test_a_request_is_asked_in_every_step_again_once_guesses_are_right(target):
-    engine, source = run_counting(target, right_from=100)
-    assert len([known for known in source.asked if known < 100]) < 40
+def test_a_request_is_asked_in_every_step_again_once_guesses_are_right(
+    target, clock, no_source_is_late
+):
+    engine, source = run_paced(target, clock, LATER, 0.1)
+    assert len([known for known in source.asked if known not in LATER]) < 20
     assert engine.stats.num_steps < 200
 
 
-def test_nothing_learnt_outlives_a_reset(target):
-    engine, _ = run_counting(target, right_from=10**6)
+def test_nothing_learnt_outlives_a_reset(target, clock):
+    engine, _ = run_paced(target, clock, NEVER, 0.1)
     engine.reset_learned()
     guesses = engine.guesses
     assert guesses.last is None and not guesses.turns.num_steps
