@@ -11,7 +11,7 @@ from specserve_drafters.candidates import Candidate
 from specserve_drafters.lookup import NgramSource
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
-from tests.engine.engines import Case, Watch, engine_for, load_small, plain, planned
+from tests.engine.engines import Case, Watch, engine_for, load_small, plain, planned, row_counts
 
 PROMPT = [5, 17, 42, 5, 17, 99, 3]
 STEP = 0.01  # seconds of a step, whatever its rows
@@ -25,6 +25,12 @@ def target(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
     return Clock(monkeypatch, target=lambda rows: STEP)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """A model that says something else."""
+    return load_small(tiny_checkpoint(tmp_path_factory.mktemp("other"), seed=4))
 
 
 def greedy(max_tokens, **kw):
@@ -303,3 +309,37 @@ def test_nothing_learnt_outlives_a_reset(target, clock):
     guesses = engine.guesses
     assert guesses.last is None and not guesses.turns.num_steps
     assert not guesses.calibration.sources and not guesses.trials.waits
+
+
+def run_draft(target, draft, max_tokens=250, num_requests=1):
+    """The steps in which the draft model ran, as the only source, and how many requests in each."""
+    engine = engine_for(target, draft, "auto", max_nodes=4)
+    engine.guesses = planned(engine, model=engine.guesses.model)
+    launches, found = row_counts(engine.draft_model.runner), {}
+    for id in range(num_requests):
+        engine.add([id + 1, *PROMPT], greedy(max_tokens))
+    while not engine.is_idle:
+        launches.clear()
+        engine.step()
+        if launches:
+            found[engine.stats.num_steps] = max(map(len, launches))
+    return found
+
+
+def test_the_first_run_of_a_draft_model_is_free_as_nothing_else_shows_what_it_takes(target, clock):
+    clock.target, clock.draft = (lambda rows: 1e-6), (lambda rows: 1e-8)
+    assert min(run_draft(target, target)) == 2, "after the first token"
+    clock.draft = lambda rows: 1e-3
+    assert [*run_draft(target, target, max_tokens=16)] == [2]
+
+
+def test_a_draft_model_that_is_left_out_is_tried_with_one_request_for_all_of_them(
+    target, other, clock, every_turn
+):
+    clock.draft = lambda rows: 10 * STEP
+    for num_requests in (1, 8):
+        wrong = run_draft(target, other, num_requests=num_requests)
+        assert wrong == {2: num_requests, 18: 1, 50: 1, 114: 1, 242: 1}, "ever more rarely"
+        right = run_draft(target, target, num_requests=num_requests)
+        assert [*right][:15] == [*range(2, 242, 16)], "soon again, as it was right"
+        assert {*right.values()} == {num_requests, 1}
