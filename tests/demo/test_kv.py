@@ -51,7 +51,7 @@ PROMPTS = ["What does shutil.copytree do?", "How do I read a file line by line? 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_drafters_change_no_text_over_kv_of_8_bits(kv_dtype):
     texts, weights, accepted = [], (), []
-    for drafter in ("none", "ngram", "model"):
+    for drafter in ("none", "ngram", "model", "auto"):
         settings = {"memory.kv_bytes": 1 << 26, "memory.kv_dtype": kv_dtype}
         with LLM(drafter=drafter, set=settings, progress=False, weights=weights) as llm:
             weights = llm.weights
@@ -61,5 +61,5 @@ def test_drafters_change_no_text_over_kv_of_8_bits(kv_dtype):
         texts.append([o.token_ids for o in (*outputs, *again)])
         accepted.append(sum(o.speculation.accepted for o in outputs))
         assert again[1].usage.cached_tokens > 0
-    assert texts[1:] == texts[:1] * 2
+    assert texts[1:] == texts[:1] * 3
     assert accepted[0] == 0 < accepted[2]

@@ -82,6 +82,11 @@ def engine_for(target, draft=None, drafter="none", max_len=MAX_LEN, **overrides)
     return engine
 
 
+def draft_of(draft, drafter):
+    """The draft model, for drafters that run it."""
+    return draft if drafter in ("model", "auto") else None
+
+
 def planned(engine, *sources, model=None):
     """The planner's choice of what these sources say."""
     lent = engine.scheduler, engine.draft_model

@@ -17,11 +17,13 @@ from specserve.models.loader import load_decoder
 from specserve_kernels import DeviceError, cpu
 from specserve_kernels.quantize import quantize
 from tests.checkpoints import tiny_checkpoint
+from tests.engine.clock import Clock
 from tests.engine.engines import (
     Case,
     Scripted,
     Watch,
     bush,
+    draft_of,
     engine_for,
     hedge,
     in_chunks,
@@ -59,13 +61,14 @@ def cases():
     return [Case(p, sampling(i % 2, i), arrives=2 * i) for i, p in enumerate(prompts)]
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "model", bush, hedge])
-def test_the_text_is_the_cpus_own_with_every_drafter(models, drafter):
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model", "auto", bush, hedge])
+def test_the_text_is_the_cpus_own_with_every_drafter(models, drafter, monkeypatch):
+    Clock(monkeypatch)  # so that auto is sure to guess
     on_cpu, target, draft = models
     want = plain(on_cpu, cases())
     engine = engine_for(
         target,
-        draft if drafter == "model" else None,
+        draft_of(draft, drafter),
         drafter if isinstance(drafter, str) else Scripted(drafter, dict(enumerate(want))),
         max_nodes=6,
         **in_chunks(16),
@@ -74,7 +77,8 @@ def test_the_text_is_the_cpus_own_with_every_drafter(models, drafter):
     watch = Watch(engine)
     got = watch.run(cases())
     assert [r.token_ids.tolist() for r in got] == want
-    assert drafter in ("none", "ngram") or engine.stats.num_accepted > 0
+    assert drafter in ("none", "ngram", "auto") or engine.stats.num_accepted > 0
+    assert drafter != "auto" or engine.stats.num_drafted > 0
     assert drafter not in (bush, hedge) or watch.seen["moved"] > 0
 
 

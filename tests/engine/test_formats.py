@@ -5,7 +5,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specserve.exchange.sampling_params import Sampling
-from tests.engine.engines import Case, Scripted, Watch, bush, engine_for, load_small, plain
+from tests.engine.engines import (
+    Case,
+    Scripted,
+    Watch,
+    bush,
+    draft_of,
+    engine_for,
+    load_small,
+    plain,
+)
 from tests.models import formats
 from tests.models.formats import FORMATS
 from tests.models.forward import recorded_and_eager
@@ -91,12 +100,12 @@ def test_greedy_text_is_that_of_transformers_on_the_values(name, tmp_path):
             assert text[len(case.prompt) :] == answers[len(case.prompt) - 1 :]
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "model", bush])
+@pytest.mark.parametrize("drafter", ["ngram", "model", "auto", bush])
 def test_a_drafter_changes_no_text(target, texts, drafter):
     """Beside other requests, in chunks, after prefix hits and preemption."""
     engine = engine_for(
         target,
-        target if drafter == "model" else None,
+        draft_of(target, drafter),
         drafter if isinstance(drafter, str) else Scripted(drafter, dict(enumerate(texts))),
         max_nodes=6,
         prefill_chunk=16,

@@ -24,11 +24,13 @@ from specserve_bench.workloads import workload
 from specserve_kernels import load
 from specserve_kernels.reference.sampling import gumbel, transform
 from tests.checkpoints import tiny_checkpoint
+from tests.engine.clock import Clock
 from tests.engine.engines import (
     Case,
     Scripted,
     Watch,
     bush,
+    draft_of,
     engine_for,
     hedge,
     in_chunks,
@@ -146,7 +148,7 @@ def generate(model, ids):
     return out[0, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model", "auto"])
 def test_greedy_tokens_are_those_of_transformers(text, drafter):
     target, draft, want = text
     settings = {
@@ -156,7 +158,7 @@ def test_greedy_tokens_are_those_of_transformers(text, drafter):
         "memory.kv_bytes": 1 << 26,
     }
     params = SamplingParams(temperature=0, max_tokens=NEW)
-    draft_model = draft if drafter == "model" else None
+    draft_model = draft_of(draft, drafter)
     with LLM(target, draft_model, drafter, set=settings, progress=False) as llm:
         alone = [llm.generate([p], params)[0].token_ids for p in PROMPTS]
         together = [o.token_ids for o in llm.generate(PROMPTS, params)]
@@ -192,17 +194,20 @@ def tiny_sampling(temperature, seed):
     )
 
 
-DRAFTERS = ["none", "ngram", "model", bush, hedge, wrong_later]
+DRAFTERS = ["none", "ngram", "model", "auto", bush, hedge, wrong_later]
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("max_nodes", [3, 16])
-def test_a_tiny_models_text_is_its_own_with_every_drafter(tiny, tiny_texts, max_nodes, drafter):
+def test_a_tiny_models_text_is_its_own_with_every_drafter(
+    tiny, tiny_texts, max_nodes, drafter, monkeypatch
+):
+    Clock(monkeypatch)  # so that auto is sure to guess
     (target, draft), (cases, want) = tiny, tiny_texts
     watch = Watch(
         engine_for(
             target,
-            draft if drafter == "model" else None,
+            draft_of(draft, drafter),
             drafter if isinstance(drafter, str) else Scripted(drafter, dict(enumerate(want))),
             max_nodes=max_nodes,
             max_step_nodes=100,
@@ -211,7 +216,8 @@ def test_a_tiny_models_text_is_its_own_with_every_drafter(tiny, tiny_texts, max_
     )
     got = watch.run(cases, {7: "squeeze", 11: "preempt", 12: "squeeze", 14: "preempt"})
     assert [r.token_ids.tolist() for r in got] == want, f"seed {SEED}"
-    assert drafter in ("none", "ngram") or watch.engine.stats.num_accepted > 0
+    assert drafter in ("none", "ngram", "auto") or watch.engine.stats.num_accepted > 0
+    assert drafter != "auto" or watch.engine.stats.num_drafted > 0
     assert drafter not in (bush, hedge) or watch.seen["moved"] > 0
 
 
@@ -296,7 +302,7 @@ class Flip:
         self.steps = gap / float(logits.abs().max()) * 2**8
 
 
-@pytest.mark.parametrize("drafter", ["alone", "ngram", "model", bush, hedge])
+@pytest.mark.parametrize("drafter", ["alone", "ngram", "model", "auto", bush, hedge])
 def test_the_demos_text_in_bf16_is_its_own_but_for_near_ties(
     ops, pair, asked, said_without, drafter, record_property
 ):
@@ -308,7 +314,7 @@ def test_the_demos_text_in_bf16_is_its_own_but_for_near_ties(
         texts = [said(plain_engine, [case])[0][0] for case in asked]
         tokens_per_step = 1.0
     else:
-        model = draft if drafter == "model" else None
+        model = draft_of(draft, drafter)
         nodes = {"max_nodes": 16, "max_step_nodes": 16 * len(asked)}
         engine = engine_for(target, model, script or drafter, **nodes, **ROOMY)
         with attending(ops, "FlashInfer", record_property):

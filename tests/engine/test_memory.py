@@ -17,6 +17,7 @@ from tests.engine.engines import (
     Scripted,
     Watch,
     bush,
+    draft_of,
     engine_for,
     hedge,
     in_chunks,
@@ -573,13 +574,13 @@ def conversation(pair):
 
 
 @pytest.mark.parametrize("event", [None, "preempt", "drop"])
-@pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model", "auto"])
 @pytest.mark.parametrize("block_size", [1, 16, 17])
 def test_cold_hot_or_disturbed_at_every_step_the_text_is_the_same(
     pair, conversation, block_size, drafter, event
 ):
     cases, want = conversation
-    draft = pair[1] if drafter == "model" else None
+    draft = draft_of(pair[1], drafter)
     engine = engine_for(
         pair[0], draft, drafter, block_size=block_size, max_nodes=0 if drafter == "none" else 6
     )

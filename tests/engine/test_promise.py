@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from specserve.exchange.sampling_params import Sampling, SpeculationParams
 from specserve.models.tokenizer import load_tokenizer
 from tests.checkpoints import tiny_checkpoint
+from tests.engine.clock import Clock
 from tests.engine.engines import (
     SCRIPTS,
     Case,
@@ -16,6 +17,7 @@ from tests.engine.engines import (
     Scripted,
     Watch,
     bush,
+    draft_of,
     each_choice,
     engine_for,
     hedge,
@@ -108,7 +110,7 @@ def test_text_is_the_targets_own_whatever_a_drafter_does(pair, script, scenario,
 @given(**scenarios)
 def test_text_is_the_targets_own_with_every_drafter(pair, drafter, scenario, events, **limits):
     target, draft = pair
-    engine = engine_for(target, None if drafter == "ngram" else draft, drafter, **stretched(limits))
+    engine = engine_for(target, draft_of(draft, drafter), drafter, **stretched(limits))
     check(engine, scenario, events, plain(target, scenario))
 
 
@@ -123,7 +125,7 @@ def test_text_is_the_targets_own_whatever_is_planned(pair, model, seed, scenario
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-@pytest.mark.parametrize("drafter", ["ngram", "model", bush])
+@pytest.mark.parametrize("drafter", ["ngram", "model", "auto", bush])
 @settings(max_examples=8)
 @given(**scenarios)
 def test_text_is_the_targets_own_over_kv_of_8_bits(
@@ -134,7 +136,7 @@ def test_text_is_the_targets_own_over_kv_of_8_bits(
     if not isinstance(drafter, str):
         drafter = Scripted(drafter, truth_by_id(scenario, want))
     settings = stretched(limits) | {"kv_dtype": kv_dtype}
-    engine = engine_for(target, draft if drafter == "model" else None, drafter, **settings)
+    engine = engine_for(target, draft_of(draft, drafter), drafter, **settings)
     check(engine, scenario, events, want)
 
 
@@ -214,12 +216,13 @@ def greedy_or(temperature, seed):
     ("max_nodes", "prefill_chunk", "block_size"), [(4, 16, 16), (16, 128, 17), (63, 48, 1)]
 )
 def test_the_trained_pair_in_bf16_says_what_its_target_says(
-    trained, drafter, max_nodes, prefill_chunk, block_size
+    trained, drafter, max_nodes, prefill_chunk, block_size, monkeypatch
 ):
+    Clock(monkeypatch)  # so that auto is sure to guess
     target, draft, cases, want = trained
     engine = engine_for(
         target,
-        draft if drafter in ("model", "auto") else None,
+        draft_of(draft, drafter),
         drafter if isinstance(drafter, str) else Scripted(drafter, truth_by_id(cases, want)),
         max_nodes=max_nodes,
         max_step_nodes=100,

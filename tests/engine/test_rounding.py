@@ -6,7 +6,8 @@ import torch
 from specserve.models.loader import load_decoder
 from specserve.models.rounding import Rounding
 from tests.checkpoints import tiny_checkpoint
-from tests.engine.engines import MAX_LEN, OPS, Scripted, Watch, bush, engine_for, plain
+from tests.engine.clock import Clock
+from tests.engine.engines import MAX_LEN, OPS, Scripted, Watch, bush, draft_of, engine_for, plain
 from tests.engine.test_formats import cases
 from tests.models.forward import recorded_and_eager
 
@@ -29,18 +30,19 @@ def texts(folder):
     return {r: plain(load_rounded(folder, r), cases()) for r in ROUNDINGS.values()}
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "model", bush])
+@pytest.mark.parametrize("drafter", ["ngram", "model", "auto", bush])
 @pytest.mark.parametrize(
     ("rounding", "of_draft"),
     [(W4, W8), (W8, W8A8), (W8A8, W4), (EMBEDDING, EMBEDDING)],
     ids=ROUNDINGS,
 )
-def test_a_drafter_changes_no_text(folder, texts, rounding, of_draft, drafter):
+def test_a_drafter_changes_no_text(folder, texts, rounding, of_draft, drafter, monkeypatch):
     """Beside other requests, in chunks, after prefix hits and preemption."""
+    Clock(monkeypatch)  # so that auto is sure to guess
     target, want = load_rounded(folder, rounding), texts[rounding]
     engine = engine_for(
         target,
-        load_rounded(folder, of_draft) if drafter == "model" else None,
+        draft_of(load_rounded(folder, of_draft), drafter),
         drafter if isinstance(drafter, str) else Scripted(drafter, dict(enumerate(want))),
         max_nodes=6,
         prefill_chunk=16,
