@@ -1,6 +1,9 @@
 """A recorded forward gives what its ops give one by one, in memory that is reserved beforehand."""
 
 import resource
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from specserve_kernels.cpu.recorder import Memory
 from specserve_kernels.program import EagerProgram
 from tests.kernels.random_steps import RandomStep, Req, random_tensor
 
+ROOT = Path(__file__).parents[2]
 V, WIDTH, LAYERS = 50, 32, 3
 STEP = RandomStep([Req(20, 5)], num_layers=LAYERS)
 
@@ -114,14 +118,21 @@ def test_buffers_are_taken_again_when_nothing_refers_to_them():
     assert sizes[0] == sizes[1] <= 4 * 64 * WIDTH * 4
 
 
-def test_steady_runs_neither_fault_nor_allocate():
+def faults_of_steady_runs():
     program = cpu.program(Small(cpu), STEP.kv, 512, 64)
     rows, ids, read = STEP.rows(), torch.arange(512) % V, torch.arange(64)
     program.run(rows, ids, read)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(20):
         program.run(rows, ids, read)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before <= 1
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def test_steady_runs_neither_fault_nor_allocate():
+    """In a process of its own: the heap that other tests leave has some faults whatever runs."""
+    code = f"from {__name__} import faults_of_steady_runs as f; print(f())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert int(done.stdout) <= 1, done.stderr
 
 
 def test_a_recording_without_memory_leaves_the_program_as_it_was(monkeypatch):
