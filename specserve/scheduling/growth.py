@@ -28,6 +28,7 @@ class Growth:
             prompts = self.seconds(0) - self.seconds(-step.prompt_rows)
             takes = [self.seconds(size) for size in sizes]
             self.worth = worth_of_prompts(prompts, self.tokens(sizes, values), takes)
+        self.allowed = step.allowed_with_guesses(self.seconds(-step.prompt_rows))
         self.rate = self.best_rate()
 
     def sizes(self, num: int) -> list[int]:
@@ -70,7 +71,7 @@ class Growth:
         allowed. That it is not is mostly seen from the time of the target without any guess.
         """
         least = self.spent + seconds + self.seconds(0)
-        if least > self.step.allowed:
+        if least > self.allowed:
             return False
         most = self.step.num_roots + sum(self.values) + sum(more) + self.worth
         if most <= self.rate * least:

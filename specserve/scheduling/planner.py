@@ -145,11 +145,11 @@ def best_of(
         return costs.seconds(rows, step.context, step.requests, is_hopeful)
 
     takes = [step.spent + seconds(step.rows + size) for size in sizes]
-    worth = 0.0
+    roots, worth = seconds(step.rows - step.prompt_rows), 0.0
     if step.prompt_rows and step.num_roots:
-        prompts = seconds(step.rows) - seconds(step.rows - step.prompt_rows)
-        worth = worth_of_prompts(prompts, tokens, takes)
-    fits = [i for i, size in enumerate(sizes) if size == 0 or takes[i] <= step.allowed]
+        worth = worth_of_prompts(seconds(step.rows) - roots, tokens, takes)
+    allowed = step.allowed_with_guesses(roots)
+    fits = [i for i, size in enumerate(sizes) if size == 0 or takes[i] <= allowed]
     best = max(fits, key=lambda i: (tokens[i] + worth) / takes[i])
     return Size(sizes[best], takes[best], tokens[best] / takes[best])
 

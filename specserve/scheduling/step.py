@@ -16,6 +16,12 @@ class Step(msgspec.Struct, frozen=True):
     spent: float = 0.0  # seconds of drafting, expected until it is done
     allowed: float = float("inf")  # seconds until the tightest target is missed
 
+    def allowed_with_guesses(self, roots: float) -> float:
+        """As `allowed`, where the roots alone take so long. A target that they miss binds no
+        guesses: nothing but guesses can meet it.
+        """
+        return self.allowed if roots <= self.allowed else float("inf")
+
 
 def worth_of_prompts(prompts: float, tokens: Sequence[float], seconds: Sequence[float]) -> float:
     """The tokens that prompts' rows are worth: as many as the streams would get in their seconds.

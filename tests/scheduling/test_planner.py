@@ -156,7 +156,17 @@ def test_guesses_keep_the_step_within_the_tightest_target():
     guesses = [chain(*[0.95] * 15)]
     assert plan_of(guesses, TILES).rows > 8
     assert plan_of(guesses, TILES, allowed=0.025).rows == 8
-    assert plan_of(guesses, TILES, allowed=0.001).rows == 1
+    assert plan_of(guesses, TILES, allowed=0.021, spent=0.005).rows == 1
+
+
+def test_a_target_that_no_step_can_keep_forbids_no_guess():
+    """It would forbid them for all requests of the step; and only guesses can meet it."""
+    guesses, quiet = [chain(*[0.95] * 15)], TILES.seconds(1, 0, 1)
+    free = plan_of(guesses, TILES)
+    assert plan_of(guesses, TILES, allowed=0.5 * quiet).nodes == free.nodes
+    beside = {"rows": 33, "prompt_rows": 32}
+    assert plan_of(guesses, TILES, allowed=0.9 * quiet, **beside).rows > 33
+    assert plan_of(guesses, TILES, allowed=1.1 * quiet, **beside).rows == 33
 
 
 def test_a_prompt_makes_time_no_cheaper():
@@ -251,6 +261,8 @@ def test_a_level_that_takes_longer_than_a_target_allows_is_not_run():
     step = Step(1, 0, 1, 1, allowed=TILES.seconds(1, 0, 1) + 0.002)
     assert Growth(TILES, step, []).size([0.9], lambda rows: 0.001) == 1
     assert Growth(TILES, step, []).size([0.9], lambda rows: 0.003) == 0
+    hopeless = Step(1, 0, 1, 1, allowed=TILES.seconds(1, 0, 1) / 2)
+    assert Growth(TILES, hopeless, []).size([0.9], lambda rows: 0.003) == 1
 
 
 def test_only_nodes_that_are_worth_their_rows_are_run():
