@@ -225,6 +225,13 @@ class ServerConfig(Section, frozen=True):
         Meta(ge=-(2**31), le=0),
         about("the smallest priority, and so the most urgent, that clients may ask for; 0 or less"),
     ] = 0
+    min_tpot_ms: Annotated[
+        Milliseconds | None,
+        about(
+            "the smallest slo.tpot_ms that clients may ask for; unset: scheduler.tpot_ms, and "
+            "none at all where that is unset, too"
+        ),
+    ] = None
     drain_seconds: Annotated[
         Annotated[float, Meta(ge=0)], about("time for running answers to end after SIGTERM")
     ] = 30.0
@@ -275,6 +282,12 @@ class Config(Section, frozen=True):
                 f"drafter.name = 'ngram' has no use for drafter.model = {self.drafter.model!r}: "
                 "drop the name to let the model guess, or the model to let n-grams guess"
             )
+
+    @property
+    def min_tpot_ms(self) -> float | None:
+        """The smallest target for a token after the first that clients may ask for, if any."""
+        asked = self.server.min_tpot_ms
+        return self.scheduler.tpot_ms if asked is None else asked
 
     @property
     def target(self) -> str:

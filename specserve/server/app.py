@@ -190,8 +190,9 @@ async def speculation(request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_open()
     state = msgspec.structs.asdict(await service.engine.speculation())
-    scheduler = service.config.scheduler
-    targets = {"ttft_ms": scheduler.ttft_ms, "tpot_ms": scheduler.tpot_ms}
+    config = service.config
+    targets = {"ttft_ms": config.scheduler.ttft_ms, "tpot_ms": config.scheduler.tpot_ms}
+    targets["min_tpot_ms"] = config.min_tpot_ms
     return json_response({"object": "speculation"} | state | {"slo": targets})
 
 

@@ -149,6 +149,25 @@ class Service:
                 "lower server.min_priority",
                 "priority",
             )
+        self.check_tpot(None if params.slo is None else params.slo.tpot_ms)
+
+    def check_tpot(self, asked: float | None) -> None:
+        """Refuse a target so tight that other requests would pay for it: their prompts get the rows
+        that it leaves.
+        """
+        least = self.config.min_tpot_ms
+        if asked is None or (least is not None and asked >= least):
+            return
+        why = (
+            "this server lets clients set no such target"
+            if least is None
+            else f"it is below {least:g}, the tightest target that this server lets clients have"
+        )
+        raise RequestError(
+            f"slo.tpot_ms = {asked:g}: {why}: leave it out; its operator can set "
+            "server.min_tpot_ms to the smallest that may be asked for",
+            "slo.tpot_ms",
+        )
 
     async def in_thread(self, do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run work on text in a thread, so that a long prompt does not delay streams."""

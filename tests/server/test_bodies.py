@@ -23,6 +23,7 @@ SETTINGS = {
     "server.max_stop_strings": 4,
     "server.max_prompts": 8,
     "server.template_seconds": 0.5,
+    "server.min_tpot_ms": 0.5,
 }
 TEMPLATE = """
 {%- set said = messages[0].content -%}

@@ -10,7 +10,7 @@ from specserve import SamplingParams
 from specserve.errors import EngineDied
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import EngineCommands, encode
-from specserve.exchange.sampling_params import Sampling, choices_of, mix64
+from specserve.exchange.sampling_params import Sampling, Slo, choices_of, mix64
 from specserve.exchange.spawn import Spawned
 from tests.server.asking import (
     CHAT,
@@ -149,8 +149,14 @@ def test_the_operator_says_how_urgent_a_request_may_be(folder):
     assert refusal.status == 400 and "-6 is below -5" in refusal.body["error"]["message"]
 
 
-def test_a_program_of_its_own_may_ask_for_any_priority(llm):
-    assert llm.generate("the cat", SamplingParams(priority=-(2**31), max_tokens=1))[0].token_ids
+def test_without_a_word_of_the_operator_clients_set_no_target_for_tokens(server):
+    answer = server.post(COMPLETIONS, completion_body(slo={"tpot_ms": 1e6}))
+    assert answer.status == 400 and "server.min_tpot_ms" in answer.body["error"]["message"]
+
+
+def test_a_program_of_its_own_may_ask_for_any_priority_and_target(llm):
+    params = SamplingParams(priority=-(2**31), slo=Slo(tpot_ms=1e-3), max_tokens=2)
+    assert llm.generate("the cat", params)[0].token_ids
 
 
 def test_more_choices_than_may_wait_are_refused_by_their_field(server):
@@ -208,7 +214,7 @@ def test_each_choice_ends_at_its_own_time(server):
 
 
 def test_fallbacks_are_told_of_each_request_and_counted(presets):
-    server, body = presets["draft-model"], chat_body(cache_salt="new", max_tokens=30, n=2)
+    server, body = presets["model"], chat_body(cache_salt="new", max_tokens=30, n=2)
     body["messages"] = [{"role": "user", "content": 3 * LONG}]
     before = server.metric("specserve_draft_fallbacks_total")
     said = server.post(CHAT, body).body["metrics"]["speculative_decoding"]

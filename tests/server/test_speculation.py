@@ -43,7 +43,7 @@ REFUSED = {
 def server():
     """A server of the demo pair, whose texts repeat themselves, with all sources of guesses."""
     settings = {"drafter.model": str(DEMO_DRAFT), "speculation.max_nodes": 16}
-    settings |= {"scheduler.tpot_ms": 50}
+    settings |= {"scheduler.tpot_ms": 50, "server.min_tpot_ms": 20}
     with pytest.MonkeyPatch.context() as patch:
         Clock(patch, target=lambda rows: 0.01 + 0.0001 * rows)
         with server_threads(DEMO_TARGET, **settings) as server:
@@ -77,9 +77,19 @@ def test_a_wrong_wish_is_refused_by_name(server, path, asked, words):
 
 
 @pytest.mark.parametrize("asked", [{"tpot_ms": 0}, {"ttft_ms": -1}, {"itl_ms": 5}, 5], ids=str)
-def test_a_wrong_target_is_refused_by_name(server, asked):
-    answer = server.post(CHAT, chat_body(slo=asked))
+@each_route
+def test_a_wrong_target_is_refused_by_name(server, path, asked):
+    answer = server.post(path, BODIES[path](slo=asked))
     assert answer.status == 400 and answer.body["error"]["param"].startswith("slo")
+
+
+@each_route
+def test_no_client_has_a_tighter_target_than_the_operator_lets_it(server, path):
+    error = server.post(path, BODIES[path](slo={"tpot_ms": 19.9})).body["error"]
+    assert error["param"] == "slo.tpot_ms"
+    assert "below 20" in error["message"] and "server.min_tpot_ms" in error["message"]
+    for slo in ({"tpot_ms": 20}, {"ttft_ms": 0.001}, {}):
+        assert server.post(path, BODIES[path](slo=slo)).status == 200
 
 
 ASKED = {
@@ -88,7 +98,7 @@ ASKED = {
     "one source": {"speculation": {"sources": ["ngram"]}},
     "few": {"speculation": {"max_nodes": 3, "max_depth": 1}},
     "more than the server allows": {"speculation": {"max_nodes": 10**6}},
-    "targets": {"slo": {"ttft_ms": 1, "tpot_ms": 0.001}},
+    "targets": {"slo": {"ttft_ms": 1, "tpot_ms": 20}},
     "details": DETAILED,
 }
 
@@ -239,7 +249,7 @@ def test_the_state_is_told_while_requests_run_and_while_none_does(server):
     state = server.get("/v1/speculation").body
     assert (state["max_nodes"], state["sources"]) == (16, list(SOURCES))
     assert state["max_step_nodes"] > 0 and state["object"] == "speculation"
-    assert state["slo"] == {"ttft_ms": None, "tpot_ms": 50}
+    assert state["slo"] == {"ttft_ms": None, "tpot_ms": 50, "min_tpot_ms": 20}
     known = [step for step in state["costs"]["target"]["steps"] if step["is_known"]]
     assert known and all(step["seconds"] > 0 for step in known)
     assert state["costs"]["draft"]["slowdown"] >= 1
