@@ -8,9 +8,9 @@ from specserve.errors import ConfigError
 PRESETS = {
     "off": "none",
     "ngram": "ngram",
-    "draft-model": "model",
-    "h200-llama-8b": "model",
-    "h200-qwen3-8b": "model",
+    "draft-model": "auto",
+    "h200-llama-8b": "auto",
+    "h200-qwen3-8b": "auto",
 }
 CONFIGS = Path(__file__).parents[1] / "configs"
 

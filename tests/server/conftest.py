@@ -84,13 +84,17 @@ def plain(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def presets(plain):
-    """A server for every file in configs/ that asks for no device; they start side by side."""
+    """A server for every file in configs/ that asks for no device, and one whose draft model always
+    guesses; they start side by side.
+    """
     servers = {}
     for name, path in PRESETS.items():
         drafts = "model" in tomllib.loads(path.read_text())["drafter"]
         flags = [f"--draft-model={plain}"] if drafts else []
         flags += ["--served-model-name=tiny", f"--config={path}"]
         servers[name] = ServerProcess(plain, *flags)
+    flags = [f"--draft-model={plain}", "--drafter=model", "--served-model-name=tiny"]
+    servers["model"] = ServerProcess(plain, *flags, **{"speculation.max_nodes": 8})
     with ExitStack() as stack:
         yield {name: stack.enter_context(server) for name, server in servers.items()}
 

@@ -90,7 +90,7 @@ def test_all_say_what_the_target_says_alone(presets, plain):
     with LLM(plain, drafter="none", set=SETTINGS, progress=False) as llm:
         want = in_process(llm.chat(MESSAGES, params))
     body = {"messages": MESSAGES, "temperature": 0.8, "seed": 6, "max_tokens": 60}
-    assert [whole(s, CHAT, body) for s in presets.values()] == [want] * len(PRESETS)
+    assert [whole(s, CHAT, body) for s in presets.values()] == [want] * len(presets)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -104,7 +104,7 @@ def test_every_step_is_one_event_with_all_that_it_brought(presets, preset):
 
 def test_right_guesses_make_fewer_events(presets):
     body = completion_body(max_tokens=60)
-    off, drafted = (presets[n].stream(COMPLETIONS, body)[:-1] for n in ("off", "draft-model"))
+    off, drafted = (presets[n].stream(COMPLETIONS, body)[:-1] for n in ("off", "model"))
     assert len(content_events(off)) == 60 > 1.5 * len(content_events(drafted))
 
 
@@ -279,7 +279,7 @@ def test_usage_counts_what_tokenize_counts(server):
     }
 
 
-@pytest.mark.parametrize("preset", ["ngram", "draft-model"])
+@pytest.mark.parametrize("preset", ["ngram", "model"])
 @pytest.mark.parametrize("asked", [ASKED["greedy"], ASKED["cool"], {"max_tokens": 2}])
 def test_speculation_adds_up(presets, preset, asked):
     answer = presets[preset].post(CHAT, chat_body(**asked, stop_token_ids=[])).body
@@ -292,12 +292,12 @@ def test_speculation_adds_up(presets, preset, asked):
     assert said["mean_acceptance_length"] == pytest.approx(num_tokens / steps)
     assert timings["draft_n"] == said["num_draft_tokens"] >= accepted
     assert timings["draft_n_accepted"] == accepted
-    who = {"ngram": ("ngram", 16), "draft-model": ("model", 8)}[preset]
+    who = {"ngram": ("ngram", 16), "model": ("model", 8)}[preset]
     assert (said["drafter"], said["num_spec_tokens"]) == who
 
 
 def test_an_acceptance_rate_is_accepted_over_drafted(presets):
-    answer = presets["draft-model"].post(CHAT, chat_body(max_tokens=60)).body
+    answer = presets["model"].post(CHAT, chat_body(max_tokens=60)).body
     said = answer["metrics"]["speculative_decoding"]
     rate = said["num_accepted_draft_tokens"] / said["num_draft_tokens"]
     assert 0 < said["draft_acceptance_rate"] == pytest.approx(rate)

@@ -36,7 +36,7 @@ def test_the_model_is_listed_by_its_served_name(server):
 
 
 def test_the_weights_of_the_draft_model_are_told_beside_the_targets(presets):
-    [card] = presets["draft-model"].get("/v1/models").body["data"]
+    [card] = presets["model"].get("/v1/models").body["data"]
     assert card["draft_weights"] == card["weights"]  # they are the same model's
     assert "draft_weights" not in presets["ngram"].get("/v1/models").body["data"][0]
 
@@ -158,7 +158,7 @@ def totals(server):
 
 
 def test_the_counters_move_with_what_was_said(presets):
-    server = presets["draft-model"]
+    server = presets["model"]
     server.post(CHAT, chat_body())  # a counter with a label of its own is born with its first
     before = totals(server)
     answer = server.post(CHAT, chat_body(max_tokens=60)).body
@@ -170,7 +170,7 @@ def test_the_counters_move_with_what_was_said(presets):
 
 
 def test_accepted_guesses_are_counted_by_their_depth(presets):
-    server = presets["draft-model"]
+    server = presets["model"]
     name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     before = [server.metric(name, position=at) for at in range(8)]
     answer = server.post(CHAT, chat_body(max_tokens=60)).body

@@ -42,7 +42,7 @@ class Choice(NamedTuple):
 
 
 def make_systems(pythons: Mapping[str, str], quantize: str | None = None) -> list[System]:
-    """Those that have a Python. specserve is tried with the presets in configs/.
+    """Those that have a Python. specserve is tried with one limit for each drafter.
 
     With quantized weights specserve comes a second time, with the checkpoint's own.
     """

@@ -45,7 +45,7 @@ def settings(setup: Setup) -> dict[str, object]:
 
 
 def drafting(guessing: Guessing | None, quantize: str | None) -> dict[str, object]:
-    """The settings of configs/ngram.toml and configs/draft-model.toml."""
+    """One drafter within a fixed limit, as the peers have."""
     if guessing is None:
         return {"drafter.name": "none"}
     if guessing.by == DRAFT:
