@@ -258,6 +258,7 @@ def test_an_interrupt_ends_it_however_silent_the_server_is(paced):
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         hosted.run(asked(3), Load(concurrency=2))
+    timer.join()
     assert paced.live == 2, "the answers have ended before the interrupt"
     assert all(t.daemon for t in threading.enumerate() if t is not threading.main_thread())
     paced.events = []
