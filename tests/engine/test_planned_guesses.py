@@ -52,6 +52,13 @@ class Oracle:
         return [Candidate(t ^ self.wrong, k, self.p, self.name) for k, t in enumerate(tokens)]
 
 
+class Next(Oracle):
+    """Knows the next token only."""
+
+    def chain(self, tokens):
+        return super().chain(tokens[:1])
+
+
 class Raising(Oracle):
     def candidates(self, items):
         raise RuntimeError("a source with a bug")
@@ -74,6 +81,32 @@ def test_a_source_that_raises_costs_its_own_guesses_only(target):
     sums = engine.stats.sources
     assert engine.stats.drafter_errors > 0
     assert sums["bad"].proposed == 0 and sum(sums["good"].accepted) > 30
+
+
+@pytest.mark.parametrize("what", ["extend", "expand"])
+def test_a_draft_model_that_fails_costs_its_own_guesses_only(target, what):
+    case = Case(PROMPT, greedy(60))
+    (truth,) = plain(target, [case])
+    engine = engine_for(target, target, "auto", max_nodes=16)
+    engine.guesses = planned(engine, Next("good", truth, 0.3), model=engine.guesses.model)
+
+    def fail(nodes):
+        raise MemoryError
+
+    setattr(engine.draft_model, what, fail)
+    (request,) = Watch(engine).run([case])
+    assert request.token_ids.tolist() == truth
+    assert engine.stats.drafter_errors > 0 and sum(engine.stats.sources["good"].accepted) > 10
+
+
+def test_a_source_that_takes_long_to_raise_is_dropped(target, clock, every_turn):
+    class SlowToRaise(Raising):
+        def candidates(self, items):
+            clock.now += 100 * STEP
+            super().candidates(items)
+
+    engine = run(target, lambda truth: [SlowToRaise("bad", truth)], max_tokens=200)
+    assert engine.stats.num_steps == 200 and engine.stats.drafter_errors < 14
 
 
 def test_a_source_that_lies_about_its_scores_is_soon_not_verified(target):

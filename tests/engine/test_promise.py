@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specserve.engine.source import UserSource
 from specserve.exchange.sampling_params import Sampling, SpeculationParams
 from specserve.models.tokenizer import load_tokenizer
+from specserve_drafters.lookup import NgramSource
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
 from tests.engine.engines import (
@@ -23,6 +25,7 @@ from tests.engine.engines import (
     hedge,
     load_small,
     plain,
+    planned,
     wrong_later,
 )
 
@@ -124,6 +127,24 @@ def test_text_is_the_targets_own_whatever_is_planned(pair, model, seed, scenario
     check(engine, scenario, events, plain(target, scenario))
 
 
+@pytest.mark.parametrize("is_random", [False, True])
+@settings(max_examples=45)
+@given(script=st.sampled_from(SCRIPTS), seed=st.integers(0, 10**6), **scenarios)
+def test_text_is_the_targets_own_with_all_sources_in_one_tree(
+    pair, is_random, script, seed, scenario, events, **limits
+):
+    """N-grams, a draft model, and a user's drafter that knows the text and does what it likes."""
+    target, draft = pair
+    want = plain(target, scenario)
+    engine = engine_for(target, draft, "auto", **stretched(limits))
+    users = UserSource("scripted", Scripted(script, truth_by_id(scenario, want)), VOCAB)
+    engine.guesses = planned(engine, NgramSource(), users, model=engine.guesses.model)
+    if is_random:
+        engine.guesses.planner = RandomPlanner(engine.scheduler, seed)
+    check(engine, scenario, events, want)
+    SEEN["merged"] += sum(engine.stats.sources["scripted"].accepted)
+
+
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("drafter", ["ngram", "model", "auto", bush])
 @settings(max_examples=8)
@@ -163,7 +184,16 @@ def truth_by_id(scenario, want):
 
 
 def test_the_runs_above_met_what_is_hard():
-    for what in ("moved", "crossed", "mixed", "preempted", "caught up", "copied", "found"):
+    for what in (
+        "moved",
+        "crossed",
+        "mixed",
+        "preempted",
+        "caught up",
+        "copied",
+        "found",
+        "merged",
+    ):
         assert SEEN[what] >= 50, (what, SEEN)
 
 
