@@ -54,6 +54,7 @@ class Service:
 
     def __init__(self, config: Config, engine: EngineClient) -> None:
         self.config, self.limits, self.engine = config, config.server, engine
+        self.min_tpot_ms = config.min_tpot_ms
         self.name, self.started_at = served_name(config), int(time.time())
         self.metrics = Metrics(self.name, config.max_nodes)
         self.bodies = BodyReader(self.limits, self.reject)
@@ -155,7 +156,7 @@ class Service:
         """Refuse a target so tight that other requests would pay for it: their prompts get the rows
         that it leaves.
         """
-        least = self.config.min_tpot_ms
+        least = self.min_tpot_ms
         if asked is None or (least is not None and asked >= least):
             return
         why = (

@@ -6,6 +6,7 @@ from pathlib import Path
 import specserve
 import specserve_drafters
 import specserve_kernels
+from tests.engine.clock import Clock
 from tests.server.asking import CHAT, chat_body
 from tests.server.in_process import server_threads
 
@@ -26,7 +27,8 @@ class CallRecorder:
             self.files.add(file)
 
 
-def test_a_streamed_chat_runs_code_of_few_files(folder):
+def test_a_streamed_chat_runs_code_of_few_files(folder, monkeypatch):
+    Clock(monkeypatch)  # what is guessed, and so what runs, must not depend on this machine
     recorder = CallRecorder()
     threading.setprofile(recorder)  # of every thread that begins from here on
     try:
