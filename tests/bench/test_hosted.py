@@ -251,7 +251,7 @@ def test_statistics_that_make_no_sense_are_no_statistics(server):
 
 
 def test_an_interrupt_ends_it_however_silent_the_server_is(paced):
-    hosted = Hosted(paced.url)
+    hosted, before = Hosted(paced.url), threading.enumerate()
     paced.events, paced.is_done = [said("a")] * 30, False
     main_thread = threading.main_thread().ident
     timer = threading.Timer(0.2, signal.pthread_kill, [main_thread, signal.SIGINT])
@@ -260,7 +260,7 @@ def test_an_interrupt_ends_it_however_silent_the_server_is(paced):
         hosted.run(asked(3), Load(concurrency=2))
     timer.join()
     assert paced.live == 2, "the answers have ended before the interrupt"
-    assert all(t.daemon for t in threading.enumerate() if t is not threading.main_thread())
+    assert [t for t in threading.enumerate() if t not in before and not t.daemon] == []
     paced.events = []
 
 
