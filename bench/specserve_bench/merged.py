@@ -14,8 +14,14 @@ from specserve_bench.report import ratio_words
 from specserve_bench.results import Load, Ratio, ratio
 from specserve_bench.workloads import Workload, workload
 
-OTHER = "model", 16  # the drafter that the tree is compared with, and its most guesses
-SIZES = (4, 8, 12, 16, 20)  # most guesses of the tree: between them it is interpolated
+LIMIT = 16  # guesses of a step, at most
+AUTO: dict[str, Any] = {"drafter": "auto"}
+# What the tree is compared with: the draft model with its own n-grams, also as deep as the tree.
+OTHERS: dict[str, dict[str, Any]] = {
+    "model:16": {"drafter": "model"},
+    "model:16, 16 levels": {"drafter": "model", "set": {"drafter.options.max_depth": 16}},
+}
+PRICES = (0.15, 0.07, 0.04, 0.02, 0.01)  # of a guess, in steps: between them it is interpolated
 NAMES = ("mixed", "agent")
 ROUNDS, REQUESTS = 7, 16
 
@@ -27,15 +33,15 @@ class Tree(NamedTuple):
     tokens: float
 
 
-class SameCosts(StepCosts):
-    """Every step takes as long: so as many guesses are verified as the limit allows."""
+class RowCosts(StepCosts):
+    """A step takes a second, and each of its rows as much more as is said."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, price: float) -> None:
         super().__init__(1)
-        self.same = seconds
+        self.edges, self.price = [*range(1, 2 * LIMIT)], price
 
     def seconds(self, rows: int, context: int, requests: int, is_hopeful: bool = False) -> float:
-        return self.same
+        return 1.0 + self.price * rows
 
     def is_known(self, rows: int) -> bool:
         return True
@@ -44,47 +50,69 @@ class SameCosts(StepCosts):
         pass
 
 
+class NoCosts(RowCosts):
+    """A draft model's levels take no time: so every one is run that may be of use."""
+
+    def seconds(self, rows: int, context: int, requests: int, is_hopeful: bool = False) -> float:
+        return 0.0
+
+
 def merged_figures() -> dict[str, Any]:
     """On the demo pair, one request at a time. A round is another seed of the workload."""
-    llms = load()
-    rows = [row(llms, name) for name in NAMES]
+    tree = load(AUTO)
+    others = {name: load(settings, tree.weights) for name, settings in OTHERS.items()}
+    rows = [row for name in NAMES for row in rows_of(tree, others, name)]
     print(table(rows))
-    return {"drafter": ":".join(map(str, OTHER)), "requests": REQUESTS, "rows": rows}
+    return {"requests": REQUESTS, "limit": LIMIT, "rows": rows}
 
 
-def load() -> dict[tuple[str, int], LLM]:
-    llms: dict[tuple[str, int], LLM] = {}
-    for drafter, size in (OTHER, *(("auto", size) for size in SIZES)):
-        settings = {"speculation.max_nodes": size, "memory.kv_bytes": 1 << 28}
-        known = llms[OTHER].weights if llms else ()
-        llms[drafter, size] = LLM(drafter=drafter, set=settings, progress=False, weights=known)
-    return llms
+def load(settings: dict[str, Any], weights: Any = ()) -> LLM:
+    memory = {"speculation.max_nodes": LIMIT, "memory.kv_bytes": 1 << 28}
+    asked = settings | {"set": memory | settings.get("set", {})}
+    return LLM(**asked, progress=False, weights=weights)
 
 
-def row(llms: dict[tuple[str, int], LLM], name: str) -> dict[str, Any]:
+def rows_of(tree: LLM, others: dict[str, LLM], name: str) -> list[dict[str, Any]]:
     asked = [workload(name, REQUESTS, seed) for seed in range(ROUNDS)]
-    other = [one_round(llms[OTHER], a) for a in asked]
-    sizes = [[one_round(llms["auto", size], a) for size in SIZES] for a in asked]
-    merged = [at(tree.guesses, trees) for tree, trees in zip(other, sizes, strict=True)]
-    full = [trees[SIZES.index(OTHER[1])].tokens for trees in sizes]
+    priced = [[one_round(tree, a, price) for price in PRICES] for a in asked]
+    full = [one_round(tree, a, 0.0) for a in asked]
+    return [
+        row(name, drafter, [one_round(llm, a) for a in asked], priced, full)
+        for drafter, llm in others.items()
+    ]
+
+
+def row(
+    name: str,
+    drafter: str,
+    other: Sequence[Tree],
+    priced: Sequence[Sequence[Tree]],
+    full: Sequence[Tree],
+) -> dict[str, Any]:
+    """The tree beside another drafter in the same rounds: at as many guesses, and with all."""
     base = [tree.tokens for tree in other]
+    merged = [at(one.guesses, trees) for one, trees in zip(other, priced, strict=True)]
     return {
         "workload": name,
+        "drafter": drafter,
         "guesses": [tree.guesses for tree in other],
         "tokens": base,
         "merged_tokens": merged,
-        "merged_by_size": dict(zip(map(str, SIZES), np.mean(sizes, axis=0).tolist(), strict=True)),
+        "merged_by_price": dict(
+            zip(map(str, PRICES), np.mean(priced, axis=0).tolist(), strict=True)
+        ),
+        "merged_full": np.mean(full, axis=0).tolist(),
         "over": msgspec.to_builtins(ratio(merged, base)),
-        "over_at_same_limit": msgspec.to_builtins(ratio(full, base)),
+        "over_at_same_limit": msgspec.to_builtins(ratio([t.tokens for t in full], base)),
     }
 
 
-def one_round(llm: LLM, asked: Workload) -> Tree:
+def one_round(llm: LLM, asked: Workload, price: float = 0.0) -> Tree:
+    """What a round brought where a guess costs so much, if the drafter goes by costs."""
     llm.engine.reset_learned()
     guesses = llm.engine.guesses
     if isinstance(guesses, PlannedGuesses) and guesses.draft_model is not None:
-        # A second is so much longer than a level that every level is run that may be of use.
-        guesses.planner.costs, guesses.draft_model.costs = SameCosts(1.0), SameCosts(0.0)
+        guesses.planner.costs, guesses.draft_model.costs = RowCosts(price), NoCosts(0.0)
     told = Local(llm, is_warm=True).run(asked, Load(concurrency=1)).speculation
     assert told is not None and told.steps, "an engine of this process tells of its steps"
     return Tree(told.drafted / told.steps, told.tokens / told.steps)
@@ -98,12 +126,11 @@ def at(guesses: float, trees: Sequence[Tree]) -> float:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """In Markdown, as in docs/bench.md."""
-    name, limit = ":".join(map(str, OTHER)), OTHER[1]
-    head = ["workload", f"guesses a step, {name}", "its tokens a step", "merged, as many guesses"]
-    head += ["merged / it", f"at most {limit} each: merged / it"]
+    head = ["workload", "beside", "guesses a step", "tokens a step", "merged, as many guesses"]
+    head += ["merged / it", f"merged, all of {LIMIT} / it"]
     lines = [head, ["---"] * len(head)]
     for row in rows:
         means = [f"{np.mean(row[key]):.2f}" for key in ("guesses", "tokens", "merged_tokens")]
         found = [msgspec.convert(row[key], Ratio) for key in ("over", "over_at_same_limit")]
-        lines.append([row["workload"], *means, *map(ratio_words, found)])
+        lines.append([row["workload"], row["drafter"], *means, *map(ratio_words, found)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -12,12 +12,14 @@ def test_tokens_are_interpolated_between_sizes():
     assert merged.at(9.0, trees) == 3.0, "beyond the largest tree nothing is made up"
 
 
-def test_trees_have_as_many_guesses_as_they_may_whatever_rows_cost(monkeypatch, capsys):
-    for name, value in {"SIZES": (2, 16), "NAMES": ("agent",), "ROUNDS": 1, "REQUESTS": 2}.items():
+def test_fewer_guesses_are_made_where_they_cost_more(monkeypatch, capsys):
+    values = {"PRICES": (0.5, 0.02), "NAMES": ("agent",), "ROUNDS": 1, "REQUESTS": 2}
+    for name, value in values.items():
         monkeypatch.setattr(merged, name, value)
-    [row] = merged.merged_figures()["rows"]
-    small, large = row["merged_by_size"]["2"], row["merged_by_size"]["16"]
-    assert 1 < small[0] <= 2 and large[0] > 10 and large[1] > small[1]
-    assert small[1] <= row["merged_tokens"][0] <= large[1]
-    assert row["over_at_same_limit"]["median"] == pytest.approx(large[1] / row["tokens"][0])
-    assert "| agent |" in capsys.readouterr().out
+    row, deep = merged.merged_figures()["rows"]
+    dear, cheap, full = *row["merged_by_price"].values(), row["merged_full"]
+    assert 0 < dear[0] < cheap[0] < full[0] <= 16 and full[0] > 10
+    assert dear[1] <= row["merged_tokens"][0] <= cheap[1]
+    assert row["over_at_same_limit"]["median"] == pytest.approx(full[1] / row["tokens"][0])
+    assert deep["merged_full"] == full, "the same tree is compared with each"
+    assert "| agent | model:16 |" in capsys.readouterr().out
