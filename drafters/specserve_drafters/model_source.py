@@ -67,10 +67,10 @@ class ModelSource:
         for depth in range(1, self.max_depth + 1):
             added = self.branch(rows, grown, logits) if rows else []
             levels.ran([grown[i].trie.value(node) for i, node in added])
-            added = [(i, node) for i, node in added if grown[i].item.limit > depth]
-            if not added or depth == self.max_depth:
+            ends = [place for place in children(rows, grown) if grown[place[0]].item.limit > depth]
+            if not ends or depth == self.max_depth:
                 return
-            rows = self.best(added, grown, levels, run)
+            rows = self.best(ends, grown, levels, run)
             if not rows:
                 return
             rows, logits = self.expand(rows, grown, run)
@@ -96,10 +96,10 @@ class ModelSource:
         return added
 
     def best(
-        self, added: Sequence[Place], grown: Sequence[Grown], levels: Levels, run: dict[int, int]
+        self, ends: Sequence[Place], grown: Sequence[Grown], levels: Levels, run: dict[int, int]
     ) -> list[Place]:
         """The nodes that the next level runs."""
-        ranked = sorted((grown[i].trie.reach(node, self.name), i, node) for i, node in added)
+        ranked = sorted((grown[i].trie.reach(node, self.name), i, node) for i, node in ends)
         room = {i: min(self.width, MAX_NODES - num) for i, num in run.items()}
         fit = []
         for reach, i, node in reversed(ranked):
@@ -129,3 +129,8 @@ class ModelSource:
                 grown[i].trie.expanded[node] = run[i]
                 ran.append((i, node))
         return ran, logits
+
+
+def children(rows: Sequence[Place], grown: Sequence[Grown]) -> list[Place]:
+    """Those of nodes that were run, whichever source has proposed them."""
+    return [(i, child) for i, node in rows for child in grown[i].trie.children[node].values()]

@@ -1,0 +1,40 @@
+"""Levels that a scripted draft model adds to what other sources have proposed."""
+
+from specserve_drafters.calibration import Calibration
+from specserve_drafters.candidates import Candidate, Trie
+from specserve_drafters.model_source import Grown, ModelSource
+from specserve_drafters.tree import ROOT
+from tests.drafters.test_model import Script, ask
+
+
+class EveryLevel:
+    """Runs all that there is; `values` are those that each level is said to have added."""
+
+    def __init__(self):
+        self.values = []
+
+    def first(self, reach):
+        return [*range(len(reach))]
+
+    def next(self, reach):
+        return len(reach)
+
+    def ran(self, values):
+        self.values.append(values)
+
+
+def test_it_goes_on_from_guesses_that_only_others_make():
+    """It says 0 or 1 everywhere, n-grams say 3: one of the three is run beside its own."""
+    script, trie, levels = (
+        Script(lambda text: [0.5, 0.5, 0, 0]),
+        Trie(Calibration(), 0),
+        EveryLevel(),
+    )
+    trie.merge([Candidate(3, ROOT, 0.9, "ngram")])
+    ModelSource(script, 2, 3, 1.0).grow([Grown(ask(limit=4), trie, {})], levels)
+    assert sorted(script.calls[0][0].tokens) == [0, 1, 3]
+    below = trie.children[trie.children[ROOT][3]]
+    assert [trie.sources(node) for node in below.values()] == [["model"], ["model"]]
+    assert [len(values) for values in levels.values] == [2, 6], (
+        "what others proposed is not its own"
+    )
