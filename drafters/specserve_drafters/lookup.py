@@ -1,6 +1,7 @@
 """Prompt lookup with an index that grows with the text: where the last tokens stood before.
 
-It guesses as `NgramDrafter` does, whose search it makes fast, and gives each guess a score.
+It guesses as `NgramDrafter` does, whose search it makes fast, and gives each guess a score: so a
+single token's match is of use as well.
 """
 
 from array import array
@@ -16,8 +17,8 @@ from specserve_drafters.tree import MAX_NODES
 if TYPE_CHECKING:  # see base.py
     import numpy as np
 
-LENGTHS = range(2, 5)  # of the n-grams
-MAX_TOKENS = 1 << 16  # of a request that are indexed, the latest: 1.5 MB
+LENGTHS = range(1, 5)  # of the n-grams
+MAX_TOKENS = 1 << 16  # of a request that are indexed, the latest: 2 MB
 AT_ONCE = 1 << 13  # tokens that a step adds at most: a long prompt is indexed over several steps
 LEAST_SIZE = 1 << 12  # of the tables: an output longer than its prompt lengthens the chains
 FEW = 64  # tokens up to which adding them one by one is faster
