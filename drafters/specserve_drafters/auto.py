@@ -14,6 +14,6 @@ class Auto:
     class Options(base.Options, frozen=True):
         # ngram, model (where there is a draft model), and drafters as package.module:Class
         sources: Annotated[tuple[str, ...], Meta(min_length=1, max_length=16)] = ("ngram", "model")
-        max_depth: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 8  # levels of the draft model
+        max_depth: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 16  # levels of the draft model
         width: Annotated[int, Meta(ge=1, le=16)] = 4  # nodes run a level, and children a node
         tau: Annotated[float, Meta(gt=0, le=4)] = 1.0  # see Ops.top_children
