@@ -1,6 +1,6 @@
 """Guesses of all sources in one tree a request, as many as raise the expected tokens a second."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from time import perf_counter
 
 import msgspec
@@ -12,7 +12,7 @@ from specserve.engine.levels import KEY, Levels
 from specserve.engine.runner import KVLost
 from specserve.engine.source import Pace, Source
 from specserve.engine.state import calibration_state, plan_state
-from specserve.engine.turns import Turns
+from specserve.engine.turns import Turn, Turns
 from specserve.engine.user_code import UserCode
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
@@ -38,10 +38,10 @@ class Root(msgspec.Struct, eq=False):
     item: DraftItem
     ask: Ask
     proposed: dict[str, int]  # by source
+    turn: Turn
     nodes: list[int] = []
     is_tried: bool = False  # the draft model was run for it as a trial
     saved: float | None = None  # seconds by its guesses; None while the draft model catches up
-    is_right: bool = False  # the likeliest first guess was, verified or not
 
     @property
     def trie(self) -> Trie:
@@ -90,16 +90,18 @@ class PlannedGuesses:
         self.catching_up = 0.0  # seconds of the draft model that are not charged to the step
 
     def draft(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        self.settle()
+        asked_before = bool(self.roots)
+        if asked_before:
+            self.settle()
+        self.plan = None
         self.turns.next_step()
         due = [s for s in scheduled if s.draft_limit and self.turns.is_due(s.request.id)]
-        self.step, self.plan, self.roots = self.scheduler.step, None, {}
-        if self.draft_model is not None:
+        if self.draft_model is not None and (due or asked_before):
             self.draft_model.lend([s.request for s in due])
         if not due:
             return
-        self.passed = self.turns.passed()
         start = perf_counter()
+        self.step, self.passed = self.scheduler.step, self.turns.passed()
         self.roots = {s.request.id: self.root(s, len(due)) for s in due}
         self.make([*self.roots.values()])
         self.making = perf_counter() - start - self.catching_up
@@ -122,19 +124,30 @@ class PlannedGuesses:
         self.last = self.plan, self.step
 
     def settle(self) -> None:
-        """Note what the step before has shown of the sources' pace, and of making guesses."""
+        """Note what an asked step has shown of the sources' pace, and of making guesses."""
         for name, taken in self.taken.items():
             self.paces[name].add(taken, self.saved.get(name, 0.0))
             if name in self.tried and self.might_save.get(name, 0.0) > taken:
                 self.trials.worked(name)
                 self.paces[name] = Pace()
         self.taken, self.saved, self.might_save, self.tried = {}, {}, {}, set()
-        for id, root in self.roots.items():
-            if root.saved is not None and id in self.turns.by_request:
-                taken = self.making / len(self.roots)
-                might_pay = root.is_right and self.saved_by_guess > taken
-                taken *= COLD if self.turns.is_rare(id) else 1.0
-                self.turns.add(id, (root.saved - taken) / self.saved_by_guess, might_pay)
+        self.turn(self.roots.values())
+        self.roots = {}
+
+    def turn(self, roots: Iterable[Root]) -> None:
+        """Note what making guesses has saved of each request's part of the step's time."""
+        if self.plan is None or not self.saved_by_guess:
+            return
+        part, taken = self.saved_by_guess, self.making / len(self.roots)
+        saved, more = list[tuple[Turn, float]](), self.catching_up / part
+        for root in roots:
+            usual = taken if root.turn.pays else COLD * taken
+            more += (taken - usual) / part
+            if root.saved is None:
+                more += usual / part
+            else:
+                saved.append((root.turn, (root.saved - usual) / part))
+        self.turns.add(saved, self.step.num_roots, more)
 
     def root(self, scheduled: ScheduledRequest, num_roots: int) -> Root:
         """What sources see of a root. They are asked for the guesses that are likely to be
@@ -146,7 +159,8 @@ class PlannedGuesses:
         limit = min(scheduled.draft_limit, depth, max(lately, LEAST_ASKED // num_roots))
         trie = Trie(self.calibration, request.id)
         ask = Ask(trie, scheduled.draft_limit, max_depth=depth)
-        return Root(scheduled, draft_item(scheduled, limit), ask, {})
+        turn = self.turns.of(request.id)
+        return Root(scheduled, draft_item(scheduled, limit), ask, {}, turn)
 
     def note_targets(self, roots: Sequence[Root]) -> None:
         """Note how far requests are behind their targets: those of the most urgent priority that
@@ -253,15 +267,13 @@ class PlannedGuesses:
         self.lately[id] += LATELY * (size - lately)
         if self.draft_model is None or not self.draft_model.is_catching_up(root.scheduled):
             root.saved = num_accepted * self.saved_by_guess - size * self.row_seconds
-        trie, first = root.trie, root.trie.children[ROOT]
-        right = first.get(tokens[0])
-        root.is_right = right is not None and trie.p[right] == max(
-            trie.p[c] for c in first.values()
-        )
+        trie = root.trie
+        right = trie.children[ROOT].get(tokens[0])
         if right is None:
             return
-        for name in trie.sources(right):
-            self.might_save[name] = self.might_save.get(name, 0.0) + self.saved_by_guess
+        if self.tried:
+            for name in trie.sources(right):
+                self.might_save[name] = self.might_save.get(name, 0.0) + self.saved_by_guess
         if root.is_tried and "model" in trie.sources(right):
             self.trials.worked(KEY)
 

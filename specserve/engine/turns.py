@@ -1,77 +1,90 @@
 """Which requests guesses are made for in a step: those for which making them lately saved time.
 
 Making guesses takes time of the host even where none is verified, which may be a third of a small
-model's step. A request whose guesses do not save what they take is asked for ever more rarely.
+model's step. For other requests they are made as a trial, as often as a small share of all steps'
+time allows.
 """
 
+from collections.abc import Sequence
+
 FREE = 0.02  # of a step's time: what making guesses may lose
-FEW = 4  # steps that show nothing yet
 RATE = 1 / 16  # of a step in what was lately saved
-FIRST = 8  # steps from a turn to the next of a new request, where none has lately saved time
-LAST = 64  # at most
+TRIALS = 0.01  # of all steps' time: what trials may lose
+AT_FIRST = 3.0  # steps' time: what they may lose before, and what the first ones may
 
 
 class Turn:
     """What guesses have lately saved of a request's steps, as a share of the step's time."""
 
-    __slots__ = ("num_steps", "saved", "wait")
+    __slots__ = ("num_steps", "saved")
 
-    def __init__(self, wait: int = 1) -> None:
-        self.wait = wait  # steps from a turn to the next
-        self.begin()
-
-    def begin(self) -> None:
-        self.saved, self.num_steps = 0.0, 0
+    def __init__(self, saved: float = 0.0, num_steps: int = 0) -> None:
+        self.saved, self.num_steps = saved, num_steps
 
     def add(self, saved: float) -> None:
-        self.num_steps += 1
+        self.num_steps = self.num_steps + 1 if self.pays else 1  # a trial shows what holds from now
         self.saved += max(1 / self.num_steps, RATE) * (saved - self.saved)
 
     @property
-    def is_worth(self) -> bool:
-        return self.num_steps < FEW or self.saved >= -FREE
+    def pays(self) -> bool:
+        return self.num_steps > 0 and self.saved >= -FREE
 
 
 class Turns:
-    """The turns of all requests. Their steps are the same ones, so that most have no turn at all:
-    a step in which one request is asked takes most of the time that asking all takes.
+    """The turns of all requests. Trials are made for all that do not pay in the same step: one in
+    which one request is asked takes most of the time that asking all takes.
     """
 
     def __init__(self) -> None:
         self.num_steps = self.last = 0
         self.by_request: dict[int, Turn] = {}
         self.all = Turn()
+        self.left = AT_FIRST  # steps' time that trials may lose
+        self.loss = 0.0  # of a trial, lately
+        self.is_warm = False  # the first turns of all take far more time than later ones
 
     def next_step(self) -> None:
         self.num_steps += 1
+        self.left = min(self.left + TRIALS, AT_FIRST)
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether those that do not pay are tried in this step."""
+        return self.left >= min(self.loss, AT_FIRST)
 
     def is_due(self, id: int) -> bool:
+        return self.is_trial or self.of(id).pays
+
+    def of(self, id: int) -> Turn:
+        """A new request begins with what others have shown."""
         turn = self.by_request.get(id)
         if turn is None:
-            turn = self.by_request[id] = Turn(1 if self.all.is_worth else FIRST)
-        return self.num_steps % turn.wait == 0
-
-    def is_rare(self, id: int) -> bool:
-        return self.by_request[id].wait > 1
+            turn = self.by_request[id] = Turn(self.all.saved, min(self.all.num_steps, 1))
+        return turn
 
     def passed(self) -> int:
         """Steps since the one before in which this was asked."""
         passed, self.last = self.num_steps - self.last, self.num_steps
         return passed
 
-    def add(self, id: int, saved: float, might_pay: bool = False) -> None:
-        """Learn what a turn has saved, and whether it would have with a guess that was right but
-        not verified: the next one then comes sooner.
+    def add(
+        self, saved: Sequence[tuple[Turn, float]], num_roots: int = 1, more: float = 0.0
+    ) -> None:
+        """Learn what turns have saved in a step of so many roots, each as a share of its request's
+        part of the step's time, and how many parts more the step has lost.
         """
-        turn = self.by_request[id]
-        self.all.add(saved)
-        if turn.wait == 1:
-            turn.add(saved)
-            turn.wait = 1 if turn.is_worth else 2
-            return
-        turn.wait = 1 if saved > 0 else turn.wait // 2 if might_pay else min(2 * turn.wait, LAST)
-        if turn.wait == 1:
-            turn.begin()
+        tried = [share for turn, share in saved if not turn.pays]
+        lost = more - sum(tried)
+        for turn, share in saved if self.is_warm else ():
+            did_pay = turn.pays
+            self.all.add(share)
+            turn.add(share)
+            if did_pay and not turn.pays:  # for some steps it only seemed to: a trial, too
+                lost -= turn.saved * min(turn.num_steps, 1 / RATE)
+        if tried and self.is_warm:
+            self.loss += (max(lost / num_roots, 0.0) - self.loss) / 2
+        self.left -= min(lost / num_roots, AT_FIRST)
+        self.is_warm = True
 
     def forget(self, id: int) -> None:
         self.by_request.pop(id, None)

@@ -1,6 +1,8 @@
 """How often a request's guesses are made."""
 
-from specserve.engine.turns import FIRST, LAST, Turns
+import pytest
+
+from specserve.engine.turns import AT_FIRST, TRIALS, Turns
 
 
 def steps_of(turns, saved, id=1, num_steps=1000):
@@ -10,24 +12,43 @@ def steps_of(turns, saved, id=1, num_steps=1000):
         turns.next_step()
         if turns.is_due(id):
             found.append(step)
-            turns.add(id, saved)
+            turns.add([(turns.of(id), saved)])
     return found
 
 
-def test_a_request_whose_guesses_lose_time_is_asked_ever_more_rarely():
-    asked = steps_of(Turns(), -0.1)
-    assert len(asked) < 30
-    assert asked[-1] - asked[-2] == LAST
+@pytest.mark.parametrize("saved", (-0.1, -1.0, -2.5))
+def test_trials_lose_a_small_share_of_all_steps_time(saved):
+    turns = Turns()
+    steps_of(turns, saved)
+    lost = -saved * len(steps_of(turns, saved, num_steps=10000))
+    assert TRIALS / 2 < lost / 10000 <= 1.1 * TRIALS
+
+
+def test_what_the_first_trials_lose_is_bounded():
+    assert len(steps_of(Turns(), -1.0, num_steps=100)) <= AT_FIRST + 2
+
+
+def test_a_trial_that_takes_very_long_is_followed_by_another():
+    turns = Turns()
+    steps_of(turns, -1000.0, num_steps=3)
+    assert len(steps_of(turns, -1000.0, num_steps=2000)) > 2
+
+
+def test_the_first_turn_of_all_decides_nothing():
+    turns = Turns()
+    steps_of(turns, -2.0, num_steps=1)
+    assert len(steps_of(turns, 0.5, num_steps=100)) == 100
 
 
 def test_a_small_loss_of_a_long_step_is_free():
     assert len(steps_of(Turns(), -0.01)) == 1000
 
 
-def test_a_turn_that_saves_time_is_followed_by_others_at_once():
+def test_a_trial_that_saves_time_is_followed_by_others_at_once():
     turns = Turns()
-    steps_of(turns, -0.1)
-    assert len(steps_of(turns, 0.5, num_steps=100)) > 100 - LAST
+    steps_of(turns, -2.5)
+    first, *others = steps_of(turns, 0.5, num_steps=500)
+    assert others == [*range(first + 1, 500)]
 
 
 def test_one_loss_among_gains_changes_nothing():
@@ -39,20 +60,34 @@ def test_one_loss_among_gains_changes_nothing():
 
 def test_a_new_request_begins_with_what_others_have_shown():
     turns = Turns()
-    steps_of(turns, -0.1, id=1)
-    assert len(steps_of(turns, -0.1, id=2, num_steps=FIRST)) == 1
-    turns.forget(2)
-    assert len(steps_of(turns, 0.5, id=2, num_steps=20)) > 20 - FIRST
-
-
-def test_requests_that_lose_time_have_their_turns_in_the_same_steps():
+    steps_of(turns, -2.0, id=1)
+    assert len(steps_of(turns, -2.0, id=2, num_steps=100)) <= 1
     turns = Turns()
-    first = steps_of(turns, -0.1, id=1, num_steps=77)
-    both = [set[int](), set[int]()]
-    for step in range(len(first), 600):
+    steps_of(turns, 0.5, id=1)
+    turns.left = -AT_FIRST
+    assert len(steps_of(turns, 0.5, id=2, num_steps=20)) == 20
+
+
+def test_gains_of_a_request_pay_for_no_trials_of_another():
+    turns, lost = Turns(), 0
+    steps_of(turns, -2.0, id=2, num_steps=300)
+    for _ in range(5000):
         turns.next_step()
-        for id in (1, 2):
-            if turns.is_due(id):
-                both[id - 1].add(step)
-                turns.add(id, -0.1)
-    assert both[0] <= both[1]
+        due = [(turns.of(id), saved) for id, saved in ((1, 1.0), (2, -2.0)) if turns.is_due(id)]
+        if due:
+            turns.add(due, num_roots=2)
+        lost += len(due) == 2
+    assert turns.of(1).pays and lost <= 1.1 * 5000 * TRIALS
+
+
+def test_requests_that_lose_time_are_tried_in_the_same_steps():
+    turns = Turns()
+    steps_of(turns, -2.0, id=1, num_steps=77)
+    alone = 0
+    for _ in range(1000):
+        turns.next_step()
+        due = [id for id in (1, 2) if turns.is_due(id)]
+        alone += len(due) == 1
+        if due:
+            turns.add([(turns.of(id), -2.0) for id in due], num_roots=2)
+    assert not alone
