@@ -244,6 +244,8 @@ class PlannedGuesses:
             return
         self.planner.observe(plan, step, seconds)
         without = self.planner.costs.seconds(step.rows, step.context, step.requests)
+        # No estimate of the first steps may be absurd: guesses took time, but no more a row.
+        without = min(max(without, seconds * step.rows / plan.rows), seconds)
         guesses = plan.rows - step.rows
         self.row_seconds = max(0.0, seconds - without) / guesses if guesses else 0.0
         self.saved_by_guess = without / step.num_roots
