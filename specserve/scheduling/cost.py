@@ -71,6 +71,7 @@ class StepCosts:
     ) -> None:
         """`seconds_per_token` is what a token of context adds, until steps have shown it."""
         self.edges = edges(max_rows)
+        self.places = [bisect_left(self.edges, rows) for rows in range(self.edges[-1] + 1)]
         self.seconds_per_token = seconds_per_token
         self.lock = Lock()  # engines that share a model's weights share this, too
         self.reset()
@@ -80,6 +81,7 @@ class StepCosts:
     def reset(self) -> None:
         """Forget all steps."""
         self.stairs = {edge: Stair() for edge in self.edges}
+        self.has_steps = False  # whether anything is known of the model's steps
         self.added = [self.seconds_per_token, 0.0]  # seconds by token of context, and by request
         self.sizes = [0.0, 0.0]  # usual ones of context and requests
         self.ratios: deque[float] = deque(maxlen=RECENT)  # of the latest steps to their estimates
@@ -98,21 +100,17 @@ class StepCosts:
         known = by_edge[self.stair(rows)] + per_token * context + per_request * requests
         return known * self.slowdown
 
-    @property
-    def has_steps(self) -> bool:
-        """Whether anything is known of the model's steps."""
-        return any(stair.seconds for stair in self.stairs.values())
-
     def is_known(self, rows: int) -> bool:
         return self.stairs[self.edges[self.stair(rows)]].estimate > 0
 
     def stair(self, rows: int) -> int:
         """The place of the stair; rows beyond the last edge are taken to be there."""
-        return min(bisect_left(self.edges, rows), len(self.edges) - 1)
+        return self.places[rows] if rows < len(self.places) else len(self.edges) - 1
 
     def observe(self, rows: int, context: int, requests: int, seconds: float) -> None:
         """Learn from a step that took so long."""
         with self.lock:
+            self.has_steps = True
             stair = self.stairs[self.edges[self.stair(rows)]]
             if stair.estimate:
                 self.compare(seconds * self.slowdown / self.seconds(rows, context, requests))
@@ -209,6 +207,7 @@ class StepCosts:
         """Take the estimates of an earlier start, as of a few steps each; ignores absurd ones."""
         for edge, seconds in known.stairs.items():
             if edge in self.stairs and 0 < seconds < 1e6:
+                self.has_steps = True
                 for _ in range(KNOWN):
                     self.stairs[edge].add(seconds)
         if all(0 <= seconds < 1 for seconds in known.added):

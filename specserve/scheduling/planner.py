@@ -81,9 +81,11 @@ def likeliest(asks: Sequence[Ask], most: int) -> list[tuple[float, int, int]]:
         p = tries[i].p
         if tries[i].depths[node] == deepest[i]:
             continue
+        lacks = behind[i]
         for child in tries[i].children[node].values():
-            of_path = value * p[child]
-            heappush(heap, (-urgency(of_path, behind[i]), i, child, of_path))
+            if (of_path := value * p[child]) >= LEAST_VALUE:
+                key = -urgency(of_path, lacks) if lacks > 0 else -of_path
+                heappush(heap, (key, i, child, of_path))
     return found
 
 
