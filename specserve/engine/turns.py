@@ -10,6 +10,7 @@ from collections.abc import Sequence
 FREE = 0.02  # of a step's time: what making guesses may lose
 RATE = 1 / 16  # of a step in what was lately saved
 TRIALS = 0.01  # of all steps' time: what trials may lose
+FADE = 0.99  # of the loss that is expected of a trial, after each step
 AT_FIRST = 3.0  # steps' time: what they may lose before, and what the first ones may
 
 
@@ -46,6 +47,7 @@ class Turns:
     def next_step(self) -> None:
         self.num_steps += 1
         self.left = min(self.left + TRIALS, AT_FIRST)
+        self.loss *= FADE
 
     @property
     def is_trial(self) -> bool:
@@ -73,18 +75,20 @@ class Turns:
         """Learn what turns have saved in a step of so many roots, each as a share of its request's
         part of the step's time, and how many parts more the step has lost.
         """
+        if not self.is_warm:
+            self.is_warm = True
+            return
         tried = [share for turn, share in saved if not turn.pays]
         lost = more - sum(tried)
-        for turn, share in saved if self.is_warm else ():
+        for turn, share in saved:
             did_pay = turn.pays
             self.all.add(share)
             turn.add(share)
             if did_pay and not turn.pays:  # for some steps it only seemed to: a trial, too
                 lost -= turn.saved * min(turn.num_steps, 1 / RATE)
-        if tried and self.is_warm:
+        if tried:
             self.loss += (max(lost / num_roots, 0.0) - self.loss) / 2
         self.left -= min(lost / num_roots, AT_FIRST)
-        self.is_warm = True
 
     def forget(self, id: int) -> None:
         self.by_request.pop(id, None)
