@@ -325,7 +325,7 @@ def test_where_guesses_save_no_time_nothing_is_asked_or_planned_in_most_steps(
 ):
     engine, source = run_paced(target, clock, NEVER, 0.1)
     assert engine.stats.num_steps == 270
-    assert len(source.asked) < 20
+    assert 0.1 * len(source.asked) <= turns.AT_FIRST + turns.TRIALS * 270
 
 
 def test_a_request_is_asked_in_every_step_again_once_guesses_are_right(
