@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 class Model(Protocol):
     """A forward written against the ops alone. With a recorder's ops it gets handles as tensors."""
 
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def windows(self) -> Sequence[int | None]:
+        """The windows of its layers, each once; None is full attention."""
+        ...
+
     def on(self, ops: "Ops") -> "Model": ...
 
     def embed(self, token_ids: Tensor) -> Tensor: ...

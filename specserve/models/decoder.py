@@ -67,6 +67,10 @@ class Decoder:
         return Decoder(self.config, ops, self.rotary, self.weights)
 
     @property
+    def num_heads(self) -> int:
+        return self.config.num_heads
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the activations."""
         return self.weights.norm.dtype
@@ -78,7 +82,7 @@ class Decoder:
 
     def plan(self, rows: Rows, kv: KVCache, also: Sequence[Tensor] = ()) -> Any:
         """The plan that all layers share; `plan.also` are the given tensors on the ops' device."""
-        return self.ops.plan(rows, kv, self.config.num_heads, self.windows, also)
+        return self.ops.plan(rows, kv, self.num_heads, self.windows, also)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The residual stream before the first layer, [R, hidden], of token ids [R] int64."""

@@ -15,6 +15,8 @@ from specserve.exchange.sampling_params import Sampling
 from specserve.memory import BlockPool, BlockTable
 from specserve.models.loader import load_decoder
 from specserve_kernels import DeviceError, cpu
+from specserve_kernels.cuda import paged
+from specserve_kernels.cuda.graphs import GraphProgram
 from specserve_kernels.quantize import quantize
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
@@ -34,6 +36,7 @@ from tests.engine.engines import (
 from tests.kernels.builds import interpreted
 from tests.kernels.fake_flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from tests.kernels.random_steps import row_errors
+from tests.kernels.rerun import Rerun
 
 pytestmark = pytest.mark.skipif(interpreted is None, reason="Triton compiles for the GPU here")
 MAX_LEN = 288
@@ -61,9 +64,33 @@ def cases():
     return [Case(p, sampling(i % 2, i), arrives=2 * i) for i, p in enumerate(prompts)]
 
 
+@pytest.fixture
+def recorded(monkeypatch):
+    """Has steps run as if they were CUDA graphs."""
+
+    def program(model, kv, max_rows, max_read, taps=()):
+        return GraphProgram(interpreted, model, kv, taps, Rerun())
+
+    monkeypatch.setattr(interpreted, "program", program)
+    monkeypatch.setattr(paged, "PROGRAMS", 4)  # the interpreter runs them one after the other
+
+
 @pytest.mark.parametrize("drafter", ["none", "ngram", "model", "auto", bush, hedge])
 def test_the_text_is_the_cpus_own_with_every_drafter(models, drafter, monkeypatch):
     Clock(monkeypatch)  # so that auto is sure to guess
+    the_text_is_the_cpus_own(models, drafter)
+
+
+@pytest.mark.parametrize("drafter", ["auto", bush])
+def test_the_text_of_recorded_steps_is_the_cpus_own(models, drafter, recorded, monkeypatch):
+    Clock(monkeypatch)  # so that auto is sure to guess
+    engine = the_text_is_the_cpus_own(models, drafter)
+    program = engine.target.program
+    assert program.capture.num_recorded == len(program.recordings) > 1
+    assert engine.stats.num_steps > 2 * len(program.recordings)
+
+
+def the_text_is_the_cpus_own(models, drafter):
     on_cpu, target, draft = models
     want = plain(on_cpu, cases())
     engine = engine_for(
@@ -80,6 +107,7 @@ def test_the_text_is_the_cpus_own_with_every_drafter(models, drafter, monkeypatc
     assert drafter in ("none", "ngram", "auto") or engine.stats.num_accepted > 0
     assert drafter != "auto" or engine.stats.num_drafted > 0
     assert drafter not in (bush, hedge) or watch.seen["moved"] > 0
+    return engine
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])

@@ -72,7 +72,7 @@ def sources():
             yield source(
                 paged._attend,
                 {
-                    "ONE_PIECE": False,
+                    "IS_WHOLE": False,
                     "GROUP": group,
                     "GROUP_BLOCK": group,
                     "ROWS": rows,
@@ -86,9 +86,9 @@ def sources():
                 **dict.fromkeys(("k", "v"), kept),
                 **scales,
                 **dict.fromkeys(("out", "lse"), "*fp32"),
-                **dict.fromkeys(("tiles", "indptr", "indices"), "*i32"),
+                **dict.fromkeys(("pieces", "indptr", "indices"), "*i32"),
                 **dict.fromkeys(("first", "prefix", "mask"), "*i64"),
-                **dict.fromkeys(("num_rows", "num_heads", "num_kv_heads", "piece"), "i32"),
+                **dict.fromkeys(("num_heads", "num_kv_heads"), "i32"),
                 **ints,
                 scale="fp32",
             )
@@ -97,9 +97,9 @@ def sources():
             {"D": 80, "D_BLOCK": 128},
             parts="*fp32",
             lse="*fp32",
+            merges="*i32",
             out=t,
-            pieces="i32",
-            num_rows_heads="i32",
+            **dict.fromkeys(("num_heads", "ROWS"), "i32"),
         )
 
         yield from maps(t, dot)

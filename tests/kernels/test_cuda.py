@@ -1,5 +1,6 @@
 """The build for the GPU without one: packing, Triton's interpreter, its compiler, refusals."""
 
+import itertools
 import random
 import re
 import subprocess
@@ -168,33 +169,34 @@ def test_triton_attends_as_the_reference(H, Hk, D, block_size, window, dtype):
 def test_triton_merges_the_pieces_of_a_long_context(window):
     reqs = [Req(1100, 3), Req(30, 1), Req(1531, parents=random_tree(random.Random(4), 11))]
     step = RandomStep(reqs, 16, 2, 1, 16).filled()
-    tiles = paged.deal(step.rows(), sight(step.rows(), window), 2, 1)
-    assert tiles.pieces == 4
+    work = paged.deal(step.rows(), sight(step.rows(), window), 2, 1)
+    assert work.is_whole == (window == 100)
     q = queries(step, 16)
     got, want = (step.attend(build, q, window) for build in (interpreted, reference))
     assert row_errors(got, want).max() < 1e-5
 
 
-def test_tiles_cover_every_row_once_and_all_that_it_sees():
-    reqs = random_reqs(random.Random(8), 400)
+@pytest.mark.parametrize("num_rows", [None, 512])
+def test_pieces_cover_all_that_every_row_sees_once(num_rows):
+    reqs = random_reqs(random.Random(8), 3000)
     rows = RandomStep(reqs).rows()
     for window in WINDOWS:
         seen = sight(rows, window)
         for heads, kv_heads in ((1, 1), (7, 1), (32, 8), (64, 1)):
-            tiles = paged.deal(rows, seen, heads, kv_heads)
-            covered = []
-            for request, row0, num_rows, begin, end in tiles.table.tolist():
-                covered += range(row0, row0 + num_rows)
-                assert num_rows <= tiles.rows
-                assert rows.qo_indptr[request] <= row0 < rows.qo_indptr[request + 1]
-                some = slice(row0, row0 + num_rows)
-                most = [
-                    p + int(m).bit_length()
-                    for p, m in zip(*(x[some] for x in seen[1:]), strict=True)
-                ]
-                assert (begin, end) == (min(seen.first[some]), max(most))
-                assert end <= tiles.pieces * tiles.size
-            assert covered == [*range(len(rows.positions))]
+            work = paged.deal(rows, seen, heads, kv_heads, num_rows)
+            pieces, merges = work.pieces.tolist(), work.merges.tolist()
+            for row, (first, count, place) in enumerate(merges[: len(rows.positions)]):
+                mine = pieces[first : first + count]
+                for request, row0, in_tile, _, _ in mine:
+                    assert row0 + place == row and place < in_tile <= work.rows
+                    assert rows.qo_indptr[request] <= row < rows.qo_indptr[request + 1]
+                assert all(a[4] == b[3] for a, b in itertools.pairwise(mine))
+                last = seen.prefix[row] + int(seen.mask[row]).bit_length()
+                assert mine[0][3] <= seen.first[row] and mine[-1][4] >= last
+            assert work.is_whole == (num_rows is None and all(c == 1 for _, c, _ in merges))
+            unused = pieces[sum({m[0]: m[1] for m in merges if m[1]}.values()) :]
+            assert not np.any(unused)
+            assert num_rows is None or len(merges) == num_rows
 
 
 @without_gpu

@@ -28,6 +28,7 @@ from specserve_kernels import Ops, Rows, SampleParams, load
 from specserve_kernels.cuda import paged
 from specserve_kernels.cuda.attention import FlashInfer, load_flashinfer, run_parts
 from specserve_kernels.cuda.masks import sight
+from specserve_kernels.program import EagerProgram
 
 ROWS = (1, 4, 8, 16, 32, 64)
 MAP_ROWS = (*ROWS, 128)
@@ -151,6 +152,8 @@ class ModelFigures:
         yield f"{self.name} TTFT of {self.size.prompt} tokens", self.ttft
         for rows in (1, 32):
             yield f"{self.name} gaps: {rows} rows", partial(self.gaps, rows)
+        for rows in (1, 32):
+            yield f"{self.name} step op by op: {rows} rows", partial(self.op_by_op, rows)
         for rows in (1, 64):
             yield f"{self.name} sampling: {rows} rows", partial(self.sampling, rows)
         for context in self.size.contexts:
@@ -189,6 +192,17 @@ class ModelFigures:
             "weights and KV at copy bandwidth, ms": round(1e3 * floor, 3),
             "over": round(taken.median / floor, 3),
         }
+
+    def op_by_op(self, rows: int) -> dict[str, Any] | str:
+        """A step of one request at the first context, without CUDA graphs."""
+        batches = self.room(self.size.contexts[0] + rows + 16)
+        assert batches is not None, "no room for a step"
+        runner = batches.runner
+        recorded, runner.program = runner.program, EagerProgram(self.decoder, runner.kv)
+        try:
+            return self.step(rows, 1, self.size.contexts[0])
+        finally:
+            runner.program = recorded
 
     def attention(self, requests: int, context: int) -> dict[str, Any] | str:
         """A layer of it: microseconds by kind and rows, and the KV at copy bandwidth."""
@@ -298,10 +312,10 @@ def attentions(
 
 def own_split(batches: RandomBatches, rows: Rows, q: Tensor) -> Callable[[], object]:
     layer, seen = batches.runner.kv.layers[0], sight(rows, None)
-    tiles = paged.deal(rows, seen, q.shape[1], layer.k.shape[2])
-    host = (tiles.table, *seen.tensors(), rows.indices, rows.indptr)
+    work = paged.deal(rows, seen, q.shape[1], layer.k.shape[2])
+    host = (work.pieces, work.merges, *seen.tensors(), rows.indices, rows.indptr)
     inputs = paged.Inputs(*(x.to(q.device) for x in host))
-    return partial(paged.attention, q, layer, batches.decoder.scale, tiles, inputs)
+    return partial(paged.attention, q, layer, batches.decoder.scale, work, inputs)
 
 
 def flashinfer_of(

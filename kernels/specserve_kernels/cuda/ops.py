@@ -4,21 +4,23 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specserve_kernels.codes import Codes
 from specserve_kernels.cuda import coded, move, norm, paged, rope, sample, silu, top_children
-from specserve_kernels.cuda.attention import FlashInfer, Part, run_parts
+from specserve_kernels.cuda.attention import FlashInfer, run_parts
+from specserve_kernels.cuda.graphs import SIZES, GraphProgram
 from specserve_kernels.cuda.lock import DeviceLock
 from specserve_kernels.cuda.maps import LinearMap, PlainMap
 from specserve_kernels.cuda.masks import sight
+from specserve_kernels.cuda.plan import Plan, Shared
 from specserve_kernels.cuda.staging import Staging
 from specserve_kernels.errors import DeviceError
 from specserve_kernels.host import copy_blocks
-from specserve_kernels.program import EagerProgram, Model
+from specserve_kernels.program import EagerProgram, Model, Program
 from specserve_kernels.quantize import quantize
 from specserve_kernels.threads import FixedThreads, Threads, check_threads
 from specserve_kernels.types import (
@@ -32,24 +34,6 @@ from specserve_kernels.types import (
 )
 
 log = logging.getLogger("specserve")
-
-
-class Shared(NamedTuple):
-    """The fields of the step's Rows that any kernel may read, on the device."""
-
-    positions: Tensor
-    slots: Tensor
-    indices: Tensor
-    indptr: Tensor
-
-
-class Plan(NamedTuple):
-    """A step's inputs on the device, and its attention: FlashInfer's parts or Triton's tiles."""
-
-    also: list[Tensor]
-    shared: Shared
-    parts: list[Part]
-    tiles: dict[int | None, tuple[paged.Tiles, paged.Inputs]]  # by window
 
 
 class CudaOps:
@@ -135,13 +119,13 @@ class CudaOps:
             return self.plan_flashinfer(flashinfer, rows, kv, num_heads, windows, also)
         seen = [sight(rows, window) for window in windows]
         dealt = [paged.deal(rows, s, num_heads, kv.layers[0].k.shape[2]) for s in seen]
-        host = ((tiles.table, *s.tensors()) for s, tiles in zip(seen, dealt, strict=True))
+        host = ((w.pieces, w.merges, *s.tensors()) for s, w in zip(seen, dealt, strict=True))
         shared, placed_also, rest = self.upload(rows, also, chain(*host))
-        tiles = {
-            window: (d, paged.Inputs._make((*inputs, *shared[2:])))
-            for window, d, inputs in zip(windows, dealt, batched(rest, 4), strict=True)
+        work = {
+            window: (d, paged.Inputs._make((*inputs, shared.indices, shared.indptr)))
+            for window, d, inputs in zip(windows, dealt, batched(rest, 5), strict=True)
         }
-        return Plan(placed_also, shared, [], tiles)
+        return Plan(placed_also, shared, [], work)
 
     def flashinfer_for(self, kv: KVCache, windows: Sequence[int | None]) -> FlashInfer | None:
         """FlashInfer, its kernels built, if it supports this model; None where Triton attends.
@@ -194,8 +178,11 @@ class CudaOps:
         max_rows: int,
         max_read: int,
         taps: Collection[int] = (),
-    ) -> EagerProgram:
-        return EagerProgram(model, kv, taps)
+    ) -> Program:
+        """A program that records CUDA graphs, unless FlashInfer is to attend in every step."""
+        if self.choice == "flashinfer" or self.device.type != "cuda":
+            return EagerProgram(model, kv, taps)
+        return GraphProgram(self, model, kv, taps)
 
     def rope_write_kv(
         self, qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Plan
@@ -205,8 +192,8 @@ class CudaOps:
     def attention(
         self, q: Tensor, kv: KVLayer, plan: Plan, scale: float, window: int | None = None
     ) -> Tensor:
-        if plan.tiles:
-            return paged.attention(q, kv, scale, *plan.tiles[window]).flatten(1)
+        if plan.work:
+            return paged.attention(q, kv, scale, *plan.work[window]).flatten(1)
         return run_parts(q, kv, plan.parts, scale, window).flatten(1)
 
     def move_kv(self, kv: KVCache, source: Tensor, target: Tensor) -> None:
@@ -230,11 +217,13 @@ class CudaOps:
     def tune(
         self, step: Callable[[int], Tensor], most: int, threads: int | None, key: str
     ) -> tuple[Threads, str]:
-        """Run a step of one row and one of `most`: they compile kernels and try out the memory."""
+        """Run a step of every number of rows that is recorded, and one of `most`: they compile
+        kernels, record graphs, and try out the memory.
+        """
         count = torch.get_num_threads() if threads is None else check_threads(threads)
         before = self.num_planned.copy()
         with self.lock:
-            for rows in (1, most):
+            for rows in (*(size for size in SIZES if size < most), most):
                 logits = step(rows)
             one = SampleParams.greedy(1)
             self.sample(logits, torch.zeros(1, dtype=torch.int64), one).tolist()

@@ -1,7 +1,9 @@
 """Attention over block tables with mask words, for heads and dtypes that FlashInfer lacks.
 
 Split over the KV as in flash-decoding (Dao et al. 2023): a program takes a few rows of a request,
-all query heads of one KV head, and one piece of the slots; a second kernel merges the pieces.
+all query heads of one KV head, and one piece of the slots; a second kernel merges the pieces. What
+the programs take stands in tables on the device, so that a recorded launch suits every step of up
+to as many rows.
 """
 
 from typing import NamedTuple
@@ -20,7 +22,7 @@ from specserve_kernels.types import KVLayer, Rows
 MIN_DOT = 16  # least rows of a tl.dot
 MAX_FOLDED = 32  # rows times query heads of a program
 SLOTS = 64  # of one iteration of a program's loop
-MIN_PIECE = 512  # least slots for which another program pays
+MIN_PIECE = 256  # least slots for which another program pays
 PROGRAMS = 528  # four for every SM of an H200
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -42,30 +44,28 @@ def _weigh(score, top):
     return tl.exp2(score - base[:, None]), higher, tl.exp2(top - base)
 
 
-@triton.jit(do_not_specialize=["num_rows", "piece"])  # they change from step to step
+@triton.jit
 def _attend(
     q,
-    out,  # [pieces, R, H, D]: float32, or the result itself where there is one piece
-    lse,  # [pieces, R, H]
+    out,  # [W, ROWS, H, D]: float32, or the result itself where every tile is one piece
+    lse,  # [W, ROWS, H]
     k,
     v,
     k_scale,
     v_scale,
-    tiles,  # [T, 5]: request, first row, rows, and the slots [begin, end) that any of them sees
+    pieces,  # [W, 5]: request, first row, rows, and the slots [begin, end)
     first,
     prefix,
     mask,
     indices,
     indptr,
-    num_rows,
     num_heads,
     num_kv_heads,
     block_size,
     block_stride,
     scale_stride,
-    piece,  # slots
     scale,
-    ONE_PIECE: tl.constexpr,
+    IS_WHOLE: tl.constexpr,  # every tile is one piece
     GROUP: tl.constexpr,  # query heads of a KV head
     GROUP_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -75,12 +75,11 @@ def _attend(
     DOT: tl.constexpr,  # the dtype that is multiplied
     CODES: tl.constexpr,  # how KV is kept
 ):
-    tile = tiles + 5 * tl.program_id(0)
+    index = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    part = tl.program_id(2)
-    request, row0, tile_rows = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    begin = tl.maximum(tl.load(tile + 3), part * piece)
-    end = tl.minimum(tl.load(tile + 4), (part + 1) * piece)
+    piece = pieces + 5 * index
+    request, row0, tile_rows = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
+    begin, end = tl.load(piece + 3), tl.load(piece + 4)
 
     m = tl.arange(0, ROWS * GROUP_BLOCK)
     r, g = m // GROUP_BLOCK, m % GROUP_BLOCK
@@ -125,70 +124,92 @@ def _attend(
     sees = total > 0
     total = tl.where(sees, total, 1.0)
     result = acc / total[:, None]
-    at = part.to(tl.int64) * num_rows * num_heads
-    tl.store(out + at * D + q_at, result.to(out.dtype.element_ty), mask=is_q)
-    if not ONE_PIECE:
+    if IS_WHOLE:
+        tl.store(out + q_at, result.to(out.dtype.element_ty), mask=is_q)
+    else:
+        at = (index * ROWS + r) * num_heads + head * GROUP + g
+        tl.store(out + at[:, None] * D + d[None, :], result, mask=is_q)
         weight = tl.where(sees, top + tl.log2(total), float("-inf"))
-        tl.store(lse + at + row * num_heads + head * GROUP + g, weight, mask=is_row)
+        tl.store(lse + at, weight, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["pieces", "num_rows_heads"])
-def _merge(parts, lse, out, pieces, num_rows_heads, D: tl.constexpr, D_BLOCK: tl.constexpr):
-    """Pieces of one head of one row, in order."""
-    i = tl.program_id(0).to(tl.int64)
+@triton.jit
+def _merge(parts, lse, merges, out, num_heads, ROWS, D: tl.constexpr, D_BLOCK: tl.constexpr):
+    """The pieces of one head of one row, in order; zeros for a row that has none."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first, count = tl.load(merges + 3 * row).to(tl.int64), tl.load(merges + 3 * row + 1)
+    at = (first * ROWS + tl.load(merges + 3 * row + 2)) * num_heads + head
     d = tl.arange(0, D_BLOCK)
     top = float("-inf")
-    for part in range(pieces):
-        top = tl.maximum(top, tl.load(lse + part * num_rows_heads + i))
+    for part in range(count):
+        top = tl.maximum(top, tl.load(lse + at + part * ROWS * num_heads))
     total = 0.0
     acc = tl.zeros([D_BLOCK], tl.float32)
-    for part in range(pieces):
-        at = part * num_rows_heads + i
-        weight = tl.exp2(tl.load(lse + at) - top)
-        acc += weight * tl.load(parts + at * D + d, mask=d < D, other=0.0)
+    for part in range(count):
+        place = at + part * ROWS * num_heads
+        weight = tl.exp2(tl.load(lse + place) - top)
+        acc += weight * tl.load(parts + place * D + d, mask=d < D, other=0.0)
         total += weight
-    tl.store(out + i * D + d, (acc / total).to(out.dtype.element_ty), mask=d < D)
+    merged = acc / tl.where(count > 0, total, 1.0)
+    place = (row * num_heads + head) * D + d
+    tl.store(out + place, merged.to(out.dtype.element_ty), mask=d < D)
 
 
 # Triton's interpreter multiplies bfloat16 as if it were integers.
 IS_COMPILED = isinstance(_attend, triton.JITFunction)
 
 
-class Tiles(NamedTuple):
-    """How a step's rows and slots are divided among programs.
+class Work(NamedTuple):
+    """How a step's rows and slots are divided among programs: a tile is some rows of a request, and
+    its slots are cut into pieces.
 
-    table   [T, 5]  int32  see `_attend`
-    rows    of a tile
-    pieces  into which the slots are cut, each of `size` slots
+    pieces    [W, 5]  int32  see `_attend`, those of a tile in a row; unused ones have no rows
+    merges    [R, 3]  int32  of each row: its first piece, how many, and its place in the tile
+    rows      of a tile, at most
+    is_whole  every tile is one piece, and `merges` is not read
     """
 
-    table: Tensor
+    pieces: Tensor
+    merges: Tensor
     rows: int
-    pieces: int
-    size: int
+    is_whole: bool
 
 
-def deal(rows: Rows, seen: Sight, num_heads: int, num_kv_heads: int) -> Tiles:
-    """Tiles of a step; host tensors."""
+def deal(
+    rows: Rows, seen: Sight, num_heads: int, num_kv_heads: int, num_rows: int | None = None
+) -> Work:
+    """The work of a step; host tensors. For a recorded launch of `num_rows` rows, of which the step
+    has some, it has always the same shapes.
+    """
     group = triton.next_power_of_2(num_heads // num_kv_heads)
     qo = rows.qo_indptr.numpy().astype(np.int64)
-    longest = int(np.diff(qo).max())
+    longest = int(np.diff(qo).max()) if num_rows is None else num_rows
     wanted = triton.next_power_of_2(longest) * group
-    folded = max(MIN_DOT, group, min(MAX_FOLDED, wanted))
-    each = folded // group
-    counts = -(-np.diff(qo) // each)
-    request = np.repeat(np.arange(len(counts)), counts)
-    row0 = qo[request] + (np.arange(len(request)) - (np.cumsum(counts) - counts)[request]) * each
-    table = np.empty((len(request), 5), dtype=np.int32)
-    table[:, 0], table[:, 1] = request, row0
-    table[:, 2] = np.minimum(each, qo[request + 1] - row0)
-    table[:, 3] = np.minimum.reduceat(seen.first, row0)
-    table[:, 4] = np.maximum.reduceat(seen.prefix + bit_lengths(seen.mask), row0)
-    most = int(table[:, 4].max())
-    programs = len(table) * num_kv_heads
-    pieces = max(1, min(-(-most // MIN_PIECE), -(-PROGRAMS // programs)))
-    size = -(-most // (pieces * SLOTS)) * SLOTS
-    return Tiles(torch.from_numpy(table), each, -(-most // size), size)
+    each = max(MIN_DOT, group, min(MAX_FOLDED, wanted)) // group
+    tiles = -(-np.diff(qo) // each)
+    request = np.repeat(np.arange(len(tiles)), tiles)
+    place = np.arange(len(request)) - (np.cumsum(tiles) - tiles)[request]
+    row0 = qo[request] + place * each
+    in_tile = np.minimum(each, qo[request + 1] - row0)
+    begin = np.minimum.reduceat(seen.first, row0)
+    end = np.maximum.reduceat(seen.prefix + bit_lengths(seen.mask), row0)
+
+    programs = -(-PROGRAMS // num_kv_heads)
+    length = max(MIN_PIECE, -(-int((end - begin).sum()) // programs))
+    length = -(-length // SLOTS) * SLOTS
+    counts = -(-(end - begin) // length)
+    tile = np.repeat(np.arange(len(counts)), counts)
+    starts = np.cumsum(counts) - counts
+    first = begin[tile] + (np.arange(len(tile)) - starts[tile]) * length
+    R = len(seen.first)
+    pieces = np.zeros((len(tile) if num_rows is None else num_rows + programs, 5), np.int32)
+    merges = np.zeros((R if num_rows is None else num_rows, 3), np.int32)
+    columns = request[tile], row0[tile], in_tile[tile], first, np.minimum(first + length, end[tile])
+    pieces[: len(tile)] = np.stack(columns, axis=1)
+    of_row = np.repeat(np.arange(len(in_tile)), in_tile)
+    merges[:R] = np.stack((starts[of_row], counts[of_row], np.arange(R) - row0[of_row]), axis=1)
+    is_whole = num_rows is None and len(tile) == len(counts)
+    return Work(torch.from_numpy(pieces), torch.from_numpy(merges), each, is_whole)
 
 
 def bit_lengths(words: Words) -> Ints:
@@ -203,9 +224,12 @@ def bit_lengths(words: Words) -> Ints:
 
 
 class Inputs(NamedTuple):
-    """What the kernel reads, on the device; dtypes as in Rows, but first, prefix and mask int64."""
+    """What the kernels read, on the device; dtypes as in Work and Rows, but first, prefix and mask
+    int64.
+    """
 
-    tiles: Tensor
+    pieces: Tensor
+    merges: Tensor
     first: Tensor
     prefix: Tensor
     mask: Tensor
@@ -213,7 +237,7 @@ class Inputs(NamedTuple):
     indptr: Tensor
 
 
-def attention(q: Tensor, kv: KVLayer, scale: float, tiles: Tiles, inputs: Inputs) -> Tensor:
+def attention(q: Tensor, kv: KVLayer, scale: float, work: Work, inputs: Inputs) -> Tensor:
     """As the reference's, with the step divided by `deal` and its inputs on the device.
 
     q   [R, H, D]
@@ -223,19 +247,20 @@ def attention(q: Tensor, kv: KVLayer, scale: float, tiles: Tiles, inputs: Inputs
     _, block_size, num_kv_heads, D = kv.k.shape
     R, H, _ = q.shape
     out = torch.empty_like(q)
-    group = H // num_kv_heads
-    parts, lse = out, out  # lse is not written where there is one piece
-    if tiles.pieces > 1:
-        parts = q.new_empty(tiles.pieces, R, H, D, dtype=torch.float32)
-        lse = q.new_empty(tiles.pieces, R, H, dtype=torch.float32)
+    group, num_pieces = H // num_kv_heads, len(inputs.pieces)
+    parts, lse = out, out  # lse is not written where every tile is one piece
+    if not work.is_whole:
+        parts = q.new_empty(num_pieces, work.rows, H, D, dtype=torch.float32)
+        lse = q.new_empty(num_pieces, work.rows, H, dtype=torch.float32)
     *stored, scale_stride, codes = kv_codes.arguments(kv)
-    _attend[(len(inputs.tiles), num_kv_heads, tiles.pieces)](
-        *(q, parts, lse, *stored, *inputs),
-        *(R, H, num_kv_heads, block_size, kv.k.stride(0), scale_stride, tiles.size, scale),
-        ONE_PIECE=tiles.pieces == 1,
+    pieces, merges, *seen = inputs
+    _attend[(num_pieces, num_kv_heads)](
+        *(q, parts, lse, *stored, pieces, *seen),
+        *(H, num_kv_heads, block_size, kv.k.stride(0), scale_stride, scale),
+        IS_WHOLE=work.is_whole,
         GROUP=group,
         GROUP_BLOCK=triton.next_power_of_2(group),
-        ROWS=tiles.rows,
+        ROWS=work.rows,
         D=D,
         D_BLOCK=max(MIN_DOT, triton.next_power_of_2(D)),
         SLOTS=SLOTS,
@@ -244,9 +269,9 @@ def attention(q: Tensor, kv: KVLayer, scale: float, tiles: Tiles, inputs: Inputs
         num_warps=4,
         num_stages=2,
     )
-    if tiles.pieces > 1:
-        _merge[(R * H,)](
-            *(parts, lse, out, tiles.pieces, R * H),
+    if not work.is_whole:
+        _merge[(R, H)](
+            *(parts, lse, merges, out, H, work.rows),
             D=D,
             D_BLOCK=triton.next_power_of_2(D),
             num_warps=1,

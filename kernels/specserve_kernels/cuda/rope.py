@@ -68,6 +68,7 @@ def _rope_write_kv(
     tl.store(q_at, ra.to(q_out.dtype.element_ty), mask=inside & is_q)
     tl.store(q_at + HALF, rb.to(q_out.dtype.element_ty), mask=inside & is_q)
     slot = tl.load(slots + row)
+    inside &= slot >= 0  # an unused row of a graph has none
     place = (slot // block_size) * block_stride + (slot % block_size) * num_kv_heads * D + i
     k_at = k_cache + place + (head - num_heads) * D
     v_at = v_cache + place + (head - num_heads - num_kv_heads) * D

@@ -13,16 +13,21 @@ class Staging:
     """Pinned buffers on the host that are used in turn, and one buffer on the device.
 
     An upload's tensors are valid until the next upload. The stream runs in order, so kernels that
-    are launched in between have read them by then.
+    are launched in between have read them by then. Tensors of the same sizes have the same
+    addresses, as long as no upload needs a larger buffer than there is.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_bytes: int = 0) -> None:
         self.device = device
         self.is_cuda = device.type == "cuda"
-        self.hosts = [self.empty(0) for _ in range(NUM_BUFFERS)]
+        self.hosts = [self.empty(num_bytes) for _ in range(NUM_BUFFERS)]
         self.copied = [torch.cuda.Event() if self.is_cuda else None for _ in range(NUM_BUFFERS)]
-        self.buffer = self.empty(0, device)
+        self.buffer = self.empty(num_bytes, device)
         self.num_uploads = 0
+
+    def fits(self, *tensors: Tensor) -> bool:
+        """Whether these leave half of the buffer to others."""
+        return sum(x.nbytes for x in tensors) <= len(self.buffer) // 2
 
     def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Host tensors on the device, of the same shapes and dtypes."""

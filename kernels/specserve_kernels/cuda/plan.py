@@ -1,0 +1,26 @@
+"""A step's inputs on the device."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from specserve_kernels.cuda import paged
+from specserve_kernels.cuda.attention import Part
+
+
+class Shared(NamedTuple):
+    """The fields of the step's Rows that any kernel may read, on the device."""
+
+    positions: Tensor
+    slots: Tensor
+    indices: Tensor
+    indptr: Tensor
+
+
+class Plan(NamedTuple):
+    """A step's inputs on the device, and its attention: FlashInfer's parts or Triton's work."""
+
+    also: list[Tensor]
+    shared: Shared
+    parts: list[Part]
+    work: dict[int | None, tuple[paged.Work, paged.Inputs]]  # by window

@@ -1,0 +1,19 @@
+"""CUDA graphs without a GPU: a replay runs the forward again, on the addresses of its recording."""
+
+
+class Rerun:
+    def __init__(self):
+        self.num_recorded = 0
+
+    def __call__(self, forward):
+        self.num_recorded += 1
+        kept = forward()
+
+        def replay():
+            residual, taps, logits = forward()
+            kept[0].copy_(residual)
+            kept[2].copy_(logits)
+            for i, tapped in taps.items():
+                kept[1][i].copy_(tapped)
+
+        return kept, replay
