@@ -301,7 +301,7 @@ def attentions(
     decoder, layer = batches.decoder, batches.runner.kv.layers[0]
     shape = requests * rows, decoder.config.num_heads, decoder.config.head_dim
     q = torch.randn(shape, device=layer.k.device).to(decoder.dtype)
-    kinds = {"causal fa2": "chain", "causal fa3": "chain", "own split": "tree"}
+    kinds = {"causal fa2": "chain", "own split": "tree"}
     kinds |= {"custom mask fa2": "tree"} if rows > 1 else {}
     for name, kind in kinds.items():
         groups = batches.groups(requests, rows, context, kind)
