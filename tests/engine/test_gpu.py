@@ -99,7 +99,7 @@ def logits(decoder, ids, borders, **settings):
             RowGroup(table, ids[start:end], start, num_read=end - start)
             for table, (start, end) in zip(tables, spans, strict=True)
         ]
-        rows = logits_of(engine.target, groups)
+        rows = logits_of(engine.target, groups).clone()  # the next launch may overwrite them
         out.append(rows.split([end - start for start, end in spans]))
     return torch.stack([torch.cat(rows) for rows in zip(*out, strict=True)]).float()
 

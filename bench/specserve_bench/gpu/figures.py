@@ -313,7 +313,8 @@ def attentions(
 def own_split(batches: RandomBatches, rows: Rows, q: Tensor) -> Callable[[], object]:
     layer, seen = batches.runner.kv.layers[0], sight(rows, None)
     work = paged.deal(rows, seen, q.shape[1], layer.k.shape[2])
-    host = (work.pieces, work.merges, *seen.tensors(), rows.indices, rows.indptr)
+    tables = map(torch.from_numpy, (work.pieces, work.merges))
+    host = (*tables, *seen.tensors(), rows.indices, rows.indptr)
     inputs = paged.Inputs(*(x.to(q.device) for x in host))
     return partial(paged.attention, q, layer, batches.decoder.scale, work, inputs)
 

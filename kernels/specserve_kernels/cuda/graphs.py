@@ -5,16 +5,13 @@ written nowhere, and nobody reads what comes of them. Steps of more rows run op 
 """
 
 from collections.abc import Callable, Collection, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from specserve_kernels.cuda import paged
-from specserve_kernels.cuda.masks import sight
-from specserve_kernels.cuda.plan import Plan, Shared
+from specserve_kernels.cuda.graph_inputs import GraphInputs, Heads
+from specserve_kernels.cuda.plan import Plan
 from specserve_kernels.cuda.staging import Staging
 from specserve_kernels.program import EagerProgram, Model, Outputs
 from specserve_kernels.types import KVCache, Rows
@@ -24,7 +21,6 @@ if TYPE_CHECKING:
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows
 STAGED_BYTES = 4 << 20  # for a step's inputs, most of which are its block numbers
-NOWHERE = -1  # the slot of an unused row
 
 Result = tuple[Tensor, dict[int, Tensor], Tensor]  # residual, taps, logits
 Replay = Callable[[], None]
@@ -69,6 +65,7 @@ class GraphProgram:
         self.eager = EagerProgram(model, kv, taps)
         self.staging = Staging(ops.device, STAGED_BYTES)
         self.capture = capture or Capture()
+        self.inputs: dict[int, GraphInputs] = {}
         self.recordings: dict[int, Recording] = {}
         self.residual: Tensor | None = None
 
@@ -86,14 +83,15 @@ class GraphProgram:
     ) -> Outputs:
         R = len(rows.positions)
         size = next((size for size in SIZES if size >= R), None)
-        if size is None or token_ids is None or not self.staging.fits(rows.indices, *also):
+        if size is None or token_ids is None or not self.inputs_of(size).fits(rows, also):
             outputs = self.eager.run(rows, token_ids, read, also, residual)
             self.residual = outputs.residual
             return outputs
-        plan = self.plan(rows, token_ids, read, also, size)
-        recording = self.recordings.get(size)
-        if recording is None:
-            recording = self.recordings[size] = self.record(plan)
+        self.ops.num_planned["Triton in a graph"] += 1
+        plan = self.inputs_of(size).upload(rows, token_ids, read, also)
+        if size not in self.recordings:
+            self.recordings[size] = self.record(plan)
+        recording = self.recordings[size]
         recording.replay()
         self.residual = recording.residual[:R]
         taps = {i: tapped[:R] for i, tapped in recording.taps.items()}
@@ -104,33 +102,11 @@ class GraphProgram:
         assert self.residual is not None, "no step has been run"
         return self.model.logits(self.residual, read.to(self.residual.device))
 
-    def plan(
-        self, rows: Rows, token_ids: Tensor, read: Tensor, also: Sequence[Tensor], size: int
-    ) -> Plan:
-        """As `CudaOps.plan` for Triton's attention, with every input of a graph where all steps of
-        up to `size` rows have it; `plan.also` begins with the token ids and what is read.
-        """
-        self.ops.num_planned["Triton in a graph"] += 1
-        windows, heads = self.model.windows, (self.model.num_heads, self.kv.layers[0].k.shape[2])
-        seen = [sight(rows, window) for window in windows]
-        work = [paged.deal(rows, s, *heads, size) for s in seen]
-        fixed = [
-            filled(token_ids, size),
-            filled(read, size),
-            filled(rows.positions, size),
-            filled(rows.slots, size, NOWHERE),
-            filled(rows.indptr, size + 1),
-        ]
-        tables = [(w.pieces, w.merges, *s.tensors(size)) for s, w in zip(seen, work, strict=True)]
-        placed = self.staging.upload([*fixed, *chain(*tables), rows.indices, *also])
-        token_ids, read, positions, slots, indptr, *rest = placed
-        inputs, (indices, *also) = rest[: 5 * len(windows)], rest[5 * len(windows) :]
-        shared = Shared(positions, slots, indices, indptr)
-        by_window = {
-            window: (w, paged.Inputs._make((*inputs[5 * i : 5 * i + 5], indices, indptr)))
-            for i, (window, w) in enumerate(zip(windows, work, strict=True))
-        }
-        return Plan([token_ids, read, *also], shared, [], by_window)
+    def inputs_of(self, size: int) -> GraphInputs:
+        if size not in self.inputs:
+            heads = Heads(self.model.num_heads, self.kv.layers[0].k.shape[2])
+            self.inputs[size] = GraphInputs(self.staging, size, heads, self.model.windows)
+        return self.inputs[size]
 
     def record(self, plan: Plan) -> Recording:
         """Run the forward once, as that compiles kernels, and record it. That it runs again changes
@@ -146,7 +122,3 @@ class GraphProgram:
         forward()
         (residual, taps, logits), replay = self.capture(forward)
         return Recording(replay, residual, taps, logits)
-
-
-def filled(x: Tensor, size: int, value: int = 0) -> Tensor:
-    return pad(x, (0, size - len(x)), value=value)

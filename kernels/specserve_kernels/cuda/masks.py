@@ -28,12 +28,10 @@ class Sight(NamedTuple):
     def from_row(self, begin: int) -> "Sight":
         return Sight(self.first[begin:], self.prefix[begin:], self.mask[begin:])
 
-    def tensors(self, size: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """On the host, [R] int64 each; with rows that see nothing up to `size`."""
-        more = 0 if size is None else size - len(self.first)
-        every = (self.first, self.prefix, self.mask.view(np.int64))
-        first, prefix, mask = (torch.from_numpy(np.pad(x, (0, more))) for x in every)
-        return first, prefix, mask
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """On the host, [R] int64 each."""
+        first, prefix = map(torch.from_numpy, (self.first, self.prefix))
+        return first, prefix, torch.from_numpy(self.mask.view(np.int64))
 
 
 def sight(rows: Rows, window: int | None) -> Sight:

@@ -119,7 +119,10 @@ class CudaOps:
             return self.plan_flashinfer(flashinfer, rows, kv, num_heads, windows, also)
         seen = [sight(rows, window) for window in windows]
         dealt = [paged.deal(rows, s, num_heads, kv.layers[0].k.shape[2]) for s in seen]
-        host = ((w.pieces, w.merges, *s.tensors()) for s, w in zip(seen, dealt, strict=True))
+        host = (
+            (*map(torch.from_numpy, (w.pieces, w.merges)), *s.tensors())
+            for s, w in zip(seen, dealt, strict=True)
+        )
         shared, placed_also, rest = self.upload(rows, also, chain(*host))
         work = {
             window: (d, paged.Inputs._make((*inputs, shared.indices, shared.indptr)))

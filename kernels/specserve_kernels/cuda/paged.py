@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve_kernels.cuda import kv_codes
@@ -22,8 +23,8 @@ from specserve_kernels.types import KVLayer, Rows
 MIN_DOT = 16  # least rows of a tl.dot
 MAX_FOLDED = 32  # rows times query heads of a program
 SLOTS = 64  # of one iteration of a program's loop
-MIN_PIECE = 256  # least slots for which another program pays
-PROGRAMS = 528  # four for every SM of an H200
+MIN_PIECE = 128  # least slots for which another program pays
+PROGRAMS = 264  # two for every SM of an H200
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -163,23 +164,28 @@ class Work(NamedTuple):
     """How a step's rows and slots are divided among programs: a tile is some rows of a request, and
     its slots are cut into pieces.
 
-    pieces    [W, 5]  int32  see `_attend`, those of a tile in a row; unused ones have no rows
+    pieces    [W, 5]  int32  see `_attend`, those of a tile in a row; one of zeros has no rows
     merges    [R, 3]  int32  of each row: its first piece, how many, and its place in the tile
     rows      of a tile, at most
     is_whole  every tile is one piece, and `merges` is not read
     """
 
-    pieces: Tensor
-    merges: Tensor
+    pieces: NDArray[np.int32]
+    merges: NDArray[np.int32]
     rows: int
     is_whole: bool
+
+
+def num_programs(num_kv_heads: int) -> int:
+    """Pieces for which the whole GPU is busy; a step has no more of them beyond its tiles."""
+    return -(-PROGRAMS // num_kv_heads)
 
 
 def deal(
     rows: Rows, seen: Sight, num_heads: int, num_kv_heads: int, num_rows: int | None = None
 ) -> Work:
-    """The work of a step; host tensors. For a recorded launch of `num_rows` rows, of which the step
-    has some, it has always the same shapes.
+    """The work of a step. Where it is one for launches recorded for `num_rows` rows, W is at most
+    num_rows + num_programs.
     """
     group = triton.next_power_of_2(num_heads // num_kv_heads)
     qo = rows.qo_indptr.numpy().astype(np.int64)
@@ -194,33 +200,30 @@ def deal(
     begin = np.minimum.reduceat(seen.first, row0)
     end = np.maximum.reduceat(seen.prefix + bit_lengths(seen.mask), row0)
 
-    programs = -(-PROGRAMS // num_kv_heads)
-    length = max(MIN_PIECE, -(-int((end - begin).sum()) // programs))
+    length = max(MIN_PIECE, -(-int((end - begin).sum()) // num_programs(num_kv_heads)))
     length = -(-length // SLOTS) * SLOTS
     counts = -(-(end - begin) // length)
-    tile = np.repeat(np.arange(len(counts)), counts)
     starts = np.cumsum(counts) - counts
+    tile = np.repeat(np.arange(len(counts)), counts)
     first = begin[tile] + (np.arange(len(tile)) - starts[tile]) * length
-    R = len(seen.first)
-    pieces = np.zeros((len(tile) if num_rows is None else num_rows + programs, 5), np.int32)
-    merges = np.zeros((R if num_rows is None else num_rows, 3), np.int32)
-    columns = request[tile], row0[tile], in_tile[tile], first, np.minimum(first + length, end[tile])
-    pieces[: len(tile)] = np.stack(columns, axis=1)
+    last = np.minimum(first + length, end[tile])
+    pieces = np.stack(
+        (request[tile], row0[tile], in_tile[tile], first, last), 1, dtype=np.int32, casting="unsafe"
+    )
     of_row = np.repeat(np.arange(len(in_tile)), in_tile)
-    merges[:R] = np.stack((starts[of_row], counts[of_row], np.arange(R) - row0[of_row]), axis=1)
-    is_whole = num_rows is None and len(tile) == len(counts)
-    return Work(torch.from_numpy(pieces), torch.from_numpy(merges), each, is_whole)
+    place = np.arange(len(seen.first)) - row0[of_row]
+    merges = np.stack((starts[of_row], counts[of_row], place), 1, dtype=np.int32, casting="unsafe")
+    return Work(pieces, merges, each, num_rows is None and len(tile) == len(counts))
 
 
 def bit_lengths(words: Words) -> Ints:
-    """The number of the highest bit that is set, counted from 1."""
-    lengths: Ints = np.zeros(len(words), dtype=np.int64)
-    for shift in (32, 16, 8, 4, 2, 1):
-        is_longer = words >> np.uint64(shift) != 0
-        lengths += np.where(is_longer, shift, 0)
-        words = np.where(is_longer, words >> np.uint64(shift), words)
-    lengths += words != 0
-    return lengths
+    """The number of the highest bit that is set, counted from 1; 0 without any.
+
+    It is the exponent of the word as a float. That cannot round up to the next power of two, as the
+    bit below the highest is cleared first.
+    """
+    highest = words & ~(words >> np.uint64(1))
+    return np.frexp(highest.astype(np.float64))[1].astype(np.int64)
 
 
 class Inputs(NamedTuple):

@@ -25,10 +25,6 @@ class Staging:
         self.buffer = self.empty(num_bytes, device)
         self.num_uploads = 0
 
-    def fits(self, *tensors: Tensor) -> bool:
-        """Whether these leave half of the buffer to others."""
-        return sum(x.nbytes for x in tensors) <= len(self.buffer) // 2
-
     def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Host tensors on the device, of the same shapes and dtypes."""
         begin, total = [], 0
@@ -41,8 +37,7 @@ class Staging:
             host[at].view(x.dtype).view(x.shape).copy_(x)
         if len(self.buffer) < total:
             self.buffer = self.empty(2 * total, self.device)
-        self.buffer[:total].copy_(host[:total], non_blocking=True)
-        self.sent()
+        self.send(total)
         return [self.buffer[at].view(x.dtype).view(x.shape) for x, at in parts]
 
     def host(self, num_bytes: int) -> Tensor:
@@ -55,8 +50,11 @@ class Staging:
             self.hosts[turn] = self.empty(2 * num_bytes)
         return self.hosts[turn]
 
-    def sent(self) -> None:
-        event = self.copied[self.num_uploads % NUM_BUFFERS]
+    def send(self, num_bytes: int) -> None:
+        """Copy what the pinned buffer, whose turn it is, has to the device."""
+        turn = self.num_uploads % NUM_BUFFERS
+        self.buffer[:num_bytes].copy_(self.hosts[turn][:num_bytes], non_blocking=True)
+        event = self.copied[turn]
         if event is not None:
             event.record()
         self.num_uploads += 1

@@ -1,0 +1,134 @@
+"""The inputs of recorded steps: at the same addresses in every step, and uploaded in one copy."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specserve_kernels.cuda import paged
+from specserve_kernels.cuda.masks import sight
+from specserve_kernels.cuda.plan import Plan, Shared
+from specserve_kernels.cuda.staging import ALIGNMENT, Staging
+from specserve_kernels.types import Rows
+
+NOWHERE = -1  # the slot of an unused row
+ALSO_BYTES = 64  # a row, for other tensors of a step
+PER_WINDOW = 5  # fields
+
+Array = NDArray[Any]
+Window = int | None
+
+
+class Field(NamedTuple):
+    """An array of the step's inputs; `unused` is what its end has if the step needs less."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    unused: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
+
+
+class Heads(NamedTuple):
+    queries: int
+    kv: int
+
+
+class GraphInputs:
+    """Those of steps of up to `size` rows. The block numbers come last, as many as there are.
+
+    Its tensors on the device are valid until the next upload of the staging buffer, which others of
+    other sizes share.
+    """
+
+    def __init__(
+        self, staging: Staging, size: int, heads: Heads, windows: Sequence[Window]
+    ) -> None:
+        self.staging, self.size, self.heads, self.windows = staging, size, heads, windows
+        of_rows = Field((size,), "int64")
+        tables = [
+            Field((size + paged.num_programs(heads.kv), 5), "int32"),
+            Field((size, 3), "int32"),
+            *[of_rows] * 3,
+        ]
+        self.fields = [
+            *(of_rows, of_rows, Field((size,), "int32"), of_rows._replace(unused=NOWHERE)),
+            Field((size + 1,), "int32"),
+            *tables * len(windows),
+        ]
+        ends = [*accumulate((aligned(f.num_bytes) for f in self.fields), initial=0)]
+        self.begins, self.also_begins = ends[:-1], ends[-1]
+        self.indices_begin = self.also_begins + ALSO_BYTES * size
+        self.on_host: dict[int, list[Array]] = {}  # by the pinned buffer
+        self.on_device = [self.view(f, at) for f, at in zip(self.fields, self.begins, strict=True)]
+        self.indices = staging.buffer[self.indices_begin :].view(torch.int32)
+        self.also: dict[Any, list[Tensor]] = {}  # on the device, by what is uploaded
+
+    def view(self, field: Field, begin: int) -> Tensor:
+        some = self.staging.buffer[begin : begin + field.num_bytes]
+        return some.view(getattr(torch, field.dtype)).view(field.shape)
+
+    def fits(self, rows: Rows, also: Sequence[Tensor]) -> bool:
+        has_room = sum(aligned(x.nbytes) for x in also) <= ALSO_BYTES * self.size
+        return has_room and rows.indices.nbytes <= len(self.staging.buffer) - self.indices_begin
+
+    def upload(self, rows: Rows, token_ids: Tensor, read: Tensor, also: Sequence[Tensor]) -> Plan:
+        """As `CudaOps.plan` for Triton's attention; `plan.also` begins with the token ids and what
+        is read, both of full length.
+        """
+        seen = [sight(rows, window) for window in self.windows]
+        work = [paged.deal(rows, s, *self.heads, self.size) for s in seen]
+        values = [x.numpy() for x in (token_ids, read, rows.positions, rows.slots, rows.indptr)]
+        for s, w in zip(seen, work, strict=True):
+            values += [w.pieces, w.merges, s.first, s.prefix, s.mask.view(np.int64)]
+        total = self.indices_begin + rows.indices.nbytes
+        host = self.staging.host(total).numpy()
+        for field, array, value in zip(self.fields, self.arrays(host), values, strict=True):
+            array[: len(value)] = value
+            array[len(value) :] = field.unused
+        host[self.indices_begin : total].view(np.int32)[:] = rows.indices.numpy()
+        placed = self.place(host, also)
+        self.staging.send(total)
+        token_ids, read, positions, slots, indptr, *tables = self.on_device
+        shared = Shared(positions, slots, self.indices, indptr)
+        by_window = {}
+        for i, (window, w) in enumerate(zip(self.windows, work, strict=True)):
+            mine = tables[PER_WINDOW * i : PER_WINDOW * (i + 1)]
+            by_window[window] = w, paged.Inputs._make((*mine, self.indices, indptr))
+        return Plan([token_ids, read, *placed], shared, [], by_window)
+
+    def arrays(self, host: Array) -> list[Array]:
+        """The fields in a pinned buffer."""
+        at = host.ctypes.data
+        if at not in self.on_host:
+            self.on_host[at] = [
+                host[begin : begin + f.num_bytes].view(f.dtype).reshape(f.shape)
+                for f, begin in zip(self.fields, self.begins, strict=True)
+            ]
+        return self.on_host[at]
+
+    def place(self, host: Array, also: Sequence[Tensor]) -> list[Tensor]:
+        """Write other tensors to a pinned buffer; where they will be on the device."""
+        begin = self.also_begins
+        for x in also:
+            host[begin : begin + x.nbytes].view(x.numpy().dtype)[:] = x.numpy()
+            begin += aligned(x.nbytes)
+        key = tuple((x.shape, x.dtype) for x in also)
+        if key not in self.also:
+            begins = accumulate((aligned(x.nbytes) for x in also), initial=self.also_begins)
+            buffer = self.staging.buffer
+            self.also[key] = [
+                buffer[at : at + x.nbytes].view(x.dtype)
+                for x, at in zip(also, begins, strict=False)
+            ]
+        return self.also[key]
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
