@@ -1,4 +1,4 @@
-"""The demo pair at the cost of 8 billion parameters: off, n-grams and the small draft model."""
+"""The demo pair at a large model's cost: off, n-grams, the small draft model, and auto."""
 
 import argparse
 import shutil
@@ -13,11 +13,12 @@ from specserve_bench.gpu.record import Record
 from specserve_bench.report import markdown
 from specserve_bench.results import Goals, Load
 from specserve_bench.scale import scale_model
+from specserve_bench.shapes import SHAPES
 from specserve_bench.workloads import workload
 from specserve_kernels import load
 
-TARGET, DRAFT = "llama-3.1-8b", "llama-3.1-8b-draft"
-SETTINGS = ("off", "ngram:8", "model:8", "model:16")
+SHAPE = "llama-3.1-8b"
+SETTINGS = ("off", "ngram:8", "model:8", "model:16", "auto")
 REQUESTS, ROUNDS = 4, 2
 DEVICE = "cuda"
 
@@ -27,12 +28,13 @@ def main(argv: list[str]) -> int:
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--seconds", type=int, default=540)
     p.add_argument("--models", type=Path, default=Path(".models"))
+    p.add_argument("--shape", default=SHAPE, choices=[s for s in SHAPES if f"{s}-draft" in SHAPES])
     args = p.parse_args(argv)
     load(DEVICE)  # fail before minutes are spent on weights
     record = Record(args.out, suite.machine("python -m specserve_bench.gpu demo"))
     models = {
-        "model.path": str(scaled(DEMO_TARGET, TARGET, args.models)),
-        "drafter.model": str(scaled(DEMO_DRAFT, DRAFT, args.models)),
+        "model.path": str(scaled(DEMO_TARGET, args.shape, args.models)),
+        "drafter.model": str(scaled(DEMO_DRAFT, f"{args.shape}-draft", args.models)),
         "model.device": DEVICE,
         "memory.kv_bytes": 4 << 30,
     }

@@ -14,7 +14,7 @@ from specserve_bench.suite import machine
 from specserve_bench.workloads import workload
 
 REQUESTS, MAX_TOKENS = 4, 48  # of either workload
-DRAFTERS = ("none", "ngram", "model")
+DRAFTERS = ("none", "ngram", "model", "auto")
 # Rounding bfloat16 otherwise makes texts differ after a near-tie, every few dozen tokens; rows that
 # attend to wrong slots make them differ at once.
 ALIKE = 0.25  # of a text: the common beginning that at least half of them must have
