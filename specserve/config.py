@@ -68,7 +68,7 @@ class ModelConfig(Section, frozen=True):
     ] = "auto"
     attention: Annotated[
         Literal["auto", "flashinfer", "triton"],
-        about("on a GPU: auto, flashinfer or triton; auto is FlashInfer where it has kernels"),
+        about("on a GPU: auto, flashinfer or triton; auto is FlashInfer for prompts, if there"),
     ] = "auto"
     threads: Annotated[Positive | None, about("CPU threads, at least 1; unset: by timing")] = None
 
