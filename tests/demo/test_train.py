@@ -1,16 +1,19 @@
 """The training of the demo pair, on a config that takes seconds."""
 
+import platform
+
 import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch.nn import functional as F
 
 from specserve import LLM, SamplingParams
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.errors import ConfigError
-from specserve_bench.demo import learning, losses, train
-from specserve_bench.demo.batches import IGNORED, batch, encode
+from specserve_bench.demo import learning, losses, models, own_text, train
+from specserve_bench.demo.batches import IGNORED, batch, encode, load_corpus, save_corpus
 from specserve_bench.demo.card import read_card
 from specserve_bench.demo.corpus import Turn
 from specserve_bench.demo.tokenizer import train_tokenizer
@@ -24,6 +27,7 @@ from specserve_bench.demo.training_config import (
 
 NAMES = DEMO_TARGET.name, DEMO_DRAFT.name
 SIZE = Size(1, 64, 1, 64)
+CPU = torch.device("cpu")
 CONFIG = TrainingConfig(
     vocab_size=400,
     target=SIZE,
@@ -76,8 +80,7 @@ def test_the_rate_rises_stays_and_falls():
 
 @pytest.fixture
 def pair(tokenizer):
-    torch.manual_seed(0)
-    return [train.build(SIZE, CONFIG, tokenizer) for _ in range(2)]
+    return [models.build(SIZE, replace(CONFIG, seed=seed), tokenizer) for seed in range(2)]
 
 
 def gradients(model):
@@ -100,27 +103,16 @@ def test_a_loss_by_parts_is_that_of_all_logits_at_once(kind, pair, tokens, monke
     all_at_once.backward()
     wanted = gradients(draft)
     draft.zero_grad()
-    monkeypatch.setattr(losses, "PART", 7)
-    assert marked.sum() % losses.PART
-    assert loss(drawn) == pytest.approx(all_at_once.item(), rel=1e-5)
+    monkeypatch.setitem(losses.PART, "cpu", 7)
+    assert marked.sum() % 7
+    assert loss(drawn).item() == pytest.approx(all_at_once.item(), rel=1e-5)
     torch.testing.assert_close(gradients(draft), wanted)
 
 
 def test_a_draft_begins_with_the_likenesses_of_the_targets_words(pair):
     draft, target = (model.get_input_embeddings().weight for model in pair)
-    train.begin_as(*pair)
+    models.begin_as(*pair)
     torch.testing.assert_close(draft @ draft.T, target @ target.T)
-
-
-def leaving(num_threads):
-    """An engine that has chosen this number of threads, as its timing may have it choose any."""
-
-    class Leaving(LLM):
-        def __exit__(self, *args):
-            super().__exit__(*args)
-            torch.set_num_threads(num_threads)
-
-    return Leaving
 
 
 def weights(out):
@@ -152,30 +144,71 @@ def test_a_config_with_a_mistake_is_named(tmp_path, text):
         read_config(tmp_path / "mine.json")
 
 
-class TwoThreads:
-    """An engine that generates nothing, and has set two threads by its timing."""
+def test_every_other_row_is_continued_greedily_and_the_rest_at_temperature_1(pair):
+    target = pair[0].eval()
+    target.get_input_embeddings().weight.data *= 6  # so that some words are likelier than others
+    prompts = torch.randint(300, (400, 5), generator=torch.Generator().manual_seed(0))
+    prompts[1::2] = prompts[1]
+    more = own_text.continued(target, prompts, torch.Generator().manual_seed(0))
+    assert more.shape == (400, OWN_LENGTH)
+    with torch.no_grad():
+        text = torch.cat([prompts, more], 1)
+        words = target(text).logits[:, 4:-1].argmax(-1)
+        law = target(prompts[1:2]).logits[0, -1].softmax(-1)
+    assert (words[::2] == more[::2]).float().mean() > 0.99  # rounding differs with a cache
+    said = torch.bincount(more[1::2, 0], minlength=len(law)) / 200
+    assert 0.05 < law.max() < 0.8
+    torch.testing.assert_close(said, law, atol=0.1, rtol=0)
 
-    def __init__(self, *args, **options):
-        torch.set_num_threads(2)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def generate(self, prompts, params):
-        return []
-
-
-def test_the_threads_that_the_engine_chose_do_not_reach_the_training(
-    tmp_path, tokens, monkeypatch, one_thread
+def test_own_text_is_beginnings_of_source_in_turn_with_their_continuations(
+    pair, tokens, monkeypatch
 ):
-    """The gradients' sums, and so the weights, depend on their number."""
-    monkeypatch.setattr(train, "LLM", TwoThreads)
-    source = np.zeros(2 * train.BEGINNING, dtype=np.uint16)
-    assert train.continue_source(tmp_path, CONFIG, tokens._replace(source=source)) == []
-    assert torch.get_num_threads() == 1
+    monkeypatch.setitem(own_text.ROWS, "cpu", 2)
+    source = np.arange(3 * own_text.BEGINNING, dtype=np.uint16) % 300
+    asked = replace(CONFIG, own_tokens=4 * OWN_LENGTH)
+    ids = own_text.continue_source(pair[0].eval(), asked, tokens._replace(source=source))
+    lengths = [54] * 2 + [107] * 2  # evenly spaced
+    assert len(ids) == 4 * OWN_LENGTH + sum(lengths)
+    for length in lengths:
+        assert set(np.diff(ids[:length].astype(int))) <= {1, -299}
+        ids = ids[length + OWN_LENGTH :]
+
+
+def test_a_corpus_is_read_as_it_was_saved(tmp_path, tokens):
+    file = tmp_path / "corpus.npz"
+    save_corpus(file, tokens._replace(python="3.9.0"))
+    again = load_corpus(file)
+    assert again.python == "3.9.0"
+    for column, want in zip(again[:4], tokens[:4], strict=True):
+        assert column.dtype == want.dtype and np.array_equal(column, want)
+
+
+def test_a_training_takes_the_corpus_that_is_in_its_folder(tmp_path, monkeypatch):
+    first = train.prepare(tmp_path, CONFIG)
+    monkeypatch.setattr(train, "read_corpus", None)
+    tokenizer, corpus = train.prepare(tmp_path, CONFIG)
+    assert tokenizer.get_vocab() == first[0].get_vocab() and len(tokenizer) == CONFIG.vocab_size
+    assert all(map(np.array_equal, corpus, first[1]))
+
+
+def test_norms_and_a_model_are_those_of_transformers(tmp_path, pair, tokenizer, tokens):
+    model = pair[0]
+    for p in model.parameters():
+        p.data = (p * (torch.rand(p.shape) + 0.5)).detach().bfloat16().float()
+    models.export(tmp_path / "model", model, tokenizer)
+    read = models.read(tmp_path / "model")
+    assert not any(isinstance(m, models.Norm) for m in read.modules())
+    ids = batch(tokens, 0, 0, 3, 16, 0.5).token_ids
+    torch.testing.assert_close(model(ids).logits, read.float()(ids).logits)
+
+
+def test_a_gpu_that_is_not_there_is_named():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert train.device_named("auto").type == "cpu"
+    with pytest.raises(ConfigError, match="--device cuda"):
+        train.device_named("cuda")
 
 
 @pytest.mark.slow
@@ -183,9 +216,7 @@ def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(
     tmp_path, monkeypatch, one_thread
 ):
     torch.set_num_threads(2)
-    monkeypatch.setattr(train, "LLM", leaving(1))
-    train.train(tmp_path / "whole", CONFIG)
-    monkeypatch.setattr(train, "LLM", leaving(2))
+    train.train(tmp_path / "whole", CONFIG, CPU)
     torch.set_num_threads(1)  # the process that continues may begin with any number
     monkeypatch.setattr(learning, "SAVE_SECONDS", 0.0)
     write = learning.log
@@ -200,18 +231,25 @@ def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(
     monkeypatch.setattr(learning, "log", stop)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            train.train(tmp_path / "stopped", CONFIG)
+            train.train(tmp_path / "stopped", CONFIG, CPU)
     assert not stops
-    monkeypatch.setattr(train, "LLM", None)  # the target's own text is there already
-    train.train(tmp_path / "stopped", CONFIG)
+    # What is done is not done again.
+    monkeypatch.setattr(train, "train_target", None)
+    monkeypatch.setattr(own_text, "continue_source", None)
+    told = train.train(tmp_path / "stopped", CONFIG, CPU)
     assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
+    monkeypatch.setattr(train, "train_draft", None)
+    assert train.train(tmp_path / "stopped", CONFIG, CPU) == told
 
 
 @pytest.mark.slow
 def test_the_pair_is_served_as_any_other(tmp_path):
     config = tmp_path / "mine.json"
     config.write_bytes(msgspec.json.encode(CONFIG))
-    assert train.main([str(tmp_path / "pair"), "--config", str(config)]) == 0
+    command = [str(tmp_path / "pair"), "--config", str(config), "--device", "cpu"]
+    assert train.main([*command, "--no-card"]) == 0
+    assert not (tmp_path / "pair" / "card.json").exists()
+    assert train.main(command) == 0
     target, draft = (tmp_path / "pair" / name for name in NAMES)
     settings = {"memory.kv_bytes": 1 << 26, "model.threads": 1}
     with LLM(target, draft, set=settings, progress=False) as llm:
@@ -220,5 +258,6 @@ def test_the_pair_is_served_as_any_other(tmp_path):
     card = read_card(tmp_path / "pair")
     assert card.config == msgspec.to_builtins(CONFIG) and card.figures.questions == 3
     assert card.training["tokens"] == {"target": 384, "draft": 256}
+    assert card.training["python"] == platform.python_version()
     text = (tmp_path / "pair" / "README.md").read_text()
     assert f"{card.figures.held_out_loss:.2f}" in text and "PSF" in text

@@ -1,6 +1,8 @@
 """The corpus as token ids, and batches of it, each a function of the seed and the step."""
 
+import platform
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +30,7 @@ class Corpus(NamedTuple):
     talk: NDArray[np.uint16]
     is_answer: NDArray[np.bool_]  # of each token of `talk`
     starts: NDArray[np.int64]  # [conversations + 1]
+    python: str  # the version whose library it is
 
     @property
     def num_tokens(self) -> int:
@@ -50,41 +53,49 @@ def encode(tokenizer: Any, sources: Sequence[str], turns: Sequence[Turn]) -> Cor
         talk=np.array([t for w in whole for t in w], dtype=np.uint16),
         is_answer=np.array([m for w in marks for m in w], dtype=np.bool_),
         starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        python=platform.python_version(),
     )
+
+
+def save_corpus(file: Path, corpus: Corpus) -> None:
+    half = file.with_suffix(".part")
+    with half.open("wb") as opened:
+        np.savez_compressed(opened, **corpus._asdict())
+    half.replace(file)
+
+
+def load_corpus(file: Path) -> Corpus:
+    with np.load(file) as saved:
+        return Corpus(**{**saved, "python": str(saved["python"])})
 
 
 def batch(corpus: Corpus, seed: int, step: int, size: int, length: int, talk_share: float) -> Batch:
     """Each row is conversations with probability `talk_share`, else a window of source."""
     random = np.random.default_rng((seed, step))
-    rows = [
-        talk_row(corpus, random, length)
-        if random.random() < talk_share
-        else source_row(corpus, random, length)
-        for _ in range(size)
-    ]
-    tokens, labels = (np.stack(column) for column in zip(*rows, strict=True))
+    num_talks = int(random.binomial(size, talk_share))
+    talks = talk_rows(corpus, random, num_talks, length)
+    sources = source_rows(corpus, random, size - num_talks, length)
+    tokens, labels = (np.concatenate(pair) for pair in zip(talks, sources, strict=True))
     return Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
 
 
-Row = tuple[NDArray[np.int64], NDArray[np.int64]]
+Rows = tuple[NDArray[np.int64], NDArray[np.int64]]  # tokens and labels [B, L]
 
 
-def source_row(corpus: Corpus, random: np.random.Generator, length: int) -> Row:
-    start = int(random.integers(len(corpus.source) - length))
-    window = corpus.source[start : start + length + 1].astype(np.int64)
-    return window[:-1], window[1:]
+def source_rows(corpus: Corpus, random: np.random.Generator, size: int, length: int) -> Rows:
+    starts = random.integers(len(corpus.source) - length, size=(size, 1))
+    windows = corpus.source[starts + np.arange(length + 1)].astype(np.int64)
+    return windows[:, :-1], windows[:, 1:]
 
 
-def talk_row(corpus: Corpus, random: np.random.Generator, length: int) -> Row:
+def talk_rows(corpus: Corpus, random: np.random.Generator, size: int, length: int) -> Rows:
     """Random conversations one after the other; labels are those of answers only."""
-    tokens: list[NDArray[np.int64]] = []
-    labels: list[NDArray[np.int64]] = []
-    room = length + 1
-    while room > 0:
-        n = int(random.integers(len(corpus.starts) - 1))
-        part = slice(corpus.starts[n], corpus.starts[n + 1])
-        ids = corpus.talk[part].astype(np.int64)[:room]
-        tokens.append(ids)
-        labels.append(np.where(corpus.is_answer[part][:room], ids, IGNORED))
-        room -= len(ids)
-    return np.concatenate(tokens)[:-1], np.concatenate(labels)[1:]
+    positions, lengths = np.arange(length + 1), np.diff(corpus.starts)
+    drawn = random.integers(len(lengths), size=(size, 1 + length // lengths.min()))
+    taken = lengths[drawn]
+    shifts = corpus.starts[drawn] - (taken.cumsum(1) - taken)  # from places in a row to the corpus
+    ends = taken.sum(1).cumsum()
+    firsts = (ends - taken.sum(1))[:, None]
+    places = np.repeat(shifts.ravel(), taken.ravel())[firsts + positions] + positions
+    ids = corpus.talk[places].astype(np.int64)
+    return ids[:, :-1], np.where(corpus.is_answer[places], ids, IGNORED)[:, 1:]

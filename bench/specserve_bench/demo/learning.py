@@ -14,11 +14,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from specserve_bench.demo.batches import Corpus, batch
+from specserve_bench.demo.batches import Batch, Corpus, batch
 from specserve_bench.demo.losses import Loss
 from specserve_bench.demo.training_config import TrainingConfig
 
 SAVE_SECONDS = 300.0  # between saved states: the work that a killed process loses
+LOG_STEPS = 20  # of a line of the log: reading a loss waits for the device
+
+
+Optimizers = list[torch.optim.Optimizer]
 
 
 class Stage(NamedTuple):
@@ -26,6 +30,7 @@ class Stage(NamedTuple):
     num_tokens: int
     talk_share: float
     peak_rate: float
+    weight_decay: float
 
 
 def learn(
@@ -35,37 +40,49 @@ def learn(
     for the layers' matrices, AdamW (Loshchilov and Hutter 2019) for the rest.
     """
     folder, num_steps = stage.folder, max(1, stage.num_tokens // config.step_tokens)
-    optimizers = build_optimizers(model, stage.peak_rate)
+    optimizers = build_optimizers(model, stage)
     first = load_state(folder, model, optimizers)
-    saved_at = monotonic()
+    values: list[Tensor] = []
+    saved_at = started_at = monotonic()
     for step in progress(folder.name, first, num_steps):
-        started_at = monotonic()
+        set_rate(optimizers, stage.peak_rate * rate(step, num_steps))
         length = config.length_of(step)
         num_rows = config.step_tokens // length
         drawn = batch(corpus, config.seed, step, num_rows, length, stage.talk_share)
-        model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            value = loss(drawn)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = stage.peak_rate * rate(step, num_steps)
-            optimizer.step()
-        log(folder, Step(step, round(value, 4), round(monotonic() - started_at, 3)))
-        if step + 1 == num_steps or monotonic() - saved_at > SAVE_SECONDS:
+        values.append(take_step(model, optimizers, loss, drawn))
+        is_saved = step + 1 == num_steps or monotonic() - saved_at > SAVE_SECONDS
+        if is_saved or len(values) == LOG_STEPS:
+            log(folder, summary(step, values, started_at))
+            values, started_at = [], monotonic()
+        if is_saved:
             save_state(folder, model, optimizers, step + 1)
-            saved_at = monotonic()
+            saved_at = started_at = monotonic()
 
 
-def build_optimizers(model: nn.Module, peak_rate: float) -> list[torch.optim.Optimizer]:
+def take_step(model: nn.Module, optimizers: Optimizers, loss: Loss, drawn: Batch) -> Tensor:
+    model.zero_grad()
+    with torch.autocast(next(model.parameters()).device.type, torch.bfloat16):
+        value = loss(drawn)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+    return value
+
+
+def set_rate(optimizers: Optimizers, value: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = value
+
+
+def build_optimizers(model: nn.Module, stage: Stage) -> Optimizers:
     """Muon's steps are scaled so that AdamW's rate and decay suit both (Liu et al. 2025)."""
+    rate, decay = stage.peak_rate, stage.weight_decay
     named = list(model.named_parameters())
     matrices = [p for name, p in named if ".layers." in name and p.ndim == 2]
     others = [p for name, p in named if not (".layers." in name and p.ndim == 2)]
-    muon = torch.optim.Muon(
-        matrices, lr=peak_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
-    )
-    adamw = torch.optim.AdamW(others, lr=peak_rate, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
+    muon = torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(others, lr=rate, weight_decay=decay, betas=(0.9, 0.95), fused=True)
     return [muon, adamw]
 
 
@@ -87,20 +104,22 @@ def progress(name: str, first: int, last: int) -> Iterator[int]:
 
 
 class Step(msgspec.Struct, frozen=True):
-    """A line of a stage's log."""
+    """A line of a stage's log: the last of a few steps, their mean loss and seconds of each."""
 
     step: int
     loss: float
     seconds: float | None = None
 
 
+def summary(step: int, values: list[Tensor], started_at: float) -> Step:
+    loss = float(torch.stack(values).mean())  # waits until the steps have been taken
+    return Step(step, round(loss, 4), round((monotonic() - started_at) / len(values), 4))
+
+
 def log(folder: Path, step: Step) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log.jsonl").open("ab") as file:
         file.write(msgspec.json.encode(step) + b"\n")
-
-
-Optimizers = list[torch.optim.Optimizer]
 
 
 def save_state(folder: Path, model: nn.Module, optimizers: Optimizers, step: int) -> None:

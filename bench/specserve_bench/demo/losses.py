@@ -1,7 +1,7 @@
 """Next-token and distillation loss, over the positions of a batch that have a label."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,20 +9,21 @@ from torch.nn import functional as F
 
 from specserve_bench.demo.batches import IGNORED, Batch
 
-PART = 512  # rows of logits at a time
+PART = {"cpu": 512, "cuda": 8192}  # rows of logits at a time: caches, and launches, are few
 
-Loss = Callable[[Batch], float]  # in nats a label; adds its gradients
+Loss = Callable[[Batch], Tensor]  # in nats a label, on the model's device; adds its gradients
 
 
 def next_token_loss(model: Any) -> Loss:
-    def loss(b: Batch) -> float:
-        labels = b.labels[b.labels != IGNORED]
-        labels = F.pad(labels, (0, -len(labels) % PART), value=IGNORED)
+    def loss(b: Batch) -> Tensor:
+        drawn = labelled(b, model.device)
+        padding = -len(drawn.labels) % PART[model.device.type]
+        labels = F.pad(drawn.labels, (0, padding), value=IGNORED)
 
         def entropy(logits: Tensor, part: slice) -> Tensor:
             return F.cross_entropy(logits, labels[part], reduction="sum", ignore_index=IGNORED)
 
-        return by_parts(model, b, entropy)
+        return by_parts(model, drawn, entropy)
 
     return loss
 
@@ -30,42 +31,63 @@ def next_token_loss(model: Any) -> Loss:
 def distillation_loss(draft: Any, target: Any) -> Loss:
     """KL(target || draft) over the positions that have a label (Hinton et al. 2015, T = 1)."""
 
-    def loss(b: Batch) -> float:
+    def loss(b: Batch) -> Tensor:
+        drawn = labelled(b, draft.device)
         with torch.no_grad():
-            wanted = hidden_of_labels(target, b)
+            wanted = hidden_of_labels(target, drawn)
 
         def divergence(logits: Tensor, part: slice) -> Tensor:
             with torch.no_grad():
                 want = target.lm_head(wanted[part]).float().log_softmax(-1)
             return F.kl_div(logits.log_softmax(-1), want, reduction="sum", log_target=True)
 
-        return by_parts(draft, b, divergence)
+        return by_parts(draft, drawn, divergence)
 
     return loss
 
 
-def by_parts(model: Any, b: Batch, sum_of: Callable[[Tensor, slice], Tensor]) -> float:
+class Labelled(NamedTuple):
+    """A batch on a device. Its labels are counted on the host: no step waits for the device."""
+
+    token_ids: Tensor  # [B, L]
+    places: Tensor  # [n] of the flat token_ids, those that have a label
+    labels: Tensor  # [n]
+
+
+def labelled(b: Batch, device: torch.device) -> Labelled:
+    is_marked = b.labels != IGNORED
+    columns = [b.token_ids, is_marked.flatten().nonzero()[:, 0], b.labels[is_marked]]
+    if device.type == "cuda":
+        columns = [column.pin_memory() for column in columns]  # so that copies do not wait
+    return Labelled(*(column.to(device, non_blocking=True) for column in columns))
+
+
+def by_parts(model: Any, drawn: Labelled, sum_of: Callable[[Tensor, slice], Tensor]) -> Tensor:
     """The mean loss of the labels; adds its gradients. `sum_of` sums over [PART, V] float32 logits.
 
     All logits at once would take gigabytes. Zeros fill the last part to PART rows: libraries cache
     buffers by shape, and many shapes fragment the heap.
     """
-    hidden = hidden_of_labels(model, b)
-    leaf, total = hidden.detach().requires_grad_(), 0.0
-    num_labels = int((b.labels != IGNORED).sum())
-    for start in range(0, len(leaf), PART):
-        part = slice(start, start + PART)
-        value = sum_of(model.lm_head(leaf[part]).float(), part) / num_labels
+    total = torch.zeros((), device=model.device)
+    if not len(drawn.labels):  # short rows may lie within questions
+        return total
+    hidden = hidden_of_labels(model, drawn)
+    leaf = hidden.detach().requires_grad_()
+    rows = PART[hidden.device.type]
+    for start in range(0, len(leaf), rows):
+        part = slice(start, start + rows)
+        value = sum_of(model.lm_head(leaf[part]).float(), part) / len(drawn.labels)
         torch.autograd.backward(value)
-        total += value.item()
+        total += value.detach()
     torch.autograd.backward(hidden, leaf.grad)
     return total
 
 
-def hidden_of_labels(model: Any, b: Batch) -> Tensor:
+def hidden_of_labels(model: Any, drawn: Labelled) -> Tensor:
     """[n, hidden] of the positions that have a label, filled up to a multiple of PART with zeros.
 
     Zeros make uniform logits of any model, so they add nothing to a divergence.
     """
-    hidden: Tensor = model.model(b.token_ids).last_hidden_state[b.labels != IGNORED]
-    return F.pad(hidden, (0, 0, 0, -len(hidden) % PART))
+    every: Tensor = model.model(drawn.token_ids).last_hidden_state.flatten(0, 1)
+    hidden = every.index_select(0, drawn.places)
+    return F.pad(hidden, (0, 0, 0, -len(hidden) % PART[hidden.device.type]))

@@ -43,7 +43,5 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     )
 
 
-def load_or_train(folder: Path, texts: Iterable[str], vocab_size: int) -> Any:
-    if not (folder / "tokenizer.json").exists():
-        train_tokenizer(texts, vocab_size).save_pretrained(folder)
+def load(folder: Path) -> Any:
     return PreTrainedTokenizerFast.from_pretrained(folder)

@@ -25,7 +25,10 @@ class Size(msgspec.Struct, frozen=True):
 
 
 class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Both stages: first the target's, then the draft's. The defaults make the demo pair."""
+    """Both stages: first the target's, then the draft's.
+
+    The defaults make a pair on a few cores; the demo pair's own are in its card.
+    """
 
     seed: Annotated[int, Meta(ge=0, lt=2**53)] = 0
     vocab_size: Annotated[int, Meta(ge=300, lt=2**16)] = 8192
@@ -41,6 +44,8 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     draft_talk_share: Share = 0.6
     peak_rate: Rate = 3e-3
     draft_peak_rate: Rate = 6e-3
+    weight_decay: Share = 0.1
+    draft_weight_decay: Share = 0.1
     ask_every: Positive = 1  # the evaluation asks every so many questions
     max_files: Positive | None = None  # for tests
     max_symbols: Positive | None = None
