@@ -1,6 +1,7 @@
 """The training of the demo pair, on a config that takes seconds."""
 
 import platform
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -13,7 +14,7 @@ from specserve import LLM, SamplingParams
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.errors import ConfigError
 from specserve_bench.demo import learning, losses, models, own_text, train
-from specserve_bench.demo.batches import IGNORED, batch, encode, load_corpus, save_corpus
+from specserve_bench.demo.batches import IGNORED, Batch, batch, encode, load_corpus, save_corpus
 from specserve_bench.demo.card import read_card
 from specserve_bench.demo.corpus import Turn
 from specserve_bench.demo.tokenizer import train_tokenizer
@@ -67,15 +68,34 @@ def test_source_is_learnt_token_by_token(tokens):
 
 
 def test_of_a_conversation_only_the_answer_is_learnt(tokens, tokenizer):
-    _, labels = batch(tokens, 0, 0, 3, 200, talk_share=1.0)
+    ids, labels = batch(tokens, 0, 0, 3, 200, talk_share=1.0)
     learnt = tokenizer.decode(labels[labels != IGNORED])
     assert set(learnt.split(tokenizer.eos_token)[1:-1]) == {turn.answer for turn in TURNS}
+    before = labels[:, :-1]
+    assert torch.equal(ids[:, 1:][before != IGNORED], before[before != IGNORED])
+
+
+def test_a_row_of_conversations_is_a_drawing_of_its_own_of_whole_ones(tokens):
+    whole = [tokens.talk[a:b].tolist() for a, b in pairwise(tokens.starts)]
+    ids, _ = batch(tokens, 0, 0, 8, 200, talk_share=1.0)
+    rows = ids.tolist()
+    assert len(set(map(tuple, rows))) > 1
+    for row in rows:
+        while row:
+            one = next(w for w in whole if row[: len(w)] == w[: len(row)])
+            row = row[len(one) :]
 
 
 def test_the_rate_rises_stays_and_falls():
     rates = [learning.rate(step, 1000) for step in range(1000)]
     assert rates[0] == 0.05 and rates[19:600] == [1.0] * 581
     assert rates[600:] == sorted(rates[600:], reverse=True) and rates[-1] < 0.011
+
+
+def test_a_line_of_the_log_is_the_mean_of_its_steps(monkeypatch):
+    monkeypatch.setattr(learning, "monotonic", lambda: 50.0)
+    line = learning.summary(7, [torch.tensor(1.0), torch.tensor(3.0)], started_at=44.0)
+    assert line == learning.Step(7, 2.0, 3.0)
 
 
 @pytest.fixture
@@ -107,6 +127,22 @@ def test_a_loss_by_parts_is_that_of_all_logits_at_once(kind, pair, tokens, monke
     assert marked.sum() % 7
     assert loss(drawn).item() == pytest.approx(all_at_once.item(), rel=1e-5)
     torch.testing.assert_close(gradients(draft), wanted)
+
+
+def test_every_parameter_is_learnt_once_at_the_rate_and_decay_of_its_stage(pair, tmp_path):
+    model = pair[0]
+    optimizers = learning.build_optimizers(model, learning.Stage(tmp_path, 1, 0.5, 1e-3, 0.4))
+    learning.set_rate(optimizers, 5e-4)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    assert {(group["lr"], group["weight_decay"]) for group in groups} == {(5e-4, 0.4)}
+    learnt = [id(p) for group in groups for p in group["params"]]
+    assert sorted(learnt) == sorted(map(id, model.parameters()))
+
+
+def test_a_batch_without_a_label_adds_no_gradients(pair):
+    nothing = Batch(torch.zeros(1, 8, dtype=torch.int64), torch.full((1, 8), IGNORED))
+    for loss in (losses.next_token_loss(pair[0]), losses.distillation_loss(*pair)):
+        assert loss(nothing).item() == 0 and pair[0].lm_head.weight.grad is None
 
 
 def test_a_draft_begins_with_the_likenesses_of_the_targets_words(pair):
