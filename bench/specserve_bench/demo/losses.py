@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from specserve_bench.demo.batches import IGNORED, Batch
 
 PART = {"cpu": 512, "cuda": 8192}  # rows of logits at a time: caches, and launches, are few
+CAUSAL = {"full_attention": None}  # to look whether a mask is needed would wait for the device
 
 Loss = Callable[[Batch], Tensor]  # in nats a label, on the model's device; adds its gradients
 
@@ -88,6 +89,6 @@ def hidden_of_labels(model: Any, drawn: Labelled) -> Tensor:
 
     Zeros make uniform logits of any model, so they add nothing to a divergence.
     """
-    every: Tensor = model.model(drawn.token_ids).last_hidden_state.flatten(0, 1)
-    hidden = every.index_select(0, drawn.places)
+    out = model.model(drawn.token_ids, attention_mask=CAUSAL)
+    hidden: Tensor = out.last_hidden_state.flatten(0, 1).index_select(0, drawn.places)
     return F.pad(hidden, (0, 0, 0, -len(hidden) % PART[hidden.device.type]))
