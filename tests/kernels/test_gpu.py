@@ -472,11 +472,11 @@ CODED = [  # bits, group, N, K
 def test_maps_of_codes(ops, draw, measured, bits, group, N, K, form, dtype):
     codes = random_codes(N, K, bits, group, seed=draw.rng.getrandbits(30), **form)
     packed, bias = ops.prepack(codes), draw.normal(N, dtype=dtype, scale=5.0)
-    weight = codes.widen(FP32).to(DEVICE).double()
+    weight, widened = (codes.widen(t).to(DEVICE).double() for t in (FP32, dtype))
     x = draw.normal(513, K, dtype=dtype)
     few = ops.linear(x[:64], packed)
     for R in (1, 2, 7, 16, 17, 64, 65, 513):
-        got, want = ops.linear(x[:R], packed), x[:R].double() @ weight.T
+        got, want = ops.linear(x[:R], packed), x[:R].double() @ (weight if R <= 64 else widened).T
         measured.close("linear of codes", got, want)
         if R <= 64:
             measured.same("linear of codes", got, few[:R])

@@ -16,7 +16,8 @@ from specserve_kernels.cuda.staging import ALIGNMENT, Staging
 from specserve_kernels.types import Rows
 
 NOWHERE = -1  # the slot of an unused row
-ALSO_BYTES = 64  # a row, for other tensors of a step
+ALSO_BYTES = 64  # a row, for other tensors of a step; and for up to
+MAX_ALSO = 16  # of them their alignment
 PER_WINDOW = 5  # fields
 
 Array = NDArray[Any]
@@ -64,7 +65,7 @@ class GraphInputs:
         ]
         ends = [*accumulate((aligned(f.num_bytes) for f in self.fields), initial=0)]
         self.begins, self.also_begins = ends[:-1], ends[-1]
-        self.indices_begin = self.also_begins + ALSO_BYTES * size
+        self.indices_begin = self.also_begins + ALSO_BYTES * size + ALIGNMENT * MAX_ALSO
         self.on_host: dict[int, list[Array]] = {}  # by the pinned buffer
         self.on_device = [self.view(f, at) for f, at in zip(self.fields, self.begins, strict=True)]
         self.indices = staging.buffer[self.indices_begin :].view(torch.int32)
@@ -75,7 +76,8 @@ class GraphInputs:
         return some.view(getattr(torch, field.dtype)).view(field.shape)
 
     def fits(self, rows: Rows, also: Sequence[Tensor]) -> bool:
-        has_room = sum(aligned(x.nbytes) for x in also) <= ALSO_BYTES * self.size
+        room = self.indices_begin - self.also_begins
+        has_room = sum(aligned(x.nbytes) for x in also) <= room
         return has_room and rows.indices.nbytes <= len(self.staging.buffer) - self.indices_begin
 
     def upload(self, rows: Rows, token_ids: Tensor, read: Tensor, also: Sequence[Tensor]) -> Plan:
