@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <initializer_list>
 
 #include "attention_plan.h"
 #include "few.h"

@@ -212,7 +212,8 @@ def run_compiler(*args: str) -> None:
     done = call_compiler(*args)
     if done.returncode != 0:
         failed = f"{shlex.join(compiler())} could not compile the kernels"
-        details = f"(exit code {done.returncode}): {REMEDY}\n{done.stderr[:2000]}"
+        said = next((f"; {line}" for line in done.stderr.splitlines() if "error" in line), "")
+        details = f"(exit code {done.returncode}{said}): {REMEDY}\n{done.stderr[:2000]}"
         raise BuildError(f"{failed} {details}")
 
 

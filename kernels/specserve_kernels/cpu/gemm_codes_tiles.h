@@ -1,6 +1,8 @@
 // Blocks of rows times blocks of codes, on the tile registers of AMX: up to 32 rows at a time.
 #pragma once
 
+#include <initializer_list>
+
 #include "amx.h"
 #include "gemm_decode.h"
 

@@ -4,6 +4,8 @@
 // divide rows and columns, never a sum.
 #pragma once
 
+#include <initializer_list>
+
 #include "linear.h"
 
 constexpr int64_t GROUP_BYTES = 192 << 10;  // of panels that stay in L2 while blocks of rows pass

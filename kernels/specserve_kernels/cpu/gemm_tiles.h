@@ -1,6 +1,7 @@
 // Blocks of rows times panels, on the tile registers of AMX: 32 rows and 32 columns at a time.
 #pragma once
 
+#include <initializer_list>
 #include <type_traits>
 
 #include "amx.h"

@@ -1,5 +1,6 @@
 // Moving the KV of tokens from slot to slot.
 #include <cstring>
+#include <initializer_list>
 
 #include "op.h"
 

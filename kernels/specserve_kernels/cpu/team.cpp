@@ -1,6 +1,7 @@
 // The threads of a process: created when a team first needs them, asleep while there is no work.
 #include "team.h"
 
+#include <initializer_list>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sys/syscall.h>
