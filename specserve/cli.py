@@ -132,8 +132,7 @@ def add_drafting(p: argparse.ArgumentParser) -> None:
     p.add_argument("--draft-quantize", metavar="w8a8|w8|w4", help="the same for the draft model")
     p.add_argument(
         "--drafter",
-        help="none, ngram, model or package.module:Class; default: model where there is a draft "
-        "model, else ngram",
+        help="auto (the default), none, ngram, model or package.module:Class",
     )
 
 

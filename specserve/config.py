@@ -24,7 +24,7 @@ Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Fraction = Annotated[float, Meta(gt=0.0, le=1.0)]
 Seconds = Annotated[float, Meta(gt=0.0)]
-Milliseconds = Annotated[float, Meta(gt=0.0)]
+Milliseconds = Annotated[float, Meta(ge=1e-3)]
 Name = Annotated[str, Meta(min_length=1)]
 
 

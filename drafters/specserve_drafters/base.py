@@ -29,10 +29,14 @@ class DraftItem(msgspec.Struct, frozen=True):
     """What a drafter sees of a request that is due a token."""
 
     id: int
-    known: "array[int]"  # prompt and committed output: the request's own, only to be read
+    known: "array[int]"  # prompt and committed output
     limit: int  # guesses that fit into this step, at least 1
     temperature: float  # of the target's draw; 0 is argmax
     seed: int  # of the noise that the target's draw will use: a draft may use it, too
+
+    def copy(self) -> "DraftItem":
+        """With a history of its own: `known` of a built-in drafter is the request's."""
+        return msgspec.structs.replace(self, known=self.known[:])
 
     @property
     def token_ids(self) -> "array[int]":

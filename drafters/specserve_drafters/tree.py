@@ -30,6 +30,9 @@ class Draft(msgspec.Struct, frozen=True):
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def copy(self) -> Self:
+        return type(self)([*self.tokens], [*self.parents], [*self.expanded])
+
     @property
     def is_chain(self) -> bool:
         """Whether every guess is below the one before it, so that the rows need no mask."""

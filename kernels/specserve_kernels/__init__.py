@@ -54,6 +54,7 @@ class Ops(Protocol):
 
     samples_ahead: bool  # fetching one token takes as long as fetching all of a step's
     rounds_rows: bool  # codes that ask for it are multiplied by rounded rows
+    records_steps: bool  # a program records a step when it first sees its size
 
     # Held from a forward's plan until its results are read, as a device's buffers are shared.
     @property

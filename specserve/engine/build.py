@@ -1,6 +1,6 @@
 """From a config to an engine that is ready to step."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from specserve.config import Config
@@ -124,8 +124,23 @@ def planned_guesses(config: Config, engine: Engine) -> PlannedGuesses:
     if draft_model is not None and "model" in options.sources:
         model = ModelSource(draft_model, options.max_depth, options.width, options.tau)
     sources = [build_source(n, engine) for n in dict.fromkeys(options.sources) if n != "model"]
+    refuse_second_executor([s.name for s in sources if lent_to(s)], model)
     user_code = UserCode(engine.stats)
     return PlannedGuesses(sources, model, engine.scheduler, draft_model, user_code)
+
+
+def lent_to(source: Source) -> bool:
+    return bool(getattr(getattr(source, "drafter", None), "needs_executor", False))
+
+
+def refuse_second_executor(names: Sequence[str], model: ModelSource | None) -> None:
+    """The draft model runs a request's known tokens for one source in a step, and no other."""
+    every = [*names, *(["model"] if model else [])]
+    if len(every) > 1:
+        raise ConfigError(
+            f"drafter.options.sources: {' and '.join(every)} would run the draft model in the same "
+            "step; leave one of them"
+        )
 
 
 def build_source(name: str, engine: Engine) -> Source:

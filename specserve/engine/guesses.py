@@ -11,6 +11,10 @@ from specserve.engine.user_code import UserCode
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.scheduling import ScheduledRequest, Scheduler
 from specserve_drafters import Draft, Drafter, DraftItem
+from specserve_drafters.model import ModelDrafter
+from specserve_drafters.ngram import NgramDrafter
+
+BUILT_IN = NgramDrafter, ModelDrafter  # others might write to what they are given
 
 
 class Guesses(Protocol):
@@ -74,7 +78,10 @@ class FixedGuesses:
         if self.draft_model is not None:
             self.draft_model.lend([s.request for s in roots])
         try:
-            drafts = self.drafter.propose([draft_item(s, s.draft_limit) for s in roots])
+            items = [draft_item(s, s.draft_limit) for s in roots]
+            if not isinstance(self.drafter, BUILT_IN):
+                items = [item.copy() for item in items]
+            drafts = self.drafter.propose(items)
             for item, draft in zip(roots, drafts, strict=True):
                 draft = Draft.cut(draft, item.draft_limit, self.vocab_size)
                 item.draft = draft.shallow(item.request.sampling.speculation.max_depth)
@@ -95,9 +102,11 @@ class FixedGuesses:
         request, draft = item.request, item.draft
         if not draft.tokens:
             return Told()
-        self.user_code.tell(self.drafter, "observe", request.id, draft, accepted)
         guesses = DraftSources(draft, [self.names] * len(draft), {self.names[0]: len(draft)})
-        return self.ledger.enter(guesses, accepted, request.sampling.return_speculation_details)
+        is_tree_asked = request.sampling.return_speculation_details
+        told = self.ledger.enter(guesses, accepted, is_tree_asked)
+        self.user_code.tell(self.drafter, "observe", request.id, draft.copy(), [*accepted])
+        return told
 
     def forget(self, id: int) -> None:
         self.user_code.tell(self.drafter, "forget", id)

@@ -28,9 +28,13 @@ class UserSource:
 
     def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]:
         """With its own scores, if it has the method for them."""
+        items = [item.copy() for item in items]
         scored = getattr(self.drafter, "candidates", None)  # optional in a drafter
         if scored is not None:
-            return [checked(found, self.name, self.vocab_size) for found in scored(items)]
+            return [
+                checked(found, self.name, self.vocab_size)
+                for _, found in zip(items, scored(items), strict=True)
+            ]
         drafts: Sequence[Draft] = self.drafter.propose(items)  # type: ignore[attr-defined]
         return [
             of_draft(Draft.cut(draft, item.limit, self.vocab_size), self.name)
@@ -39,7 +43,7 @@ class UserSource:
 
     def observe(self, id: int, draft: Draft, accepted: Sequence[int]) -> None:
         """Tell it of the whole draft, which has other sources' guesses as well."""
-        tell(self.drafter, "observe", id, draft, accepted)
+        tell(self.drafter, "observe", id, draft.copy(), [*accepted])
 
     def forget(self, id: int) -> None:
         tell(self.drafter, "forget", id)

@@ -17,8 +17,10 @@ CONTEXT = 256  # tokens before the rows of a step that runs at load
 
 
 def tune(model: Model, runner: Runner, pool: BlockPool, config: Config, max_len: int) -> str:
-    """Set the runner's threads, chosen once a model unless the config has a number; as text."""
-    if model.threads is None or config.model.threads is not None:
+    """Set the runner's threads, chosen once a model unless the config has a number; as text. That
+    runs steps, which a build that records them does for every runner.
+    """
+    if model.threads is None or config.model.threads is not None or runner.ops.records_steps:
         model.threads = choose_threads(runner, pool, config, max_len)
     runner.threads, words = model.threads
     return words

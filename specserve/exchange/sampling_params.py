@@ -22,7 +22,7 @@ MAX_SEED = 2**53  # exclusive: a JavaScript client can hold it exactly
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 SourceName = Annotated[str, Meta(min_length=1, max_length=256)]
 Limit = Annotated[int, Meta(ge=0, lt=2**31)]
-Milliseconds = Annotated[float, Meta(gt=0.0)]
+Milliseconds = Annotated[float, Meta(ge=1e-3)]
 
 
 class SpeculationParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

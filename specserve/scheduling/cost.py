@@ -22,6 +22,7 @@ HOPE = 2  # times the most rows that are known: more are not tried yet
 RATE, QUANTILE = 0.005, RANK / WINDOW  # of the fit of what context and requests add
 LEAST_SHARE = 0.05  # of a step's time that its rows account for
 CHANGED = 0.02  # of an edge's estimate: less does not recompute the stairs
+STALE = 1024  # steps without one of an edge, after which its few steps are forgotten
 
 
 def edges(most: int) -> list[int]:
@@ -39,6 +40,7 @@ class Stair:
     def __init__(self) -> None:
         self.seconds: deque[float] = deque(maxlen=WINDOW)
         self.estimate = 0.0  # 0 until it is known
+        self.last = 0  # number of the step that it was last added to
 
     def add(self, seconds: float) -> bool:
         """Whether what is known has changed."""
@@ -82,6 +84,7 @@ class StepCosts:
         """Forget all steps."""
         self.stairs = {edge: Stair() for edge in self.edges}
         self.has_steps = False  # whether anything is known of the model's steps
+        self.num_steps = 0
         self.added = [self.seconds_per_token, 0.0]  # seconds by token of context, and by request
         self.sizes = [0.0, 0.0]  # usual ones of context and requests
         self.ratios: deque[float] = deque(maxlen=RECENT)  # of the latest steps to their estimates
@@ -111,6 +114,9 @@ class StepCosts:
         """Learn from a step that took so long."""
         with self.lock:
             self.has_steps = True
+            self.num_steps += 1
+            if self.num_steps % STALE == 0:
+                self.forget_stale()
             stair = self.stairs[self.edges[self.stair(rows)]]
             if stair.estimate:
                 self.compare(seconds * self.slowdown / self.seconds(rows, context, requests))
@@ -119,8 +125,19 @@ class StepCosts:
                 expected = self.seconds(rows, context, requests) / self.slowdown
                 self.fit(quiet > expected, context, requests, quiet)
             added = self.added[0] * context + self.added[1] * requests
+            stair.last = self.num_steps
             if stair.add(max(quiet - added, LEAST_SHARE * quiet)):
                 self.fill()
+
+    def forget_stale(self) -> None:
+        """Forget edges of few steps, the last of them long ago. If these were slow by chance, plans
+        have kept away from them since, and nothing else would show it.
+        """
+        for edge, stair in self.stairs.items():
+            is_few = 0 < len(stair.seconds) < WINDOW
+            if is_few and self.num_steps - stair.last >= STALE:
+                self.stairs[edge] = Stair()
+        self.fill()
 
     def compare(self, ratio: float) -> None:
         """Tell by a step's ratio to its estimate how busy the machine is.

@@ -114,6 +114,14 @@ def the_text_is_the_cpus_own(models, drafter):
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 def test_the_text_over_kv_of_8_bits_is_the_cpus_own(models, kv_dtype):
+    the_text_over_kv_of_8_bits_is_the_cpus_own(models, kv_dtype)
+
+
+def test_the_text_of_recorded_steps_over_kv_of_8_bits_is_the_cpus_own(models, recorded):
+    the_text_over_kv_of_8_bits_is_the_cpus_own(models, "int8")
+
+
+def the_text_over_kv_of_8_bits_is_the_cpus_own(models, kv_dtype):
     on_cpu, target, _ = models
     few = cases()[:2]
     want = plain(on_cpu, few, kv_dtype=kv_dtype)

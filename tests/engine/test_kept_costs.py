@@ -36,11 +36,16 @@ def test_nothing_is_kept_before_a_step(cache):
 
 
 @pytest.mark.parametrize(
-    "text", ["", '{"stairs":', "[1]", '{"stairs": {"8": "fast"}, "added": [0, 0]}', "[" * 100_000]
+    "text",
+    [
+        *("", '{"stairs":', "[1]", '{"stairs": {"8": "fast"}, "added": [0, 0]}', "[" * 100_000),
+        b'{"stairs": {"1": 0.1}, "added": [0, 0], "\xff": 1}',
+    ],
+    ids=range(6),
 )
 def test_a_spoilt_file_is_ignored_with_one_warning_and_replaced(cache, caplog, text):
     file = costs_file("model", "cpu", "2")
-    file.write_text(text)
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with caplog.at_level(logging.WARNING):
         assert read_costs(file) is None
     assert len(caplog.messages) == 1 and str(file) in caplog.messages[0]
@@ -51,6 +56,13 @@ def test_a_spoilt_file_is_ignored_with_one_warning_and_replaced(cache, caplog, t
 def test_a_missing_file_is_no_warning(cache, caplog):
     assert read_costs(costs_file("model", "cpu", "2")) is None
     assert caplog.messages == []
+
+
+def test_what_cannot_be_written_leaves_nothing_behind(cache):
+    file = costs_file("model", "cpu", "2")
+    file.mkdir()
+    keep_costs(file, costs())
+    assert [*file.parent.glob("costs-*")] == [file]
 
 
 def test_without_a_place_nothing_is_kept(monkeypatch):

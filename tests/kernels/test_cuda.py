@@ -176,6 +176,20 @@ def test_triton_merges_the_pieces_of_a_long_context(window):
     assert row_errors(got, want).max() < 1e-5
 
 
+@without_gpu
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+def test_a_row_without_a_slot_writes_no_kv(kv_dtype):
+    step = RandomStep([Req(3, 5)], 16, 4, 2, 16, torch.float32, kv_dtype=kv_dtype).filled()
+    rows, parts = step.rows(), step.kv.layers[0].parts
+    nowhere = rows._replace(slots=torch.full_like(rows.slots, -1))
+    before = [x.contiguous().view(torch.uint8).clone() for x in parts]
+    plan = interpreted.plan(nowhere, step.kv, 4)
+    rotary = Rotary(torch.ones(64, 8), torch.zeros(64, 8))
+    interpreted.rope_write_kv(torch.randn(5, 8 * 16), rotary, None, step.kv.layers[0], plan)
+    after = [x.contiguous().view(torch.uint8) for x in parts]
+    assert all(map(torch.equal, after, before))
+
+
 def test_bit_lengths_are_those_of_integers():
     rng = random.Random(0)
     words = [0, 1, 2, 3, 2**53 - 1, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1]

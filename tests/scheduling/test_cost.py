@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.scheduling.cost import KNOWN, KnownCosts, StepCosts, edges
+from specserve.scheduling.cost import KNOWN, STALE, KnownCosts, StepCosts, edges
 
 
 def true_seconds(rows, context=0, requests=1):
@@ -109,6 +109,19 @@ def test_one_slow_step_forbids_nothing():
     assert costs.seconds(16, 1000, 1) < 0.1
     Machine(costs).run(KNOWN, sizes=(16,))
     assert costs.seconds(16, 1000, 1) < 0.06
+
+
+def test_an_edge_that_was_slow_by_chance_is_tried_again():
+    """Its first steps were slow, so that no plan takes it: what was seen of it is forgotten."""
+    costs = learnt(sizes=(1,))
+    for _ in range(KNOWN):
+        costs.observe(4, 1000, 1, 1.0)
+    assert costs.is_known(4) and costs.seconds(4, 1000, 1) > 0.5
+    Machine(costs).run(2 * STALE, sizes=(1,))
+    assert not costs.is_known(4) and costs.seconds(4, 1000, 1) < 0.1
+    full = learnt()
+    Machine(full).run(2 * STALE, sizes=(1,))
+    assert full.is_known(4), "what many steps have shown is kept"
 
 
 def test_a_stale_estimate_above_that_of_more_rows_is_not_used():

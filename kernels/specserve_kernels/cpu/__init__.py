@@ -51,6 +51,7 @@ __all__ = [
     "prepack",
     "program",
     "quantize",
+    "records_steps",
     "rms_norm",
     "rope_write_kv",
     "rounds_rows",
@@ -63,6 +64,7 @@ __all__ = [
 
 samples_ahead = False
 rounds_rows = True
+records_steps = False
 lock = nullcontext()  # forwards share no buffers
 
 

@@ -4,6 +4,7 @@ import hashlib
 import logging
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,7 +35,7 @@ def read_kept(file: Path | None, kind: type[T]) -> T | None:
         return msgspec.json.decode(file.read_bytes(), type=kind)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError, RecursionError) as e:
+    except (OSError, UnicodeDecodeError, msgspec.MsgspecError, RecursionError) as e:
         log.warning("%s is ignored, as it cannot be read: %s", file, e)
         return None
 
@@ -42,6 +43,7 @@ def read_kept(file: Path | None, kind: type[T]) -> T | None:
 def keep(file: Path, value: object) -> None:
     """Replace the file in one piece: another process may read it at any time."""
     prefix, _, _ = file.name.partition("-")
+    temporary = None
     try:
         handle, temporary = tempfile.mkstemp(prefix=f"{prefix}-", suffix=".json", dir=file.parent)
         with os.fdopen(handle, "wb") as out:
@@ -49,3 +51,6 @@ def keep(file: Path, value: object) -> None:
         os.replace(temporary, file)
     except OSError as e:
         log.debug("%s could not be kept: %s", file, e)
+        if temporary is not None:
+            with suppress(OSError):
+                os.unlink(temporary)

@@ -46,6 +46,7 @@ class CudaOps:
 
     samples_ahead = True
     rounds_rows = False
+    records_steps = True
     rms_norm = staticmethod(norm.rms_norm)
     copy_blocks = staticmethod(copy_blocks)
 
@@ -220,13 +221,13 @@ class CudaOps:
     def tune(
         self, step: Callable[[int], Tensor], most: int, threads: int | None, key: str
     ) -> tuple[Threads, str]:
-        """Run a step of every number of rows that is recorded, and one of `most`: they compile
-        kernels, record graphs, and try out the memory.
+        """Run a step of `most` rows, and of every number of rows that is recorded: they compile
+        kernels, try out the memory, and record graphs, the largest first, as others use its memory.
         """
         count = torch.get_num_threads() if threads is None else check_threads(threads)
         before = self.num_planned.copy()
         with self.lock:
-            for rows in (*(size for size in SIZES if size < most), most):
+            for rows in (most, *(size for size in reversed(SIZES) if size < most)):
                 logits = step(rows)
             one = SampleParams.greedy(1)
             self.sample(logits, torch.zeros(1, dtype=torch.int64), one).tolist()

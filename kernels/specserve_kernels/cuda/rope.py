@@ -68,7 +68,8 @@ def _rope_write_kv(
     tl.store(q_at, ra.to(q_out.dtype.element_ty), mask=inside & is_q)
     tl.store(q_at + HALF, rb.to(q_out.dtype.element_ty), mask=inside & is_q)
     slot = tl.load(slots + row)
-    inside &= slot >= 0  # an unused row of a graph has none
+    is_used = slot >= 0  # an unused row of a graph has none
+    inside &= is_used
     place = (slot // block_size) * block_stride + (slot % block_size) * num_kv_heads * D + i
     k_at = k_cache + place + (head - num_heads) * D
     v_at = v_cache + place + (head - num_heads - num_kv_heads) * D
@@ -83,12 +84,12 @@ def _rope_write_kv(
         k_scales, k_inverse = scale_of(ra, rb, CODES)
         tl.store(k_at, code(ra, k_inverse, CODES), mask=inside & is_k)
         tl.store(k_at + HALF, code(rb, k_inverse, CODES), mask=inside & is_k)
-        tl.store(k_scale + scales + (head - num_heads) * block_size, k_scales, mask=is_k)
+        tl.store(k_scale + scales + (head - num_heads) * block_size, k_scales, mask=is_k & is_used)
         v_scales, v_inverse = scale_of(a, b, CODES)
         tl.store(v_at, code(a, v_inverse, CODES), mask=inside & is_v)
         tl.store(v_at + HALF, code(b, v_inverse, CODES), mask=inside & is_v)
         v_head = head - num_heads - num_kv_heads
-        is_v_head = is_v & (head < heads)
+        is_v_head = is_v & (head < heads) & is_used
         tl.store(v_scale + scales + v_head * block_size, v_scales, mask=is_v_head)
 
 

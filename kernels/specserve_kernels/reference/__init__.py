@@ -47,6 +47,7 @@ __all__ = [
     "prepack",
     "program",
     "quantize",
+    "records_steps",
     "rms_norm",
     "rope_write_kv",
     "rounds_rows",
@@ -59,6 +60,7 @@ __all__ = [
 
 samples_ahead = False
 rounds_rows = True
+records_steps = False
 lock = nullcontext()  # forwards share no buffers
 
 

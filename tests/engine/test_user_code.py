@@ -1,0 +1,87 @@
+"""Drafters that do to what they are given whatever Python allows: no text may change."""
+
+import numpy as np
+import pytest
+
+from specserve.engine.source import UserSource
+from specserve.exchange.sampling_params import Sampling
+from specserve_drafters import Draft
+from specserve_drafters.candidates import Candidate
+from tests.checkpoints import tiny_checkpoint
+from tests.engine.engines import Case, engine_for, load_small, plain, planned
+
+PROMPT = [5, 17, 42, 5, 17, 99, 3]
+CASES = [
+    Case(PROMPT, Sampling(max_tokens=12, temperature=t, top_k=0, top_p=1.0, min_p=0.0, seed=7))
+    for t in (0.0, 1.0)
+]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return load_small(tiny_checkpoint(tmp_path_factory.mktemp("target"), seed=3))
+
+
+class Guess:
+    """Guesses the last known token twice."""
+
+    def propose(self, items):
+        return [Draft.chain([item.known[-1]] * min(2, item.limit)) for item in items]
+
+    def observe(self, id, draft, accepted):
+        pass
+
+
+class KeepsAView(Guess):
+    def propose(self, items):
+        self.kept = [np.frombuffer(item.known, np.int32) for item in items]
+        return super().propose(items)
+
+
+class Writes(Guess):
+    def propose(self, items):
+        drafts = super().propose(items)
+        for item in items:
+            item.known[-1] = 7
+        return drafts
+
+
+class Appends(Guess):
+    def propose(self, items):
+        drafts = super().propose(items)
+        for item in items:
+            item.known.append(7)
+        return drafts
+
+
+class AddsToAccepted(Guess):
+    def observe(self, id, draft, accepted):
+        accepted.append(50)
+
+
+class EmptiesDrafts(Guess):
+    def observe(self, id, draft, accepted):
+        draft.tokens.clear()
+        draft.parents.clear()
+
+
+class NeverEnds(Guess):
+    def candidates(self, items):
+        while True:
+            yield [Candidate(1, 0, 0.5, "mine")]
+
+
+@pytest.mark.parametrize("is_auto", [False, True], ids=["alone", "auto"])
+@pytest.mark.parametrize(
+    "drafter", [KeepsAView, Writes, Appends, AddsToAccepted, EmptiesDrafts, NeverEnds]
+)
+def test_no_text_changes(target, drafter, is_auto):
+    want = plain(target, CASES)
+    engine = engine_for(target, None, "auto" if is_auto else drafter(), max_nodes=4)
+    if is_auto:
+        engine.guesses = planned(engine, UserSource("mine", drafter(), 320))
+    requests = [engine.add(case.prompt, case.sampling) for case in CASES]
+    while not engine.is_idle:
+        engine.step()
+        engine.check()
+    assert [r.token_ids.tolist() for r in requests] == want
