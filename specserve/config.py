@@ -280,7 +280,7 @@ class Config(Section, frozen=True):
         if self.drafter_name == "ngram" and self.drafter.model is not None:
             raise ValueError(
                 f"drafter.name = 'ngram' has no use for drafter.model = {self.drafter.model!r}: "
-                "drop the name to let the model guess, or the model to let n-grams guess"
+                "drop the name to let both guess, or the model to let n-grams guess"
             )
 
     @property

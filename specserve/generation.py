@@ -42,7 +42,7 @@ class Speculation(msgspec.Struct, frozen=True):
     drafted: int
     accepted: int
     mean_acceptance_length: float | None  # None where nothing was drafted
-    fallbacks: int  # drafts made by n-grams, as the draft model had not caught up
+    fallbacks: int  # drafts without the draft model, as it had not caught up
     sources: dict[str, SourceCounts] = {}  # by name, of those that proposed anything
     details: list[StepDetails] = []  # of every step, where the request asked for them
 

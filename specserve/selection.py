@@ -1,6 +1,6 @@
 """The models and the drafter that a config selects. Does not import torch."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,7 +10,13 @@ from specserve.models.families import DecoderConfig
 from specserve.models.folder import Scaled, resolve
 from specserve.models.source import open_source
 from specserve_drafters import DrafterError
-from specserve_drafters.base import BUILTIN, drafter_options, find_drafter
+from specserve_drafters.base import (
+    BUILTIN,
+    drafter_options,
+    find_drafter,
+    find_proposer,
+    find_source,
+)
 
 
 def resolve_model(config: Config) -> Path:
@@ -50,9 +56,28 @@ def check_drafter(config: Config) -> None:
     if config.drafter_name == "none":
         return
     try:
-        drafter_options(config.drafter_name, config.drafter.options)
+        options = drafter_options(config.drafter_name, config.drafter.options)
+        if config.drafter_name == "auto":
+            check_sources(config, options.sources)
+        else:
+            find_proposer(config.drafter_name)
     except DrafterError as e:
         raise ConfigError(str(e)) from e
+
+
+def check_sources(config: Config, names: Sequence[str]) -> None:
+    """Refuse sources of `auto` that are not there, and a draft model that none of them runs."""
+    foreign = [name for name in names if name not in ("ngram", "model")]
+    users = [name for name in foreign if getattr(find_source(name), "needs_executor", False)]
+    for name in foreign:
+        drafter_options(name, {})
+    if [*names] == ["model"] and config.draft is None:
+        raise DrafterError("drafter.options.sources has model alone: set drafter.model, too")
+    if config.drafter.model is not None and "model" not in names and not users:
+        raise DrafterError(
+            f"drafter.model = {config.drafter.model!r} is of no use: drafter.options.sources has "
+            "no source that runs it, as model does"
+        )
 
 
 def check_drafter_name(config: Config) -> None:

@@ -124,6 +124,27 @@ def find_drafter(name: str) -> Any:
     return found
 
 
+def find_source(name: str) -> Any:
+    """The class of a user's drafter that is one of the sources of `auto`."""
+    if name in BUILTIN:
+        raise DrafterError(f"no source {name!r}; there are ngram, model and package.module:Class")
+    cls = find_drafter(name)
+    if not any(callable(getattr(cls, method, None)) for method in ("propose", "candidates")):
+        raise DrafterError(f"drafter {name!r} has neither a method `propose` nor `candidates`")
+    return cls
+
+
+def find_proposer(name: str) -> Any:
+    """The class of a drafter that is alone."""
+    cls = find_drafter(name)
+    if name != "auto" and not callable(getattr(cls, "propose", None)):
+        raise DrafterError(
+            f"drafter {name!r} has no method `propose`; one that has `candidates` only is named in "
+            "drafter.options.sources of drafter auto"
+        )
+    return cls
+
+
 def drafter_options(name: str, options: Mapping[str, Any]) -> Any:
     """The options as the drafter's own struct, checked."""
     cls = find_drafter(name)
@@ -134,10 +155,14 @@ def drafter_options(name: str, options: Mapping[str, Any]) -> Any:
 
 
 def make_drafter(
-    name: str, options: Mapping[str, Any], executor: Executor | None = None
+    name: str,
+    options: Mapping[str, Any],
+    executor: Executor | None = None,
+    is_source: bool = False,
 ) -> Drafter:
-    cls = find_drafter(name)
+    """A drafter that is alone, or one of the sources of `auto`."""
     knobs = drafter_options(name, options)
+    cls = find_source(name) if is_source else find_proposer(name)
     lent = {"executor": executor} if getattr(cls, "needs_executor", False) else {}
     if lent and executor is None:
         raise DrafterError(f"drafter {name!r} needs a draft model: set drafter.model")

@@ -146,7 +146,7 @@ def refuse_second_executor(names: Sequence[str], model: ModelSource | None) -> N
 def build_source(name: str, engine: Engine) -> Source:
     if name == "ngram":
         return NgramSource()
-    drafter = make_drafter(name, {}, engine.draft_model)
+    drafter = make_drafter(name, {}, engine.draft_model, is_source=True)
     return UserSource(name, drafter, engine.target.decoder.config.vocab_size)
 
 

@@ -70,7 +70,7 @@ class Metrics:
         self.wasted = self.counter("specserve_wasted_rows", "Rows of guesses not accepted.")
         self.drafter_errors = self.counter("specserve_drafter_errors", "Failures of the drafter.")
         self.fallbacks = self.counter(
-            "specserve_draft_fallbacks", "Drafts by n-grams, as the draft model had not caught up."
+            "specserve_draft_fallbacks", "Drafts without the draft model, as it had not caught up."
         )
         self.step_seconds = self.histogram("specserve_step_seconds", "Wall time of a step.")
         self.draft_seconds = self.histogram("specserve_draft_seconds", "Drafting time of a step.")

@@ -59,6 +59,14 @@ class Mine:
         pass
     def __init__(self, options):
         {1}
+    def propose(self, items):
+        return []
+class Scored(Mine):
+    propose = None
+    def candidates(self, items):
+        return []
+class Neither(Mine):
+    propose = None
 not_mine = 3
 """
 
@@ -86,6 +94,17 @@ def test_what_a_users_drafter_does_wrong_is_refused_with_the_reason(mine, top, i
     mine(top, init)
     with pytest.raises(DrafterError, match=f"a_users_own:{cls}'.*{words}"):
         make_drafter(f"a_users_own:{cls}", {})
+
+
+def test_who_has_candidates_alone_is_a_source_of_auto(mine):
+    mine("", "pass")
+    with pytest.raises(DrafterError, match=r"no method `propose`.*drafter\.options\.sources"):
+        make_drafter("a_users_own:Scored", {})
+    make_drafter("a_users_own:Scored", {}, is_source=True)
+    with pytest.raises(DrafterError, match="neither a method `propose` nor `candidates`"):
+        make_drafter("a_users_own:Neither", {}, is_source=True)
+    with pytest.raises(DrafterError, match="no source 'auto'; there are ngram, model and"):
+        make_drafter("auto", {}, is_source=True)
 
 
 def test_a_drafter_that_does_not_say_needs_no_executor(mine):

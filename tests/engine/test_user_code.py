@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 
+from specserve.config import load_config
 from specserve.engine.source import UserSource
+from specserve.errors import ConfigError
 from specserve.exchange.sampling_params import Sampling
-from specserve_drafters import Draft
+from specserve.selection import check_drafter
+from specserve_drafters import Draft, base
 from specserve_drafters.candidates import Candidate
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import Case, engine_for, load_small, plain, planned
@@ -85,3 +88,36 @@ def test_no_text_changes(target, drafter, is_auto):
         engine.step()
         engine.check()
     assert [r.token_ids.tolist() for r in requests] == want
+
+
+SOURCES = {  # drafter.options.sources, drafter.model -> the complaint
+    "one that is not there": (["ngram", "no_such.module:X"], None, "no drafter 'no_such.module:X'"),
+    "auto itself": (["auto"], None, "no source 'auto'"),
+    "a model that is not there": (["model"], None, "set drafter.model"),
+    "no one to run the model": (["ngram"], "draft", "drafter.model = 'draft' is of no use"),
+}
+
+
+@pytest.mark.parametrize(("sources", "model", "complaint"), SOURCES.values(), ids=SOURCES)
+def test_sources_that_cannot_guess_are_refused(sources, model, complaint):
+    settings = {"model.path": "target", "drafter.options": {"sources": sources}}
+    config = load_config(None, settings | ({"drafter.model": model} if model else {}))
+    with pytest.raises(ConfigError, match=complaint):
+        check_drafter(config)
+
+
+def test_the_draft_model_is_run_by_one_source(target):
+    name = f"{RunsTheModel.__module__}:{RunsTheModel.__name__}"
+    engine_for(target, target, "auto", options={"sources": ["ngram", name]})
+    with pytest.raises(ConfigError, match=f"{name} and model would run the draft model"):
+        engine_for(target, target, "auto", options={"sources": [name, "model"]})
+
+
+class RunsTheModel(Guess):
+    needs_executor = True
+
+    class Options(base.Options, frozen=True):
+        pass
+
+    def __init__(self, options, executor):
+        pass
