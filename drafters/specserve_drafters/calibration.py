@@ -30,13 +30,14 @@ class Kind:
         self.factor = 1.0  # from the odds of a score to those of the share that was right
 
     def count(self, score: float, is_right: bool) -> None:
-        self.tries = self.tries * MEMORY + 1
-        self.hits = self.hits * MEMORY + is_right
-        self.scores = self.scores * MEMORY + score
+        self.tries = tries = self.tries * MEMORY + 1
+        self.hits = hits = self.hits * MEMORY + is_right
+        self.scores = scores = self.scores * MEMORY + score
         # A Beta prior around the source's own score: without guesses nothing changes.
-        score = self.scores / self.tries
-        right = (self.hits + PRIOR * score) / (self.tries + PRIOR)
-        self.factor = odds(right) / odds(score)
+        score = scores / tries
+        right = (hits + PRIOR * score) / (tries + PRIOR)
+        right = LEAST if right < LEAST else MOST if right > MOST else right
+        self.factor = right * (1 - score) / ((1 - right) * score)
 
 
 # One source's word on a guess: who weighed it, the kind, the score, and what it is worth here. A
@@ -70,16 +71,19 @@ class Judge:
         self.kinds[kind].count(score, is_right)
         # A Newton step of a logistic regression with forgetting, whose only weight is the tilt. The
         # kinds' share in p changes meanwhile; the step goes by what is wrong with both together.
-        self.weight += p * (1 - p)
-        tilt = self.tilt + (is_right - p) / (self.weight + TILT_PRIOR)
-        self.tilt = min(max(tilt, -MAX_TILT), MAX_TILT)
-        self.factor = exp(self.tilt)
+        self.weight = weight = self.weight + p * (1 - p)
+        tilt = self.tilt + (is_right - p) / (weight + TILT_PRIOR)
+        self.tilt = -MAX_TILT if tilt < -MAX_TILT else MAX_TILT if tilt > MAX_TILT else tilt
 
     def fade(self) -> None:
         """Another step begins: a tilt that nothing confirms goes back to what holds for all."""
         left = self.weight * TILT_MEMORY
         self.tilt *= TILT_MEMORY * (self.weight + TILT_PRIOR) / (left + TILT_PRIOR)
-        self.weight, self.factor = left, exp(self.tilt)
+        self.weight = left
+
+    def use(self) -> None:
+        """Weigh by what was learnt, from here on."""
+        self.factor = exp(self.tilt)
 
 
 class Judges(dict[str, Judge]):
@@ -88,11 +92,6 @@ class Judges(dict[str, Judge]):
     def __init__(self, calibration: "Calibration") -> None:
         super().__init__()
         self.calibration = calibration
-
-    def fade(self) -> None:
-        """Begin another step: what earlier ones have shown of this request counts for less."""
-        for judge in self.values():
-            judge.fade()
 
     def __missing__(self, source: str) -> Judge:
         bit, kinds = self.calibration.kinds_of(source)
@@ -129,7 +128,7 @@ class Calibration:
         for judge, _, _, p in said:
             bits |= judge.bit
             wrong *= 1 - p
-            best = max(best, p)
+            best = p if p > best else best
         return min(1 - wrong, best + self.worth.get(bits, WORTH), MOST)
 
     def agreed(self, said: list[Said], is_right: bool) -> None:
@@ -155,8 +154,3 @@ class Calibration:
             ]
             for source, (_, kinds) in self.sources.items()
         }
-
-
-def odds(p: float) -> float:
-    p = LEAST if p < LEAST else MOST if p > MOST else p
-    return p / (1 - p)

@@ -8,6 +8,7 @@ from specserve_drafters.calibration import Calibration, Said
 from specserve_drafters.tree import MAX_NODES, ROOT, TREE_SLOTS, Draft, as_index
 
 MOST = 4 * MAX_NODES  # candidates of a source in a step: more cannot be of use
+CHILDREN_BY = "children by "  # and a source: the name of how often it has the right child
 FINDS = 0.7  # how often a source that is asked has the right child, until steps have shown it
 
 
@@ -53,13 +54,14 @@ class Trie:
     """One request's candidates, merged: equal tokens below equal parents are one node.
 
     Node 0 is the root, and every node comes after its parent. `p` is the calibrated probability
-    that a node is right given that its parent was.
+    that a node is right given that its parent was, `values` that of its whole path: but nodes below
+    one that another source has guessed, too, keep what they had, until `settle` or `branch`.
     """
 
     def __init__(self, calibration: Calibration, id: int) -> None:
         self.calibration, self.judges = calibration, calibration.judges(id)
         self.tokens, self.parents, self.depths, self.expanded = [0], [ROOT], [0], [0]
-        self.p = [1.0]
+        self.p, self.values, self.is_settled = [1.0], [1.0], True
         self.children: list[dict[int, int]] = [{}]  # token -> node
         self.said: list[list[Said]] = [[]]
         # By node: who was asked for its children, and the tokens that were there.
@@ -80,21 +82,42 @@ class Trie:
 
     def add(self, parent: int, token: int, p: float | None, source: str) -> int:
         """Add a guess; the node, which other sources may have added already."""
-        depth = self.depths[parent] + 1
-        said = self.judges[source].weigh(p, depth)
-        siblings = self.children[parent]
-        if token in siblings:
-            self.agree(siblings[token], said)
-            return siblings[token]
-        node = siblings[token] = len(self.tokens)
+        said = self.judges[source].weigh(p, self.depths[parent] + 1)
+        node = self.children[parent].get(token)
+        if node is None:
+            return self.put(parent, token, said)
+        self.agree(node, said)
+        return node
+
+    def put(self, parent: int, token: int, said: Said) -> int:
+        node = self.children[parent][token] = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
-        self.depths.append(depth)
+        self.depths.append(self.depths[parent] + 1)
         self.expanded.append(0)
         self.p.append(said[3])
+        self.values.append(self.values[parent] * said[3])
         self.children.append({})
         self.said.append([said])
         return node
+
+    def branch(self, node: int, scored: Iterable[tuple[int, float]], source: str) -> None:
+        """Add the children that a source was asked for, each a token and its score."""
+        weigh, depth = self.judges[source].weigh, self.depths[node] + 1
+        children = self.children[node]
+        if not children:
+            for token, p in scored:
+                self.put(node, token, weigh(p, depth))
+            return
+        for token, p in scored:
+            said, child = weigh(p, depth), children.get(token)
+            if child is None:
+                self.put(node, token, said)
+            else:
+                self.agree(child, said)
+        value = self.values[node]
+        for child in children.values():
+            self.values[child] = value * self.p[child]
 
     def agree(self, node: int, said: Said) -> None:
         """Another word on a node; a source's own second word counts only if it is the better."""
@@ -106,17 +129,42 @@ class Trie:
         else:
             words.append(said)
         self.p[node] = words[0][3] if len(words) == 1 else self.calibration.combine(words)
+        self.values[node] = self.values[self.parents[node]] * self.p[node]
+        self.is_settled &= not self.children[node]
+
+    def settle(self) -> list[float]:
+        """The probability of each node's whole path."""
+        values, p = self.values, self.p
+        if not self.is_settled:
+            for node, parent in enumerate(self.parents[1:], 1):
+                values[node] = values[parent] * p[node]
+            self.is_settled = True
+        return values
 
     def reach(self, node: int, source: str) -> float:
         """The value of asking a source for a node's children: the probability of the node's path,
         and that the source has the right child, where no candidate is it yet.
         """
-        return self.value(node) * self.children_by(source, node)[3]
+        return self.reaches([node], source)[0]
+
+    def reaches(self, nodes: Sequence[int], source: str) -> list[float]:
+        """As `reach`, of nodes of the same depth."""
+        values, children = self.values, self.children
+        none = self.childless(source, self.depths[nodes[0]] + 1)[3] if nodes else 0.0
+        return [
+            values[node] * (self.children_by(source, node)[3] if children[node] else none)
+            for node in nodes
+        ]
+
+    def childless(self, source: str, depth: int) -> Said:
+        return self.judges[CHILDREN_BY + source].weigh(FINDS, depth)
 
     def children_by(self, source: str, node: int) -> Said:
-        there = sum([self.p[child] for child in self.children[node].values()])
-        score = FINDS * (1 - min(there, 1.0))
-        return self.judges[f"children by {source}"].weigh(score, self.depths[node] + 1)
+        depth, children = self.depths[node] + 1, self.children[node]
+        if not children:
+            return self.childless(source, depth)
+        there = sum([self.p[child] for child in children.values()])
+        return self.judges[CHILDREN_BY + source].weigh(FINDS * (1 - min(there, 1.0)), depth)
 
     def ask(self, node: int, source: str) -> None:
         """Note that a source is asked for a node's children, before these are added."""
@@ -138,23 +186,30 @@ class Trie:
         """Learn from the tokens that followed the root. Every candidate below a node that was
         reached is counted, verified or not: whether it was right is known.
         """
-        self.judges.fade()
-        node: int | None = ROOT
+        judges = self.judges.values()
+        for judge in judges:
+            judge.fade()
+        node = ROOT
         for token in tokens:
-            assert node is not None
             right = self.children[node].get(token)
-            for source, there, said in self.asked.get(node, ()):
-                is_found = right is not None and source in self.sources(right)
-                said[0].learn(said, is_found and token not in there)
-            for child in self.children[node].values():
-                words = self.said[child]
-                for said in words:
-                    said[0].learn(said, child == right)
-                if len(words) > 1:
-                    self.calibration.agreed(words, child == right)
+            self.learn(node, right)
             if right is None:
-                return
+                break
             node = right
+        for judge in judges:
+            judge.use()
+
+    def learn(self, node: int, right: int | None) -> None:
+        """Learn which child of a node was right, if any."""
+        for source, there, said in self.asked.get(node, ()):
+            is_found = right is not None and source in self.sources(right)
+            said[0].learn(said, is_found and self.tokens[right or 0] not in there)
+        for child in self.children[node].values():
+            words = self.said[child]
+            for said in words:
+                said[0].learn(said, child == right)
+            if len(words) > 1:
+                self.calibration.agreed(words, child == right)
 
     def draft(self, chosen: Sequence[int]) -> tuple[Draft, list[int]]:
         """Chosen nodes, likeliest first and each after its parent, as a draft; and the node of each

@@ -5,7 +5,9 @@ ranked with the noise that the target will draw with.
 """
 
 from collections.abc import Sequence
+from itertools import groupby, repeat
 from math import exp
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from specserve_drafters import base
@@ -32,8 +34,10 @@ class Levels(Protocol):
         """How many nodes the next level runs, the best first; `reach` falls."""
         ...
 
-    def ran(self, values: Sequence[float]) -> None:
-        """A level has been run; the values of the children that it added."""
+    def ran(self, values: Sequence[float], before: Sequence[float]) -> None:
+        """A level has been run: the values of the children that its nodes have, and those of the
+        children that they had before.
+        """
         ...
 
 
@@ -65,9 +69,12 @@ class ModelSource:
         rows: list[Place] = [(chosen[i], ROOT) for i in ready]
         run = dict.fromkeys(chosen, 0)  # nodes that the draft model has run
         for depth in range(1, self.max_depth + 1):
-            added = self.branch(rows, grown, logits) if rows else []
-            levels.ran([grown[i].trie.value(node) for i, node in added])
-            ends = [place for place in children(rows, grown) if grown[place[0]].item.limit > depth]
+            before = values(children(rows, grown), grown)
+            if rows:
+                self.branch(rows, grown, logits)
+            ends = children(rows, grown)
+            levels.ran(values(ends, grown), before)
+            ends = [place for place in ends if grown[place[0]].item.limit > depth]
             if not ends or depth == self.max_depth:
                 return
             rows = self.best(ends, grown, levels, run)
@@ -75,37 +82,33 @@ class ModelSource:
                 return
             rows, logits = self.expand(rows, grown, run)
 
-    def branch(
-        self, rows: Sequence[Place], grown: Sequence[Grown], logits: "Tensor"
-    ) -> list[Place]:
+    def branch(self, rows: Sequence[Place], grown: Sequence[Grown], logits: "Tensor") -> None:
         """Add the likeliest children of every node that was run; logits [rows, V]."""
         k = min(self.width, logits.shape[1])
         items = [grown[i].item for i, _ in rows]
         depths = [grown[i].trie.depths[node] for i, node in rows]
         index = [len(item.known) + depth for item, depth in zip(items, depths, strict=True)]
         ids, weights = self.executor.ops.top_children(logits, coupling(items, index), k, self.tau)
-        added = []
-        for (i, node), tokens, values in zip(rows, ids.tolist(), weights.tolist(), strict=True):
+        for (i, node), tokens, scores in zip(rows, ids.tolist(), weights.tolist(), strict=True):
             _, trie, proposed = grown[i]
-            least = LEAST_VALUE / max(trie.value(node), LEAST_VALUE)
+            least = LEAST_VALUE / max(trie.values[node], LEAST_VALUE)
             trie.ask(node, self.name)
-            scored = zip(tokens, map(exp, values), strict=True)
+            scored = zip(tokens, map(exp, scores), strict=True)
             likely = [(token, p) for token, p in scored if p >= least]
-            added += [(i, trie.add(node, token, p, self.name)) for token, p in likely]
+            trie.branch(node, likely, self.name)
             proposed[self.name] = proposed.get(self.name, 0) + len(likely)
-        return added
 
     def best(
         self, ends: Sequence[Place], grown: Sequence[Grown], levels: Levels, run: dict[int, int]
     ) -> list[Place]:
         """The nodes that the next level runs."""
-        ranked = sorted((grown[i].trie.reach(node, self.name), i, node) for i, node in ends)
-        room = {i: min(self.width, MAX_NODES - num) for i, num in run.items()}
         fit = []
-        for reach, i, node in reversed(ranked):
-            if room[i] > 0:
-                room[i] -= 1
-                fit.append((reach, i, node))
+        for i, places in groupby(ends, key=itemgetter(0)):
+            nodes = [node for _, node in places]
+            reach = grown[i].trie.reaches(nodes, self.name)
+            ranked = sorted(zip(reach, repeat(i), nodes), reverse=True)
+            fit += ranked[: min(self.width, MAX_NODES - run[i])]
+        fit.sort(reverse=True)
         size = levels.next([reach for reach, _, _ in fit])
         return [(i, node) for _, i, node in fit[:size]]
 
@@ -134,3 +137,7 @@ class ModelSource:
 def children(rows: Sequence[Place], grown: Sequence[Grown]) -> list[Place]:
     """Those of nodes that were run, whichever source has proposed them."""
     return [(i, child) for i, node in rows for child in grown[i].trie.children[node].values()]
+
+
+def values(places: Sequence[Place], grown: Sequence[Grown]) -> list[float]:
+    return [grown[i].trie.values[node] for i, node in places]

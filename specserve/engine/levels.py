@@ -71,7 +71,7 @@ class Levels:
         self.usual = usual
         return chosen
 
-    def ran(self, values: Sequence[float]) -> None:
+    def ran(self, values: Sequence[float], before: Sequence[float]) -> None:
         """What catching up took is not charged to this step: it was weighed beforehand."""
         seconds, rows = perf_counter() - self.started, self.draft_model.num_rows - self.before
         if 0 < rows <= self.costs.edges[-1]:
@@ -80,7 +80,7 @@ class Levels:
             usual = min(seconds, self.level_seconds(self.usual, 1))
             self.catching_up_took += seconds - usual
             seconds = usual
-        self.growth.add(values, seconds)
+        self.growth.add(values, seconds, before)
 
     def level_seconds(self, rows: int, requests: int) -> float:
         """Nothing until one was run: what a draft model takes can only be seen by running it."""

@@ -17,66 +17,66 @@ class Growth:
     """
 
     def __init__(self, costs: StepCosts, step: Step, values: list[float]) -> None:
-        """`values` are those of the candidates that there are, and fall."""
-        self.costs, self.step, self.values = costs, step, values
-        self.known: dict[int, float] = {}  # seconds of the target, by number of guesses
+        """`values` are those of the candidates that there are."""
+        self.costs, self.step = costs, step
+        self.values = sorted(values)
         self.spent = 0.0
-        self.least = 0.0  # value of a guess that is verified at the best rate
+        rows, edges = step.rows, costs.edges
+        self.sizes = [0, *(edge - rows for edge in edges[bisect_right(edges, rows) :])]
+        self.takes: list[float] = []  # seconds of the target with those, as far as was asked for
+        roots = self.target(rows - step.prompt_rows)
+        self.allowed = step.allowed_with_guesses(roots)
         self.worth = 0.0  # in tokens, of the prompts' rows
         if step.prompt_rows:
-            sizes = self.sizes(len(values))
-            prompts = self.seconds(0) - self.seconds(-step.prompt_rows)
-            takes = [self.seconds(size) for size in sizes]
-            self.worth = worth_of_prompts(prompts, self.tokens(sizes, values), takes)
-        self.allowed = step.allowed_with_guesses(self.seconds(-step.prompt_rows))
-        self.rate = self.best_rate()
+            tokens, takes = self.tokens(self.values)
+            self.worth = worth_of_prompts(self.takes[0] - roots, tokens, takes)
+        self.look()
 
-    def sizes(self, num: int) -> list[int]:
-        """Of so many guesses those numbers that end at a right edge, and all."""
-        rows, edges = self.step.rows, self.costs.edges
-        first = bisect_right(edges, rows)
-        last = bisect_left(edges, rows + num)
-        return [0, *(edge - rows for edge in edges[first:last]), num]
+    def target(self, rows: int) -> float:
+        """Seconds of the target."""
+        return self.costs.seconds(rows, self.step.context, self.step.requests)
 
-    def tokens(self, sizes: Sequence[int], values: Sequence[float]) -> list[float]:
-        """Expected for each of the sizes."""
-        gains = [*accumulate(values, initial=float(self.step.num_roots))]
-        return [gains[size] for size in sizes]
+    def place(self, num: int) -> int:
+        """Of the right edge that so many guesses reach; its seconds are known then."""
+        place = min(bisect_left(self.sizes, num), len(self.sizes) - 1)
+        for size in self.sizes[len(self.takes) : place + 1]:
+            self.takes.append(self.target(self.step.rows + size))
+        return place
 
-    def seconds(self, guesses: int) -> float:
-        """Of the target, with so many guesses."""
-        found = self.known.get(guesses)
-        if found is None:
-            step = self.step
-            found = self.costs.seconds(step.rows + guesses, step.context, step.requests)
-            self.known[guesses] = found
-        return found
+    def tokens(self, values: Sequence[float]) -> tuple[list[float], list[float]]:
+        """What the likeliest guesses up to each right edge, and all, are expected to bring, and the
+        seconds of the target for each. `values` rise.
+        """
+        place = self.place(len(values))
+        gains = [*accumulate(reversed(values), initial=self.step.num_roots + self.worth)]
+        found = [gains[size] for size in self.sizes[:place]]
+        found.append(gains[-1])
+        return found, self.takes[: place + 1]
 
-    def best_rate(self, more: Sequence[float] = (), seconds: float = 0.0) -> float:
-        """The step's rate with further candidates, made in so many seconds more."""
-        values = sorted([*self.values, *more], reverse=True) if more else self.values
-        sizes, spent, worth = self.sizes(len(values)), self.spent + seconds, self.worth
-        tokens = self.tokens(sizes, values)
-        rates = [
-            (t + worth) / (spent + self.seconds(n)) for n, t in zip(sizes, tokens, strict=True)
-        ]
-        best = max(rates)
-        if not more:
-            size = sizes[rates.index(best)]
-            self.least = values[size] if size < len(values) else 0.0
-        return best
+    def rates(self, values: Sequence[float], spent: float) -> list[float]:
+        tokens, takes = self.tokens(values)
+        return [t / (spent + s) for t, s in zip(tokens, takes, strict=True)]
+
+    def look(self) -> None:
+        """Find the best plan of the candidates that there are."""
+        rates = self.rates(self.values, self.spent)
+        self.rate = max(rates)
+        self.best = rates.index(self.rate)
+        rest = len(self.values) - self.sizes[self.best] if self.best < len(rates) - 1 else 0
+        self.least = self.values[rest - 1] if rest > 0 else 0.0  # of a guess: lower ones are left
 
     def is_better(self, more: Sequence[float], seconds: float) -> bool:
         """Whether the rate is higher with further candidates, in a step that takes no longer than
-        allowed. That it is not is mostly seen from the time of the target without any guess.
+        allowed. Mostly that is seen from the best plan with them added, and that it is not from the
+        time of the target without any guess.
         """
-        least = self.spent + seconds + self.seconds(0)
-        if least > self.allowed:
+        spent = self.spent + seconds
+        if spent + self.takes[0] > self.allowed:
             return False
         most = self.step.num_roots + sum(self.values) + sum(more) + self.worth
-        if most <= self.rate * least:
+        if most <= self.rate * (spent + self.takes[0]):
             return False
-        return self.best_rate(more, seconds) > self.rate
+        return max(self.rates(sorted([*self.values, *more]), spent)) > self.rate
 
     def size(self, reach: Sequence[float], seconds: Callable[[int], float]) -> int:
         """How many nodes to run, the best first; 0 if the level is not worth its time.
@@ -85,9 +85,11 @@ class Growth:
         """
         best, size, net = 0.0, 0, 0.0
         for n, gain in enumerate(reach, 1):
+            if gain <= self.least:
+                break
             net += gain - self.least
-            if net - self.rate * seconds(n) > best:
-                best, size = net - self.rate * seconds(n), n
+            if (won := net - self.rate * seconds(n)) > best:
+                best, size = won, n
         is_worth = size > 0 and self.is_better(reach[:size], seconds(size))
         return size if is_worth else 0
 
@@ -108,8 +110,15 @@ class Growth:
             found = [gain * hold for gain in found]
         return 0
 
-    def add(self, values: Sequence[float], seconds: float) -> None:
-        """A level has been run: the values of its children, and the time that it took."""
-        self.values = sorted([*self.values, *values], reverse=True)
+    def add(self, values: Sequence[float], seconds: float, before: Sequence[float] = ()) -> None:
+        """A level has been run, and took so long: the values of the children that its nodes have,
+        and those of the children that they had before.
+        """
+        for value in before:
+            place = bisect_left(self.values, value)
+            if place < len(self.values) and self.values[place] == value:
+                del self.values[place]
+        self.values += values
+        self.values.sort()
         self.spent += seconds
-        self.rate = self.best_rate()
+        self.look()

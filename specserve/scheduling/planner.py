@@ -8,6 +8,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple
 
 import msgspec
@@ -55,6 +56,31 @@ def likeliest(asks: Sequence[Ask], most: int) -> list[tuple[float, int, int]]:
     A guess's value is the probability of its path. What a request behind its target needs to meet
     it comes first, and that of the one furthest behind before others'.
     """
+    for ask in asks:
+        if ask.behind > 0:
+            return most_urgent(asks, most)
+    found: list[tuple[float, int, int]] = []
+    for i, ask in enumerate(asks):
+        values = ask.trie.values
+        found += [(values[node], i, node) for node in ranked(ask)]
+    if len(asks) > 1:
+        found.sort(key=itemgetter(0), reverse=True)
+    return found[:most]
+
+
+def ranked(ask: Ask) -> list[int]:
+    """The guesses that a request may have, by falling value: so parents come first."""
+    values, deepest = ask.trie.settle(), ask.max_depth
+    nodes = [node for node, value in enumerate(values) if value >= LEAST_VALUE]
+    if deepest < MAX_NODES:
+        depths = ask.trie.depths
+        nodes = [node for node in nodes if depths[node] <= deepest]
+    nodes.sort(key=values.__getitem__, reverse=True)
+    return nodes[1 : ask.limit + 1]  # the root is the likeliest
+
+
+def most_urgent(asks: Sequence[Ask], most: int) -> list[tuple[float, int, int]]:
+    """As `likeliest`, whoever is behind."""
     tries, room = [ask.trie for ask in asks], [ask.limit for ask in asks]
     deepest = [ask.max_depth for ask in asks]
     behind = [ask.behind for ask in asks]
@@ -213,5 +239,7 @@ class Planner:
 
     def growth(self, asks: Sequence[Ask], step: Step, most: int) -> Growth:
         """The terms on which a draft model's levels are run in this step, after other sources."""
-        values = [value for value, _, _ in likeliest(asks, most)]
-        return Growth(self.costs, step, values)
+        values = list[float]()
+        for ask in asks:
+            values += map(ask.trie.settle().__getitem__, ranked(ask))
+        return Growth(self.costs, step, sorted(values)[-most:] if most else [])

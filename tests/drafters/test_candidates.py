@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.scheduling.planner import Ask, likeliest
+from specserve.scheduling.planner import Ask, likeliest, most_urgent
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.calibration import LEAST, UNSCORED, WORTH, Calibration
 from specserve_drafters.candidates import Candidate, Trie, checked, of_draft
@@ -78,6 +78,31 @@ def test_the_cut_has_the_likeliest_paths_of_all_sources(lists, limit):
     values = sorted(obvious(lists, limit).values(), reverse=True)
     values = values[: sum(v >= 1e-3 for v in values)]
     assert [value for value, _, _ in found] == pytest.approx(values)
+
+
+@given(
+    st.lists(st.tuples(lists(), st.integers(0, 9), st.integers(1, 9)), max_size=4),
+    st.integers(0, 20),
+)
+def test_ranked_guesses_are_those_that_urgency_finds_where_nobody_is_behind(requests, most):
+    asks = [Ask(merged(*lists), limit, depth) for lists, limit, depth in requests]
+    assert likeliest(asks, most) == most_urgent(asks, most)
+
+
+@given(lists())
+def test_settled_values_are_those_of_whole_paths(lists):
+    trie = merged(*lists)
+    assert trie.settle() == pytest.approx([trie.value(node) for node in range(len(trie) + 1)])
+
+
+@given(lists(), st.lists(st.tuples(st.integers(0, 2), st.floats(0.05, 0.95)), max_size=3))
+def test_children_of_a_branch_have_the_values_of_their_paths(lists, scored):
+    trie = merged(*lists)
+    scored = dict(scored).items()
+    for node in [ROOT, *trie.children[ROOT].values()]:
+        trie.branch(node, scored, "model")
+        for child in trie.children[node].values():
+            assert trie.values[child] == pytest.approx(trie.value(child))
 
 
 @given(lists(), st.integers(1, 12))

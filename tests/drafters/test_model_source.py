@@ -1,5 +1,7 @@
 """Levels that a scripted draft model adds to what other sources have proposed."""
 
+import pytest
+
 from specserve_drafters.calibration import Calibration
 from specserve_drafters.candidates import Candidate, Trie
 from specserve_drafters.model_source import Grown, ModelSource
@@ -8,7 +10,7 @@ from tests.drafters.test_model import Script, ask
 
 
 class EveryLevel:
-    """Runs all that there is; `values` are those that each level is said to have added."""
+    """Runs all that there is; `values` are those of each level's children, after and before."""
 
     def __init__(self):
         self.values = []
@@ -19,8 +21,8 @@ class EveryLevel:
     def next(self, reach):
         return len(reach)
 
-    def ran(self, values):
-        self.values.append(values)
+    def ran(self, values, before):
+        self.values.append((values, before))
 
 
 def test_it_goes_on_from_guesses_that_only_others_make():
@@ -35,6 +37,18 @@ def test_it_goes_on_from_guesses_that_only_others_make():
     assert sorted(script.calls[0][0].tokens) == [0, 1, 3]
     below = trie.children[trie.children[ROOT][3]]
     assert [trie.sources(node) for node in below.values()] == [["model"], ["model"]]
-    assert [len(values) for values in levels.values] == [2, 6], (
-        "what others proposed is not its own"
+    told = [(len(values), len(before)) for values, before in levels.values]
+    assert told == [(3, 1), (6, 0)], "what another had proposed was there before"
+
+
+def test_a_level_is_told_what_guesses_were_worth_before_it_agreed():
+    script, trie, levels = (
+        Script(lambda text: [0.2, 0.8, 0, 0]),
+        Trie(Calibration(), 0),
+        EveryLevel(),
     )
+    below, last = trie.merge([Candidate(1, ROOT, 0.9, "ngram"), Candidate(1, 1, 0.5, "ngram")])
+    ModelSource(script, 2, 2, 1.0).grow([Grown(ask(limit=4), trie, {})], levels)
+    (first, before), (second, later) = levels.values
+    assert before == [pytest.approx(0.9)] and later == [pytest.approx(0.45)]
+    assert first[0] == trie.value(below) > 0.9 and second[0] == trie.value(last) > 0.5

@@ -124,7 +124,7 @@ class RandomGrowth:
     def first_size(self, reach, hold, depth, seconds):
         return self.size(reach, seconds)
 
-    def add(self, values, seconds):
+    def add(self, values, seconds, before):
         pass
 
 

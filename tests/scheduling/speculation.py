@@ -158,11 +158,13 @@ class AutoEngine(Engine):
                 break
             took = self.world.draft(len(chosen))
             self.draft_costs.observe(len(chosen), 0, 1, took)
-            below = []
+            below, before = [], []
             for _, i, node in chosen:
+                before += [tries[i].value(child) for child in tries[i].children[node].values()]
                 tries[i].ask(node, "model")
-                below += [(i, child) for child in self.world.expand(tries[i], node)]
-            growth.add([tries[i].value(node) for i, node in below], took)
+                self.world.expand(tries[i], node)
+                below += [(i, child) for child in tries[i].children[node].values()]
+            growth.add([tries[i].value(node) for i, node in below], took, before)
             reach = self.reach(below, tries)
             size = growth.size([gain for gain, _, _ in reach], self.level_seconds)
             chosen = reach[:size]

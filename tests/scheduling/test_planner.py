@@ -309,6 +309,38 @@ def test_after_a_level_its_time_is_spent_and_its_guesses_count():
     assert grown.rate < more
 
 
+def test_a_guess_that_a_level_agrees_with_counts_once():
+    grown = growth([0.5, 0.6, 0.5])
+    grown.add([0.8, 0.3], 0.0, before=[0.5])
+    assert grown.rate == pytest.approx(growth([0.8, 0.6, 0.5, 0.3]).rate)
+    grown.add([0.2], 0.0, before=[0.7])
+    assert grown.rate == pytest.approx(growth([0.8, 0.6, 0.5, 0.3, 0.2]).rate), "0.7 was not there"
+
+
+VALUES = st.lists(st.floats(0, 1), max_size=12)
+
+
+@given(st.lists(st.tuples(VALUES, st.floats(0, 0.1)), max_size=5), stairs(), st.integers(1, 3))
+def test_a_growths_rate_is_that_of_the_best_number_of_all_its_guesses(levels, costs, roots):
+    grown = growth([], costs, roots)
+    for values, seconds in levels:
+        held, rate = sorted([*grown.values, *values], reverse=True), grown.rate
+        rates = [
+            (roots + gain) / (grown.spent + seconds + costs.seconds(roots + n, 0, roots))
+            for n, gain in enumerate(accumulate(held, initial=0.0))
+        ]
+        best = max(rates)
+        if abs(best - rate) > 1e-9 * rate:
+            assert grown.is_better(values, seconds) == (best > rate)
+        grown.add(values, seconds)
+        assert grown.rate == pytest.approx(best)
+        ends = [0, *(edge - roots for edge in costs.edges if roots < edge < roots + len(held))]
+        lefts = [
+            ([*held, 0.0])[n] for n in (*ends, len(held)) if rates[n] >= best * (1 - 1e-9)
+        ]  # of equally good numbers any may be taken
+        assert grown.least in lefts, "the likeliest guess that the best plan leaves out"
+
+
 def test_what_fails_is_tried_ever_more_rarely_but_always_again():
     trials, tried = Trials(first=2, last=16), []
     for step in range(80):
