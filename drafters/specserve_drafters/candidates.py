@@ -64,6 +64,7 @@ class Trie:
         self.p, self.values, self.is_settled = [1.0], [1.0], True
         self.children: list[dict[int, int]] = [{}]  # token -> node
         self.said: list[list[Said]] = [[]]
+        self.no_child: dict[tuple[str, int], Said] = {}  # see childless, by source and depth
         # By node: who was asked for its children, and the tokens that were there.
         self.asked: dict[int, list[tuple[str, frozenset[int], Said]]] = {}
 
@@ -101,14 +102,17 @@ class Trie:
         self.said.append([said])
         return node
 
-    def branch(self, node: int, scored: Iterable[tuple[int, float]], source: str) -> None:
-        """Add the children that a source was asked for, each a token and its score."""
+    def branch(self, node: int, scored: Iterable[tuple[int, float]], source: str) -> list[float]:
+        """Add the children that a source was asked for, each a token and its score; the values of
+        those that there were before.
+        """
         weigh, depth = self.judges[source].weigh, self.depths[node] + 1
         children = self.children[node]
         if not children:
             for token, p in scored:
                 self.put(node, token, weigh(p, depth))
-            return
+            return []
+        before = [self.values[child] for child in children.values()]
         for token, p in scored:
             said, child = weigh(p, depth), children.get(token)
             if child is None:
@@ -118,6 +122,7 @@ class Trie:
         value = self.values[node]
         for child in children.values():
             self.values[child] = value * self.p[child]
+        return before
 
     def agree(self, node: int, said: Said) -> None:
         """Another word on a node; a source's own second word counts only if it is the better."""
@@ -157,7 +162,11 @@ class Trie:
         ]
 
     def childless(self, source: str, depth: int) -> Said:
-        return self.judges[CHILDREN_BY + source].weigh(FINDS, depth)
+        said = self.no_child.get((source, depth))
+        if said is None:
+            judge = self.judges[CHILDREN_BY + source]
+            said = self.no_child[source, depth] = judge.weigh(FINDS, depth)
+        return said
 
     def children_by(self, source: str, node: int) -> Said:
         depth, children = self.depths[node] + 1, self.children[node]
@@ -215,7 +224,7 @@ class Trie:
         """Chosen nodes, likeliest first and each after its parent, as a draft; and the node of each
         guess. The likeliest path gets the lowest numbers.
         """
-        path, rest, end = [], [], ROOT
+        path, rest, end = [ROOT], [], ROOT
         for node in chosen:
             if self.parents[node] == end:
                 path.append(node)
@@ -223,9 +232,8 @@ class Trie:
             else:
                 rest.append(node)
         order = path + rest
-        number = {ROOT: ROOT}
-        for k, node in enumerate(order, 1):
-            number[node] = k
+        number = {node: k for k, node in enumerate(order)}
+        del order[0]
         tokens = [self.tokens[node] for node in order]
         parents = [number[self.parents[node]] for node in order]
         expanded = [self.expanded[node] for node in order]

@@ -5,9 +5,8 @@ ranked with the noise that the target will draw with.
 """
 
 from collections.abc import Sequence
-from itertools import groupby, repeat
+from itertools import repeat
 from math import exp
-from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from specserve_drafters import base
@@ -69,12 +68,11 @@ class ModelSource:
         rows: list[Place] = [(chosen[i], ROOT) for i in ready]
         run = dict.fromkeys(chosen, 0)  # nodes that the draft model has run
         for depth in range(1, self.max_depth + 1):
-            before = values(children(rows, grown), grown)
-            if rows:
-                self.branch(rows, grown, logits)
+            before = self.branch(rows, grown, logits) if rows else []
             ends = children(rows, grown)
-            levels.ran(values(ends, grown), before)
-            ends = [place for place in ends if grown[place[0]].item.limit > depth]
+            values = [grown[i].trie.values[node] for i, nodes in ends.items() for node in nodes]
+            levels.ran(values, before)
+            ends = {i: nodes for i, nodes in ends.items() if grown[i].item.limit > depth}
             if not ends or depth == self.max_depth:
                 return
             rows = self.best(ends, grown, levels, run)
@@ -82,12 +80,16 @@ class ModelSource:
                 return
             rows, logits = self.expand(rows, grown, run)
 
-    def branch(self, rows: Sequence[Place], grown: Sequence[Grown], logits: "Tensor") -> None:
-        """Add the likeliest children of every node that was run; logits [rows, V]."""
+    def branch(
+        self, rows: Sequence[Place], grown: Sequence[Grown], logits: "Tensor"
+    ) -> list[float]:
+        """Add the likeliest children of every node that was run; the values of children that there
+        were before. logits [rows, V].
+        """
         k = min(self.width, logits.shape[1])
         items = [grown[i].item for i, _ in rows]
-        depths = [grown[i].trie.depths[node] for i, node in rows]
-        index = [len(item.known) + depth for item, depth in zip(items, depths, strict=True)]
+        index = [len(grown[i].item.known) + grown[i].trie.depths[node] for i, node in rows]
+        before: list[float] = []
         ids, weights = self.executor.ops.top_children(logits, coupling(items, index), k, self.tau)
         for (i, node), tokens, scores in zip(rows, ids.tolist(), weights.tolist(), strict=True):
             _, trie, proposed = grown[i]
@@ -95,16 +97,20 @@ class ModelSource:
             trie.ask(node, self.name)
             scored = zip(tokens, map(exp, scores), strict=True)
             likely = [(token, p) for token, p in scored if p >= least]
-            trie.branch(node, likely, self.name)
+            before += trie.branch(node, likely, self.name)
             proposed[self.name] = proposed.get(self.name, 0) + len(likely)
+        return before
 
     def best(
-        self, ends: Sequence[Place], grown: Sequence[Grown], levels: Levels, run: dict[int, int]
+        self,
+        ends: dict[int, list[int]],
+        grown: Sequence[Grown],
+        levels: Levels,
+        run: dict[int, int],
     ) -> list[Place]:
         """The nodes that the next level runs."""
         fit = []
-        for i, places in groupby(ends, key=itemgetter(0)):
-            nodes = [node for _, node in places]
+        for i, nodes in ends.items():
             reach = grown[i].trie.reaches(nodes, self.name)
             ranked = sorted(zip(reach, repeat(i), nodes), reverse=True)
             fit += ranked[: min(self.width, MAX_NODES - run[i])]
@@ -134,10 +140,11 @@ class ModelSource:
         return ran, logits
 
 
-def children(rows: Sequence[Place], grown: Sequence[Grown]) -> list[Place]:
-    """Those of nodes that were run, whichever source has proposed them."""
-    return [(i, child) for i, node in rows for child in grown[i].trie.children[node].values()]
-
-
-def values(places: Sequence[Place], grown: Sequence[Grown]) -> list[float]:
-    return [grown[i].trie.values[node] for i, node in places]
+def children(rows: Sequence[Place], grown: Sequence[Grown]) -> dict[int, list[int]]:
+    """Those of nodes that were run, whichever source has proposed them, by request."""
+    found: dict[int, list[int]] = {}
+    for i, node in rows:
+        below = grown[i].trie.children[node].values()
+        if below:
+            found.setdefault(i, []).extend(below)
+    return found

@@ -100,8 +100,8 @@ class StepCosts:
             return 0.0
         per_token, per_request = self.added
         by_edge = self.least_by_edge if is_hopeful else self.by_edge
-        known = by_edge[self.stair(rows)] + per_token * context + per_request * requests
-        return known * self.slowdown
+        place = self.places[rows] if rows < len(self.places) else -1
+        return (by_edge[place] + per_token * context + per_request * requests) * self.slowdown
 
     def is_known(self, rows: int) -> bool:
         return self.stairs[self.edges[self.stair(rows)]].estimate > 0
@@ -122,8 +122,8 @@ class StepCosts:
                 self.compare(seconds * self.slowdown / self.seconds(rows, context, requests))
             quiet = seconds / self.slowdown
             if stair.estimate:
-                expected = self.seconds(rows, context, requests) / self.slowdown
-                self.fit(quiet > expected, context, requests, quiet)
+                is_slow = seconds > self.seconds(rows, context, requests)
+                self.fit(is_slow, context, requests, quiet)
             added = self.added[0] * context + self.added[1] * requests
             stair.last = self.num_steps
             if stair.add(max(quiet - added, LEAST_SHARE * quiet)):
@@ -147,6 +147,8 @@ class StepCosts:
         """
         self.ratios.append(ratio)
         self.slowdown = max(1.0, min(self.ratios)) if len(self.ratios) == RECENT else 1.0
+        if ratio >= TOO_HIGH:
+            return
         latest = [*self.ratios][-KNOWN:]
         if len(latest) == KNOWN and max(latest) < TOO_HIGH:
             for stair in self.stairs.values():

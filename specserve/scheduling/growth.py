@@ -39,8 +39,8 @@ class Growth:
     def place(self, num: int) -> int:
         """Of the right edge that so many guesses reach; its seconds are known then."""
         place = min(bisect_left(self.sizes, num), len(self.sizes) - 1)
-        for size in self.sizes[len(self.takes) : place + 1]:
-            self.takes.append(self.target(self.step.rows + size))
+        while len(self.takes) <= place:
+            self.takes.append(self.target(self.step.rows + self.sizes[len(self.takes)]))
         return place
 
     def tokens(self, values: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -53,30 +53,33 @@ class Growth:
         found.append(gains[-1])
         return found, self.takes[: place + 1]
 
-    def rates(self, values: Sequence[float], spent: float) -> list[float]:
-        tokens, takes = self.tokens(values)
-        return [t / (spent + s) for t, s in zip(tokens, takes, strict=True)]
-
     def look(self) -> None:
         """Find the best plan of the candidates that there are."""
-        rates = self.rates(self.values, self.spent)
+        (tokens, takes), spent = self.tokens(self.values), self.spent
+        rates = [t / (spent + s) for t, s in zip(tokens, takes, strict=True)]
         self.rate = max(rates)
-        self.best = rates.index(self.rate)
-        rest = len(self.values) - self.sizes[self.best] if self.best < len(rates) - 1 else 0
-        self.least = self.values[rest - 1] if rest > 0 else 0.0  # of a guess: lower ones are left
+        best = rates.index(self.rate)
+        self.expected = tokens[best]  # of the best plan, the prompts' worth included
+        self.best = self.sizes[best] if best < len(rates) - 1 else len(self.values)
+        rest = len(self.values) - self.best
+        self.least = self.values[rest - 1] if rest else 0.0  # of a guess: lower ones are left
 
     def is_better(self, more: Sequence[float], seconds: float) -> bool:
         """Whether the rate is higher with further candidates, in a step that takes no longer than
         allowed. Mostly that is seen from the best plan with them added, and that it is not from the
         time of the target without any guess.
         """
-        spent = self.spent + seconds
+        spent, gain = self.spent + seconds, sum(more)
         if spent + self.takes[0] > self.allowed:
             return False
-        most = self.step.num_roots + sum(self.values) + sum(more) + self.worth
+        place = self.place(self.best + len(more))
+        if self.expected + gain > self.rate * (spent + self.takes[place]):
+            return True
+        most = self.step.num_roots + sum(self.values) + gain + self.worth
         if most <= self.rate * (spent + self.takes[0]):
             return False
-        return max(self.rates(sorted([*self.values, *more]), spent)) > self.rate
+        tokens, takes = self.tokens(sorted([*self.values, *more]))
+        return any(t > self.rate * (spent + s) for t, s in zip(tokens, takes, strict=True))
 
     def size(self, reach: Sequence[float], seconds: Callable[[int], float]) -> int:
         """How many nodes to run, the best first; 0 if the level is not worth its time.
