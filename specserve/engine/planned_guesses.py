@@ -1,6 +1,6 @@
 """Guesses of all sources in one tree a request, as many as raise the expected tokens a second."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 
 import msgspec
@@ -38,10 +38,12 @@ class Root(msgspec.Struct, eq=False):
     item: DraftItem
     ask: Ask
     proposed: dict[str, int]  # by source
-    turn: Turn
+    turn: Turn | None  # None: only the draft model is asked
+    model_turn: Turn | None  # None: the draft model is not
     nodes: list[int] = []
     is_tried: bool = False  # the draft model was run for it as a trial
-    saved: float | None = None  # seconds by its guesses; None while the draft model catches up
+    saved: float | None = None  # seconds by guesses that others than the draft model made, too
+    saved_by_model: float | None = None  # and by others; None while the draft model catches up
 
     @property
     def trie(self) -> Trie:
@@ -71,7 +73,8 @@ class PlannedGuesses:
         self.names = (*(s.name for s in sources), *([model.name] if model else []))
         self.ledger = Ledger(self.names, user_code.stats)
         self.planner = Planner(scheduler.costs)
-        self.calibration, self.turns = Calibration(), Turns()
+        self.calibration = Calibration()
+        self.turns, self.model_turns = Turns(), Turns()  # of planning what sources say; of levels
         self.trials = Trials(last=LAST_TRIAL)
         self.paces = {source.name: Pace() for source in sources}
         self.lately: dict[int, float] = {}  # by request: guesses verified a step
@@ -87,6 +90,7 @@ class PlannedGuesses:
         self.tried: set[str] = set()  # sources that were asked although they are late
         self.saved_by_guess = self.row_seconds = 0.0  # of an accepted guess, and of each
         self.making = 0.0  # seconds of making guesses and of learning from them
+        self.growing = 0.0  # those of the draft model's levels among them
         self.catching_up = 0.0  # seconds of the draft model that are not charged to the step
 
     def draft(self, scheduled: Sequence[ScheduledRequest]) -> None:
@@ -94,8 +98,9 @@ class PlannedGuesses:
         if asked_before:
             self.settle()
         self.plan = None
-        self.turns.next_step()
-        due = [s for s in scheduled if s.draft_limit and self.turns.is_due(s.request.id)]
+        for turns in (self.turns, self.model_turns):
+            turns.next_step()
+        due = [s for s in scheduled if s.draft_limit and self.is_due(s.request.id)]
         if self.draft_model is not None and (due or asked_before):
             self.draft_model.lend([s.request for s in due])
         if not due:
@@ -106,14 +111,19 @@ class PlannedGuesses:
         self.make([*self.roots.values()])
         self.making = perf_counter() - start - self.catching_up
 
+    def is_due(self, id: int) -> bool:
+        return self.turns.is_due(id) or (self.model is not None and self.model_turns.is_due(id))
+
     def make(self, roots: Sequence[Root]) -> None:
         """Ask the sources, and choose what is verified."""
         self.note_targets(roots)
-        self.catching_up, spent = 0.0, 0.0
+        self.growing, self.catching_up, spent = 0.0, 0.0, 0.0
         try:
+            asked = [root for root in roots if root.turn is not None]
             for source in self.sources:
-                spent += self.ask(source, [root for root in roots if root.may_ask(source.name)])
-            spent += self.grow([root for root in roots if root.may_ask("model")])
+                spent += self.ask(source, [root for root in asked if root.may_ask(source.name)])
+            growing = [root for root in roots if root.model_turn and root.may_ask("model")]
+            spent += self.grow(growing)
         finally:
             if self.draft_model is not None:
                 self.draft_model.take_back()
@@ -131,23 +141,36 @@ class PlannedGuesses:
                 self.trials.worked(name)
                 self.paces[name] = Pace()
         self.taken, self.saved, self.might_save, self.tried = {}, {}, {}, set()
-        self.turn(self.roots.values())
+        if self.plan is not None and self.saved_by_guess:
+            others = [(r.turn, r.saved) for r in self.roots.values() if r.turn]
+            model = [(r.model_turn, r.saved_by_model) for r in self.roots.values() if r.model_turn]
+            growing = self.growing if others else self.making
+            self.turn(self.turns, others, self.making - growing, 0.0)
+            self.turn(self.model_turns, model, growing, self.catching_up)
         self.roots = {}
 
-    def turn(self, roots: Iterable[Root]) -> None:
-        """Note what making guesses has saved of each request's part of the step's time."""
-        if self.plan is None or not self.saved_by_guess:
+    def turn(
+        self,
+        turns: Turns,
+        asked: Sequence[tuple[Turn, float | None]],
+        seconds: float,
+        lost: float,
+    ) -> None:
+        """Note what guesses have saved of each request's part of the step's time. Making them took
+        so many seconds, and the step has lost some more.
+        """
+        if not asked:
             return
-        part, taken = self.saved_by_guess, self.making / len(self.roots)
-        saved, more = list[tuple[Turn, float]](), self.catching_up / part
-        for root in roots:
-            usual = taken if root.turn.pays else COLD * taken
+        part, taken = self.saved_by_guess, seconds / len(asked)
+        saved, more = list[tuple[Turn, float]](), lost / part
+        for turn, gained in asked:
+            usual = taken if turn.pays else COLD * taken
             more += (taken - usual) / part
-            if root.saved is None:
+            if gained is None:
                 more += usual / part
             else:
-                saved.append((root.turn, (root.saved - usual) / part))
-        self.turns.add(saved, self.step.num_roots, more)
+                saved.append((turn, (gained - usual) / part))
+        turns.add(saved, self.step.num_roots, more)
 
     def root(self, scheduled: ScheduledRequest, num_roots: int) -> Root:
         """What sources see of a root. They are asked for the guesses that are likely to be
@@ -159,8 +182,11 @@ class PlannedGuesses:
         limit = min(scheduled.draft_limit, depth, max(lately, LEAST_ASKED // num_roots))
         trie = Trie(self.calibration, request.id)
         ask = Ask(trie, scheduled.draft_limit, max_depth=depth)
-        turn = self.turns.of(request.id)
-        return Root(scheduled, draft_item(scheduled, limit), ask, {}, turn)
+        id, may_grow = request.id, self.model is not None and request.num_output > 0
+        turn = self.turns.of(id) if self.turns.is_due(id) else None
+        is_grown = may_grow and self.model_turns.is_due(id)
+        model_turn = self.model_turns.of(id) if is_grown else None
+        return Root(scheduled, draft_item(scheduled, limit), ask, {}, turn, model_turn)
 
     def note_targets(self, roots: Sequence[Root]) -> None:
         """Note how far requests are behind their targets: those of the most urgent priority that
@@ -208,7 +234,6 @@ class PlannedGuesses:
 
     def grow(self, roots: Sequence[Root]) -> float:
         """Let the draft model add what is worth its time; the seconds to charge for it."""
-        roots = [root for root in roots if root.scheduled.request.num_output > 0]
         if self.model is None or self.draft_model is None or not roots:
             return 0.0
         start = perf_counter()
@@ -226,7 +251,9 @@ class PlannedGuesses:
         for root in roots:
             root.is_tried = root.item.id in levels.tried
         self.catching_up = levels.catching_up_took
-        self.ledger.took("model", perf_counter() - start)
+        taken = perf_counter() - start
+        self.growing = taken - self.catching_up
+        self.ledger.took("model", taken)
         return growth.spent
 
     def cut(self, roots: Sequence[Root], plan: Plan) -> None:
@@ -257,18 +284,16 @@ class PlannedGuesses:
             return Told()
         start = perf_counter()
         root.trie.observe(tokens)
-        self.note_use(root, tokens, len(accepted))
+        self.note_use(root, tokens)
         told = self.count(root, accepted)
         self.making += perf_counter() - start
         return told
 
-    def note_use(self, root: Root, tokens: Sequence[int], num_accepted: int) -> None:
+    def note_use(self, root: Root, tokens: Sequence[int]) -> None:
         """Note what the step has shown of the use of guessing for the request."""
         id, size = root.item.id, len(root.scheduled.draft)
         self.lately[id] = lately = self.lately.get(id, 0.0)
         self.lately[id] += LATELY * (size - lately)
-        if self.draft_model is None or not self.draft_model.is_catching_up(root.scheduled):
-            root.saved = num_accepted * self.saved_by_guess - size * self.row_seconds
         trie = root.trie
         right = trie.children[ROOT].get(tokens[0])
         if right is None:
@@ -285,6 +310,7 @@ class PlannedGuesses:
         sources = [root.trie.sources(node) for node in root.nodes[: len(draft)]]
         guesses = DraftSources(draft, sources, root.proposed)
         told = self.ledger.enter(guesses, accepted, request.sampling.return_speculation_details)
+        self.note_savings(root, [names == ["model"] for names in sources], accepted)
         for name, counts in told.sources.items():
             self.saved[name] = self.saved.get(name, 0.0) + counts.accepted * self.saved_by_guess
         if draft.tokens:
@@ -292,9 +318,21 @@ class PlannedGuesses:
                 self.user_code.tell(source, "observe", root.item.id, draft, accepted)
         return told
 
+    def note_savings(self, root: Root, is_models: Sequence[bool], accepted: Sequence[int]) -> None:
+        """Note what the draft's guesses have saved: those of the draft model alone, and others."""
+        by_model = sum(is_models[node - 1] for node in accepted), sum(is_models)
+        by_others = len(accepted) - by_model[0], len(is_models) - by_model[1]
+        saved, each, row = [], self.saved_by_guess, self.row_seconds
+        for num_accepted, number in (by_others, by_model):
+            saved.append(num_accepted * each - number * row)
+        root.saved, by_model_alone = saved
+        if self.draft_model is None or not self.draft_model.is_catching_up(root.scheduled):
+            root.saved_by_model = by_model_alone
+
     def forget(self, id: int) -> None:
         self.calibration.forget(id)
         self.turns.forget(id)
+        self.model_turns.forget(id)
         self.lately.pop(id, None)
         for source in self.sources:
             self.user_code.tell(source, "forget", id)
@@ -308,7 +346,8 @@ class PlannedGuesses:
 
     def reset(self) -> None:
         self.planner = Planner(self.scheduler.costs)
-        self.calibration, self.turns = Calibration(), Turns()
+        self.calibration = Calibration()
+        self.turns, self.model_turns = Turns(), Turns()
         self.trials = Trials(last=LAST_TRIAL)
         self.roots, self.last = {}, None
         self.paces = {name: Pace() for name in self.paces}
