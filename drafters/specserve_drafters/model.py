@@ -113,15 +113,14 @@ class ModelDrafter:
 
 def coupling(items: Sequence[base.DraftItem], index: list[int]) -> "SampleParams":
     """The temperature and the noise with which the target will draw the token at each index."""
+    from specserve_kernels import SampleParams
+
+    params = SampleParams.greedy(len(items))
+    if not any([item.temperature for item in items]):
+        return params
     import numpy as np
     import torch
 
-    from specserve_kernels import SampleParams
-
-    n = len(items)
-    params = SampleParams.greedy(n)
-    if not any(item.temperature for item in items):
-        return params
     temperature = np.array([item.temperature for item in items], dtype=np.float32)
     seeds = np.array([item.seed for item in items], dtype=np.int64)
     return params._replace(

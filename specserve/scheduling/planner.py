@@ -177,8 +177,9 @@ def best_of(
     if step.prompt_rows and step.num_roots:
         worth = worth_of_prompts(seconds(step.rows) - roots, tokens, takes)
     allowed = step.allowed_with_guesses(roots)
-    fits = [i for i, size in enumerate(sizes) if size == 0 or takes[i] <= allowed]
-    best = max(fits, key=lambda i: (tokens[i] + worth) / takes[i])
+    each = zip(sizes, tokens, takes, strict=True)
+    rates = [(t + worth) / s if s <= allowed or size == 0 else 0.0 for size, t, s in each]
+    best = rates.index(max(rates))
     return Size(sizes[best], takes[best], tokens[best] / takes[best])
 
 
