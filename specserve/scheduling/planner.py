@@ -177,9 +177,9 @@ def best_of(
     if step.prompt_rows and step.num_roots:
         worth = worth_of_prompts(seconds(step.rows) - roots, tokens, takes)
     allowed = step.allowed_with_guesses(roots)
-    each = zip(sizes, tokens, takes, strict=True)
-    rates = [(t + worth) / s if s <= allowed or size == 0 else 0.0 for size, t, s in each]
-    best = rates.index(max(rates))
+    each = zip(tokens, takes, strict=True)
+    rates = [(t + worth) / s if s <= allowed else 0.0 for t, s in each]
+    best = rates.index(max(rates))  # no guess, if nothing is allowed
     return Size(sizes[best], takes[best], tokens[best] / takes[best])
 
 
