@@ -8,6 +8,7 @@ import numpy as np
 
 from specserve import LLM
 from specserve.engine.planned_guesses import PlannedGuesses
+from specserve.engine.turns import Turns
 from specserve.scheduling.cost import StepCosts
 from specserve_bench.local import Local
 from specserve_bench.report import ratio_words
@@ -55,6 +56,13 @@ class NoCosts(RowCosts):
 
     def seconds(self, rows: int, context: int, requests: int, is_hopeful: bool = False) -> float:
         return 0.0
+
+
+class EveryTurn(Turns):
+    """Guesses are made in every step, however long making them takes."""
+
+    def is_due(self, id: int) -> bool:
+        return True
 
 
 def merged_figures() -> dict[str, Any]:
@@ -113,6 +121,7 @@ def one_round(llm: LLM, asked: Workload, price: float = 0.0) -> Tree:
     guesses = llm.engine.guesses
     if isinstance(guesses, PlannedGuesses) and guesses.draft_model is not None:
         guesses.planner.costs, guesses.draft_model.costs = RowCosts(price), NoCosts(0.0)
+        guesses.turns = guesses.model_turns = EveryTurn()
     told = Local(llm, is_warm=True).run(asked, Load(concurrency=1)).speculation
     assert told is not None and told.steps, "an engine of this process tells of its steps"
     return Tree(told.drafted / told.steps, told.tokens / told.steps)
