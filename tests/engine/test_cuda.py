@@ -15,6 +15,7 @@ from specserve.exchange.sampling_params import Sampling
 from specserve.memory import BlockPool, BlockTable
 from specserve.models.loader import load_decoder
 from specserve_kernels import DeviceError, cpu
+from specserve_kernels.cuda import ops as cuda_ops
 from specserve_kernels.cuda import paged
 from specserve_kernels.cuda.graphs import GraphProgram
 from specserve_kernels.quantize import quantize
@@ -206,6 +207,7 @@ def test_a_load_runs_what_a_later_step_would_compile_and_tells_who_attends(model
     for name in ("attention", "move_kv", "sample", "top_children"):
         monkeypatch.setattr(interpreted, name, counting(calls, name, getattr(interpreted, name)))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(cuda_ops, "SIZES", (1, 4))
     masks = []
     plan = interpreted.plan
     monkeypatch.setattr(
