@@ -11,9 +11,8 @@ from specserve.engine.kept_costs import KeptCosts, costs_file
 from specserve.engine.loading import Model, Progress, Weights, load_weights
 from specserve.engine.planned_guesses import PlannedGuesses
 from specserve.engine.pool_plan import build_pool, pool_words
-from specserve.engine.source import Source, UserSource
+from specserve.engine.source import Source, UserCode, UserSource
 from specserve.engine.tuning import model_key, tune
-from specserve.engine.user_code import UserCode
 from specserve.errors import ConfigError
 from specserve.models.decoder import Decoder
 from specserve.phases import Phases

@@ -7,7 +7,7 @@ from typing import Protocol
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.ledger import DraftSources, Ledger, Told
 from specserve.engine.runner import KVLost
-from specserve.engine.user_code import UserCode
+from specserve.engine.source import UserCode
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.scheduling import ScheduledRequest, Scheduler
 from specserve_drafters import Draft, Drafter, DraftItem

@@ -10,14 +10,13 @@ from specserve.engine.guesses import draft_item
 from specserve.engine.ledger import DraftSources, Ledger, Told
 from specserve.engine.levels import KEY, Levels
 from specserve.engine.runner import KVLost
-from specserve.engine.source import Pace, Source
+from specserve.engine.source import Pace, Source, UserCode
 from specserve.engine.state import calibration_state, plan_state
 from specserve.engine.turns import Turn, Turns
-from specserve.engine.user_code import UserCode
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
+from specserve.scheduling.cost import Step
 from specserve.scheduling.planner import Ask, Plan, Planner, tokens_behind
-from specserve.scheduling.step import Step
 from specserve.scheduling.trials import Trials
 from specserve_drafters import DraftItem
 from specserve_drafters.calibration import Calibration

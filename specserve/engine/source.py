@@ -1,15 +1,21 @@
-"""A source of guesses as the engine asks it: checked, timed, and left out where it is too slow."""
+"""A source of guesses as the engine asks it: checked, timed, and left out where it is too slow.
+What a user's drafter raises costs guesses, and never any text.
+"""
 
+import logging
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from specserve.engine.user_code import tell
+from specserve.exchange.step_output import Stats
 from specserve_drafters import Draft, DraftItem
 from specserve_drafters.candidates import Candidate, checked, of_draft
 
 RATE = 1 / 16  # of a step in what a source has lately taken and saved
 FREE = 0.02  # of a step's time, which a source may take whatever it saves
 FIRST = 8  # steps that show nothing yet
+
+log = logging.getLogger("specserve")
 
 
 class Source(Protocol):
@@ -63,3 +69,32 @@ class Pace:
 
     def is_late(self, step_seconds: float) -> bool:
         return self.num_steps > FIRST and self.taken > max(self.saved, FREE * step_seconds)
+
+
+def tell(drafter: object, what: str, *args: object) -> None:
+    """Call a method of a drafter, if it has it; it may raise anything."""
+    method = getattr(drafter, what, None)  # optional in a drafter
+    if method is not None:
+        method(*args)
+
+
+class UserCode:
+    """Counts and logs what drafters raise."""
+
+    def __init__(self, stats: Stats) -> None:
+        self.stats = stats
+
+    def tell(self, drafter: object, what: str, *args: object) -> None:
+        """Call a method of a drafter, if it has it."""
+        try:
+            tell(drafter, what, *args)
+        except BaseException:  # the rest of the commit has to be done
+            self.failed(what)
+
+    def failed(self, where: str) -> None:
+        """Count the exception that is being handled, and log it, the first with its traceback."""
+        self.stats.drafter_errors += 1
+        count = self.stats.drafter_errors
+        if count & (count - 1) == 0:  # 1, 2, 4, ...: failures in every step must not fill the log
+            message = "the drafter failed in %s (%s), %d times so far; the text does not change"
+            log.error(message, where, sys.exception(), count, exc_info=count == 1)

@@ -3,9 +3,8 @@
 import msgspec
 
 from specserve.exchange.speculation_state import CostState, GuessKind, PlanState, RowCost
-from specserve.scheduling.cost import StepCosts
+from specserve.scheduling.cost import Step, StepCosts
 from specserve.scheduling.planner import Plan
-from specserve.scheduling.step import Step
 from specserve_drafters.calibration import Calibration
 
 

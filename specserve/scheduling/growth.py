@@ -4,8 +4,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-from specserve.scheduling.cost import StepCosts
-from specserve.scheduling.step import Step, worth_of_prompts
+from specserve.scheduling.cost import Step, StepCosts, worth_of_prompts
 
 
 class Growth:

@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from specserve.scheduling.cost import StepCosts
+from specserve.scheduling.cost import Step, StepCosts, worth_of_prompts
 from specserve.scheduling.growth import Growth
-from specserve.scheduling.step import Step, worth_of_prompts
 from specserve.scheduling.trials import Trials
 from specserve_drafters.candidates import Trie
 from specserve_drafters.tree import MAX_NODES, ROOT

@@ -8,12 +8,11 @@ from time import perf_counter
 import msgspec
 
 from specserve.memory import BlockPool
-from specserve.scheduling.cost import StepCosts
+from specserve.scheduling.cost import Step, StepCosts
 from specserve.scheduling.planner import allowed_seconds, prompt_rows
 from specserve.scheduling.queue import Places, Queue
 from specserve.scheduling.request import Request, ScheduledRequest
 from specserve.scheduling.share import prefill_rows, share
-from specserve.scheduling.step import Step
 
 FADE = 0.9  # a step, of what making guesses took
 PRESSED = 3.0  # times what its prompt takes: a request with no more time left may miss its target

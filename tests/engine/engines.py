@@ -13,8 +13,8 @@ from specserve.config import load_config
 from specserve.engine.build import assemble
 from specserve.engine.guesses import FixedGuesses
 from specserve.engine.planned_guesses import PlannedGuesses
+from specserve.engine.source import UserCode
 from specserve.engine.step_input import build_step_input
-from specserve.engine.user_code import UserCode
 from specserve.exchange.sampling_params import Sampling, choices_of
 from specserve.memory import PendingUpdates
 from specserve.models.loader import load_decoder

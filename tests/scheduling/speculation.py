@@ -2,9 +2,8 @@
 
 from random import Random
 
-from specserve.scheduling.cost import StepCosts
+from specserve.scheduling.cost import Step, StepCosts
 from specserve.scheduling.planner import Ask, Planner, choose
-from specserve.scheduling.step import Step
 from specserve.scheduling.trials import Trials
 from specserve_drafters.calibration import Calibration
 from specserve_drafters.candidates import Trie

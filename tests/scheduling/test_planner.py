@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.scheduling.cost import KNOWN, StepCosts
+from specserve.scheduling.cost import KNOWN, Step, StepCosts
 from specserve.scheduling.growth import Growth
 from specserve.scheduling.planner import (
     LEAST_CHUNK,
@@ -17,7 +17,6 @@ from specserve.scheduling.planner import (
     prompt_rows,
     tokens_behind,
 )
-from specserve.scheduling.step import Step
 from specserve.scheduling.trials import Trials
 from specserve_drafters import ROOT
 from specserve_drafters.calibration import Calibration
