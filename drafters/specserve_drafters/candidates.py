@@ -180,14 +180,6 @@ class Trie:
         there = frozenset(self.children[node])
         self.asked.setdefault(node, []).append((source, there, self.children_by(source, node)))
 
-    def value(self, node: int) -> float:
-        """The probability of a node's whole path."""
-        value = 1.0
-        while node != ROOT:
-            value *= self.p[node]
-            node = self.parents[node]
-        return value
-
     def sources(self, node: int) -> list[str]:
         return [judge.source for judge, _, _, _ in self.said[node]]
 

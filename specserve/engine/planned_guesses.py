@@ -99,19 +99,25 @@ class PlannedGuesses:
         self.plan = None
         for turns in (self.turns, self.model_turns):
             turns.next_step()
-        due = [s for s in scheduled if s.draft_limit and self.is_due(s.request.id)]
+        due = [(s, *self.asked(s.request)) for s in scheduled if s.draft_limit]
+        due = [(s, turn, of_model) for s, turn, of_model in due if turn or of_model]
         if self.draft_model is not None and (due or asked_before):
-            self.draft_model.lend([s.request for s in due])
+            self.draft_model.lend([s.request for s, _, _ in due])
         if not due:
             return
         start = perf_counter()
         self.step, self.passed = self.scheduler.step, self.turns.passed()
-        self.roots = {s.request.id: self.root(s, len(due)) for s in due}
+        self.roots = {s.request.id: self.root(s, len(due), *turns) for s, *turns in due}
         self.make([*self.roots.values()])
         self.making = perf_counter() - start - self.catching_up
 
-    def is_due(self, id: int) -> bool:
-        return self.turns.is_due(id) or (self.model is not None and self.model_turns.is_due(id))
+    def asked(self, request: Request) -> tuple[Turn | None, Turn | None]:
+        """The request's turns in this step: of other sources than the draft model, and of that."""
+        id, may_grow = request.id, self.model is not None and request.num_output > 0
+        may_grow = may_grow and request.sampling.speculation.allows("model")
+        turn = self.turns.of(id) if self.turns.is_due(id) else None
+        is_grown = may_grow and self.model_turns.is_due(id)
+        return turn, self.model_turns.of(id) if is_grown else None
 
     def make(self, roots: Sequence[Root]) -> None:
         """Ask the sources, and choose what is verified."""
@@ -121,8 +127,7 @@ class PlannedGuesses:
             asked = [root for root in roots if root.turn is not None]
             for source in self.sources:
                 spent += self.ask(source, [root for root in asked if root.may_ask(source.name)])
-            growing = [root for root in roots if root.model_turn and root.may_ask("model")]
-            spent += self.grow(growing)
+            spent += self.grow([root for root in roots if root.model_turn is not None])
         finally:
             if self.draft_model is not None:
                 self.draft_model.take_back()
@@ -171,7 +176,13 @@ class PlannedGuesses:
                 saved.append((turn, (gained - usual) / part))
         turns.add(saved, self.step.num_roots, more)
 
-    def root(self, scheduled: ScheduledRequest, num_roots: int) -> Root:
+    def root(
+        self,
+        scheduled: ScheduledRequest,
+        num_roots: int,
+        turn: Turn | None,
+        model_turn: Turn | None,
+    ) -> Root:
         """What sources see of a root. They are asked for the guesses that are likely to be
         verified, and as many more.
         """
@@ -181,10 +192,6 @@ class PlannedGuesses:
         limit = min(scheduled.draft_limit, depth, max(lately, LEAST_ASKED // num_roots))
         trie = Trie(self.calibration, request.id)
         ask = Ask(trie, scheduled.draft_limit, max_depth=depth)
-        id, may_grow = request.id, self.model is not None and request.num_output > 0
-        turn = self.turns.of(id) if self.turns.is_due(id) else None
-        is_grown = may_grow and self.model_turns.is_due(id)
-        model_turn = self.model_turns.of(id) if is_grown else None
         return Root(scheduled, draft_item(scheduled, limit), ask, {}, turn, model_turn)
 
     def note_targets(self, roots: Sequence[Root]) -> None:

@@ -10,6 +10,7 @@ from specserve.scheduling.planner import Ask, likeliest, most_urgent
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.calibration import LEAST, UNSCORED, WORTH, Calibration
 from specserve_drafters.candidates import Candidate, Trie, checked, of_draft
+from tests.drafters.paths import path_value
 
 
 def chain(source, p, *tokens):
@@ -92,7 +93,7 @@ def test_ranked_guesses_are_those_that_urgency_finds_where_nobody_is_behind(requ
 @given(lists())
 def test_settled_values_are_those_of_whole_paths(lists):
     trie = merged(*lists)
-    assert trie.settle() == pytest.approx([trie.value(node) for node in range(len(trie) + 1)])
+    assert trie.settle() == pytest.approx([path_value(trie, node) for node in range(len(trie) + 1)])
 
 
 @given(lists(), st.lists(st.tuples(st.integers(0, 2), st.floats(0.05, 0.95)), max_size=3))
@@ -102,7 +103,7 @@ def test_children_of_a_branch_have_the_values_of_their_paths(lists, scored):
     for node in [ROOT, *trie.children[ROOT].values()]:
         trie.branch(node, scored, "model")
         for child in trie.children[node].values():
-            assert trie.values[child] == pytest.approx(trie.value(child))
+            assert trie.values[child] == pytest.approx(path_value(trie, child))
 
 
 @given(lists(), st.integers(1, 12))
@@ -144,7 +145,7 @@ def test_a_source_may_continue_where_another_ended():
     trie = merged(chain("a", 0.6, 5, 6))
     nodes = trie.merge(chain("b", 0.5, 7, 8), below=2)
     assert [trie.parents[node] for node in nodes] == [2, 3]
-    assert trie.value(nodes[1]) == pytest.approx(0.6**2 * 0.5**2)
+    assert path_value(trie, nodes[1]) == pytest.approx(0.6**2 * 0.5**2)
 
 
 def test_a_guess_keeps_the_number_that_the_draft_model_gave_it():

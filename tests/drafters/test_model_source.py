@@ -6,6 +6,7 @@ from specserve_drafters.calibration import Calibration
 from specserve_drafters.candidates import Candidate, Trie
 from specserve_drafters.model_source import Grown, ModelSource
 from specserve_drafters.tree import ROOT
+from tests.drafters.paths import path_value
 from tests.drafters.test_model import Script, ask
 
 
@@ -51,4 +52,4 @@ def test_a_level_is_told_what_guesses_were_worth_before_it_agreed():
     ModelSource(script, 2, 2, 1.0).grow([Grown(ask(limit=4), trie, {})], levels)
     (first, before), (second, later) = levels.values
     assert before == [pytest.approx(0.9)] and later == [pytest.approx(0.45)]
-    assert first[0] == trie.value(below) > 0.9 and second[0] == trie.value(last) > 0.5
+    assert first[0] == path_value(trie, below) > 0.9 and second[0] == path_value(trie, last) > 0.5

@@ -1,5 +1,7 @@
 """The engine with several sources and the planner: what the promise cannot see."""
 
+from collections import Counter
+
 import pytest
 
 from specserve.engine import source as sources_of_guesses
@@ -97,6 +99,32 @@ def test_a_draft_model_that_fails_costs_its_own_guesses_only(target, what):
     (request,) = Watch(engine).run([case])
     assert request.token_ids.tolist() == truth
     assert engine.stats.drafter_errors > 0 and sum(engine.stats.sources["good"].accepted) > 10
+
+
+def test_levels_that_do_not_pay_stop_no_other_source(target, other, clock):
+    case = Case(PROMPT, greedy(200))
+    (truth,) = plain(target, [case])
+    engine, asked = engine_for(target, other, "auto", max_nodes=16), Counter()
+    model = engine.guesses.model
+    engine.guesses = planned(engine, source := Next("good", truth), model=model)
+    grow, candidates = model.grow, source.candidates
+
+    def slow(grown, levels):
+        asked["model"] += 1
+        clock.now += 3 * STEP
+        grow(grown, levels)
+
+    def counted(items):
+        asked["good"] += 1
+        return candidates(items)
+
+    model.grow, source.candidates = slow, counted
+    (request,) = Watch(engine).run([case])
+    assert request.token_ids.tolist() == truth
+    assert engine.stats.num_steps < 120
+    assert (
+        asked["model"] < 0.2 * engine.stats.num_steps < 0.9 * engine.stats.num_steps < asked["good"]
+    )
 
 
 def test_a_source_that_takes_long_to_raise_is_dropped(target, clock, every_turn):

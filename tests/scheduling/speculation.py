@@ -8,6 +8,7 @@ from specserve.scheduling.trials import Trials
 from specserve_drafters.calibration import Calibration
 from specserve_drafters.candidates import Trie
 from specserve_drafters.tree import ROOT
+from tests.drafters.paths import path_value
 
 NGRAMS, WIDTH, DEPTH = (
     12,
@@ -114,7 +115,7 @@ class FixedEngine(Engine):
             frontier = []
             for trie in tries:
                 own = [node for t, node in grown if t is trie]
-                best = sorted(own, key=trie.value, reverse=True)[:WIDTH]
+                best = sorted(own, key=lambda node: path_value(trie, node), reverse=True)[:WIDTH]
                 frontier += [(trie, node) for node in best]
         free = StepCosts(1)  # all rows at one price: as many guesses as there may be
         asks = [Ask(trie, self.guesses) for trie in tries]
@@ -159,11 +160,13 @@ class AutoEngine(Engine):
             self.draft_costs.observe(len(chosen), 0, 1, took)
             below, before = [], []
             for _, i, node in chosen:
-                before += [tries[i].value(child) for child in tries[i].children[node].values()]
+                before += [
+                    path_value(tries[i], child) for child in tries[i].children[node].values()
+                ]
                 tries[i].ask(node, "model")
                 self.world.expand(tries[i], node)
                 below += [(i, child) for child in tries[i].children[node].values()]
-            growth.add([tries[i].value(node) for i, node in below], took, before)
+            growth.add([path_value(tries[i], node) for i, node in below], took, before)
             reach = self.reach(below, tries)
             size = growth.size([gain for gain, _, _ in reach], self.level_seconds)
             chosen = reach[:size]

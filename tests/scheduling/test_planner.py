@@ -21,6 +21,7 @@ from specserve.scheduling.trials import Trials
 from specserve_drafters import ROOT
 from specserve_drafters.calibration import Calibration
 from specserve_drafters.candidates import Trie
+from tests.drafters.paths import path_value
 
 
 def costs_of(seconds, most=256):
@@ -95,7 +96,7 @@ def test_no_plan_is_expected_to_be_slower_than_no_guess(tries, costs, spent, pro
     plan = plan_of(tries, costs, spent=spent, rows=rows, prompt_rows=prompts)
     none = plan_of(tries, costs, most=0, spent=spent, rows=rows, prompt_rows=prompts)
     assert plan.rate >= none.rate * (1 - 1e-9)
-    expected = sum(trie.value(n) for t, trie in enumerate(tries) for n in plan.nodes[t])
+    expected = sum(path_value(trie, n) for t, trie in enumerate(tries) for n in plan.nodes[t])
     assert plan.tokens == pytest.approx(len(tries) + expected)
     assert plan.seconds == pytest.approx(spent + costs.seconds(plan.rows, 0, len(tries)))
 
@@ -103,7 +104,7 @@ def test_no_plan_is_expected_to_be_slower_than_no_guess(tries, costs, spent, pro
 @given(tries(), stairs())
 def test_no_other_number_of_the_likeliest_guesses_has_a_higher_rate(tries, costs):
     tries = [trie_of(guesses) for guesses in tries]
-    values = sorted((t.value(n) for t in tries for n in range(1, len(t) + 1)), reverse=True)
+    values = sorted((path_value(t, n) for t in tries for n in range(1, len(t) + 1)), reverse=True)
     values = [v for v in values if v >= 1e-3]
     roots = len(tries)
     rates = [

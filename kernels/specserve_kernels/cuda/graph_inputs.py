@@ -12,7 +12,7 @@ from torch import Tensor
 from specserve_kernels.cuda import paged
 from specserve_kernels.cuda.masks import sight
 from specserve_kernels.cuda.plan import Plan, Shared
-from specserve_kernels.cuda.staging import ALIGNMENT, Staging
+from specserve_kernels.cuda.staging import ALIGNMENT, Staging, aligned
 from specserve_kernels.types import Rows
 
 NOWHERE = -1  # the slot of an unused row
@@ -117,20 +117,12 @@ class GraphInputs:
 
     def place(self, host: Array, also: Sequence[Tensor]) -> list[Tensor]:
         """Write other tensors to a pinned buffer; where they will be on the device."""
-        begin = self.also_begins
-        for x in also:
-            host[begin : begin + x.nbytes].view(x.numpy().dtype)[:] = x.numpy()
-            begin += aligned(x.nbytes)
+        begins = accumulate((aligned(x.nbytes) for x in also), initial=self.also_begins)
+        parts = [(x, slice(at, at + x.nbytes)) for x, at in zip(also, begins, strict=False)]
+        for x, at in parts:
+            value = x.numpy()
+            host[at].view(value.dtype)[:] = value
         key = tuple((x.shape, x.dtype) for x in also)
         if key not in self.also:
-            begins = accumulate((aligned(x.nbytes) for x in also), initial=self.also_begins)
-            buffer = self.staging.buffer
-            self.also[key] = [
-                buffer[at : at + x.nbytes].view(x.dtype)
-                for x, at in zip(also, begins, strict=False)
-            ]
+            self.also[key] = [self.staging.buffer[at].view(x.dtype) for x, at in parts]
         return self.also[key]
-
-
-def aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

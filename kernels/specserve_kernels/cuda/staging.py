@@ -30,7 +30,7 @@ class Staging:
         begin, total = [], 0
         for x in tensors:
             begin.append(total)
-            total += -(-x.nbytes // ALIGNMENT) * ALIGNMENT
+            total += aligned(x.nbytes)
         host = self.host(total)
         parts = [(x, slice(b, b + x.nbytes)) for x, b in zip(tensors, begin, strict=True)]
         for x, at in parts:
@@ -64,3 +64,7 @@ class Staging:
         """Bytes on the device, or pinned ones on the host."""
         pin = self.is_cuda and device is None
         return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pin)
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
