@@ -174,6 +174,29 @@ def test_a_driver_that_is_stopped_leaves_no_process_behind(number, tmp_path):
         end(process, pids)
 
 
+# An interrupt at the one place where `Popen.wait` has taken its lock, and would not give it back.
+INTERRUPTED = """
+import subprocess
+
+class Interrupted(subprocess.Popen):
+    def wait(self, timeout=None):
+        if timeout is None:
+            return super().wait()
+        self._waitpid_lock.acquire()
+        raise KeyboardInterrupt
+
+subprocess.Popen = Interrupted
+"""
+
+
+def test_an_interrupt_ends_the_driver_wherever_it_comes(tmp_path):
+    process = driver(tmp_path, {"stays": 600}, more=INTERRUPTED)
+    try:
+        assert process.wait(30) == -signal.SIGINT
+    finally:
+        end(process, [])
+
+
 def test_a_stage_ends_with_a_driver_that_is_killed(tmp_path):
     process = driver(tmp_path, {"stays": 600})
     pids = pids_of(tmp_path / "gpu-stays.json")

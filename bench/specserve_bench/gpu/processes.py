@@ -34,7 +34,7 @@ def run(
         return None
     finally:
         kill(before)
-        process.wait()
+        process.poll()  # not `wait`: an interrupted one may have left its lock taken for good
 
 
 def prctl(option: int, value: int) -> None:
