@@ -28,6 +28,14 @@ MAX_LENGTH = 16  # of a match: longer ones are equally sure
 
 MIX = (0x1B873593, 0x165667B1, 0x0CC9E2D5, 0x185EBCA7)  # odd, below 2 ** 29: sums fit 63 bits
 
+# How sure a guess is by the length of its match, roughly; calibration shifts it.
+SURE = [1 - 0.75 * 0.82 ** min(length, MAX_LENGTH) for length in range(MAX_LENGTH + MAX_NODES + 1)]
+# How often a match of that length goes on, until texts have shown it.
+LIKELY = [1 - 0.9 * 0.85**length for length in range(MAX_LENGTH + 1)]
+PRIOR = 4.0  # tokens that this counts for
+MEMORY = 1 - 1 / 256  # what is left of the counts of a length after another token
+SUM_EVERY = 64  # tokens
+
 
 class NgramIndex:
     """The places of a text's n-grams, newest first: a chain of places for each hash.
@@ -43,6 +51,7 @@ class NgramIndex:
         self.before = [zeros(size) for _ in LENGTHS]  # by place & mask; a ring of MAX_TOKENS
         self.mask, self.slots = size - 1, size - 1
         self.next = LENGTHS.start  # the first place that is not indexed
+        self.latest: tuple[int, list[int]] = 0, []  # a place, and what slots_of says of it
 
     def grow(self, text: "array[int]") -> None:
         """Index the tokens that the text has more than before, the oldest first, AT_ONCE at most.
@@ -63,12 +72,23 @@ class NgramIndex:
     def add_each(self, text: "array[int]", end: int) -> None:
         mask = self.mask
         for place in range(self.next, end):
-            for n, newest, before in zip(LENGTHS, self.newest, self.before, strict=True):
-                if n <= place:
-                    slot = hash_of(text, place, n) & self.slots
-                    before[place & mask] = newest[slot]
-                    newest[slot] = place
+            tables = zip(self.slots_of(text, place), self.newest, self.before, strict=False)
+            for slot, newest, before in tables:
+                before[place & mask] = newest[slot]
+                newest[slot] = place
         self.next = max(self.next, end)
+
+    def slots_of(self, text: "array[int]", place: int) -> list[int]:
+        """Those of the n-grams that end before the place, by length, as many as fit."""
+        if place != self.latest[0]:
+            mixed, slots, mask = 0, [], self.slots
+            for token, mix in zip(
+                text[max(place - LENGTHS[-1], 0) : place][::-1], MIX, strict=False
+            ):
+                mixed += token * mix
+                slots.append((mixed ^ mixed >> 17) & mask)
+            self.latest = place, slots
+        return self.latest[1]
 
     def add_all(self, text: "array[int]", end: int) -> None:
         import numpy as np
@@ -89,12 +109,13 @@ class NgramIndex:
         the longest n-grams first, then the newest.
         """
         end, mask, seen = len(text), self.mask, set[int]()
-        tables = zip(LENGTHS, self.newest, self.before, strict=True)
-        for n, newest, before in reversed([*tables]):
+        slots = self.slots_of(text, end)
+        for n in reversed(LENGTHS):
             if n >= end:
                 continue
+            newest, before = self.newest[n - 1], self.before[n - 1]
             tail, visits = text[end - n :], 0
-            place = newest[hash_of(text, end, n) & self.slots]
+            place = newest[slots[n - 1]]
             # Behind a place that has left the ring comes any other one: visits are bounded.
             while place and visits < MAX_VISITS:
                 visits += 1
@@ -106,13 +127,6 @@ class NgramIndex:
 
 def zeros(n: int) -> "array[int]":
     return array("i", bytes(4 * n))
-
-
-def hash_of(text: "array[int]", place: int, n: int) -> int:
-    mixed = 0
-    for j in range(n):
-        mixed += text[place - 1 - j] * MIX[j]
-    return mixed ^ mixed >> 17
 
 
 def chain(
@@ -133,21 +147,87 @@ def chain(
     heads[slots[is_last]] = places[is_last]
 
 
+class Odds:
+    """How often the token after a match was that of the text, by the match's length, in all texts.
+
+    It needs no verified guess: every token of a text shows what a match would have been worth.
+    """
+
+    def __init__(self) -> None:
+        self.right = [PRIOR * p for p in LIKELY]
+        self.tries = [PRIOR] * (MAX_LENGTH + 1)
+        self.expected = [0.0] * (MAX_LENGTH + 1)  # right tokens in a row after such a match
+        self.until_sum = 0
+        self.sum()
+
+    def add(self, length: int, is_right: bool) -> None:
+        self.tries[length] = self.tries[length] * MEMORY + 1
+        self.right[length] = self.right[length] * MEMORY + is_right
+        self.until_sum -= 1
+        if self.until_sum <= 0:
+            self.sum()
+
+    def sum(self) -> None:
+        p = [right / tries for right, tries in zip(self.right, self.tries, strict=True)]
+        expected = min(p[-1] / (1 - p[-1]), MAX_LENGTH) if p[-1] < 1 else MAX_LENGTH
+        for length in reversed(range(MAX_LENGTH + 1)):
+            self.expected[length] = expected = p[length] * (1 + expected)
+        self.until_sum = SUM_EVERY
+
+
+class Followed:
+    """A text's index, and the longest latest match of its end, followed from token to token."""
+
+    __slots__ = ("index", "length", "place", "size")
+
+    def __init__(self, num_tokens: int) -> None:
+        self.index = NgramIndex(num_tokens)
+        self.size = num_tokens  # of the text that was looked at
+        self.place = self.length = 0  # the token that follows the match; 0 for no match
+
+    def follow(self, text: "array[int]", odds: Odds) -> None:
+        """Compare the tokens that the text has more than before with those after the match."""
+        size, place, length = self.size, self.place, self.length
+        self.size = len(text)
+        while place and size < len(text):
+            is_right = text[place] == text[size]
+            odds.add(length, is_right)
+            length = min(length + 1, MAX_LENGTH)
+            size, place = size + 1, place + 1 if is_right else 0
+        self.index.grow(text)
+        if not place:
+            place, _ = next(self.index.matches(text), (0, 0))
+            length = match_length(text, place) if place else 0
+        self.place, self.length = place, length
+
+
 class NgramSource:
     """At most two continuations: the longest latest match's, and the next one that differs."""
 
     name = "ngram"
 
     def __init__(self) -> None:
-        self.indices: dict[int, NgramIndex] = {}
+        self.texts: dict[int, Followed] = {}
+        self.odds = Odds()
+
+    def promise(self, id: int, text: "array[int]") -> float:
+        """Guesses that are expected to be right, by what the text has shown; it takes far less time
+        than to make them.
+        """
+        followed = self.texts.get(id)
+        if followed is None:
+            followed = self.texts[id] = Followed(len(text))
+        followed.follow(text, self.odds)
+        return self.odds.expected[followed.length] if followed.place else 0.0
 
     def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]:
         return [self.look_up(item.id, item.known, item.limit) for item in items]
 
     def look_up(self, id: int, text: "array[int]", limit: int) -> list[Candidate]:
-        index = self.indices.get(id)
-        if index is None:
-            index = self.indices[id] = NgramIndex(len(text))
+        followed = self.texts.get(id)
+        if followed is None:
+            followed = self.texts[id] = Followed(len(text))
+        index = followed.index
         index.grow(text)
         found: list[tuple[int, int]] = []
         best: list[int] = []
@@ -171,7 +251,7 @@ class NgramSource:
         return guesses
 
     def forget(self, id: int) -> None:
-        self.indices.pop(id, None)
+        self.texts.pop(id, None)
 
 
 def scores(
@@ -204,7 +284,3 @@ def match_length(text: "array[int]", place: int) -> int:
     while back <= min(place, MAX_LENGTH) and text[place - back] == text[-back]:
         back += 1
     return back - 1
-
-
-# By the length of the match, roughly; calibration shifts it to what is measured.
-SURE = [1 - 0.75 * 0.82 ** min(length, MAX_LENGTH) for length in range(MAX_LENGTH + MAX_NODES + 1)]

@@ -10,7 +10,7 @@ from specserve.engine.guesses import draft_item
 from specserve.engine.ledger import DraftSources, Ledger, Told
 from specserve.engine.levels import KEY, Levels
 from specserve.engine.runner import KVLost
-from specserve.engine.source import Pace, Source, UserCode
+from specserve.engine.source import Foreseen, Pace, Source, UserCode
 from specserve.engine.state import calibration_state, plan_state
 from specserve.engine.turns import Turn, Turns
 from specserve.exchange.speculation_state import SpeculationState
@@ -28,6 +28,8 @@ LEAST_ASKED = 32  # guesses that sources are asked for in a step, shared by its 
 LAST_TRIAL = 128  # steps from a trial of a source to the next, at most
 COLD = 0.6  # of the time of making guesses after a pause that it takes in every step
 LATELY = 1 / 8  # weight of a step in how many guesses of a request were lately verified
+RATE = 1 / 16  # and in what planning usually takes, and what promises are worth
+DOUBT = 1 / 2048  # of what they are worth less: by each step it is forgotten
 
 
 class Root(msgspec.Struct, eq=False):
@@ -77,12 +79,17 @@ class PlannedGuesses:
         self.trials = Trials(last=LAST_TRIAL)
         self.paces = {source.name: Pace() for source in sources}
         self.lately: dict[int, float] = {}  # by request: guesses verified a step
+        foreseen = [s.promise for s in sources if isinstance(s, Foreseen)]
+        self.foreseen = foreseen if len(foreseen) == len(sources) else []
+        self.share = 1.0  # of the seconds that sources promise to save, which guesses lately did
+        self.planning = 0.0  # usual seconds of a request's guesses, without the draft model's
         # Of the step:
         self.passed = 1  # steps since the one before in which any request was asked
         self.step = Step(0, 0, 0, 0)
         self.plan: Plan | None = None
         self.last: tuple[Plan, Step] | None = None  # of the latest step that had a plan
         self.roots: dict[int, Root] = {}  # by request
+        self.promised: dict[int, float] = {}  # by request: seconds
         self.taken: dict[str, float] = {}  # seconds of each source that was asked
         self.saved: dict[str, float] = {}  # seconds, by source
         self.might_save: dict[str, float] = {}  # if right first guesses had been verified
@@ -99,7 +106,9 @@ class PlannedGuesses:
         self.plan = None
         for turns in (self.turns, self.model_turns):
             turns.next_step()
-        due = [(s, *self.asked(s.request)) for s in scheduled if s.draft_limit]
+        part, self.promised = self.part(self.scheduler.step), {}
+        self.share += (1 - self.share) * DOUBT
+        due = [(s, *self.asked(s.request, part)) for s in scheduled if s.draft_limit]
         due = [(s, turn, of_model) for s, turn, of_model in due if turn or of_model]
         if self.draft_model is not None and (due or asked_before):
             self.draft_model.lend([s.request for s, _, _ in due])
@@ -111,13 +120,25 @@ class PlannedGuesses:
         self.make([*self.roots.values()])
         self.making = perf_counter() - start - self.catching_up
 
-    def asked(self, request: Request) -> tuple[Turn | None, Turn | None]:
+    def part(self, step: Step) -> float:
+        """A request's part of the seconds of a step, which is what a right guess saves."""
+        seconds = self.planner.costs.seconds(step.rows, step.context, step.requests)
+        return seconds / max(step.num_roots, 1)
+
+    def asked(self, request: Request, part: float) -> tuple[Turn | None, Turn | None]:
         """The request's turns in this step: of other sources than the draft model, and of that."""
         id, may_grow = request.id, self.model is not None and request.num_output > 0
         may_grow = may_grow and request.sampling.speculation.allows("model")
-        turn = self.turns.of(id) if self.turns.is_due(id) else None
         is_grown = may_grow and self.model_turns.is_due(id)
+        is_asked = self.is_promising(request, part) if self.foreseen else self.turns.is_due(id)
+        turn = self.turns.of(id) if is_asked else None
         return turn, self.model_turns.of(id) if is_grown else None
+
+    def is_promising(self, request: Request, part: float) -> bool:
+        """Whether right guesses are likely to save the time of planning them."""
+        promised = [promise(request.id, request.token_ids) for promise in self.foreseen]
+        self.promised[request.id] = saved = max(promised) * part
+        return saved * self.share > self.planning
 
     def make(self, roots: Sequence[Root]) -> None:
         """Ask the sources, and choose what is verified."""
@@ -149,9 +170,21 @@ class PlannedGuesses:
             others = [(r.turn, r.saved) for r in self.roots.values() if r.turn]
             model = [(r.model_turn, r.saved_by_model) for r in self.roots.values() if r.model_turn]
             growing = self.growing if others else self.making
-            self.turn(self.turns, others, self.making - growing, 0.0)
+            if not self.foreseen:
+                self.turn(self.turns, others, self.making - growing, 0.0)
+            elif others:
+                self.note_promises((self.making - growing) / len(others))
             self.turn(self.model_turns, model, growing, self.catching_up)
         self.roots = {}
+
+    def note_promises(self, planning: float) -> None:
+        """Learn what came of promises in a step that took so long for each of its requests."""
+        usual = self.planning or planning
+        self.planning += (min(planning, 2 * usual) - self.planning) * RATE
+        for id, root in self.roots.items():
+            if root.turn is not None and root.saved is not None:
+                share = root.saved / self.promised[id]
+                self.share += (min(max(share, 0.0), 1.0) - self.share) * RATE
 
     def turn(
         self,
@@ -357,7 +390,7 @@ class PlannedGuesses:
         self.trials = Trials(last=LAST_TRIAL)
         self.roots, self.last = {}, None
         self.paces = {name: Pace() for name in self.paces}
-        self.lately = {}
+        self.lately, self.planning, self.share = {}, 0.0, 1.0
 
 
 def behind(request: Request, now: float, step_seconds: float) -> float:

@@ -4,8 +4,9 @@ What a user's drafter raises costs guesses, and never any text.
 
 import logging
 import sys
+from array import array
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from specserve.exchange.step_output import Stats
 from specserve_drafters import Draft, DraftItem
@@ -24,6 +25,13 @@ class Source(Protocol):
     name: str
 
     def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]: ...
+
+
+@runtime_checkable
+class Foreseen(Protocol):
+    """A source that knows beforehand how many of its guesses are likely to be right."""
+
+    def promise(self, id: int, text: "array[int]") -> float: ...
 
 
 class UserSource:

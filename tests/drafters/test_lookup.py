@@ -82,14 +82,14 @@ def test_what_is_kept_of_a_request_is_bounded_and_forgotten_with_it(monkeypatch)
     for token in range(300):
         text.append(token)
         source.look_up(7, text, 4)
-    index = source.indices[7]
+    index = source.texts[7].index
     assert {len(table) for table in index.before} == {64}
     assert sum(map(len, index.newest)) <= 4 * 64
     text.extend([290, 291])
     assert [c.token for c in source.look_up(7, text, 2)][:2] == [292, 293]
     source.forget(7)
     source.forget(7)
-    assert source.indices == {}
+    assert source.texts == {}
 
 
 def test_of_a_text_that_is_too_long_the_end_is_indexed(monkeypatch):
