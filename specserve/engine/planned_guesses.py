@@ -83,6 +83,7 @@ class PlannedGuesses:
         self.foreseen = foreseen if len(foreseen) == len(sources) else []
         self.share = 1.0  # of the seconds that sources promise to save, which guesses lately did
         self.planning = 0.0  # usual seconds of a request's guesses, without the draft model's
+        self.is_warm = False  # the first of all take far longer
         # Of the step:
         self.passed = 1  # steps since the one before in which any request was asked
         self.step = Step(0, 0, 0, 0)
@@ -179,11 +180,15 @@ class PlannedGuesses:
 
     def note_promises(self, planning: float) -> None:
         """Learn what came of promises in a step that took so long for each of its requests."""
-        usual = self.planning or planning
-        self.planning += (min(planning, 2 * usual) - self.planning) * RATE
+        if self.planning:
+            self.planning += (min(planning, 2 * self.planning) - self.planning) * RATE
+        elif self.is_warm:
+            self.planning = planning
+        self.is_warm = True
         for id, root in self.roots.items():
-            if root.turn is not None and root.saved is not None:
-                share = root.saved / self.promised[id]
+            promised = self.promised.get(id, 0.0)
+            if root.turn is not None and root.saved is not None and promised > 0:
+                share = root.saved / promised
                 self.share += (min(max(share, 0.0), 1.0) - self.share) * RATE
 
     def turn(
@@ -390,7 +395,7 @@ class PlannedGuesses:
         self.trials = Trials(last=LAST_TRIAL)
         self.roots, self.last = {}, None
         self.paces = {name: Pace() for name in self.paces}
-        self.lately, self.planning, self.share = {}, 0.0, 1.0
+        self.lately, self.planning, self.share, self.is_warm = {}, 0.0, 1.0, False
 
 
 def behind(request: Request, now: float, step_seconds: float) -> float:

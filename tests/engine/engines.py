@@ -87,6 +87,13 @@ def draft_of(draft, drafter):
     return draft if drafter in ("model", "auto") else None
 
 
+def ask_always(engine):
+    """Have sources guess in every step, however little they promise."""
+    guesses = engine.guesses
+    promising = guesses.is_promising
+    guesses.is_promising = lambda request, part: promising(request, part) or True
+
+
 def planned(engine, *sources, model=None):
     """The planner's choice of what these sources say."""
     lent = engine.scheduler, engine.draft_model

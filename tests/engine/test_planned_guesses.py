@@ -13,7 +13,16 @@ from specserve_drafters.candidates import Candidate
 from specserve_drafters.lookup import NgramSource
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
-from tests.engine.engines import Case, Watch, engine_for, load_small, plain, planned, row_counts
+from tests.engine.engines import (
+    Case,
+    Watch,
+    ask_always,
+    engine_for,
+    load_small,
+    plain,
+    planned,
+    row_counts,
+)
 
 PROMPT = [5, 17, 42, 5, 17, 99, 3]
 STEP = 0.01  # seconds of a step, whatever its rows
@@ -166,12 +175,23 @@ class Paced(Oracle):
         return super().candidates(items)
 
 
-def run_paced(target, clock, right, *takes, max_nodes=4):
+class Foretelling(Paced):
+    """Also promises so many right guesses for a text of a length."""
+
+    def __init__(self, clock, truth, right, takes, promises):
+        super().__init__(clock, truth, right, takes)
+        self.promises = promises
+
+    def promise(self, id, text):
+        return self.promises(len(text))
+
+
+def run_paced(target, clock, right, *takes, max_nodes=4, cls=Paced):
     """An engine after a request with a `Paced` source, and the source."""
     case = Case(PROMPT, greedy(270))
     (truth,) = plain(target, [case])
     engine = engine_for(target, None, "auto", max_nodes=max_nodes)
-    source = Paced(clock, truth, right, *takes)
+    source = cls(clock, truth, right, *takes)
     engine.guesses = planned(engine, source)
     (request,) = Watch(engine).run([case])
     assert request.token_ids.tolist() == truth
@@ -331,6 +351,7 @@ def test_nonsense_of_a_scored_drafter_costs_no_text(target, found):
 
 def test_requests_behind_their_targets_say_so_of_the_most_urgent_priority_only(target):
     engine = engine_for(target, None, "auto", max_nodes=4)
+    ask_always(engine)
     seen, choose = [], engine.guesses.planner.choose
 
     def spy(asks, step, most):
@@ -361,6 +382,30 @@ def test_a_request_is_asked_in_every_step_again_once_guesses_are_right(
 ):
     engine, source = run_paced(target, clock, LATER, 0.1)
     assert len([known for known in source.asked if known not in LATER]) < 20
+    assert engine.stats.num_steps < 200
+
+
+def test_a_source_that_foresees_its_guesses_is_asked_where_it_promises_more_than_planning_takes(
+    target, clock, no_source_is_late
+):
+    def promises(length):
+        return 3.0 if length in LATER else 0.05
+
+    engine, source = run_paced(target, clock, LATER, 0.1, promises, cls=Foretelling)
+    _, _, *others = source.asked  # how long planning takes is only known now
+    assert set(others) <= set(LATER) and min(others) == LATER.start
+    assert engine.stats.num_steps < 150
+
+
+def test_promises_that_are_not_kept_are_believed_ever_less(target, clock, no_source_is_late):
+    _, source = run_paced(target, clock, NEVER, 0.3, lambda length: 2.0, cls=Foretelling)
+    assert len([known for known in source.asked if known > 100]) < 10
+
+
+def test_promises_are_believed_again_some_time_after_they_were_not_kept(
+    target, clock, no_source_is_late
+):
+    engine, _ = run_paced(target, clock, LATER, 0.3, lambda length: 2.0, cls=Foretelling)
     assert engine.stats.num_steps < 200
 
 

@@ -18,6 +18,7 @@ from tests.engine.engines import (
     RandomPlanner,
     Scripted,
     Watch,
+    ask_always,
     bush,
     draft_of,
     each_choice,
@@ -124,7 +125,9 @@ def test_text_is_the_targets_own_whatever_is_planned(pair, model, seed, scenario
     target, draft = pair
     engine = engine_for(target, draft if model else None, "auto", **stretched(limits))
     engine.guesses.planner = RandomPlanner(engine.scheduler, seed)
+    ask_always(engine)
     check(engine, scenario, events, plain(target, scenario))
+    SEEN["repeated"] += sum(engine.stats.sources["ngram"].accepted)
 
 
 @pytest.mark.parametrize("is_random", [False, True])
@@ -193,6 +196,7 @@ def test_the_runs_above_met_what_is_hard():
         "copied",
         "found",
         "merged",
+        "repeated",
     ):
         assert SEEN[what] >= 50, (what, SEEN)
 
