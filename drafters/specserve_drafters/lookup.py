@@ -1,7 +1,7 @@
 """Prompt lookup with an index that grows with the text: where the last tokens stood before.
 
 It guesses as `NgramDrafter` does, whose search it makes fast, and gives each guess a score: so a
-single token's match is of use as well.
+single token's match is of use as well. `native_lookup.py` has the same in C++, bit by bit.
 """
 
 from array import array

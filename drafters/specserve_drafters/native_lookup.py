@@ -1,0 +1,79 @@
+"""The n-gram source in C++, or in Python on a machine that cannot compile it: they say the same."""
+
+import weakref
+from array import array
+from collections.abc import Sequence
+from ctypes import byref
+from itertools import repeat
+from typing import Protocol
+
+from specserve_drafters import lookup
+from specserve_drafters.base import DraftItem
+from specserve_drafters.candidates import Candidate
+from specserve_drafters.tree import MAX_NODES
+
+
+class Source(Protocol):
+    name: str
+
+    def promise(self, id: int, text: "array[int]") -> float: ...
+
+    def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]: ...
+
+    def forget(self, id: int) -> None: ...
+
+
+def ngram_source() -> Source:
+    from specserve_kernels.cpu import BuildError
+
+    try:
+        return NativeSource()
+    except BuildError:
+        return lookup.NgramSource()
+
+
+class NativeSource:
+    """As `lookup.NgramSource`."""
+
+    name = lookup.NgramSource.name
+
+    def __init__(self) -> None:
+        # A process that only checks a drafter's name and options needs no kernels.
+        from specserve_kernels.cpu.ngrams import Settings, functions
+
+        settings = Settings(
+            lookup.MAX_TOKENS,
+            lookup.AT_ONCE,
+            lookup.LEAST_SIZE,
+            lookup.MAX_MATCHES,
+            lookup.MAX_VISITS,
+            lookup.ENOUGH,
+            lookup.SUM_EVERY,
+            lookup.MIX,
+            lookup.PRIOR,
+            lookup.MEMORY,
+            tuple(lookup.LIKELY),
+            tuple(lookup.SURE),
+        )
+        new, free, self.follow_text, self.guess, self.forget_text = functions()
+        self.source = new(byref(settings))
+        weakref.finalize(self, free, self.source)
+        room = 2 * MAX_NODES
+        self.tokens, self.parents = array("i", [0] * room), array("i", [0] * room)
+        self.scores = array("d", [0.0] * room)
+        self.out = [out.buffer_info()[0] for out in (self.tokens, self.parents, self.scores)]
+
+    def promise(self, id: int, text: "array[int]") -> float:
+        return self.follow_text(self.source, id, *text.buffer_info())
+
+    def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]:
+        return [self.look_up(item.id, item.known, item.limit) for item in items]
+
+    def look_up(self, id: int, text: "array[int]", limit: int) -> list[Candidate]:
+        assert 0 <= limit <= MAX_NODES, "more guesses than there is room for"
+        n = self.guess(self.source, id, *text.buffer_info(), limit, *self.out)
+        rows = zip(self.tokens[:n], self.parents, self.scores, repeat(self.name), repeat(0))
+        return [*map(Candidate._make, rows)]
+
+    def forget(self, id: int) -> None:
+        self.forget_text(self.source, id)

@@ -1,0 +1,48 @@
+"""The n-gram source in C++ as Python sees it; `specserve_drafters.lookup` says what it computes."""
+
+from collections.abc import Callable
+from ctypes import PYFUNCTYPE, Structure, c_double, c_int64, c_void_p
+from typing import Any, NamedTuple
+
+from specserve_kernels.cpu import build
+
+LENGTHS, MAX_LENGTH, MAX_NODES = 4, 16, 63  # as in ngrams.cpp
+
+
+class Settings(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("max_tokens", "at_once", "least_size", "max_matches")),
+        *((name, c_int64) for name in ("max_visits", "enough", "sum_every")),
+        ("mix", c_int64 * LENGTHS),
+        *((name, c_double) for name in ("prior", "memory")),
+        ("likely", c_double * (MAX_LENGTH + 1)),
+        ("sure", c_double * (MAX_LENGTH + MAX_NODES + 1)),
+    ]
+
+
+class Functions(NamedTuple):
+    """Addresses are of a source, of a text's tokens and of what guesses are written to."""
+
+    new: Callable[..., int]  # settings -> source
+    free: Callable[[int], None]
+    follow: Callable[[int, int, int, int], float]  # source, id, tokens, how many
+    guess: Callable[..., int]  # source, id, tokens, how many, limit, tokens, parents, scores
+    forget: Callable[[int, int], None]  # source, id
+
+
+def functions() -> Functions:
+    """BuildError where there is no library."""
+    library = build.library()
+    text = c_void_p, c_int64, c_void_p, c_int64
+
+    # They keep the interpreter's lock: they take less time than getting it back may.
+    def named(name: str, result: Any, *args: Any) -> Any:
+        return PYFUNCTYPE(result, *args)((f"specserve_{name}", library))
+
+    return Functions(
+        named("ngram_source", c_void_p, c_void_p),
+        named("free_ngram_source", None, c_void_p),
+        named("follow_text", c_double, *text),
+        named("guess_ngrams", c_int64, *text, c_int64, *[c_void_p] * 3),
+        named("forget_text", None, c_void_p, c_int64),
+    )

@@ -1,0 +1,121 @@
+"""The n-gram source in C++, against the one in Python: the same bits."""
+
+import random
+from array import array
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specserve_drafters import DraftItem, lookup
+from specserve_drafters.lookup import NgramSource
+from specserve_drafters.native_lookup import NativeSource, ngram_source
+from specserve_kernels.cpu import BuildError, build
+
+# Those of `lookup` that may bound what a short text needs; FEW is Python's alone.
+BOUNDS = {
+    "MAX_TOKENS": st.sampled_from([8, 64, 1 << 16]),
+    "LEAST_SIZE": st.sampled_from([1, 8, 1 << 12]),
+    "AT_ONCE": st.sampled_from([3, 30, 1 << 13]),
+    "FEW": st.sampled_from([0, 64]),
+    "MAX_MATCHES": st.sampled_from([1, 5, 16]),
+    "MAX_VISITS": st.sampled_from([2, 64]),
+    "ENOUGH": st.sampled_from([2, 4]),
+}
+TOKENS = 0, 1, 2**31 - 1
+
+steps = st.lists(
+    st.tuples(
+        st.integers(0, 1),  # the request
+        st.lists(st.sampled_from(TOKENS), max_size=8),  # its new tokens
+        st.integers(0, 20),  # how many of its latest come again after them
+        st.sampled_from([None, 0, 1, 7, 63]),  # the limit of guesses, if they are asked for
+        st.sampled_from(["follow", "follow", "leave", "forget"]),
+    ),
+    max_size=60,
+)
+
+
+def both():
+    return NgramSource(), NativeSource()
+
+
+def same(values):
+    one, other = values
+    assert one == other
+    return one
+
+
+@given(steps, st.fixed_dictionaries(BOUNDS))
+def test_both_promise_and_guess_the_same_however_texts_grew(steps, bounds):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in bounds.items():
+            patch.setattr(lookup, name, value)
+        sources, texts = both(), {0: array("i"), 1: array("i")}
+        for id, tokens, again, limit, what in steps:
+            text = texts[id]
+            text.extend(tokens)
+            text.extend(text[len(text) - again :])
+            if what == "follow":
+                same(source.promise(id, text) for source in sources)
+            if limit is not None:
+                items = [DraftItem(id, text, limit, 0.0, 0)]
+                same(source.candidates(items) for source in sources)
+            if what == "forget":
+                texts[id] = array("i")
+                for source in sources:
+                    source.forget(id)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 300])
+def test_both_promise_the_same_over_long_texts(num_tokens):
+    """So long that one token again and again is sure to come, up to the last bit."""
+    draw, sources, text = random.Random(0), both(), array("i", [0])
+    most = 0.0
+    while len(text) < 12000:
+        begin = draw.randrange(len(text))
+        copied = text[begin : begin + draw.randrange(1, 40)]
+        for token in (*copied, draw.randrange(num_tokens)):
+            text.append(token)
+            if draw.randrange(4):  # some steps bring several tokens
+                most = max(most, same(source.promise(0, text) for source in sources))
+        same(source.look_up(0, text, 16) for source in sources)
+    assert most == 17.0 or num_tokens > 1
+
+
+def resident():
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_forgotten_requests_and_sources_are_freed():
+    text, sources = array("i", range(400)), [NativeSource() for _ in range(1000)]
+    before = resident()
+    for id in range(1000):
+        sources[0].promise(id, text)
+        sources[0].forget(id)
+    assert resident() - before < 16 << 20
+    for source in sources:
+        source.promise(0, text)
+    assert resident() - before > 48 << 20
+    del source
+    sources.clear()
+    for _ in range(1000):
+        NativeSource().promise(0, text)
+    assert resident() - before < 80 << 20
+
+
+def test_more_guesses_than_there_is_room_for_are_refused():
+    with pytest.raises(AssertionError, match="more guesses"):
+        NativeSource().look_up(0, array("i", [1, 1, 1]), 64)
+
+
+def test_a_machine_that_cannot_compile_it_has_it_in_python(monkeypatch):
+    assert isinstance(ngram_source(), NativeSource)
+
+    def kernels():
+        raise BuildError("no C++ compiler found")
+
+    monkeypatch.setattr(build, "kernels", kernels)
+    assert isinstance(ngram_source(), NgramSource)
