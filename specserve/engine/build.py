@@ -21,8 +21,8 @@ from specserve.scheduling.scheduler import StepBudget
 from specserve.selection import check_drafter, context_length
 from specserve_drafters import DrafterError, make_drafter
 from specserve_drafters.base import drafter_options
-from specserve_drafters.lookup import NgramSource
 from specserve_drafters.model_source import ModelSource
+from specserve_drafters.native_lookup import ngram_source
 
 
 class Loaded(NamedTuple):
@@ -144,7 +144,7 @@ def refuse_second_executor(names: Sequence[str], model: ModelSource | None) -> N
 
 def build_source(name: str, engine: Engine) -> Source:
     if name == "ngram":
-        return NgramSource()
+        return ngram_source()
     drafter = make_drafter(name, {}, engine.draft_model, is_source=True)
     return UserSource(name, drafter, engine.target.decoder.config.vocab_size)
 
