@@ -207,6 +207,10 @@ class NgramSource:
     name = "ngram"
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all texts, and what they have shown."""
         self.texts: dict[int, Followed] = {}
         self.odds = Odds()
 

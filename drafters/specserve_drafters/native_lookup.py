@@ -22,6 +22,8 @@ class Source(Protocol):
 
     def forget(self, id: int) -> None: ...
 
+    def reset(self) -> None: ...
+
 
 def ngram_source() -> Source:
     from specserve_kernels.cpu import BuildError
@@ -55,7 +57,7 @@ class NativeSource:
             tuple(lookup.LIKELY),
             tuple(lookup.SURE),
         )
-        new, free, self.follow_text, self.guess, self.forget_text = functions()
+        new, free, self.follow_text, self.guess, self.forget_text, self.forget_all = functions()
         self.source = new(byref(settings))
         weakref.finalize(self, free, self.source)
         room = 2 * MAX_NODES
@@ -77,3 +79,6 @@ class NativeSource:
 
     def forget(self, id: int) -> None:
         self.forget_text(self.source, id)
+
+    def reset(self) -> None:
+        self.forget_all(self.source)

@@ -395,6 +395,9 @@ class PlannedGuesses:
         self.trials = Trials(last=LAST_TRIAL)
         self.roots, self.last = {}, None
         self.paces = {name: Pace() for name in self.paces}
+        for source in self.sources:
+            if isinstance(source, Foreseen):
+                source.reset()
         self.lately, self.planning, self.share, self.is_warm = {}, 0.0, 1.0, False
 
 

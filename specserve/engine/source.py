@@ -33,6 +33,8 @@ class Foreseen(Protocol):
 
     def promise(self, id: int, text: "array[int]") -> float: ...
 
+    def reset(self) -> None: ...
+
 
 class UserSource:
     """A user's drafter as one of several sources."""

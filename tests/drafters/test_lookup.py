@@ -1,6 +1,7 @@
 """The growing index, against the search that it replaces: `NgramDrafter`."""
 
 from array import array
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -156,3 +157,33 @@ def test_there_are_no_more_tokens_on_a_path_than_the_limit(limit):
     guesses = NgramSource().look_up(0, array("i", [1, 1, 1, 1]), limit)
     assert len(guesses) == limit
     assert searched([1, 1, 1, 1], limit) == Draft.chain([1] * limit)
+
+
+def test_it_promises_what_matches_of_a_length_have_brought():
+    """In a text that repeats, and in one of which only single tokens come again."""
+    source = NgramSource()
+    repeats = array("i", [*range(30)] * 6)
+    for end in range(40, len(repeats)):
+        promise = source.promise(0, repeats[:end])
+    assert promise > 10
+
+    draw, once = Random(0), array("i", range(101))
+    for _ in range(400):
+        once.append(draw.randrange(101))
+        promise = source.promise(1, once)
+    assert promise < 0.3
+
+
+def test_another_text_is_judged_by_what_all_have_shown():
+    def first_promise():
+        return source.promise(1, array("i", [1, 2, 3, 4, 1, 2]))
+
+    source = NgramSource()
+    before = first_promise()
+    source.forget(1)
+    changes = array("i")
+    for k in range(200):  # after the same two tokens comes another one each time
+        changes.extend([1, 2, 1000 + k])
+        source.promise(0, changes[:-1])
+        source.promise(0, changes)
+    assert first_promise() < before / 2

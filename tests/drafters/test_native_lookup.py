@@ -31,7 +31,7 @@ steps = st.lists(
         st.lists(st.sampled_from(TOKENS), max_size=8),  # its new tokens
         st.integers(0, 20),  # how many of its latest come again after them
         st.sampled_from([None, 0, 1, 7, 63]),  # the limit of guesses, if they are asked for
-        st.sampled_from(["follow", "follow", "leave", "forget"]),
+        st.sampled_from(["follow", "follow", "follow", "leave", "forget", "reset"]),
     ),
     max_size=60,
 )
@@ -66,6 +66,9 @@ def test_both_promise_and_guess_the_same_however_texts_grew(steps, bounds):
                 texts[id] = array("i")
                 for source in sources:
                     source.forget(id)
+            if what == "reset":
+                for source in sources:
+                    source.reset()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 300])
@@ -82,6 +85,16 @@ def test_both_promise_the_same_over_long_texts(num_tokens):
                 most = max(most, same(source.promise(0, text) for source in sources))
         same(source.look_up(0, text, 16) for source in sources)
     assert most == 17.0 or num_tokens > 1
+
+
+def test_nothing_of_texts_outlives_a_reset():
+    for source in both():
+        text = array("i", [*range(40)] * 9)
+        before = source.promise(0, text[:60])
+        source.promise(0, text)
+        assert source.promise(1, text[:60]) > before
+        source.reset()
+        assert source.promise(0, text[:60]) == before
 
 
 def resident():

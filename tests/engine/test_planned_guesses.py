@@ -10,7 +10,7 @@ from specserve.engine.source import UserSource
 from specserve.exchange.sampling_params import Sampling, Slo, SpeculationParams
 from specserve_drafters import Draft
 from specserve_drafters.candidates import Candidate
-from specserve_drafters.lookup import NgramSource
+from specserve_drafters.native_lookup import ngram_source
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
 from tests.engine.engines import (
@@ -185,6 +185,9 @@ class Foretelling(Paced):
     def promise(self, id, text):
         return self.promises(len(text))
 
+    def reset(self):
+        self.promises = None
+
 
 def run_paced(target, clock, right, *takes, max_nodes=4, cls=Paced):
     """An engine after a request with a `Paced` source, and the source."""
@@ -330,7 +333,7 @@ def test_a_drafter_without_scores_is_a_source_like_others(target):
 
     def sources(truth):
         drafters.append(Unscored(truth))
-        return [UserSource("mine", drafters[0], 320), NgramSource()]
+        return [UserSource("mine", drafters[0], 320), ngram_source()]
 
     engine = run(target, sources)
     (drafter,) = drafters
@@ -407,6 +410,13 @@ def test_promises_are_believed_again_some_time_after_they_were_not_kept(
 ):
     engine, _ = run_paced(target, clock, LATER, 0.3, lambda length: 2.0, cls=Foretelling)
     assert engine.stats.num_steps < 200
+
+
+def test_a_source_forgets_what_texts_have_shown_with_a_reset(target, clock):
+    engine, source = run_paced(target, clock, LATER, 0.1, lambda length: 2.0, cls=Foretelling)
+    engine.reset_learned()
+    assert source.promises is None
+    assert (engine.guesses.planning, engine.guesses.share) == (0.0, 1.0)
 
 
 def test_nothing_learnt_outlives_a_reset(target, clock):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from specserve.engine.source import UserSource
 from specserve.exchange.sampling_params import Sampling, SpeculationParams
 from specserve.models.tokenizer import load_tokenizer
-from specserve_drafters.lookup import NgramSource
+from specserve_drafters.native_lookup import ngram_source
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
 from tests.engine.engines import (
@@ -141,7 +141,7 @@ def test_text_is_the_targets_own_with_all_sources_in_one_tree(
     want = plain(target, scenario)
     engine = engine_for(target, draft, "auto", **stretched(limits))
     users = UserSource("scripted", Scripted(script, truth_by_id(scenario, want)), VOCAB)
-    engine.guesses = planned(engine, NgramSource(), users, model=engine.guesses.model)
+    engine.guesses = planned(engine, ngram_source(), users, model=engine.guesses.model)
     if is_random:
         engine.guesses.planner = RandomPlanner(engine.scheduler, seed)
     check(engine, scenario, events, want)

@@ -112,7 +112,9 @@ class Index {
 
 class Odds {
  public:
-  explicit Odds(const Settings& settings) : settings(settings) {
+  explicit Odds(const Settings& settings) : settings(settings) { reset(); }
+
+  void reset() {
     for (int i = 0; i <= MAX_LENGTH; i++) {
       right[i] = settings.prior * settings.likely[i];
       tries[i] = settings.prior;
@@ -223,6 +225,11 @@ class Source {
 
   void forget(int64_t id) { texts.erase(id); }
 
+  void reset() {
+    texts.clear();
+    odds.reset();
+  }
+
  private:
   Followed& followed(int64_t id, Text text) {
     return texts.try_emplace(id, settings, text.size).first->second;
@@ -283,3 +290,5 @@ extern "C" int64_t specserve_guess_ngrams(Source* source, int64_t id, const int3
 }
 
 extern "C" void specserve_forget_text(Source* source, int64_t id) { source->forget(id); }
+
+extern "C" void specserve_reset_ngram_source(Source* source) { source->reset(); }

@@ -28,6 +28,7 @@ class Functions(NamedTuple):
     follow: Callable[[int, int, int, int], float]  # source, id, tokens, how many
     guess: Callable[..., int]  # source, id, tokens, how many, limit, tokens, parents, scores
     forget: Callable[[int, int], None]  # source, id
+    reset: Callable[[int], None]
 
 
 def functions() -> Functions:
@@ -45,4 +46,5 @@ def functions() -> Functions:
         named("follow_text", c_double, *text),
         named("guess_ngrams", c_int64, *text, c_int64, *[c_void_p] * 3),
         named("forget_text", None, c_void_p, c_int64),
+        named("reset_ngram_source", None, c_void_p),
     )
