@@ -182,7 +182,7 @@ class LLM:
     def close(self) -> None:
         """Abort all requests that are running."""
         self.end(list(self.live.values()))
-        self.engine.rest()
+        self.engine.close()
 
     def __enter__(self) -> Self:
         return self

@@ -338,6 +338,11 @@ class Engine:
         for costs in self.kept:
             costs.keep()
 
+    def close(self) -> None:
+        """Keep what steps have cost, for the next start."""
+        for costs in self.kept:
+            costs.write()
+
     def check(self) -> None:
         """Assert that every block is free, cached, or held by as many tables as it counts."""
         tables = [t.blocks for r in self.requests.values() for t in (r.table, r.draft_table)]

@@ -9,7 +9,8 @@ from specserve_kernels.cpu.compiler import cpu_name, source_hash
 from specserve_kernels.cpu.kept import keep, kept_file, read_kept
 from specserve_kernels.topology import topology
 
-EVERY = 60.0  # seconds: the file is written no more often
+EVERY = 60.0  # seconds: while the engine runs, the file is written no more often
+FORMAT = "2"  # of the file: change it with what its numbers mean
 
 
 class KeptCosts:
@@ -25,8 +26,11 @@ class KeptCosts:
     def keep(self) -> None:
         """Write the file, unless that was done a moment ago. Not in a step: it takes a moment."""
         if monotonic() - self.written_at > EVERY:
-            keep_costs(self.file, self.costs)
-            self.written_at = monotonic()
+            self.write()
+
+    def write(self) -> None:
+        keep_costs(self.file, self.costs)
+        self.written_at = monotonic()
 
 
 def costs_file(model: str, device: str, threads: str) -> Path | None:
@@ -34,7 +38,8 @@ def costs_file(model: str, device: str, threads: str) -> Path | None:
     depends on, `device` the name of a GPU.
     """
     cpu = cpu_name().decode(errors="replace")
-    return kept_file("costs", VERSION, model, device, threads, str(topology()), source_hash(), cpu)
+    build = VERSION, FORMAT, source_hash()
+    return kept_file("costs", *build, model, device, threads, str(topology()), cpu)
 
 
 def read_costs(file: Path | None) -> KnownCosts | None:

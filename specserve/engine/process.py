@@ -48,8 +48,11 @@ def run(link: Link, config: Config) -> None:
         link.send(Failed(str(e)))
         return
     keep_objects()
-    link.send(ready(loaded))
-    serve(link, loaded.engine)
+    try:
+        link.send(ready(loaded))
+        serve(link, loaded.engine)
+    finally:  # it is killed if this takes long
+        loaded.engine.close()
 
 
 def serve(link: Link, engine: Engine) -> None:

@@ -2,6 +2,9 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from socket import SHUT_WR
+from subprocess import TimeoutExpired
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -16,6 +19,8 @@ from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.spawn import Spawned
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.exchange.step_output import StepOutput
+
+LAST_SECONDS = 0.5  # for the engine process to end by itself; it has to end its step first
 
 
 class Listener(Protocol):
@@ -121,7 +126,11 @@ class EngineClient(asyncio.Protocol):
             self.transport.write(frame(commands))
 
     def close(self) -> None:
-        """End the engine process."""
+        """End the engine process. If it has been ready, it has a moment to keep what steps cost."""
+        if self.ready.done() and not self.died.is_set():
+            with suppress(OSError, TimeoutExpired):
+                self.socket.shutdown(SHUT_WR)
+                self.process.wait(LAST_SECONDS)
         if self.transport is not None:
             self.transport.close()
         self.process.kill()

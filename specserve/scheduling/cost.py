@@ -23,6 +23,7 @@ RATE, QUANTILE = 0.005, RANK / WINDOW  # of the fit of what context and requests
 LEAST_SHARE = 0.05  # of a step's time that its rows account for
 CHANGED = 0.02  # of an edge's estimate: less does not recompute the stairs
 STALE = 1024  # steps without one of an edge, after which its few steps are forgotten
+WRONG = 3.0  # times more or less than kept costs say: if all first steps take that, they go
 
 
 def edges(most: int) -> list[int]:
@@ -41,6 +42,7 @@ class Stair:
         self.seconds: deque[float] = deque(maxlen=WINDOW)
         self.estimate = 0.0  # 0 until it is known
         self.last = 0  # number of the step that it was last added to
+        self.unproven = 0  # more steps that it takes to contradict what an earlier start has kept
 
     def add(self, seconds: float) -> bool:
         """Whether what is known has changed."""
@@ -52,6 +54,14 @@ class Stair:
             return False
         self.estimate = found
         return True
+
+    def contradicts(self, ratio: float) -> bool:
+        """Whether this step, like all since the start, is far from what was kept."""
+        if self.unproven == 0:
+            return False
+        is_far = not 1 / WRONG < ratio < WRONG
+        self.unproven = self.unproven - 1 if is_far else 0
+        return is_far and self.unproven == 0
 
     def scale(self, factor: float) -> None:
         self.seconds = deque((s * factor for s in self.seconds), WINDOW)
@@ -141,6 +151,8 @@ class StepCosts:
     def observe(self, rows: int, context: int, requests: int, seconds: float) -> None:
         """Learn from a step that took so long."""
         with self.lock:
+            if self.is_wrong(rows, context, requests, seconds):
+                self.reset()
             self.has_steps = True
             self.num_steps += 1
             if self.num_steps % STALE == 0:
@@ -156,6 +168,11 @@ class StepCosts:
             stair.last = self.num_steps
             if stair.add(max(quiet - added, LEAST_SHARE * quiet)):
                 self.fill()
+
+    def is_wrong(self, rows: int, context: int, requests: int, seconds: float) -> bool:
+        """Whether a step shows that costs of an earlier start do not hold here."""
+        stair = self.stairs[self.edges[self.stair(rows)]]
+        return stair.contradicts(seconds / self.seconds(rows, context, requests))
 
     def forget_stale(self) -> None:
         """Forget edges of few steps, the last of them long ago. If these were slow by chance, plans
@@ -189,7 +206,8 @@ class StepCosts:
         """Move what context and requests add, towards the quantile that the stairs are, too."""
         step = seconds * RATE * (QUANTILE if is_slow else QUANTILE - 1)
         for i, size in enumerate((context, requests)):
-            self.sizes[i] += (size - self.sizes[i]) / 64
+            usual = self.sizes[i] or size  # else the first steps would move it by far too much
+            self.sizes[i] = usual + (size - usual) / 64
             if size:
                 more = step * size / (self.sizes[i] ** 2 + size)
                 self.added[i] = max(0.0, self.added[i] + more)
@@ -251,12 +269,15 @@ class StepCosts:
         return max(seen, found[below] + slope / 2 * (edge - below))
 
     def begin_with(self, known: KnownCosts) -> None:
-        """Take the estimates of an earlier start, as of a few steps each; ignores absurd ones."""
+        """Take the estimates of an earlier start, as of a few steps each; ignores absurd ones. All
+        are forgotten if the first steps of any size contradict them.
+        """
         for edge, seconds in known.stairs.items():
             if edge in self.stairs and 0 < seconds < 1e6:
                 self.has_steps = True
                 for _ in range(KNOWN):
                     self.stairs[edge].add(seconds)
+                self.stairs[edge].unproven = KNOWN
         if all(0 <= seconds < 1 for seconds in known.added):
             self.added = [*known.added]
         self.fill()

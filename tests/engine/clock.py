@@ -2,7 +2,7 @@
 
 from time import perf_counter
 
-from specserve.engine import engine, guesses, levels, planned_guesses
+from specserve.engine import engine, guesses, kept_costs, levels, planned_guesses
 from specserve.engine.runner import Runner
 from specserve.scheduling import scheduler
 
@@ -11,12 +11,13 @@ TIMED = (engine, guesses, levels, planned_guesses, scheduler)  # modules that re
 
 class Clock:
     """The time of all engines: launches take what `target` and `draft` say of their rows, and
-    everything else takes none, unless a test moves `now`.
+    everything else takes none, unless a test moves `now`. No costs are kept from such a time.
     """
 
     def __init__(self, patch, target=lambda rows: 0.01, draft=lambda rows: 0.001):
         self.now, self.target, self.draft = perf_counter(), target, draft
         launch = Runner.launch
+        patch.setattr(kept_costs, "kept_file", lambda *key: None)
 
         def timed(runner, step):
             seconds = self.draft if step.draws is None else self.target

@@ -4,9 +4,11 @@ import logging
 
 import pytest
 
+from specserve import LLM, SamplingParams
 from specserve.engine import kept_costs
 from specserve.engine.kept_costs import KeptCosts, costs_file, keep_costs, read_costs
 from specserve.scheduling.cost import KNOWN, StepCosts
+from tests.checkpoints import tiny_checkpoint
 
 
 @pytest.fixture
@@ -88,3 +90,21 @@ def test_an_engine_begins_with_what_an_earlier_one_kept(cache, monkeypatch):
     second = KeptCosts(StepCosts(64), file)
     assert second.costs.seconds(8, 0, 1) == pytest.approx(first.costs.seconds(8, 0, 1))
     assert second.costs.is_known(16)
+
+
+def test_costs_of_another_format_are_not_read(cache, monkeypatch):
+    keep_costs(costs_file("model", "cpu", "2"), costs())
+    monkeypatch.setattr(kept_costs, "FORMAT", "0")
+    assert read_costs(costs_file("model", "cpu", "2")) is None
+
+
+def test_an_llm_that_is_closed_keeps_its_last_costs(tmp_path, monkeypatch):
+    file = tmp_path / "costs.json"
+    monkeypatch.setattr(kept_costs, "kept_file", lambda *key: file)
+    settings = {"model.threads": 1, "memory.kv_bytes": 1 << 24}
+    with LLM(tiny_checkpoint(tmp_path / "model"), set=settings, progress=False) as llm:
+        for _ in range(2):  # the second within a minute of the first
+            llm.engine.rest()
+            llm.generate("the cat", SamplingParams(max_tokens=20, seed=1))
+        known = llm.engine.scheduler.costs.known()
+    assert read_costs(file) == known

@@ -65,6 +65,14 @@ def test_it_learns_what_context_costs():
         assert ratios(costs, context=context) == pytest.approx([1.0] * 8, abs=0.2)
 
 
+def test_the_first_slow_steps_are_not_taken_for_costs_of_context():
+    costs = StepCosts(64)
+    for seconds in (0.03, 0.03, 0.03, 0.12, 0.12):
+        costs.observe(8, 1000, 1, seconds)
+    assert costs.seconds(8, 1000, 1) == pytest.approx(0.03, rel=0.02)
+    assert costs.seconds(8, 0, 1) == pytest.approx(0.03, rel=0.02)
+
+
 def test_rows_up_to_an_edge_cost_the_same():
     costs = learnt()
     assert costs.seconds(17, 0, 1) == costs.seconds(24, 0, 1) > costs.seconds(16, 0, 1)
@@ -92,7 +100,7 @@ def test_a_neighbor_from_the_start_leaves_no_trace_once_it_is_gone():
 
 
 def test_one_fast_step_promises_nothing():
-    costs = learnt()
+    costs = learnt(600)
     before = costs.table()
     costs.observe(16, 1000, 1, 1e-4)
     assert costs.table() == before
@@ -183,3 +191,21 @@ def test_absurd_numbers_of_an_earlier_start_are_ignored():
     costs = StepCosts(64, 1e-6, KnownCosts({8: -1.0, 9: 0.1, 16: 1e9}, (-1.0, 0.0)))
     assert not costs.is_known(8) and not costs.is_known(16)
     assert costs.added == [1e-6, 0.0]
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.5, 2, 4])
+def test_kept_costs_that_the_first_steps_contradict_are_forgotten(factor):
+    kept = learnt().known()
+    costs = StepCosts(64, 1e-6, kept)
+    for _ in range(KNOWN):
+        costs.observe(8, 1000, 1, true_seconds(8, 1000) / factor)
+    assert costs.is_known(64) == (1 / 3 < factor < 3)
+    Machine(costs, seed=1).run(400, slowed=1 / factor)
+    assert [factor * r for r in ratios(costs)] == pytest.approx([1.0] * 8, abs=0.15)
+
+
+def test_one_first_step_that_is_slow_contradicts_nothing():
+    costs = StepCosts(64, 1e-6, learnt().known())
+    for slowed in (20, 1, 20, 20, 20):
+        costs.observe(8, 1000, 1, true_seconds(8, 1000) * slowed)
+    assert costs.is_known(64)

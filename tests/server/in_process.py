@@ -35,7 +35,7 @@ def engine_thread(config):
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield Spawned(SimpleNamespace(kill=lambda: None, wait=lambda: 0), ours)
+        yield Spawned(SimpleNamespace(kill=lambda: None, wait=lambda seconds=0: 0), ours)
     finally:
         with contextlib.suppress(OSError):  # it is closed
             theirs.shutdown(socket.SHUT_RDWR)

@@ -14,6 +14,7 @@ from openai import APIError, OpenAI
 from specserve.config import Config
 from specserve.exchange.spawn import spawn
 from specserve.server.serve import ENGINE_DIED
+from specserve_kernels.cpu.compiler import cache_folder
 from tests.server.asking import (
     COMPLETIONS,
     answer_of,
@@ -44,6 +45,22 @@ def test_sigterm_lets_answers_end_in_time_and_breaks_off_the_others(paced):
         assert broken_off(list(long))["code"] == "server_is_ending"
         assert answer_of(whole).status == 503
         assert server.exit_code() == 0
+
+
+def test_what_steps_have_cost_is_kept_when_sigterm_comes(folder, tmp_path):
+    cache = tmp_path / "specserve"
+    cache.mkdir(mode=0o700)
+    for library in cache_folder().glob("kernels-*"):
+        (cache / library.name).symlink_to(library)
+    with ServerProcess(folder, env={"XDG_CACHE_HOME": str(tmp_path)}) as server:
+        list(server.stream(COMPLETIONS, saying(2)))  # afterwards too little is known to be kept
+        assert not [*cache.glob("costs-*")]
+        with streaming(server, saying(200)) as events:
+            server.signal(signal.SIGTERM)
+            assert ended_well(list(events))
+        assert server.exit_code(3) == 0
+    [file] = cache.glob("costs-*")
+    assert '"1":' in file.read_text()
 
 
 def test_a_second_signal_ends_the_server_at_once(paced):
