@@ -303,21 +303,24 @@ class Config(Section, frozen=True):
     @property
     def drafter_name(self) -> str:
         """The drafter that all knobs together select; "none" where there is no speculation."""
-        if self.max_nodes == 0 or self.max_step_nodes == 0:
-            return "none"
-        return self.drafter.name
+        return "none" if 0 in self.max_guesses else self.drafter.name
 
     @property
     def max_nodes(self) -> int:
-        """Guesses that a request may have in a step."""
-        usual = MAX_NODES if self.drafter.name == "auto" else 16
-        return usual if self.speculation.max_nodes is None else self.speculation.max_nodes
+        """Guesses that a request may have in a step; 0 where there is no speculation."""
+        return 0 if self.drafter_name == "none" else self.max_guesses[0]
 
     @property
     def max_step_nodes(self) -> int:
         """Guesses that all requests together may have in a step."""
-        usual, asked = 256 if self.drafter.name == "auto" else 32, self.speculation.max_step_nodes
-        return usual if asked is None else asked
+        return 0 if self.drafter_name == "none" else self.max_guesses[1]
+
+    @property
+    def max_guesses(self) -> tuple[int, int]:
+        """What [speculation] allows a request and a step."""
+        usual = (MAX_NODES, 256) if self.drafter.name == "auto" else (16, 32)
+        request, step = self.speculation.max_nodes, self.speculation.max_step_nodes
+        return usual[0] if request is None else request, usual[1] if step is None else step
 
 
 SECTIONS: dict[str, type[Section]] = get_type_hints(Config)

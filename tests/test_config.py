@@ -177,6 +177,15 @@ def test_defaults_are_the_designs():
     assert (fixed.max_nodes, fixed.max_step_nodes) == (16, 32)
 
 
+OFF = {"drafter.name": "none"}, {"speculation.max_nodes": 0}, {"speculation.max_step_nodes": 0}
+
+
+@pytest.mark.parametrize("settings", [*OFF, OFF[0] | {"speculation.max_nodes": 8}], ids=str)
+def test_without_speculation_there_are_no_guesses(settings):
+    config = load_config(None, settings)
+    assert (config.drafter_name, config.max_nodes, config.max_step_nodes) == ("none", 0, 0)
+
+
 def test_what_is_shown_has_every_key():
     shown = to_toml(Config())
     assert not [key for key in KNOBS if f"{key.split('.')[1]} =" not in shown]

@@ -148,7 +148,7 @@ def about(llm: LLM, is_warm: bool) -> Subject:
         model=name_of(config.target),
         draft_model=name_of(config.draft) if needs_draft and config.draft else None,
         drafter=config.drafter_name,
-        max_nodes=config.max_nodes if is_drafting else 0,
+        max_nodes=config.max_nodes,
         is_warm=is_warm and is_drafting,
         config=without_paths(settings_of(config)),
         threads={name: words for name, words in phases.items() if name.endswith("threads")},

@@ -41,6 +41,16 @@ def test_the_weights_of_the_draft_model_are_told_beside_the_targets(presets):
     assert "draft_weights" not in presets["ngram"].get("/v1/models").body["data"][0]
 
 
+def test_a_server_without_guesses_tells_so_everywhere(presets):
+    server = presets["off"]
+    [card] = server.get("/v1/models").body["data"]
+    state = server.get("/v1/speculation").body
+    assert [card[key] for key in ("drafter", "max_nodes", "sources")] == ["none", 0, []]
+    assert [state[key] for key in ("max_nodes", "max_step_nodes", "sources")] == [0, 0, []]
+    answer = server.post(CHAT, chat_body()).body
+    assert answer["metrics"]["speculative_decoding"] is None
+
+
 def test_a_model_is_called_by_its_name_or_not_at_all(server):
     assert server.post(CHAT, chat_body(model="tiny")).body["model"] == "tiny"
     assert server.post(CHAT, chat_body(model=None)).body["model"] == "tiny"
