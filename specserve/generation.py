@@ -1,7 +1,6 @@
 """One request as its caller sees it: its text and tokens so far, counts and times."""
 
-from collections.abc import Sequence
-from operator import add
+from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 
 import msgspec
@@ -43,7 +42,7 @@ class Speculation(msgspec.Struct, frozen=True):
     accepted: int
     mean_acceptance_length: float | None  # None where nothing was drafted
     fallbacks: int  # drafts without the draft model, as it had not caught up
-    sources: dict[str, SourceCounts] = {}  # by name, of those that proposed anything
+    sources: dict[str, SourceCounts] = {}  # in the engine's order, of those that proposed anything
     details: list[StepDetails] = []  # of every step, where the request asked for them
 
 
@@ -117,9 +116,8 @@ class Generation:
         if output.is_verified:
             self.steps.append((output.num_drafted, output.num_accepted))
             self.num_step_tokens += num_tokens
-        for name, counts in output.sources.items():
-            before = self.sources.get(name, SourceCounts(0, 0, 0))
-            self.sources[name] = SourceCounts(*map(add, before, counts))
+        if output.sources:
+            self.sources = sums_of([self.sources, output.sources])
         return text
 
     @property
@@ -148,7 +146,7 @@ class Generation:
             accepted=self.num_accepted,
             mean_acceptance_length=self.num_step_tokens / len(self.steps) if drafted else None,
             fallbacks=self.num_fallbacks,
-            sources=self.sources,
+            sources=proposing(self.sources),
             details=self.details,
         )
 
@@ -161,6 +159,19 @@ class Generation:
             timing=self.timing(),
             speculation=self.speculation(drafter),
         )
+
+
+def sums_of(each: Iterable[Mapping[str, SourceCounts]]) -> dict[str, SourceCounts]:
+    sums = dict[str, SourceCounts]()
+    for sources in each:
+        for name, counts in sources.items():
+            sums[name] = counts.plus(sums[name]) if name in sums else counts
+    return sums
+
+
+def proposing(sources: Mapping[str, SourceCounts]) -> dict[str, SourceCounts]:
+    """Those that proposed anything."""
+    return {name: counts for name, counts in sources.items() if counts.proposed}
 
 
 def details(output: StepOutput, ends: list[int]) -> StepDetails:

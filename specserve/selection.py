@@ -1,8 +1,9 @@
 """The models and the drafter that a config selects. Does not import torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from specserve.config import Config
 from specserve.errors import ConfigError
@@ -58,19 +59,27 @@ def check_drafter(config: Config) -> None:
     try:
         options = drafter_options(config.drafter_name, config.drafter.options)
         if config.drafter_name == "auto":
-            check_sources(config, options.sources)
+            check_sources(config, options.sources, options.source_options)
         else:
             find_proposer(config.drafter_name)
     except DrafterError as e:
         raise ConfigError(str(e)) from e
 
 
-def check_sources(config: Config, names: Sequence[str]) -> None:
+def check_sources(
+    config: Config, names: Sequence[str], options: Mapping[str, Mapping[str, Any]]
+) -> None:
     """Refuse sources of `auto` that are not there, and a draft model that none of them runs."""
     foreign = [name for name in names if name not in ("ngram", "model")]
     users = [name for name in foreign if getattr(find_source(name), "needs_executor", False)]
     for name in foreign:
-        drafter_options(name, {})
+        drafter_options(name, options.get(name, {}))
+    if idle := [name for name in options if name not in foreign]:
+        known = f"it has {', '.join(foreign)}" if foreign else "it has none"
+        raise DrafterError(
+            f"drafter.options.source_options: {idle[0]!r} is no package.module:Class in "
+            f"drafter.options.sources; {known}"
+        )
     if [*names] == ["model"] and config.draft is None:
         raise DrafterError("drafter.options.sources has model alone: set drafter.model, too")
     if config.drafter.model is not None and "model" not in names and not users:

@@ -71,6 +71,16 @@ def test_every_step_is_told_to_who_asks(llm):
     assert llm.generate("the cat", GREEDY)[0].speculation.details == []
 
 
+def test_a_streams_output_tells_every_step_too(llm):
+    params = msgspec.structs.replace(GREEDY, return_speculation_details=True)
+    stream = llm.stream("the cat sat", params)
+    with pytest.raises(StopIteration) as end:
+        while True:
+            next(stream)
+    told = end.value.value.speculation.details
+    assert [token for step in told for token in step.tokens] == end.value.value.token_ids
+
+
 def test_what_speculation_goes_by_can_be_asked_for(llm):
     state = llm.speculation()
     assert (state.max_nodes, state.sources) == (llm.config.max_nodes, ("ngram",))

@@ -1,7 +1,7 @@
 """From a config to an engine that is ready to step."""
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from specserve.config import Config
 from specserve.engine.draft_model import DraftModel
@@ -117,15 +117,18 @@ def build_guesses(config: Config, engine: Engine) -> Guesses | None:
 
 
 def planned_guesses(config: Config, engine: Engine) -> PlannedGuesses:
-    """N-grams and, where there is one, the draft model."""
+    """From all sources of `drafter.options`; the draft model is one where there is one."""
     options = drafter_options("auto", config.drafter.options)
     draft_model, model = engine.draft_model, None
     if draft_model is not None and "model" in options.sources:
         model = ModelSource(draft_model, options.max_depth, options.width, options.tau)
-    sources = [build_source(n, engine) for n in dict.fromkeys(options.sources) if n != "model"]
+    names = [n for n in dict.fromkeys(options.sources) if n != "model" or model is not None]
+    sources = [
+        build_source(n, options.source_options.get(n, {}), engine) for n in names if n != "model"
+    ]
     refuse_second_executor([s.name for s in sources if lent_to(s)], model)
     user_code = UserCode(engine.stats)
-    return PlannedGuesses(sources, model, engine.scheduler, draft_model, user_code)
+    return PlannedGuesses(sources, model, engine.scheduler, draft_model, user_code, names)
 
 
 def lent_to(source: Source) -> bool:
@@ -142,21 +145,21 @@ def refuse_second_executor(names: Sequence[str], model: ModelSource | None) -> N
         )
 
 
-def build_source(name: str, engine: Engine) -> Source:
+def build_source(name: str, options: Mapping[str, Any], engine: Engine) -> Source:
     if name == "ngram":
         return ngram_source()
-    drafter = make_drafter(name, {}, engine.draft_model, is_source=True)
+    drafter = make_drafter(name, options, engine.draft_model, is_source=True)
     return UserSource(name, drafter, engine.target.decoder.config.vocab_size)
 
 
 def step_budget(config: Config, target: Decoder, draft: Decoder | None) -> StepBudget:
-    c, has_drafter = config.scheduler, config.drafter_name != "none"
+    c = config.scheduler
     return StepBudget(
         max_running=c.max_running,
         max_batched_tokens=c.max_batched_tokens,
         prefill_chunk=c.prefill_chunk,
-        max_nodes=config.max_nodes if has_drafter else 0,
-        max_step_nodes=config.max_step_nodes if has_drafter else 0,
+        max_nodes=config.max_nodes,
+        max_step_nodes=config.max_step_nodes,
         draft_rows_per_row=rows_in_time_of_one(draft, target) if draft else 1,
         ttft=seconds(c.ttft_ms, None),
         tpot=seconds(c.tpot_ms, None),

@@ -57,7 +57,8 @@ class Ledger:
         for name, number in proposed.items():
             self.sums[name].proposed += number
             self.sums[name].verified += verified[name]
-        counts = {n: SourceCounts(k, verified[n], right[n]) for n, k in proposed.items() if k}
+        each = proposed, verified, right
+        counts = {name: SourceCounts(*(n.get(name, 0) for n in each)) for name in self.bits}
         if not is_tree_asked or not draft.tokens:
             return Told(counts)
         bits = [sum(self.bits[name] for name in names) for names in sources]

@@ -68,10 +68,12 @@ class PlannedGuesses:
         scheduler: Scheduler,
         draft_model: DraftModel | None,
         user_code: UserCode,
+        names: Sequence[str] = (),
     ) -> None:
+        """`names` are those of all sources, in the order in which they are told."""
         self.sources, self.model = sources, model
         self.scheduler, self.draft_model, self.user_code = scheduler, draft_model, user_code
-        self.names = (*(s.name for s in sources), *([model.name] if model else []))
+        self.names = (*names,) or (*(s.name for s in sources), *([model.name] if model else []))
         self.ledger = Ledger(self.names, user_code.stats)
         self.planner = Planner(scheduler.costs)
         self.calibration = Calibration()

@@ -47,6 +47,11 @@ class SpeculationParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         is_off = not self.enabled or self.sources == () or self.max_depth == 0
         return 0 if is_off else min(pick(self.max_nodes, limit), limit)
 
+    def deepest(self, limit: int) -> int:
+        """Guesses after one another, where the server allows `limit` a step."""
+        most = self.most_nodes(limit)
+        return min(pick(self.max_depth, most), most)
+
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request's targets; None takes the server's, in [scheduler], which may be none."""

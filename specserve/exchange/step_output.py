@@ -1,16 +1,23 @@
 """What a step produced for one request, and sums over all steps."""
 
-from typing import NamedTuple
+from typing import Self
 
 import msgspec
 
 
-class SourceCounts(NamedTuple):
-    """A source's guesses in a step; one that several sources made counts for each of them."""
+class SourceCounts(msgspec.Struct, frozen=True):
+    """A source's guesses in one or more steps; one of several sources counts for each of them."""
 
     proposed: int
     verified: int
     accepted: int
+
+    def plus(self, more: Self) -> "SourceCounts":
+        return SourceCounts(
+            self.proposed + more.proposed,
+            self.verified + more.verified,
+            self.accepted + more.accepted,
+        )
 
 
 class Tree(msgspec.Struct, frozen=True):
@@ -38,7 +45,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     num_cached: int = 0  # tokens of the prompt that were found in the prefix cache
     is_fallback: bool = False  # drafted by n-grams, as the draft model had not caught up
     failure: str = ""  # why the request cannot continue; empty if it can
-    sources: dict[str, SourceCounts] = {}  # by name; those that proposed nothing may be missing
+    sources: dict[str, SourceCounts] = {}  # all in the engine's order, if any was asked
     tree: Tree | None = None  # only where the request asked for details and had guesses
 
 

@@ -14,8 +14,8 @@ from specserve.errors import EngineDied, Overloaded, SpecserveError
 from specserve.exchange.caller import Caller
 from specserve.exchange.client import EngineClient
 from specserve.exchange.sampling_params import Sampling
-from specserve.exchange.step_output import SourceCounts, StepOutput
-from specserve.generation import Generation, StepDetails
+from specserve.exchange.step_output import StepOutput
+from specserve.generation import Generation, StepDetails, proposing, sums_of
 from specserve.server.metrics import Metrics
 
 TENANT = "specserve.tenant"  # a key of the ASGI scope
@@ -177,18 +177,9 @@ class LiveCompletion:
             "num_accepted_draft_tokens": accepted,
             "num_draft_tokens": drafted,
             "num_spec_tokens": asked.most_nodes(max_nodes),
+            "max_depth": asked.deepest(max_nodes),
             "num_draft_fallbacks": sum(g.num_fallbacks for g in self.generations),
-            "sources": self.sources(),
-        }
-
-    def sources(self) -> dict[str, dict[str, int]]:
-        """Guesses by source, of those that proposed any."""
-        names = dict.fromkeys(name for g in self.generations for name in g.sources)
-        none = SourceCounts(0, 0, 0)
-        every = {n: [g.sources.get(n, none) for g in self.generations] for n in names}
-        return {
-            name: dict(zip(SourceCounts._fields, map(sum, zip(*counts, strict=True)), strict=True))
-            for name, counts in every.items()
+            "sources": proposing(sums_of(g.sources for g in self.generations)),
         }
 
     @property

@@ -2,16 +2,19 @@
 
 from collections import Counter
 
+import msgspec
 import pytest
 
 from specserve.engine import source as sources_of_guesses
 from specserve.engine import turns
+from specserve.engine.ledger import DraftSources
 from specserve.engine.source import UserSource
 from specserve.exchange.sampling_params import Sampling, Slo, SpeculationParams
+from specserve.generation import Generation
 from specserve_drafters import Draft
 from specserve_drafters.candidates import Candidate
 from specserve_drafters.native_lookup import ngram_source
-from tests.checkpoints import tiny_checkpoint
+from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
 from tests.engine.clock import Clock
 from tests.engine.engines import (
     Case,
@@ -85,6 +88,36 @@ def run(target, sources, max_tokens=60, **sampling):
     (request,) = Watch(engine).run([case])
     assert request.token_ids.tolist() == truth
     return engine
+
+
+class Late(Oracle):
+    """Proposes nothing at first."""
+
+    def candidates(self, items):
+        return super().candidates(items) if len(items[0].known) > 20 else [[] for _ in items]
+
+
+def test_sources_are_told_in_one_order_whoever_proposes_first(target):
+    case = Case(PROMPT, greedy(60))
+    (truth,) = plain(target, [case])
+    engine = engine_for(target, None, "auto", max_nodes=16)
+    engine.guesses = planned(engine, Late("late", truth), Oracle("soon", truth))
+    generation = Generation(
+        engine.add(PROMPT, case.sampling).id, PROMPT, case.sampling, tiny_tokenizer()
+    )
+    while not engine.is_idle:
+        for output in engine.step():
+            generation.push(output)
+    told = msgspec.to_builtins(generation.speculation("auto"))["sources"]
+    assert [*told] == ["late", "soon"]
+    assert all([*counts] == ["proposed", "verified", "accepted"] for counts in told.values())
+    soon_alone = DraftSources(Draft(), [], {"soon": 1})
+    assert [*engine.guesses.ledger.enter(soon_alone, [], False).sources] == ["late", "soon"]
+
+
+def test_sources_are_told_in_the_order_of_their_option(target):
+    engine = engine_for(target, target, "auto", options={"sources": ["model", "ngram"]})
+    assert engine.sources == ("model", "ngram")
 
 
 def test_a_source_that_raises_costs_its_own_guesses_only(target):

@@ -113,19 +113,22 @@ def test_the_text_is_the_same_whatever_is_asked(server, asked):
 
 
 LIMITS = {
-    "nothing": (None, 16),
-    "off": ({"enabled": False, "max_nodes": 5}, 0),
-    "no source": ({"sources": []}, 0),
-    "no depth": ({"max_depth": 0}, 0),
-    "fewer": ({"max_nodes": 5}, 5),
-    "more": ({"max_nodes": 99}, 16),
+    "nothing": (None, 16, 16),
+    "off": ({"enabled": False, "max_nodes": 5}, 0, 0),
+    "no source": ({"sources": []}, 0, 0),
+    "no depth": ({"max_depth": 0}, 0, 0),
+    "fewer": ({"max_nodes": 5}, 5, 5),
+    "more": ({"max_nodes": 99}, 16, 16),
+    "shallow": ({"max_depth": 3}, 16, 3),
+    "deeper than there are guesses": ({"max_nodes": 5, "max_depth": 9}, 5, 5),
 }
 
 
-@pytest.mark.parametrize(("asked", "limit"), LIMITS.values(), ids=LIMITS)
-def test_an_answer_tells_the_limit_that_held(server, asked, limit):
+@pytest.mark.parametrize(("asked", "limit", "depth"), LIMITS.values(), ids=LIMITS)
+def test_an_answer_tells_the_limits_that_held(server, asked, limit, depth):
     answer = server.post(CHAT, chat_body(speculation=asked)).body
-    assert answer["metrics"]["speculative_decoding"]["num_spec_tokens"] == limit
+    told = answer["metrics"]["speculative_decoding"]
+    assert (told["num_spec_tokens"], told["max_depth"]) == (limit, depth)
 
 
 def test_an_answer_counts_guesses_by_source_over_all_choices(server):
