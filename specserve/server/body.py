@@ -4,7 +4,7 @@ import asyncio
 import difflib
 from collections.abc import Callable
 from functools import cache
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -231,7 +231,21 @@ def fields(kind: type[msgspec.Struct]) -> dict[str, Any]:
     return {name: hints[name] for name in kind.__struct_fields__}
 
 
+def nested(kind: Any) -> type[msgspec.Struct] | None:
+    """The struct that a field may be, if it may be one."""
+    for part in (kind, *get_args(kind)):
+        if isinstance(part, type) and issubclass(part, msgspec.Struct):
+            return part
+    return None
+
+
 def convert(value: Any, kind: Any, path: str) -> Any:
+    struct = nested(kind)
+    if struct is not None and isinstance(value, dict):
+        for key in value:
+            if key not in fields(struct):
+                refuse_unknown(key, [*fields(struct)], f"{path}.")
+        value = {k: v for k, v in value.items() if v is not None}
     try:
         return msgspec.convert(value, kind)
     except (ValueError, RecursionError) as e:  # msgspec's ValidationError is a ValueError

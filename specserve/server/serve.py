@@ -179,7 +179,8 @@ def introduction(
     config, (host, port) = service.config, address[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(host), str(host))
     url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
-    guesses = f", up to {config.max_nodes} guesses a step"
+    sources = f" ({', '.join(ready.sources)})" if ready.drafter == "auto" else ""
+    guesses = f"{sources}, up to {config.max_nodes} guesses a request and step"
     has_chat = bool(service.input_processor.tokenizer.chat_template)
     question = "What does shutil.copytree do?" if config.model.path is None else "Hello"
     body = QUESTION % question if has_chat else PREFIX

@@ -160,13 +160,13 @@ class Service:
         if asked is None or (least is not None and asked >= least):
             return
         why = (
-            "this server lets clients set no such target"
+            "this server lets clients set no such target: leave it out"
             if least is None
-            else f"it is below {least:g}, the tightest target that this server lets clients have"
+            else f"this server allows no tighter target than {least:g}: ask for {least:g} or more"
         )
         raise RequestError(
-            f"slo.tpot_ms = {asked:g}: {why}: leave it out; its operator can set "
-            "server.min_tpot_ms to the smallest that may be asked for",
+            f"slo.tpot_ms = {asked:g}: {why}; its operator can set server.min_tpot_ms to the "
+            "smallest that may be asked for",
             "slo.tpot_ms",
         )
 

@@ -34,7 +34,7 @@ REFUSED = {
     "a source that is no list": ({"sources": "ngram"}, "`array | null`"),
     "fewer guesses than none": ({"max_nodes": -1}, ">= 0"),
     "a limit in words": ({"max_depth": "deep"}, "`int | null`"),
-    "a misspelt limit": ({"max_node": 1}, "`max_node`"),
+    "a misspelt limit": ({"max_node": 1}, "did you mean max_nodes?"),
     "a yes": (True, "`object | null`"),
 }
 
@@ -87,9 +87,22 @@ def test_a_wrong_target_is_refused_by_name(server, path, asked):
 def test_no_client_has_a_tighter_target_than_the_operator_lets_it(server, path):
     error = server.post(path, BODIES[path](slo={"tpot_ms": 19.9})).body["error"]
     assert error["param"] == "slo.tpot_ms"
-    assert "below 20" in error["message"] and "server.min_tpot_ms" in error["message"]
+    assert "ask for 20 or more" in error["message"] and "server.min_tpot_ms" in error["message"]
     for slo in ({"tpot_ms": 20}, {"ttft_ms": 0.001}, {}):
         assert server.post(path, BODIES[path](slo=slo)).status == 200
+
+
+def test_null_in_a_wish_or_target_is_the_same_as_leaving_it_out(server):
+    wish = {"enabled": None, "sources": None, "max_nodes": 5, "max_depth": None}
+    answer = server.post(CHAT, chat_body(speculation=wish, slo={"ttft_ms": 9, "tpot_ms": None}))
+    told = answer.body["metrics"]["speculative_decoding"]
+    assert told["num_spec_tokens"] == 5 and told["num_draft_tokens"] > 0
+
+
+def test_an_unknown_field_in_a_target_is_told_the_nearest_name(server):
+    error = server.post(CHAT, chat_body(slo={"tpot_m": 50})).body["error"]
+    assert (error["param"], error["code"]) == ("slo.tpot_m", "unknown_parameter")
+    assert "did you mean tpot_ms?" in error["message"]
 
 
 ASKED = {
