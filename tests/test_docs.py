@@ -159,8 +159,31 @@ def test_every_folder_that_is_named_exists():
     assert not [f for f in folders if not (ROOT / f).is_dir()]
 
 
+DRAFTERS = re.findall(r"```python\n(.*?)```", PAGES["CONTRIBUTING.md"], re.DOTALL)
+
+
+def test_the_source_that_contributing_shows_guesses(tmp_path, monkeypatch, caplog):
+    _, code = DRAFTERS
+    (tmp_path / "repeat_drafter.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    [settings] = re.findall(r"```toml\n(.*?)```", PAGES["CONTRIBUTING.md"], re.DOTALL)
+    (tmp_path / "sources.toml").write_text(
+        settings.replace("your_package.module", "repeat_drafter")
+    )
+    given = {"model.threads": 1, "memory.kv_bytes": 1 << 24}
+    folder = tiny_checkpoint(tmp_path / "model")
+    file = tmp_path / "sources.toml"
+    with LLM(folder, config=file, set=given, progress=False) as llm:
+        llm.generate("the cat", SamplingParams(temperature=0, max_tokens=9))
+        name = "repeat_drafter:Repeat"
+        assert llm.engine.sources == ("ngram", name)
+        assert llm.engine.guesses.sources[1].drafter.p == 0.5
+        assert llm.engine.stats.sources[name].proposed > 0 == llm.engine.stats.drafter_errors
+    assert caplog.messages == []
+
+
 def test_the_drafter_that_contributing_shows_drafts(tmp_path, monkeypatch):
-    [code] = re.findall(r"```python\n(.*?)```", PAGES["CONTRIBUTING.md"], re.DOTALL)
+    code, _ = DRAFTERS
     (tmp_path / "echo_drafter.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     settings = {"model.threads": 1, "memory.kv_bytes": 1 << 24, "drafter.options": {"length": 2}}
