@@ -7,7 +7,7 @@ from typing import Protocol
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.ledger import DraftSources, Ledger, Told
 from specserve.engine.runner import KVLost
-from specserve.engine.source import UserCode
+from specserve.engine.source import UserCode, UserSource
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.scheduling import ScheduledRequest, Scheduler
 from specserve_drafters import Draft, Drafter, DraftItem
@@ -64,6 +64,7 @@ class FixedGuesses:
     ) -> None:
         self.drafter, self.scheduler, self.draft_model = drafter, scheduler, draft_model
         self.vocab_size, self.user_code = vocab_size, user_code
+        self.source = UserSource(name, drafter, vocab_size)
         self.names: tuple[str, ...] = (name,)
         self.ledger = Ledger(self.names, user_code.stats)
 
@@ -88,7 +89,7 @@ class FixedGuesses:
         except KVLost:
             raise
         except BaseException:  # a drafter is user code, whose errors must not change any text
-            self.user_code.failed("propose")
+            self.user_code.failed(name)
         finally:
             if self.draft_model is not None:
                 self.draft_model.take_back()
@@ -105,11 +106,11 @@ class FixedGuesses:
         guesses = DraftSources(draft, [self.names] * len(draft), {self.names[0]: len(draft)})
         is_tree_asked = request.sampling.return_speculation_details
         told = self.ledger.enter(guesses, accepted, is_tree_asked)
-        self.user_code.tell(self.drafter, "observe", request.id, draft.copy(), [*accepted])
+        self.user_code.tell(self.source, "observe", request.id, draft, accepted)
         return told
 
     def forget(self, id: int) -> None:
-        self.user_code.tell(self.drafter, "forget", id)
+        self.user_code.tell(self.source, "forget", id)
 
     def tell(self, state: SpeculationState) -> SpeculationState:
         return state

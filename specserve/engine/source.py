@@ -5,12 +5,13 @@ What a user's drafter raises costs guesses, and never any text.
 import logging
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Protocol, runtime_checkable
 
 from specserve.exchange.step_output import Stats
 from specserve_drafters import Draft, DraftItem
-from specserve_drafters.candidates import Candidate, checked, of_draft
+from specserve_drafters.candidates import MOST, Candidate, checked, of_draft
 
 RATE = 1 / 16  # of a step in what a source has lately taken and saved
 FREE = 0.02  # of a step's time, which a source may take whatever it saves
@@ -41,21 +42,33 @@ class UserSource:
 
     def __init__(self, name: str, drafter: object, vocab_size: int) -> None:
         self.name, self.drafter, self.vocab_size = name, drafter, vocab_size
+        self.has_told = False  # of candidates that are not valid
 
     def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]:
         """With its own scores, if it has the method for them."""
         items = [item.copy() for item in items]
         scored = getattr(self.drafter, "candidates", None)  # optional in a drafter
         if scored is not None:
-            return [
-                checked(found, self.name, self.vocab_size)
-                for _, found in zip(items, scored(items), strict=True)
-            ]
+            return [self.valid(found) for _, found in zip(items, scored(items), strict=True)]
         drafts: Sequence[Draft] = self.drafter.propose(items)  # type: ignore[attr-defined]
         return [
             of_draft(Draft.cut(draft, item.limit, self.vocab_size), self.name)
             for draft, item in zip(drafts, items, strict=True)
         ]
+
+    def valid(self, found: Iterable[object]) -> list[Candidate]:
+        """Those before the first that is not valid; a warning names the first such one."""
+        given = [*islice(found, MOST)]
+        valid = checked(given, self.name, self.vocab_size)
+        if len(valid) < len(given) and not self.has_told:
+            self.has_told = True
+            log.warning(
+                "drafter %s: candidate %d of a list, %.200r, is dropped, and so are those after "
+                "it: each has to be a Candidate whose token is in [0, %d) and whose parent is ROOT "
+                "or the number of an earlier one, counted from 1; later ones are not told",
+                *(self.name, len(valid) + 1, given[len(valid)], self.vocab_size),
+            )
+        return valid
 
     def observe(self, id: int, draft: Draft, accepted: Sequence[int]) -> None:
         """Tell it of the whole draft, which has other sources' guesses as well."""
@@ -89,22 +102,23 @@ def tell(drafter: object, what: str, *args: object) -> None:
 
 
 class UserCode:
-    """Counts and logs what drafters raise."""
+    """Counts and logs what drafters raise, by the source's name."""
 
     def __init__(self, stats: Stats) -> None:
         self.stats = stats
 
-    def tell(self, drafter: object, what: str, *args: object) -> None:
-        """Call a method of a drafter, if it has it."""
+    def tell(self, source: Source, what: str, *args: object) -> None:
+        """Call a method of a source, if it has it."""
         try:
-            tell(drafter, what, *args)
+            tell(source, what, *args)
         except BaseException:  # the rest of the commit has to be done
-            self.failed(what)
+            self.failed(source.name)
 
-    def failed(self, where: str) -> None:
+    def failed(self, name: str) -> None:
         """Count the exception that is being handled, and log it, the first with its traceback."""
-        self.stats.drafter_errors += 1
-        count = self.stats.drafter_errors
+        sums = self.stats.sources[name]
+        sums.errors += 1
+        count = sums.errors
         if count & (count - 1) == 0:  # 1, 2, 4, ...: failures in every step must not fill the log
-            message = "the drafter failed in %s (%s), %d times so far; the text does not change"
-            log.error(message, where, sys.exception(), count, exc_info=count == 1)
+            message = "drafter %s failed (%s), %d times so far; the text does not change"
+            log.error(message, name, sys.exception(), count, exc_info=count == 1)

@@ -57,6 +57,7 @@ class SourceStats(msgspec.Struct):
     accepted: list[int] = []  # by depth: of children of the root first
     seconds: float = 0.0  # wall time that it took
     saved_seconds: float = 0.0  # estimated: what its accepted guesses saved, less what it took
+    errors: int = 0  # exceptions of a user's drafter
 
 
 class Stats(msgspec.Struct):
@@ -69,9 +70,12 @@ class Stats(msgspec.Struct):
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0  # the target's forward
     step_seconds: float = 0.0
-    drafter_errors: int = 0
     num_fallbacks: int = 0  # drafts that n-grams made, as the draft model had not caught up
     num_looked_up: int = 0  # prompt tokens looked up in the prefix cache
     num_cached: int = 0  # those that were found
     num_resets: int = 0  # of the prefix cache
     sources: dict[str, SourceStats] = {}  # of guesses, by name
+
+    @property
+    def drafter_errors(self) -> int:
+        return sum(sums.errors for sums in self.sources.values())

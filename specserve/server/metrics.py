@@ -64,11 +64,10 @@ class Metrics:
             registry=self.registry,
         )
         self.accepted_at = [per_position.labels(model, "0", str(i)) for i in range(max_nodes)]
-        self.sources = SourceMetrics(model)
+        self.sources = SourceMetrics(model, max_nodes)
         self.registry.register(self.sources)
         self.rows = self.counter("specserve_rows", "Rows that the target computed.")
         self.wasted = self.counter("specserve_wasted_rows", "Rows of guesses not accepted.")
-        self.drafter_errors = self.counter("specserve_drafter_errors", "Failures of the drafter.")
         self.fallbacks = self.counter(
             "specserve_draft_fallbacks", "Drafts without the draft model, as it had not caught up."
         )
@@ -178,7 +177,6 @@ class Metrics:
         self.fallbacks.inc(stats.num_fallbacks - before.num_fallbacks)
         self.looked_up.inc(stats.num_looked_up - before.num_looked_up)
         self.cached.inc(stats.num_cached - before.num_cached)
-        self.drafter_errors.inc(stats.drafter_errors - before.drafter_errors)
         self.sources.sums = stats.sources
         if stats.num_steps > before.num_steps:
             self.step_tokens.observe(stats.num_rows - before.num_rows)

@@ -13,30 +13,31 @@ LABELS = ["model_name", "engine", "source"]
 class SourceMetrics(Collector):
     """What several sources guess at once counts for each. `sums` are those of the last report."""
 
-    def __init__(self, model: str) -> None:
-        self.model = model
+    def __init__(self, model: str, max_nodes: int) -> None:
+        self.model, self.max_nodes = model, max_nodes
         self.sums: Mapping[str, SourceStats] = {}
 
     def collect(self) -> Iterator[Metric]:
-        counts = {
-            "proposed_tokens": "Guesses proposed.",
-            "verified_tokens": "Guesses verified.",
-            "seconds": "Wall time of proposing.",
-        }
-        for name, words in counts.items():
-            counter = CounterMetricFamily(f"specserve_source_{name}", words, labels=LABELS)
-            for source, sums in self.sums.items():
-                counter.add_metric(self.labels(source), getattr(sums, name.partition("_")[0]))
-            yield counter
+        yield self.counter("source_proposed_tokens", "Guesses proposed.", "proposed")
+        yield self.counter("source_verified_tokens", "Guesses verified.", "verified")
+        yield self.counter("source_seconds", "Wall time of proposing.", "seconds")
+        yield self.counter("drafter_errors", "Exceptions of a drafter.", "errors")
         yield self.accepted()
         yield self.saved()
+
+    def counter(self, name: str, words: str, field: str) -> Metric:
+        counter = CounterMetricFamily(f"specserve_{name}", words, labels=LABELS)
+        for source, sums in self.sums.items():
+            counter.add_metric(self.labels(source), getattr(sums, field))
+        return counter
 
     def accepted(self) -> Metric:
         words = "Guesses accepted, by depth in the tree from 0."
         name, labels = "specserve_source_accepted_tokens", [*LABELS, "position"]
         counter = CounterMetricFamily(name, words, labels=labels)
         for source, sums in self.sums.items():
-            for depth, count in enumerate(sums.accepted):
+            for depth in range(self.max_nodes):
+                count = sums.accepted[depth] if depth < len(sums.accepted) else 0
                 counter.add_metric([*self.labels(source), str(depth)], count)
         return counter
 

@@ -89,6 +89,8 @@ def test_a_failing_drafter_costs_its_drafts_and_a_log_line(target, script, caplo
         (request,) = Watch(engine).run([case])
     assert request.num_output == 21
     assert len(caplog.records) == engine.stats.drafter_errors.bit_length() > 2
+    assert engine.stats.sources["scripted"].errors == engine.stats.drafter_errors
+    assert "drafter scripted failed" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("where", ["propose", "observe", "forget"])

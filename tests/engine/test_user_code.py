@@ -90,6 +90,23 @@ def test_no_text_changes(target, drafter, is_auto):
     assert [r.token_ids.tolist() for r in requests] == want
 
 
+class Unchecked(Guess):
+    def candidates(self, items):
+        guess = Candidate(items[0].known[-1], 0, 0.5, "mine")
+        return [[guess, guess._replace(parent=5), guess] for _ in items]
+
+
+def test_candidates_that_are_dropped_are_told_of_once(target, caplog):
+    engine = engine_for(target, None, "auto", max_nodes=4)
+    engine.guesses = planned(engine, UserSource("mine", Unchecked(), 320))
+    engine.add(CASES[0].prompt, CASES[0].sampling)
+    while not engine.is_idle:
+        engine.step()
+    [message] = caplog.messages
+    assert "drafter mine: candidate 2 of a list, Candidate(" in message and "parent=5" in message
+    assert engine.stats.sources["mine"].proposed > 1
+
+
 SOURCES = {  # drafter.options.sources, drafter.model -> the complaint
     "one that is not there": (["ngram", "no_such.module:X"], None, "no drafter 'no_such.module:X'"),
     "auto itself": (["auto"], None, "no source 'auto'"),
@@ -121,3 +138,37 @@ class RunsTheModel(Guess):
 
     def __init__(self, options, executor):
         pass
+
+
+class HasOptions(Guess):
+    class Options(base.Options, frozen=True):
+        length: int = 4
+
+    def __init__(self, options):
+        self.length = options.length
+
+
+NAME = f"{HasOptions.__module__}:HasOptions"
+
+
+def test_a_source_has_the_options_under_its_name(target):
+    options = {"sources": ["ngram", NAME], "source_options": {NAME: {"length": 7}}}
+    engine = engine_for(target, None, "auto", options=options)
+    assert engine.guesses.sources[1].drafter.length == 7
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({NAME: {"lenght": 7}}, f"drafter.options for '{NAME}': .*lenght"),
+        ({NAME: {"length": "long"}}, f"drafter.options for '{NAME}': .*length"),
+        ({"ngram": {}}, f"'ngram' is no package.module:Class .*; it has {NAME}"),
+        ({"my:Other": {}}, "'my:Other' is no"),
+    ],
+    ids=str,
+)
+def test_options_that_no_source_has_are_refused(given, complaint):
+    options = {"sources": ["ngram", NAME], "source_options": given}
+    config = load_config(None, {"model.path": "target", "drafter.options": options})
+    with pytest.raises(ConfigError, match=complaint):
+        check_drafter(config)

@@ -294,7 +294,7 @@ def test_series_by_source_count_what_answers_tell(server):
 
 STATS = {
     "ngram": SourceStats(9, 7, [3, 1], 0.5, 0.25),
-    "model": SourceStats(4, 4, [2], 1.5, -0.5),
+    "model": SourceStats(4, 4, [2], 1.5, -0.5, errors=3),
 }
 
 
@@ -305,12 +305,26 @@ def test_series_by_source_are_the_sums_of_the_last_report():
     later = SourceStats(10, 8, [3, 2, 1], 0.75, 0.5)
     metrics.on_stats(Stats(sources=STATS | {"ngram": later}))
     names = ("proposed_tokens_total", "verified_tokens_total", "seconds_total", "saved_seconds")
-    assert [value(metrics, name, "ngram") for name in names] == [10, 8, 0.75, 0.5]
-    assert [value(metrics, name, "model") for name in names] == [4, 4, 1.5, -0.5]
-    accepted = [value(metrics, "accepted_tokens_total", "ngram", position=str(d)) for d in range(3)]
+    for source, sums in (("ngram", [10, 8, 0.75, 0.5]), ("model", [4, 4, 1.5, -0.5])):
+        assert [value(metrics, f"source_{name}", source) for name in names] == sums
+    name = "source_accepted_tokens_total"
+    accepted = [value(metrics, name, "ngram", position=str(d)) for d in range(3)]
     assert accepted == [3, 2, 1]
+    errors = [value(metrics, "drafter_errors_total", source) for source in STATS]
+    assert errors == [0, 3]
+
+
+def test_series_by_source_are_there_from_the_start():
+    metrics = Metrics("tiny", 4)
+    metrics.on_stats(Stats(sources={"ngram": SourceStats()}))
+    names = ("proposed_tokens_total", "verified_tokens_total", "seconds_total", "saved_seconds")
+    assert [value(metrics, f"source_{name}", "ngram") for name in names] == [0] * 4
+    depths = [str(depth) for depth in range(5)]
+    name = "source_accepted_tokens_total"
+    accepted = [value(metrics, name, "ngram", position=depth) for depth in depths]
+    assert accepted == [0, 0, 0, 0, None]
 
 
 def value(metrics, name, source, **labels):
     labels |= {"model_name": "tiny", "engine": "0", "source": source}
-    return metrics.registry.get_sample_value(f"specserve_source_{name}", labels)
+    return metrics.registry.get_sample_value(f"specserve_{name}", labels)
