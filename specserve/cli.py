@@ -174,7 +174,7 @@ def show_config(args: argparse.Namespace) -> None:
     from specserve.selection import check_drafter
 
     check_drafter(config)
-    print("OK; models are not looked at")
+    print("OK: the settings, the drafter's name and its options are valid; no model was checked")
 
 
 def quantize(args: argparse.Namespace) -> None:

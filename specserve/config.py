@@ -153,9 +153,9 @@ class DrafterConfig(Section, frozen=True):
     name: Annotated[
         Name,
         about(
-            'auto, none, ngram, model or a "package.module:Class"; auto takes n-grams and, where '
-            "there is one, the draft model, and as many guesses of each as save time; the others "
-            "guess up to the limits of [speculation]"
+            'auto, none, ngram, model or a "package.module:Class"; auto asks n-grams and, where '
+            "there is one, the draft model, and verifies the guesses that it expects to save time; "
+            "the others verify all that they guess, up to the limits of [speculation]"
         ),
     ] = "auto"
     model: Annotated[
@@ -165,7 +165,13 @@ class DrafterConfig(Section, frozen=True):
     quantize: Annotated[
         Literal["w8a8", "w8", "w4"] | None, about("as model.quantize, for the draft model")
     ] = None
-    options: Annotated[dict[str, Any], about("the drafter's own knobs")] = {}
+    options: Annotated[
+        dict[str, Any],
+        about(
+            "the drafter's own knobs; of auto: sources, source_options (of drafters among them, by "
+            "name), max_depth, width and tau"
+        ),
+    ] = {}
 
     def __post_init__(self) -> None:
         if "." in self.name and ":" not in self.name:

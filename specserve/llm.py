@@ -118,7 +118,8 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Generator[tuple[str, list[int]], None, Output]:
-        """(text, token_ids) of every step that emits tokens; the generator's value is the Output.
+        """(text, token_ids) of every step that emits tokens; the generator's value is the Output,
+        which also has the details of speculation, where they were asked for.
 
         The prompt is checked at once, and starts to run when the first step is asked for.
         """
