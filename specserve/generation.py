@@ -10,6 +10,8 @@ from specserve.exchange.step_output import SourceCounts, StepOutput, Tree
 from specserve.models.tokenizer import Tokenizer
 from specserve.text import TextStream
 
+NONE = SourceCounts(0, 0, 0)
+
 
 class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
@@ -165,7 +167,12 @@ def sums_of(each: Iterable[Mapping[str, SourceCounts]]) -> dict[str, SourceCount
     sums = dict[str, SourceCounts]()
     for sources in each:
         for name, counts in sources.items():
-            sums[name] = counts.plus(sums[name]) if name in sums else counts
+            s = sums.get(name, NONE)
+            sums[name] = SourceCounts(
+                s.proposed + counts.proposed,
+                s.verified + counts.verified,
+                s.accepted + counts.accepted,
+            )
     return sums
 
 

@@ -1,7 +1,5 @@
 """What a step produced for one request, and sums over all steps."""
 
-from typing import Self
-
 import msgspec
 
 
@@ -11,13 +9,6 @@ class SourceCounts(msgspec.Struct, frozen=True):
     proposed: int
     verified: int
     accepted: int
-
-    def plus(self, more: Self) -> "SourceCounts":
-        return SourceCounts(
-            self.proposed + more.proposed,
-            self.verified + more.verified,
-            self.accepted + more.accepted,
-        )
 
 
 class Tree(msgspec.Struct, frozen=True):
