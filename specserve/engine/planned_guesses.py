@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from time import perf_counter
+from typing import NamedTuple
 
 import msgspec
 
@@ -32,6 +33,19 @@ RATE = 1 / 16  # and in what planning usually takes, and what promises are worth
 DOUBT = 1 / 2048  # of what they are worth less: by each step it is forgotten
 
 
+class Asked(NamedTuple):
+    """Which sources are asked for a request in a step."""
+
+    is_promised: bool  # those that foresee their guesses
+    turn: Turn | None  # others; None: they are not
+    model_turn: Turn | None  # the draft model, in the same way
+
+    @property
+    def is_any(self) -> bool:
+        """Of those beside the draft model."""
+        return self.is_promised or self.turn is not None
+
+
 class Root(msgspec.Struct, eq=False):
     """A root of the step: its candidates, and which of them are its draft's guesses, in order."""
 
@@ -39,8 +53,7 @@ class Root(msgspec.Struct, eq=False):
     item: DraftItem
     ask: Ask
     proposed: dict[str, int]  # by source
-    turn: Turn | None  # None: only the draft model is asked
-    model_turn: Turn | None  # None: the draft model is not
+    asked: Asked
     nodes: list[int] = []
     is_tried: bool = False  # the draft model was run for it as a trial
     saved: float | None = None  # seconds by guesses that others than the draft model made, too
@@ -81,8 +94,8 @@ class PlannedGuesses:
         self.trials = Trials(last=LAST_TRIAL)
         self.paces = {source.name: Pace() for source in sources}
         self.lately: dict[int, float] = {}  # by request: guesses verified a step
-        foreseen = [s.promise for s in sources if isinstance(s, Foreseen)]
-        self.foreseen = foreseen if len(foreseen) == len(sources) else []
+        self.foreseen = [source for source in sources if isinstance(source, Foreseen)]
+        self.has_unforeseen = len(self.foreseen) < len(sources)
         self.share = 1.0  # of the seconds that sources promise to save, which guesses lately did
         self.planning = 0.0  # usual seconds of a request's guesses, without the draft model's
         self.is_warm = False  # the first of all take far longer
@@ -111,15 +124,15 @@ class PlannedGuesses:
             turns.next_step()
         part, self.promised = self.part(self.scheduler.step), {}
         self.share += (1 - self.share) * DOUBT
-        due = [(s, *self.asked(s.request, part)) for s in scheduled if s.draft_limit]
-        due = [(s, turn, of_model) for s, turn, of_model in due if turn or of_model]
+        due = [(s, self.asked(s.request, part)) for s in scheduled if s.draft_limit]
+        due = [(s, asked) for s, asked in due if any(asked)]
         if self.draft_model is not None and (due or asked_before):
-            self.draft_model.lend([s.request for s, _, _ in due])
+            self.draft_model.lend([s.request for s, _ in due])
         if not due:
             return
         start = perf_counter()
         self.step, self.passed = self.scheduler.step, self.turns.passed()
-        self.roots = {s.request.id: self.root(s, len(due), *turns) for s, *turns in due}
+        self.roots = {s.request.id: self.root(s, asked, len(due)) for s, asked in due}
         self.make([*self.roots.values()])
         self.making = perf_counter() - start - self.catching_up
 
@@ -128,19 +141,22 @@ class PlannedGuesses:
         seconds = self.planner.costs.seconds(step.rows, step.context, step.requests)
         return seconds / max(step.num_roots, 1)
 
-    def asked(self, request: Request, part: float) -> tuple[Turn | None, Turn | None]:
-        """The request's turns in this step: of other sources than the draft model, and of that."""
+    def asked(self, request: Request, part: float) -> Asked:
+        """Part: what a right guess saves, in seconds."""
         id, may_grow = request.id, self.model is not None and request.num_output > 0
         may_grow = may_grow and request.sampling.speculation.allows("model")
+        is_promised = self.is_promising(request, part)
+        is_asked = self.has_unforeseen and self.turns.is_due(id)
         is_grown = may_grow and self.model_turns.is_due(id)
-        is_asked = self.is_promising(request, part) if self.foreseen else self.turns.is_due(id)
         turn = self.turns.of(id) if is_asked else None
-        return turn, self.model_turns.of(id) if is_grown else None
+        return Asked(is_promised, turn, self.model_turns.of(id) if is_grown else None)
 
     def is_promising(self, request: Request, part: float) -> bool:
         """Whether right guesses are likely to save the time of planning them."""
-        promised = [promise(request.id, request.token_ids) for promise in self.foreseen]
-        self.promised[request.id] = saved = max(promised) * part
+        id, text, speculation = request.id, request.token_ids, request.sampling.speculation
+        asked = [source for source in self.foreseen if speculation.allows(source.name)]
+        saved = part * max((source.promise(id, text) for source in asked), default=0.0)
+        self.promised[id] = saved
         return saved * self.share > self.planning
 
     def make(self, roots: Sequence[Root]) -> None:
@@ -148,10 +164,12 @@ class PlannedGuesses:
         self.note_targets(roots)
         self.growing, self.catching_up, spent = 0.0, 0.0, 0.0
         try:
-            asked = [root for root in roots if root.turn is not None]
             for source in self.sources:
+                asked = [root for root in roots if root.asked.turn is not None]
+                if source in self.foreseen:
+                    asked = [root for root in roots if root.asked.is_any]
                 spent += self.ask(source, [root for root in asked if root.may_ask(source.name)])
-            spent += self.grow([root for root in roots if root.model_turn is not None])
+            spent += self.grow([root for root in roots if root.asked.model_turn is not None])
         finally:
             if self.draft_model is not None:
                 self.draft_model.take_back()
@@ -170,18 +188,26 @@ class PlannedGuesses:
                 self.paces[name] = Pace()
         self.taken, self.saved, self.might_save, self.tried = {}, {}, {}, set()
         if self.plan is not None and self.saved_by_guess:
-            others = [(r.turn, r.saved) for r in self.roots.values() if r.turn]
-            model = [(r.model_turn, r.saved_by_model) for r in self.roots.values() if r.model_turn]
-            growing = self.growing if others else self.making
-            if not self.foreseen:
-                self.turn(self.turns, others, self.making - growing, 0.0)
-            elif others:
-                self.note_promises((self.making - growing) / len(others))
+            others = [(r.asked.turn, r.saved) for r in self.roots.values() if r.asked.turn]
+            model = [
+                (r.asked.model_turn, r.saved_by_model)
+                for r in self.roots.values()
+                if r.asked.model_turn
+            ]
+            num_asked = sum(root.asked.is_any for root in self.roots.values())
+            growing = self.growing if num_asked else self.making
+            if num_asked:
+                planning = (self.making - growing) / num_asked
+                if not others:
+                    self.note_promises(planning)
+                self.turn(self.turns, others, planning * len(others), 0.0)
             self.turn(self.model_turns, model, growing, self.catching_up)
         self.roots = {}
 
     def note_promises(self, planning: float) -> None:
-        """Learn what came of promises in a step that took so long for each of its requests."""
+        """Learn what came of promises in a step in which only such sources were asked, and planning
+        took so long for a request.
+        """
         if self.planning:
             self.planning += (min(planning, 2 * self.planning) - self.planning) * RATE
         elif self.is_warm:
@@ -189,7 +215,7 @@ class PlannedGuesses:
         self.is_warm = True
         for id, root in self.roots.items():
             promised = self.promised.get(id, 0.0)
-            if root.turn is not None and root.saved is not None and promised > 0:
+            if root.asked.is_promised and root.saved is not None and promised > 0:
                 share = root.saved / promised
                 self.share += (min(max(share, 0.0), 1.0) - self.share) * RATE
 
@@ -216,13 +242,7 @@ class PlannedGuesses:
                 saved.append((turn, (gained - usual) / part))
         turns.add(saved, self.step.num_roots, more)
 
-    def root(
-        self,
-        scheduled: ScheduledRequest,
-        num_roots: int,
-        turn: Turn | None,
-        model_turn: Turn | None,
-    ) -> Root:
+    def root(self, scheduled: ScheduledRequest, asked: Asked, num_roots: int) -> Root:
         """What sources see of a root. They are asked for the guesses that are likely to be
         verified, and as many more.
         """
@@ -232,7 +252,8 @@ class PlannedGuesses:
         limit = min(scheduled.draft_limit, depth, max(lately, LEAST_ASKED // num_roots))
         trie = Trie(self.calibration, request.id)
         ask = Ask(trie, scheduled.draft_limit, max_depth=depth)
-        return Root(scheduled, draft_item(scheduled, limit), ask, {}, turn, model_turn)
+        item = draft_item(scheduled, limit)
+        return Root(scheduled, item, ask, {}, asked)
 
     def note_targets(self, roots: Sequence[Root]) -> None:
         """Note how far requests are behind their targets: those of the most urgent priority that
@@ -397,9 +418,8 @@ class PlannedGuesses:
         self.trials = Trials(last=LAST_TRIAL)
         self.roots, self.last = {}, None
         self.paces = {name: Pace() for name in self.paces}
-        for source in self.sources:
-            if isinstance(source, Foreseen):
-                source.reset()
+        for source in self.foreseen:
+            source.reset()
         self.lately, self.planning, self.share, self.is_warm = {}, 0.0, 1.0, False
 
 

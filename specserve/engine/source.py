@@ -32,6 +32,8 @@ class Source(Protocol):
 class Foreseen(Protocol):
     """A source that knows beforehand how many of its guesses are likely to be right."""
 
+    name: str
+
     def promise(self, id: int, text: "array[int]") -> float: ...
 
     def reset(self) -> None: ...

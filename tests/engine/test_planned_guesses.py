@@ -433,6 +433,31 @@ def test_a_source_that_foresees_its_guesses_is_asked_where_it_promises_more_than
     assert engine.stats.num_steps < 150
 
 
+def test_a_slow_drafter_beside_one_that_foresees_is_asked_in_trials_only(
+    target, clock, no_source_is_late
+):
+    case = Case(PROMPT, greedy(270))
+    (truth,) = plain(target, [case])
+    engine = engine_for(target, None, "auto", max_nodes=4)
+    good = Foretelling(clock, truth, LATER, 0.05, lambda length: 3.0 if length in LATER else 0.0)
+    slow = Paced(clock, truth, NEVER, 0.3)
+    good.name, slow.name = "good", "slow"
+    engine.guesses = planned(engine, good, slow)
+    (request,) = Watch(engine).run([case])
+    assert request.token_ids.tolist() == truth
+    assert engine.stats.num_steps < 150
+    assert len(good.asked) > 30 > len(slow.asked)
+
+
+def test_what_a_request_does_not_allow_promises_it_nothing(target, clock, no_source_is_late):
+    case = Case(PROMPT, greedy(60, speculation=SpeculationParams(sources=["other"])))
+    (truth,) = plain(target, [case])
+    engine = engine_for(target, None, "auto", max_nodes=4)
+    engine.guesses = planned(engine, Foretelling(clock, truth, LATER, 0.1, lambda length: 3.0))
+    Watch(engine).run([case])
+    assert engine.guesses.last is None
+
+
 def test_promises_that_are_not_kept_are_believed_ever_less(target, clock, no_source_is_late):
     _, source = run_paced(target, clock, NEVER, 0.3, lambda length: 2.0, cls=Foretelling)
     assert len([known for known in source.asked if known > 100]) < 10
