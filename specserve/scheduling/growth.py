@@ -104,6 +104,10 @@ class Growth:
         found = [gain for gain in reach if gain > self.least]
         level = seconds(len(found)) - seconds(0)
         more, spent = list[float](), seconds(0)
+        # What all levels together may bring, in no more than the time of one: mostly too little.
+        most = self.step.num_roots + sum(self.values) + self.worth + sum(found) / (1 - hold)
+        if most <= self.rate * (self.spent + spent + level + self.takes[0]):
+            return 0
         for _ in range(depth if found else 0):
             more += found
             spent += level

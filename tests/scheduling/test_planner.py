@@ -351,3 +351,25 @@ def test_what_fails_is_tried_ever_more_rarely_but_always_again():
     assert [trials.is_due("a"), trials.is_due("a")] == [False, True]
     assert not trials.is_due("b"), "each has a turn of its own"
     assert trials.is_due("a", steps=4), "steps that nobody counted are counted together"
+
+
+@given(
+    values=st.lists(st.floats(0.01, 1), max_size=3),
+    reach=st.lists(st.floats(0.5, 1), min_size=1, max_size=2),
+    hold=st.floats(0.5, 0.95),
+    level=st.floats(1e-4, 0.02),
+    once=st.floats(0, 0.05),
+    depth=st.integers(1, 16),
+)
+def test_levels_that_pay_together_are_found_wherever_they_are(
+    values, reach, hold, level, once, depth
+):
+    """By trying every number of levels, each with what is left of the reach of the first."""
+    found = growth(values)
+    counted = [gain for gain in reach if gain > found.least]
+    pays = any(
+        found.is_better([g * hold**k for k in range(n) for g in counted], once + n * level)
+        for n in range(1, depth + 1)
+    )
+    size = found.first_size(reach, hold, depth, lambda rows: once + level * (rows > 0))
+    assert size == (len(counted) if counted and pays else 0)
