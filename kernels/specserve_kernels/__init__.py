@@ -14,8 +14,10 @@ from specserve_kernels.program import Model, Outputs, Program
 from specserve_kernels.threads import Threads, limit_threads
 from specserve_kernels.types import (
     NO_WINDOW,
+    Edits,
     KVCache,
     KVLayer,
+    Masks,
     QKNorm,
     Rotary,
     Rows,
@@ -26,8 +28,10 @@ __all__ = [
     "NO_WINDOW",
     "Codes",
     "DeviceError",
+    "Edits",
     "KVCache",
     "KVLayer",
+    "Masks",
     "Model",
     "Ops",
     "Outputs",

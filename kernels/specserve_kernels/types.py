@@ -3,8 +3,10 @@
 Shapes: B requests, R rows, L layers, H and Hk query and KV heads, D head size, V vocabulary.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -95,6 +97,39 @@ class QKNorm(NamedTuple):
     eps: float
 
 
+class Edits(NamedTuple):
+    """Changes of single logits, in lists that rows may share; host tensors.
+
+    base, own  [n, 2]  int32    the row has the edits [base[0], base[1]), then [own[0], own[1])
+    ids        [E]     int32    distinct within each of these ranges
+    bias       [E]     float32  -inf rules the id out
+    factor     [E]     float32  above 0; 1 is off
+    penalty    [E]     float32  0 is off
+
+    An edit makes y = x + bias of its id's logit x, then y / factor if y > 0, else y * factor, and
+    then takes the penalty off. Where a row's own edits have an id of its base, they replace that
+    edit: so an id gets the same bits whether its token is known or a guess on the row's path.
+    """
+
+    base: Tensor
+    own: Tensor
+    ids: Tensor
+    bias: Tensor
+    factor: Tensor
+    penalty: Tensor
+
+
+class Masks(NamedTuple):
+    """Which ids a row may draw, in masks that rows may share; host tensors.
+
+    number  [n]               int32  0: all ids; else the row's mask is words[number - 1]
+    words   [M, ceil(V / 32)]  int32  bit id % 32 of word id // 32 is set where id is allowed
+    """
+
+    number: Tensor
+    words: Tensor
+
+
 class SampleParams(NamedTuple):
     """How each of n tokens is chosen; host tensors.
 
@@ -104,6 +139,7 @@ class SampleParams(NamedTuple):
     min_p        [n]  float32  0 is off
     seeds        [n]  int64    0 <= seed < 2**53
     token_index  [n]  int64    the token's place in its request's token_ids
+    edits, masks               None where no row has any
     """
 
     temperature: Tensor
@@ -112,6 +148,8 @@ class SampleParams(NamedTuple):
     min_p: Tensor
     seeds: Tensor
     token_index: Tensor
+    edits: Edits | None = None
+    masks: Masks | None = None
 
     @classmethod
     @cache
@@ -119,3 +157,39 @@ class SampleParams(NamedTuple):
         """Argmax for n tokens. Cached, so never to be written to."""
         zeros, ints = torch.zeros(n), torch.zeros(n, dtype=torch.int64)
         return cls(zeros, ints.int(), torch.ones(n), zeros, ints, ints)
+
+    @classmethod
+    def of(
+        cls, columns: Iterable[Tensor], edits: Edits | None = None, masks: Masks | None = None
+    ) -> "SampleParams":
+        """The columns, in order, are the scalars of each row."""
+        return cls._make([*columns, edits, masks])
+
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        return self[:6]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no row has edits or a mask."""
+        return self.edits is None and self.masks is None
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.columns, *(self.edits or ()), *(self.masks or ())]
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> "SampleParams":
+        """Other tensors in the place of `tensors()`, in that order."""
+        some = iter(tensors)
+        columns = list(islice(some, len(self.columns)))  # before what comes behind them
+        edits = None if self.edits is None else Edits(*islice(some, len(self.edits)))
+        masks = None if self.masks is None else Masks(*islice(some, len(self.masks)))
+        return SampleParams.of(columns, edits, masks)
+
+    def take(self, rows: Tensor | list[int]) -> "SampleParams":
+        """The parameters of some rows; lists and masks stay where they are."""
+        edits, masks = self.edits, self.masks
+        if edits is not None:
+            edits = edits._replace(base=edits.base[rows], own=edits.own[rows])
+        if masks is not None:
+            masks = masks._replace(number=masks.number[rows])
+        return SampleParams.of((column[rows] for column in self.columns), edits, masks)

@@ -83,16 +83,18 @@ class Runner:
         token_ids, read = torch.from_numpy(step.token_ids), torch.from_numpy(step.read)
         if step.draws is not None and len(read) > HEAD_ROWS and not self.ops.samples_ahead:
             return self.compute_in_slices(step, token_ids, read, step.draws)
-        also: Sequence[Tensor] = []
-        if self.ops.samples_ahead and step.draws is not None and len(read) > 0:
-            also = [torch.arange(len(read)), *step.draws.params()]
+        if not self.ops.samples_ahead or step.draws is None or len(read) == 0:
+            logits = self.program.run(step.rows(), token_ids, read).logits
+            return Launched(torch.empty(0, 0) if logits is None else logits, None)
+        each, params = torch.arange(len(read)), step.draws.params()
+        # Columns go along with the step's inputs. Lists and masks may take more room than there is.
+        also: Sequence[Tensor] = [each, *params.columns] if params.is_plain else []
         _, logits, _, also = self.program.run(step.rows(), token_ids, read, also)
-        if logits is None:
-            return Launched(torch.empty(0, 0), None)
-        if not also:
-            return Launched(logits, None)
-        each, *params = also
-        return Launched(logits, self.ops.sample(logits, each, SampleParams(*params)))
+        assert logits is not None, "rows were to be read"
+        if also:
+            each, *columns = also
+            params = SampleParams.of(columns)
+        return Launched(logits, self.ops.sample(logits, each, params))
 
     def compute_in_slices(
         self, step: StepInput, token_ids: Tensor, read: Tensor, draws: Draws

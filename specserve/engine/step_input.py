@@ -31,7 +31,7 @@ class Draws(NamedTuple):
         if self.is_greedy:
             return SampleParams.greedy(len(self.seeds if rows is None else rows))
         columns = self[1:] if rows is None else [column[rows] for column in self[1:]]
-        return SampleParams(*map(torch.from_numpy, columns))
+        return SampleParams.of(map(torch.from_numpy, columns))
 
 
 @cache

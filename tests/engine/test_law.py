@@ -1,11 +1,14 @@
 """The law of the tokens, integrated over a grid of noise: no sampling, no seed, no flake."""
 
+from math import log
+
 import pytest
 import torch
 
 from specserve.engine.verify import walk
 from specserve_drafters import ROOT, Draft
-from specserve_kernels.reference.sampling import transform
+from specserve_kernels.reference.sampling import allowed, edited, transform
+from tests.kernels.edits import BAN, edits_of, masks_of
 
 TARGET = torch.tensor([0.6, 0.3, 0.1]).log()
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -41,6 +44,33 @@ LAWS = {  # parameters -> the renormalized softmax of what they leave
 @pytest.mark.parametrize(("params", "law"), LAWS.values(), ids=LAWS)
 def test_the_law_is_the_softmax_of_what_is_left(params, law):
     z = transform(TARGET, **(OFF | params))
+    got, want = law_of((z + noise_grid(40)).argmax(-1)), torch.tensor(law).float()
+    torch.testing.assert_close(got, want, atol=8e-3, rtol=0)
+    assert torch.equal(got == 0, want == 0)
+
+
+BETTER = (log(5), 1, 0)
+EDITED = {  # edits, allowed ids, parameters -> the law; names tell the order
+    "a ban": ({0: BAN}, None, {}, [0, 3 / 4, 1 / 4]),
+    "a bias multiplies odds": ({2: BETTER}, None, {}, [6 / 14, 3 / 14, 5 / 14]),
+    "a penalty divides them": ({0: (0, 1, log(3))}, None, {}, [2 / 6, 3 / 6, 1 / 6]),
+    "a repeated id gets a power": ({1: (0, 2, 0)}, None, {}, [60 / 79, 9 / 79, 10 / 79]),
+    "a mask": ({}, {0, 2}, {}, [6 / 7, 0, 1 / 7]),
+    "all but one forbidden": ({}, {2}, {"temperature": 9, "top_p": 0.9}, [0, 0, 1]),
+    "edits, temperature": ({2: BETTER}, None, {"temperature": 0.5}, [36 / 70, 9 / 70, 25 / 70]),
+    "edits, min_p": ({0: (-log(4), 1, 0)}, None, {"min_p": 0.4}, [1 / 3, 2 / 3, 0]),
+    "a mask, min_p": ({}, {1, 2}, {"min_p": 0.3}, [0, 3 / 4, 1 / 4]),
+    "edits, top_k": ({2: BETTER}, None, {"top_k": 2}, [6 / 11, 0, 5 / 11]),
+    "a mask, top_k": ({}, {1, 2}, {"top_k": 1}, [0, 1, 0]),
+    "a mask, top_p": ({}, {1, 2}, {"top_p": 0.7}, [0, 1, 0]),
+    "edits, a mask": ({1: (9, 1, 0)}, {0, 2}, {}, [6 / 7, 0, 1 / 7]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("edits", "ids", "params", "law"), EDITED.values(), ids=EDITED)
+def test_the_law_is_that_of_the_edited_logits(edits, ids, params, law):
+    z = allowed(edited(TARGET, edits_of((edits, {})), 0), masks_of(3, ids), 0)
+    z = transform(z, **(OFF | params))
     got, want = law_of((z + noise_grid(40)).argmax(-1)), torch.tensor(law).float()
     torch.testing.assert_close(got, want, atol=8e-3, rtol=0)
     assert torch.equal(got == 0, want == 0)

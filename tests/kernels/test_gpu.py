@@ -557,7 +557,7 @@ def fresh(draw, params):
 
 
 def on_device(params):
-    return SampleParams(*(x.to(DEVICE) for x in params))
+    return params.with_tensors(x.to(DEVICE) for x in params.tensors())
 
 
 def is_near(row, params, i, got, want):

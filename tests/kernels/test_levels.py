@@ -41,7 +41,7 @@ def some_results(ops, dtype, rows):
     logits = ops.linear(x[rows], ops.prepack(w))
     temperature = torch.arange(13) % 3 / 2
     params = SampleParams.greedy(13)._replace(temperature=temperature)
-    params = params._make(p[rows] for p in params)
+    params = params.take(rows)
     step = RandomStep(REQS, dtype=dtype).filled()
     return [
         logits,

@@ -98,7 +98,7 @@ def mixed():
     """A row for every mix of temperature, top_k, top_p and min_p."""
     temperature, top_k, top_p, min_p = (torch.tensor(x) for x in zip(*MIXES, strict=True))
     each = temperature.float(), top_k.int(), top_p.float(), min_p.float()
-    return SampleParams(*each, *asked(len(MIXES))[4:])
+    return SampleParams(*each, *asked(len(MIXES)).columns[4:])
 
 
 @EVERY_LEVEL_AND_ARM

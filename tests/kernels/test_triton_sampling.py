@@ -30,7 +30,7 @@ def poisoned():
 
 
 def on_device(params):
-    return SampleParams(*(x.to(DEVICE) for x in params))
+    return params.with_tensors(x.to(DEVICE) for x in params.tensors())
 
 
 def drawn(logits, rows, params):
@@ -53,7 +53,7 @@ def left_by_definition(logits, rows, params):
 
 def some_mixes(start, step):
     """Of the mixes of all parameters every step-th."""
-    return SampleParams(*(x[start::step].contiguous() for x in mixed()))
+    return SampleParams(*(x[start::step].contiguous() for x in mixed().columns))
 
 
 @triton.jit

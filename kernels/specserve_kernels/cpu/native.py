@@ -10,7 +10,9 @@ from torch import Tensor
 
 from specserve_kernels.cpu import build
 from specserve_kernels.types import Rows as RowTensors
-from specserve_kernels.types import SampleParams as SampleTensors
+
+# The fields of SampleParams that the kernels read, in the order of sampling.cpp.
+SAMPLE_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seeds", "token_index")
 
 # The fields of Rows that the kernels read, in the order of rows.h.
 ROW_FIELDS = ("qo_indptr", "indptr", "indices", "positions", "prefix", "slots", "mask")
@@ -32,7 +34,7 @@ class KV(Structure):
 
 
 class SampleParams(Structure):
-    _fields_ = [(name, c_void_p) for name in SampleTensors._fields]
+    _fields_ = [(name, c_void_p) for name in SAMPLE_COLUMNS]
 
 
 class Norm(Structure):

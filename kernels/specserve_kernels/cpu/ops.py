@@ -206,7 +206,8 @@ def move_kv(kv: KVCache, source: Tensor, target: Tensor) -> None:
 
 
 def _params(params: SampleParams) -> native.SampleParams:
-    return native.SampleParams(*(x.data_ptr() for x in params))
+    assert params.is_plain, "no edits and masks in this build"
+    return native.SampleParams(*(x.data_ptr() for x in params.columns))
 
 
 def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:

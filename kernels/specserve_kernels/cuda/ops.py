@@ -205,14 +205,14 @@ class CudaOps:
 
     def sample(self, logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
         if rows.device != logits.device:
-            rows, *asked = self.staging.upload([rows, *params])
-            params = SampleParams(*asked)
+            rows, *asked = self.staging.upload([rows, *params.tensors()])
+            params = params.with_tensors(asked)
         return sample.sample(logits, rows, params)
 
     def top_children(
         self, logits: Tensor, params: SampleParams, k: int, tau: float
     ) -> tuple[Tensor, Tensor]:
-        placed = SampleParams(*self.staging.upload(params))
+        placed = SampleParams.of(self.staging.upload(params.columns))
         return top_children.top_children(logits, placed, k, tau)
 
     def arithmetic(self) -> str:

@@ -18,6 +18,7 @@ def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
 
     The launches depend on shapes only: the parameters are read on the device.
     """
+    assert params.is_plain, "no edits and masks in this build"
     bound, last = bounds(logits, rows, params)
     V, n = logits.shape[1], len(rows)
     block = min(_SPLIT, max(4, triton.next_power_of_2(V)))
@@ -35,7 +36,7 @@ def bounds(logits: Tensor, rows: Tensor, params: SampleParams) -> tuple[Tensor, 
     ->  [n]  float32  the bounds, of logits / temperature
     ->  [n]  int32    the ids
     """
-    for x in (logits, rows, *params):
+    for x in (logits, rows, *params.tensors()):
         assert x.is_contiguous(), "a kernel was handed a tensor with gaps"
     V, n = logits.shape[1], len(rows)
     block = min(_BLOCK, triton.next_power_of_2(V))

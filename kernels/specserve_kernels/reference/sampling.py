@@ -1,9 +1,9 @@
-"""Choosing tokens: the filters, counter-based Gumbel noise, argmax."""
+"""Choosing tokens: edits, masks, filters, counter-based Gumbel noise, argmax."""
 
 import torch
 from torch import Tensor
 
-from specserve_kernels.types import SampleParams
+from specserve_kernels.types import Edits, Masks, SampleParams
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -16,10 +16,13 @@ def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
     logits  [R, V]  bfloat16 | float32
     rows    [n]     int64  which row of the logits each token is chosen from
     ->      [n]     int64
+
+    The order: edits, mask, temperature, min_p, top_k, top_p, noise. At T = 0 edits and mask alone.
     """
     out = []
     for i, r in enumerate(rows.tolist()):
-        z = transform(logits[r].float(), *(float(x[i]) for x in params[:4]))
+        z = allowed(edited(logits[r].float(), params.edits, i), params.masks, i)
+        z = transform(z, *(float(x[i]) for x in params[:4]))
         if params.temperature[i] > 0:
             z = z + gumbel(int(params.seeds[i]), int(params.token_index[i]), len(z))
         out.append(first_argmax(z))
@@ -28,6 +31,33 @@ def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
 
 def first_argmax(z: Tensor) -> int:
     return int((z == z.max()).nonzero()[0]) if not z.isnan().any() else 0
+
+
+def edited(x: Tensor, edits: Edits | None, i: int) -> Tensor:
+    """A row's logits after its edits. An edit reads the row as it was, so that the last one of an
+    id is the only one.
+
+    x  [V]  float32
+    """
+    if edits is None:
+        return x
+    z = x.clone()
+    for begin, end in (edits.base[i].tolist(), edits.own[i].tolist()):
+        ids, bias, factor, penalty = (list_[begin:end] for list_ in edits[2:])
+        y = x[ids] + bias
+        z[ids] = torch.where(y > 0, y / factor, y * factor) - penalty
+    return z
+
+
+def allowed(z: Tensor, masks: Masks | None, i: int) -> Tensor:
+    """A row's logits, -inf where its mask forbids the id.
+
+    z  [V]  float32
+    """
+    if masks is None or masks.number[i] == 0:
+        return z
+    words, id = masks.words[int(masks.number[i]) - 1], torch.arange(len(z))
+    return z.masked_fill((words[id // 32] >> id % 32) & 1 == 0, -torch.inf)
 
 
 def transform(z: Tensor, temperature: float, top_k: float, top_p: float, min_p: float) -> Tensor:

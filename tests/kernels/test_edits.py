@@ -1,0 +1,145 @@
+"""Edits and masks: by hand, by transformers' logits processors, the builds by the reference."""
+
+import numpy as np
+import pytest
+import torch
+from transformers.generation import logits_process
+
+from specserve_kernels import SampleParams, reference
+from specserve_kernels.reference.sampling import allowed, edited, transform
+from tests.kernels.edits import BAN, OFF, edits_of, masks_of, penalized, random_edits, random_masks
+from tests.kernels.random_steps import random_tensor
+from tests.kernels.test_sampling import MIXES, asked, mixed
+
+INF = torch.inf
+EVERY = {0, 1, 2, 3}
+ROWS = {  # logits, the base, own edits, the ids allowed -> logits
+    "nothing": ([1, 2, -3, 4], {}, {}, None, [1, 2, -3, 4]),
+    "a bias adds": ([1, 2, -3, 4], {1: (0.5, 1, 0)}, {}, None, [1, 2.5, -3, 4]),
+    "a bias rules out": ([1, 2, -3, 4], {3: BAN}, {}, None, [1, 2, -3, -INF]),
+    "a factor divides what is above 0": ([1, 2, -3, 4], {3: (0, 2, 0)}, {}, None, [1, 2, -3, 2]),
+    "and multiplies what is below": ([1, 2, -3, 4], {2: (0, 2, 0)}, {}, None, [1, 2, -6, 4]),
+    "a factor leaves 0": ([0, 2, -3, 4], {0: (0, 2, 0)}, {}, None, [0, 2, -3, 4]),
+    "a factor below 1 raises": ([1, 2, -3, 4], {2: (0, 0.5, 0)}, {}, None, [1, 2, -1.5, 4]),
+    "a penalty takes off": ([1, 2, -3, 4], {1: (0, 1, 3)}, {}, None, [1, -1, -3, 4]),
+    "bias comes before factor": ([1, 2, -3, 4], {2: (7, 2, 0)}, {}, None, [1, 2, 2, 4]),
+    "factor comes before penalty": ([1, 2, -3, 4], {1: (0, 2, 4)}, {}, None, [1, -3, -3, 4]),
+    "own edits join": ([1, 2, -3, 4], {0: (1, 1, 0)}, {1: (1, 1, 0)}, None, [2, 3, -3, 4]),
+    "own edits replace": ([1, 2, -3, 4], {0: (9, 3, 9)}, {0: (1, 1, 0)}, None, [2, 2, -3, 4]),
+    "an own edit lifts a ban": ([1, 2, -3, 4], {0: BAN}, {0: OFF}, None, [1, 2, -3, 4]),
+    "a mask forbids": ([1, 2, -3, 4], {}, {}, {0, 2}, [1, -INF, -3, -INF]),
+    "all but one": ([1, 2, -3, 4], {}, {}, {2}, [-INF, -INF, -3, -INF]),
+    "a mask of all": ([1, 2, -3, 4], {}, {}, EVERY, [1, 2, -3, 4]),
+    "a mask of none": ([1, 2, -3, 4], {}, {}, set(), [-INF] * 4),
+    "a bias allows nothing": ([1, 2, -3, 4], {3: (9, 1, 0)}, {}, {0}, [1, -INF, -INF, -INF]),
+    "what is impossible stays so": ([1, -INF, -3, 4], {1: (9, 2, 1)}, {}, EVERY, [1, -INF, -3, 4]),
+}
+
+
+@pytest.mark.parametrize(("x", "base", "own", "ids", "want"), ROWS.values(), ids=ROWS)
+def test_a_row_becomes(x, base, own, ids, want):
+    x = torch.tensor(x).float()
+    got = allowed(edited(x, edits_of((base, own)), 0), masks_of(4, ids), 0)
+    assert got.tolist() == want
+
+
+def test_rows_have_lists_and_masks_of_their_own():
+    base = {1: (10.0, 1.0, 0.0)}
+    edits = edits_of((base, {}), ({}, {}), (base, {2: BAN}), ({0: BAN}, {}))
+    masks = masks_of(3, None, {0, 1}, {2}, {0, 1})
+    got = [allowed(edited(torch.zeros(3), edits, i), masks, i).tolist() for i in range(4)]
+    assert got == [[0, 10, 0], [0, 0, -INF], [-INF, -INF, -INF], [-INF, 0, -INF]]
+
+
+def test_bits_of_a_mask_lie_in_words_of_32_ids():
+    ids = {0, 31, 32, 63, 64, 95, 96}
+    masks = masks_of(97, ids)
+    assert masks.words.tolist() == [[-(2**31) + 1, -(2**31) + 1, -(2**31) + 1, 1]]
+    assert {*allowed(torch.zeros(97), masks, 0).isfinite().nonzero()[:, 0].tolist()} == ids
+
+
+def test_some_rows_keep_their_own_parameters():
+    params = mixed()._replace(
+        edits=random_edits(len(MIXES), 50), masks=random_masks(len(MIXES), 50)
+    )
+    logits, rows = random_tensor(7, 50), torch.arange(len(MIXES)) % 7
+    every, some = reference.sample(logits, rows, params), torch.tensor([5, 0, 71, 140])
+    assert torch.equal(reference.sample(logits, rows[some], params.take(some)), every[some])
+    again = params.with_tensors(x.clone() for x in params.tensors())
+    assert torch.equal(reference.sample(logits, rows, again), every)
+
+
+def test_tensors_keep_their_places():
+    params = asked(4)._replace(masks=random_masks(4, 9))
+    doubled = params.with_tensors(2 * x for x in params.tensors())
+    assert doubled.edits is None and torch.equal(doubled.masks.words, 2 * params.masks.words)
+    assert torch.equal(doubled.temperature, 2 * params.temperature)
+    assert SampleParams.greedy(2).is_plain and not params.is_plain
+    assert not asked(4)._replace(edits=random_edits(4, 9)).is_plain
+
+
+V = 300
+PROMPT, OUTPUT = [5, 9, 9, 7, 120], [9, 3, 3, 3, 250, 7]
+
+
+def close(got, want):
+    assert torch.equal(got.isfinite(), want.isfinite())
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("repetition", [1.3, 0.8])
+@pytest.mark.parametrize("seed", range(3))
+def test_repetition_bias_and_mask_are_those_of_transformers(seed, repetition):
+    """In the order in which `generate` calls its processors."""
+    x, text = 3 * random_tensor(1, V, seed=seed), torch.tensor([[*PROMPT, *OUTPUT]])
+    bias = {3: 4.0, 7: -5.5, 11: 2.0, 250: -INF}
+    ids = sorted({*range(0, V, 3), 3, 7, 11})
+    processors = [
+        logits_process.SequenceBiasLogitsProcessor([[[at], b] for at, b in bias.items()]),
+        logits_process.RepetitionPenaltyLogitsProcessor(repetition),
+        logits_process.PrefixConstrainedLogitsProcessor(lambda *_: ids, 1),
+    ]
+    want = x
+    for processor in processors:
+        want = processor(text, want)
+    edits = edits_of((penalized(PROMPT, OUTPUT, bias, repetition), {}))
+    close(allowed(edited(x[0], edits, 0), masks_of(V, set(ids)), 0), want[0])
+
+
+FILTERS = {
+    "min_p": ({"min_p": 0.05}, logits_process.MinPLogitsWarper(0.05)),
+    "top_k": ({"top_k": 7}, logits_process.TopKLogitsWarper(7)),
+    "top_p": ({"top_p": 0.8}, logits_process.TopPLogitsWarper(0.8)),
+}
+
+
+@pytest.mark.parametrize("some", [("min_p",), ("top_k",), ("top_p",), ("min_p", "top_k", "top_p")])
+@pytest.mark.parametrize("seed", range(3))
+def test_temperature_and_filters_after_them_are_those_of_transformers(seed, some):
+    x, text = 3 * random_tensor(1, V, seed=seed), torch.tensor([[*PROMPT, *OUTPUT]])
+    want = logits_process.RepetitionPenaltyLogitsProcessor(1.3)(text, x)
+    want = logits_process.TemperatureLogitsWarper(0.7)(text, want)
+    given = {"temperature": 0.7, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    for name in some:
+        want = FILTERS[name][1](text, want)
+        given |= FILTERS[name][0]
+    edits = edits_of((penalized(PROMPT, OUTPUT, repetition=1.3), {}))
+    close(transform(edited(x[0], edits, 0), **given), want[0])
+
+
+@pytest.mark.parametrize(("frequency", "presence"), [(0.5, 0), (0, 1.5), (-0.7, 0.3), (2, -2)])
+def test_frequency_and_presence_count_the_output(frequency, presence):
+    x = 3 * random_tensor(V)
+    count = np.bincount(OUTPUT, minlength=V)
+    want = x.numpy() - frequency * count - presence * (count > 0)
+    edits = edits_of((penalized(PROMPT, OUTPUT, frequency=frequency, presence=presence), {}))
+    close(edited(x, edits, 0), torch.tensor(want).float())
+
+
+def test_a_guessed_token_counts_as_a_known_one_to_the_bit():
+    """A node's own edits of its path's ids give the row that the longer text has as its base."""
+    x = 3 * random_tensor(V)
+    how = {"bias": {3: 0.1, 8: 0.7}, "repetition": 1.1, "frequency": 0.3, "presence": 0.9}
+    after = penalized(PROMPT, [*OUTPUT, 3, 8], **how)
+    node = edits_of((penalized(PROMPT, OUTPUT, **how), {at: after[at] for at in (3, 8)}))
+    assert torch.equal(edited(x, node, 0), edited(x, edits_of((after, {})), 0))
