@@ -5,11 +5,12 @@ import pytest
 import torch
 from transformers.generation import logits_process
 
-from specserve_kernels import SampleParams, reference
+from specserve_kernels import SampleParams, cpu, reference
 from specserve_kernels.reference.sampling import allowed, edited, transform
 from tests.kernels.edits import BAN, OFF, edits_of, masks_of, penalized, random_edits, random_masks
+from tests.kernels.levels import EVERY_LEVEL_AND_ARM
 from tests.kernels.random_steps import random_tensor
-from tests.kernels.test_sampling import MIXES, asked, mixed
+from tests.kernels.test_sampling import DTYPES, MIXES, asked, mixed
 
 INF = torch.inf
 EVERY = {0, 1, 2, 3}
@@ -76,6 +77,47 @@ def test_tensors_keep_their_places():
     assert torch.equal(doubled.temperature, 2 * params.temperature)
     assert SampleParams.greedy(2).is_plain and not params.is_plain
     assert not asked(4)._replace(edits=random_edits(4, 9)).is_plain
+
+
+BUILDS = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+
+
+@BUILDS
+@DTYPES
+@pytest.mark.parametrize(("x", "base", "own", "ids", "want"), ROWS.values(), ids=ROWS)
+def test_the_choice_is_that_of_the_row_it_becomes(ops, x, base, own, ids, want, dtype):
+    """Beside a row that nothing changes."""
+    edits, masks = edits_of((base, own), ({}, {})), masks_of(4, ids, None)
+    logits, rows = torch.tensor([x], dtype=dtype), torch.zeros(2).long()
+    got = ops.sample(logits, rows, asked(2, 0)._replace(edits=edits, masks=masks))
+    assert got.tolist() == [torch.tensor(want).argmax(), torch.tensor(x).argmax()]
+
+
+@BUILDS
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+def test_what_is_forbidden_is_never_drawn(ops, filters):
+    params = asked(96, **filters)._replace(masks=masks_of(5, *[{1, 3}, {2}, None] * 32))
+    tokens = ops.sample(torch.zeros(1, 5), torch.zeros(96).long(), params)
+    assert {*tokens[::3].tolist()} == {1, 3} and {*tokens[1::3].tolist()} == {2}
+    assert len({*tokens[2::3].tolist()}) > 2
+
+
+def changed(V, kinds="edits and masks"):
+    """A row for every mix of parameters, most of them with edits or a mask."""
+    edits = random_edits(len(MIXES), V, V) if "edits" in kinds else None
+    masks = random_masks(len(MIXES), V, V) if "masks" in kinds else None
+    return mixed()._replace(edits=edits, masks=masks)
+
+
+@EVERY_LEVEL_AND_ARM
+@DTYPES
+@pytest.mark.parametrize("kinds", ["edits", "masks", "edits and masks"])
+@pytest.mark.parametrize("V", [1, 5, 64, 300, 1000])
+def test_the_build_chooses_as_the_reference(V, kinds, dtype):
+    logits = 3 * random_tensor(7, V, dtype=dtype)
+    rows, params = torch.arange(len(MIXES)) % 7, changed(V, kinds)
+    got, want = (ops.sample(logits, rows, params) for ops in (cpu, reference))
+    assert torch.equal(got, want)
 
 
 V = 300

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from specserve_kernels import QKNorm, Rotary, SampleParams, cpu, reference
+from tests.kernels.edits import random_edits, random_masks
 from tests.kernels.levels import EVERY_LEVEL
 from tests.kernels.random_steps import (
     RandomStep,
@@ -104,10 +105,12 @@ def params(temperature, top_k, n):
 @EVERY_LEVEL
 @BUILDS
 @DTYPES
-@pytest.mark.parametrize("V", [320, 4097])
-def test_choices(ops, dtype, V):
+@pytest.mark.parametrize(("V", "is_plain"), [(320, True), (320, False), (4097, True)])
+def test_choices(ops, dtype, V, is_plain):
     n = max(SIZES[ops])
     logits, asked = 2 * random_tensor(n, V, dtype=dtype), params(1.0, 50, n)
+    if not is_plain:
+        asked = asked._replace(edits=random_edits(n, V), masks=random_masks(n, V))
 
     def sample(_, rows):
         return ops.sample(logits, torch.tensor(rows), asked.take(rows))

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.cpu import build
+from specserve_kernels.types import Edits as EditTensors
+from specserve_kernels.types import Masks as MaskTensors
 from specserve_kernels.types import Rows as RowTensors
-
-# The fields of SampleParams that the kernels read, in the order of sampling.cpp.
-SAMPLE_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seeds", "token_index")
+from specserve_kernels.types import SampleParams as SampleTensors
 
 # The fields of Rows that the kernels read, in the order of rows.h.
 ROW_FIELDS = ("qo_indptr", "indptr", "indices", "positions", "prefix", "slots", "mask")
@@ -34,7 +34,10 @@ class KV(Structure):
 
 
 class SampleParams(Structure):
-    _fields_ = [(name, c_void_p) for name in SAMPLE_COLUMNS]
+    _fields_ = [
+        *((name, c_void_p) for name in SampleTensors._fields[:-2]),  # all but edits and masks
+        *((name, c_void_p) for some in (EditTensors, MaskTensors) for name in some._fields),
+    ]
 
 
 class Norm(Structure):
@@ -174,6 +177,16 @@ def is_bf16(x: Tensor) -> bool:
         return True
     assert x.dtype == torch.float32, f"no kernel computes in {x.dtype}"
     return False
+
+
+def sample_params_of(params: SampleTensors) -> SampleParams:
+    """With null pointers for what no row has."""
+    native = SampleParams(*[x.data_ptr() for x in params.columns])
+    for some in (params.edits, params.masks):
+        for name, x in zip(some._fields, some, strict=True) if some is not None else ():
+            assert x.is_contiguous(), "a kernel was handed a tensor with gaps"
+            setattr(native, name, x.data_ptr())
+    return native
 
 
 def rows_of(rows: RowTensors) -> Rows:

@@ -205,15 +205,10 @@ def move_kv(kv: KVCache, source: Tensor, target: Tensor) -> None:
     _run("move_kv", args, len(source), 0)
 
 
-def _params(params: SampleParams) -> native.SampleParams:
-    assert params.is_plain, "no edits and masks in this build"
-    return native.SampleParams(*(x.data_ptr() for x in params.columns))
-
-
 def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
     n, V = len(rows), logits.shape[1]
     out = torch.empty(n, dtype=torch.int64)
-    places = rows.data_ptr(), n, _params(params), out.data_ptr()
+    places = rows.data_ptr(), n, native.sample_params_of(params), out.data_ptr()
     args = native.Sample(native.is_bf16(logits), logits.data_ptr(), V, *places)
     _run("sample", args, n, n * V if n > 1 else 0)
     return out
@@ -222,7 +217,7 @@ def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
 def top_children(logits: Tensor, params: SampleParams, k: int, tau: float) -> tuple[Tensor, Tensor]:
     R, V = logits.shape
     ids, weight = torch.empty(R, k, dtype=torch.int64), torch.empty(R, k)
-    asked = _params(params), k, tau, ids.data_ptr(), weight.data_ptr()
+    asked = native.sample_params_of(params), k, tau, ids.data_ptr(), weight.data_ptr()
     args = native.TopChildren(native.is_bf16(logits), logits.data_ptr(), R, V, *asked)
     _run("top_children", args, R, R * V if R > 1 else 0)
     return ids, weight

@@ -1,4 +1,5 @@
-// Choosing tokens: temperature, min_p, top_k, top_p, counter-based Gumbel noise, argmax.
+// Choosing tokens: edits, masks, temperature, min_p, top_k, top_p, counter-based Gumbel noise,
+// argmax.
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -9,11 +10,26 @@
 constexpr int BLOCK = 64;  // ids of 16 counters, four words each
 constexpr float MAX_NOISE = 23.0f;  // the smallest uniform, 2^-33, gives 22.9
 
+struct Range32 {
+  int32_t begin, end;
+};
+
+// Where no row has edits, or none has a mask, those pointers are null.
 struct SampleParams {
   const float* temperature;
   const int32_t* top_k;
   const float *top_p, *min_p;
   const int64_t *seeds, *index;
+  const Range32 *base, *own;
+  const int32_t* ids;
+  const float *bias, *factor, *penalty;
+  const int32_t* mask;
+  const uint32_t* words;
+
+  bool has_edits(int64_t i) const {
+    return base && (base[i].begin < base[i].end || own[i].begin < own[i].end);
+  }
+  bool has_mask(int64_t i) const { return mask && mask[i] > 0; }
 };
 
 struct Words {
@@ -151,8 +167,7 @@ template <class T>
 static int64_t argmax_filtered(const T* x, int64_t V, const SampleParams& p, int64_t i) {
   static thread_local std::vector<Candidate> c;
   c.clear();
-  float t = p.temperature[i], most = -INF;
-  for (int64_t v = 0; v < V; v++) most = std::max(most, to_float(x[v]) / t);
+  float t = p.temperature[i], most = to_float(x[argmax(x, V)]) / t;
   float floor = p.min_p[i] > 0 ? most + std::log(p.min_p[i]) : -INF;
   for (int64_t v = 0; v < V; v++) {
     float z = to_float(x[v]) / t;
@@ -171,6 +186,45 @@ static int64_t argmax_filtered(const T* x, int64_t V, const SampleParams& p, int
   return best.id;
 }
 
+template <class T> static int64_t choose(const T* x, int64_t V, const SampleParams& p, int64_t i) {
+  if (p.temperature[i] == 0) return argmax(x, V);
+  if (p.top_k[i] == 0 && p.top_p[i] >= 1 && p.min_p[i] == 0)
+    return argmax_noisy(x, V, p.temperature[i], p.seeds[i], uint32_t(p.index[i]));
+  return argmax_filtered(x, V, p, i);
+}
+
+// Every edit starts from x, so that the last one of an id is the only one.
+template <class T>
+static void edit(const T* x, const SampleParams& p, Range32 edits, float* z) {
+  for (int32_t e = edits.begin; e < edits.end; e++) {
+    float y = to_float(x[p.ids[e]]) + p.bias[e];
+    z[p.ids[e]] = (y > 0 ? y / p.factor[e] : y * p.factor[e]) - p.penalty[e];
+  }
+}
+
+static void forbid(const uint32_t* words, int64_t V, float* z) {
+  for (int64_t v = 0; v < V; v += 32) {
+    uint32_t word = words[v / 32];
+    if (word == ~0u) continue;
+    int n = std::min<int64_t>(32, V - v);
+    for (int i = 0; i < n; i++) z[v + i] = word >> i & 1 ? z[v + i] : -INF;
+  }
+}
+
+// A row after its edits and its mask, in memory of this thread.
+template <class T>
+static const float* edited(const T* x, int64_t V, const SampleParams& p, int64_t i) {
+  static thread_local std::vector<float> z;
+  z.resize(V);
+  for (int64_t v = 0; v < V; v++) z[v] = to_float(x[v]);
+  if (p.has_edits(i)) {
+    edit(x, p, p.base[i], z.data());
+    edit(x, p, p.own[i], z.data());
+  }
+  if (p.has_mask(i)) forbid(p.words + (p.mask[i] - 1) * ((V + 31) / 32), V, z.data());
+  return z.data();
+}
+
 struct Sample {
   int64_t is_bf16;
   const void* logits;
@@ -186,12 +240,8 @@ template <class T> static void sample(const Sample& a, Team& team) {
   int64_t V = a.vocab_size;
   for (int64_t i = team.take(); i < a.num_rows; i = team.take()) {
     const T* x = (const T*)a.logits + a.rows[i] * V;
-    if (p.temperature[i] == 0)
-      a.out[i] = argmax(x, V);
-    else if (p.top_k[i] == 0 && p.top_p[i] >= 1 && p.min_p[i] == 0)
-      a.out[i] = argmax_noisy(x, V, p.temperature[i], p.seeds[i], uint32_t(p.index[i]));
-    else
-      a.out[i] = argmax_filtered(x, V, p, i);
+    bool is_plain = !p.has_edits(i) && !p.has_mask(i);
+    a.out[i] = is_plain ? choose(x, V, p, i) : choose(edited(x, V, p, i), V, p, i);
   }
 }
 
