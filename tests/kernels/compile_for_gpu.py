@@ -130,6 +130,12 @@ def sampling(t, V=152064, K=4):
     splits, V32 = -(-V // sample._SPLIT), {"V": "i32"}
     rows = {"logits": t, "rows": "*i64"}
     whole = {"BLOCK": sample._BLOCK}
+    edits = {"base": "*i32", "own": "*i32", "ids": "*i32"}
+    edits |= dict.fromkeys(("bias", "factor", "penalty"), "*fp32")
+    masks = {"number": "*i32", "words": "*i32"}
+    for some, others in ((edits | masks, {}), (edits, masks), (masks, edits)):
+        constants = whole | dict.fromkeys(others)
+        yield source(sample._edit, constants, **rows, **some, out="*fp32", **V32)
     yield source(sample._bounds, whole, **rows, **filters, scaled="*fp32", **bounds, **V32)
     split = {"BLOCK": sample._SPLIT}
     yield source(sample._best_of_split, split, **rows, **asked, **bounds, best="*i64", **V32)

@@ -11,7 +11,8 @@ import torch
 
 from specserve_kernels import KVCache, KVLayer, QKNorm, Rotary, SampleParams, load, reference
 from specserve_kernels.cuda import silu
-from specserve_kernels.reference.sampling import gumbel, transform
+from specserve_kernels.reference.sampling import allowed, edited, gumbel, transform
+from tests.kernels.edits import random_edits, random_masks
 from tests.kernels.random_steps import RandomStep, Req, random_tree
 from tests.kernels.test_codes import FORM, random_codes
 from tests.kernels.test_sampling import MIXES, mixed
@@ -636,6 +637,22 @@ def test_few_levels_of_logits_are_filtered_as_by_the_reference(ops, draw, record
         want,
         lambda i: is_near(on_host[rows[i]], params, i, int(got[i]), int(want[i])),
     )
+
+
+@DTYPES
+def test_changed_rows_are_drawn_from_as_by_the_reference(ops, draw, record_property, dtype):
+    n, V = len(MIXES), VOCAB - 267
+    logits, rows = draw.normal(7, V, dtype=dtype, scale=3.0), torch.arange(n) % 7
+    edits, masks = random_edits(n, V), random_masks(n, V)
+    params = fresh(draw, mixed())._replace(edits=edits, masks=masks)
+    got, on_host = ops.sample(logits, rows, params).cpu(), logits.cpu().float()
+    want = reference.sample(on_host, rows, params)
+
+    def excused(i):
+        row = allowed(edited(on_host[rows[i]], edits, i), masks, i)
+        return is_near(row, params, i, int(got[i]), int(want[i]))
+
+    check_choices(record_property, got, want, excused)
 
 
 @DTYPES

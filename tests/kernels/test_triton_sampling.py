@@ -7,10 +7,12 @@ import triton.language as tl
 
 from specserve_kernels import SampleParams, reference
 from specserve_kernels.cuda.noise import gumbel
-from specserve_kernels.cuda.sample import bounds, sample
+from specserve_kernels.cuda.sample import bounds, edited, sample
 from specserve_kernels.cuda.top_children import launch_top_children, top_children
 from specserve_kernels.reference import sampling
+from tests.kernels.edits import edits_of, masks_of, random_edits, random_masks
 from tests.kernels.random_steps import random_tensor
+from tests.kernels.test_edits import ROWS
 from tests.kernels.test_noise import EXTREMES, KNOWN, SEEDS, flat, ints
 from tests.kernels.test_sampling import CHILDREN, CHOICES, DTYPES, FILTERS, asked, mixed
 
@@ -132,6 +134,41 @@ def test_filters_leave_of_impossible_tokens_none():
     logits[:, ::3], logits[1, 4:] = -INF, -INF
     rows = torch.arange(len(params.top_k)) % 2
     assert torch.equal(left(logits, rows, params), left_by_definition(logits, rows, params))
+
+
+@pytest.mark.parametrize(("x", "base", "own", "ids", "want"), ROWS.values(), ids=ROWS)
+def test_a_row_becomes(x, base, own, ids, want):
+    """Beside one that nothing changes."""
+    params = asked(2)._replace(edits=edits_of((base, own), ({}, {})), masks=masks_of(4, ids, None))
+    assert edits(torch.tensor([x]).float(), torch.zeros(2).long(), params).tolist() == [want, x]
+
+
+def edits(logits, rows, params):
+    return edited(logits.to(DEVICE), rows.to(DEVICE), on_device(params)).cpu()
+
+
+@DTYPES
+@pytest.mark.parametrize("kinds", ["edits", "masks", "edits and masks"])
+@pytest.mark.parametrize("V", [1, 33, 1000, 9001])
+def test_rows_become_what_they_become_in_the_reference(V, kinds, dtype):
+    logits, rows = 3 * random_tensor(3, V, dtype=dtype), torch.arange(7) % 3
+    params = asked(7)._replace(
+        edits=random_edits(7, V) if "edits" in kinds else None,
+        masks=random_masks(7, V) if "masks" in kinds else None,
+    )
+    want = [sampling.edited(logits[r].float(), params.edits, i) for i, r in enumerate(rows)]
+    want = [sampling.allowed(z, params.masks, i) for i, z in enumerate(want)]
+    torch.testing.assert_close(edits(logits, rows, params), torch.stack(want), rtol=1e-6, atol=1e-6)
+
+
+@NO_NUMBERS  # some rows have no id left
+@DTYPES
+def test_tokens_of_changed_rows_are_chosen_as_by_the_reference(dtype):
+    logits, params = 3 * random_tensor(7, 1000, dtype=dtype), some_mixes(0, 7)
+    n = len(params.top_k)
+    params = params._replace(edits=random_edits(n, 1000), masks=random_masks(n, 1000))
+    rows = torch.arange(n) % 7
+    assert torch.equal(drawn(logits, rows, params), reference.sample(logits, rows, params))
 
 
 LONG = [  # top_k, top_p, min_p of a row that no program takes in at once

@@ -1,4 +1,7 @@
-"""Choosing tokens: a row's filters are reduced to one bound, then an argmax runs in splits."""
+"""Choosing tokens: a row's filters are reduced to one bound, then an argmax runs in splits.
+
+In a step where rows have edits or masks, all rows are first written anew, in float32.
+"""
 
 import torch
 import triton
@@ -6,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.cuda.noise import gumbel
-from specserve_kernels.types import SampleParams
+from specserve_kernels.types import Edits, Masks, SampleParams
 
 LOWEST = tl.constexpr(-(2**63))  # ranks below every candidate
 _SPLIT = 1024  # ids of one program: so a single row of 152k keeps a whole GPU busy
@@ -18,15 +21,30 @@ def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
 
     The launches depend on shapes only: the parameters are read on the device.
     """
-    assert params.is_plain, "no edits and masks in this build"
-    bound, last = bounds(logits, rows, params)
     V, n = logits.shape[1], len(rows)
+    if not params.is_plain:
+        logits = edited(logits, rows, params)
+        rows = torch.arange(n, device=logits.device)
+    bound, last = bounds(logits, rows, params)
     block = min(_SPLIT, max(4, triton.next_power_of_2(V)))
     splits = triton.cdiv(V, block)
     best, out = rows.new_empty(n * splits), rows.new_empty(n)
     asked = params.temperature, params.seeds, params.token_index
     _best_of_split[(n, splits)](logits, rows, *asked, bound, last, best, V, BLOCK=block)
     _best_of_all[(n,)](best, out, splits, BLOCK=triton.next_power_of_2(splits))
+    return out
+
+
+def edited(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
+    """The rows after their edits and masks, [n, V] float32."""
+    for x in (logits, rows, *params.tensors()):
+        assert x.is_contiguous(), "a kernel was handed a tensor with gaps"
+    V, n = logits.shape[1], len(rows)
+    out = logits.new_empty(n, V, dtype=torch.float32)
+    edits = params.edits or [None] * len(Edits._fields)
+    masks = params.masks or [None] * len(Masks._fields)
+    block = min(_BLOCK, triton.next_power_of_2(V))
+    _edit[(n,)](logits, rows, *edits, *masks, out, V, BLOCK=block, num_warps=32)
     return out
 
 
@@ -44,6 +62,58 @@ def bounds(logits: Tensor, rows: Tensor, params: SampleParams) -> tuple[Tensor, 
     bound, last = scaled.new_empty(n), scaled.new_empty(n, dtype=torch.int32)
     _bounds[(n,)](logits, rows, *params[:4], scaled, bound, last, V, BLOCK=block, num_warps=32)
     return bound, last
+
+
+@triton.jit
+def _edit(
+    logits,
+    rows,
+    base,
+    own,
+    ids,
+    bias,
+    factor,
+    penalty,
+    number,
+    words,
+    out,
+    V,
+    BLOCK: tl.constexpr,
+):
+    """A row. Edits start from its logits, so that the last one of an id is the only one."""
+    i, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    x, z = logits + tl.load(rows + i) * V, out + i * V
+    mask, has_mask = None, False
+    if number is not None:
+        place = tl.load(number + i).to(tl.int64)
+        mask, has_mask = words + (place - 1) * ((V + 31) // 32), place > 0
+    for start in range(0, V, BLOCK):
+        id = start + lane
+        value = tl.load(x + id, mask=id < V, other=0.0).to(tl.float32)
+        tl.store(z + id, _allowed(value, id, mask, has_mask & (id < V)), mask=id < V)
+    if base is not None:
+        for edits in tl.static_range(2):
+            at = (own if edits else base) + 2 * i
+            end = tl.load(at + 1)
+            tl.debug_barrier()  # other threads may write the same ids
+            for start in range(tl.load(at), end, BLOCK):
+                e = start + lane
+                is_edit = e < end
+                id = tl.load(ids + e, mask=is_edit, other=0)
+                y = tl.load(x + id, mask=is_edit, other=0.0).to(tl.float32)
+                y += tl.load(bias + e, mask=is_edit, other=0.0)
+                f = tl.load(factor + e, mask=is_edit, other=1.0)
+                y = tl.where(y > 0, tl.div_rn(y, f), y * f)
+                y -= tl.load(penalty + e, mask=is_edit, other=0.0)
+                tl.store(z + id, _allowed(y, id, mask, has_mask & is_edit), mask=is_edit)
+
+
+@triton.jit
+def _allowed(value, id, mask, is_masked):
+    if mask is not None:
+        word = tl.load(mask + id // 32, mask=is_masked, other=-1)
+        value = tl.where((word >> (id % 32)) & 1 != 0, value, float("-inf"))
+    return value
 
 
 @triton.jit
