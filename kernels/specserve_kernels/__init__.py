@@ -17,6 +17,7 @@ from specserve_kernels.types import (
     Edits,
     KVCache,
     KVLayer,
+    Logprobs,
     Masks,
     QKNorm,
     Rotary,
@@ -31,6 +32,7 @@ __all__ = [
     "Edits",
     "KVCache",
     "KVLayer",
+    "Logprobs",
     "Masks",
     "Model",
     "Ops",
@@ -125,6 +127,8 @@ class Ops(Protocol):
     def copy_blocks(self, blocks: Tensor, source: Tensor, target: Tensor) -> None: ...
 
     def sample(self, logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor: ...
+
+    def logprobs(self, logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Logprobs: ...
 
     def top_children(
         self, logits: Tensor, params: SampleParams, k: int, tau: float

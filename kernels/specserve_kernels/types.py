@@ -193,3 +193,19 @@ class SampleParams(NamedTuple):
         if masks is not None:
             masks = masks._replace(number=masks.number[rows])
         return SampleParams.of((column[rows] for column in self.columns), edits, masks)
+
+
+class Logprobs(NamedTuple):
+    """What a model says of n tokens, and of the k likeliest in their places; host tensors.
+
+    token  [n]     float32  log softmax of the logits
+    rank   [n]     int64    1 + number of ids before the token: those of a greater logit, and of an
+                            equal one if they are lower
+    ids    [n, k]  int64    those of the ranks 1 to k
+    top    [n, k]  float32  their log softmax
+    """
+
+    token: Tensor
+    rank: Tensor
+    ids: Tensor
+    top: Tensor

@@ -10,7 +10,17 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from specserve_kernels.cuda import coded, move, norm, paged, rope, sample, silu, top_children
+from specserve_kernels.cuda import (
+    coded,
+    logprobs,
+    move,
+    norm,
+    paged,
+    rope,
+    sample,
+    silu,
+    top_children,
+)
 from specserve_kernels.cuda.kv_codes import FP8, INT8, PLAIN
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -104,6 +114,7 @@ def sources():
 
         yield from maps(t, dot)
         yield from sampling(t)
+        yield from said(t)
 
 
 def maps(t, dot):
@@ -145,6 +156,13 @@ def sampling(t, V=152064, K=4):
     yield source(top_children._best_of_split, split, logits=t, **asked, **sums, **V32, tau="fp32")
     merged = {"K": K, "SPLITS": merged["BLOCK"], "BLOCK": 1 << (splits * K - 1).bit_length()}
     yield source(top_children._best_of_all, merged, **sums, out="*i32", splits="i32")
+
+
+def said(t):
+    given = {"tokens": "*i64", **dict.fromkeys(("likeliest", "out"), "*i32")}
+    yield source(
+        logprobs._rank, {"BLOCK": logprobs._BLOCK}, logits=t, **given, V="i32", width="i32"
+    )
 
 
 def variants(x):

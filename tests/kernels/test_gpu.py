@@ -686,6 +686,20 @@ def test_children_are_ranked_as_by_the_reference(
     check_choices(record_property, got.flatten(), want.flatten(), excused)
 
 
+@DTYPES
+@pytest.mark.parametrize("k", [0, 1, 20])
+def test_log_probabilities_are_the_references(ops, draw, k, dtype):
+    logits, n = draw.normal(5, VOCAB - 267, dtype=dtype, scale=3.0), 40
+    rows = torch.tensor(draw.rng.choices(range(5), k=n))
+    tokens = torch.tensor(draw.rng.choices(range(VOCAB - 267), k=n))
+    tokens[:5] = logits[rows[:5]].argmax(1).cpu()
+    got = ops.logprobs(logits, rows, tokens, k)
+    want = reference.logprobs(logits.cpu(), rows, tokens, k)
+    assert torch.equal(got.rank, want.rank) and torch.equal(got.ids, want.ids), f"seed {SEED}"
+    for a, b in ((got.token, want.token), (got.top, want.top)):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5, msg=lambda m: f"{m}; seed {SEED}")
+
+
 def test_tied_children_are_ranked_by_id(ops, draw):
     logits = draw.normal(6, VOCAB // 3).round()
     params = SampleParams.greedy(6)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from specserve_kernels import SampleParams, reference
+from specserve_kernels.cuda.logprobs import logprobs
 from specserve_kernels.cuda.noise import gumbel
 from specserve_kernels.cuda.sample import bounds, edited, sample
 from specserve_kernels.cuda.top_children import launch_top_children, top_children
@@ -13,6 +14,8 @@ from specserve_kernels.reference import sampling
 from tests.kernels.edits import edits_of, masks_of, random_edits, random_masks
 from tests.kernels.random_steps import random_tensor
 from tests.kernels.test_edits import ROWS
+from tests.kernels.test_logprobs import SAID, check_said
+from tests.kernels.test_logprobs import asked as asked_of
 from tests.kernels.test_noise import EXTREMES, KNOWN, SEEDS, flat, ints
 from tests.kernels.test_sampling import CHILDREN, CHOICES, DTYPES, FILTERS, asked, mixed
 
@@ -330,3 +333,31 @@ def test_the_first_child_is_what_the_target_would_draw_from_the_same_logits():
     logits, rows = random_tensor(8, 333), torch.arange(8)
     ids, _ = children(logits, asked(8, 0.7), 4, 0.8)
     assert torch.equal(ids[:, 0], drawn(logits, rows, asked(8, 0.7)))
+
+
+def said(logits, rows, tokens, k):
+    return logprobs(logits.to(DEVICE), rows.to(DEVICE), tokens.to(DEVICE), k)
+
+
+@pytest.mark.parametrize(("p", "token", "k", "want"), SAID.values(), ids=SAID)
+def test_a_model_says(p, token, k, want):
+    logits = torch.tensor([p]).float().log()
+    check_said(said(logits, torch.tensor([0]), torch.tensor([token]), k), want)
+
+
+@DTYPES
+@pytest.mark.parametrize(("V", "k"), [(5, 5), (1000, 0), (4099, 7), (9001, 3)])
+def test_what_is_said_is_what_the_reference_says(V, k, dtype):
+    logits, given = 3 * random_tensor(5, V, dtype=dtype), asked_of(6, V)
+    got, want = (f(logits, *given, k) for f in (said, reference.logprobs))
+    assert [x.dtype for x in got] == [x.dtype for x in want]
+    assert torch.equal(got.rank, want.rank) and torch.equal(got.ids, want.ids)
+    torch.testing.assert_close(got.token, want.token, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(got.top, want.top, rtol=1e-6, atol=2e-6)
+
+
+def test_a_token_among_the_likeliest_has_the_same_bits_there():
+    logits = 3 * random_tensor(1, 1500)
+    top = said(logits, torch.tensor([0]), torch.tensor([0]), 5)
+    each = said(logits, torch.zeros(5).long(), top.ids[0], 0)
+    assert torch.equal(each.token, top.top[0])

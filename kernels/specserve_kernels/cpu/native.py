@@ -131,6 +131,17 @@ class Sample(Structure):
     ]
 
 
+class Logprobs(Structure):
+    _fields_ = [
+        ("is_bf16", c_int64),
+        ("logits", c_void_p),
+        ("vocab_size", c_int64),
+        *((name, c_void_p) for name in ("rows", "tokens")),
+        *((name, c_int64) for name in ("num_rows", "k")),
+        *((name, c_void_p) for name in ("token", "rank", "ids", "top")),
+    ]
+
+
 class TopChildren(Structure):
     _fields_ = [
         ("is_bf16", c_int64),

@@ -16,6 +16,7 @@ from specserve_kernels.types import (
     NO_WINDOW,
     KVCache,
     KVLayer,
+    Logprobs,
     QKNorm,
     Rotary,
     Rows,
@@ -211,6 +212,17 @@ def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
     places = rows.data_ptr(), n, native.sample_params_of(params), out.data_ptr()
     args = native.Sample(native.is_bf16(logits), logits.data_ptr(), V, *places)
     _run("sample", args, n, n * V if n > 1 else 0)
+    return out
+
+
+def logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Logprobs:
+    n, V = len(rows), logits.shape[1]
+    assert k <= V, "more tokens than there are"
+    ids = torch.empty(n, k, dtype=torch.int64)
+    out = Logprobs(torch.empty(n), torch.empty(n, dtype=torch.int64), ids, torch.empty(n, k))
+    given = logits.data_ptr(), V, rows.data_ptr(), tokens.data_ptr(), n, k
+    args = native.Logprobs(native.is_bf16(logits), *given, *(x.data_ptr() for x in out))
+    _run("logprobs", args, n, n * V if n > 1 else 0)
     return out
 
 

@@ -256,6 +256,64 @@ static void insert(float w, int64_t id, int64_t k, float* weight, int64_t* ids) 
   ids[at] = id;
 }
 
+// The k greatest of a row, the greatest first; of equal ones the lowest id.
+template <class T> static void greatest(const T* x, int64_t V, int64_t k, float* z, int64_t* ids) {
+  for (int64_t v = 0; v < k; v++) insert(to_float(x[v]), v, v + 1, z, ids);
+  if (k == 0) return;
+  for (int64_t b = k; b < V; b += LANES) {
+    int n = std::min<int64_t>(LANES, V - b);
+    if (n == LANES && !(max(load(x + b)) > z[k - 1])) continue;
+    for (int j = 0; j < n; j++)
+      if (to_float(x[b + j]) > z[k - 1]) insert(to_float(x[b + j]), b + j, k, z, ids);
+  }
+}
+
+// Of exp(x - most); the order of additions depends on V only.
+template <class T> static double sum_of_exp(const T* x, int64_t V, float most) {
+  double total = 0;
+  for (int64_t begin = 0; begin < V; begin += 64 * LANES) {
+    int64_t b = begin, end = std::min<int64_t>(begin + 64 * LANES, V);
+    vf some{};
+    for (; b + LANES <= end; b += LANES) some += exp(load(x + b) - most);
+    total += sum(some);
+    for (; b < end; b++) total += std::exp(to_float(x[b]) - most);
+  }
+  return total;
+}
+
+template <class T> static int64_t rank(const T* x, int64_t V, int64_t token) {
+  float own = to_float(x[token]);
+  int32_t before = 0;
+  for (int64_t v = 0; v < token; v++) before += to_float(x[v]) >= own;
+  for (int64_t v = token + 1; v < V; v++) before += to_float(x[v]) > own;
+  return 1 + before;
+}
+
+struct Logprobs {
+  int64_t is_bf16;
+  const void* logits;
+  int64_t vocab_size;
+  const int64_t *rows, *tokens;
+  int64_t num_rows, k;
+  float* token;
+  int64_t *rank, *ids;
+  float* top;
+};
+
+template <class T> static void logprobs(const Logprobs& a, Team& team) {
+  int64_t V = a.vocab_size, k = a.k;
+  for (int64_t i = team.take(); i < a.num_rows; i = team.take()) {
+    const T* x = (const T*)a.logits + a.rows[i] * V;
+    float most = to_float(x[argmax(x, V)]), *top = a.top + i * k;
+    double log_total = std::log(sum_of_exp(x, V, most));
+    auto log_share = [&](float z) { return float(double(z) - most - log_total); };
+    a.token[i] = log_share(to_float(x[a.tokens[i]]));
+    a.rank[i] = rank(x, V, a.tokens[i]);
+    greatest(x, V, k, top, a.ids + i * k);
+    for (int64_t j = 0; j < k; j++) top[j] = log_share(top[j]);
+  }
+}
+
 template <class T>
 static void children(const T* x, int64_t V, const SampleParams& p, int64_t i, int64_t k, float tau,
                      float* z, int64_t* ids, float* weight) {
@@ -311,6 +369,11 @@ extern "C" {
 void specserve_sample(const void* args, const Step&, Team& team) {
   const Sample& a = *(const Sample*)args;
   a.is_bf16 ? sample<bf16>(a, team) : sample<float>(a, team);
+}
+
+void specserve_logprobs(const void* args, const Step&, Team& team) {
+  const Logprobs& a = *(const Logprobs*)args;
+  a.is_bf16 ? logprobs<bf16>(a, team) : logprobs<float>(a, team);
 }
 
 void specserve_top_children(const void* args, const Step&, Team& team) {

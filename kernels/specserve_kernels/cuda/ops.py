@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.codes import Codes
-from specserve_kernels.cuda import coded, move, norm, paged, rope, sample, silu, top_children
+from specserve_kernels.cuda import (
+    coded,
+    logprobs,
+    move,
+    norm,
+    paged,
+    rope,
+    sample,
+    silu,
+    top_children,
+)
 from specserve_kernels.cuda.attention import FlashInfer, run_parts
 from specserve_kernels.cuda.graphs import SIZES, GraphProgram
 from specserve_kernels.cuda.lock import DeviceLock
@@ -27,6 +37,7 @@ from specserve_kernels.types import (
     NO_WINDOW,
     KVCache,
     KVLayer,
+    Logprobs,
     QKNorm,
     Rotary,
     Rows,
@@ -208,6 +219,11 @@ class CudaOps:
             rows, *asked = self.staging.upload([rows, *params.tensors()])
             params = params.with_tensors(asked)
         return sample.sample(logits, rows, params)
+
+    def logprobs(self, logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Logprobs:
+        if rows.device != logits.device:
+            rows, tokens = self.staging.upload([rows, tokens])
+        return logprobs.logprobs(logits, rows, tokens, k)
 
     def top_children(
         self, logits: Tensor, params: SampleParams, k: int, tau: float

@@ -25,7 +25,7 @@ from specserve_kernels.reference.layers import (
     take_rows,
     tune,
 )
-from specserve_kernels.reference.sampling import sample, top_children
+from specserve_kernels.reference.sampling import logprobs, sample, top_children
 from specserve_kernels.types import KVCache
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "linear_add",
     "linear_silu_mul",
     "lock",
+    "logprobs",
     "move_kv",
     "place",
     "plan",

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from specserve_kernels.types import Edits, Masks, SampleParams
+from specserve_kernels.types import Edits, Logprobs, Masks, SampleParams
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -27,6 +27,22 @@ def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
             z = z + gumbel(int(params.seeds[i]), int(params.token_index[i]), len(z))
         out.append(first_argmax(z))
     return torch.tensor(out, dtype=torch.int64)
+
+
+def logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Logprobs:
+    """Log-probabilities by the model's own logits: no edit, mask, temperature or filter counts.
+
+    logits  [R, V]  bfloat16 | float32
+    rows    [n]     int64  the row of the logits in which each token stands
+    tokens  [n]     int64  drawn from there, or given
+    k       0 to V
+    """
+    x = logits[rows].double()
+    order = x.sort(dim=1, descending=True, stable=True).indices  # ties: the lowest id first
+    law = x.log_softmax(1).float()
+    at, ids = tokens[:, None], order[:, :k].contiguous()
+    rank = 1 + (order == at).long().argmax(1)
+    return Logprobs(law.gather(1, at)[:, 0], rank, ids, law.gather(1, ids))
 
 
 def first_argmax(z: Tensor) -> int:
