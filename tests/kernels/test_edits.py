@@ -60,18 +60,21 @@ def test_bits_of_a_mask_lie_in_words_of_32_ids():
 
 
 def test_some_rows_keep_their_own_parameters():
-    params = mixed()._replace(
-        edits=random_edits(len(MIXES), 50), masks=random_masks(len(MIXES), 50)
-    )
-    logits, rows = random_tensor(7, 50), torch.arange(len(MIXES)) % 7
-    every, some = reference.sample(logits, rows, params), torch.tensor([5, 0, 71, 140])
-    assert torch.equal(reference.sample(logits, rows[some], params.take(some)), every[some])
-    again = params.with_tensors(x.clone() for x in params.tensors())
-    assert torch.equal(reference.sample(logits, rows, again), every)
+    n = len(MIXES)
+    params = mixed()._replace(edits=random_edits(n, 50), masks=random_masks(n, 50))
+    logits, rows, places = random_tensor(7, 50), torch.arange(n) % 7, [5, 0, 71, 140]
+    every, some = reference.sample(logits, rows, params), params.take(places)
+    assert torch.equal(reference.sample(logits, rows[places], some), every[places])
+    for i, place in enumerate(places):
+        got, want = (edited(logits[0], *at) for at in ((some.edits, i), (params.edits, place)))
+        assert torch.equal(got, want)
 
 
 def test_tensors_keep_their_places():
     params = asked(4)._replace(masks=random_masks(4, 9))
+    again = params._replace(edits=random_edits(4, 9))
+    copies = again.with_tensors(x.clone() for x in again.tensors()).tensors()
+    assert all(map(torch.equal, copies, again.tensors()))
     doubled = params.with_tensors(2 * x for x in params.tensors())
     assert doubled.edits is None and torch.equal(doubled.masks.words, 2 * params.masks.words)
     assert torch.equal(doubled.temperature, 2 * params.temperature)

@@ -25,8 +25,7 @@ def _rank(logits, tokens, likeliest, out, V, width, BLOCK: tl.constexpr):
     for start in range(0, V, BLOCK):
         id = start + lane
         value = tl.load(x + id, mask=id < V, other=float("-inf")).to(tl.float32)
-        is_before = (value > own) | ((value == own) & (id < token))
-        before += (is_before & (id < V)).to(tl.int32)
+        before += ((value > own) | ((value == own) & (id < token))).to(tl.int32)
     likeliest += i * width
     most = tl.load(x + tl.load(likeliest)).to(tl.float32)
     log_total = -tl.load(likeliest + width // 2).to(tl.float32, bitcast=True)
