@@ -16,6 +16,7 @@ from specserve.engine.ledger import Told
 from specserve.engine.runner import Answers, KVLost, Runner
 from specserve.engine.state import cost_state
 from specserve.engine.step_input import RowGroup, StepInput, build_step_input, draws_of
+from specserve.engine.text_state import TextState
 from specserve.engine.verify import Node, Path, walk
 from specserve.errors import RequestError
 from specserve.exchange.caller import Caller
@@ -48,6 +49,7 @@ class Engine:
         self.guesses: Guesses | None = None  # set where there is a drafter
         self.formats = self.kv_formats(names or {})  # of the models with a prefix cache
         self.requests: dict[int, Request] = {}  # all that have not ended
+        self.states: dict[int, TextState] = {}  # of those whose text changes their logits
         self.stats = Stats()
         self.kept: list[KeptCosts] = []  # of the models
         self.ids = count()
@@ -105,6 +107,7 @@ class Engine:
             [r.sampling for r in requests],
             [len(r.token_ids) for r in requests],
             [s.draft for s in sampled],
+            [self.states.get(r.id) for r in requests] if self.states else (),
         )
         groups = [rows_of(s) for s in scheduled]
         return build_step_input(groups, self.pool.updates, draws)
@@ -177,6 +180,8 @@ class Engine:
             self.stats.num_looked_up += request.num_prompt
             self.stats.num_cached += request.num_cached
         request.token_ids.extend(path.tokens)
+        if request.id in self.states:
+            self.states[request.id].extend(path.tokens)
         request.publish()
         if request.followers:
             self.scheduler.share_prompt(request)
@@ -245,6 +250,9 @@ class Engine:
         for request in choices:
             request.leader = None if request is leader else leader
             self.requests[request.id] = request
+            if request.sampling.changes_logits:
+                size = self.target.decoder.config.vocab_size
+                self.states[request.id] = TextState(request.sampling, prompt, size)
             self.scheduler.add(request)
         return choices
 
@@ -303,6 +311,7 @@ class Engine:
         request = self.requests.pop(id, None)
         if request is None:
             return
+        self.states.pop(id, None)
         self.scheduler.remove(request)
         if self.guesses is not None:
             self.guesses.forget(id)

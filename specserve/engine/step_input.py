@@ -3,34 +3,43 @@
 from array import array
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specserve.engine.text_state import TextState, edits_of, masks_of
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory import BlockTable, KVUpdates, PendingUpdates
 from specserve_drafters import Draft
-from specserve_kernels import Rows, SampleParams
+from specserve_kernels import Edits, Masks, Rows, SampleParams
 
 
 class Draws(NamedTuple):
-    """What the token after each of n rows is drawn with; the columns are those of SampleParams."""
+    """What the token after each of n rows is drawn with; the fields are those of SampleParams."""
 
-    is_greedy: bool  # every temperature is 0: the other columns change nothing
+    is_greedy: bool  # every temperature is 0: the columns after it change nothing
     temperature: NDArray[np.float32]
     top_k: NDArray[np.int32]
     top_p: NDArray[np.float32]
     min_p: NDArray[np.float32]
     seeds: NDArray[np.int64]
     token_index: NDArray[np.int64]
+    edits: Edits | None = None
+    masks: Masks | None = None
 
     def params(self, rows: NDArray[np.int64] | None = None) -> SampleParams:
         """The parameters of all rows, or of some, as host tensors."""
+        if self.edits is not None or self.masks is not None:
+            plain = self._replace(edits=None, masks=None).params()
+            params = plain._replace(edits=self.edits, masks=self.masks)
+            return params if rows is None else params.take(torch.from_numpy(rows))
         if self.is_greedy:
             return SampleParams.greedy(len(self.seeds if rows is None else rows))
-        columns = self[1:] if rows is None else [column[rows] for column in self[1:]]
+        columns: Sequence[NDArray[Any]] = self[1:7]
+        if rows is not None:
+            columns = [column[rows] for column in columns]
         return SampleParams.of(map(torch.from_numpy, columns))
 
 
@@ -43,13 +52,20 @@ def greedy_draws(n: int) -> Draws:
 
 
 def draws_of(
-    samplings: Sequence[Sampling], lengths: Sequence[int], drafts: Sequence[Draft]
+    samplings: Sequence[Sampling],
+    lengths: Sequence[int],
+    drafts: Sequence[Draft],
+    states: Sequence[TextState | None] = (),
 ) -> Draws:
     """Draws after the root and every guess of each request, request by request.
 
-    `lengths` counts the requests' known tokens: the token after a node has index length + depth in
-    its request's token_ids, whatever the node's number, and is drawn with that index's noise.
+    `states` is empty where no request has one. `lengths` counts the requests' known tokens: the
+    token after a node has index length + depth in its request's token_ids, whatever the node's
+    number, and is drawn with that index's noise.
     """
+    if any(states):
+        draws = draws_of(samplings, lengths, drafts)
+        return draws._replace(edits=edits_of(states, drafts), masks=masks_of(states, drafts))
     if all(s.temperature == 0 for s in samplings):
         return greedy_draws(len(drafts) + sum(map(len, drafts)))
     places = [n + depth for n, d in zip(lengths, drafts, strict=True) for depth in d.depths()]

@@ -100,7 +100,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Resolved parameters, none of them unset; the engine takes no others."""
+    """Resolved parameters, none of them unset; the engine takes no others.
+
+    presence_penalty    taken off the logit of an id that the output has
+    frequency_penalty   and this for each time that it has it
+    repetition_penalty  an id of prompt or output has its logit divided by it, or multiplied where
+                        it is below 0; 1 is off
+    logit_bias          added to logits, by id
+    allowed_ids         no others are drawn; None is all
+    bad_words           token sequences that the output will not have; one that begins in the prompt
+                        does not count
+    min_tokens          stop_ids are not drawn before so many output tokens
+    """
 
     max_tokens: int
     temperature: float
@@ -115,6 +126,24 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculationParams = SpeculationParams()
     slo: Slo = Slo()
     return_speculation_details: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    allowed_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens change what comes after them."""
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        return penalties != (0, 0, 1)
+
+    @property
+    def changes_logits(self) -> bool:
+        has_others = self.logit_bias or self.allowed_ids is not None or self.bad_words
+        return bool(has_others or self.min_tokens) or self.has_penalties
 
 
 def mix64(seed: int, choice: int) -> int:

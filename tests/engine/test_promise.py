@@ -44,8 +44,18 @@ def pair(tmp_path_factory):
     )
 
 
+PARAMETERS = {  # what changes logits after a text
+    "presence_penalty": 0.7,
+    "frequency_penalty": 0.3,
+    "repetition_penalty": 1.3,
+    "logit_bias": {7: 3.0, 40: -1.0},
+    "allowed_ids": tuple(range(0, VOCAB, 2)),
+    "bad_words": ((14,), (40, 41), (8, 9, 10)),
+    "min_tokens": 10,
+}
 samplings = st.builds(
-    Sampling,
+    lambda asked, **given: Sampling(**given, **{name: PARAMETERS[name] for name in asked}),
+    asked=st.just(()) | st.sets(st.sampled_from(sorted(PARAMETERS)), max_size=3),
     max_tokens=st.integers(1, 40),
     temperature=st.sampled_from([0.0, 0.0, 0.7, 1.0]),
     top_k=st.sampled_from([0, 0, 20]),

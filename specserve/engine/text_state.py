@@ -1,0 +1,173 @@
+"""What a request's text makes of the logits of its next token, node by node of its tree."""
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specserve.exchange.sampling_params import Sampling
+from specserve_drafters import ROOT, Draft
+from specserve_kernels import Edits, Masks
+
+BAN = (float("-inf"), 1.0, 0.0)
+
+Edit = tuple[float, float, float]  # bias, factor, penalty: see Edits
+
+
+class Columns(NamedTuple):
+    """Edits of some ids, as the ops take them."""
+
+    ids: "array[int]"
+    bias: "array[float]"
+    factor: "array[float]"
+    penalty: "array[float]"
+
+    def append(self, token: int, edit: Edit) -> None:
+        self.ids.append(token)
+        for column, value in zip(self[1:], edit, strict=True):
+            column.append(value)
+
+    def put(self, place: int, edit: Edit) -> None:
+        for column, value in zip(self[1:], edit, strict=True):
+            column[place] = value
+
+    def extend(self, others: "Columns") -> None:
+        self.ids.extend(others.ids)
+        for column, other in zip(self[1:], others[1:], strict=True):
+            column.extend(other)
+
+
+def no_edits() -> Columns:
+    return Columns(array("i"), array("f"), array("f"), array("f"))
+
+
+class TextState:
+    """Follows a request's text: `extend` by its new tokens, and in between `advance` down a path of
+    guesses and `undo` up again.
+
+    The edits of the known text stay from step to step, and a token changes one of them. A guess
+    counts as a known token would: both edits come from `edit`.
+    """
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int], vocab_size: int) -> None:
+        self.sampling = sampling
+        self.bias = dict(sampling.logit_bias)
+        self.bias |= {word[0]: BAN[0] for word in sampling.bad_words if len(word) == 1}
+        self.words = [word for word in sampling.bad_words if len(word) > 1]
+        self.output: list[int] = []  # and the path
+        self.num_known = 0  # of the output
+        self.counts: Counter[int] = Counter()
+        self.has_penalties = sampling.has_penalties
+        self.prompt = frozenset(prompt if sampling.repetition_penalty != 1 else ())
+        self.base, self.places = no_edits(), dict[int, int]()
+        for token in sorted({*self.bias, *self.prompt}):
+            self.keep(token)
+        self.mask = mask_of(sampling.allowed_ids, vocab_size)
+
+    def edit(self, token: int) -> Edit:
+        asked, count = self.sampling, self.counts[token]
+        factor = asked.repetition_penalty if count or token in self.prompt else 1.0
+        penalty = asked.frequency_penalty * count + (asked.presence_penalty if count else 0.0)
+        return self.bias.get(token, 0.0), factor, penalty
+
+    def keep(self, token: int) -> None:
+        """Put a token's edit among those of the known text."""
+        place = self.places.setdefault(token, len(self.base.ids))
+        if place == len(self.base.ids):
+            self.base.append(token, self.edit(token))
+        else:
+            self.base.put(place, self.edit(token))
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self.advance(token)
+        self.num_known = len(self.output)
+        for token in set(tokens) if self.has_penalties else ():
+            self.keep(token)
+
+    def advance(self, token: int) -> None:
+        self.output.append(token)
+        self.counts[token] += 1
+
+    def undo(self) -> None:
+        self.counts[self.output.pop()] -= 1
+
+    def own(self) -> dict[int, Edit]:
+        """The edits that the end of a path adds to those of the known text, or replaces there."""
+        path = self.output[self.num_known :] if self.has_penalties else ()
+        return {token: self.edit(token) for token in path} | dict.fromkeys(self.banned(), BAN)
+
+    def banned(self) -> Iterator[int]:
+        """What may not come next: an end that would be too early, the end of a bad word."""
+        if len(self.output) < self.sampling.min_tokens:
+            yield from self.sampling.stop_ids
+        for *begin, last in self.words:
+            if self.output[-len(begin) :] == begin:
+                yield last
+
+    def each(self, draft: Draft) -> list[dict[int, Edit]]:
+        """Own edits after the root and after every guess."""
+        below: list[list[int]] = [[] for _ in range(1 + len(draft))]
+        for node, parent in enumerate(draft.parents, 1):
+            below[parent].append(node)
+        edits: list[dict[int, Edit]] = [{}] * len(below)
+
+        def visit(node: int) -> None:
+            edits[node] = self.own()
+            for child in below[node]:
+                self.advance(draft.tokens[child - 1])
+                visit(child)
+                self.undo()
+
+        visit(ROOT)
+        return edits
+
+
+def mask_of(ids: Sequence[int] | None, vocab_size: int) -> Tensor | None:
+    if ids is None:
+        return None
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[list(ids)] = 1
+    return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))
+
+
+def edits_of(states: Sequence[TextState | None], drafts: Sequence[Draft]) -> Edits | None:
+    """Edits after the root and every guess of each request, request by request."""
+    every, base, own = no_edits(), array("i"), array("i")
+    for state, draft in zip(states, drafts, strict=True):
+        begin = len(every.ids)
+        if state is not None:
+            every.extend(state.base)
+        known = begin, len(every.ids)
+        for edits in [{}] * (1 + len(draft)) if state is None else state.each(draft):
+            base.extend(known)
+            own.append(len(every.ids))
+            for token, edit in edits.items():
+                every.append(token, edit)
+            own.append(len(every.ids))
+    if not every.ids:
+        return None
+    ranges = [torch.from_numpy(np.frombuffer(x, np.int32)).view(-1, 2) for x in (base, own)]
+    ids = torch.from_numpy(np.frombuffer(every.ids, np.int32))
+    return Edits._make(
+        [*ranges, ids, *(torch.from_numpy(np.frombuffer(x, np.float32)) for x in every[1:])]
+    )
+
+
+def masks_of(states: Sequence[TextState | None], drafts: Sequence[Draft]) -> Masks | None:
+    """Masks after the root and every guess of each request; those of one request share it."""
+    masks: list[Tensor] = []
+    numbers = array("i")
+    for state, draft in zip(states, drafts, strict=True):
+        if state is not None and state.mask is not None:
+            masks.append(state.mask)
+            numbers.extend([len(masks)] * (1 + len(draft)))
+        else:
+            numbers.extend([0] * (1 + len(draft)))
+    if not masks:
+        return None
+    return Masks(torch.from_numpy(np.frombuffer(numbers, np.int32)), torch.stack(masks))
