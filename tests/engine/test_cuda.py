@@ -3,6 +3,7 @@
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 import torch
 
@@ -79,13 +80,13 @@ def recorded(monkeypatch):
 @pytest.mark.parametrize("drafter", ["none", "ngram", "model", "auto", bush, hedge])
 def test_the_text_is_the_cpus_own_with_every_drafter(models, drafter, monkeypatch):
     Clock(monkeypatch)  # so that auto is sure to guess
-    the_text_is_the_cpus_own(models, drafter)
+    the_text_is_the_cpus_own(models, drafter, cases())
 
 
 @pytest.mark.parametrize("drafter", ["auto", bush])
 def test_the_text_of_recorded_steps_is_the_cpus_own(models, drafter, recorded, monkeypatch):
     Clock(monkeypatch)  # so that auto is sure to guess
-    engine = the_text_is_the_cpus_own(models, drafter)
+    engine = the_text_is_the_cpus_own(models, drafter, cases())
     program = engine.target.program
     assert program.capture.num_recorded == len(program.recordings)
     assert program.recordings.keys() > {1, 16}
@@ -93,9 +94,17 @@ def test_the_text_of_recorded_steps_is_the_cpus_own(models, drafter, recorded, m
     assert engine.stats.num_steps > 2 * len(program.recordings)
 
 
-def the_text_is_the_cpus_own(models, drafter):
+def test_recorded_steps_draw_from_edited_and_masked_rows_beside_others(models, recorded):
+    first, second = (Case([7, i], sampling(i, i)) for i in range(2))
+    how = {"presence_penalty": 2.0, "logit_bias": {9: 8.0}, "allowed_ids": (9, *range(80, 320))}
+    first = msgspec.structs.replace(first, sampling=msgspec.structs.replace(first.sampling, **how))
+    engine = the_text_is_the_cpus_own(models, bush, [first, second])
+    assert engine.target.program.eager.residual is None, "a step was not recorded"
+
+
+def the_text_is_the_cpus_own(models, drafter, cases):
     on_cpu, target, draft = models
-    want = plain(on_cpu, cases())
+    want = plain(on_cpu, cases)
     engine = engine_for(
         target,
         draft_of(draft, drafter),
@@ -105,7 +114,7 @@ def the_text_is_the_cpus_own(models, drafter):
         options={"width": 2, "max_depth": 3} if drafter == "model" else {},
     )
     watch = Watch(engine)
-    got = watch.run(cases())
+    got = watch.run(cases)
     assert [r.token_ids.tolist() for r in got] == want
     assert drafter in ("none", "ngram", "auto") or engine.stats.num_accepted > 0
     assert drafter != "auto" or engine.stats.num_drafted > 0
