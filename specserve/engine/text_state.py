@@ -3,6 +3,7 @@
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -35,10 +36,17 @@ class Columns(NamedTuple):
         for column, value in zip(self[1:], edit, strict=True):
             column[place] = value
 
-    def extend(self, others: "Columns") -> None:
+    def join(self, others: "Columns") -> None:
         self.ids.extend(others.ids)
         for column, other in zip(self[1:], others[1:], strict=True):
             column.extend(other)
+
+    def extend(self, nodes: "list[dict[int, Edit]]") -> None:
+        """By the edits of one node after the other."""
+        self.ids.extend([token for edits in nodes for token in edits])
+        each = [edit for edits in nodes for edit in edits.values()]
+        for column, values in zip(self[1:], zip(*each, strict=True), strict=False):
+            column.extend(values)  # of no edits there are no values
 
 
 def no_edits() -> Columns:
@@ -57,9 +65,13 @@ class TextState:
         self.sampling = sampling
         self.bias = dict(sampling.logit_bias)
         self.bias |= {word[0]: BAN[0] for word in sampling.bad_words if len(word) == 1}
-        self.words = [word for word in sampling.bad_words if len(word) > 1]
+        self.words: dict[
+            int, list[tuple[int, ...]]
+        ] = {}  # longer ones, by their last token but one
+        for word in sampling.bad_words:
+            if len(word) > 1:
+                self.words.setdefault(word[-2], []).append(word)
         self.output: list[int] = []  # and the path
-        self.num_known = 0  # of the output
         self.counts: Counter[int] = Counter()
         self.has_penalties = sampling.has_penalties
         self.prompt = frozenset(prompt if sampling.repetition_penalty != 1 else ())
@@ -85,7 +97,6 @@ class TextState:
     def extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             self.advance(token)
-        self.num_known = len(self.output)
         for token in set(tokens) if self.has_penalties else ():
             self.keep(token)
 
@@ -96,34 +107,30 @@ class TextState:
     def undo(self) -> None:
         self.counts[self.output.pop()] -= 1
 
-    def own(self) -> dict[int, Edit]:
-        """The edits that the end of a path adds to those of the known text, or replaces there."""
-        path = self.output[self.num_known :] if self.has_penalties else ()
-        return {token: self.edit(token) for token in path} | dict.fromkeys(self.banned(), BAN)
-
     def banned(self) -> Iterator[int]:
         """What may not come next: an end that would be too early, the end of a bad word."""
         if len(self.output) < self.sampling.min_tokens:
             yield from self.sampling.stop_ids
-        for *begin, last in self.words:
+        for *begin, last in self.words.get(self.output[-1], ()) if self.output else ():
             if self.output[-len(begin) :] == begin:
                 yield last
 
     def each(self, draft: Draft) -> list[dict[int, Edit]]:
-        """Own edits after the root and after every guess."""
+        """What the root and every guess add to the edits of the known text, or replace there."""
         below: list[list[int]] = [[] for _ in range(1 + len(draft))]
         for node, parent in enumerate(draft.parents, 1):
             below[parent].append(node)
         edits: list[dict[int, Edit]] = [{}] * len(below)
 
-        def visit(node: int) -> None:
-            edits[node] = self.own()
+        def visit(node: int, path: dict[int, Edit]) -> None:
+            edits[node] = path | dict.fromkeys(self.banned(), BAN)
             for child in below[node]:
-                self.advance(draft.tokens[child - 1])
-                visit(child)
+                token = draft.tokens[child - 1]
+                self.advance(token)
+                visit(child, path | {token: self.edit(token)} if self.has_penalties else path)
                 self.undo()
 
-        visit(ROOT)
+        visit(ROOT, {})
         return edits
 
 
@@ -141,14 +148,12 @@ def edits_of(states: Sequence[TextState | None], drafts: Sequence[Draft]) -> Edi
     for state, draft in zip(states, drafts, strict=True):
         begin = len(every.ids)
         if state is not None:
-            every.extend(state.base)
-        known = begin, len(every.ids)
-        for edits in [{}] * (1 + len(draft)) if state is None else state.each(draft):
-            base.extend(known)
-            own.append(len(every.ids))
-            for token, edit in edits.items():
-                every.append(token, edit)
-            own.append(len(every.ids))
+            every.join(state.base)
+        nodes = [{}] * (1 + len(draft)) if state is None else state.each(draft)
+        base.extend([begin, len(every.ids)] * len(nodes))
+        ends = [*accumulate(map(len, nodes), initial=len(every.ids))]
+        own.extend(chain.from_iterable(pairwise(ends)))
+        every.extend(nodes)
     if not every.ids:
         return None
     ranges = [torch.from_numpy(np.frombuffer(x, np.int32)).view(-1, 2) for x in (base, own)]

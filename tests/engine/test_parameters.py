@@ -143,18 +143,17 @@ def test_the_prompt_counts_for_repetition_alone():
     assert [state.edit(t) for t in (1, 3)] == [(0, 2, 0), (0, 1, 0)]
     state.extend([1, 3, 3])
     assert [state.edit(t) for t in (1, 3)] == [(0, 2, 2), (0, 2, 3)]
-    assert not state.own(), "what is known needs no edit of a node"
+    assert state.each(Draft()) == [{}], "what is known needs no edit of a node"
 
 
 def test_a_word_is_bad_where_its_beginning_was_said():
     state = TextState(asks(bad_words=((4,), (1, 2), (3, 1, 5))), [1], 9)
-    assert [*state.base.ids] == [4] and not state.own()
+    assert [*state.base.ids] == [4] and state.each(Draft()) == [{}]
     state.extend([3, 1])
-    assert state.own().keys() == {2, 5}
-    state.advance(6)
-    assert not state.own()
-    state.undo()
-    assert state.own().keys() == {2, 5}
+    for _ in range(2):
+        assert [edits.keys() for edits in state.each(Draft([6, 3, 1], [0, 0, 2]))] == [
+            *({2, 5}, set(), set(), {2, 5})
+        ]
 
 
 def test_nodes_of_a_tree_have_the_edits_of_their_texts():
