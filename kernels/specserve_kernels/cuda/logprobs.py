@@ -36,7 +36,7 @@ def _rank(logits, tokens, likeliest, out, V, width, BLOCK: tl.constexpr):
 def logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Logprobs:
     """As the reference's, on the host, in one copy; what is given is on the device."""
     n, V = len(rows), logits.shape[1]
-    K = min(triton.next_power_of_2(max(1, k)), V)  # few numbers, as each compiles kernels
+    K = min(1 if k <= 1 else triton.next_power_of_2(max(32, k)), V)  # each compiles kernels
     some, zeros = logits.index_select(0, rows), torch.zeros_like(tokens)
     params = SampleParams.of([zeros.float(), *[zeros] * 5])
     likeliest = launch_top_children(some, params, K, 1.0)

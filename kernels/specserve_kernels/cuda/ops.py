@@ -35,9 +35,11 @@ from specserve_kernels.quantize import quantize
 from specserve_kernels.threads import FixedThreads, Threads, check_threads
 from specserve_kernels.types import (
     NO_WINDOW,
+    Edits,
     KVCache,
     KVLayer,
     Logprobs,
+    Masks,
     QKNorm,
     Rotary,
     Rows,
@@ -246,11 +248,27 @@ class CudaOps:
             for rows in (most, *(size for size in reversed(SIZES) if size < most)):
                 logits = step(rows)
             one = SampleParams.greedy(1)
-            self.sample(logits, torch.zeros(1, dtype=torch.int64), one).tolist()
+            first = torch.zeros(1, dtype=torch.int64)
+            for params in (one, *changing(one, logits.shape[1])):
+                self.sample(logits, first, params).tolist()
+            for k in (1, min(20, logits.shape[1])):
+                self.logprobs(logits, first, first, k)
             self.top_children(logits, one, min(4, logits.shape[1]), 1.0)
         name = torch.cuda.get_device_name(self.device)
         attends = " and ".join(self.num_planned - before)
         return FixedThreads(count), f"{name}, {attends} attends, {count} threads beside it"
+
+
+def changing(plain: SampleParams, V: int) -> list[SampleParams]:
+    """The parameters of a row with an edit that is off, with a mask of all ids, and with both."""
+    ranges = torch.tensor([[0, 1]], dtype=torch.int32)
+    id, off, on = torch.zeros(1, dtype=torch.int32), torch.zeros(1), torch.ones(1)
+    edits = Edits(ranges, ranges, id, off, on, off)
+    masks = Masks(id + 1, torch.full((1, -(-V // 32)), -1, dtype=torch.int32))
+    return [
+        plain._replace(edits=some, masks=others)
+        for some, others in ((edits, None), (None, masks), (edits, masks))
+    ]
 
 
 def batched(tensors: list[Tensor], n: int) -> Iterator[Any]:
