@@ -65,9 +65,7 @@ class TextState:
         self.sampling = sampling
         self.bias = dict(sampling.logit_bias)
         self.bias |= {word[0]: BAN[0] for word in sampling.bad_words if len(word) == 1}
-        self.words: dict[
-            int, list[tuple[int, ...]]
-        ] = {}  # longer ones, by their last token but one
+        self.words: dict[int, list[tuple[int, ...]]] = {}  # by their last token but one
         for word in sampling.bad_words:
             if len(word) > 1:
                 self.words.setdefault(word[-2], []).append(word)
