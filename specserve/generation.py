@@ -52,6 +52,7 @@ class Choice(msgspec.Struct, frozen=True):
     token_ids: list[int]
     text: str
     finish_reason: str  # "stop" | "length"
+    stop_reason: str | int | None  # the stop string or id of the request's; None: another end
     seed: int
     timing: Timing
     speculation: Speculation
@@ -64,6 +65,7 @@ class Output(msgspec.Struct, frozen=True):
     token_ids: list[int]
     text: str
     finish_reason: str  # "stop" | "length"
+    stop_reason: str | int | None
     seed: int
     usage: Usage
     timing: Timing
@@ -81,10 +83,17 @@ class Generation:
         self, id: int, prompt: Sequence[int], sampling: Sampling, tokenizer: Tokenizer
     ) -> None:
         self.id, self.prompt, self.sampling = id, prompt, sampling
-        self.stream = TextStream(tokenizer, prompt, sampling.stop)
+        self.stream = TextStream(
+            tokenizer,
+            prompt,
+            sampling.stop,
+            sampling.include_stop_str_in_output,
+            sampling.skip_special_tokens,
+        )
         self.token_ids: list[int] = []
         self.text = ""
         self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
         self.failure = ""
         self.steps: list[tuple[int, int]] = []  # drafted, accepted: of each verified step
         self.num_step_tokens = 0  # emitted by those steps
@@ -106,10 +115,7 @@ class Generation:
         self.num_fallbacks += output.is_fallback
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
-        text, num_tokens, is_stopped, ends = self.stream.push(output.tokens)
-        self.finish_reason = "stop" if is_stopped else output.finish_reason
-        if self.is_done and not is_stopped:
-            text += self.stream.finish()
+        text, num_tokens, ends = self.take(output)
         if self.sampling.return_speculation_details:
             ends[-1:] = [len(text)] if ends else []  # what was held back is the last token's
             self.details.append(details(output, [len(self.text) + end for end in ends]))
@@ -121,6 +127,25 @@ class Generation:
         if output.sources:
             self.sources = sums_of([self.sources, output.sources])
         return text
+
+    def take(self, output: StepOutput) -> tuple[str, int, list[int]]:
+        """The text of a step's tokens, how many of them count, and where each of these ends in it.
+
+        A stop token has no text, unless stop strings are to be included.
+        """
+        is_stop = output.finish_reason == "stop"
+        is_silent = is_stop and not self.sampling.include_stop_str_in_output
+        given = output.tokens[:-1] if is_silent else output.tokens
+        text, num_tokens, stop, ends = self.stream.push(given)
+        if stop is not None:
+            self.finish_reason, self.stop_reason = "stop", stop
+            return text, num_tokens, ends
+        self.finish_reason = output.finish_reason
+        if is_stop and output.tokens[-1] not in self.sampling.eos_ids:
+            self.stop_reason = output.tokens[-1]
+        if self.is_done:
+            text += self.stream.finish()
+        return text, len(output.tokens), [*ends, len(text)] if is_silent else ends
 
     @property
     def num_drafted(self) -> int:
@@ -157,6 +182,7 @@ class Generation:
             token_ids=self.token_ids,
             text=self.text,
             finish_reason=self.finish_reason or "abort",
+            stop_reason=self.stop_reason,
             seed=self.sampling.seed,
             timing=self.timing(),
             speculation=self.speculation(drafter),

@@ -11,11 +11,11 @@ MAX_UNREAD = 16  # tokens whose bytes make no character by then never will
 
 
 class Piece(NamedTuple):
-    """What some tokens added: text that can be sent, and whether a stop string was completed."""
+    """What some tokens added: text that can be sent, and the stop string that was completed."""
 
     text: str
     num_tokens: int  # of those given, up to the one that completed a stop string
-    is_stopped: bool
+    stop: str | None
     ends: list[int]  # characters of the text, up to and with each of those tokens'
 
 
@@ -27,13 +27,19 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stop: Sequence[str] = (),
+        keeps_stop: bool = False,
+        skips_special: bool = True,
     ) -> None:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
+        self.keeps_stop, self.skips_special = keeps_stop, skips_special
         self.longest = max(map(len, self.stop), default=0)
         # Tokens whose text has been taken, kept as left context; then those whose has not.
         self.context, self.unread = list(prompt[-CONTEXT:]), list[int]()
-        self.before = self.tokenizer.decode(self.context)
+        self.before = self.decode(self.context)
         if self.before.endswith(UNFINISHED):  # inside a character: no usable context
             self.context, self.before = [], ""
         self.held = ""  # text that may be the beginning of a stop string
@@ -44,32 +50,41 @@ class TextStream:
         for n, token in enumerate(token_ids, 1):
             self.unread.append(token)
             self.held += self.take(is_last=len(self.unread) > MAX_UNREAD)
-            if (at := self.find_stop()) is not None:
-                text, self.held = shown + self.held[:at], ""
-                return Piece(text, n, True, [*ends, len(text)])
+            if (stop := self.find_stop()) is not None:
+                text, self.held = shown + self.until(stop), ""
+                return Piece(text, n, stop, [*ends, len(text)])
             shown += self.release()
             ends.append(len(shown))
-        return Piece(shown, len(token_ids), False, ends)
+        return Piece(shown, len(token_ids), None, ends)
 
     def finish(self) -> str:
         """The text that was held back, for after the last token."""
         self.held += self.take(is_last=True)
-        return self.held[: self.find_stop()]
+        return self.until(self.find_stop())
 
     def take(self, is_last: bool) -> str:
         """The text of unread tokens, once it ends with a complete character."""
-        after = self.tokenizer.decode(self.context + self.unread)
+        after = self.decode(self.context + self.unread)
         if len(after) <= len(self.before) or (after.endswith(UNFINISHED) and not is_last):
             return ""
         text = after[len(self.before) :]
         self.context, self.unread = self.unread, []
-        self.before = self.tokenizer.decode(self.context)
+        self.before = self.decode(self.context)
         return text
 
-    def find_stop(self) -> int | None:
-        """Where the first stop string in the held text begins."""
-        found = [at for s in self.stop if (at := self.held.find(s)) >= 0]
-        return min(found, default=None)
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(token_ids, self.skips_special)
+
+    def find_stop(self) -> str | None:
+        """The stop string that begins first in the held text; the shortest, if several do."""
+        found = [(at, len(s), s) for s in self.stop if (at := self.held.find(s)) >= 0]
+        return min(found)[2] if found else None
+
+    def until(self, stop: str | None) -> str:
+        """The held text up to a stop string in it; None is all."""
+        if stop is None:
+            return self.held
+        return self.held[: self.held.find(stop) + (len(stop) if self.keeps_stop else 0)]
 
     def release(self) -> str:
         """The held text without its longest suffix that begins a stop string."""

@@ -153,6 +153,49 @@ def test_a_stop_string_ends_the_text_before_it(llm):
     assert cut.usage.completion_tokens == len(cut.token_ids) < 30
 
 
+def test_a_stop_string_may_stay_in_the_text_and_is_told(llm):
+    params = SamplingParams(seed=2, max_tokens=30)
+    (whole,) = llm.generate("the cat", params)
+    stop = whole.text[8:11]
+    kept = msgspec.structs.replace(params, stop=stop, include_stop_str_in_output=True)
+    (cut,) = llm.generate("the cat", kept)
+    assert cut.text == whole.text[: whole.text.index(stop)] + stop
+    assert (cut.stop_reason, whole.stop_reason) == (stop, None)
+
+
+def test_a_stop_id_is_told_and_has_text_only_where_that_is_asked_for(llm):
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    (whole,) = llm.generate("the cat", params)
+    texts = [llm.tokenizer.decode([token]) for token in whole.token_ids]
+    n = next(i for i, text in enumerate(texts) if i > 3 and text.isalpha())
+    token = whole.token_ids[n]
+    ids = whole.token_ids[: whole.token_ids.index(token) + 1]
+    for keeps, shown in ((False, ids[:-1]), (True, ids)):
+        asked = {"stop_token_ids": (token,), "include_stop_str_in_output": keeps}
+        (o,) = llm.generate("the cat", msgspec.structs.replace(params, **asked))
+        assert (o.text, o.token_ids) == (llm.tokenizer.decode(shown), ids)
+        assert (o.finish_reason, o.stop_reason, o.choices[0].stop_reason) == ("stop", token, token)
+
+
+def test_the_models_own_end_is_no_stop_reason_unless_it_is_asked_for_as_a_stop(llm):
+    eos = llm.tokenizer.get_vocab()[EOS]
+    params = SamplingParams(seed=9, max_tokens=600, stop_token_ids=(eos,))
+    (ended,) = llm.generate("a", params)
+    (asked,) = llm.generate("a", msgspec.structs.replace(params, ignore_eos=True))
+    assert ended.token_ids == asked.token_ids and ended.token_ids[-1] == eos
+    assert (ended.stop_reason, asked.stop_reason) == (None, eos)
+
+
+def test_special_tokens_are_in_the_text_where_they_are_not_skipped(llm):
+    params = SamplingParams(seed=9, max_tokens=600, ignore_eos=True, skip_special_tokens=False)
+    (free,) = llm.generate("a", params)
+    assert EOS in free.text and free.text == llm.tokenizer.decode(free.token_ids, False)
+    ended = msgspec.structs.replace(params, ignore_eos=False)
+    assert EOS not in llm.generate("a", ended)[0].text
+    kept = msgspec.structs.replace(ended, include_stop_str_in_output=True)
+    assert llm.generate("a", kept)[0].text.endswith(EOS)
+
+
 def test_text_held_back_for_a_stop_string_comes_at_the_end_after_all(llm):
     (whole,) = llm.generate("the cat", SamplingParams(seed=2, max_tokens=30))
     stop = whole.text[-1] + "\0 is never said"

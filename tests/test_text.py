@@ -39,14 +39,14 @@ def steps(ids, sizes):
         ids = ids[size:]
 
 
-def stream(ids, sizes=(), prompt=(), stop=()):
+def stream(ids, sizes=(), prompt=(), stop=(), **how):
     """(pieces, tokens that count, whether a stop ended it); `finish` comes last where none did."""
-    text, pieces, count = TextStream(tiny_tokenizer(), prompt, stop), [], 0
+    text, pieces, count = TextStream(tiny_tokenizer(), prompt, stop, **how), [], 0
     for new in steps(ids, list(sizes)):
         piece = text.push(new)
         pieces.append(piece.text)
         count += piece.num_tokens
-        if piece.is_stopped:
+        if piece.stop is not None:
             return pieces, count, True
     return [*pieces, text.finish()], count, False
 
@@ -127,6 +127,37 @@ def test_a_stop_may_stand(letters, stop, text, count, at_once):
     assert is_stopped == any(s in letters for s in stop)
 
 
+KEPT = {  # letters as they come, stops -> text
+    "alone": ("abc", ["b"], "ab"),
+    "the earliest of several": ("xbbaa", ["aa", "bb"], "xbb"),
+    "the one complete first": ("xabcd", ["abcd", "bc"], "xabc"),
+    "one that is only begun": ("xyEN", ["END"], "xyEN"),
+}
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["one step", "a letter a step"])
+@pytest.mark.parametrize(("letters", "stop", "text"), KEPT.values(), ids=KEPT)
+def test_a_stop_may_be_kept(letters, stop, text, at_once):
+    ids = [encode(letter)[0] for letter in letters]
+    pieces, _, _ = stream(ids, [99] if at_once else [], (), stop, keeps_stop=True)
+    assert "".join(pieces) == text
+
+
+def test_of_stops_that_begin_together_the_shortest_is_told_and_kept():
+    (token,) = encode("the")
+    for stops in (["the", "th"], ["th", "the"]):
+        text = TextStream(tiny_tokenizer(), [], stops, keeps_stop=True)
+        assert text.push([token])[:3] == ("th", 1, "th")
+
+
+def test_special_tokens_are_written_out_where_they_are_not_skipped():
+    end = tiny_tokenizer().get_vocab()[EOS]
+    ids = [*encode("a"), end, end, *encode("b")]
+    for skips, want in ((True, "ab"), (False, f"a{EOS}{EOS}b")):
+        text = TextStream(tiny_tokenizer(), [end], skips_special=skips)
+        assert text.push(ids).text == want
+
+
 def test_what_may_be_the_beginning_of_a_stop_is_held_and_released():
     text = TextStream(tiny_tokenizer(), [], ["END", "ab!"])
     pieces = [text.push(encode(letter)).text for letter in "xENabEab"]
@@ -142,7 +173,7 @@ def test_the_prompt_is_no_part_of_a_stop():
 def test_a_token_that_completes_a_stop_and_goes_on_shows_none_of_it():
     text = TextStream(tiny_tokenizer(), [], ["th"])
     (token,) = encode("the")
-    assert text.push([*encode("a"), token, token]) == ("a", 2, True, [1, 1])
+    assert text.push([*encode("a"), token, token]) == ("a", 2, "th", [1, 1])
 
 
 def test_each_token_ends_where_the_text_that_it_lets_out_does():
@@ -169,7 +200,7 @@ def test_a_stop_beside_a_character_never_finished_is_none_the_less_cut():
     """A token may hold a whole letter and half a character, and be the last one."""
 
     class Pair:
-        def decode(self, ids):
+        def decode(self, ids, skip_special_tokens):
             return "".join(["a", "b" + UNFINISHED][i] for i in ids)
 
     text = TextStream(Pair(), [], ["b"])
@@ -209,7 +240,7 @@ def test_ids_without_text_inside_a_stop_do_not_hide_it():
 
 def test_nothing_said_is_no_text():
     text = TextStream(tiny_tokenizer(), encode("x"), ["a"])
-    assert text.push([]) == ("", 0, False, [])
+    assert text.push([]) == ("", 0, None, [])
     assert text.finish() == ""
 
 

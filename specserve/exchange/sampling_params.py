@@ -70,7 +70,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_p           only tokens at least so likely relative to the likeliest; 0 is off
     seed            the same seed gives the same text; drawn, and reported, when unset
     stop            up to 16 strings; the text ends before the first
-    stop_token_ids  ids that end the text
+    stop_token_ids  ids that end the text; they add none to it
+    include_stop_str_in_output  the text ends after the stop string, or with the stop id's own text
+    skip_special_tokens  false: the text has special tokens, too, as they are written
+    spaces_between_special_tokens  either is the same: no tokenizer that is read here adds any
     ignore_eos      go on after the model's own end of text
     n               choices, 1 to 128, that share the prompt's KV; choice c has the seed
                     mix64(seed, c), and the text of a single request with that seed
@@ -90,6 +93,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: Annotated[int, Meta(ge=0, lt=MAX_SEED)] | None = None
     stop: StopString | Annotated[tuple[StopString, ...], Meta(max_length=16)] = ()
     stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=1024)] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     ignore_eos: bool = False
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
@@ -120,7 +126,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float
     seed: int
     stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     stop_ids: frozenset[int] = frozenset()
+    eos_ids: frozenset[int] = frozenset()  # those of stop_ids that are the model's own
     priority: int = 0
     cache_salt: str = ""
     speculation: SpeculationParams = SpeculationParams()
@@ -199,7 +208,10 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
         min_p=pick(given.min_p, defaults.min_p),
         seed=pick(given.seed, secrets.randbelow(MAX_SEED)),
         stop=(given.stop,) if isinstance(given.stop, str) else given.stop,
+        include_stop_str_in_output=given.include_stop_str_in_output,
+        skip_special_tokens=given.skip_special_tokens,
         stop_ids=frozenset(eos) | frozenset(given.stop_token_ids),
+        eos_ids=frozenset(eos),
         priority=given.priority,
         cache_salt=given.cache_salt,
         speculation=pick(given.speculation, SpeculationParams()),

@@ -77,7 +77,7 @@ class CompletionWriter:
             generation = self.completion.generations[delta.choice]
             self.num_ended += 1
             choice = self.choice(delta.choice, "", generation.finish_reason)
-            chunk = self.chunk(choice | {"seed": generation.sampling.seed})
+            chunk = self.chunk(choice | ending(generation))
             is_final = self.num_ended == len(self.completion.generations) and not self.has_usage
             yield chunk | self.statistics() if is_final else chunk
 
@@ -119,7 +119,7 @@ class CompletionWriter:
             **self.schema.all(generation.text),
             "logprobs": None,
             "finish_reason": generation.finish_reason,
-            "seed": generation.sampling.seed,
+            **ending(generation),
             **self.details(generation.details),
         }
 
@@ -129,6 +129,11 @@ class CompletionWriter:
             "metrics": completion.statistics(served.drafter, served.max_nodes),
             "timings": completion.timings(),
         }
+
+
+def ending(generation: Generation) -> dict[str, Any]:
+    """What is told of a choice at its end, beside OpenAI's fields."""
+    return {"stop_reason": generation.stop_reason, "seed": generation.sampling.seed}
 
 
 class EventStream(Response):

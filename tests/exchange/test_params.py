@@ -44,6 +44,8 @@ WRONG = {  # a parameter's value -> words of the refusal
     "too many stops": ({"stop": ("a",) * 17}, "stop"),
     "a stop longer than a page": ({"stop": "a" * 1025}, "stop"),
     "a stop id in words": ({"stop_token_ids": ("3",)}, "stop_token_ids"),
+    "a stop kept by a number": ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
+    "tokens skipped in words": ({"skip_special_tokens": "no"}, "skip_special_tokens"),
     "an ignore_eos that is no bool": ({"ignore_eos": 1}, "ignore_eos"),
     "fewer guesses than none": (
         {"speculation": SpeculationParams(max_nodes=-1)},
@@ -66,7 +68,7 @@ def test_a_wrong_value_is_refused_by_name(given, words):
 def test_what_is_unset_falls_to_the_fields_own_defaults():
     got = msgspec.structs.replace(resolved(), seed=0)
     want = Sampling(max_tokens=100, temperature=1, top_k=0, top_p=1, min_p=0, seed=0)
-    assert got == msgspec.structs.replace(want, stop_ids=frozenset({7}))
+    assert got == msgspec.structs.replace(want, stop_ids=frozenset({7}), eos_ids=frozenset({7}))
 
 
 @pytest.mark.parametrize("wrap", [msgspec.structs.asdict, lambda given: given])

@@ -24,6 +24,8 @@ from tests.server.asking import (
         {"stop": "in"},
         {"stop": ["never", *"aeiou"]},
         {"stop_token_ids": [150, 280, 281, 282, 319]},
+        {"stop": "in", "include_stop_str_in_output": True},
+        {"skip_special_tokens": False, "max_tokens": 300},
         {"top_k": 1},
         {"top_k": 3},
         {"top_p": 0.1},
@@ -60,6 +62,15 @@ def test_chat_takes_both_names_of_the_limit(server):
     assert whole(server, CHAT, body | both)[1]["completion_tokens"] == 7
     answer = server.post(CHAT, body | both | {"max_tokens": 8})
     assert (answer.status, answer.body["error"]["param"]) == (400, "max_completion_tokens")
+
+
+def test_what_stopped_a_choice_is_told_with_its_end(server):
+    body = completion_body(temperature=1, seed=7, max_tokens=60)
+    [text] = [c["text"] for c in server.post(COMPLETIONS, body).body["choices"]]
+    for asked, reason in (({"stop": text[5:7]}, text[5:7]), ({}, None)):
+        [choice] = server.post(COMPLETIONS, body | asked).body["choices"]
+        *_, last, _ = server.stream(COMPLETIONS, body | asked)
+        assert choice["stop_reason"] == last["choices"][0]["stop_reason"] == reason
 
 
 @pytest.mark.parametrize(
@@ -148,6 +159,7 @@ NOTHING = {
     **{"metadata": {"a": "b"}, "service_tier": "auto", "verbosity": "low"},
     **{"n": 1, "store": False, "logprobs": False, "top_logprobs": None, "logit_bias": {}},
     **{"frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0},
+    **{"spaces_between_special_tokens": False, "include_stop_str_in_output": False},
     **{"tool_choice": "none", "tools": None, "parallel_tool_calls": True, "prediction": None},
     "response_format": {"type": "text"},
     # vLLM's router adds these to whatever it passes on.
