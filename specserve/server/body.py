@@ -53,7 +53,6 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "request_id": (),
     "response_format": ({"type": "text"},),
     "return_hidden_states": (False,),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "separate_reasoning": (True,),
     "store": (False,),
@@ -110,6 +109,7 @@ class Body(SamplingParams, frozen=True, kw_only=True):
 
     model: str | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None  # another name of max_tokens
+    return_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
 

@@ -58,7 +58,14 @@ def message(text: str) -> dict[str, Any]:
     return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
 
-SCHEMA = RouteSchema("chatcmpl", "chat.completion.chunk", "chat.completion", piece, message)
+SCHEMA = RouteSchema(
+    "chatcmpl",
+    "chat.completion.chunk",
+    "chat.completion",
+    piece,
+    message,
+    choices_have_prompts=False,
+)
 
 
 async def chat(request: Request) -> Response:

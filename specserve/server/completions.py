@@ -25,6 +25,7 @@ SCHEMA = RouteSchema(
     "text_completion",
     lambda text, is_first: {"text": text},
     lambda text: {"text": text},
+    choices_have_prompts=True,
 )
 
 

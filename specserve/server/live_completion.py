@@ -40,6 +40,7 @@ class ChoiceDelta(NamedTuple):
 
     choice: int
     text: str
+    token_ids: list[int]
     is_last: bool
     details: StepDetails | None = None  # where the request asked for them
 
@@ -221,7 +222,8 @@ class ChoiceListener:
         if generation.is_done:  # the engine does not look for stop strings
             completion.engine.finish(generation.id)
         details = generation.details[-1] if generation.details else None
-        delta = ChoiceDelta(self.index, text, generation.is_done, details)
+        new = generation.token_ids[before[0] :]
+        delta = ChoiceDelta(self.index, text, new, generation.is_done, details)
         completion.deltas.append(delta)
         completion.wake()
 

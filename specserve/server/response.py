@@ -41,6 +41,14 @@ class RouteSchema(NamedTuple):
     whole: str
     piece: Callable[[str, bool], dict[str, Any]]  # text, and whether it is the first of its choice
     all: Callable[[str], dict[str, Any]]
+    choices_have_prompts: bool  # with return_token_ids; else the answer has its one prompt
+
+
+class Ids(NamedTuple):
+    """Fields with token ids, of a choice and of the answer that it is in."""
+
+    choice: dict[str, Any]
+    answer: dict[str, Any]
 
 
 class CompletionWriter:
@@ -53,6 +61,7 @@ class CompletionWriter:
         options = asked.stream_options
         self.has_usage = bool(options and options.include_usage)
         self.has_running_usage = bool(options and options.continuous_usage_stats)
+        self.has_ids = asked.return_token_ids
         self.begun: set[int] = set()
         self.num_ended = 0
         self.head = {
@@ -67,12 +76,16 @@ class CompletionWriter:
         """The chunks of one choice's step; none if it adds no text that can be sent yet.
 
         The first step always has one, as clients take that for the first token, even where the
-        text of this token is still held back; and so has every step that is told in detail.
+        text of this token is still held back; and so has every step that is told in detail, or
+        whose ids are.
         """
         is_first = delta.choice not in self.begun
-        if delta.text or delta.details or (is_first and not delta.is_last):
+        if delta.text or delta.details or self.has_ids or (is_first and not delta.is_last):
+            has_prompt = is_first if self.schema.choices_have_prompts else not self.begun
+            ids = self.ids(self.completion.generations[delta.choice], delta.token_ids, has_prompt)
             choice = self.choice(delta.choice, delta.text)
-            yield self.chunk(choice | self.details([delta.details] if delta.details else []))
+            choice |= self.details([delta.details] if delta.details else [])
+            yield self.chunk(choice | ids.choice) | ids.answer
         if delta.is_last:
             generation = self.completion.generations[delta.choice]
             self.num_ended += 1
@@ -91,6 +104,15 @@ class CompletionWriter:
         if not steps:
             return {}
         return {"speculation": {"sources": self.served.sources, "steps": steps}}
+
+    def ids(self, generation: Generation, new: list[int], has_prompt: bool = True) -> "Ids":
+        """The ids of a choice and, once, of its prompt; nothing where nobody asked for them."""
+        if not self.has_ids:
+            return Ids({}, {})
+        prompt = {"prompt_token_ids": generation.prompt} if has_prompt else {}
+        if self.schema.choices_have_prompts:
+            return Ids(prompt | {"token_ids": new}, {})
+        return Ids({"token_ids": new}, prompt)
 
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self.head | {"choices": [choice]}
@@ -111,7 +133,8 @@ class CompletionWriter:
         choices = [self.whole_choice(i, g) for i, g in enumerate(self.completion.generations)]
         usage = self.completion.usage()
         whole = {"object": self.schema.whole, "choices": choices, "usage": usage}
-        return self.head | whole | self.statistics()
+        ids = self.ids(self.completion.generations[0], [])
+        return self.head | whole | ids.answer | self.statistics()
 
     def whole_choice(self, index: int, generation: Generation) -> dict[str, Any]:
         return {
@@ -121,6 +144,7 @@ class CompletionWriter:
             "finish_reason": generation.finish_reason,
             **ending(generation),
             **self.details(generation.details),
+            **self.ids(generation, generation.token_ids).choice,
         }
 
     def statistics(self) -> dict[str, Any]:

@@ -67,6 +67,9 @@ SHARED = {
     "speculation": {"enabled": True, "sources": [], "max_nodes": 2, "max_depth": 1},
     "slo": {"ttft_ms": 5, "tpot_ms": 0.5},
     "return_speculation_details": True,
+    "return_token_ids": True,
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
 }
 for path in (CHAT, COMPLETIONS):
     ORDINARY[path] |= SHARED

@@ -64,6 +64,43 @@ def test_chat_takes_both_names_of_the_limit(server):
     assert (answer.status, answer.body["error"]["param"]) == (400, "max_completion_tokens")
 
 
+def all_ids(pieces, index):
+    return [i for c in pieces if c["index"] == index for i in c.get("token_ids", [])]
+
+
+@pytest.mark.parametrize("asked", [{}, {"stop": "e"}, {"stop": "\0", "max_tokens": 3}], ids=str)
+def test_token_ids_of_completions_come_with_each_choice_and_once_its_prompt(server, llm, asked):
+    base = {"seed": 7, "max_tokens": 20, "n": 2} | asked
+    prompts = ["the cat", "def read"]
+    outputs = llm.generate(prompts, SamplingParams(**base))
+    want = [(o.prompt_token_ids, c.token_ids) for o in outputs for c in o.choices]
+    body = {"prompt": prompts, "return_token_ids": True} | base
+    answer = server.post(COMPLETIONS, body).body
+    assert [(c["prompt_token_ids"], c["token_ids"]) for c in answer["choices"]] == want
+    *chunks, _ = server.stream(COMPLETIONS, body)
+    pieces = [c for chunk in chunks for c in chunk["choices"]]
+    for index, (prompt, ids) in enumerate(want):
+        own = [c for c in pieces if c["index"] == index]
+        told = [c["prompt_token_ids"] for c in own if "prompt_token_ids" in c]
+        assert (told, all_ids(pieces, index)) == ([prompt], ids)
+    plain = server.post(COMPLETIONS, body | {"return_token_ids": False}).body["choices"]
+    assert not any("token_ids" in key for c in plain for key in c)
+
+
+def test_token_ids_of_a_chat_come_with_each_choice_and_its_prompt_with_the_answer(server, llm):
+    base = {"seed": 7, "max_tokens": 20, "n": 2}
+    [output] = llm.chat(MESSAGES, SamplingParams(**base))
+    body = {"messages": MESSAGES, "return_token_ids": True} | base
+    answer = server.post(CHAT, body).body
+    assert answer["prompt_token_ids"] == output.prompt_token_ids
+    assert [c["token_ids"] for c in answer["choices"]] == [c.token_ids for c in output.choices]
+    *chunks, _ = server.stream(CHAT, body)
+    told = [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk]
+    assert told == [output.prompt_token_ids] and "prompt_token_ids" in chunks[0]
+    pieces = [c for chunk in chunks for c in chunk["choices"]]
+    assert [all_ids(pieces, i) for i in (0, 1)] == [c.token_ids for c in output.choices]
+
+
 def test_what_stopped_a_choice_is_told_with_its_end(server):
     body = completion_body(temperature=1, seed=7, max_tokens=60)
     [text] = [c["text"] for c in server.post(COMPLETIONS, body).body["choices"]]
