@@ -8,13 +8,17 @@ from typing import Any, NamedTuple
 import msgspec
 
 from specserve.errors import PromptTooLong, RequestError
-from specserve.exchange.sampling_params import Sampling, SamplingParams, resolve
+from specserve.exchange.sampling_params import Sampling, SamplingParams, pick, resolve
 from specserve.models.chat_template import ChatTemplate, Message
 from specserve.models.defaults import GenerationDefaults
 from specserve.models.source import open_source
 from specserve.models.tokenizer import Tokenizer, check_same_vocabulary
 
 PIECE = 16  # characters per token of the context: four times what English text has
+
+
+def last(ids: list[int], kept: int | None) -> list[int]:
+    return ids if kept is None else ids[-kept:]
 
 
 class TextFiles(NamedTuple):
@@ -51,17 +55,27 @@ class InputProcessor(msgspec.Struct, frozen=True):
     vocab_size: int
     sources: tuple[str, ...] = ()  # of guesses, that the engine has
 
-    def read(self, prompt: Any) -> list[int]:
-        """The token ids of a prompt, given as text or ids; RequestError if it cannot be served."""
-        ids = self.encode(prompt) if isinstance(prompt, str) else self.read_ids(prompt)
+    def read(self, prompt: Any, kept: int | None = None) -> list[int]:
+        """The token ids of a prompt, given as text or ids, or the last `kept` of them;
+        RequestError if it cannot be served.
+        """
+        is_text = isinstance(prompt, str)
+        ids = self.encode(prompt, kept=kept) if is_text else last(self.read_ids(prompt), kept)
         self.check_length(ids)
         return ids
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """A text's tokens; PromptTooLong, without tokenizing all of it, if far too many."""
+    def encode(
+        self, text: str, add_special_tokens: bool = True, kept: int | None = None
+    ) -> list[int]:
+        """A text's tokens, or the last `kept` of them. If there are far too many, the text is not
+        tokenized as a whole: all tokens are PromptTooLong, and the last are those of its end.
+        """
         try:
-            self.check_size(text)
-            ids = self.tokenizer.encode(text, add_special_tokens)
+            if kept is None:
+                self.check_size(text)
+            else:
+                text = self.end_of(text)
+            ids = last(self.tokenizer.encode(text, add_special_tokens), kept)
         except (TypeError, UnicodeError) as e:
             raise RequestError(f"the prompt is no valid text: {e}", "prompt") from e
         self.check_ids(ids, "prompt")
@@ -78,6 +92,34 @@ class InputProcessor(msgspec.Struct, frozen=True):
             num_tokens += len(piece)
             if num_tokens > 2 * self.max_model_len:
                 raise PromptTooLong(num_tokens // 2, self.max_model_len - 1, is_at_least=True)
+
+    def end_of(self, text: str) -> str:
+        """All of the text, or an end of it that has at least as many tokens as fit, as above."""
+        size, num_tokens, start = PIECE * self.max_model_len, 0, len(text)
+        if start <= size:
+            return text
+        while start > 0 and num_tokens <= 2 * self.max_model_len:
+            start, end = max(0, start - size), start
+            num_tokens += len(self.tokenizer.encode(text[start:end], add_special_tokens=False))
+        return text[start:]
+
+    def num_kept(self, params: SamplingParams) -> int | None:
+        """How many of a prompt's last tokens are kept; None is all. Errors: as of `resolve`."""
+        asked, most = params.truncate_prompt_tokens, self.max_model_len - 1
+        if asked == -1:
+            asked = self.max_model_len - pick(params.max_tokens, 1)
+            if asked < 1:
+                raise RequestError(
+                    f"max_tokens = {params.max_tokens}: truncate_prompt_tokens = -1 leaves room "
+                    f"for so many, which may be {most - 1} then, so that a prompt fits too",
+                    "max_tokens",
+                )
+        if asked is not None and not 1 <= asked <= most:
+            raise RequestError(
+                f"truncate_prompt_tokens = {asked}: it is 1 to {most}, or -1 for what fits",
+                "truncate_prompt_tokens",
+            )
+        return asked
 
     def read_ids(self, prompt: Any) -> list[int]:
         """Token ids of any integer type, as Python's own."""
@@ -132,17 +174,20 @@ class InputProcessor(msgspec.Struct, frozen=True):
             )
         return self.tokenizer.chat_template
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a conversation by the chat template, up to where the answer begins."""
+    def render(self, messages: Sequence[Message], kept: int | None = None) -> list[int]:
+        """The tokens of a conversation by the chat template, up to where the answer begins, or the
+        last `kept` of them.
+        """
         try:
             text = self.check_chat().render(messages)
         except MemoryError as e:
             raise RequestError("the chat template needs too much memory for these messages") from e
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False, kept=kept)
 
     def resolve(self, params: SamplingParams, num_prompt: int = 1) -> Sampling:
         """The parameters, checked and resolved, for a prompt of `num_prompt` tokens."""
         sampling = resolve(params, self.defaults, self.max_model_len - num_prompt)
+        self.num_kept(params)
         self.check_ids(params.stop_token_ids, "stop_token_ids")
         self.check_sources(sampling.speculation.sources or ())
         return sampling

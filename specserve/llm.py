@@ -93,14 +93,11 @@ class LLM:
     ) -> list[Output]:
         """Run all prompts together; outputs are in order. All are checked before any runs."""
         asked: list[Any] = [prompts] if is_one(prompts) else list(prompts)
-        each: list[Any] = (
-            list(params) if isinstance(params, list | tuple) else [params] * len(asked)
-        )
-        if len(each) != len(asked):
-            raise RequestError(
-                f"{len(asked)} prompts and {len(each)} SamplingParams: give one each"
-            )
-        checked = [self.check(p, q) for p, q in zip(asked, each, strict=True)]
+        each = self.check_each(params, len(asked))
+        return self.run([self.check(p, q) for p, q in zip(asked, each, strict=True)])
+
+    def run(self, checked: Sequence[tuple[list[int], SamplingParams]]) -> list[Output]:
+        """Run prompts, each with its parameters, together; outputs are in order."""
         each_choices: list[list[Generation]] = []
         generations: list[Generation] = []
         try:
@@ -160,7 +157,8 @@ class LLM:
             raise RequestError(f"a conversation is a list of messages, not {messages!r:.50}")
         is_single = not messages or isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_single else messages
-        return self.generate([self.input_processor.render(c) for c in conversations], params)
+        each = self.check_each(params, len(conversations))
+        return self.run([(self.render(c, q), q) for c, q in zip(conversations, each, strict=True)])
 
     @property
     def weights(self) -> Weights:
@@ -193,15 +191,34 @@ class LLM:
     ) -> None:
         self.close()
 
+    def check_each(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, number: int
+    ) -> list[SamplingParams]:
+        """The parameters of so many prompts; RequestError if any are wrong. Comes before
+        tokenizing, as it costs less.
+        """
+        each: list[Any] = list(params) if isinstance(params, list | tuple) else [params] * number
+        if len(each) != number:
+            raise RequestError(f"{number} prompts and {len(each)} SamplingParams: give one each")
+        asked = [SamplingParams() if given is None else given for given in each]
+        for given in asked:
+            if not isinstance(given, SamplingParams):
+                raise RequestError(f"params: {given!r} is not a SamplingParams")
+            self.input_processor.resolve(given)
+        return asked
+
     def check(
         self, prompt: Prompt, params: SamplingParams | None
     ) -> tuple[list[int], SamplingParams]:
         """The prompt's ids and the parameters; RequestError if they cannot be served."""
-        asked = SamplingParams() if params is None else params
-        if not isinstance(asked, SamplingParams):
-            raise RequestError(f"params: {asked!r} is not a SamplingParams")
-        self.input_processor.resolve(asked)  # first, as it costs less than to tokenize
-        return self.input_processor.read(prompt), asked
+        [asked] = self.check_each(params, 1)
+        return self.input_processor.read(prompt, self.input_processor.num_kept(asked)), asked
+
+    def render(self, messages: Sequence[Message], params: SamplingParams) -> list[int]:
+        """The ids of a conversation that can be served."""
+        ids = self.input_processor.render(messages, self.input_processor.num_kept(params))
+        self.input_processor.check_length(ids)
+        return ids
 
     def start(
         self, ids: list[int], params: SamplingParams, call: int | None = None

@@ -116,6 +116,68 @@ def test_wrong_parameters_are_refused_before_anything_is_tokenized(llm, monkeypa
     assert tokenizer.asked == []
 
 
+def kept(processor, prompt, truncate, **params):
+    asked = SamplingParams(truncate_prompt_tokens=truncate, **params)
+    return processor.read(prompt, processor.num_kept(asked))
+
+
+@pytest.mark.parametrize("size", [5, 31, 40, 3 * LENGTH * 16])
+@pytest.mark.parametrize("truncate", [1, 5, 31])
+def test_the_last_tokens_are_kept_of_ids_and_of_text_of_any_length(processor, size, truncate):
+    text = ("the cat sat on the mat, " * size)[:size]
+    ids = processor.tokenizer.encode(text)
+    for prompt in (text, ids):
+        assert kept(processor, prompt, truncate) == ids[-truncate:]
+
+
+def test_of_a_text_far_too_long_only_the_end_is_tokenized(processor):
+    tokenizer = Counting(processor.tokenizer)
+    files = TextFiles(tokenizer, processor.defaults)
+    text = "the cat sat on the mat, " * 100_000
+    want = kept(processor, text, 9)
+    assert kept(make_input_processor(files, V, LENGTH), text, 9) == want
+    assert sum(map(len, tokenizer.asked)) < 100 * LENGTH
+    assert want == processor.tokenizer.encode(text)[-9:]
+
+
+def test_as_much_of_the_end_is_tokenized_as_has_the_tokens(processor):
+    class Words:
+        """Its tokens have a hundred characters each."""
+
+        def encode(self, text, add_special_tokens=True):
+            return [int(word) % V for word in text.split()]
+
+    files = TextFiles(Words(), processor.defaults)
+    text = " ".join(f"{i:0100}" for i in range(1000))
+    want = [i % V for i in range(1000)][-31:]
+    assert kept(make_input_processor(files, V, LENGTH), text, 31) == want
+
+
+def test_what_fits_is_the_context_without_the_answers_tokens(processor):
+    ids = [*range(100)]
+    assert kept(processor, ids, -1) == ids[-31:]
+    assert kept(processor, ids, -1, max_tokens=20) == ids[-12:]
+    assert kept(processor, ids[:5], -1, max_tokens=20) == ids[:5]
+    assert kept(processor, ids[:5], None) == ids[:5]
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": LENGTH}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 1.5}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -1, "max_tokens": LENGTH}, "max_tokens"),
+    ],
+    ids=str,
+)
+def test_a_length_that_no_prompt_can_be_cut_to_is_refused_by_name(processor, params, param):
+    with pytest.raises(RequestError, match=param) as e:
+        processor.resolve(SamplingParams(**params))
+    assert e.value.param == param
+
+
 @pytest.mark.parametrize(
     ("sources", "words"),
     [(("ngram", "model"), "'suffix' .* there are ngram, model"), ((), "'ngram' .* none, as")],

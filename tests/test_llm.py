@@ -234,6 +234,19 @@ def test_chat_answers_through_the_template(llm):
     assert len(llm.chat([messages, messages], GREEDY)) == 2
 
 
+def test_the_beginning_of_prompts_and_chats_can_be_left_out(llm):
+    ids = [*range(5, 300)] * 3
+    (cut,) = llm.generate([ids], SamplingParams(temperature=0, truncate_prompt_tokens=40))
+    assert cut.prompt_token_ids == ids[-40:] and cut.usage.prompt_tokens == 40
+    assert cut.token_ids == llm.generate([ids[-40:]], SamplingParams(temperature=0))[0].token_ids
+    fit = SamplingParams(temperature=0, max_tokens=12, truncate_prompt_tokens=-1)
+    messages = [{"role": "user", "content": "the cat sat on the mat " * 5000}]
+    (chat,) = llm.chat(messages, fit)
+    assert chat.usage.prompt_tokens == 500 and chat.usage.completion_tokens == 12
+    end = llm.tokenizer.decode(chat.prompt_token_ids, False)
+    assert end.endswith("on the mat <|end|>\nassistant: ")
+
+
 def test_a_stream_ends_when_the_llm_is_closed(folder):
     with load(folder) as llm:
         stream = llm.stream("the cat", SamplingParams(max_tokens=400))

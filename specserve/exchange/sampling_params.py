@@ -74,6 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output  the text ends after the stop string, or with the stop id's own text
     skip_special_tokens  false: the text has special tokens, too, as they are written
     spaces_between_special_tokens  either is the same: no tokenizer that is read here adds any
+    truncate_prompt_tokens  only the prompt's last k tokens; -1: as many as fit beside max_tokens
     ignore_eos      go on after the model's own end of text
     n               choices, 1 to 128, that share the prompt's KV; choice c has the seed
                     mix64(seed, c), and the text of a single request with that seed
@@ -96,6 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     ignore_eos: bool = False
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0

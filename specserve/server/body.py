@@ -64,7 +64,6 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": (),
     "top_logprobs": (0,),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
 }

@@ -75,17 +75,20 @@ async def chat(request: Request) -> Response:
     asked = await service.parse(await service.bodies.read(request), read_chat)
     service.check_model(asked.model)
     service.check_asked(asked.params, 1, "messages")
-    prompt = await while_connected(request, encode(service, asked.messages))
+    kept = service.input_processor.num_kept(asked.params)
+    prompt = await while_connected(request, encode(service, asked.messages, kept))
     with blaming("messages"):
         service.input_processor.check_length(prompt)
     completion = await service.ask([prompt], asked.params, arrived, "messages")
     return await respond(request, SCHEMA, asked, completion)
 
 
-async def encode(service: Service, messages: Sequence[dict[str, Any]]) -> list[int]:
-    """The conversation's tokens."""
+async def encode(
+    service: Service, messages: Sequence[dict[str, Any]], kept: int | None = None
+) -> list[int]:
+    """The conversation's tokens, or the last `kept` of them."""
     text = await service.render(messages)
-    return await service.tokenize(text, "messages", add_special_tokens=False)
+    return await service.tokenize(text, "messages", add_special_tokens=False, kept=kept)
 
 
 def read_chat(raw: bytes) -> ChatBody:

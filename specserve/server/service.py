@@ -15,7 +15,7 @@ from specserve.errors import Overloaded, RequestError
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Ready
 from specserve.exchange.sampling_params import SamplingParams, choices_of
-from specserve.input_processor import InputProcessor
+from specserve.input_processor import InputProcessor, last
 from specserve.models.chat_template import ChatTemplate, Message
 from specserve.models.folder import Scaled, name_of
 from specserve.models.source import open_source
@@ -188,18 +188,26 @@ class Service:
         is_long = sum(map(len, prompts)) > LONG
         return await self.in_thread(hash_all) if is_long else hash_all()
 
-    async def read_all(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-        """Every prompt's tokens; tokenizing stops at the first prompt that does not fit."""
+    async def read_all(
+        self, prompts: Sequence[str | list[int]], kept: int | None = None
+    ) -> list[list[int]]:
+        """Every prompt's tokens, or the last `kept` of each; tokenizing stops at the first prompt
+        that does not fit.
+        """
+        read = self.input_processor.read
         with blaming("prompt"):
             for prompt in prompts:
-                if not isinstance(prompt, str):
-                    self.input_processor.check_length(prompt)  # before any text is tokenized
-            return [await self.in_thread(self.input_processor.read, prompt) for prompt in prompts]
+                if not isinstance(prompt, str):  # before any text is tokenized
+                    self.input_processor.check_length(last(prompt, kept))
+            return [await self.in_thread(read, prompt, kept) for prompt in prompts]
 
-    async def tokenize(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
-        """The text's tokens, without `check_length`; errors name `field`."""
+    async def tokenize(
+        self, text: str, field: str, add_special_tokens: bool, kept: int | None = None
+    ) -> list[int]:
+        """The text's tokens, or the last `kept`, without `check_length`; errors name `field`."""
+        encode = self.input_processor.encode
         with blaming(field):
-            return await self.in_thread(self.input_processor.encode, text, add_special_tokens)
+            return await self.in_thread(encode, text, add_special_tokens, kept)
 
     async def render(self, messages: Sequence[Message]) -> str:
         """The conversation as text, by the chat template, which has a deadline."""

@@ -64,6 +64,20 @@ def test_chat_takes_both_names_of_the_limit(server):
     assert (answer.status, answer.body["error"]["param"]) == (400, "max_completion_tokens")
 
 
+def test_only_the_end_of_a_long_prompt_may_be_asked_for(server, llm):
+    base = {"seed": 3, "max_tokens": 8, "truncate_prompt_tokens": 30}
+    text = "the cat sat on the mat, " * 400
+    want = in_process(llm.generate([text, [7] * 600], SamplingParams(**base)))
+    assert want[1]["prompt_tokens"] == 60
+    for prompt in ([text], [[7] * 600]):
+        want = in_process(llm.generate(prompt, SamplingParams(**base)))
+        body = {"prompt": prompt} | base
+        assert whole(server, COMPLETIONS, body) == streamed(server, COMPLETIONS, body) == want
+    messages = [{"role": "user", "content": text}]
+    want = in_process(llm.chat(messages, SamplingParams(**base)))
+    assert whole(server, CHAT, {"messages": messages} | base) == want
+
+
 def all_ids(pieces, index):
     return [i for c in pieces if c["index"] == index for i in c.get("token_ids", [])]
 
@@ -277,6 +291,11 @@ def test_an_unknown_field_is_told_the_nearest_name(server, field, near):
         ({"stop": ""}, "stop"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop_token_ids": [320]}, "stop_token_ids"),
+        ({"skip_special_tokens": 0}, "skip_special_tokens"),
+        ({"return_token_ids": 1}, "return_token_ids"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 512}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 512}, "max_tokens"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
