@@ -9,7 +9,7 @@ import msgspec
 
 from specserve.errors import PromptTooLong, RequestError
 from specserve.exchange.sampling_params import Sampling, SamplingParams, pick, resolve
-from specserve.models.chat_template import ChatTemplate, Message
+from specserve.models.chat_template import ChatOptions, ChatTemplate, Message
 from specserve.models.defaults import GenerationDefaults
 from specserve.models.source import open_source
 from specserve.models.tokenizer import Tokenizer, check_same_vocabulary
@@ -174,12 +174,17 @@ class InputProcessor(msgspec.Struct, frozen=True):
             )
         return self.tokenizer.chat_template
 
-    def render(self, messages: Sequence[Message], kept: int | None = None) -> list[int]:
+    def render(
+        self,
+        messages: Sequence[Message],
+        options: ChatOptions | None = None,
+        kept: int | None = None,
+    ) -> list[int]:
         """The tokens of a conversation by the chat template, up to where the answer begins, or the
         last `kept` of them.
         """
         try:
-            text = self.check_chat().render(messages)
+            text = self.check_chat().render(messages, options)
         except MemoryError as e:
             raise RequestError("the chat template needs too much memory for these messages") from e
         return self.encode(text, add_special_tokens=False, kept=kept)

@@ -18,7 +18,7 @@ from specserve.exchange.speculation_state import SpeculationState
 from specserve.generation import Generation, Output, output
 from specserve.input_processor import load_text_files, make_input_processor
 from specserve.interrupts import interrupts_held
-from specserve.models.chat_template import Message
+from specserve.models.chat_template import ChatOptions, Message
 from specserve.phases import Phases
 from specserve.progress import LoadProgress, show_phases, track
 
@@ -151,14 +151,25 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Output]:
-        """The answers to one conversation, or to several, through the model's chat template."""
+        """The answers to one conversation, or to several, through the model's chat template.
+
+        An assistant's last message is continued if `continue_final_message` is set. The template
+        reads `chat_template_kwargs` by their names.
+        """
+        kwargs = dict(chat_template_kwargs or {})
+        options = ChatOptions(add_generation_prompt, continue_final_message, kwargs)
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise RequestError(f"a conversation is a list of messages, not {messages!r:.50}")
         is_single = not messages or isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_single else messages
         each = self.check_each(params, len(conversations))
-        return self.run([(self.render(c, q), q) for c, q in zip(conversations, each, strict=True)])
+        both = zip(conversations, each, strict=True)
+        return self.run([(self.render(c, options, q), q) for c, q in both])
 
     @property
     def weights(self) -> Weights:
@@ -214,9 +225,12 @@ class LLM:
         [asked] = self.check_each(params, 1)
         return self.input_processor.read(prompt, self.input_processor.num_kept(asked)), asked
 
-    def render(self, messages: Sequence[Message], params: SamplingParams) -> list[int]:
+    def render(
+        self, messages: Sequence[Message], options: ChatOptions, params: SamplingParams
+    ) -> list[int]:
         """The ids of a conversation that can be served."""
-        ids = self.input_processor.render(messages, self.input_processor.num_kept(params))
+        kept = self.input_processor.num_kept(params)
+        ids = self.input_processor.render(messages, options, kept)
         self.input_processor.check_length(ids)
         return ids
 

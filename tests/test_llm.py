@@ -247,6 +247,19 @@ def test_the_beginning_of_prompts_and_chats_can_be_left_out(llm):
     assert end.endswith("on the mat <|end|>\nassistant: ")
 
 
+def test_a_chat_may_end_inside_its_last_message_or_before_an_answer_begins(llm):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "the cat"}]
+    for options, end in (
+        ({"continue_final_message": True}, "assistant: the cat"),
+        ({"add_generation_prompt": False}, "assistant: the cat<|end|>\n"),
+        ({}, "assistant: the cat<|end|>\nassistant: "),
+    ):
+        (chat,) = llm.chat(messages, GREEDY, **options)
+        assert llm.tokenizer.decode(chat.prompt_token_ids, False) == f"user: hi<|end|>\n{end}"
+    with pytest.raises(RequestError, match="it reads none"):
+        llm.chat(messages, GREEDY, chat_template_kwargs={"mood": 1})
+
+
 def test_a_stream_ends_when_the_llm_is_closed(folder):
     with load(folder) as llm:
         stream = llm.stream("the cat", SamplingParams(max_tokens=400))

@@ -5,7 +5,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError, nodes, utils
+from jinja2 import Template, TemplateError, meta, nodes, utils
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -15,6 +15,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 @lru_cache(maxsize=8)
 def compile_template(source: str) -> Template:
     """The template, sandboxed: it cannot reach the interpreter or change its arguments."""
+    return environment().from_string(source)
+
+
+@lru_cache(maxsize=8)
+def names_read(source: str) -> frozenset[str]:
+    """The names that a template reads and that somebody has to give it."""
+    sandbox = environment()
+    return frozenset(meta.find_undeclared_variables(sandbox.parse(source)) - {*sandbox.globals})
+
+
+def environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
@@ -25,7 +36,7 @@ def compile_template(source: str) -> Template:
         "dict": Dict(),
         "namespace": Namespace,
     }
-    return environment.from_string(source)
+    return environment
 
 
 class GenerationTag(Extension):

@@ -24,13 +24,10 @@ HARMLESS = {
 # Fields of other servers that are not implemented -> the values without effect: only they are
 # accepted.
 NO_OP: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
     "allowed_token_ids": (),
     "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "documents": (),
     "echo": (False,),
     "frequency_penalty": (0,),

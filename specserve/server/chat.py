@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specserve.errors import RequestError
+from specserve.models.chat_template import ChatOptions
 from specserve.server.body import (
     Body,
     convert,
@@ -33,8 +34,19 @@ NO_OP: dict[str, tuple[Any, ...]] = {
 }
 
 
+MAX_DEPTH = 32  # of values for a template
+
+
 class ChatBody(Body, frozen=True, kw_only=True):
     messages: tuple[dict[str, Any], ...] = ()
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def options(self) -> ChatOptions:
+        kwargs = self.chat_template_kwargs or {}
+        return read_options(self.add_generation_prompt, self.continue_final_message, kwargs)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +88,8 @@ async def chat(request: Request) -> Response:
     service.check_model(asked.model)
     service.check_asked(asked.params, 1, "messages")
     kept = service.input_processor.num_kept(asked.params)
-    prompt = await while_connected(request, encode(service, asked.messages, kept))
+    encoding = encode(service, asked.messages, asked.options, kept)
+    prompt = await while_connected(request, encoding)
     with blaming("messages"):
         service.input_processor.check_length(prompt)
     completion = await service.ask([prompt], asked.params, arrived, "messages")
@@ -84,16 +97,36 @@ async def chat(request: Request) -> Response:
 
 
 async def encode(
-    service: Service, messages: Sequence[dict[str, Any]], kept: int | None = None
+    service: Service,
+    messages: Sequence[dict[str, Any]],
+    options: ChatOptions,
+    kept: int | None = None,
 ) -> list[int]:
     """The conversation's tokens, or the last `kept` of them."""
-    text = await service.render(messages)
+    text = await service.render(messages, options)
     return await service.tokenize(text, "messages", add_special_tokens=False, kept=kept)
 
 
 def read_chat(raw: bytes) -> ChatBody:
     body = read(raw, ChatBody)
     return msgspec.structs.replace(body, messages=tuple(read_messages(body.messages)))
+
+
+def read_options(
+    add_generation_prompt: bool | None, continue_final_message: bool, kwargs: dict[str, Any]
+) -> ChatOptions:
+    check_depth(kwargs, MAX_DEPTH)
+    return ChatOptions(add_generation_prompt, continue_final_message, kwargs)
+
+
+def check_depth(value: Any, most: int) -> None:
+    if not most:
+        raise RequestError(
+            f"chat_template_kwargs: nested more than {MAX_DEPTH} deep", "chat_template_kwargs"
+        )
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            check_depth(item, most - 1)
 
 
 def read_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

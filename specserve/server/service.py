@@ -16,7 +16,7 @@ from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Ready
 from specserve.exchange.sampling_params import SamplingParams, choices_of
 from specserve.input_processor import InputProcessor, last
-from specserve.models.chat_template import ChatTemplate, Message
+from specserve.models.chat_template import ChatOptions, ChatTemplate, Message
 from specserve.models.folder import Scaled, name_of
 from specserve.models.source import open_source
 from specserve.models.weight_forms import WeightForms
@@ -209,12 +209,12 @@ class Service:
         with blaming(field):
             return await self.in_thread(encode, text, add_special_tokens, kept)
 
-    async def render(self, messages: Sequence[Message]) -> str:
+    async def render(self, messages: Sequence[Message], options: ChatOptions) -> str:
         """The conversation as text, by the chat template, which has a deadline."""
         with blaming("messages"):
             self.input_processor.check_chat()
-            assert self.templates is not None, "a template has its processes before requests come"
-            return await self.templates.render(messages)
+        assert self.templates is not None, "a template has its processes before requests come"
+        return await self.templates.render(messages, options)
 
     def check_requests(self, number: int, field: str) -> None:
         """Refuse more requests than may wait: their first tokens would come too late."""

@@ -11,7 +11,7 @@ import msgspec
 
 from specserve.errors import RequestError
 from specserve.exchange.frames import Link
-from specserve.models.chat_template import ChatTemplate
+from specserve.models.chat_template import ChatOptions, ChatTemplate
 from specserve.process import die_with_parent, return_freed_memory
 
 MAX_MEMORY = 1 << 29  # bytes of address space; Python and jinja2 take an eighth of it
@@ -28,9 +28,11 @@ class Rendered(msgspec.Struct, frozen=True, tag=True):
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
     message: str
+    param: str | None = None  # the field that is wrong; None: messages
     is_last: bool = False  # the process ends with this reply
 
 
+Chat = tuple[list[dict[str, Any]], ChatOptions]
 FromProcess = Started | Rendered | Refused
 
 
@@ -52,9 +54,9 @@ def serve(link: Link) -> None:
     link.send(Started())
     template.prepare()
     while True:
-        [messages] = link.receive(wait=True)
+        [chat] = link.receive(wait=True)
         try:
-            link.send(render(template, msgspec.msgpack.decode(messages)))
+            link.send(render(template, *msgspec.msgpack.decode(chat, type=Chat)))
         except (
             MemoryError
         ):  # what the template has built may stay: the next chat gets a new process
@@ -63,12 +65,14 @@ def serve(link: Link) -> None:
             return
 
 
-def render(template: ChatTemplate, messages: list[dict[str, Any]]) -> Rendered | Refused:
+def render(
+    template: ChatTemplate, messages: list[dict[str, Any]], options: ChatOptions
+) -> Rendered | Refused:
     try:
-        text = template.render(messages)
+        text = template.render(messages, options)
         text.encode()
     except RequestError as e:
-        return Refused(str(e))
+        return Refused(str(e), e.param)
     except UnicodeError as e:
         return Refused(f"the chat template makes no text of these messages: {e!s:.200}")
     if len(text) > MAX_TEXT:

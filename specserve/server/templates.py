@@ -4,14 +4,14 @@ import asyncio
 import logging
 import socket
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 
 from specserve.errors import Overloaded, RequestError
 from specserve.exchange.frames import Frames, pack
 from specserve.exchange.spawn import start_process
-from specserve.models.chat_template import ChatTemplate, Message
+from specserve.models.chat_template import ChatOptions, ChatTemplate, Message
 from specserve.server import template_process
 from specserve.server.template_process import FromProcess, Refused, Rendered, Started
 
@@ -20,6 +20,13 @@ NUM_PROCESSES = 2  # while one chat runs to its deadline, the other process rend
 log = logging.getLogger("specserve")
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(FromProcess).decode
+
+
+def packed(value: Any, field: str) -> msgspec.Raw:
+    try:
+        return msgspec.Raw(encode(value))
+    except (TypeError, ValueError, OverflowError) as e:
+        raise RequestError(f"{field}: no valid text: {e}", field) from e
 
 
 class TemplateProcesses:
@@ -37,12 +44,13 @@ class TemplateProcesses:
         for process in self.processes:
             self.free.put_nowait(process)
 
-    async def render(self, messages: Sequence[Message]) -> str:
+    async def render(
+        self,
+        messages: Sequence[Message],
+        options: ChatOptions = ChatOptions(),  # noqa: B008
+    ) -> str:
         """The chat as text; RequestError if the template refuses it or exceeds the deadline."""
-        try:
-            payload = encode(messages)
-        except (TypeError, ValueError, OverflowError) as e:
-            raise RequestError(f"messages: no valid text: {e}", "messages") from e
+        payload = encode((packed(messages, "messages"), packed(options, "chat_template_kwargs")))
         self.num_chats += 1
         try:
             return await self.render_encoded(payload)
@@ -69,7 +77,7 @@ class TemplateProcesses:
                 process.close()
             self.free.put_nowait(process)
         if isinstance(reply, Refused):
-            raise RequestError(reply.message, "messages")
+            raise RequestError(reply.message, reply.param or "messages")
         return reply.text
 
     def replace(self, old: "TemplateProcess") -> "TemplateProcess":

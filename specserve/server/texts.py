@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from specserve.errors import RequestError
 from specserve.server.body import read_fields
-from specserve.server.chat import encode, read_messages
+from specserve.server.chat import encode, read_messages, read_options
 from specserve.server.response import json_response, while_connected
 from specserve.server.service import Service, blaming
 
@@ -18,6 +18,9 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +46,10 @@ async def tokenize(request: Request) -> Response:
     if (asked.prompt is None) == (asked.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
     if asked.messages is not None:
-        ids = await while_connected(request, encode(service, read_messages(asked.messages)))
+        kwargs = asked.chat_template_kwargs
+        options = read_options(asked.add_generation_prompt, asked.continue_final_message, kwargs)
+        encoding = encode(service, read_messages(asked.messages), options)
+        ids = await while_connected(request, encoding)
     else:
         ids = await service.tokenize(asked.prompt or "", "prompt", asked.add_special_tokens)
     limit = service.input_processor.max_model_len

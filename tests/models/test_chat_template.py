@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
 from specserve.errors import ConfigError, RequestError
-from specserve.models.chat_template import ChatTemplate
+from specserve.models.chat_template import ChatOptions, ChatTemplate
 from specserve.models.tokenizer import load_tokenizer
 
 CHAT = [
@@ -78,6 +78,132 @@ def test_the_text_is_that_of_transformers(tmp_path, template):
     write(tmp_path, {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template})
     text = load_tokenizer(tmp_path).chat_template.render(CHAT)
     assert text == transformers_text(tmp_path, CHAT)
+
+
+OPTIONS = {  # options, whether the last message is an assistant's
+    "a prompt": ({"add_generation_prompt": True}, False),
+    "no prompt": ({"add_generation_prompt": False}, False),
+    "continued": ({"continue_final_message": True}, True),
+    "a name of its own": ({"chat_template_kwargs": {"mood": ["a", None, 1]}}, False),
+    "none": ({"chat_template_kwargs": {"mood": None}}, False),
+}
+ENDS = "{% if add_generation_prompt %}assistant:{% endif %}{{ mood is defined }}{{ mood }}"
+SHOWN = [  # what a template shows of a message, and its content
+    ("{{ message.content }}", "so "),
+    ("{{ message.content }}", ""),
+    ("{{ message.content | trim }}", " a\n"),
+    ("{{ message.content | trim }}", "so"),
+    ("{% for part in message.content %}{{ part.text or part }}{% endfor %}", "so "),
+    (
+        "{% for part in message.content %}{{ part.text or part }}{% endfor %}",
+        [{"type": "text", "text": "a"}, {"type": "text", "text": "b "}],
+    ),
+]
+
+
+@pytest.mark.parametrize(("shown", "content"), SHOWN)
+@pytest.mark.parametrize(("options", "is_answered"), OPTIONS.values(), ids=OPTIONS)
+def test_options_mean_what_they_do_to_transformers(tmp_path, shown, content, options, is_answered):
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
+    said = said if is_answered else [*said, {"role": "user", "content": "?"}]
+    template = "{% for message in messages %}<{{ message.role }}>" + shown + "</>\n{% endfor %}"
+    write(tmp_path, {"chat_template": template + (ENDS if not is_answered else "")})
+    text = load_tokenizer(tmp_path).chat_template.render(said, ChatOptions(**options))
+    theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    asked = {"add_generation_prompt": not is_answered} | options
+    asked |= asked.pop("chat_template_kwargs", {})
+    assert text == theirs.apply_chat_template(said, tokenize=False, **asked)
+
+
+NOT_CONTINUED = {  # messages, template -> reason, field
+    "a user's": ([{"role": "user", "content": "a"}], LOOP, "of user", "messages[0].role"),
+    "one of no text": (
+        [{"role": "user", "content": "a"}, {"role": "assistant"}],
+        LOOP,
+        "no text that could be continued",
+        "messages[1].content",
+    ),
+    "one that is not shown": (
+        [{"role": "assistant", "content": "a"}],
+        "x",
+        "leaves out the last message",
+        "continue_final_message",
+    ),
+    "one that is changed": (
+        [{"role": "assistant", "content": "a"}],
+        "{{ messages[0].content | replace('a', 'b') }}",
+        "or changes it",
+        "continue_final_message",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("messages", "template", "reason", "param"), NOT_CONTINUED.values(), ids=NOT_CONTINUED
+)
+def test_what_cannot_be_continued_is_refused(messages, template, reason, param):
+    with pytest.raises(RequestError, match=reason) as e:
+        ChatTemplate(template, {}).render(messages, ChatOptions(continue_final_message=True))
+    assert e.value.param == param
+
+
+def test_a_chat_has_one_end():
+    both = ChatOptions(add_generation_prompt=True, continue_final_message=True)
+    with pytest.raises(RequestError, match="send one of them") as e:
+        ChatTemplate(LOOP, {}).render(CHAT, both)
+    assert e.value.param == "continue_final_message"
+
+
+READS = (
+    "{% if not date is defined %}{% set date = strftime_now('%Y') %}{% endif %}{{ date }}{{ mood }}"
+    "{% set mine = 1 %}{{ mine }}{{ bos_token }}{{ image_token }}{{ pad_token }}{{ tools }}"
+    "{% for m in messages %}{{ loop.index }}{{ namespace(a=m) }}{% endfor %}{{ range(2) }}"
+)
+
+
+def test_a_template_is_given_what_it_reads_itself():
+    template = ChatTemplate(READS, {"bos_token": "<s>", "image_token": "<i>"})
+    given = ChatOptions(chat_template_kwargs={"date": "in May", "mood": "glad"})
+    assert template.render(CHAT, given).startswith("in Mayglad1<s><i>")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenize",
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "bos_token",
+        "image_token",
+        "pad_token",
+        "mine",
+        "m",
+        "loop",
+        "range",
+        "namespace",
+        "self",
+        "strftime_now",
+        "raise_exception",
+        "chat_template",
+        "continue_final_message",
+    ],
+)
+def test_no_other_name_is_given_to_a_template(name):
+    template = ChatTemplate(READS, {"bos_token": "<s>", "image_token": "<i>"})
+    with pytest.raises(RequestError, match=r"it reads date, mood$") as e:
+        template.render(CHAT, ChatOptions(chat_template_kwargs={"mood": 1, name: 1}))
+    assert e.value.param == f"chat_template_kwargs.{name}"
+
+
+def test_values_for_a_template_are_plain_data_too():
+    class Tricky(str):
+        def leak(self):
+            return "leaked"
+
+    options = ChatOptions(chat_template_kwargs={"mood": [Tricky("a")]})
+    assert ChatTemplate("{{ mood[0].leak }}{{ mood[0] }}", {}).render(CHAT, options) == "a"
 
 
 PLACES = {  # chat_template of tokenizer_config.json, files -> what is rendered

@@ -33,6 +33,7 @@ TEMPLATE = """
 {%- elif said == "run" -%}{{ cycler.__init__.__globals__.os.system("touch CANARY") }}
 {%- endif -%}
 {%- for message in messages -%}{{ message.role }}: {{ message.content }}{%- endfor -%}
+{{ mood }}
 """
 
 ORDINARY = {
@@ -43,9 +44,13 @@ ORDINARY = {
             {"role": "user", "content": [{"type": "text", "text": "hi"}]},
         ],
         "max_completion_tokens": 2,
+        "add_generation_prompt": False,
+        "continue_final_message": False,
+        "chat_template_kwargs": {"mood": ["a"]},
     },
     COMPLETIONS: {"model": "tiny", "prompt": ["a", "b"], "n": 1, "echo": False},
-    "/tokenize": {"prompt": "a", "messages": None, "add_special_tokens": True},
+    "/tokenize": {"prompt": "a", "messages": None, "add_special_tokens": True}
+    | {"add_generation_prompt": True, "continue_final_message": False, "chat_template_kwargs": {}},
     "/detokenize": {"model": "tiny", "tokens": [1, 2]},
 }
 SHARED = {
@@ -277,8 +282,25 @@ HOSTILE = {
     "a template": (chat_with(chat_template="{{ 7 * 7 }}"), "chat_template is refused"),
     "template arguments": (
         chat_with(chat_template_kwargs={"tokenize": True}),
-        "chat_template_kwargs is not supported",
+        "chat_template_kwargs.tokenize: the model's chat template reads no such name",
     ),
+    "deep template arguments": (
+        chat_with(chat_template_kwargs={"mood": eval("[" * 40 + "]" * 40)}),
+        "nested more than 32 deep",
+    ),
+    "a template argument of 70 bits": (
+        chat_with(chat_template_kwargs={"mood": 2**70}),
+        "chat_template_kwargs: no valid text",
+    ),
+    "a template's own argument": (
+        chat_with(chat_template_kwargs={"messages": []}),
+        "chat_template_kwargs.messages: the model's chat template reads no such name",
+    ),
+    "two ends of a chat": (
+        chat_with(add_generation_prompt=True, continue_final_message=True),
+        "continue_final_message and add_generation_prompt",
+    ),
+    "a user's message to continue": (chat_with(continue_final_message=True), "messages[0].role"),
     "a logit bias": (with_field(logit_bias={"99999": 1e308}), "logit_bias is not supported"),
     "allowed ids": (with_field(allowed_token_ids=[-1]), "allowed_token_ids is not supported"),
     "a penalty": (with_field(repetition_penalty=0), "repetition_penalty is not supported"),

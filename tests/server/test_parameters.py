@@ -162,6 +162,41 @@ def test_parts_of_another_kind_are_refused(server, kind):
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"add_generation_prompt": False},
+        {"continue_final_message": True},
+        {"continue_final_message": True, "add_generation_prompt": False},
+    ],
+    ids=str,
+)
+def test_a_chat_ends_where_it_is_told_to(server, llm, options):
+    asked = {"seed": 3, "max_tokens": 9}
+    want = in_process(llm.chat(MESSAGES[:3], SamplingParams(**asked), **options))
+    body = {"messages": MESSAGES[:3]} | options
+    assert whole(server, CHAT, body | asked) == streamed(server, CHAT, body | asked) == want
+    assert server.post("/tokenize", body).body["count"] == want[1]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"continue_final_message": True}, "messages[3].role"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"mood": 1}}, "chat_template_kwargs.mood"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"add_generation_prompt": 1}, "add_generation_prompt"),
+    ],
+    ids=str,
+)
+def test_options_of_a_chat_that_do_not_fit_are_refused_by_name(server, options, param):
+    for path in (CHAT, "/tokenize"):
+        answer = server.post(path, {"messages": MESSAGES} | options)
+        assert (answer.status, answer.body["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
     ("message", "same"),
     [
         ({"role": "developer", "content": "x"}, {"role": "system", "content": "x"}),
