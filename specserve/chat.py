@@ -50,7 +50,7 @@ class Statistics(NamedTuple):
 
 def measured(output: "Output") -> Statistics:
     return Statistics(
-        output.finish_reason,
+        output.finish_reason or "abort",
         output.usage.completion_tokens,
         output.timing.ttft_ms,
         output.timing.total_ms,

@@ -23,7 +23,7 @@ class Usage(msgspec.Struct, frozen=True):
 class Timing(msgspec.Struct, frozen=True):
     """Milliseconds since the request arrived, queueing included."""
 
-    ttft_ms: float
+    ttft_ms: float  # 0 before the first token
     tpot_ms: float | None  # mean over tokens after the first; None for a single token
     total_ms: float
 
@@ -49,9 +49,12 @@ class Speculation(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
+    """vLLM's names, where it has the same."""
+
+    index: int
     token_ids: list[int]
     text: str
-    finish_reason: str  # "stop" | "length"
+    finish_reason: str | None  # "stop" | "length" | "abort"; None while it runs
     stop_reason: str | int | None  # the stop string or id of the request's; None: another end
     seed: int
     timing: Timing
@@ -59,18 +62,35 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Output(msgspec.Struct, frozen=True):
-    """The output of a prompt. `usage` counts all choices; all else is of the first choice."""
+    """The output of a prompt. `usage` counts all choices; all else is of the first choice.
 
+    With vLLM's names beside ours: its `outputs` are our `choices`.
+    """
+
+    request_id: str
+    prompt: str | None  # None where it was given as ids
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str
-    finish_reason: str  # "stop" | "length"
+    finish_reason: str | None
     stop_reason: str | int | None
     seed: int
     usage: Usage
     timing: Timing
     speculation: Speculation
     choices: list[Choice]
+
+    @property
+    def outputs(self) -> list[Choice]:
+        return self.choices
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.usage.cached_tokens
 
 
 class Generation:
@@ -159,9 +179,9 @@ class Generation:
         n = len(self.token_ids)
         spread = 1e3 * (self.last_token_at - self.first_token_at)
         return Timing(
-            ttft_ms=1e3 * (self.first_token_at - self.arrived),
+            ttft_ms=1e3 * (self.first_token_at - self.arrived) if n else 0.0,
             tpot_ms=spread / (n - 1) if n > 1 else None,
-            total_ms=1e3 * (self.last_token_at - self.arrived),
+            total_ms=1e3 * (self.last_token_at - self.arrived) if n else 0.0,
         )
 
     def speculation(self, drafter: str) -> Speculation:
@@ -174,14 +194,16 @@ class Generation:
             mean_acceptance_length=self.num_step_tokens / len(self.steps) if drafted else None,
             fallbacks=self.num_fallbacks,
             sources=proposing(self.sources),
-            details=self.details,
+            details=[*self.details],
         )
 
-    def said(self, drafter: str) -> Choice:
+    def said(self, index: int, drafter: str) -> Choice:
+        """What has come so far, by itself: more tokens do not change it."""
         return Choice(
-            token_ids=self.token_ids,
+            index=index,
+            token_ids=[*self.token_ids],
             text=self.text,
-            finish_reason=self.finish_reason or "abort",
+            finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             seed=self.sampling.seed,
             timing=self.timing(),
@@ -214,11 +236,19 @@ def details(output: StepOutput, ends: list[int]) -> StepDetails:
     return StepDetails(output.tokens[: len(ends)], ends, bits[: len(ends)], tree)
 
 
-def output(choices: Sequence[Generation], drafter: str) -> Output:
-    """The output of a prompt from its choices."""
-    said = [generation.said(drafter) for generation in choices]
+def output(choices: Sequence[Generation], drafter: str, prompt: str | None = None) -> Output:
+    """The output of a prompt from its choices, as far as they have come."""
+    said = [generation.said(index, drafter) for index, generation in enumerate(choices)]
     first, num_prompt = choices[0], len(choices[0].prompt)
     num_said = sum(len(c.token_ids) for c in said)
     usage = Usage(num_prompt, num_said, num_prompt + num_said, first.num_cached)
-    of_first = msgspec.structs.asdict(said[0])
-    return Output(prompt_token_ids=list(first.prompt), usage=usage, choices=said, **of_first)
+    own = msgspec.structs.asdict(said[0])
+    del own["index"]
+    return Output(
+        request_id=str(first.id),
+        prompt=prompt,
+        prompt_token_ids=list(first.prompt),
+        usage=usage,
+        choices=said,
+        **own,
+    )

@@ -23,6 +23,8 @@ from specserve.phases import Phases
 from specserve.progress import LoadProgress, show_phases, track
 
 Prompt = str | Sequence[int]
+DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float": "fp32"}  # vLLM's names of ours
+Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class LLM:
@@ -52,7 +54,7 @@ class LLM:
             raise ConfigError(f"set = {set!r} is no mapping: give {{'section.key': value}}")
         given = {
             "model": ("model.path", None if model is None else str(model)),
-            "dtype": ("model.dtype", None if dtype == "auto" else dtype),
+            "dtype": ("model.dtype", None if dtype == "auto" else DTYPES.get(dtype, dtype)),
             "quantize": ("model.quantize", quantize),
             "draft_model": ("drafter.model", None if draft_model is None else str(draft_model)),
             "draft_quantize": ("drafter.quantize", draft_quantize),
@@ -89,14 +91,28 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params = None,
+        *,
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
     ) -> list[Output]:
-        """Run all prompts together; outputs are in order. All are checked before any runs."""
-        asked: list[Any] = [prompts] if is_one(prompts) else list(prompts)
-        each = self.check_each(params, len(asked))
-        return self.run([self.check(p, q) for p, q in zip(asked, each, strict=True)])
+        """Run all prompts together; outputs are in order. All are checked before any runs.
 
-    def run(self, checked: Sequence[tuple[list[int], SamplingParams]]) -> list[Output]:
+        `sampling_params` is vLLM's name of `params`; `use_tqdm` false shows no progress.
+        """
+        given: list[Any] = [prompts] if is_one(prompts) else list(prompts)
+        asked = [unwrapped(prompt) for prompt in given]
+        each = self.check_each(one_of(params, sampling_params), len(asked))
+        checked = [self.check(p, q) for p, q in zip(asked, each, strict=True)]
+        texts = [prompt if isinstance(prompt, str) else None for prompt in asked]
+        return self.run(checked, texts, use_tqdm)
+
+    def run(
+        self,
+        checked: Sequence[tuple[list[int], SamplingParams]],
+        texts: Sequence[str | None],
+        is_shown: bool,
+    ) -> list[Output]:
         """Run prompts, each with its parameters, together; outputs are in order."""
         each_choices: list[list[Generation]] = []
         generations: list[Generation] = []
@@ -105,12 +121,14 @@ class LLM:
                 call = each_choices[0][0].id if each_choices else None
                 each_choices.append(self.start(ids, asked_for, call))
                 generations += each_choices[-1]
-            for _ in track(generations, enabled=self.progress and len(generations) > 1):
+            is_shown = is_shown and self.progress and len(generations) > 1
+            for _ in track(generations, enabled=is_shown):
                 self.step()
         finally:
             self.end(generations)
         refuse_failed(generations)
-        return [output(choices, self.loaded.drafter) for choices in each_choices]
+        both = zip(each_choices, texts, strict=True)
+        return [output(choices, self.loaded.drafter, text) for choices, text in both]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
@@ -150,8 +168,10 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params = None,
         *,
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -167,9 +187,10 @@ class LLM:
             raise RequestError(f"a conversation is a list of messages, not {messages!r:.50}")
         is_single = not messages or isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_single else messages
-        each = self.check_each(params, len(conversations))
+        each = self.check_each(one_of(params, sampling_params), len(conversations))
         both = zip(conversations, each, strict=True)
-        return self.run([(self.render(c, options, q), q) for c, q in both])
+        checked = [(self.render(c, options, q), q) for c, q in both]
+        return self.run(checked, [None] * len(checked), use_tqdm)
 
     @property
     def weights(self) -> Weights:
@@ -202,9 +223,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    def check_each(
-        self, params: SamplingParams | Sequence[SamplingParams] | None, number: int
-    ) -> list[SamplingParams]:
+    def check_each(self, params: Params, number: int) -> list[SamplingParams]:
         """The parameters of so many prompts; RequestError if any are wrong. Comes before
         tokenizing, as it costs less.
         """
@@ -270,6 +289,22 @@ def refuse_failed(generations: Iterable[Generation]) -> None:
     for generation in generations:
         if generation.failure:
             raise Overloaded(generation.failure)
+
+
+def one_of(params: Params, sampling_params: Params) -> Params:
+    """The parameters, by either name; RequestError for both."""
+    if params is not None and sampling_params is not None:
+        raise RequestError("params and sampling_params: they are the same; give one")
+    return sampling_params if params is None else params
+
+
+def unwrapped(prompt: Any) -> Any:
+    """The prompt in vLLM's {"prompt": text} or {"prompt_token_ids": ids}; others as they are."""
+    if isinstance(prompt, Mapping):
+        for name in ("prompt", "prompt_token_ids"):
+            if [*prompt] == [name]:
+                return prompt[name]
+    return prompt
 
 
 def is_one(prompts: Prompt | Sequence[Prompt]) -> bool:

@@ -81,6 +81,71 @@ def test_a_streams_output_tells_every_step_too(llm):
     assert [token for step in told for token in step.tokens] == end.value.value.token_ids
 
 
+def test_an_output_has_vllms_names_too(llm):
+    params = SamplingParams(n=2, max_tokens=5, seed=1, ignore_eos=True)
+    text, ids = llm.generate(["the cat", [5, 6]], params, use_tqdm=False)
+    assert (text.prompt, ids.prompt, ids.prompt_token_ids) == ("the cat", None, [5, 6])
+    assert text.outputs is text.choices and [c.index for c in text.outputs] == [0, 1]
+    assert text.finished and text.num_cached_tokens == text.usage.cached_tokens
+    assert text.outputs[0].text == text.text and text.outputs[1].text != text.text
+    assert isinstance(text.request_id, str) and text.request_id != ids.request_id
+
+
+def test_parameters_and_prompts_come_by_vllms_names_too(llm):
+    want = [o.token_ids for o in llm.generate(["the cat", [5, 6]], GREEDY)]
+    prompts = [{"prompt": "the cat"}, {"prompt_token_ids": [5, 6]}]
+    assert [o.token_ids for o in llm.generate(prompts, sampling_params=GREEDY)] == want
+    assert llm.generate(prompts[1], sampling_params=[GREEDY])[0].token_ids == want[1]
+    message = [{"role": "user", "content": "hi"}]
+    (chat,) = llm.chat(message, sampling_params=GREEDY, use_tqdm=False)
+    assert chat.token_ids == llm.chat([message], GREEDY)[0].token_ids
+    with pytest.raises(RequestError, match="give one"):
+        llm.generate("the cat", GREEDY, sampling_params=GREEDY)
+
+
+def test_progress_is_shown_where_it_is_not_turned_off(folder, capsys):
+    with LLM(folder, set=SETTINGS) as llm:
+        capsys.readouterr()
+        for use_tqdm in (False, True):
+            llm.generate(["a", "b"], GREEDY, use_tqdm=use_tqdm)
+            assert bool(capsys.readouterr().err) == use_tqdm
+
+
+SCRIPT = """
+from vllm import LLM, SamplingParams
+
+prompts = ["the cat sat on", "def read_lines(path):", "and the other"]
+sampling_params = SamplingParams(
+    n=2, temperature=0.8, top_p=0.95, top_k=40, min_p=0.01, seed=42, max_tokens=12, stop=["###"],
+    stop_token_ids=[3], ignore_eos=True, include_stop_str_in_output=True, skip_special_tokens=False,
+    spaces_between_special_tokens=True, truncate_prompt_tokens=100,
+)
+llm = LLM(model=MODEL, dtype="float32")
+outputs = llm.generate(prompts, sampling_params)
+for output in outputs:
+    first = output.outputs[0]
+    print(f"{output.request_id} {output.prompt!r} {output.prompt_token_ids} {first.text!r}")
+    print(first.index, first.token_ids, first.finish_reason, first.stop_reason, output.finished)
+
+conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+for given in (conversation, [conversation, conversation]):
+    for output in llm.chat(given, sampling_params=sampling_params, use_tqdm=False):
+        print(output.outputs[0].text, len(output.outputs), output.num_cached_tokens)
+[output] = llm.generate("a", use_tqdm=False)
+assert output.finished and output.outputs[0].finish_reason in ("stop", "length")
+"""
+
+
+def test_a_script_for_vllm_runs_once_it_imports_this_package(folder, capsys):
+    names = {"MODEL": str(folder)}
+    exec(compile(SCRIPT.replace("from vllm", "from specserve"), "script.py", "exec"), names)
+    names["llm"].close()
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 3 * 2 + 3
+    ids = [*names["outputs"][0].prompt_token_ids]
+    assert names["llm"].tokenizer.decode(ids) == "the cat sat on" and f"{ids}" in said[0]
+
+
 def test_what_speculation_goes_by_can_be_asked_for(llm):
     state = llm.speculation()
     assert (state.max_nodes, state.sources) == (llm.config.max_nodes, ("ngram",))
