@@ -10,15 +10,25 @@ from specserve import process
 from specserve.version import VERSION as __version__
 
 if TYPE_CHECKING:
+    from specserve.async_llm import AsyncLLM
     from specserve.exchange.sampling_params import SamplingParams, Slo, SpeculationParams
     from specserve.generation import Output
     from specserve.llm import LLM
 
 process.prepare()  # before any module of this package imports torch
 
-__all__ = ["LLM", "Output", "SamplingParams", "Slo", "SpeculationParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Output",
+    "SamplingParams",
+    "Slo",
+    "SpeculationParams",
+    "__version__",
+]
 
 MODULES = {
+    "AsyncLLM": "specserve.async_llm",
     "LLM": "specserve.llm",
     "Output": "specserve.generation",
     "SamplingParams": "specserve.exchange.sampling_params",

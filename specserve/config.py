@@ -379,6 +379,34 @@ def read_file(path: Path) -> Iterator[Setting]:
         yield from (Setting(str(path), f"{section}.{key}", v) for key, v in table.items())
 
 
+ARGUMENTS = {  # of the Python API
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "quantize": "model.quantize",
+    "draft_model": "drafter.model",
+    "draft_quantize": "drafter.quantize",
+    "drafter": "drafter.name",
+}
+DTYPES = {"auto": None, "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}  # others' names
+
+
+def python_config(
+    owner: str, arguments: Mapping[str, Any], file: str | Path | None, given: Any
+) -> Config:
+    """The config of a class of the Python API: its arguments win over its mapping `set`, which wins
+    over the file.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f"set = {given!r} is no mapping: give {{'section.key': value}}")
+    settings = [Setting(f"{owner}(set)", key, value) for key, value in (given or {}).items()]
+    for name, value in arguments.items():
+        plain = str(value) if isinstance(value, Path) else value
+        plain = DTYPES.get(plain, plain) if name == "dtype" else plain
+        if plain is not None:
+            settings.append(Setting(f"{owner}({name})", ARGUMENTS[name], plain))
+    return load_config(None if file is None else Path(file), None, settings)
+
+
 def parse_override(text: str) -> tuple[str, Any]:
     """`section.key=value`: the value as TOML, or as a plain string where it is none; no value at
     all is None.

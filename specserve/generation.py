@@ -236,7 +236,12 @@ def details(output: StepOutput, ends: list[int]) -> StepDetails:
     return StepDetails(output.tokens[: len(ends)], ends, bits[: len(ends)], tree)
 
 
-def output(choices: Sequence[Generation], drafter: str, prompt: str | None = None) -> Output:
+def output(
+    choices: Sequence[Generation],
+    drafter: str,
+    prompt: str | None = None,
+    request_id: str | None = None,
+) -> Output:
     """The output of a prompt from its choices, as far as they have come."""
     said = [generation.said(index, drafter) for index, generation in enumerate(choices)]
     first, num_prompt = choices[0], len(choices[0].prompt)
@@ -245,7 +250,7 @@ def output(choices: Sequence[Generation], drafter: str, prompt: str | None = Non
     own = msgspec.structs.asdict(said[0])
     del own["index"]
     return Output(
-        request_id=str(first.id),
+        request_id=str(first.id) if request_id is None else request_id,
         prompt=prompt,
         prompt_token_ids=list(first.prompt),
         usage=usage,

@@ -21,6 +21,22 @@ def last(ids: list[int], kept: int | None) -> list[int]:
     return ids if kept is None else ids[-kept:]
 
 
+def one_of(params: Any, sampling_params: Any) -> Any:
+    """The parameters, by either name; RequestError for both."""
+    if params is not None and sampling_params is not None:
+        raise RequestError("params and sampling_params: they are the same; give one")
+    return sampling_params if params is None else params
+
+
+def unwrapped(prompt: Any) -> Any:
+    """The prompt in vLLM's {"prompt": text} or {"prompt_token_ids": ids}; others as they are."""
+    if isinstance(prompt, Mapping):
+        for name in ("prompt", "prompt_token_ids"):
+            if [*prompt] == [name]:
+                return prompt[name]
+    return prompt
+
+
 class TextFiles(NamedTuple):
     """The parts of a model that text processing needs."""
 
@@ -191,6 +207,8 @@ class InputProcessor(msgspec.Struct, frozen=True):
 
     def resolve(self, params: SamplingParams, num_prompt: int = 1) -> Sampling:
         """The parameters, checked and resolved, for a prompt of `num_prompt` tokens."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params: {params!r:.100} is not a SamplingParams")
         sampling = resolve(params, self.defaults, self.max_model_len - num_prompt)
         self.num_kept(params)
         self.check_ids(params.stop_token_ids, "stop_token_ids")

@@ -8,22 +8,26 @@ from types import TracebackType
 from typing import Any, Self
 
 from specserve import preflight
-from specserve.config import Config, Setting, load_config
+from specserve.config import python_config
 from specserve.engine.build import build
 from specserve.engine.loading import Model, Weights, check_device
-from specserve.errors import ConfigError, Overloaded, RequestError
+from specserve.errors import Overloaded, RequestError
 from specserve.exchange.caller import Caller
 from specserve.exchange.sampling_params import SamplingParams, choices_of
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.generation import Generation, Output, output
-from specserve.input_processor import load_text_files, make_input_processor
+from specserve.input_processor import (
+    load_text_files,
+    make_input_processor,
+    one_of,
+    unwrapped,
+)
 from specserve.interrupts import interrupts_held
 from specserve.models.chat_template import ChatOptions, Message
 from specserve.phases import Phases
 from specserve.progress import LoadProgress, show_phases, track
 
 Prompt = str | Sequence[int]
-DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float": "fp32"}  # vLLM's names of ours
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -50,23 +54,15 @@ class LLM:
         quantize: str | None = None,
         draft_quantize: str | None = None,
     ) -> None:
-        if set is not None and not isinstance(set, Mapping):
-            raise ConfigError(f"set = {set!r} is no mapping: give {{'section.key': value}}")
         given = {
-            "model": ("model.path", None if model is None else str(model)),
-            "dtype": ("model.dtype", None if dtype == "auto" else DTYPES.get(dtype, dtype)),
-            "quantize": ("model.quantize", quantize),
-            "draft_model": ("drafter.model", None if draft_model is None else str(draft_model)),
-            "draft_quantize": ("drafter.quantize", draft_quantize),
-            "drafter": ("drafter.name", drafter),
+            "model": model,
+            "dtype": dtype,
+            "quantize": quantize,
+            "draft_model": draft_model,
+            "draft_quantize": draft_quantize,
+            "drafter": drafter,
         }
-        settings = [Setting("LLM(set)", key, value) for key, value in (set or {}).items()]
-        settings += [
-            Setting(f"LLM({name})", *setting)
-            for name, setting in given.items()
-            if setting[1] is not None
-        ]
-        self.config: Config = load_config(None if config is None else Path(config), None, settings)
+        self.config = python_config("LLM", given, config, set)
         self.progress = progress
         phases = Phases()
         check_device(self.config)
@@ -232,8 +228,6 @@ class LLM:
             raise RequestError(f"{number} prompts and {len(each)} SamplingParams: give one each")
         asked = [SamplingParams() if given is None else given for given in each]
         for given in asked:
-            if not isinstance(given, SamplingParams):
-                raise RequestError(f"params: {given!r} is not a SamplingParams")
             self.input_processor.resolve(given)
         return asked
 
@@ -289,22 +283,6 @@ def refuse_failed(generations: Iterable[Generation]) -> None:
     for generation in generations:
         if generation.failure:
             raise Overloaded(generation.failure)
-
-
-def one_of(params: Params, sampling_params: Params) -> Params:
-    """The parameters, by either name; RequestError for both."""
-    if params is not None and sampling_params is not None:
-        raise RequestError("params and sampling_params: they are the same; give one")
-    return sampling_params if params is None else params
-
-
-def unwrapped(prompt: Any) -> Any:
-    """The prompt in vLLM's {"prompt": text} or {"prompt_token_ids": ids}; others as they are."""
-    if isinstance(prompt, Mapping):
-        for name in ("prompt", "prompt_token_ids"):
-            if [*prompt] == [name]:
-                return prompt[name]
-    return prompt
 
 
 def is_one(prompts: Prompt | Sequence[Prompt]) -> bool:

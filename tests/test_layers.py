@@ -22,7 +22,8 @@ LAYERS = [  # ground floor first
     ("specserve.scheduling",),
     ("specserve.engine",),
     ("specserve.input_processor", "specserve.generation"),
-    ("specserve.llm", "specserve"),  # `specserve` itself exports what `specserve.llm` defines
+    # `specserve` itself exports what these define
+    ("specserve.llm", "specserve.async_llm", "specserve"),
     ("specserve.server",),
     ("specserve.chat",),
     ("specserve.remote",),

@@ -125,6 +125,15 @@ class EngineClient(asyncio.Protocol):
         if self.transport is not None and not self.died.is_set():
             self.transport.write(frame(commands))
 
+    async def leave(self) -> None:
+        """`close`, without blocking the event loop while the engine process ends by itself."""
+        if self.ready.done() and not self.died.is_set():
+            with suppress(OSError, TimeoutError):
+                self.socket.shutdown(SHUT_WR)
+                async with asyncio.timeout(LAST_SECONDS):
+                    await self.died.wait()
+        self.close()
+
     def close(self) -> None:
         """End the engine process. If it has been ready, it has a moment to keep what steps cost."""
         if self.ready.done() and not self.died.is_set():

@@ -1,0 +1,268 @@
+"""The API for an event loop: prompts in, outputs as they come; the engine is another process."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from specserve import preflight
+from specserve.block_keys import Keys, prompt_keys
+from specserve.config import python_config
+from specserve.errors import EngineDied, Overloaded, RequestError, SpecserveError
+from specserve.exchange.client import EngineClient
+from specserve.exchange.messages import Ready
+from specserve.exchange.sampling_params import SamplingParams, choices_of
+from specserve.exchange.spawn import spawn
+from specserve.exchange.speculation_state import SpeculationState
+from specserve.exchange.step_output import StepOutput
+from specserve.generation import Generation, Output, output
+from specserve.input_processor import (
+    InputProcessor,
+    load_text_files,
+    make_input_processor,
+    one_of,
+    unwrapped,
+)
+from specserve.models.chat_template import ChatOptions, Message
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Read = Callable[[InputProcessor, int | None], list[int]]
+
+
+class Engine(NamedTuple):
+    """The engine process, once it is ready."""
+
+    client: EngineClient
+    ready: Ready
+    input_processor: InputProcessor
+
+    def read(self, read: Read, params: SamplingParams) -> tuple[list[int], Keys]:
+        """A prompt's ids, and the keys of its blocks."""
+        ids = read(self.input_processor, self.input_processor.num_kept(params))
+        self.input_processor.check_length(ids)
+        return ids, prompt_keys(self.ready.kv_formats, ids, params.cache_salt)
+
+
+class AsyncLLM:
+    """A model and a drafter in a process of their own, for one event loop.
+
+    It is loaded by `start`, `async with` or the first request. Close it, or use it as an async
+    context manager. Arguments and errors are those of `LLM`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        draft_model: str | Path | None = None,
+        drafter: str | None = None,
+        dtype: str = "auto",
+        config: str | Path | None = None,
+        set: Mapping[str, Any] | None = None,
+        quantize: str | None = None,
+        draft_quantize: str | None = None,
+    ) -> None:
+        given = {
+            "model": model,
+            "dtype": dtype,
+            "quantize": quantize,
+            "draft_model": draft_model,
+            "draft_quantize": draft_quantize,
+            "drafter": drafter,
+        }
+        self.config = python_config("AsyncLLM", given, config, set)
+        self.starting: asyncio.Task[Engine] | None = None
+        self.live: dict[str, Answer] = {}
+        self.num_asked = 0
+        self.is_closed = False
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
+    ) -> AsyncGenerator[Output, None]:
+        """Outputs as tokens come, each with all of the text so far; the last one is `finished`.
+
+        Who leaves the iteration aborts the request.
+        """
+        plain = unwrapped(prompt)
+
+        def read(processor: InputProcessor, kept: int | None) -> list[int]:
+            return processor.read(plain, kept)
+
+        text = plain if isinstance(plain, str) else None
+        return self.answer(read, text, one_of(params, sampling_params), request_id)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[Output, None]:
+        """The same for a conversation, through the model's chat template."""
+        kwargs = dict(chat_template_kwargs or {})
+        options = ChatOptions(add_generation_prompt, continue_final_message, kwargs)
+
+        def read(processor: InputProcessor, kept: int | None) -> list[int]:
+            return processor.render(messages, options, kept)
+
+        return self.answer(read, None, one_of(params, sampling_params), request_id)
+
+    async def answer(
+        self, read: Read, text: str | None, params: SamplingParams | None, request_id: str | None
+    ) -> AsyncGenerator[Output, None]:
+        arrived = perf_counter()
+        engine = await self.start()
+        asked = SamplingParams() if params is None else params
+        engine.input_processor.resolve(asked)
+        ids, keys = await asyncio.to_thread(engine.read, read, asked)
+        self.check_open(engine)
+        id = self.new_id(request_id)
+        answer = self.live[id] = Answer(engine, ids, keys, asked, arrived)
+        try:
+            is_finished = False
+            while not is_finished:
+                await answer.news()
+                told = output(answer.generations, engine.ready.drafter, text, id)
+                is_finished = told.finished
+                yield told
+        finally:
+            del self.live[id]
+            answer.abort()
+
+    def new_id(self, asked: str | None) -> str:
+        if asked is not None and asked in self.live:
+            raise RequestError(f"request_id {asked!r:.100}: another request has it", "request_id")
+        while asked is None or asked in self.live:
+            asked, self.num_asked = str(self.num_asked), self.num_asked + 1
+        return asked
+
+    async def abort(self, request_id: str) -> None:
+        """End a request, whose last output has what has come; nothing if it has ended already."""
+        if request_id in self.live:
+            self.live[request_id].abort()
+
+    async def speculation(self) -> SpeculationState:
+        """What guesses and rows have cost and brought so far, and the limits on guesses."""
+        return await (await self.start()).client.speculation()
+
+    async def reset_cache(self) -> None:
+        """Empty the prefix cache: later prompts are computed from their first token."""
+        await (await self.start()).client.reset_cache()
+
+    async def start(self) -> Engine:
+        """Load the models, unless that has been done or is being done."""
+        self.check_open()
+        if self.starting is None:
+            self.starting = asyncio.create_task(self.load())
+        return await asyncio.shield(self.starting)
+
+    async def load(self) -> Engine:
+        folders = await asyncio.to_thread(preflight.check, self.config)
+        # In the loop's thread: the process ends with the thread that starts it.
+        client = EngineClient(spawn(self.config))
+        try:
+            await client.connect()
+            files = await asyncio.to_thread(load_text_files, *folders)
+            ready = await client.ready
+        except BaseException:
+            client.close()
+            raise
+        limits = ready.vocab_size, ready.max_model_len
+        return Engine(client, ready, make_input_processor(files, *limits, ready.sources))
+
+    def check_open(self, engine: Engine | None = None) -> None:
+        if self.is_closed:
+            raise EngineDied("this AsyncLLM is closed: make another one")
+        if engine is not None and engine.client.died.is_set():
+            raise EngineDied("the engine process has ended: make another AsyncLLM")
+
+    async def close(self) -> None:
+        """Abort all requests that are running, and end the engine process."""
+        self.is_closed = True
+        for answer in self.live.values():
+            answer.abort()
+        starting, self.starting = self.starting, None
+        if starting is None:
+            return
+        starting.cancel()
+        with suppress(asyncio.CancelledError, SpecserveError):
+            engine = await starting
+            await engine.client.leave()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class Answer:
+    """The choices of one prompt, while their tokens come."""
+
+    def __init__(
+        self, engine: Engine, ids: list[int], keys: Keys, params: SamplingParams, arrived: float
+    ) -> None:
+        self.client, self.changed = engine.client, asyncio.Event()
+        self.error: SpecserveError | None = None
+        sampling = engine.input_processor.resolve(params, len(ids))
+        samplings = choices_of(sampling, params.n)
+        listeners = [ChoiceListener(self, index) for index in range(params.n)]
+        tokenizer = engine.input_processor.tokenizer
+        numbers = self.client.add(ids, samplings, listeners, keys)
+        make = partial(Generation, prompt=ids, tokenizer=tokenizer)
+        both = zip(numbers, samplings, strict=True)
+        self.generations = [make(id=number, sampling=its) for number, its in both]
+        for generation in self.generations:
+            generation.arrived = arrived
+
+    async def news(self) -> None:
+        """Wait for tokens or an end, unless there are any that were not waited for."""
+        await self.changed.wait()
+        self.changed.clear()
+        if self.error is not None:
+            raise self.error
+
+    def abort(self) -> None:
+        for generation in self.generations:
+            self.client.finish(generation.id)
+            generation.finish_reason = generation.finish_reason or "abort"
+        self.changed.set()
+
+
+class ChoiceListener:
+    """Takes the engine's outputs for one choice."""
+
+    def __init__(self, answer: Answer, index: int) -> None:
+        self.answer, self.index = answer, index
+
+    def push(self, output: StepOutput) -> None:
+        generation = self.answer.generations[self.index]
+        if output.failure:
+            self.end(Overloaded(output.failure))
+            return
+        generation.push(output)
+        if generation.is_done:  # the engine does not look for stop strings
+            self.answer.client.finish(generation.id)
+        self.answer.changed.set()
+
+    def fail(self, message: str) -> None:
+        self.end(EngineDied(message))
+
+    def end(self, error: SpecserveError) -> None:
+        self.answer.error = error
+        self.answer.changed.set()
