@@ -19,6 +19,7 @@ from tests.engine.engines import (
     bush,
     draft_of,
     engine_for,
+    fixed,
     hedge,
     in_chunks,
     load_small,
@@ -811,7 +812,7 @@ def test_draft_kv_of_other_tokens_than_were_run_is_not_kept(target):
             request = engine.requests[id]
             kept.append((accepted, len(request.token_ids) - request.draft_table.num_computed))
 
-    engine.guesses.drafter = Mistaken()
+    engine.guesses = fixed(engine, Mistaken())
     Watch(engine).run([Case(PROMPT, sampling(15))])
     assert kept and all(seen == ([1], 2) for seen in kept)
 
