@@ -103,8 +103,13 @@ def test_a_stop_string_ends_an_answer_and_its_request(run, llm):
 
     async def ask(a):
         params = SamplingParams(max_tokens=400, seed=4, ignore_eos=True, stop=stop)
-        last = (await all_of(a.generate("the cat", params)))[-1]
-        return last, await held_blocks(a), a.live
+        outputs = a.generate("the cat", params)
+        await anext(outputs)
+        [answer] = a.live.values()
+        while not answer.generations[0].is_done:
+            await asyncio.sleep(0)
+        held = await held_blocks(a)  # before anybody has asked for the last output
+        return (await all_of(outputs))[-1], held, a.live
 
     last, held, live = run(ask)
     assert (last.text, last.stop_reason) == (whole.text[: whole.text.index(stop)], stop)
