@@ -11,7 +11,6 @@ from specserve.models.defaults import (
     GenerationDefaults,
     MinP,
     Temperature,
-    TopK,
     TopP,
     check_temperature,
 )
@@ -65,7 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     max_tokens      most output tokens; unset, or more than fits: the rest of the context
     temperature     0 always takes the likeliest token; else 1e-4 to 1e4, 1 by default
-    top_k           only the k likeliest tokens; 0, the default, is off
+    top_k           only the k likeliest tokens; 0, the default, and -1 are off
     top_p           only the likeliest tokens whose probabilities sum to this; 1 is off
     min_p           only tokens at least so likely relative to the likeliest; 0 is off
     seed            the same seed gives the same text; drawn, and reported, when unset
@@ -88,7 +87,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     temperature: Temperature | None = None
-    top_k: TopK | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     top_p: TopP | None = None
     min_p: MinP | None = None
     seed: Annotated[int, Meta(ge=0, lt=MAX_SEED)] | None = None
@@ -205,7 +204,7 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
     return Sampling(
         max_tokens=min(pick(given.max_tokens, room), room),
         temperature=pick(given.temperature, defaults.temperature),
-        top_k=pick(given.top_k, defaults.top_k),
+        top_k=max(0, pick(given.top_k, defaults.top_k)),
         top_p=pick(given.top_p, defaults.top_p),
         min_p=pick(given.min_p, defaults.min_p),
         seed=pick(given.seed, secrets.randbelow(MAX_SEED)),

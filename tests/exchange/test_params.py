@@ -27,7 +27,7 @@ WRONG = {  # a parameter's value -> words of the refusal
     "a temperature in words": ({"temperature": "hot"}, "temperature"),
     "a yes for a temperature": ({"temperature": True}, "temperature"),
     "a temperature float32 cannot divide by": ({"temperature": 1e-5}, "neither 0 nor at least"),
-    "a negative top_k": ({"top_k": -1}, "top_k"),
+    "a negative top_k": ({"top_k": -2}, "top_k"),
     "a top_k that no int32 holds": ({"top_k": 2**31}, "top_k"),
     "an empty top_p": ({"top_p": 0.0}, "top_p"),
     "a top_p above one": ({"top_p": 1.1}, "top_p"),
@@ -88,6 +88,10 @@ def test_what_is_given_wins_even_where_it_is_zero():
     defaults = GenerationDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1)
     got = resolved(defaults, temperature=0, top_k=0, top_p=1, min_p=0, seed=0)
     assert (got.temperature, got.top_k, got.top_p, got.min_p, got.seed) == (0, 0, 1, 0, 0)
+
+
+def test_a_top_k_that_others_call_off_is_off_also_where_the_model_has_one():
+    assert resolved(GenerationDefaults(top_k=20), top_k=-1).top_k == 0
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**53 - 1])

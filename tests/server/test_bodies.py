@@ -220,8 +220,8 @@ def test_any_bytes_are_refused(small, raw):
 NUMBERS = [-1, -(2**63), 2**63, 1e308, True, "1", [[]], {"a": 1}]
 COUNTS = ["max_tokens", "seed", "top_k", "n", "best_of", "logprobs", "top_logprobs", "min_tokens"]
 COUNTS += ["prompt_logprobs", "priority", "truncate_prompt_tokens", "thinking_token_budget"]
-# More than fits is the rest of the context, and -1 cuts a prompt to what fits.
-LEGAL = {"max_tokens": [2**63], "truncate_prompt_tokens": [-1]}
+# More than fits is the rest of the context; -1 is off, and cuts a prompt to what fits.
+LEGAL = {"max_tokens": [2**63], "top_k": [-1], "truncate_prompt_tokens": [-1]}
 
 
 @pytest.mark.parametrize("field", COUNTS)

@@ -320,7 +320,7 @@ def test_an_unknown_field_is_told_the_nearest_name(server, field, near):
         ({"temperature": -1}, "temperature"),
         ({"temperature": "0"}, "temperature"),
         ({"top_p": 0}, "top_p"),
-        ({"top_k": -1}, "top_k"),
+        ({"top_k": -2}, "top_k"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"seed": 2**53}, "seed"),
         ({"stop": ""}, "stop"),
