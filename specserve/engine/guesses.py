@@ -62,11 +62,16 @@ class FixedGuesses:
         vocab_size: int,
         user_code: UserCode,
     ) -> None:
-        self.drafter, self.scheduler, self.draft_model = drafter, scheduler, draft_model
+        self.scheduler, self.draft_model = scheduler, draft_model
         self.vocab_size, self.user_code = vocab_size, user_code
         self.source = UserSource(name, drafter, vocab_size)
         self.names: tuple[str, ...] = (name,)
         self.ledger = Ledger(self.names, user_code.stats)
+
+    @property
+    def drafter(self) -> Drafter:
+        drafter: Drafter = self.source.drafter
+        return drafter
 
     def draft(self, scheduled: Sequence[ScheduledRequest]) -> None:
         name, start = self.names[0], perf_counter()

@@ -7,7 +7,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from specserve.exchange.step_output import Stats
 from specserve_drafters import Draft, DraftItem
@@ -42,7 +42,7 @@ class Foreseen(Protocol):
 class UserSource:
     """A user's drafter as one of several sources."""
 
-    def __init__(self, name: str, drafter: object, vocab_size: int) -> None:
+    def __init__(self, name: str, drafter: Any, vocab_size: int) -> None:
         self.name, self.drafter, self.vocab_size = name, drafter, vocab_size
         self.has_told = False  # of candidates that are not valid
 
@@ -52,7 +52,7 @@ class UserSource:
         scored = getattr(self.drafter, "candidates", None)  # optional in a drafter
         if scored is not None:
             return [self.valid(found) for _, found in zip(items, scored(items), strict=True)]
-        drafts: Sequence[Draft] = self.drafter.propose(items)  # type: ignore[attr-defined]
+        drafts: Sequence[Draft] = self.drafter.propose(items)
         return [
             of_draft(Draft.cut(draft, item.limit, self.vocab_size), self.name)
             for draft, item in zip(drafts, items, strict=True)

@@ -132,7 +132,7 @@ class EngineClient(asyncio.Protocol):
                 self.socket.shutdown(SHUT_WR)
                 async with asyncio.timeout(LAST_SECONDS):
                     await self.died.wait()
-        self.close()
+        self.kill()
 
     def close(self) -> None:
         """End the engine process. If it has been ready, it has a moment to keep what steps cost."""
@@ -140,6 +140,9 @@ class EngineClient(asyncio.Protocol):
             with suppress(OSError, TimeoutExpired):
                 self.socket.shutdown(SHUT_WR)
                 self.process.wait(LAST_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
         if self.transport is not None:
             self.transport.close()
         self.process.kill()

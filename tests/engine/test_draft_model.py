@@ -264,7 +264,7 @@ def test_a_drafter_that_goes_on_after_a_failed_launch_is_refused(target, failing
                 return type(e).__name__
 
     engine = engine_for(target, target, "model", max_nodes=4)
-    engine.guesses.drafter = Stubborn(engine.draft_model)
+    engine.guesses.source.drafter = Stubborn(engine.draft_model)
     request = engine.add([*range(1, 20)], sampling(12))
     engine.step()
     runner, launches = engine.draft_model.runner, []

@@ -143,7 +143,7 @@ def test_nonsense_about_the_draft_model_moves_nothing_out_of_place(target, expan
     case = Case(PROMPT, greedy(30))
     want = plain(target, [case])
     engine = engine_for(target, target, "model")
-    engine.guesses.drafter = Confused(right, dict(enumerate(want)))
+    engine.guesses.source.drafter = Confused(right, dict(enumerate(want)))
     engine.guesses.drafter.executor = engine.draft_model
     assert [r.token_ids.tolist() for r in Watch(engine).run([case])] == want
     assert engine.stats.drafter_errors == 0

@@ -706,7 +706,7 @@ def test_what_a_failing_draft_model_has_not_run_is_not_kept(pair):
             return [Draft([truth[len(items[0].token_ids)]], [0], [1])]
 
     (truth,) = plain(pair[0], [Case(PROMPT, sampling(20))])
-    engine.guesses.drafter = Stubborn()
+    engine.guesses.source.drafter = Stubborn()
     (request,) = Watch(engine).run([Case(PROMPT, sampling(15))])
     assert request.token_ids.tolist() == truth[:115]
     assert ran and engine.stats.num_accepted > 5

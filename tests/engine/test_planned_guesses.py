@@ -13,7 +13,7 @@ from specserve.exchange.sampling_params import Sampling, Slo, SpeculationParams
 from specserve.generation import Generation
 from specserve_drafters import Draft
 from specserve_drafters.candidates import Candidate
-from specserve_drafters.native_lookup import ngram_source
+from specserve_drafters.native_lookup import NativeSource, ngram_source
 from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
 from tests.engine.clock import Clock
 from tests.engine.engines import (
@@ -475,6 +475,11 @@ def test_a_source_forgets_what_texts_have_shown_with_a_reset(target, clock):
     engine.reset_learned()
     assert source.promises is None
     assert (engine.guesses.planning, engine.guesses.share) == (0.0, 1.0)
+
+
+def test_an_engine_has_the_ngrams_of_the_compiled_kernels(target):
+    [source] = engine_for(target, None, "auto").guesses.sources
+    assert isinstance(source, NativeSource)
 
 
 def test_nothing_learnt_outlives_a_reset(target, clock):
