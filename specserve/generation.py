@@ -6,7 +6,7 @@ from time import perf_counter
 import msgspec
 
 from specserve.exchange.sampling_params import Sampling
-from specserve.exchange.step_output import SourceCounts, StepOutput, Tree
+from specserve.exchange.step_output import SourceCounts, StepOutput, TokenLogprobs, Tree
 from specserve.models.tokenizer import Tokenizer
 from specserve.text import TextStream
 
@@ -120,6 +120,8 @@ class Generation:
         self.num_cached = self.num_fallbacks = 0
         self.sources: dict[str, SourceCounts] = {}
         self.details: list[StepDetails] = []
+        self.logprobs: list[TokenLogprobs] = []  # of token_ids, where they were asked for
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of all but the prompt's first token
         self.arrived = perf_counter()
         self.admitted_at = self.first_token_at = self.last_token_at = 0.0
 
@@ -140,6 +142,8 @@ class Generation:
             ends[-1:] = [len(text)] if ends else []  # what was held back is the last token's
             self.details.append(details(output, [len(self.text) + end for end in ends]))
         self.token_ids += output.tokens[:num_tokens]
+        self.logprobs += output.logprobs[:num_tokens]
+        self.prompt_logprobs += output.prompt_logprobs
         self.text += text
         if output.is_verified:
             self.steps.append((output.num_drafted, output.num_accepted))

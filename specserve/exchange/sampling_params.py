@@ -118,6 +118,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     bad_words           token sequences that the output will not have; one that begins in the prompt
                         does not count
     min_tokens          stop_ids are not drawn before so many output tokens
+    logprobs            tell each output token's logprob, and those of so many likeliest ones; None:
+                        of none
+    prompt_logprobs     the same for the prompt's tokens
     """
 
     max_tokens: int
@@ -143,6 +146,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     allowed_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def has_penalties(self) -> bool:

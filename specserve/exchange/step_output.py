@@ -23,6 +23,17 @@ class Tree(msgspec.Struct, frozen=True):
     accepted: list[int]  # nodes, from the root down
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """What the model says of a token and of the likeliest ones in its place, before any parameter
+    changes its logits: natural logarithms of probabilities.
+    """
+
+    logprob: float
+    rank: int  # 1 for the likeliest
+    ids: list[int]  # those of the ranks 1, 2, ..., as many as were asked for
+    top: list[float]  # and what it says of them
+
+
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     """What a step produced for one request, as plain data that is sent between processes."""
 
@@ -38,6 +49,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     failure: str = ""  # why the request cannot continue; empty if it can
     sources: dict[str, SourceCounts] = {}  # all in the engine's order, if any was asked
     tree: Tree | None = None  # only where the request asked for details and had guesses
+    logprobs: list[TokenLogprobs] = []  # of `tokens`, where the request asked for them
+    prompt_logprobs: list[TokenLogprobs] = []  # of all but the prompt's first token, with the first
 
 
 class SourceStats(msgspec.Struct):
