@@ -251,8 +251,9 @@ class Engine:
             request.leader = None if request is leader else leader
             self.requests[request.id] = request
             if request.sampling.changes_logits:
-                size = self.target.decoder.config.vocab_size
-                self.states[request.id] = TextState(request.sampling, prompt, size)
+                size, first = self.target.decoder.config.vocab_size, self.states.get(leader.id)
+                state = first.fork() if first else TextState(request.sampling, prompt, size)
+                self.states[request.id] = state
             self.scheduler.add(request)
         return choices
 

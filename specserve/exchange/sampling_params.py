@@ -23,7 +23,7 @@ StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 SourceName = Annotated[str, Meta(min_length=1, max_length=256)]
 Limit = Annotated[int, Meta(ge=0, lt=2**31)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-LogitBias = dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]]
+LogitBias = dict[Limit, Annotated[float, Meta(ge=-100, le=100)]]
 BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 Milliseconds = Annotated[float, Meta(ge=1e-3)]
 
@@ -267,6 +267,13 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
         slo=pick(given.slo, Slo()),
         return_speculation_details=given.return_speculation_details,
     )
+
+
+def in_room(resolved: Sampling, params: SamplingParams, room: int) -> Sampling:
+    """The same parameters for another prompt, which leaves so much of the context."""
+    most = min(pick(params.max_tokens, room), room)
+    seed = pick(params.seed, secrets.randbelow(MAX_SEED))
+    return msgspec.structs.replace(resolved, max_tokens=most, seed=seed)
 
 
 def pick(given: T | None, default: T) -> T:
