@@ -93,6 +93,11 @@ class Output(msgspec.Struct, frozen=True):
         return self.usage.cached_tokens
 
 
+# vLLM's names
+CompletionOutput = Choice
+RequestOutput = Output
+
+
 class Generation:
     """Adds up a request's outputs; keeps all that is needed to report on it or to resume it.
 

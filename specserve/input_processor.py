@@ -214,7 +214,7 @@ class InputProcessor(msgspec.Struct, frozen=True):
             raise RequestError(f"params: {params!r:.100} is not a SamplingParams")
         sampling = resolve(params, self.defaults, self.max_model_len - num_prompt)
         self.num_kept(params)
-        self.check_ids(params.stop_token_ids, "stop_token_ids")
+        self.check_ids(params.stop_token_ids or (), "stop_token_ids")
         self.check_ids([*sampling.logit_bias], "logit_bias")
         self.check_ids(sampling.allowed_ids or (), "allowed_token_ids")
         if params.bad_words:

@@ -1,6 +1,7 @@
 """Sampling parameters, as a caller gives them and as resolved for one request."""
 
 import secrets
+from random import Random
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -108,11 +109,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: RepetitionPenalty | None = None
     logit_bias: Annotated[LogitBias, Meta(max_length=1024)] | None = None
     allowed_token_ids: Annotated[tuple[int, ...], Meta(min_length=1, max_length=4096)] | None = None
-    bad_words: Annotated[tuple[BadWord, ...], Meta(max_length=256)] = ()
+    bad_words: Annotated[tuple[BadWord, ...], Meta(max_length=256)] | None = ()
     min_tokens: Limit = 0
     seed: Annotated[int, Meta(ge=0, lt=MAX_SEED)] | None = None
-    stop: StopString | Annotated[tuple[StopString, ...], Meta(max_length=16)] = ()
-    stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=1024)] = ()
+    stop: StopString | Annotated[tuple[StopString, ...], Meta(max_length=16)] | None = ()
+    stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=1024)] | None = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -200,8 +201,10 @@ def choices_of(sampling: Sampling, n: int) -> list[Sampling]:
 
 
 def fields_of(params: msgspec.Struct) -> dict[str, Any]:
-    """The parameters as nested dicts: msgspec does not validate an instance of the target type."""
-    given = msgspec.structs.asdict(params)
+    """The parameters that are not None, as nested dicts: msgspec does not validate an instance of
+    the target type.
+    """
+    given = {k: v for k, v in msgspec.structs.asdict(params).items() if v is not None}
     return {k: fields_of(v) if isinstance(v, msgspec.Struct) else v for k, v in given.items()}
 
 
@@ -256,10 +259,10 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
         allowed_ids=given.allowed_token_ids,
         min_tokens=given.min_tokens,
         seed=pick(given.seed, secrets.randbelow(MAX_SEED)),
-        stop=(given.stop,) if isinstance(given.stop, str) else given.stop,
+        stop=(given.stop,) if isinstance(given.stop, str) else given.stop or (),
         include_stop_str_in_output=given.include_stop_str_in_output,
         skip_special_tokens=given.skip_special_tokens,
-        stop_ids=frozenset(eos) | frozenset(given.stop_token_ids),
+        stop_ids=frozenset(eos) | frozenset(given.stop_token_ids or ()),
         eos_ids=frozenset(eos),
         priority=given.priority,
         cache_salt=given.cache_salt,
@@ -267,6 +270,13 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
         slo=pick(given.slo, Slo()),
         return_speculation_details=given.return_speculation_details,
     )
+
+
+def seeded(params: SamplingParams, seeds: Random | None) -> SamplingParams:
+    """The parameters with the next of the seeds, if there are any and the caller gave none."""
+    if seeds is None or params.seed is not None:
+        return params
+    return msgspec.structs.replace(params, seed=seeds.randrange(MAX_SEED))
 
 
 def in_room(resolved: Sampling, params: SamplingParams, room: int) -> Sampling:

@@ -139,7 +139,7 @@ class Service:
 
     def check_params(self, params: SamplingParams) -> None:
         """Refuse parameters that the engine supports but the operator's limits exclude."""
-        num_stop = 1 if isinstance(params.stop, str) else len(params.stop)
+        num_stop = 1 if isinstance(params.stop, str) else len(params.stop or ())
         if num_stop > self.limits.max_stop_strings:
             raise RequestError(
                 f"stop: {num_stop} strings, and {self.limits.max_stop_strings} are allowed", "stop"
