@@ -46,6 +46,7 @@ class Speculation(msgspec.Struct, frozen=True):
     fallbacks: int  # drafts without the draft model, as it had not caught up
     sources: dict[str, SourceCounts] = {}  # in the engine's order, of those that proposed anything
     details: list[StepDetails] = []  # of every step, where the request asked for them
+    disabled_by: str | None = None  # "logits_processors": its request has no guesses
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -121,6 +122,7 @@ class Generation:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.failure = ""
+        self.disabled_by: str | None = None  # what takes a request's guesses away
         self.steps: list[tuple[int, int]] = []  # drafted, accepted: of each verified step
         self.num_step_tokens = 0  # emitted by those steps
         self.num_cached = self.num_fallbacks = 0
@@ -208,6 +210,7 @@ class Generation:
             fallbacks=self.num_fallbacks,
             sources=proposing(self.sources),
             details=[*self.details],
+            disabled_by=self.disabled_by,
         )
 
     def said(self, index: int, drafter: str) -> Choice:

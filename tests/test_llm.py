@@ -562,11 +562,11 @@ def test_a_salt_that_is_no_text_is_refused_by_its_name(llm):
 def test_where_one_cannot_start_those_before_it_are_given_up(llm, monkeypatch):
     start, started = llm.start, []
 
-    def failing(ids, params, call):
+    def failing(*asked):
         if started:
             raise MemoryError
-        started.append(ids)
-        return start(ids, params, call)
+        started.append(asked)
+        return start(*asked)
 
     monkeypatch.setattr(llm, "start", failing)
     with pytest.raises(MemoryError):
@@ -623,3 +623,30 @@ def test_prompts_are_hashed_while_other_threads_may_step(llm, monkeypatch):
     monkeypatch.setattr(llm.engine, "prompt_keys", watched)
     llm.generate("a", SamplingParams(max_tokens=1))
     assert seen == [True]
+
+
+def test_logits_processors_take_guesses_away_and_say_so(llm):
+    def only_even(ids, logits):
+        logits[1::2] = float("-inf")
+        return logits
+
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    [plain] = llm.generate("ab ab ab ab", params)
+    [even] = llm.generate("ab ab ab ab", params, logits_processors=[only_even])
+    assert len(even.token_ids) == 12 and not any(token % 2 for token in even.token_ids)
+    assert any(token % 2 for token in plain.token_ids)
+    told = even.speculation
+    assert (told.drafted, told.disabled_by) == (0, "logits_processors")
+    assert plain.speculation.disabled_by is None
+    stream = llm.stream("ab ab ab ab", params, logits_processors=[only_even])
+    assert [token for _, ids in stream for token in ids] == even.token_ids
+
+
+def test_an_error_of_a_logits_processor_is_the_callers(llm, caplog):
+    def broken(ids, logits):
+        return 1 / 0
+
+    with pytest.raises(RequestError, match="logits_processors: ZeroDivisionError"):
+        llm.generate("ab", SamplingParams(max_tokens=3), logits_processors=[broken])
+    assert "in broken" in caplog.text
+    assert llm.generate("ab", SamplingParams(max_tokens=3))[0].token_ids
