@@ -201,10 +201,8 @@ def choices_of(sampling: Sampling, n: int) -> list[Sampling]:
 
 
 def fields_of(params: msgspec.Struct) -> dict[str, Any]:
-    """The parameters that are not None, as nested dicts: msgspec does not validate an instance of
-    the target type.
-    """
-    given = {k: v for k, v in msgspec.structs.asdict(params).items() if v is not None}
+    """The parameters as nested dicts: msgspec does not validate an instance of the target type."""
+    given = msgspec.structs.asdict(params)
     return {k: fields_of(v) if isinstance(v, msgspec.Struct) else v for k, v in given.items()}
 
 
