@@ -114,7 +114,7 @@ def test_the_best_choices_are_given_and_the_others_counted(llm):
     assert [c.index for c in best.choices] == [0, 1] and best.usage.completion_tokens == 60
     assert best.token_ids == best.choices[0].token_ids
     assert best.logprobs is best.choices[0].cumulative_logprob is None
-    with pytest.raises(RequestError, match="best_of: less than n = 3"):
+    with pytest.raises(RequestError, match="best_of = 2 is less than n = 3"):
         llm.generate("a", SamplingParams(n=3, best_of=2))
     with pytest.raises(RequestError, match="best_of: a stream is one choice's"):
         llm.stream("a", SamplingParams(best_of=2))

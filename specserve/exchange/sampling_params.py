@@ -246,13 +246,17 @@ def check(params: SamplingParams) -> SamplingParams:
     try:
         given = msgspec.convert(fields_of(params), SamplingParams, str_keys=True)
         check_temperature(pick(given.temperature, 0.0))
-        if given.num_choices < given.n:
-            raise ValueError(f"less than n = {given.n}: leave it out - at `$.best_of`")
     except ValueError as e:  # msgspec's ValidationError is one
         reason, path = reason_and_path(e)
         param = path.lstrip(".") or None
         where = f"{param}: " if param else ""
         raise RequestError(f"sampling parameters: {where}{reason}", param) from e
+    if given.num_choices < given.n:
+        raise RequestError(
+            f"sampling parameters: best_of = {given.best_of} is less than n = {given.n}: leave it "
+            "out, or send a larger one",
+            "best_of",
+        )
     try:
         given.cache_salt.encode()
     except UnicodeError as e:
