@@ -95,7 +95,8 @@ def test_logprobs_are_told_as_vllm_tells_them(llm):
 
 
 def test_the_logprobs_of_a_prompt_are_those_of_its_tokens_when_generated(llm):
-    (o,) = llm.generate("the cat sat on", msgspec.structs.replace(GREEDY, logprobs=0))
+    asked = msgspec.structs.replace(GREEDY, logprobs=0, ignore_eos=True)
+    (o,) = llm.generate("the cat sat on", asked)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     (again,) = llm.generate(o.prompt_token_ids + o.token_ids, params)
     for told, known in zip(again.prompt_logprobs[-12:], o.logprobs, strict=True):
