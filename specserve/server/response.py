@@ -101,8 +101,8 @@ class CompletionWriter:
             ids = self.ids(delta.choice, delta.token_ids, has_prompt)
             choice = self.choice(delta.choice, text)
             if self.namer is not None:
-                end = delta.begin + len(delta.token_ids)
-                told = self.told(delta.choice, generation, slice(delta.begin, end), is_first)
+                these = slice(delta.begin, delta.begin + len(delta.token_ids))
+                told = self.told(delta.choice, generation, these, is_first)
                 choice["logprobs"] = self.schema.logprobs(told, self.namer)
             choice |= self.details([delta.details] if delta.details else [])
             yield self.chunk(choice | ids.choice) | ids.answer
@@ -160,14 +160,16 @@ class CompletionWriter:
         asked for them.
         """
         ids: dict[str, Any] = {"token_ids": new} if self.has_ids else {}
-        prompt, first = dict[str, Any](), self.first(index)
-        if has_prompt and self.has_ids:
-            prompt["prompt_token_ids"] = first.prompt
-        if has_prompt and self.num_prompt_top is not None:
-            known = first.prompt, first.prompt_logprobs
-            told = prompt_form(*known, self.num_prompt_top, self.tokenizer)
-            prompt["prompt_logprobs"] = told
+        prompt = self.of_prompt(self.first(index)) if has_prompt else {}
         return Ids(prompt | ids, {}) if self.schema.choices_have_prompts else Ids(ids, prompt)
+
+    def of_prompt(self, first: Generation) -> dict[str, Any]:
+        prompt = first.prompt
+        told: dict[str, Any] = {"prompt_token_ids": prompt} if self.has_ids else {}
+        if self.num_prompt_top is not None:
+            known = prompt, first.prompt_logprobs
+            told["prompt_logprobs"] = prompt_form(*known, self.num_prompt_top, self.tokenizer)
+        return told
 
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self.head | {"choices": [choice]}

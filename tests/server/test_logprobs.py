@@ -4,9 +4,11 @@ import itertools
 import math
 
 import pytest
+import torch
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion_choice import Logprobs
+from transformers import AutoModelForCausalLM
 
 from specserve import SamplingParams
 from specserve.exchange.sampling_params import mix64
@@ -21,6 +23,7 @@ from specserve.server.logprobs import (
     prompt_starts,
 )
 from tests.checkpoints import EOS, tiny_tokenizer
+from tests.models.test_tokenizer_parity import metaspace
 from tests.server.asking import CHAT, COMPLETIONS, MESSAGES, chat_body, completion_body, said
 
 PROMPT = "the cat sat on é 🙂 mat"
@@ -129,6 +132,18 @@ def test_a_completions_tokens_stand_where_they_say(server):
     assert told.text_offset[-1] > 50
 
 
+def test_a_stop_token_is_told_and_stands_at_the_texts_end(server):
+    [free] = answered(server, COMPLETIONS, asked(COMPLETIONS, return_token_ids=True))
+    stop = free["token_ids"][30]
+    body = asked(COMPLETIONS, stop_token_ids=[stop], return_token_ids=True)
+    [choice] = answered(server, COMPLETIONS, body)
+    assert choice["token_ids"][-1] == choice["stop_reason"] == stop
+    told = {name: values[: len(choice["token_ids"])] for name, values in free["logprobs"].items()}
+    told["text_offset"][-1] = len(choice["text"])
+    assert choice["logprobs"] == told and len(choice["text"]) > 5
+    assert put_together(server.stream(COMPLETIONS, body)) == [(choice["text"], choice["logprobs"])]
+
+
 def test_chunks_are_those_that_the_openai_package_knows(server):
     for chunk in server.stream(CHAT, asked(CHAT))[:-1]:
         ChatCompletionChunk.model_validate(chunk, strict=True)
@@ -169,6 +184,18 @@ def test_an_echo_is_the_prompt_and_then_the_text(server):
         assert first["text"].startswith(PROMPT)
         [choice] = answered(server, COMPLETIONS, body)
         assert put_together(stream) == [(choice["text"], choice["logprobs"] or {})]
+
+
+def test_an_echoed_prompt_has_the_logprobs_that_transformers_computes(server, folder):
+    ids = [*range(30, 290, 4)]
+    body = {"prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 0}
+    [choice] = answered(server, COMPLETIONS, body)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    said = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    want = said[range(len(ids) - 1), ids[1:]].tolist()
+    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(want, abs=2e-5)
+    most = [max(top.values()) for top in choice["logprobs"]["top_logprobs"][1:]]
+    assert most == pytest.approx(said.max(-1).values.tolist(), abs=2e-5)
 
 
 def test_every_choice_of_every_prompt_has_its_echo(server):
@@ -358,3 +385,10 @@ def test_special_tokens_that_a_text_leaves_out_begin_with_the_next(tokenizer):
     starts = prompt_starts(ids, "the cat", tokenizer)
     at = ids.index(eos, 1)
     assert starts[0] == starts[1] == 0 and starts[at] == starts[at + 1] == 3
+
+
+def test_a_space_that_a_tokenizer_adds_is_not_counted():
+    spaced = Tokenizer(metaspace())
+    ids = spaced.encode("the cat")  # <s> ▁the ▁ c at </s>
+    assert [spaced.token_bytes(id) for id in ids[1:3]] == [b" the", b" "]
+    assert prompt_starts(ids, "the cat", spaced) == [0, 0, 3, 4, 5, 7]
