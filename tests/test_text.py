@@ -281,7 +281,7 @@ def test_ids_without_text_inside_a_stop_do_not_hide_it():
 
 def test_nothing_said_is_no_text():
     text = TextStream(tiny_tokenizer(), encode("x"), ["a"])
-    assert text.push([]) == ("", 0, None, [])
+    assert text.push([]) == ("", 0, None, [], [])
     assert text.finish()[0] == ""
 
 
