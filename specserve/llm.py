@@ -136,8 +136,8 @@ class LLM:
         finally:
             self.end(generations)
         refuse_failed(generations)
-        both = zip(each_choices, texts, strict=True)
-        return [output(choices, self.loaded.drafter, text) for choices, text in both]
+        each = zip(each_choices, checked, texts, strict=True)
+        return [output(c, self.loaded.drafter, params, text) for c, (_, params), text in each]
 
     def stream(
         self,
@@ -151,8 +151,10 @@ class LLM:
 
         The prompt is checked at once, and starts to run when the first step is asked for.
         """
-        if params is not None and params.n != 1:
-            raise RequestError("n: a stream is one choice's; leave it out, or call generate", "n")
+        if params is not None and params.num_choices != 1:
+            name = "n" if params.n != 1 else "best_of"
+            message = f"{name}: a stream is one choice's; leave it out, or call generate"
+            raise RequestError(message, name)
         return self.stream_checked(*self.check(prompt, params), logits_processors)
 
     def stream_checked(
@@ -176,7 +178,7 @@ class LLM:
         finally:
             self.end([generation])
         refuse_failed([generation])
-        return output([generation], self.loaded.drafter)
+        return output([generation], self.loaded.drafter, params)
 
     def chat(
         self,
@@ -274,7 +276,8 @@ class LLM:
     ) -> list[Generation]:
         """Queue a prompt's choices. `call` is the first id of the same call, if there is one."""
         params = seeded(params, self.seeds)
-        samplings = choices_of(self.input_processor.resolve(params, len(ids)), params.n)
+        resolved = self.input_processor.resolve(params, len(ids))
+        samplings = choices_of(resolved, params.num_choices)
         # Outside the lock, so that other threads may step meanwhile.
         keys = self.engine.prompt_keys(ids, samplings[0].cache_salt)
         caller = None if call is None else Caller(call)
