@@ -1,6 +1,7 @@
 // Choosing tokens: edits, masks, temperature, min_p, top_k, top_p, counter-based Gumbel noise,
 // argmax.
 #include <algorithm>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -136,22 +137,48 @@ struct Candidate {
   bool operator<(const Candidate& o) const { return z > o.z || (z == o.z && id < o.id); }
 };
 
+using Candidates = std::vector<Candidate>;
+
+// A row over its temperature, with the greatest of each block.
+template <class T> struct Scaled {
+  const T* x;
+  int64_t V;
+  float t;
+  std::vector<float>& tops;
+
+  Scaled(const T* x, int64_t V, float t, std::vector<float>& tops) : x(x), V(V), t(t), tops(tops) {
+    tops.resize((V + BLOCK - 1) / BLOCK);
+    for (size_t b = 0; b < tops.size(); b++) {
+      float top = most_of(x + b * BLOCK, length(b)) / t;
+      tops[b] = top == top ? top : -INF;  // to sort NaN is undefined
+    }
+  }
+  int length(size_t block) const { return std::min<int64_t>(BLOCK, V - block * BLOCK); }
+  float most() const {
+    float most = -INF;
+    for (float top : tops) most = top > most ? top : most;
+    return most;
+  }
+  Candidate at(size_t block, int j) const {
+    int64_t id = block * BLOCK + j;
+    return {to_float(x[id]) / t, int32_t(id), 0};
+  }
+};
+
 // The likeliest with noise, of candidates that are not behind `last`. A block that cannot win needs
 // no noise.
 template <class T>
-static int64_t argmax_noisy(const T* x, int64_t V, const SampleParams& p, int64_t i,
-                            Candidate last) {
+static int64_t argmax_noisy(const Scaled<T>& row, uint64_t seed, uint32_t index, Candidate last) {
   int64_t best = 0;
-  float t = p.temperature[i], top = -INF, g[BLOCK];
-  for (int64_t b = 0; b < V; b += BLOCK) {
-    int n = std::min<int64_t>(BLOCK, V - b);
-    float most = most_of(x + b, n) / t;
+  float top = -INF, g[BLOCK];
+  for (size_t b = 0; b < row.tops.size(); b++) {
+    float most = row.tops[b];
     if (most < last.z || most + MAX_NOISE < top) continue;
-    Words w = philox(p.seeds[i], uint32_t(p.index[i]), uint32_t(b / 4));
+    Words w = philox(seed, index, uint32_t(b * LANES));
     if (!may_exceed(w, top - most)) continue;
     spread(w, g);
-    for (int j = 0; j < n; j++) {
-      Candidate y{to_float(x[b + j]) / t, int32_t(b + j), 0};
+    for (int j = 0; j < row.length(b); j++) {
+      Candidate y = row.at(b, j);
       if (y.z + g[j] > top && !(last < y)) {
         top = y.z + g[j];
         best = y.id;
@@ -161,23 +188,25 @@ static int64_t argmax_noisy(const T* x, int64_t V, const SampleParams& p, int64_
   return best;
 }
 
-using Candidates = std::vector<Candidate>;
-
 // The last of the k likeliest candidates that are not behind `last`; c gets all k.
 template <class T>
-static Candidate keep_top_k(const T* x, int64_t V, float t, size_t k, Candidate last,
-                            Candidates& c) {
+static Candidate keep_top_k(const Scaled<T>& row, size_t k, Candidate last, Candidates& c) {
+  if (k < row.tops.size()) {  // the k-th id is no less than the k-th block
+    static thread_local std::vector<float> tops;
+    tops = row.tops;
+    std::nth_element(tops.begin(), tops.begin() + (k - 1), tops.end(), std::greater<float>());
+    last.z = std::max(last.z, tops[k - 1]);
+  }
   auto cut = [&] {
     std::nth_element(c.begin(), c.begin() + (k - 1), c.end());
     c.resize(k);
     last = c[k - 1];
   };
-  for (int64_t b = 0; b < V; b += BLOCK) {
-    int n = std::min<int64_t>(BLOCK, V - b);
-    if (most_of(x + b, n) / t < last.z) continue;
-    for (int j = 0; j < n; j++) {
-      Candidate y{to_float(x[b + j]) / t, int32_t(b + j), 0};
-      if (!(last < y)) c.push_back(y);
+  for (size_t b = 0; b < row.tops.size(); b++) {
+    if (row.tops[b] < last.z) continue;
+    for (int j = 0; j < row.length(b); j++) {
+      Candidate y = row.at(b, j);
+      if (y.z >= last.z && !(last < y)) c.push_back(y);
     }
     if (c.size() > k + std::max<size_t>(k, BLOCK)) cut();
   }
@@ -187,23 +216,22 @@ static Candidate keep_top_k(const T* x, int64_t V, float t, size_t k, Candidate 
 
 // c gets the candidates from `floor` on; -> the mass of the others.
 template <class T>
-static double take_above(const T* x, int64_t V, float t, float most, float floor, Candidates& c) {
+static double take_above(const Scaled<T>& row, float most, float floor, Candidates& c) {
   double rest = 0;
-  for (int64_t b = 0; b < V; b += BLOCK) {
-    int n = std::min<int64_t>(BLOCK, V - b);
-    float z[BLOCK];
+  for (size_t b = 0; b < row.tops.size(); b++) {
+    int n = row.length(b);
     vf some{};
     for (int j = 0; j < n; j += LANES) {
       int m = std::min(LANES, n - j);
-      vf y = load_up_to(x + b + j, m) / t;
-      y = lanes() < float(m) ? y : splat(-INF);
-      some += y < floor ? exp(y - most) : vf{};
-      store(z + j, y);
+      vf z = load_up_to(row.x + b * BLOCK + j, m) / row.t;
+      some += z < floor && lanes() < float(m) ? exp(z - most) : vf{};
     }
     rest += sum(some);
-    if (most_of(x + b, n) / t < floor) continue;
-    for (int j = 0; j < n; j++)
-      if (z[j] >= floor) c.push_back({z[j], int32_t(b + j), 0});
+    if (row.tops[b] < floor) continue;
+    for (int j = 0; j < n; j++) {
+      Candidate y = row.at(b, j);
+      if (y.z >= floor) c.push_back(y);
+    }
   }
   return rest;
 }
@@ -217,12 +245,12 @@ static double find_bucket(Candidates& c, float most, double enough) {
     return at < BUCKETS - 1 ? int(at) : BUCKETS - 1;
   };
   double masses[BUCKETS] = {}, before = 0;
-  int last = 0;
+  int at = BUCKETS - 1, last = 0;  // from the first to the last that has any
   for (const Candidate& y : c) {
     masses[bucket(y)] += y.mass;
+    at = std::min(at, bucket(y));
     last = std::max(last, bucket(y));
   }
-  int at = 0;
   for (; at < last && before + masses[at] < enough; at++) before += masses[at];
   std::erase_if(c, [&](const Candidate& y) { return bucket(y) != at; });
   return before;
@@ -249,30 +277,31 @@ static Candidate keep_top_p(Candidates& c, float top_p, float most, double rest)
 
 // The last candidate that min_p, top_k and top_p leave.
 template <class T>
-static Candidate last_kept(const T* x, int64_t V, const SampleParams& p, int64_t i) {
+static Candidate last_kept(const Scaled<T>& row, const SampleParams& p, int64_t i) {
   static thread_local Candidates c;
-  Candidate last{std::numeric_limits<float>::lowest(), int32_t(V), 0};  // -inf alone is behind it
-  float t = p.temperature[i], top_p = p.top_p[i];
+  Candidate last{std::numeric_limits<float>::lowest(), int32_t(row.V), 0};  // -inf is behind it
+  float top_p = p.top_p[i], most = row.most();
   size_t top_k = p.top_k[i];
-  if (p.min_p[i] == 0 && top_k == 0 && top_p >= 1) return last;
-  float most = to_float(x[argmax(x, V)]) / t;
   if (p.min_p[i] > 0) last.z = std::max(last.z, most + std::log(p.min_p[i]));
   if (top_k == 0 && top_p >= 1) return last;
   c.clear();
   double rest = 0;
   if (top_k > 0) {
-    last = keep_top_k(x, V, t, top_k, last, c);
+    last = keep_top_k(row, top_k, last, c);
   } else if (p.min_p[i] > 0) {
-    take_above(x, V, t, most, last.z, c);
+    take_above(row, most, last.z, c);
   } else {  // the V ids below hold less than 1 - top_p of the mass, which is 1 at least
-    float floor = most + std::log(std::max((1 - top_p) / float(V), 1e-30f));
-    rest = take_above(x, V, t, most, std::max(last.z, floor), c);
+    float floor = most + std::log(std::max((1 - top_p) / float(row.V), 1e-30f));
+    rest = take_above(row, most, std::max(last.z, floor), c);
   }
   return top_p < 1 && !c.empty() ? keep_top_p(c, top_p, most, rest) : last;
 }
 
 template <class T> static int64_t choose(const T* x, int64_t V, const SampleParams& p, int64_t i) {
-  return p.temperature[i] == 0 ? argmax(x, V) : argmax_noisy(x, V, p, i, last_kept(x, V, p, i));
+  static thread_local std::vector<float> tops;
+  if (p.temperature[i] == 0) return argmax(x, V);
+  Scaled<T> row(x, V, p.temperature[i], tops);
+  return argmax_noisy(row, p.seeds[i], uint32_t(p.index[i]), last_kept(row, p, i));
 }
 
 // Every edit starts from x, so that the last one of an id is the only one.
@@ -342,9 +371,9 @@ static void insert(float w, int64_t id, int64_t k, float* weight, int64_t* ids) 
 template <class T> static void greatest(const T* x, int64_t V, int64_t k, float* z, int64_t* ids) {
   for (int64_t v = 0; v < k; v++) insert(to_float(x[v]), v, v + 1, z, ids);
   if (k == 0) return;
-  for (int64_t b = k; b < V; b += LANES) {
-    int n = std::min<int64_t>(LANES, V - b);
-    if (n == LANES && !(max(load(x + b)) > z[k - 1])) continue;
+  for (int64_t b = k; b < V; b += BLOCK) {
+    int n = std::min<int64_t>(BLOCK, V - b);
+    if (!(most_of(x + b, n) > z[k - 1])) continue;
     for (int j = 0; j < n; j++)
       if (to_float(x[b + j]) > z[k - 1]) insert(to_float(x[b + j]), b + j, k, z, ids);
   }
@@ -386,12 +415,13 @@ template <class T> static void logprobs(const Logprobs& a, Team& team) {
   int64_t V = a.vocab_size, k = a.k;
   for (int64_t i = team.take(); i < a.num_rows; i = team.take()) {
     const T* x = (const T*)a.logits + a.rows[i] * V;
-    float most = to_float(x[argmax(x, V)]), *top = a.top + i * k;
+    float *top = a.top + i * k;
+    greatest(x, V, k, top, a.ids + i * k);
+    float most = k > 0 ? top[0] : to_float(x[argmax(x, V)]);
     double log_total = std::log(sum_of_exp(x, V, most));
     auto log_share = [&](float z) { return float(double(z) - most - log_total); };
     a.token[i] = log_share(to_float(x[a.tokens[i]]));
     a.rank[i] = rank(x, V, a.tokens[i]);
-    greatest(x, V, k, top, a.ids + i * k);
     for (int64_t j = 0; j < k; j++) top[j] = log_share(top[j]);
   }
 }
