@@ -40,6 +40,11 @@ FILTERS = {  # probabilities at T = 1, the parameters -> the ids that are left
     "a high temperature, and top_p keeps more": (P, {"temperature": 9, "top_p": 0.6}, {0, 1, 2}),
     "min_p comes before top_p": (P, {"min_p": 0.3, "top_p": 0.75}, {0, 1}),
     "top_k comes before top_p": (P, {"top_k": 2, "top_p": 0.5}, {0}),
+    "many that are far behind have mass, too": (
+        [1, 0.1] + [2.4e-5] * 4097,
+        {"top_p": 0.9},
+        {0, 1},
+    ),
     "ids need not be in order": (P[::-1], {"top_k": 3, "top_p": 0.7}, {3, 2}),
 }
 
