@@ -17,6 +17,7 @@ from specserve.engine import engine as step_loop
 from specserve.engine.build import assemble
 from specserve.engine.engine import Engine
 from specserve.engine.loading import Model, ModelKey
+from specserve.engine.logprobs import asked_logprobs, tell_drawn
 from specserve.engine.step_input import Draws, draws_of, plain_draws
 from specserve.engine.text_state import TextState
 from specserve.engine.tuning import tune
@@ -200,6 +201,8 @@ def watched(engine: Engine, subject: Subject, clock: PhaseClock) -> ExitStack:
         (Draws, "params", params, "host"),
         (TextState, "extend", TextState.extend, "host"),
         (ops, "sample", ops.sample, "sample"),
+        (step_loop, "asked_logprobs", asked_logprobs, "logprobs"),
+        (step_loop, "tell_drawn", tell_drawn, "logprobs"),
         (ops, "logprobs", ops.logprobs, "logprobs"),
     ]
     for owner, name, real, phase in parts:
