@@ -54,12 +54,16 @@ class Cell(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One request of a cell, as it is played."""
+    """One request of a cell, as it is played: one of those that it has with each seed."""
 
     cell: Cell
     seed: int
+    number: int
     ask: Ask
     asked: Asked
+
+    def is_met(self, said, probes):
+        return self.ask.is_met(said, probes[self.seed].token_ids)
 
 
 class Failure(NamedTuple):
@@ -150,7 +154,7 @@ class Matrix:
             probe = self.probes[seed]
             for i, ask in enumerate(ASKED[cell.asked](probe.token_ids, probe.text)):
                 sampling = ask.sampling(cell.drawn, seed, f"{cell} {seed} {i}")
-                yield Line(cell, seed, ask, Asked(prompt_of(seed), sampling, ask.n))
+                yield Line(cell, seed, i, ask, Asked(prompt_of(seed), sampling, ask.n))
 
     def judge(self, cell, mine):
         key, said = cell[1:], [one.said for _, one in mine]
@@ -249,9 +253,10 @@ def first_difference(one, other):
 def unexercised(cell, mine, probes):
     """What the cell names and did not happen."""
     facts = sum((one.facts for _, one in mine), Counter())
+    shown = {line.number for line, one in mine if line.is_met(one.said, probes)}
+    for number in {line.number for line, _ in mine} - shown:
+        yield f"not exercised: no request {number} of a seed shows {cell.asked}"
     for i, (line, one) in enumerate(mine):
-        if not line.ask.is_met(one.said, probes[line.seed].token_ids):
-            yield f"not exercised: request {i} shows nothing of {cell.asked}"
         if not has_met(cell.situation, one):
             yield f"not exercised: request {i} was not {cell.situation}"
     if cell.column != "off":
