@@ -12,7 +12,7 @@ from specserve.version import VERSION as __version__
 if TYPE_CHECKING:
     from specserve.async_llm import AsyncLLM
     from specserve.exchange.sampling_params import SamplingParams, Slo, SpeculationParams
-    from specserve.generation import Output
+    from specserve.generation import CompletionOutput, Output, RequestOutput
     from specserve.llm import LLM
 
 process.prepare()  # before any module of this package imports torch
@@ -20,7 +20,9 @@ process.prepare()  # before any module of this package imports torch
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "CompletionOutput",
     "Output",
+    "RequestOutput",
     "SamplingParams",
     "Slo",
     "SpeculationParams",
@@ -29,8 +31,10 @@ __all__ = [
 
 MODULES = {
     "AsyncLLM": "specserve.async_llm",
+    "CompletionOutput": "specserve.generation",
     "LLM": "specserve.llm",
     "Output": "specserve.generation",
+    "RequestOutput": "specserve.generation",
     "SamplingParams": "specserve.exchange.sampling_params",
     "Slo": "specserve.exchange.sampling_params",
     "SpeculationParams": "specserve.exchange.sampling_params",

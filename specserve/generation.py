@@ -93,6 +93,11 @@ class Output(msgspec.Struct, frozen=True):
         return self.usage.cached_tokens
 
 
+# vLLM's names
+CompletionOutput = Choice
+RequestOutput = Output
+
+
 class Generation:
     """Adds up a request's outputs; keeps all that is needed to report on it or to resume it.
 
@@ -109,6 +114,7 @@ class Generation:
             sampling.stop,
             sampling.include_stop_str_in_output,
             sampling.skip_special_tokens,
+            sampling.min_tokens,
         )
         self.token_ids: list[int] = []
         self.text = ""
@@ -168,7 +174,10 @@ class Generation:
         if is_stop and output.tokens[-1] not in self.sampling.eos_ids:
             self.stop_reason = output.tokens[-1]
         if self.is_done:
-            text += self.stream.finish()
+            rest, stop = self.stream.finish()
+            text += rest
+            if stop is not None and self.finish_reason != "error":
+                self.finish_reason, self.stop_reason = "stop", stop
         return text, len(output.tokens), [*ends, len(text)] if is_silent else ends
 
     @property

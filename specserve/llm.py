@@ -13,7 +13,7 @@ from specserve.engine.build import build
 from specserve.engine.loading import Model, Weights, check_device
 from specserve.errors import Overloaded, RequestError
 from specserve.exchange.caller import Caller
-from specserve.exchange.sampling_params import SamplingParams, choices_of
+from specserve.exchange.sampling_params import SamplingParams, choices_of, seeded
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.generation import Generation, Output, output
 from specserve.input_processor import (
@@ -26,6 +26,7 @@ from specserve.interrupts import interrupts_held
 from specserve.models.chat_template import ChatOptions, Message
 from specserve.phases import Phases
 from specserve.progress import LoadProgress, show_phases, track
+from specserve.vllm_arguments import known_arguments, seeds_from
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -37,8 +38,10 @@ class LLM:
     drafter unset is "auto", which plans what all sources guess; "none" is off. Arguments
     win over `set` ("section.key" -> value), and `set` wins over the file `config`. `weights`
     are those of other LLMs: a model that is among them is not loaded again. `quantize` and
-    `draft_quantize`, "w8a8", "w8" or "w4", round the models' weights as they are loaded. Errors:
-    ConfigError for anything wrong here, RequestError for a prompt or its parameters.
+    `draft_quantize`, "w8a8", "w8" or "w4", round the models' weights as they are loaded. Requests
+    that give no seed have theirs from `seed`, in order. `vllm` are arguments of vLLM's own, of
+    which those are taken that have an equal setting or no effect. Errors: ConfigError for anything
+    wrong here, RequestError for a prompt or its parameters.
     """
 
     def __init__(
@@ -53,8 +56,12 @@ class LLM:
         weights: Iterable[Model | None] = (),
         quantize: str | None = None,
         draft_quantize: str | None = None,
+        *,
+        seed: int | None = None,
+        **vllm: Any,
     ) -> None:
         given = {
+            **known_arguments("LLM", model, vllm),
             "model": model,
             "dtype": dtype,
             "quantize": quantize,
@@ -63,6 +70,7 @@ class LLM:
             "drafter": drafter,
         }
         self.config = python_config("LLM", given, config, set)
+        self.seeds = seeds_from("LLM", seed)
         self.progress = progress
         phases = Phases()
         check_device(self.config)
@@ -251,6 +259,7 @@ class LLM:
         self, ids: list[int], params: SamplingParams, call: int | None = None
     ) -> list[Generation]:
         """Queue a prompt's choices. `call` is the first id of the same call, if there is one."""
+        params = seeded(params, self.seeds)
         samplings = choices_of(self.input_processor.resolve(params, len(ids)), params.n)
         # Outside the lock, so that other threads may step meanwhile.
         keys = self.engine.prompt_keys(ids, samplings[0].cache_salt)

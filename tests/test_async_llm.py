@@ -184,10 +184,10 @@ REFUSED = {
 def test_refused_and_no_other_request_notices(run, llm, asked, complaint):
     async def ask(a):
         other = a.generate("the cat", PARAMS, "mine")
-        await anext(other)
+        first = await anext(other)
         with pytest.raises(RequestError, match=complaint):
             await anext(a.generate(*asked))
-        return (await all_of(other))[-1]
+        return [first, *await all_of(other)][-1]
 
     assert run(ask).token_ids == llm.generate("the cat", PARAMS)[0].token_ids
 

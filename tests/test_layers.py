@@ -22,6 +22,7 @@ LAYERS = [  # ground floor first
     ("specserve.scheduling",),
     ("specserve.engine",),
     ("specserve.input_processor", "specserve.generation"),
+    ("specserve.vllm_arguments",),
     # `specserve` itself exports what these define
     ("specserve.llm", "specserve.async_llm", "specserve"),
     ("specserve.server",),

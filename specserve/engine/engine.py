@@ -307,8 +307,9 @@ class Engine:
             request.leader = None if request is leader else leader
             self.requests[request.id] = request
             if request.sampling.changes_logits:
-                size = self.target.decoder.config.vocab_size
-                self.states[request.id] = TextState(request.sampling, prompt, size)
+                size, first = self.target.decoder.config.vocab_size, self.states.get(leader.id)
+                state = first.fork() if first else TextState(request.sampling, prompt, size)
+                self.states[request.id] = state
             if request.sampling.logprobs is not None or request.scores is not None:
                 self.telling.add(request.id)
             self.scheduler.add(request)

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from specserve.config import ServerConfig
 from specserve.errors import Overloaded, RequestError
-from specserve.exchange.sampling_params import SamplingParams
+from specserve.exchange.sampling_params import SamplingParams, reason_and_path
 from specserve.server.refusal import TimedOut, TooLarge, cut
 
 # OpenAI's fields that have no meaning here: accepted with any value, and ignored.
@@ -24,29 +24,22 @@ HARMLESS = {
 # Fields of other servers that are not implemented -> the values without effect: only they are
 # accepted.
 NO_OP: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
     "documents": (),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": (),
     "include_reasoning": (True,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logprobs": (False,),
     "logprob_token_ids": (),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "no_stop_trim": (False,),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0,),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "repetition_penalty": (1,),
     "request_id": (),
     "response_format": ({"type": "text"},),
     "return_hidden_states": (False,),
@@ -81,8 +74,10 @@ T = TypeVar("T", bound="Body")
 S = TypeVar("S", bound=msgspec.Struct)
 
 REMEDIES = {  # hints for fields whose values are often wrong
+    "logit_bias": "up to 1024 token ids -> -100 to 100",
     "max_tokens": "leave it out for the rest of the context",
     "n": "1 to 128 choices",
+    "repetition_penalty": "1 is off",
     "role": "it is system, developer, user or assistant",
     "seed": "leave it out, and one is drawn",
     "top_k": "0 is off",
@@ -240,10 +235,10 @@ def convert(value: Any, kind: Any, path: str) -> Any:
                 refuse_unknown(key, [*fields(struct)], f"{path}.")
         value = {k: v for k, v in value.items() if v is not None}
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, kind, str_keys=True)
     except (ValueError, RecursionError) as e:  # msgspec's ValidationError is a ValueError
-        reason, _, inner = str(e).partition(" - at `$")
-        param = path + inner.rstrip("`")
+        reason, inner = reason_and_path(e)
+        param = path + inner
         hint = REMEDIES.get(param.rpartition(".")[2])
         raise RequestError(f"{param}: {cut(reason)}{f'; {hint}' if hint else ''}", param) from e
 

@@ -36,7 +36,7 @@ async def completions(request: Request) -> Response:
     raw = await service.bodies.read(request)
     asked, prompts = await service.parse(raw, partial(read_completion, service.limits.max_prompts))
     service.check_model(asked.model)
-    service.check_asked(asked.params, len(prompts), "prompt")
+    await service.check_asked(asked.params, len(prompts), "prompt")
     ids = await service.read_all(prompts, service.input_processor.num_kept(asked.params))
     completion = await service.ask(ids, asked.params, arrived, "prompt")
     return await respond(request, SCHEMA, asked, completion)

@@ -119,7 +119,7 @@ class Service:
         self, prompts: Sequence[list[int]], params: SamplingParams, arrived: Arrival, field: str
     ) -> LiveCompletion:
         """Queue all prompts, or refuse all; errors name `field`."""
-        samplings = [self.input_processor.resolve(params, len(prompt)) for prompt in prompts]
+        samplings = [*self.input_processor.resolve_all(params, [*map(len, prompts)])]
         keys = await self.hash(prompts, params.cache_salt)
         self.check_open()  # again: a drain may have begun while the body was read
         self.check_requests(len(prompts) * params.n, "n" if params.n > 1 else field)
@@ -130,15 +130,16 @@ class Service:
             completion.ask(prompt, its_keys, choices_of(sampling, params.n), tokenizer)
         return completion
 
-    def check_asked(self, params: SamplingParams, num_prompts: int, field: str) -> None:
+    async def check_asked(self, params: SamplingParams, num_prompts: int, field: str) -> None:
         """The checks that need no token ids, so that they come before tokenizing."""
         self.check_params(params)
-        self.input_processor.resolve(params)
+        resolve = self.input_processor.resolve
+        await self.in_thread(resolve, params) if params.bad_words else resolve(params)
         self.check_requests(num_prompts * params.n, "n" if params.n > 1 else field)
 
     def check_params(self, params: SamplingParams) -> None:
         """Refuse parameters that the engine supports but the operator's limits exclude."""
-        num_stop = 1 if isinstance(params.stop, str) else len(params.stop)
+        num_stop = 1 if isinstance(params.stop, str) else len(params.stop or ())
         if num_stop > self.limits.max_stop_strings:
             raise RequestError(
                 f"stop: {num_stop} strings, and {self.limits.max_stop_strings} are allowed", "stop"

@@ -57,7 +57,6 @@ def test_a_value_that_makes_no_sense_is_refused_by_name(tmp_path, key, value):
 
 
 IGNORED = {  # key -> a value that would change the text in transformers, and one that would not
-    "repetition_penalty": (1.05, 1.0),
     "encoder_repetition_penalty": (1.1, 1.0),
     "no_repeat_ngram_size": (3, 0),
     "typical_p": (0.9, 1.0),
