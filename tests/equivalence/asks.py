@@ -31,9 +31,7 @@ def changes(said, probe):
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """One request of a cell. `given` are fields of SamplingParams, `edits` those of Sampling that
-    no caller's field is needed for.
-    """
+    """One request of a cell. `given` are fields of SamplingParams, `edits` those of Sampling."""
 
     given: dict = {}
     edits: dict = {}
@@ -49,8 +47,8 @@ class Ask(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(sampling, **self.edits)
 
 
-def edits(is_met=changes, **given):
-    return Ask(edits=given, is_met=is_met)
+def asks(is_met=changes, **given):
+    return Ask(given, is_met=is_met)
 
 
 def nothing(probe, text):
@@ -58,19 +56,19 @@ def nothing(probe, text):
 
 
 def presence_penalty(probe, text):
-    return [edits(presence_penalty=x) for x in (2.0, -1.5)]
+    return [asks(presence_penalty=x) for x in (2.0, -1.5)]
 
 
 def frequency_penalty(probe, text):
-    return [edits(frequency_penalty=x) for x in (1.0, -0.7)]
+    return [asks(frequency_penalty=x) for x in (1.0, -0.7)]
 
 
 def repetition_penalty(probe, text):
-    return [edits(repetition_penalty=x) for x in (1.5, 0.8)]
+    return [asks(repetition_penalty=x) for x in (1.5, 0.8)]
 
 
 def logit_bias(probe, text):
-    return [edits(logit_bias={probe[3]: -100.0, probe[6]: -4.0, probe[1]: 1.0, VOCAB - 1: 2.0})]
+    return [asks(logit_bias={probe[3]: -100.0, probe[6]: -4.0, probe[1]: 1.0, VOCAB - 1: 2.0})]
 
 
 def stop_string(probe, text):
@@ -97,10 +95,14 @@ def ends_with_id(said, probe):
 
 
 def min_tokens(probe, text):
-    """Many ids would end the text, so that it mostly ends as soon as it may."""
-    ends = tuple({probe[2], probe[4], *spoken()[::3]})
-    asks = [edits(ends_late, min_tokens=least) for least in (6, 13, 20)]
-    return [replaced(ask, given={"stop_token_ids": ends}) for ask in asks]
+    """Many ids would end the text, so that it mostly ends as soon as it may. A stop string is drawn
+    as any text, and passed over.
+    """
+    ends, word = tuple({probe[2], probe[4], *spoken()[::3]}), new_text(text, len(text) // 4)
+    return [
+        *[asks(ends_late, stop_token_ids=ends, min_tokens=least) for least in (6, 13, 20)],
+        asks(lambda said, probe: word in said.choices[0].text, stop=word, min_tokens=20),
+    ]
 
 
 def ends_late(said, probe):
@@ -110,15 +112,15 @@ def ends_late(said, probe):
 
 def bad_words(probe, text):
     words = (probe[3],), tuple(probe[5:7]), tuple(probe[8:11])
-    return [edits(bad_words=(word, (VOCAB - 1, 5))) for word in words]
+    return [Ask(edits={"bad_words": (word, (VOCAB - 1, 5))}, is_met=changes) for word in words]
 
 
 def allowed_ids(probe, text):
-    return [edits(allowed_ids=tuple(i for i in range(VOCAB) if i % 4 != probe[4] % 4))]
+    return [asks(allowed_token_ids=tuple(i for i in range(VOCAB) if i % 4 != probe[4] % 4))]
 
 
 def logprobs(probe, text):
-    return [edits(has_logprobs, logprobs=k) for k in (3, 0)]
+    return [Ask(edits={"logprobs": k}, is_met=has_logprobs) for k in (3, 0)]
 
 
 def has_logprobs(said, probe):

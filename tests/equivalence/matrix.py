@@ -191,8 +191,8 @@ def stranger(i, size, arrives=0, **given):
     """A request that is no cell's."""
     drawn = [*DRAWN][i % len(DRAWN)]
     prompt = Random(-1 - i).choices(spoken(), k=size)
-    edits = {"presence_penalty": 0.5} if i % 2 else {}
-    sampling = Ask(given, edits).sampling(drawn, i, f"stranger {i} {size}")
+    given |= {"presence_penalty": 0.5} if i % 2 else {}
+    sampling = Ask(given).sampling(drawn, i, f"stranger {i} {size}")
     return Asked(prompt, sampling, arrives=arrives)
 
 
@@ -256,7 +256,7 @@ def unexercised(cell, mine, probes):
     shown = {line.number for line, one in mine if line.is_met(one.said, probes)}
     for number in {line.number for line, _ in mine} - shown:
         yield f"not exercised: no request {number} of a seed shows {cell.asked}"
-    for i, (line, one) in enumerate(mine):
+    for i, (_, one) in enumerate(mine):
         if not has_met(cell.situation, one):
             yield f"not exercised: request {i} was not {cell.situation}"
     if cell.column != "off":

@@ -97,9 +97,10 @@ def end_of(tokenizer, output, asked):
     for n, token in enumerate(output, 1):
         is_id = token in asked.stop_ids
         text = tokenizer.decode(output[: n - is_id], skip_special_tokens=True)
-        found = min(((text.find(s), len(s), s) for s in asked.stop if s in text), default=None)
-        if found is not None:
-            at, size, word = found
+        early = len(tokenizer.decode(output[: min(n, asked.min_tokens)], skip_special_tokens=True))
+        places = [(text.find(s, max(0, early - len(s) + 1)), len(s), s) for s in asked.stop]
+        if found := [place for place in places if place[0] >= 0]:
+            at, size, word = min(found)
             text = text[: at + size * asked.include_stop_str_in_output]
             return End(n, None if "\ufffd" in text else text, "stop", word)
         if is_id or n == asked.max_tokens:
