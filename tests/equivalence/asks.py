@@ -25,7 +25,7 @@ def always(said, probe):
 
 
 def changes(said, probe):
-    """Another text, of the same length."""
+    """It is no beginning of the probe."""
     own = said.choices[0].token_ids
     return own != probe[: len(own)]
 
@@ -72,11 +72,13 @@ def logit_bias(probe, text):
 
 
 def stop_string(probe, text):
-    """The second is found last of all: its other strings are not in the text."""
-    word = new_text(text, 2 * len(text) // 3)
-    others = ("never said", word + "?!", new_text(text, len(text) // 3))
-    found = [Ask({"stop": word}), Ask({"stop": others, "include_stop_str_in_output": True})]
-    return [replaced(ask, is_met=ends_with_stop) for ask in found]
+    """Its first place decides, not its place among the strings."""
+    word, early = (new_text(text, n * len(text) // 3) for n in (2, 1))
+    several = ("never said", word, early, early + "?!")
+    return [
+        asks(ends_with_stop, stop=word),
+        asks(ends_with_stop, stop=several, include_stop_str_in_output=True),
+    ]
 
 
 def ends_with_stop(said, probe):
@@ -86,7 +88,7 @@ def ends_with_stop(said, probe):
 
 def stop_id(probe, text):
     ends = {new_token(probe, 5), new_token(probe, 15)}
-    return [Ask({"stop_token_ids": (end,)}, is_met=ends_with_id) for end in sorted(ends)]
+    return [asks(ends_with_id, stop_token_ids=(end,)) for end in sorted(ends)]
 
 
 def ends_with_id(said, probe):
@@ -151,8 +153,8 @@ def ends_of_itself(said, probe):
 
 def max_tokens(probe, text):
     """Several, of which one is bound to fall within a block of accepted guesses."""
-    asks = [Ask({"max_tokens": most}, is_met=has_length) for most in (14, 19, 24, 29)]
-    return [replaced(ask, ends_in_block=True) for ask in asks]
+    most = 14, 19, 24, 29
+    return [Ask({"max_tokens": n}, is_met=has_length, ends_in_block=True) for n in most]
 
 
 def has_length(said, probe):
@@ -176,10 +178,6 @@ ASKED = {
     "ignore_eos": ignore_eos,
     "max_tokens in a block": max_tokens,
 }
-
-
-def replaced(ask, **changed):
-    return msgspec.structs.replace(ask, **changed)
 
 
 def new_token(probe, place):

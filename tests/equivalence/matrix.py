@@ -30,9 +30,7 @@ TOGETHER = {  # situations, and how many requests of cells share a run there
     "beside a prompt": 3,
     "after a prefix hit": 4,
 }
-
-
-NUM_SEEDS = 2
+NUM_SEEDS = 3
 
 
 class Cell(NamedTuple):
@@ -126,14 +124,15 @@ class Matrix:
     def __init__(self, columns, cells):
         self.columns, self.cells = columns, cells
         self.pair = columns["off"].pair
-        self.probes = {seed: self.probe(cell, seed) for cell in cells for seed in cell.seeds}
+        drawn = {seed: cell.drawn for cell in cells for seed in cell.seeds}
+        self.probes = {seed: self.probe(drawn[seed], seed) for seed in drawn}
         self.off = {}  # what cells without a drafter said
         self.failed = {}  # reasons by cell, in order
         self.facts = {name: Counter() for name in COLUMNS}
 
-    def probe(self, cell, seed):
-        """The text of the cell without its parameter."""
-        asked = Asked(prompt_of(seed), Ask().sampling(cell.drawn, seed, f"{cell} probe {seed}"))
+    def probe(self, drawn, seed):
+        """The text of the seed's cells without their parameter."""
+        asked = Asked(prompt_of(seed), Ask().sampling(drawn, seed, "probe"))
         [played] = self.columns["off"].play([asked])
         return played.said.choices[0]
 
@@ -153,7 +152,8 @@ class Matrix:
         for seed in cell.seeds:
             probe = self.probes[seed]
             for i, ask in enumerate(ASKED[cell.asked](probe.token_ids, probe.text)):
-                sampling = ask.sampling(cell.drawn, seed, f"{cell} {seed} {i}")
+                salt = f"{cell} {seed} {i}"  # no request finds another's KV
+                sampling = ask.sampling(cell.drawn, seed, salt)
                 yield Line(cell, seed, i, ask, Asked(prompt_of(seed), sampling, ask.n))
 
     def judge(self, cell, mine):
@@ -178,6 +178,7 @@ class Matrix:
 def play(column, lines, situation):
     """A run of some requests of cells in a situation; what became of these."""
     asked = [line.asked for line in lines]
+    column.engine.reset_cache()
     if situation == "among 8 others":
         asked += [stranger(i, 24, max_tokens=44) for i in range(6)]
     if situation == "beside a prompt":
@@ -192,7 +193,7 @@ def stranger(i, size, arrives=0, **given):
     drawn = [*DRAWN][i % len(DRAWN)]
     prompt = Random(-1 - i).choices(spoken(), k=size)
     given |= {"presence_penalty": 0.5} if i % 2 else {}
-    sampling = Ask(given).sampling(drawn, i, f"stranger {i} {size}")
+    sampling = Ask(given).sampling(drawn, i, "stranger")
     return Asked(prompt, sampling, arrives=arrives)
 
 
