@@ -141,14 +141,18 @@ def have_seeds(said, probe):
 
 
 def ignore_eos(probe, text):
-    end = new_token(probe, 8)
-    goes_on = Ask({"ignore_eos": True}, eos=(end,), is_met=lambda said, probe: end in probe)
-    return [goes_on, Ask(eos=(end,), is_met=ends_of_itself)]
+    eos = (new_token(probe, 8),)
+    return [Ask({"ignore_eos": True}, eos=eos, is_met=goes_on), Ask(eos=eos, is_met=ends_of_itself)]
+
+
+def goes_on(said, probe):
+    return said.choices[0].token_ids == probe
 
 
 def ends_of_itself(said, probe):
     own = said.choices[0]
-    return own.finish_reason == "stop" and own.stop_reason is None
+    is_whole = own.token_ids == probe
+    return not is_whole and own.finish_reason == "stop" and own.stop_reason is None
 
 
 def max_tokens(probe, text):
