@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from specserve.exchange.sampling_params import SamplingParams, Slo, SpeculationParams
     from specserve.generation import CompletionOutput, Output, RequestOutput
     from specserve.llm import LLM
+    from specserve.logprobs import Logprob
 
 process.prepare()  # before any module of this package imports torch
 
@@ -21,6 +22,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "Logprob",
     "Output",
     "RequestOutput",
     "SamplingParams",
@@ -33,6 +35,7 @@ MODULES = {
     "AsyncLLM": "specserve.async_llm",
     "CompletionOutput": "specserve.generation",
     "LLM": "specserve.llm",
+    "Logprob": "specserve.logprobs",
     "Output": "specserve.generation",
     "RequestOutput": "specserve.generation",
     "SamplingParams": "specserve.exchange.sampling_params",

@@ -132,6 +132,12 @@ class AsyncLLM:
         engine = await self.start()
         asked = SamplingParams() if params is None else params
         engine.input_processor.resolve(asked)
+        if asked.is_ranked:
+            raise RequestError(
+                "best_of: outputs come before it is known which are best; leave it out, or call "
+                "LLM.generate",
+                "best_of",
+            )
         asked = seeded(asked, self.seeds)
         ids, keys = await asyncio.to_thread(engine.read, read, asked)
         self.check_open(engine)
@@ -141,7 +147,7 @@ class AsyncLLM:
             is_finished = False
             while not is_finished:
                 await answer.news()
-                told = output(answer.generations, engine.ready.drafter, text, id)
+                told = output(answer.generations, engine.ready.drafter, asked, text, id)
                 is_finished = told.finished
                 yield told
         finally:

@@ -17,6 +17,7 @@ class Piece(NamedTuple):
     num_tokens: int  # of those given, up to the one that completed a stop string
     stop: str | None
     ends: list[int]  # characters of the text, up to and with each of those tokens'
+    starts: list[int]  # characters of all tokens before each of those, held back or not
 
 
 class TextStream:
@@ -45,22 +46,24 @@ class TextStream:
         if self.before.endswith(UNFINISHED):  # inside a character: no usable context
             self.context, self.before = [], ""
         self.num_tokens = 0
+        self.num_taken = 0  # characters of all tokens so far, the unread ones left out
         # May be the beginning of a stop string: [0, early) of the first `min_tokens` tokens | rest
         self.held, self.early = "", 0
 
     def push(self, token_ids: Sequence[int]) -> Piece:
         """Take a step's tokens, in order, up to the one that completes a stop string."""
-        shown, ends = "", list[int]()
+        shown, ends, starts = "", list[int](), list[int]()
         for n, token in enumerate(token_ids, 1):
+            starts.append(self.num_taken)
             self.unread.append(token)
             self.num_tokens += 1
             self.hold(self.take(is_last=len(self.unread) > MAX_UNREAD))
             if (stop := self.find_stop()) is not None:
                 text, self.held = shown + self.until(stop), ""
-                return Piece(text, n, stop, [*ends, len(text)])
+                return Piece(text, n, stop, [*ends, len(text)], starts)
             shown += self.release()
             ends.append(len(shown))
-        return Piece(shown, len(token_ids), None, ends)
+        return Piece(shown, len(token_ids), None, ends, starts)
 
     def finish(self) -> tuple[str, str | None]:
         """The text that was held back, for after the last token, and a stop string that ends it."""
@@ -80,6 +83,7 @@ class TextStream:
         if len(after) <= len(self.before) or (after.endswith(UNFINISHED) and not is_last):
             return ""
         text = after[len(self.before) :]
+        self.num_taken += len(text)
         self.context, self.unread = self.unread, []
         self.before = self.decode(self.context)
         return text

@@ -204,7 +204,7 @@ def test_the_prompt_is_no_part_of_a_stop():
 def test_a_token_that_completes_a_stop_and_goes_on_shows_none_of_it():
     text = TextStream(tiny_tokenizer(), [], ["th"])
     (token,) = encode("the")
-    assert text.push([*encode("a"), token, token]) == ("a", 2, "th", [1, 1])
+    assert text.push([*encode("a"), token, token]) == ("a", 2, "th", [1, 1], [0, 1])
 
 
 def test_each_token_ends_where_the_text_that_it_lets_out_does():
@@ -212,6 +212,15 @@ def test_each_token_ends_where_the_text_that_it_lets_out_does():
     piece = text.push([*encode("x"), *encode("a"), *encode("b"), *encode("c")])
     assert (piece.text, piece.ends) == ("xabc", [1, 1, 1, 4])
     assert text.push(encode("🙂")).ends == [0, 0, 0, 1]
+
+
+def test_each_token_starts_where_those_before_it_end_though_their_text_is_held_back():
+    text = TextStream(tiny_tokenizer(), [], ["abd"])
+    ids = [*encode("x"), *encode("a"), *encode("b"), *encode("c"), *encode("🙂"), *encode("y")]
+    starts = [0, 1, 2, 3, 4, 4, 4, 4, 5]
+    assert text.push(ids).starts == starts
+    text = TextStream(tiny_tokenizer(), [], ["abd"])
+    assert [text.push([token]).starts[0] for token in ids] == starts
 
 
 def test_a_character_split_over_tokens_waits_for_its_last_byte():
@@ -272,7 +281,7 @@ def test_ids_without_text_inside_a_stop_do_not_hide_it():
 
 def test_nothing_said_is_no_text():
     text = TextStream(tiny_tokenizer(), encode("x"), ["a"])
-    assert text.push([]) == ("", 0, None, [])
+    assert text.push([]) == ("", 0, None, [], [])
     assert text.finish()[0] == ""
 
 

@@ -217,7 +217,8 @@ class Engine:
         request, draft = item.request, item.draft
         processors = self.processors.get(request.id)
         if processors is not None and processors.error is not None:
-            return self.fail(request, f"logits_processors: {processors.error}")
+            log.error("a logits processor failed", exc_info=processors.error)
+            return self.fail(request, f"logits_processors: {processors.error!r:.500}")
         is_fallback = self.draft_model is not None and self.draft_model.is_catching_up(item)
         reason, is_root = finish_reason(request, path.tokens), item.is_root
         if request.num_output == 0:

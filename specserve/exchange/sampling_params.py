@@ -27,6 +27,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 LogitBias = dict[Limit, Annotated[float, Meta(ge=-100, le=100)]]
 BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 Milliseconds = Annotated[float, Meta(ge=1e-3)]
+NumTop = Annotated[int, Meta(ge=0, le=20)]
 
 
 class SpeculationParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -91,6 +92,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos      go on after the model's own end of text
     n               choices, 1 to 128, that share the prompt's KV; choice c has the seed
                     mix64(seed, c), and the text of a single request with that seed
+    best_of         so many choices run, n to 128; those n are given whose tokens have the largest
+                    mean logprob, the best first
+    logprobs        tell each output token's logprob, and those of so many likeliest ones, up to 20;
+                    true: its own alone
+    prompt_logprobs the same for the prompt's tokens; 0: their own alone
     priority        smaller ones are admitted first, and preempted last when memory is short
     cache_salt      prompts reuse cached KV of prompts with the same salt only; "" is the salt
                     of requests without one
@@ -120,11 +126,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     ignore_eos: bool = False
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    logprobs: bool | NumTop | None = None
+    prompt_logprobs: NumTop | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
     cache_salt: Annotated[str, Meta(max_length=1024)] = ""
     speculation: SpeculationParams | None = None
     slo: Slo | None = None
     return_speculation_details: bool = False
+
+    @property
+    def num_choices(self) -> int:
+        """How many run; `n` of them are given."""
+        return pick(self.best_of, self.n)
+
+    @property
+    def is_ranked(self) -> bool:
+        return self.num_choices > 1 and self.best_of is not None
+
+    @property
+    def num_top(self) -> int | None:
+        """Likeliest tokens that are told beside each output token; None: no logprobs are told."""
+        if isinstance(self.logprobs, bool):
+            return 0 if self.logprobs else None
+        return self.logprobs
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,10 +226,8 @@ def choices_of(sampling: Sampling, n: int) -> list[Sampling]:
 
 
 def fields_of(params: msgspec.Struct) -> dict[str, Any]:
-    """The parameters that are not None, as nested dicts: msgspec does not validate an instance of
-    the target type.
-    """
-    given = {k: v for k, v in msgspec.structs.asdict(params).items() if v is not None}
+    """The parameters as nested dicts: msgspec does not validate an instance of the target type."""
+    given = msgspec.structs.asdict(params)
     return {k: fields_of(v) if isinstance(v, msgspec.Struct) else v for k, v in given.items()}
 
 
@@ -226,6 +249,12 @@ def check(params: SamplingParams) -> SamplingParams:
         param = path.lstrip(".") or None
         where = f"{param}: " if param else ""
         raise RequestError(f"sampling parameters: {where}{reason}", param) from e
+    if given.num_choices < given.n:
+        raise RequestError(
+            f"sampling parameters: best_of = {given.best_of} is less than n = {given.n}: leave it "
+            "out, or send a larger one",
+            "best_of",
+        )
     try:
         given.cache_salt.encode()
     except UnicodeError as e:
@@ -269,6 +298,8 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
         speculation=pick(given.speculation, SpeculationParams()),
         slo=pick(given.slo, Slo()),
         return_speculation_details=given.return_speculation_details,
+        logprobs=0 if given.is_ranked and given.num_top is None else given.num_top,
+        prompt_logprobs=given.prompt_logprobs,
     )
 
 

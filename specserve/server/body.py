@@ -25,25 +25,21 @@ HARMLESS = {
 # accepted.
 NO_OP: dict[str, tuple[Any, ...]] = {
     "audio": (),
-    "best_of": (1,),
     "documents": (),
     "echo": (False,),
     "function_call": ("none",),
     "functions": (),
     "include_reasoning": (True,),
     "length_penalty": (1,),
-    "logprobs": (False,),
     "logprob_token_ids": (),
     "modalities": (["text"],),
     "no_stop_trim": (False,),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "request_id": (),
     "response_format": ({"type": "text"},),
     "return_hidden_states": (False,),
-    "return_tokens_as_token_ids": (False,),
     "separate_reasoning": (True,),
     "store": (False,),
     "stream_interval": (1,),
@@ -76,11 +72,14 @@ S = TypeVar("S", bound=msgspec.Struct)
 REMEDIES = {  # hints for fields whose values are often wrong
     "logit_bias": "up to 1024 token ids -> -100 to 100",
     "max_tokens": "leave it out for the rest of the context",
+    "logprobs": "up to 20 likeliest tokens; in a chat, true or false",
     "n": "1 to 128 choices",
+    "prompt_logprobs": "up to 20 likeliest tokens",
     "repetition_penalty": "1 is off",
     "role": "it is system, developer, user or assistant",
     "seed": "leave it out, and one is drawn",
     "top_k": "0 is off",
+    "top_logprobs": "up to 20 likeliest tokens",
     "top_p": "1 is off",
 }
 
@@ -101,6 +100,7 @@ class Body(SamplingParams, frozen=True, kw_only=True):
     model: str | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None  # another name of max_tokens
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -181,6 +181,14 @@ def read(raw: bytes, kind: type[T]) -> T:
     body = one_limit(from_fields({k: v for k, v in given.items() if k in fields(kind)}, kind))
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: only streams have these; set stream", "stream_options")
+    if body.is_ranked and body.stream:
+        raise RequestError(
+            "best_of: a stream begins before it is known which choices are best; leave out one",
+            "best_of",
+        )
+    if body.return_tokens_as_token_ids and body.params.num_top is None:
+        name = "return_tokens_as_token_ids"
+        raise RequestError(f"{name}: it is about the tokens of logprobs; ask for these", name)
     return body
 
 

@@ -68,6 +68,12 @@ CHOICES = {  # logits, the parameters -> the token, whatever the noise
     "in the first vector's tail, too": ([0.0] * 18 + [1.0, 1.0], {"temperature": 0}, 18),
     "and across vectors": ([0.0] * 15 + [1.0] * 40, {"temperature": 0}, 15),
     "a row without hope": ([-torch.inf] * 3, {"temperature": 0}, 0),
+    "a row without hope, and noise": ([-torch.inf] * 70, {}, 0),
+    "a row without hope, and filters": (
+        [-torch.inf] * 70,
+        {"min_p": 0.1, "top_k": 2, "top_p": 0.5},
+        0,
+    ),
     "a negative row": ([-9.0] * 16 + [-8.0] * 20, {"temperature": 0}, 16),
     "top_k = 1 is argmax": ([0.0, 2, 1, 2], {"top_k": 1}, 1),
     "min_p = 1 is argmax": ([0.0, 2, 1], {"min_p": 1.0}, 1),

@@ -47,8 +47,10 @@ ORDINARY = {
         "add_generation_prompt": False,
         "continue_final_message": False,
         "chat_template_kwargs": {"mood": ["a"]},
+        "logprobs": True,
+        "top_logprobs": 2,
     },
-    COMPLETIONS: {"model": "tiny", "prompt": ["a", "b"], "n": 1, "echo": False},
+    COMPLETIONS: {"model": "tiny", "prompt": ["a", "b"], "n": 1, "echo": True, "logprobs": 2},
     "/tokenize": {"prompt": "a", "messages": None, "add_special_tokens": True}
     | {"add_generation_prompt": True, "continue_final_message": False, "chat_template_kwargs": {}},
     "/detokenize": {"model": "tiny", "tokens": [1, 2]},
@@ -79,6 +81,9 @@ SHARED = {
     "slo": {"ttft_ms": 5, "tpot_ms": 0.5},
     "return_speculation_details": True,
     "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+    "prompt_logprobs": 1,
+    "best_of": 1,
     "include_stop_str_in_output": True,
     "skip_special_tokens": False,
 }

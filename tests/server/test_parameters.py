@@ -273,8 +273,6 @@ def test_fields_that_ask_for_nothing_are_read_past(server):
     [
         ("n", True),
         ("store", True),
-        ("logprobs", True),
-        ("logprobs", 1),
         ("top_logprobs", 3),
         ("response_format", {"type": "json_object"}),
         ("tools", []),
@@ -282,8 +280,6 @@ def test_fields_that_ask_for_nothing_are_read_past(server):
         ("tool_choice", "required"),
         ("prediction", {"type": "content", "content": "x"}),
         ("reasoning_effort", "high"),
-        ("echo", True),
-        ("best_of", 2),
         ("suffix", "x"),
         ("guided_json", {}),
         ("chat_template", "x"),
