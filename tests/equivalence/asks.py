@@ -10,6 +10,7 @@ import msgspec
 
 from specserve.exchange.sampling_params import SamplingParams, resolve
 from specserve.models.defaults import GenerationDefaults
+from tests.equivalence.columns import Asked
 from tests.equivalence.pair import VOCAB, spoken
 
 MAX_TOKENS = 36
@@ -36,15 +37,14 @@ class Ask(msgspec.Struct, frozen=True):
     given: dict = {}
     edits: dict = {}
     eos: tuple[int, ...] = ()  # the model's end of text
-    n: int = 1
     is_met: Callable = always
     ends_in_block: bool = False  # at least one such ask of a cell ends within accepted guesses
 
-    def sampling(self, drawn, seed, salt):
-        given = {"max_tokens": MAX_TOKENS, "seed": seed, "cache_salt": salt} | DRAWN[drawn]
-        defaults = GenerationDefaults(eos_token_ids=self.eos)
-        sampling = resolve(SamplingParams(**given | self.given), defaults, MAX_TOKENS)
-        return msgspec.structs.replace(sampling, **self.edits)
+    def asked(self, prompt, drawn, seed, salt, arrives=0):
+        usual = {"max_tokens": MAX_TOKENS, "seed": seed, "cache_salt": salt} | DRAWN[drawn]
+        params = SamplingParams(**usual | self.given)
+        sampling = resolve(params, GenerationDefaults(eos_token_ids=self.eos), MAX_TOKENS)
+        return Asked(prompt, params, msgspec.structs.replace(sampling, **self.edits), arrives)
 
 
 def asks(is_met=changes, **given):
@@ -122,7 +122,7 @@ def allowed_ids(probe, text):
 
 
 def logprobs(probe, text):
-    return [Ask(edits={"logprobs": k}, is_met=has_logprobs) for k in (3, 0)]
+    return [asks(has_logprobs, logprobs=k) for k in (3, 0)]
 
 
 def has_logprobs(said, probe):
@@ -131,7 +131,7 @@ def has_logprobs(said, probe):
 
 
 def choices(probe, text):
-    return [Ask(n=3, is_met=have_seeds)]
+    return [asks(have_seeds, n=3)]
 
 
 def have_seeds(said, probe):

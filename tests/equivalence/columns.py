@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 
 import msgspec
 
-from specserve.exchange.sampling_params import choices_of
+from specserve.exchange.sampling_params import Sampling, SamplingParams, choices_of
 from specserve.exchange.step_output import TokenLogprobs
 from specserve.generation import Generation, Usage, output
 from specserve_drafters import ROOT
@@ -45,8 +45,8 @@ class Said(msgspec.Struct, frozen=True):
 
 class Asked(msgspec.Struct, frozen=True):
     prompt: list[int]
-    sampling: object
-    n: int = 1
+    params: SamplingParams
+    sampling: Sampling  # as the engine takes them
     arrives: int = 0  # in this step
 
 
@@ -126,18 +126,18 @@ class Column:
                 if live[told.id].is_done:  # the engine does not look for stop strings
                     engine.finish(told.id)
             step += 1
-        played = [self.played(every[i]) for i in range(len(asked))]
+        played = [self.played(every[i], ask.params) for i, ask in enumerate(asked)]
         self.facts.clear()
         self.logits.clear()
         return played
 
     def start(self, ask):
-        requests = self.engine.add_choices(ask.prompt, choices_of(ask.sampling, ask.n))
+        requests = self.engine.add_choices(ask.prompt, choices_of(ask.sampling, ask.params.n))
         return [Generation(r.id, ask.prompt, r.sampling, self.pair.tokenizer) for r in requests]
 
-    def played(self, generations):
+    def played(self, generations, params):
         """Facts of all choices add up."""
-        whole, facts = output(generations, self.drafter), Counter()
+        whole, facts = output(generations, self.drafter, params), Counter()
         each = [
             SaidChoice(
                 c.text,

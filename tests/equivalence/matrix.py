@@ -132,7 +132,7 @@ class Matrix:
 
     def probe(self, drawn, seed):
         """The text of the seed's cells without their parameter."""
-        asked = Asked(prompt_of(seed), Ask().sampling(drawn, seed, "probe"))
+        asked = Ask().asked(prompt_of(seed), drawn, seed, "probe")
         [played] = self.columns["off"].play([asked])
         return played.said.choices[0]
 
@@ -153,8 +153,7 @@ class Matrix:
             probe = self.probes[seed]
             for i, ask in enumerate(ASKED[cell.asked](probe.token_ids, probe.text)):
                 salt = f"{cell} {seed} {i}"  # no request finds another's KV
-                sampling = ask.sampling(cell.drawn, seed, salt)
-                yield Line(cell, seed, i, ask, Asked(prompt_of(seed), sampling, ask.n))
+                yield Line(cell, seed, i, ask, ask.asked(prompt_of(seed), cell.drawn, seed, salt))
 
     def judge(self, cell, mine):
         key, said = cell[1:], [one.said for _, one in mine]
@@ -180,7 +179,7 @@ def play(column, lines, situation):
     asked = [line.asked for line in lines]
     column.engine.reset_cache()
     if situation == "among 8 others":
-        asked += [stranger(i, 24, max_tokens=44) for i in range(6)]
+        asked += [stranger(i, 24, max_tokens=44) for i in range(12 - len(asked))]
     if situation == "beside a prompt":
         asked += [stranger(i, 110, arrives=i, max_tokens=1) for i in (1, 4, 9, 15)]
     if situation == "after a prefix hit":
@@ -193,13 +192,11 @@ def stranger(i, size, arrives=0, **given):
     drawn = [*DRAWN][i % len(DRAWN)]
     prompt = Random(-1 - i).choices(spoken(), k=size)
     given |= {"presence_penalty": 0.5} if i % 2 else {}
-    sampling = Ask(given).sampling(drawn, i, "stranger")
-    return Asked(prompt, sampling, arrives=arrives)
+    return Ask(given).asked(prompt, drawn, i, "stranger", arrives)
 
 
 def one_token(asked):
-    sampling = Ask({"max_tokens": 1}).sampling("greedy", 0, asked.sampling.cache_salt)
-    return Asked(asked.prompt, sampling)
+    return Ask({"max_tokens": 1}).asked(asked.prompt, "greedy", 0, asked.params.cache_salt)
 
 
 def untold(pair, line, played) -> Iterable[str]:
