@@ -84,9 +84,9 @@ def items(number: int) -> list[dict[str, str]]:
     docs: list[dict[str, str]] = []
     while len(docs) < number:
         text = beginning(source, source.randrange(*CHARACTERS)).rstrip()
-        context, _, target = text.rpartition("\n")
-        if context and target.strip():
-            docs.append({"context": context, "target": f"\n{target}"})
+        context = text.rpartition("\n")[0].rstrip()
+        if context:
+            docs.append({"context": context, "target": text[len(context) :]})
     return docs
 
 
