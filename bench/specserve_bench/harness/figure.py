@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import json
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -120,6 +121,7 @@ def measured(loaded: Mapping[str, LmEval], number: int, num_parts: int) -> dict[
         for name in [OURS, THEIRS] if part % 2 else [THEIRS, OURS]:
             numbers = range(part, number, num_parts)
             runs[name].append(loaded[name].run(TASK, numbers, **best[name]["setting"]))
+            print(f"part {part + 1}: {name}: {runs[name][-1].seconds:.1f} s", file=sys.stderr)
     seconds = {name: sum(run.seconds for run in told) for name, told in runs.items()}
     return {
         "tried": tried,
@@ -140,6 +142,7 @@ def tries(name: str, lm_eval: LmEval, number: int) -> list[dict[str, Any]]:
     for setting in TRIES[name]:
         run = lm_eval.run(TASK, range(number), **setting)
         told.append({"setting": setting, "items_per_s": round(number / run.seconds, 3)})
+        print(f"{name}: {told[-1]}", file=sys.stderr)
     return told
 
 
