@@ -26,14 +26,14 @@ from specserve_bench.workloads import beginning
 FILE = Path("bench/results/lm-eval-cpu.json")
 OURS, THEIRS = "specserve", "transformers"
 TASK = "lines"
-ITEMS, PARTS, TRIED = 500, 5, 48
-CHARACTERS = 200, 1000  # of a context: lines of code as of a few examples of a benchmark
+ITEMS, PARTS, TRIED = 500, 5, 16
+CHARACTERS = 150, 750  # of a context: lines of code as of a few examples of a benchmark
 SERVING = settings(memory__kv_bytes=2 << 30)
 COMMAND = "python -m specserve_bench.figures lm-eval"
 WORDS = {"_concurrent": "requests at a time:", "batch_size_per_gpu": "batch:"}
 TRIES: Mapping[str, Sequence[Mapping[str, int]]] = {
     OURS: [{"_concurrent": n} for n in (4, 16, 64)],
-    THEIRS: [{"batch_size_per_gpu": n} for n in (1, 4, 8, 16, 32)],
+    THEIRS: [{"batch_size_per_gpu": n} for n in (1, 2, 4, 8, 16)],
 }
 DESCRIPTION = """
 Have lm-eval compute the loglikelihood of the next line of code, by specserve's server (echo and

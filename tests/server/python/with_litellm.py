@@ -5,6 +5,7 @@ import sys
 
 import litellm
 
+litellm.suppress_debug_info = True  # which it prints
 url, asked = sys.argv[1], json.loads(sys.argv[2])
 to = {"api_base": f"{url}/v1", "api_key": "none", "num_retries": 0}
 chat = to | {"model": "openai/tiny", "messages": asked.pop("messages")}
