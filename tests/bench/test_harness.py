@@ -1,5 +1,6 @@
 """How lm-eval is run beside specserve and transformers, and what is made of its times."""
 
+import json
 import sys
 
 import pytest
@@ -26,18 +27,40 @@ class Fake:
         return Evaluation(each * len(numbers), {}, answers)
 
 
-def test_rates_are_of_all_parts_in_the_best_setting():
+def contenders():
     ours = Fake(0.5, {"_concurrent": 16}, -1.0)
     theirs = Fake(1.0, {"batch_size_per_gpu": 8}, -1.25)
-    told = figure.measured({figure.OURS: ours, figure.THEIRS: theirs}, 10, 3)
-    assert told["setting"] == {figure.OURS: ours.best, figure.THEIRS: theirs.best}
+    return {figure.OURS: ours, figure.THEIRS: theirs}
+
+
+ABOUT = {"items": {"number": 10}, "num_parts": 3}
+
+
+def test_rates_are_of_all_parts_in_the_best_setting():
+    fakes = contenders()
+    *_, told = figure.measured(ABOUT, fakes)
+    assert told["setting"] == {name: fake.best for name, fake in fakes.items()}
     assert told["items_per_s"] == {figure.OURS: 2.0, figure.THEIRS: 1.0}
     assert told["rate_over_theirs"] == told["rate_over_theirs_in_parts"]["median"] == 2.0
-    assert told["loglikelihoods_apart"] == {"mean": 0.25, "most": 0.25}
-    assert told["greedy_by_one_alone"] == 0
-    for fake in (ours, theirs):
+    assert (told["mean_apart"], told["greedy_by_one_alone"]) == (0.25, 0)
+    for fake in fakes.values():
         assert sorted(n for part in fake.seen[-3:] for n in part) == [*range(10)]
     assert f"| {figure.OURS} | requests at a time: 16 | 2.00 |" in figure.table(told)
+
+
+def test_parts_that_are_kept_are_not_measured_again(tmp_path):
+    *_, whole = figure.measured(ABOUT, contenders())
+    first, *_ = figure.measured(ABOUT, contenders())
+    file = tmp_path / "kept.json"
+    file.write_text(json.dumps(first))
+    fakes = contenders()
+    *_, told = figure.measured(figure.kept(file, ABOUT), fakes)
+    assert told == whole
+    for fake in fakes.values():
+        _, *seen = fake.seen  # without the run before them
+        assert seen == [[1, 4, 7], [2, 5, 8]]
+    with pytest.raises(ConfigError, match="other parts"):
+        figure.kept(file, ABOUT | {"num_parts": 4})
 
 
 def test_items_are_lines_of_code_and_the_next_one():

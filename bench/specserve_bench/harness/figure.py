@@ -3,9 +3,10 @@
 import argparse
 import hashlib
 import json
+import math
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from specserve.errors import ConfigError
 from specserve_bench import outputs, suite
 from specserve_bench.commands import at_least_1
 from specserve_bench.harness.lm_eval import LOGLIKELIHOOD, Evaluation, LmEval, write_task
@@ -48,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
     outputs.check_file("--out", args.out)
     target, _ = PAIRS[args.pair]()
     docs = items(args.items)
+    about = {"model": target.name, "items": described(docs), "num_parts": args.parts}
+    told = kept(args.out, about) if args.go_on else about
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="specserve-task-")))
         write_task(folder, TASK, docs, **LOGLIKELIHOOD)
@@ -56,12 +60,20 @@ def main(argv: Sequence[str]) -> int:
             name: stack.enter_context(LmEval(python, *model, folder))
             for name, model in models(server, target).items()
         }
-        told = {"items": described(docs), "lm_eval": loaded[OURS].version}
-        told |= measured(loaded, args.items, args.parts)
-    about = {"machine": suite.machine(COMMAND), "model": target.name}
-    outputs.write("--out", args.out, json.dumps(about | told).encode() + b"\n")
+        told = {"machine": suite.machine(COMMAND), "lm_eval": loaded[OURS].version, **told}
+        for so_far in measured(told, loaded):
+            told = so_far
+            outputs.write("--out", args.out, json.dumps(told).encode() + b"\n")
     print(table(told))
     return 0
+
+
+def kept(file: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+    """What an earlier run has measured of the same; ConfigError if it was of something else."""
+    told: dict[str, Any] = json.loads(file.read_bytes() or b"{}")
+    if any(told.get(name) != value for name, value in about.items()):
+        raise ConfigError(f"--go-on: {file} is of another model, other items or other parts")
+    return told
 
 
 def parser() -> argparse.ArgumentParser:
@@ -75,6 +87,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--pair", choices=PAIRS, default="0.6b")
     p.add_argument("--items", type=at_least_1, default=ITEMS)
     p.add_argument("--parts", type=at_least_1, default=PARTS, help="that are measured in turn")
+    p.add_argument("--go-on", action="store_true", help="measure the parts that --out lacks")
     p.add_argument("--out", type=Path, default=FILE, metavar="JSON", help=f"default: {FILE}")
     return p
 
@@ -112,32 +125,33 @@ def models(server: Served, target: Path) -> dict[str, tuple[str, dict[str, Any]]
     return {OURS: ("local-completions", ours), THEIRS: ("hf", theirs)}
 
 
-def measured(loaded: Mapping[str, LmEval], number: int, num_parts: int) -> dict[str, Any]:
-    """Each with its best setting; parts of the items in turn, who is first in turn as well."""
-    tried = {name: tries(name, lm_eval, min(number, TRIED)) for name, lm_eval in loaded.items()}
-    best = {name: max(told, key=lambda each: each["items_per_s"]) for name, told in tried.items()}
-    runs: dict[str, list[Evaluation]] = {name: [] for name in loaded}
-    for part in range(num_parts):
+def measured(told: dict[str, Any], loaded: Mapping[str, LmEval]) -> Iterator[dict[str, Any]]:
+    """What is told with each further part. Each model has its best setting; who comes first changes
+    from part to part.
+    """
+    number, num_parts = told["items"]["number"], told["num_parts"]
+    if "tried" not in told:
+        tried = {n: tries(n, lm_eval, min(number, TRIED)) for n, lm_eval in loaded.items()}
+        told = told | {"tried": tried, "parts": []}
+    setting = {
+        name: max(tried, key=lambda each: each["items_per_s"])["setting"]
+        for name, tried in told["tried"].items()
+    }
+    for name, lm_eval in loaded.items():
+        lm_eval.run(TASK, range(min(number, 4)), **setting[name])  # the first steps are slower
+    for part in range(len(told["parts"]), num_parts):
+        runs = {}
         for name in [OURS, THEIRS] if part % 2 else [THEIRS, OURS]:
             numbers = range(part, number, num_parts)
-            runs[name].append(loaded[name].run(TASK, numbers, **best[name]["setting"]))
-            print(f"part {part + 1}: {name}: {runs[name][-1].seconds:.1f} s", file=sys.stderr)
-    seconds = {name: sum(run.seconds for run in told) for name, told in runs.items()}
-    return {
-        "tried": tried,
-        "setting": {name: told["setting"] for name, told in best.items()},
-        "items_per_s": {name: round(number / each, 3) for name, each in seconds.items()},
-        "rate_over_theirs": seconds[THEIRS] / seconds[OURS],
-        "rate_over_theirs_in_parts": msgspec.to_builtins(
-            ratio(*([run.seconds for run in runs[name]] for name in (THEIRS, OURS)))
-        ),
-        "parts": {name: [round(run.seconds, 3) for run in told] for name, told in runs.items()},
-        **compared(runs),
-    }
+            runs[name] = loaded[name].run(TASK, numbers, **setting[name])
+            print(f"part {part + 1}: {name}: {runs[name].seconds:.1f} s", file=sys.stderr)
+        parts = [*told["parts"], of_part(runs)]
+        told = told | {"setting": setting, "parts": parts} | over_parts(parts)
+        yield told
 
 
 def tries(name: str, lm_eval: LmEval, number: int) -> list[dict[str, Any]]:
-    lm_eval.run(TASK, range(min(number, 4)), **TRIES[name][0])  # the first steps are slower
+    lm_eval.run(TASK, range(min(number, 4)), **TRIES[name][0])
     told = []
     for setting in TRIES[name]:
         run = lm_eval.run(TASK, range(number), **setting)
@@ -146,20 +160,36 @@ def tries(name: str, lm_eval: LmEval, number: int) -> list[dict[str, Any]]:
     return told
 
 
-def compared(runs: Mapping[str, Sequence[Evaluation]]) -> dict[str, Any]:
-    """How far the loglikelihoods are apart, and how many items only one says are greedy."""
+def of_part(runs: Mapping[str, Evaluation]) -> dict[str, Any]:
+    """Seconds, sums of loglikelihoods, how far they are apart, and how many items only one says are
+    greedy.
+    """
     ours, theirs = (
-        {number: answer for run in runs[name] for number, [answer] in run.answers.items()}
-        for name in (OURS, THEIRS)
+        {n: each for n, [each] in runs[name].answers.items()} for name in (OURS, THEIRS)
     )
     apart = [abs(ours[n][0] - theirs[n][0]) for n in ours]
     return {
-        "mean_loglikelihood": {
-            name: sum(a[0] for a in told.values()) / len(told)
-            for name, told in ((OURS, ours), (THEIRS, theirs))
-        },
-        "loglikelihoods_apart": {"mean": sum(apart) / len(apart), "most": max(apart)},
+        "items": len(ours),
+        "seconds": {name: round(run.seconds, 3) for name, run in runs.items()},
+        "loglikelihood": {OURS: total(ours), THEIRS: total(theirs)},
+        "apart": {"sum": sum(apart), "most": max(apart)},
         "greedy_by_one_alone": sum(ours[n][1] != theirs[n][1] for n in ours),
+    }
+
+
+def total(answers: Mapping[int, Any]) -> float:
+    return math.fsum(loglikelihood for loglikelihood, _ in answers.values())
+
+
+def over_parts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    number = sum(part["items"] for part in parts)
+    seconds = {name: [part["seconds"][name] for part in parts] for name in (OURS, THEIRS)}
+    return {
+        "items_per_s": {name: round(number / sum(each), 3) for name, each in seconds.items()},
+        "rate_over_theirs": sum(seconds[THEIRS]) / sum(seconds[OURS]),
+        "rate_over_theirs_in_parts": msgspec.to_builtins(ratio(seconds[THEIRS], seconds[OURS])),
+        "mean_apart": sum(part["apart"]["sum"] for part in parts) / number,
+        "greedy_by_one_alone": sum(part["greedy_by_one_alone"] for part in parts),
     }
 
 
@@ -172,6 +202,7 @@ def table(told: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             *(f"| {' | '.join(line)} |" for line in lines),
-            f"{OURS} / {THEIRS}: {told['rate_over_theirs']:.2f}; parts: {parts}",
+            f"{OURS} / {THEIRS}: {told['rate_over_theirs']:.2f}; parts: {parts}; items: "
+            f"{sum(part['items'] for part in told['parts'])}",
         ]
     )
