@@ -25,6 +25,7 @@ class Needed(NamedTuple):
     wheels: str
 
 
+PEERS = "llama", "vllm", "transformers"
 NEEDED = {
     "lm-eval": Needed(
         ("lm_eval", "aiohttp", "tenacity", "accelerate", "torch", "transformers"),
