@@ -59,6 +59,7 @@ def test_parts_that_are_kept_are_not_measured_again(tmp_path):
     for fake in fakes.values():
         _, *seen = fake.seen  # without the run before them
         assert seen == [[1, 4, 7], [2, 5, 8]]
+    assert figure.kept(tmp_path / "none.json", ABOUT) == ABOUT
     with pytest.raises(ConfigError, match="other parts"):
         figure.kept(file, ABOUT | {"num_parts": 4})
 

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     target, _ = PAIRS[args.pair]()
     docs = items(args.items)
     about = {"model": target.name, "items": described(docs), "num_parts": args.parts}
-    told = kept(args.out, about) if args.go_on else about
+    told = kept(args.out, about) if args.go_on else dict(about)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="specserve-task-")))
         write_task(folder, TASK, docs, **LOGLIKELIHOOD)
@@ -70,7 +70,9 @@ def main(argv: Sequence[str]) -> int:
 
 def kept(file: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     """What an earlier run has measured of the same; ConfigError if it was of something else."""
-    told: dict[str, Any] = json.loads(file.read_bytes() or b"{}")
+    if not file.exists():
+        return dict(about)
+    told: dict[str, Any] = json.loads(file.read_bytes())
     if any(told.get(name) != value for name, value in about.items()):
         raise ConfigError(f"--go-on: {file} is of another model, other items or other parts")
     return told
