@@ -187,16 +187,37 @@ def tiny_texts(tiny):
     prompts = [rng.choices(range(1, 320), k=n) for n in (1, 15, 40, 100)]
     prompts += [rng.choices(range(1, 320), k=3) * 7, prompts[2][:33], [*prompts[3][:70], 5]]
     cases = [
-        Case(ids, tiny_sampling(i % 2, rng.randrange(2**53)), arrives=2 * i)
+        Case(ids, tiny_sampling(i % 2, rng.randrange(2**53), CHANGES[i % 3]), arrives=2 * i)
         for i, ids in enumerate(prompts)
     ]
     return cases, plain(tiny[0], cases)
 
 
-def tiny_sampling(temperature, seed):
+PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.1}
+CHANGES = [  # of logits
+    {},
+    {**PENALTIES, "logit_bias": {7: 2.0, 9: -2.0}, "bad_words": ((11,), (12, 13)), "min_tokens": 5},
+    {**PENALTIES, "allowed_ids": (*range(3, 290),)},
+]
+
+
+def tiny_sampling(temperature, seed, changes):
     return Sampling(
-        max_tokens=20, temperature=temperature, top_k=40, top_p=0.95, min_p=0.01, seed=seed
+        max_tokens=20,
+        temperature=temperature,
+        top_k=40,
+        top_p=0.95,
+        min_p=0.01,
+        seed=seed,
+        **changes,
     )
+
+
+def test_changed_logits_lead_to_the_cpus_text(tiny, tiny_texts, tmp_path):
+    folder = tiny_checkpoint(tmp_path, seed=1, tie_word_embeddings=False)
+    cases, want = tiny_texts
+    on_cpu = load_decoder(folder, "fp32", load("cpu"), MAX_LEN)
+    assert plain(on_cpu, cases) == want, f"seed {SEED}"
 
 
 DRAFTERS = ["none", "ngram", "model", "auto", bush, hedge, wrong_later]
