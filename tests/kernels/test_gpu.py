@@ -11,6 +11,8 @@ import torch
 
 from specserve_kernels import KVCache, KVLayer, QKNorm, Rotary, SampleParams, load, reference
 from specserve_kernels.cuda import silu
+from specserve_kernels.cuda.child_graphs import ChildGraphs
+from specserve_kernels.cuda.top_children import launch_top_children
 from specserve_kernels.reference.sampling import allowed, edited, gumbel, transform
 from tests.kernels.edits import random_edits, random_masks
 from tests.kernels.random_steps import RandomStep, Req, random_tree, row_errors
@@ -736,6 +738,21 @@ def test_log_probabilities_are_the_references(ops, draw, k, dtype):
     assert torch.equal(got.rank, want.rank) and torch.equal(got.ids, want.ids), f"seed {SEED}"
     for a, b in ((got.token, want.token), (got.top, want.top)):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5, msg=lambda m: f"{m}; seed {SEED}")
+
+
+def test_recorded_launches_find_the_children_that_others_find(draw):
+    graphs = ChildGraphs(torch.device(DEVICE))
+    logits = draw.normal(4, VOCAB, dtype=BF16)
+    graphs.follow(logits, 0)
+    for n in (1, 4, 2, 3, 1, 4):
+        logits.copy_(draw.normal(4, VOCAB, scale=3.0))
+        greedy = SampleParams.greedy(n)
+        warm = fresh(draw, greedy)._replace(temperature=torch.full((n,), 0.7))
+        for params in (greedy, warm, fresh(draw, warm), greedy):
+            got = graphs.launch(logits[:n], params, 4, 1.0).cpu()
+            want = launch_top_children(logits[:n].clone(), on_device(params), 4, 1.0).cpu()
+            assert torch.equal(got, want), f"seed {SEED}"
+    assert len(graphs.recordings) == 4
 
 
 def test_tied_children_are_ranked_by_id(ops, draw):
