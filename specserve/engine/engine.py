@@ -3,24 +3,35 @@
 import logging
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate, count
 from time import perf_counter
 
 import torch
+from msgspec.structs import replace
 
 from specserve.block_keys import Keys, KVFormat, prompt_keys
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.guesses import Guesses
 from specserve.engine.kept_costs import KeptCosts
 from specserve.engine.ledger import Told
+from specserve.engine.logprobs import asked_logprobs, tell_drawn, tell_prompts
+from specserve.engine.processors import LogitsProcessor, LogitsProcessors
 from specserve.engine.runner import Answers, KVLost, Runner
 from specserve.engine.state import cost_state
-from specserve.engine.step_input import RowGroup, StepInput, build_step_input, draws_of
+from specserve.engine.step_input import (
+    AskedLogprobs,
+    Processor,
+    RowGroup,
+    StepInput,
+    build_step_input,
+    draws_of,
+)
 from specserve.engine.text_state import TextState
 from specserve.engine.verify import Node, Path, walk
 from specserve.errors import RequestError
 from specserve.exchange.caller import Caller
-from specserve.exchange.sampling_params import Sampling
+from specserve.exchange.sampling_params import Sampling, SpeculationParams
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.exchange.step_output import Stats, StepOutput
 from specserve.memory import BlockPool, BlockTable
@@ -28,6 +39,8 @@ from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve_kernels import is_out_of_memory
 
 log = logging.getLogger("specserve")
+
+NO_GUESSES = SpeculationParams(enabled=False)
 
 
 class Engine:
@@ -50,6 +63,8 @@ class Engine:
         self.formats = self.kv_formats(names or {})  # of the models with a prefix cache
         self.requests: dict[int, Request] = {}  # all that have not ended
         self.states: dict[int, TextState] = {}  # of those whose text changes their logits
+        self.processors: dict[int, LogitsProcessors] = {}  # callers' own, by request
+        self.telling: set[int] = set()  # of those that asked for logprobs
         self.stats = Stats()
         self.kept: list[KeptCosts] = []  # of the models
         self.ids = count()
@@ -79,8 +94,11 @@ class Engine:
                 self.draft(scheduled)
                 scheduled.sort(key=lambda s: not s.draft.is_chain)  # rows with masks come last
                 sampled = [s for s in scheduled if s.is_sampled]
-                answers = self.verify(self.build(scheduled, sampled))
+                step = self.build(scheduled, sampled)
+                answers = self.verify(step)
                 paths = self.walk(sampled, answers)
+                if step.logprobs is not None:
+                    self.tell(step.logprobs, scheduled, paths, answers)
         except Exception as e:
             return self.give_up(scheduled, e)
         outputs = self.commit(scheduled, sampled, paths)
@@ -109,8 +127,21 @@ class Engine:
             [s.draft for s in sampled],
             [self.states.get(r.id) for r in requests] if self.states else (),
         )
-        groups = [rows_of(s) for s in scheduled]
-        return build_step_input(groups, self.pool.updates, draws)
+        if self.processors:
+            draws = draws._replace(processors=self.processors_of(sampled))
+        groups, size = [rows_of(s) for s in scheduled], self.target.decoder.config.vocab_size
+        logprobs = asked_logprobs(scheduled, sampled, size) if self.telling else None
+        return build_step_input(groups, self.pool.updates, draws, logprobs)
+
+    def processors_of(self, sampled: list[ScheduledRequest]) -> dict[int, Processor]:
+        """By row that is read: none of these requests has guesses."""
+        roots = accumulate([1 + len(s.draft) for s in sampled], initial=0)
+        found = dict[int, Processor]()
+        for item, root in zip(sampled, roots, strict=False):
+            request, processors = item.request, self.processors.get(item.request.id)
+            if processors is not None:
+                found[root] = partial(processors, request.token_ids[request.num_prompt :])
+        return found
 
     def verify(self, step: StepInput) -> Answers:
         """Run the step's forward; the target's tokens after the rows that are read."""
@@ -123,6 +154,18 @@ class Engine:
         if self.guesses is not None:
             self.guesses.timed(seconds)
         return answers
+
+    def tell(
+        self,
+        asked: AskedLogprobs,
+        scheduled: list[ScheduledRequest],
+        paths: list[Path],
+        answers: Answers,
+    ) -> None:
+        """Tell requests what the target says of their tokens."""
+        tell_drawn([s for s in scheduled if s.is_sampled], paths, answers, asked.k)
+        if len(asked.rows):
+            tell_prompts(scheduled, self.target.score(asked))
 
     def walk(self, sampled: list[ScheduledRequest], answers: Answers) -> list[Path]:
         """The new tokens of each sampled request, and the accepted nodes of its tree."""
@@ -172,6 +215,9 @@ class Engine:
     def append(self, item: ScheduledRequest, path: Path) -> StepOutput:
         """Append a path's tokens to its request, and end the request if it is complete."""
         request, draft = item.request, item.draft
+        processors = self.processors.get(request.id)
+        if processors is not None and processors.error is not None:
+            return self.fail(request, f"logits_processors: {processors.error}")
         is_fallback = self.draft_model is not None and self.draft_model.is_catching_up(item)
         reason, is_root = finish_reason(request, path.tokens), item.is_root
         if request.num_output == 0:
@@ -188,6 +234,7 @@ class Engine:
         self.stats.num_fallbacks += is_fallback
         self.stats.num_drafted += len(draft.tokens)
         self.stats.num_accepted += len(path.nodes)
+        is_first = request.num_output == len(path.tokens)
         told = Told() if self.guesses is None else self.guesses.learn(item, path.tokens, path.nodes)
         if reason is not None:
             self.finish(request.id)
@@ -206,6 +253,8 @@ class Engine:
             is_fallback=is_fallback,
             sources=told.sources,
             tree=told.tree,
+            logprobs=path.logprobs,
+            prompt_logprobs=(request.scores or []) if is_first else [],
         )
 
     def add(self, token_ids: Sequence[int], sampling: Sampling, id: int | None = None) -> Request:
@@ -219,17 +268,22 @@ class Engine:
         id: int | None = None,
         keys: Keys | None = None,
         caller: Caller | None = None,
+        processors: Sequence[LogitsProcessor] = (),
     ) -> list[Request]:
         """Queue requests with one prompt, which is computed once; ids count up from `id`.
 
         `keys` are the prompt's block keys from `prompt_keys`. They are computed here if missing, so
         that no step hashes a prompt. Without a `caller` the requests count as a call of their own.
-        RequestError for a prompt that is empty or has an id outside of the vocabulary.
+        `processors` change the logits: their requests have no guesses. RequestError for a prompt
+        that is empty or has an id outside of the vocabulary.
         """
         prompt = self.checked(token_ids)
         ids = [next(self.ids) if id is None else id + i for i in range(len(samplings))]
         salt = samplings[0].cache_salt
         known = keys or self.prompt_keys(prompt, salt)
+        if processors:
+            samplings = [replace(s, speculation=NO_GUESSES) for s in samplings]
+            self.processors |= {id: LogitsProcessors(processors, prompt) for id in ids}
         now, budget = perf_counter(), self.scheduler.budget
         choices = [
             Request(
@@ -247,12 +301,16 @@ class Engine:
         ]
         leader, *followers = choices
         leader.followers = followers
+        if leader.sampling.prompt_logprobs is not None:
+            leader.scores = []
         for request in choices:
             request.leader = None if request is leader else leader
             self.requests[request.id] = request
             if request.sampling.changes_logits:
                 size = self.target.decoder.config.vocab_size
                 self.states[request.id] = TextState(request.sampling, prompt, size)
+            if request.sampling.logprobs is not None or request.scores is not None:
+                self.telling.add(request.id)
             self.scheduler.add(request)
         return choices
 
@@ -312,6 +370,8 @@ class Engine:
         if request is None:
             return
         self.states.pop(id, None)
+        self.processors.pop(id, None)
+        self.telling.discard(id)
         self.scheduler.remove(request)
         if self.guesses is not None:
             self.guesses.forget(id)
@@ -335,12 +395,13 @@ class Engine:
             "should lower memory.kv_fraction, memory.kv_bytes or scheduler.max_batched_tokens"
         )
         log.error("%d requests ended, as the device ran out of memory: %s", len(requests), cause)
-        for request in requests:
-            self.finish(request.id)
-        return [
-            StepOutput(r.id, [], "error", False, 0, 0, r.admitted_at, failure=failure)
-            for r in requests
-        ]
+        return [self.fail(request, failure) for request in requests]
+
+    def fail(self, request: Request, failure: str) -> StepOutput:
+        """End a request that cannot continue."""
+        self.finish(request.id)
+        at = request.admitted_at
+        return StepOutput(request.id, [], "error", False, 0, 0, at, failure=failure)
 
     def rest(self) -> None:
         """Do what takes a moment, as no request waits for a step."""

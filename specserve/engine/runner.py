@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specserve.engine.step_input import Draws, StepInput
+from specserve.engine.step_input import AskedLogprobs, Draws, StepInput
 from specserve.memory import Arena, KVUpdates
 from specserve.models.decoder import Decoder
-from specserve_kernels import Ops, SampleParams, Threads
+from specserve_kernels import Logprobs, Ops, SampleParams, Threads
 
-HEAD_ROWS = 64  # rows whose logits are in memory at a time, where all are drawn from at once
+HEAD_ROWS = 64  # rows whose logits are in memory at a time
 
 
 class KVLost(RuntimeError):
@@ -23,14 +23,16 @@ class KVLost(RuntimeError):
 class Launched(NamedTuple):
     """A step that has been started.
 
-    logits  [n, V]  of the rows that are read, until the runner's next launch; empty [0, 0] where
-                    none is, or where the tokens after more than HEAD_ROWS rows are drawn
-    tokens  [n]     int64, drawn after each of these rows, where ops.samples_ahead or there are more
-                    than HEAD_ROWS; else None
+    logits    [n, V]  of the rows that are read, until the runner's next launch; empty [0, 0] where
+                      none is, or where the head ran in slices
+    tokens    [n]     int64, drawn after each of these rows, where ops.samples_ahead or the head ran
+                      in slices; else None
+    logprobs  of these tokens, where they were asked for and the head ran in slices; else None
     """
 
     logits: Tensor
     tokens: Tensor | None
+    logprobs: Logprobs | None = None
 
 
 class Answers:
@@ -38,6 +40,7 @@ class Answers:
 
     def __init__(self, ops: Ops, draws: Draws, launched: Launched) -> None:
         self.ops, self.draws, self.logits = ops, draws, launched.logits
+        self.known = launched.logprobs
         # One wait for the device brings all tokens.
         self.tokens = None if launched.tokens is None else launched.tokens.tolist()
 
@@ -50,6 +53,12 @@ class Answers:
         tokens: list[int] = self.ops.sample(self.logits, torch.from_numpy(at), params).tolist()
         return tokens
 
+    def logprobs(self, rows: list[int], tokens: list[int], k: int) -> Logprobs:
+        """Of the tokens after some of the rows that are read, and of the k likeliest."""
+        if self.known is not None:
+            return Logprobs._make(x[rows] for x in self.known)
+        return self.ops.logprobs(self.logits, torch.tensor(rows), torch.tensor(tokens), k)
+
 
 class Runner:
     """Runs one model's steps. The caller is in torch.inference_mode already, as entering it for
@@ -61,8 +70,8 @@ class Runner:
     ) -> None:
         """Memory is reserved for steps of up to so many rows and rows that are read."""
         self.decoder, self.ops, self.arena = decoder, decoder.ops, arena
-        self.kv = arena.views[name]
-        self.program = self.ops.program(decoder, self.kv, max_rows, min(max_read, HEAD_ROWS))
+        self.kv, self.head_rows = arena.views[name], min(max_read, HEAD_ROWS)
+        self.program = self.ops.program(decoder, self.kv, max_rows, self.head_rows)
         self.threads: Threads | None = None  # None keeps torch's number
 
     def launch(self, step: StepInput) -> Launched:
@@ -81,7 +90,7 @@ class Runner:
 
     def compute(self, step: StepInput) -> Launched:
         token_ids, read = torch.from_numpy(step.token_ids), torch.from_numpy(step.read)
-        if step.draws is not None and len(read) > HEAD_ROWS and not self.ops.samples_ahead:
+        if step.draws is not None and self.is_sliced(step, step.draws):
             return self.compute_in_slices(step, token_ids, read, step.draws)
         if not self.ops.samples_ahead or step.draws is None or len(read) == 0:
             logits = self.program.run(step.rows(), token_ids, read).logits
@@ -96,21 +105,45 @@ class Runner:
             params = SampleParams.of(columns)
         return Launched(logits, self.ops.sample(logits, each, params))
 
+    def is_sliced(self, step: StepInput, draws: Draws) -> bool:
+        """Whether all tokens are drawn as soon as some of the rows have their logits."""
+        is_scored = step.logprobs is not None and len(step.logprobs.rows) > 0
+        is_lost = len(step.read) > HEAD_ROWS or is_scored
+        return bool(draws.processors) or (is_lost and not self.ops.samples_ahead)
+
     def compute_in_slices(
         self, step: StepInput, token_ids: Tensor, read: Tensor, draws: Draws
     ) -> Launched:
         """As `compute`, with the logits of HEAD_ROWS rows at a time; their tokens are all drawn."""
-        tokens = []
+        tokens, told = [torch.empty(0, dtype=torch.int64)], []
+        asked = step.logprobs
+        logits = self.program.run(step.rows(), token_ids, read[:HEAD_ROWS]).logits
         for first in range(0, len(read), HEAD_ROWS):
             some = read[first : first + HEAD_ROWS]
-            if first == 0:
-                logits = self.program.run(step.rows(), token_ids, some).logits
-            else:
+            if first > 0:
                 logits = self.program.logits(some)
             assert logits is not None, "rows were to be read"
             params = draws.params(np.arange(first, first + len(some)))
-            tokens.append(self.ops.sample(logits, torch.arange(len(some)), params))
-        return Launched(torch.empty(0, 0), torch.cat(tokens))
+            given = draws.processed(logits, first)
+            tokens.append(self.ops.sample(given, torch.arange(len(some)), params).cpu())
+            if asked is not None and asked.is_drawn:
+                told.append(self.logprobs(logits, tokens[-1], asked.k))
+        known = joined(told) if told else None
+        return Launched(torch.empty(0, 0), torch.cat(tokens), known)
+
+    def score(self, asked: AskedLogprobs) -> Logprobs:
+        """Of the prompts' tokens that come after rows of the last launch, whose logits are lost
+        where they are not drawn ahead.
+        """
+        told = []
+        for first in range(0, len(asked.rows), self.head_rows):
+            some = slice(first, first + self.head_rows)
+            logits = self.program.logits(torch.from_numpy(asked.rows[some]))
+            told.append(self.logprobs(logits, torch.from_numpy(asked.tokens[some]), asked.k))
+        return joined(told)
+
+    def logprobs(self, logits: Tensor, tokens: Tensor, k: int) -> Logprobs:
+        return self.ops.logprobs(logits, torch.arange(len(tokens)), tokens.cpu(), k)
 
     def collect(self, step: StepInput, launched: Launched) -> Answers:
         """The target's tokens of a launched step; waits for the device where it is a GPU."""
@@ -131,3 +164,7 @@ class Runner:
 def columns(pairs: np.ndarray) -> tuple[Tensor, Tensor]:
     source, target = np.ascontiguousarray(pairs.T)
     return torch.from_numpy(source), torch.from_numpy(target)
+
+
+def joined(each: Sequence[Logprobs]) -> Logprobs:
+    return Logprobs._make(map(torch.cat, zip(*each, strict=True)))

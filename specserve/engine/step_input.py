@@ -1,13 +1,14 @@
 """A step of one model as data: all that a forward and its draws read, as plain arrays."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from specserve.engine.text_state import TextState, edits_of, masks_of
 from specserve.exchange.sampling_params import Sampling
@@ -15,9 +16,14 @@ from specserve.memory import BlockTable, KVUpdates, PendingUpdates
 from specserve_drafters import Draft
 from specserve_kernels import Edits, Masks, Rows, SampleParams
 
+Processor = Callable[[Tensor], Tensor]
+
 
 class Draws(NamedTuple):
-    """What the token after each of n rows is drawn with; the fields are those of SampleParams."""
+    """What the token after each of n rows is drawn with; the fields are those of SampleParams.
+
+    processors  what callers' functions make of the logits [V] float32 of some rows, before all else
+    """
 
     is_greedy: bool  # every temperature is 0: the columns after it change nothing
     temperature: NDArray[np.float32]
@@ -28,6 +34,7 @@ class Draws(NamedTuple):
     token_index: NDArray[np.int64]
     edits: Edits | None = None
     masks: Masks | None = None
+    processors: Mapping[int, Processor] = {}
 
     def params(self, rows: NDArray[np.int64] | None = None) -> SampleParams:
         """The parameters of all rows, or of some, as host tensors."""
@@ -41,6 +48,32 @@ class Draws(NamedTuple):
         if rows is not None:
             columns = [column[rows] for column in columns]
         return SampleParams.of(map(torch.from_numpy, columns))
+
+    def processed(self, logits: Tensor, first: int) -> Tensor:
+        """The logits of the rows from `first` on, as processors change them: a copy if any does."""
+        rows = [row for row in self.processors if first <= row < first + len(logits)]
+        if not rows:
+            return logits
+        changed = logits.float().clone()
+        for row in rows:
+            own = changed[row - first]
+            own.copy_(self.processors[row](own.cpu()))
+        return changed
+
+
+class AskedLogprobs(NamedTuple):
+    """The logprobs that a step has to tell.
+
+    k         so many likeliest ones beside each token
+    is_drawn  of the tokens that are drawn
+    rows      [m]  int64  and of the prompts' tokens that come after these rows
+    tokens    [m]  int64  these tokens
+    """
+
+    k: int
+    is_drawn: bool
+    rows: NDArray[np.int64]
+    tokens: NDArray[np.int64]
 
 
 @cache
@@ -104,6 +137,7 @@ class StepInput(NamedTuple):
     qo_indptr .. mask     the fields of kernels' Rows, in its order and dtypes
     read       [n]  int64  the rows whose logits are read, ascending
     draws      how the token after each of these is drawn; None where the logits alone are wanted
+    logprobs   what is to be told of tokens; None: nothing
     """
 
     updates: KVUpdates
@@ -118,6 +152,7 @@ class StepInput(NamedTuple):
     mask: NDArray[np.int64]
     read: NDArray[np.int64]
     draws: Draws | None
+    logprobs: AskedLogprobs | None = None
 
     def rows(self) -> Rows:
         """The rows as the ops take them; host tensors that share the arrays' memory."""
@@ -142,7 +177,10 @@ class Columns(NamedTuple):
 
 
 def build_step_input(
-    groups: Sequence[RowGroup], pending: PendingUpdates, draws: Draws | None = None
+    groups: Sequence[RowGroup],
+    pending: PendingUpdates,
+    draws: Draws | None = None,
+    logprobs: AskedLogprobs | None = None,
 ) -> StepInput:
     """One step of all the groups' rows, in order.
 
@@ -164,6 +202,7 @@ def build_step_input(
         mask=np.frombuffer(columns.mask, np.int64),
         read=np.frombuffer(columns.read, np.int64),
         draws=draws,
+        logprobs=logprobs,
     )
 
 

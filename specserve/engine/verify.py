@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from specserve.exchange.step_output import TokenLogprobs
 from specserve_drafters import ROOT, Draft
 
 Node = tuple[int, int]  # a request's number in the step, and a node of its tree
@@ -17,6 +18,7 @@ class Path(msgspec.Struct, eq=False):
 
     tokens: list[int]
     nodes: list[int]
+    logprobs: list[TokenLogprobs] = []  # of these tokens, where the request asked for them
 
 
 def walk(drafts: Sequence[Draft], tokens_after: TokensAfter, is_last: IsLast) -> list[Path]:

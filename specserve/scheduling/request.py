@@ -7,6 +7,7 @@ import msgspec
 
 from specserve.exchange.caller import Caller
 from specserve.exchange.sampling_params import Sampling
+from specserve.exchange.step_output import TokenLogprobs
 from specserve.memory import BlockTable
 from specserve_drafters import Draft
 
@@ -30,6 +31,8 @@ class Request(msgspec.Struct, eq=False):
     # Of several choices of one prompt the leader computes it; the followers wait for its KV.
     leader: "Request | None" = None
     followers: "list[Request]" = []
+    # What is said of the prompt's tokens but the first, so far; None where nobody asked for it.
+    scores: list[TokenLogprobs] | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.token_ids)
@@ -43,6 +46,18 @@ class Request(msgspec.Struct, eq=False):
     def is_following(self) -> bool:
         """Whether it waits until its leader has computed their prompt."""
         return self.leader is not None and self in self.leader.followers
+
+    @property
+    def num_scored(self) -> int:
+        """Tokens of the prompt whose successor's logprob is known."""
+        return len(self.scores or ())
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether logprobs of the prompt are missing: its rows have to be computed, as cached KV
+        has none.
+        """
+        return self.scores is not None and self.num_scored < self.num_prompt - 1
 
     @property
     def num_computed(self) -> int:
@@ -90,6 +105,8 @@ class Request(msgspec.Struct, eq=False):
         table = self.table
         if self.sampling.priority > other.sampling.priority or not table.is_publishing:
             return 0
+        if other.is_scoring:
+            return 0
 
         def differs(place: int) -> bool:
             key = table.key(self.token_ids, place)
@@ -101,7 +118,7 @@ class Request(msgspec.Struct, eq=False):
 
     def find_prefix(self) -> None:
         """Take the cached KV of its known tokens, unless it shares its leader's KV already."""
-        if not self.table.blocks:
+        if not self.table.blocks and not self.is_scoring:
             self.table.match(self.token_ids, self.table.pool.num_available)
 
     def find_draft_prefix(self, max_blocks: int) -> None:
