@@ -24,6 +24,7 @@ from specserve_bench.workloads import workload
 from specserve_kernels import load
 from specserve_kernels.reference.sampling import gumbel, transform
 from tests.checkpoints import tiny_checkpoint
+from tests.engine import test_logprobs
 from tests.engine.clock import Clock
 from tests.engine.engines import (
     Case,
@@ -245,6 +246,23 @@ def test_a_tiny_models_text_is_its_own_with_every_drafter(
     assert drafter in ("none", "ngram", "auto") or watch.engine.stats.num_accepted > 0
     assert drafter != "auto" or watch.engine.stats.num_drafted > 0
     assert drafter not in (bush, hedge) or watch.seen["moved"] > 0
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
+def test_logprobs_are_those_of_transformers(tiny, drafter, tmp_path):
+    folder = tiny_checkpoint(tmp_path, seed=1, tie_word_embeddings=False)
+    target, draft = tiny
+    nodes = {"max_nodes": 6, "max_step_nodes": 100}
+    engine = engine_for(target, draft_of(draft, drafter), drafter, **nodes, **in_chunks(16))
+    told = iter(test_logprobs.run(engine, test_logprobs.cases()))
+    for case in test_logprobs.cases():
+        for choice, (ids, drawn, prompts) in enumerate(itertools.islice(told, case.n)):
+            law, begin = test_logprobs.by_transformers(folder, ids), len(case.prompt)
+            if case.sampling.logprobs is not None:
+                test_logprobs.check(drawn, law[begin - 1 :], ids[begin:])
+            if case.sampling.prompt_logprobs is not None and choice == 0:
+                test_logprobs.check(prompts, law, ids[1:begin])
+            assert bool(drawn) == (case.sampling.logprobs is not None)
 
 
 @pytest.fixture(scope="module", params=ATTENDS)

@@ -327,7 +327,15 @@ def asked(vocab_size: int) -> dict[str, Sampling]:
         stop_ids=frozenset([5]),
         allowed_ids=tuple(range(0, vocab_size, 2)),
     )
-    return {"greedy": PLAIN, "T": drawn, "filters": filtered, "penalties": penalized, "all": every}
+    told = msgspec.structs.replace(every, logprobs=20)
+    return {
+        "greedy": PLAIN,
+        "T": drawn,
+        "filters": filtered,
+        "penalties": penalized,
+        "all": every,
+        "all, 20 logprobs": told,
+    }
 
 
 def rows_of(batches: RandomBatches, groups: list[RowGroup]) -> Rows:
