@@ -60,6 +60,21 @@ def left_by_definition(logits, rows, params):
     return torch.stack([sampling.transform(logits[r].float(), *p).isfinite() for r, *p in each])
 
 
+@pytest.mark.parametrize("V", [1500, 4099])
+@pytest.mark.parametrize("levels", [2, 30, None])
+def test_top_k_leaves_what_it_should_however_many_are_tied(levels, V):
+    """Of few levels more are at the bound than a program keeps."""
+    k = torch.tensor([1, 5, 100, 1024, 1025, V - 1] * 2, dtype=torch.int32)
+    p = torch.tensor([1.0] * 6 + [0.6] * 6)
+    n = len(k)
+    logits = random_tensor(n, V) if levels is None else random_tensor(n, V).mul(levels / 8).round()
+    params = asked(n, 0.7)._replace(top_k=k, top_p=p)
+    rows = torch.arange(n)
+    assert torch.equal(left(logits, rows, params), left_by_definition(logits, rows, params))
+    some = params._replace(min_p=torch.full((n,), 0.05))
+    assert torch.equal(left(logits, rows, some), left_by_definition(logits, rows, some))
+
+
 def some_mixes(start, step):
     """Of the mixes of all parameters every step-th."""
     return SampleParams(*(x[start::step].contiguous() for x in mixed().columns))
