@@ -48,7 +48,9 @@ def edited(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
     edits = params.edits or [None] * len(Edits._fields)
     masks = params.masks or [None] * len(Masks._fields)
     block = min(_BLOCK, triton.next_power_of_2(V))
-    _edit[(n,)](logits, rows, *edits, *masks, out, V, BLOCK=block, num_warps=32)
+    given = logits, rows, *edits, *masks, out
+    # Not fused, a penalized logit is rounded as by the reference.
+    _edit[(n,)](*given, V, BLOCK=block, num_warps=32, enable_fp_fusion=False)
     return out
 
 
