@@ -1,7 +1,7 @@
 """Choosing tokens: a row's filters are reduced to one bound, then an argmax runs in splits.
 
-With top_k a program looks through its row twice: the k-th of its lanes' greatest values is no
-greater than the k-th of all, and those from there up are few enough for registers.
+With top_k a program looks through its row twice: the k-th of the greatest values of groups of ids
+is no greater than the k-th of all, and those from there up are few enough for registers.
 
 In a step where rows have edits or masks, all rows are first written anew, in float32.
 """
@@ -66,9 +66,11 @@ def bounds(logits: Tensor, rows: Tensor, params: SampleParams) -> tuple[Tensor, 
     block = min(_BLOCK, triton.next_power_of_2(V))
     scaled = logits.new_empty(n, V, dtype=torch.float32)
     kept = scaled.new_empty(n, _FEW.value)
+    ids = scaled.new_empty(n, _FEW.value + 1, dtype=torch.int32)
     bound, last = scaled.new_empty(n), scaled.new_empty(n, dtype=torch.int32)
-    out = scaled, kept, bound, last
-    _bounds[(n,)](logits, rows, *params[:4], *out, V, BLOCK=block, num_warps=32)
+    groups = min(_FEW.value, block)
+    out = scaled, kept, ids, bound, last
+    _bounds[(n,)](logits, rows, *params[:4], *out, V, BLOCK=block, GROUPS=groups, num_warps=32)
     return bound, last
 
 
@@ -134,10 +136,12 @@ def _bounds(
     min_p,
     scaled,
     kept,
+    ids,
     bounds,
     lasts,
     V,
     BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64)
     t, k = tl.load(temperature + i), tl.load(top_k + i)
@@ -152,16 +156,20 @@ def _bounds(
         if has_top_k | has_top_p:
             size = V + _FEW
             if has_top_k:
-                cut = _least(mosts, tl.full([BLOCK], 1, tl.int32), bound, most, k)
-                size = _keep(z, kept + i * _FEW, V, cut, BLOCK)
+                of_groups = tl.max(tl.reshape(mosts, [BLOCK // GROUPS, GROUPS]), 0)
+                cut = _least(of_groups, tl.full([GROUPS], 1, tl.int32), bound, most, k)
+                size = _keep(z, kept + i * _FEW, ids + i * (_FEW + 1), V, cut, BLOCK)
             if size <= _FEW:
                 place = tl.arange(0, _FEW)
                 few = tl.load(kept + i * _FEW + place, mask=place < size, other=float("-inf"))
                 bound, room, equal = _cut_few(few, bound, most, k, p, has_top_p)
+                if room < equal:
+                    id = tl.load(ids + i * (_FEW + 1) + place, mask=place < size, other=V)
+                    last = _nth_id(tl.where(few == bound, id, V), V, room)
             else:
                 bound, room, equal = _cut(z, V, bound, most, k, p, has_top_k, has_top_p, BLOCK)
-            if room < equal:
-                last = _last_kept(z, V, bound, room, BLOCK)
+                if room < equal:
+                    last = _last_kept(z, V, bound, room, BLOCK)
     tl.store(bounds + i, bound)
     tl.store(lasts + i, last)
 
@@ -200,22 +208,36 @@ def _least(values, weights, low, high, enough):
 
 
 @triton.jit
-def _keep(z, kept, V, cut, BLOCK: tl.constexpr):
-    """Keep a row's values from `cut` up, in their order, as far as there is room; how many there
-    are.
+def _keep(z, kept, ids, V, cut, BLOCK: tl.constexpr):
+    """Keep a row's values from `cut` up and their ids, in any order, as far as there is room; how
+    many there are. Behind the ids is a number to count by.
     """
     lane = tl.arange(0, BLOCK)
-    size = 0
+    counter = ids + _FEW
+    tl.store(counter, 0)
+    tl.debug_barrier()
     for start in range(0, V, BLOCK):
         value = tl.load(z + start + lane, mask=start + lane < V, other=float("-inf"))
         is_kept = (value >= cut) & (start + lane < V)
-        number = tl.sum(is_kept.to(tl.int32), 0)
-        if number > 0:
-            place = size + tl.cumsum(is_kept.to(tl.int32), 0) - 1
-            tl.store(kept + place, value, mask=is_kept & (place < _FEW))
-        size += number
+        place = tl.atomic_add(counter + 0 * lane, 1, mask=is_kept, sem="relaxed", scope="cta")
+        has_room = is_kept & (place < _FEW)
+        tl.store(kept + place, value, mask=has_room)
+        tl.store(ids + place, start + lane, mask=has_room)
     tl.debug_barrier()
-    return size
+    return tl.load(counter)
+
+
+@triton.jit
+def _nth_id(ids, V, n):
+    """The n-th lowest id, of at least n below V."""
+    low, high = 0, V
+    while low < high:
+        middle = (low + high) // 2
+        if tl.sum((ids <= middle).to(tl.int32), 0) < n:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 @triton.jit
