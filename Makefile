@@ -15,7 +15,7 @@ SPECSERVE_TEST_MODELS ?= $(abspath ../shared/models)
 endif
 export SPECSERVE_TEST_MODELS
 
-.PHONY: setup test check lint serve generate bench gpu-check
+.PHONY: setup test check equivalence lint serve generate bench gpu-check
 
 setup: $(COMPILED)
 
@@ -38,6 +38,10 @@ test: setup
 
 check: test
 	$(PY) -m pytest -m slow
+
+# The release gate: every drafter with every parameter, see docs/design.md.
+equivalence: setup
+	$(PY) -m tests.equivalence
 
 lint: setup
 	$(VENV)/bin/ruff check

@@ -12,15 +12,19 @@ from specserve.version import VERSION as __version__
 if TYPE_CHECKING:
     from specserve.async_llm import AsyncLLM
     from specserve.exchange.sampling_params import SamplingParams, Slo, SpeculationParams
-    from specserve.generation import Output
+    from specserve.generation import CompletionOutput, Output, RequestOutput
     from specserve.llm import LLM
+    from specserve.logprobs import Logprob
 
 process.prepare()  # before any module of this package imports torch
 
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "CompletionOutput",
+    "Logprob",
     "Output",
+    "RequestOutput",
     "SamplingParams",
     "Slo",
     "SpeculationParams",
@@ -29,8 +33,11 @@ __all__ = [
 
 MODULES = {
     "AsyncLLM": "specserve.async_llm",
+    "CompletionOutput": "specserve.generation",
     "LLM": "specserve.llm",
+    "Logprob": "specserve.logprobs",
     "Output": "specserve.generation",
+    "RequestOutput": "specserve.generation",
     "SamplingParams": "specserve.exchange.sampling_params",
     "Slo": "specserve.exchange.sampling_params",
     "SpeculationParams": "specserve.exchange.sampling_params",

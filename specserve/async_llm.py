@@ -15,7 +15,7 @@ from specserve.config import python_config
 from specserve.errors import EngineDied, Overloaded, RequestError, SpecserveError
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Ready
-from specserve.exchange.sampling_params import SamplingParams, choices_of
+from specserve.exchange.sampling_params import SamplingParams, choices_of, seeded
 from specserve.exchange.spawn import spawn
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.exchange.step_output import StepOutput
@@ -28,6 +28,7 @@ from specserve.input_processor import (
     unwrapped,
 )
 from specserve.models.chat_template import ChatOptions, Message
+from specserve.vllm_arguments import known_arguments, seeds_from
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Read = Callable[[InputProcessor, int | None], list[int]]
@@ -64,8 +65,12 @@ class AsyncLLM:
         set: Mapping[str, Any] | None = None,
         quantize: str | None = None,
         draft_quantize: str | None = None,
+        *,
+        seed: int | None = None,
+        **vllm: Any,
     ) -> None:
         given = {
+            **known_arguments("AsyncLLM", model, vllm),
             "model": model,
             "dtype": dtype,
             "quantize": quantize,
@@ -74,6 +79,7 @@ class AsyncLLM:
             "drafter": drafter,
         }
         self.config = python_config("AsyncLLM", given, config, set)
+        self.seeds = seeds_from("AsyncLLM", seed)
         self.starting: asyncio.Task[Engine] | None = None
         self.live: dict[str, Answer] = {}
         self.num_asked = 0
@@ -126,6 +132,13 @@ class AsyncLLM:
         engine = await self.start()
         asked = SamplingParams() if params is None else params
         engine.input_processor.resolve(asked)
+        if asked.is_ranked:
+            raise RequestError(
+                "best_of: outputs come before it is known which are best; leave it out, or call "
+                "LLM.generate",
+                "best_of",
+            )
+        asked = seeded(asked, self.seeds)
         ids, keys = await asyncio.to_thread(engine.read, read, asked)
         self.check_open(engine)
         id = self.new_id(request_id)
@@ -134,7 +147,7 @@ class AsyncLLM:
             is_finished = False
             while not is_finished:
                 await answer.news()
-                told = output(answer.generations, engine.ready.drafter, text, id)
+                told = output(answer.generations, engine.ready.drafter, asked, text, id)
                 is_finished = told.finished
                 yield told
         finally:

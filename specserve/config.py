@@ -386,6 +386,16 @@ ARGUMENTS = {  # of the Python API
     "draft_model": "drafter.model",
     "draft_quantize": "drafter.quantize",
     "drafter": "drafter.name",
+    # vLLM's own names
+    "block_size": "memory.block_size",
+    "device": "model.device",
+    "enable_prefix_caching": "memory.prefix_cache",
+    "gpu_memory_utilization": "memory.kv_fraction",  # of what is free, not of all there is
+    "kv_cache_dtype": "memory.kv_dtype",
+    "kv_cache_memory_bytes": "memory.kv_bytes",
+    "max_model_len": "scheduler.max_model_len",
+    "max_num_batched_tokens": "scheduler.max_batched_tokens",
+    "max_num_seqs": "scheduler.max_running",
 }
 DTYPES = {"auto": None, "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}  # others' names
 

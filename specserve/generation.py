@@ -5,8 +5,9 @@ from time import perf_counter
 
 import msgspec
 
-from specserve.exchange.sampling_params import Sampling
+from specserve.exchange.sampling_params import Sampling, SamplingParams
 from specserve.exchange.step_output import SourceCounts, StepOutput, TokenLogprobs, Tree
+from specserve.logprobs import Logprob, best, prompt_tables, tables
 from specserve.models.tokenizer import Tokenizer
 from specserve.text import TextStream
 
@@ -46,6 +47,7 @@ class Speculation(msgspec.Struct, frozen=True):
     fallbacks: int  # drafts without the draft model, as it had not caught up
     sources: dict[str, SourceCounts] = {}  # in the engine's order, of those that proposed anything
     details: list[StepDetails] = []  # of every step, where the request asked for them
+    disabled_by: str | None = None  # "logits_processors": its request has no guesses
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -59,10 +61,12 @@ class Choice(msgspec.Struct, frozen=True):
     seed: int
     timing: Timing
     speculation: Speculation
+    logprobs: list[dict[int, Logprob]] | None = None  # the token of each, and the likeliest ones
+    cumulative_logprob: float | None = None  # of all tokens; None, too, where nobody asked for it
 
 
 class Output(msgspec.Struct, frozen=True):
-    """The output of a prompt. `usage` counts all choices; all else is of the first choice.
+    """The output of a prompt. `usage` counts all choices that ran; all else is of the first choice.
 
     With vLLM's names beside ours: its `outputs` are our `choices`.
     """
@@ -79,6 +83,9 @@ class Output(msgspec.Struct, frozen=True):
     timing: Timing
     speculation: Speculation
     choices: list[Choice]
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None of the first token
 
     @property
     def outputs(self) -> list[Choice]:
@@ -93,10 +100,16 @@ class Output(msgspec.Struct, frozen=True):
         return self.usage.cached_tokens
 
 
+# vLLM's names
+CompletionOutput = Choice
+RequestOutput = Output
+
+
 class Generation:
     """Adds up a request's outputs; keeps all that is needed to report on it or to resume it.
 
-    Stop strings are looked for here, not in the engine: call `finish` there once `is_done`.
+    Stop strings are looked for here, not in the engine: call `finish` there once `is_done`. Of
+    `max_tokens` = 0, which an engine cannot have, no token is kept.
     """
 
     def __init__(
@@ -109,12 +122,14 @@ class Generation:
             sampling.stop,
             sampling.include_stop_str_in_output,
             sampling.skip_special_tokens,
+            sampling.min_tokens,
         )
         self.token_ids: list[int] = []
         self.text = ""
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.failure = ""
+        self.disabled_by: str | None = None  # what takes a request's guesses away
         self.steps: list[tuple[int, int]] = []  # drafted, accepted: of each verified step
         self.num_step_tokens = 0  # emitted by those steps
         self.num_cached = self.num_fallbacks = 0
@@ -122,6 +137,9 @@ class Generation:
         self.details: list[StepDetails] = []
         self.logprobs: list[TokenLogprobs] = []  # of token_ids, where they were asked for
         self.prompt_logprobs: list[TokenLogprobs] = []  # of all but the prompt's first token
+        self.starts: list[int] = []  # of those tokens in the text, before a stop string is cut off
+        self.tables: list[dict[int, Logprob]] = []  # of `logprobs`, as far as they were told
+        self.prompt_tables: list[dict[int, Logprob] | None] | None = None
         self.arrived = perf_counter()
         self.admitted_at = self.first_token_at = self.last_token_at = 0.0
 
@@ -132,6 +150,8 @@ class Generation:
     def push(self, output: StepOutput) -> str:
         """Add a step's output; returns the text that it adds."""
         self.failure = output.failure
+        if not self.sampling.max_tokens:
+            output = without_tokens(output)
         now = perf_counter()
         self.admitted_at, self.num_cached = output.admitted_at, output.num_cached
         self.num_fallbacks += output.is_fallback
@@ -160,7 +180,9 @@ class Generation:
         is_stop = output.finish_reason == "stop"
         is_silent = is_stop and not self.sampling.include_stop_str_in_output
         given = output.tokens[:-1] if is_silent else output.tokens
-        text, num_tokens, stop, ends = self.stream.push(given)
+        text, num_tokens, stop, ends, starts = self.stream.push(given)
+        if self.sampling.logprobs is not None:
+            self.starts += starts
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop
             return text, num_tokens, ends
@@ -168,7 +190,12 @@ class Generation:
         if is_stop and output.tokens[-1] not in self.sampling.eos_ids:
             self.stop_reason = output.tokens[-1]
         if self.is_done:
-            text += self.stream.finish()
+            rest, stop = self.stream.finish()
+            text += rest
+            if stop is not None and self.finish_reason != "error":
+                self.finish_reason, self.stop_reason = "stop", stop
+        if is_silent and self.sampling.logprobs is not None:
+            self.starts.append(self.stream.num_taken)
         return text, len(output.tokens), [*ends, len(text)] if is_silent else ends
 
     @property
@@ -199,9 +226,24 @@ class Generation:
             fallbacks=self.num_fallbacks,
             sources=proposing(self.sources),
             details=[*self.details],
+            disabled_by=self.disabled_by,
         )
 
-    def said(self, index: int, drafter: str) -> Choice:
+    def told_logprobs(self) -> list[dict[int, Logprob]]:
+        begin = len(self.tables)
+        new = self.token_ids[begin:], self.logprobs[begin:]
+        self.tables += tables(*new, self.stream.tokenizer)
+        return [*self.tables]
+
+    def told_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """None until the prompt has been computed."""
+        is_known = self.sampling.prompt_logprobs is not None and self.first_token_at
+        if self.prompt_tables is None and is_known:
+            tokenizer = self.stream.tokenizer
+            self.prompt_tables = prompt_tables(self.prompt, self.prompt_logprobs, tokenizer)
+        return self.prompt_tables
+
+    def said(self, index: int, drafter: str, has_logprobs: bool = False) -> Choice:
         """What has come so far, by itself: more tokens do not change it."""
         return Choice(
             index=index,
@@ -212,7 +254,14 @@ class Generation:
             seed=self.sampling.seed,
             timing=self.timing(),
             speculation=self.speculation(drafter),
+            logprobs=self.told_logprobs() if has_logprobs else None,
+            cumulative_logprob=sum(t.logprob for t in self.logprobs) if has_logprobs else None,
         )
+
+
+def without_tokens(output: StepOutput) -> StepOutput:
+    """The output that has computed a prompt, of a request that is to have nothing else."""
+    return msgspec.structs.replace(output, tokens=[], logprobs=[], finish_reason="length")
 
 
 def sums_of(each: Iterable[Mapping[str, SourceCounts]]) -> dict[str, SourceCounts]:
@@ -243,13 +292,16 @@ def details(output: StepOutput, ends: list[int]) -> StepDetails:
 def output(
     choices: Sequence[Generation],
     drafter: str,
+    params: SamplingParams,
     prompt: str | None = None,
     request_id: str | None = None,
 ) -> Output:
     """The output of a prompt from its choices, as far as they have come."""
-    said = [generation.said(index, drafter) for index, generation in enumerate(choices)]
+    given = best(choices, params.n) if params.is_ranked else choices
+    has_logprobs = params.num_top is not None
+    said = [g.said(index, drafter, has_logprobs) for index, g in enumerate(given)]
     first, num_prompt = choices[0], len(choices[0].prompt)
-    num_said = sum(len(c.token_ids) for c in said)
+    num_said = sum(len(g.token_ids) for g in choices)
     usage = Usage(num_prompt, num_said, num_prompt + num_said, first.num_cached)
     own = msgspec.structs.asdict(said[0])
     del own["index"]
@@ -259,5 +311,6 @@ def output(
         prompt_token_ids=list(first.prompt),
         usage=usage,
         choices=said,
+        prompt_logprobs=first.told_prompt_logprobs(),
         **own,
     )

@@ -1,6 +1,6 @@
 """Turns a caller's prompts and parameters into checked token ids and parameters."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from specserve.errors import PromptTooLong, RequestError
-from specserve.exchange.sampling_params import Sampling, SamplingParams, pick, resolve
+from specserve.exchange.sampling_params import Sampling, SamplingParams, in_room, pick, resolve
 from specserve.models.chat_template import ChatOptions, ChatTemplate, Message
 from specserve.models.defaults import GenerationDefaults
 from specserve.models.source import open_source
 from specserve.models.tokenizer import Tokenizer, check_same_vocabulary
 
+Words = tuple[tuple[int, ...], ...]
+MAX_WORD_TOKENS = 64
 PIECE = 16  # characters per token of the context: four times what English text has
 
 
@@ -70,6 +72,7 @@ class InputProcessor(msgspec.Struct, frozen=True):
     max_model_len: int
     vocab_size: int
     sources: tuple[str, ...] = ()  # of guesses, that the engine has
+    known_words: dict[tuple[str, ...], Words] = {}  # the last bad words, and their tokens
 
     def read(self, prompt: Any, kept: int | None = None) -> list[int]:
         """The token ids of a prompt, given as text or ids, or the last `kept` of them;
@@ -211,9 +214,53 @@ class InputProcessor(msgspec.Struct, frozen=True):
             raise RequestError(f"params: {params!r:.100} is not a SamplingParams")
         sampling = resolve(params, self.defaults, self.max_model_len - num_prompt)
         self.num_kept(params)
-        self.check_ids(params.stop_token_ids, "stop_token_ids")
+        self.check_ids(params.stop_token_ids or (), "stop_token_ids")
+        self.check_ids([*sampling.logit_bias], "logit_bias")
+        self.check_ids(sampling.allowed_ids or (), "allowed_token_ids")
+        if params.bad_words:
+            words = self.tokens_of_all(tuple(params.bad_words))
+            sampling = msgspec.structs.replace(sampling, bad_words=words)
+        check_any_left(sampling, self.vocab_size)
         self.check_sources(sampling.speculation.sources or ())
         return sampling
+
+    def resolve_all(self, params: SamplingParams, num_prompts: Sequence[int]) -> Iterator[Sampling]:
+        """As `resolve`, for prompts of so many tokens each; checked once."""
+        if num_prompts:
+            yield (first := self.resolve(params, num_prompts[0]))
+        for num_prompt in num_prompts[1:]:
+            yield in_room(first, params, self.max_model_len - num_prompt)
+
+    def tokens_of_all(self, words: tuple[str, ...]) -> Words:
+        """As `tokens_of`; kept for the next prompt, which often comes with the same words."""
+        tokens = self.known_words.get(words)
+        if tokens is None:
+            tokens = tuple(self.tokens_of(words))
+            self.known_words.clear()
+            self.known_words[words] = tokens
+        return tokens
+
+    def tokens_of(self, words: Sequence[str]) -> Iterator[tuple[int, ...]]:
+        """The tokens of each bad word: as a text begins with it and, if only the first token is
+        another one, as it follows a space. That is vLLM's rule.
+        """
+        for place, word in enumerate(words):
+            field, bare = f"bad_words[{place}]", word.lstrip()
+            try:
+                plain = self.tokenizer.encode(bare, add_special_tokens=False)
+                spaced = self.tokenizer.encode(f" {bare}", add_special_tokens=False)
+            except (TypeError, UnicodeError) as e:
+                raise RequestError(f"{field} is no valid text: {e}", field) from e
+            if not 0 < len(plain) <= MAX_WORD_TOKENS:
+                raise RequestError(
+                    f"{field}: {word!r:.50} has {len(plain)} tokens, and a bad word has 1 to "
+                    f"{MAX_WORD_TOKENS}: leave it out, or send a part of it",
+                    field,
+                )
+            is_other = len(spaced) == len(plain) and spaced[0] != plain[0]
+            for ids in (plain, spaced) if is_other else (plain,):
+                self.check_ids(ids, field)
+                yield tuple(ids)
 
     def check_sources(self, names: Sequence[str]) -> None:
         """RequestError for a source that the engine lacks: its guesses would be waited for."""
@@ -225,3 +272,25 @@ class InputProcessor(msgspec.Struct, frozen=True):
                     f"{known}",
                     "speculation.sources",
                 )
+
+
+def check_any_left(sampling: Sampling, vocab_size: int) -> None:
+    """RequestError if after some text no token could be drawn: kernels would take id 0 then."""
+    early = sampling.stop_ids if sampling.min_tokens else frozenset[int]()
+    ids = range(vocab_size) if sampling.allowed_ids is None else {*sampling.allowed_ids}
+    if len(ids) > len(sampling.bad_words) + len(early):
+        return
+    left = {*ids}
+    said = left - sampling.stop_ids  # and the text goes on
+    lasts: dict[tuple[int, ...], set[int]] = {(): set()}  # of bad words, by what comes before
+    for *begin, last in sampling.bad_words:
+        lasts.setdefault(tuple(begin), set()).add(last)
+    for text in filter(said.issuperset, lasts):
+        bans = set[int]().union(*(lasts.get(text[k:], ()) for k in range(len(text) + 1)))
+        if left <= (bans | early if len(text) < sampling.min_tokens else bans):
+            param = "bad_words" if sampling.allowed_ids is None else "allowed_token_ids"
+            raise RequestError(
+                f"{param}: bad_words and min_tokens could leave no token to draw: allow more "
+                "tokens, or rule out fewer",
+                param,
+            )

@@ -11,9 +11,10 @@ from specserve import preflight
 from specserve.config import python_config
 from specserve.engine.build import build
 from specserve.engine.loading import Model, Weights, check_device
+from specserve.engine.processors import LogitsProcessor
 from specserve.errors import Overloaded, RequestError
 from specserve.exchange.caller import Caller
-from specserve.exchange.sampling_params import SamplingParams, choices_of
+from specserve.exchange.sampling_params import SamplingParams, choices_of, seeded
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.generation import Generation, Output, output
 from specserve.input_processor import (
@@ -26,6 +27,7 @@ from specserve.interrupts import interrupts_held
 from specserve.models.chat_template import ChatOptions, Message
 from specserve.phases import Phases
 from specserve.progress import LoadProgress, show_phases, track
+from specserve.vllm_arguments import known_arguments, seeds_from
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -37,8 +39,10 @@ class LLM:
     drafter unset is "auto", which plans what all sources guess; "none" is off. Arguments
     win over `set` ("section.key" -> value), and `set` wins over the file `config`. `weights`
     are those of other LLMs: a model that is among them is not loaded again. `quantize` and
-    `draft_quantize`, "w8a8", "w8" or "w4", round the models' weights as they are loaded. Errors:
-    ConfigError for anything wrong here, RequestError for a prompt or its parameters.
+    `draft_quantize`, "w8a8", "w8" or "w4", round the models' weights as they are loaded. Requests
+    that give no seed have theirs from `seed`, in order. `vllm` are arguments of vLLM's own, of
+    which those are taken that have an equal setting or no effect. Errors: ConfigError for anything
+    wrong here, RequestError for a prompt or its parameters.
     """
 
     def __init__(
@@ -53,8 +57,12 @@ class LLM:
         weights: Iterable[Model | None] = (),
         quantize: str | None = None,
         draft_quantize: str | None = None,
+        *,
+        seed: int | None = None,
+        **vllm: Any,
     ) -> None:
         given = {
+            **known_arguments("LLM", model, vllm),
             "model": model,
             "dtype": dtype,
             "quantize": quantize,
@@ -63,6 +71,7 @@ class LLM:
             "drafter": drafter,
         }
         self.config = python_config("LLM", given, config, set)
+        self.seeds = seeds_from("LLM", seed)
         self.progress = progress
         phases = Phases()
         check_device(self.config)
@@ -91,23 +100,27 @@ class LLM:
         *,
         sampling_params: Params = None,
         use_tqdm: bool = True,
+        logits_processors: Sequence[LogitsProcessor] = (),
     ) -> list[Output]:
         """Run all prompts together; outputs are in order. All are checked before any runs.
 
-        `sampling_params` is vLLM's name of `params`; `use_tqdm` false shows no progress.
+        `sampling_params` is vLLM's name of `params`; `use_tqdm` false shows no progress. Functions
+        in `logits_processors` (see `LogitsProcessors`) change the logits of every token, one after
+        the other; these prompts have no guesses, as their outputs' `speculation` tells.
         """
         given: list[Any] = [prompts] if is_one(prompts) else list(prompts)
         asked = [unwrapped(prompt) for prompt in given]
         each = self.check_each(one_of(params, sampling_params), len(asked))
         checked = [self.check(p, q) for p, q in zip(asked, each, strict=True)]
         texts = [prompt if isinstance(prompt, str) else None for prompt in asked]
-        return self.run(checked, texts, use_tqdm)
+        return self.run(checked, texts, use_tqdm, logits_processors)
 
     def run(
         self,
         checked: Sequence[tuple[list[int], SamplingParams]],
         texts: Sequence[str | None],
         is_shown: bool,
+        processors: Sequence[LogitsProcessor] = (),
     ) -> list[Output]:
         """Run prompts, each with its parameters, together; outputs are in order."""
         each_choices: list[list[Generation]] = []
@@ -115,7 +128,7 @@ class LLM:
         try:
             for ids, asked_for in checked:
                 call = each_choices[0][0].id if each_choices else None
-                each_choices.append(self.start(ids, asked_for, call))
+                each_choices.append(self.start(ids, asked_for, call, processors))
                 generations += each_choices[-1]
             is_shown = is_shown and self.progress and len(generations) > 1
             for _ in track(generations, enabled=is_shown):
@@ -123,25 +136,31 @@ class LLM:
         finally:
             self.end(generations)
         refuse_failed(generations)
-        both = zip(each_choices, texts, strict=True)
-        return [output(choices, self.loaded.drafter, text) for choices, text in both]
+        each = zip(each_choices, checked, texts, strict=True)
+        return [output(c, self.loaded.drafter, params, text) for c, (_, params), text in each]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        logits_processors: Sequence[LogitsProcessor] = (),
     ) -> Generator[tuple[str, list[int]], None, Output]:
         """(text, token_ids) of every step that emits tokens; the generator's value is the Output,
         which also has the details of speculation, where they were asked for.
 
         The prompt is checked at once, and starts to run when the first step is asked for.
         """
-        if params is not None and params.n != 1:
-            raise RequestError("n: a stream is one choice's; leave it out, or call generate", "n")
-        return self.stream_checked(*self.check(prompt, params))
+        if params is not None and params.num_choices != 1:
+            name = "n" if params.n != 1 else "best_of"
+            message = f"{name}: a stream is one choice's; leave it out, or call generate"
+            raise RequestError(message, name)
+        return self.stream_checked(*self.check(prompt, params), logits_processors)
 
     def stream_checked(
-        self, ids: list[int], params: SamplingParams
+        self, ids: list[int], params: SamplingParams, processors: Sequence[LogitsProcessor]
     ) -> Generator[tuple[str, list[int]], None, Output]:
-        [generation] = self.start(ids, params)
+        [generation] = self.start(ids, params, processors=processors)
         num_characters = num_tokens = 0  # that have been yielded
         is_done = False
         try:
@@ -159,7 +178,7 @@ class LLM:
         finally:
             self.end([generation])
         refuse_failed([generation])
-        return output([generation], self.loaded.drafter)
+        return output([generation], self.loaded.drafter, params)
 
     def chat(
         self,
@@ -171,11 +190,12 @@ class LLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        logits_processors: Sequence[LogitsProcessor] = (),
     ) -> list[Output]:
         """The answers to one conversation, or to several, through the model's chat template.
 
         An assistant's last message is continued if `continue_final_message` is set. The template
-        reads `chat_template_kwargs` by their names.
+        reads `chat_template_kwargs` by their names. `logits_processors` as for `generate`.
         """
         kwargs = dict(chat_template_kwargs or {})
         options = ChatOptions(add_generation_prompt, continue_final_message, kwargs)
@@ -186,7 +206,7 @@ class LLM:
         each = self.check_each(one_of(params, sampling_params), len(conversations))
         both = zip(conversations, each, strict=True)
         checked = [(self.render(c, options, q), q) for c, q in both]
-        return self.run(checked, [None] * len(checked), use_tqdm)
+        return self.run(checked, [None] * len(checked), use_tqdm, logits_processors)
 
     @property
     def weights(self) -> Weights:
@@ -248,16 +268,26 @@ class LLM:
         return ids
 
     def start(
-        self, ids: list[int], params: SamplingParams, call: int | None = None
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        call: int | None = None,
+        processors: Sequence[LogitsProcessor] = (),
     ) -> list[Generation]:
         """Queue a prompt's choices. `call` is the first id of the same call, if there is one."""
-        samplings = choices_of(self.input_processor.resolve(params, len(ids)), params.n)
+        params = seeded(params, self.seeds)
+        resolved = self.input_processor.resolve(params, len(ids))
+        samplings = choices_of(resolved, params.num_choices)
         # Outside the lock, so that other threads may step meanwhile.
         keys = self.engine.prompt_keys(ids, samplings[0].cache_salt)
         caller = None if call is None else Caller(call)
         with self.lock, interrupts_held():
-            requests = self.engine.add_choices(ids, samplings, keys=keys, caller=caller)
+            requests = self.engine.add_choices(
+                ids, samplings, keys=keys, caller=caller, processors=processors
+            )
             choices = [Generation(r.id, ids, r.sampling, self.tokenizer) for r in requests]
+            for generation in choices:
+                generation.disabled_by = "logits_processors" if processors else None
             self.live.update({generation.id: generation for generation in choices})
         return choices
 
@@ -281,6 +311,8 @@ class LLM:
 
 def refuse_failed(generations: Iterable[Generation]) -> None:
     for generation in generations:
+        if generation.failure and generation.disabled_by:
+            raise RequestError(generation.failure, generation.disabled_by)
         if generation.failure:
             raise Overloaded(generation.failure)
 

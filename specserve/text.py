@@ -17,6 +17,7 @@ class Piece(NamedTuple):
     num_tokens: int  # of those given, up to the one that completed a stop string
     stop: str | None
     ends: list[int]  # characters of the text, up to and with each of those tokens'
+    starts: list[int]  # characters of all tokens before each of those, held back or not
 
 
 class TextStream:
@@ -33,8 +34,10 @@ class TextStream:
         stop: Sequence[str] = (),
         keeps_stop: bool = False,
         skips_special: bool = True,
+        min_tokens: int = 0,
     ) -> None:
-        self.tokenizer, self.stop = tokenizer, tuple(stop)
+        """A stop string counts if it ends in the text of a token after the first `min_tokens`."""
+        self.tokenizer, self.stop, self.min_tokens = tokenizer, tuple(stop), min_tokens
         self.keeps_stop, self.skips_special = keeps_stop, skips_special
         self.longest = max(map(len, self.stop), default=0)
         # Tokens whose text has been taken, kept as left context; then those whose has not.
@@ -42,25 +45,37 @@ class TextStream:
         self.before = self.decode(self.context)
         if self.before.endswith(UNFINISHED):  # inside a character: no usable context
             self.context, self.before = [], ""
-        self.held = ""  # text that may be the beginning of a stop string
+        self.num_tokens = 0
+        self.num_taken = 0  # characters of all tokens so far, the unread ones left out
+        # May be the beginning of a stop string: [0, early) of the first `min_tokens` tokens | rest
+        self.held, self.early = "", 0
 
     def push(self, token_ids: Sequence[int]) -> Piece:
         """Take a step's tokens, in order, up to the one that completes a stop string."""
-        shown, ends = "", list[int]()
+        shown, ends, starts = "", list[int](), list[int]()
         for n, token in enumerate(token_ids, 1):
+            starts.append(self.num_taken)
             self.unread.append(token)
-            self.held += self.take(is_last=len(self.unread) > MAX_UNREAD)
+            self.num_tokens += 1
+            self.hold(self.take(is_last=len(self.unread) > MAX_UNREAD))
             if (stop := self.find_stop()) is not None:
                 text, self.held = shown + self.until(stop), ""
-                return Piece(text, n, stop, [*ends, len(text)])
+                return Piece(text, n, stop, [*ends, len(text)], starts)
             shown += self.release()
             ends.append(len(shown))
-        return Piece(shown, len(token_ids), None, ends)
+        return Piece(shown, len(token_ids), None, ends, starts)
 
-    def finish(self) -> str:
-        """The text that was held back, for after the last token."""
-        self.held += self.take(is_last=True)
-        return self.until(self.find_stop())
+    def finish(self) -> tuple[str, str | None]:
+        """The text that was held back, for after the last token, and a stop string that ends it."""
+        self.hold(self.take(is_last=True))
+        stop = self.find_stop()
+        return self.until(stop), stop
+
+    def hold(self, text: str) -> None:
+        """Add text of the latest token."""
+        self.held += text
+        if self.num_tokens <= self.min_tokens:
+            self.early = len(self.held)
 
     def take(self, is_last: bool) -> str:
         """The text of unread tokens, once it ends with a complete character."""
@@ -68,6 +83,7 @@ class TextStream:
         if len(after) <= len(self.before) or (after.endswith(UNFINISHED) and not is_last):
             return ""
         text = after[len(self.before) :]
+        self.num_taken += len(text)
         self.context, self.unread = self.unread, []
         self.before = self.decode(self.context)
         return text
@@ -77,14 +93,18 @@ class TextStream:
 
     def find_stop(self) -> str | None:
         """The stop string that begins first in the held text; the shortest, if several do."""
-        found = [(at, len(s), s) for s in self.stop if (at := self.held.find(s)) >= 0]
+        found = [(at, len(s), s) for s in self.stop if (at := self.place(s)) >= 0]
         return min(found)[2] if found else None
+
+    def place(self, stop: str) -> int:
+        """Where a stop string begins that ends after the first `min_tokens` tokens; -1: nowhere."""
+        return self.held.find(stop, max(0, self.early - len(stop) + 1))
 
     def until(self, stop: str | None) -> str:
         """The held text up to a stop string in it; None is all."""
         if stop is None:
             return self.held
-        return self.held[: self.held.find(stop) + (len(stop) if self.keeps_stop else 0)]
+        return self.held[: self.place(stop) + (len(stop) if self.keeps_stop else 0)]
 
     def release(self) -> str:
         """The held text without its longest suffix that begins a stop string."""
@@ -94,5 +114,6 @@ class TextStream:
         else:
             size = 0
         cut = len(self.held) - size
+        self.early = max(0, self.early - cut)
         text, self.held = self.held[:cut], self.held[cut:]
         return text

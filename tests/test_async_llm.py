@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from specserve import LLM, AsyncLLM, SamplingParams
@@ -73,6 +74,24 @@ def test_outputs_grow_into_what_generate_returns(run, llm):
         assert one.finish_reason is None and len(one.token_ids) < len(next.token_ids)
         assert next.token_ids[: len(one.token_ids)] == one.token_ids
         assert next.text.startswith(one.text)
+
+
+def test_logprobs_grow_into_what_generate_returns(run, llm):
+    params = msgspec.structs.replace(PARAMS, logprobs=2, prompt_logprobs=1, n=2)
+    outputs = run(lambda a: all_of(a.generate("the cat", params)))
+    (want,) = llm.generate("the cat", params)
+    assert [c.logprobs for c in outputs[-1].choices] == [c.logprobs for c in want.choices]
+    assert outputs[-1].cumulative_logprob == want.cumulative_logprob < 0
+    assert outputs[-1].prompt_logprobs == want.prompt_logprobs and len(outputs) > 4
+    for output in outputs:
+        for choice, whole in zip(output.choices, want.choices, strict=True):
+            assert choice.logprobs == whole.logprobs[: len(choice.token_ids)]
+
+
+def test_the_best_of_choices_is_not_known_while_they_come(run):
+    params = SamplingParams(best_of=2)
+    with pytest.raises(RequestError, match=r"best_of: .* call LLM.generate"):
+        run(lambda a: all_of(a.generate("the cat", params)))
 
 
 def test_requests_of_every_kind_run_side_by_side(run, llm):
@@ -184,10 +203,10 @@ REFUSED = {
 def test_refused_and_no_other_request_notices(run, llm, asked, complaint):
     async def ask(a):
         other = a.generate("the cat", PARAMS, "mine")
-        await anext(other)
+        first = await anext(other)
         with pytest.raises(RequestError, match=complaint):
             await anext(a.generate(*asked))
-        return (await all_of(other))[-1]
+        return [first, *await all_of(other)][-1]
 
     assert run(ask).token_ids == llm.generate("the cat", PARAMS)[0].token_ids
 

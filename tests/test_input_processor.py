@@ -7,6 +7,7 @@ from specserve import LLM, SamplingParams, SpeculationParams
 from specserve.errors import PromptTooLong, RequestError
 from specserve.input_processor import TextFiles, load_text_files, make_input_processor
 from specserve.models.chat_template import ChatTemplate
+from specserve.models.defaults import GenerationDefaults
 from tests.checkpoints import EOS, add_token_beyond, tiny_checkpoint
 
 V, LENGTH = 320, 32
@@ -50,15 +51,25 @@ def test_an_id_that_is_no_token_is_refused_by_its_number(processor, token):
     for ask in (
         lambda: processor.read([1, token]),
         lambda: processor.resolve(SamplingParams(stop_token_ids=(1, token))),
+        lambda: processor.resolve(SamplingParams(allowed_token_ids=(1, token))),
     ):
         with pytest.raises(RequestError, match=rf"{token} is no token id: ids lie in \[0, {V}\)"):
             ask()
 
 
-def test_a_stop_token_is_held_to_the_same(processor):
-    with pytest.raises(RequestError, match=f"stop_token_ids: {TOLD}") as e:
-        processor.resolve(SamplingParams(stop_token_ids=(V,)))
-    assert e.value.param == "stop_token_ids"
+@pytest.mark.parametrize(
+    ("param", "value", "field"),
+    [
+        ("stop_token_ids", (V,), "stop_token_ids"),
+        ("allowed_token_ids", (V,), "allowed_token_ids"),
+        ("logit_bias", {V: 1}, "logit_bias"),
+        ("bad_words", ("the", BEYOND), r"bad_words\[1\]"),
+    ],
+)
+def test_ids_of_parameters_are_held_to_the_same(processor, param, value, field):
+    with pytest.raises(RequestError, match=f"{field}: {TOLD}") as e:
+        processor.resolve(SamplingParams(**{param: value}))
+    assert e.value.param.startswith(param)
 
 
 def test_the_last_id_of_the_model_is_one(processor):
@@ -190,3 +201,135 @@ def test_a_source_that_the_engine_lacks_is_refused_with_those_it_has(folder, sou
     assert e.value.param == "speculation.sources"
     for names in (sources, (), None):
         processor.resolve(SamplingParams(speculation=SpeculationParams(sources=names)))
+
+
+class Letters:
+    """A token for each letter; what follows a space is another token, but a digit is two."""
+
+    def encode(self, text, add_special_tokens=True):
+        bare = text.lstrip()
+        ids = [ord(letter) for letter in bare]
+        if bare == text or not ids:
+            return ids
+        return [32, *ids] if bare[0] < "a" else [ids[0] + 100, *ids[1:]]
+
+    def id_to_token(self, token):
+        return None
+
+
+def letters(vocab_size=V):
+    return make_input_processor(TextFiles(Letters(), GenerationDefaults()), vocab_size, LENGTH)
+
+
+BAD_WORDS = {  # as given -> tokens
+    "at the beginning and after a space": ("ab", [(97, 98), (197, 98)]),
+    "with a space before it": (" \n ab", [(97, 98), (197, 98)]),
+    "of as many tokens after a space as not": ("1", [(49,)]),
+}
+
+
+@pytest.mark.parametrize(("word", "tokens"), BAD_WORDS.values(), ids=BAD_WORDS)
+def test_a_bad_word_is_ruled_out(word, tokens):
+    asked = SamplingParams(bad_words=["z", word])
+    assert letters().resolve(asked).bad_words == ((122,), (222,), *tokens)
+
+
+def test_a_bad_word_of_the_models_tokenizer_is_ruled_out_in_both_forms(processor):
+    encode = processor.tokenizer.encode
+    plain, spaced = (tuple(encode(text, add_special_tokens=False)) for text in ("cat", " cat"))
+    assert plain[0] != spaced[0] and len(plain) == len(spaced)
+    assert processor.resolve(SamplingParams(bad_words=(" cat",))).bad_words == (plain, spaced)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["a", " "], r"bad_words\[1\]: ' ' has 0 tokens, and a bad word has 1 to 64"),
+        (["a" * 65], r"bad_words\[0\]: 'a+ has 65 tokens"),
+        (["\ud800"], r"bad_words\[0\] is no valid text"),
+    ],
+)
+def test_a_bad_word_of_no_tokens_or_too_many_is_refused_by_name(processor, words, told):
+    processor = processor if words == ["\ud800"] else letters()
+    with pytest.raises(RequestError, match=told) as e:
+        processor.resolve(SamplingParams(bad_words=words))
+    assert e.value.param.startswith("bad_words[")
+
+
+def test_the_same_bad_words_are_tokenized_once_and_others_anew(processor):
+    tokenizer = Counting(processor.tokenizer)
+    counted = make_input_processor(TextFiles(tokenizer, processor.defaults), V, LENGTH)
+    asked = [SamplingParams(bad_words=words) for words in (["cat"], ["cat"], ["dog"], ["cat"])]
+    assert [counted.resolve(a).bad_words for a in asked] == [
+        processor.resolve(a).bad_words for a in asked
+    ]
+    assert tokenizer.asked == ["cat", " cat", "dog", " dog", "cat", " cat"]
+
+
+def test_parameters_of_several_prompts_are_those_of_each(processor):
+    for asked in (SamplingParams(seed=1), SamplingParams(seed=2, max_tokens=20, bad_words=("a",))):
+        each = [processor.resolve(asked, size) for size in (3, 20, 7)]
+        assert [*processor.resolve_all(asked, (3, 20, 7))] == each
+    seeds = {sampling.seed for sampling in processor.resolve_all(SamplingParams(), [1] * 9)}
+    assert len(seeds) == 9, "drawn for each"
+
+
+A, B, END = ord("a"), ord("b"), ord("e")
+LEFT = {  # parameters -> whether a token is left to draw after every text
+    "all allowed are bad": ({"allowed_token_ids": (A, A), "bad_words": ["a"]}, False),
+    "one allowed is not bad": ({"allowed_token_ids": (A, B), "bad_words": ["a"]}, True),
+    "each is bad after one": ({"allowed_token_ids": (A, B), "bad_words": ["aa", "ab"]}, False),
+    "one is bad after each": ({"allowed_token_ids": (A, B), "bad_words": ["aa", "bb"]}, True),
+    "by words of different lengths": (
+        {"allowed_token_ids": (A, B), "bad_words": ["b", "aaa"]},
+        False,
+    ),
+    "after what cannot be said": (
+        {"allowed_token_ids": (A, B), "bad_words": ["za", "zb", "aza", "azb"]},
+        True,
+    ),
+    "only an end, too early": (
+        {"allowed_token_ids": (END,), "stop_token_ids": (END,), "min_tokens": 1},
+        False,
+    ),
+    "only an end": ({"allowed_token_ids": (END,), "stop_token_ids": (END,)}, True),
+    "an end where it may come": (
+        {
+            "allowed_token_ids": (A, END),
+            "stop_token_ids": (END,),
+            "bad_words": ["aa"],
+            "min_tokens": 1,
+        },
+        True,
+    ),
+    "an end where it may not": (
+        {
+            "allowed_token_ids": (A, END),
+            "stop_token_ids": (END,),
+            "bad_words": ["aa"],
+            "min_tokens": 2,
+        },
+        False,
+    ),
+    "after an end nothing comes": (
+        {"allowed_token_ids": (A, END), "stop_token_ids": (END,), "bad_words": ["ea", "ee"]},
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize(("asked", "is_left"), LEFT.values(), ids=LEFT)
+def test_parameters_that_leave_nothing_to_draw_are_refused(asked, is_left):
+    params = SamplingParams(**asked)
+    if is_left:
+        letters().resolve(params)
+        return
+    with pytest.raises(RequestError, match="could leave no token to draw") as e:
+        letters().resolve(params)
+    assert e.value.param == "allowed_token_ids"
+
+
+def test_a_whole_vocabulary_may_be_bad():
+    with pytest.raises(RequestError, match=r"bad_words: .* no token to draw"):
+        letters(3).resolve(SamplingParams(bad_words=["\0", "\1", "\2"]))
+    letters(4).resolve(SamplingParams(bad_words=["\0", "\1", "\2"]))

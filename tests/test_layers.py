@@ -21,7 +21,8 @@ LAYERS = [  # ground floor first
     ("specserve.exchange",),
     ("specserve.scheduling",),
     ("specserve.engine",),
-    ("specserve.input_processor", "specserve.generation"),
+    ("specserve.input_processor", "specserve.generation", "specserve.logprobs"),
+    ("specserve.vllm_arguments",),
     # `specserve` itself exports what these define
     ("specserve.llm", "specserve.async_llm", "specserve"),
     ("specserve.server",),

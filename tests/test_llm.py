@@ -71,6 +71,68 @@ def test_every_step_is_told_to_who_asks(llm):
     assert llm.generate("the cat", GREEDY)[0].speculation.details == []
 
 
+def test_logprobs_are_told_as_vllm_tells_them(llm):
+    params = msgspec.structs.replace(GREEDY, logprobs=2, prompt_logprobs=1)
+    (o,) = llm.generate("the cat sat on the mat", params)
+    assert len(o.logprobs) == 12 and o.logprobs == o.choices[0].logprobs
+    for token, table in zip(o.token_ids, o.logprobs, strict=True):
+        assert next(iter(table)) == token
+        assert [entry.rank for entry in table.values()] == [1, 2]  # the likeliest is taken
+        assert table[token].decoded_token == llm.tokenizer.decode([token], False)
+    each = zip(o.token_ids, o.logprobs, strict=True)
+    assert o.cumulative_logprob == sum(table[token].logprob for token, table in each)
+    first, *others = o.prompt_logprobs
+    assert first is None and len(others) == len(o.prompt_token_ids) - 1
+    for token, table in zip(o.prompt_token_ids[1:], others, strict=True):
+        ranks = [entry.rank for entry in table.values()]
+        assert next(iter(table)) == token and ranks in ([1], [ranks[0], 1])
+    (own,) = llm.generate("the cat", msgspec.structs.replace(GREEDY, logprobs=True, n=2))
+    assert [[*table] for table in own.choices[1].logprobs] == [
+        [t] for t in own.choices[1].token_ids
+    ]
+    (none,) = llm.generate("the cat", msgspec.structs.replace(GREEDY, logprobs=False))
+    assert none.logprobs is none.cumulative_logprob is none.prompt_logprobs is None
+
+
+def test_the_logprobs_of_a_prompt_are_those_of_its_tokens_when_generated(llm):
+    asked = msgspec.structs.replace(GREEDY, logprobs=0, ignore_eos=True)
+    (o,) = llm.generate("the cat sat on", asked)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    (again,) = llm.generate(o.prompt_token_ids + o.token_ids, params)
+    for told, known in zip(again.prompt_logprobs[-12:], o.logprobs, strict=True):
+        assert [*told] == [*known]
+        for token, entry in told.items():
+            assert entry.logprob == pytest.approx(known[token].logprob, abs=1e-5)
+
+
+def test_the_best_choices_are_given_and_the_others_counted(llm):
+    hot = {"temperature": 2, "seed": 2, "max_tokens": 10, "ignore_eos": True}
+    (all,) = llm.generate("the cat", SamplingParams(**hot, n=6, logprobs=0))
+    (best,) = llm.generate("the cat", SamplingParams(**hot, n=2, best_of=6))
+    order = sorted(range(6), key=lambda c: (-all.choices[c].cumulative_logprob, c))
+    assert order[:2] != [0, 1]
+    assert [c.text for c in best.choices] == [all.choices[c].text for c in order[:2]]
+    assert [c.index for c in best.choices] == [0, 1] and best.usage.completion_tokens == 60
+    assert best.token_ids == best.choices[0].token_ids
+    assert best.logprobs is best.choices[0].cumulative_logprob is None
+    with pytest.raises(RequestError, match="best_of = 2 is less than n = 3"):
+        llm.generate("a", SamplingParams(n=3, best_of=2))
+    with pytest.raises(RequestError, match="best_of: a stream is one choice's"):
+        llm.stream("a", SamplingParams(best_of=2))
+
+
+def test_a_streams_output_tells_logprobs_too(llm):
+    params = msgspec.structs.replace(GREEDY, logprobs=1, prompt_logprobs=0)
+    stream = llm.stream("the cat", params)
+    with pytest.raises(StopIteration) as end:
+        while True:
+            next(stream)
+    output = end.value.value
+    (want,) = llm.generate("the cat", params)
+    assert (output.logprobs, output.prompt_logprobs) == (want.logprobs, want.prompt_logprobs)
+    assert want.logprobs and want.prompt_logprobs
+
+
 def test_a_streams_output_tells_every_step_too(llm):
     params = msgspec.structs.replace(GREEDY, return_speculation_details=True)
     stream = llm.stream("the cat sat", params)
@@ -562,11 +624,11 @@ def test_a_salt_that_is_no_text_is_refused_by_its_name(llm):
 def test_where_one_cannot_start_those_before_it_are_given_up(llm, monkeypatch):
     start, started = llm.start, []
 
-    def failing(ids, params, call):
+    def failing(*asked):
         if started:
             raise MemoryError
-        started.append(ids)
-        return start(ids, params, call)
+        started.append(asked)
+        return start(*asked)
 
     monkeypatch.setattr(llm, "start", failing)
     with pytest.raises(MemoryError):
@@ -623,3 +685,30 @@ def test_prompts_are_hashed_while_other_threads_may_step(llm, monkeypatch):
     monkeypatch.setattr(llm.engine, "prompt_keys", watched)
     llm.generate("a", SamplingParams(max_tokens=1))
     assert seen == [True]
+
+
+def test_logits_processors_take_guesses_away_and_say_so(llm):
+    def only_even(ids, logits):
+        logits[1::2] = float("-inf")
+        return logits
+
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    [plain] = llm.generate("ab ab ab ab", params)
+    [even] = llm.generate("ab ab ab ab", params, logits_processors=[only_even])
+    assert len(even.token_ids) == 12 and not any(token % 2 for token in even.token_ids)
+    assert any(token % 2 for token in plain.token_ids)
+    told = even.speculation
+    assert (told.drafted, told.disabled_by) == (0, "logits_processors")
+    assert plain.speculation.disabled_by is None
+    stream = llm.stream("ab ab ab ab", params, logits_processors=[only_even])
+    assert [token for _, ids in stream for token in ids] == even.token_ids
+
+
+def test_an_error_of_a_logits_processor_is_the_callers(llm, caplog):
+    def broken(ids, logits):
+        return 1 / 0
+
+    with pytest.raises(RequestError, match="logits_processors: ZeroDivisionError"):
+        llm.generate("ab", SamplingParams(max_tokens=3), logits_processors=[broken])
+    assert "in broken" in caplog.text
+    assert llm.generate("ab", SamplingParams(max_tokens=3))[0].token_ids

@@ -48,7 +48,7 @@ def stream(ids, sizes=(), prompt=(), stop=(), **how):
         count += piece.num_tokens
         if piece.stop is not None:
             return pieces, count, True
-    return [*pieces, text.finish()], count, False
+    return [*pieces, text.finish()[0]], count, False
 
 
 @given(prompt=texts, text=texts, sizes=sizes)
@@ -143,6 +143,37 @@ def test_a_stop_may_be_kept(letters, stop, text, at_once):
     assert "".join(pieces) == text
 
 
+EARLY = {  # letters as they come, stops, min_tokens -> text, letters that count
+    "before a stop that counts": ("abxab", ["ab"], 2, "abx", 5),
+    "in the middle of a stop": ("xab", ["ab"], 2, "x", 3),
+    "at a stop's end": ("xabc", ["ab"], 3, "xabc", 4),
+    "at a stop that begins a longer one": ("xabcz", ["ab", "abcd"], 3, "xabcz", 5),
+    "inside a longer one": ("xabcd", ["ab", "abcd"], 3, "x", 5),
+    "in a run of stops": ("aaaa", ["a"], 3, "aaa", 4),
+    "where stops overlap": ("aaaa", ["aa"], 2, "a", 3),
+    "after all": ("abab", ["ab"], 9, "abab", 4),
+}
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["one step", "a letter a step"])
+@pytest.mark.parametrize(("letters", "stop", "least", "text", "count"), EARLY.values(), ids=EARLY)
+def test_min_tokens_may_end(letters, stop, least, text, count, at_once):
+    ids = [encode(letter)[0] for letter in letters]
+    how = {"stop": stop, "min_tokens": least}
+    pieces, num_tokens, is_stopped = stream(ids, [99] if at_once else [], **how)
+    assert ("".join(pieces), num_tokens) == (text, count)
+    assert is_stopped == (text != letters)
+
+
+@settings(max_examples=100)
+@given(ids=st.lists(st.integers(0, 319), max_size=40), sizes=sizes, least=st.integers(0, 40))
+def test_where_an_early_stop_cuts_does_not_depend_on_the_steps_either(ids, sizes, least):
+    how = {"stop": ["a", UNFINISHED, "t ", "te"], "min_tokens": least}
+    one, many = (stream(ids, s, **how) for s in ([99], sizes))
+    assert ("".join(one[0]), *one[1:]) == ("".join(many[0]), *many[1:])
+    assert not one[2] or one[1] > least
+
+
 def test_of_stops_that_begin_together_the_shortest_is_told_and_kept():
     (token,) = encode("the")
     for stops in (["the", "th"], ["th", "the"]):
@@ -162,7 +193,7 @@ def test_what_may_be_the_beginning_of_a_stop_is_held_and_released():
     text = TextStream(tiny_tokenizer(), [], ["END", "ab!"])
     pieces = [text.push(encode(letter)).text for letter in "xENabEab"]
     assert pieces == ["x", "", "", "EN", "", "ab", "E", ""]
-    assert text.finish() == "ab"
+    assert text.finish()[0] == "ab"
 
 
 def test_the_prompt_is_no_part_of_a_stop():
@@ -173,7 +204,7 @@ def test_the_prompt_is_no_part_of_a_stop():
 def test_a_token_that_completes_a_stop_and_goes_on_shows_none_of_it():
     text = TextStream(tiny_tokenizer(), [], ["th"])
     (token,) = encode("the")
-    assert text.push([*encode("a"), token, token]) == ("a", 2, "th", [1, 1])
+    assert text.push([*encode("a"), token, token]) == ("a", 2, "th", [1, 1], [0, 1])
 
 
 def test_each_token_ends_where_the_text_that_it_lets_out_does():
@@ -181,6 +212,15 @@ def test_each_token_ends_where_the_text_that_it_lets_out_does():
     piece = text.push([*encode("x"), *encode("a"), *encode("b"), *encode("c")])
     assert (piece.text, piece.ends) == ("xabc", [1, 1, 1, 4])
     assert text.push(encode("🙂")).ends == [0, 0, 0, 1]
+
+
+def test_each_token_starts_where_those_before_it_end_though_their_text_is_held_back():
+    text = TextStream(tiny_tokenizer(), [], ["abd"])
+    ids = [*encode("x"), *encode("a"), *encode("b"), *encode("c"), *encode("🙂"), *encode("y")]
+    starts = [0, 1, 2, 3, 4, 4, 4, 4, 5]
+    assert text.push(ids).starts == starts
+    text = TextStream(tiny_tokenizer(), [], ["abd"])
+    assert [text.push([token]).starts[0] for token in ids] == starts
 
 
 def test_a_character_split_over_tokens_waits_for_its_last_byte():
@@ -193,7 +233,7 @@ def test_a_character_split_over_tokens_waits_for_its_last_byte():
 def test_a_character_never_finished_is_shown_at_the_end():
     text = TextStream(tiny_tokenizer(), [])
     assert text.push([*encode("a"), *encode("🙂")[:2]]).text == "a"
-    assert text.finish() == UNFINISHED
+    assert text.finish()[0] == UNFINISHED
 
 
 def test_a_stop_beside_a_character_never_finished_is_none_the_less_cut():
@@ -203,10 +243,11 @@ def test_a_stop_beside_a_character_never_finished_is_none_the_less_cut():
         def decode(self, ids, skip_special_tokens):
             return "".join(["a", "b" + UNFINISHED][i] for i in ids)
 
-    text = TextStream(Pair(), [], ["b"])
-    assert text.push([0]).text == "a"
-    assert text.push([1]).text == ""
-    assert text.finish() == ""
+    for least, end in ((0, ("", "b")), (1, ("", "b")), (2, ("b" + UNFINISHED, None))):
+        text = TextStream(Pair(), [], ["b"], min_tokens=least)
+        assert text.push([0]).text == "a"
+        assert text.push([1]).text == ""
+        assert text.finish() == end
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
@@ -240,8 +281,8 @@ def test_ids_without_text_inside_a_stop_do_not_hide_it():
 
 def test_nothing_said_is_no_text():
     text = TextStream(tiny_tokenizer(), encode("x"), ["a"])
-    assert text.push([]) == ("", 0, None, [])
-    assert text.finish() == ""
+    assert text.push([]) == ("", 0, None, [], [])
+    assert text.finish()[0] == ""
 
 
 def byte_fallback_tokenizer():
@@ -257,12 +298,12 @@ def byte_fallback_tokenizer():
 def test_the_text_does_not_depend_on_how_many_tokens_come_at_once(tokenizer, ids, data):
     ids = ids + [b + 1 for b in "🎉🎉é🎉".encode()] * data.draw(st.booleans())
     one, many = TextStream(tokenizer, []), TextStream(tokenizer, [])
-    want = "".join(one.push([i]).text for i in ids) + one.finish()
+    want = "".join(one.push([i]).text for i in ids) + one.finish()[0]
     got = ""
     while ids:
         size = data.draw(st.integers(1, 9))
         got, ids = got + many.push(ids[:size]).text, ids[size:]
-    assert got + many.finish() == want
+    assert got + many.finish()[0] == want
 
 
 WORDS = [
@@ -313,7 +354,7 @@ def test_a_stream_says_what_decoding_the_whole_says(tokenizer, words, num_prompt
         num_prompt = 0
     stream = TextStream(tokenizer, ids[:num_prompt])
     said = "".join(stream.push(new).text for new in steps(ids[num_prompt:], sizes))
-    assert prompt + said + stream.finish() == tokenizer.decode(ids)
+    assert prompt + said + stream.finish()[0] == tokenizer.decode(ids)
 
 
 def test_runs_of_byte_tokens_are_read_character_by_character():

@@ -30,6 +30,7 @@ from specserve_bench.plots import draw
 from specserve_bench.prompts import PROMPTS
 from specserve_bench.report import markdown, report
 from specserve_bench.results import Goals, Load, Result
+from specserve_bench.sampling import sampling_figures
 from specserve_bench.serving import serving_figures
 from specserve_bench.shapes import random_checkpoint
 from specserve_bench.steps import step_figures
@@ -57,6 +58,7 @@ OF_PAIR: dict[str, Callable[[Path], dict[str, Any]]] = {
 OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "steps": lambda: step_figures(random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)),
     "kv": kv_figures,
+    "sampling": lambda: sampling_figures(random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)),
     "memory": lambda: memory_figures(random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)),
     "fairness": fairness_figures,
     "host": host_figures,
@@ -69,6 +71,7 @@ PARTS = {  # what they measure
     "server": "the HTTP server with the pair: start-up, CPU time, idle connections, a newcomer",
     "steps": "steps of a random 0.6B model against the least time that they could take",
     "kv": "attention over KV of 8 bits and of bf16",
+    "sampling": "what penalties, masks, filters and log-probabilities take of a 0.6B model's step",
     "memory": "what the block pool brings: prefix hits, choices that share blocks",
     "fairness": "how long a small request waits for its first token beside a large one",
     "host": "the host's share of a step",

@@ -38,10 +38,13 @@ class Draws(NamedTuple):
 
     def params(self, rows: NDArray[np.int64] | None = None) -> SampleParams:
         """The parameters of all rows, or of some, as host tensors."""
-        if self.edits is not None or self.masks is not None:
-            plain = self._replace(edits=None, masks=None).params()
-            params = plain._replace(edits=self.edits, masks=self.masks)
-            return params if rows is None else params.take(torch.from_numpy(rows))
+        if self.edits is None and self.masks is None:
+            return self.plain_params(rows)
+        params = self.plain_params()._replace(edits=self.edits, masks=self.masks)
+        return params if rows is None else params.take(torch.from_numpy(rows))
+
+    def plain_params(self, rows: NDArray[np.int64] | None = None) -> SampleParams:
+        """Without edits and masks."""
         if self.is_greedy:
             return SampleParams.greedy(len(self.seeds if rows is None else rows))
         columns: Sequence[NDArray[Any]] = self[1:7]
@@ -96,9 +99,16 @@ def draws_of(
     token after a node has index length + depth in its request's token_ids, whatever the node's
     number, and is drawn with that index's noise.
     """
-    if any(states):
-        draws = draws_of(samplings, lengths, drafts)
-        return draws._replace(edits=edits_of(states, drafts), masks=masks_of(states, drafts))
+    draws = plain_draws(samplings, lengths, drafts)
+    if not any(states):
+        return draws
+    return draws._replace(edits=edits_of(states, drafts), masks=masks_of(states, drafts))
+
+
+def plain_draws(
+    samplings: Sequence[Sampling], lengths: Sequence[int], drafts: Sequence[Draft]
+) -> Draws:
+    """Draws without edits and masks."""
     if all(s.temperature == 0 for s in samplings):
         return greedy_draws(len(drafts) + sum(map(len, drafts)))
     places = [n + depth for n, d in zip(lengths, drafts, strict=True) for depth in d.depths()]

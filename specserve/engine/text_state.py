@@ -3,6 +3,7 @@
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from copy import copy
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
@@ -78,6 +79,14 @@ class TextState:
             self.keep(token)
         self.mask = mask_of(sampling.allowed_ids, vocab_size)
 
+    def fork(self) -> "TextState":
+        """That of another choice, before any output: to copy edits is quicker than to make them."""
+        other = copy(self)
+        other.output, other.counts = [], Counter()
+        other.base, other.places = no_edits(), dict(self.places)
+        other.base.join(self.base)
+        return other
+
     def edit(self, token: int) -> Edit:
         asked, count = self.sampling, self.counts[token]
         factor = asked.repetition_penalty if count or token in self.prompt else 1.0
@@ -112,6 +121,12 @@ class TextState:
         for *begin, last in self.words.get(self.output[-1], ()) if self.output else ():
             if self.output[-len(begin) :] == begin:
                 yield last
+
+    def bans(self, token: int) -> bool:
+        """Whether it must not come next."""
+        mask = self.mask
+        is_masked = mask is not None and not int(mask[token // 32]) >> token % 32 & 1
+        return is_masked or self.bias.get(token) == BAN[0] or token in self.banned()
 
     def each(self, draft: Draft) -> list[dict[int, Edit]]:
         """What the root and every guess add to the edits of the known text, or replace there."""

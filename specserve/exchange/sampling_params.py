@@ -1,6 +1,7 @@
 """Sampling parameters, as a caller gives them and as resolved for one request."""
 
 import secrets
+from random import Random
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -10,6 +11,7 @@ from specserve.errors import RequestError
 from specserve.models.defaults import (
     GenerationDefaults,
     MinP,
+    RepetitionPenalty,
     Temperature,
     TopP,
     check_temperature,
@@ -21,7 +23,11 @@ MAX_SEED = 2**53  # exclusive: a JavaScript client can hold it exactly
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 SourceName = Annotated[str, Meta(min_length=1, max_length=256)]
 Limit = Annotated[int, Meta(ge=0, lt=2**31)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+LogitBias = dict[Limit, Annotated[float, Meta(ge=-100, le=100)]]
+BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 Milliseconds = Annotated[float, Meta(ge=1e-3)]
+NumTop = Annotated[int, Meta(ge=0, le=20)]
 
 
 class SpeculationParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,6 +73,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k           only the k likeliest tokens; 0, the default, and -1 are off
     top_p           only the likeliest tokens whose probabilities sum to this; 1 is off
     min_p           only tokens at least so likely relative to the likeliest; 0 is off
+    presence_penalty    -2 to 2, taken off the logit of an id that the output has
+    frequency_penalty   -2 to 2, taken off for each time that it has it
+    repetition_penalty  1e-4 to 1e4; the logit of an id of prompt or output is divided by it, or
+                        multiplied where it is below 0; 1 is off
+    logit_bias      up to 1024 ids -> -100 to 100, added to their logits
+    allowed_token_ids  1 to 4096 ids; no others are drawn
+    bad_words       up to 256 strings of up to 256 characters and 64 tokens each: their tokens, with
+                    and without a space before them, do not come one after the other
+    min_tokens      no end of text, stop id or stop string ends the text before so many tokens
     seed            the same seed gives the same text; drawn, and reported, when unset
     stop            up to 16 strings; the text ends before the first
     stop_token_ids  ids that end the text; they add none to it
@@ -77,6 +92,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos      go on after the model's own end of text
     n               choices, 1 to 128, that share the prompt's KV; choice c has the seed
                     mix64(seed, c), and the text of a single request with that seed
+    best_of         so many choices run, n to 128; those n are given whose tokens have the largest
+                    mean logprob, the best first
+    logprobs        tell each output token's logprob, and those of so many likeliest ones, up to 20;
+                    true: its own alone
+    prompt_logprobs the same for the prompt's tokens; 0: their own alone
     priority        smaller ones are admitted first, and preempted last when memory is short
     cache_salt      prompts reuse cached KV of prompts with the same salt only; "" is the salt
                     of requests without one
@@ -90,20 +110,46 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     top_p: TopP | None = None
     min_p: MinP | None = None
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: Annotated[LogitBias, Meta(max_length=1024)] | None = None
+    allowed_token_ids: Annotated[tuple[int, ...], Meta(min_length=1, max_length=4096)] | None = None
+    bad_words: Annotated[tuple[BadWord, ...], Meta(max_length=256)] | None = ()
+    min_tokens: Limit = 0
     seed: Annotated[int, Meta(ge=0, lt=MAX_SEED)] | None = None
-    stop: StopString | Annotated[tuple[StopString, ...], Meta(max_length=16)] = ()
-    stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=1024)] = ()
+    stop: StopString | Annotated[tuple[StopString, ...], Meta(max_length=16)] | None = ()
+    stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=1024)] | None = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     ignore_eos: bool = False
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    logprobs: bool | NumTop | None = None
+    prompt_logprobs: NumTop | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
     cache_salt: Annotated[str, Meta(max_length=1024)] = ""
     speculation: SpeculationParams | None = None
     slo: Slo | None = None
     return_speculation_details: bool = False
+
+    @property
+    def num_choices(self) -> int:
+        """How many run; `n` of them are given."""
+        return pick(self.best_of, self.n)
+
+    @property
+    def is_ranked(self) -> bool:
+        return self.num_choices > 1 and self.best_of is not None
+
+    @property
+    def num_top(self) -> int | None:
+        """Likeliest tokens that are told beside each output token; None: no logprobs are told."""
+        if isinstance(self.logprobs, bool):
+            return 0 if self.logprobs else None
+        return self.logprobs
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,25 +231,48 @@ def fields_of(params: msgspec.Struct) -> dict[str, Any]:
     return {k: fields_of(v) if isinstance(v, msgspec.Struct) else v for k, v in given.items()}
 
 
+def reason_and_path(error: Exception) -> tuple[str, str]:
+    """What msgspec says is wrong, and where: a path like ".slo.tpot_ms"; "" is the whole value."""
+    reason, _, path = str(error).partition("`$")
+    is_key = reason.endswith(" - at `key` in ")
+    reason = reason.removesuffix(" - at `key` in ").removesuffix(" - at ")
+    return f"{reason} as a key" if is_key else reason, path.removesuffix("`").replace("[...]", "")
+
+
 def check(params: SamplingParams) -> SamplingParams:
     """The parameters as msgspec converts them; RequestError if one is out of its range."""
     try:
-        given = msgspec.convert(fields_of(params), SamplingParams)
+        given = msgspec.convert(fields_of(params), SamplingParams, str_keys=True)
         check_temperature(pick(given.temperature, 0.0))
     except ValueError as e:  # msgspec's ValidationError is one
-        reason, _, path = str(e).partition(" - at `$.")
-        param = path.rstrip("`") or None
+        reason, path = reason_and_path(e)
+        param = path.lstrip(".") or None
         where = f"{param}: " if param else ""
         raise RequestError(f"sampling parameters: {where}{reason}", param) from e
+    if given.num_choices < given.n:
+        raise RequestError(
+            f"sampling parameters: best_of = {given.best_of} is less than n = {given.n}: leave it "
+            "out, or send a larger one",
+            "best_of",
+        )
     try:
         given.cache_salt.encode()
     except UnicodeError as e:
         raise RequestError(f"sampling parameters: cache_salt is no text: {e}", "cache_salt") from e
+    if given.max_tokens is not None and given.min_tokens > given.max_tokens:
+        raise RequestError(
+            f"sampling parameters: min_tokens = {given.min_tokens} is more than max_tokens = "
+            f"{given.max_tokens}: send a smaller one",
+            "min_tokens",
+        )
     return given
 
 
 def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> Sampling:
-    """Check the parameters and fill in what is unset; `room` is the rest of the context."""
+    """Check the parameters and fill in what is unset; `room` is the rest of the context.
+
+    The tokens of bad words are not filled in.
+    """
     given = check(params)
     eos = () if given.ignore_eos else defaults.eos_token_ids
     return Sampling(
@@ -212,18 +281,40 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
         top_k=max(0, pick(given.top_k, defaults.top_k)),
         top_p=pick(given.top_p, defaults.top_p),
         min_p=pick(given.min_p, defaults.min_p),
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        repetition_penalty=pick(given.repetition_penalty, defaults.repetition_penalty),
+        logit_bias=given.logit_bias or {},
+        allowed_ids=given.allowed_token_ids,
+        min_tokens=given.min_tokens,
         seed=pick(given.seed, secrets.randbelow(MAX_SEED)),
-        stop=(given.stop,) if isinstance(given.stop, str) else given.stop,
+        stop=(given.stop,) if isinstance(given.stop, str) else given.stop or (),
         include_stop_str_in_output=given.include_stop_str_in_output,
         skip_special_tokens=given.skip_special_tokens,
-        stop_ids=frozenset(eos) | frozenset(given.stop_token_ids),
+        stop_ids=frozenset(eos) | frozenset(given.stop_token_ids or ()),
         eos_ids=frozenset(eos),
         priority=given.priority,
         cache_salt=given.cache_salt,
         speculation=pick(given.speculation, SpeculationParams()),
         slo=pick(given.slo, Slo()),
         return_speculation_details=given.return_speculation_details,
+        logprobs=0 if given.is_ranked and given.num_top is None else given.num_top,
+        prompt_logprobs=given.prompt_logprobs,
     )
+
+
+def seeded(params: SamplingParams, seeds: Random | None) -> SamplingParams:
+    """The parameters with the next of the seeds, if there are any and the caller gave none."""
+    if seeds is None or params.seed is not None:
+        return params
+    return msgspec.structs.replace(params, seed=seeds.randrange(MAX_SEED))
+
+
+def in_room(resolved: Sampling, params: SamplingParams, room: int) -> Sampling:
+    """The same parameters for another prompt, which leaves so much of the context."""
+    most = min(pick(params.max_tokens, room), room)
+    seed = pick(params.seed, secrets.randbelow(MAX_SEED))
+    return msgspec.structs.replace(resolved, max_tokens=most, seed=seed)
 
 
 def pick(given: T | None, default: T) -> T:

@@ -15,6 +15,7 @@ Temperature = Annotated[float, Meta(ge=0, le=1e4)]
 TopK = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Meta(ge=1e-4, le=1e4)]  # logits times it stay finite
 FILE = "generation_config.json"
 MIN_TEMPERATURE = 1e-4  # below it, logits divided by it could overflow float32
 NOT_APPLIED: dict[str, Any] = {  # applied by transformers, but not here -> the value without effect
@@ -35,7 +36,6 @@ NOT_APPLIED: dict[str, Any] = {  # applied by transformers, but not here -> the 
     "no_repeat_ngram_size": 0,
     "num_beams": 1,
     "penalty_alpha": 0,
-    "repetition_penalty": 1,
     "sequence_bias": None,
     "stop_strings": None,
     "suppress_tokens": None,
@@ -53,6 +53,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     top_k: TopK = 0
     top_p: TopP = 1.0
     min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature)

@@ -1,6 +1,9 @@
 """Text and token ids: a folder's tokenizer, and whether two models share one."""
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ from specserve.errors import ConfigError
 from specserve.models.chat_template import ChatTemplate, find_chat_template
 from specserve.models.folder import check_tokenizer, read_json
 from specserve.models.special_tokens import read_special_tokens
+
+BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
@@ -43,6 +48,66 @@ class Tokenizer:
 
     def get_vocab(self) -> dict[str, int]:
         return self.backend.get_vocab()
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token, special or not, adds to the text of those before it: UTF-8, or a part of a
+        character's. Empty for an id without a token.
+        """
+        known = self.known_bytes.get(token)
+        if known is None:
+            known = self.known_bytes[token] = self.find_bytes(token)
+        return known
+
+    def find_bytes(self, token: int) -> bytes:
+        written = self.backend.id_to_token(token)
+        if written is None:
+            return b""
+        if "ByteLevel" in self.decoders:
+            codes = [BYTE_OF.get(c) for c in written]
+            return written.encode() if None in codes else bytes(c for c in codes if c is not None)
+        if "ByteFallback" in self.decoders and (byte := BYTE.fullmatch(written)):
+            return bytes.fromhex(byte[1])
+        before = "a"  # any text: decoders leave out a space at a text's beginning
+        if self.backend.decoder is None:
+            return f" {written}".encode()
+        text: str = self.backend.decoder.decode([before, written])
+        return text.removeprefix(before).encode()
+
+    @cached_property
+    def known_bytes(self) -> dict[int, bytes]:
+        return {}
+
+    @cached_property
+    def decoders(self) -> frozenset[str]:
+        """The types of the decoder's steps."""
+        decoder: Any = self.backend.decoder
+        return frozenset() if decoder is None else frozenset(types(decoder.__getstate__()))
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Those whose text `decode` skips."""
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(id for id, token in added.items() if token.special)
+
+
+def types(state: bytes) -> Iterator[str]:
+    """The types of a decoder that the library has written, of those in it, too."""
+    decoder: Mapping[str, Any] = json.loads(state)
+    for part in decoder.get("decoders", [decoder]):
+        yield part["type"]
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE's characters: bytes that are printable in Latin-1 stand for themselves, and
+    the others, in order, are the characters from U+0100 on (GPT-2, Radford et al. 2019).
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    codes = {byte: byte for byte in printable} | {b: 0x100 + i for i, b in enumerate(others)}
+    return {chr(code): byte for byte, code in codes.items()}
+
+
+BYTE_OF = byte_alphabet()
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from specserve.config import ServerConfig
 from specserve.errors import Overloaded, RequestError
-from specserve.exchange.sampling_params import SamplingParams
+from specserve.exchange.sampling_params import SamplingParams, reason_and_path
 from specserve.server.refusal import TimedOut, TooLarge, cut
 
 # OpenAI's fields that have no meaning here: accepted with any value, and ignored.
@@ -24,33 +24,22 @@ HARMLESS = {
 # Fields of other servers that are not implemented -> the values without effect: only they are
 # accepted.
 NO_OP: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
     "documents": (),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": (),
     "include_reasoning": (True,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
     "logprob_token_ids": (),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "no_stop_trim": (False,),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "repetition_penalty": (1,),
     "request_id": (),
     "response_format": ({"type": "text"},),
     "return_hidden_states": (False,),
-    "return_tokens_as_token_ids": (False,),
     "separate_reasoning": (True,),
     "store": (False,),
     "stream_interval": (1,),
@@ -81,11 +70,16 @@ T = TypeVar("T", bound="Body")
 S = TypeVar("S", bound=msgspec.Struct)
 
 REMEDIES = {  # hints for fields whose values are often wrong
+    "logit_bias": "up to 1024 token ids -> -100 to 100",
     "max_tokens": "leave it out for the rest of the context",
+    "logprobs": "up to 20 likeliest tokens; in a chat, true or false",
     "n": "1 to 128 choices",
+    "prompt_logprobs": "up to 20 likeliest tokens",
+    "repetition_penalty": "1 is off",
     "role": "it is system, developer, user or assistant",
     "seed": "leave it out, and one is drawn",
     "top_k": "0 is off",
+    "top_logprobs": "up to 20 likeliest tokens",
     "top_p": "1 is off",
 }
 
@@ -106,6 +100,7 @@ class Body(SamplingParams, frozen=True, kw_only=True):
     model: str | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None  # another name of max_tokens
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -186,6 +181,14 @@ def read(raw: bytes, kind: type[T]) -> T:
     body = one_limit(from_fields({k: v for k, v in given.items() if k in fields(kind)}, kind))
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: only streams have these; set stream", "stream_options")
+    if body.is_ranked and body.stream:
+        raise RequestError(
+            "best_of: a stream begins before it is known which choices are best; leave out one",
+            "best_of",
+        )
+    if body.return_tokens_as_token_ids and body.params.num_top is None:
+        name = "return_tokens_as_token_ids"
+        raise RequestError(f"{name}: it is about the tokens of logprobs; ask for these", name)
     return body
 
 
@@ -240,10 +243,10 @@ def convert(value: Any, kind: Any, path: str) -> Any:
                 refuse_unknown(key, [*fields(struct)], f"{path}.")
         value = {k: v for k, v in value.items() if v is not None}
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, kind, str_keys=True)
     except (ValueError, RecursionError) as e:  # msgspec's ValidationError is a ValueError
-        reason, _, inner = str(e).partition(" - at `$")
-        param = path + inner.rstrip("`")
+        reason, inner = reason_and_path(e)
+        param = path + inner
         hint = REMEDIES.get(param.rpartition(".")[2])
         raise RequestError(f"{param}: {cut(reason)}{f'; {hint}' if hint else ''}", param) from e
 

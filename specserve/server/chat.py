@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specserve.errors import RequestError
+from specserve.exchange.sampling_params import NumTop, SamplingParams
 from specserve.models.chat_template import ChatOptions
 from specserve.server.body import (
     Body,
@@ -18,6 +19,7 @@ from specserve.server.body import (
     refuse_unknown,
 )
 from specserve.server.live_completion import arrival
+from specserve.server.logprobs import chat_form
 from specserve.server.refusal import cut
 from specserve.server.response import RouteSchema, respond, while_connected
 from specserve.server.service import Service, blaming
@@ -42,6 +44,13 @@ class ChatBody(Body, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumTop | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        num_top = (self.top_logprobs or 0) if self.logprobs else None
+        return msgspec.structs.replace(super().params, logprobs=num_top)
 
     @property
     def options(self) -> ChatOptions:
@@ -76,6 +85,7 @@ SCHEMA = RouteSchema(
     "chat.completion",
     piece,
     message,
+    chat_form,
     choices_have_prompts=False,
 )
 
@@ -86,7 +96,7 @@ async def chat(request: Request) -> Response:
     service.check_open()
     asked = await service.parse(await service.bodies.read(request), read_chat)
     service.check_model(asked.model)
-    service.check_asked(asked.params, 1, "messages")
+    await service.check_asked(asked.params, 1, "messages")
     kept = service.input_processor.num_kept(asked.params)
     encoding = encode(service, asked.messages, asked.options, kept)
     prompt = await while_connected(request, encoding)
@@ -109,6 +119,8 @@ async def encode(
 
 def read_chat(raw: bytes) -> ChatBody:
     body = read(raw, ChatBody)
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError("top_logprobs: only with logprobs; set logprobs to true", "top_logprobs")
     return msgspec.structs.replace(body, messages=tuple(read_messages(body.messages)))
 
 

@@ -1,14 +1,18 @@
 """POST /v1/completions: one or several prompts, as text or as token ids."""
 
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
 from specserve.errors import RequestError
+from specserve.exchange.sampling_params import SamplingParams
 from specserve.server.body import Body, convert, read
 from specserve.server.live_completion import arrival
+from specserve.server.logprobs import completion_form
 from specserve.server.response import RouteSchema, respond
 from specserve.server.service import Service
 
@@ -17,6 +21,17 @@ Prompt = str | list[int]
 
 class CompletionBody(Body, frozen=True, kw_only=True):
     prompt: str | list[Any] | None = None
+    echo: bool = False
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None  # 0: only with echo
+
+    @property
+    def params(self) -> SamplingParams:
+        """The engine's: it generates a token at least, and tells an echoed prompt's logprobs."""
+        given = super().params
+        most = 1 if given.max_tokens == 0 else given.max_tokens
+        told = [given.prompt_logprobs, given.num_top if self.echo else None]
+        top = max((number for number in told if number is not None), default=None)
+        return msgspec.structs.replace(given, max_tokens=most, prompt_logprobs=top)
 
 
 SCHEMA = RouteSchema(
@@ -25,6 +40,7 @@ SCHEMA = RouteSchema(
     "text_completion",
     lambda text, is_first: {"text": text},
     lambda text: {"text": text},
+    completion_form,
     choices_have_prompts=True,
 )
 
@@ -36,14 +52,37 @@ async def completions(request: Request) -> Response:
     raw = await service.bodies.read(request)
     asked, prompts = await service.parse(raw, partial(read_completion, service.limits.max_prompts))
     service.check_model(asked.model)
-    service.check_asked(asked.params, len(prompts), "prompt")
-    ids = await service.read_all(prompts, service.input_processor.num_kept(asked.params))
+    await service.check_asked(asked.params, len(prompts), "prompt")
+    kept = service.input_processor.num_kept(asked.params)
+    ids = await service.read_all(prompts, kept)
+    echoed = await service.in_thread(echo, service, asked, prompts, ids) if asked.echo else ()
     completion = await service.ask(ids, asked.params, arrived, "prompt")
-    return await respond(request, SCHEMA, asked, completion)
+    if asked.max_tokens == 0:
+        completion.keep_no_tokens()
+    return await respond(request, SCHEMA, asked, completion, echoed)
+
+
+def echo(
+    service: Service, asked: CompletionBody, prompts: list[Prompt], ids: list[list[int]]
+) -> list[str]:
+    """The prompts' texts: as given, unless as ids or cut."""
+    decode = service.input_processor.tokenizer.decode
+    is_cut = asked.truncate_prompt_tokens is not None
+    return [
+        given if isinstance(given, str) and not is_cut else decode(its, asked.skip_special_tokens)
+        for given, its in zip(prompts, ids, strict=True)
+    ]
 
 
 def read_completion(max_prompts: int, raw: bytes) -> tuple[CompletionBody, list[Prompt]]:
     body = read(raw, CompletionBody)
+    if body.logprobs is True:
+        raise RequestError(
+            "logprobs: a number here, of likeliest tokens to tell beside each: send 0 to 20",
+            "logprobs",
+        )
+    if body.max_tokens == 0 and not body.echo:
+        raise RequestError("max_tokens: 0 only with echo; send 1 or more", "max_tokens")
     return body, read_prompts(body.prompt, max_prompts)
 
 

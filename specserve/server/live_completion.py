@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import msgspec
 from starlette.requests import Request
 from starlette.types import Scope
 
@@ -40,6 +41,7 @@ class ChoiceDelta(NamedTuple):
 
     choice: int
     text: str
+    begin: int  # tokens before
     token_ids: list[int]
     is_last: bool
     details: StepDetails | None = None  # where the request asked for them
@@ -76,6 +78,11 @@ class LiveCompletion:
             generation.arrived = self.arrived.at
             self.generations.append(generation)
         self.firsts.append(self.generations[begin])
+
+    def keep_no_tokens(self) -> None:
+        """Only compute the prompts. To be called before any token has come."""
+        for generation in self.generations:
+            generation.sampling = msgspec.structs.replace(generation.sampling, max_tokens=0)
 
     @property
     def is_done(self) -> bool:
@@ -223,7 +230,7 @@ class ChoiceListener:
             completion.engine.finish(generation.id)
         details = generation.details[-1] if generation.details else None
         new = generation.token_ids[before[0] :]
-        delta = ChoiceDelta(self.index, text, new, generation.is_done, details)
+        delta = ChoiceDelta(self.index, text, before[0], new, generation.is_done, details)
         completion.deltas.append(delta)
         completion.wake()
 

@@ -14,8 +14,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from specserve.generation import Generation, StepDetails
+from specserve.logprobs import best
 from specserve.server.body import Body
 from specserve.server.live_completion import ChoiceDelta, LiveCompletion
+from specserve.server.logprobs import Namer, Told, prompt_form, prompt_starts
 from specserve.server.refusal import error_body, error_response
 from specserve.server.service import ServedModel, Service
 
@@ -41,11 +43,12 @@ class RouteSchema(NamedTuple):
     whole: str
     piece: Callable[[str, bool], dict[str, Any]]  # text, and whether it is the first of its choice
     all: Callable[[str], dict[str, Any]]
-    choices_have_prompts: bool  # with return_token_ids; else the answer has its one prompt
+    logprobs: Callable[[Told, Namer], dict[str, Any]]
+    choices_have_prompts: bool  # their ids and logprobs; else the answer has its one prompt's
 
 
 class Ids(NamedTuple):
-    """Fields with token ids, of a choice and of the answer that it is in."""
+    """Fields by token ids, of a choice and of the answer that it is in."""
 
     choice: dict[str, Any]
     answer: dict[str, Any]
@@ -55,13 +58,24 @@ class CompletionWriter:
     """Writes a completion in the JSON of its route, as chunks or whole."""
 
     def __init__(
-        self, schema: RouteSchema, served: ServedModel, asked: Body, completion: LiveCompletion
+        self,
+        schema: RouteSchema,
+        served: ServedModel,
+        asked: Body,
+        completion: LiveCompletion,
+        echoed: Sequence[str] = (),
     ) -> None:
         self.schema, self.served, self.completion = schema, served, completion
         options = asked.stream_options
         self.has_usage = bool(options and options.include_usage)
         self.has_running_usage = bool(options and options.continuous_usage_stats)
         self.has_ids = asked.return_token_ids
+        self.num_prompt_top = asked.prompt_logprobs
+        self.echoed, self.params = echoed, asked.params  # of each prompt, its text
+        self.tokenizer = completion.firsts[0].stream.tokenizer
+        self.namer = self.make_namer(asked.return_tokens_as_token_ids)
+        is_told = self.namer is not None or self.num_prompt_top is not None
+        self.tells_steps = self.has_ids or is_told  # a chunk of each, whether it has text or not
         self.begun: set[int] = set()
         self.num_ended = 0
         self.head = {
@@ -77,13 +91,19 @@ class CompletionWriter:
 
         The first step always has one, as clients take that for the first token, even where the
         text of this token is still held back; and so has every step that is told in detail, or
-        whose ids are.
+        whose ids or logprobs are.
         """
         is_first = delta.choice not in self.begun
-        if delta.text or delta.details or self.has_ids or (is_first and not delta.is_last):
+        text = self.echo(delta.choice) + delta.text if is_first else delta.text
+        if text or delta.details or self.tells_steps or (is_first and not delta.is_last):
             has_prompt = is_first if self.schema.choices_have_prompts else not self.begun
-            ids = self.ids(self.completion.generations[delta.choice], delta.token_ids, has_prompt)
-            choice = self.choice(delta.choice, delta.text)
+            generation = self.completion.generations[delta.choice]
+            ids = self.ids(delta.choice, delta.token_ids, has_prompt)
+            choice = self.choice(delta.choice, text)
+            if self.namer is not None:
+                these = slice(delta.begin, delta.begin + len(delta.token_ids))
+                told = self.told(delta.choice, generation, these, is_first)
+                choice["logprobs"] = self.schema.logprobs(told, self.namer)
             choice |= self.details([delta.details] if delta.details else [])
             yield self.chunk(choice | ids.choice) | ids.answer
         if delta.is_last:
@@ -99,20 +119,57 @@ class CompletionWriter:
         self.begun.add(index)
         return {"index": index, **piece, "logprobs": None, "finish_reason": reason}
 
+    def make_namer(self, has_ids: bool) -> Namer | None:
+        """None where nobody asked for logprobs."""
+        if self.params.num_top is None:
+            return None
+        return Namer(self.tokenizer, self.params.num_top, has_ids)
+
+    def echo(self, index: int) -> str:
+        """The text that a choice begins with."""
+        return self.echoed[index // self.params.n] if self.echoed else ""
+
+    def told(self, index: int, generation: Generation, these: slice, is_first: bool) -> Told:
+        """Some of a choice's tokens, with those of its prompt before the first, if it is echoed."""
+        first, text = self.first(index), self.echo(index)
+        told = Told(
+            generation.token_ids[these],
+            generation.logprobs[these],
+            [len(text) + start for start in generation.starts[these]],
+        )
+        if not (self.echoed and is_first):
+            return told
+        return Told(
+            [*first.prompt, *told.tokens],
+            [None, *first.prompt_logprobs, *told.logprobs],
+            [*prompt_starts(first.prompt, text, self.tokenizer), *told.starts],
+        )
+
     def details(self, steps: Sequence[StepDetails]) -> dict[str, Any]:
         """Where tokens came from; nothing where the request did not ask for it."""
         if not steps:
             return {}
         return {"speculation": {"sources": self.served.sources, "steps": steps}}
 
-    def ids(self, generation: Generation, new: list[int], has_prompt: bool = True) -> "Ids":
-        """The ids of a choice and, once, of its prompt; nothing where nobody asked for them."""
-        if not self.has_ids:
-            return Ids({}, {})
-        prompt = {"prompt_token_ids": generation.prompt} if has_prompt else {}
-        if self.schema.choices_have_prompts:
-            return Ids(prompt | {"token_ids": new}, {})
-        return Ids({"token_ids": new}, prompt)
+    def first(self, index: int) -> Generation:
+        """The first choice that has the prompt of a choice: it alone is told its logprobs."""
+        return self.completion.firsts[index // self.params.n]
+
+    def ids(self, index: int, new: list[int], has_prompt: bool) -> "Ids":
+        """The ids of a choice and, once, those and the logprobs of its prompt; nothing where nobody
+        asked for them.
+        """
+        ids: dict[str, Any] = {"token_ids": new} if self.has_ids else {}
+        prompt = self.of_prompt(self.first(index)) if has_prompt else {}
+        return Ids(prompt | ids, {}) if self.schema.choices_have_prompts else Ids(ids, prompt)
+
+    def of_prompt(self, first: Generation) -> dict[str, Any]:
+        prompt = first.prompt
+        told: dict[str, Any] = {"prompt_token_ids": prompt} if self.has_ids else {}
+        if self.num_prompt_top is not None:
+            known = prompt, first.prompt_logprobs
+            told["prompt_logprobs"] = prompt_form(*known, self.num_prompt_top, self.tokenizer)
+        return told
 
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self.head | {"choices": [choice]}
@@ -130,21 +187,33 @@ class CompletionWriter:
         return self.head | count | self.statistics()
 
     def whole(self) -> dict[str, Any]:
-        choices = [self.whole_choice(i, g) for i, g in enumerate(self.completion.generations)]
+        choices = [self.whole_choice(i, g) for i, g in enumerate(self.given())]
         usage = self.completion.usage()
         whole = {"object": self.schema.whole, "choices": choices, "usage": usage}
-        ids = self.ids(self.completion.generations[0], [])
+        ids = self.ids(0, [], has_prompt=not self.schema.choices_have_prompts)
         return self.head | whole | ids.answer | self.statistics()
 
+    def given(self) -> list[Generation]:
+        """All choices, or the best of each prompt."""
+        all, params = self.completion.generations, self.params
+        if not params.is_ranked:
+            return all
+        each = (all[i : i + params.num_choices] for i in range(0, len(all), params.num_choices))
+        return [choice for choices in each for choice in best(choices, params.n)]
+
     def whole_choice(self, index: int, generation: Generation) -> dict[str, Any]:
+        logprobs = None
+        if self.namer is not None:
+            told = self.told(index, generation, slice(None), is_first=True)
+            logprobs = self.schema.logprobs(told, self.namer)
         return {
             "index": index,
-            **self.schema.all(generation.text),
-            "logprobs": None,
+            **self.schema.all(self.echo(index) + generation.text),
+            "logprobs": logprobs,
             "finish_reason": generation.finish_reason,
             **ending(generation),
             **self.details(generation.details),
-            **self.ids(generation, generation.token_ids).choice,
+            **self.ids(index, generation.token_ids, self.schema.choices_have_prompts).choice,
         }
 
     def statistics(self) -> dict[str, Any]:
@@ -205,11 +274,15 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 async def respond(
-    request: Request, schema: RouteSchema, asked: Body, completion: LiveCompletion
+    request: Request,
+    schema: RouteSchema,
+    asked: Body,
+    completion: LiveCompletion,
+    echoed: Sequence[str] = (),
 ) -> Response:
     """The response to a queued completion: a stream, or one JSON object."""
     service: Service = request.app.state.service
-    writer = CompletionWriter(schema, service.served, asked, completion)
+    writer = CompletionWriter(schema, service.served, asked, completion, echoed)
     if asked.stream:
         return EventStream(completion, writer, service.limits.comment_seconds)
     return await whole(completion, writer, request.receive)

@@ -119,26 +119,27 @@ class Service:
         self, prompts: Sequence[list[int]], params: SamplingParams, arrived: Arrival, field: str
     ) -> LiveCompletion:
         """Queue all prompts, or refuse all; errors name `field`."""
-        samplings = [self.input_processor.resolve(params, len(prompt)) for prompt in prompts]
+        samplings = [*self.input_processor.resolve_all(params, [*map(len, prompts)])]
         keys = await self.hash(prompts, params.cache_salt)
         self.check_open()  # again: a drain may have begun while the body was read
-        self.check_requests(len(prompts) * params.n, "n" if params.n > 1 else field)
+        self.check_choices(len(prompts), params, field)
         self.check_tokens(sum(map(len, prompts)), field)
         completion = LiveCompletion(self.engine, self.completions, self.metrics, arrived)
         tokenizer = self.input_processor.tokenizer
         for prompt, its_keys, sampling in zip(prompts, keys, samplings, strict=True):
-            completion.ask(prompt, its_keys, choices_of(sampling, params.n), tokenizer)
+            completion.ask(prompt, its_keys, choices_of(sampling, params.num_choices), tokenizer)
         return completion
 
-    def check_asked(self, params: SamplingParams, num_prompts: int, field: str) -> None:
+    async def check_asked(self, params: SamplingParams, num_prompts: int, field: str) -> None:
         """The checks that need no token ids, so that they come before tokenizing."""
         self.check_params(params)
-        self.input_processor.resolve(params)
-        self.check_requests(num_prompts * params.n, "n" if params.n > 1 else field)
+        resolve = self.input_processor.resolve
+        await self.in_thread(resolve, params) if params.bad_words else resolve(params)
+        self.check_choices(num_prompts, params, field)
 
     def check_params(self, params: SamplingParams) -> None:
         """Refuse parameters that the engine supports but the operator's limits exclude."""
-        num_stop = 1 if isinstance(params.stop, str) else len(params.stop)
+        num_stop = 1 if isinstance(params.stop, str) else len(params.stop or ())
         if num_stop > self.limits.max_stop_strings:
             raise RequestError(
                 f"stop: {num_stop} strings, and {self.limits.max_stop_strings} are allowed", "stop"
@@ -215,6 +216,10 @@ class Service:
             self.input_processor.check_chat()
         assert self.templates is not None, "a template has its processes before requests come"
         return await self.templates.render(messages, options)
+
+    def check_choices(self, num_prompts: int, params: SamplingParams, field: str) -> None:
+        more = [name for name in ("best_of", "n") if (getattr(params, name) or 1) > 1]
+        self.check_requests(num_prompts * params.num_choices, more[0] if more else field)
 
     def check_requests(self, number: int, field: str) -> None:
         """Refuse more requests than may wait: their first tokens would come too late."""

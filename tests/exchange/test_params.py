@@ -11,6 +11,7 @@ from specserve.exchange.sampling_params import (
 )
 from specserve.models.defaults import GenerationDefaults
 
+NAN, INF = float("nan"), float("inf")
 PLAIN = GenerationDefaults(eos_token_ids=(7,))
 
 
@@ -35,6 +36,30 @@ WRONG = {  # a parameter's value -> words of the refusal
     "a negative min_p": ({"min_p": -0.1}, "min_p"),
     "a min_p above one": ({"min_p": 1.5}, "min_p"),
     "a min_p that is no number": ({"min_p": float("nan")}, "min_p"),
+    "a presence penalty below -2": ({"presence_penalty": -2.1}, "presence_penalty"),
+    "a presence penalty that is no number": ({"presence_penalty": NAN}, "presence_penalty"),
+    "a frequency penalty above 2": ({"frequency_penalty": 2.1}, "frequency_penalty"),
+    "a frequency penalty that is no number": ({"frequency_penalty": NAN}, "frequency_penalty"),
+    "no repetition penalty at all": ({"repetition_penalty": 0}, "repetition_penalty"),
+    "a repetition penalty that overflows": ({"repetition_penalty": 1e30}, "repetition_penalty"),
+    "a repetition penalty without end": ({"repetition_penalty": INF}, "repetition_penalty"),
+    "a repetition penalty that is no number": ({"repetition_penalty": NAN}, "repetition_penalty"),
+    "a bias above 100": ({"logit_bias": {5: 100.1}}, "logit_bias"),
+    "a bias that is no number": ({"logit_bias": {5: NAN}}, "logit_bias"),
+    "a bias of a word": ({"logit_bias": {"cat": 1}}, "logit_bias: .* as a key"),
+    "a bias of no id": ({"logit_bias": {-1: 1}}, "logit_bias: .* as a key"),
+    "a bias in words": ({"logit_bias": {5: "much"}}, "logit_bias"),
+    "biases in a list": ({"logit_bias": [[5, 1]]}, "logit_bias"),
+    "too many biases": ({"logit_bias": dict.fromkeys(range(1025), 1)}, "logit_bias"),
+    "no id allowed": ({"allowed_token_ids": ()}, "allowed_token_ids"),
+    "too many ids allowed": ({"allowed_token_ids": (1,) * 4097}, "allowed_token_ids"),
+    "an allowed id in words": ({"allowed_token_ids": ("5",)}, "allowed_token_ids"),
+    "an empty bad word": ({"bad_words": ("a", "")}, "bad_words"),
+    "too many bad words": ({"bad_words": ("a",) * 257}, "bad_words"),
+    "a bad word of a page": ({"bad_words": ("a" * 257,)}, "bad_words"),
+    "a bad word for several": ({"bad_words": "cat"}, "bad_words"),
+    "fewer tokens than none": ({"min_tokens": -1}, "min_tokens"),
+    "more tokens at least than at most": ({"min_tokens": 6, "max_tokens": 5}, "min_tokens = 6"),
     "a negative seed": ({"seed": -1}, "seed"),
     "a seed that JavaScript would round": ({"seed": 2**53}, "seed"),
     "a yes for a seed": ({"seed": True}, "seed"),
@@ -79,15 +104,21 @@ def test_speculation_and_targets_come_as_structs_or_as_plain_data(wrap):
 
 
 def test_what_is_unset_falls_to_the_models_generation_config_first():
-    defaults = GenerationDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1)
-    got = resolved(defaults)
-    assert (got.temperature, got.top_k, got.top_p, got.min_p) == (0.6, 20, 0.95, 0.1)
+    written = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1}
+    written["repetition_penalty"] = 1.1
+    got = resolved(GenerationDefaults(**written))
+    assert {name: getattr(got, name) for name in written} == written
 
 
 def test_what_is_given_wins_even_where_it_is_zero():
     defaults = GenerationDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1)
     got = resolved(defaults, temperature=0, top_k=0, top_p=1, min_p=0, seed=0)
     assert (got.temperature, got.top_k, got.top_p, got.min_p, got.seed) == (0, 0, 1, 0, 0)
+
+
+def test_a_repetition_penalty_that_is_given_wins_over_the_models():
+    defaults = GenerationDefaults(repetition_penalty=1.1)
+    assert resolved(defaults, repetition_penalty=1).repetition_penalty == 1
 
 
 def test_a_top_k_that_others_call_off_is_off_also_where_the_model_has_one():
@@ -132,3 +163,20 @@ def test_stops_come_as_a_string_or_as_several(given, stop):
 )
 def test_these_ids_end_a_request(given, ids):
     assert resolved(**given).stop_ids == ids
+
+
+def test_these_reach_the_engine_as_they_are():
+    given = {"presence_penalty": -2, "frequency_penalty": 2, "repetition_penalty": 1.5}
+    given |= {"logit_bias": {5: 1.5, 6: -100}, "min_tokens": 3}
+    got = resolved(**given, allowed_token_ids=[5, 6])
+    assert {name: getattr(got, name) for name in given} == given
+    assert got.allowed_ids == (5, 6)
+
+
+def test_ids_of_a_bias_may_be_written_as_json_writes_them():
+    assert resolved(logit_bias={"5": 1, "0": -1}).logit_bias == {5: 1, 0: -1}
+
+
+def test_as_many_tokens_at_least_as_at_most_are_a_length():
+    assert resolved(min_tokens=5, max_tokens=5).min_tokens == 5
+    assert resolved(room=4, min_tokens=9).max_tokens == 4, "unset, it is what fits"

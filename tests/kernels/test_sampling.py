@@ -40,6 +40,11 @@ FILTERS = {  # probabilities at T = 1, the parameters -> the ids that are left
     "a high temperature, and top_p keeps more": (P, {"temperature": 9, "top_p": 0.6}, {0, 1, 2}),
     "min_p comes before top_p": (P, {"min_p": 0.3, "top_p": 0.75}, {0, 1}),
     "top_k comes before top_p": (P, {"top_k": 2, "top_p": 0.5}, {0}),
+    "many that are far behind have mass, too": (
+        [1, 0.1] + [2.4e-5] * 4097,
+        {"top_p": 0.9},
+        {0, 1},
+    ),
     "ids need not be in order": (P[::-1], {"top_k": 3, "top_p": 0.7}, {3, 2}),
 }
 
@@ -68,6 +73,12 @@ CHOICES = {  # logits, the parameters -> the token, whatever the noise
     "in the first vector's tail, too": ([0.0] * 18 + [1.0, 1.0], {"temperature": 0}, 18),
     "and across vectors": ([0.0] * 15 + [1.0] * 40, {"temperature": 0}, 15),
     "a row without hope": ([-torch.inf] * 3, {"temperature": 0}, 0),
+    "a row without hope, and noise": ([-torch.inf] * 70, {}, 0),
+    "a row without hope, and filters": (
+        [-torch.inf] * 70,
+        {"min_p": 0.1, "top_k": 2, "top_p": 0.5},
+        0,
+    ),
     "a negative row": ([-9.0] * 16 + [-8.0] * 20, {"temperature": 0}, 16),
     "top_k = 1 is argmax": ([0.0, 2, 1, 2], {"top_k": 1}, 1),
     "min_p = 1 is argmax": ([0.0, 2, 1], {"min_p": 1.0}, 1),

@@ -224,6 +224,7 @@ def test_filters_of_a_long_row_leave_what_the_reference_leaves(levels):
 
 
 @DTYPES
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of -inf less -inf
 @pytest.mark.parametrize(("logits", "params", "token"), CHOICES.values(), ids=CHOICES)
 def test_the_choice_is(logits, params, token, dtype):
     got = drawn(torch.tensor([logits], dtype=dtype), torch.zeros(2).long(), asked(2, **params))

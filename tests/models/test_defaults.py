@@ -20,6 +20,11 @@ CASES = {  # config.json, generation_config.json -> the defaults
         {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "do_sample": True},
         {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1},
     ),
+    "a penalty of greedy text, too": (
+        {},
+        {"do_sample": False, "repetition_penalty": 1.05},
+        {"temperature": 0.0, "repetition_penalty": 1.05},
+    ),
     "nothing that transformers would fill in": ({}, {"do_sample": True}, {}),
     "greedy by its own word": ({}, {"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
     "an integer is a number": ({}, {"temperature": 1, "top_p": 1}, {}),
@@ -46,6 +51,8 @@ def test_defaults_are_what_the_files_say(tmp_path, config, generation, want):
         ("top_k", "all"),
         ("top_k", 2**31),
         ("min_p", -0.1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", float("inf")),
         ("eos_token_id", ["</s>"]),
     ],
 )
@@ -57,7 +64,6 @@ def test_a_value_that_makes_no_sense_is_refused_by_name(tmp_path, key, value):
 
 
 IGNORED = {  # key -> a value that would change the text in transformers, and one that would not
-    "repetition_penalty": (1.05, 1.0),
     "encoder_repetition_penalty": (1.1, 1.0),
     "no_repeat_ngram_size": (3, 0),
     "typical_p": (0.9, 1.0),

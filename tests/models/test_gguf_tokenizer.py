@@ -24,7 +24,7 @@ from transformers.tokenization_utils_base import generate_merges
 from specserve.models.gguf.tokenizer import merges_by_score, split_merge
 from specserve.models.source import open_source
 from tests.models.gguf_files import put_tokenizer, write
-from tests.models.test_tokenizer_parity import TEXTS
+from tests.models.test_tokenizer_parity import TEXTS, check_bytes
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_end|>"]
 CORPUS = [
@@ -182,6 +182,8 @@ def test_tokens_are_those_of_the_folder(pair):
     assert ours.get_vocab() == theirs.get_vocab()
     for text in TRICKY:
         check_equal(ours, theirs, text)
+        ids = ours.encode(text)
+        check_bytes(ours, ours.decode(ids, skip_special_tokens=False), ids)
 
 
 @settings(max_examples=80, deadline=None)

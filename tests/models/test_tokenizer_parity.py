@@ -267,6 +267,43 @@ def test_any_tokens_have_the_same_text(pairs, kind, ids):
         assert ours.decode(ids, skip) == want
 
 
+def check_bytes(tokenizer, text, ids):
+    """The bytes of a text's tokens are the text; a space that decoders leave out of its beginning
+    aside.
+    """
+    joined = b"".join(tokenizer.token_bytes(token) for token in ids).decode()
+    assert text in (joined, joined.removeprefix(" "))
+
+
+EXACT = "byte_level", "llama_3", "bounded"  # they change no text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bytes_of_a_texts_tokens_are_the_text(pairs, kind):
+    ours, _ = pairs[kind]
+    for text in TEXTS:
+        ids = ours.encode(text)
+        check_bytes(ours, ours.decode(ids, skip_special_tokens=False), ids)
+        if kind in EXACT and "<" not in text:
+            check_bytes(ours, text, ours.encode(text, add_special_tokens=False))
+
+
+def test_tokens_that_are_parts_of_characters_have_the_bytes_of_these(pairs):
+    for kind in ("byte_level", "metaspace"):
+        ours, _ = pairs[kind]
+        ids = ours.encode("\U0010ffff", add_special_tokens=False)[-4:]
+        assert [ours.token_bytes(token) for token in ids] == [b"\xf4", b"\x8f", b"\xbf", b"\xbf"]
+
+
+def test_special_tokens_have_the_bytes_that_they_are_written_with(pairs):
+    for kind in ("byte_level", "metaspace"):
+        ours, _ = pairs[kind]
+        for token in ("<s>", "</s>", "<extra>", "<|think|>"):
+            assert ours.token_bytes(ours.get_vocab()[token]) == token.encode()
+        assert ours.token_bytes(100_000) == b""
+        assert ours.special_ids >= {ours.get_vocab()["<s>"], ours.get_vocab()["<extra>"]}
+
+
 VOCAB = {token: i for i, token in enumerate([*SPECIAL, "▁", "t", "h", "e", "Ġ", "th", "the"])}
 MERGES = [("t", "h"), ("th", "e")]
 

@@ -47,8 +47,10 @@ ORDINARY = {
         "add_generation_prompt": False,
         "continue_final_message": False,
         "chat_template_kwargs": {"mood": ["a"]},
+        "logprobs": True,
+        "top_logprobs": 2,
     },
-    COMPLETIONS: {"model": "tiny", "prompt": ["a", "b"], "n": 1, "echo": False},
+    COMPLETIONS: {"model": "tiny", "prompt": ["a", "b"], "n": 1, "echo": True, "logprobs": 2},
     "/tokenize": {"prompt": "a", "messages": None, "add_special_tokens": True}
     | {"add_generation_prompt": True, "continue_final_message": False, "chat_template_kwargs": {}},
     "/detokenize": {"model": "tiny", "tokens": [1, 2]},
@@ -65,7 +67,13 @@ SHARED = {
     "ignore_eos": False,
     "stream": True,
     "stream_options": {"include_usage": True},
-    "logit_bias": {},
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"5": 1.5},
+    "allowed_token_ids": [0, 2, 100],
+    "bad_words": ["a"],
+    "min_tokens": 1,
     "tools": None,
     "response_format": {"type": "text"},
     "user": "u",
@@ -73,6 +81,9 @@ SHARED = {
     "slo": {"ttft_ms": 5, "tpot_ms": 0.5},
     "return_speculation_details": True,
     "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+    "prompt_logprobs": 1,
+    "best_of": 1,
     "include_stop_str_in_output": True,
     "skip_special_tokens": False,
 }
@@ -207,6 +218,77 @@ def test_a_body_with_some_parts_replaced_is_answered_or_refused(small, path, dat
     check_outcome(small.post(path, data.draw(mutants(path))))
 
 
+IDS = st.integers(0, 319)
+RIGHT = {  # together, too
+    "max_tokens": st.integers(2, 9),
+    "temperature": st.just(0) | st.floats(1e-4, 1e4),
+    "top_k": st.integers(-1, 2**31 - 1),
+    "top_p": st.floats(0, 1, exclude_min=True),
+    "min_p": st.floats(0, 1),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "repetition_penalty": st.floats(1e-4, 1e4),
+    "logit_bias": st.dictionaries(IDS.map(str), st.floats(-100, 100), max_size=9),
+    "allowed_token_ids": st.lists(IDS, min_size=20, unique=True),
+    "bad_words": st.lists(st.text("the cat", min_size=1).map("a".__add__), max_size=4),
+    "min_tokens": st.integers(0, 2),
+    "seed": st.integers(0, 2**53 - 1),
+    "stop": st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+    | st.lists(st.text("the cat", min_size=1), max_size=4),
+    "stop_token_ids": st.lists(IDS, max_size=4),
+    "include_stop_str_in_output": st.booleans(),
+    "skip_special_tokens": st.booleans(),
+    "truncate_prompt_tokens": st.just(-1) | st.integers(1, 100),
+    "ignore_eos": st.booleans(),
+    "n": st.integers(1, 3),
+    "cache_salt": st.text("abc", max_size=5),
+    "stream": st.booleans(),
+    "return_token_ids": st.booleans(),
+}
+EXTREME = st.sampled_from(
+    [
+        *(0, -0.0, -1, 1e-45, 1e308, -1e308, 2**31, 2**63, -(2**63), 10**40, 319.5, "1", "", True),
+        *([], [[]], [-1], [2**63], [""], {}, {"0": 1e308}, {"-1": 0}, {"": 0}, [1] * 5000),
+    ]
+)
+
+
+def asking(path, fields):
+    subject = {"prompt": "a"} if path == COMPLETIONS else saying("a")[1]
+    return subject | {"max_tokens": 2} | fields
+
+
+def run(test, number):
+    settings(max_examples=number)(test)()
+
+
+MANY = pytest.mark.parametrize("number", [20, pytest.param(2000, marks=pytest.mark.slow)])
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@MANY
+def test_right_parameters_are_answered_in_any_company(small, path, number):
+    @given(st.fixed_dictionaries({}, optional=RIGHT) | st.fixed_dictionaries(RIGHT))
+    def ask(fields):
+        response = small.post(path, asking(path, fields))
+        assert response.status == 200, response.body
+        check_outcome(response)
+
+    run(ask, number)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@MANY
+def test_wrong_ones_among_right_ones_are_refused(small, path, number):
+    wrong = st.dictionaries(st.sampled_from([*RIGHT]) | TEXTS, EXTREME | JSON, max_size=3)
+
+    @given(st.fixed_dictionaries({}, optional=RIGHT), wrong)
+    def ask(fields, wrong):
+        check_outcome(small.post(path, asking(path, fields | wrong)))
+
+    run(ask, number)
+
+
 @pytest.mark.parametrize("path", ORDINARY)
 def test_a_body_with_nothing_replaced_is_answered(small, path):
     assert small.post(path, ORDINARY[path]).status == 200
@@ -301,9 +383,28 @@ HOSTILE = {
         "continue_final_message and add_generation_prompt",
     ),
     "a user's message to continue": (chat_with(continue_final_message=True), "messages[0].role"),
-    "a logit bias": (with_field(logit_bias={"99999": 1e308}), "logit_bias is not supported"),
-    "allowed ids": (with_field(allowed_token_ids=[-1]), "allowed_token_ids is not supported"),
-    "a penalty": (with_field(repetition_penalty=0), "repetition_penalty is not supported"),
+    "a bias beyond all": (with_field(logit_bias={"5": 1e308}), "logit_bias: Expected"),
+    "a bias of no id": (with_field(logit_bias={"99999": 1}), "99999 is no token id"),
+    "a bias of an id of 99 digits": (with_field(logit_bias={"9" * 99: 1}), "as a key"),
+    "a bias of an id of 5000 digits": (with_field(logit_bias={"9" * 5000: 1}), "logit_bias"),
+    "ten thousand biases": (
+        with_field(logit_bias={str(i): 1 for i in range(10**4)}),
+        "length <= 1024; up to 1024 token ids",
+    ),
+    "no allowed ids": (with_field(allowed_token_ids=[]), "allowed_token_ids"),
+    "allowed ids that are none": (with_field(allowed_token_ids=[-1]), "-1 is no token id"),
+    "ten thousand allowed ids": (with_field(allowed_token_ids=[1] * 10**4), "length <= 4096"),
+    "an end and no more, too early": (
+        with_field(allowed_token_ids=[1], stop_token_ids=[1], min_tokens=1),
+        "no token to draw",
+    ),
+    "thousands of bad words": (with_field(bad_words=["a"] * 10**4), "length <= 256"),
+    "a long bad word": (with_field(bad_words=["a" * 257]), "bad_words[0]"),
+    "a bad word of many tokens": (with_field(bad_words=["é🙂" * 30]), "a bad word has 1 to 64"),
+    "a bad word of spaces": (with_field(bad_words=[" \n"]), "has 0 tokens"),
+    "no penalty": (with_field(repetition_penalty=0), "repetition_penalty: Expected"),
+    "a penalty beyond all": (with_field(repetition_penalty=1e308), "repetition_penalty: Expected"),
+    "more tokens than at most": (with_field(min_tokens=2), "min_tokens = 2 is more than"),
     "beams": (with_field(use_beam_search=True), "use_beam_search is not supported"),
     "a misspelt field": (with_field(temprature=0), "did you mean temperature?"),
     "stop strings": (with_field(stop=["a"] * 5), "5 strings, and 4"),

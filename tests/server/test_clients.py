@@ -99,7 +99,12 @@ ERRORS = {
         "temprature",
         "unknown_parameter",
     ),
-    "what is not built": ({"logprobs": True}, openai.BadRequestError, "logprobs", None),
+    "what is not built": (
+        {"response_format": {"type": "json_object"}},
+        openai.BadRequestError,
+        "response_format",
+        None,
+    ),
     "a model": ({"model": "x"}, openai.NotFoundError, "model", "model_not_found"),
     "a long prompt": (
         {"messages": [{"role": "user", "content": "the cat " * 300}]},

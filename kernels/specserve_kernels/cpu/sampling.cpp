@@ -1,6 +1,7 @@
 // Choosing tokens: edits, masks, temperature, min_p, top_k, top_p, counter-based Gumbel noise,
 // argmax.
 #include <algorithm>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -81,9 +82,7 @@ static inline vf gumbel(vu word) {
   return -log(e);
 }
 
-// Noise of the ids [64 block, 64 block + 64) at one position.
-static void noise(uint64_t seed, uint32_t index, int64_t block, float* out) {
-  Words w = philox(seed, index, uint32_t(block * LANES));
+static void spread(const Words& w, float* out) {
   alignas(64) float g[4][LANES];
   store(g[0], gumbel(w.w0));
   store(g[1], gumbel(w.w1));
@@ -93,104 +92,216 @@ static void noise(uint64_t seed, uint32_t index, int64_t block, float* out) {
     for (int j = 0; j < 4; j++) out[4 * i + j] = g[j][i];
 }
 
-static float noise_of(uint64_t seed, uint32_t index, int64_t id) {
-  float g[BLOCK];
-  noise(seed, index, id / BLOCK, g);
-  return g[id % BLOCK];
+// Noise of the ids [64 block, 64 block + 64) at one position.
+static void noise(uint64_t seed, uint32_t index, int64_t block, float* out) {
+  spread(philox(seed, index, uint32_t(block * LANES)), out);
+}
+
+// Whether noise of these words may be above `least`, as -log(-log1p(-u)) <= -log(u). The two
+// logarithms take most of the noise's time.
+static bool may_exceed(const Words& w, float least) {
+  vu a = w.w0 < w.w1 ? w.w0 : w.w1, b = w.w2 < w.w3 ? w.w2 : w.w3;
+  float smallest = -max(-__builtin_convertvector(a < b ? a : b, vf));
+  return !(smallest * 0x1p-32f > 1.001f * std::exp(-least));
+}
+
+// The greatest of n <= BLOCK logits.
+template <class T> static float most_of(const T* x, int n) {
+  if (n == BLOCK)
+    return max(max(max(load(x), load(x + 16)), max(load(x + 32), load(x + 48))));
+  float most = -INF;
+  for (int i = 0; i < n; i++) most = std::max(most, to_float(x[i]));
+  return most;
 }
 
 template <class T> static int64_t argmax(const T* x, int64_t V) {
   int64_t best = 0;
   float top = -INF;
-  for (int64_t b = 0; b < V; b += LANES) {
-    int n = std::min<int64_t>(LANES, V - b);
-    vf v = n == LANES ? load(x + b) : load(x + b, n);
-    if (n == LANES && !(max(v) > top)) continue;
-    for (int i = 0; i < n; i++)
-      if (v[i] > top) {
-        top = v[i];
-        best = b + i;
-      }
-  }
-  return best;
-}
-
-// No filter: every id is a candidate, but a block whose best logit cannot win needs no noise.
-template <class T>
-static int64_t argmax_noisy(const T* x, int64_t V, float temperature, uint64_t seed,
-                            uint32_t index) {
-  int64_t best = 0;
-  float top = -INF, z[BLOCK], g[BLOCK];
   for (int64_t b = 0; b < V; b += BLOCK) {
     int n = std::min<int64_t>(BLOCK, V - b);
-    float most = -INF;
-    for (int i = 0; i < n; i++) z[i] = to_float(x[b + i]) / temperature;
-    for (int i = 0; i < n; i++) most = z[i] > most ? z[i] : most;
-    if (most + MAX_NOISE < top) continue;
-    noise(seed, index, b / BLOCK, g);
+    if (!(most_of(x + b, n) > top)) continue;
     for (int i = 0; i < n; i++)
-      if (z[i] + g[i] > top) {
-        top = z[i] + g[i];
+      if (to_float(x[b + i]) > top) {
+        top = to_float(x[b + i]);
         best = b + i;
       }
   }
   return best;
 }
 
+// An id with its logit over temperature. The likelier one is the smaller.
 struct Candidate {
   float z;
   int32_t id;
+  float mass;  // where top_p needs it
   bool operator<(const Candidate& o) const { return z > o.z || (z == o.z && id < o.id); }
 };
 
-// Keep the fewest likeliest candidates, at least one, that hold top_p of the mass; only they get
-// sorted.
-static void keep_top_p(std::vector<Candidate>& c, float top_p) {
-  double total = 0, before = 0, most = -INF;
-  for (auto& x : c) most = std::max(most, double(x.z));
-  for (auto& x : c) total += std::exp(x.z - most);
-  double enough = double(top_p) * total;
-  size_t kept = 0, sorted = 0;
-  while (kept < c.size()) {
-    if (kept == sorted) {
-      sorted = std::min(c.size(), sorted ? sorted * 8 : 256);
-      if (sorted < c.size()) std::nth_element(c.begin() + kept, c.begin() + sorted, c.end());
-      std::sort(c.begin() + kept, c.begin() + sorted);
+using Candidates = std::vector<Candidate>;
+
+// A row over its temperature, with the greatest of each block.
+template <class T> struct Scaled {
+  const T* x;
+  int64_t V;
+  float t;
+  std::vector<float>& tops;
+
+  Scaled(const T* x, int64_t V, float t, std::vector<float>& tops) : x(x), V(V), t(t), tops(tops) {
+    tops.resize((V + BLOCK - 1) / BLOCK);
+    for (size_t b = 0; b < tops.size(); b++) {
+      float top = most_of(x + b * BLOCK, length(b)) / t;
+      tops[b] = top == top ? top : -INF;  // to sort NaN is undefined
     }
-    if (kept && before >= enough) break;  // a tiny top_p is 0 in float32
-    before += std::exp(c[kept++].z - most);
   }
-  c.resize(kept);
+  int length(size_t block) const { return std::min<int64_t>(BLOCK, V - block * BLOCK); }
+  float most() const {
+    float most = -INF;
+    for (float top : tops) most = top > most ? top : most;
+    return most;
+  }
+  Candidate at(size_t block, int j) const {
+    int64_t id = block * BLOCK + j;
+    return {to_float(x[id]) / t, int32_t(id), 0};
+  }
+};
+
+// The likeliest with noise, of candidates that are not behind `last`. A block that cannot win needs
+// no noise.
+template <class T>
+static int64_t argmax_noisy(const Scaled<T>& row, uint64_t seed, uint32_t index, Candidate last) {
+  int64_t best = 0;
+  float top = -INF, g[BLOCK];
+  for (size_t b = 0; b < row.tops.size(); b++) {
+    float most = row.tops[b];
+    if (most < last.z || most + MAX_NOISE < top) continue;
+    Words w = philox(seed, index, uint32_t(b * LANES));
+    if (!may_exceed(w, top - most)) continue;
+    spread(w, g);
+    for (int j = 0; j < row.length(b); j++) {
+      Candidate y = row.at(b, j);
+      if (y.z + g[j] > top && !(last < y)) {
+        top = y.z + g[j];
+        best = y.id;
+      }
+    }
+  }
+  return best;
 }
 
+// The last of the k likeliest candidates that are not behind `last`; c gets all k.
 template <class T>
-static int64_t argmax_filtered(const T* x, int64_t V, const SampleParams& p, int64_t i) {
-  static thread_local std::vector<Candidate> c;
+static Candidate keep_top_k(const Scaled<T>& row, size_t k, Candidate last, Candidates& c) {
+  if (k < row.tops.size()) {  // the k-th id is no less than the k-th block
+    static thread_local std::vector<float> tops;
+    tops = row.tops;
+    std::nth_element(tops.begin(), tops.begin() + (k - 1), tops.end(), std::greater<float>());
+    last.z = std::max(last.z, tops[k - 1]);
+  }
+  auto cut = [&] {
+    std::nth_element(c.begin(), c.begin() + (k - 1), c.end());
+    c.resize(k);
+    last = c[k - 1];
+  };
+  for (size_t b = 0; b < row.tops.size(); b++) {
+    if (row.tops[b] < last.z) continue;
+    for (int j = 0; j < row.length(b); j++) {
+      Candidate y = row.at(b, j);
+      if (y.z >= last.z && !(last < y)) c.push_back(y);
+    }
+    if (c.size() > k + std::max<size_t>(k, BLOCK)) cut();
+  }
+  if (c.size() > k) cut();
+  return last;
+}
+
+// c gets the candidates from `floor` on; -> the mass of the others.
+template <class T>
+static double take_above(const Scaled<T>& row, float most, float floor, Candidates& c) {
+  double rest = 0;
+  for (size_t b = 0; b < row.tops.size(); b++) {
+    int n = row.length(b);
+    vf some{};
+    for (int j = 0; j < n; j += LANES) {
+      int m = std::min(LANES, n - j);
+      vf z = load_up_to(row.x + b * BLOCK + j, m) / row.t;
+      some += z < floor && lanes() < float(m) ? exp(z - most) : vf{};
+    }
+    rest += sum(some);
+    if (row.tops[b] < floor) continue;
+    for (int j = 0; j < n; j++) {
+      Candidate y = row.at(b, j);
+      if (y.z >= floor) c.push_back(y);
+    }
+  }
+  return rest;
+}
+
+constexpr int BUCKETS = 2048, BUCKETS_OF_ONE = 64;  // they reach down to exp(-32)
+
+// c keeps the bucket with the last candidate that is kept; -> the mass before that bucket.
+static double find_bucket(Candidates& c, float most, double enough) {
+  auto bucket = [&](const Candidate& y) {
+    float at = (most - y.z) * BUCKETS_OF_ONE;
+    return at < BUCKETS - 1 ? int(at) : BUCKETS - 1;
+  };
+  double masses[BUCKETS] = {}, before = 0;
+  int at = BUCKETS - 1, last = 0;  // from the first to the last that has any
+  for (const Candidate& y : c) {
+    masses[bucket(y)] += y.mass;
+    at = std::min(at, bucket(y));
+    last = std::max(last, bucket(y));
+  }
+  for (; at < last && before + masses[at] < enough; at++) before += masses[at];
+  std::erase_if(c, [&](const Candidate& y) { return bucket(y) != at; });
+  return before;
+}
+
+// The last of the fewest likeliest candidates, at least one, that hold top_p of the mass: that of c
+// and `rest`.
+static Candidate keep_top_p(Candidates& c, float top_p, float most, double rest) {
+  double total = rest, before = 0;
+  for (size_t b = 0; b < c.size(); b += LANES) {
+    int n = std::min<size_t>(LANES, c.size() - b);
+    vf z{};
+    for (int j = 0; j < n; j++) z[j] = c[b + j].z;
+    z = exp(z - most);
+    for (int j = 0; j < n; j++) total += c[b + j].mass = z[j];
+  }
+  double enough = double(top_p) * total;
+  if (c.size() > 256) before = find_bucket(c, most, enough);
+  std::sort(c.begin(), c.end());
+  size_t last = 0;
+  while (last + 1 < c.size() && (before += c[last].mass) < enough) last++;
+  return c[last];
+}
+
+// The last candidate that min_p, top_k and top_p leave.
+template <class T>
+static Candidate last_kept(const Scaled<T>& row, const SampleParams& p, int64_t i) {
+  static thread_local Candidates c;
+  Candidate last{std::numeric_limits<float>::lowest(), int32_t(row.V), 0};  // -inf is behind it
+  float top_p = p.top_p[i], most = row.most();
+  size_t top_k = p.top_k[i];
+  if (p.min_p[i] > 0) last.z = std::max(last.z, most + std::log(p.min_p[i]));
+  if (top_k == 0 && top_p >= 1) return last;
   c.clear();
-  float t = p.temperature[i], most = to_float(x[argmax(x, V)]) / t;
-  float floor = p.min_p[i] > 0 ? most + std::log(p.min_p[i]) : -INF;
-  for (int64_t v = 0; v < V; v++) {
-    float z = to_float(x[v]) / t;
-    if (z >= floor) c.push_back({z, int32_t(v)});
+  double rest = 0;
+  if (top_k > 0) {
+    last = keep_top_k(row, top_k, last, c);
+  } else if (p.min_p[i] > 0) {
+    take_above(row, most, last.z, c);
+  } else {  // the V ids below hold less than 1 - top_p of the mass, which is 1 at least
+    float floor = most + std::log(std::max((1 - top_p) / float(row.V), 1e-30f));
+    rest = take_above(row, most, std::max(last.z, floor), c);
   }
-  if (p.top_k[i] > 0 && size_t(p.top_k[i]) < c.size()) {
-    std::nth_element(c.begin(), c.begin() + p.top_k[i], c.end());
-    c.resize(p.top_k[i]);
-  }
-  if (p.top_p[i] < 1) keep_top_p(c, p.top_p[i]);
-  Candidate best{-INF, 0};
-  for (auto& x : c) {
-    Candidate y{x.z + noise_of(p.seeds[i], uint32_t(p.index[i]), x.id), x.id};
-    if (y < best) best = y;
-  }
-  return best.id;
+  return top_p < 1 && !c.empty() ? keep_top_p(c, top_p, most, rest) : last;
 }
 
 template <class T> static int64_t choose(const T* x, int64_t V, const SampleParams& p, int64_t i) {
+  static thread_local std::vector<float> tops;
   if (p.temperature[i] == 0) return argmax(x, V);
-  if (p.top_k[i] == 0 && p.top_p[i] >= 1 && p.min_p[i] == 0)
-    return argmax_noisy(x, V, p.temperature[i], p.seeds[i], uint32_t(p.index[i]));
-  return argmax_filtered(x, V, p, i);
+  Scaled<T> row(x, V, p.temperature[i], tops);
+  return argmax_noisy(row, p.seeds[i], uint32_t(p.index[i]), last_kept(row, p, i));
 }
 
 // Every edit starts from x, so that the last one of an id is the only one.
@@ -260,9 +371,9 @@ static void insert(float w, int64_t id, int64_t k, float* weight, int64_t* ids) 
 template <class T> static void greatest(const T* x, int64_t V, int64_t k, float* z, int64_t* ids) {
   for (int64_t v = 0; v < k; v++) insert(to_float(x[v]), v, v + 1, z, ids);
   if (k == 0) return;
-  for (int64_t b = k; b < V; b += LANES) {
-    int n = std::min<int64_t>(LANES, V - b);
-    if (n == LANES && !(max(load(x + b)) > z[k - 1])) continue;
+  for (int64_t b = k; b < V; b += BLOCK) {
+    int n = std::min<int64_t>(BLOCK, V - b);
+    if (!(most_of(x + b, n) > z[k - 1])) continue;
     for (int j = 0; j < n; j++)
       if (to_float(x[b + j]) > z[k - 1]) insert(to_float(x[b + j]), b + j, k, z, ids);
   }
@@ -304,12 +415,13 @@ template <class T> static void logprobs(const Logprobs& a, Team& team) {
   int64_t V = a.vocab_size, k = a.k;
   for (int64_t i = team.take(); i < a.num_rows; i = team.take()) {
     const T* x = (const T*)a.logits + a.rows[i] * V;
-    float most = to_float(x[argmax(x, V)]), *top = a.top + i * k;
+    float *top = a.top + i * k;
+    greatest(x, V, k, top, a.ids + i * k);
+    float most = k > 0 ? top[0] : to_float(x[argmax(x, V)]);
     double log_total = std::log(sum_of_exp(x, V, most));
     auto log_share = [&](float z) { return float(double(z) - most - log_total); };
     a.token[i] = log_share(to_float(x[a.tokens[i]]));
     a.rank[i] = rank(x, V, a.tokens[i]);
-    greatest(x, V, k, top, a.ids + i * k);
     for (int64_t j = 0; j < k; j++) top[j] = log_share(top[j]);
   }
 }

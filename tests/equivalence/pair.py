@@ -1,0 +1,56 @@
+"""A random target and a draft of it, both peaked enough for texts that repeat and for guesses that
+are right at times.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from transformers import CONFIG_MAPPING
+
+from specserve.models.tokenizer import Tokenizer, load_tokenizer
+from tests.checkpoints import FAMILIES, SIZES, random_model, save_quietly, tiny_tokenizer
+from tests.engine.engines import load_small
+
+VOCAB = SIZES["vocab_size"]
+PEAK = 2.5  # the head's weights, times those of other tiny models
+CONTEXT = 0.4  # the weights that bring context in: what follows a token is mostly its own
+APART = 0.1  # of the draft's weights, in standard deviations of the target's
+
+
+class Pair(NamedTuple):
+    model: object  # the target, as transformers runs it
+    target: object
+    draft: object
+    tokenizer: Tokenizer
+
+
+def random_pair(folder):
+    """Written to `folder` and loaded from there."""
+    config = CONFIG_MAPPING["qwen3"](**SIZES | FAMILIES["qwen3"] | {"model_type": "qwen3"})
+    model, draft = random_model(config, 1), random_model(config, 1)
+    silent = sorted({*range(VOCAB)} - {*spoken()})
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        for weight in draft.parameters():
+            weight += APART * weight.std() * torch.randn_like(weight)
+        for each in (model, draft):
+            for layer in each.model.layers:
+                layer.self_attn.o_proj.weight *= CONTEXT
+                layer.mlp.down_proj.weight *= CONTEXT
+            each.lm_head.weight *= PEAK
+            each.lm_head.weight[silent] *= 0.01  # hardly ever the likeliest
+    for name, each in (("target", model), ("draft", draft)):
+        save_quietly(each, folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
+    target, draft = (load_small(folder / name, max_len=512) for name in ("target", "draft"))
+    return Pair(model, target, draft, load_tokenizer(folder / "target"))
+
+
+@cache
+def spoken():
+    """The few ids of a text: most have a text of their own, and some are parts of a character."""
+    tokenizer = tiny_tokenizer()
+    texts = {i: tokenizer.decode([i], skip_special_tokens=True) for i in range(len(tokenizer))}
+    ascii = [i for i, text in texts.items() if text.isascii() and text.isprintable() and text]
+    return sorted([*ascii[:: len(ascii) // 28], *[i for i in texts if texts[i] == "\ufffd"][::60]])
