@@ -215,7 +215,10 @@ class Engine:
     def append(self, item: ScheduledRequest, path: Path) -> StepOutput:
         """Append a path's tokens to its request, and end the request if it is complete."""
         request, draft = item.request, item.draft
-        processors = self.processors.get(request.id)
+        processors, state = self.processors.get(request.id), self.states.get(request.id)
+        if processors is not None:
+            is_banned = state is not None and state.bans(path.tokens[0])
+            processors.check_drawn(path.tokens[0], is_banned)
         if processors is not None and processors.error is not None:
             log.error("a logits processor failed", exc_info=processors.error)
             return self.fail(request, f"logits_processors: {processors.error!r:.500}")
@@ -227,8 +230,8 @@ class Engine:
             self.stats.num_looked_up += request.num_prompt
             self.stats.num_cached += request.num_cached
         request.token_ids.extend(path.tokens)
-        if request.id in self.states:
-            self.states[request.id].extend(path.tokens)
+        if state is not None:
+            state.extend(path.tokens)
         request.publish()
         if request.followers:
             self.scheduler.share_prompt(request)

@@ -122,6 +122,12 @@ class TextState:
             if self.output[-len(begin) :] == begin:
                 yield last
 
+    def bans(self, token: int) -> bool:
+        """Whether it must not come next."""
+        mask = self.mask
+        is_masked = mask is not None and not int(mask[token // 32]) >> token % 32 & 1
+        return is_masked or self.bias.get(token) == BAN[0] or token in self.banned()
+
     def each(self, draft: Draft) -> list[dict[int, Edit]]:
         """What the root and every guess add to the edits of the known text, or replace there."""
         below: list[list[int]] = [[] for _ in range(1 + len(draft))]
