@@ -269,6 +269,8 @@ class ChoiceListener:
             self.end(Overloaded(output.failure))
             return
         generation.push(output)
+        if output.is_of_prompt:
+            return
         if generation.is_done:  # the engine does not look for stop strings
             self.answer.client.finish(generation.id)
         self.answer.changed.set()

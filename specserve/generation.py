@@ -150,6 +150,9 @@ class Generation:
     def push(self, output: StepOutput) -> str:
         """Add a step's output; returns the text that it adds."""
         self.failure = output.failure
+        self.prompt_logprobs += output.prompt_logprobs
+        if output.is_of_prompt:
+            return ""
         if not self.sampling.max_tokens:
             output = without_tokens(output)
         now = perf_counter()
@@ -163,7 +166,6 @@ class Generation:
             self.details.append(details(output, [len(self.text) + end for end in ends]))
         self.token_ids += output.tokens[:num_tokens]
         self.logprobs += output.logprobs[:num_tokens]
-        self.prompt_logprobs += output.prompt_logprobs
         self.text += text
         if output.is_verified:
             self.steps.append((output.num_drafted, output.num_accepted))
