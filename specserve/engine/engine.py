@@ -221,7 +221,7 @@ class Engine:
         processors = self.processors.get(request.id)
         if processors is not None and processors.error is not None:
             log.error("a logits processor failed", exc_info=processors.error)
-            return self.fail(request, f"logits_processors: {processors.error!r:.500}")
+            return self.fail(request, f"logits_processors: {processors.failure}")
         is_fallback = self.draft_model is not None and self.draft_model.is_catching_up(item)
         reason, is_root = finish_reason(request, path.tokens), item.is_root
         if request.num_output == 0:

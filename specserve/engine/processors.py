@@ -25,6 +25,7 @@ class LogitsProcessors:
         self.functions = [(f, num_arguments(f)) for f in functions]
         self.prompt = prompt
         self.error: Exception | None = None
+        self.failure = ""  # the same in words
 
     def __call__(self, output: Sequence[int], logits: Tensor) -> Tensor:
         """The logits [V] float32 after all functions; those that were given where one fails."""
@@ -35,9 +36,16 @@ class LogitsProcessors:
                 changed = function(*[[*self.prompt], [*output], changed][3 - number :])
                 check(changed, before, function)
         except Exception as e:
-            self.error = e
+            self.error, self.failure = e, in_words(e)
             return logits
         return changed.float()
+
+
+def in_words(error: Exception) -> str:
+    try:
+        return f"{error!r:.500}"
+    except Exception:  # a caller's own class
+        return type(error).__name__
 
 
 def num_arguments(function: Any) -> int:
