@@ -103,6 +103,11 @@ def read_completion(max_prompts: int, raw: bytes) -> tuple[CompletionBody, list[
         )
     if body.max_tokens == 0 and not body.echo:
         raise RequestError("max_tokens: 0 only with echo; send 1 or more", "max_tokens")
+    if body.max_tokens == 0 and body.min_tokens:
+        raise RequestError(
+            f"min_tokens = {body.min_tokens} is more than max_tokens = 0: send a smaller one",
+            "min_tokens",
+        )
     return body, read_prompts(body.prompt, max_prompts)
 
 

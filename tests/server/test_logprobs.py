@@ -352,6 +352,11 @@ REFUSED = {
     "the best of a stream": (COMPLETIONS, {"best_of": 2, "stream": True}, "best_of"),
     "the best of a chat's stream": (CHAT, {"best_of": 2, "stream": True}, "best_of"),
     "no tokens": (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
+    "more tokens than none": (
+        COMPLETIONS,
+        {"max_tokens": 0, "echo": True, "min_tokens": 1},
+        "min_tokens",
+    ),
     "no tokens in a chat": (CHAT, {"max_tokens": 0}, "max_tokens"),
     "below zero of a prompt": (COMPLETIONS, {"prompt_logprobs": -1}, "prompt_logprobs"),
 }
