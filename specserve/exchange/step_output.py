@@ -23,7 +23,7 @@ class Tree(msgspec.Struct, frozen=True):
     accepted: list[int]  # nodes, from the root down
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What the model says of a token and of the likeliest ones in its place, before any parameter
     changes its logits: natural logarithms of probabilities.
     """
