@@ -195,7 +195,10 @@ class Engine:
         for item in scheduled:
             if not item.is_sampled:
                 item.request.publish()
-        return [self.append(item, path) for item, path in zip(sampled, paths, strict=True)]
+        for item in scheduled:
+            item.request.num_scored += len(item.scores)
+        scored = [part_of_prompt(item) for item in scheduled if item.scores and not item.is_sampled]
+        return scored + [self.append(item, path) for item, path in zip(sampled, paths, strict=True)]
 
     def keep_kv(self, item: ScheduledRequest, path: Path) -> None:
         """Note the moves of accepted nodes' KV, which the next launch does.
@@ -221,7 +224,7 @@ class Engine:
             processors.check_drawn(path.tokens[0], is_banned)
         if processors is not None and processors.error is not None:
             log.error("a logits processor failed", exc_info=processors.error)
-            return self.fail(request, f"logits_processors: {processors.error!r:.500}")
+            return self.fail(request, f"logits_processors: {processors.failure}")
         is_fallback = self.draft_model is not None and self.draft_model.is_catching_up(item)
         reason, is_root = finish_reason(request, path.tokens), item.is_root
         if request.num_output == 0:
@@ -238,7 +241,6 @@ class Engine:
         self.stats.num_fallbacks += is_fallback
         self.stats.num_drafted += len(draft.tokens)
         self.stats.num_accepted += len(path.nodes)
-        is_first = request.num_output == len(path.tokens)
         told = Told() if self.guesses is None else self.guesses.learn(item, path.tokens, path.nodes)
         if reason is not None:
             self.finish(request.id)
@@ -258,7 +260,7 @@ class Engine:
             sources=told.sources,
             tree=told.tree,
             logprobs=path.logprobs,
-            prompt_logprobs=(request.scores or []) if is_first else [],
+            prompt_logprobs=item.scores,
         )
 
     def add(self, token_ids: Sequence[int], sampling: Sampling, id: int | None = None) -> Request:
@@ -305,8 +307,6 @@ class Engine:
         ]
         leader, *followers = choices
         leader.followers = followers
-        if leader.sampling.prompt_logprobs is not None:
-            leader.scores = []
         for request in choices:
             request.leader = None if request is leader else leader
             self.requests[request.id] = request
@@ -314,7 +314,8 @@ class Engine:
                 size, first = self.target.decoder.config.vocab_size, self.states.get(leader.id)
                 state = first.fork() if first else TextState(request.sampling, prompt, size)
                 self.states[request.id] = state
-            if request.sampling.logprobs is not None or request.scores is not None:
+            asked = request.sampling
+            if asked.logprobs is not None or asked.prompt_logprobs is not None:
                 self.telling.add(request.id)
             self.scheduler.add(request)
         return choices
@@ -451,6 +452,12 @@ def rows_of(item: ScheduledRequest) -> RowGroup:
     if draft.is_chain:
         return RowGroup(r.table, nodes, item.start, len(nodes))
     return RowGroup(r.table, nodes, item.start, len(nodes), item.start, draft.masks())
+
+
+def part_of_prompt(item: ScheduledRequest) -> StepOutput:
+    """What a step tells of a prompt that is not computed to its end."""
+    r = item.request
+    return StepOutput(r.id, [], None, False, 0, 0, r.admitted_at, prompt_logprobs=item.scores)
 
 
 def seconds(asked_ms: float | None, usual: float | None) -> float | None:

@@ -54,6 +54,48 @@ def no_edits() -> Columns:
     return Columns(array("i"), array("f"), array("f"), array("f"))
 
 
+NOTHING = no_edits()
+
+
+class Own(NamedTuple):
+    """A node's own edits: some by id, then those of other ids, which nodes share."""
+
+    edits: dict[int, Edit]
+    others: Columns
+
+    def __len__(self) -> int:
+        return len(self.edits) + len(self.others.ids)
+
+
+NO_OWN = Own({}, NOTHING)
+
+
+class Ends:
+    """The last tokens of words, by the tokens before them, backwards: many words that are alike
+    are found as fast as one.
+    """
+
+    def __init__(self) -> None:
+        self.lasts: list[int] = []  # of the words that begin with what leads here
+        self.before: dict[int, Ends] = {}
+
+    def add(self, word: Sequence[int]) -> None:
+        *begin, last = word
+        ends = self
+        for token in reversed(begin):
+            ends = ends.before.setdefault(token, Ends())
+        ends.lasts.append(last)
+
+    def after(self, text: Sequence[int]) -> Iterator[int]:
+        """The tokens that would complete a word."""
+        ends = self
+        for token in reversed(text):
+            if token not in ends.before:
+                return
+            ends = ends.before[token]
+            yield from ends.lasts
+
+
 class TextState:
     """Follows a request's text: `extend` by its new tokens, and in between `advance` down a path of
     guesses and `undo` up again.
@@ -66,10 +108,13 @@ class TextState:
         self.sampling = sampling
         self.bias = dict(sampling.logit_bias)
         self.bias |= {word[0]: BAN[0] for word in sampling.bad_words if len(word) == 1}
-        self.words: dict[int, list[tuple[int, ...]]] = {}  # by their last token but one
+        self.words = Ends()
         for word in sampling.bad_words:
             if len(word) > 1:
-                self.words.setdefault(word[-2], []).append(word)
+                self.words.add(word)
+        self.early = no_edits()  # those that rule out an end that would be too early
+        if sampling.min_tokens:
+            self.early.extend([dict.fromkeys(sampling.stop_ids, BAN)])
         self.output: list[int] = []  # and the path
         self.counts: Counter[int] = Counter()
         self.has_penalties = sampling.has_penalties
@@ -114,29 +159,35 @@ class TextState:
     def undo(self) -> None:
         self.counts[self.output.pop()] -= 1
 
-    def banned(self) -> Iterator[int]:
-        """What may not come next: an end that would be too early, the end of a bad word."""
-        if len(self.output) < self.sampling.min_tokens:
-            yield from self.sampling.stop_ids
-        for *begin, last in self.words.get(self.output[-1], ()) if self.output else ():
-            if self.output[-len(begin) :] == begin:
-                yield last
+    @property
+    def is_early(self) -> bool:
+        return len(self.output) < self.sampling.min_tokens
 
     def bans(self, token: int) -> bool:
         """Whether it must not come next."""
         mask = self.mask
         is_masked = mask is not None and not int(mask[token // 32]) >> token % 32 & 1
-        return is_masked or self.bias.get(token) == BAN[0] or token in self.banned()
+        is_end = self.is_early and token in self.sampling.stop_ids
+        is_word = self.bias.get(token) == BAN[0] or token in self.words.after(self.output)
+        return is_masked or is_end or is_word
 
-    def each(self, draft: Draft) -> list[dict[int, Edit]]:
+    def own(self, path: dict[int, Edit]) -> Own:
+        """The edits at a path's end: no bad word is completed there, and no end comes too early."""
+        edits = path | dict.fromkeys(self.words.after(self.output), BAN)
+        if not self.is_early:
+            return Own(edits, NOTHING)
+        stops = self.sampling.stop_ids
+        return Own({t: e for t, e in edits.items() if t not in stops}, self.early)
+
+    def each(self, draft: Draft) -> list[Own]:
         """What the root and every guess add to the edits of the known text, or replace there."""
         below: list[list[int]] = [[] for _ in range(1 + len(draft))]
         for node, parent in enumerate(draft.parents, 1):
             below[parent].append(node)
-        edits: list[dict[int, Edit]] = [{}] * len(below)
+        edits = [NO_OWN] * len(below)
 
         def visit(node: int, path: dict[int, Edit]) -> None:
-            edits[node] = path | dict.fromkeys(self.banned(), BAN)
+            edits[node] = self.own(path)
             for child in below[node]:
                 token = draft.tokens[child - 1]
                 self.advance(token)
@@ -162,11 +213,16 @@ def edits_of(states: Sequence[TextState | None], drafts: Sequence[Draft]) -> Edi
         begin = len(every.ids)
         if state is not None:
             every.join(state.base)
-        nodes = [{}] * (1 + len(draft)) if state is None else state.each(draft)
+        nodes = [NO_OWN] * (1 + len(draft)) if state is None else state.each(draft)
         base.extend([begin, len(every.ids)] * len(nodes))
         ends = [*accumulate(map(len, nodes), initial=len(every.ids))]
         own.extend(chain.from_iterable(pairwise(ends)))
-        every.extend(nodes)
+        if any(node.others.ids for node in nodes):
+            for node in nodes:
+                every.extend([node.edits])
+                every.join(node.others)
+        else:
+            every.extend([node.edits for node in nodes])
     if not every.ids:
         return None
     ranges = [torch.from_numpy(np.frombuffer(x, np.int32)).view(-1, 2) for x in (base, own)]
