@@ -62,7 +62,8 @@ class Engine:
         self.guesses: Guesses | None = None  # set where there is a drafter
         self.formats = self.kv_formats(names or {})  # of the models with a prefix cache
         self.requests: dict[int, Request] = {}  # all that have not ended
-        self.states: dict[int, TextState] = {}  # of those whose text changes their logits
+        self.changing: set[int] = set()  # those whose text changes their logits
+        self.states: dict[int, TextState] = {}  # of those, from the first token on
         self.processors: dict[int, LogitsProcessors] = {}  # callers' own, by request
         self.telling: set[int] = set()  # of those that asked for logprobs
         self.stats = Stats()
@@ -125,13 +126,23 @@ class Engine:
             [r.sampling for r in requests],
             [len(r.token_ids) for r in requests],
             [s.draft for s in sampled],
-            [self.states.get(r.id) for r in requests] if self.states else (),
+            [self.state_of(r) for r in requests] if self.changing else (),
         )
         if self.processors:
             draws = draws._replace(processors=self.processors_of(sampled))
         groups, size = [rows_of(s) for s in scheduled], self.target.decoder.config.vocab_size
         logprobs = asked_logprobs(scheduled, sampled, size) if self.telling else None
         return build_step_input(groups, self.pool.updates, draws, logprobs)
+
+    def state_of(self, request: Request) -> TextState | None:
+        """What a request's text makes of its logits. It is made once the prompt is computed, as
+        many prompts may come between two steps.
+        """
+        if request.id in self.changing and request.id not in self.states:
+            size = self.target.decoder.config.vocab_size
+            prompt = request.token_ids[: request.num_prompt]
+            self.states[request.id] = TextState(request.sampling, prompt, size)
+        return self.states.get(request.id)
 
     def processors_of(self, sampled: list[ScheduledRequest]) -> dict[int, Processor]:
         """By row that is read: none of these requests has guesses."""
@@ -234,6 +245,7 @@ class Engine:
             self.stats.num_cached += request.num_cached
         request.token_ids.extend(path.tokens)
         if state is not None:
+            self.states |= {follower.id: state.fork() for follower in request.followers}
             state.extend(path.tokens)
         request.publish()
         if request.followers:
@@ -310,11 +322,9 @@ class Engine:
         for request in choices:
             request.leader = None if request is leader else leader
             self.requests[request.id] = request
-            if request.sampling.changes_logits:
-                size, first = self.target.decoder.config.vocab_size, self.states.get(leader.id)
-                state = first.fork() if first else TextState(request.sampling, prompt, size)
-                self.states[request.id] = state
             asked = request.sampling
+            if asked.changes_logits:
+                self.changing.add(request.id)
             if asked.logprobs is not None or asked.prompt_logprobs is not None:
                 self.telling.add(request.id)
             self.scheduler.add(request)
@@ -375,6 +385,7 @@ class Engine:
         request = self.requests.pop(id, None)
         if request is None:
             return
+        self.changing.discard(id)
         self.states.pop(id, None)
         self.processors.pop(id, None)
         self.telling.discard(id)

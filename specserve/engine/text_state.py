@@ -2,7 +2,7 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
@@ -54,6 +54,10 @@ def no_edits() -> Columns:
     return Columns(array("i"), array("f"), array("f"), array("f"))
 
 
+def equal_edits(tokens: Collection[int], edit: Edit) -> Columns:
+    return Columns(array("i", tokens), *(array("f", [value]) * len(tokens) for value in edit))
+
+
 NOTHING = no_edits()
 
 
@@ -71,29 +75,23 @@ NO_OWN = Own({}, NOTHING)
 
 
 class Ends:
-    """The last tokens of words, by the tokens before them, backwards: many words that are alike
-    are found as fast as one.
+    """The last tokens of words by those before them: many words of one length are found as fast as
+    one.
     """
 
     def __init__(self) -> None:
-        self.lasts: list[int] = []  # of the words that begin with what leads here
-        self.before: dict[int, Ends] = {}
+        # By the last of the tokens before, then by their number, then by them.
+        self.lasts: dict[int, dict[int, dict[tuple[int, ...], list[int]]]] = {}
 
-    def add(self, word: Sequence[int]) -> None:
-        *begin, last = word
-        ends = self
-        for token in reversed(begin):
-            ends = ends.before.setdefault(token, Ends())
-        ends.lasts.append(last)
+    def add(self, word: tuple[int, ...]) -> None:
+        begin, last = word[:-1], word[-1]
+        by_size = self.lasts.setdefault(begin[-1], {})
+        by_size.setdefault(len(begin), {}).setdefault(begin, []).append(last)
 
     def after(self, text: Sequence[int]) -> Iterator[int]:
         """The tokens that would complete a word."""
-        ends = self
-        for token in reversed(text):
-            if token not in ends.before:
-                return
-            ends = ends.before[token]
-            yield from ends.lasts
+        for size, lasts in self.lasts.get(text[-1], {}).items() if text else ():
+            yield from lasts.get(tuple(text[-size:]), ())
 
 
 class TextState:
@@ -112,16 +110,19 @@ class TextState:
         for word in sampling.bad_words:
             if len(word) > 1:
                 self.words.add(word)
-        self.early = no_edits()  # those that rule out an end that would be too early
-        if sampling.min_tokens:
-            self.early.extend([dict.fromkeys(sampling.stop_ids, BAN)])
+        # Those that rule out an end that would be too early.
+        self.early = equal_edits(sampling.stop_ids if sampling.min_tokens else (), BAN)
         self.output: list[int] = []  # and the path
         self.counts: Counter[int] = Counter()
         self.has_penalties = sampling.has_penalties
         self.prompt = frozenset(prompt if sampling.repetition_penalty != 1 else ())
-        self.base, self.places = no_edits(), dict[int, int]()
-        for token in sorted({*self.bias, *self.prompt}):
-            self.keep(token)
+        tokens = sorted({*self.bias, *self.prompt})
+        self.places = dict(zip(tokens, range(len(tokens)), strict=True))
+        self.base = equal_edits(tokens, (0.0, 1.0, 0.0))
+        self.base.bias[:] = array("f", [self.bias.get(t, 0.0) for t in tokens])
+        if self.prompt:
+            factors = [sampling.repetition_penalty if t in self.prompt else 1.0 for t in tokens]
+            self.base.factor[:] = array("f", factors)
         self.mask = mask_of(sampling.allowed_ids, vocab_size)
 
     def fork(self) -> "TextState":

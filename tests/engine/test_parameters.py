@@ -156,6 +156,20 @@ def test_a_word_is_bad_where_its_beginning_was_said():
         assert bans == [{2, 5}, set(), set(), {2, 5}, {2}]
 
 
+def test_a_state_is_made_with_the_first_token(target):
+    """A hundred long prompts may come between two steps, and they would all wait for it."""
+    engine = engine_for(target, max_nodes=0)
+    samplings = [asks(repetition_penalty=1.3, seed=seed) for seed in range(3)]
+    engine.add_choices(PROMPT * 9, samplings)
+    assert not engine.states
+    while not engine.scheduler.running or engine.scheduler.running[0].is_computing:
+        assert not engine.states
+        engine.step()
+    engine.step()
+    assert len(engine.states) == 3, "followers' are copies of the first"
+    assert len({id(state.prompt) for state in engine.states.values()}) == 1
+
+
 class Counted(int):
     """A token that counts how often it is looked at."""
 
@@ -178,7 +192,7 @@ def test_a_look_at_many_words_that_are_alike_takes_no_longer_than_at_one(change)
     for other in range(256):
         word = [1] * 62
         word[-1 - change] = 100 + other
-        state.words.add(word)
+        state.words.add(tuple(word))
     Counted.looks = 0
     found = [*state.words.after([Counted(1)] * 1000)]
     assert found == ([] if change else [*range(100, 356)]) and 0 < Counted.looks < 300
