@@ -25,6 +25,7 @@ class LogitsProcessors:
         self.functions = [(f, num_arguments(f)) for f in functions]
         self.prompt = prompt
         self.error: Exception | None = None
+        self.failure = ""  # the same in words
         self.left = torch.empty(0)  # the last result
 
     def __call__(self, output: Sequence[int], logits: Tensor) -> Tensor:
@@ -36,7 +37,7 @@ class LogitsProcessors:
                 changed = function(*[[*self.prompt], [*output], changed][3 - number :])
                 check(changed, before, function)
         except Exception as e:
-            self.error = e
+            self.error, self.failure = e, in_words(e)
             return logits
         self.left = changed.float()
         return self.left
@@ -46,10 +47,18 @@ class LogitsProcessors:
         request's parameters do not allow.
         """
         if self.error is None and (is_banned or self.left[token] == -torch.inf):
-            self.error = ValueError(
+            self.failure = (
                 "no token is left to draw: allowed_token_ids, bad_words or min_tokens rule out all "
                 "that the functions leave"
             )
+            self.error = ValueError(self.failure)
+
+
+def in_words(error: Exception) -> str:
+    try:
+        return f"{error!r:.500}"
+    except Exception:  # a caller's own class
+        return type(error).__name__
 
 
 def num_arguments(function: Any) -> int:

@@ -93,10 +93,20 @@ def fails(output, logits):
     raise ValueError("a function with a bug")
 
 
+class Unspeakable(Exception):
+    def __repr__(self):
+        raise ValueError("no words")
+
+
+def unspeakable(output, logits):
+    raise Unspeakable
+
+
 @pytest.mark.parametrize(
     ("processor", "message"),
     [
         (fails, "a function with a bug"),
+        (unspeakable, "Unspeakable"),
         (lambda ids, x: x[:-1], "like those it is given"),
         (lambda ids, x: None, "like those it is given"),
         (lambda ids, x: x.long(), "like those it is given"),
@@ -158,3 +168,25 @@ def test_what_is_no_processor_is_refused(target, wrong):
     with pytest.raises(RequestError, match="logits_processors"):
         engine.add_choices(PROMPT, [asks()], processors=[wrong])
     assert engine.is_idle
+
+
+@pytest.mark.parametrize("drafter", ["model", "auto"])
+def test_one_that_ends_the_program_leaves_others_as_they_were(target, drafter):
+    want = plain(target, [Case(PROMPT, asks())])
+    engine = engine_for(target, target, drafter, max_nodes=4)
+
+    def leave(output, logits):
+        raise SystemExit
+
+    other = engine.add(PROMPT, asks())
+    for _ in range(2):
+        engine.step()
+    for _ in range(3):
+        [own] = engine.add_choices(PROMPT[1:], [asks()], processors=[leave])
+        with pytest.raises(SystemExit):
+            for _ in range(9):
+                engine.step()
+        engine.finish(own.id)
+        engine.check()
+    finish(engine)
+    assert [other.token_ids.tolist()] == want
