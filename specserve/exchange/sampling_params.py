@@ -19,6 +19,14 @@ from specserve.models.defaults import (
 
 T = TypeVar("T")
 MAX_CHOICES = 128
+OTHER_NAMES = {  # of other servers' and libraries' parameters -> ours
+    **dict.fromkeys(("max_length", "max_new_tokens", "n_predict", "num_predict"), "max_tokens"),
+    "do_sample": "temperature",
+    "flat_logprobs": "logprobs",
+    "num_return_sequences": "n",
+    "random_seed": "seed",
+    "stop_sequences": "stop",
+}
 MAX_SEED = 2**53  # exclusive: a JavaScript client can hold it exactly
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 SourceName = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -79,15 +87,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                         multiplied where it is below 0; 1 is off
     logit_bias      up to 1024 ids -> -100 to 100, added to their logits
     allowed_token_ids  1 to 4096 ids; no others are drawn
-    bad_words       up to 256 strings of up to 256 characters and 64 tokens each: their tokens, with
-                    and without a space before them, do not come one after the other
-    min_tokens      no end of text, stop id or stop string ends the text before so many tokens
+    bad_words       up to 256 strings of up to 256 characters and 64 tokens each: their tokens, as
+                    written, without spaces before them and after one space, do not come one after
+                    the other
+    min_tokens      no end of text, stop id or stop string ends the text before so many tokens, up
+                    to max_tokens and the rest of the context
     seed            the same seed gives the same text; drawn, and reported, when unset
     stop            up to 16 strings; the text ends before the first
     stop_token_ids  ids that end the text; they add none to it
     include_stop_str_in_output  the text ends after the stop string, or with the stop id's own text
     skip_special_tokens  false: the text has special tokens, too, as they are written
-    spaces_between_special_tokens  either is the same: no tokenizer that is read here adds any
+    spaces_between_special_tokens  without effect: no tokenizer that is read here adds any
     truncate_prompt_tokens  only the prompt's last k tokens; -1: as many as fit beside max_tokens
     ignore_eos      go on after the model's own end of text
     n               choices, 1 to 128, that share the prompt's KV; choice c has the seed
@@ -243,12 +253,15 @@ def check(params: SamplingParams) -> SamplingParams:
     """The parameters as msgspec converts them; RequestError if one is out of its range."""
     try:
         given = msgspec.convert(fields_of(params), SamplingParams, str_keys=True)
-        check_temperature(pick(given.temperature, 0.0))
     except ValueError as e:  # msgspec's ValidationError is one
         reason, path = reason_and_path(e)
         param = path.lstrip(".") or None
         where = f"{param}: " if param else ""
         raise RequestError(f"sampling parameters: {where}{reason}", param) from e
+    try:
+        check_temperature(pick(given.temperature, 0.0))
+    except ValueError as e:
+        raise RequestError(f"sampling parameters: {e}", "temperature") from e
     if given.num_choices < given.n:
         raise RequestError(
             f"sampling parameters: best_of = {given.best_of} is less than n = {given.n}: leave it "
@@ -274,6 +287,7 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
     The tokens of bad words are not filled in.
     """
     given = check(params)
+    check_room(given, room)
     eos = () if given.ignore_eos else defaults.eos_token_ids
     return Sampling(
         max_tokens=min(pick(given.max_tokens, room), room),
@@ -303,6 +317,15 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
     )
 
 
+def check_room(params: SamplingParams, room: int) -> None:
+    if params.min_tokens > room:
+        raise RequestError(
+            f"sampling parameters: min_tokens = {params.min_tokens}, and the context has room for "
+            f"{room} after the prompt: send a smaller one, or a shorter prompt",
+            "min_tokens",
+        )
+
+
 def seeded(params: SamplingParams, seeds: Random | None) -> SamplingParams:
     """The parameters with the next of the seeds, if there are any and the caller gave none."""
     if seeds is None or params.seed is not None:
@@ -311,7 +334,10 @@ def seeded(params: SamplingParams, seeds: Random | None) -> SamplingParams:
 
 
 def in_room(resolved: Sampling, params: SamplingParams, room: int) -> Sampling:
-    """The same parameters for another prompt, which leaves so much of the context."""
+    """The same parameters for another prompt, which leaves so much of the context. Errors: as of
+    `resolve`.
+    """
+    check_room(params, room)
     most = min(pick(params.max_tokens, room), room)
     seed = pick(params.seed, secrets.randbelow(MAX_SEED))
     return msgspec.structs.replace(resolved, max_tokens=most, seed=seed)

@@ -21,6 +21,7 @@ Prompt = str | list[int]
 
 class CompletionBody(Body, frozen=True, kw_only=True):
     prompt: str | list[Any] | None = None
+    add_special_tokens: bool = True
     echo: bool = False
     max_tokens: Annotated[int, Meta(ge=0)] | None = None  # 0: only with echo
 
@@ -54,7 +55,7 @@ async def completions(request: Request) -> Response:
     service.check_model(asked.model)
     await service.check_asked(asked.params, len(prompts), "prompt")
     kept = service.input_processor.num_kept(asked.params)
-    ids = await service.read_all(prompts, kept)
+    ids = await service.read_all(prompts, kept, asked.add_special_tokens)
     echoed = await service.in_thread(echo, service, asked, prompts, ids) if asked.echo else ()
     completion = await service.ask(ids, asked.params, arrived, "prompt")
     if asked.max_tokens == 0:
@@ -83,6 +84,11 @@ def read_completion(max_prompts: int, raw: bytes) -> tuple[CompletionBody, list[
         )
     if body.max_tokens == 0 and not body.echo:
         raise RequestError("max_tokens: 0 only with echo; send 1 or more", "max_tokens")
+    if body.max_tokens == 0 and body.min_tokens:
+        raise RequestError(
+            f"min_tokens = {body.min_tokens} is more than max_tokens = 0: leave it out",
+            "min_tokens",
+        )
     return body, read_prompts(body.prompt, max_prompts)
 
 

@@ -179,4 +179,11 @@ def test_ids_of_a_bias_may_be_written_as_json_writes_them():
 
 def test_as_many_tokens_at_least_as_at_most_are_a_length():
     assert resolved(min_tokens=5, max_tokens=5).min_tokens == 5
-    assert resolved(room=4, min_tokens=9).max_tokens == 4, "unset, it is what fits"
+    assert resolved(room=5, min_tokens=5).max_tokens == 5, "unset, it is what fits"
+
+
+@pytest.mark.parametrize("most", [None, 9])
+def test_more_tokens_at_least_than_fit_are_refused(most):
+    with pytest.raises(RequestError, match=r"min_tokens = 6, .* room for 5 after") as e:
+        resolved(room=5, min_tokens=6, max_tokens=most)
+    assert e.value.param == "min_tokens"
