@@ -30,13 +30,14 @@ def one_of(params: Any, sampling_params: Any) -> Any:
     return sampling_params if params is None else params
 
 
-def unwrapped(prompt: Any) -> Any:
-    """The prompt in vLLM's {"prompt": text} or {"prompt_token_ids": ids}; others as they are."""
-    if isinstance(prompt, Mapping):
-        for name in ("prompt", "prompt_token_ids"):
-            if [*prompt] == [name]:
-                return prompt[name]
-    return prompt
+def unwrapped(prompt: Any) -> tuple[Any, str | None]:
+    """A prompt and its text, if it comes with that; of vLLM's {"prompt": text, "prompt_token_ids":
+    ids} the ids are the prompt, where there are any.
+    """
+    if isinstance(prompt, Mapping) and {"prompt", "prompt_token_ids"} >= {*prompt} != set():
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        return (text if ids is None else ids), text
+    return prompt, prompt if isinstance(prompt, str) else None
 
 
 class TextFiles(NamedTuple):
@@ -206,11 +207,19 @@ class InputProcessor(msgspec.Struct, frozen=True):
         """The tokens of a conversation by the chat template, up to where the answer begins, or the
         last `kept` of them.
         """
+        return self.encode(self.written(messages, options), False, kept)
+
+    def written(self, messages: Sequence[Message], options: ChatOptions | None = None) -> str:
+        """The conversation as text, by the chat template."""
         try:
-            text = self.check_chat().render(messages, options)
+            return self.check_chat().render(messages, options)
         except MemoryError as e:
             raise RequestError("the chat template needs too much memory for these messages") from e
-        return self.encode(text, add_special_tokens=False, kept=kept)
+
+    def default_params(self) -> SamplingParams:
+        """The model's own values of parameters."""
+        names = {*GenerationDefaults.__struct_fields__} & {*SamplingParams.__struct_fields__}
+        return SamplingParams(**{name: getattr(self.defaults, name) for name in names})
 
     def resolve(self, params: SamplingParams, num_prompt: int = 1) -> Sampling:
         """The parameters, checked and resolved, for a prompt of `num_prompt` tokens."""

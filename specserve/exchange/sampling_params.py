@@ -1,8 +1,9 @@
 """Sampling parameters, as a caller gives them and as resolved for one request."""
 
+import difflib
 import secrets
 from random import Random
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -28,6 +29,19 @@ OTHER_NAMES = {  # of other servers' and libraries' parameters -> ours
     "stop_sequences": "stop",
 }
 MAX_SEED = 2**53  # exclusive: a JavaScript client can hold it exactly
+NO_OP: dict[str, tuple[Any, ...]] = {  # of vLLM's SamplingParams -> values without effect here
+    "detokenize": (True,),
+    "extra_args": (None, {}),
+    "flat_logprobs": (False,),
+    "guided_decoding": (None,),
+    "logits_processors": (None, []),
+    "structured_outputs": (None,),
+}
+INSTEAD = {
+    "guided_decoding": "structured output is not supported yet",
+    "logits_processors": "give them to LLM.generate(..., logits_processors=[...])",
+    "structured_outputs": "structured output is not supported yet",
+}
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 SourceName = Annotated[str, Meta(min_length=1, max_length=256)]
 Limit = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -73,7 +87,29 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     tpot_ms: Milliseconds | None = None  # mean time of a token after the first
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class Named(msgspec.StructMeta):
+    """Takes vLLM's other parameters at the values that have no effect here."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        unknown = given.keys() - {*cls.__struct_fields__}
+        for name in unknown:
+            check_unknown(cls.__name__, [*cls.__struct_fields__], name, given[name])
+        return super().__call__(*args, **{k: v for k, v in given.items() if k not in unknown})
+
+
+def check_unknown(owner: str, known: list[str], name: str, value: Any) -> None:
+    """TypeError for a name that vLLM has not either, RequestError for a value with an effect."""
+    if name not in NO_OP:
+        near = [OTHER_NAMES[name]] if name in OTHER_NAMES else []
+        near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+        hint = f": did you mean {near[0]}?" if near else ""
+        raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}{hint}")
+    if not any(type(value) is type(none) and value == none for none in NO_OP[name]):
+        why = INSTEAD.get(name, "it is not supported")
+        raise RequestError(f"{owner}({name}={value!r:.50}): {why}; leave {name} out", name)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=Named):
     """What a caller may set; None takes the value of the model's generation_config, if it has one.
 
     max_tokens      most output tokens; unset, or more than fits: the rest of the context
@@ -144,6 +180,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculationParams | None = None
     slo: Slo | None = None
     return_speculation_details: bool = False
+
+    def clone(self, **changes: Any) -> Self:
+        """A copy, with these parameters instead."""
+        return type(self)(**({k: getattr(self, k) for k in self.__struct_fields__} | changes))
 
     @property
     def num_choices(self) -> int:
