@@ -131,7 +131,8 @@ class InputProcessor(msgspec.Struct, frozen=True):
         """How many of a prompt's last tokens are kept; None is all. Errors: as of `resolve`."""
         asked, most = params.truncate_prompt_tokens, self.max_model_len - 1
         if asked == -1:
-            asked = self.max_model_len - pick(params.max_tokens, 1)
+            own = min(pick(self.defaults.max_new_tokens, 1), most)
+            asked = self.max_model_len - pick(params.max_tokens, own)
             if asked < 1:
                 raise RequestError(
                     f"max_tokens = {params.max_tokens}: truncate_prompt_tokens = -1 leaves room "
@@ -219,7 +220,8 @@ class InputProcessor(msgspec.Struct, frozen=True):
     def default_params(self) -> SamplingParams:
         """The model's own values of parameters."""
         names = {*GenerationDefaults.__struct_fields__} & {*SamplingParams.__struct_fields__}
-        return SamplingParams(**{name: getattr(self.defaults, name) for name in names})
+        known = {name: getattr(self.defaults, name) for name in names}
+        return SamplingParams(max_tokens=self.defaults.max_new_tokens, **known)
 
     def resolve(self, params: SamplingParams, num_prompt: int = 1) -> Sampling:
         """The parameters, checked and resolved, for a prompt of `num_prompt` tokens."""
@@ -242,7 +244,7 @@ class InputProcessor(msgspec.Struct, frozen=True):
         if num_prompts:
             yield (first := self.resolve(params, num_prompts[0]))
         for num_prompt in num_prompts[1:]:
-            yield in_room(first, params, self.max_model_len - num_prompt)
+            yield in_room(first, params, self.defaults, self.max_model_len - num_prompt)
 
     def tokens_of_all(self, words: tuple[str, ...]) -> Words:
         """As `tokens_of`; kept for the next prompt, which often comes with the same words."""

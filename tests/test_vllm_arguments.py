@@ -174,9 +174,12 @@ def test_what_the_model_has_for_unset_parameters_can_be_asked_for(folder, tmp_pa
     shutil.copytree(folder, tmp_path / "model")
     written = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.1}
     written["repetition_penalty"] = 1.1
-    (tmp_path / "model/generation_config.json").write_text(json.dumps(written))
+    given = json.dumps(written | {"max_new_tokens": 9})
+    (tmp_path / "model/generation_config.json").write_text(given)
     processor = make_input_processor(load_text_files(tmp_path / "model"), 320, 64)
-    assert processor.default_params() == SamplingParams(**written)
+    assert processor.default_params() == SamplingParams(max_tokens=9, **written)
+    kept = processor.num_kept(SamplingParams(truncate_prompt_tokens=-1))
+    assert kept == 64 - 9, "beside the model's own max_tokens"
 
 
 CONVERSATION = [{"role": "user", "content": "hi"}]

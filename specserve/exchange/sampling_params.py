@@ -112,7 +112,8 @@ def check_unknown(owner: str, known: list[str], name: str, value: Any) -> None:
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=Named):
     """What a caller may set; None takes the value of the model's generation_config, if it has one.
 
-    max_tokens      most output tokens; unset, or more than fits: the rest of the context
+    max_tokens      most output tokens, cut to the rest of the context; unset: the model's
+                    max_new_tokens, else the rest of the context
     temperature     0 always takes the likeliest token; else 1e-4 to 1e4, 1 by default
     top_k           only the k likeliest tokens; 0, the default, and -1 are off
     top_p           only the likeliest tokens whose probabilities sum to this; 1 is off
@@ -327,10 +328,10 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
     The tokens of bad words are not filled in.
     """
     given = check(params)
-    check_room(given, room)
+    check_room(given, defaults, room)
     eos = () if given.ignore_eos else defaults.eos_token_ids
     return Sampling(
-        max_tokens=min(pick(given.max_tokens, room), room),
+        max_tokens=most_tokens(given, defaults, room),
         temperature=pick(given.temperature, defaults.temperature),
         top_k=max(0, pick(given.top_k, defaults.top_k)),
         top_p=pick(given.top_p, defaults.top_p),
@@ -357,7 +358,18 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
     )
 
 
-def check_room(params: SamplingParams, room: int) -> None:
+def most_tokens(params: SamplingParams, defaults: GenerationDefaults, room: int) -> int:
+    return min(pick(params.max_tokens, pick(defaults.max_new_tokens, room)), room)
+
+
+def check_room(params: SamplingParams, defaults: GenerationDefaults, room: int) -> None:
+    own = defaults.max_new_tokens
+    if params.max_tokens is None and own is not None and params.min_tokens > own:
+        raise RequestError(
+            f"sampling parameters: min_tokens = {params.min_tokens} is more than {own}, the "
+            "model's own max_tokens: send a smaller one, or max_tokens",
+            "min_tokens",
+        )
     if params.min_tokens > room:
         raise RequestError(
             f"sampling parameters: min_tokens = {params.min_tokens}, and the context has room for "
@@ -373,12 +385,14 @@ def seeded(params: SamplingParams, seeds: Random | None) -> SamplingParams:
     return msgspec.structs.replace(params, seed=seeds.randrange(MAX_SEED))
 
 
-def in_room(resolved: Sampling, params: SamplingParams, room: int) -> Sampling:
+def in_room(
+    resolved: Sampling, params: SamplingParams, defaults: GenerationDefaults, room: int
+) -> Sampling:
     """The same parameters for another prompt, which leaves so much of the context. Errors: as of
     `resolve`.
     """
-    check_room(params, room)
-    most = min(pick(params.max_tokens, room), room)
+    check_room(params, defaults, room)
+    most = most_tokens(params, defaults, room)
     seed = pick(params.seed, secrets.randbelow(MAX_SEED))
     return msgspec.structs.replace(resolved, max_tokens=most, seed=seed)
 

@@ -7,6 +7,7 @@ from specserve.exchange.sampling_params import (
     SamplingParams,
     Slo,
     SpeculationParams,
+    in_room,
     resolve,
 )
 from specserve.models.defaults import GenerationDefaults
@@ -114,6 +115,22 @@ def test_what_is_given_wins_even_where_it_is_zero():
     defaults = GenerationDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1)
     got = resolved(defaults, temperature=0, top_k=0, top_p=1, min_p=0, seed=0)
     assert (got.temperature, got.top_k, got.top_p, got.min_p, got.seed) == (0, 0, 1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "room", "got"), [(5, None, 9, 5), (5, 7, 9, 7), (9, None, 5, 5)]
+)
+def test_the_models_own_limit_holds_where_none_is_given(own, asked, room, got):
+    defaults, params = GenerationDefaults(max_new_tokens=own), SamplingParams(max_tokens=asked)
+    first = resolve(params, defaults, room)
+    assert first.max_tokens == got == in_room(first, params, defaults, room).max_tokens
+
+
+def test_more_tokens_at_least_than_the_models_own_limit_are_refused():
+    defaults = GenerationDefaults(max_new_tokens=5)
+    assert resolved(defaults, min_tokens=6, max_tokens=6).min_tokens == 6
+    with pytest.raises(RequestError, match="min_tokens = 6 is more than 5, the model's own"):
+        resolved(defaults, min_tokens=6)
 
 
 def test_a_repetition_penalty_that_is_given_wins_over_the_models():
