@@ -293,6 +293,9 @@ class ChoiceListener:
             self.end(Overloaded(output.failure))
             return
         generation.push(output)
+        if output.is_of_prompt:
+            generation.told_prompt_logprobs()
+            return
         if generation.is_done:  # the engine does not look for stop strings
             self.answer.client.finish(generation.id)
         self.answer.changed.set()

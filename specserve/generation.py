@@ -7,7 +7,7 @@ import msgspec
 
 from specserve.exchange.sampling_params import Sampling, SamplingParams
 from specserve.exchange.step_output import SourceCounts, StepOutput, TokenLogprobs, Tree
-from specserve.logprobs import Logprob, best, prompt_tables, tables
+from specserve.logprobs import Logprob, best, tables
 from specserve.models.tokenizer import Tokenizer
 from specserve.text import TextStream
 
@@ -144,7 +144,7 @@ class Generation:
         self.prompt_logprobs: list[TokenLogprobs] = []  # of all but the prompt's first token
         self.starts: list[int] = []  # of those tokens in the text, before a stop string is cut off
         self.tables: list[dict[int, Logprob]] = []  # of `logprobs`, as far as they were told
-        self.prompt_tables: list[dict[int, Logprob] | None] | None = None
+        self.prompt_tables: list[dict[int, Logprob] | None] = [None]  # as far as they were told
         self.arrived = perf_counter()
         self.admitted_at = self.first_token_at = self.last_token_at = 0.0
 
@@ -155,6 +155,9 @@ class Generation:
     def push(self, output: StepOutput) -> str:
         """Add a step's output; returns the text that it adds."""
         self.failure = output.failure
+        self.prompt_logprobs += output.prompt_logprobs
+        if output.is_of_prompt:
+            return ""
         if not self.sampling.max_tokens:
             output = without_tokens(output)
         now = perf_counter()
@@ -168,7 +171,6 @@ class Generation:
             self.details.append(details(output, [len(self.text) + end for end in ends]))
         self.token_ids += output.tokens[:num_tokens]
         self.logprobs += output.logprobs[:num_tokens]
-        self.prompt_logprobs += output.prompt_logprobs
         self.text += text
         if output.is_verified:
             self.steps.append((output.num_drafted, output.num_accepted))
@@ -241,12 +243,13 @@ class Generation:
         return [*self.tables]
 
     def told_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """None until the prompt has been computed."""
-        is_known = self.sampling.prompt_logprobs is not None and self.first_token_at
-        if self.prompt_tables is None and is_known:
-            tokenizer = self.stream.tokenizer
-            self.prompt_tables = prompt_tables(self.prompt, self.prompt_logprobs, tokenizer)
-        return self.prompt_tables
+        """None until the prompt has been computed; a call before that leaves less to the last."""
+        if self.sampling.prompt_logprobs is None:
+            return None
+        begin, end = len(self.prompt_tables), 1 + len(self.prompt_logprobs)
+        new = self.prompt[begin:end], self.prompt_logprobs[begin - 1 :]
+        self.prompt_tables += tables(*new, self.stream.tokenizer)
+        return self.prompt_tables if self.first_token_at else None
 
     def said(self, index: int, drafter: str, has_logprobs: bool = False) -> Choice:
         """What has come so far, by itself: more tokens do not change it."""

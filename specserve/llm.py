@@ -93,6 +93,7 @@ class LLM:
         self.engine = self.loaded.engine
         self.live: dict[int, Generation] = {}
         self.lock = RLock()  # threads may share an LLM: a step by any thread advances all requests
+        self.is_stepping = False  # a logits processor is called by a step
 
     def generate(
         self,
@@ -318,7 +319,14 @@ class LLM:
     def step(self) -> None:
         """Run one step of the engine, and add its outputs to their generations."""
         with self.lock, interrupts_held():
-            for output in self.engine.step():
+            if self.is_stepping:
+                raise RuntimeError("what a step of this LLM calls can only use another LLM")
+            self.is_stepping = True
+            try:
+                outputs = self.engine.step()
+            finally:
+                self.is_stepping = False
+            for output in outputs:
                 generation = self.live[output.id]
                 generation.push(output)
                 if generation.is_done:  # the engine does not look for stop strings

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from specserve.generation import Generation
 
 
-class Logprob(msgspec.Struct, frozen=True):
+class Logprob(msgspec.Struct, frozen=True, gc=False):
     logprob: float  # natural logarithm of the probability
     rank: int  # 1 for the likeliest
     decoded_token: str  # U+FFFD stands for bytes that are no text by themselves

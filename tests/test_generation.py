@@ -1,10 +1,13 @@
 """What a request's outputs add up to."""
 
+import gc
+
 import pytest
 
 from specserve.exchange.sampling_params import Sampling
-from specserve.exchange.step_output import StepOutput
+from specserve.exchange.step_output import StepOutput, TokenLogprobs
 from specserve.generation import Generation
+from specserve.logprobs import Logprob, prompt_tables
 from specserve.models.tokenizer import Tokenizer
 from tests.checkpoints import tiny_tokenizer
 
@@ -42,3 +45,26 @@ def test_a_stop_string_may_come_once_min_tokens_have():
         (3, ("aaa", "length", None)),
     ):
         assert ended(tokens, "length", stop=("a",), min_tokens=least) == want
+
+
+@pytest.mark.parametrize("is_asked_meanwhile", [False, True])
+@pytest.mark.parametrize("most", [9, 0])
+def test_a_prompts_logprobs_are_told_once_all_have_come(is_asked_meanwhile, most):
+    prompt, each = [5, 6, 7, 8], [TokenLogprobs(-0.5 - i, 1, [6 + i], [-0.5]) for i in range(3)]
+    sampling = Sampling(**PLAIN | {"max_tokens": most, "prompt_logprobs": 1})
+    generation = Generation(1, prompt, sampling, TOKENIZER)
+    for part in (each[:1], each[1:2]):
+        told = StepOutput(1, [], None, False, 0, 0, 0.0, prompt_logprobs=part)
+        assert (generation.push(told), generation.is_done) == ("", False)
+        assert not generation.first_token_at and not generation.steps
+        assert not is_asked_meanwhile or generation.told_prompt_logprobs() is None
+    last = StepOutput(1, [9], None, False, 0, 0, 0.0, prompt_logprobs=each[2:])
+    generation.push(last)
+    assert generation.told_prompt_logprobs() == prompt_tables(prompt, each, TOKENIZER)
+    assert (generation.token_ids, generation.is_done) == (([9], False) if most else ([], True))
+
+
+def test_logprobs_are_nothing_that_the_garbage_collector_looks_at():
+    """Hundreds of thousands of them would make each of its runs hold up all streams."""
+    told = TokenLogprobs(-0.5, 1, [6], [-0.5]), Logprob(-0.5, 1, "a")
+    assert not any(map(gc.is_tracked, told))

@@ -720,3 +720,18 @@ def test_an_error_of_a_logits_processor_is_the_callers(llm, caplog):
         llm.generate("ab", SamplingParams(max_tokens=3), logits_processors=[broken])
     assert "in broken" in caplog.text
     assert llm.generate("ab", SamplingParams(max_tokens=3))[0].token_ids
+
+
+def test_a_logits_processor_cannot_generate_with_the_same_llm(llm):
+    """It would run in the middle of a step."""
+
+    def ask(ids, logits):
+        llm.generate("ab", SamplingParams(max_tokens=3))
+        return logits
+
+    stream = llm.stream("ab", GREEDY)
+    first = next(stream)
+    with pytest.raises(RequestError, match="can only use another LLM"):
+        llm.generate("ab", SamplingParams(max_tokens=3), logits_processors=[ask])
+    said = [token for _, ids in (first, *stream) for token in ids]
+    assert said == llm.generate("ab", GREEDY)[0].token_ids

@@ -20,6 +20,7 @@ import msgspec  # isort: skip
 from specserve.config import load_config
 from specserve_bench import open_loop, speculation, suite
 from specserve_bench.fairness import fairness_figures
+from specserve_bench.harness import figure
 from specserve_bench.host import host_figures
 from specserve_bench.kv import kv_figures
 from specserve_bench.maps import map_figures
@@ -84,6 +85,7 @@ PARTS = {  # what they measure
 LONG: dict[str, Callable[[Sequence[str]], int]] = {
     "speculation": speculation.main,
     "open-loop": open_loop.main,
+    "lm-eval": figure.main,
 }
 
 

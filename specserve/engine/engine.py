@@ -62,7 +62,8 @@ class Engine:
         self.guesses: Guesses | None = None  # set where there is a drafter
         self.formats = self.kv_formats(names or {})  # of the models with a prefix cache
         self.requests: dict[int, Request] = {}  # all that have not ended
-        self.states: dict[int, TextState] = {}  # of those whose text changes their logits
+        self.changing: set[int] = set()  # those whose text changes their logits
+        self.states: dict[int, TextState] = {}  # of those, from the first token on
         self.processors: dict[int, LogitsProcessors] = {}  # callers' own, by request
         self.telling: set[int] = set()  # of those that asked for logprobs
         self.stats = Stats()
@@ -125,13 +126,23 @@ class Engine:
             [r.sampling for r in requests],
             [len(r.token_ids) for r in requests],
             [s.draft for s in sampled],
-            [self.states.get(r.id) for r in requests] if self.states else (),
+            [self.state_of(r) for r in requests] if self.changing else (),
         )
         if self.processors:
             draws = draws._replace(processors=self.processors_of(sampled))
         groups, size = [rows_of(s) for s in scheduled], self.target.decoder.config.vocab_size
         logprobs = asked_logprobs(scheduled, sampled, size) if self.telling else None
         return build_step_input(groups, self.pool.updates, draws, logprobs)
+
+    def state_of(self, request: Request) -> TextState | None:
+        """What a request's text makes of its logits. It is made once the prompt is computed, as
+        many prompts may come between two steps.
+        """
+        if request.id in self.changing and request.id not in self.states:
+            size = self.target.decoder.config.vocab_size
+            prompt = request.token_ids[: request.num_prompt]
+            self.states[request.id] = TextState(request.sampling, prompt, size)
+        return self.states.get(request.id)
 
     def processors_of(self, sampled: list[ScheduledRequest]) -> dict[int, Processor]:
         """By row that is read: none of these requests has guesses."""
@@ -195,7 +206,10 @@ class Engine:
         for item in scheduled:
             if not item.is_sampled:
                 item.request.publish()
-        return [self.append(item, path) for item, path in zip(sampled, paths, strict=True)]
+        for item in scheduled:
+            item.request.num_scored += len(item.scores)
+        scored = [part_of_prompt(item) for item in scheduled if item.scores and not item.is_sampled]
+        return scored + [self.append(item, path) for item, path in zip(sampled, paths, strict=True)]
 
     def keep_kv(self, item: ScheduledRequest, path: Path) -> None:
         """Note the moves of accepted nodes' KV, which the next launch does.
@@ -215,10 +229,13 @@ class Engine:
     def append(self, item: ScheduledRequest, path: Path) -> StepOutput:
         """Append a path's tokens to its request, and end the request if it is complete."""
         request, draft = item.request, item.draft
-        processors = self.processors.get(request.id)
+        processors, state = self.processors.get(request.id), self.states.get(request.id)
+        if processors is not None:
+            is_banned = state is not None and state.bans(path.tokens[0])
+            processors.check_drawn(path.tokens[0], is_banned)
         if processors is not None and processors.error is not None:
             log.error("a logits processor failed", exc_info=processors.error)
-            return self.fail(request, f"logits_processors: {processors.error!r:.500}")
+            return self.fail(request, f"logits_processors: {processors.failure}")
         is_fallback = self.draft_model is not None and self.draft_model.is_catching_up(item)
         reason, is_root = finish_reason(request, path.tokens), item.is_root
         if request.num_output == 0:
@@ -227,15 +244,15 @@ class Engine:
             self.stats.num_looked_up += request.num_prompt
             self.stats.num_cached += request.num_cached
         request.token_ids.extend(path.tokens)
-        if request.id in self.states:
-            self.states[request.id].extend(path.tokens)
+        if state is not None:
+            self.states |= {follower.id: state.fork() for follower in request.followers}
+            state.extend(path.tokens)
         request.publish()
         if request.followers:
             self.scheduler.share_prompt(request)
         self.stats.num_fallbacks += is_fallback
         self.stats.num_drafted += len(draft.tokens)
         self.stats.num_accepted += len(path.nodes)
-        is_first = request.num_output == len(path.tokens)
         told = Told() if self.guesses is None else self.guesses.learn(item, path.tokens, path.nodes)
         if reason is not None:
             self.finish(request.id)
@@ -255,7 +272,7 @@ class Engine:
             sources=told.sources,
             tree=told.tree,
             logprobs=path.logprobs,
-            prompt_logprobs=(request.scores or []) if is_first else [],
+            prompt_logprobs=item.scores,
         )
 
     def add(self, token_ids: Sequence[int], sampling: Sampling, id: int | None = None) -> Request:
@@ -302,16 +319,13 @@ class Engine:
         ]
         leader, *followers = choices
         leader.followers = followers
-        if leader.sampling.prompt_logprobs is not None:
-            leader.scores = []
         for request in choices:
             request.leader = None if request is leader else leader
             self.requests[request.id] = request
-            if request.sampling.changes_logits:
-                size, first = self.target.decoder.config.vocab_size, self.states.get(leader.id)
-                state = first.fork() if first else TextState(request.sampling, prompt, size)
-                self.states[request.id] = state
-            if request.sampling.logprobs is not None or request.scores is not None:
+            asked = request.sampling
+            if asked.changes_logits:
+                self.changing.add(request.id)
+            if asked.logprobs is not None or asked.prompt_logprobs is not None:
                 self.telling.add(request.id)
             self.scheduler.add(request)
         return choices
@@ -371,6 +385,7 @@ class Engine:
         request = self.requests.pop(id, None)
         if request is None:
             return
+        self.changing.discard(id)
         self.states.pop(id, None)
         self.processors.pop(id, None)
         self.telling.discard(id)
@@ -448,6 +463,12 @@ def rows_of(item: ScheduledRequest) -> RowGroup:
     if draft.is_chain:
         return RowGroup(r.table, nodes, item.start, len(nodes))
     return RowGroup(r.table, nodes, item.start, len(nodes), item.start, draft.masks())
+
+
+def part_of_prompt(item: ScheduledRequest) -> StepOutput:
+    """What a step tells of a prompt that is not computed to its end."""
+    r = item.request
+    return StepOutput(r.id, [], None, False, 0, 0, r.admitted_at, prompt_logprobs=item.scores)
 
 
 def seconds(asked_ms: float | None, usual: float | None) -> float | None:

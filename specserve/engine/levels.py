@@ -12,6 +12,8 @@ from specserve.scheduling.trials import Trials
 HOLD = 0.7  # of a level's reach that the next one has, as far as is known beforehand
 # Tokens of a request over which the time of catching up is spread, at least: it pays over them.
 LEAST_USE = 8
+# Levels of a trial: one alone, after a pause, takes up to three times as long as the next ones.
+TRIED = 3
 KEY = "model"  # of trials: one request at a time, as what one shows holds for the others, too
 
 
@@ -34,6 +36,7 @@ class Levels:
         self.requests, self.max_depth = requests, max_depth
         self.context = sum(len(r.token_ids) for r in requests)
         self.tried: list[int] = []  # id of the request that it was run for only as a trial
+        self.num_levels = 0
         self.started, self.before, self.usual = 0.0, 0, 0
         self.catching_up_took = 0.0  # seconds that are not charged to the step
 
@@ -63,10 +66,13 @@ class Levels:
 
     def next(self, reach: Sequence[float]) -> int:
         size = self.growth.size(reach, lambda n: self.level_seconds(n, 1))
+        if self.tried and self.num_levels < TRIED:
+            size = max(size, min(1, len(reach)))
         self.begin([*range(size)], size)
         return size
 
     def begin(self, chosen: list[int], usual: int) -> list[int]:
+        self.num_levels += 1
         self.started, self.before = perf_counter(), self.draft_model.num_rows
         self.usual = usual
         return chosen

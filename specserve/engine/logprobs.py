@@ -42,13 +42,11 @@ def scored(item: ScheduledRequest) -> range:
 
 
 def tell_prompts(scheduled: Sequence[ScheduledRequest], said: Logprobs) -> None:
-    """Give the requests what is said of their prompts' tokens, in the order of the step's rows."""
+    """Give the items what is said of their prompts' tokens, in the order of the step's rows."""
     each = iter(token_logprobs(said))
     for item in scheduled:
-        request = item.request
-        if request.scores is not None:
-            some = islice(each, len(scored(item)))
-            request.scores += [first(x, request.sampling.prompt_logprobs) for x in some]
+        some = islice(each, len(scored(item)))
+        item.scores = [first(x, item.request.sampling.prompt_logprobs) for x in some]
 
 
 def tell_drawn(

@@ -2,7 +2,7 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
@@ -54,6 +54,46 @@ def no_edits() -> Columns:
     return Columns(array("i"), array("f"), array("f"), array("f"))
 
 
+def equal_edits(tokens: Collection[int], edit: Edit) -> Columns:
+    return Columns(array("i", tokens), *(array("f", [value]) * len(tokens) for value in edit))
+
+
+NOTHING = no_edits()
+
+
+class Own(NamedTuple):
+    """A node's own edits: some by id, then those of other ids, which nodes share."""
+
+    edits: dict[int, Edit]
+    others: Columns
+
+    def __len__(self) -> int:
+        return len(self.edits) + len(self.others.ids)
+
+
+NO_OWN = Own({}, NOTHING)
+
+
+class Ends:
+    """The last tokens of words by those before them: many words of one length are found as fast as
+    one.
+    """
+
+    def __init__(self) -> None:
+        # By the last of the tokens before, then by their number, then by them.
+        self.lasts: dict[int, dict[int, dict[tuple[int, ...], list[int]]]] = {}
+
+    def add(self, word: tuple[int, ...]) -> None:
+        begin, last = word[:-1], word[-1]
+        by_size = self.lasts.setdefault(begin[-1], {})
+        by_size.setdefault(len(begin), {}).setdefault(begin, []).append(last)
+
+    def after(self, text: Sequence[int]) -> Iterator[int]:
+        """The tokens that would complete a word."""
+        for size, lasts in self.lasts.get(text[-1], {}).items() if text else ():
+            yield from lasts.get(tuple(text[-size:]), ())
+
+
 class TextState:
     """Follows a request's text: `extend` by its new tokens, and in between `advance` down a path of
     guesses and `undo` up again.
@@ -66,17 +106,23 @@ class TextState:
         self.sampling = sampling
         self.bias = dict(sampling.logit_bias)
         self.bias |= {word[0]: BAN[0] for word in sampling.bad_words if len(word) == 1}
-        self.words: dict[int, list[tuple[int, ...]]] = {}  # by their last token but one
+        self.words = Ends()
         for word in sampling.bad_words:
             if len(word) > 1:
-                self.words.setdefault(word[-2], []).append(word)
+                self.words.add(word)
+        # Those that rule out an end that would be too early.
+        self.early = equal_edits(sampling.stop_ids if sampling.min_tokens else (), BAN)
         self.output: list[int] = []  # and the path
         self.counts: Counter[int] = Counter()
         self.has_penalties = sampling.has_penalties
         self.prompt = frozenset(prompt if sampling.repetition_penalty != 1 else ())
-        self.base, self.places = no_edits(), dict[int, int]()
-        for token in sorted({*self.bias, *self.prompt}):
-            self.keep(token)
+        tokens = sorted({*self.bias, *self.prompt})
+        self.places = dict(zip(tokens, range(len(tokens)), strict=True))
+        self.base = equal_edits(tokens, (0.0, 1.0, 0.0))
+        self.base.bias[:] = array("f", [self.bias.get(t, 0.0) for t in tokens])
+        if self.prompt:
+            factors = [sampling.repetition_penalty if t in self.prompt else 1.0 for t in tokens]
+            self.base.factor[:] = array("f", factors)
         self.mask = mask_of(sampling.allowed_ids, vocab_size)
 
     def fork(self) -> "TextState":
@@ -114,23 +160,35 @@ class TextState:
     def undo(self) -> None:
         self.counts[self.output.pop()] -= 1
 
-    def banned(self) -> Iterator[int]:
-        """What may not come next: an end that would be too early, the end of a bad word."""
-        if len(self.output) < self.sampling.min_tokens:
-            yield from self.sampling.stop_ids
-        for *begin, last in self.words.get(self.output[-1], ()) if self.output else ():
-            if self.output[-len(begin) :] == begin:
-                yield last
+    @property
+    def is_early(self) -> bool:
+        return len(self.output) < self.sampling.min_tokens
 
-    def each(self, draft: Draft) -> list[dict[int, Edit]]:
+    def bans(self, token: int) -> bool:
+        """Whether it must not come next."""
+        mask = self.mask
+        is_masked = mask is not None and not int(mask[token // 32]) >> token % 32 & 1
+        is_end = self.is_early and token in self.sampling.stop_ids
+        is_word = self.bias.get(token) == BAN[0] or token in self.words.after(self.output)
+        return is_masked or is_end or is_word
+
+    def own(self, path: dict[int, Edit]) -> Own:
+        """The edits at a path's end: no bad word is completed there, and no end comes too early."""
+        edits = path | dict.fromkeys(self.words.after(self.output), BAN)
+        if not self.is_early:
+            return Own(edits, NOTHING)
+        stops = self.sampling.stop_ids
+        return Own({t: e for t, e in edits.items() if t not in stops}, self.early)
+
+    def each(self, draft: Draft) -> list[Own]:
         """What the root and every guess add to the edits of the known text, or replace there."""
         below: list[list[int]] = [[] for _ in range(1 + len(draft))]
         for node, parent in enumerate(draft.parents, 1):
             below[parent].append(node)
-        edits: list[dict[int, Edit]] = [{}] * len(below)
+        edits = [NO_OWN] * len(below)
 
         def visit(node: int, path: dict[int, Edit]) -> None:
-            edits[node] = path | dict.fromkeys(self.banned(), BAN)
+            edits[node] = self.own(path)
             for child in below[node]:
                 token = draft.tokens[child - 1]
                 self.advance(token)
@@ -156,11 +214,16 @@ def edits_of(states: Sequence[TextState | None], drafts: Sequence[Draft]) -> Edi
         begin = len(every.ids)
         if state is not None:
             every.join(state.base)
-        nodes = [{}] * (1 + len(draft)) if state is None else state.each(draft)
+        nodes = [NO_OWN] * (1 + len(draft)) if state is None else state.each(draft)
         base.extend([begin, len(every.ids)] * len(nodes))
         ends = [*accumulate(map(len, nodes), initial=len(every.ids))]
         own.extend(chain.from_iterable(pairwise(ends)))
-        every.extend(nodes)
+        if any(node.others.ids for node in nodes):
+            for node in nodes:
+                every.extend([node.edits])
+                every.join(node.others)
+        else:
+            every.extend([node.edits for node in nodes])
     if not every.ids:
         return None
     ranges = [torch.from_numpy(np.frombuffer(x, np.int32)).view(-1, 2) for x in (base, own)]

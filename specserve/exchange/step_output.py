@@ -23,7 +23,7 @@ class Tree(msgspec.Struct, frozen=True):
     accepted: list[int]  # nodes, from the root down
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What the model says of a token and of the likeliest ones in its place, before any parameter
     changes its logits: natural logarithms of probabilities.
     """
@@ -50,7 +50,12 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     sources: dict[str, SourceCounts] = {}  # all in the engine's order, if any was asked
     tree: Tree | None = None  # only where the request asked for details and had guesses
     logprobs: list[TokenLogprobs] = []  # of `tokens`, where the request asked for them
-    prompt_logprobs: list[TokenLogprobs] = []  # of all but the prompt's first token, with the first
+    prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's next tokens, from its second on
+
+    @property
+    def is_of_prompt(self) -> bool:
+        """Whether it only tells a part of the prompt's logprobs: its first token is yet to come."""
+        return not self.tokens and self.finish_reason is None
 
 
 class SourceStats(msgspec.Struct):

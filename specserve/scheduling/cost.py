@@ -12,8 +12,10 @@ from threading import Lock
 
 import msgspec
 
-WINDOW, RANK = 16, 2  # steps of an edge that are remembered; their third best is the estimate
-KNOWN = RANK + 1  # steps from which on an edge is known: one outlier promises nothing
+# Steps of an edge that are remembered; their third best is the estimate, of fewer a better one: the
+# first steps are often slow.
+WINDOW, RANK = 16, 2
+KNOWN = 3  # steps from which on an edge is known
 RECENT = 5  # steps of which even the fastest is slowed down by other load
 TOO_HIGH = 0.75  # of the estimate: KNOWN steps in a row below it show that all estimates are high
 RIDGE = 16  # rows whose work takes as long as reading the weights, until steps show it
@@ -42,14 +44,15 @@ class Stair:
         self.seconds: deque[float] = deque(maxlen=WINDOW)
         self.estimate = 0.0  # 0 until it is known
         self.last = 0  # number of the step that it was last added to
-        self.unproven = 0  # more steps that it takes to contradict what an earlier start has kept
+        self.kept = 0.0  # the estimate of an earlier start
+        self.unproven = 0  # more steps that it takes to contradict it
 
     def add(self, seconds: float) -> bool:
         """Whether what is known has changed."""
         self.seconds.append(seconds)
         if len(self.seconds) < KNOWN:
             return True
-        found = sorted(self.seconds)[RANK]
+        found = sorted(self.seconds)[len(self.seconds) * RANK // WINDOW]
         if abs(found - self.estimate) <= CHANGED * self.estimate:
             return False
         self.estimate = found
@@ -172,7 +175,8 @@ class StepCosts:
     def is_wrong(self, rows: int, context: int, requests: int, seconds: float) -> bool:
         """Whether a step shows that costs of an earlier start do not hold here."""
         stair = self.stairs[self.edges[self.stair(rows)]]
-        return stair.contradicts(seconds / self.seconds(rows, context, requests))
+        kept = stair.kept + self.added[0] * context + self.added[1] * requests
+        return stair.contradicts(seconds / kept) if kept else False
 
     def forget_stale(self) -> None:
         """Forget edges of few steps, the last of them long ago. If these were slow by chance, plans
@@ -277,7 +281,7 @@ class StepCosts:
                 self.has_steps = True
                 for _ in range(KNOWN):
                     self.stairs[edge].add(seconds)
-                self.stairs[edge].unproven = KNOWN
+                self.stairs[edge].kept, self.stairs[edge].unproven = seconds, KNOWN
         if all(0 <= seconds < 1 for seconds in known.added):
             self.added = [*known.added]
         self.fill()

@@ -31,8 +31,7 @@ class Request(msgspec.Struct, eq=False):
     # Of several choices of one prompt the leader computes it; the followers wait for its KV.
     leader: "Request | None" = None
     followers: "list[Request]" = []
-    # What is said of the prompt's tokens but the first, so far; None where nobody asked for it.
-    scores: list[TokenLogprobs] | None = None
+    num_scored: int = 0  # tokens of the prompt whose successor's logprob was told
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.token_ids)
@@ -48,16 +47,12 @@ class Request(msgspec.Struct, eq=False):
         return self.leader is not None and self in self.leader.followers
 
     @property
-    def num_scored(self) -> int:
-        """Tokens of the prompt whose successor's logprob is known."""
-        return len(self.scores or ())
-
-    @property
     def is_scoring(self) -> bool:
         """Whether logprobs of the prompt are missing: its rows have to be computed, as cached KV
-        has none.
+        has none. Of several choices the first tells them.
         """
-        return self.scores is not None and self.num_scored < self.num_prompt - 1
+        is_asked = self.sampling.prompt_logprobs is not None and self.leader is None
+        return is_asked and self.num_scored < self.num_prompt - 1
 
     @property
     def num_computed(self) -> int:
@@ -172,6 +167,7 @@ class ScheduledRequest(msgspec.Struct, eq=False):
     end: int
     draft_limit: int = 0
     draft: Draft = Draft()
+    scores: list[TokenLogprobs] = []  # what the step tells of the prompt
 
     @property
     def is_sampled(self) -> bool:

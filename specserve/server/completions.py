@@ -1,5 +1,6 @@
 """POST /v1/completions: one or several prompts, as text or as token ids."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from specserve.server.response import RouteSchema, respond
 from specserve.server.service import Service
 
 Prompt = str | list[int]
+MOST_TOLD = 1 << 20  # logprobs of prompts in an answer, 70 bytes each at most
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):
@@ -56,6 +58,7 @@ async def completions(request: Request) -> Response:
     await service.check_asked(asked.params, len(prompts), "prompt")
     kept = service.input_processor.num_kept(asked.params)
     ids = await service.read_all(prompts, kept, asked.add_special_tokens)
+    check_told(asked.params, ids)
     echoed = await service.in_thread(echo, service, asked, prompts, ids) if asked.echo else ()
     completion = await service.ask(ids, asked.params, arrived, "prompt")
     if asked.max_tokens == 0:
@@ -75,6 +78,23 @@ def echo(
     ]
 
 
+def check_told(params: SamplingParams, prompts: Sequence[list[int]]) -> None:
+    """Refuse so many logprobs of prompts, which every choice has again, that the answer would be
+    far larger than what was asked; of one prompt, once, all may be told.
+    """
+    if params.prompt_logprobs is None or len(prompts) * params.n == 1:
+        return
+    told = sum(map(len, prompts)) * (1 + params.prompt_logprobs) * params.n
+    if told > MOST_TOLD:
+        field = "n" if params.n > 1 else "prompt"
+        raise RequestError(
+            f"{field}: {told} logprobs of prompts in one answer, and {MOST_TOLD} are allowed: ask "
+            f"for fewer {'choices' if params.n > 1 else 'prompts'} at once, or for fewer likeliest "
+            "tokens",
+            field,
+        )
+
+
 def read_completion(max_prompts: int, raw: bytes) -> tuple[CompletionBody, list[Prompt]]:
     body = read(raw, CompletionBody)
     if body.logprobs is True:
@@ -86,7 +106,7 @@ def read_completion(max_prompts: int, raw: bytes) -> tuple[CompletionBody, list[
         raise RequestError("max_tokens: 0 only with echo; send 1 or more", "max_tokens")
     if body.max_tokens == 0 and body.min_tokens:
         raise RequestError(
-            f"min_tokens = {body.min_tokens} is more than max_tokens = 0: leave it out",
+            f"min_tokens = {body.min_tokens} is more than max_tokens = 0: send a smaller one",
             "min_tokens",
         )
     return body, read_prompts(body.prompt, max_prompts)

@@ -224,6 +224,8 @@ class ChoiceListener:
         generation = completion.generations[self.index]
         before = len(generation.token_ids), generation.last_token_at
         text = generation.push(output)
+        if output.is_of_prompt:
+            return
         completion.num_tokens += len(generation.token_ids) - before[0]
         completion.metrics.on_tokens(generation, *before)
         if generation.is_done:  # the engine does not look for stop strings

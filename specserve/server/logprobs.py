@@ -11,6 +11,7 @@ from specserve.logprobs import Logprob, prompt_tables
 from specserve.models.tokenizer import Tokenizer
 
 LEAST = -9999.0  # stands for -inf, which JSON lacks; vLLM's number
+encode = msgspec.json.Encoder().encode
 NEAR = 8  # characters in which a token's text is searched for where the text is another
 
 
@@ -88,6 +89,17 @@ def prompt_form(
     ]
     told = prompt_tables(prompt, most, tokenizer)
     return [table and {id: sendable(entry) for id, entry in table.items()} for table in told]
+
+
+def sealed(form: Any) -> Any:
+    """A form whose tables are JSON already, each by itself: an encoder that is given all of them
+    lets no other thread run until it is done.
+    """
+    if isinstance(form, dict):
+        return {name: sealed(column) for name, column in form.items()}
+    if not isinstance(form, list):
+        return form
+    return [msgspec.Raw(encode(x)) if isinstance(x, dict) else x for x in form]
 
 
 def finite(logprob: float) -> float:

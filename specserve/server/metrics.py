@@ -202,7 +202,7 @@ class Metrics:
         self.num_prompt.observe(len(generation.prompt))
         self.num_output.observe(len(generation.token_ids))
         self.max_tokens.observe(generation.sampling.max_tokens)
-        if not generation.token_ids:
+        if not generation.first_token_at:  # of a prompt alone, when it was computed
             return
         last, first = generation.last_token_at, generation.first_token_at
         self.latency.observe(last - generation.arrived)

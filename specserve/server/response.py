@@ -17,7 +17,7 @@ from specserve.generation import Generation, StepDetails
 from specserve.logprobs import best
 from specserve.server.body import Body
 from specserve.server.live_completion import ChoiceDelta, LiveCompletion
-from specserve.server.logprobs import Namer, Told, prompt_form, prompt_starts
+from specserve.server.logprobs import Namer, Told, prompt_form, prompt_starts, sealed
 from specserve.server.refusal import error_body, error_response
 from specserve.server.service import ServedModel, Service
 
@@ -29,6 +29,7 @@ HEADERS = [
 ]
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": waiting\n\n"
+MANY = 1 << 9  # logprobs, beyond which writing them takes a good part of a millisecond
 # Line ends to Python's splitlines(), by which some clients split a stream.
 LINE_ENDS = {c.encode(): f"\\u{ord(c):04x}".encode() for c in "\u2028\u2029\u0085"}
 
@@ -76,6 +77,8 @@ class CompletionWriter:
         self.namer = self.make_namer(asked.return_tokens_as_token_ids)
         is_told = self.namer is not None or self.num_prompt_top is not None
         self.tells_steps = self.has_ids or is_told  # a chunk of each, whether it has text or not
+        self.echoed_forms: dict[int, dict[str, Any]] = {}  # of prompts, for all their choices
+        self.prompt_forms: dict[int, list[Any]] = {}
         self.begun: set[int] = set()
         self.num_ended = 0
         self.head = {
@@ -102,8 +105,8 @@ class CompletionWriter:
             choice = self.choice(delta.choice, text)
             if self.namer is not None:
                 these = slice(delta.begin, delta.begin + len(delta.token_ids))
-                told = self.told(delta.choice, generation, these, is_first)
-                choice["logprobs"] = self.schema.logprobs(told, self.namer)
+                form = self.form(self.namer, delta.choice, generation, these, is_first)
+                choice["logprobs"] = form
             choice |= self.details([delta.details] if delta.details else [])
             yield self.chunk(choice | ids.choice) | ids.answer
         if delta.is_last:
@@ -129,21 +132,40 @@ class CompletionWriter:
         """The text that a choice begins with."""
         return self.echoed[index // self.params.n] if self.echoed else ""
 
-    def told(self, index: int, generation: Generation, these: slice, is_first: bool) -> Told:
-        """Some of a choice's tokens, with those of its prompt before the first, if it is echoed."""
-        first, text = self.first(index), self.echo(index)
+    def num_logprobs(self, deltas: Sequence[ChoiceDelta]) -> int:
+        """How many are written for these steps."""
+        if self.namer is None and self.num_prompt_top is None:
+            return 0
+        firsts = {d.choice for d in deltas} - self.begun
+        prompts = sum(len(self.first(c).prompt_logprobs) for c in firsts)
+        new = sum(len(d.token_ids) for d in deltas) if self.namer is not None else 0
+        top = max(self.params.num_top or 0, self.params.prompt_logprobs or 0)
+        return (prompts + new) * (1 + top)
+
+    def form(
+        self, namer: Namer, index: int, generation: Generation, these: slice, is_first: bool
+    ) -> dict[str, Any]:
+        """The logprobs of some of a choice's tokens, with those of its prompt before the first, if
+        it is echoed.
+        """
+        text = self.echo(index)
         told = Told(
             generation.token_ids[these],
             generation.logprobs[these],
             [len(text) + start for start in generation.starts[these]],
         )
+        own: dict[str, Any] = sealed(self.schema.logprobs(told, namer))
         if not (self.echoed and is_first):
-            return told
-        return Told(
-            [*first.prompt, *told.tokens],
-            [None, *first.prompt_logprobs, *told.logprobs],
-            [*prompt_starts(first.prompt, text, self.tokenizer), *told.starts],
-        )
+            return own
+        return {name: [*of, *own[name]] for name, of in self.echoed_form(namer, index).items()}
+
+    def echoed_form(self, namer: Namer, index: int) -> dict[str, Any]:
+        first = self.first(index)
+        if first.id not in self.echoed_forms:
+            starts = prompt_starts(first.prompt, self.echo(index), self.tokenizer)
+            told = Told(first.prompt, [None, *first.prompt_logprobs], starts)
+            self.echoed_forms[first.id] = sealed(self.schema.logprobs(told, namer))
+        return self.echoed_forms[first.id]
 
     def details(self, steps: Sequence[StepDetails]) -> dict[str, Any]:
         """Where tokens came from; nothing where the request did not ask for it."""
@@ -167,8 +189,11 @@ class CompletionWriter:
         prompt = first.prompt
         told: dict[str, Any] = {"prompt_token_ids": prompt} if self.has_ids else {}
         if self.num_prompt_top is not None:
-            known = prompt, first.prompt_logprobs
-            told["prompt_logprobs"] = prompt_form(*known, self.num_prompt_top, self.tokenizer)
+            if first.id not in self.prompt_forms:
+                known = prompt, first.prompt_logprobs
+                form = prompt_form(*known, self.num_prompt_top, self.tokenizer)
+                self.prompt_forms |= {first.id: sealed(form)}
+            told["prompt_logprobs"] = self.prompt_forms[first.id]
         return told
 
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
@@ -204,8 +229,7 @@ class CompletionWriter:
     def whole_choice(self, index: int, generation: Generation) -> dict[str, Any]:
         logprobs = None
         if self.namer is not None:
-            told = self.told(index, generation, slice(None), is_first=True)
-            logprobs = self.schema.logprobs(told, self.namer)
+            logprobs = self.form(self.namer, index, generation, slice(None), is_first=True)
         return {
             "index": index,
             **self.schema.all(self.echo(index) + generation.text),
@@ -233,10 +257,9 @@ class EventStream(Response):
     """Streams a completion's chunks. Ends with [DONE], after an error event if it failed."""
 
     def __init__(
-        self, completion: LiveCompletion, writer: CompletionWriter, comment_seconds: float
+        self, completion: LiveCompletion, writer: CompletionWriter, service: Service
     ) -> None:
-        self.completion, self.writer = completion, writer
-        self.comment_seconds = comment_seconds
+        self.completion, self.writer, self.service = completion, writer, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with watched(self.completion, receive):
@@ -250,9 +273,11 @@ class EventStream(Response):
         completion = self.completion
         try:
             while True:
-                deltas = await completion.wait(self.comment_seconds)
-                events = [event(chunk) for d in deltas for chunk in self.writer.chunks(d)]
-                if completion.is_over:
+                deltas = await completion.wait(self.service.limits.comment_seconds)
+                is_over = completion.is_over  # while these are written, more may come
+                is_long = self.writer.num_logprobs(deltas) > MANY
+                events = await self.service.write(is_long, self.events, deltas)
+                if is_over:
                     break
                 if events or not deltas:
                     yield b"".join(events) or COMMENT
@@ -264,6 +289,9 @@ class EventStream(Response):
             log.exception("a completion could not be streamed")
             events = [event(error_body(e))]
         yield b"".join([*events, DONE])
+
+    def events(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
+        return [event(chunk) for d in deltas for chunk in self.writer.chunks(d)]
 
 
 def event(data: dict[str, Any]) -> bytes:
@@ -284,20 +312,16 @@ async def respond(
     service: Service = request.app.state.service
     writer = CompletionWriter(schema, service.served, asked, completion, echoed)
     if asked.stream:
-        return EventStream(completion, writer, service.limits.comment_seconds)
-    return await whole(completion, writer, request.receive)
-
-
-async def whole(completion: LiveCompletion, writer: CompletionWriter, receive: Receive) -> Response:
-    """One JSON object, once the completion has ended."""
-    async with watched(completion, receive):
+        return EventStream(completion, writer, service)
+    async with watched(completion, request.receive):
         while not completion.is_over:
             await completion.wait()
     if completion.has_left:
         return Response(status_code=499)  # the client has disconnected
     if completion.error is not None:
         return error_response(completion.error)
-    return json_response(writer.whole())
+    is_long = writer.namer is not None or writer.num_prompt_top is not None
+    return await service.write(is_long, lambda: json_response(writer.whole()))
 
 
 @asynccontextmanager

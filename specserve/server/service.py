@@ -60,6 +60,8 @@ class Service:
         self.bodies = BodyReader(self.limits, self.reject)
         # Threads are enough: tokenizing releases the GIL.
         self.text_threads = ThreadPoolExecutor(2, thread_name_prefix="text")
+        # One more, as no prompt should wait for a long answer to be written.
+        self.writing_thread = ThreadPoolExecutor(1, thread_name_prefix="writing")
         self.templates: TemplateProcesses | None = None
         self.completions: set[LiveCompletion] = set()
         self.is_draining = False
@@ -175,6 +177,15 @@ class Service:
         """Run work on text in a thread, so that a long prompt does not delay streams."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.text_threads, lambda: do(*args, **kwargs))
+
+    async def write(
+        self, is_long: bool, do: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Write an answer, or a part of it; a long one in a thread, where streams go on."""
+        if not is_long:
+            return do(*args, **kwargs)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.writing_thread, lambda: do(*args, **kwargs))
 
     async def parse(self, raw: bytes, read: Callable[[bytes], T]) -> T:
         """Parse a body; a large one in a thread."""

@@ -299,9 +299,11 @@ def test_e(): time.sleep({seconds})
 """
 
 
-def test_checks_keep_each_test_as_it_ends_and_the_worst_error_of_each_op(tmp_path):
+@pytest.mark.parametrize("more", ["", " -n 2 --dist worksteal"])
+def test_checks_keep_each_test_as_it_ends_and_the_worst_error_of_each_op(tmp_path, more):
     (tmp_path / "test_some.py").write_text(TESTS.replace("{seconds}", "0"))
-    code, tests = checks.run(str(tmp_path / "test_some.py"), monotonic() + 60)
+    code, tests = checks.run(f"{tmp_path / 'test_some.py'}{more}", monotonic() + 60)
+    tests.sort(key=lambda t: t["name"])
     outcomes = ["passed", "passed", "failed", "skipped early", "failed early", "passed"]
     assert [t["outcome"] for t in tests] == outcomes
     assert "too far off" in tests[2]["message"] and "no room" in tests[4]["message"]

@@ -18,6 +18,7 @@ from specserve.models.loader import load_decoder
 from specserve_kernels import DeviceError, cpu
 from specserve_kernels.cuda import ops as cuda_ops
 from specserve_kernels.cuda import paged
+from specserve_kernels.cuda.child_graphs import ChildGraphs
 from specserve_kernels.cuda.graphs import GraphProgram
 from specserve_kernels.quantize import quantize
 from tests.checkpoints import tiny_checkpoint
@@ -38,7 +39,7 @@ from tests.engine.engines import (
 from tests.kernels.builds import interpreted
 from tests.kernels.fake_flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from tests.kernels.random_steps import row_errors
-from tests.kernels.rerun import Rerun
+from tests.kernels.rerun import Rerun, rerun
 
 pytestmark = pytest.mark.skipif(interpreted is None, reason="Triton compiles for the GPU here")
 MAX_LEN = 288
@@ -74,6 +75,7 @@ def recorded(monkeypatch):
         return GraphProgram(interpreted, model, kv, taps, Rerun())
 
     monkeypatch.setattr(interpreted, "program", program)
+    monkeypatch.setattr(interpreted, "child_graphs", ChildGraphs(torch.device("cpu"), rerun))
     monkeypatch.setattr(paged, "PROGRAMS", 4)  # the interpreter runs them one after the other
 
 

@@ -24,6 +24,7 @@ from specserve_bench.workloads import workload
 from specserve_kernels import load
 from specserve_kernels.reference.sampling import gumbel, transform
 from tests.checkpoints import tiny_checkpoint
+from tests.engine import test_logprobs
 from tests.engine.clock import Clock
 from tests.engine.engines import (
     Case,
@@ -193,9 +194,15 @@ def tiny_texts(tiny):
     return cases, plain(tiny[0], cases)
 
 
-def tiny_sampling(temperature, seed):
+def tiny_sampling(temperature, seed, **changes):
     return Sampling(
-        max_tokens=20, temperature=temperature, top_k=40, top_p=0.95, min_p=0.01, seed=seed
+        max_tokens=20,
+        temperature=temperature,
+        top_k=40,
+        top_p=0.95,
+        min_p=0.01,
+        seed=seed,
+        **changes,
     )
 
 
@@ -224,6 +231,61 @@ def test_a_tiny_models_text_is_its_own_with_every_drafter(
     assert drafter in ("none", "ngram", "auto") or watch.engine.stats.num_accepted > 0
     assert drafter != "auto" or watch.engine.stats.num_drafted > 0
     assert drafter not in (bush, hedge) or watch.seen["moved"] > 0
+
+
+PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.1}
+CHANGES = [  # of logits
+    {**PENALTIES, "logit_bias": {7: 2.0, 9: -2.0}, "bad_words": ((11,), (12, 13)), "min_tokens": 5},
+    {**PENALTIES, "allowed_ids": (*range(3, 290),)},
+    {},
+]
+
+
+@pytest.fixture(scope="module")
+def changed_texts(tiny, tmp_path_factory):
+    """Cases whose parameters change logits, and what the CPU says of them, each alone."""
+    rng = random.Random(SEED)
+    cases = [
+        Case(
+            rng.choices(range(1, 320), k=10) * 2,
+            tiny_sampling(i % 2, rng.randrange(2**53), **CHANGES[i % 3]),
+            arrives=i,
+        )
+        for i in range(6)
+    ]
+    folder = tmp_path_factory.mktemp("models") / "target"
+    tiny_checkpoint(folder, seed=1, tie_word_embeddings=False)
+    return cases, plain(load_decoder(folder, "fp32", load("cpu"), MAX_LEN), cases)
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model", "auto", bush, hedge])
+def test_changed_logits_lead_to_the_cpus_text(tiny, changed_texts, drafter, monkeypatch):
+    Clock(monkeypatch)
+    (target, draft), (cases, want) = tiny, changed_texts
+    script = None if isinstance(drafter, str) else Scripted(drafter, dict(enumerate(want)))
+    nodes = {"max_nodes": 6, "max_step_nodes": 100}
+    model = draft_of(draft, drafter)
+    watch = Watch(engine_for(target, model, script or drafter, **nodes, **in_chunks(16)))
+    got = [r.token_ids.tolist() for r in watch.run(cases)]
+    assert got == want, f"seed {SEED}"
+    assert drafter not in (bush, hedge) or watch.seen["moved"] > 0
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
+def test_logprobs_are_those_of_transformers(tiny, drafter, tmp_path):
+    folder = tiny_checkpoint(tmp_path, seed=1, tie_word_embeddings=False)
+    target, draft = tiny
+    nodes = {"max_nodes": 6, "max_step_nodes": 100}
+    engine = engine_for(target, draft_of(draft, drafter), drafter, **nodes, **in_chunks(16))
+    told = iter(test_logprobs.run(engine, test_logprobs.cases()))
+    for case in test_logprobs.cases():
+        for choice, (ids, drawn, prompts) in enumerate(itertools.islice(told, case.n)):
+            law, begin = test_logprobs.by_transformers(folder, ids), len(case.prompt)
+            if case.sampling.logprobs is not None:
+                test_logprobs.check(drawn, law[begin - 1 :], ids[begin:])
+            if case.sampling.prompt_logprobs is not None and choice == 0:
+                test_logprobs.check(prompts, law, ids[1:begin])
+            assert bool(drawn) == (case.sampling.logprobs is not None)
 
 
 @pytest.fixture(scope="module", params=ATTENDS)
@@ -276,7 +338,8 @@ def said(engine, cases):
         verified = [len(e.tokens) for e in engine.step() if e.is_verified]
         steps, tokens = steps + len(verified), tokens + sum(verified)
     engine.check()
-    return [r.token_ids.tolist() for r in requests], tokens / steps
+    # A text may end with its first token, before anything is verified.
+    return [r.token_ids.tolist() for r in requests], tokens / max(steps, 1)
 
 
 @pytest.fixture(scope="module")

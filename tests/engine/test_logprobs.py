@@ -167,3 +167,15 @@ def test_steps_that_score_prompts_do_not_count_as_slow_ones(target, monkeypatch)
     )
     run(engine, [Case(PROMPT, asks(prompt_logprobs=0, max_tokens=1))])
     assert seconds[1:] == ["score"]
+
+
+def test_a_long_prompts_logprobs_come_step_by_step(target):
+    """None of them stays in the engine, and no message has more than a step's rows."""
+    engine = engine_for(target, max_nodes=0, **in_chunks(24))
+    request = engine.add(PROMPT * 20, asks(prompt_logprobs=2, max_tokens=2))
+    outputs = []
+    while not engine.is_idle:
+        outputs += engine.step()
+    parts = [len(output.prompt_logprobs) for output in outputs]
+    assert max(parts) == 24 and sum(parts) == request.num_prompt - 1 == request.num_scored
+    assert [o.is_of_prompt for o in outputs] == [True] * (len(outputs) - 2) + [False] * 2

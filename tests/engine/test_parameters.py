@@ -143,17 +143,71 @@ def test_the_prompt_counts_for_repetition_alone():
     assert [state.edit(t) for t in (1, 3)] == [(0, 2, 0), (0, 1, 0)]
     state.extend([1, 3, 3])
     assert [state.edit(t) for t in (1, 3)] == [(0, 2, 2), (0, 2, 3)]
-    assert state.each(Draft()) == [{}], "what is known needs no edit of a node"
+    assert [*map(len, state.each(Draft()))] == [0], "what is known needs no edit of a node"
 
 
 def test_a_word_is_bad_where_its_beginning_was_said():
     state = TextState(asks(bad_words=((4,), (1, 2), (3, 1, 5))), [1], 9)
-    assert [*state.base.ids] == [4] and state.each(Draft()) == [{}]
+    assert [*state.base.ids] == [4] and [*map(len, state.each(Draft()))] == [0]
     state.extend([3, 1])
     tree = Draft([6, 3, 1, 1], [0, 0, 2, 1])
     for _ in range(2):
-        bans = [{*edits} for edits in state.each(tree)]
+        bans = [{*own.edits} for own in state.each(tree)]
         assert bans == [{2, 5}, set(), set(), {2, 5}, {2}]
+
+
+def test_a_state_is_made_with_the_first_token(target):
+    """A hundred long prompts may come between two steps, and they would all wait for it."""
+    engine = engine_for(target, max_nodes=0)
+    samplings = [asks(repetition_penalty=1.3, seed=seed) for seed in range(3)]
+    engine.add_choices(PROMPT * 9, samplings)
+    assert not engine.states
+    while not engine.scheduler.running or engine.scheduler.running[0].is_computing:
+        assert not engine.states
+        engine.step()
+    engine.step()
+    assert len(engine.states) == 3, "followers' are copies of the first"
+    assert len({id(state.prompt) for state in engine.states.values()}) == 1
+
+
+class Counted(int):
+    """A token that counts how often it is looked at."""
+
+    looks = 0
+
+    def look(self, other):
+        Counted.looks += 1
+        return int(self) == other
+
+    def __hash__(self):
+        return self.look(0) or int(self)
+
+    __eq__ = look
+
+
+@pytest.mark.parametrize("change", [0, 60])
+def test_a_look_at_many_words_that_are_alike_takes_no_longer_than_at_one(change):
+    """They differ in their last token, or in one before it."""
+    state = TextState(asks(), [1], 999)
+    for other in range(256):
+        word = [1] * 62
+        word[-1 - change] = 100 + other
+        state.words.add(tuple(word))
+    Counted.looks = 0
+    found = [*state.words.after([Counted(1)] * 1000)]
+    assert found == ([] if change else [*range(100, 356)]) and 0 < Counted.looks < 300
+
+
+def test_early_ends_are_ruled_out_by_the_same_edits_at_every_node():
+    """Copies of up to 1024 for each node of 128 choices would take longer than the step."""
+    state = TextState(asks(min_tokens=3, stop_ids=frozenset(range(9)), presence_penalty=1), [1], 99)
+    tree = Draft([6, 30, 1], [0, 1, 2])
+    for _ in range(2):
+        root, *nodes = state.each(tree)
+        assert {id(own.others) for own in (root, *nodes[:2])} == {id(state.early)}
+        assert [*state.early.ids] == [*range(9)] and not nodes[2].others.ids
+        assert [{*own.edits} for own in nodes] == [set(), {30}, {1, 6, 30}], "all are distinct"
+    assert state.fork().early is state.early
 
 
 def test_nodes_of_a_tree_have_the_edits_of_their_texts():

@@ -93,10 +93,20 @@ def fails(output, logits):
     raise ValueError("a function with a bug")
 
 
+class Unspeakable(Exception):
+    def __repr__(self):
+        raise ValueError("no words")
+
+
+def unspeakable(output, logits):
+    raise Unspeakable
+
+
 @pytest.mark.parametrize(
     ("processor", "message"),
     [
         (fails, "a function with a bug"),
+        (unspeakable, "Unspeakable"),
         (lambda ids, x: x[:-1], "like those it is given"),
         (lambda ids, x: None, "like those it is given"),
         (lambda ids, x: x.long(), "like those it is given"),
@@ -116,9 +126,67 @@ def test_one_that_fails_ends_its_own_request_alone(target, processor, message):
     engine.check()
 
 
+def only(token):
+    def processor(output, logits):
+        return torch.where(torch.arange(len(logits)) == token, 0.0, float("-inf"))
+
+    return processor
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("parameters", "token"),
+    [
+        ({"allowed_ids": (5, 6)}, 201),
+        ({"allowed_ids": (0, 5)}, 201),  # 0 is drawn where nothing is left
+        ({"bad_words": ((288,),)}, 288),
+        ({"bad_words": ((31, 288), (288, 288))}, 288),
+        ({"min_tokens": 2, "stop_ids": frozenset([288])}, 288),
+    ],
+)
+def test_a_token_that_is_ruled_out_is_never_drawn(target, parameters, token, temperature):
+    engine = engine_for(target)
+    asked = asks(temperature=temperature, **parameters)
+    [request] = engine.add_choices(PROMPT, [asked], processors=[only(token)])
+    *_, ended = finish(engine)
+    assert "no token is left" in ended.failure
+    said = request.token_ids.tolist()[len(PROMPT) :]
+    assert said in ([], [token]) and (not said or len(parameters.get("bad_words", ())) == 2)
+
+
+@pytest.mark.parametrize("parameters", [{"allowed_ids": (5, 31, 63)}, {"min_tokens": 9}])
+def test_a_token_that_is_left_is_drawn(target, parameters):
+    engine = engine_for(target)
+    [request] = engine.add_choices(PROMPT, [asks(**parameters)], processors=[only(63)])
+    finish(engine)
+    assert request.token_ids.tolist()[len(PROMPT) :] == [63] * 20
+
+
 @pytest.mark.parametrize("wrong", ["text", lambda: 0, lambda a, b, c, d: 0])
 def test_what_is_no_processor_is_refused(target, wrong):
     engine = engine_for(target)
     with pytest.raises(RequestError, match="logits_processors"):
         engine.add_choices(PROMPT, [asks()], processors=[wrong])
     assert engine.is_idle
+
+
+@pytest.mark.parametrize("drafter", ["model", "auto"])
+def test_one_that_ends_the_program_leaves_others_as_they_were(target, drafter):
+    want = plain(target, [Case(PROMPT, asks())])
+    engine = engine_for(target, target, drafter, max_nodes=4)
+
+    def leave(output, logits):
+        raise SystemExit
+
+    other = engine.add(PROMPT, asks())
+    for _ in range(2):
+        engine.step()
+    for _ in range(3):
+        [own] = engine.add_choices(PROMPT[1:], [asks()], processors=[leave])
+        with pytest.raises(SystemExit):
+            for _ in range(9):
+                engine.step()
+        engine.finish(own.id)
+        engine.check()
+    finish(engine)
+    assert [other.token_ids.tolist()] == want

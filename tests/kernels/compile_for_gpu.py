@@ -147,7 +147,8 @@ def sampling(t, V=152064, K=4):
     for some, others in ((edits | masks, {}), (edits, masks), (masks, edits)):
         constants = whole | dict.fromkeys(others)
         yield source(sample._edit, constants, **rows, **some, out="*fp32", **V32)
-    yield source(sample._bounds, whole, **rows, **filters, scaled="*fp32", **bounds, **V32)
+    few, room = whole | {"GROUPS": sample._FEW.value}, {"scaled": "*fp32", "kept": "*fp32"}
+    yield source(*(sample._bounds, few), **rows, **filters, **room, ids="*i32", **bounds, **V32)
     split = {"BLOCK": sample._SPLIT}
     yield source(sample._best_of_split, split, **rows, **asked, **bounds, best="*i64", **V32)
     merged = {"BLOCK": 1 << (splits - 1).bit_length()}

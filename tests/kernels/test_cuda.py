@@ -197,6 +197,18 @@ def test_bit_lengths_are_those_of_integers():
     assert paged.bit_lengths(np.array(words, np.uint64)).tolist() == [w.bit_length() for w in words]
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_few_rows_are_divided_as_many_are(seed):
+    rng = random.Random(seed)
+    rows = RandomStep(random_reqs(rng, rng.choice([20, 3000]))).rows()
+    for window in WINDOWS:
+        qo, seen = rows.qo_indptr.numpy().astype(np.int64), sight(rows, window)
+        for each, most in ((1, 1), (4, 33), (16, 264)):
+            few, many = (f(qo, seen, each, most) for f in (paged.divide_few, paged.divide_many))
+            for got, want in zip(few, many, strict=True):
+                assert np.array_equal(got, want) and got.dtype == want.dtype
+
+
 @pytest.mark.parametrize("num_rows", [None, 512])
 def test_pieces_cover_all_that_every_row_sees_once(num_rows):
     reqs = random_reqs(random.Random(8), 3000)

@@ -11,10 +11,13 @@ import torch
 
 from specserve_kernels import KVCache, KVLayer, QKNorm, Rotary, SampleParams, load, reference
 from specserve_kernels.cuda import silu
+from specserve_kernels.cuda.child_graphs import ChildGraphs
+from specserve_kernels.cuda.top_children import launch_top_children
 from specserve_kernels.reference.sampling import allowed, edited, gumbel, transform
 from tests.kernels.edits import random_edits, random_masks
-from tests.kernels.random_steps import RandomStep, Req, random_tree
+from tests.kernels.random_steps import RandomStep, Req, random_tree, row_errors
 from tests.kernels.test_codes import FORM, random_codes
+from tests.kernels.test_kv import KV_DTYPES, WRITTEN, check_written
 from tests.kernels.test_sampling import MIXES, mixed
 
 pytestmark = [
@@ -487,6 +490,43 @@ def test_maps_of_codes(ops, draw, measured, bits, group, N, K, form, dtype):
         measured.close("linear_add of codes", residual, want)
 
 
+def to_device(step):
+    """The same step with its KV on the device."""
+    step.arena, step.scales = step.arena.to(DEVICE), step.scales.to(DEVICE)
+    parts = [x[:, i::2].unbind(1) for x in (step.arena, step.scales) for i in (0, 1)]
+    step.kv = KVCache(tuple(map(KVLayer, *parts)))
+    return step
+
+
+HEADS = pytest.mark.parametrize(
+    ("H", "Hk", "D"), [(4, 2, 64), (7, 1, 20), (9, 3, 80), (16, 8, 128)]
+)
+
+
+@DTYPES
+@KV_DTYPES
+@HEADS
+def test_kv_of_8_bits_is_written_as_the_reference_writes_it(ops, H, Hk, D, kv_dtype, dtype):
+    step = RandomStep(WRITTEN, 17, H, Hk, D, dtype, num_layers=2, kv_dtype=kv_dtype)
+    check_written(ops, to_device(step))
+
+
+@DTYPES
+@KV_DTYPES
+@pytest.mark.parametrize("window", [None, 40])
+@HEADS
+def test_rows_attend_to_kv_of_8_bits(ops, draw, measured, H, Hk, D, window, kv_dtype, dtype):
+    starts = [draw.context(2000) for _ in range(3)]
+    reqs = [Req(0, 30), Req(starts[0], 20), Req(starts[1]), draw.tree(starts[2], 40)]
+    step = RandomStep(reqs, 20, H, Hk, D, dtype, kv_dtype=kv_dtype).filled()
+    q = draw.normal(len(step.rows().positions), H, D, dtype=dtype)
+    want = step.attend(reference, q.cpu(), window)
+    got = to_device(step).attend(ops, q, window).cpu()
+    error = row_errors(got, want).max().item()
+    measured.note(f"attention to KV of 8 bits ({dtype})", error, error)
+    assert error < (8e-3 if dtype == BF16 else 2e-5), f"seed {SEED}"
+
+
 @DTYPES
 @pytest.mark.parametrize(("Hk", "D", "block_size"), [(1, 20, 1), (2, 64, 16), (5, 80, 17)])
 @pytest.mark.parametrize("num_moves", [1, 5, 64])
@@ -698,6 +738,21 @@ def test_log_probabilities_are_the_references(ops, draw, k, dtype):
     assert torch.equal(got.rank, want.rank) and torch.equal(got.ids, want.ids), f"seed {SEED}"
     for a, b in ((got.token, want.token), (got.top, want.top)):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5, msg=lambda m: f"{m}; seed {SEED}")
+
+
+def test_recorded_launches_find_the_children_that_others_find(draw):
+    graphs = ChildGraphs(torch.device(DEVICE))
+    logits = draw.normal(4, VOCAB, dtype=BF16)
+    graphs.follow(logits, 0)
+    for n in (1, 4, 2, 3, 1, 4):
+        logits.copy_(draw.normal(4, VOCAB, scale=3.0))
+        greedy = SampleParams.greedy(n)
+        warm = fresh(draw, greedy)._replace(temperature=torch.full((n,), 0.7))
+        for params in (greedy, warm, fresh(draw, warm), greedy):
+            got = graphs.launch(logits[:n], params, 4, 1.0).cpu()
+            want = launch_top_children(logits[:n].clone(), on_device(params), 4, 1.0).cpu()
+            assert torch.equal(got, want), f"seed {SEED}"
+    assert len(graphs.recordings) == 4
 
 
 def test_tied_children_are_ranked_by_id(ops, draw):

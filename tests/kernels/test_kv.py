@@ -66,9 +66,11 @@ def test_codes_and_their_scale(ops, kv_dtype, head, codes, scale):
 def written(ops, step, qkv):
     """The step's KV as `ops` write it, of values that stand in qkv; the rotated queries."""
     angle = torch.outer(torch.arange(400.0), random_tensor(step.head_dim // 2))
-    norm = QKNorm(*(random_tensor(step.head_dim, dtype=step.dtype, seed=s) for s in (1, 2)), 1e-6)
+    rotary = Rotary(ops.place(angle.cos()), ops.place(angle.sin()))
+    weights = (random_tensor(step.head_dim, dtype=step.dtype, seed=s) for s in (1, 2))
+    norm = QKNorm(*map(ops.place, weights), 1e-6)
     plan = ops.plan(step.rows(), step.kv, step.num_heads)
-    return ops.rope_write_kv(qkv, Rotary(angle.cos(), angle.sin()), norm, step.kv.layers[1], plan)
+    return ops.rope_write_kv(ops.place(qkv), rotary, norm, step.kv.layers[1], plan)
 
 
 @BUILDS
@@ -78,16 +80,27 @@ def written(ops, step, qkv):
 def test_codes_are_written_as_the_reference_writes_them_and_only_in_their_slots(
     ops, H, Hk, D, kv_dtype, dtype
 ):
-    reqs, steps, q = [Req(0, 4), Req(60, 1), Req(30, parents=[0, 0, 2])], {}, {}
-    for build in (ops, reference):
-        step = RandomStep(reqs, 17, H, Hk, D, dtype, num_layers=2, kv_dtype=kv_dtype)
-        qkv = random_tensor(9, (H + 2 * Hk) * D, dtype=dtype)
-        qkv[5, -1] = NAN
-        steps[build], q[build] = step, written(build, step, qkv)
-    torch.testing.assert_close(q[ops], q[reference], rtol=1e-2, atol=1e-2)
+    step = RandomStep(WRITTEN, 17, H, Hk, D, dtype, num_layers=2, kv_dtype=kv_dtype)
+    check_written(ops, step)
+
+
+WRITTEN = [Req(0, 4), Req(60, 1), Req(30, parents=[0, 0, 2])]
+
+
+def check_written(ops, step):
+    """Have `ops` write codes to a step of WRITTEN, and compare them with the reference's."""
+    Hk, D = step.num_kv_heads, step.head_dim
+    shape = 17, step.num_heads, Hk, D, step.dtype
+    kv_dtype = step.kv.layers[1].k.dtype
+    by_reference = RandomStep(WRITTEN, *shape, num_layers=2, kv_dtype=kv_dtype)
+    qkv = random_tensor(9, (step.num_heads + 2 * Hk) * D, dtype=step.dtype)
+    qkv[5, -1] = NAN
+    both = (ops, step), (reference, by_reference)
+    queries = [written(build, own, qkv).cpu() for build, own in both]
+    torch.testing.assert_close(*queries, rtol=1e-2, atol=1e-2)
     got, want = (
-        [x.reshape(-1, Hk, *x.shape[3:])[steps[ops].rows().slots] for x in s.kv.layers[1].parts]
-        for s in (steps[ops], steps[reference])
+        [x.cpu().reshape(-1, Hk, *x.shape[3:])[own.rows().slots] for x in own.kv.layers[1].parts]
+        for _, own in both
     )
     assert torch.equal(got[1].float(), want[1].float())
     torch.testing.assert_close(got[3], want[3], rtol=1e-6, atol=0, equal_nan=True)
@@ -98,7 +111,7 @@ def test_codes_are_written_as_the_reference_writes_them_and_only_in_their_slots(
     assert (apart > 0).float().mean() < 0.01 and (
         apart <= (1 if kv_dtype == torch.int8 else 32)
     ).all()
-    untouched = [steps[build].scales.isnan() for build in (ops, reference)]
+    untouched = [own.scales.isnan().cpu() for _, own in both]
     assert torch.equal(*untouched)
 
 

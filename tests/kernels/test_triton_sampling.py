@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 
 from specserve_kernels import SampleParams, reference
+from specserve_kernels.cuda import child_graphs
+from specserve_kernels.cuda.child_graphs import ChildGraphs
 from specserve_kernels.cuda.logprobs import logprobs
 from specserve_kernels.cuda.noise import gumbel
 from specserve_kernels.cuda.ops import changing
@@ -14,6 +16,7 @@ from specserve_kernels.cuda.top_children import launch_top_children, top_childre
 from specserve_kernels.reference import sampling
 from tests.kernels.edits import edits_of, masks_of, random_edits, random_masks
 from tests.kernels.random_steps import random_tensor
+from tests.kernels.rerun import rerun
 from tests.kernels.test_edits import ROWS
 from tests.kernels.test_logprobs import SAID, check_said
 from tests.kernels.test_logprobs import asked as asked_of
@@ -55,6 +58,21 @@ def left(logits, rows, params):
 def left_by_definition(logits, rows, params):
     each = zip(rows.tolist(), *(x.tolist() for x in params[:4]), strict=True)
     return torch.stack([sampling.transform(logits[r].float(), *p).isfinite() for r, *p in each])
+
+
+@pytest.mark.parametrize("V", [1500, 4099])
+@pytest.mark.parametrize("levels", [2, 30, None])
+def test_top_k_leaves_what_it_should_however_many_are_tied(levels, V):
+    """Of few levels more are at the bound than a program keeps."""
+    k = torch.tensor([1, 5, 100, 1024, 1025, V - 1] * 2, dtype=torch.int32)
+    p = torch.tensor([1.0] * 6 + [0.6] * 6)
+    n = len(k)
+    logits = random_tensor(n, V) if levels is None else random_tensor(n, V).mul(levels / 8).round()
+    params = asked(n, 0.7)._replace(top_k=k, top_p=p)
+    rows = torch.arange(n)
+    assert torch.equal(left(logits, rows, params), left_by_definition(logits, rows, params))
+    some = params._replace(min_p=torch.full((n,), 0.05))
+    assert torch.equal(left(logits, rows, some), left_by_definition(logits, rows, some))
 
 
 def some_mixes(start, step):
@@ -267,19 +285,63 @@ def test_each_token_is_chosen_from_its_own_row():
 
 
 def test_a_tensor_with_gaps_is_refused():
-    wide, logits = torch.zeros(2, 6), torch.zeros(2, 3)
-    rows, params = torch.zeros(2).long(), SampleParams.greedy(2)
-    gaps = params._replace(seeds=torch.zeros(2, 2).long()[:, 0])
+    """It is made on the device, as a copy to it would have none."""
+    wide, logits = torch.zeros(2, 6, device=DEVICE), torch.zeros(2, 3, device=DEVICE)
+    pairs = torch.zeros(2, 2, device=DEVICE).long()
+    rows, params = pairs[0], on_device(SampleParams.greedy(2))
+    gaps = params._replace(seeds=pairs[:, 0])
     for given in (
         (wide[:, ::2], rows, params),
-        (logits, torch.zeros(2, 2).long()[:, 0], params),
+        (logits, pairs[:, 0], params),
         (logits, rows, gaps),
     ):
         with pytest.raises(AssertionError, match="gaps"):
-            drawn(*given)
+            sample(*given)
     for given in ((wide[:, ::2], params), (logits, gaps)):
         with pytest.raises(AssertionError, match="gaps"):
-            children(*given, 1, 1.0)
+            top_children(*given, 1, 1.0)
+
+
+def test_recorded_launches_find_the_children_of_what_logits_and_parameters_are_then():
+    recorded = []
+
+    def record(launch):
+        recorded.append(launch)
+        return rerun(launch)
+
+    graphs = ChildGraphs(torch.device(DEVICE), record)
+    whole = torch.zeros(4, 300, device=DEVICE)
+    assert graphs.launch(whole, SampleParams.greedy(4), 2, 0.8) is None, "it is not followed"
+    graphs.follow(whole, 2)
+    assert len(recorded) == 2, "those of 3 and of 4 rows"
+    warm = asked(3, 0.9)
+    for seed, k, params in (
+        (1, 2, SampleParams.greedy(3)),
+        (2, 2, warm),
+        (3, 2, warm),
+        (4, 2, warm._replace(seeds=warm.seeds + 5, token_index=warm.token_index + 3)),
+        (5, 2, SampleParams.greedy(3)),
+        (6, 4, SampleParams.greedy(3)),
+        (7, 4, warm),
+    ):
+        whole.copy_(random_tensor(4, 300, seed=seed))
+        n = len(params.seeds)
+        got = graphs.launch(whole[:n], params, k, 0.8)
+        want = launch_top_children(whole[:n].clone(), on_device(params), k, 0.8)
+        assert torch.equal(got, want)
+    assert len(recorded) == 4
+    assert graphs.launch(torch.zeros(17, 300), SampleParams.greedy(17), 2, 0.8) is None
+
+
+def test_recordings_are_bounded(monkeypatch):
+    monkeypatch.setattr(child_graphs, "MOST", 3)
+    graphs, logits = ChildGraphs(torch.device(DEVICE), rerun), random_tensor(1, 30).to(DEVICE)
+    graphs.follow(logits, 1)
+    for k in (1, 2, 3, 4, 1, 4):
+        got = graphs.launch(logits, SampleParams.greedy(1), k, 1.0)
+        want = launch_top_children(logits, on_device(SampleParams.greedy(1)), k, 1.0)
+        assert torch.equal(got, want)
+    assert len(graphs.recordings) == 3
 
 
 def test_there_are_no_more_children_than_tokens():

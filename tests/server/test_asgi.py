@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import threading
 from types import SimpleNamespace
 
 from specserve.exchange.client import EngineClient
+from specserve.server import response
 from specserve.server.app import make_app
 from specserve.server.service import ServedModel, Service
 from tests.server.asking import COMPLETIONS, completion_body
@@ -24,7 +26,7 @@ def scope_of(path):
     }
 
 
-async def call(config, spawned, input_processor):
+async def call(config, spawned, input_processor, **asked):
     """The messages with which the application answers, over an engine of its own."""
     engine = EngineClient(spawned)
     service = Service(config, engine)
@@ -43,7 +45,7 @@ async def call(config, spawned, input_processor):
     async def send(message):
         sent.append(SimpleNamespace(**message))
 
-    body = completion_body(stream=True)
+    body = completion_body(stream=True) | asked
     receive.messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
     await make_app(service)(scope_of(COMPLETIONS), receive, send)
     engine.close()
@@ -61,3 +63,18 @@ def test_any_server_streams_the_application(folder, llm):
     events = b"".join(b.body for b in bodies).split(b"\n\n")
     assert len(events) > 2 and events[-2:] == [b"data: [DONE]", b""]
     assert (end.type, end.body) == ("http.response.body", b"")
+
+
+def test_logprobs_are_written_beside_the_event_loop(folder, llm, monkeypatch):
+    threads = []
+    known = response.sealed
+    monkeypatch.setattr(
+        response, "sealed", lambda form: threads.append(threading.get_ident()) or known(form)
+    )
+    config, asked = config_of(folder), {"prompt": [5] * 100, "prompt_logprobs": 20}
+    for is_stream in (True, False):
+        with engine_thread(config) as spawned:
+            more = asked | {"stream": is_stream}
+            start, *_ = asyncio.run(call(config, spawned, llm.input_processor, **more))
+        assert start.status == 200
+    assert len(threads) == 2 and threading.get_ident() not in threads

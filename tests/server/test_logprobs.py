@@ -11,9 +11,11 @@ from openai.types.completion_choice import Logprobs
 from transformers import AutoModelForCausalLM
 
 from specserve import SamplingParams
+from specserve.errors import RequestError
 from specserve.exchange.sampling_params import mix64
 from specserve.exchange.step_output import TokenLogprobs
 from specserve.models.tokenizer import Tokenizer
+from specserve.server.completions import check_told
 from specserve.server.logprobs import (
     Namer,
     Told,
@@ -214,6 +216,33 @@ def test_every_choice_of_every_prompt_has_its_echo(server):
         assert logprobs[-1] < 0
 
 
+def test_a_stream_that_ends_while_its_long_prompt_is_written_is_whole(server):
+    """Writing takes a thread longer than the engine takes for the tokens."""
+    prompt = [7 + i % 90 for i in range(220)]
+    body = {"prompt": prompt, "echo": True, "n": 3, "logprobs": 20, "max_tokens": 2, "seed": 2}
+    body["prompt_logprobs"] = 20
+    choices = answered(server, COMPLETIONS, body)
+    chunks = server.stream(COMPLETIONS, body)
+    assert put_together(chunks) == [(c["text"], c["logprobs"]) for c in choices]
+    parts = [c for chunk in chunks[:-1] for c in chunk["choices"] if "prompt_logprobs" in c]
+    told = {c["index"]: c["prompt_logprobs"] for c in parts}
+    assert len(parts) == 3 and told == {c["index"]: c["prompt_logprobs"] for c in choices}
+
+
+def test_no_answer_repeats_the_logprobs_of_prompts_without_end():
+    def check(sizes, top=20, n=1):
+        check_told(SamplingParams(prompt_logprobs=top, n=n), [[5] * size for size in sizes])
+
+    check([1 << 20])  # as long as any context
+    check([1 << 12] * 128, top=1)
+    check([100] * 2, n=128, top=20)
+    check([1 << 20] * 128, n=128, top=None)
+    for sizes, n, field in (([400], 128, "n"), ([400] * 128, 1, "prompt"), ([200] * 2, 128, "n")):
+        with pytest.raises(RequestError) as error:
+            check(sizes, n=n)
+        assert error.value.param == field
+
+
 def test_a_prompt_alone_is_told(server):
     body = {"prompt": PROMPT, "echo": True, "logprobs": 1, "temperature": 0}
     full = answered(server, COMPLETIONS, body | {"max_tokens": 1})[0]
@@ -323,6 +352,11 @@ REFUSED = {
     "the best of a stream": (COMPLETIONS, {"best_of": 2, "stream": True}, "best_of"),
     "the best of a chat's stream": (CHAT, {"best_of": 2, "stream": True}, "best_of"),
     "no tokens": (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
+    "more tokens than none": (
+        COMPLETIONS,
+        {"max_tokens": 0, "echo": True, "min_tokens": 1},
+        "min_tokens",
+    ),
     "no tokens in a chat": (CHAT, {"max_tokens": 0}, "max_tokens"),
     "below zero of a prompt": (COMPLETIONS, {"prompt_logprobs": -1}, "prompt_logprobs"),
 }

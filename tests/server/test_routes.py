@@ -18,6 +18,7 @@ from tests.server.asking import (
     COMPLETIONS,
     MESSAGES,
     chat_body,
+    completion_body,
     rendered,
 )
 
@@ -177,6 +178,15 @@ def test_the_counters_move_with_what_was_said(presets):
     assert moved[:2] == [usage["prompt_tokens"], usage["completion_tokens"]]
     assert moved[2:4] == [said["num_draft_tokens"], said["num_accepted_draft_tokens"]]
     assert moved[4:] == [1, 1]
+
+
+def test_a_prompt_without_an_answer_counts_as_a_request(presets):
+    server, alone = presets["model"], completion_body(max_tokens=0, echo=True)
+    server.post(COMPLETIONS, alone)
+    before = totals(server)
+    usage = server.post(COMPLETIONS, alone).body["usage"]
+    moved = [b - a for a, b in zip(before, totals(server), strict=True)]
+    assert moved == [usage["prompt_tokens"], 0, 0, 0, 1, 1]
 
 
 def test_accepted_guesses_are_counted_by_their_depth(presets):

@@ -9,6 +9,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -38,6 +39,9 @@ RESERVE = 4 << 30  # bytes for activations and workspaces
 MAPS = ((28672, 4096), (4096, 4096))  # of an 8B's layer, the widest and a narrow one
 PROMPT = 1000
 PROFILED = 5  # steps
+AT_ONCE = 8  # requests that ask for sampling parameters
+PROMPT_OF_EACH = 64  # tokens
+PLAIN = Sampling(max_tokens=1 << 20, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 TTFT_TARGET, PLAIN_TARGET, VERIFY_TARGET = 0.060, 1.5, 1.15
 
 
@@ -156,6 +160,7 @@ class ModelFigures:
             yield f"{self.name} step op by op: {rows} rows", partial(self.op_by_op, rows)
         for rows in (1, 64):
             yield f"{self.name} sampling: {rows} rows", partial(self.sampling, rows)
+        yield f"{self.name} parameters: {AT_ONCE} requests", self.parameters
         for context in self.size.contexts:
             for requests in self.size.requests:
                 for rows in self.size.rows:
@@ -226,6 +231,18 @@ class ModelFigures:
 
     def ttft(self) -> dict[str, Any]:
         """From the request to its first token, through the engine, without other requests."""
+        engine, prompt = self.engine(self.size.prompt)
+        sampling = msgspec.structs.replace(PLAIN, max_tokens=1)
+
+        def ask() -> None:
+            engine.add(prompt(), sampling)
+            while not engine.is_idle:
+                engine.step()
+
+        return {"ms": [round(1e3 * t, 3) for t in timed(ask)]}
+
+    def engine(self, size: int) -> tuple[Engine, Callable[[], list[int]]]:
+        """An engine without guesses, and what draws a prompt of `size` tokens."""
         batches = self.room(2 * self.size.prompt + 2048)
         assert batches is not None, "no room for a prompt"
         chunk = self.size.prompt + 24
@@ -237,17 +254,24 @@ class ModelFigures:
             max_step_nodes=0,
         )
         pool = BlockPool(batches.pool.num_blocks, batches.pool.block_bytes)
-        engine = Engine(batches.runner, Scheduler(limits, pool))
         vocab_size = self.decoder.config.vocab_size
-        prompt = [batches.random.randrange(vocab_size) for _ in range(self.size.prompt)]
-        sampling = Sampling(max_tokens=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
-        def ask() -> None:
-            engine.add(prompt, sampling)
-            while not engine.is_idle:
+        def prompt() -> list[int]:
+            return [batches.random.randrange(vocab_size) for _ in range(size)]
+
+        return Engine(batches.runner, Scheduler(limits, pool)), prompt
+
+    def parameters(self) -> dict[str, Any]:
+        """Milliseconds of a whole step of requests of one row, by their sampling parameters."""
+        figure = {}
+        for name, sampling in asked(self.decoder.config.vocab_size).items():
+            engine, prompt = self.engine(PROMPT_OF_EACH)
+            for seed in range(AT_ONCE):
+                engine.add(prompt(), msgspec.structs.replace(sampling, seed=seed))
+            while any(r.num_output == 0 for r in engine.requests.values()):
                 engine.step()
-
-        return {"ms": [round(1e3 * t, 3) for t in timed(ask)]}
+            figure[name] = [round(1e3 * t, 4) for t in timed(engine.step)]
+        return figure
 
     def sampling(self, rows: int) -> dict[str, Any]:
         """Milliseconds to sample tokens, by sampling parameters."""
@@ -286,6 +310,32 @@ class ModelFigures:
         figure |= gaps(profile(step), PROFILED)
         batches.release(groups)
         return figure
+
+
+def asked(vocab_size: int) -> dict[str, Sampling]:
+    """Sampling parameters, from none to all; each has those before it."""
+    drawn = msgspec.structs.replace(PLAIN, temperature=0.8)
+    filtered = msgspec.structs.replace(drawn, top_k=40, top_p=0.95, min_p=0.02)
+    penalized = msgspec.structs.replace(
+        filtered, presence_penalty=0.5, frequency_penalty=0.2, repetition_penalty=1.1
+    )
+    every = msgspec.structs.replace(
+        penalized,
+        logit_bias={7: 2.0, 9: -2.0},
+        bad_words=((11,), (12, 13)),
+        min_tokens=1 << 20,
+        stop_ids=frozenset([5]),
+        allowed_ids=tuple(range(0, vocab_size, 2)),
+    )
+    told = msgspec.structs.replace(every, logprobs=20)
+    return {
+        "greedy": PLAIN,
+        "T": drawn,
+        "filters": filtered,
+        "penalties": penalized,
+        "all": every,
+        "all, 20 logprobs": told,
+    }
 
 
 def rows_of(batches: RandomBatches, groups: list[RowGroup]) -> Rows:

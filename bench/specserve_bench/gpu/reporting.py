@@ -13,32 +13,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     file = config.getoption("--outcomes")
-    if file is not None:
+    if file is not None and not hasattr(config, "workerinput"):  # of xdist, which reports to one
         config.pluginmanager.register(Outcomes(file), "outcomes")
 
 
+class Outcome:
+    seconds, outcome, message = 0.0, "passed", ""
+
+
 class Outcomes:
-    """Adds up a test's phases: set-up, call, tear-down."""
+    """Adds up a test's phases: set-up, call, tear-down. Several tests may run at once."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.seconds, self.outcome, self.message = 0.0, "passed", ""
+        self.running: dict[str, Outcome] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds += report.duration
-        if report.outcome != "passed" and self.outcome == "passed":
-            self.outcome = report.outcome if report.when == "call" else f"{report.outcome} early"
-            self.message = str(report.longrepr)[-2000:]
+        test = self.running.setdefault(report.nodeid, Outcome())
+        test.seconds += report.duration
+        if report.outcome != "passed" and test.outcome == "passed":
+            test.outcome = report.outcome if report.when == "call" else f"{report.outcome} early"
+            test.message = str(report.longrepr)[-2000:]
         if report.when == "teardown":
-            self.write(report)
-            self.seconds, self.outcome, self.message = 0.0, "passed", ""
+            self.write(report, self.running.pop(report.nodeid))
 
-    def write(self, report: pytest.TestReport) -> None:
+    def write(self, report: pytest.TestReport, test: Outcome) -> None:
         line: dict[str, Any] = {
             "name": report.nodeid.rpartition("::")[2],
-            "seconds": round(self.seconds, 3),
-            "outcome": self.outcome,
-            **({"message": self.message} if self.message else {}),
+            "seconds": round(test.seconds, 3),
+            "outcome": test.outcome,
+            **({"message": test.message} if test.message else {}),
             **recorded(report.user_properties),
         }
         with self.file.open("a", encoding="utf-8") as file:

@@ -25,6 +25,7 @@ DEADLINE = 570  # seconds for all stages together
 ENDING = 10  # seconds between a stage's own limit and the one at which it is killed
 LEAST = 15  # seconds without which no stage is begun
 MODULE = "specserve_bench.gpu."
+AT_ONCE = "-n 8 --dist worksteal"  # as most of a test's time is Triton's compiler, on one core
 GPU_TESTS = "tests/kernels/test_gpu.py -m gpu"
 
 
@@ -42,19 +43,21 @@ STAGES = {
         300,
         [
             f"{MODULE}checks",
-            f"{GPU_TESTS} -k flashinfer",
-            f"{GPU_TESTS} -k 'not flashinfer'",
-            "tests/kernels/test_triton_sampling.py",
+            f"{GPU_TESTS} -k flashinfer {AT_ONCE}",
+            f"{GPU_TESTS} -k 'not flashinfer and not memory and not allocat' {AT_ONCE}",
+            f"{GPU_TESTS} -k 'memory or allocat'",
+            f"tests/kernels/test_triton_sampling.py {AT_ONCE}",
         ],
     ),
-    "parity": Stage(300, [f"{MODULE}checks", "tests/engine/test_gpu.py -m gpu"]),
+    "parity": Stage(300, [f"{MODULE}checks", f"tests/engine/test_gpu.py -m gpu {AT_ONCE}"]),
     "figures": Stage(540, [f"{MODULE}figures"]),
     "compile": Stage(300, [f"{MODULE}compiling"]),
     "demo": Stage(540, [f"{MODULE}demo"]),
 }
 
 
-NEEDED = ("torch", "triton", "flashinfer", "msgspec", "transformers", "pytest", "hypothesis")
+PYTEST = ("pytest", "xdist", "hypothesis")
+NEEDED = ("torch", "triton", "flashinfer", "msgspec", "transformers", *PYTEST)
 MACHINE = """
 import importlib.util, sys
 missing = [name for name in {needed} if importlib.util.find_spec(name) is None]

@@ -20,7 +20,7 @@ from specserve_bench.bound import Bound
 from specserve_bench.peers.cases import FIGURES, Sizes, bound_size, make_cases
 from specserve_bench.peers.comparison import Comparison, Limits
 from specserve_bench.peers.models import Models, named_models, scaled_pair
-from specserve_bench.peers.pythons import NEEDED, checked_python
+from specserve_bench.peers.pythons import PEERS, checked_python
 from specserve_bench.peers.rounds import Group
 from specserve_bench.peers.setups import Setups
 from specserve_bench.peers.systems import System, make_systems
@@ -106,7 +106,7 @@ def chosen_systems(args: argparse.Namespace) -> list[System]:
         raise ConfigError("--llama: it needs gguf here: pip install 'specserve[bench]'")
     if args.quantize is not None and (args.vllm or args.transformers or not args.llama):
         raise ConfigError("--quantize: it is compared with llama.cpp alone: give --llama")
-    named = {name: getattr(args, name) for name in NEEDED}
+    named = {name: getattr(args, name) for name in PEERS}
     pythons = {
         name: checked_python(name, python) for name, python in named.items() if python is not None
     }

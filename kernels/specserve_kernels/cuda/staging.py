@@ -20,6 +20,8 @@ class Staging:
     def __init__(self, device: torch.device, num_bytes: int = 0) -> None:
         self.device = device
         self.is_cuda = device.type == "cuda"
+        # That of all work: to look it up for every event would take longer than the copy.
+        self.stream = torch.cuda.current_stream(device) if self.is_cuda else None
         self.hosts = [self.empty(num_bytes) for _ in range(NUM_BUFFERS)]
         self.copied = [torch.cuda.Event() if self.is_cuda else None for _ in range(NUM_BUFFERS)]
         self.buffer = self.empty(num_bytes, device)
@@ -56,7 +58,7 @@ class Staging:
         self.buffer[:num_bytes].copy_(self.hosts[turn][:num_bytes], non_blocking=True)
         event = self.copied[turn]
         if event is not None:
-            event.record()
+            event.record(self.stream)
         self.num_uploads += 1
 
     @torch.inference_mode(False)  # tensors made in that mode can be written only in it

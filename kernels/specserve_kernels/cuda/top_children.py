@@ -94,6 +94,12 @@ def launch_top_children(logits: Tensor, params: SampleParams, k: int, tau: float
 
 
 def top_children(logits: Tensor, params: SampleParams, k: int, tau: float) -> tuple[Tensor, Tensor]:
-    """As the reference's, on the host, in one copy; logits and params are on the device."""
-    packed = launch_top_children(logits, params, k, tau).cpu()
+    """As the reference's, on the host; logits and params are on the device."""
+    return unpacked(launch_top_children(logits, params, k, tau))
+
+
+def unpacked(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and log-weights on the host, in one copy."""
+    packed = packed.cpu()
+    k = packed.shape[1] // 2
     return packed[:, :k].long(), packed[:, k:].contiguous().view(torch.float32)
