@@ -11,36 +11,50 @@ from specserve.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from specserve.async_llm import AsyncLLM
+    from specserve.errors import ConfigError, RequestError
     from specserve.exchange.sampling_params import SamplingParams, Slo, SpeculationParams
     from specserve.generation import CompletionOutput, Output, RequestOutput
     from specserve.llm import LLM
     from specserve.logprobs import Logprob
+    from specserve.vllm_arguments import AsyncEngineArgs, EngineArgs, TextPrompt, TokensPrompt
 
 process.prepare()  # before any module of this package imports torch
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
     "CompletionOutput",
+    "ConfigError",
+    "EngineArgs",
     "Logprob",
     "Output",
+    "RequestError",
     "RequestOutput",
     "SamplingParams",
     "Slo",
     "SpeculationParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 
 MODULES = {
+    "AsyncEngineArgs": "specserve.vllm_arguments",
     "AsyncLLM": "specserve.async_llm",
     "CompletionOutput": "specserve.generation",
+    "ConfigError": "specserve.errors",
+    "EngineArgs": "specserve.vllm_arguments",
     "LLM": "specserve.llm",
     "Logprob": "specserve.logprobs",
     "Output": "specserve.generation",
+    "RequestError": "specserve.errors",
     "RequestOutput": "specserve.generation",
     "SamplingParams": "specserve.exchange.sampling_params",
     "Slo": "specserve.exchange.sampling_params",
     "SpeculationParams": "specserve.exchange.sampling_params",
+    "TextPrompt": "specserve.vllm_arguments",
+    "TokensPrompt": "specserve.vllm_arguments",
 }
 
 

@@ -28,10 +28,11 @@ from specserve.input_processor import (
     unwrapped,
 )
 from specserve.models.chat_template import ChatOptions, Message
-from specserve.vllm_arguments import known_arguments, seeds_from
+from specserve.models.tokenizer import Tokenizer
+from specserve.vllm_arguments import EngineArgs, check_call, known_arguments, seeds_from
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-Read = Callable[[InputProcessor, int | None], list[int]]
+Read = Callable[[InputProcessor, int | None], tuple[list[int], str | None]]
 
 
 class Engine(NamedTuple):
@@ -41,11 +42,11 @@ class Engine(NamedTuple):
     ready: Ready
     input_processor: InputProcessor
 
-    def read(self, read: Read, params: SamplingParams) -> tuple[list[int], Keys]:
-        """A prompt's ids, and the keys of its blocks."""
-        ids = read(self.input_processor, self.input_processor.num_kept(params))
+    def read(self, read: Read, params: SamplingParams) -> tuple[list[int], str | None, Keys]:
+        """A prompt's ids, its text, and the keys of its blocks."""
+        ids, text = read(self.input_processor, self.input_processor.num_kept(params))
         self.input_processor.check_length(ids)
-        return ids, prompt_keys(self.ready.kv_formats, ids, params.cache_salt)
+        return ids, text, prompt_keys(self.ready.kv_formats, ids, params.cache_salt)
 
 
 class AsyncLLM:
@@ -85,6 +86,10 @@ class AsyncLLM:
         self.num_asked = 0
         self.is_closed = False
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        return cls(**vars(engine_args))
+
     def generate(
         self,
         prompt: Prompt,
@@ -92,18 +97,19 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         sampling_params: SamplingParams | None = None,
+        **vllm: Any,
     ) -> AsyncGenerator[Output, None]:
         """Outputs as tokens come, each with all of the text so far; the last one is `finished`.
 
-        Who leaves the iteration aborts the request.
+        Who leaves the iteration aborts the request. `vllm` as for `LLM.generate`.
         """
-        plain = unwrapped(prompt)
+        check_call("AsyncLLM.generate", vllm)
+        plain, text = unwrapped(prompt)
 
-        def read(processor: InputProcessor, kept: int | None) -> list[int]:
-            return processor.read(plain, kept)
+        def read(processor: InputProcessor, kept: int | None) -> tuple[list[int], str | None]:
+            return processor.read(plain, kept), text
 
-        text = plain if isinstance(plain, str) else None
-        return self.answer(read, text, one_of(params, sampling_params), request_id)
+        return self.answer(read, one_of(params, sampling_params), request_id)
 
     def chat(
         self,
@@ -115,18 +121,21 @@ class AsyncLLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **vllm: Any,
     ) -> AsyncGenerator[Output, None]:
         """The same for a conversation, through the model's chat template."""
+        check_call("AsyncLLM.chat", vllm)
         kwargs = dict(chat_template_kwargs or {})
         options = ChatOptions(add_generation_prompt, continue_final_message, kwargs)
 
-        def read(processor: InputProcessor, kept: int | None) -> list[int]:
-            return processor.render(messages, options, kept)
+        def read(processor: InputProcessor, kept: int | None) -> tuple[list[int], str | None]:
+            text = processor.written(messages, options)
+            return processor.encode(text, False, kept), text
 
-        return self.answer(read, None, one_of(params, sampling_params), request_id)
+        return self.answer(read, one_of(params, sampling_params), request_id)
 
     async def answer(
-        self, read: Read, text: str | None, params: SamplingParams | None, request_id: str | None
+        self, read: Read, params: SamplingParams | None, request_id: str | None
     ) -> AsyncGenerator[Output, None]:
         arrived = perf_counter()
         engine = await self.start()
@@ -139,7 +148,7 @@ class AsyncLLM:
                 "best_of",
             )
         asked = seeded(asked, self.seeds)
-        ids, keys = await asyncio.to_thread(engine.read, read, asked)
+        ids, text, keys = await asyncio.to_thread(engine.read, read, asked)
         self.check_open(engine)
         id = self.new_id(request_id)
         answer = self.live[id] = Answer(engine, ids, keys, asked, arrived)
@@ -165,6 +174,9 @@ class AsyncLLM:
         """End a request, whose last output has what has come; nothing if it has ended already."""
         if request_id in self.live:
             self.live[request_id].abort()
+
+    async def get_tokenizer(self) -> Tokenizer:
+        return (await self.start()).input_processor.tokenizer
 
     async def speculation(self) -> SpeculationState:
         """What guesses and rows have cost and brought so far, and the limits on guesses."""
@@ -203,16 +215,28 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Abort all requests that are running, and end the engine process."""
+        starting = self.stop()
+        if starting is not None:
+            with suppress(asyncio.CancelledError, SpecserveError):
+                engine = await starting
+                await engine.client.leave()
+
+    def shutdown(self) -> None:
+        """`close` for who cannot await it: blocks while the engine process ends."""
+        starting = self.stop()
+        if starting is not None and starting.done() and not starting.cancelled():
+            with suppress(SpecserveError):
+                starting.result().client.close()
+
+    def stop(self) -> asyncio.Task[Engine] | None:
+        """Abort all requests, and the start, which is returned if there has been one."""
         self.is_closed = True
         for answer in self.live.values():
             answer.abort()
         starting, self.starting = self.starting, None
-        if starting is None:
-            return
-        starting.cancel()
-        with suppress(asyncio.CancelledError, SpecserveError):
-            engine = await starting
-            await engine.client.leave()
+        if starting is not None:
+            starting.cancel()
+        return starting
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -19,8 +19,10 @@ class ConfigError(SpecserveError):
     pass
 
 
-class RequestError(SpecserveError):
-    """`param` is the path of the field that is wrong, if it is a field."""
+class RequestError(SpecserveError, ValueError):
+    """`param` is the path of the field that is wrong, if it is a field. A ValueError, too, as vLLM
+    raises for a wrong parameter.
+    """
 
     status = 400
     code: str | None = None

@@ -72,7 +72,7 @@ class Output(msgspec.Struct, frozen=True):
     """
 
     request_id: str
-    prompt: str | None  # None where it was given as ids
+    prompt: str | None  # of a chat as the template writes it; None where it was given as ids
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str
@@ -94,6 +94,11 @@ class Output(msgspec.Struct, frozen=True):
     @property
     def finished(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices)
+
+    @property
+    def metrics(self) -> None:
+        """vLLM's, which has None where it keeps no statistics; ours are `timing`."""
+        return None
 
     @property
     def num_cached_tokens(self) -> int:

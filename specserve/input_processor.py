@@ -30,13 +30,14 @@ def one_of(params: Any, sampling_params: Any) -> Any:
     return sampling_params if params is None else params
 
 
-def unwrapped(prompt: Any) -> Any:
-    """The prompt in vLLM's {"prompt": text} or {"prompt_token_ids": ids}; others as they are."""
-    if isinstance(prompt, Mapping):
-        for name in ("prompt", "prompt_token_ids"):
-            if [*prompt] == [name]:
-                return prompt[name]
-    return prompt
+def unwrapped(prompt: Any) -> tuple[Any, str | None]:
+    """A prompt and its text, if it comes with that; of vLLM's {"prompt": text, "prompt_token_ids":
+    ids} the ids are the prompt, where there are any.
+    """
+    if isinstance(prompt, Mapping) and {"prompt", "prompt_token_ids"} >= {*prompt} != set():
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        return (text if ids is None else ids), text
+    return prompt, prompt if isinstance(prompt, str) else None
 
 
 class TextFiles(NamedTuple):
@@ -74,12 +75,16 @@ class InputProcessor(msgspec.Struct, frozen=True):
     sources: tuple[str, ...] = ()  # of guesses, that the engine has
     known_words: dict[tuple[str, ...], Words] = {}  # the last bad words, and their tokens
 
-    def read(self, prompt: Any, kept: int | None = None) -> list[int]:
+    def read(
+        self, prompt: Any, kept: int | None = None, add_special_tokens: bool = True
+    ) -> list[int]:
         """The token ids of a prompt, given as text or ids, or the last `kept` of them;
         RequestError if it cannot be served.
         """
-        is_text = isinstance(prompt, str)
-        ids = self.encode(prompt, kept=kept) if is_text else last(self.read_ids(prompt), kept)
+        if isinstance(prompt, str):
+            ids = self.encode(prompt, add_special_tokens, kept)
+        else:
+            ids = last(self.read_ids(prompt), kept)
         self.check_length(ids)
         return ids
 
@@ -126,7 +131,8 @@ class InputProcessor(msgspec.Struct, frozen=True):
         """How many of a prompt's last tokens are kept; None is all. Errors: as of `resolve`."""
         asked, most = params.truncate_prompt_tokens, self.max_model_len - 1
         if asked == -1:
-            asked = self.max_model_len - pick(params.max_tokens, 1)
+            own = min(pick(self.defaults.max_new_tokens, 1), most)
+            asked = self.max_model_len - pick(params.max_tokens, own)
             if asked < 1:
                 raise RequestError(
                     f"max_tokens = {params.max_tokens}: truncate_prompt_tokens = -1 leaves room "
@@ -140,21 +146,21 @@ class InputProcessor(msgspec.Struct, frozen=True):
             )
         return asked
 
-    def read_ids(self, prompt: Any) -> list[int]:
-        """Token ids of any integer type, as Python's own."""
+    def read_ids(self, prompt: Any, field: str = "prompt") -> list[int]:
+        """Token ids of any integer type, as Python's own; errors name `field`."""
         if isinstance(prompt, bytes | bytearray | Mapping) or not isinstance(prompt, Iterable):
             raise RequestError(
-                f"a prompt is a string or a list of token ids, not {prompt!r:.50}", "prompt"
+                f"a prompt is a string or a list of token ids, not {prompt!r:.50}", field
             )
         given = list(prompt)
         for token in given:
             if not isinstance(token, Integral) or isinstance(token, bool):
                 raise RequestError(
-                    f"prompt token {token!r:.50} is no id: ids lie in [0, {self.vocab_size})",
-                    "prompt",
+                    f"{field}: token {token!r:.50} is no id: ids lie in [0, {self.vocab_size})",
+                    field,
                 )
         ids = [int(token) for token in given]
-        self.check_ids(ids, "prompt")
+        self.check_ids(ids, field)
         return ids
 
     def check_ids(self, ids: Sequence[int], field: str) -> None:
@@ -202,11 +208,20 @@ class InputProcessor(msgspec.Struct, frozen=True):
         """The tokens of a conversation by the chat template, up to where the answer begins, or the
         last `kept` of them.
         """
+        return self.encode(self.written(messages, options), False, kept)
+
+    def written(self, messages: Sequence[Message], options: ChatOptions | None = None) -> str:
+        """The conversation as text, by the chat template."""
         try:
-            text = self.check_chat().render(messages, options)
+            return self.check_chat().render(messages, options)
         except MemoryError as e:
             raise RequestError("the chat template needs too much memory for these messages") from e
-        return self.encode(text, add_special_tokens=False, kept=kept)
+
+    def default_params(self) -> SamplingParams:
+        """The model's own values of parameters."""
+        names = {*GenerationDefaults.__struct_fields__} & {*SamplingParams.__struct_fields__}
+        known = {name: getattr(self.defaults, name) for name in names}
+        return SamplingParams(max_tokens=self.defaults.max_new_tokens, **known)
 
     def resolve(self, params: SamplingParams, num_prompt: int = 1) -> Sampling:
         """The parameters, checked and resolved, for a prompt of `num_prompt` tokens."""
@@ -229,7 +244,7 @@ class InputProcessor(msgspec.Struct, frozen=True):
         if num_prompts:
             yield (first := self.resolve(params, num_prompts[0]))
         for num_prompt in num_prompts[1:]:
-            yield in_room(first, params, self.max_model_len - num_prompt)
+            yield in_room(first, params, self.defaults, self.max_model_len - num_prompt)
 
     def tokens_of_all(self, words: tuple[str, ...]) -> Words:
         """As `tokens_of`; kept for the next prompt, which often comes with the same words."""
@@ -241,26 +256,38 @@ class InputProcessor(msgspec.Struct, frozen=True):
         return tokens
 
     def tokens_of(self, words: Sequence[str]) -> Iterator[tuple[int, ...]]:
-        """The tokens of each bad word: as a text begins with it and, if only the first token is
-        another one, as it follows a space. That is vLLM's rule.
+        """The tokens of each bad word as it is written and, by vLLM's rule, of the word without
+        spaces before it: as a text begins with it and, if only the first token is another one, as
+        it follows a space.
         """
         for place, word in enumerate(words):
-            field, bare = f"bad_words[{place}]", word.lstrip()
+            field = f"bad_words[{place}]"
             try:
-                plain = self.tokenizer.encode(bare, add_special_tokens=False)
-                spaced = self.tokenizer.encode(f" {bare}", add_special_tokens=False)
+                forms = self.forms_of(word)
             except (TypeError, UnicodeError) as e:
                 raise RequestError(f"{field} is no valid text: {e}", field) from e
-            if not 0 < len(plain) <= MAX_WORD_TOKENS:
-                raise RequestError(
-                    f"{field}: {word!r:.50} has {len(plain)} tokens, and a bad word has 1 to "
-                    f"{MAX_WORD_TOKENS}: leave it out, or send a part of it",
-                    field,
-                )
-            is_other = len(spaced) == len(plain) and spaced[0] != plain[0]
-            for ids in (plain, spaced) if is_other else (plain,):
+            for ids in forms:
+                if not 0 < len(ids) <= MAX_WORD_TOKENS:
+                    raise RequestError(
+                        f"{field}: {word!r:.50} has {len(ids)} tokens, and a bad word has 1 to "
+                        f"{MAX_WORD_TOKENS}: leave it out, or send a part of it",
+                        field,
+                    )
                 self.check_ids(ids, field)
-                yield tuple(ids)
+                yield ids
+
+    def forms_of(self, word: str) -> Iterable[tuple[int, ...]]:
+        bare = word.lstrip()
+        spaced = f" {bare}"
+        ids = {
+            text: tuple(self.tokenizer.encode(text, add_special_tokens=False))
+            for text in dict.fromkeys((bare, spaced, word) if bare else (word,))
+        }
+        forms = [ids[word]]
+        if bare:
+            is_other = len(ids[spaced]) == len(ids[bare]) and ids[spaced][0] != ids[bare][0]
+            forms = [ids[bare], *([ids[spaced]] if is_other else []), ids[word]]
+        return dict.fromkeys(forms)
 
     def check_sources(self, names: Sequence[str]) -> None:
         """RequestError for a source that the engine lacks: its guesses would be waited for."""
@@ -289,8 +316,10 @@ def check_any_left(sampling: Sampling, vocab_size: int) -> None:
         bans = set[int]().union(*(lasts.get(text[k:], ()) for k in range(len(text) + 1)))
         if left <= (bans | early if len(text) < sampling.min_tokens else bans):
             param = "bad_words" if sampling.allowed_ids is None else "allowed_token_ids"
+            sent = {"bad_words": sampling.bad_words, "min_tokens": sampling.min_tokens}
+            names = " and ".join(name for name, value in sent.items() if value)
             raise RequestError(
-                f"{param}: bad_words and min_tokens could leave no token to draw: allow more "
-                "tokens, or rule out fewer",
+                f"{param}: {names} could leave no token to draw: allow more tokens, or rule out "
+                "fewer",
                 param,
             )

@@ -25,11 +25,12 @@ from specserve.input_processor import (
 )
 from specserve.interrupts import interrupts_held
 from specserve.models.chat_template import ChatOptions, Message
+from specserve.models.tokenizer import Tokenizer
 from specserve.phases import Phases
 from specserve.progress import LoadProgress, show_phases, track
-from specserve.vllm_arguments import known_arguments, seeds_from
+from specserve.vllm_arguments import check_call, known_arguments, seeds_from
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -101,20 +102,23 @@ class LLM:
         *,
         sampling_params: Params = None,
         use_tqdm: bool = True,
-        logits_processors: Sequence[LogitsProcessor] = (),
+        logits_processors: Sequence[LogitsProcessor] | None = (),
+        **vllm: Any,
     ) -> list[Output]:
         """Run all prompts together; outputs are in order. All are checked before any runs.
 
         `sampling_params` is vLLM's name of `params`; `use_tqdm` false shows no progress. Functions
         in `logits_processors` (see `LogitsProcessors`) change the logits of every token, one after
-        the other; these prompts have no guesses, as their outputs' `speculation` tells.
+        the other; these prompts have no guesses, as their outputs' `speculation` tells. `vllm` are
+        arguments of vLLM's own, which are taken where they have no effect (`lora_request=None`).
         """
+        check_call("LLM.generate", vllm)
+        processors = read_processors(logits_processors)
         given: list[Any] = [prompts] if is_one(prompts) else list(prompts)
         asked = [unwrapped(prompt) for prompt in given]
         each = self.check_each(one_of(params, sampling_params), len(asked))
-        checked = [self.check(p, q) for p, q in zip(asked, each, strict=True)]
-        texts = [prompt if isinstance(prompt, str) else None for prompt in asked]
-        return self.run(checked, texts, use_tqdm, logits_processors)
+        checked = [self.check(p, q) for (p, _), q in zip(asked, each, strict=True)]
+        return self.run(checked, [text for _, text in asked], use_tqdm, processors)
 
     def run(
         self,
@@ -145,21 +149,28 @@ class LLM:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        logits_processors: Sequence[LogitsProcessor] = (),
+        sampling_params: SamplingParams | None = None,
+        logits_processors: Sequence[LogitsProcessor] | None = (),
     ) -> Generator[tuple[str, list[int]], None, Output]:
         """(text, token_ids) of every step that emits tokens; the generator's value is the Output,
         which also has the details of speculation, where they were asked for.
 
         The prompt is checked at once, and starts to run when the first step is asked for.
         """
-        if params is not None and params.num_choices != 1:
+        asked, text = unwrapped(prompt)
+        ids, params = self.check(asked, one_of(params, sampling_params))
+        if params.num_choices != 1:
             name = "n" if params.n != 1 else "best_of"
             message = f"{name}: a stream is one choice's; leave it out, or call generate"
             raise RequestError(message, name)
-        return self.stream_checked(*self.check(prompt, params), logits_processors)
+        return self.stream_checked(ids, text, params, read_processors(logits_processors))
 
     def stream_checked(
-        self, ids: list[int], params: SamplingParams, processors: Sequence[LogitsProcessor]
+        self,
+        ids: list[int],
+        prompt: str | None,
+        params: SamplingParams,
+        processors: Sequence[LogitsProcessor],
     ) -> Generator[tuple[str, list[int]], None, Output]:
         [generation] = self.start(ids, params, processors=processors)
         num_characters = num_tokens = 0  # that have been yielded
@@ -179,7 +190,7 @@ class LLM:
         finally:
             self.end([generation])
         refuse_failed([generation])
-        return output([generation], self.loaded.drafter, params)
+        return output([generation], self.loaded.drafter, params, prompt)
 
     def chat(
         self,
@@ -191,13 +202,17 @@ class LLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        logits_processors: Sequence[LogitsProcessor] = (),
+        logits_processors: Sequence[LogitsProcessor] | None = (),
+        **vllm: Any,
     ) -> list[Output]:
         """The answers to one conversation, or to several, through the model's chat template.
 
         An assistant's last message is continued if `continue_final_message` is set. The template
-        reads `chat_template_kwargs` by their names. `logits_processors` as for `generate`.
+        reads `chat_template_kwargs` by their names. `logits_processors` and `vllm` as for
+        `generate`.
         """
+        check_call("LLM.chat", vllm)
+        processors = read_processors(logits_processors)
         kwargs = dict(chat_template_kwargs or {})
         options = ChatOptions(add_generation_prompt, continue_final_message, kwargs)
         if not isinstance(messages, Sequence) or isinstance(messages, str):
@@ -206,8 +221,17 @@ class LLM:
         conversations: Any = [messages] if is_single else messages
         each = self.check_each(one_of(params, sampling_params), len(conversations))
         both = zip(conversations, each, strict=True)
-        checked = [(self.render(c, options, q), q) for c, q in both]
-        return self.run(checked, [None] * len(checked), use_tqdm, logits_processors)
+        rendered = [(self.render(c, options, q), q) for c, q in both]
+        checked = [(ids, q) for (ids, _), q in rendered]
+        return self.run(checked, [text for (_, text), _ in rendered], use_tqdm, processors)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """With `encode`, `decode`, `get_vocab` and `apply_chat_template`."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's own, which also hold for what a SamplingParams leaves unset."""
+        return self.input_processor.default_params()
 
     @property
     def weights(self) -> Weights:
@@ -261,12 +285,12 @@ class LLM:
 
     def render(
         self, messages: Sequence[Message], options: ChatOptions, params: SamplingParams
-    ) -> list[int]:
-        """The ids of a conversation that can be served."""
-        kept = self.input_processor.num_kept(params)
-        ids = self.input_processor.render(messages, options, kept)
+    ) -> tuple[list[int], str]:
+        """The ids of a conversation that can be served, and its text."""
+        text = self.input_processor.written(messages, options)
+        ids = self.input_processor.encode(text, False, self.input_processor.num_kept(params))
         self.input_processor.check_length(ids)
-        return ids
+        return ids, text
 
     def start(
         self,
@@ -315,6 +339,15 @@ class LLM:
                 self.engine.finish(generation.id)
                 generation.finish_reason = generation.finish_reason or "abort"
                 self.live.pop(generation.id, None)
+
+
+def read_processors(given: Sequence[LogitsProcessor] | None) -> Sequence[LogitsProcessor]:
+    if given is not None and not isinstance(given, list | tuple):
+        raise RequestError(
+            f"logits_processors: {given!r:.50} is no list of functions; send [f]",
+            "logits_processors",
+        )
+    return given or ()
 
 
 def refuse_failed(generations: Iterable[Generation]) -> None:

@@ -4,70 +4,119 @@ A script for vLLM passes many that ask for nothing special: those are accepted a
 have no effect here.
 """
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from random import Random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NotRequired, TypedDict
 
 from specserve.config import ARGUMENTS
-from specserve.errors import ConfigError
+from specserve.errors import ConfigError, RequestError
 
 KV_DTYPES = {"fp8_e4m3": "fp8"}
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # None never has one
     "async_scheduling": (False,),
+    "config_format": ("auto", "hf"),
     "convert": ("auto", "none"),
     "cpu_offload_gb": (0,),
     "data_parallel_size": (1,),
     "disable_custom_all_reduce": (True, False),  # there is one device
     "disable_log_requests": (True,),
     "disable_log_stats": (True,),
+    "disable_sliding_window": (False,),
     "enable_chunked_prefill": (True,),
     "enable_expert_parallel": (False,),
     "enable_lora": (False,),
+    "enable_prompt_embeds": (False,),
+    "enable_sleep_mode": (False,),
     "enforce_eager": (False,),
     "generation_config": ("auto",),
     "load_format": ("auto", "safetensors"),
+    "logits_processors": ([], ()),
+    "logprobs_mode": ("raw_logprobs",),
+    "max_logprobs": (20,),
+    "model_impl": ("auto",),
     "pipeline_parallel_size": (1,),
     "runner": ("auto", "generate"),
+    "scheduling_policy": ("fcfs", "priority"),  # by priority, and those of one in order
     "skip_tokenizer_init": (False,),
+    "swap_space": (0, 4),  # nothing is swapped; 4 is vLLM's default
     "task": ("auto", "generate"),
     "tensor_parallel_size": (1,),
     "tokenizer_mode": ("auto", "fast", "hf"),
-    "trust_remote_code": (False,),
+    "trust_remote_code": (True, False),  # a permission that is not used
     "use_tqdm_on_load": (True,),
 }
 REFUSED = {  # names whose every value is refused -> what to do instead; "" is to leave it out
+    **dict.fromkeys(("additional_config", "cuda_graph_sizes", "hf_config_path"), ""),
+    **dict.fromkeys(("kv_events_config", "kv_transfer_config", "max_lora_rank", "max_loras"), ""),
+    **dict.fromkeys(("max_seq_len_to_capture", "num_gpu_blocks_override", "pooler_config"), ""),
+    **dict.fromkeys(("rope_scaling", "rope_theta"), "change the model's files"),
+    **dict.fromkeys(("reasoning_parser", "structured_outputs_config", "worker_cls"), ""),
     **dict.fromkeys(("allowed_local_media_path", "mm_processor_kwargs", "limit_mm_per_prompt"), ""),
     **dict.fromkeys(("attention_config", "compilation_config", "distributed_executor_backend"), ""),
     **dict.fromkeys(("download_dir", "hf_token"), "download the model first"),
     **dict.fromkeys(("hf_overrides", "override_generation_config"), "change the model's files"),
     "chat_template": "put chat_template.jinja into the model's folder",
-    "logits_processors": "",
+    "logits_processors": "give them to LLM.generate(..., logits_processors=[...])",
     "quantization": "the checkpoint says what its weights are; `quantize` rounds others",
     "revision": "download it and name its folder",
+    "served_model_name": "it is an option of `specserve serve`",
     "speculative_config": "say drafter and draft_model",
-    "swap_space": "",
     "tokenizer_revision": "",
 }
 WHY = {
     "enforce_eager": "steps on a GPU may be graphs",
     "generation_config": "the model's own is read; give a SamplingParams what shall be otherwise",
-    "trust_remote_code": "code that comes with a model is never run",
 }
+CALLS: dict[str, tuple[tuple[Any, ...], str]] = {  # of calls: values without effect, what to do
+    "chat_template": ((), "put chat_template.jinja into the model's folder"),
+    "chat_template_content_format": (("auto",), "the model's template decides"),
+    "data_parallel_rank": ((), "there is one engine"),
+    "guided_options_request": ((), "structured output is not supported yet"),
+    "logits_processors": (([], ()), "the engine is a process that lacks them; call LLM.generate"),
+    "lora_request": ((), "adapters are not supported; merge it into the model"),
+    "mm_processor_kwargs": ((), "only text is read"),
+    "priority": ((0,), "give SamplingParams(priority=...)"),
+    "tokenization_kwargs": ((), "give SamplingParams(truncate_prompt_tokens=...)"),
+    "tools": ((), "they are not supported yet"),
+    "trace_headers": ((), "nothing is traced"),
+}
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]  # their text, as outputs tell it
+
+
+class EngineArgs(SimpleNamespace):
+    """Arguments of `LLM` or `AsyncLLM`, for `LLM(**vars(args))` or `AsyncLLM.from_engine_args`."""
+
+
+class AsyncEngineArgs(EngineArgs):
+    pass
 
 
 def known_arguments(
     owner: str, model: str | Path | None, given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Those of vLLM's arguments that are in ARGUMENTS; ConfigError for what cannot be had,
-    TypeError for a name that vLLM has not either.
+    TypeError for a name that is not known.
     """
     known = dict[str, Any]()
     for name, value in given.items():
-        if name not in {"tokenizer", *ARGUMENTS, *WITHOUT_EFFECT, *REFUSED}:
-            raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}")
+        names = [*ARGUMENTS, *WITHOUT_EFFECT, *REFUSED, "tokenizer", "set", "config", "seed"]
+        if name not in names:
+            raise unexpected(owner, name, names)
         if name in ARGUMENTS:
             known[name] = KV_DTYPES.get(str(value), value) if name == "kv_cache_dtype" else value
+        elif name == "enforce_eager" and value is True and not has_graphs(given.get("device")):
+            continue
         elif value is not None and not is_without_effect(name, value, model):
             why = WHY.get(name) or REFUSED.get(name) or "it has no equal here"
             raise ConfigError(f"{owner}({name}={value!r:.50}): {why}; leave {name} out")
@@ -77,7 +126,36 @@ def known_arguments(
 def is_without_effect(name: str, value: Any, model: str | Path | None) -> bool:
     if name == "tokenizer":
         return model is not None and str(value) == str(model)
-    return any(value == none and type(value) is type(none) for none in WITHOUT_EFFECT.get(name, ()))
+    return is_one_of(value, WITHOUT_EFFECT.get(name, ()))
+
+
+def is_one_of(value: Any, known: tuple[Any, ...]) -> bool:
+    """Whether a value is among those: True is not 1."""
+    return any(type(value) is type(one) and value == one for one in known)
+
+
+def has_graphs(device: str | None) -> bool:
+    import torch  # AsyncLLM's process has no other use for it
+
+    return device != "cpu" and torch.cuda.is_available()
+
+
+def check_call(owner: str, given: Mapping[str, Any]) -> None:
+    """RequestError for arguments of vLLM's calls that would have to do something, TypeError for
+    others than vLLM's.
+    """
+    for name, value in given.items():
+        if name not in CALLS:
+            raise unexpected(owner, name, [*CALLS])
+        without_effect, why = CALLS[name]
+        if value is not None and not is_one_of(value, without_effect):
+            raise RequestError(f"{name}={value!r:.50}: {why}; leave {name} out", name)
+
+
+def unexpected(owner: str, name: str, known: list[str]) -> TypeError:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    hint = f": did you mean {near[0]}?" if near else ""
+    return TypeError(f"{owner}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def seeds_from(owner: str, seed: int | None) -> Random | None:

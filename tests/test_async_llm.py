@@ -54,6 +54,34 @@ async def all_of(outputs):
     return [output async for output in outputs]
 
 
+def test_what_scripts_for_vllm_ask_for_besides(run):
+    async def ask(a):
+        conversation = [{"role": "user", "content": "hi"}]
+        tokenizer = await a.get_tokenizer()
+        chat = (await all_of(a.chat(conversation, PARAMS, tools=None)))[-1]
+        assert chat.prompt == tokenizer.apply_chat_template(conversation, False, True)
+        both = {"prompt": "the cat", "prompt_token_ids": [5, 6]}
+        (*_, last) = await all_of(a.generate(both, PARAMS, "id", lora_request=None))
+        assert (last.prompt, last.prompt_token_ids) == ("the cat", [5, 6])
+
+    run(ask)
+
+
+def test_shutdown_ends_requests_and_the_engine_without_being_awaited(run):
+    async def ask(a):
+        stream = a.generate("the cat", LONG)
+        await anext(stream)
+        client = (await a.start()).client
+        a.shutdown()
+        last = [output async for output in stream][-1]
+        assert last.finish_reason == "abort"
+        await asyncio.wait_for(client.died.wait(), 5)
+        with pytest.raises(EngineDied, match="closed"):
+            await anext(a.generate("a"))
+
+    run(ask)
+
+
 async def held_blocks(llm):
     """Blocks of running requests, once the engine has reported after all that was sent to it."""
     client = (await llm.start()).client

@@ -12,6 +12,10 @@ import pytest
 import specserve
 from specserve import LLM, SamplingParams, cli
 from specserve.config import KNOBS, description
+from specserve.server import body
+from specserve.server.body import fields
+from specserve.server.chat import ChatBody
+from specserve.server.completions import CompletionBody
 from specserve_bench import fairness, host, memory, perplexity, scale, steps, suite
 from specserve_bench.peers import command as peers
 from specserve_bench.peers import table as peers_table
@@ -146,6 +150,12 @@ def test_the_python_example_runs(folders, capsys):
 def test_every_line_of_a_shell_block_is_covered_here():
     elsewhere = "curl "  # tests/server/test_readme.py
     assert [line for line in SHELL if not line.startswith(("make ", "specserve ", elsewhere))] == []
+
+
+def test_the_servers_manual_names_every_field():
+    manual = (ROOT / "docs/server.md").read_text()
+    known = {*fields(ChatBody), *fields(CompletionBody), *body.NO_OP, *body.REFUSED, *body.HARMLESS}
+    assert [name for name in sorted(known) if f"`{name}`" not in manual] == []
 
 
 @pytest.mark.parametrize("key", KNOBS)

@@ -225,6 +225,7 @@ BAD_WORDS = {  # as given -> tokens
     "at the beginning and after a space": ("ab", [(97, 98), (197, 98)]),
     "with a space before it": (" \n ab", [(97, 98), (197, 98)]),
     "of as many tokens after a space as not": ("1", [(49,)]),
+    "as it is written": (" 1", [(49,), (32, 49)]),
 }
 
 
@@ -264,6 +265,14 @@ def test_the_same_bad_words_are_tokenized_once_and_others_anew(processor):
         processor.resolve(a).bad_words for a in asked
     ]
     assert tokenizer.asked == ["cat", " cat", "dog", " dog", "cat", " cat"]
+
+
+@pytest.mark.parametrize("word", ["\n", "      ", " \n the", "  cat"])
+def test_spaces_of_a_bad_word_are_part_of_it(processor, word):
+    written = tuple(processor.tokenizer.encode(word, add_special_tokens=False))
+    others = SamplingParams(bad_words=[word.strip()] if word.strip() else [])
+    told = processor.resolve(SamplingParams(bad_words=(word,))).bad_words
+    assert told == (*processor.resolve(others).bad_words, written)
 
 
 def test_parameters_of_several_prompts_are_those_of_each(processor):
@@ -324,7 +333,8 @@ def test_parameters_that_leave_nothing_to_draw_are_refused(asked, is_left):
     if is_left:
         letters().resolve(params)
         return
-    with pytest.raises(RequestError, match="could leave no token to draw") as e:
+    sent = " and ".join(name for name in ("bad_words", "min_tokens") if name in asked)
+    with pytest.raises(RequestError, match=f": {sent} could leave no token to draw") as e:
         letters().resolve(params)
     assert e.value.param == "allowed_token_ids"
 

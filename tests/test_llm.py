@@ -174,7 +174,7 @@ def test_progress_is_shown_where_it_is_not_turned_off(folder, capsys):
 
 
 SCRIPT = """
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, TokensPrompt
 
 prompts = ["the cat sat on", "def read_lines(path):", "and the other"]
 sampling_params = SamplingParams(
@@ -182,7 +182,7 @@ sampling_params = SamplingParams(
     stop_token_ids=[3], ignore_eos=True, include_stop_str_in_output=True, skip_special_tokens=False,
     spaces_between_special_tokens=True, truncate_prompt_tokens=100,
 )
-llm = LLM(model=MODEL, dtype="float32")
+llm = LLM(model=MODEL, dtype="float32", trust_remote_code=True, swap_space=4)
 outputs = llm.generate(prompts, sampling_params)
 for output in outputs:
     first = output.outputs[0]
@@ -193,6 +193,14 @@ conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "co
 for given in (conversation, [conversation, conversation]):
     for output in llm.chat(given, sampling_params=sampling_params, use_tqdm=False):
         print(output.outputs[0].text, len(output.outputs), output.num_cached_tokens)
+tokenizer = llm.get_tokenizer()
+text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+prompt = TokensPrompt(prompt_token_ids=tokenizer.encode(text), prompt=text)
+short = sampling_params.clone()
+[output] = llm.generate(prompt, short, lora_request=None)
+[chat] = llm.chat(conversation, short, chat_template=None, tools=None)
+assert output.prompt == chat.prompt and output.outputs[0].text == chat.outputs[0].text
+assert output.metrics is None and llm.get_default_sampling_params().temperature == 1
 [output] = llm.generate("a", use_tqdm=False)
 assert output.finished and output.outputs[0].finish_reason in ("stop", "length")
 """

@@ -1,16 +1,35 @@
 """Arguments of vLLM's classes: taken, accepted as they change nothing, or refused."""
 
+import json
+import shutil
+
 import pytest
 
-from specserve import LLM, AsyncLLM, CompletionOutput, RequestOutput, SamplingParams
-from specserve.errors import ConfigError
+from specserve import (
+    LLM,
+    AsyncEngineArgs,
+    AsyncLLM,
+    CompletionOutput,
+    ConfigError,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+)
+from specserve.input_processor import load_text_files, make_input_processor
 from specserve.vllm_arguments import seeds_from
-from tests.checkpoints import tiny_checkpoint
+from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
 
 SETTINGS = {"model.threads": 1, "memory.kv_bytes": 1 << 26}
 NOTHING_SPECIAL = {
     "tensor_parallel_size": 1,
-    "trust_remote_code": False,
+    "trust_remote_code": True,
+    "logits_processors": [],
+    "logprobs_mode": "raw_logprobs",
+    "max_logprobs": 20,
+    "scheduling_policy": "priority",
+    "swap_space": 4,
     "disable_log_stats": True,
     "enforce_eager": False,
     "cpu_offload_gb": 0,
@@ -70,7 +89,10 @@ def test_what_has_an_equal_setting_is_taken(folder, name):
 REFUSED = {  # argument, value -> words
     "two GPUs": ({"tensor_parallel_size": 2}, "tensor_parallel_size=2.*no equal here; leave"),
     "true for one": ({"tensor_parallel_size": True}, "tensor_parallel_size=True"),
-    "code of the model": ({"trust_remote_code": True}, "never run; leave trust_remote_code out"),
+    "functions": ({"logits_processors": [print]}, "give them to LLM.generate"),
+    "another name": ({"served_model_name": "mine"}, "an option of `specserve serve`"),
+    "processed logprobs": ({"logprobs_mode": "processed_logprobs"}, "leave logprobs_mode out"),
+    "room to swap": ({"swap_space": 8}, "swap_space=8"),
     "another tokenizer": ({"tokenizer": "elsewhere"}, "tokenizer='elsewhere'"),
     "weights of its own": ({"quantization": "awq"}, "checkpoint says"),
     "guesses": ({"speculative_config": {"method": "ngram"}}, "say drafter and draft_model"),
@@ -88,5 +110,145 @@ def test_what_cannot_be_had_is_refused_by_name(folder, kind, given, words):
 
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM])
 def test_a_name_that_nobody_has_is_a_mistake_of_the_call(folder, kind):
-    with pytest.raises(TypeError, match=rf"{kind.__name__}\(\) got .* 'max_model_length'"):
+    words = rf"{kind.__name__}\(\) got .* 'max_model_length': did you mean max_model_len\?"
+    with pytest.raises(TypeError, match=words):
         kind(folder, max_model_length=5)
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_no_graphs_can_be_asked_for_where_there_are_none(folder, monkeypatch, has_gpu):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    AsyncLLM(folder, enforce_eager=True, device="cpu")
+    if not has_gpu:
+        AsyncLLM(folder, enforce_eager=True)
+        return
+    with pytest.raises(ConfigError, match="steps on a GPU may be graphs; leave enforce_eager out"):
+        AsyncLLM(folder, enforce_eager=True)
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with LLM(folder, set=SETTINGS, progress=False) as llm:
+        yield llm
+
+
+@pytest.fixture(params=["LLM.generate", "LLM.chat", "AsyncLLM.generate", "AsyncLLM.chat"])
+def call(request, folder, llm):
+    kind, method = request.param.split(".")
+    return getattr(llm if kind == "LLM" else AsyncLLM(folder), method)
+
+
+CALLS = {
+    "an adapter": ({"lora_request": 1}, "lora_request=1: adapters"),
+    "a template": ({"chat_template": "{{ 1 }}"}, "put chat_template.jinja"),
+    "tools": ({"tools": []}, "not supported yet; leave tools out"),
+    "priorities": ({"priority": [1]}, r"SamplingParams\(priority=\.\.\.\)"),
+    "a function by itself": ({"logits_processors": print}, "logits_processors"),
+}
+
+
+@pytest.mark.parametrize(("given", "words"), CALLS.values(), ids=CALLS)
+def test_an_argument_of_a_call_that_cannot_be_had_is_refused_by_name(call, given, words):
+    with pytest.raises(RequestError, match=words) as e:
+        call([{"role": "user", "content": "a"}], **given)
+    assert [e.value.param] == [*given]
+
+
+def test_a_misspelt_argument_of_a_call_is_told_the_nearest_name(call):
+    with pytest.raises(TypeError, match=r"'lora_reqest': did you mean lora_request\?"):
+        call("a", lora_reqest=None)
+
+
+def test_functions_cannot_go_to_another_process(folder):
+    with pytest.raises(RequestError, match=r"lacks them; call LLM\.generate"):
+        AsyncLLM(folder).generate("a", logits_processors=[print])
+
+
+def test_arguments_may_be_kept_for_later(folder):
+    args = AsyncEngineArgs(model=str(folder), max_model_len=99, enable_lora=False)
+    llm = AsyncLLM.from_engine_args(args)
+    assert (llm.config.model.path, llm.config.scheduler.max_model_len) == (args.model, 99)
+
+
+def test_what_the_model_has_for_unset_parameters_can_be_asked_for(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "model")
+    written = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.1}
+    written["repetition_penalty"] = 1.1
+    given = json.dumps(written | {"max_new_tokens": 9})
+    (tmp_path / "model/generation_config.json").write_text(given)
+    processor = make_input_processor(load_text_files(tmp_path / "model"), 320, 64)
+    assert processor.default_params() == SamplingParams(max_tokens=9, **written)
+    kept = processor.num_kept(SamplingParams(truncate_prompt_tokens=-1))
+    assert kept == 64 - 9, "beside the model's own max_tokens"
+
+
+CONVERSATION = [{"role": "user", "content": "hi"}]
+
+
+def test_the_tokenizer_applies_the_chat_template(llm):
+    ours, theirs = llm.get_tokenizer(), tiny_tokenizer()
+    for asked in ({}, {"add_generation_prompt": True}, {"tokenize": False}):
+        want = theirs.apply_chat_template(CONVERSATION, return_dict=False, **asked)
+        assert ours.apply_chat_template(CONVERSATION, **asked) == want
+
+
+def test_a_chats_prompt_is_its_text(llm):
+    [output] = llm.chat(CONVERSATION, SamplingParams(max_tokens=1), chat_template=None, tools=None)
+    kwargs = {"tokenize": False, "add_generation_prompt": True}
+    assert output.prompt == tiny_tokenizer().apply_chat_template(CONVERSATION, **kwargs)
+    assert output.metrics is None
+
+
+def test_of_a_prompt_with_text_and_ids_the_ids_run(llm):
+    params = SamplingParams(max_tokens=1, temperature=0)
+    both = TokensPrompt(prompt_token_ids=[5, 6], prompt="the cat")
+    outputs = llm.generate([both, TextPrompt(prompt="the cat")], params, lora_request=None)
+    assert [o.prompt for o in outputs] == ["the cat", "the cat"]
+    assert outputs[0].prompt_token_ids == [5, 6] != outputs[1].prompt_token_ids
+    empty = {"prompt": "the cat", "prompt_token_ids": None}
+    assert llm.generate(empty, params)[0].prompt_token_ids == outputs[1].prompt_token_ids
+
+
+def test_a_stream_takes_what_generate_takes(llm):
+    params, prompt = SamplingParams(max_tokens=4, seed=1), {"prompt_token_ids": [5, 6]}
+    stream = llm.stream(prompt, sampling_params=params)
+    [want] = llm.generate(prompt, params)
+    assert [token for _, ids in stream for token in ids] == want.token_ids
+
+
+def test_parameters_are_copied_and_changed_by_clone():
+    params = SamplingParams(max_tokens=4, seed=1)
+    assert params.clone() == params
+    assert params.clone(max_tokens=5) == SamplingParams(max_tokens=5, seed=1)
+
+
+NEUTRAL = {"detokenize": True, "structured_outputs": None, "guided_decoding": None}
+NEUTRAL |= {"extra_args": None, "flat_logprobs": False, "logits_processors": None}
+
+
+def test_parameters_without_effect_are_taken():
+    assert SamplingParams(max_tokens=4, **NEUTRAL) == SamplingParams(max_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"detokenize": False}, "not supported; leave detokenize out"),
+        ({"guided_decoding": "x"}, "structured output is not supported yet"),
+        ({"structured_outputs": "x"}, "structured output is not supported yet"),
+        ({"logits_processors": [print]}, "give them to LLM.generate"),
+    ],
+    ids=str,
+)
+def test_parameters_with_an_effect_that_cannot_be_had_are_refused(given, words):
+    with pytest.raises(RequestError, match=words) as e:
+        SamplingParams(**given)
+    assert [e.value.param] == [*given] and isinstance(e.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("max_new_tokens", "max_tokens"), ("temprature", "temperature")]
+)
+def test_a_parameter_by_another_name_is_told_ours(name, near):
+    with pytest.raises(TypeError, match=rf"'{name}': did you mean {near}\?"):
+        SamplingParams(**{name: 1})

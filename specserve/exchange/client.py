@@ -143,7 +143,7 @@ class EngineClient(asyncio.Protocol):
         self.kill()
 
     def kill(self) -> None:
-        if self.transport is not None:
+        if self.transport is not None and not self.loop.is_closed():
             self.transport.close()
         self.process.kill()
         self.process.wait()

@@ -1,8 +1,9 @@
 """Sampling parameters, as a caller gives them and as resolved for one request."""
 
+import difflib
 import secrets
 from random import Random
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -19,7 +20,28 @@ from specserve.models.defaults import (
 
 T = TypeVar("T")
 MAX_CHOICES = 128
+OTHER_NAMES = {  # of other servers' and libraries' parameters -> ours
+    **dict.fromkeys(("max_length", "max_new_tokens", "n_predict", "num_predict"), "max_tokens"),
+    "do_sample": "temperature",
+    "flat_logprobs": "logprobs",
+    "num_return_sequences": "n",
+    "random_seed": "seed",
+    "stop_sequences": "stop",
+}
 MAX_SEED = 2**53  # exclusive: a JavaScript client can hold it exactly
+NO_OP: dict[str, tuple[Any, ...]] = {  # of vLLM's SamplingParams -> values without effect here
+    "detokenize": (True,),
+    "extra_args": (None, {}),
+    "flat_logprobs": (False,),
+    "guided_decoding": (None,),
+    "logits_processors": (None, []),
+    "structured_outputs": (None,),
+}
+INSTEAD = {
+    "guided_decoding": "structured output is not supported yet",
+    "logits_processors": "give them to LLM.generate(..., logits_processors=[...])",
+    "structured_outputs": "structured output is not supported yet",
+}
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 SourceName = Annotated[str, Meta(min_length=1, max_length=256)]
 Limit = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -65,10 +87,33 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     tpot_ms: Milliseconds | None = None  # mean time of a token after the first
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class Named(msgspec.StructMeta):
+    """Takes vLLM's other parameters at the values that have no effect here."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        unknown = given.keys() - {*cls.__struct_fields__}
+        for name in unknown:
+            check_unknown(cls.__name__, [*cls.__struct_fields__], name, given[name])
+        return super().__call__(*args, **{k: v for k, v in given.items() if k not in unknown})
+
+
+def check_unknown(owner: str, known: list[str], name: str, value: Any) -> None:
+    """TypeError for a name that vLLM has not either, RequestError for a value with an effect."""
+    if name not in NO_OP:
+        near = [OTHER_NAMES[name]] if name in OTHER_NAMES else []
+        near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+        hint = f": did you mean {near[0]}?" if near else ""
+        raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}{hint}")
+    if not any(type(value) is type(none) and value == none for none in NO_OP[name]):
+        why = INSTEAD.get(name, "it is not supported")
+        raise RequestError(f"{owner}({name}={value!r:.50}): {why}; leave {name} out", name)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=Named):
     """What a caller may set; None takes the value of the model's generation_config, if it has one.
 
-    max_tokens      most output tokens; unset, or more than fits: the rest of the context
+    max_tokens      most output tokens, cut to the rest of the context; unset: the model's
+                    max_new_tokens, else the rest of the context
     temperature     0 always takes the likeliest token; else 1e-4 to 1e4, 1 by default
     top_k           only the k likeliest tokens; 0, the default, and -1 are off
     top_p           only the likeliest tokens whose probabilities sum to this; 1 is off
@@ -79,15 +124,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                         multiplied where it is below 0; 1 is off
     logit_bias      up to 1024 ids -> -100 to 100, added to their logits
     allowed_token_ids  1 to 4096 ids; no others are drawn
-    bad_words       up to 256 strings of up to 256 characters and 64 tokens each: their tokens, with
-                    and without a space before them, do not come one after the other
-    min_tokens      no end of text, stop id or stop string ends the text before so many tokens
+    bad_words       up to 256 strings of up to 256 characters and 64 tokens each: their tokens, as
+                    written, without spaces before them and after one space, do not come one after
+                    the other
+    min_tokens      no end of text, stop id or stop string ends the text before so many tokens, up
+                    to max_tokens and the rest of the context
     seed            the same seed gives the same text; drawn, and reported, when unset
     stop            up to 16 strings; the text ends before the first
     stop_token_ids  ids that end the text; they add none to it
     include_stop_str_in_output  the text ends after the stop string, or with the stop id's own text
     skip_special_tokens  false: the text has special tokens, too, as they are written
-    spaces_between_special_tokens  either is the same: no tokenizer that is read here adds any
+    spaces_between_special_tokens  without effect: no tokenizer that is read here adds any
     truncate_prompt_tokens  only the prompt's last k tokens; -1: as many as fit beside max_tokens
     ignore_eos      go on after the model's own end of text
     n               choices, 1 to 128, that share the prompt's KV; choice c has the seed
@@ -134,6 +181,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculationParams | None = None
     slo: Slo | None = None
     return_speculation_details: bool = False
+
+    def clone(self, **changes: Any) -> Self:
+        """A copy, with these parameters instead."""
+        return type(self)(**({k: getattr(self, k) for k in self.__struct_fields__} | changes))
 
     @property
     def num_choices(self) -> int:
@@ -243,12 +294,15 @@ def check(params: SamplingParams) -> SamplingParams:
     """The parameters as msgspec converts them; RequestError if one is out of its range."""
     try:
         given = msgspec.convert(fields_of(params), SamplingParams, str_keys=True)
-        check_temperature(pick(given.temperature, 0.0))
     except ValueError as e:  # msgspec's ValidationError is one
         reason, path = reason_and_path(e)
         param = path.lstrip(".") or None
         where = f"{param}: " if param else ""
         raise RequestError(f"sampling parameters: {where}{reason}", param) from e
+    try:
+        check_temperature(pick(given.temperature, 0.0))
+    except ValueError as e:
+        raise RequestError(f"sampling parameters: {e}", "temperature") from e
     if given.num_choices < given.n:
         raise RequestError(
             f"sampling parameters: best_of = {given.best_of} is less than n = {given.n}: leave it "
@@ -274,9 +328,10 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
     The tokens of bad words are not filled in.
     """
     given = check(params)
+    check_room(given, defaults, room)
     eos = () if given.ignore_eos else defaults.eos_token_ids
     return Sampling(
-        max_tokens=min(pick(given.max_tokens, room), room),
+        max_tokens=most_tokens(given, defaults, room),
         temperature=pick(given.temperature, defaults.temperature),
         top_k=max(0, pick(given.top_k, defaults.top_k)),
         top_p=pick(given.top_p, defaults.top_p),
@@ -303,6 +358,26 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
     )
 
 
+def most_tokens(params: SamplingParams, defaults: GenerationDefaults, room: int) -> int:
+    return min(pick(params.max_tokens, pick(defaults.max_new_tokens, room)), room)
+
+
+def check_room(params: SamplingParams, defaults: GenerationDefaults, room: int) -> None:
+    own = defaults.max_new_tokens
+    if params.max_tokens is None and own is not None and params.min_tokens > own:
+        raise RequestError(
+            f"sampling parameters: min_tokens = {params.min_tokens} is more than {own}, the "
+            "model's own max_tokens: send a smaller one, or max_tokens",
+            "min_tokens",
+        )
+    if params.min_tokens > room:
+        raise RequestError(
+            f"sampling parameters: min_tokens = {params.min_tokens}, and the context has room for "
+            f"{room} after the prompt: send a smaller one, or a shorter prompt",
+            "min_tokens",
+        )
+
+
 def seeded(params: SamplingParams, seeds: Random | None) -> SamplingParams:
     """The parameters with the next of the seeds, if there are any and the caller gave none."""
     if seeds is None or params.seed is not None:
@@ -310,9 +385,14 @@ def seeded(params: SamplingParams, seeds: Random | None) -> SamplingParams:
     return msgspec.structs.replace(params, seed=seeds.randrange(MAX_SEED))
 
 
-def in_room(resolved: Sampling, params: SamplingParams, room: int) -> Sampling:
-    """The same parameters for another prompt, which leaves so much of the context."""
-    most = min(pick(params.max_tokens, room), room)
+def in_room(
+    resolved: Sampling, params: SamplingParams, defaults: GenerationDefaults, room: int
+) -> Sampling:
+    """The same parameters for another prompt, which leaves so much of the context. Errors: as of
+    `resolve`.
+    """
+    check_room(params, defaults, room)
+    most = most_tokens(params, defaults, room)
     seed = pick(params.seed, secrets.randbelow(MAX_SEED))
     return msgspec.structs.replace(resolved, max_tokens=most, seed=seed)
 

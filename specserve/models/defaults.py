@@ -30,7 +30,6 @@ NOT_APPLIED: dict[str, Any] = {  # applied by transformers, but not here -> the 
     "forced_decoder_ids": None,
     "forced_eos_token_id": None,
     "guidance_scale": 1,
-    "max_new_tokens": None,
     "min_length": 0,
     "min_new_tokens": 0,
     "no_repeat_ngram_size": 0,
@@ -54,6 +53,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     top_p: TopP = 1.0
     min_p: MinP = 0.0
     repetition_penalty: RepetitionPenalty = 1.0
+    max_new_tokens: Annotated[int, Meta(ge=1)] | None = None  # None: the rest of the context
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature)

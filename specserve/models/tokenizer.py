@@ -9,8 +9,8 @@ from typing import Any
 
 import tokenizers
 
-from specserve.errors import ConfigError
-from specserve.models.chat_template import ChatTemplate, find_chat_template
+from specserve.errors import ConfigError, RequestError
+from specserve.models.chat_template import ChatOptions, ChatTemplate, Message, find_chat_template
 from specserve.models.folder import check_tokenizer, read_json
 from specserve.models.special_tokens import read_special_tokens
 
@@ -42,6 +42,21 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text, spaces unchanged; an id without a token gives no text."""
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Message],
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        **chat_template_kwargs: Any,
+    ) -> str | list[int]:
+        """The conversation as tokens or text, as by transformers; RequestError if it is refused."""
+        if self.chat_template is None:
+            raise RequestError("the model has no chat template")
+        options = ChatOptions(add_generation_prompt, continue_final_message, chat_template_kwargs)
+        text = self.chat_template.render(conversation, options)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def id_to_token(self, token: int) -> str | None:
         return self.backend.id_to_token(token)

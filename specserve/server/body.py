@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from specserve.config import ServerConfig
 from specserve.errors import Overloaded, RequestError
-from specserve.exchange.sampling_params import SamplingParams, reason_and_path
+from specserve.exchange.sampling_params import OTHER_NAMES, SamplingParams, reason_and_path
 from specserve.server.refusal import TimedOut, TooLarge, cut
 
 # OpenAI's fields that have no meaning here: accepted with any value, and ignored.
@@ -20,6 +20,8 @@ HARMLESS = {
     *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
     *("service_tier", "user", "verbosity"),
 }
+
+GUIDED = "guided_choice", "guided_grammar", "guided_json", "guided_regex"
 
 # Fields of other servers that are not implemented -> the values without effect: only they are
 # accepted.
@@ -29,6 +31,7 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "function_call": ("none",),
     "functions": (),
+    **dict.fromkeys(GUIDED, ()),
     "include_reasoning": (True,),
     "length_penalty": (1,),
     "logprob_token_ids": (),
@@ -54,14 +57,14 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
+STRUCTURED = {*GUIDED, "response_format", "structured_outputs"}
+
 # Fields that are refused unless they are null -> what to do instead.
 REFUSED = {
     "chat_template": "the template is the model's own; render it yourself and call completions",
+    "messages": "a completion has a prompt; send messages to /v1/chat/completions",
+    "prompt": "a chat has messages; send a prompt to /v1/completions",
     "prompt_embeds": "send text or token ids",
-    **dict.fromkeys(
-        ("guided_choice", "guided_grammar", "guided_json", "guided_regex"),
-        "these names are obsolete; structured output is requested by response_format",
-    ),
 }
 
 SMALL = 1 << 16  # bytes of a body that are not counted: the limit on connections bounds their sum
@@ -183,7 +186,8 @@ def read(raw: bytes, kind: type[T]) -> T:
         raise RequestError("stream_options: only streams have these; set stream", "stream_options")
     if body.is_ranked and body.stream:
         raise RequestError(
-            "best_of: a stream begins before it is known which choices are best; leave out one",
+            "best_of: a stream begins before it is known which choices are best; leave out best_of "
+            "or stream",
             "best_of",
         )
     if body.return_tokens_as_token_ids and body.params.num_top is None:
@@ -258,7 +262,10 @@ def check_no_op(key: str, value: Any, kind: type[Body]) -> None:
         refuse_unknown(key, [*fields(kind), *NO_OP, *HARMLESS])
     if value is not None and not any(is_same(value, off) for off in NO_OP[key]):
         off = " or ".join(msgspec.json.encode(v).decode() for v in (*NO_OP[key], None))
-        raise RequestError(f"{key} is not supported yet: leave it out, or send {off}", key)
+        if key == "top_logprobs" and type(value) is int and 0 < value <= 20:
+            raise RequestError(f"{key} is of chats: send logprobs: {value}", key)
+        what = f"{key} (structured output)" if key in STRUCTURED else key
+        raise RequestError(f"{what} is not supported yet: leave it out, or send {off}", key)
 
 
 def is_same(value: Any, off: Any) -> bool:
@@ -267,7 +274,8 @@ def is_same(value: Any, off: Any) -> bool:
 
 
 def refuse_unknown(key: str, known: list[str], path: str = "") -> None:
-    near = difflib.get_close_matches(key[:64], known, n=1, cutoff=0.75)
+    near = [name for name in [OTHER_NAMES.get(key)] if name in known]
+    near = near or difflib.get_close_matches(key[:64], known, n=1, cutoff=0.75)
     hint = f": did you mean {near[0]}?" if near else "; leave it out"
     error = RequestError(f"unknown field {cut(path + key)!r}{hint}", cut(path + key))
     error.code = "unknown_parameter"

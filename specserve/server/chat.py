@@ -41,6 +41,7 @@ MAX_DEPTH = 32  # of values for a template
 
 class ChatBody(Body, frozen=True, kw_only=True):
     messages: tuple[dict[str, Any], ...] = ()
+    add_special_tokens: bool = False
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -98,7 +99,7 @@ async def chat(request: Request) -> Response:
     service.check_model(asked.model)
     await service.check_asked(asked.params, 1, "messages")
     kept = service.input_processor.num_kept(asked.params)
-    encoding = encode(service, asked.messages, asked.options, kept)
+    encoding = encode(service, asked.messages, asked.options, asked.add_special_tokens, kept)
     prompt = await while_connected(request, encoding)
     with blaming("messages"):
         service.input_processor.check_length(prompt)
@@ -110,11 +111,12 @@ async def encode(
     service: Service,
     messages: Sequence[dict[str, Any]],
     options: ChatOptions,
+    add_special_tokens: bool,
     kept: int | None = None,
 ) -> list[int]:
     """The conversation's tokens, or the last `kept` of them."""
     text = await service.render(messages, options)
-    return await service.tokenize(text, "messages", add_special_tokens=False, kept=kept)
+    return await service.tokenize(text, "messages", add_special_tokens, kept)
 
 
 def read_chat(raw: bytes) -> ChatBody:

@@ -23,6 +23,7 @@ MOST_TOLD = 1 << 20  # logprobs of prompts in an answer, 70 bytes each at most
 
 class CompletionBody(Body, frozen=True, kw_only=True):
     prompt: str | list[Any] | None = None
+    add_special_tokens: bool = True
     echo: bool = False
     max_tokens: Annotated[int, Meta(ge=0)] | None = None  # 0: only with echo
 
@@ -56,7 +57,7 @@ async def completions(request: Request) -> Response:
     service.check_model(asked.model)
     await service.check_asked(asked.params, len(prompts), "prompt")
     kept = service.input_processor.num_kept(asked.params)
-    ids = await service.read_all(prompts, kept)
+    ids = await service.read_all(prompts, kept, asked.add_special_tokens)
     check_told(asked.params, ids)
     echoed = await service.in_thread(echo, service, asked, prompts, ids) if asked.echo else ()
     completion = await service.ask(ids, asked.params, arrived, "prompt")

@@ -201,7 +201,10 @@ class Service:
         return await self.in_thread(hash_all) if is_long else hash_all()
 
     async def read_all(
-        self, prompts: Sequence[str | list[int]], kept: int | None = None
+        self,
+        prompts: Sequence[str | list[int]],
+        kept: int | None = None,
+        add_special_tokens: bool = True,
     ) -> list[list[int]]:
         """Every prompt's tokens, or the last `kept` of each; tokenizing stops at the first prompt
         that does not fit.
@@ -211,7 +214,7 @@ class Service:
             for prompt in prompts:
                 if not isinstance(prompt, str):  # before any text is tokenized
                     self.input_processor.check_length(last(prompt, kept))
-            return [await self.in_thread(read, prompt, kept) for prompt in prompts]
+            return [await self.in_thread(read, p, kept, add_special_tokens) for p in prompts]
 
     async def tokenize(
         self, text: str, field: str, add_special_tokens: bool, kept: int | None = None

@@ -10,14 +10,14 @@ from specserve.errors import RequestError
 from specserve.server.body import read_fields
 from specserve.server.chat import encode, read_messages, read_options
 from specserve.server.response import json_response, while_connected
-from specserve.server.service import Service, blaming
+from specserve.server.service import Service
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None  # None: of a prompt, not of messages
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
@@ -48,10 +48,12 @@ async def tokenize(request: Request) -> Response:
     if asked.messages is not None:
         kwargs = asked.chat_template_kwargs
         options = read_options(asked.add_generation_prompt, asked.continue_final_message, kwargs)
-        encoding = encode(service, read_messages(asked.messages), options)
+        adds_special = asked.add_special_tokens is True
+        encoding = encode(service, read_messages(asked.messages), options, adds_special)
         ids = await while_connected(request, encoding)
     else:
-        ids = await service.tokenize(asked.prompt or "", "prompt", asked.add_special_tokens)
+        adds_special = asked.add_special_tokens is not False
+        ids = await service.tokenize(asked.prompt or "", "prompt", adds_special)
     limit = service.input_processor.max_model_len
     return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids})
 
@@ -64,7 +66,6 @@ async def detokenize(request: Request) -> Response:
     most = service.input_processor.max_model_len
     if len(asked.tokens) > most:
         raise RequestError(f"tokens: {len(asked.tokens)} ids, and {most} are allowed", "tokens")
-    with blaming("tokens"):
-        ids = await service.in_thread(service.input_processor.read_ids, asked.tokens)
+    ids = await service.in_thread(service.input_processor.read_ids, asked.tokens, "tokens")
     text = await service.in_thread(service.input_processor.tokenizer.decode, ids, False)
     return json_response({"prompt": text})

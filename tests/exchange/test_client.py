@@ -1,6 +1,7 @@
 """The HTTP process's end of the engine's socket."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -69,3 +70,15 @@ def test_who_asks_a_dead_engine_for_its_state_is_told_so():
                 await late
 
     asyncio.run(run())
+
+
+def test_the_engine_can_be_ended_after_its_event_loop():
+    ends = []
+
+    async def make():
+        client = EngineClient((SimpleNamespace(kill=lambda: ends.append(1), wait=lambda: 0), None))
+        client.connection_made(object())  # nothing can be asked of it once the loop is closed
+        return client
+
+    asyncio.run(make()).kill()
+    assert ends == [1]

@@ -7,6 +7,7 @@ from specserve.exchange.sampling_params import (
     SamplingParams,
     Slo,
     SpeculationParams,
+    in_room,
     resolve,
 )
 from specserve.models.defaults import GenerationDefaults
@@ -116,6 +117,22 @@ def test_what_is_given_wins_even_where_it_is_zero():
     assert (got.temperature, got.top_k, got.top_p, got.min_p, got.seed) == (0, 0, 1, 0, 0)
 
 
+@pytest.mark.parametrize(
+    ("own", "asked", "room", "got"), [(5, None, 9, 5), (5, 7, 9, 7), (9, None, 5, 5)]
+)
+def test_the_models_own_limit_holds_where_none_is_given(own, asked, room, got):
+    defaults, params = GenerationDefaults(max_new_tokens=own), SamplingParams(max_tokens=asked)
+    first = resolve(params, defaults, room)
+    assert first.max_tokens == got == in_room(first, params, defaults, room).max_tokens
+
+
+def test_more_tokens_at_least_than_the_models_own_limit_are_refused():
+    defaults = GenerationDefaults(max_new_tokens=5)
+    assert resolved(defaults, min_tokens=6, max_tokens=6).min_tokens == 6
+    with pytest.raises(RequestError, match="min_tokens = 6 is more than 5, the model's own"):
+        resolved(defaults, min_tokens=6)
+
+
 def test_a_repetition_penalty_that_is_given_wins_over_the_models():
     defaults = GenerationDefaults(repetition_penalty=1.1)
     assert resolved(defaults, repetition_penalty=1).repetition_penalty == 1
@@ -179,4 +196,11 @@ def test_ids_of_a_bias_may_be_written_as_json_writes_them():
 
 def test_as_many_tokens_at_least_as_at_most_are_a_length():
     assert resolved(min_tokens=5, max_tokens=5).min_tokens == 5
-    assert resolved(room=4, min_tokens=9).max_tokens == 4, "unset, it is what fits"
+    assert resolved(room=5, min_tokens=5).max_tokens == 5, "unset, it is what fits"
+
+
+@pytest.mark.parametrize("most", [None, 9])
+def test_more_tokens_at_least_than_fit_are_refused(most):
+    with pytest.raises(RequestError, match=r"min_tokens = 6, .* room for 5 after") as e:
+        resolved(room=5, min_tokens=6, max_tokens=most)
+    assert e.value.param == "min_tokens"

@@ -75,7 +75,6 @@ IGNORED = {  # key -> a value that would change the text in transformers, and on
     "min_length": (4, 0),
     "num_beams": (4, 1),
     "penalty_alpha": (0.6, 0.0),
-    "max_new_tokens": (2048, None),
 }
 
 

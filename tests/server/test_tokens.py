@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+import tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from specserve.config import Config, ServerConfig
 from specserve.errors import PromptTooLong
@@ -19,7 +21,7 @@ from specserve.models.defaults import GenerationDefaults
 from specserve.models.tokenizer import Tokenizer
 from specserve.server.service import Service
 from specserve.server.templates import NUM_PROCESSES
-from tests.checkpoints import add_token_beyond, tiny_checkpoint, tiny_tokenizer
+from tests.checkpoints import PAD, add_token_beyond, tiny_checkpoint, tiny_tokenizer
 from tests.server.asking import CHAT, COMPLETIONS, begun, saying
 from tests.server.server_process import ServerProcess, eventually
 
@@ -30,6 +32,15 @@ STUCK = """
 """
 
 
+def begin_texts(folder):
+    """Have the tokenizer add a token to the beginning of texts."""
+    path = str(folder / "tokenizer.json")
+    tokenizer = tokenizers.Tokenizer.from_file(path)
+    added = [(PAD, tokenizer.token_to_id(PAD))]
+    tokenizer.post_processor = TemplateProcessing(single=f"{PAD} $A", special_tokens=added)
+    tokenizer.save(path)
+
+
 def chat_with(content):
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
 
@@ -38,6 +49,7 @@ def chat_with(content):
 def server(tmp_path_factory):
     folder = tiny_checkpoint(tmp_path_factory.mktemp("tokens"), seed=1)
     assert add_token_beyond(folder) == BEYOND
+    begin_texts(folder)
     (folder / "chat_template.jinja").write_text(STUCK)
     settings = {"server.template_seconds": 0.5}
     with ServerProcess(folder, "--served-model-name=tiny", **settings) as server:
@@ -67,6 +79,7 @@ def test_a_token_that_the_model_has_no_embedding_of_ends_its_own_request_only(se
             assert (answer.status, error["param"]) == (400, field), (path, body)
             assert f"{BEYOND!r} has the id 320" in error["message"]
             assert "[0, 320): leave it out" in error["message"]
+            assert path != "/detokenize" or error["message"].startswith("tokens: the token")
         assert list(events)[-1] == "[DONE]"
 
 
@@ -153,6 +166,19 @@ def is_running(pid):
         return fields_of(pid)[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+@pytest.mark.parametrize("given", [None, True, False])
+def test_special_tokens_are_added_to_a_prompt_and_not_to_a_chat_unless_asked(server, given):
+    asked = {} if given is None else {"add_special_tokens": given}
+    talk = {"messages": [{"role": "user", "content": "the cat"}]}
+    ids = tiny_tokenizer()("user: the cat")["input_ids"]
+    for path, body, own in ((COMPLETIONS, {"prompt": "user: the cat"}, True), (CHAT, talk, False)):
+        told = server.post("/tokenize", body | asked).body["tokens"]
+        assert told == [0] * (own if given is None else given) + ids
+        answer = server.post(path, body | asked | {"max_tokens": 1, "return_token_ids": True}).body
+        place = answer if path == CHAT else answer["choices"][0]
+        assert place["prompt_token_ids"] == told
 
 
 class Counting(Tokenizer):
