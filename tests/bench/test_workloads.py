@@ -29,6 +29,7 @@ def test_the_committed_questions_are_phrased_as_training_never_does():
         assert any(p.format(q.symbol) == q.question for p in PURPOSE.held_out)
 
 
+@pytest.mark.slow
 def test_without_the_committed_files_there_are_those_of_the_running_python(tmp_path, monkeypatch):
     names = list(source_files())
     monkeypatch.setattr(held_out, "COMMITTED", tmp_path)

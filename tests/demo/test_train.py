@@ -220,6 +220,7 @@ def test_a_corpus_is_read_as_it_was_saved(tmp_path, tokens):
         assert column.dtype == want.dtype and np.array_equal(column, want)
 
 
+@pytest.mark.slow
 def test_a_training_takes_the_corpus_that_is_in_its_folder(tmp_path, monkeypatch):
     first = train.prepare(tmp_path, CONFIG)
     monkeypatch.setattr(train, "read_corpus", None)

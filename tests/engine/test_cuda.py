@@ -79,13 +79,19 @@ def recorded(monkeypatch):
     monkeypatch.setattr(paged, "PROGRAMS", 4)  # the interpreter runs them one after the other
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "model", "auto", bush, hedge])
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        *("ngram", "model", "auto", bush),
+        *(pytest.param(drafter, marks=pytest.mark.slow) for drafter in ("none", hedge)),
+    ],
+)
 def test_the_text_is_the_cpus_own_with_every_drafter(models, drafter, monkeypatch):
     Clock(monkeypatch)  # so that auto is sure to guess
     the_text_is_the_cpus_own(models, drafter, cases())
 
 
-@pytest.mark.parametrize("drafter", ["auto", bush])
+@pytest.mark.parametrize("drafter", ["auto", pytest.param(bush, marks=pytest.mark.slow)])
 def test_the_text_of_recorded_steps_is_the_cpus_own(models, drafter, recorded, monkeypatch):
     Clock(monkeypatch)  # so that auto is sure to guess
     engine = the_text_is_the_cpus_own(models, drafter, cases())
@@ -129,6 +135,7 @@ def test_the_text_over_kv_of_8_bits_is_the_cpus_own(models, kv_dtype):
     the_text_over_kv_of_8_bits_is_the_cpus_own(models, kv_dtype)
 
 
+@pytest.mark.slow
 def test_the_text_of_recorded_steps_over_kv_of_8_bits_is_the_cpus_own(models, recorded):
     the_text_over_kv_of_8_bits_is_the_cpus_own(models, "int8")
 

@@ -112,8 +112,8 @@ EDGES = (1, 2, 3, 5, 6, 7, 13, 14, 15, 16, 17, 31, 32, 33, 64, 130)  # of blocks
     ("shape", "sizes", "form"),
     [
         ((50, 64, 32), EVERY, "no zeros"),
-        ((50, 64, 32), EVERY, "offsets"),
-        ((331, 152, 8), EDGES, "zeros"),
+        pytest.param((50, 64, 32), EVERY, "offsets", marks=pytest.mark.slow),
+        pytest.param((331, 152, 8), EDGES, "zeros", marks=pytest.mark.slow),
         ((331, 152, 8), EDGES, "offsets"),
         ((33, 1030, 515), (*EDGES, 300), "zeros"),
         ((33, 1030, 515), (*EDGES, 300), "offsets"),
