@@ -490,8 +490,12 @@ def test_nothing_learnt_outlives_a_reset(target, clock):
     assert not guesses.calibration.sources and not guesses.trials.waits
 
 
-def run_draft(target, draft, max_tokens=250, num_requests=1):
-    """The steps in which the draft model ran, as the only source, and how many requests in each."""
+def num_requests_of(launches):
+    return max(map(len, launches))
+
+
+def run_draft(target, draft, max_tokens=250, num_requests=1, tell=num_requests_of):
+    """The steps in which the draft model ran, as the only source, and what its launches tell."""
     engine = engine_for(target, draft, "auto", max_nodes=4)
     engine.guesses = planned(engine, model=engine.guesses.model)
     launches, found = row_counts(engine.draft_model.runner), {}
@@ -501,7 +505,7 @@ def run_draft(target, draft, max_tokens=250, num_requests=1):
         launches.clear()
         engine.step()
         if launches:
-            found[engine.stats.num_steps] = max(map(len, launches))
+            found[engine.stats.num_steps] = tell(launches)
     return found
 
 
@@ -522,3 +526,12 @@ def test_a_draft_model_that_is_left_out_is_tried_with_one_request_for_all_of_the
         right = run_draft(target, target, num_requests=num_requests)
         assert [*right][:14] == [*range(2, 226, 16)], "soon again, as it was right"
         assert {*right.values()} == {num_requests, 1}
+
+
+def test_a_trial_runs_three_levels_as_one_alone_is_slower_than_those_after_it(
+    target, clock, every_turn
+):
+    clock.draft = lambda rows: 10 * STEP
+    first, *trials = run_draft(target, target, tell=len).values()
+    assert first == 1 and len(trials) > 5
+    assert {*trials[:-1]} == {3}

@@ -51,6 +51,14 @@ def test_it_learns_what_rows_cost():
     assert ratios(learnt()) == pytest.approx([1.0] * 8, abs=0.12)
 
 
+def test_first_steps_that_are_slow_do_not_make_an_edge_expensive():
+    costs = StepCosts(64, 1e-6)
+    for slowed in (5, 3, 1):
+        costs.observe(8, 1000, 1, true_seconds(8, 1000) * slowed)
+    assert costs.is_known(8)
+    assert ratios(costs, (8,)) == pytest.approx([1.0], abs=0.1)
+
+
 def test_what_was_learnt_can_be_forgotten():
     costs, new = learnt(), StepCosts(64, 1e-6)
     assert costs.table() != new.table()
