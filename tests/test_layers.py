@@ -17,6 +17,7 @@ LAYERS = [  # ground floor first
     ("specserve.progress",),
     ("specserve.block_keys",),
     ("specserve.memory", "specserve.models", "specserve.text"),
+    ("specserve.grammars",),
     ("specserve.phases", "specserve.selection", "specserve.preflight", "specserve.quantize"),
     ("specserve.exchange",),
     ("specserve.scheduling",),

@@ -245,6 +245,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: str = ""
 
     @property
     def has_penalties(self) -> bool:
