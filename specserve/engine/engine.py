@@ -72,7 +72,7 @@ class Engine:
         self.changing: set[int] = set()  # those whose text changes their logits
         self.states: dict[int, TextState] = {}  # of those, from the first token on
         self.processors: dict[int, LogitsProcessors] = {}  # callers' own, by request
-        self.grammars: Grammars | None = None  # None takes none
+        self.grammars: Grammars | None = None  # set where requests may have one
         self.telling: set[int] = set()  # of those that asked for logprobs
         self.stats = Stats()
         self.kept: list[KeptCosts] = []  # of the models

@@ -86,12 +86,17 @@ def end(tokenizer):
     return tokenizer.get_vocab()[EOS]
 
 
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer, end):
+    return Vocabulary(compiled.vocabulary_of(tokenizer, VOCAB, [end]), VOCAB, [end])
+
+
 @pytest.fixture
-def engine_with(pair, tokenizer, end):
+def engine_with(pair, vocabulary):
     def make(drafter="none", **settings):
         target, draft = pair
         engine = engine_for(target, draft_of(draft, drafter), drafter, **settings)
-        engine.grammars = Grammars(Vocabulary(lambda: (tokenizer, [end]), VOCAB))
+        engine.grammars = Grammars(lambda: vocabulary)
         if drafter == "auto":
             ask_always(engine)
         return engine
@@ -157,7 +162,7 @@ def test_the_same_with_guesses_that_break_the_grammar(engine_with, sampling, scr
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_the_same_whatever_is_planned_and_disturbed(pair, tokenizer, end, data):
+def test_the_same_whatever_is_planned_and_disturbed(pair, vocabulary, end, data):
     names = [*GRAMMARS, None]
     cases = data.draw(
         st.lists(
@@ -191,11 +196,10 @@ def test_the_same_whatever_is_planned_and_disturbed(pair, tokenizer, end, data):
         )
     )
     target, draft = pair
-    vocabulary = Vocabulary(lambda: (tokenizer, [end]), VOCAB)
     texts = []
     for drafter in ("none", "auto"):
         engine = engine_for(target, draft_of(draft, drafter), drafter, max_running=4)
-        engine.grammars = Grammars(vocabulary)
+        engine.grammars = Grammars(lambda: vocabulary)
         if drafter == "auto":
             ask_always(engine)
             engine.guesses.planner = RandomPlanner(engine.scheduler, data.draw(st.integers(0, 99)))
@@ -214,11 +218,9 @@ def test_the_same_whatever_is_planned_and_disturbed(pair, tokenizer, end, data):
         assert a[:shorter] == b[:shorter] and (not is_whole or len(a) == len(b))
 
 
-def test_no_guess_that_is_verified_breaks_the_grammar(engine_with, sampling, tokenizer, end):
+def test_no_guess_that_is_verified_breaks_the_grammar(engine_with, sampling, vocabulary, end):
     engine = engine_with("auto")
-    matcher = compiled.compile_grammar(
-        compiled.vocabulary_of(tokenizer, VOCAB, [end]), GRAMMARS["json"]
-    )
+    matcher = compiled.compile_grammar(vocabulary.tokens, GRAMMARS["json"])
     seen = 0
     build = engine.build
 
@@ -390,11 +392,10 @@ class Fragile:
         return getattr(self.matcher, name)
 
 
-def test_what_a_guess_runs_into_does_not_change_the_text(tokenizer, end):
+def test_what_a_guess_runs_into_does_not_change_the_text(tokenizer, vocabulary, end):
     from specserve.engine.grammar_state import GrammarState
 
-    vocabulary = compiled.vocabulary_of(tokenizer, VOCAB, [end])
-    matcher = compiled.compile_grammar(vocabulary, GRAMMARS["choice"])
+    matcher = compiled.compile_grammar(vocabulary.tokens, GRAMMARS["choice"])
     the, a = (tokenizer.encode(text, False) for text in ("the", "a d"))
     state = GrammarState(Fragile(matcher, the), [end], VOCAB)
     sound = GrammarState(matcher, [end], VOCAB)
