@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+from time import perf_counter
 
 import jsonschema
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 from msgspec.structs import replace
 
-from specserve.engine.engine import NOTHING_LEFT
+from specserve.engine.engine import MOMENT, NOTHING_LEFT
 from specserve.engine.grammars import Grammars, Vocabulary
 from specserve.exchange.sampling_params import Sampling
 from specserve.grammars import compiled
@@ -218,8 +219,14 @@ def test_the_same_whatever_is_planned_and_disturbed(pair, vocabulary, end, data)
         assert a[:shorter] == b[:shorter] and (not is_whole or len(a) == len(b))
 
 
-def test_no_guess_that_is_verified_breaks_the_grammar(engine_with, sampling, vocabulary, end):
-    engine = engine_with("auto")
+@pytest.mark.parametrize("drafter", ["auto", "model", "scripted"])
+def test_no_guess_that_is_verified_breaks_the_grammar(
+    engine_with, sampling, vocabulary, end, drafter
+):
+    if drafter == "scripted":
+        texts = [run(engine_with(), PROMPT, sampling(GRAMMARS["json"], seed=s)) for s in range(3)]
+        drafter = Scripted(hedge, {seed: text for seed, [(text, _)] in enumerate(texts)})
+    engine = engine_with(drafter)
     matcher = compiled.compile_grammar(vocabulary.tokens, GRAMMARS["json"])
     seen = 0
     build = engine.build
@@ -319,6 +326,9 @@ def test_steps_go_on_while_a_grammar_is_compiled(engine_with, sampling, monkeypa
     while good.id in engine.requests:
         engine.step()
     assert late.num_output == 0 and not engine.is_idle
+    start = perf_counter()
+    engine.step()
+    assert perf_counter() - start > MOMENT / 2, "no step spins while there is nothing to do"
     go.set()
     while not engine.is_idle:
         engine.step()
