@@ -137,6 +137,8 @@ class Engine:
         grammar = self.states[request.id].grammar
         if grammar is not None and self.guesses is not None:
             self.guesses.follow(request, grammar)
+        if grammar is not None and self.draft_model is not None:
+            self.draft_model.rules[request.id] = grammar
 
     def draft(self, scheduled: list[ScheduledRequest]) -> None:
         """Give the step's roots their drafts."""
@@ -443,6 +445,8 @@ class Engine:
         self.scheduler.remove(request)
         if self.guesses is not None:
             self.guesses.forget(id)
+        if self.draft_model is not None:
+            self.draft_model.forget(id)
         assert not self.is_idle or self.pool.is_whole, "no request is left, but blocks are held"
 
     def give_up(self, scheduled: list[ScheduledRequest], error: Exception) -> list[StepOutput]:

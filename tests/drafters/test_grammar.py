@@ -130,11 +130,3 @@ def ancestors(trie, node):
     while (node := trie.parents[node]) != ROOT:
         found.insert(0, node)
     return found
-
-
-def test_the_draft_model_chooses_among_what_is_allowed(trie):
-    """It holds 1 and 2 for likely, of which neither may come."""
-    script, grown = Chains(lambda text: [0.02, 0.5, 0.47, 0.01]), Grown(ask(limit=8), trie, {})
-    ModelSource(script, 1, 2, 1.0).grow([grown], EveryLevel())
-    assert texts_of(trie) == [[0], [3]]
-    assert trie.p[1:] == [pytest.approx(2 / 3, abs=0.01), pytest.approx(1 / 3, abs=0.01)]

@@ -6,6 +6,7 @@ import threading
 from time import perf_counter
 
 import jsonschema
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -366,6 +367,45 @@ def test_a_grammar_that_is_none_ends_its_request_alone(engine_with, sampling):
     )
     assert not tokens and "the grammar: " in failure and "nothing_of_this_name" in failure
     assert good and not none
+
+
+def test_a_draft_model_is_asked_for_what_may_come_alone(engine_with, sampling, vocabulary):
+    engine = engine_with("model")
+    grammar = GRAMMARS["json"]
+    extend, expand, seen = engine.draft_model.extend, engine.draft_model.expand, []
+
+    def check(logits, paths):
+        for row, text in zip(logits, paths, strict=True):
+            matcher = compiled.compile_grammar(vocabulary.tokens, grammar)
+            if matcher.try_consume_tokens(text) == len(text):  # it goes on after the end, too
+                bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+                allowed = np.unpackbits(bits, bitorder="little")[:VOCAB].astype(bool)
+                assert (row.isfinite().numpy() == allowed).all()
+                seen.append(text)
+
+    def known(item):
+        return item.token_ids.tolist()[len(PROMPT) :]
+
+    def extended(items):
+        ready, logits = extend(items)
+        check(logits, [known(items[i]) for i in ready])
+        extended.texts = {items[i].id: [known(items[i])] for i in ready}
+        return ready, logits
+
+    def expanded(nodes):
+        fit, logits = expand(nodes)
+        new = []
+        for id, tokens, parents in (nodes[i] for i in fit):
+            texts = extended.texts[id]
+            for token, parent in zip(tokens, parents, strict=True):
+                texts.append([*texts[parent], token])
+                new.append(texts[-1])
+        check(logits, new)
+        return fit, logits
+
+    engine.draft_model.extend, engine.draft_model.expand = extended, expanded
+    run(engine, PROMPT, sampling(grammar), sampling(grammar, seed=2))
+    assert len(seen) > 40 and not engine.draft_model.rules
 
 
 class Fragile:
