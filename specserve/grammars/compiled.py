@@ -34,6 +34,8 @@ def vocabulary_of(tokenizer: Tokenizer, size: int, end_ids: Sequence[int]) -> "L
     """
     from llguidance import LLTokenizer
 
+    if not end_ids:
+        raise GrammarError("the model has no token that ends a text: none would be complete")
     return LLTokenizer(tokenizer.backend.to_str(), n_vocab=size, eos_token=[*end_ids])
 
 
