@@ -15,7 +15,9 @@ KINDS = "json", "regex", "choice", "grammar", "json_object", "structural_tag"
 Choices = Annotated[tuple[str, ...], Meta(min_length=1, max_length=4096)]
 
 
-class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StructuredOutputsParams(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     """The form that a text has to have; exactly one of the first six, named as in vLLM.
 
     json                a JSON schema, as an object or as JSON
@@ -47,7 +49,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return "" if self.disable_any_whitespace else self.whitespace_pattern or forms.WHITESPACE
 
 
-def grammar_of(asked: StructuredOutputs, field: str = "structured_outputs") -> str:
+def grammar_of(asked: StructuredOutputsParams, field: str = "structured_outputs") -> str:
     """llguidance's grammar; RequestError for what is wrong by itself, which names `field`."""
     if len(asked.kinds) != 1:
         given = " and ".join(asked.kinds) or "none"
@@ -61,7 +63,7 @@ def grammar_of(asked: StructuredOutputs, field: str = "structured_outputs") -> s
         raise RequestError(f"{path}: {e}", path) from e
 
 
-def written(asked: StructuredOutputs, kind: str) -> str:
+def written(asked: StructuredOutputsParams, kind: str) -> str:
     value = getattr(asked, kind)
     match kind:
         case "json":
@@ -85,7 +87,7 @@ def read_schema(given: Any) -> Mapping[str, Any] | bool:
     return schema
 
 
-def check_whitespace(asked: StructuredOutputs, kind: str, field: str) -> None:
+def check_whitespace(asked: StructuredOutputsParams, kind: str, field: str) -> None:
     """RequestError for options about whitespace that would have no effect."""
     if asked.disable_any_whitespace and asked.whitespace_pattern is not None:
         name = "whitespace_pattern"
