@@ -256,7 +256,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def changes_logits(self) -> bool:
         has_others = self.logit_bias or self.allowed_ids is not None or self.bad_words
-        return bool(has_others or self.min_tokens) or self.has_penalties
+        return bool(has_others or self.min_tokens or self.grammar) or self.has_penalties
 
 
 def mix64(seed: int, choice: int) -> int:
