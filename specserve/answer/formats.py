@@ -72,12 +72,14 @@ class Wanted(msgspec.Struct, frozen=True):
 
     tools          calls of these are found; without any, text that looks like a call is content
     is_enforced    a grammar makes the calls
+    is_named       and the caller has named the function
     has_reasoning  reasoning is told
     most_calls     those after so many are left out; None is all
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
     is_enforced: bool = False
+    is_named: bool = False
     has_reasoning: bool = True
     most_calls: int | None = None
 
@@ -188,8 +190,8 @@ def frame_of(template: ResponseTemplate) -> tuple[str, str] | None:
         return None
     parser = TemplateParser(template)
     events = parser.push(f'{field.open}{{"name": "f", "arguments": {{"a": 1}}}}{field.close}')
-    [call] = answer_of([*events, *parser.finish()]).calls or [None]
-    is_same = call is not None and (call.name, call.arguments) == ("f", '{"a": 1}')
+    calls = answer_of([*events, *parser.finish()]).calls
+    is_same = [(call.name, call.arguments) for call in calls] == [("f", '{"a": 1}')]
     return (field.open, field.close) if is_same else None
 
 

@@ -98,7 +98,9 @@ class ResponseTemplate(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fi
         return prompt[ends[-1] :] if ends else ""
 
 
-def delimiter(field: str, literals: str | list[str] | None, pattern: str | None) -> Any:
+def delimiter(
+    field: str, literals: str | list[str] | None, pattern: str | None
+) -> Delimiter | None:
     """None where there is none; TemplateError if it is wrong."""
     if not literals and not pattern:
         return None
@@ -170,7 +172,7 @@ class TemplateParser(CallParser):
         """Text of no field, or of the default one, and then another field."""
         template, default = self.template, self.template.default_field
         closing = [template.closing[default]] if default in template.closing else []
-        found = yield from self.text(default, [*template.opening.values(), *closing])
+        found = yield from self.said_until(default, [*template.opening.values(), *closing])
         name, opening = found
         if name == default:
             return
@@ -178,9 +180,9 @@ class TemplateParser(CallParser):
         if KINDS[name] == "tool_calls":
             yield from self.tool_calls(name, opening, closing)
         else:
-            yield from self.text(name, closing)
+            yield from self.said_until(name, closing)
 
-    def text(
+    def said_until(
         self, name: str | None, delimiters: list[Delimiter]
     ) -> Generator[None, None, tuple[str, Any]]:
         """A field's text up to a delimiter, which is returned; text of no field is dropped."""
