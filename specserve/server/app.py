@@ -174,11 +174,15 @@ def card(service: Service) -> dict[str, Any]:
 
 def details(served: ServedModel) -> dict[str, Any]:
     """Fields that OpenAI lacks: the drafter, its limit and sources, the forms of weights and KV,
-    and which models are scaled demos.
+    how tool calls and reasoning are read, and which models are scaled demos.
     """
     kept = {"weights": served.weights, "kv_dtype": served.kv_dtype}
     fields = {"drafter": served.drafter, "max_nodes": served.max_nodes, **kept}
     fields["sources"] = served.sources
+    fields["tool_parser"], fields["reasoning_parser"] = (
+        served.formats.tools,
+        served.formats.reasoning,
+    )
     if served.draft_weights is not None:
         fields["draft_weights"] = served.draft_weights
     if served.scaled:
