@@ -97,7 +97,7 @@ async def chat(request: Request) -> Response:
     service.check_open()
     asked = await service.parse(await service.bodies.read(request), read_chat)
     service.check_model(asked.model)
-    await service.check_asked(asked.params, 1, "messages")
+    await service.check_asked(asked.params, 1, "messages", asked.form_field)
     kept = service.input_processor.num_kept(asked.params)
     encoding = encode(service, asked.messages, asked.options, asked.add_special_tokens, kept)
     prompt = await while_connected(request, encoding)
