@@ -130,7 +130,7 @@ async def chat(request: Request) -> Response:
     service.check_open()
     asked, tools = await service.parse(await service.bodies.read(request), read_chat)
     service.check_model(asked.model)
-    await service.check_asked(asked.params, 1, "messages")
+    await service.check_asked(asked.params, 1, "messages", asked.form_field)
     check_readable(service, tools)
     kept = service.input_processor.num_kept(asked.params)
     rendering = render(service, asked, tools, kept)
