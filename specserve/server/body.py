@@ -98,7 +98,15 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Body(SamplingParams, frozen=True, kw_only=True):
-    """The fields that both completion routes share."""
+    """The fields that both completion routes share.
+
+    model           the served model's name
+    max_completion_tokens  another name of max_tokens
+    return_token_ids  tell the ids of the answer's tokens, and of the prompt's
+    return_tokens_as_token_ids  name tokens by their ids where logprobs are told
+    stream          answer with server-sent events
+    stream_options  include_usage: a last chunk has the usage; continuous_usage_stats: every chunk
+    """
 
     model: str | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None  # another name of max_tokens
@@ -266,6 +274,15 @@ def check_no_op(key: str, value: Any, kind: type[Body]) -> None:
             raise RequestError(f"{key} is of chats: send logprobs: {value}", key)
         what = f"{key} (structured output)" if key in STRUCTURED else key
         raise RequestError(f"{what} is not supported yet: leave it out, or send {off}", key)
+
+
+def passed_over(kind: type[Body]) -> dict[str, Any]:
+    """JSON schemas of the fields that are accepted beside those of `kind`."""
+    null_only: dict[str, tuple[Any, ...]] = dict.fromkeys(REFUSED, ())
+    accepted = {name: [*values, None] for name, values in (NO_OP | null_only).items()}
+    anything = {name: {"description": "read past: it means nothing here"} for name in HARMLESS}
+    only = {n: {"enum": values} for n, values in accepted.items() if n not in fields(kind)}
+    return dict(sorted((anything | only).items()))
 
 
 def is_same(value: Any, off: Any) -> bool:

@@ -1,9 +1,10 @@
 """POST /v1/chat/completions: messages, rendered by the model's chat template."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -39,8 +40,25 @@ NO_OP: dict[str, tuple[Any, ...]] = {
 MAX_DEPTH = 32  # of values for a template
 
 
+MESSAGES = Meta(
+    extra_json_schema={"minItems": 1, "items": {"$ref": "#/components/schemas/Message"}}
+)
+
+
 class ChatBody(Body, frozen=True, kw_only=True):
-    messages: tuple[dict[str, Any], ...] = ()
+    """A chat.
+
+    messages        the conversation so far
+    add_special_tokens  the tokenizer adds its own to what the template writes
+    add_generation_prompt  the template writes the answer's beginning; unset: unless a message is
+                    continued
+    continue_final_message  the answer continues the last message, an assistant's
+    chat_template_kwargs  values of names that the chat template reads
+    logprobs        tell each token's logprob
+    top_logprobs    with logprobs: and those of so many likeliest tokens
+    """
+
+    messages: Annotated[tuple[dict[str, Any], ...], MESSAGES] = ()
     add_special_tokens: bool = False
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False

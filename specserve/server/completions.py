@@ -21,8 +21,24 @@ Prompt = str | list[int]
 MOST_TOLD = 1 << 20  # logprobs of prompts in an answer, 70 bytes each at most
 
 
+IDS = {"type": "array", "items": {"type": "integer"}}
+PROMPTS = Meta(
+    extra_json_schema={
+        "minItems": 1,
+        "anyOf": [{"items": {"type": kind}} for kind in ("string", "integer")] + [{"items": IDS}],
+    }
+)
+
+
 class CompletionBody(Body, frozen=True, kw_only=True):
-    prompt: str | list[Any] | None = None
+    """One or several prompts to continue.
+
+    prompt          a string, a list of token ids, or a list of those
+    add_special_tokens  the tokenizer adds its own, like a beginning of text, to a string
+    echo            the text begins with the prompt's
+    """
+
+    prompt: str | Annotated[list[Any], PROMPTS] | None = None
     add_special_tokens: bool = True
     echo: bool = False
     max_tokens: Annotated[int, Meta(ge=0)] | None = None  # 0: only with echo
