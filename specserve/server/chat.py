@@ -40,9 +40,10 @@ NO_OP: dict[str, tuple[Any, ...]] = {
 MAX_DEPTH = 32  # of values for a template
 
 
-MESSAGES = Meta(
-    extra_json_schema={"minItems": 1, "items": {"$ref": "#/components/schemas/Message"}}
-)
+SOME = Meta(extra_json_schema={"minItems": 1})
+AnyMessage = Annotated[
+    dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/Message"})
+]
 
 
 class ChatBody(Body, frozen=True, kw_only=True):
@@ -58,7 +59,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
     top_logprobs    with logprobs: and those of so many likeliest tokens
     """
 
-    messages: Annotated[tuple[dict[str, Any], ...], MESSAGES] = ()
+    messages: Annotated[tuple[AnyMessage, ...], SOME] = ()
     add_special_tokens: bool = False
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False

@@ -152,7 +152,7 @@ def close(component: dict[str, Any], kind: type[msgspec.Struct], required: Seque
     """What a body's type does not say: null is unset, and other fields are refused."""
     fields = component["properties"]
     component["properties"] = {
-        name: field if name in required else or_null(field) for name, field in fields.items()
+        name: (not_null if name in required else or_null)(field) for name, field in fields.items()
     }
     component["required"] = list(required)
     if issubclass(kind, Body):
@@ -168,6 +168,12 @@ def or_null(schema: dict[str, Any]) -> dict[str, Any]:
     either = of_type.get("anyOf", [of_type])
     null = {"type": "null"}
     return {"anyOf": either if null in either else [*either, null]} | told
+
+
+def not_null(schema: dict[str, Any]) -> dict[str, Any]:
+    told = {name: value for name, value in schema.items() if name not in ("anyOf", "default")}
+    either = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
+    return told | ({"anyOf": either} if len(either) > 1 else dict(*either))
 
 
 def structs(types: Sequence[Any]) -> list[type[msgspec.Struct]]:

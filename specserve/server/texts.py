@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from specserve.errors import RequestError
 from specserve.server.body import read_fields
-from specserve.server.chat import MESSAGES, encode, read_messages, read_options
+from specserve.server.chat import SOME, AnyMessage, encode, read_messages, read_options
 from specserve.server.response import json_response, while_connected
 from specserve.server.service import Service
 
@@ -21,7 +21,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]], MESSAGES] | None = None
+    messages: Annotated[list[AnyMessage], SOME] | None = None
     add_special_tokens: bool | None = None  # None: of a prompt, not of messages
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
