@@ -3,7 +3,7 @@
 UNSET is a field that an answer may lack; tests compare all of this with answers.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -318,3 +318,237 @@ class ChatChunk(Chunk, kw_only=True):
 class CompletionChunk(Chunk, kw_only=True):
     object: Literal["text_completion"]
     choices: list[CompletionChunkChoice]
+
+
+class OutputText(Struct, tag_field="type", tag="output_text"):
+    """annotations and, unless they were asked for, logprobs are empty."""
+
+    text: str
+    annotations: list[None]
+    logprobs: list[TokenLogprob]
+
+
+class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class OutputItem(Struct, tag_field="type", kw_only=True):
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputMessage(OutputItem, tag="message", kw_only=True):
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class OutputReasoning(OutputItem, tag="reasoning", kw_only=True):
+    """What the model thought; there is no summary of it."""
+
+    content: list[ReasoningText]
+    summary: list[None]
+
+
+class OutputCall(OutputItem, tag="function_call", kw_only=True):
+    """A call of a function. Its arguments are JSON."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+AnyOutput = OutputMessage | OutputReasoning | OutputCall
+
+
+class InputDetails(Struct):
+    """cache_write_tokens are always 0: the prefix cache is free."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputDetails(Struct):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Struct):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Incomplete(Struct):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseError(Struct):
+    code: Literal["server_error"]
+    message: str
+
+
+class Effort(Struct):
+    effort: str | None
+    summary: None
+
+
+class ResponseAnswer(Struct, kw_only=True):
+    """A response: what was asked for, as it is done, and the output.
+
+    usage           null until all of the output is there
+    metrics         not before, either
+    timings         not before, either
+    stop_reason     the stop string, or the id of stop_token_ids, that ended it
+    seed            the same request with it has the same text
+    system_fingerprint  servers of the same one, given the same seed, have the same text
+    """
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    system_fingerprint: str
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    output: list[AnyOutput]
+    usage: ResponseUsage | None
+    error: ResponseError | None
+    incomplete_details: Incomplete | None
+    stop_reason: str | int | None
+    seed: int
+    background: Literal[False]
+    conversation: None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    prompt_cache_key: str | None
+    reasoning: Effort
+    safety_identifier: str | None
+    service_tier: Literal["default"]
+    store: Literal[False]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    user: str | None
+    metrics: Metrics | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
+
+
+class ResponseEvent(Struct, tag_field="type", kw_only=True):
+    sequence_number: int
+
+
+class StateEvent(ResponseEvent, kw_only=True):
+    response: ResponseAnswer
+
+
+class ItemEvent(ResponseEvent, kw_only=True):
+    output_index: int
+    item: AnyOutput
+
+
+class CallEvent(ResponseEvent, kw_only=True):
+    item_id: str
+    output_index: int
+
+
+class PartEvent(CallEvent, kw_only=True):
+    content_index: int
+
+
+class Created(StateEvent, tag="response.created", kw_only=True):
+    pass
+
+
+class InProgress(StateEvent, tag="response.in_progress", kw_only=True):
+    pass
+
+
+class Completed(StateEvent, tag="response.completed", kw_only=True):
+    pass
+
+
+class IncompleteEnd(StateEvent, tag="response.incomplete", kw_only=True):
+    pass
+
+
+class FailedEnd(StateEvent, tag="response.failed", kw_only=True):
+    """An `error` event follows."""
+
+
+class ItemAdded(ItemEvent, tag="response.output_item.added", kw_only=True):
+    pass
+
+
+class ItemDone(ItemEvent, tag="response.output_item.done", kw_only=True):
+    pass
+
+
+class PartAdded(PartEvent, tag="response.content_part.added", kw_only=True):
+    part: OutputText | ReasoningText
+
+
+class PartDone(PartEvent, tag="response.content_part.done", kw_only=True):
+    part: OutputText | ReasoningText
+
+
+class TextDelta(PartEvent, tag="response.output_text.delta", kw_only=True):
+    delta: str
+    logprobs: list[TokenLogprob]
+
+
+class TextDone(PartEvent, tag="response.output_text.done", kw_only=True):
+    text: str
+    logprobs: list[TokenLogprob]
+
+
+class ReasoningDelta(PartEvent, tag="response.reasoning_text.delta", kw_only=True):
+    delta: str
+
+
+class ReasoningDone(PartEvent, tag="response.reasoning_text.done", kw_only=True):
+    text: str
+
+
+class ArgumentsDelta(CallEvent, tag="response.function_call_arguments.delta", kw_only=True):
+    delta: str
+
+
+class ArgumentsDone(CallEvent, tag="response.function_call_arguments.done", kw_only=True):
+    arguments: str
+
+
+class ErrorEvent(ResponseEvent, tag="error", kw_only=True):
+    """The last event of a response that fails."""
+
+    code: str | None
+    message: str
+    param: str | None
+    error: ErrorDetails
+
+
+AnyEvent = (
+    Created
+    | InProgress
+    | ItemAdded
+    | PartAdded
+    | TextDelta
+    | TextDone
+    | ReasoningDelta
+    | ReasoningDone
+    | ArgumentsDelta
+    | ArgumentsDone
+    | PartDone
+    | ItemDone
+    | Completed
+    | IncompleteEnd
+    | FailedEnd
+    | ErrorEvent
+)

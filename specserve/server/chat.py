@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: messages, rendered by the model's chat template."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -12,6 +12,7 @@ from specserve.errors import RequestError
 from specserve.exchange.sampling_params import NumTop, SamplingParams
 from specserve.models.chat_template import ChatOptions
 from specserve.server.body import (
+    REFUSED,
     Body,
     convert,
     fields,
@@ -19,7 +20,7 @@ from specserve.server.body import (
     read,
     refuse_unknown,
 )
-from specserve.server.live_completion import arrival
+from specserve.server.live_completion import Arrival, LiveCompletion, arrival
 from specserve.server.logprobs import chat_form
 from specserve.server.refusal import cut
 from specserve.server.response import RouteSchema, respond, while_connected
@@ -59,6 +60,10 @@ class ChatBody(Body, frozen=True, kw_only=True):
     top_logprobs    with logprobs: and those of so many likeliest tokens
     """
 
+    refused: ClassVar[Mapping[str, str]] = REFUSED | {
+        "prompt": "a chat has messages; send a prompt to /v1/completions"
+    }
+
     messages: Annotated[tuple[AnyMessage, ...], SOME] = ()
     add_special_tokens: bool = False
     add_generation_prompt: bool | None = None
@@ -76,6 +81,25 @@ class ChatBody(Body, frozen=True, kw_only=True):
     def options(self) -> ChatOptions:
         kwargs = self.chat_template_kwargs or {}
         return read_options(self.add_generation_prompt, self.continue_final_message, kwargs)
+
+
+class Conversation(Protocol):
+    """What an answer is asked for by, whatever the route's body looks like."""
+
+    @property
+    def model(self) -> str | None: ...
+
+    @property
+    def messages(self) -> Sequence[dict[str, Any]]: ...
+
+    @property
+    def options(self) -> ChatOptions: ...
+
+    @property
+    def add_special_tokens(self) -> bool: ...
+
+    @property
+    def params(self) -> SamplingParams: ...
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +139,13 @@ async def chat(request: Request) -> Response:
     arrived = arrival(request)
     service.check_open()
     asked = await service.parse(await service.bodies.read(request), read_chat)
+    completion = await begin(request, asked, arrived)
+    return await respond(request, SCHEMA, asked, completion)
+
+
+async def begin(request: Request, asked: Conversation, arrived: Arrival) -> LiveCompletion:
+    """Queue the answer of a conversation; errors of its text name `messages`."""
+    service: Service = request.app.state.service
     service.check_model(asked.model)
     await service.check_asked(asked.params, 1, "messages")
     kept = service.input_processor.num_kept(asked.params)
@@ -122,8 +153,7 @@ async def chat(request: Request) -> Response:
     prompt = await while_connected(request, encoding)
     with blaming("messages"):
         service.input_processor.check_length(prompt)
-    completion = await service.ask([prompt], asked.params, arrived, "messages")
-    return await respond(request, SCHEMA, asked, completion)
+    return await service.ask([prompt], asked.params, arrived, "messages")
 
 
 async def encode(

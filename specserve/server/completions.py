@@ -1,8 +1,8 @@
 """POST /v1/completions: one or several prompts, as text or as token ids."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import SamplingParams
-from specserve.server.body import Body, convert, read
+from specserve.server.body import REFUSED, Body, convert, read
 from specserve.server.live_completion import arrival
 from specserve.server.logprobs import completion_form
 from specserve.server.response import RouteSchema, respond
@@ -37,6 +37,10 @@ class CompletionBody(Body, frozen=True, kw_only=True):
     add_special_tokens  the tokenizer adds its own, like a beginning of text, to a string
     echo            the text begins with the prompt's
     """
+
+    refused: ClassVar[Mapping[str, str]] = REFUSED | {
+        "messages": "a completion has a prompt; send messages to /v1/chat/completions"
+    }
 
     prompt: str | Annotated[list[Any], PROMPTS] | None = None
     add_special_tokens: bool = True

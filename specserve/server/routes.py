@@ -14,6 +14,8 @@ from specserve.server.completions import CompletionBody, completions
 from specserve.server.docs_page import HEADERS, page
 from specserve.server.openapi import WITH_ENGINE, Operation, document
 from specserve.server.response import json_response
+from specserve.server.response_items import ITEMS
+from specserve.server.responses import ResponsesBody, responses
 from specserve.server.service import ServedModel, Service
 from specserve.server.texts import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from specserve.version import VERSION
@@ -101,7 +103,7 @@ async def version(request: Request) -> Response:
 
 @cache
 def described() -> dict[str, Any]:
-    return document(OPERATIONS, more=[Message])
+    return document(OPERATIONS, more=[Message, *ITEMS.values()])
 
 
 @cache
@@ -139,6 +141,17 @@ OPERATIONS = (
         CompletionBody,
         chunk=answers.CompletionChunk,
         required=["prompt"],
+        statuses=WITH_ENGINE,
+    ),
+    Operation(
+        "POST",
+        "/v1/responses",
+        responses,
+        "Answer a conversation in the form of OpenAI's Responses API; nothing is stored",
+        answers.ResponseAnswer,
+        ResponsesBody,
+        chunk=answers.AnyEvent,
+        required=["input"],
         statuses=WITH_ENGINE,
     ),
     Operation("GET", "/v1/models", list_models, "The one model that is served", answers.ModelList),

@@ -126,10 +126,7 @@ def test_every_field_of_a_body_may_be_null_but_those_it_requires(document, serve
     given |= {field: asked[field] for field in component["required"]}
     body = dict.fromkeys(component["properties"]) | given
     Draft202012Validator(schema).validate(body)
-    assert (
-        server.post(path, body | {"max_tokens": 1} if path.startswith("/v1") else body).status
-        == 200
-    )
+    assert server.post(path, body).status == 200
     for field in component["required"]:
         del body[field]
         assert server.post(path, body).status == 400
