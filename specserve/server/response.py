@@ -210,7 +210,7 @@ class CompletionWriter:
     def beginning(self) -> list[bytes]:
         return []
 
-    def events(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
+    def step(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
         return [event(chunk) for delta in deltas for chunk in self.chunks(delta)]
 
     def ending(self, error: Exception | None) -> list[bytes]:
@@ -282,7 +282,7 @@ class Writer(Protocol):
         """Events before the first token."""
         ...
 
-    def events(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]: ...
+    def step(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]: ...
 
     def ending(self, error: Exception | None) -> list[bytes]:
         """The last events, after all text or an error."""
@@ -312,7 +312,7 @@ class EventStream(Response):
                 deltas = await completion.wait(self.service.limits.comment_seconds)
                 is_over = completion.is_over  # while these are written, more may come
                 is_long = self.writer.num_logprobs(deltas) > MANY
-                events = await self.service.write(is_long, self.writer.events, deltas)
+                events = await self.service.write(is_long, self.writer.step, deltas)
                 if is_over:
                     break
                 if events or not deltas:

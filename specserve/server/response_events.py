@@ -123,7 +123,7 @@ class ResponseWriter:
         state = self.response("in_progress")
         return named(self.chunk(f"response.{name}", response=state) for name in names)
 
-    def events(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
+    def step(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
         return named(chunk for delta in deltas for chunk in self.chunks(delta))
 
     def ending(self, error: Exception | None) -> list[bytes]:
