@@ -11,6 +11,7 @@ from specserve.models.families import DecoderConfig
 from specserve.models.folder import Scaled, resolve
 from specserve.models.source import open_source
 from specserve_drafters import DrafterError
+from specserve_drafters.auto import BUILT_IN
 from specserve_drafters.base import (
     BUILTIN,
     drafter_options,
@@ -70,7 +71,7 @@ def check_sources(
     config: Config, names: Sequence[str], options: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """Refuse sources of `auto` that are not there, and a draft model that none of them runs."""
-    foreign = [name for name in names if name not in ("ngram", "model")]
+    foreign = [name for name in names if name not in BUILT_IN]
     users = [name for name in foreign if getattr(find_source(name), "needs_executor", False)]
     for name in foreign:
         drafter_options(name, options.get(name, {}))

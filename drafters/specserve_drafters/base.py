@@ -127,7 +127,9 @@ def find_drafter(name: str) -> Any:
 def find_source(name: str) -> Any:
     """The class of a user's drafter that is one of the sources of `auto`."""
     if name in BUILTIN:
-        raise DrafterError(f"no source {name!r}; there are ngram, model and package.module:Class")
+        raise DrafterError(
+            f"no source {name!r}; there are ngram, model, grammar and package.module:Class"
+        )
     cls = find_drafter(name)
     if not any(callable(getattr(cls, method, None)) for method in ("propose", "candidates")):
         raise DrafterError(f"drafter {name!r} has neither a method `propose` nor `candidates`")

@@ -2,11 +2,16 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from specserve_drafters.calibration import Calibration, Said
 from specserve_drafters.tree import MAX_NODES, ROOT, TREE_SLOTS, Draft, as_index
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+DROPPED = -1  # in the place of a node, for a candidate that the request's rules forbid
 MOST = 4 * MAX_NODES  # candidates of a source in a step: more cannot be of use
 CHILDREN_BY = "children by "  # and a source: the name of how often it has the right child
 FINDS = 0.7  # how often a source that is asked has the right child, until steps have shown it
@@ -50,20 +55,43 @@ def checked(candidates: Iterable[object], source: str, vocab_size: int) -> list[
     return valid
 
 
+class Rules(Protocol):
+    """What may come after a path of guesses, which begins at the root."""
+
+    def allows(self, path: Sequence[int], token: int) -> bool: ...
+
+    def forced(self, path: Sequence[int]) -> list[int]:
+        """The tokens of the only text that may come next; none where several may."""
+        ...
+
+    def mask(self, path: Sequence[int]) -> "NDArray[np.int32]":
+        """Which ids may come next, as in kernels' Masks: none after a path that is forbidden."""
+        ...
+
+
+def unpacked(words: "NDArray[np.int32]") -> "NDArray[np.bool_]":
+    """A mask with an element for each id."""
+    import numpy as np  # a process that only checks a drafter's options needs none
+
+    return np.unpackbits(words.view(np.uint8), bitorder="little").view(np.bool_)
+
+
 class Trie:
-    """One request's candidates, merged: equal tokens below equal parents are one node.
+    """One request's candidates, merged: equal tokens below equal parents are one node. What the
+    request's rules forbid is no candidate, nor is what comes after it.
 
     Node 0 is the root, and every node comes after its parent. `p` is the calibrated probability
     that a node is right given that its parent was, `values` that of its whole path: but nodes below
     one that another source has guessed, too, keep what they had, until `settle` or `branch`.
     """
 
-    def __init__(self, calibration: Calibration, id: int) -> None:
-        self.calibration, self.judges = calibration, calibration.judges(id)
+    def __init__(self, calibration: Calibration, id: int, rules: Rules | None = None) -> None:
+        self.calibration, self.judges, self.rules = calibration, calibration.judges(id), rules
         self.tokens, self.parents, self.depths, self.expanded = [0], [ROOT], [0], [0]
         self.p, self.values, self.is_settled = [1.0], [1.0], True
         self.children: list[dict[int, int]] = [{}]  # token -> node
         self.said: list[list[Said]] = [[]]
+        self.num_continued = 0  # nodes, in order, that rules have continued where that was due
         self.no_child: dict[tuple[str, int], Said] = {}  # see childless, by source and depth
         # By node: who was asked for its children, and the tokens that were there.
         self.asked: dict[int, list[tuple[str, frozenset[int], Said]]] = {}
@@ -72,14 +100,36 @@ class Trie:
         return len(self.tokens) - 1
 
     def merge(self, candidates: Iterable[Candidate], below: int = ROOT) -> list[int]:
-        """Add one source's list of candidates; the node of each. They may continue from a node."""
+        """Add one source's list of candidates; the node of each, or DROPPED. They may continue from
+        a node.
+        """
         nodes = [below]
         for token, parent, p, source, expanded in candidates:
-            node = self.add(nodes[parent], token, p, source)
+            at = nodes[parent]
+            if at == DROPPED or not self.allows(at, token):
+                nodes.append(DROPPED)
+                continue
+            node = self.add(at, token, p, source)
             if expanded:
                 self.expanded[node] = expanded
             nodes.append(node)
         return nodes[1:]
+
+    def allows(self, parent: int, token: int) -> bool:
+        rules = self.rules
+        return (
+            rules is None
+            or token in self.children[parent]
+            or rules.allows(self.path(parent), token)
+        )
+
+    def path(self, node: int) -> list[int]:
+        """The tokens from the root's to the node's, the root's left out."""
+        tokens: list[int] = []
+        while node != ROOT:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tokens[::-1]
 
     def add(self, parent: int, token: int, p: float | None, source: str) -> int:
         """Add a guess; the node, which other sources may have added already."""
@@ -108,6 +158,8 @@ class Trie:
         """
         weigh, depth = self.judges[source].weigh, self.depths[node] + 1
         children = self.children[node]
+        if self.rules is not None:
+            scored = [(token, p) for token, p in scored if self.allows(node, token)]
         if not children:
             for token, p in scored:
                 self.put(node, token, weigh(p, depth))

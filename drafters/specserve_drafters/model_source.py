@@ -10,7 +10,8 @@ from math import exp
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from specserve_drafters import base
-from specserve_drafters.candidates import Trie
+from specserve_drafters.candidates import Trie, unpacked
+from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model import coupling
 from specserve_drafters.tree import MAX_NODES, ROOT
 
@@ -59,8 +60,12 @@ class ModelSource:
         """
         self.executor, self.max_depth, self.width, self.tau = executor, max_depth, width, tau
 
-    def grow(self, grown: Sequence[Grown], levels: Levels) -> None:
-        """Add levels to requests' tries for as long as `levels` says so."""
+    def grow(
+        self, grown: Sequence[Grown], levels: Levels, grammar: GrammarSource | None = None
+    ) -> None:
+        """Add levels to requests' tries for as long as `levels` says so. After each of them comes
+        what grammars force then.
+        """
         chosen = levels.first([trie.reach(ROOT, self.name) for _, trie, _ in grown])
         if not chosen:
             return
@@ -71,6 +76,13 @@ class ModelSource:
             before = self.branch(rows, grown, logits) if rows else []
             ends = children(rows, grown)
             values = [grown[i].trie.values[node] for i, nodes in ends.items() for node in nodes]
+            if grammar is not None:
+                for i, nodes in ends.items():
+                    item, trie, proposed = grown[i]
+                    size = len(trie) + 1
+                    grammar.extend(trie, item, proposed)
+                    values += trie.values[size:]
+                    ends[i] = [forced_end(trie, node) for node in nodes]
             levels.ran(values, before)
             ends = {i: nodes for i, nodes in ends.items() if grown[i].item.limit > depth}
             if not ends or depth == self.max_depth:
@@ -90,6 +102,7 @@ class ModelSource:
         items = [grown[i].item for i, _ in rows]
         index = [len(grown[i].item.known) + grown[i].trie.depths[node] for i, node in rows]
         before: list[float] = []
+        logits = masked(logits, [(grown[i].trie, node) for i, node in rows])
         ids, weights = self.executor.ops.top_children(logits, coupling(items, index), k, self.tau)
         for (i, node), tokens, scores in zip(rows, ids.tolist(), weights.tolist(), strict=True):
             _, trie, proposed = grown[i]
@@ -121,23 +134,67 @@ class ModelSource:
     def expand(
         self, rows: Sequence[Place], grown: Sequence[Grown], run: dict[int, int]
     ) -> "tuple[list[Place], Tensor]":
-        """Run nodes; those that had room, and the logits after each of them."""
+        """Run nodes, and what above them was not run yet; those that had room, and the logits after
+        each of them.
+        """
         by_request: dict[int, list[int]] = {}
         for i, node in rows:
             by_request.setdefault(i, []).append(node)
-        asked = []
+        asked, every = list[base.Nodes](), list[list[int]]()
         for i, nodes in by_request.items():
             item, trie, _ = grown[i]
-            parents = [trie.expanded[trie.parents[node]] for node in nodes]
-            asked.append(base.Nodes(item.id, [trie.tokens[node] for node in nodes], parents))
+            every.append(with_those_above(trie, nodes))
+            numbers = {node: k for k, node in enumerate(every[-1], run[i] + 1)}
+            above = [trie.parents[node] for node in every[-1]]
+            parents = [numbers.get(node, trie.expanded[node]) for node in above]
+            asked.append(base.Nodes(item.id, [trie.tokens[node] for node in every[-1]], parents))
         fit, logits = self.executor.expand(asked)
-        requests, ran = [*by_request], []
-        for i in (requests[place] for place in fit):
-            for node in by_request[i]:
+        requests, ran, read = [*by_request], list[Place](), list[bool]()
+        for place in fit:
+            i = requests[place]
+            for node in every[place]:
                 run[i] += 1
                 grown[i].trie.expanded[node] = run[i]
-                ran.append((i, node))
-        return ran, logits
+                read.append(node in by_request[i])
+                ran += [(i, node)] if read[-1] else []
+        return ran, logits if all(read) else logits[
+            [k for k, is_read in enumerate(read) if is_read]
+        ]
+
+
+def with_those_above(trie: Trie, nodes: Sequence[int]) -> list[int]:
+    """Nodes and, before each, those above it that the draft model has not run."""
+    found: dict[int, None] = {}
+    for node in nodes:
+        path = []
+        while node != ROOT and not trie.expanded[node] and node not in found:
+            path.append(node)
+            node = trie.parents[node]
+        found |= dict.fromkeys(reversed(path))
+    return [*found]
+
+
+def forced_end(trie: Trie, node: int) -> int:
+    """Where the tokens end that a grammar forces after a node."""
+    while len(trie.children[node]) == 1:
+        [child] = trie.children[node].values()
+        if GrammarSource.name not in trie.sources(child):
+            break
+        node = child
+    return node
+
+
+def masked(logits: "Tensor", nodes: Sequence[tuple[Trie, int]]) -> "Tensor":
+    """Logits after nodes, in place without the ids that their rules forbid."""
+    for row, (trie, node) in enumerate(nodes):
+        if trie.rules is not None:
+            import torch
+
+            words = trie.rules.mask(trie.path(node))
+            is_allowed = torch.from_numpy(unpacked(words)[: logits.shape[1]])
+            if is_allowed.any():
+                logits[row].masked_fill_(~is_allowed.to(logits.device), float("-inf"))
+    return logits
 
 
 def children(rows: Sequence[Place], grown: Sequence[Grown]) -> dict[int, list[int]]:

@@ -1,5 +1,6 @@
 """A tree of guesses."""
 
+from collections.abc import Sequence
 from itertools import islice
 from operator import index
 from typing import Self, SupportsIndex
@@ -52,7 +53,10 @@ class Draft(msgspec.Struct, frozen=True):
         if max_depth is None or len(self.tokens) <= max_depth:
             return self
         _, *depths = self.depths()
-        kept = [k for k, depth in enumerate(depths, 1) if depth <= max_depth]
+        return self.only([k for k, depth in enumerate(depths, 1) if depth <= max_depth])
+
+    def only(self, kept: Sequence[int]) -> "Draft":
+        """Some of the guesses, in order; the parent of each is among them."""
         number = {ROOT: ROOT} | {k: place for place, k in enumerate(kept, 1)}
         return Draft(
             [self.tokens[k - 1] for k in kept],

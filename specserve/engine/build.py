@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from specserve.config import Config
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.engine import Engine, seconds
+from specserve.engine.grammars import Grammars, Vocabulary
 from specserve.engine.guesses import FixedGuesses, Guesses
 from specserve.engine.kept_costs import KeptCosts, costs_file
 from specserve.engine.loading import Model, Progress, Weights, load_weights
@@ -15,12 +16,15 @@ from specserve.engine.source import Source, UserCode, UserSource
 from specserve.engine.tuning import model_key, tune
 from specserve.errors import ConfigError
 from specserve.models.decoder import Decoder
+from specserve.models.source import open_source
+from specserve.models.tokenizer import Tokenizer
 from specserve.phases import Phases
 from specserve.scheduling import Scheduler
 from specserve.scheduling.scheduler import StepBudget
-from specserve.selection import check_drafter, context_length
+from specserve.selection import check_drafter, context_length, resolve_model
 from specserve_drafters import DrafterError, make_drafter
 from specserve_drafters.base import drafter_options
+from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model_source import ModelSource
 from specserve_drafters.native_lookup import ngram_source
 
@@ -76,7 +80,19 @@ def assemble(config: Config, target: Decoder, draft: Decoder | None, max_len: in
     names = kv_names(config, target, draft) if config.memory.prefix_cache else None
     engine = Engine(runners[0], scheduler, draft_model, names)
     engine.guesses = build_guesses(config, engine)
+    engine.grammars = Grammars(vocabulary(config, target.config.vocab_size))
     return engine
+
+
+def vocabulary(config: Config, size: int) -> Vocabulary:
+    """That of the target, which is not read before it is needed."""
+
+    def load() -> tuple[Tokenizer, Sequence[int]]:
+        source = open_source(resolve_model(config))
+        ends = [token for token in source.defaults().eos_token_ids if token < size]
+        return source.tokenizer(), ends
+
+    return Vocabulary(load, size)
 
 
 def kept_costs(config: Config, engine: Engine) -> list[KeptCosts]:
@@ -148,6 +164,8 @@ def refuse_second_executor(names: Sequence[str], model: ModelSource | None) -> N
 def build_source(name: str, options: Mapping[str, Any], engine: Engine) -> Source:
     if name == "ngram":
         return ngram_source()
+    if name == "grammar":
+        return GrammarSource()
     drafter = make_drafter(name, options, engine.draft_model, is_source=True)
     return UserSource(name, drafter, engine.target.decoder.config.vocab_size)
 

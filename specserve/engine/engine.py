@@ -12,6 +12,8 @@ from msgspec.structs import replace
 
 from specserve.block_keys import Keys, KVFormat, prompt_keys
 from specserve.engine.draft_model import DraftModel
+from specserve.engine.grammar_state import GrammarState
+from specserve.engine.grammars import Grammars
 from specserve.engine.guesses import Guesses
 from specserve.engine.kept_costs import KeptCosts
 from specserve.engine.ledger import Told
@@ -40,6 +42,11 @@ from specserve_kernels import is_out_of_memory
 
 log = logging.getLogger("specserve")
 
+NOTHING_LEFT = (
+    "the grammar leaves no token that could come next: ask for less, or leave out other parameters "
+    "that rule tokens out"
+)
+MOMENT = 2e-3  # seconds that a step waits for a grammar where nothing else is due
 NO_GUESSES = SpeculationParams(enabled=False)
 
 
@@ -65,6 +72,7 @@ class Engine:
         self.changing: set[int] = set()  # those whose text changes their logits
         self.states: dict[int, TextState] = {}  # of those, from the first token on
         self.processors: dict[int, LogitsProcessors] = {}  # callers' own, by request
+        self.grammars: Grammars | None = None  # None takes none
         self.telling: set[int] = set()  # of those that asked for logprobs
         self.stats = Stats()
         self.kept: list[KeptCosts] = []  # of the models
@@ -87,9 +95,12 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Run one forward of the target; the outputs of all requests that have new tokens."""
         start = perf_counter()
+        refused = self.admit_compiled()
         scheduled = self.scheduler.plan()
         if not scheduled:
-            return []
+            if self.grammars is not None and not refused:
+                self.grammars.wait(MOMENT)
+            return refused
         try:
             with self.target.ops.lock:  # engines on one device share the buffers of a forward
                 self.draft(scheduled)
@@ -101,11 +112,31 @@ class Engine:
                 if step.logprobs is not None:
                     self.tell(step.logprobs, scheduled, paths, answers)
         except Exception as e:
-            return self.give_up(scheduled, e)
+            return refused + self.give_up(scheduled, e)
         outputs = self.commit(scheduled, sampled, paths)
         self.stats.num_steps += 1
         self.stats.step_seconds += perf_counter() - start
-        return outputs
+        return refused + outputs
+
+    def admit_compiled(self) -> list[StepOutput]:
+        """Queue the requests whose grammar is ready by now; error outputs where it is none."""
+        refused: list[StepOutput] = []
+        for choices, state in () if self.grammars is None else self.grammars.ready():
+            if isinstance(state, str):
+                refused += [self.fail(request, f"the grammar: {state}") for request in choices]
+                continue
+            first, *_ = choices
+            self.states[first.id] = self.text_state(first, state)
+            self.follow(first)
+            for request in choices:
+                self.scheduler.add(request)
+        return refused
+
+    def follow(self, request: Request) -> None:
+        """Have guesses obey a request's grammar."""
+        grammar = self.states[request.id].grammar
+        if grammar is not None and self.guesses is not None:
+            self.guesses.follow(request, grammar)
 
     def draft(self, scheduled: list[ScheduledRequest]) -> None:
         """Give the step's roots their drafts."""
@@ -139,10 +170,13 @@ class Engine:
         many prompts may come between two steps.
         """
         if request.id in self.changing and request.id not in self.states:
-            size = self.target.decoder.config.vocab_size
-            prompt = request.token_ids[: request.num_prompt]
-            self.states[request.id] = TextState(request.sampling, prompt, size)
+            self.states[request.id] = self.text_state(request)
         return self.states.get(request.id)
+
+    def text_state(self, request: Request, grammar: GrammarState | None = None) -> TextState:
+        size = self.target.decoder.config.vocab_size
+        prompt = request.token_ids[: request.num_prompt]
+        return TextState(request.sampling, prompt, size, grammar)
 
     def processors_of(self, sampled: list[ScheduledRequest]) -> dict[int, Processor]:
         """By row that is read: none of these requests has guesses."""
@@ -189,7 +223,12 @@ class Engine:
         def is_last(i: int, tokens: list[int]) -> bool:
             return finish_reason(sampled[i].request, tokens) is not None
 
-        return walk(drafts, tokens_after, is_last)
+        paths = walk(drafts, tokens_after, is_last)
+        for item, path in zip(sampled, paths, strict=True):
+            state = self.states.get(item.request.id)
+            if state is not None and state.dead_ends:
+                path.cut(state.num_alive(path.tokens))
+        return paths
 
     def commit(
         self,
@@ -230,6 +269,9 @@ class Engine:
         """Append a path's tokens to its request, and end the request if it is complete."""
         request, draft = item.request, item.draft
         processors, state = self.processors.get(request.id), self.states.get(request.id)
+        if not path.tokens:
+            assert state is not None and state.grammar is not None, "a row has a token after it"
+            return self.fail(request, f"{NOTHING_LEFT}{state.grammar.why}")
         if processors is not None:
             is_banned = state is not None and state.bans(path.tokens[0])
             processors.check_drawn(path.tokens[0], is_banned)
@@ -245,7 +287,9 @@ class Engine:
             self.stats.num_cached += request.num_cached
         request.token_ids.extend(path.tokens)
         if state is not None:
-            self.states |= {follower.id: state.fork() for follower in request.followers}
+            for follower in request.followers:
+                self.states[follower.id] = state.fork()
+                self.follow(follower)
             state.extend(path.tokens)
         request.publish()
         if request.followers:
@@ -327,6 +371,11 @@ class Engine:
                 self.changing.add(request.id)
             if asked.logprobs is not None or asked.prompt_logprobs is not None:
                 self.telling.add(request.id)
+        if leader.sampling.grammar:
+            assert self.grammars is not None, "this engine takes no grammars"
+            self.grammars.ask([*choices])
+            return choices
+        for request in choices:
             self.scheduler.add(request)
         return choices
 
@@ -389,6 +438,8 @@ class Engine:
         self.states.pop(id, None)
         self.processors.pop(id, None)
         self.telling.discard(id)
+        if self.grammars is not None:
+            self.grammars.drop(request)
         self.scheduler.remove(request)
         if self.guesses is not None:
             self.guesses.forget(id)

@@ -9,8 +9,9 @@ from specserve.engine.ledger import DraftSources, Ledger, Told
 from specserve.engine.runner import KVLost
 from specserve.engine.source import UserCode, UserSource
 from specserve.exchange.speculation_state import SpeculationState
-from specserve.scheduling import ScheduledRequest, Scheduler
-from specserve_drafters import Draft, Drafter, DraftItem
+from specserve.scheduling import Request, ScheduledRequest, Scheduler
+from specserve_drafters import ROOT, Draft, Drafter, DraftItem
+from specserve_drafters.candidates import Rules
 from specserve_drafters.model import ModelDrafter
 from specserve_drafters.ngram import NgramDrafter
 
@@ -35,6 +36,10 @@ class Guesses(Protocol):
 
     def learn(self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]) -> Told:
         """Learn which tokens followed a root, and which guesses of its draft were accepted."""
+        ...
+
+    def follow(self, request: Request, rules: Rules) -> None:
+        """Guess nothing for a request that its rules forbid; until `forget`."""
         ...
 
     def forget(self, id: int) -> None:
@@ -67,6 +72,7 @@ class FixedGuesses:
         self.source = UserSource(name, drafter, vocab_size)
         self.names: tuple[str, ...] = (name,)
         self.ledger = Ledger(self.names, user_code.stats)
+        self.rules: dict[int, Rules] = {}  # by request
 
     @property
     def drafter(self) -> Drafter:
@@ -90,7 +96,8 @@ class FixedGuesses:
             drafts = self.drafter.propose(items)
             for item, draft in zip(roots, drafts, strict=True):
                 draft = Draft.cut(draft, item.draft_limit, self.vocab_size)
-                item.draft = draft.shallow(item.request.sampling.speculation.max_depth)
+                draft = draft.shallow(item.request.sampling.speculation.max_depth)
+                item.draft = legal(draft, self.rules.get(item.request.id))
         except KVLost:
             raise
         except BaseException:  # a drafter is user code, whose errors must not change any text
@@ -114,7 +121,11 @@ class FixedGuesses:
         self.user_code.tell(self.source, "observe", request.id, draft, accepted)
         return told
 
+    def follow(self, request: Request, rules: Rules) -> None:
+        self.rules[request.id] = rules
+
     def forget(self, id: int) -> None:
+        self.rules.pop(id, None)
         self.user_code.tell(self.source, "forget", id)
 
     def tell(self, state: SpeculationState) -> SpeculationState:
@@ -122,6 +133,17 @@ class FixedGuesses:
 
     def reset(self) -> None:
         pass
+
+
+def legal(draft: Draft, rules: Rules | None) -> Draft:
+    """The guesses that the rules allow, where there are any."""
+    if rules is None:
+        return draft
+    paths: dict[int, list[int]] = {ROOT: []}
+    for k, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True), 1):
+        if parent in paths and rules.allows(paths[parent], token):
+            paths[k] = [*paths[parent], token]
+    return draft if len(paths) > len(draft) else draft.only([k for k in paths if k != ROOT])
 
 
 def draft_item(item: ScheduledRequest, limit: int) -> DraftItem:

@@ -21,7 +21,8 @@ from specserve.scheduling.planner import Ask, Plan, Planner, tokens_behind
 from specserve.scheduling.trials import Trials
 from specserve_drafters import DraftItem
 from specserve_drafters.calibration import Calibration
-from specserve_drafters.candidates import Trie
+from specserve_drafters.candidates import Rules, Trie
+from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model_source import Grown, ModelSource
 from specserve_drafters.tree import MAX_NODES, ROOT
 
@@ -95,6 +96,8 @@ class PlannedGuesses:
         self.paces = {source.name: Pace() for source in sources}
         self.lately: dict[int, float] = {}  # by request: guesses verified a step
         self.foreseen = [source for source in sources if isinstance(source, Foreseen)]
+        self.grammar = next((s for s in sources if isinstance(s, GrammarSource)), None)
+        self.rules: dict[int, Rules] = {}  # by request
         self.has_unforeseen = len(self.foreseen) < len(sources)
         self.share = 1.0  # of the seconds that sources promise to save, which guesses lately did
         self.planning = 0.0  # usual seconds of a request's guesses, without the draft model's
@@ -168,7 +171,10 @@ class PlannedGuesses:
                 asked = [root for root in roots if root.asked.turn is not None]
                 if source in self.foreseen:
                     asked = [root for root in roots if root.asked.is_any]
+                if source is self.grammar:
+                    asked = [root for root in asked if root.item.id in self.rules]
                 spent += self.ask(source, [root for root in asked if root.may_ask(source.name)])
+            spent += self.force(roots)
             spent += self.grow([root for root in roots if root.asked.model_turn is not None])
         finally:
             if self.draft_model is not None:
@@ -250,7 +256,7 @@ class PlannedGuesses:
         lately = 2 + 2 * int(self.lately.get(request.id, 0.0))
         depth = request.sampling.speculation.max_depth or MAX_NODES
         limit = min(scheduled.draft_limit, depth, max(lately, LEAST_ASKED // num_roots))
-        trie = Trie(self.calibration, request.id)
+        trie = Trie(self.calibration, request.id, self.rules.get(request.id))
         ask = Ask(trie, scheduled.draft_limit, max_depth=depth)
         item = draft_item(scheduled, limit)
         return Root(scheduled, item, ask, {}, asked)
@@ -289,6 +295,19 @@ class PlannedGuesses:
         self.ledger.took(name, self.taken[name])
         return self.taken[name]
 
+    def force(self, roots: Sequence[Root]) -> float:
+        """Continue other sources' paths by what grammars force; its seconds."""
+        grammar = self.grammar
+        if grammar is None or not self.rules:
+            return 0.0
+        start = perf_counter()
+        for root in roots:
+            grammar.extend(root.trie, root.item, root.proposed)
+        taken = perf_counter() - start
+        self.taken[grammar.name] = self.taken.get(grammar.name, 0.0) + taken
+        self.ledger.took(grammar.name, taken)
+        return taken
+
     def is_tried(self, name: str) -> bool:
         if is_due := self.trials.is_due(name, self.passed):
             self.tried.add(name)
@@ -310,7 +329,8 @@ class PlannedGuesses:
         depth = self.model.max_depth
         levels = Levels(growth, self.trials, self.passed, self.draft_model, requests, depth)
         try:
-            self.model.grow([Grown(root.item, root.trie, root.proposed) for root in roots], levels)
+            grown = [Grown(root.item, root.trie, root.proposed) for root in roots]
+            self.model.grow(grown, levels, self.grammar)
         except KVLost:
             raise
         except Exception:  # as it has too little memory
@@ -396,7 +416,14 @@ class PlannedGuesses:
         if self.draft_model is None or not self.draft_model.is_catching_up(root.scheduled):
             root.saved_by_model = by_model_alone
 
+    def follow(self, request: Request, rules: Rules) -> None:
+        self.rules[request.id] = rules
+        grammar = self.grammar
+        if grammar is not None and request.sampling.speculation.allows(grammar.name):
+            grammar.follow(request.id, rules)
+
     def forget(self, id: int) -> None:
+        self.rules.pop(id, None)
         self.calibration.forget(id)
         self.turns.forget(id)
         self.model_turns.forget(id)

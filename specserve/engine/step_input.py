@@ -10,7 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.engine.text_state import TextState, edits_of, masks_of
+from specserve.engine.text_state import (
+    NodeMask,
+    TextState,
+    edits_of,
+    masks_of,
+    node_masks_of,
+)
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory import BlockTable, KVUpdates, PendingUpdates
 from specserve_drafters import Draft
@@ -23,6 +29,7 @@ class Draws(NamedTuple):
     """What the token after each of n rows is drawn with; the fields are those of SampleParams.
 
     processors  what callers' functions make of the logits [V] float32 of some rows, before all else
+    node_masks  of some rows, instead of `masks`: each is made when its row's token is drawn
     """
 
     is_greedy: bool  # every temperature is 0: the columns after it change nothing
@@ -35,13 +42,33 @@ class Draws(NamedTuple):
     edits: Edits | None = None
     masks: Masks | None = None
     processors: Mapping[int, Processor] = {}
+    node_masks: Mapping[int, NodeMask] = {}
 
     def params(self, rows: NDArray[np.int64] | None = None) -> SampleParams:
         """The parameters of all rows, or of some, as host tensors."""
-        if self.edits is None and self.masks is None:
+        if self.edits is None and self.masks is None and not self.node_masks:
             return self.plain_params(rows)
         params = self.plain_params()._replace(edits=self.edits, masks=self.masks)
-        return params if rows is None else params.take(torch.from_numpy(rows))
+        if rows is not None:
+            params = params.take(torch.from_numpy(rows))
+        if not self.node_masks:
+            return params
+        each = range(len(self.seeds)) if rows is None else rows.tolist()
+        return params._replace(masks=self.with_node_masks(params.masks, each))
+
+    def with_node_masks(self, masks: Masks | None, rows: Sequence[int]) -> Masks | None:
+        """The masks of some rows, with those that are found now."""
+        found = [(i, self.node_masks[row]) for i, row in enumerate(rows) if row in self.node_masks]
+        if not found:
+            return masks
+        number = torch.zeros(len(rows), dtype=torch.int32)
+        words = list[Tensor]()
+        if masks is not None:
+            number, words = masks.number.clone(), [*masks.words]
+        for i, node in found:
+            words.append(node.words())
+            number[i] = len(words)
+        return Masks(number, torch.stack(words))
 
     def plain_params(self, rows: NDArray[np.int64] | None = None) -> SampleParams:
         """Without edits and masks."""
@@ -102,7 +129,11 @@ def draws_of(
     draws = plain_draws(samplings, lengths, drafts)
     if not any(states):
         return draws
-    return draws._replace(edits=edits_of(states, drafts), masks=masks_of(states, drafts))
+    return draws._replace(
+        edits=edits_of(states, drafts),
+        masks=masks_of(states, drafts),
+        node_masks=node_masks_of(states, drafts),
+    )
 
 
 def plain_draws(

@@ -9,12 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from specserve.engine.grammar_state import GrammarState
 from specserve.exchange.sampling_params import Sampling
 from specserve_drafters import ROOT, Draft
 from specserve_kernels import Edits, Masks
 
+MOST_OF_WORD = 64  # tokens of a bad word
 BAN = (float("-inf"), 1.0, 0.0)
 
 Edit = tuple[float, float, float]  # bias, factor, penalty: see Edits
@@ -102,10 +105,18 @@ class TextState:
     counts as a known token would: both edits come from `edit`.
     """
 
-    def __init__(self, sampling: Sampling, prompt: Sequence[int], vocab_size: int) -> None:
-        self.sampling = sampling
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt: Sequence[int],
+        vocab_size: int,
+        grammar: GrammarState | None = None,
+    ) -> None:
+        self.sampling, self.grammar = sampling, grammar
+        self.dead_ends: set[tuple[int, ...]] = set()  # paths of the step that nothing may follow
         self.bias = dict(sampling.logit_bias)
         self.bias |= {word[0]: BAN[0] for word in sampling.bad_words if len(word) == 1}
+        self.banned = frozenset(t for t, bias in self.bias.items() if bias == BAN[0])
         self.words = Ends()
         for word in sampling.bad_words:
             if len(word) > 1:
@@ -131,6 +142,8 @@ class TextState:
         other.output, other.counts = [], Counter()
         other.base, other.places = no_edits(), dict(self.places)
         other.base.join(self.base)
+        other.grammar = self.grammar and self.grammar.fork()
+        other.dead_ends = set()
         return other
 
     def edit(self, token: int) -> Edit:
@@ -152,6 +165,9 @@ class TextState:
             self.advance(token)
         for token in set(tokens) if self.has_penalties else ():
             self.keep(token)
+        if self.grammar is not None:
+            self.grammar.extend(tokens)
+            self.dead_ends.clear()
 
     def advance(self, token: int) -> None:
         self.output.append(token)
@@ -170,7 +186,36 @@ class TextState:
         is_masked = mask is not None and not int(mask[token // 32]) >> token % 32 & 1
         is_end = self.is_early and token in self.sampling.stop_ids
         is_word = self.bias.get(token) == BAN[0] or token in self.words.after(self.output)
-        return is_masked or is_end or is_word
+        is_wrong = self.grammar is not None and not self.grammar.allows((), token)
+        return is_masked or is_end or is_word or is_wrong
+
+    def mask_after(self, path: Sequence[int]) -> Tensor:
+        """The ids that may come after a path of guesses by grammar and mask."""
+        assert self.grammar is not None, "without a grammar all nodes have one mask"
+        words = self.grammar.mask(path)
+        if self.mask is not None:
+            words = words & self.mask.numpy()
+        if not self.has_any(words, path):
+            self.dead_ends.add((*path,))
+        return torch.from_numpy(words)
+
+    def has_any(self, words: NDArray[np.int32], path: Sequence[int]) -> bool:
+        """Whether any id of a mask may be drawn after a path."""
+        bans = self.banned
+        if len(self.output) + len(path) < self.sampling.min_tokens:
+            bans |= self.sampling.stop_ids
+        if self.words.lasts:
+            bans |= {*self.words.after([*self.output[-MOST_OF_WORD:], *path])}
+        if not bans:
+            return bool(words.any())
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+        bits[[*bans]] = 0
+        return bool(bits.any())
+
+    def num_alive(self, path: Sequence[int]) -> int:
+        """How many tokens of a step's path may be kept: it ends where nothing may come."""
+        ends = (n for n in range(len(path)) if tuple(path[:n]) in self.dead_ends)
+        return next(ends, len(path))
 
     def own(self, path: dict[int, Edit]) -> Own:
         """The edits at a path's end: no bad word is completed there, and no end comes too early."""
@@ -233,12 +278,40 @@ def edits_of(states: Sequence[TextState | None], drafts: Sequence[Draft]) -> Edi
     )
 
 
+class NodeMask(NamedTuple):
+    """The mask of one node by its request's grammar: it is found when the node is read."""
+
+    state: TextState
+    path: list[int]  # the tokens from the root's to the node's, the root's left out
+
+    def words(self) -> Tensor:
+        return self.state.mask_after(self.path)
+
+
+def node_masks_of(
+    states: Sequence[TextState | None], drafts: Sequence[Draft]
+) -> dict[int, NodeMask]:
+    """By row, of requests that have a grammar."""
+    masks: dict[int, NodeMask] = {}
+    row = 0
+    for state, draft in zip(states, drafts, strict=True):
+        if state is not None and state.grammar is not None:
+            paths: list[list[int]] = [[]]
+            for token, parent in zip(draft.tokens, draft.parents, strict=True):
+                paths.append([*paths[parent], token])
+            masks |= {row + node: NodeMask(state, path) for node, path in enumerate(paths)}
+        row += 1 + len(draft)
+    return masks
+
+
 def masks_of(states: Sequence[TextState | None], drafts: Sequence[Draft]) -> Masks | None:
-    """Masks after the root and every guess of each request; those of one request share it."""
+    """Masks after the root and every guess of each request that no grammar changes; those of one
+    request share it.
+    """
     masks: list[Tensor] = []
     numbers = array("i")
     for state, draft in zip(states, drafts, strict=True):
-        if state is not None and state.mask is not None:
+        if state is not None and state.mask is not None and state.grammar is None:
             masks.append(state.mask)
             numbers.extend([len(masks)] * (1 + len(draft)))
         else:

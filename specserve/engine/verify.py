@@ -20,6 +20,10 @@ class Path(msgspec.Struct, eq=False):
     nodes: list[int]
     logprobs: list[TokenLogprobs] = []  # of these tokens, where the request asked for them
 
+    def cut(self, size: int) -> None:
+        """Keep the first tokens only."""
+        del self.tokens[size:], self.nodes[max(0, size - 1) :]
+
 
 def walk(drafts: Sequence[Draft], tokens_after: TokensAfter, is_last: IsLast) -> list[Path]:
     """Follow the target's tokens down each tree for as long as a child has guessed them.

@@ -54,13 +54,13 @@ class Scheduler:
         self.waiting.add(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a running or waiting request, and release its blocks."""
+        """Remove a request, running, waiting or not added yet, and release its blocks."""
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
         leader = request.detach()
-        if leader is not None:
+        if leader is not None and leader in self.waiting:
             self.waiting.line_up(leader)
         request.release()
 

@@ -28,7 +28,11 @@ def llm():
 def test_without_a_model_the_pair_is_there(llm, monkeypatch):
     Clock(monkeypatch)
     assert (llm.config.target, llm.config.draft) == (str(DEMO_TARGET), str(DEMO_DRAFT))
-    assert llm.loaded.drafter == "auto" and llm.loaded.engine.sources == ("ngram", "model")
+    assert llm.loaded.drafter == "auto" and llm.loaded.engine.sources == (
+        "ngram",
+        "model",
+        "grammar",
+    )
     question = [{"role": "user", "content": "What does shutil.copytree do?"}]
     (output,) = llm.chat(question, SamplingParams(temperature=0, max_tokens=64))
     assert output.finish_reason == "stop" and output.text

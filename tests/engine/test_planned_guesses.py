@@ -478,7 +478,7 @@ def test_a_source_forgets_what_texts_have_shown_with_a_reset(target, clock):
 
 
 def test_an_engine_has_the_ngrams_of_the_compiled_kernels(target):
-    [source] = engine_for(target, None, "auto").guesses.sources
+    source, _ = engine_for(target, None, "auto").guesses.sources
     assert isinstance(source, NativeSource)
 
 

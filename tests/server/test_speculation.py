@@ -28,7 +28,8 @@ MANUAL = (Path(__file__).parents[2] / "docs/server.md").read_text()
 DETAILED = {"return_speculation_details": True}
 CODE = "def read_lines(path):\n    with open(path) as file:\n        return"
 LONG = 60  # tokens
-SOURCES = ("ngram", "model")
+SOURCES = ("ngram", "model")  # those that guess without a grammar
+ALL = (*SOURCES, "grammar")
 REFUSED = {
     "a source that is not there": ({"sources": ["ngram", "suffix"]}, "there are ngram, model"),
     "a source that is no list": ({"sources": "ngram"}, "`array | null`"),
@@ -219,7 +220,7 @@ def test_every_chunk_tells_where_its_tokens_came_from(server, path, decode):
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     for index in range(2):
         told = [c for c in choices if c["index"] == index and "speculation" in c]
-        assert all(c["speculation"]["sources"] == list(SOURCES) for c in told)
+        assert all(c["speculation"]["sources"] == list(ALL) for c in told)
         each = [c["speculation"]["steps"] for c in told]
         assert [len(steps) for steps in each] == [1] * len(told)
         check([step for steps in each for step in steps], "".join(map(said, told)), decode)
@@ -240,7 +241,7 @@ def test_a_step_without_text_is_told_with_the_chunk_that_it_gets(server):
 def test_a_whole_answer_tells_every_step(server, decode):
     answer = server.post(COMPLETIONS, completion_body(n=2, **DETAILED)).body
     for choice in answer["choices"]:
-        assert choice["speculation"]["sources"] == list(SOURCES)
+        assert choice["speculation"]["sources"] == list(ALL)
         check(choice["speculation"]["steps"], choice["text"], decode)
 
 
@@ -263,7 +264,7 @@ def test_who_did_not_ask_is_told_nothing_of_steps(server):
 def test_the_state_is_told_while_requests_run_and_while_none_does(server):
     server.post(COMPLETIONS, completion_body())
     state = server.get("/v1/speculation").body
-    assert (state["max_nodes"], state["sources"]) == (16, list(SOURCES))
+    assert (state["max_nodes"], state["sources"]) == (16, list(ALL))
     assert state["max_step_nodes"] > 0 and state["object"] == "speculation"
     assert state["slo"] == {"ttft_ms": None, "tpot_ms": 50, "min_tpot_ms": 20}
     known = [step for step in state["costs"]["target"]["steps"] if step["is_known"]]
@@ -280,7 +281,7 @@ def test_the_state_is_told_while_requests_run_and_while_none_does(server):
 
 def test_the_card_names_the_sources(server):
     [card] = server.get("/v1/models").body["data"]
-    assert card["sources"] == list(SOURCES)
+    assert card["sources"] == list(ALL)
 
 
 def test_series_by_source_count_what_answers_tell(server):

@@ -1,0 +1,53 @@
+"""What a request's grammar forces, as a source of guesses."""
+
+from array import array
+from collections.abc import Sequence
+
+from specserve_drafters.base import DraftItem
+from specserve_drafters.candidates import Candidate, Rules, Trie
+
+SCORE = 1.0  # bytes that are forced are certain; calibration learns whether the tokens are
+LEAST_VALUE = 0.02  # of a path that it continues
+
+
+class GrammarSource:
+    """Guesses where a grammar leaves one text only: after the root, and after others' guesses."""
+
+    name = "grammar"
+
+    def __init__(self) -> None:
+        self.rules: dict[int, Rules] = {}
+
+    def follow(self, id: int, rules: Rules) -> None:
+        """Guess for a request; until `forget`."""
+        self.rules[id] = rules
+
+    def promise(self, id: int, text: "array[int]") -> float:
+        rules = self.rules.get(id)
+        return float(len(rules.forced(()))) if rules is not None else 0.0
+
+    def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]:
+        return [self.after((), item) for item in items]
+
+    def after(self, path: Sequence[int], item: DraftItem) -> list[Candidate]:
+        rules = self.rules.get(item.id)
+        forced = [] if rules is None else rules.forced(path)[: max(0, item.limit - len(path))]
+        return [Candidate(token, k, SCORE, self.name) for k, token in enumerate(forced)]
+
+    def extend(self, trie: Trie, item: DraftItem, proposed: dict[str, int]) -> None:
+        """Continue the paths of a request that have come to their end since the last call."""
+        if item.id not in self.rules:
+            return
+        new = range(trie.num_continued + 1, len(trie) + 1)
+        for node in new:
+            if not trie.children[node] and trie.values[node] >= LEAST_VALUE:
+                found = self.after(trie.path(node), item)
+                trie.merge(found, below=node)
+                proposed[self.name] = proposed.get(self.name, 0) + len(found)
+        trie.num_continued = len(trie)
+
+    def forget(self, id: int) -> None:
+        self.rules.pop(id, None)
+
+    def reset(self) -> None:
+        """Nothing is learnt here."""

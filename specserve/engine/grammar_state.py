@@ -1,0 +1,103 @@
+"""Where a request's text stands in its grammar: what may come next, node by node of its tree."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:  # its import takes time, and most engines need none
+    from llguidance import LLMatcher
+
+
+class GrammarState:
+    """Follows a request's text: `extend` by its new tokens; other methods look at what may come
+    after a path of guesses.
+
+    One matcher serves all nodes: it goes from path to path by consuming tokens and undoing them. A
+    matcher that runs into a limit cannot be undone any more. So it is made anew from the text: what
+    a guess runs into must not change what the text itself is allowed.
+    """
+
+    def __init__(self, matcher: "LLMatcher", end_ids: Sequence[int], vocab_size: int) -> None:
+        """`matcher` is at the beginning, and never changed; `end_ids` end a complete text."""
+        self.first, self.matcher = matcher, matcher.deep_copy()
+        self.end_ids, self.num_words = end_ids, -(-vocab_size // 32)
+        self.known: list[int] = []
+        self.path: list[int] = []  # beyond the known text, as far as the matcher has gone
+        self.error = ""  # what the matcher ran into after the known text
+
+    def fork(self) -> "GrammarState":
+        """Another one at the same place, after no guess."""
+        other = GrammarState(self.first, self.end_ids, 32 * self.num_words)
+        other.extend(self.known)
+        return other
+
+    @property
+    def why(self) -> str:
+        """What the matcher ran into, as an addition to a message."""
+        return f" ({self.error})" if self.error else ""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self.go(tokens)
+        self.known += tokens
+        self.path.clear()
+
+    def go(self, path: Sequence[int]) -> bool:
+        """Take the matcher to a path's end; false if the grammar does not allow the path."""
+        at = self.path
+        if at != path:
+            same = num_equal(at, path)
+            if len(at) > same:
+                self.matcher.rollback(len(at) - same)
+                del at[same:]
+            rest = [*path[same:]]
+            at += rest[: self.matcher.try_consume_tokens(rest)]
+        if self.matcher.is_error():
+            self.renew(at_text=not path)
+            return False
+        return len(at) == len(path)
+
+    def renew(self, at_text: bool) -> None:
+        """Take another matcher to the end of the known text."""
+        if at_text:
+            self.error = self.matcher.get_error()
+        self.matcher, self.path = self.first.deep_copy(), []
+        self.matcher.try_consume_tokens(self.known)
+
+    def allows(self, path: Sequence[int], token: int) -> bool:
+        if not self.go(path):
+            return False
+        if token in self.end_ids:
+            return self.matcher.is_accepting()
+        return self.go([*path, token])
+
+    def forced(self, path: Sequence[int]) -> list[int]:
+        """The tokens of the only text that may come next, as the tokenizer would write it, and the
+        end if that must come.
+        """
+        if not self.go(path):
+            return []
+        tokens = [*self.matcher.compute_ff_tokens()]
+        if self.go([*path, *tokens]) and self.matcher.is_stopped():
+            tokens += self.end_ids[:1]
+        return tokens
+
+    def mask(self, path: Sequence[int]) -> NDArray[np.int32]:
+        """[ceil(V / 32)]: bit id % 32 of word id // 32 is set where the id may come next. No bit is
+        set where the grammar does not allow the path, or a limit is in the way.
+        """
+        if self.go(path):
+            bits = bytearray(self.matcher.compute_bitmask())  # of a size that may be larger
+            if not self.matcher.is_error():
+                return np.frombuffer(bits, np.int32)[: self.num_words]
+            self.renew(at_text=not path)
+        return np.zeros(self.num_words, np.int32)
+
+
+def num_equal(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens that both begin with."""
+    for n, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return n
+    return min(len(a), len(b))

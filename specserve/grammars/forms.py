@@ -1,0 +1,123 @@
+"""Grammars as llguidance reads them, made of JSON schemas, regexes, choices and Lark.
+
+Lark here is llguidance's dialect:
+https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from specserve.grammars.compiled import GrammarError
+
+MAX_BYTES = 1 << 18  # of a grammar; larger ones take more than a second to compile
+MAX_DEPTH = 64  # of objects and lists in a schema; llguidance's reader of JSON ends at 127
+# What a model writes by itself: nothing, a space, or a line break and its indentation. Without a
+# bound a text could be spaces for ever, and compact JSON is not what models have learnt to write.
+WHITESPACE = r" |\r?\n(?: {0,40}|\t{0,10})"
+START = re.compile(r"^[?!]?start\b[^:=]*:(?!:)", re.MULTILINE)
+WITHOUT_EFFECT = re.compile(r"[\w-]\[[^\]]*\b(max_tokens|stop|temperature)\s*=")
+ESCAPED = re.compile(r"\\?\n|\\.|/")
+
+
+def lark(text: str) -> str:
+    """The grammar of a Lark text, which begins at the rule `start`.
+
+    `json_part` and `quoted` write parts of it. GrammarError for a text that is too large.
+    """
+    return checked(json.dumps({"grammars": [{"lark_grammar": text}]}))
+
+
+def json_schema(schema: Mapping[str, Any] | bool, whitespace: str = WHITESPACE) -> str:
+    """The grammar of JSON values that obey a schema.
+
+    `whitespace` is a regex of what may stand behind `{`, `[`, `,` and `:`, and before `}` and `]`,
+    once in each place; "" is none. GrammarError for a schema that is no JSON, or too deep.
+    """
+    return checked(f'{{"grammars": [{{"json_schema": {written(schema, whitespace)}}}]}}')
+
+
+def json_part(schema: Mapping[str, Any] | bool) -> str:
+    """The same as a part of a Lark rule."""
+    return f"%json {written(schema, WHITESPACE)}"
+
+
+def quoted(text: str) -> str:
+    """A Lark rule's part that is this text; nothing where the text is empty."""
+    return json.dumps(text) if text else ""
+
+
+def regex(pattern: str) -> str:
+    """The grammar of texts that match from their beginning to their end."""
+    return lark(f"start: /{ESCAPED.sub(escape, pattern)}/" if pattern else 'start: ""')
+
+
+def choice(texts: Sequence[str]) -> str:
+    """The grammar of one of these texts."""
+    # A terminal, in capitals, is one automaton; of a rule every text would be followed by itself.
+    return lark("start: ONE\nONE: " + " | ".join(json.dumps(text) for text in texts))
+
+
+def escape(found: re.Match[str]) -> str:
+    """A slash or line break of a regex, as Lark can have it between slashes."""
+    return {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}.get(found[0], found[0])
+
+
+def written(schema: Mapping[str, Any] | bool, whitespace: str) -> str:
+    """The schema's JSON, with what llguidance has to know of the text's form."""
+    if schema is False:
+        raise GrammarError("false allows no value")
+    given = {} if schema is True else schema
+    if "x-guidance" in given:
+        raise GrammarError("x-guidance is not for callers: leave it out")
+    check_depth(given)
+    form = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
+    try:
+        return json.dumps({**given, "x-guidance": form}, allow_nan=False)
+    except (TypeError, ValueError) as e:
+        raise GrammarError(f"no JSON: {e!s:.200}") from e
+
+
+def check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [item for value in level for item in items(value)]
+        if not level:
+            return
+    raise GrammarError(f"nested more than {MAX_DEPTH} deep: use fewer levels, or $ref")
+
+
+def items(value: Any) -> Sequence[Any]:
+    """Objects and lists right within a value."""
+    within = value.values() if isinstance(value, Mapping) else value
+    is_container = isinstance(value, Mapping | list | tuple)
+    return [v for v in within if isinstance(v, Mapping | list | tuple)] if is_container else ()
+
+
+def read_json(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.MsgspecError, UnicodeError) as e:
+        raise GrammarError(f"no valid JSON: {e!s:.200}") from e
+    except RecursionError as e:
+        raise GrammarError("nested too deeply") from e
+
+
+def checked(grammar: str) -> str:
+    if len(grammar) > MAX_BYTES:
+        raise GrammarError(
+            f"{len(grammar)} bytes as a grammar, and {MAX_BYTES} are allowed: send a smaller one"
+        )
+    return grammar
+
+
+def own_text(lark: str) -> str:
+    """A caller's Lark; GrammarError for another notation, and for options without effect here."""
+    if "::=" in lark and not START.search(lark):
+        raise GrammarError('::= is of GBNF or EBNF: send Lark, as in start: "yes" | "no"')
+    if option := WITHOUT_EFFECT.search(lark):
+        raise GrammarError(f"the option {option[1]} is not supported: leave it out")
+    return lark

@@ -1,0 +1,405 @@
+"""Texts that obey a grammar: the same ones, whoever guesses."""
+
+import json
+import re
+import threading
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher
+from msgspec.structs import replace
+
+from specserve.engine.engine import NOTHING_LEFT
+from specserve.engine.grammars import Grammars, Vocabulary
+from specserve.exchange.sampling_params import Sampling
+from specserve.grammars import compiled
+from specserve.models.tokenizer import load_tokenizer
+from tests.checkpoints import EOS, tiny_checkpoint
+from tests.engine.engines import (
+    Case,
+    RandomPlanner,
+    Scripted,
+    Watch,
+    ask_always,
+    bush,
+    draft_of,
+    engine_for,
+    hedge,
+    load_small,
+    wrong_later,
+)
+
+VOCAB = 320
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["circle", "square"]},
+        "sides": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+        "name": {"type": "string", "maxLength": 8},
+    },
+    "required": ["kind", "sides"],
+    "additionalProperties": False,
+}
+REGEX = "(yes|no), (it|she) (is|was)( not)? [a-f]{1,9}!"
+CHOICE = ["the cat sat", "the cat sat on the mat", "a dog"]
+
+
+def json_grammar(schema):
+    options = {"whitespace_flexible": False}
+    return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+
+
+GRAMMARS = {
+    "json": json_grammar(SCHEMA),
+    "regex": LLMatcher.grammar_from_regex(REGEX),
+    "choice": LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, CHOICE))}"),
+}
+
+
+def obeys(name, text):
+    if name == "json":
+        jsonschema.validate(json.loads(text), SCHEMA)
+        return True
+    return bool(re.fullmatch(REGEX, text)) if name == "regex" else text in CHOICE
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("models") / "target", seed=1)
+
+
+@pytest.fixture(scope="module")
+def pair(folder, tmp_path_factory):
+    draft = tmp_path_factory.mktemp("models") / "draft"
+    return load_small(folder), load_small(tiny_checkpoint(draft, seed=1, num_hidden_layers=1))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def end(tokenizer):
+    return tokenizer.get_vocab()[EOS]
+
+
+@pytest.fixture
+def engine_with(pair, tokenizer, end):
+    def make(drafter="none", **settings):
+        target, draft = pair
+        engine = engine_for(target, draft_of(draft, drafter), drafter, **settings)
+        engine.grammars = Grammars(Vocabulary(lambda: (tokenizer, [end]), VOCAB))
+        if drafter == "auto":
+            ask_always(engine)
+        return engine
+
+    return make
+
+
+@pytest.fixture
+def sampling(end):
+    def make(grammar, **given):
+        defaults = {"max_tokens": 60, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        given = {"seed": 7, **defaults, **given}
+        return Sampling(**given, stop_ids=frozenset([end]), grammar=grammar)
+
+    return make
+
+
+def run(engine, prompt, *samplings):
+    """The outputs of requests that are asked at once, by what each has in the end."""
+    requests = [engine.add(prompt, s) for s in samplings]
+    failures = {}
+    while not engine.is_idle:
+        for output in engine.step():
+            if output.failure:
+                failures[output.id] = output.failure
+    return [(r.token_ids.tolist()[len(prompt) :], failures.get(r.id, "")) for r in requests]
+
+
+PROMPT = [5, 9, 30, 41, 7]
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_text_obeys_its_grammar(engine_with, sampling, tokenizer, end, name, temperature):
+    for seed in range(4):
+        asked = sampling(GRAMMARS[name], seed=seed, temperature=temperature, max_tokens=200)
+        [(tokens, failure)] = run(engine_with(), PROMPT, asked)
+        assert not failure and tokens[-1] == end
+        assert obeys(name, tokenizer.decode(tokens[:-1]))
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+@pytest.mark.parametrize("drafter", ["ngram", "model", "auto"])
+def test_a_drafter_changes_no_text_that_a_grammar_rules(engine_with, sampling, name, drafter):
+    asked = [
+        sampling(GRAMMARS[name], seed=seed, temperature=t) for seed in range(3) for t in (0.0, 1.0)
+    ]
+    asked.append(sampling(""))
+    expected = run(engine_with(max_nodes=0), PROMPT, *asked)
+    engine = engine_with(drafter)
+    assert run(engine, PROMPT, *asked) == expected
+    assert engine.stats.num_drafted > 0 and (engine.stats.num_accepted > 0 or drafter == "ngram")
+
+
+@pytest.mark.parametrize("script", [bush, hedge, wrong_later])
+def test_the_same_with_guesses_that_break_the_grammar(engine_with, sampling, script):
+    asked = sampling(GRAMMARS["json"], seed=3)
+    [(expected, _)] = run(engine_with(), PROMPT, asked)
+    engine = engine_with(Scripted(script, {0: expected}))
+    assert run(engine, PROMPT, asked) == [(expected, "")]
+    assert engine.stats.num_accepted > 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_the_same_whatever_is_planned_and_disturbed(pair, tokenizer, end, data):
+    names = [*GRAMMARS, None]
+    cases = data.draw(
+        st.lists(
+            st.builds(
+                lambda name, seed, t, size, arrives, leaves, n: Case(
+                    [(size * 7 + i * 31) % 300 + 1 for i in range(size)],
+                    Sampling(
+                        max_tokens=40,
+                        temperature=t,
+                        top_k=0,
+                        top_p=1.0,
+                        min_p=0.0,
+                        seed=seed,
+                        stop_ids=frozenset([end]),
+                        grammar=GRAMMARS[name] if name else "",
+                    ),
+                    arrives,
+                    leaves,
+                    n,
+                ),
+                st.sampled_from(names),
+                st.integers(0, 99),
+                st.sampled_from([0.0, 1.0]),
+                st.sampled_from([1, 5, 40]),
+                st.integers(0, 4),
+                st.none() | st.integers(2, 9),
+                st.integers(1, 3),
+            ),
+            min_size=1,
+            max_size=3,
+        )
+    )
+    target, draft = pair
+    vocabulary = Vocabulary(lambda: (tokenizer, [end]), VOCAB)
+    texts = []
+    for drafter in ("none", "auto"):
+        engine = engine_for(target, draft_of(draft, drafter), drafter, max_running=4)
+        engine.grammars = Grammars(vocabulary)
+        if drafter == "auto":
+            ask_always(engine)
+            engine.guesses.planner = RandomPlanner(engine.scheduler, data.draw(st.integers(0, 99)))
+        events = (
+            {}
+            if drafter == "none"
+            else data.draw(
+                st.dictionaries(st.integers(1, 12), st.sampled_from(["preempt", "drop", "reset"]))
+            )
+        )
+        requests = Watch(engine).run(cases, events)
+        texts.append([r.token_ids.tolist() for r in requests])
+    whole = [case.leaves is None or c < case.n - 1 for case in cases for c in range(case.n)]
+    for is_whole, a, b in zip(whole, *texts, strict=True):
+        shorter = min(len(a), len(b))
+        assert a[:shorter] == b[:shorter] and (not is_whole or len(a) == len(b))
+
+
+def test_no_guess_that_is_verified_breaks_the_grammar(engine_with, sampling, tokenizer, end):
+    engine = engine_with("auto")
+    matcher = compiled.compile_grammar(
+        compiled.vocabulary_of(tokenizer, VOCAB, [end]), GRAMMARS["json"]
+    )
+    seen = 0
+    build = engine.build
+
+    def checked(scheduled, sampled):
+        nonlocal seen
+        for item in sampled:
+            paths = [[]]
+            known = item.request.token_ids.tolist()[item.request.num_prompt :]
+            for token, parent in zip(item.draft.tokens, item.draft.parents, strict=True):
+                paths.append([*paths[parent], token])
+                text = [*known, *paths[-1]]
+                if text[-1] == end:
+                    text.pop()
+                assert matcher.deep_copy().try_consume_tokens(text) == len(text)
+                seen += 1
+        return build(scheduled, sampled)
+
+    engine.build = checked
+    run(engine, PROMPT, *(sampling(GRAMMARS["json"], seed=seed) for seed in range(3)))
+    assert seen > 20
+
+
+def test_what_a_grammar_forces_is_guessed_by_it(engine_with, sampling):
+    engine = engine_with("auto", options={"sources": ["grammar"]})
+    run(engine, PROMPT, sampling(GRAMMARS["json"], max_tokens=100))
+    sums = engine.stats.sources["grammar"]
+    assert sums.accepted[0] > 0 and sum(sums.accepted) > 5
+    assert engine.sources == ("grammar",)
+
+
+def test_masks_are_found_only_of_rows_that_are_read(engine_with, sampling, monkeypatch):
+    asked = sampling(GRAMMARS["json"], seed=3)
+    [(expected, _)] = run(engine_with(), PROMPT, asked)
+    found = []
+    engine = engine_with(Scripted(hedge, {0: expected}))
+    mask = compiled_mask(monkeypatch, found)
+    run(engine, PROMPT, asked)
+    assert mask and len(found) == len(expected)  # one for each token, though more were guessed
+    assert engine.stats.num_drafted > engine.stats.num_accepted
+
+
+def compiled_mask(monkeypatch, found):
+    from specserve.engine.grammar_state import GrammarState
+
+    mask = GrammarState.mask
+
+    def counted(self, path):
+        found.append(path)
+        return mask(self, path)
+
+    monkeypatch.setattr(GrammarState, "mask", counted)
+    return mask
+
+
+@pytest.mark.parametrize("drafter", ["none", "auto"])
+def test_where_no_token_is_left_the_request_ends_and_no_other(
+    engine_with, sampling, tokenizer, drafter
+):
+    ids = tuple(tokenizer.get_vocab()[c] for c in "abcdef!,yesno" if c in tokenizer.get_vocab())
+    dead = sampling(GRAMMARS["regex"], allowed_ids=ids)  # no space
+    good = sampling(GRAMMARS["regex"])
+    [(expected, _)] = run(engine_with(), PROMPT, good)
+    (tokens, failure), other = run(engine_with(drafter), PROMPT, dead, good)
+    assert failure == NOTHING_LEFT and tokenizer.decode(tokens) in ("yes,", "no,")
+    assert other == (expected, "")
+
+
+def test_an_end_that_would_be_too_early_is_no_end(engine_with, sampling):
+    asked = sampling(GRAMMARS["choice"], min_tokens=50)
+    [(tokens, failure)] = run(engine_with(), PROMPT, asked)
+    assert failure == NOTHING_LEFT and tokens
+
+
+def test_a_text_that_breaks_off_does_so_at_the_same_token(engine_with, sampling, tokenizer):
+    """However many guesses were accepted in the step before."""
+    free = sampling(GRAMMARS["regex"])
+    [(truth, _)] = run(engine_with(), PROMPT, free)
+    lacking = tuple(set(range(VOCAB)) - set(truth[6:7]))
+    asked = replace(free, allowed_ids=lacking, temperature=0.0)
+    expected = run(engine_with(), PROMPT, asked)
+    engine = engine_with(Scripted(wrong_later, {0: [*expected[0][0], *truth[6:]]}))
+    assert run(engine, PROMPT, asked) == expected
+
+
+def test_steps_go_on_while_a_grammar_is_compiled(engine_with, sampling, monkeypatch):
+    engine, go = engine_with(), threading.Event()
+    compile_grammar = compiled.compile_grammar
+
+    def slow(*args):
+        go.wait(10)
+        return compile_grammar(*args)
+
+    monkeypatch.setattr("specserve.engine.grammars.compile_grammar", slow)
+    late = engine.add(PROMPT, sampling(GRAMMARS["choice"]))
+    good = engine.add(PROMPT, sampling("", max_tokens=5))
+    while good.id in engine.requests:
+        engine.step()
+    assert late.num_output == 0 and not engine.is_idle
+    go.set()
+    while not engine.is_idle:
+        engine.step()
+    assert late.num_output > 0
+
+
+def test_requests_may_end_while_their_grammar_is_compiled(engine_with, sampling, monkeypatch):
+    engine, go = engine_with(), threading.Event()
+    compile_grammar = compiled.compile_grammar
+
+    def slow(*args):
+        go.wait(10)
+        return compile_grammar(*args)
+
+    monkeypatch.setattr("specserve.engine.grammars.compile_grammar", slow)
+    gone = engine.add(PROMPT, sampling(GRAMMARS["json"]))
+    asked = [sampling(GRAMMARS["choice"], seed=seed) for seed in range(3)]
+    first, second, third = engine.add_choices(PROMPT, asked)
+    engine.finish(gone.id)
+    engine.step()
+    engine.finish(first.id)  # the leader of the others
+    engine.step()
+    go.set()
+    while not engine.is_idle:
+        engine.step()
+        engine.check()
+    assert gone.num_output == first.num_output == 0
+    alone = [tokens for tokens, _ in run(engine_with(), PROMPT, *asked[1:])]
+    assert [r.token_ids.tolist()[len(PROMPT) :] for r in (second, third)] == alone
+
+
+def test_a_grammar_that_is_none_ends_its_request_alone(engine_with, sampling):
+    (tokens, failure), (good, none) = run(
+        engine_with(), PROMPT, sampling("start: nothing_of_this_name"), sampling("", max_tokens=4)
+    )
+    assert not tokens and "the grammar: " in failure and "nothing_of_this_name" in failure
+    assert good and not none
+
+
+class Fragile:
+    """A matcher that runs into a limit after a text, and cannot be undone then."""
+
+    def __init__(self, matcher, limit, has_failed=False):
+        self.matcher, self.limit, self.has_failed = matcher, limit, has_failed
+        self.text = []
+
+    def deep_copy(self):
+        return Fragile(self.matcher.deep_copy(), self.limit)
+
+    def try_consume_tokens(self, tokens):
+        n = 0 if self.has_failed else self.matcher.try_consume_tokens(tokens)
+        self.text += tokens[:n]
+        return n
+
+    def rollback(self, n):
+        assert not self.has_failed
+        del self.text[len(self.text) - n :]
+        return self.matcher.rollback(n)
+
+    def compute_bitmask(self):
+        self.has_failed |= self.text == self.limit
+        return self.matcher.compute_bitmask()
+
+    def is_error(self):
+        return self.has_failed
+
+    def get_error(self):
+        return "too much"
+
+    def __getattr__(self, name):
+        return getattr(self.matcher, name)
+
+
+def test_what_a_guess_runs_into_does_not_change_the_text(tokenizer, end):
+    from specserve.engine.grammar_state import GrammarState
+
+    vocabulary = compiled.vocabulary_of(tokenizer, VOCAB, [end])
+    matcher = compiled.compile_grammar(vocabulary, GRAMMARS["choice"])
+    the, a = (tokenizer.encode(text, False) for text in ("the", "a d"))
+    state = GrammarState(Fragile(matcher, the), [end], VOCAB)
+    sound = GrammarState(matcher, [end], VOCAB)
+    assert not state.mask(the).any() and not state.error
+    assert (state.mask(a) == sound.mask(a)).all()
+    assert (state.mask(()) == sound.mask(())).all()
+    state.extend(the)
+    assert not state.mask(()).any() and state.error == "too much"
