@@ -91,7 +91,10 @@ class ResponseWriter:
             "service_tier": "default",
             "store": False,
             "temperature": sampling.temperature,
-            "text": {"format": {"type": "text"}, "verbosity": asked.text.verbosity or "medium"},
+            "text": {
+                "format": asked.text.format.told,
+                "verbosity": asked.text.verbosity or "medium",
+            },
             "tool_choice": "auto",
             "tools": [],
             "top_logprobs": asked.top_logprobs or 0,

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import NumTop, SamplingParams
+from specserve.grammars.asked import StructuredOutputsParams
 from specserve.models.chat_template import ChatOptions
 from specserve.server.body import NO_OP, REFUSED, Body, read
 from specserve.server.chat import begin, read_message, read_options
@@ -26,13 +27,39 @@ Metadata = dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_len
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    type: Literal["text"] = "text"
+    """The form of the answer.
+
+    name            1 to 64 letters, digits, _ and -; read past, as are description and strict: an
+                    answer always fits the schema
+    schema          a JSON schema, of type json_schema
+    """
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}\Z")] | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def structured(self) -> StructuredOutputsParams | None:
+        match self.type:
+            case "json_schema":
+                return StructuredOutputsParams(json=self.schema)
+            case "json_object":
+                return StructuredOutputsParams(json_object=True)
+        return None
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """As answers repeat it."""
+        given = msgspec.structs.asdict(self)
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """verbosity is read past."""
 
-    format: TextFormat | None = None
+    format: TextFormat = TextFormat()
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
@@ -109,8 +136,10 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     @property
     def params(self) -> SamplingParams:
         num_top = (self.top_logprobs or 0) if LOGPROBS in self.include else None
-        most = self.max_output_tokens
-        return msgspec.structs.replace(super().params, logprobs=num_top, max_tokens=most)
+        own = {"logprobs": num_top, "max_tokens": self.max_output_tokens}
+        if (form := self.text.format.structured) is not None:
+            own["structured_outputs"] = form
+        return msgspec.structs.replace(super().params, **own)
 
     @property
     def options(self) -> ChatOptions:
@@ -125,12 +154,19 @@ async def responses(request: Request) -> Response:
     try:
         completion = await begin(request, asked, arrived)
     except RequestError as e:
-        e.param = "input" if e.param == "messages" else e.param
+        e.param = renamed(e.param, asked)
         raise
     writer = ResponseWriter(service.served, asked, completion)
     if asked.stream:
         return EventStream(completion, writer, service)
     return await answer_whole(request, completion, writer)
+
+
+def renamed(param: str | None, asked: ResponsesBody) -> str | None:
+    """The field that a chat has another name for."""
+    if asked.structured_outputs is None and param and param.startswith("structured_outputs"):
+        return "text.format"
+    return "input" if param == "messages" else param
 
 
 def read_responses(raw: bytes) -> ResponsesBody:
@@ -139,6 +175,21 @@ def read_responses(raw: bytes) -> ResponsesBody:
         raise RequestError(
             f'top_logprobs: only with logprobs; let include have "{LOGPROBS}"', "top_logprobs"
         )
+    check_format(body)
     said = read_input(body.input, body.instructions)
     messages = tuple(read_message(message, "input") for message in said)
     return msgspec.structs.replace(body, messages=messages)
+
+
+def check_format(body: ResponsesBody) -> None:
+    form, path = body.text.format, "text.format"
+    if form.type == "json_schema" and (form.schema is None or form.name is None):
+        missing = "name" if form.name is None else "schema"
+        raise RequestError(f"{path}.{missing}: missing of type json_schema", f"{path}.{missing}")
+    for field in ("name", "description", "schema", "strict"):
+        if form.type != "json_schema" and getattr(form, field) is not None:
+            raise RequestError(
+                f"{path}.{field}: only of type json_schema: leave it out", f"{path}.{field}"
+            )
+    if form.type != "text" and body.structured_outputs is not None:
+        raise RequestError(f"{path}: not with structured_outputs: send one of the two", path)
