@@ -74,11 +74,14 @@ class Answer(msgspec.Struct):
 def joined(events: Iterable[Event]) -> list[Event]:
     """The events with neighboring texts of one kind joined, and empty ones left out."""
     whole = list[Event]()
-    for (kind, index), group in groupby(events, lambda e: (type(e), getattr(e, "index", None))):
-        if kind is CallBegin:
-            whole += group
-        elif text := "".join(e.text for e in group if not isinstance(e, CallBegin)):
-            whole.append(CallArguments(index, text) if index is not None else kind(text))
+    for _, group in groupby(events, lambda event: (type(event), getattr(event, "index", None))):
+        first, *others = group
+        if isinstance(first, CallBegin):
+            whole += first, *others
+            continue
+        text = "".join([first.text, *(e.text for e in others if not isinstance(e, CallBegin))])
+        if text:
+            whole.append(msgspec.structs.replace(first, text=text) if others else first)
     return whole
 
 

@@ -3,6 +3,7 @@
 from specserve.answer.reading import CallParser, Steps
 
 BEGIN, END = "<tool_call>", "</tool_call>"
+FRAME = f"{BEGIN}\n", f"\n{END}"
 
 
 class HermesParser(CallParser):

@@ -37,8 +37,6 @@ class NoCall(Exception):
 class TextParser:
     """An `AnswerParser`; subclasses define `read`, which ends by `End` where the text does."""
 
-    num_reasoning = 0
-
     def __init__(self) -> None:
         self.text, self.at, self.is_over = "", 0, False  # text[:at] has been read
         self.events: list[Event] = []
@@ -46,6 +44,10 @@ class TextParser:
 
     def read(self) -> Steps:
         raise NotImplementedError
+
+    @property
+    def num_reasoning(self) -> int:
+        return 0
 
     def push(self, text: str) -> list[Event]:
         self.text, self.at = self.text[self.at :] + text, 0

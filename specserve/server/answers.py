@@ -43,6 +43,8 @@ class ModelCard(Struct):
     drafter         who guesses: `drafter.name` of the server's config
     max_nodes       most guesses of a request in a step
     sources         the names of those that guess
+    tool_parser     how calls are found in a text
+    reasoning_parser  how reasoning is found in a text
     kv_dtype        bf16, fp32, int8 or fp8
     weights         forms of the target's weights in memory
     draft_weights   the same of the draft model, if there is one
@@ -59,6 +61,8 @@ class ModelCard(Struct):
     drafter: str | UnsetType = UNSET
     max_nodes: int | UnsetType = UNSET
     sources: list[str] | UnsetType = UNSET
+    tool_parser: str | UnsetType = UNSET
+    reasoning_parser: str | UnsetType = UNSET
     kv_dtype: str | UnsetType = UNSET
     weights: WeightForms | UnsetType = UNSET
     draft_weights: WeightForms | UnsetType = UNSET
@@ -115,13 +119,23 @@ class PromptDetails(Struct):
     cached_tokens: int
 
 
+class ReasoningDetails(Struct):
+    """Of an answer's tokens, how many are reasoning."""
+
+    reasoning_tokens: int
+
+
 class Usage(Struct):
-    """Tokens of the prompts, each of them once, and of all choices."""
+    """Tokens of the prompts, each of them once, and of all choices.
+
+    completion_tokens_details  of a chat whose model tells reasoning
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: ReasoningDetails | UnsetType = UNSET
 
 
 class SpeculativeDecoding(Struct):
@@ -196,7 +210,7 @@ class SpeculationDetails(Struct):
 
 
 PromptLogprobs = list[dict[int, Logprob] | None]
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Choice(Struct, kw_only=True):
@@ -216,10 +230,28 @@ class Choice(Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
+class CalledFunction(Struct):
+    """arguments are JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(Struct):
+    """reasoning_content and reasoning are the same; both names are read by clients."""
+
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Choice, kw_only=True):
@@ -278,9 +310,26 @@ class ChunkChoice(Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
+class FunctionDelta(Struct):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class CallDelta(Struct):
+    """The beginning of a call, with its id and name, or more of its arguments."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta | UnsetType = UNSET
+
+
 class Delta(Struct):
     role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(ChunkChoice, kw_only=True):

@@ -29,8 +29,6 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "documents": (),
     "echo": (False,),
-    "function_call": ("none",),
-    "functions": (),
     **dict.fromkeys(GUIDED, ()),
     "include_reasoning": (True,),
     "length_penalty": (1,),
@@ -61,6 +59,8 @@ STRUCTURED = {*GUIDED, "response_format", "structured_outputs"}
 
 # Fields that every route refuses unless they are null -> what to do instead.
 REFUSED = {
+    "function_call": "it is deprecated: send tool_choice, with tools",
+    "functions": "they are deprecated: send them as tools",
     "chat_template": "the template is the model's own; render it yourself and call completions",
     "prompt_embeds": "send text or token ids",
 }

@@ -9,6 +9,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from specserve.answer.events import Content
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import SamplingParams
 from specserve.server.body import REFUSED, Body, convert, read
@@ -61,8 +62,8 @@ SCHEMA = RouteSchema(
     "cmpl",
     "text_completion",
     "text_completion",
-    lambda text, is_first: {"text": text},
-    lambda text: {"text": text},
+    lambda event, is_first: {"text": event.text if isinstance(event, Content) else ""},
+    lambda answer: {"text": answer.content},
     completion_form,
     choices_have_prompts=True,
 )

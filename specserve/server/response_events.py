@@ -2,10 +2,12 @@
 
 import secrets
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specserve.answer.events import CallArguments, CallBegin, Content, Event, Reasoning
+from specserve.answer.formats import AnswerReader
 from specserve.server.live_completion import ChoiceDelta, LiveCompletion
 from specserve.server.logprobs import Namer, Told, chat_form, sealed
 from specserve.server.refusal import error_body
@@ -55,9 +57,14 @@ class ResponseWriter:
     """Writes the events of an answer, or all of it: the state that all of its events lead to."""
 
     def __init__(
-        self, served: ServedModel, asked: "ResponsesBody", completion: LiveCompletion
+        self,
+        served: ServedModel,
+        asked: "ResponsesBody",
+        completion: LiveCompletion,
+        reader: AnswerReader,
     ) -> None:
         self.served, self.completion = served, completion
+        self.parser, self.has_reasoning = reader.parser(), reader.has_reasoning
         [self.generation] = completion.generations
         self.num_top = asked.params.num_top
         self.namer = Namer(self.generation.stream.tokenizer, self.num_top or 0, has_ids=False)
@@ -82,7 +89,7 @@ class ResponseWriter:
             "max_output_tokens": asked.max_output_tokens,
             "max_tool_calls": None,
             "metadata": asked.metadata or {},
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
             "prompt_cache_key": asked.prompt_cache_key,
             "reasoning": {"effort": asked.reasoning.effort, "summary": None},
@@ -95,8 +102,8 @@ class ResponseWriter:
                 "format": asked.text.format.told,
                 "verbosity": asked.text.verbosity or "medium",
             },
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": asked.tool_choice or "auto",
+            "tools": asked.tools or [],
             "top_logprobs": asked.top_logprobs or 0,
             "top_p": sampling.top_p,
             "truncation": "disabled",
@@ -136,8 +143,13 @@ class ResponseWriter:
         if self.num_top is not None:
             new = slice(delta.begin, delta.begin + len(delta.token_ids))
             self.untold += self.told(new)
-        if delta.text:
-            yield from self.chunks_of(Content(delta.text))
+        pieces = self.parser.push(delta.text) if delta.text else []
+        if delta.is_last:
+            pieces += self.parser.finish()
+        if pieces and not any(isinstance(piece, Content) for piece in pieces):
+            self.untold = []  # logprobs are told of messages only
+        for piece in pieces:
+            yield from self.chunks_of(piece)
 
     def told(self, tokens: slice) -> list[Any]:
         its = self.generation
@@ -236,9 +248,16 @@ class ResponseWriter:
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.num_reasoning},
             "total_tokens": counts["total_tokens"],
         }
+
+    @property
+    def num_reasoning(self) -> int:
+        """Tokens of the reasoning, those of its markers included."""
+        if not self.has_reasoning:
+            return 0
+        return bisect_left(self.generation.starts, self.parser.num_reasoning)
 
     def statistics(self) -> dict[str, Any]:
         completion, served = self.completion, self.served

@@ -18,7 +18,9 @@ from specserve.server.live_completion import arrival
 from specserve.server.response import EventStream, answer_whole
 from specserve.server.response_events import ResponseWriter
 from specserve.server.response_items import AnyItem, read_input
+from specserve.server.response_tools import AnyTool, read_flat_tools
 from specserve.server.service import Service
+from specserve.server.tools import ToolsAsked
 
 LOGPROBS = "message.output_text.logprobs"
 STORED = "responses are not stored: send the whole conversation as input"
@@ -84,6 +86,10 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     text            format: the form of the answer
     reasoning       how much the model is to think
     chat_template_kwargs  values of names that the chat template reads
+    tools           functions that the model may call
+    tool_choice     "none", "auto", "required" or {"type": "function", "name": ...}
+    parallel_tool_calls  false: one call at most
+    include_reasoning  false: the answer has no items of reasoning
     metadata        up to 16 texts by name, which the answer repeats
     user            repeated by the answer, as are safety_identifier and prompt_cache_key
     """
@@ -126,6 +132,10 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: tuple[AnyTool, ...] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool = True
     metadata: Annotated[Metadata, Meta(max_length=16)] | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -141,22 +151,21 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
             own["structured_outputs"] = form
         return msgspec.structs.replace(super().params, **own)
 
-    @property
-    def options(self) -> ChatOptions:
-        return read_options(None, False, self.chat_template_kwargs or {})
+    def options(self, tools: ToolsAsked) -> ChatOptions:
+        return read_options(None, False, self.chat_template_kwargs or {}, tools)
 
 
 async def responses(request: Request) -> Response:
     service: Service = request.app.state.service
     arrived = arrival(request)
     service.check_open()
-    asked = await service.parse(await service.bodies.read(request), read_responses)
+    asked, tools = await service.parse(await service.bodies.read(request), read_responses)
     try:
-        completion = await begin(request, asked, arrived)
+        completion, reader = await begin(request, asked, tools, arrived)
     except RequestError as e:
         e.param = renamed(e.param, asked)
         raise
-    writer = ResponseWriter(service.served, asked, completion)
+    writer = ResponseWriter(service.served, asked, completion, reader)
     if asked.stream:
         return EventStream(completion, writer, service)
     return await answer_whole(request, completion, writer)
@@ -169,7 +178,7 @@ def renamed(param: str | None, asked: ResponsesBody) -> str | None:
     return "input" if param == "messages" else param
 
 
-def read_responses(raw: bytes) -> ResponsesBody:
+def read_responses(raw: bytes) -> tuple[ResponsesBody, ToolsAsked]:
     body = read(raw, ResponsesBody)
     if body.top_logprobs and LOGPROBS not in body.include:
         raise RequestError(
@@ -178,7 +187,7 @@ def read_responses(raw: bytes) -> ResponsesBody:
     check_format(body)
     said = read_input(body.input, body.instructions)
     messages = tuple(read_message(message, "input") for message in said)
-    return msgspec.structs.replace(body, messages=messages)
+    return msgspec.structs.replace(body, messages=messages), read_flat_tools(body)
 
 
 def check_format(body: ResponsesBody) -> None:

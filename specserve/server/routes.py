@@ -15,6 +15,7 @@ from specserve.server.docs_page import HEADERS, page
 from specserve.server.openapi import WITH_ENGINE, Operation, document
 from specserve.server.response import json_response
 from specserve.server.response_items import ITEMS
+from specserve.server.response_tools import FunctionTool
 from specserve.server.responses import ResponsesBody, responses
 from specserve.server.service import ServedModel, Service
 from specserve.server.texts import DetokenizeBody, TokenizeBody, detokenize, tokenize
@@ -49,11 +50,13 @@ def card(service: Service) -> dict[str, Any]:
 
 def details(served: ServedModel) -> dict[str, Any]:
     """Fields that OpenAI lacks: the drafter, its limit and sources, the forms of weights and KV,
-    and which models are scaled demos.
+    how tool calls and reasoning are read, and which models are scaled demos.
     """
     kept = {"weights": served.weights, "kv_dtype": served.kv_dtype}
     fields = {"drafter": served.drafter, "max_nodes": served.max_nodes, **kept}
     fields["sources"] = served.sources
+    fields["tool_parser"] = served.formats.tools
+    fields["reasoning_parser"] = served.formats.reasoning
     if served.draft_weights is not None:
         fields["draft_weights"] = served.draft_weights
     if served.scaled:
@@ -103,7 +106,7 @@ async def version(request: Request) -> Response:
 
 @cache
 def described() -> dict[str, Any]:
-    return document(OPERATIONS, more=[Message, *ITEMS.values()])
+    return document(OPERATIONS, more=[Message, FunctionTool, *ITEMS.values()])
 
 
 @cache

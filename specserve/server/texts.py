@@ -11,6 +11,7 @@ from specserve.server.body import read_fields
 from specserve.server.chat import SOME, AnyMessage, encode, read_messages, read_options
 from specserve.server.response import json_response, while_connected
 from specserve.server.service import Service
+from specserve.server.tools import read_tools
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +27,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    tools: list[Any] | None = None
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +56,8 @@ async def tokenize(request: Request) -> Response:
         raise RequestError("give either prompt or messages", "prompt")
     if asked.messages is not None:
         kwargs = asked.chat_template_kwargs
-        options = read_options(asked.add_generation_prompt, asked.continue_final_message, kwargs)
+        how = asked.add_generation_prompt, asked.continue_final_message, kwargs
+        options = read_options(*how, read_tools(asked.tools, None, None))
         adds_special = asked.add_special_tokens is True
         encoding = encode(service, read_messages(asked.messages), options, adds_special)
         ids = await while_connected(request, encoding)

@@ -122,8 +122,7 @@ LARK = {
     "nothing begins it": "start: /[^\\x00-\\u{10ffff}]/",
     "100 kB of a substring": "start: %regex "
     + json.dumps({"substring_chars": "".join(LETTERS[i * i % 26] for i in range(100_000))}),
-    "a schema within": 'start: "x" %json '
-    + json.dumps(branching(5, 4)),
+    "a schema within": 'start: "x" %json ' + json.dumps(branching(5, 4)),
 }
 
 EVERY = {

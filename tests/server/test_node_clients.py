@@ -74,6 +74,12 @@ def test_a_response_is_that_of_a_plain_request_streamed_and_whole(server, heard)
     )
 
 
+def test_a_call_of_a_function_is_the_same_streamed_and_whole(heard):
+    called = heard["responses"]["called"]
+    assert called["name"] == "weather" and called["arguments"].startswith(called["streamed"])
+    assert json.loads(called["streamed"])["city"] in ("Rome", "Paris")
+
+
 def test_an_error_in_a_stream_is_an_error_of_the_client(paced, folder_of_clients):
     with paced(**{"server.served_model_name": "tiny"}) as server:
         command = ["node", "broken.mjs", server.url]

@@ -9,11 +9,16 @@ import pytest
 from openai import OpenAI
 from openai.types.responses import Response
 
+from specserve.server.response_items import read_input
 from tests.server.asking import CHAT, MESSAGES, chat_body
 from tests.server.server_process import eventually
 
 RESPONSES = "/v1/responses"
 PLAIN = {"temperature": 0, "max_output_tokens": 24}
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]}
+WEATHER = {"name": "weather", "parameters": CITY | {"additionalProperties": False}}
+TOOL = {"type": "function", "strict": True} | WEATHER
+CALLING = {"tools": [TOOL], "tool_choice": "required", "max_output_tokens": 200}
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -163,6 +168,92 @@ def test_an_answer_can_be_sent_back_as_input(client, server):
     assert second.usage.input_tokens == count(server, [*MESSAGES, said, more])
 
 
+def test_a_call_is_that_of_the_chat_with_the_same_tools(server):
+    tool = {"type": "function", "function": WEATHER | {"strict": True}}
+    same = {"seed": 4, "temperature": 0.7, "ignore_eos": False}
+    asked = {"tools": [tool], "tool_choice": "required", "max_tokens": 200} | same
+    [choice] = server.post(CHAT, chat_body(**asked)).body["choices"]
+    response = server.post(RESPONSES, body_of(**CALLING | same)).body
+    calls = [item for item in response["output"] if item["type"] == "function_call"]
+    expected = [call["function"] for call in choice["message"]["tool_calls"]]
+    assert [{"name": c["name"], "arguments": c["arguments"]} for c in calls] == expected
+    assert expected[0]["name"] == "weather"
+    assert json.loads(expected[0]["arguments"])["city"] in ("Rome", "Paris")
+    assert choice["finish_reason"] == "tool_calls"
+    assert response["status"] == "completed" and response["tools"] == [TOOL]
+    assert (response["tool_choice"], response["parallel_tool_calls"]) == ("required", True)
+
+
+def test_a_client_streams_a_call_and_sends_its_result(client):
+    asked = asked_of(**CALLING, parallel_tool_calls=False, extra_body={"seed": 7})
+    with client.responses.stream(**asked) as stream:
+        events = list(stream)
+        [call] = stream.get_final_response().output
+    kinds = dict.fromkeys(event.type for event in events)
+    assert [*kinds] == [
+        *("response.created", "response.in_progress", "response.output_item.added"),
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        *("response.output_item.done", "response.completed"),
+    ]
+    [added] = [e.item for e in events if e.type == "response.output_item.added"]
+    assert (added.name, added.arguments, added.status) == ("weather", "", "in_progress")
+    pieces = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+    assert "".join(pieces) == call.arguments and json.loads(call.arguments)["city"]
+    assert (call.call_id, call.id, call.status) == (added.call_id, added.id, "completed")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    more = client.responses.create(**asked_of(input=[*MESSAGES, call.to_dict(), result]))
+    assert more.output_text
+
+
+def test_items_become_the_messages_of_a_chat():
+    given = [
+        {"role": "user", "content": "a"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "b"}]},
+        {"type": "message", "role": "assistant", "content": "c"},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"x": 1}'},
+        {"type": "function_call", "call_id": "2", "name": "f", "arguments": ""},
+        {"type": "function_call_output", "call_id": "1", "output": "d"},
+        {"type": "function_call_output", "call_id": "2", "output": [part("e"), part("f")]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "g"}]},
+        {"type": "function_call", "call_id": "3", "name": "f", "arguments": "{}"},
+        {"role": "assistant", "content": "h"},
+        {"role": "assistant", "content": "i"},
+        {"role": "system", "content": "j"},
+    ]
+    calls = [{"id": str(i), "type": "function", "function": {"name": "f"}} for i in (1, 2, 3)]
+    for call, arguments in zip(calls, ({"x": 1}, {}, {}), strict=True):
+        call["function"]["arguments"] = arguments
+    answer = {"role": "assistant"}
+    assert read_input(given, None) == [
+        {"role": "user", "content": "a"},
+        answer | {"reasoning_content": "b", "content": "c", "tool_calls": calls[:2]},
+        {"role": "tool", "tool_call_id": "1", "content": "d"},
+        {"role": "tool", "tool_call_id": "2", "content": "e\nf"},
+        answer | {"reasoning_content": "g", "tool_calls": calls[2:]},
+        answer | {"content": "h"},
+        answer | {"content": "i"},
+        {"role": "system", "content": "j"},
+    ]
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "json_object"])
+def test_a_text_has_the_form_that_was_asked_for(server, client, kind):
+    form = {"type": kind}
+    if kind == "json_schema":
+        form |= {"name": "place", "schema": WEATHER["parameters"], "strict": True}
+    asked = asked_of(text={"format": form}, max_output_tokens=400)
+    response = client.responses.create(**asked)
+    assert response.text.format.type == kind
+    if response.status == "completed":  # JSON of any form may go on for longer than the context
+        assert isinstance(json.loads(response.output_text), dict)
+    if kind == "json_schema":
+        assert json.loads(response.output_text)["city"] in ("Rome", "Paris")
+    structured = {"json_object": True} if kind == "json_object" else {"json": form["schema"]}
+    same = server.post(RESPONSES, body_of(structured_outputs=structured, max_output_tokens=400))
+    assert text_of(same.body) == response.output_text
+
+
 def test_logprobs_are_told_where_they_are_included(server):
     told = {"include": [LOGPROBS], "top_logprobs": 2}
     chat = server.post(CHAT, chat_body(logprobs=True, top_logprobs=2)).body
@@ -247,6 +338,44 @@ REFUSED = {
     "likeliest tokens alone": ({"top_logprobs": 2}, "top_logprobs", "include"),
     "an unknown format": ({"text": {"format": {"type": "x"}}}, "text.format.type", "x"),
     "a long text": ({"input": "the cat " * 600}, "input", "tokens"),
+    "a tool that searches": ({"tools": [{"type": "web_search"}]}, "tools[0].type", "functions"),
+    "a tool as in chats": (
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        "tools[0].function",
+        "unknown field",
+    ),
+    "a function of no name": ({"tools": [{"type": "function"}]}, "tools[0]", "name"),
+    "arguments of no object": (
+        {"tools": [TOOL | {"parameters": {"type": "array"}}]},
+        "tools[0].parameters.type",
+        "object",
+    ),
+    "another's tool": (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}},
+        "tool_choice.name",
+        "none of the tools",
+    ),
+    "a choice of several": (
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+        "tool_choice",
+        "none, auto, required or",
+    ),
+    "a call that is no JSON": (
+        {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}]},
+        "input[0].arguments",
+        "no JSON object",
+    ),
+    "a schema of no name": (
+        {"text": {"format": {"type": "json_schema", "schema": {}}}},
+        "text.format.name",
+        "missing",
+    ),
+    "a schema of no text": (
+        {"text": {"format": {"type": "text", "schema": {}}}},
+        "text.format.schema",
+        "only of type json_schema",
+    ),
+    "a field of a format": ({"text": {"format": {"tpe": "text"}}}, "text", "tpe"),
     "metadata of numbers": ({"metadata": {"a": 1}}, "metadata", "Expected"),
 }
 

@@ -85,11 +85,29 @@ async function responses() {
     if (event.type === "response.output_text.delta") text += event.delta;
     last = event;
   }
+  const weather = {
+    type: "function",
+    name: "weather",
+    strict: true,
+    parameters: {
+      type: "object",
+      properties: { city: { enum: ["Rome", "Paris"] } },
+      required: ["city"],
+      additionalProperties: false,
+    },
+  };
+  const calling = { ...body, tools: [weather], tool_choice: "required", max_output_tokens: 200 };
+  const [called] = (await client.responses.create(calling)).output;
+  const pieces = [];
+  for await (const event of await client.responses.create({ ...calling, stream: true })) {
+    if (event.type === "response.function_call_arguments.delta") pieces.push(event.delta);
+  }
   const helped = await client.responses.stream(body).finalResponse();
   return {
     whole,
     streamed: { ...read(last.response), text },
     helped: { ...read(helped), text: helped.output_text },
+    called: { name: called.name, arguments: called.arguments, streamed: pieces.join("") },
     wrong: await refused(() => client.responses.create({ ...body, temperature: -1 })),
     nobody: await refused(() => client.responses.create({ ...body, model: "nobody" })),
   };
