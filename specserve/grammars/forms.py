@@ -40,9 +40,9 @@ def json_schema(schema: Mapping[str, Any] | bool, whitespace: str = WHITESPACE) 
     return checked(f'{{"grammars": [{{"json_schema": {written(schema, whitespace)}}}]}}')
 
 
-def json_part(schema: Mapping[str, Any] | bool) -> str:
+def json_part(schema: Mapping[str, Any] | bool, whitespace: str = WHITESPACE) -> str:
     """The same as a part of a Lark rule."""
-    return f"%json {written(schema, WHITESPACE)}"
+    return f"%json {written(schema, whitespace)}"
 
 
 def quoted(text: str) -> str:
