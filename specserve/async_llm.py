@@ -127,12 +127,13 @@ class AsyncLLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         **vllm: Any,
     ) -> AsyncGenerator[Output, None]:
         """The same for a conversation, through the model's chat template."""
         check_call("AsyncLLM.chat", vllm)
-        kwargs = dict(chat_template_kwargs or {})
-        options = ChatOptions(add_generation_prompt, continue_final_message, kwargs)
+        asked = add_generation_prompt, continue_final_message, dict(chat_template_kwargs or {})
+        options = ChatOptions(*asked, [dict(tool) for tool in tools or ()])
 
         def read(processor: InputProcessor, kept: int | None) -> tuple[list[int], str | None]:
             text = processor.written(messages, options)

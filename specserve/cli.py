@@ -95,6 +95,13 @@ def add_serve(p: argparse.ArgumentParser) -> None:
     p.add_argument("--host", help="address to listen at; default: 127.0.0.1")
     p.add_argument("--port", type=int, help="default: 8000; 0 takes any that is free")
     p.add_argument("--api-key-file", help="a file with the accepted API keys, one a line")
+    p.add_argument(
+        "--tool-parser",
+        "--tool-call-parser",
+        metavar="NAME",
+        help="auto (the default), hermes, llama3_json, mistral, template or none",
+    )
+    p.add_argument("--reasoning-parser", metavar="NAME", help="auto (the default), think or none")
     add_settings(p)
     p.set_defaults(action=serve, command=p)
 
@@ -318,7 +325,8 @@ def configured(args: argparse.Namespace) -> Config:
         "--drafter": ("drafter.name", args.drafter),
     }
     if args.action is serve:
-        for key in ("host", "port", "served_model_name", "api_key_file"):
+        names = "host", "port", "served_model_name", "api_key_file"
+        for key in (*names, "tool_parser", "reasoning_parser"):
             flags[f"--{key.replace('_', '-')}"] = f"server.{key}", getattr(args, key)
     given = [Setting(flag, *setting) for flag, setting in flags.items() if setting[1] is not None]
     return load_config(args.config, dict(map(parse_override, args.set)), given)

@@ -190,6 +190,17 @@ class ServerConfig(Section, frozen=True):
         Name | None,
         about("what clients call the model; unset: its folder's or file's name, or its hub id"),
     ] = None
+    tool_parser: Annotated[
+        Literal["auto", "hermes", "llama3_json", "mistral", "template", "none"],
+        about(
+            "how the model writes tool calls: auto, hermes, llama3_json, mistral, template (its "
+            "tokenizer's own response template) or none; auto looks at its chat template"
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        Literal["auto", "think", "none"],
+        about("how the model writes reasoning: auto, think (<think>...</think>) or none"),
+    ] = "auto"
     api_key_file: Annotated[
         Name | None,
         about("a file with the accepted API keys, one a line; unset: no key needed"),

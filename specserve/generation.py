@@ -142,7 +142,8 @@ class Generation:
         self.details: list[StepDetails] = []
         self.logprobs: list[TokenLogprobs] = []  # of token_ids, where they were asked for
         self.prompt_logprobs: list[TokenLogprobs] = []  # of all but the prompt's first token
-        self.starts: list[int] = []  # of those tokens in the text, before a stop string is cut off
+        self.has_starts = sampling.logprobs is not None
+        self.starts: list[int] = []  # of tokens in the text, before a stop string is cut off
         self.tables: list[dict[int, Logprob]] = []  # of `logprobs`, as far as they were told
         self.prompt_tables: list[dict[int, Logprob] | None] = [None]  # as far as they were told
         self.arrived = perf_counter()
@@ -188,7 +189,7 @@ class Generation:
         is_silent = is_stop and not self.sampling.include_stop_str_in_output
         given = output.tokens[:-1] if is_silent else output.tokens
         text, num_tokens, stop, ends, starts = self.stream.push(given)
-        if self.sampling.logprobs is not None:
+        if self.has_starts:
             self.starts += starts
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop
@@ -201,7 +202,7 @@ class Generation:
             text += rest
             if stop is not None and self.finish_reason != "error":
                 self.finish_reason, self.stop_reason = "stop", stop
-        if is_silent and self.sampling.logprobs is not None:
+        if is_silent and self.has_starts:
             self.starts.append(self.stream.num_taken)
         return text, len(output.tokens), [*ends, len(text)] if is_silent else ends
 

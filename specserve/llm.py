@@ -204,19 +204,20 @@ class LLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         logits_processors: Sequence[LogitsProcessor] | None = (),
         **vllm: Any,
     ) -> list[Output]:
         """The answers to one conversation, or to several, through the model's chat template.
 
         An assistant's last message is continued if `continue_final_message` is set. The template
-        reads `chat_template_kwargs` by their names. `logits_processors` and `vllm` as for
-        `generate`.
+        reads `chat_template_kwargs` by their names, and describes `tools` to the model; calls of
+        these are text here. `logits_processors` and `vllm` as for `generate`.
         """
         check_call("LLM.chat", vllm)
         processors = read_processors(logits_processors)
-        kwargs = dict(chat_template_kwargs or {})
-        options = ChatOptions(add_generation_prompt, continue_final_message, kwargs)
+        asked = add_generation_prompt, continue_final_message, dict(chat_template_kwargs or {})
+        options = ChatOptions(*asked, [dict(tool) for tool in tools or ()])
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise RequestError(f"a conversation is a list of messages, not {messages!r:.50}")
         is_single = not messages or isinstance(messages[0], Mapping)

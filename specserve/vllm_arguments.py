@@ -80,7 +80,6 @@ CALLS: dict[str, tuple[tuple[Any, ...], str]] = {  # of calls: values without ef
     "mm_processor_kwargs": ((), "only text is read"),
     "priority": ((0,), "give SamplingParams(priority=...)"),
     "tokenization_kwargs": ((), "give SamplingParams(truncate_prompt_tokens=...)"),
-    "tools": ((), "they are not supported yet"),
     "trace_headers": ((), "nothing is traced"),
 }
 

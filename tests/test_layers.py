@@ -16,6 +16,7 @@ LAYERS = [  # ground floor first
     ("specserve.interrupts",),
     ("specserve.progress",),
     ("specserve.block_keys",),
+    ("specserve.answer",),
     ("specserve.memory", "specserve.models", "specserve.text"),
     ("specserve.grammars",),
     ("specserve.phases", "specserve.selection", "specserve.preflight", "specserve.quantize"),

@@ -143,7 +143,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=Named)
                     mean logprob, the best first
     logprobs        tell each output token's logprob, and those of so many likeliest ones, up to 20;
                     true: its own alone
-    prompt_logprobs the same for the prompt's tokens; 0: their own alone
+    prompt_logprobs  the same for the prompt's tokens; 0: their own alone
     priority        smaller ones are admitted first, and preempted last when memory is short
     cache_salt      prompts reuse cached KV of prompts with the same salt only; "" is the salt
                     of requests without one

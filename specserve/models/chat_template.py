@@ -30,11 +30,13 @@ class ChatOptions(msgspec.Struct, frozen=True):
     add_generation_prompt   it ends where an answer begins; None: unless a message is continued
     continue_final_message  it ends inside the last message, which is an assistant's
     chat_template_kwargs    values of names that the template reads
+    tools                   functions that the model may call, as OpenAI describes them
     """
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    tools: list[dict[str, Any]] | None = None
 
 
 class ChatTemplate(msgspec.Struct, frozen=True):
@@ -67,7 +69,7 @@ class ChatTemplate(msgspec.Struct, frozen=True):
             return compiled(self.source).render(
                 self.variables | given,
                 messages=chat,
-                tools=None,
+                tools=plain(options.tools or None),
                 documents=None,
                 add_generation_prompt=adds_prompt,
             )

@@ -1,8 +1,9 @@
 """Text and token ids: a folder's tokenizer, and whether two models share one."""
 
+import copy
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,20 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         name: str = "",
         chat_template: ChatTemplate | None = None,
+        response_template: Any = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self.backend, self.name, self.chat_template = backend, name, chat_template
+        self.response_template = response_template  # as it is written, unchecked
+        self.kept_ids: frozenset[int] = frozenset()
+
+    def keeping(self, texts: Collection[str] | None) -> "Tokenizer":
+        """The same, but `decode` does not skip special tokens of these texts; None is all."""
+        ids = self.special_ids if texts is None else {self.backend.token_to_id(t) for t in texts}
+        kept = copy.copy(self)
+        kept.kept_ids = self.special_ids & ids
+        return kept if kept.kept_ids else self
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """A text's tokens; TypeError or UnicodeError for anything but valid text."""
@@ -41,6 +52,10 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text, spaces unchanged; an id without a token gives no text."""
+        if skip_special_tokens and self.kept_ids:
+            skipped = self.special_ids - self.kept_ids
+            token_ids = [token for token in token_ids if token not in skipped]
+            skip_special_tokens = False
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
@@ -49,12 +64,14 @@ class Tokenizer:
         tokenize: bool = True,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         **chat_template_kwargs: Any,
     ) -> str | list[int]:
         """The conversation as tokens or text, as by transformers; RequestError if it is refused."""
         if self.chat_template is None:
             raise RequestError("the model has no chat template")
-        options = ChatOptions(add_generation_prompt, continue_final_message, chat_template_kwargs)
+        asked = add_generation_prompt, continue_final_message, chat_template_kwargs
+        options = ChatOptions(*asked, None if tools is None else [dict(tool) for tool in tools])
         text = self.chat_template.render(conversation, options)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
@@ -157,7 +174,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     backend.add_tokens(special.to_add(known))
     source = find_chat_template(folder, config)
     template = ChatTemplate(source, special.variables) if source else None
-    return Tokenizer(backend, str(folder), template)
+    return Tokenizer(backend, str(folder), template, config.get("response_template"))
 
 
 def convert_tokenizer(folder: Path) -> Tokenizer:
@@ -175,7 +192,8 @@ def convert_tokenizer(folder: Path) -> Tokenizer:
     source = made.chat_template
     source = source.get("default") if isinstance(source, dict) else source
     template = ChatTemplate(source, made.special_tokens_map) if source else None
-    return Tokenizer(made.backend_tokenizer, str(folder), template)
+    written = getattr(made, "response_template", None)
+    return Tokenizer(made.backend_tokenizer, str(folder), template, written)
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:

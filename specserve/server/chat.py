@@ -1,16 +1,22 @@
 """POST /v1/chat/completions: messages, rendered by the model's chat template."""
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from specserve.answer.events import Answer, CallArguments, CallBegin, Content, Event, Reasoning
+from specserve.answer.formats import AnswerReader, Wanted
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import NumTop, SamplingParams
+from specserve.grammars.compiled import GrammarError
+from specserve.grammars.tools import CallGrammar, special_tokens
 from specserve.models.chat_template import ChatOptions
 from specserve.server.body import (
+    REFUSED,
     Body,
     convert,
     fields,
@@ -18,11 +24,12 @@ from specserve.server.body import (
     read,
     refuse_unknown,
 )
-from specserve.server.live_completion import arrival
+from specserve.server.live_completion import Arrival, LiveCompletion, arrival
 from specserve.server.logprobs import chat_form
 from specserve.server.refusal import cut
 from specserve.server.response import RouteSchema, respond, while_connected
 from specserve.server.service import Service, blaming
+from specserve.server.tools import ToolsAsked, read_calls, read_tools
 
 # Fields of answers, which clients send back in messages -> the values without effect: only they
 # are accepted.
@@ -31,53 +38,128 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": (),
     "refusal": (),
-    "tool_call_id": (),
-    "tool_calls": ([],),
 }
 
 
 MAX_DEPTH = 32  # of values for a template
 
 
+SOME = Meta(extra_json_schema={"minItems": 1})
+AnyMessage = Annotated[
+    dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/Message"})
+]
+
+
 class ChatBody(Body, frozen=True, kw_only=True):
-    messages: tuple[dict[str, Any], ...] = ()
+    """A chat.
+
+    messages        the conversation so far
+    add_special_tokens  the tokenizer adds its own to what the template writes
+    add_generation_prompt  the template writes the answer's beginning; unset: unless a message is
+                    continued
+    continue_final_message  the answer continues the last message, an assistant's
+    chat_template_kwargs  values of names that the chat template reads
+    logprobs        tell each token's logprob
+    top_logprobs    with logprobs: and those of so many likeliest tokens
+    tools           functions that the model may call
+    tool_choice     "none", "auto", "required" or a function of the tools
+    parallel_tool_calls  false: one call at most
+    include_reasoning  false: the answer has no reasoning
+    """
+
+    refused: ClassVar[Mapping[str, str]] = REFUSED | {
+        "prompt": "a chat has messages; send a prompt to /v1/completions"
+    }
+
+    messages: Annotated[tuple[AnyMessage, ...], SOME] = ()
     add_special_tokens: bool = False
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: NumTop | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool = True
 
     @property
     def params(self) -> SamplingParams:
         num_top = (self.top_logprobs or 0) if self.logprobs else None
         return msgspec.structs.replace(super().params, logprobs=num_top)
 
-    @property
-    def options(self) -> ChatOptions:
+    def options(self, tools: ToolsAsked) -> ChatOptions:
         kwargs = self.chat_template_kwargs or {}
-        return read_options(self.add_generation_prompt, self.continue_final_message, kwargs)
+        return read_options(self.add_generation_prompt, self.continue_final_message, kwargs, tools)
+
+
+class Conversation(Protocol):
+    """What an answer is asked for by, whatever the route's body looks like."""
+
+    @property
+    def model(self) -> str | None: ...
+
+    @property
+    def messages(self) -> Sequence[dict[str, Any]]: ...
+
+    def options(self, tools: ToolsAsked) -> ChatOptions: ...
+
+    @property
+    def include_reasoning(self) -> bool: ...
+
+    @property
+    def add_special_tokens(self) -> bool: ...
+
+    @property
+    def params(self) -> SamplingParams: ...
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a message. `name` is accepted and ignored, as by most templates."""
+    """The fields of a message. `name` is ignored but for a tool's, as by most templates."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    tool_calls: list[Any] | None = None
+    tool_call_id: str | None = None
 
 
-def piece(text: str, is_first: bool) -> dict[str, Any]:
+def piece(event: Event, is_first: bool) -> dict[str, Any]:
     """The role comes with the first token, not before: clients take its chunk for that token."""
-    if is_first:
-        return {"delta": {"role": "assistant", "content": text}}
-    return {"delta": {"content": text} if text else {}}
+    role = {"role": "assistant", "content": None} if is_first else {}
+    match event:
+        case Content(text):
+            return {"delta": role | {"content": text} if text or is_first else {}}
+        case Reasoning(text):
+            return {"delta": role | told_reasoning(text)}
+        case CallBegin(index, id, name):
+            return {"delta": role | {"tool_calls": [{"index": index} | call_of(id, name, "")]}}
+        case CallArguments(index, text):
+            call = {"index": index, "function": {"arguments": text}}
+            return {"delta": role | {"tool_calls": [call]}}
 
 
-def message(text: str) -> dict[str, Any]:
-    return {"message": {"role": "assistant", "content": text, "refusal": None}}
+def message(answer: Answer) -> dict[str, Any]:
+    has_only_calls = answer.calls and not answer.content
+    told = {"role": "assistant", "content": None if has_only_calls else answer.content}
+    told["refusal"] = None
+    if answer.reasoning:
+        told |= told_reasoning(answer.reasoning)
+    if answer.calls:
+        calls = [call_of(call.id, call.name, call.arguments) for call in answer.calls]
+        return {"message": told | {"tool_calls": calls}}
+    return {"message": told}
+
+
+def told_reasoning(text: str) -> dict[str, str]:
+    """Under both names that clients read."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def call_of(id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 SCHEMA = RouteSchema(
@@ -95,16 +177,75 @@ async def chat(request: Request) -> Response:
     service: Service = request.app.state.service
     arrived = arrival(request)
     service.check_open()
-    asked = await service.parse(await service.bodies.read(request), read_chat)
+    asked, tools = await service.parse(await service.bodies.read(request), read_chat)
+    completion, reader = await begin(request, asked, tools, arrived)
+    return await respond(request, SCHEMA, asked, completion, reader=reader)
+
+
+async def begin(
+    request: Request, asked: Conversation, tools: ToolsAsked, arrived: Arrival
+) -> tuple[LiveCompletion, AnswerReader]:
+    """Queue the answer of a conversation; errors of its text name `messages`."""
+    service: Service = request.app.state.service
     service.check_model(asked.model)
     await service.check_asked(asked.params, 1, "messages", asked.form_field)
+    check_readable(service, tools)
     kept = service.input_processor.num_kept(asked.params)
-    encoding = encode(service, asked.messages, asked.options, asked.add_special_tokens, kept)
-    prompt = await while_connected(request, encoding)
+    rendering = render(service, asked, tools, kept)
+    text, prompt = await while_connected(request, rendering)
     with blaming("messages"):
         service.input_processor.check_length(prompt)
-    completion = await service.ask([prompt], asked.params, arrived, "messages")
-    return await respond(request, SCHEMA, asked, completion)
+    reader = AnswerReader(service.served.formats, wanted(asked, tools), text)
+    how = call_grammar(service, tools, reader), reader
+    return await service.ask([prompt], asked.params, arrived, "messages", *how), reader
+
+
+async def render(
+    service: Service, asked: Conversation, tools: ToolsAsked, kept: int | None
+) -> tuple[str, list[int]]:
+    """The conversation as text, and its tokens or the last `kept` of them."""
+    text = await service.render(asked.messages, asked.options(tools))
+    return text, await service.tokenize(text, "messages", asked.add_special_tokens, kept)
+
+
+def wanted(asked: Conversation, tools: ToolsAsked) -> Wanted:
+    most = None if tools.is_parallel else 1
+    return Wanted(tools.tools, tools.is_enforced, tools.is_named, asked.include_reasoning, most)
+
+
+def check_readable(service: Service, asked: ToolsAsked) -> None:
+    """Refuse tools where calls would not be found in the text, or could not be enforced in it."""
+    formats = service.served.formats
+    if not asked.tools or asked.is_enforced:
+        return
+    if formats.tools == "none":
+        raise RequestError(
+            "tools: it is not known how this model writes calls: its operator can set "
+            'server.tool_parser; or send tool_choice = "required", or a function to call',
+            "tools",
+        )
+    if asked.strict and formats.enforced != formats.tools:
+        raise RequestError(
+            "tools: the calls of this model can be read, but not be held to a schema among other "
+            'text: leave out strict, or send tool_choice = "required", or a function to call',
+            "tools",
+        )
+
+
+def call_grammar(service: Service, asked: ToolsAsked, reader: AnswerReader) -> str:
+    """The grammar that the tools ask for; empty where they ask for none."""
+    if not asked.is_enforced and not asked.strict:
+        return ""
+    formats = service.served.formats
+    special = special_tokens(service.input_processor.tokenizer, formats)
+    thinks = reader.reasoning == "think"
+    calls = CallGrammar(formats, asked.callable, special, thinks, thinks and reader.is_inside)
+    try:
+        if asked.is_enforced:
+            return calls.enforced(asked.is_parallel and not asked.is_named)
+        return calls.triggered(asked.strict)
+    except GrammarError as e:
+        raise RequestError(f"tools: {e}", "tools") from e
 
 
 async def encode(
@@ -119,18 +260,23 @@ async def encode(
     return await service.tokenize(text, "messages", add_special_tokens, kept)
 
 
-def read_chat(raw: bytes) -> ChatBody:
+def read_chat(raw: bytes) -> tuple[ChatBody, ToolsAsked]:
     body = read(raw, ChatBody)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs: only with logprobs; set logprobs to true", "top_logprobs")
-    return msgspec.structs.replace(body, messages=tuple(read_messages(body.messages)))
+    tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    return msgspec.structs.replace(body, messages=tuple(read_messages(body.messages))), tools
 
 
 def read_options(
-    add_generation_prompt: bool | None, continue_final_message: bool, kwargs: dict[str, Any]
+    add_generation_prompt: bool | None,
+    continue_final_message: bool,
+    kwargs: dict[str, Any],
+    asked: ToolsAsked,
 ) -> ChatOptions:
     check_depth(kwargs, MAX_DEPTH)
-    return ChatOptions(add_generation_prompt, continue_final_message, kwargs)
+    tools = [*asked.tools] or None
+    return ChatOptions(add_generation_prompt, continue_final_message, kwargs, tools)
 
 
 def check_depth(value: Any, most: int) -> None:
@@ -158,11 +304,28 @@ def read_message(given: dict[str, Any], path: str) -> dict[str, Any]:
             check_no_op(key, value, path)
     if "role" not in values:
         raise RequestError(f"{path}.role: every message has one", f"{path}.role")
+    check_role(values, path)
     if "content" not in values and values["role"] != "assistant":
         raise RequestError(
             f"{path}.content: missing; give a string or text parts", f"{path}.content"
         )
     return for_template(Message(**values), path)
+
+
+def check_role(values: dict[str, Any], path: str) -> None:
+    """Refuse fields of calls in messages that have none."""
+    role = values["role"]
+    if role == "tool" and "tool_call_id" not in values:
+        raise RequestError(
+            f"{path}.tool_call_id: missing; send the id of the call that this is the result of",
+            f"{path}.tool_call_id",
+        )
+    for key, its in {"tool_call_id": "tool", "tool_calls": "assistant"}.items():
+        if values.get(key) and role != its:
+            raise RequestError(
+                f"{path}.{key}: only messages of the role {its} have it: leave it out",
+                f"{path}.{key}",
+            )
 
 
 def for_template(message: Message, path: str) -> dict[str, Any]:
@@ -172,9 +335,15 @@ def for_template(message: Message, path: str) -> dict[str, Any]:
         content = "\n".join(texts)
     # Templates skip unknown roles, and OpenAI's developer role stands for system.
     role = "system" if message.role == "developer" else message.role
-    fields = {"role": role, "content": content or ""}
-    reasoning = message.reasoning_content or message.reasoning
-    return fields | {"reasoning_content": reasoning} if reasoning else fields
+    fields: dict[str, Any] = {"role": role, "content": content or ""}
+    if reasoning := message.reasoning_content or message.reasoning:
+        fields["reasoning_content"] = reasoning
+    if message.tool_calls:
+        fields["tool_calls"] = read_calls(message.tool_calls, f"{path}.tool_calls")
+    if message.role == "tool":
+        named = {"name": message.name} if message.name else {}
+        return fields | {"tool_call_id": message.tool_call_id} | named
+    return fields
 
 
 def read_part(part: dict[str, Any], path: str) -> str:

@@ -67,15 +67,23 @@ class LiveCompletion:
         live.add(self)  # until it is released
 
     def ask(
-        self, prompt: Sequence[int], keys: Keys, samplings: Sequence[Sampling], tokenizer: Any
+        self,
+        prompt: Sequence[int],
+        keys: Keys,
+        samplings: Sequence[Sampling],
+        tokenizer: Any,
+        has_starts: bool = False,
     ) -> None:
-        """Queue the choices of one more prompt; `keys` are those of its blocks."""
+        """Queue the choices of one more prompt; `keys` are those of its blocks. `has_starts`: where
+        tokens begin in the text is noted.
+        """
         begin = len(self.generations)
         listeners = [ChoiceListener(self, begin + i) for i in range(len(samplings))]
         ids = self.engine.add(prompt, samplings, listeners, keys, self.caller)
         for id, sampling in zip(ids, samplings, strict=True):
             generation = Generation(id, prompt, sampling, tokenizer)
             generation.arrived = self.arrived.at
+            generation.has_starts |= has_starts
             self.generations.append(generation)
         self.firsts.append(self.generations[begin])
 

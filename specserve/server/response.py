@@ -4,15 +4,18 @@ import asyncio
 import logging
 import secrets
 import time
+from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from specserve.answer.events import Answer, AnswerParser, CallBegin, Content, Event, answer_of
+from specserve.answer.formats import AnswerReader
 from specserve.generation import Generation, StepDetails
 from specserve.logprobs import best
 from specserve.server.body import Body
@@ -42,8 +45,8 @@ class RouteSchema(NamedTuple):
     prefix: str  # of ids
     chunk: str  # names of objects
     whole: str
-    piece: Callable[[str, bool], dict[str, Any]]  # text, and whether it is the first of its choice
-    all: Callable[[str], dict[str, Any]]
+    piece: Callable[[Event, bool], dict[str, Any]]  # and whether it is the first of its choice
+    all: Callable[[Answer], dict[str, Any]]
     logprobs: Callable[[Told, Namer], dict[str, Any]]
     choices_have_prompts: bool  # their ids and logprobs; else the answer has its one prompt's
 
@@ -65,8 +68,12 @@ class CompletionWriter:
         asked: Body,
         completion: LiveCompletion,
         echoed: Sequence[str] = (),
+        reader: AnswerReader | None = None,
     ) -> None:
         self.schema, self.served, self.completion = schema, served, completion
+        self.reader = None if reader is None or reader.is_plain else reader
+        self.parsers: dict[int, tuple[AnswerParser, Generation]] = {}  # by choice
+        self.calling: set[int] = set()  # choices with a tool call
         options = asked.stream_options
         self.has_usage = bool(options and options.include_usage)
         self.has_running_usage = bool(options and options.continuous_usage_stats)
@@ -90,35 +97,83 @@ class CompletionWriter:
         }
 
     def chunks(self, delta: ChoiceDelta) -> Iterator[dict[str, Any]]:
-        """The chunks of one choice's step; none if it adds no text that can be sent yet.
+        """The chunks of one choice's step, one for each event that its text turns into; none if it
+        adds no text that can be sent yet.
 
         The first step always has one, as clients take that for the first token, even where the
         text of this token is still held back; and so has every step that is told in detail, or
         whose ids or logprobs are.
         """
         is_first = delta.choice not in self.begun
-        text = self.echo(delta.choice) + delta.text if is_first else delta.text
-        if text or delta.details or self.tells_steps or (is_first and not delta.is_last):
+        events = self.events(delta, is_first)
+        if events or delta.details or self.tells_steps or (is_first and not delta.is_last):
             has_prompt = is_first if self.schema.choices_have_prompts else not self.begun
             generation = self.completion.generations[delta.choice]
             ids = self.ids(delta.choice, delta.token_ids, has_prompt)
-            choice = self.choice(delta.choice, text)
+            first, *rest = events or [Content("")]
+            choice = self.choice(delta.choice, first)
             if self.namer is not None:
                 these = slice(delta.begin, delta.begin + len(delta.token_ids))
                 form = self.form(self.namer, delta.choice, generation, these, is_first)
                 choice["logprobs"] = form
             choice |= self.details([delta.details] if delta.details else [])
             yield self.chunk(choice | ids.choice) | ids.answer
+            for event in rest:
+                yield self.chunk(self.choice(delta.choice, event))
         if delta.is_last:
             generation = self.completion.generations[delta.choice]
             self.num_ended += 1
-            choice = self.choice(delta.choice, "", generation.finish_reason)
+            choice = self.choice(delta.choice, Content(""), self.reason(delta.choice, generation))
             chunk = self.chunk(choice | ending(generation))
             is_final = self.num_ended == len(self.completion.generations) and not self.has_usage
             yield chunk | self.statistics() if is_final else chunk
 
-    def choice(self, index: int, text: str, reason: str | None = None) -> dict[str, Any]:
-        piece = self.schema.piece(text, index not in self.begun)
+    def events(self, delta: ChoiceDelta, is_first: bool) -> list[Event]:
+        """What a step's text turns into."""
+        if self.reader is None:
+            text = self.echo(delta.choice) + delta.text if is_first else delta.text
+            return [Content(text)] if text else []
+        parser = self.parser(delta.choice, self.completion.generations[delta.choice])
+        events = parser.push(delta.text) if delta.text else []
+        if delta.is_last:
+            events += parser.finish()
+        if any(isinstance(event, CallBegin) for event in events):
+            self.calling.add(delta.choice)
+        return events
+
+    def parser(self, index: int, generation: Generation) -> AnswerParser:
+        assert self.reader is not None, "plain text is not parsed"
+        if index not in self.parsers:
+            self.parsers[index] = self.reader.parser(), generation
+        return self.parsers[index][0]
+
+    def answer(self, index: int, generation: Generation) -> Answer:
+        """A choice as a whole."""
+        if self.reader is None:
+            return Answer(self.echo(index) + generation.text)
+        parser = self.parser(index, generation)
+        answer = answer_of([*parser.push(generation.text), *parser.finish()])
+        if answer.calls:
+            self.calling.add(index)
+        return answer
+
+    def reason(self, index: int, generation: Generation) -> str | None:
+        """Why a choice ended; "stop", too, where the caller named the function to call."""
+        reason, reader = generation.finish_reason, self.reader
+        is_named = reader is None or reader.wanted.is_named
+        return (
+            "tool_calls" if reason == "stop" and index in self.calling and not is_named else reason
+        )
+
+    def usage(self) -> dict[str, Any]:
+        usage = self.completion.usage()
+        if self.reader is None or not self.reader.has_reasoning:
+            return usage
+        counts = [bisect_left(g.starts, p.num_reasoning) for p, g in self.parsers.values()]
+        return usage | {"completion_tokens_details": {"reasoning_tokens": sum(counts)}}
+
+    def choice(self, index: int, event: Event, reason: str | None = None) -> dict[str, Any]:
+        piece = self.schema.piece(event, index not in self.begun)
         self.begun.add(index)
         return {"index": index, **piece, "logprobs": None, "finish_reason": reason}
 
@@ -132,8 +187,11 @@ class CompletionWriter:
         """The text that a choice begins with."""
         return self.echoed[index // self.params.n] if self.echoed else ""
 
+    @property
+    def is_long(self) -> bool:
+        return self.namer is not None or self.num_prompt_top is not None
+
     def num_logprobs(self, deltas: Sequence[ChoiceDelta]) -> int:
-        """How many are written for these steps."""
         if self.namer is None and self.num_prompt_top is None:
             return 0
         firsts = {d.choice for d in deltas} - self.begun
@@ -199,21 +257,29 @@ class CompletionWriter:
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self.head | {"choices": [choice]}
         if self.has_running_usage:
-            chunk["usage"] = self.completion.usage()
+            chunk["usage"] = self.usage()
         elif self.has_usage:
             chunk["usage"] = None
         return chunk
 
-    def last_chunk(self) -> dict[str, Any] | None:
-        """The usage chunk; None unless it was requested."""
+    def beginning(self) -> list[bytes]:
+        return []
+
+    def step(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
+        return [event(chunk) for delta in deltas for chunk in self.chunks(delta)]
+
+    def ending(self, error: Exception | None) -> list[bytes]:
+        """[DONE], after an error or, if it was requested, the usage chunk."""
+        if error is not None:
+            return [event(error_body(error)), DONE]
         if not self.has_usage:
-            return None
-        count = {"choices": [], "usage": self.completion.usage()}
-        return self.head | count | self.statistics()
+            return [DONE]
+        count = {"choices": [], "usage": self.usage()}
+        return [event(self.head | count | self.statistics()), DONE]
 
     def whole(self) -> dict[str, Any]:
         choices = [self.whole_choice(i, g) for i, g in enumerate(self.given())]
-        usage = self.completion.usage()
+        usage = self.usage()
         whole = {"object": self.schema.whole, "choices": choices, "usage": usage}
         ids = self.ids(0, [], has_prompt=not self.schema.choices_have_prompts)
         return self.head | whole | ids.answer | self.statistics()
@@ -227,14 +293,14 @@ class CompletionWriter:
         return [choice for choices in each for choice in best(choices, params.n)]
 
     def whole_choice(self, index: int, generation: Generation) -> dict[str, Any]:
-        logprobs = None
+        logprobs, answer = None, self.answer(index, generation)
         if self.namer is not None:
             logprobs = self.form(self.namer, index, generation, slice(None), is_first=True)
         return {
             "index": index,
-            **self.schema.all(self.echo(index) + generation.text),
+            **self.schema.all(answer),
             "logprobs": logprobs,
-            "finish_reason": generation.finish_reason,
+            "finish_reason": self.reason(index, generation),
             **ending(generation),
             **self.details(generation.details),
             **self.ids(index, generation.token_ids, self.schema.choices_have_prompts).choice,
@@ -253,12 +319,35 @@ def ending(generation: Generation) -> dict[str, Any]:
     return {"stop_reason": generation.stop_reason, "seed": generation.sampling.seed}
 
 
-class EventStream(Response):
-    """Streams a completion's chunks. Ends with [DONE], after an error event if it failed."""
+class Writer(Protocol):
+    """Writes an answer as server-sent events or whole."""
 
-    def __init__(
-        self, completion: LiveCompletion, writer: CompletionWriter, service: Service
-    ) -> None:
+    @property
+    def is_long(self) -> bool:
+        """Whether it takes so long to write all of it that streams would have to wait."""
+        ...
+
+    def whole(self) -> dict[str, Any]: ...
+
+    def num_logprobs(self, deltas: Sequence[ChoiceDelta]) -> int:
+        """How many are written for these steps."""
+        ...
+
+    def beginning(self) -> list[bytes]:
+        """Events before the first token."""
+        ...
+
+    def step(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]: ...
+
+    def ending(self, error: Exception | None) -> list[bytes]:
+        """The last events, after all text or an error."""
+        ...
+
+
+class EventStream(Response):
+    """Streams a completion's events. They say how it ends, with an error if it failed."""
+
+    def __init__(self, completion: LiveCompletion, writer: Writer, service: Service) -> None:
         self.completion, self.writer, self.service = completion, writer, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -272,33 +361,30 @@ class EventStream(Response):
         """Events as bytes; all that are ready at a time go out in one write."""
         completion = self.completion
         try:
+            if begin := self.writer.beginning():
+                yield b"".join(begin)
             while True:
                 deltas = await completion.wait(self.service.limits.comment_seconds)
                 is_over = completion.is_over  # while these are written, more may come
                 is_long = self.writer.num_logprobs(deltas) > MANY
-                events = await self.service.write(is_long, self.events, deltas)
+                events = await self.service.write(is_long, self.writer.step, deltas)
                 if is_over:
                     break
                 if events or not deltas:
                     yield b"".join(events) or COMMENT
-            if completion.error is not None:
-                events.append(event(error_body(completion.error)))
-            elif (last := self.writer.last_chunk()) is not None:
-                events.append(event(last))
+            events += self.writer.ending(completion.error)
         except Exception as e:  # a stream must not end without an error event
             log.exception("a completion could not be streamed")
-            events = [event(error_body(e))]
-        yield b"".join([*events, DONE])
-
-    def events(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
-        return [event(chunk) for d in deltas for chunk in self.writer.chunks(d)]
+            events = self.writer.ending(e)
+        yield b"".join(events)
 
 
-def event(data: dict[str, Any]) -> bytes:
+def event(data: dict[str, Any], name: str | None = None) -> bytes:
     payload = msgspec.json.encode(data)
     for end, escape in LINE_ENDS.items():
         payload = payload.replace(end, escape)
-    return b"data: %b\n\n" % payload
+    head = b"" if name is None else b"event: %b\n" % name.encode()
+    return b"%bdata: %b\n\n" % (head, payload)
 
 
 async def respond(
@@ -307,12 +393,19 @@ async def respond(
     asked: Body,
     completion: LiveCompletion,
     echoed: Sequence[str] = (),
+    reader: AnswerReader | None = None,
 ) -> Response:
     """The response to a queued completion: a stream, or one JSON object."""
     service: Service = request.app.state.service
-    writer = CompletionWriter(schema, service.served, asked, completion, echoed)
+    writer = CompletionWriter(schema, service.served, asked, completion, echoed, reader)
     if asked.stream:
         return EventStream(completion, writer, service)
+    return await answer_whole(request, completion, writer)
+
+
+async def answer_whole(request: Request, completion: LiveCompletion, writer: Writer) -> Response:
+    """One JSON object, once all of it is there."""
+    service: Service = request.app.state.service
     async with watched(completion, request.receive):
         while not completion.is_over:
             await completion.wait()
@@ -320,8 +413,7 @@ async def respond(
         return Response(status_code=499)  # the client has disconnected
     if completion.error is not None:
         return error_response(completion.error)
-    is_long = writer.namer is not None or writer.num_prompt_top is not None
-    return await service.write(is_long, lambda: json_response(writer.whole()))
+    return await service.write(writer.is_long, lambda: json_response(writer.whole()))
 
 
 @asynccontextmanager

@@ -14,12 +14,14 @@ from typing import NamedTuple, NoReturn
 import uvicorn
 import uvloop
 
-from specserve.config import Config
+from specserve.answer.formats import Formats, find_formats
+from specserve.config import Config, ServerConfig
 from specserve.errors import EngineDied, Overloaded
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Ready
 from specserve.exchange.spawn import Spawned
 from specserve.input_processor import load_text_files, make_input_processor
+from specserve.models.tokenizer import Tokenizer
 from specserve.phases import Phases
 from specserve.preflight import Folders
 from specserve.process import keep_objects, return_freed_memory, tell
@@ -104,13 +106,25 @@ async def load(service: Service, start: Start) -> Ready:
     identity, scaled = fingerprint(folders.target, ready), scaled_models(folders)
     names = service.name, identity, ready.drafter
     kept = ready.kv_dtype, ready.weights, ready.draft_weights
-    served = ServedModel(*names, max_nodes, scaled, *kept, ready.sources)
+    formats = formats_of(service.limits, files.tokenizer)
+    served = ServedModel(*names, max_nodes, scaled, *kept, ready.sources, formats)
     limits = ready.vocab_size, ready.max_model_len
     service.open(make_input_processor(files, *limits, ready.sources), served, ready)
     service.start_grammars(folders.target)
     show_phases(phases.table | ready.phases)
     keep_objects()
     return ready
+
+
+def formats_of(asked: ServerConfig, tokenizer: Tokenizer) -> Formats:
+    template = tokenizer.chat_template
+    return find_formats(
+        asked.tool_parser,
+        asked.reasoning_parser,
+        "" if template is None else template.source,
+        tokenizer.get_vocab(),
+        tokenizer.response_template,
+    )
 
 
 async def drain(service: Service, server: "Server") -> int:
@@ -192,6 +206,7 @@ def introduction(
     return [
         f"serving {config.target} as {service.name}",
         f"drafter {ready.drafter}{guesses if ready.drafter != 'none' else ', no guesses'}",
+        *([service.served.formats.words] if has_chat else []),
         f"memory {ready.phases['pool'].partition(': ')[2]}; up to "
         f"{service.input_processor.max_model_len} tokens a request",
         f"ready in {seconds:.1f} s at {url}",

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
 
+import msgspec
+
+from specserve.answer.formats import AnswerReader, Formats
 from specserve.block_keys import Keys, KVFormat, prompt_keys
 from specserve.config import Config
 from specserve.errors import Overloaded, RequestError
@@ -50,6 +53,7 @@ class ServedModel(NamedTuple):
     weights: WeightForms = WeightForms()
     draft_weights: WeightForms | None = None
     sources: tuple[str, ...] = ()  # of guesses
+    formats: Formats = Formats()
 
 
 class Service:
@@ -129,19 +133,33 @@ class Service:
             raise error
 
     async def ask(
-        self, prompts: Sequence[list[int]], params: SamplingParams, arrived: Arrival, field: str
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        arrived: Arrival,
+        field: str,
+        grammar: str = "",
+        reader: AnswerReader | None = None,
     ) -> LiveCompletion:
-        """Queue all prompts, or refuse all; errors name `field`."""
+        """Queue all prompts, or refuse all; errors name `field`. The texts obey the grammar, which
+        is of tools, and have the special tokens that the reader needs.
+        """
         resolve_all, lengths = self.input_processor.resolve_all, [*map(len, prompts)]
         samplings = await self.resolved(params, lambda: [*resolve_all(params, lengths)])
+        if grammar:
+            await self.check_grammar(grammar, "tools", params.cache_salt)
+            samplings = [msgspec.structs.replace(s, grammar=grammar) for s in samplings]
         keys = await self.hash(prompts, params.cache_salt)
         self.check_open()  # again: a drain may have begun while the body was read
         self.check_choices(len(prompts), params, field)
         self.check_tokens(sum(map(len, prompts)), field)
         completion = LiveCompletion(self.engine, self.completions, self.metrics, arrived)
         tokenizer = self.input_processor.tokenizer
+        if reader is not None:
+            tokenizer = tokenizer.keeping(reader.markers)
+        read = tokenizer, reader is not None and reader.has_reasoning
         for prompt, its_keys, sampling in zip(prompts, keys, samplings, strict=True):
-            completion.ask(prompt, its_keys, choices_of(sampling, params.num_choices), tokenizer)
+            completion.ask(prompt, its_keys, choices_of(sampling, params.num_choices), *read)
         return completion
 
     async def check_asked(

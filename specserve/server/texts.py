@@ -1,6 +1,6 @@
 """POST /tokenize and /detokenize: text to token ids, and back."""
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -8,22 +8,31 @@ from starlette.responses import Response
 
 from specserve.errors import RequestError
 from specserve.server.body import read_fields
-from specserve.server.chat import encode, read_messages, read_options
+from specserve.server.chat import SOME, AnyMessage, encode, read_messages, read_options
 from specserve.server.response import json_response, while_connected
 from specserve.server.service import Service
+from specserve.server.tools import read_tools
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Either a prompt or messages; the other fields are those of completions and chats.
+
+    add_special_tokens  the tokenizer adds its own; unset: to a prompt, not to messages
+    """
+
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Annotated[list[AnyMessage], SOME] | None = None
     add_special_tokens: bool | None = None  # None: of a prompt, not of messages
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    tools: list[Any] | None = None
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Token ids to turn into text."""
+
     model: str | None = None
     tokens: list[int] | None = None
 
@@ -47,7 +56,8 @@ async def tokenize(request: Request) -> Response:
         raise RequestError("give either prompt or messages", "prompt")
     if asked.messages is not None:
         kwargs = asked.chat_template_kwargs
-        options = read_options(asked.add_generation_prompt, asked.continue_final_message, kwargs)
+        how = asked.add_generation_prompt, asked.continue_final_message, kwargs
+        options = read_options(*how, read_tools(asked.tools, None, None))
         adds_special = asked.add_special_tokens is True
         encoding = encode(service, read_messages(asked.messages), options, adds_special)
         ids = await while_connected(request, encoding)

@@ -1,0 +1,1 @@
+"""What a chat model's text consists of: content, reasoning and tool calls."""
