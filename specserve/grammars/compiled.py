@@ -116,7 +116,10 @@ def in_words(error: str) -> str:
         names = unsupported[1].replace('"', "")
         return f"these keywords are not supported: {names}"
     if "oneOf constraints are not supported" in told:
-        return "oneOf: more than one of its schemas may fit the same value: use anyOf"
+        return (
+            "oneOf: more than one of its schemas may fit the same value: use anyOf, or let each "
+            "require a property that has strings of its own"
+        )
     if "NoExtension" in told:
         return NO_TEXT
     return f"it is too complex: {told}" if TOO_COMPLEX.search(told) else told
