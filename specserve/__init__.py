@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from specserve.errors import ConfigError, RequestError
     from specserve.exchange.sampling_params import SamplingParams, Slo, SpeculationParams
     from specserve.generation import CompletionOutput, Output, RequestOutput
+    from specserve.grammars.asked import StructuredOutputsParams
     from specserve.llm import LLM
     from specserve.logprobs import Logprob
     from specserve.vllm_arguments import AsyncEngineArgs, EngineArgs, TextPrompt, TokensPrompt
@@ -34,6 +35,7 @@ __all__ = [
     "SamplingParams",
     "Slo",
     "SpeculationParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "__version__",
@@ -53,6 +55,7 @@ MODULES = {
     "SamplingParams": "specserve.exchange.sampling_params",
     "Slo": "specserve.exchange.sampling_params",
     "SpeculationParams": "specserve.exchange.sampling_params",
+    "StructuredOutputsParams": "specserve.grammars.asked",
     "TextPrompt": "specserve.vllm_arguments",
     "TokensPrompt": "specserve.vllm_arguments",
 }

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from specserve.errors import RequestError
+from specserve.grammars.asked import StructuredOutputsParams, grammar_of
 from specserve.models.defaults import (
     GenerationDefaults,
     MinP,
@@ -35,12 +36,10 @@ NO_OP: dict[str, tuple[Any, ...]] = {  # of vLLM's SamplingParams -> values with
     "flat_logprobs": (False,),
     "guided_decoding": (None,),
     "logits_processors": (None, []),
-    "structured_outputs": (None,),
 }
 INSTEAD = {
-    "guided_decoding": "structured output is not supported yet",
+    "guided_decoding": "give structured_outputs=StructuredOutputsParams(...)",
     "logits_processors": "give them to LLM.generate(..., logits_processors=[...])",
-    "structured_outputs": "structured output is not supported yet",
 }
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 SourceName = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -136,7 +135,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=Named)
     skip_special_tokens  false: the text has special tokens, too, as they are written
     spaces_between_special_tokens  without effect: no tokenizer that is read here adds any
     truncate_prompt_tokens  only the prompt's last k tokens; -1: as many as fit beside max_tokens
-    ignore_eos      go on after the model's own end of text
+    ignore_eos      go on after the model's own end of text; a text with structured_outputs ends
+    structured_outputs  the form that the text has to have; not with min_tokens
     n               choices, 1 to 128, that share the prompt's KV; choice c has the seed
                     mix64(seed, c), and the text of a single request with that seed
     best_of         so many choices run, n to 128; those n are given whose tokens have the largest
@@ -172,6 +172,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=Named)
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     ignore_eos: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     logprobs: bool | NumTop | None = None
@@ -330,7 +331,8 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
     """
     given = check(params)
     check_room(given, defaults, room)
-    eos = () if given.ignore_eos else defaults.eos_token_ids
+    grammar = resolved_grammar(given, defaults)
+    eos = () if given.ignore_eos and not grammar else defaults.eos_token_ids
     return Sampling(
         max_tokens=most_tokens(given, defaults, room),
         temperature=pick(given.temperature, defaults.temperature),
@@ -356,7 +358,28 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
         return_speculation_details=given.return_speculation_details,
         logprobs=0 if given.is_ranked and given.num_top is None else given.num_top,
         prompt_logprobs=given.prompt_logprobs,
+        grammar=grammar,
     )
+
+
+def resolved_grammar(params: SamplingParams, defaults: GenerationDefaults) -> str:
+    """Of the form that the text has to have; RequestError if it is wrong by itself, if the text may
+    not end when it is complete, or if no token ends one.
+    """
+    if params.structured_outputs is None:
+        return ""
+    if params.min_tokens:
+        raise RequestError(
+            "min_tokens: with structured output a text ends when it is complete: leave it out",
+            "min_tokens",
+        )
+    if not defaults.eos_token_ids:
+        raise RequestError(
+            "structured_outputs: the model has no token that ends a text: none would be complete; "
+            "leave it out, or add eos_token_id to the model's generation_config.json",
+            "structured_outputs",
+        )
+    return grammar_of(params.structured_outputs)
 
 
 def most_tokens(params: SamplingParams, defaults: GenerationDefaults, room: int) -> int:

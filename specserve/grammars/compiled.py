@@ -5,14 +5,21 @@ https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
 
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
 
 from specserve.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # its import takes 70 ms
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+T = TypeVar("T")
+DEEP_STACK = 1 << 29  # bytes of address space; what is not used takes no memory
+STACK_SIZE = threading.Lock()  # it is the process's, and set while a thread starts
+NO_TEXT = "it allows no text, not even an empty one"
+TOO_COMPLEX = re.compile(r"\b(fuel|too (big|large|many|deeply)|max is|limits?)\b", re.IGNORECASE)
 UNSUPPORTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 
 
@@ -21,10 +28,22 @@ class GrammarError(ValueError):
 
 
 def limits() -> "LLParserLimits":
-    """What compiling a grammar, and finding the next tokens, may take at most."""
+    """What compiling a grammar, and finding the next tokens, may take at most.
+
+    With llguidance's own limits a step of an ambiguous grammar took a second, and the automaton of
+    a regex like (x{1000}){1000} 250 MB. With these it is 3 ms and 50 MB, and an object may have 400
+    optional properties (tests/grammars/test_hostile.py).
+    """
     from llguidance import LLParserLimits
 
-    return LLParserLimits(verbose_errors=False)
+    return LLParserLimits(
+        initial_lexer_fuel=200_000,
+        step_lexer_fuel=40_000,
+        step_max_items=4000,
+        max_items_in_row=2000,
+        max_lexer_states=25_000,
+        verbose_errors=False,
+    )
 
 
 def vocabulary_of(tokenizer: Tokenizer, size: int, end_ids: Sequence[int]) -> "LLTokenizer":
@@ -40,27 +59,74 @@ def vocabulary_of(tokenizer: Tokenizer, size: int, end_ids: Sequence[int]) -> "L
 
 
 def compile_grammar(vocabulary: "LLTokenizer", grammar: str) -> "LLMatcher":
-    """A matcher at the beginning of the text. It may take a second, without the GIL.
+    """A matcher at the beginning of the text. It may take a second, without the GIL; some grammars
+    take far longer, which no limit of llguidance ends: a server checks them in another process.
+    """
+    return on_deep_stack(lambda: made(vocabulary, grammar))
 
-    The first mask is a part of it: llguidance builds its lexer then, within limits of its own.
+
+def made(vocabulary: "LLTokenizer", grammar: str) -> "LLMatcher":
+    """The masks before and after a first token are a part of it: llguidance builds its lexer for
+    these, within limits of its own.
     """
     from llguidance import LLMatcher
 
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits())
-    first = matcher.compute_bitmask()
+    check(matcher)
+    token = first_of(matcher.compute_bitmask())
+    check(matcher)
+    if token is None:
+        raise GrammarError(NO_TEXT)
+    if token not in vocabulary.eos_tokens:
+        ahead = matcher.deep_copy()
+        ahead.consume_token(token)
+        ahead.compute_bitmask()
+        check(ahead)
+    return matcher
+
+
+def check(matcher: "LLMatcher") -> None:
     if matcher.is_error():
         raise GrammarError(in_words(matcher.get_error()))
-    if not any(first):
-        raise GrammarError("it allows no text, not even an empty one")
-    return matcher
+
+
+def first_of(mask: bytes) -> int | None:
+    """The lowest id that is allowed."""
+    bits = int.from_bytes(mask, "little")
+    return (bits & -bits).bit_length() - 1 if bits else None
 
 
 def in_words(error: str) -> str:
     """llguidance's message, without what only its developers can use."""
-    told = error.removesuffix("<non-verbose/>").strip()
+    told = error.removesuffix("<non-verbose/>").strip()[:500]
     if unsupported := UNSUPPORTED.search(told):
         names = unsupported[1].replace('"', "")
         return f"these keywords are not supported: {names}"
     if "oneOf constraints are not supported" in told:
         return "oneOf: more than one of its schemas may fit the same value: use anyOf"
-    return told[:500]
+    if "NoExtension" in told:
+        return NO_TEXT
+    return f"it is too complex: {told}" if TOO_COMPLEX.search(told) else told
+
+
+def on_deep_stack(do: Callable[[], T]) -> T:
+    """Call a function in a thread with a stack of its own: llguidance calls itself for each rule
+    and each schema within another, as deep as the largest grammar has them.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(do())
+        except BaseException as e:
+            future.set_exception(e)
+
+    with STACK_SIZE:
+        usual = threading.stack_size(DEEP_STACK)
+        try:
+            thread = threading.Thread(target=run, name="grammar")
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    thread.join()
+    return future.result()

@@ -57,7 +57,8 @@ def regex(pattern: str) -> str:
 
 def choice(texts: Sequence[str]) -> str:
     """The grammar of one of these texts."""
-    return lark("start: " + " | ".join(json.dumps(text) for text in texts))
+    # A terminal, in capitals, is one automaton; of a rule every text would be followed by itself.
+    return lark("start: ONE\nONE: " + " | ".join(json.dumps(text) for text in texts))
 
 
 def escape(found: re.Match[str]) -> str:

@@ -1,8 +1,154 @@
-"""Structural tags: text that is free but for parts, which begin with a trigger and have a form."""
+"""Structural tags: text that is free but for parts, each of which has a beginning and a form."""
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from specserve.grammars.compiled import GrammarError
+from specserve.grammars.forms import json_part, quoted, read_json
+
+Text = Annotated[str, Meta(min_length=1, max_length=1024)]
+Schema = dict[str, Any] | bool
+FREE = "TEXT: /(.|\\n)*/"
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    pass
+
+
+class ConstString(Part, frozen=True, tag="const_string"):
+    value: Text
+
+
+class JsonSchema(Part, frozen=True, tag="json_schema"):
+    json_schema: Schema
+
+
+class AnyText(Part, frozen=True, tag="any_text"):
+    pass
+
+
+class InOrder(Part, frozen=True, tag="sequence"):
+    elements: Annotated[tuple["Format", ...], Meta(min_length=1, max_length=256)]
+
+
+class Tag(Part, frozen=True, tag="tag"):
+    begin: Text
+    content: "Format"
+    end: Annotated[str, Meta(max_length=1024)]
+
+
+Tags = Annotated[tuple[Tag, ...], Meta(min_length=1, max_length=256)]
+Triggers = Annotated[tuple[Text, ...], Meta(min_length=1, max_length=256)]
+
+
+class TriggeredTags(Part, frozen=True, tag="triggered_tags"):
+    """Free text, in which every trigger begins one of the tags."""
+
+    triggers: Triggers
+    tags: Tags
+    at_least_one: bool = False
+    stop_after_first: bool = False
+
+
+Format = ConstString | JsonSchema | AnyText | InOrder | Tag | TriggeredTags
+
+
+class StructuralTag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    format: Format
+    type: Literal["structural_tag"] = "structural_tag"
+
+
+class Structure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    begin: Text
+    schema: Schema
+    end: Annotated[str, Meta(max_length=1024)]
+
+
+class Structures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The older form: free text, in which every trigger begins one of the structures."""
+
+    structures: Annotated[tuple[Structure, ...], Meta(min_length=1, max_length=256)]
+    triggers: Triggers
+    type: Literal["structural_tag"] = "structural_tag"
+
+    @property
+    def format(self) -> Format:
+        tags = (Tag(s.begin, JsonSchema(s.schema), s.end) for s in self.structures)
+        return TriggeredTags(self.triggers, tuple(tags))
 
 
 def structural_tag(given: dict[str, Any] | str) -> str:
-    """The Lark text; GrammarError for what cannot be had."""
-    raise NotImplementedError
+    """The Lark text; GrammarError for what is wrong or not supported."""
+    value = read_json(given) if isinstance(given, str) else given
+    is_older = isinstance(value, dict) and "structures" in value
+    kind: type[Structures] | type[StructuralTag] = Structures if is_older else StructuralTag
+    try:
+        asked = msgspec.convert(value, kind)
+    except (ValueError, RecursionError) as e:  # msgspec's ValidationError is a ValueError
+        raise GrammarError(f"{e!s:.300}") from e
+    writer = Writer()
+    start = writer.part(asked.format, is_last=True)
+    return "\n".join([f"start: {start}", FREE, *writer.rules])
+
+
+class Writer:
+    """Writes formats as parts of Lark rules; what needs a rule of its own is in `rules`."""
+
+    def __init__(self) -> None:
+        self.rules: list[str] = []
+
+    def rule(self, body: str, option: str = "") -> str:
+        name = f"r{len(self.rules)}"
+        self.rules.append(f"{name}{option}: {body}")
+        return name
+
+    def part(self, format: Format, is_last: bool) -> str:
+        """`is_last`: the text ends with it, so that it may be free."""
+        match format:
+            case ConstString(value):
+                return quoted(value)
+            case JsonSchema(schema):
+                return self.rule(json_part(schema))
+            case InOrder(elements):
+                *others, last = elements
+                parts = [*(self.part(e, False) for e in others), self.part(last, is_last)]
+                return " ".join(parts)
+            case Tag(begin, content, end):
+                return f"{quoted(begin)} {self.content(content, end, is_last)}"
+        if not is_last:
+            name = format.__struct_config__.tag
+            raise GrammarError(f"{name}: it may only end a text, or be any_text of a tag with end")
+        return "TEXT" if isinstance(format, AnyText) else self.triggered(format)
+
+    def content(self, content: Format, end: str, is_last: bool) -> str:
+        """What is within a tag, and its end."""
+        if isinstance(content, AnyText) and end:
+            return self.rule(f"TEXT {quoted(end)}", "[lazy]")
+        return f"{self.part(content, is_last and not end)} {quoted(end)}"
+
+    def triggered(self, asked: TriggeredTags) -> str:
+        for tag in asked.tags:
+            if not any(tag.begin.startswith(trigger) for trigger in asked.triggers):
+                raise GrammarError(f"{tag.begin!r:.100} begins with none of the triggers")
+        tags = self.rule(" | ".join(self.after_triggers(asked)))
+        if asked.stop_after_first:
+            return tags if asked.at_least_one else f"({tags} | TEXT)"
+        return f"{tags}{'+' if asked.at_least_one else '*'} TEXT"
+
+    def after_triggers(self, asked: TriggeredTags) -> Iterator[str]:
+        """Free text that ends with a trigger, and the rest of one of its tags."""
+        for trigger in asked.triggers:
+            rests = [*self.rests(trigger, asked.tags)]
+            if not rests:
+                raise GrammarError(f"no tag begins with the trigger {trigger!r:.100}")
+            begin = self.rule(f"TEXT {quoted(trigger)}", "[lazy]")
+            yield f"{begin} {self.rule(' | '.join(rests))}"
+
+    def rests(self, trigger: str, tags: Sequence[Tag]) -> Iterator[str]:
+        for tag in tags:
+            if tag.begin.startswith(trigger):
+                rest = quoted(tag.begin.removeprefix(trigger))
+                yield f"{rest} {self.content(tag.content, tag.end, is_last=False)}"

@@ -346,6 +346,11 @@ REFUSED = {
     "two of a name": ({"tools": [*named(), *named()]}, "tools[1].function.name"),
     "many": ({"tools": [named(name=f"f{i}")[0] for i in range(129)]}, "tools"),
     "large": ({"tools": named(description="a" * 300_000)}, "tools"),
+    "a schema that no grammar has": (
+        {"tools": named(parameters={"properties": {"a": {"type": "sum"}}}), "tool_choice": "required"},
+        "tools",
+    ),
+    "a form of the text": ({"response_format": {"type": "json_object"}}, "response_format"),
     "an unknown choice": ({"tool_choice": "all"}, "tool_choice"),
     "a choice of another type": ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     "an unknown function": (
