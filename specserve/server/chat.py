@@ -193,6 +193,7 @@ async def begin(
     service.check_model(asked.model)
     await service.check_asked(asked.params, 1, "messages", asked.form_field)
     check_readable(service, tools)
+    check_one_form(asked, tools)
     kept = service.input_processor.num_kept(asked.params)
     rendering = render(service, asked, tools, kept)
     text, prompt = await while_connected(request, rendering)
@@ -235,10 +236,26 @@ def check_readable(service: Service, asked: ToolsAsked) -> None:
         )
 
 
+def check_one_form(asked: ChatBody, tools: ToolsAsked) -> None:
+    """Refuse a form of the text beside tools: it would leave no room for calls."""
+    if asked.form is not None and tools.tools:
+        field = asked.form_field.partition(".")[0]
+        raise RequestError(
+            f"{field} and tools: a text of that form has no calls: send one of them, or "
+            'tool_choice = "none"',
+            field,
+        )
+
+
 def call_grammar(service: Service, asked: ToolsAsked, reader: AnswerReader) -> str:
     """The grammar that the tools ask for; empty where they ask for none."""
     if not asked.is_enforced and not asked.strict:
         return ""
+    if service.grammars is None:
+        raise RequestError(
+            "tools: the model has no token that ends a text, so that no call can be enforced",
+            "tools",
+        )
     formats = service.served.formats
     special = special_tokens(service.input_processor.tokenizer, formats)
     thinks = reader.reasoning == "think"
