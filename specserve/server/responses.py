@@ -146,7 +146,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     @property
     def params(self) -> SamplingParams:
         num_top = (self.top_logprobs or 0) if LOGPROBS in self.include else None
-        own = {"logprobs": num_top, "max_tokens": self.max_output_tokens}
+        own: dict[str, Any] = {"logprobs": num_top, "max_tokens": self.max_output_tokens}
         if (form := self.text.format.structured) is not None:
             own["structured_outputs"] = form
         return msgspec.structs.replace(super().params, **own)

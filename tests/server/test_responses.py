@@ -161,7 +161,7 @@ def count(server, messages):
 
 def test_an_answer_can_be_sent_back_as_input(client, server):
     first = client.responses.create(**asked_of())
-    items = [*MESSAGES, *(item.to_dict() for item in first.output)]
+    items = [*MESSAGES, *first.output]
     said = {"role": "assistant", "content": first.output_text}
     more = {"role": "user", "content": "and"}
     second = client.responses.create(**asked_of(input=[*items, more]))
@@ -202,7 +202,7 @@ def test_a_client_streams_a_call_and_sends_its_result(client):
     assert "".join(pieces) == call.arguments and json.loads(call.arguments)["city"]
     assert (call.call_id, call.id, call.status) == (added.call_id, added.id, "completed")
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
-    more = client.responses.create(**asked_of(input=[*MESSAGES, call.to_dict(), result]))
+    more = client.responses.create(**asked_of(input=[*MESSAGES, call, result]))
     assert more.output_text
 
 
@@ -212,7 +212,7 @@ def test_items_become_the_messages_of_a_chat():
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "b"}]},
         {"type": "message", "role": "assistant", "content": "c"},
         {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"x": 1}'},
-        {"type": "function_call", "call_id": "2", "name": "f", "arguments": ""},
+        {"type": "function_call", "call_id": "2", "name": "f", "arguments": "", "caller": None},
         {"type": "function_call_output", "call_id": "1", "output": "d"},
         {"type": "function_call_output", "call_id": "2", "output": [part("e"), part("f")]},
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "g"}]},
