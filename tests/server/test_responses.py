@@ -11,7 +11,7 @@ from openai.types.responses import Response
 
 from specserve.server.response_items import read_input
 from tests.server.asking import CHAT, MESSAGES, chat_body
-from tests.server.server_process import eventually
+from tests.server.server_process import ServerProcess, eventually
 
 RESPONSES = "/v1/responses"
 PLAIN = {"temperature": 0, "max_output_tokens": 24}
@@ -204,6 +204,78 @@ def test_a_client_streams_a_call_and_sends_its_result(client):
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
     more = client.responses.create(**asked_of(input=[*MESSAGES, call, result]))
     assert more.output_text
+
+
+@pytest.fixture(scope="module")
+def thinking(folder):
+    """A server that finds reasoning and calls in texts."""
+    parsers = {"server.reasoning_parser": "think", "server.tool_parser": "hermes"}
+    with ServerProcess(folder, "--served-model-name=tiny", **parsers) as server:
+        yield server
+
+
+SAID = """<think>hm</think>so<tool_call>
+{"name": "weather", "arguments": {"city": "Rome"}}
+</tool_call>"""
+SAYING = {  # exactly that
+    "structured_outputs": {"choice": [SAID]},
+    "tools": [TOOL | {"strict": False}],
+    "max_output_tokens": 300,
+    "ignore_eos": False,
+}
+
+
+def test_reasoning_text_and_calls_are_items_one_after_the_other(thinking):
+    whole = thinking.post(RESPONSES, body_of(**SAYING)).body
+    thought, said, called = whole["output"]
+    assert (thought["type"], thought["content"], thought["summary"]) == (
+        "reasoning",
+        [{"type": "reasoning_text", "text": "hm"}],
+        [],
+    )
+    assert said["content"][0]["text"] == "so"
+    assert (called["name"], json.loads(called["arguments"])) == ("weather", {"city": "Rome"})
+    usage = whole["usage"]
+    assert 2 <= usage["output_tokens_details"]["reasoning_tokens"] < usage["output_tokens"]
+
+    events = events_of(thinking, body_of(**SAYING))
+    dones = [data["item"] for name, data in events if name == "response.output_item.done"]
+    indexes = [data["output_index"] for _, data in events if "output_index" in data]
+    assert indexes == sorted(indexes) and {*indexes} == {0, 1, 2}
+    assert [without_ids(item) for item in dones] == [without_ids(i) for i in whole["output"]]
+    _, last = events[-1]
+    assert last["response"]["output"] == dones and last["response"]["usage"] == (
+        usage | {"input_tokens_details": last["response"]["usage"]["input_tokens_details"]}
+    )
+    texts = {}
+    for name, data in events:
+        if name.endswith(".delta"):
+            texts[name] = texts.get(name, "") + data["delta"]
+    assert texts == {
+        "response.reasoning_text.delta": "hm",
+        "response.output_text.delta": "so",
+        "response.function_call_arguments.delta": called["arguments"],
+    }
+
+
+def without_ids(item):
+    return {name: value for name, value in item.items() if name not in ("id", "call_id")}
+
+
+def test_reasoning_that_is_not_wanted_is_no_item(thinking):
+    asked = body_of(**SAYING, include_reasoning=False)
+    kinds = [item["type"] for item in thinking.post(RESPONSES, asked).body["output"]]
+    assert kinds == ["message", "function_call"]
+
+
+def test_logprobs_are_those_of_the_message_alone(thinking):
+    asked = body_of(**SAYING, include=[LOGPROBS])
+    [part] = thinking.post(RESPONSES, asked).body["output"][1]["content"]
+    assert (
+        "so" in "".join(each["token"] for each in part["logprobs"]) and len(part["logprobs"]) < 12
+    )
+    events = dict(events_of(thinking, asked))
+    assert events["response.output_text.done"]["logprobs"] == part["logprobs"]
 
 
 def test_items_become_the_messages_of_a_chat():
