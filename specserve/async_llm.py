@@ -21,6 +21,7 @@ from specserve.exchange.speculation_state import SpeculationState
 from specserve.exchange.step_output import StepOutput
 from specserve.generation import Generation, Output, output
 from specserve.input_processor import (
+    GrammarCheck,
     InputProcessor,
     load_text_files,
     make_input_processor,
@@ -41,6 +42,11 @@ class Engine(NamedTuple):
     client: EngineClient
     ready: Ready
     input_processor: InputProcessor
+    grammars: GrammarCheck
+
+    def check(self, params: SamplingParams) -> None:
+        """RequestError for parameters that cannot be served."""
+        self.grammars.check(self.input_processor.resolve(params))
 
     def read(self, read: Read, params: SamplingParams) -> tuple[list[int], str | None, Keys]:
         """A prompt's ids, its text, and the keys of its blocks."""
@@ -141,7 +147,8 @@ class AsyncLLM:
         arrived = perf_counter()
         engine = await self.start()
         asked = SamplingParams() if params is None else params
-        engine.input_processor.resolve(asked)
+        is_long = isinstance(asked, SamplingParams) and asked.structured_outputs is not None
+        await asyncio.to_thread(engine.check, asked) if is_long else engine.check(asked)
         if asked.is_ranked:
             raise RequestError(
                 "best_of: outputs come before it is known which are best; leave it out, or call "
@@ -206,7 +213,8 @@ class AsyncLLM:
             client.close()
             raise
         limits = ready.vocab_size, ready.max_model_len
-        return Engine(client, ready, make_input_processor(files, *limits, ready.sources))
+        processor = make_input_processor(files, *limits, ready.sources)
+        return Engine(client, ready, processor, GrammarCheck(processor))
 
     def check_open(self, engine: Engine | None = None) -> None:
         if self.is_closed:

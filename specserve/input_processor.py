@@ -3,16 +3,23 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import Any, NamedTuple
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from specserve.errors import PromptTooLong, RequestError
 from specserve.exchange.sampling_params import Sampling, SamplingParams, in_room, pick, resolve
+from specserve.grammars.asked import FIELD
+from specserve.grammars.compiled import GrammarError, compile_grammar, vocabulary_of
+from specserve.grammars.verdicts import Verdicts
 from specserve.models.chat_template import ChatOptions, ChatTemplate, Message
 from specserve.models.defaults import GenerationDefaults
 from specserve.models.source import open_source
 from specserve.models.tokenizer import Tokenizer, check_same_vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 Words = tuple[tuple[int, ...], ...]
 MAX_WORD_TOKENS = 64
@@ -299,6 +306,40 @@ class InputProcessor(msgspec.Struct, frozen=True):
                     f"{known}",
                     "speculation.sources",
                 )
+
+
+class GrammarCheck:
+    """Compiles grammars in this process, to see whether they can be. Any number of threads may use
+    it at once.
+    """
+
+    def __init__(self, processor: InputProcessor) -> None:
+        self.processor, self.verdicts, self.lock = processor, Verdicts(), Lock()
+        self.vocabulary: LLTokenizer | None = None  # read when it is first needed
+
+    def check(self, sampling: Sampling, field: str = FIELD) -> None:
+        """RequestError for a grammar that cannot be compiled; some take long to find that out."""
+        if not sampling.grammar:
+            return
+        with self.lock:
+            wrong = self.verdicts.find(sampling.grammar)
+            if wrong is None:
+                wrong = self.compile(sampling.grammar)
+                self.verdicts.keep(sampling.grammar, wrong)
+        if wrong:
+            raise RequestError(f"{field}: {wrong}", field)
+
+    def compile(self, grammar: str) -> str:
+        """What is wrong with it."""
+        if self.vocabulary is None:
+            own = self.processor
+            ends = own.defaults.eos_token_ids
+            self.vocabulary = vocabulary_of(own.tokenizer, own.vocab_size, ends)
+        try:
+            compile_grammar(self.vocabulary, grammar)
+        except GrammarError as e:
+            return str(e)
+        return ""
 
 
 def check_any_left(sampling: Sampling, vocab_size: int) -> None:

@@ -18,6 +18,7 @@ from specserve.exchange.sampling_params import SamplingParams, choices_of, seede
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.generation import Generation, Output, output
 from specserve.input_processor import (
+    GrammarCheck,
     load_text_files,
     make_input_processor,
     one_of,
@@ -88,6 +89,7 @@ class LLM:
             self.loaded.engine.sources,
         )
         self.tokenizer = self.input_processor.tokenizer
+        self.grammars = GrammarCheck(self.input_processor)
         if progress:
             show_phases(self.loaded.phases)
         self.engine = self.loaded.engine
@@ -274,7 +276,7 @@ class LLM:
             raise RequestError(f"{number} prompts and {len(each)} SamplingParams: give one each")
         asked = [SamplingParams() if given is None else given for given in each]
         for given in asked:
-            self.input_processor.resolve(given)
+            self.grammars.check(self.input_processor.resolve(given))
         return asked
 
     def check(

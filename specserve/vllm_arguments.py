@@ -74,7 +74,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], str]] = {  # of calls: values without ef
     "chat_template": ((), "put chat_template.jinja into the model's folder"),
     "chat_template_content_format": (("auto",), "the model's template decides"),
     "data_parallel_rank": ((), "there is one engine"),
-    "guided_options_request": ((), "structured output is not supported yet"),
+    "guided_options_request": ((), "give SamplingParams(structured_outputs=...)"),
     "logits_processors": (([], ()), "the engine is a process that lacks them; call LLM.generate"),
     "lora_request": ((), "adapters are not supported; merge it into the model"),
     "mm_processor_kwargs": ((), "only text is read"),

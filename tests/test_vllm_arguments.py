@@ -234,8 +234,7 @@ def test_parameters_without_effect_are_taken():
     ("given", "words"),
     [
         ({"detokenize": False}, "not supported; leave detokenize out"),
-        ({"guided_decoding": "x"}, "structured output is not supported yet"),
-        ({"structured_outputs": "x"}, "structured output is not supported yet"),
+        ({"guided_decoding": "x"}, "give structured_outputs=StructuredOutputsParams"),
         ({"logits_processors": [print]}, "give them to LLM.generate"),
     ],
     ids=str,

@@ -69,13 +69,6 @@ class Rules(Protocol):
         ...
 
 
-def unpacked(words: "NDArray[np.int32]") -> "NDArray[np.bool_]":
-    """A mask with an element for each id."""
-    import numpy as np  # a process that only checks a drafter's options needs none
-
-    return np.unpackbits(words.view(np.uint8), bitorder="little").view(np.bool_)
-
-
 class Trie:
     """One request's candidates, merged: equal tokens below equal parents are one node. What the
     request's rules forbid is no candidate, nor is what comes after it.

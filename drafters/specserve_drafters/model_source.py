@@ -10,7 +10,7 @@ from math import exp
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from specserve_drafters import base
-from specserve_drafters.candidates import Trie, unpacked
+from specserve_drafters.candidates import Trie
 from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model import coupling
 from specserve_drafters.tree import MAX_NODES, ROOT
@@ -102,7 +102,6 @@ class ModelSource:
         items = [grown[i].item for i, _ in rows]
         index = [len(grown[i].item.known) + grown[i].trie.depths[node] for i, node in rows]
         before: list[float] = []
-        logits = masked(logits, [(grown[i].trie, node) for i, node in rows])
         ids, weights = self.executor.ops.top_children(logits, coupling(items, index), k, self.tau)
         for (i, node), tokens, scores in zip(rows, ids.tolist(), weights.tolist(), strict=True):
             _, trie, proposed = grown[i]
@@ -182,19 +181,6 @@ def forced_end(trie: Trie, node: int) -> int:
             break
         node = child
     return node
-
-
-def masked(logits: "Tensor", nodes: Sequence[tuple[Trie, int]]) -> "Tensor":
-    """Logits after nodes, in place without the ids that their rules forbid."""
-    for row, (trie, node) in enumerate(nodes):
-        if trie.rules is not None:
-            import torch
-
-            words = trie.rules.mask(trie.path(node))
-            is_allowed = torch.from_numpy(unpacked(words)[: logits.shape[1]])
-            if is_allowed.any():
-                logits[row].masked_fill_(~is_allowed.to(logits.device), float("-inf"))
-    return logits
 
 
 def children(rows: Sequence[Place], grown: Sequence[Grown]) -> dict[int, list[int]]:

@@ -1,6 +1,7 @@
 """From a config to an engine that is ready to step."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from specserve.config import Config
@@ -15,9 +16,9 @@ from specserve.engine.pool_plan import build_pool, pool_words
 from specserve.engine.source import Source, UserCode, UserSource
 from specserve.engine.tuning import model_key, tune
 from specserve.errors import ConfigError
+from specserve.grammars.compiled import vocabulary_of
 from specserve.models.decoder import Decoder
 from specserve.models.source import open_source
-from specserve.models.tokenizer import Tokenizer
 from specserve.phases import Phases
 from specserve.scheduling import Scheduler
 from specserve.scheduling.scheduler import StepBudget
@@ -48,19 +49,26 @@ def build(
     progress: Progress | None = None,
     phases: Phases | None = None,
     known: Iterable[Model | None] = (),
+    is_served: bool = False,
 ) -> Loaded:
     """Load the config's models and build an engine; ConfigError says what to change.
 
-    Models in `known`, those of earlier engines, are shared instead of loaded again.
+    Models in `known`, those of earlier engines, are shared instead of loaded again. An engine that
+    is served has its vocabulary read for grammars before it is ready: with a large one that takes a
+    second, in which no step would run.
     """
     phases = phases or Phases()
     check_drafter(config)
+    grammars = Grammars(partial(read_vocabulary, config))
+    if is_served:
+        grammars.prepare()
     weights = load_weights(config, progress, phases, known)
     target, draft = weights
     max_len = context_length(config, target.decoder.config)
     with phases.phase("pool"):
         engine = assemble(config, target.decoder, draft.decoder if draft else None, max_len)
         phases.note("pool", pool_words(config, engine.pool))
+    engine.grammars = grammars
     runners = {"target threads": (target, engine.target)}
     if engine.draft_model is not None and draft is not None:
         runners["draft threads"] = draft, engine.draft_model.runner
@@ -69,6 +77,9 @@ def build(
         with phases.phase(name):
             phases.note(name, tune(model, runner, engine.pool, config, max_len))
     engine.kept = kept_costs(config, engine)
+    if is_served:
+        with phases.phase("grammars"):
+            grammars.wait_until_prepared()
     return Loaded(engine, weights, max_len, config.drafter_name, phases.table)
 
 
@@ -80,19 +91,15 @@ def assemble(config: Config, target: Decoder, draft: Decoder | None, max_len: in
     names = kv_names(config, target, draft) if config.memory.prefix_cache else None
     engine = Engine(runners[0], scheduler, draft_model, names)
     engine.guesses = build_guesses(config, engine)
-    engine.grammars = Grammars(vocabulary(config, target.config.vocab_size))
     return engine
 
 
-def vocabulary(config: Config, size: int) -> Vocabulary:
-    """That of the target, which is not read before it is needed."""
-
-    def load() -> tuple[Tokenizer, Sequence[int]]:
-        source = open_source(resolve_model(config))
-        ends = [token for token in source.defaults().eos_token_ids if token < size]
-        return source.tokenizer(), ends
-
-    return Vocabulary(load, size)
+def read_vocabulary(config: Config) -> Vocabulary:
+    """The target's, as grammars need it."""
+    source = open_source(resolve_model(config))
+    size = source.config().vocab_size
+    ends = [token for token in source.defaults().eos_token_ids if token < size]
+    return Vocabulary(vocabulary_of(source.tokenizer(), size, ends), size, ends)
 
 
 def kept_costs(config: Config, engine: Engine) -> list[KeptCosts]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from specserve.memory import BlockTable
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import StepCosts
 from specserve_drafters import ROOT, Draft, DraftItem, Nodes
+from specserve_drafters.candidates import Rules
 from specserve_drafters.tree import MAX_NODES, TREE_SLOTS
 
 # Known tokens that a step usually leaves to the draft model: the bonus token, and the last accepted
@@ -36,6 +38,11 @@ class DraftModel:
         self.spare = 0  # blocks that draft KV may take in this step
         self.num_rows = 0  # that it has run in all
         self.asked: set[int] = set()  # requests of this step that are to be run
+        self.rules: dict[int, Rules] = {}  # by request, until `forget`
+
+    def forget(self, id: int) -> None:
+        """Drop what is kept of a request: it has ended."""
+        self.rules.pop(id, None)
 
     def lend(self, requests: Sequence[Request]) -> None:
         """Begin a step in which the drafter may run these requests.
@@ -80,7 +87,7 @@ class DraftModel:
         for id in ready:
             self.masks[id], self.nodes[id] = [], []
         place = {item.id: i for i, item in enumerate(items)}
-        return [place[id] for id in ready], logits
+        return [place[id] for id in ready], self.masked(logits, [(id, ROOT) for id in ready])
 
     def known_rows(self, request: Request, rows: int) -> RowGroup | None:
         """Rows of the known tokens that the draft model lacks; no more than `rows` of them, unless
@@ -117,10 +124,30 @@ class DraftModel:
             size, start = len(tokens), known + first
             groups.append(RowGroup(table, tokens, start, size, known, masks[first:]))
             fit.append(i)
-        logits = self.forward([groups])
+        logits, rows_of = self.forward([groups]), list[tuple[int, int]]()
         for id, tokens, parents in (nodes[i] for i in fit):
+            first = len(self.nodes[id]) + 1
             self.nodes[id] += zip(tokens, parents, strict=True)
-        return fit, logits
+            rows_of += [(id, first + k) for k in range(len(tokens))]
+        return fit, self.masked(logits, rows_of)
+
+    def masked(self, logits: Tensor, nodes: Sequence[tuple[int, int]]) -> Tensor:
+        """Logits after nodes of requests, in place without ids that the request's rules forbid."""
+        for row, (id, node) in enumerate(nodes) if self.rules else ():
+            if id in self.rules:
+                is_allowed = self.allowed(id, node)[: logits.shape[1]]
+                logits[row].masked_fill_(~is_allowed.to(logits.device), float("-inf"))
+        return logits
+
+    def allowed(self, id: int, node: int) -> Tensor:
+        """[V] bool: which ids may come after a node; all where none may, as nothing follows it."""
+        path = list[int]()
+        while node != ROOT:
+            token, node = self.nodes[id][node - 1]
+            path.insert(0, token)
+        words = self.rules[id].mask(path)
+        is_allowed = np.unpackbits(words.view(np.uint8), bitorder="little").view(np.bool_)
+        return torch.from_numpy(is_allowed if is_allowed.any() else ~is_allowed)
 
     def check_ids(self, tokens: Sequence[int]) -> None:
         """IndexError for a token that the draft model's embedding does not have."""

@@ -72,7 +72,7 @@ class Engine:
         self.changing: set[int] = set()  # those whose text changes their logits
         self.states: dict[int, TextState] = {}  # of those, from the first token on
         self.processors: dict[int, LogitsProcessors] = {}  # callers' own, by request
-        self.grammars: Grammars | None = None  # None takes none
+        self.grammars: Grammars | None = None  # set where requests may have one
         self.telling: set[int] = set()  # of those that asked for logprobs
         self.stats = Stats()
         self.kept: list[KeptCosts] = []  # of the models
@@ -137,6 +137,8 @@ class Engine:
         grammar = self.states[request.id].grammar
         if grammar is not None and self.guesses is not None:
             self.guesses.follow(request, grammar)
+        if grammar is not None and self.draft_model is not None:
+            self.draft_model.rules[request.id] = grammar
 
     def draft(self, scheduled: list[ScheduledRequest]) -> None:
         """Give the step's roots their drafts."""
@@ -443,6 +445,8 @@ class Engine:
         self.scheduler.remove(request)
         if self.guesses is not None:
             self.guesses.forget(id)
+        if self.draft_model is not None:
+            self.draft_model.forget(id)
         assert not self.is_idle or self.pool.is_whole, "no request is left, but blocks are held"
 
     def give_up(self, scheduled: list[ScheduledRequest], error: Exception) -> list[StepOutput]:

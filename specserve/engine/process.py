@@ -43,7 +43,7 @@ def run(link: Link, config: Config) -> None:
         link.send(Loading(name, done, total))
 
     try:
-        loaded = build(config, progress)
+        loaded = build(config, progress, is_served=True)
     except ConfigError as e:
         link.send(Failed(str(e)))
         return

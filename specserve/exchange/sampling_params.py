@@ -136,8 +136,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=Named)
     spaces_between_special_tokens  without effect: no tokenizer that is read here adds any
     truncate_prompt_tokens  only the prompt's last k tokens; -1: as many as fit beside max_tokens
     ignore_eos      go on after the model's own end of text; a text with structured_outputs ends
-    structured_outputs  the form that the text has to have; not with min_tokens, bad_words or
-                    allowed_token_ids
+    structured_outputs  the form that the text has to have; not with min_tokens
     n               choices, 1 to 128, that share the prompt's KV; choice c has the seed
                     mix64(seed, c), and the text of a single request with that seed
     best_of         so many choices run, n to 128; those n are given whose tokens have the largest
@@ -364,18 +363,16 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
 
 
 def resolved_grammar(params: SamplingParams, defaults: GenerationDefaults) -> str:
-    """Of the form that the text has to have; RequestError where other parameters could rule out all
-    that it allows, or where no token ends a text.
+    """Of the form that the text has to have; RequestError if it is wrong by itself, if the text may
+    not end when it is complete, or if no token ends one.
     """
     if params.structured_outputs is None:
         return ""
-    for name in ("min_tokens", "bad_words", "allowed_token_ids"):
-        if getattr(params, name):
-            raise RequestError(
-                f"{name}: not with structured output, as it could rule out all that the form "
-                "allows: leave it out",
-                name,
-            )
+    if params.min_tokens:
+        raise RequestError(
+            "min_tokens: with structured output a text ends when it is complete: leave it out",
+            "min_tokens",
+        )
     if not defaults.eos_token_ids:
         raise RequestError(
             "structured_outputs: the model has no token that ends a text: none would be complete; "

@@ -11,6 +11,7 @@ from specserve.grammars import forms
 from specserve.grammars.compiled import GrammarError
 from specserve.grammars.structural_tag import structural_tag
 
+FIELD = "structured_outputs"
 KINDS = "json", "regex", "choice", "grammar", "json_object", "structural_tag"
 Choices = Annotated[tuple[str, ...], Meta(min_length=1, max_length=4096)]
 
@@ -45,20 +46,26 @@ class StructuredOutputsParams(
         return [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
 
     @property
+    def field(self) -> str:
+        """Where a body has what is asked for."""
+        return f"{FIELD}.{self.kinds[0]}"
+
+    @property
     def whitespace(self) -> str:
         return "" if self.disable_any_whitespace else self.whitespace_pattern or forms.WHITESPACE
 
 
-def grammar_of(asked: StructuredOutputsParams, field: str = "structured_outputs") -> str:
-    """llguidance's grammar; RequestError for what is wrong by itself, which names `field`."""
+def grammar_of(asked: StructuredOutputsParams, field: str | None = None) -> str:
+    """llguidance's grammar; RequestError for what is wrong by itself, which names `field` where the
+    caller has sent it in another one.
+    """
     if len(asked.kinds) != 1:
         given = " and ".join(asked.kinds) or "none"
-        raise RequestError(f"{field}: exactly one of {', '.join(KINDS)}, not {given}", field)
-    [kind] = asked.kinds
-    check_whitespace(asked, kind, field)
-    path = f"{field}.{kind}"
+        raise RequestError(f"{FIELD}: exactly one of {', '.join(KINDS)}, not {given}", FIELD)
+    check_whitespace(asked, asked.kinds[0])
+    path = field or asked.field
     try:
-        return written(asked, kind)
+        return written(asked, asked.kinds[0])
     except GrammarError as e:
         raise RequestError(f"{path}: {e}", path) from e
 
@@ -87,7 +94,7 @@ def read_schema(given: Any) -> Mapping[str, Any] | bool:
     return schema
 
 
-def check_whitespace(asked: StructuredOutputsParams, kind: str, field: str) -> None:
+def check_whitespace(asked: StructuredOutputsParams, kind: str) -> None:
     """RequestError for options about whitespace that would have no effect."""
     if asked.disable_any_whitespace and asked.whitespace_pattern is not None:
         name = "whitespace_pattern"
@@ -98,4 +105,4 @@ def check_whitespace(asked: StructuredOutputsParams, kind: str, field: str) -> N
         name = "disable_any_whitespace" if asked.disable_any_whitespace else "whitespace_pattern"
         why = f"it is of json and json_object, not of {kind}: leave it out"
     if getattr(asked, name):
-        raise RequestError(f"{field}.{name}: {why}", f"{field}.{name}")
+        raise RequestError(f"{FIELD}.{name}: {why}", f"{FIELD}.{name}")

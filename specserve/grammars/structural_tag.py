@@ -84,8 +84,9 @@ def structural_tag(given: dict[str, Any] | str) -> str:
     """The Lark text; GrammarError for what is wrong or not supported."""
     value = read_json(given) if isinstance(given, str) else given
     is_older = isinstance(value, dict) and "structures" in value
+    kind: type[Structures] | type[StructuralTag] = Structures if is_older else StructuralTag
     try:
-        asked = msgspec.convert(value, Structures if is_older else StructuralTag)
+        asked = msgspec.convert(value, kind)
     except (ValueError, RecursionError) as e:  # msgspec's ValidationError is a ValueError
         raise GrammarError(f"{e!s:.300}") from e
     writer = Writer()

@@ -4,7 +4,7 @@ import asyncio
 import difflib
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -13,6 +13,7 @@ from starlette.requests import Request
 from specserve.config import ServerConfig
 from specserve.errors import Overloaded, RequestError
 from specserve.exchange.sampling_params import OTHER_NAMES, SamplingParams, reason_and_path
+from specserve.grammars.asked import FIELD, StructuredOutputsParams, grammar_of
 from specserve.server.refusal import TimedOut, TooLarge, cut
 
 # OpenAI's fields that have no meaning here: accepted with any value, and ignored.
@@ -21,15 +22,12 @@ HARMLESS = {
     *("service_tier", "user", "verbosity"),
 }
 
-GUIDED = "guided_choice", "guided_grammar", "guided_json", "guided_regex"
-
 # Fields of other servers that are not implemented -> the values without effect: only they are
 # accepted.
 NO_OP: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "documents": (),
     "echo": (False,),
-    **dict.fromkeys(GUIDED, ()),
     "include_reasoning": (True,),
     "length_penalty": (1,),
     "logprob_token_ids": (),
@@ -39,13 +37,11 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "reasoning_effort": ("none",),
     "request_id": (),
-    "response_format": ({"type": "text"},),
     "return_hidden_states": (False,),
     "separate_reasoning": (True,),
     "store": (False,),
     "stream_interval": (1,),
     "stream_reasoning": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
     "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
@@ -55,13 +51,15 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-STRUCTURED = {*GUIDED, "response_format", "structured_outputs"}
-
 # Fields that every route refuses unless they are null -> what to do instead.
 REFUSED = {
     "function_call": "it is deprecated: send tool_choice, with tools",
     "functions": "they are deprecated: send them as tools",
     "chat_template": "the template is the model's own; render it yourself and call completions",
+    **{
+        f"guided_{kind}": f"send structured_outputs with {kind}"
+        for kind in ("choice", "grammar", "json", "regex")
+    },
     "prompt_embeds": "send text or token ids",
 }
 
@@ -95,6 +93,34 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("include_obfuscation is not supported yet: leave it out")
 
 
+class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Texts obey the schema, whatever `strict` is; `name` and `description` mean nothing here."""
+
+    schema: dict[str, Any] | bool | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def __post_init__(self) -> None:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema: only with the type json_schema, which needs it")
+        if self.json_schema is not None and self.json_schema.schema is None:
+            raise ValueError("json_schema.schema: missing")
+
+    @property
+    def asked(self) -> StructuredOutputsParams | None:
+        if self.type == "text":
+            return None
+        if self.json_schema is None:
+            return StructuredOutputsParams(json_object=True)
+        return StructuredOutputsParams(json=self.json_schema.schema)
+
+
 class Body(SamplingParams, frozen=True, kw_only=True):
     """The fields that both completion routes share.
 
@@ -111,6 +137,7 @@ class Body(SamplingParams, frozen=True, kw_only=True):
 
     model: str | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None  # another name of max_tokens
+    response_format: ResponseFormat | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     stream: bool = False
@@ -119,7 +146,22 @@ class Body(SamplingParams, frozen=True, kw_only=True):
     @property
     def params(self) -> SamplingParams:
         names = SamplingParams.__struct_fields__
-        return SamplingParams(**{name: getattr(self, name) for name in names})
+        given = {name: getattr(self, name) for name in names}
+        return SamplingParams(**given | {"structured_outputs": self.form})
+
+    @property
+    def form(self) -> StructuredOutputsParams | None:
+        """That the text has to have, from either field."""
+        asked = None if self.response_format is None else self.response_format.asked
+        return self.structured_outputs if asked is None else asked
+
+    @property
+    def form_field(self) -> str:
+        """Which field has it."""
+        if self.response_format is None or self.response_format.asked is None:
+            return FIELD if self.structured_outputs is None else self.structured_outputs.field
+        has_schema = self.response_format.json_schema is not None
+        return f"response_format{'.json_schema.schema' if has_schema else ''}"
 
 
 class BodyReader:
@@ -191,6 +233,7 @@ def read(raw: bytes, kind: type[T]) -> T:
         if key not in known and key not in HARMLESS:
             check_no_op(key, value, kind)
     body = one_limit(from_fields({k: v for k, v in given.items() if k in known}, kind))
+    check_form(body)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: only streams have these; set stream", "stream_options")
     if body.is_ranked and body.stream:
@@ -203,6 +246,23 @@ def read(raw: bytes, kind: type[T]) -> T:
         name = "return_tokens_as_token_ids"
         raise RequestError(f"{name}: it is about the tokens of logprobs; ask for these", name)
     return body
+
+
+def check_form(body: Body) -> None:
+    """RequestError for structured output that is wrong by itself, or asked for twice."""
+    if body.form is None:
+        return
+    if body.form is not body.structured_outputs and body.structured_outputs is not None:
+        field = field_of(body.form_field)
+        raise RequestError(
+            f"{field} and structured_outputs: the text has one form; send one of them", field
+        )
+    grammar_of(body.form, body.form_field if body.structured_outputs is None else None)
+
+
+def field_of(form_field: str) -> str:
+    """The field that the whole form is in."""
+    return form_field.partition(".json_schema")[0]
 
 
 def one_limit(body: T) -> T:
@@ -279,8 +339,7 @@ def check_no_op(key: str, value: Any, kind: type[Body]) -> None:
         off = " or ".join(msgspec.json.encode(v).decode() for v in (*kind.no_op[key], None))
         if key == "top_logprobs" and type(value) is int and 0 < value <= 20:
             raise RequestError(f"{key} is of chats: send logprobs: {value}", key)
-        what = f"{key} (structured output)" if key in STRUCTURED else key
-        raise RequestError(f"{what} is not supported yet: leave it out, or send {off}", key)
+        raise RequestError(f"{key} is not supported yet: leave it out, or send {off}", key)
 
 
 def passed_over(kind: type[Body]) -> dict[str, Any]:

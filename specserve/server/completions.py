@@ -76,7 +76,7 @@ async def completions(request: Request) -> Response:
     raw = await service.bodies.read(request)
     asked, prompts = await service.parse(raw, partial(read_completion, service.limits.max_prompts))
     service.check_model(asked.model)
-    await service.check_asked(asked.params, len(prompts), "prompt")
+    await service.check_asked(asked.params, len(prompts), "prompt", asked.form_field)
     kept = service.input_processor.num_kept(asked.params)
     ids = await service.read_all(prompts, kept, asked.add_special_tokens)
     check_told(asked.params, ids)

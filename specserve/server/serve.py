@@ -110,6 +110,7 @@ async def load(service: Service, start: Start) -> Ready:
     served = ServedModel(*names, max_nodes, scaled, *kept, ready.sources, formats)
     limits = ready.vocab_size, ready.max_model_len
     service.open(make_input_processor(files, *limits, ready.sources), served, ready)
+    service.start_grammars(folders.target)
     show_phases(phases.table | ready.phases)
     keep_objects()
     return ready

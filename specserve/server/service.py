@@ -24,8 +24,11 @@ from specserve.models.folder import Scaled, name_of
 from specserve.models.source import open_source
 from specserve.models.weight_forms import WeightForms
 from specserve.server.body import BodyReader
+from specserve.server.grammar_process import Tokens
+from specserve.server.grammars import GrammarProcesses
 from specserve.server.live_completion import Arrival, LiveCompletion
 from specserve.server.metrics import Metrics
+from specserve.server.processes import Processes
 from specserve.server.refusal import NotFound, cut
 from specserve.server.templates import TemplateProcesses
 from specserve.version import VERSION
@@ -67,6 +70,7 @@ class Service:
         # One more, as no prompt should wait for a long answer to be written.
         self.writing_thread = ThreadPoolExecutor(1, thread_name_prefix="writing")
         self.templates: TemplateProcesses | None = None
+        self.grammars: GrammarProcesses | None = None
         self.completions: set[LiveCompletion] = set()
         self.is_draining = False
         self.loaded: tuple[InputProcessor, ServedModel] | None = None
@@ -97,6 +101,13 @@ class Service:
         """Call this in the event loop's thread: processes end with the thread that starts them."""
         if template is not None:
             self.templates = TemplateProcesses(template, self.limits.template_seconds)
+
+    def start_grammars(self, model: Path) -> None:
+        """Call this in the event loop's thread, too, once the service is open."""
+        ends = self.input_processor.defaults.eos_token_ids
+        if ends:
+            tokens = Tokens(str(model), self.input_processor.vocab_size, tuple(ends))
+            self.grammars = GrammarProcesses(tokens)
 
     def open(self, input_processor: InputProcessor, served: ServedModel, ready: Ready) -> None:
         """Accept requests, once everything is loaded."""
@@ -133,7 +144,8 @@ class Service:
         """Queue all prompts, or refuse all; errors name `field`. The texts obey the grammar, and
         have the special tokens that the reader needs.
         """
-        samplings = [*self.input_processor.resolve_all(params, [*map(len, prompts)])]
+        resolve_all, lengths = self.input_processor.resolve_all, [*map(len, prompts)]
+        samplings = await self.resolved(params, lambda: [*resolve_all(params, lengths)])
         if grammar:
             samplings = [msgspec.structs.replace(s, grammar=grammar) for s in samplings]
         keys = await self.hash(prompts, params.cache_salt)
@@ -149,12 +161,28 @@ class Service:
             completion.ask(prompt, its_keys, choices_of(sampling, params.num_choices), *read)
         return completion
 
-    async def check_asked(self, params: SamplingParams, num_prompts: int, field: str) -> None:
-        """The checks that need no token ids, so that they come before tokenizing."""
+    async def check_asked(
+        self, params: SamplingParams, num_prompts: int, field: str, form_field: str
+    ) -> None:
+        """The checks that need no token ids, so that they come before tokenizing. What is wrong
+        with structured output names `form_field`.
+        """
         self.check_params(params)
         resolve = self.input_processor.resolve
-        await self.in_thread(resolve, params) if params.bad_words else resolve(params)
+        sampling = await self.resolved(params, lambda: resolve(params))
         self.check_choices(num_prompts, params, field)
+        if sampling.grammar:
+            await self.check_grammar(sampling.grammar, form_field, params.cache_salt)
+
+    async def resolved(self, params: SamplingParams, resolve: Callable[[], T]) -> T:
+        """In a thread if it takes long: bad words are tokenized, and schemas written."""
+        is_long = params.bad_words or params.structured_outputs is not None
+        return await self.in_thread(resolve) if is_long else resolve()
+
+    async def check_grammar(self, grammar: str, field: str, salt: str = "") -> None:
+        """RequestError, which names `field`, for a grammar that cannot be compiled in time."""
+        assert self.grammars is not None, "what resolves to a grammar has ends of text"
+        await self.grammars.check(grammar, field, salt)
 
     def check_params(self, params: SamplingParams) -> None:
         """Refuse parameters that the engine supports but the operator's limits exclude."""
@@ -255,7 +283,7 @@ class Service:
     def check_requests(self, number: int, field: str) -> None:
         """Refuse more requests than may wait: their first tokens would come too late."""
         queued = sum(not g.token_ids for c in self.completions for g in c.generations)
-        queued += self.templates.num_chats if self.templates is not None else 0
+        queued += sum(each.num_asked for each in self.processes)
         self.check_room("requests", queued, number, self.limits.max_queued_requests, field)
 
     def check_tokens(self, number: int, field: str) -> None:
@@ -272,12 +300,16 @@ class Service:
             self.reject(f"queued_{what}")
             raise Overloaded(f"{waiting} {what} wait already, and {most} may: ask later")
 
+    @property
+    def processes(self) -> list[Processes]:
+        return [each for each in (self.templates, self.grammars) if each is not None]
+
     def reject(self, reason: str) -> None:
         self.metrics.on_rejection(reason)
 
     async def close(self) -> None:
-        if self.templates is not None:
-            await self.templates.close()
+        for processes in self.processes:
+            await processes.close()
 
     async def drained(self) -> None:
         """Wait until no completion is left."""

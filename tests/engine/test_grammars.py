@@ -3,15 +3,17 @@
 import json
 import re
 import threading
+from time import perf_counter
 
 import jsonschema
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 from msgspec.structs import replace
 
-from specserve.engine.engine import NOTHING_LEFT
+from specserve.engine.engine import MOMENT, NOTHING_LEFT
 from specserve.engine.grammars import Grammars, Vocabulary
 from specserve.exchange.sampling_params import Sampling
 from specserve.grammars import compiled
@@ -86,12 +88,17 @@ def end(tokenizer):
     return tokenizer.get_vocab()[EOS]
 
 
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer, end):
+    return Vocabulary(compiled.vocabulary_of(tokenizer, VOCAB, [end]), VOCAB, [end])
+
+
 @pytest.fixture
-def engine_with(pair, tokenizer, end):
+def engine_with(pair, vocabulary):
     def make(drafter="none", **settings):
         target, draft = pair
         engine = engine_for(target, draft_of(draft, drafter), drafter, **settings)
-        engine.grammars = Grammars(Vocabulary(lambda: (tokenizer, [end]), VOCAB))
+        engine.grammars = Grammars(lambda: vocabulary)
         if drafter == "auto":
             ask_always(engine)
         return engine
@@ -157,7 +164,7 @@ def test_the_same_with_guesses_that_break_the_grammar(engine_with, sampling, scr
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_the_same_whatever_is_planned_and_disturbed(pair, tokenizer, end, data):
+def test_the_same_whatever_is_planned_and_disturbed(pair, vocabulary, end, data):
     names = [*GRAMMARS, None]
     cases = data.draw(
         st.lists(
@@ -191,11 +198,10 @@ def test_the_same_whatever_is_planned_and_disturbed(pair, tokenizer, end, data):
         )
     )
     target, draft = pair
-    vocabulary = Vocabulary(lambda: (tokenizer, [end]), VOCAB)
     texts = []
     for drafter in ("none", "auto"):
         engine = engine_for(target, draft_of(draft, drafter), drafter, max_running=4)
-        engine.grammars = Grammars(vocabulary)
+        engine.grammars = Grammars(lambda: vocabulary)
         if drafter == "auto":
             ask_always(engine)
             engine.guesses.planner = RandomPlanner(engine.scheduler, data.draw(st.integers(0, 99)))
@@ -214,11 +220,15 @@ def test_the_same_whatever_is_planned_and_disturbed(pair, tokenizer, end, data):
         assert a[:shorter] == b[:shorter] and (not is_whole or len(a) == len(b))
 
 
-def test_no_guess_that_is_verified_breaks_the_grammar(engine_with, sampling, tokenizer, end):
-    engine = engine_with("auto")
-    matcher = compiled.compile_grammar(
-        compiled.vocabulary_of(tokenizer, VOCAB, [end]), GRAMMARS["json"]
-    )
+@pytest.mark.parametrize("drafter", ["auto", "model", "scripted"])
+def test_no_guess_that_is_verified_breaks_the_grammar(
+    engine_with, sampling, vocabulary, end, drafter
+):
+    if drafter == "scripted":
+        texts = [run(engine_with(), PROMPT, sampling(GRAMMARS["json"], seed=s)) for s in range(3)]
+        drafter = Scripted(hedge, {seed: text for seed, [(text, _)] in enumerate(texts)})
+    engine = engine_with(drafter)
+    matcher = compiled.compile_grammar(vocabulary.tokens, GRAMMARS["json"])
     seen = 0
     build = engine.build
 
@@ -317,6 +327,9 @@ def test_steps_go_on_while_a_grammar_is_compiled(engine_with, sampling, monkeypa
     while good.id in engine.requests:
         engine.step()
     assert late.num_output == 0 and not engine.is_idle
+    start = perf_counter()
+    engine.step()
+    assert perf_counter() - start > MOMENT / 2, "no step spins while there is nothing to do"
     go.set()
     while not engine.is_idle:
         engine.step()
@@ -356,6 +369,45 @@ def test_a_grammar_that_is_none_ends_its_request_alone(engine_with, sampling):
     assert good and not none
 
 
+def test_a_draft_model_is_asked_for_what_may_come_alone(engine_with, sampling, vocabulary):
+    engine = engine_with("model")
+    grammar = GRAMMARS["json"]
+    extend, expand, seen = engine.draft_model.extend, engine.draft_model.expand, []
+
+    def check(logits, paths):
+        for row, text in zip(logits, paths, strict=True):
+            matcher = compiled.compile_grammar(vocabulary.tokens, grammar)
+            if matcher.try_consume_tokens(text) == len(text):  # it goes on after the end, too
+                bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+                allowed = np.unpackbits(bits, bitorder="little")[:VOCAB].astype(bool)
+                assert (row.isfinite().numpy() == allowed).all()
+                seen.append(text)
+
+    def known(item):
+        return item.token_ids.tolist()[len(PROMPT) :]
+
+    def extended(items):
+        ready, logits = extend(items)
+        check(logits, [known(items[i]) for i in ready])
+        extended.texts = {items[i].id: [known(items[i])] for i in ready}
+        return ready, logits
+
+    def expanded(nodes):
+        fit, logits = expand(nodes)
+        new = []
+        for id, tokens, parents in (nodes[i] for i in fit):
+            texts = extended.texts[id]
+            for token, parent in zip(tokens, parents, strict=True):
+                texts.append([*texts[parent], token])
+                new.append(texts[-1])
+        check(logits, new)
+        return fit, logits
+
+    engine.draft_model.extend, engine.draft_model.expand = extended, expanded
+    run(engine, PROMPT, sampling(grammar), sampling(grammar, seed=2))
+    assert len(seen) > 40 and not engine.draft_model.rules
+
+
 class Fragile:
     """A matcher that runs into a limit after a text, and cannot be undone then."""
 
@@ -390,11 +442,10 @@ class Fragile:
         return getattr(self.matcher, name)
 
 
-def test_what_a_guess_runs_into_does_not_change_the_text(tokenizer, end):
+def test_what_a_guess_runs_into_does_not_change_the_text(tokenizer, vocabulary, end):
     from specserve.engine.grammar_state import GrammarState
 
-    vocabulary = compiled.vocabulary_of(tokenizer, VOCAB, [end])
-    matcher = compiled.compile_grammar(vocabulary, GRAMMARS["choice"])
+    matcher = compiled.compile_grammar(vocabulary.tokens, GRAMMARS["choice"])
     the, a = (tokenizer.encode(text, False) for text in ("the", "a d"))
     state = GrammarState(Fragile(matcher, the), [end], VOCAB)
     sound = GrammarState(matcher, [end], VOCAB)

@@ -4,16 +4,26 @@ A probe is the tokens of a request without the parameter, with the same prompt, 
 draw. An ask's `is_met(said, probe)` tells whether its output shows what the parameter is for.
 """
 
+import json
+import re
 from collections.abc import Callable
 
+import jsonschema
 import msgspec
+from llguidance import LLMatcher
 
 from specserve.exchange.sampling_params import SamplingParams, resolve
 from specserve.models.defaults import GenerationDefaults
 from tests.equivalence.columns import Asked
-from tests.equivalence.pair import VOCAB, spoken
+from tests.equivalence.pair import END, VOCAB, spoken
 
 MAX_TOKENS = 36
+TAG = {"enum": ["on", "off"]}
+WORD = {"type": "string", "maxLength": 6}
+SCHEMA = {"type": "array", "prefixItems": [TAG, WORD, TAG, WORD, TAG], "minItems": 5, "maxItems": 5}
+REGEX = "(yes|no|it is)( (yes|no|it is)){5,7}!"
+LETTERS = "[a-z ]{10,60}"
+LONG = 80  # tokens, enough for any of these texts
 DRAWN = {
     "greedy": {"temperature": 0.0},
     "T=0.7": {"temperature": 0.7},
@@ -43,7 +53,7 @@ class Ask(msgspec.Struct, frozen=True):
     def asked(self, prompt, drawn, seed, salt, arrives=0):
         usual = {"max_tokens": MAX_TOKENS, "seed": seed, "cache_salt": salt} | DRAWN[drawn]
         params = SamplingParams(**usual | self.given)
-        sampling = resolve(params, GenerationDefaults(eos_token_ids=self.eos), MAX_TOKENS)
+        sampling = resolve(params, GenerationDefaults(eos_token_ids=self.eos), LONG)
         return Asked(prompt, params, msgspec.structs.replace(sampling, **self.edits), arrives)
 
 
@@ -166,6 +176,47 @@ def has_length(said, probe):
     return own.finish_reason == "length" and own.token_ids == probe[: len(own.token_ids)]
 
 
+def ruled(grammar, is_met, **given):
+    return Ask(given, {"grammar": grammar}, eos=(END,), is_met=is_met)
+
+
+def json_schema(probe, text):
+    grammar = LLMatcher.grammar_from_json_schema(SCHEMA, overrides={"whitespace_flexible": False})
+    return [ruled(grammar, is_valid, max_tokens=LONG)]
+
+
+def is_valid(said, probe):
+    own = said.choices[0]
+    jsonschema.validate(json.loads(own.text), SCHEMA)
+    return own.finish_reason == "stop" and own.token_ids[-1] == END
+
+
+def regex(probe, text):
+    """The second is cut off."""
+    grammars = (LLMatcher.grammar_from_regex(regex) for regex in (REGEX, LETTERS))
+    each = zip(grammars, (matches, begins), (LONG, 20), strict=True)
+    return [ruled(grammar, is_met, max_tokens=most) for grammar, is_met, most in each]
+
+
+def matches(said, probe):
+    return re.fullmatch(REGEX, said.choices[0].text) is not None
+
+
+def begins(said, probe):
+    own = said.choices[0]
+    return own.finish_reason == "length" and re.fullmatch("[a-z ]+", own.text) is not None
+
+
+def logprobs_under_a_mask(probe, text):
+    """They are the model's own, to which what is forbidden may be the likeliest."""
+    each = (LLMatcher.grammar_from_regex(regex) for regex in (REGEX, LETTERS))
+    return [ruled(grammar, has_unlikely_logprobs, logprobs=2) for grammar in each]
+
+
+def has_unlikely_logprobs(said, probe):
+    return has_logprobs(said, probe) and any(x.rank > 2 for x in said.choices[0].logprobs)
+
+
 ASKED = {
     "nothing": nothing,
     "presence penalty": presence_penalty,
@@ -181,6 +232,9 @@ ASKED = {
     "n=3": choices,
     "ignore_eos": ignore_eos,
     "max_tokens in a block": max_tokens,
+    "JSON schema": json_schema,
+    "regex": regex,
+    "logprobs under a mask": logprobs_under_a_mask,
 }
 
 

@@ -1,14 +1,18 @@
 """A column of the matrix: an engine with a drafter, which runs requests and notes what happened."""
 
 from collections import Counter, defaultdict
+from concurrent.futures import wait
 
 import msgspec
 
+from specserve.engine.grammars import Grammars, Vocabulary
 from specserve.exchange.sampling_params import Sampling, SamplingParams, choices_of
 from specserve.exchange.step_output import TokenLogprobs
 from specserve.generation import Generation, Usage, output
+from specserve.grammars.compiled import vocabulary_of
 from specserve_drafters import ROOT
 from tests.engine.engines import ask_always, draft_of, engine_for
+from tests.equivalence.pair import END, VOCAB
 
 CHAIN = {"width": 1, "max_depth": 4, "min_gain": 0.0, "min_value": 0.0, "ngrams": False}
 TREE = {"width": 4, "max_depth": 6, "min_gain": 0.0, "min_value": 0.0}
@@ -77,6 +81,8 @@ class Column:
             block_size=BLOCK_SIZE,
             options=options,
         )
+        tokens = vocabulary_of(pair.tokenizer, VOCAB, [END])
+        self.engine.grammars = Grammars(lambda: Vocabulary(tokens, VOCAB, [END]))
         if drafter == "auto":
             ask_always(self.engine)
         self.facts = defaultdict(Counter)  # by request
@@ -133,6 +139,8 @@ class Column:
 
     def start(self, ask):
         requests = self.engine.add_choices(ask.prompt, choices_of(ask.sampling, ask.params.n))
+        # Admitted in the next step, however long a grammar takes: every run has the same steps.
+        wait([future for future, _ in self.engine.grammars.waiting.values()])
         return [Generation(r.id, ask.prompt, r.sampling, self.pair.tokenizer) for r in requests]
 
     def played(self, generations, params):

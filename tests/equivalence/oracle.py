@@ -3,10 +3,12 @@ in NumPy. It calls no op, and nothing of the engine.
 """
 
 from collections import Counter
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from llguidance import LLMatcher, LLTokenizer
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
@@ -18,6 +20,8 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+
+from tests.checkpoints import tiny_tokenizer
 
 WORD = np.uint64(0xFFFFFFFF)
 MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
@@ -54,6 +58,9 @@ def edited(x, prompt, output, asked):
     said = text[:, len(prompt) :]
     if asked.allowed_ids is not None:
         z = PrefixConstrainedLogitsProcessor(lambda *_: [*asked.allowed_ids], 1)(text, z)
+    if asked.grammar:
+        ids = allowed_by(asked, output, z.shape[1])
+        z = PrefixConstrainedLogitsProcessor(lambda *_: ids, 1)(text, z)
     if asked.bad_words:
         z = NoBadWordsLogitsProcessor([[*word] for word in asked.bad_words])(said, z)
     if asked.min_tokens:
@@ -65,6 +72,19 @@ def edited(x, prompt, output, asked):
     if asked.repetition_penalty != 1:
         z = RepetitionPenaltyLogitsProcessor(asked.repetition_penalty)(text, z)
     return counted(z, output, asked)
+
+
+def allowed_by(asked, output, size):
+    """The ids that may come after a text, by a matcher that reads all of it."""
+    matcher = LLMatcher(tokens_of(size, *asked.eos_ids), asked.grammar)
+    assert matcher.consume_tokens(output)
+    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    return np.flatnonzero(np.unpackbits(bits, bitorder="little")[:size]).tolist()
+
+
+@cache
+def tokens_of(size, end):
+    return LLTokenizer(tiny_tokenizer().backend_tokenizer.to_str(), n_vocab=size, eos_token=end)
 
 
 def filtered(z, asked):

@@ -9,10 +9,11 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from specserve.models.tokenizer import Tokenizer, load_tokenizer
-from tests.checkpoints import FAMILIES, SIZES, random_model, save_quietly, tiny_tokenizer
+from tests.checkpoints import EOS, FAMILIES, SIZES, random_model, save_quietly, tiny_tokenizer
 from tests.engine.engines import load_small
 
 VOCAB = SIZES["vocab_size"]
+END = tiny_tokenizer().convert_tokens_to_ids(EOS)
 PEAK = 2.5  # the head's weights, times those of other tiny models
 CONTEXT = 0.4  # the weights that bring context in: what follows a token is mostly its own
 APART = 0.1  # of the draft's weights, in standard deviations of the target's

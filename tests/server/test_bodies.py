@@ -394,7 +394,10 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/cat.png"}
 AUDIO = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
 FILE = {"type": "file", "file": {"file_id": "/etc/passwd"}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-BOMB = {"type": "json_schema", "json_schema": {"name": "b", "schema": {"anyOf": [{}] * 900}}}
+BOMB = {
+    "type": "json_schema",
+    "json_schema": {"name": "b", "schema": eval('{"not":' * 80 + "{}" + "}" * 80)},
+}
 
 HOSTILE = {
     "a billion choices": (with_field(n=10**9), "1 to 128 choices"),
@@ -405,12 +408,15 @@ HOSTILE = {
     "a file": (saying([FILE]), "only text"),
     "a part of no type": (saying([{}]), "only text"),
     "a part with more than text": (saying([{"type": "text", "text": "a", "x": 1}]), "unknown"),
-    "guided json": (with_field(guided_json={"type": "object"}), "structured output"),
-    "guided regex": (with_field(guided_regex="(a+)+$"), "structured output"),
-    "guided grammar": (with_field(guided_grammar="root ::= root"), "structured output"),
-    "guided choice": (with_field(guided_choice=["a"]), "structured output"),
-    "a schema": (chat_with(response_format=BOMB), "(structured output) is not supported"),
-    "structured outputs": (with_field(structured_outputs={"regex": "a"}), "structured_outputs"),
+    "guided json": (with_field(guided_json={"type": "object"}), "structured_outputs with json"),
+    "guided regex": (with_field(guided_regex="(a+)+$"), "structured_outputs with regex"),
+    "guided grammar": (
+        with_field(guided_grammar="root ::= root"),
+        "structured_outputs with grammar",
+    ),
+    "guided choice": (with_field(guided_choice=["a"]), "structured_outputs with choice"),
+    "a schema": (chat_with(response_format=BOMB), "response_format.json_schema.schema: nested"),
+    "structured outputs": (with_field(structured_outputs={"regex": "("}), "structured_outputs"),
     "tools": (chat_with(tools=[TOOL]), "tools is not supported"),
     "no tools": (chat_with(tools=[]), "tools is not supported"),
     "a forced tool": (chat_with(tool_choice="required"), "tool_choice is not supported"),

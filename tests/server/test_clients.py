@@ -100,9 +100,9 @@ ERRORS = {
         "unknown_parameter",
     ),
     "what is not built": (
-        {"response_format": {"type": "json_object"}},
+        {"reasoning_effort": "high"},
         openai.BadRequestError,
-        "response_format",
+        "reasoning_effort",
         None,
     ),
     "a model": ({"model": "x"}, openai.NotFoundError, "model", "model_not_found"),

@@ -274,7 +274,6 @@ def test_fields_that_ask_for_nothing_are_read_past(server):
         ("n", True),
         ("store", True),
         ("top_logprobs", 3),
-        ("response_format", {"type": "json_object"}),
         ("tools", []),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),

@@ -437,15 +437,30 @@ REFUSED = {
         "input[0].arguments",
         "no JSON object",
     ),
-    "a schema of no name": (
-        {"text": {"format": {"type": "json_schema", "schema": {}}}},
-        "text.format.name",
-        "missing",
+    "a schema that is not there": (
+        {"text": {"format": {"type": "json_schema", "name": "a"}}},
+        "text.format",
+        "only with the type json_schema",
     ),
-    "a schema of no text": (
+    "a schema of a text": (
         {"text": {"format": {"type": "text", "schema": {}}}},
-        "text.format.schema",
-        "only of type json_schema",
+        "text.format",
+        "only with the type json_schema",
+    ),
+    "a schema that cannot be": (
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "x"}}}},
+        "text.format",
+        "x",
+    ),
+    "two forms": (
+        {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
+        "text.format",
+        "one form",
+    ),
+    "a form and calls": (
+        {"text": {"format": {"type": "json_object"}}, "tools": [TOOL], "tool_choice": "required"},
+        "text.format",
+        "send one of them",
     ),
     "a field of a format": ({"text": {"format": {"tpe": "text"}}}, "text", "tpe"),
     "metadata of numbers": ({"metadata": {"a": 1}}, "metadata", "Expected"),

@@ -10,7 +10,8 @@ import pytest
 
 from specserve.errors import Overloaded, RequestError
 from specserve.models.chat_template import ChatTemplate
-from specserve.server.templates import NUM_PROCESSES, TemplateProcesses
+from specserve.server.processes import NUM_PROCESSES
+from specserve.server.templates import TemplateProcesses
 from tests.server.test_leaving import resident_bytes
 
 TEMPLATE = """
@@ -141,11 +142,11 @@ def test_chats_that_wait_are_counted_and_those_given_up_are_not():
     async def test(templates):
         tasks = [asyncio.create_task(refusal(templates, "power")) for _ in range(9)]
         await asyncio.sleep(0)
-        assert templates.num_chats == 9
+        assert templates.num_asked == 9
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        assert templates.num_chats == 0
+        assert templates.num_asked == 0
 
     with_templates(test, seconds=60)
 
@@ -154,7 +155,7 @@ def test_a_process_that_is_killed_in_the_middle_costs_its_own_chat_only():
     async def test(templates):
         stuck = asyncio.create_task(templates.render(messages("power")))
         await asyncio.sleep(0)
-        (at_work,) = [p for p in templates.processes if p.is_rendering]
+        (at_work,) = [p for p in templates.processes if p.is_at_work]
         os.kill(at_work.process.pid, signal.SIGKILL)
         with pytest.raises(Overloaded, match="ended: ask again"):
             await stuck

@@ -19,8 +19,8 @@ from specserve.errors import PromptTooLong
 from specserve.input_processor import TextFiles, make_input_processor
 from specserve.models.defaults import GenerationDefaults
 from specserve.models.tokenizer import Tokenizer
+from specserve.server.processes import NUM_PROCESSES
 from specserve.server.service import Service
-from specserve.server.templates import NUM_PROCESSES
 from tests.checkpoints import PAD, add_token_beyond, tiny_checkpoint, tiny_tokenizer
 from tests.server.asking import CHAT, COMPLETIONS, begun, saying
 from tests.server.server_process import ServerProcess, eventually

@@ -1,0 +1,68 @@
+"""A process that does one thing after the other, may be killed at any time, and has a bounded
+memory: its side of the socket.
+"""
+
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+from specserve.exchange.frames import Link
+from specserve.process import die_with_parent, return_freed_memory
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """The process has started and received its first frame."""
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    text: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    message: str
+    param: str | None = None  # the field that is wrong; None: the one that is asked about
+    is_last: bool = False  # the process ends with this reply
+
+
+Do = Callable[[bytes], Done | Refused]
+FromProcess = Started | Done | Refused
+
+
+def main(prepare: Callable[[bytes, Callable[[], None]], Do], too_much: str) -> None:
+    """Reply to each frame until the parent closes its end of the socket.
+
+    `prepare` makes of the first frame what replies to the others, and calls its second argument
+    once the parent may send them. `too_much` refuses what needs more memory than there is.
+    """
+    die_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent handles it, and ends this process
+    return_freed_memory()
+    link = Link(socket.socket(fileno=int(sys.argv[1])))
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        [first] = link.receive(wait=True)
+        do = prepare(first, lambda: link.send(Started()))
+        while True:
+            [asked] = link.receive(wait=True)
+            try:
+                link.send(do(asked))
+            except MemoryError:  # what has been built may stay: the next one gets a new process
+                link.send(Refused(too_much, is_last=True))
+                return
+
+
+def bound_memory(most: int) -> None:
+    """Bytes of address space."""
+    with suppress(ValueError, OSError):  # a lower limit is set, or limits are unsupported
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def address_space() -> int:
+    """Bytes that this process has; 0 where nobody tells."""
+    with suppress(OSError), open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+    return 0

@@ -1,0 +1,56 @@
+"""A process that compiles grammars, to see whether they can be."""
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from specserve.grammars.compiled import DEEP_STACK, GrammarError, compile_grammar, vocabulary_of
+from specserve.models.source import open_source
+from specserve.server.bounded_process import (
+    Do,
+    Done,
+    Refused,
+    address_space,
+    bound_memory,
+    main,
+)
+
+MAX_MEMORY = 1 << 28  # bytes of address space for a grammar, beside the vocabulary
+TOO_MUCH = "it needs too much memory"
+YIELDING = 10  # niceness: the steps of streams come first
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """The model's folder or file, the size of its logits, and the ids that end texts."""
+
+    model: str
+    size: int
+    end_ids: tuple[int, ...]
+
+
+def prepare(first: bytes, start: Callable[[], None]) -> Do:
+    """The first frame is `Tokens`; each other one is a grammar."""
+    with suppress(OSError):
+        os.nice(YIELDING)
+    tokens = msgspec.msgpack.decode(first, type=Tokens)
+    tokenizer = open_source(Path(tokens.model)).tokenizer()
+    vocabulary = vocabulary_of(tokenizer, tokens.size, tokens.end_ids)
+    del tokenizer
+    bound_memory(address_space() + DEEP_STACK + MAX_MEMORY)
+    start()
+
+    def compiled(grammar: bytes) -> Done | Refused:
+        try:
+            compile_grammar(vocabulary, grammar.decode())
+        except GrammarError as e:
+            return Refused(str(e))
+        return Done("")
+
+    return compiled
+
+
+if __name__ == "__main__":
+    main(prepare, TOO_MUCH)
