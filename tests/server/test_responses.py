@@ -11,7 +11,9 @@ from openai.types.responses import Response
 
 from specserve.server.response_items import read_input
 from tests.server.asking import CHAT, MESSAGES, chat_body
-from tests.server.server_process import ServerProcess, eventually
+from tests.server.scripted import scripted, with_template
+from tests.server.server_process import eventually
+from tests.server.test_tools import QWEN, backend
 
 RESPONSES = "/v1/responses"
 PLAIN = {"temperature": 0, "max_output_tokens": 24}
@@ -207,74 +209,88 @@ def test_a_client_streams_a_call_and_sends_its_result(client):
 
 
 @pytest.fixture(scope="module")
-def thinking(folder):
-    """A server that finds reasoning and calls in texts."""
-    parsers = {"server.reasoning_parser": "think", "server.tool_parser": "hermes"}
-    with ServerProcess(folder, "--served-model-name=tiny", **parsers) as server:
+def thinking():
+    """A server that finds reasoning and calls in texts, and says what tests tell it to."""
+    with scripted(with_template(backend(), QWEN)) as server:
         yield server
 
 
 SAID = """<think>hm</think>so<tool_call>
 {"name": "weather", "arguments": {"city": "Rome"}}
+</tool_call><tool_call>
+{"name": "weather", "arguments": {}}
 </tool_call>"""
-SAYING = {  # exactly that
-    "structured_outputs": {"choice": [SAID]},
-    "tools": [TOOL | {"strict": False}],
-    "max_output_tokens": 300,
-    "ignore_eos": False,
-}
+FREE = {"input": "a", "tools": [TOOL | {"strict": False}]}
 
 
 def test_reasoning_text_and_calls_are_items_one_after_the_other(thinking):
-    whole = thinking.post(RESPONSES, body_of(**SAYING)).body
-    thought, said, called = whole["output"]
+    with thinking.saying(SAID) as num_tokens:
+        whole = thinking.post(RESPONSES, FREE).body
+    thought, said, called, again = whole["output"]
     assert (thought["type"], thought["content"], thought["summary"]) == (
         "reasoning",
         [{"type": "reasoning_text", "text": "hm"}],
         [],
     )
-    assert said["content"][0]["text"] == "so"
+    assert said["content"][0]["text"] == "so" and again["arguments"] == "{}"
     assert (called["name"], json.loads(called["arguments"])) == ("weather", {"city": "Rome"})
+    assert called["call_id"] != again["call_id"] and whole["status"] == "completed"
     usage = whole["usage"]
-    assert 2 <= usage["output_tokens_details"]["reasoning_tokens"] < usage["output_tokens"]
+    assert 2 < usage["output_tokens_details"]["reasoning_tokens"] < usage["output_tokens"] / 2
+    assert usage["output_tokens"] == num_tokens
 
-    events = events_of(thinking, body_of(**SAYING))
-    dones = [data["item"] for name, data in events if name == "response.output_item.done"]
+
+@pytest.mark.parametrize("size", [1, 3, 999])
+def test_a_stream_has_the_same_items_however_it_is_cut(thinking, size):
+    with thinking.saying(SAID, size):
+        whole = thinking.post(RESPONSES, FREE).body
+        events = events_of(thinking, FREE)
     indexes = [data["output_index"] for _, data in events if "output_index" in data]
-    assert indexes == sorted(indexes) and {*indexes} == {0, 1, 2}
+    assert indexes == sorted(indexes) and {*indexes} == {0, 1, 2, 3}
+    dones = [data["item"] for name, data in events if name == "response.output_item.done"]
     assert [without_ids(item) for item in dones] == [without_ids(i) for i in whole["output"]]
-    _, last = events[-1]
-    assert last["response"]["output"] == dones and last["response"]["usage"] == (
-        usage | {"input_tokens_details": last["response"]["usage"]["input_tokens_details"]}
-    )
-    texts = {}
+    assert events[-1][1]["response"]["output"] == dones
+    assert events[-1][1]["response"]["usage"] == whole["usage"]
+    ids = {data["item_id"]: data["output_index"] for _, data in events if "item_id" in data}
+    assert [*ids] == [item["id"] for item in dones] and [*ids.values()] == [0, 1, 2, 3]
+    texts = dict.fromkeys(ids, "")
     for name, data in events:
         if name.endswith(".delta"):
-            texts[name] = texts.get(name, "") + data["delta"]
-    assert texts == {
-        "response.reasoning_text.delta": "hm",
-        "response.output_text.delta": "so",
-        "response.function_call_arguments.delta": called["arguments"],
-    }
+            texts[data["item_id"]] += data["delta"]
+    assert [*texts.values()] == ["hm", "so", dones[2]["arguments"], "{}"]
 
 
 def without_ids(item):
     return {name: value for name, value in item.items() if name not in ("id", "call_id")}
 
 
-def test_reasoning_that_is_not_wanted_is_no_item(thinking):
-    asked = body_of(**SAYING, include_reasoning=False)
-    kinds = [item["type"] for item in thinking.post(RESPONSES, asked).body["output"]]
-    assert kinds == ["message", "function_call"]
-
-
-def test_logprobs_are_those_of_the_message_alone(thinking):
-    asked = body_of(**SAYING, include=[LOGPROBS])
-    [part] = thinking.post(RESPONSES, asked).body["output"][1]["content"]
-    assert (
-        "so" in "".join(each["token"] for each in part["logprobs"]) and len(part["logprobs"]) < 12
+def test_a_call_that_is_cut_is_incomplete_and_so_is_the_response(thinking):
+    with thinking.saying(SAID) as num_tokens:
+        most = num_tokens // 2
+        response = thinking.post(RESPONSES, FREE | {"max_output_tokens": most}).body
+    *before, cut = response["output"]
+    assert (cut["type"], cut["status"], response["status"]) == (
+        "function_call",
+        *["incomplete"] * 2,
     )
-    events = dict(events_of(thinking, asked))
+    assert '{"city": "Rome"}'.startswith(cut["arguments"])
+    assert {item["status"] for item in before} == {"completed"}
+
+
+def test_reasoning_that_is_not_wanted_is_no_item(thinking):
+    with thinking.saying(SAID):
+        output = thinking.post(RESPONSES, FREE | {"include_reasoning": False}).body["output"]
+    assert [item["type"] for item in output] == ["message", "function_call", "function_call"]
+
+
+@pytest.mark.parametrize("size", [1, 3, 999])
+def test_logprobs_are_those_of_the_message_alone(thinking, size):
+    asked = FREE | {"include": [LOGPROBS]}
+    with thinking.saying(SAID, size):
+        [part] = thinking.post(RESPONSES, asked).body["output"][1]["content"]
+        events = dict(events_of(thinking, asked))
+    told = "".join(each["token"] for each in part["logprobs"])
+    assert "so" in told and "hm" not in told and "name" not in told
     assert events["response.output_text.done"]["logprobs"] == part["logprobs"]
 
 
