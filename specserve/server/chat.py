@@ -12,6 +12,7 @@ from specserve.answer.events import Answer, CallArguments, CallBegin, Content, E
 from specserve.answer.formats import AnswerReader, Wanted
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import NumTop, SamplingParams
+from specserve.grammars.asked import StructuredOutputsParams
 from specserve.grammars.compiled import GrammarError
 from specserve.grammars.tools import CallGrammar, special_tokens
 from specserve.models.chat_template import ChatOptions
@@ -19,6 +20,7 @@ from specserve.server.body import (
     REFUSED,
     FormattedBody,
     convert,
+    field_of,
     fields,
     is_same,
     read,
@@ -103,6 +105,12 @@ class Conversation(Protocol):
     def messages(self) -> Sequence[dict[str, Any]]: ...
 
     def options(self, tools: ToolsAsked) -> ChatOptions: ...
+
+    @property
+    def form(self) -> StructuredOutputsParams | None: ...
+
+    @property
+    def form_field(self) -> str: ...
 
     @property
     def include_reasoning(self) -> bool: ...
@@ -236,10 +244,10 @@ def check_readable(service: Service, asked: ToolsAsked) -> None:
         )
 
 
-def check_one_form(asked: ChatBody, tools: ToolsAsked) -> None:
+def check_one_form(asked: Conversation, tools: ToolsAsked) -> None:
     """Refuse a form of the text beside tools: it would leave no room for calls."""
     if asked.form is not None and tools.tools:
-        field = asked.form_field.partition(".")[0]
+        field = field_of(asked.form_field)
         raise RequestError(
             f"{field} and tools: a text of that form has no calls: send one of them, or "
             'tool_choice = "none"',
