@@ -137,7 +137,6 @@ class Body(SamplingParams, frozen=True, kw_only=True):
 
     model: str | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None  # another name of max_tokens
-    response_format: ResponseFormat | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     stream: bool = False
@@ -151,15 +150,31 @@ class Body(SamplingParams, frozen=True, kw_only=True):
 
     @property
     def form(self) -> StructuredOutputsParams | None:
-        """That the text has to have, from either field."""
+        """That the text has to have, from whichever field has it."""
+        return self.structured_outputs
+
+    @property
+    def form_field(self) -> str:
+        return FIELD if self.structured_outputs is None else self.structured_outputs.field
+
+
+class FormattedBody(Body, frozen=True, kw_only=True):
+    """With a second field for the text's form.
+
+    response_format  its type: text, json_object or json_schema
+    """
+
+    response_format: ResponseFormat | None = None
+
+    @property
+    def form(self) -> StructuredOutputsParams | None:
         asked = None if self.response_format is None else self.response_format.asked
         return self.structured_outputs if asked is None else asked
 
     @property
     def form_field(self) -> str:
-        """Which field has it."""
         if self.response_format is None or self.response_format.asked is None:
-            return FIELD if self.structured_outputs is None else self.structured_outputs.field
+            return super().form_field
         has_schema = self.response_format.json_schema is not None
         return f"response_format{'.json_schema.schema' if has_schema else ''}"
 
@@ -253,9 +268,9 @@ def check_form(body: Body) -> None:
     if body.form is None:
         return
     if body.form is not body.structured_outputs and body.structured_outputs is not None:
+        field = body.form_field.removesuffix(".json_schema.schema")
         raise RequestError(
-            "response_format and structured_outputs: the text has one form; send one of them",
-            "response_format",
+            f"{field} and structured_outputs: the text has one form; send one of them", field
         )
     grammar_of(body.form, body.form_field if body.structured_outputs is None else None)
 

@@ -17,7 +17,7 @@ from specserve.grammars.tools import CallGrammar, special_tokens
 from specserve.models.chat_template import ChatOptions
 from specserve.server.body import (
     REFUSED,
-    Body,
+    FormattedBody,
     convert,
     fields,
     is_same,
@@ -50,7 +50,7 @@ AnyMessage = Annotated[
 ]
 
 
-class ChatBody(Body, frozen=True, kw_only=True):
+class ChatBody(FormattedBody, frozen=True, kw_only=True):
     """A chat.
 
     messages        the conversation so far
@@ -112,6 +112,9 @@ class Conversation(Protocol):
 
     @property
     def params(self) -> SamplingParams: ...
+
+    @property
+    def form_field(self) -> str: ...
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):

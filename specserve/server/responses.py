@@ -45,7 +45,7 @@ class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def structured(self) -> StructuredOutputsParams | None:
         match self.type:
-            case "json_schema":
+            case "json_schema" if self.schema is not None:
                 return StructuredOutputsParams(json=self.schema)
             case "json_object":
                 return StructuredOutputsParams(json_object=True)
@@ -147,9 +147,15 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     def params(self) -> SamplingParams:
         num_top = (self.top_logprobs or 0) if LOGPROBS in self.include else None
         own = {"logprobs": num_top, "max_tokens": self.max_output_tokens}
-        if (form := self.text.format.structured) is not None:
-            own["structured_outputs"] = form
         return msgspec.structs.replace(super().params, **own)
+
+    @property
+    def form(self) -> StructuredOutputsParams | None:
+        return self.text.format.structured or self.structured_outputs
+
+    @property
+    def form_field(self) -> str:
+        return "text.format" if self.text.format.structured else super().form_field
 
     def options(self, tools: ToolsAsked) -> ChatOptions:
         return read_options(None, False, self.chat_template_kwargs or {}, tools)
@@ -163,19 +169,12 @@ async def responses(request: Request) -> Response:
     try:
         completion, reader = await begin(request, asked, tools, arrived)
     except RequestError as e:
-        e.param = renamed(e.param, asked)
+        e.param = "input" if e.param == "messages" else e.param  # a chat's name of it
         raise
     writer = ResponseWriter(service.served, asked, completion, reader)
     if asked.stream:
         return EventStream(completion, writer, service)
     return await answer_whole(request, completion, writer)
-
-
-def renamed(param: str | None, asked: ResponsesBody) -> str | None:
-    """The field that a chat has another name for."""
-    if asked.structured_outputs is None and param and param.startswith("structured_outputs"):
-        return "text.format"
-    return "input" if param == "messages" else param
 
 
 def read_responses(raw: bytes) -> tuple[ResponsesBody, ToolsAsked]:
@@ -200,5 +199,3 @@ def check_format(body: ResponsesBody) -> None:
             raise RequestError(
                 f"{path}.{field}: only of type json_schema: leave it out", f"{path}.{field}"
             )
-    if form.type != "text" and body.structured_outputs is not None:
-        raise RequestError(f"{path}: not with structured_outputs: send one of the two", path)

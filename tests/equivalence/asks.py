@@ -12,7 +12,11 @@ import jsonschema
 import msgspec
 from llguidance import LLMatcher
 
+from specserve.answer.events import answer_of
+from specserve.answer.formats import Formats
+from specserve.answer.hermes import HermesParser
 from specserve.exchange.sampling_params import SamplingParams, resolve
+from specserve.grammars.tools import CallGrammar
 from specserve.models.defaults import GenerationDefaults
 from tests.equivalence.columns import Asked
 from tests.equivalence.pair import END, VOCAB, spoken
@@ -20,10 +24,14 @@ from tests.equivalence.pair import END, VOCAB, spoken
 MAX_TOKENS = 36
 TAG = {"enum": ["on", "off"]}
 WORD = {"type": "string", "maxLength": 6}
+NAME = {"type": "string", "minLength": 4, "maxLength": 12}
 SCHEMA = {"type": "array", "prefixItems": [TAG, WORD, TAG, WORD, TAG], "minItems": 5, "maxItems": 5}
 REGEX = "(yes|no|it is)( (yes|no|it is)){5,7}!"
 LETTERS = "[a-z ]{10,60}"
-LONG = 80  # tokens, enough for any of these texts
+SAY = {"type": "object", "properties": {"tag": TAG, "word": NAME}, "required": ["tag", "word"]}
+SAY |= {"additionalProperties": False}
+TOOLS = [{"function": {"name": name, "parameters": SAY}} for name in ("say", "shout")]
+LONG = 120  # tokens, enough for any of these texts
 DRAWN = {
     "greedy": {"temperature": 0.0},
     "T=0.7": {"temperature": 0.7},
@@ -207,6 +215,29 @@ def begins(said, probe):
     return own.finish_reason == "length" and re.fullmatch("[a-z ]+", own.text) is not None
 
 
+def forced_function(probe, text):
+    return [ruled(CallGrammar(Formats(), TOOLS[1:], {}).enforced(False), calls, max_tokens=LONG)]
+
+
+def tool_call(probe, text):
+    """One or more, of any of the tools; the second is cut off."""
+    grammar = CallGrammar(Formats(), TOOLS, {}).enforced()
+    return [ruled(grammar, calls, max_tokens=LONG), ruled(grammar, begins_call, max_tokens=24)]
+
+
+def calls(said, probe):
+    parser = HermesParser()
+    answer = answer_of([*parser.push(said.choices[0].text), *parser.finish()])
+    first = answer.calls[0]
+    jsonschema.validate(json.loads(first.arguments), TOOLS[0]["function"]["parameters"])
+    return first.name in ("say", "shout")
+
+
+def begins_call(said, probe):
+    own = said.choices[0]
+    return own.finish_reason == "length" and own.text.startswith("<tool_call>")
+
+
 def logprobs_under_a_mask(probe, text):
     """They are the model's own, to which what is forbidden may be the likeliest."""
     each = (LLMatcher.grammar_from_regex(regex) for regex in (REGEX, LETTERS))
@@ -234,6 +265,8 @@ ASKED = {
     "max_tokens in a block": max_tokens,
     "JSON schema": json_schema,
     "regex": regex,
+    "tool call": tool_call,
+    "forced function": forced_function,
     "logprobs under a mask": logprobs_under_a_mask,
 }
 
