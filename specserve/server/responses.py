@@ -46,22 +46,12 @@ class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("schema: only with the type json_schema, which needs it")
 
     @property
-<<<<<<< HEAD
-    def structured(self) -> StructuredOutputsParams | None:
-        match self.type:
-            case "json_schema" if self.schema is not None:
-                return StructuredOutputsParams(json=self.schema)
-            case "json_object":
-                return StructuredOutputsParams(json_object=True)
-        return None
-=======
     def asked(self) -> StructuredOutputsParams | None:
         if self.type == "text":
             return None
         if self.schema is None:
             return StructuredOutputsParams(json_object=True)
         return StructuredOutputsParams(json=self.schema)
->>>>>>> resp
 
     @property
     def told(self) -> dict[str, Any]:
@@ -158,10 +148,6 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     @property
     def params(self) -> SamplingParams:
         num_top = (self.top_logprobs or 0) if LOGPROBS in self.include else None
-<<<<<<< HEAD
-        own = {"logprobs": num_top, "max_tokens": self.max_output_tokens}
-        return msgspec.structs.replace(super().params, **own)
-=======
         most = self.max_output_tokens
         return msgspec.structs.replace(super().params, logprobs=num_top, max_tokens=most)
 
@@ -173,15 +159,6 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     @property
     def form_field(self) -> str:
         return super().form_field if self.text.format.asked is None else "text.format"
->>>>>>> resp
-
-    @property
-    def form(self) -> StructuredOutputsParams | None:
-        return self.text.format.structured or self.structured_outputs
-
-    @property
-    def form_field(self) -> str:
-        return "text.format" if self.text.format.structured else super().form_field
 
     def options(self, tools: ToolsAsked) -> ChatOptions:
         return read_options(None, False, self.chat_template_kwargs or {}, tools)
@@ -195,11 +172,7 @@ async def responses(request: Request) -> Response:
     try:
         completion, reader = await begin(request, asked, tools, arrived)
     except RequestError as e:
-<<<<<<< HEAD
-        e.param = "input" if e.param == "messages" else e.param  # a chat's name of it
-=======
         e.param = "input" if e.param == "messages" else e.param
->>>>>>> resp
         raise
     writer = ResponseWriter(service.served, asked, completion, reader)
     if asked.stream:
@@ -216,18 +189,3 @@ def read_responses(raw: bytes) -> tuple[ResponsesBody, ToolsAsked]:
     said = read_input(body.input, body.instructions)
     messages = tuple(read_message(message, "input") for message in said)
     return msgspec.structs.replace(body, messages=messages), read_flat_tools(body)
-<<<<<<< HEAD
-
-
-def check_format(body: ResponsesBody) -> None:
-    form, path = body.text.format, "text.format"
-    if form.type == "json_schema" and (form.schema is None or form.name is None):
-        missing = "name" if form.name is None else "schema"
-        raise RequestError(f"{path}.{missing}: missing of type json_schema", f"{path}.{missing}")
-    for field in ("name", "description", "schema", "strict"):
-        if form.type != "json_schema" and getattr(form, field) is not None:
-            raise RequestError(
-                f"{path}.{field}: only of type json_schema: leave it out", f"{path}.{field}"
-            )
-=======
->>>>>>> resp
