@@ -121,9 +121,6 @@ class Conversation(Protocol):
     @property
     def params(self) -> SamplingParams: ...
 
-    @property
-    def form_field(self) -> str: ...
-
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of a message. `name` is ignored but for a tool's, as by most templates."""
