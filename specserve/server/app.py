@@ -1,54 +1,29 @@
-"""The ASGI application: its routes, the checks of origin and API key, and its error responses."""
+"""The ASGI application: the checks of origin and API key, and error responses."""
 
 import hashlib
 import hmac
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specserve.errors import SpecserveError
 from specserve.keys import read_keys
-from specserve.server.chat import chat
-from specserve.server.completions import completions
 from specserve.server.live_completion import set_tenant
 from specserve.server.refusal import Foreign, NoRoute, Unauthorized, cut, error_response
-from specserve.server.response import json_response
-from specserve.server.service import ServedModel, Service
-from specserve.server.texts import detokenize, tokenize
-from specserve.version import VERSION
-
-LIVENESS = "/health/live"  # needs no API key: it reveals only whether the engine runs
+from specserve.server.routes import OPEN, OPERATIONS
+from specserve.server.service import Service
 
 
 def make_app(service: Service) -> Starlette:
-    routes = [
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/models", list_models),
-        Route("/v1/models/{id:path}", show_model),
-        Route("/v1/speculation", speculation),
-        Route("/v1/cache/reset", reset_cache, methods=["POST"]),
-        Route("/tokenize", tokenize, methods=["POST"]),
-        Route("/detokenize", detokenize, methods=["POST"]),
-        Route("/health", ready),
-        Route("/health/ready", ready),
-        Route(LIVENESS, live),
-        Route("/metrics", metrics),
-        Route("/version", version),
-    ]
     app = Starlette(
-        routes=routes,
+        routes=[operation.route for operation in OPERATIONS],
         middleware=list(guards(service)),
         exception_handlers={
             SpecserveError: refuse,
@@ -111,7 +86,7 @@ class KeyGuard:
         tenant = self.tenant(scope) if scope["type"] == "http" else None
         if tenant is not None:
             set_tenant(scope, tenant)
-        if tenant is not None or scope["type"] != "http" or scope["path"] == LIVENESS:
+        if tenant is not None or scope["type"] != "http" or scope["path"] in OPEN:
             await self.app(scope, receive, send)
             return
         error = Unauthorized("no valid API key: send the header Authorization: Bearer KEY")
@@ -137,7 +112,8 @@ async def refuse_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     where = f"{request.method} {cut(request.url.path)}"
     routes = ", ".join(route.path for route in request.app.routes)
-    refusal = NoRoute(f"{where}: {error.detail}; the routes are {routes}")
+    why = "; specserve generates text only" if error.status_code == 404 else ""
+    refusal = NoRoute(f"{where}: {error.detail}{why}; the routes are {routes}")
     refusal.status = error.status_code
     response = error_response(refusal)
     response.headers.update(error.headers or {})
@@ -146,85 +122,3 @@ async def refuse_route(request: Request, error: Exception) -> Response:
 
 async def client_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=499)
-
-
-async def list_models(request: Request) -> Response:
-    service: Service = request.app.state.service
-    return json_response({"object": "list", "data": [card(service)]})
-
-
-async def show_model(request: Request) -> Response:
-    service: Service = request.app.state.service
-    service.check_model(request.path_params["id"])
-    return json_response(card(service))
-
-
-def card(service: Service) -> dict[str, Any]:
-    return {
-        "id": service.name,
-        "object": "model",
-        "created": service.started_at,
-        "owned_by": "specserve",
-        "root": service.name,
-        "parent": None,
-        "max_model_len": service.input_processor.max_model_len if service.loaded else None,
-        **(details(service.served) if service.loaded else {}),
-    }
-
-
-def details(served: ServedModel) -> dict[str, Any]:
-    """Fields that OpenAI lacks: the drafter, its limit and sources, the forms of weights and KV,
-    how tool calls and reasoning are read, and which models are scaled demos.
-    """
-    kept = {"weights": served.weights, "kv_dtype": served.kv_dtype}
-    fields = {"drafter": served.drafter, "max_nodes": served.max_nodes, **kept}
-    fields["sources"] = served.sources
-    fields["tool_parser"], fields["reasoning_parser"] = (
-        served.formats.tools,
-        served.formats.reasoning,
-    )
-    if served.draft_weights is not None:
-        fields["draft_weights"] = served.draft_weights
-    if served.scaled:
-        fields["scaled"] = served.scaled
-    return fields
-
-
-async def speculation(request: Request) -> Response:
-    service: Service = request.app.state.service
-    service.check_open()
-    state = msgspec.structs.asdict(await service.engine.speculation())
-    config = service.config
-    targets = {"ttft_ms": config.scheduler.ttft_ms, "tpot_ms": config.scheduler.tpot_ms}
-    targets["min_tpot_ms"] = config.min_tpot_ms
-    return json_response({"object": "speculation"} | state | {"slo": targets})
-
-
-async def reset_cache(request: Request) -> Response:
-    service: Service = request.app.state.service
-    service.check_open()
-    await service.engine.reset_cache()
-    return json_response({"status": "reset"})
-
-
-async def ready(request: Request) -> Response:
-    service: Service = request.app.state.service
-    return json_response({"status": "ready"}) if service.is_ready else unavailable("not ready")
-
-
-async def live(request: Request) -> Response:
-    service: Service = request.app.state.service
-    return json_response({"status": "alive"}) if service.is_alive else unavailable("engine dead")
-
-
-def unavailable(status: str) -> Response:
-    return json_response({"status": status}, 503, {"Retry-After": "1"})
-
-
-async def metrics(request: Request) -> Response:
-    service: Service = request.app.state.service
-    return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
-
-async def version(request: Request) -> Response:
-    return json_response({"version": VERSION})

@@ -2,9 +2,9 @@
 
 import asyncio
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -51,7 +51,7 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-# Fields that are refused unless they are null -> what to do instead.
+# Fields that every route refuses unless they are null -> what to do instead.
 REFUSED = {
     "function_call": "it is deprecated: send tool_choice, with tools",
     "functions": "they are deprecated: send them as tools",
@@ -60,8 +60,6 @@ REFUSED = {
         f"guided_{kind}": f"send structured_outputs with {kind}"
         for kind in ("choice", "grammar", "json", "regex")
     },
-    "messages": "a completion has a prompt; send messages to /v1/chat/completions",
-    "prompt": "a chat has messages; send a prompt to /v1/completions",
     "prompt_embeds": "send text or token ids",
 }
 
@@ -124,11 +122,21 @@ class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Body(SamplingParams, frozen=True, kw_only=True):
-    """The fields that both completion routes share."""
+    """The fields that both completion routes share.
+
+    model           the served model's name
+    max_completion_tokens  another name of max_tokens
+    return_token_ids  tell the ids of the answer's tokens, and of the prompt's
+    return_tokens_as_token_ids  name tokens by their ids where logprobs are told
+    stream          answer with server-sent events
+    stream_options  include_usage: a last chunk has the usage; continuous_usage_stats: every chunk
+    """
+
+    no_op: ClassVar[Mapping[str, tuple[Any, ...]]] = NO_OP
+    refused: ClassVar[Mapping[str, str]] = REFUSED
 
     model: str | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None  # another name of max_tokens
-    response_format: ResponseFormat | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     stream: bool = False
@@ -142,15 +150,31 @@ class Body(SamplingParams, frozen=True, kw_only=True):
 
     @property
     def form(self) -> StructuredOutputsParams | None:
-        """That the text has to have, from either field."""
+        """That the text has to have, from whichever field has it."""
+        return self.structured_outputs
+
+    @property
+    def form_field(self) -> str:
+        return FIELD if self.structured_outputs is None else self.structured_outputs.field
+
+
+class FormattedBody(Body, frozen=True, kw_only=True):
+    """With a second field for the text's form.
+
+    response_format  its type: text, json_object or json_schema
+    """
+
+    response_format: ResponseFormat | None = None
+
+    @property
+    def form(self) -> StructuredOutputsParams | None:
         asked = None if self.response_format is None else self.response_format.asked
         return self.structured_outputs if asked is None else asked
 
     @property
     def form_field(self) -> str:
-        """Which field has it."""
         if self.response_format is None or self.response_format.asked is None:
-            return FIELD if self.structured_outputs is None else self.structured_outputs.field
+            return super().form_field
         has_schema = self.response_format.json_schema is not None
         return f"response_format{'.json_schema.schema' if has_schema else ''}"
 
@@ -219,11 +243,11 @@ def decode_object(raw: bytes) -> dict[str, Any]:
 
 def read(raw: bytes, kind: type[T]) -> T:
     """Decode and check the body of a completion request."""
-    given = decode_object(raw)
+    given, known = decode_object(raw), own_fields(kind)
     for key, value in given.items():
-        if key not in fields(kind) and key not in HARMLESS:
+        if key not in known and key not in HARMLESS:
             check_no_op(key, value, kind)
-    body = one_limit(from_fields({k: v for k, v in given.items() if k in fields(kind)}, kind))
+    body = one_limit(from_fields({k: v for k, v in given.items() if k in known}, kind))
     check_form(body)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: only streams have these; set stream", "stream_options")
@@ -244,9 +268,9 @@ def check_form(body: Body) -> None:
     if body.form is None:
         return
     if body.form is not body.structured_outputs and body.structured_outputs is not None:
+        field = body.form_field.removesuffix(".json_schema.schema")
         raise RequestError(
-            "response_format and structured_outputs: the text has one form; send one of them",
-            "response_format",
+            f"{field} and structured_outputs: the text has one form; send one of them", field
         )
     grammar_of(body.form, body.form_field if body.structured_outputs is None else None)
 
@@ -274,10 +298,16 @@ def read_fields(raw: bytes, kind: type[S]) -> S:
     return from_fields(given, kind)
 
 
-def from_fields(given: dict[str, Any], kind: type[S]) -> S:
+def from_fields(given: dict[str, Any], kind: type[S], path: str = "") -> S:
     """Convert fields one by one, so that a refusal can name the field. null means unset."""
     known = fields(kind)
-    return kind(**{k: convert(v, known[k], k) for k, v in given.items() if v is not None})
+    return kind(**{k: convert(v, known[k], path + k) for k, v in given.items() if v is not None})
+
+
+@cache
+def own_fields(kind: type[Body]) -> dict[str, Any]:
+    """Those that are not refused."""
+    return {name: its for name, its in fields(kind).items() if name not in kind.refused}
 
 
 @cache
@@ -311,15 +341,24 @@ def convert(value: Any, kind: Any, path: str) -> Any:
 
 
 def check_no_op(key: str, value: Any, kind: type[Body]) -> None:
-    if key in REFUSED and value is not None:
-        raise RequestError(f"{key} is refused: {REFUSED[key]}", key)
-    if key not in NO_OP and key not in REFUSED:
-        refuse_unknown(key, [*fields(kind), *NO_OP, *HARMLESS])
-    if value is not None and not any(is_same(value, off) for off in NO_OP[key]):
-        off = " or ".join(msgspec.json.encode(v).decode() for v in (*NO_OP[key], None))
+    if key in kind.refused and value is not None:
+        raise RequestError(f"{key} is refused: {kind.refused[key]}", key)
+    if key not in kind.no_op and key not in kind.refused:
+        refuse_unknown(key, [*own_fields(kind), *kind.no_op, *HARMLESS])
+    if value is not None and not any(is_same(value, off) for off in kind.no_op[key]):
+        off = " or ".join(msgspec.json.encode(v).decode() for v in (*kind.no_op[key], None))
         if key == "top_logprobs" and type(value) is int and 0 < value <= 20:
             raise RequestError(f"{key} is of chats: send logprobs: {value}", key)
         raise RequestError(f"{key} is not supported yet: leave it out, or send {off}", key)
+
+
+def passed_over(kind: type[Body]) -> dict[str, Any]:
+    """JSON schemas of the fields that are accepted beside those of `kind`."""
+    refused: dict[str, tuple[Any, ...]] = dict.fromkeys(kind.refused, ())
+    accepted = {name: [*values, None] for name, values in ({**kind.no_op} | refused).items()}
+    anything = {name: {"description": "read past: it means nothing here"} for name in HARMLESS}
+    only = {name: {"enum": values} for name, values in accepted.items()}
+    return {n: s for n, s in sorted((anything | only).items()) if n not in own_fields(kind)}
 
 
 def is_same(value: Any, off: Any) -> bool:

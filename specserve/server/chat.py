@@ -1,9 +1,10 @@
 """POST /v1/chat/completions: messages, rendered by the model's chat template."""
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,14 +16,15 @@ from specserve.grammars.compiled import GrammarError
 from specserve.grammars.tools import CallGrammar, special_tokens
 from specserve.models.chat_template import ChatOptions
 from specserve.server.body import (
-    Body,
+    REFUSED,
+    FormattedBody,
     convert,
     fields,
     is_same,
     read,
     refuse_unknown,
 )
-from specserve.server.live_completion import arrival
+from specserve.server.live_completion import Arrival, LiveCompletion, arrival
 from specserve.server.logprobs import chat_form
 from specserve.server.refusal import cut
 from specserve.server.response import RouteSchema, respond, while_connected
@@ -42,8 +44,34 @@ NO_OP: dict[str, tuple[Any, ...]] = {
 MAX_DEPTH = 32  # of values for a template
 
 
-class ChatBody(Body, frozen=True, kw_only=True):
-    messages: tuple[dict[str, Any], ...] = ()
+SOME = Meta(extra_json_schema={"minItems": 1})
+AnyMessage = Annotated[
+    dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/Message"})
+]
+
+
+class ChatBody(FormattedBody, frozen=True, kw_only=True):
+    """A chat.
+
+    messages        the conversation so far
+    add_special_tokens  the tokenizer adds its own to what the template writes
+    add_generation_prompt  the template writes the answer's beginning; unset: unless a message is
+                    continued
+    continue_final_message  the answer continues the last message, an assistant's
+    chat_template_kwargs  values of names that the chat template reads
+    logprobs        tell each token's logprob
+    top_logprobs    with logprobs: and those of so many likeliest tokens
+    tools           functions that the model may call
+    tool_choice     "none", "auto", "required" or a function of the tools
+    parallel_tool_calls  false: one call at most
+    include_reasoning  false: the answer has no reasoning
+    """
+
+    refused: ClassVar[Mapping[str, str]] = REFUSED | {
+        "prompt": "a chat has messages; send a prompt to /v1/completions"
+    }
+
+    messages: Annotated[tuple[AnyMessage, ...], SOME] = ()
     add_special_tokens: bool = False
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -63,6 +91,30 @@ class ChatBody(Body, frozen=True, kw_only=True):
     def options(self, tools: ToolsAsked) -> ChatOptions:
         kwargs = self.chat_template_kwargs or {}
         return read_options(self.add_generation_prompt, self.continue_final_message, kwargs, tools)
+
+
+class Conversation(Protocol):
+    """What an answer is asked for by, whatever the route's body looks like."""
+
+    @property
+    def model(self) -> str | None: ...
+
+    @property
+    def messages(self) -> Sequence[dict[str, Any]]: ...
+
+    def options(self, tools: ToolsAsked) -> ChatOptions: ...
+
+    @property
+    def include_reasoning(self) -> bool: ...
+
+    @property
+    def add_special_tokens(self) -> bool: ...
+
+    @property
+    def params(self) -> SamplingParams: ...
+
+    @property
+    def form_field(self) -> str: ...
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,6 +181,15 @@ async def chat(request: Request) -> Response:
     arrived = arrival(request)
     service.check_open()
     asked, tools = await service.parse(await service.bodies.read(request), read_chat)
+    completion, reader = await begin(request, asked, tools, arrived)
+    return await respond(request, SCHEMA, asked, completion, reader=reader)
+
+
+async def begin(
+    request: Request, asked: Conversation, tools: ToolsAsked, arrived: Arrival
+) -> tuple[LiveCompletion, AnswerReader]:
+    """Queue the answer of a conversation; errors of its text name `messages`."""
+    service: Service = request.app.state.service
     service.check_model(asked.model)
     await service.check_asked(asked.params, 1, "messages", asked.form_field)
     check_readable(service, tools)
@@ -139,23 +200,19 @@ async def chat(request: Request) -> Response:
     with blaming("messages"):
         service.input_processor.check_length(prompt)
     reader = AnswerReader(service.served.formats, wanted(asked, tools), text)
-    grammar = call_grammar(service, tools, reader)
-    if grammar:
-        await service.check_grammar(grammar, "tools", asked.params.cache_salt)
-    how = grammar, reader
-    completion = await service.ask([prompt], asked.params, arrived, "messages", *how)
-    return await respond(request, SCHEMA, asked, completion, reader=reader)
+    how = call_grammar(service, tools, reader), reader
+    return await service.ask([prompt], asked.params, arrived, "messages", *how), reader
 
 
 async def render(
-    service: Service, asked: ChatBody, tools: ToolsAsked, kept: int | None
+    service: Service, asked: Conversation, tools: ToolsAsked, kept: int | None
 ) -> tuple[str, list[int]]:
     """The conversation as text, and its tokens or the last `kept` of them."""
     text = await service.render(asked.messages, asked.options(tools))
     return text, await service.tokenize(text, "messages", asked.add_special_tokens, kept)
 
 
-def wanted(asked: ChatBody, tools: ToolsAsked) -> Wanted:
+def wanted(asked: Conversation, tools: ToolsAsked) -> Wanted:
     most = None if tools.is_parallel else 1
     return Wanted(tools.tools, tools.is_enforced, tools.is_named, asked.include_reasoning, most)
 
@@ -179,14 +236,13 @@ def check_readable(service: Service, asked: ToolsAsked) -> None:
         )
 
 
-def check_one_form(asked: ChatBody, tools: ToolsAsked) -> None:
-    """Refuse a form of the text beside tools: it would leave no room for calls."""
-    if asked.form is not None and tools.tools:
-        field = asked.form_field.partition(".")[0]
+def check_one_form(asked: Conversation, tools: ToolsAsked) -> None:
+    """Refuse tools beside a form of the text, which would leave no room for calls."""
+    if tools.tools and asked.params.structured_outputs is not None:
         raise RequestError(
-            f"{field} and tools: a text of that form has no calls: send one of them, or "
-            'tool_choice = "none"',
-            field,
+            f"tools: a text of the form that {asked.form_field} asks for has no calls: send one of "
+            'them, or tool_choice = "none"',
+            "tools",
         )
 
 
@@ -194,11 +250,6 @@ def call_grammar(service: Service, asked: ToolsAsked, reader: AnswerReader) -> s
     """The grammar that the tools ask for; empty where they ask for none."""
     if not asked.is_enforced and not asked.strict:
         return ""
-    if service.grammars is None:
-        raise RequestError(
-            "tools: the model has no token that ends a text, so that no call can be enforced",
-            "tools",
-        )
     formats = service.served.formats
     special = special_tokens(service.input_processor.tokenizer, formats)
     thinks = reader.reasoning == "think"

@@ -1,8 +1,8 @@
 """POST /v1/completions: one or several prompts, as text or as token ids."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from specserve.answer.events import Content
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import SamplingParams
-from specserve.server.body import Body, convert, read
+from specserve.server.body import REFUSED, FormattedBody, convert, read
 from specserve.server.live_completion import arrival
 from specserve.server.logprobs import completion_form
 from specserve.server.response import RouteSchema, respond
@@ -22,8 +22,28 @@ Prompt = str | list[int]
 MOST_TOLD = 1 << 20  # logprobs of prompts in an answer, 70 bytes each at most
 
 
-class CompletionBody(Body, frozen=True, kw_only=True):
-    prompt: str | list[Any] | None = None
+IDS = {"type": "array", "items": {"type": "integer"}}
+PROMPTS = Meta(
+    extra_json_schema={
+        "minItems": 1,
+        "anyOf": [{"items": {"type": kind}} for kind in ("string", "integer")] + [{"items": IDS}],
+    }
+)
+
+
+class CompletionBody(FormattedBody, frozen=True, kw_only=True):
+    """One or several prompts to continue.
+
+    prompt          a string, a list of token ids, or a list of those
+    add_special_tokens  the tokenizer adds its own, like a beginning of text, to a string
+    echo            the text begins with the prompt's
+    """
+
+    refused: ClassVar[Mapping[str, str]] = REFUSED | {
+        "messages": "a completion has a prompt; send messages to /v1/chat/completions"
+    }
+
+    prompt: str | Annotated[list[Any], PROMPTS] | None = None
     add_special_tokens: bool = True
     echo: bool = False
     max_tokens: Annotated[int, Meta(ge=0)] | None = None  # 0: only with echo

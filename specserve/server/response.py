@@ -7,7 +7,7 @@ import time
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -187,8 +187,11 @@ class CompletionWriter:
         """The text that a choice begins with."""
         return self.echoed[index // self.params.n] if self.echoed else ""
 
+    @property
+    def is_long(self) -> bool:
+        return self.namer is not None or self.num_prompt_top is not None
+
     def num_logprobs(self, deltas: Sequence[ChoiceDelta]) -> int:
-        """How many are written for these steps."""
         if self.namer is None and self.num_prompt_top is None:
             return 0
         firsts = {d.choice for d in deltas} - self.begun
@@ -259,12 +262,20 @@ class CompletionWriter:
             chunk["usage"] = None
         return chunk
 
-    def last_chunk(self) -> dict[str, Any] | None:
-        """The usage chunk; None unless it was requested."""
+    def beginning(self) -> list[bytes]:
+        return []
+
+    def step(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
+        return [event(chunk) for delta in deltas for chunk in self.chunks(delta)]
+
+    def ending(self, error: Exception | None) -> list[bytes]:
+        """[DONE], after an error or, if it was requested, the usage chunk."""
+        if error is not None:
+            return [event(error_body(error)), DONE]
         if not self.has_usage:
-            return None
+            return [DONE]
         count = {"choices": [], "usage": self.usage()}
-        return self.head | count | self.statistics()
+        return [event(self.head | count | self.statistics()), DONE]
 
     def whole(self) -> dict[str, Any]:
         choices = [self.whole_choice(i, g) for i, g in enumerate(self.given())]
@@ -308,12 +319,35 @@ def ending(generation: Generation) -> dict[str, Any]:
     return {"stop_reason": generation.stop_reason, "seed": generation.sampling.seed}
 
 
-class EventStream(Response):
-    """Streams a completion's chunks. Ends with [DONE], after an error event if it failed."""
+class Writer(Protocol):
+    """Writes an answer as server-sent events or whole."""
 
-    def __init__(
-        self, completion: LiveCompletion, writer: CompletionWriter, service: Service
-    ) -> None:
+    @property
+    def is_long(self) -> bool:
+        """Whether it takes so long to write all of it that streams would have to wait."""
+        ...
+
+    def whole(self) -> dict[str, Any]: ...
+
+    def num_logprobs(self, deltas: Sequence[ChoiceDelta]) -> int:
+        """How many are written for these steps."""
+        ...
+
+    def beginning(self) -> list[bytes]:
+        """Events before the first token."""
+        ...
+
+    def step(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]: ...
+
+    def ending(self, error: Exception | None) -> list[bytes]:
+        """The last events, after all text or an error."""
+        ...
+
+
+class EventStream(Response):
+    """Streams a completion's events. They say how it ends, with an error if it failed."""
+
+    def __init__(self, completion: LiveCompletion, writer: Writer, service: Service) -> None:
         self.completion, self.writer, self.service = completion, writer, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -327,33 +361,30 @@ class EventStream(Response):
         """Events as bytes; all that are ready at a time go out in one write."""
         completion = self.completion
         try:
+            if begin := self.writer.beginning():
+                yield b"".join(begin)
             while True:
                 deltas = await completion.wait(self.service.limits.comment_seconds)
                 is_over = completion.is_over  # while these are written, more may come
                 is_long = self.writer.num_logprobs(deltas) > MANY
-                events = await self.service.write(is_long, self.events, deltas)
+                events = await self.service.write(is_long, self.writer.step, deltas)
                 if is_over:
                     break
                 if events or not deltas:
                     yield b"".join(events) or COMMENT
-            if completion.error is not None:
-                events.append(event(error_body(completion.error)))
-            elif (last := self.writer.last_chunk()) is not None:
-                events.append(event(last))
+            events += self.writer.ending(completion.error)
         except Exception as e:  # a stream must not end without an error event
             log.exception("a completion could not be streamed")
-            events = [event(error_body(e))]
-        yield b"".join([*events, DONE])
-
-    def events(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
-        return [event(chunk) for d in deltas for chunk in self.writer.chunks(d)]
+            events = self.writer.ending(e)
+        yield b"".join(events)
 
 
-def event(data: dict[str, Any]) -> bytes:
+def event(data: dict[str, Any], name: str | None = None) -> bytes:
     payload = msgspec.json.encode(data)
     for end, escape in LINE_ENDS.items():
         payload = payload.replace(end, escape)
-    return b"data: %b\n\n" % payload
+    head = b"" if name is None else b"event: %b\n" % name.encode()
+    return b"%bdata: %b\n\n" % (head, payload)
 
 
 async def respond(
@@ -369,6 +400,12 @@ async def respond(
     writer = CompletionWriter(schema, service.served, asked, completion, echoed, reader)
     if asked.stream:
         return EventStream(completion, writer, service)
+    return await answer_whole(request, completion, writer)
+
+
+async def answer_whole(request: Request, completion: LiveCompletion, writer: Writer) -> Response:
+    """One JSON object, once all of it is there."""
+    service: Service = request.app.state.service
     async with watched(completion, request.receive):
         while not completion.is_over:
             await completion.wait()
@@ -376,8 +413,7 @@ async def respond(
         return Response(status_code=499)  # the client has disconnected
     if completion.error is not None:
         return error_response(completion.error)
-    is_long = writer.namer is not None or writer.num_prompt_top is not None
-    return await service.write(is_long, lambda: json_response(writer.whole()))
+    return await service.write(writer.is_long, lambda: json_response(writer.whole()))
 
 
 @asynccontextmanager

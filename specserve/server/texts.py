@@ -1,6 +1,6 @@
 """POST /tokenize and /detokenize: text to token ids, and back."""
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -8,16 +8,21 @@ from starlette.responses import Response
 
 from specserve.errors import RequestError
 from specserve.server.body import read_fields
-from specserve.server.chat import encode, read_messages, read_options
+from specserve.server.chat import SOME, AnyMessage, encode, read_messages, read_options
 from specserve.server.response import json_response, while_connected
 from specserve.server.service import Service
 from specserve.server.tools import read_tools
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Either a prompt or messages; the other fields are those of completions and chats.
+
+    add_special_tokens  the tokenizer adds its own; unset: to a prompt, not to messages
+    """
+
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Annotated[list[AnyMessage], SOME] | None = None
     add_special_tokens: bool | None = None  # None: of a prompt, not of messages
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -26,6 +31,8 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Token ids to turn into text."""
+
     model: str | None = None
     tokens: list[int] | None = None
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.server.server_process import ServerProcess, eventually
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES = "/v1/responses"
 MAX_MODEL_LEN = 128
 MAX_BODY = 1 << 18
 SETTINGS = {
@@ -89,8 +90,37 @@ SHARED = {
     "include_stop_str_in_output": True,
     "skip_special_tokens": False,
 }
+OF_CHOICES = {  # what responses do not have
+    *("max_tokens", "stream_options", "tools", "response_format", "return_token_ids", "best_of"),
+    *("return_speculation_details", "return_tokens_as_token_ids", "prompt_logprobs"),
+}
 for path in (CHAT, COMPLETIONS):
     ORDINARY[path] |= SHARED
+ORDINARY[RESPONSES] = {
+    "input": [
+        {"role": "developer", "content": "be"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "reasoning", "id": "a", "summary": [], "content": []},
+        {
+            "type": "message",
+            "id": "b",
+            "status": "completed",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "a", "annotations": []}],
+        },
+        {"role": "user", "content": "b"},
+    ],
+    "instructions": "be",
+    "max_output_tokens": 2,
+    "include": ["message.output_text.logprobs"],
+    "top_logprobs": 2,
+    "text": {"format": {"type": "text"}, "verbosity": "low"},
+    "reasoning": {"effort": "none", "summary": "auto"},
+    "metadata": {"a": "b"},
+    "chat_template_kwargs": {"mood": ["a"]},
+    "tools": None,
+    "store": False,
+} | {name: value for name, value in SHARED.items() if name not in OF_CHOICES}
 
 TEXTS = st.text(st.characters(), max_size=20)  # lone surrogates too
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXTS
@@ -184,6 +214,10 @@ def check_outcome(response):
     """An answer, or a refusal in its shape."""
     if response.status != 200:
         check_refusal(response, 404 if response.status == 404 else 400)
+    elif isinstance(response.body, str) and "event: " in response.body:
+        *_, name, data, _, _ = response.body.split("\n")
+        assert name in ("event: response.completed", "event: response.incomplete"), name
+        assert json.loads(data.removeprefix("data: "))["response"]["output"]
     elif isinstance(response.body, str):
         assert response.body.endswith("data: [DONE]\n\n") and '"error"' not in response.body
 
@@ -524,6 +558,9 @@ ECHOED = {
     "a number": with_field(seed=MARK),
     "a format": with_field(response_format={"type": MARK}),
     "a field of tokenize": ("/tokenize", {MARK: 1}),
+    "an item": (RESPONSES, {"input": [{"type": MARK}]}),
+    "a field of an item": (RESPONSES, {"input": [{"role": "user", "content": "a", MARK: 1}]}),
+    "a part of an item": (RESPONSES, {"input": [{"role": "user", "content": [{"type": MARK}]}]}),
     "a route": (f"/v1/{MARK}", {}),
     "another's prompt": with_field(prompt=[MARK]),
 }
@@ -538,7 +575,7 @@ def test_a_refusal_repeats_little_of_what_it_refuses(small, what):
 
 
 def test_a_model_by_another_name_is_not_found(small):
-    for path in (CHAT, COMPLETIONS, "/tokenize", "/detokenize"):
+    for path in (CHAT, COMPLETIONS, RESPONSES, "/tokenize", "/detokenize"):
         error = check_refusal(small.post(path, ORDINARY[path] | {"model": "gpt-4o"}), 404)
         assert error["code"] == "model_not_found" and error["param"] == "model"
 

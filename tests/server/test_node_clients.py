@@ -57,18 +57,43 @@ def test_an_answer_is_the_same_streamed_and_whole(server, heard, client):
     )
 
 
+def test_a_response_is_that_of_a_plain_request_streamed_and_whole(server, heard):
+    limit = {"max_output_tokens": ASKED["max_tokens"]}
+    asked = {key: ASKED[key] for key in ("temperature", "seed")} | limit
+    answer = server.post("/v1/responses", asked | {"input": ASKED["messages"]}).body
+    [item], told = answer["output"], heard["responses"]
+    assert (
+        told["streamed"]
+        == told["helped"]
+        == told["whole"]
+        == {
+            "text": item["content"][0]["text"],
+            "reason": "max_output_tokens",
+            "usage": [answer["usage"][f"{of}_tokens"] for of in ("input", "output", "total")],
+        }
+    )
+
+
+def test_a_call_of_a_function_is_the_same_streamed_and_whole(heard):
+    called = heard["responses"]["called"]
+    assert called["name"] == "weather" and called["arguments"].startswith(called["streamed"])
+    assert json.loads(called["streamed"])["city"] in ("Rome", "Paris")
+
+
 def test_an_error_in_a_stream_is_an_error_of_the_client(paced, folder_of_clients):
     with paced(**{"server.served_model_name": "tiny"}) as server:
         command = ["node", "broken.mjs", server.url]
         node = subprocess.Popen(command, cwd=folder_of_clients, stdout=subprocess.PIPE, text=True)
-        assert [node.stdout.readline() for _ in range(2)] == ["begun\n"] * 2
+        assert [node.stdout.readline() for _ in range(3)] == ["begun\n"] * 3
         os.kill(server.engine_pid, signal.SIGKILL)
         raised = json.loads(node.communicate(timeout=20)[0])
-    assert all("engine process has ended" in (raised[of] or "") for of in ("openai", "sdk")), raised
+    for client in ("openai", "responses", "sdk"):
+        assert "engine process has ended" in (raised[client] or ""), raised
 
 
 ERRORS = {
     "openai": ("BadRequestError", "NotFoundError"),
+    "responses": ("BadRequestError", "NotFoundError"),
     "sdk": ("APICallError", "APICallError"),
 }
 

@@ -10,7 +10,8 @@ from specserve.config import ServerConfig
 from specserve.errors import ConfigError
 from specserve.exchange.client import EngineClient
 from specserve.exchange.sampling_params import Sampling
-from specserve.server.app import LIVENESS, make_app
+from specserve.server.app import make_app
+from specserve.server.routes import LIVENESS, OPEN
 from specserve.version import VERSION
 from tests.checkpoints import tiny_tokenizer
 from tests.server.asking import (
@@ -91,6 +92,28 @@ def test_all_refusals_have_one_shape(server, method, path, body, status, code):
     }
     assert (error["type"], error["code"]) == ("invalid_request_error", code)
     assert ("allow" in answer.headers) == (status == 405)
+
+
+NOT_SERVED = """
+/v1/embeddings /v1/audio/speech /v1/audio/transcriptions /v1/images/generations /v1/images/edits
+/v1/moderations /v1/files /v1/files/f/content /v1/uploads /v1/batches /v1/fine_tuning/jobs
+/v1/assistants /v1/threads /v1/threads/t/runs /v1/vector_stores /v1/rerank /v1/score /v1/classify
+/v1/messages /v1/videos /v1/realtime /v1/conversations /v1/evals /v1/containers /api/generate
+/generate /v1/chat /v1 /v2/chat/completions /v1/chat/completions/ /V1/models
+"""
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+def test_what_is_not_served_is_not_found_and_the_answer_says_what_is(server, method):
+    for path in NOT_SERVED.split():
+        answer = server.ask(method, path, {"input": "x"} if method == "POST" else None)
+        assert answer.status == 404, path
+        message = answer.body["error"].pop("message")
+        assert answer.body == {
+            "error": {"type": "invalid_request_error", "param": None, "code": None}
+        }
+        assert message.startswith(f"{method} {path}: Not Found; specserve generates text only;")
+        assert COMPLETIONS in message
 
 
 def test_text_becomes_tokens_and_tokens_text(server):
@@ -214,15 +237,17 @@ def keys(tmp_path):
 @pytest.mark.parametrize(
     "authorization", [None, "Bearer other", "Bearer", "Bearer #", "Basic first", "first"]
 )
-def test_without_a_key_every_route_but_liveness_is_shut(keys, authorization):
+def test_without_a_key_every_route_that_tells_of_this_server_is_shut(keys, authorization):
     app = app_with(api_key_file=str(keys))
     client = TestClient(app, headers={"Authorization": authorization} if authorization else None)
-    for path in [*{route.path for route in app.routes} - {LIVENESS}, "/v1/nothing", "/"]:
+    assert {LIVENESS, "/docs", "/openapi.json"} == OPEN
+    for path in [*{route.path for route in app.routes} - OPEN, "/v1/nothing", "/"]:
         for method in ("GET", "POST", "OPTIONS"):
             answer = client.request(method, path)
             assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
             assert answer.json()["error"]["code"] == "invalid_api_key"
     assert client.get(LIVENESS).json() == {"status": "alive"}
+    assert [client.get(path).status_code for path in OPEN] == [200] * 3
 
 
 @pytest.mark.parametrize("authorization", ["Bearer first", "bearer second", "Bearer  second"])

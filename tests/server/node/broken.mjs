@@ -22,6 +22,22 @@ async function openai() {
   }
 }
 
+async function responses() {
+  const client = new OpenAI({ baseURL: url, apiKey: "none", maxRetries: 0 });
+  const body = { model: "tiny", input: asked.messages, seed: asked.seed, stream: true };
+  let begun = false;
+  try {
+    for await (const event of await client.responses.create(body)) {
+      if (!begun && event.type === "response.output_text.delta") {
+        console.log("begun");
+        begun = true;
+      }
+    }
+  } catch (error) {
+    return error.message;
+  }
+}
+
 async function sdk() {
   const provider = createOpenAICompatible({ name: "specserve", baseURL: url });
   let begun = false;
@@ -37,5 +53,6 @@ async function sdk() {
   return seen?.message ?? (seen === undefined ? undefined : JSON.stringify(seen));
 }
 
-const [first, second] = await Promise.all([openai(), sdk()]);
-console.log(JSON.stringify({ openai: first ?? null, sdk: second ?? null }));
+const told = await Promise.all([openai(), responses(), sdk()]);
+const [first, second, third] = told.map((each) => each ?? null);
+console.log(JSON.stringify({ openai: first, responses: second, sdk: third }));

@@ -64,6 +64,55 @@ async function openai() {
   };
 }
 
+// The newer route, by the same client.
+async function responses() {
+  const client = new OpenAI({ baseURL: url, apiKey: "none", maxRetries: 0 });
+  const body = { model: "tiny", input: messages, max_output_tokens: limit, ...asked };
+  const read = (response) => ({
+    text: response.output_text,
+    reason: response.incomplete_details?.reason ?? response.status,
+    usage: numbers({
+      prompt_tokens: response.usage.input_tokens,
+      completion_tokens: response.usage.output_tokens,
+      total_tokens: response.usage.total_tokens,
+    }),
+  });
+
+  const whole = read(await client.responses.create(body));
+  let text = "";
+  let last;
+  for await (const event of await client.responses.create({ ...body, stream: true })) {
+    if (event.type === "response.output_text.delta") text += event.delta;
+    last = event;
+  }
+  const weather = {
+    type: "function",
+    name: "weather",
+    strict: true,
+    parameters: {
+      type: "object",
+      properties: { city: { enum: ["Rome", "Paris"] } },
+      required: ["city"],
+      additionalProperties: false,
+    },
+  };
+  const calling = { ...body, tools: [weather], tool_choice: "required", max_output_tokens: 200 };
+  const [called] = (await client.responses.create(calling)).output;
+  const pieces = [];
+  for await (const event of await client.responses.create({ ...calling, stream: true })) {
+    if (event.type === "response.function_call_arguments.delta") pieces.push(event.delta);
+  }
+  const helped = await client.responses.stream(body).finalResponse();
+  return {
+    whole,
+    streamed: { ...read(last.response), text },
+    helped: { ...read(helped), text: helped.output_text },
+    called: { name: called.name, arguments: called.arguments, streamed: pieces.join("") },
+    wrong: await refused(() => client.responses.create({ ...body, temperature: -1 })),
+    nobody: await refused(() => client.responses.create({ ...body, model: "nobody" })),
+  };
+}
+
 async function sdk() {
   const provider = createOpenAICompatible({ name: "specserve", baseURL: url, includeUsage: true });
   const model = provider("tiny");
@@ -87,4 +136,6 @@ async function sdk() {
   };
 }
 
-console.log(JSON.stringify({ openai: await openai(), sdk: await sdk() }));
+console.log(
+  JSON.stringify({ openai: await openai(), responses: await responses(), sdk: await sdk() }),
+);

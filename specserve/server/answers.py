@@ -1,0 +1,603 @@
+"""What the routes answer, as types: for `/openapi.json`. Nothing is made of them.
+
+UNSET is a field that an answer may lack; tests compare all of this with answers.
+"""
+
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from specserve.exchange.speculation_state import CostState, GuessKind, PlanState
+from specserve.exchange.step_output import SourceCounts
+from specserve.generation import StepDetails
+from specserve.logprobs import Logprob
+from specserve.models.folder import Scaled
+from specserve.models.weight_forms import WeightForms
+
+
+class ErrorDetails(Struct):
+    """OpenAI's four fields."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Struct):
+    error: ErrorDetails
+
+
+class Status(Struct):
+    status: str
+
+
+class Version(Struct):
+    version: str
+
+
+class ModelCard(Struct):
+    """The served model; the fields after `max_model_len` come once it is loaded.
+
+    max_model_len   tokens of prompt and answer together; null while the model is being loaded
+    drafter         who guesses: `drafter.name` of the server's config
+    max_nodes       most guesses of a request in a step
+    sources         the names of those that guess
+    tool_parser     how calls are found in a text
+    reasoning_parser  how reasoning is found in a text
+    kv_dtype        bf16, fp32, int8 or fp8
+    weights         forms of the target's weights in memory
+    draft_weights   the same of the draft model, if there is one
+    scaled          models that were made for demonstrations, if there are any
+    """
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int | None
+    drafter: str | UnsetType = UNSET
+    max_nodes: int | UnsetType = UNSET
+    sources: list[str] | UnsetType = UNSET
+    tool_parser: str | UnsetType = UNSET
+    reasoning_parser: str | UnsetType = UNSET
+    kv_dtype: str | UnsetType = UNSET
+    weights: WeightForms | UnsetType = UNSET
+    draft_weights: WeightForms | UnsetType = UNSET
+    scaled: list[Scaled] | UnsetType = UNSET
+
+
+class ModelList(Struct):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Targets(Struct):
+    """Targets of requests that give none, and the smallest `tpot_ms` that clients may set."""
+
+    ttft_ms: float | None
+    tpot_ms: float | None
+    min_tpot_ms: float | None
+
+
+class Speculation(Struct):
+    """What guesses are chosen by.
+
+    sources         who may guess
+    max_nodes       most guesses of a request and step
+    max_step_nodes  most guesses of a step
+    costs           by model: what its steps take
+    calibration     by source: how often its guesses were right
+    plan            of the latest step that could have guesses
+    """
+
+    object: Literal["speculation"]
+    sources: list[str]
+    max_nodes: int
+    max_step_nodes: int
+    costs: dict[str, CostState]
+    calibration: dict[str, list[GuessKind]]
+    plan: PlanState | None
+    slo: Targets
+
+
+class Tokens(Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class Text(Struct):
+    prompt: str
+
+
+class PromptDetails(Struct):
+    """Of the prompt's tokens, how many were found in the prefix cache."""
+
+    cached_tokens: int
+
+
+class ReasoningDetails(Struct):
+    """Of an answer's tokens, how many are reasoning."""
+
+    reasoning_tokens: int
+
+
+class Usage(Struct):
+    """Tokens of the prompts, each of them once, and of all choices.
+
+    completion_tokens_details  of a chat whose model tells reasoning
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: ReasoningDetails | UnsetType = UNSET
+
+
+class SpeculativeDecoding(Struct):
+    """Guesses of an answer, all choices together."""
+
+    drafter: str
+    mean_acceptance_length: float | None
+    draft_acceptance_rate: float | None
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+    max_depth: int
+    num_draft_fallbacks: int
+    sources: dict[str, SourceCounts]
+
+
+class Metrics(Struct):
+    """vLLM's names."""
+
+    time_to_first_token_ms: float
+    generation_time_ms: float
+    queue_time_ms: float
+    mean_itl_ms: float | None
+    tokens_per_second: float | None
+    speculative_decoding: SpeculativeDecoding | None
+
+
+class Timings(Struct):
+    """llama.cpp's names."""
+
+    prompt_n: int
+    prompt_ms: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_second: float | None
+    cache_n: int
+    draft_n: int
+    draft_n_accepted: int
+
+
+class TopLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class CompletionLogprobs(Struct):
+    """Of each token, by its place; null for the first one of an echoed prompt."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class SpeculationDetails(Struct):
+    """Where tokens came from, where `return_speculation_details` asks for it."""
+
+    sources: list[str]
+    steps: list[StepDetails]
+
+
+PromptLogprobs = list[dict[int, Logprob] | None]
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class Choice(Struct, kw_only=True):
+    """What choices of both completion routes have.
+
+    stop_reason     the stop string, or the id of stop_token_ids, that ended it
+    seed            the same request with it has the same text
+    speculation     where `return_speculation_details` asks for it
+    token_ids       where `return_token_ids` asks for them
+    """
+
+    index: int
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    seed: int
+    speculation: SpeculationDetails | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class CalledFunction(Struct):
+    """arguments are JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatMessage(Struct):
+    """reasoning_content and reasoning are the same; both names are read by clients."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(Choice, kw_only=True):
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+
+
+class CompletionChoice(Choice, kw_only=True):
+    text: str
+    logprobs: CompletionLogprobs | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Head(Struct, kw_only=True):
+    """What answers and chunks begin with.
+
+    system_fingerprint  servers of the same one, given the same seed, have the same text
+    """
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+class ChatAnswer(Head, kw_only=True):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    metrics: Metrics
+    timings: Timings
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class CompletionAnswer(Head, kw_only=True):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage
+    metrics: Metrics
+    timings: Timings
+
+
+class ChunkChoice(Struct, kw_only=True):
+    """A step of a choice, or its end.
+
+    finish_reason   null but in the choice's last chunk
+    """
+
+    index: int
+    finish_reason: FinishReason | None
+    stop_reason: str | int | UnsetType | None = UNSET
+    seed: int | UnsetType = UNSET
+    speculation: SpeculationDetails | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class FunctionDelta(Struct):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class CallDelta(Struct):
+    """The beginning of a call, with its id and name, or more of its arguments."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta | UnsetType = UNSET
+
+
+class Delta(Struct):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
+
+
+class ChatChunkChoice(ChunkChoice, kw_only=True):
+    delta: Delta
+    logprobs: ChatLogprobs | None
+
+
+class CompletionChunkChoice(ChunkChoice, kw_only=True):
+    text: str
+    logprobs: CompletionLogprobs | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Chunk(Head, kw_only=True):
+    """An event of a stream.
+
+    usage       where `stream_options` ask for it
+    metrics     in the last chunk
+    timings     in the last chunk
+    """
+
+    usage: Usage | UnsetType | None = UNSET
+    metrics: Metrics | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
+
+
+class ChatChunk(Chunk, kw_only=True):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class CompletionChunk(Chunk, kw_only=True):
+    object: Literal["text_completion"]
+    choices: list[CompletionChunkChoice]
+
+
+class OutputText(Struct, tag_field="type", tag="output_text"):
+    """annotations and, unless they were asked for, logprobs are empty."""
+
+    text: str
+    annotations: list[None]
+    logprobs: list[TokenLogprob]
+
+
+class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class OutputItem(Struct, tag_field="type", kw_only=True):
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputMessage(OutputItem, tag="message", kw_only=True):
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class OutputReasoning(OutputItem, tag="reasoning", kw_only=True):
+    """What the model thought; there is no summary of it."""
+
+    content: list[ReasoningText]
+    summary: list[None]
+
+
+class OutputCall(OutputItem, tag="function_call", kw_only=True):
+    """A call of a function. Its arguments are JSON."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+AnyOutput = OutputMessage | OutputReasoning | OutputCall
+
+
+class InputDetails(Struct):
+    """cache_write_tokens are always 0: the prefix cache is free."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputDetails(Struct):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Struct):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Incomplete(Struct):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseError(Struct):
+    code: Literal["server_error"]
+    message: str
+
+
+class Effort(Struct):
+    effort: str | None
+    summary: None
+
+
+class ResponseAnswer(Struct, kw_only=True):
+    """A response: what was asked for, as it is done, and the output.
+
+    usage           null until all of the output is there
+    metrics         not before, either
+    timings         not before, either
+    stop_reason     the stop string, or the id of stop_token_ids, that ended it
+    seed            the same request with it has the same text
+    system_fingerprint  servers of the same one, given the same seed, have the same text
+    """
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    system_fingerprint: str
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    output: list[AnyOutput]
+    usage: ResponseUsage | None
+    error: ResponseError | None
+    incomplete_details: Incomplete | None
+    stop_reason: str | int | None
+    seed: int
+    background: Literal[False]
+    conversation: None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    prompt_cache_key: str | None
+    reasoning: Effort
+    safety_identifier: str | None
+    service_tier: Literal["default"]
+    store: Literal[False]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    user: str | None
+    metrics: Metrics | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
+
+
+class ResponseEvent(Struct, tag_field="type", kw_only=True):
+    sequence_number: int
+
+
+class StateEvent(ResponseEvent, kw_only=True):
+    response: ResponseAnswer
+
+
+class ItemEvent(ResponseEvent, kw_only=True):
+    output_index: int
+    item: AnyOutput
+
+
+class CallEvent(ResponseEvent, kw_only=True):
+    item_id: str
+    output_index: int
+
+
+class PartEvent(CallEvent, kw_only=True):
+    content_index: int
+
+
+class Created(StateEvent, tag="response.created", kw_only=True):
+    pass
+
+
+class InProgress(StateEvent, tag="response.in_progress", kw_only=True):
+    pass
+
+
+class Completed(StateEvent, tag="response.completed", kw_only=True):
+    pass
+
+
+class IncompleteEnd(StateEvent, tag="response.incomplete", kw_only=True):
+    pass
+
+
+class FailedEnd(StateEvent, tag="response.failed", kw_only=True):
+    """An `error` event follows."""
+
+
+class ItemAdded(ItemEvent, tag="response.output_item.added", kw_only=True):
+    pass
+
+
+class ItemDone(ItemEvent, tag="response.output_item.done", kw_only=True):
+    pass
+
+
+class PartAdded(PartEvent, tag="response.content_part.added", kw_only=True):
+    part: OutputText | ReasoningText
+
+
+class PartDone(PartEvent, tag="response.content_part.done", kw_only=True):
+    part: OutputText | ReasoningText
+
+
+class TextDelta(PartEvent, tag="response.output_text.delta", kw_only=True):
+    delta: str
+    logprobs: list[TokenLogprob]
+
+
+class TextDone(PartEvent, tag="response.output_text.done", kw_only=True):
+    text: str
+    logprobs: list[TokenLogprob]
+
+
+class ReasoningDelta(PartEvent, tag="response.reasoning_text.delta", kw_only=True):
+    delta: str
+
+
+class ReasoningDone(PartEvent, tag="response.reasoning_text.done", kw_only=True):
+    text: str
+
+
+class ArgumentsDelta(CallEvent, tag="response.function_call_arguments.delta", kw_only=True):
+    delta: str
+
+
+class ArgumentsDone(CallEvent, tag="response.function_call_arguments.done", kw_only=True):
+    arguments: str
+
+
+class ErrorEvent(ResponseEvent, tag="error", kw_only=True):
+    """The last event of a response that fails."""
+
+    code: str | None
+    message: str
+    param: str | None
+    error: ErrorDetails
+
+
+AnyEvent = (
+    Created
+    | InProgress
+    | ItemAdded
+    | PartAdded
+    | TextDelta
+    | TextDone
+    | ReasoningDelta
+    | ReasoningDone
+    | ArgumentsDelta
+    | ArgumentsDone
+    | PartDone
+    | ItemDone
+    | Completed
+    | IncompleteEnd
+    | FailedEnd
+    | ErrorEvent
+)

@@ -1,0 +1,230 @@
+"""The OpenAPI document, from the table of routes and the types of bodies and answers."""
+
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from specserve.server.answers import Error
+from specserve.server.body import Body, passed_over
+from specserve.version import VERSION
+
+REF = "#/components/schemas/{name}"
+INTRODUCTION = (
+    "An LLM inference server whose speculation changes how fast text comes, never which text. "
+    "The routes under /v1 are those of OpenAI's API; a field that is unknown or not supported is "
+    "refused by its name, and null is the same as leaving a field out."
+)
+STATUSES = {
+    400: "The request is no valid HTTP or JSON, or a field is wrong, unknown or not supported",
+    401: "No valid API key, where the server asks for one",
+    403: "A web page whose origin the server does not allow",
+    404: "There is no such model",
+    408: "Headers or body took too long to arrive",
+    413: "The body is too large",
+    431: "The headers are too large",
+    500: "The engine ended before the answer was complete",
+    503: "The server is loading, ending, or has too much to do: see Retry-After",
+}
+ALWAYS = 400, 401, 403, 408, 431
+WITH_ENGINE = 500, 503
+WITH_BODY = 404, 413
+LINE = re.compile(r" *(\w+)  +(\S.*)")  # of a docstring: a field and what it is
+
+
+class Operation(NamedTuple):
+    """A route with one method.
+
+    answer      a type of JSON, or a media type
+    chunk       the type of a stream's events, if it can stream
+    required    fields of the body without a default
+    statuses    of refusals, beside those that every request may get
+    """
+
+    method: str
+    path: str
+    endpoint: Callable[[Request], Awaitable[Response]]
+    summary: str
+    answer: Any
+    body: type[msgspec.Struct] | None = None
+    chunk: Any = None
+    required: Sequence[str] = ()
+    statuses: Sequence[int] = ()
+    unavailable: Any = Error  # the type of the JSON of a 503
+    is_open: bool = False  # to clients without a key
+
+    @property
+    def route(self) -> Route:
+        return Route(self.path, self.endpoint, methods=[self.method])
+
+    @property
+    def key(self) -> str:
+        """The path as OpenAPI writes it."""
+        return self.path.replace(":path}", "}")
+
+    @property
+    def types(self) -> list[Any]:
+        answer = [] if isinstance(self.answer, str) else [self.answer]
+        return [t for t in (*answer, self.body, self.chunk, self.unavailable) if t is not None]
+
+
+def document(operations: Sequence[Operation], more: Sequence[Any] = ()) -> dict[str, Any]:
+    """`more` are types to describe beside those that operations name."""
+    types = [*dict.fromkeys(t for operation in operations for t in operation.types)]
+    types += [t for t in (*more, Error) if t not in types]
+    schemas, components = msgspec.json.schema_components(types, ref_template=REF)
+    for kind in structs(types):
+        describe(components[kind.__name__], kind)
+    for operation in operations:
+        if operation.body is not None:
+            close(components[operation.body.__name__], operation.body, operation.required)
+    named = dict(zip(types, schemas, strict=True))
+    paths = dict[str, dict[str, Any]]()
+    for operation in operations:
+        its = paths.setdefault(operation.key, {})
+        its[operation.method.lower()] = describe_operation(operation, named)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "specserve", "version": VERSION, "description": INTRODUCTION},
+        "servers": [{"url": "/"}],
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],  # the operator decides whether a key is needed
+    }
+
+
+def describe_operation(operation: Operation, named: dict[Any, Any]) -> dict[str, Any]:
+    names = re.findall(r"{(\w+)}", operation.key)
+    told: dict[str, Any] = {
+        "operationId": operation.endpoint.__name__,
+        "summary": operation.summary,
+        "responses": responses(operation, named),
+    }
+    if names:
+        told["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
+        ]
+    if operation.body is not None:
+        told["requestBody"] = {"required": True, "content": json_of(named[operation.body])}
+    if operation.is_open:
+        told["security"] = []
+    return told
+
+
+def responses(operation: Operation, named: dict[Any, Any]) -> dict[str, Any]:
+    content = {}
+    if isinstance(operation.answer, str):
+        content[operation.answer] = {"schema": {"type": "string"}}
+    else:
+        content = json_of(named[operation.answer])
+    if operation.chunk is not None:
+        what = "With stream = true: server-sent events, whose data have this form in JSON."
+        events = {"type": "string", "description": what, "contentSchema": named[operation.chunk]}
+        content["text/event-stream"] = {"schema": events}
+    statuses = {*ALWAYS, *operation.statuses, *(WITH_BODY if operation.body else ())}
+    refused = {str(s): refusal(s, operation, named) for s in sorted(statuses)}
+    return {"200": {"description": "The answer", "content": content}} | refused
+
+
+def refusal(status: int, operation: Operation, named: dict[Any, Any]) -> dict[str, Any]:
+    kind = operation.unavailable if status == 503 else Error
+    told: dict[str, Any] = {"description": STATUSES[status], "content": json_of(named[kind])}
+    if status == 503:
+        schema = {"type": "integer", "description": "seconds"}
+        told["headers"] = {"Retry-After": {"schema": schema}}
+    return told
+
+
+def json_of(schema: Any) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+def close(component: dict[str, Any], kind: type[msgspec.Struct], required: Sequence[str]) -> None:
+    """What a body's type does not say: null is unset, and other fields are refused."""
+    fields = component["properties"]
+    component["properties"] = {
+        name: (not_null if name in required else or_null)(field) for name, field in fields.items()
+    }
+    component["required"] = list(required)
+    if issubclass(kind, Body):
+        component["properties"] |= passed_over(kind)
+    component["additionalProperties"] = False
+
+
+def or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    told = {name: value for name, value in schema.items() if name in ("default", "description")}
+    of_type = {name: value for name, value in schema.items() if name not in told}
+    if told.get("default", ...) is None:
+        del told["default"]
+    either = of_type.get("anyOf", [of_type])
+    null = {"type": "null"}
+    return {"anyOf": either if null in either else [*either, null]} | told
+
+
+def not_null(schema: dict[str, Any]) -> dict[str, Any]:
+    told = {name: value for name, value in schema.items() if name not in ("anyOf", "default")}
+    either = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
+    return told | ({"anyOf": either} if len(either) > 1 else dict(*either))
+
+
+def structs(types: Sequence[Any]) -> list[type[msgspec.Struct]]:
+    """All structs among the types and inside them."""
+    found = dict[type[msgspec.Struct], None]()
+
+    def visit(value: Any) -> None:
+        if isinstance(value, tuple):
+            for inner in value:
+                visit(inner)
+        elif isinstance(value, msgspec.inspect.Type | msgspec.inspect.Field):
+            if isinstance(value, msgspec.inspect.StructType):
+                if value.cls in found:
+                    return
+                found[value.cls] = None
+            visit(msgspec.structs.astuple(value))
+
+    visit(msgspec.inspect.multi_type_info(types))
+    return [*found]
+
+
+def describe(component: dict[str, Any], kind: type[msgspec.Struct]) -> None:
+    """Take descriptions from docstrings: their beginning, and the lines about fields."""
+    component.pop("description", None)
+    about = prose(kind)
+    if about:
+        component["description"] = about
+    lines = dict[str, str]()
+    for base in reversed(kind.__mro__):
+        lines |= field_lines(base)
+    for name, field in component["properties"].items():
+        if name in lines:
+            field["description"] = lines[name]
+
+
+def prose(kind: type) -> str:
+    own = kind.__dict__.get("__doc__") or ""
+    return " ".join(inspect.cleandoc(own).partition("\n\n")[0].split())
+
+
+def field_lines(kind: type) -> dict[str, str]:
+    """What a docstring's table says of fields: a name, spaces and words, which may go on in lines
+    below, further to the right.
+    """
+    lines, name = dict[str, str](), None
+    for line in inspect.cleandoc(kind.__dict__.get("__doc__") or "").splitlines():
+        if (found := LINE.fullmatch(line)) and not line.startswith(" "):
+            name = found[1]
+            lines[name] = found[2]
+        elif name is not None and line.startswith("  "):
+            lines[name] += f" {line.strip()}"
+        else:
+            name = None
+    return lines

@@ -1,0 +1,169 @@
+"""The input of /v1/responses: a text or items, which become the messages of a chat."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from specserve.errors import RequestError
+from specserve.server.body import convert, fields, from_fields, refuse_unknown
+from specserve.server.refusal import cut
+from specserve.server.tools import FunctionName
+
+Message = dict[str, Any]  # of a chat
+State = Literal["in_progress", "completed", "incomplete"]
+TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text")
+PART_FIELDS = ["type", "text"]
+# Fields of parts that were answers -> the values without effect: only they are accepted.
+NO_OP_OF_PARTS = {"annotations": ([],), "logprobs": ([],)}
+
+
+class Item(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that items may have of answers, and that mean nothing in an input."""
+
+    type: str | None = None
+    id: str | None = None
+    status: State | None = None
+
+
+class MessageItem(Item, frozen=True, kw_only=True):
+    """A message; its content is a text, or parts of types input_text or output_text."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[dict[str, Any]]
+    phase: Literal["commentary", "final_answer"] | None = None
+
+
+class CallItem(Item, frozen=True, kw_only=True):
+    """A call of a function, as it was answered."""
+
+    call_id: str
+    name: FunctionName
+    arguments: str
+
+
+class CallOutputItem(Item, frozen=True, kw_only=True):
+    """What a call returned, a text or parts of type input_text."""
+
+    call_id: str
+    output: str | list[dict[str, Any]]
+    name: str | None = None
+
+
+class ReasoningItem(Item, frozen=True, kw_only=True):
+    """What the model thought before what follows; with a content the summary is left out."""
+
+    content: list[dict[str, Any]] = []
+    summary: list[dict[str, Any]] = []
+
+
+ITEMS: dict[str, type[Item]] = {
+    "message": MessageItem,
+    "function_call": CallItem,
+    "function_call_output": CallOutputItem,
+    "reasoning": ReasoningItem,
+}
+
+
+AnyItem = Annotated[
+    dict[str, Any],
+    Meta(
+        extra_json_schema={
+            "anyOf": [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in ITEMS.values()]
+        }
+    ),
+]
+
+
+def read_input(given: str | Sequence[dict[str, Any]], instructions: str | None) -> list[Message]:
+    """The conversation as messages, which a chat may have; errors name the item."""
+    messages = list[Message]()
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    if not given:
+        raise RequestError("input: give a text, or one item at least", "input")
+    for i, raw in enumerate(given):
+        add(messages, read_item(raw, f"input[{i}]"), f"input[{i}]")
+    return messages
+
+
+def read_item(raw: dict[str, Any], path: str) -> Item:
+    name = raw.get("type") or "message"
+    if not isinstance(name, str) or name not in ITEMS:
+        raise RequestError(
+            f"{path}.type: {', '.join(ITEMS)} are read, not {cut(str(name))!r}", f"{path}.type"
+        )
+    kind = ITEMS[name]
+    for key, value in raw.items():
+        if key == "encrypted_content" and kind is ReasoningItem and value is None:
+            continue
+        if key not in fields(kind):
+            refuse_unknown(key, [*fields(kind)], f"{path}.")
+    for field in msgspec.structs.fields(kind):
+        if field.required and raw.get(field.name) is None:
+            where = f"{path}.{field.name}"
+            raise RequestError(f"{where}: missing in an item of type {name}", where)
+    known = {key: value for key, value in raw.items() if key in fields(kind)}
+    return from_fields(known, kind, f"{path}.")
+
+
+def add(messages: list[Message], item: Item, path: str) -> None:
+    """Append the message of an item, or add to the answer that it is a part of."""
+    match item:
+        case MessageItem(role="assistant", content=content):
+            answer = unfinished(messages, "content", "tool_calls")
+            answer["content"] = text_of(content, f"{path}.content")
+        case MessageItem(role=role, content=content):
+            text = text_of(content, f"{path}.content")
+            if role != "user" and [m["role"] for m in messages] == ["system"]:
+                messages[0]["content"] += f"\n\n{text}"  # templates have one system message
+            else:
+                messages.append({"role": role, "content": text})
+        case CallItem(call_id=id, name=name, arguments=arguments):
+            function = {"name": name, "arguments": read_json(arguments, f"{path}.arguments")}
+            calls = unfinished(messages).setdefault("tool_calls", [])
+            calls.append({"id": id, "type": "function", "function": function})
+        case CallOutputItem(call_id=id, output=output):
+            text = text_of(output, f"{path}.output")
+            messages.append({"role": "tool", "tool_call_id": id, "content": text})
+        case ReasoningItem(content=content, summary=summary):
+            answer = unfinished(messages, "content", "tool_calls", "reasoning_content")
+            where = f"{path}.{'content' if content else 'summary'}"
+            answer["reasoning_content"] = text_of(content or summary, where)
+
+
+def read_json(text: str, path: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as e:
+        raise RequestError(f"{path}: no JSON object: {cut(str(e))}", path) from e
+
+
+def unfinished(messages: list[Message], *lacking: str) -> Message:
+    """The last message, if it is an answer that lacks these fields; else a new answer."""
+    if not messages or messages[-1]["role"] != "assistant" or messages[-1].keys() & {*lacking}:
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def text_of(content: str | Sequence[dict[str, Any]], path: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(read_part(part, f"{path}[{i}]") for i, part in enumerate(content))
+
+
+def read_part(part: dict[str, Any], path: str) -> str:
+    kind = part.get("type")
+    if kind not in TEXTS:
+        raise RequestError(
+            f"{path}.type: only text is read, not {cut(str(kind))!r}", f"{path}.type"
+        )
+    for key, value in part.items():
+        if key in NO_OP_OF_PARTS and (value is None or value in NO_OP_OF_PARTS[key]):
+            continue
+        if key not in PART_FIELDS:
+            refuse_unknown(key, PART_FIELDS, f"{path}.")
+    return str(convert(part.get("text"), str, f"{path}.text"))

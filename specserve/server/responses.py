@@ -1,0 +1,201 @@
+"""POST /v1/responses: a chat in the form of OpenAI's newer route; nothing is stored."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from specserve.errors import RequestError
+from specserve.exchange.sampling_params import NumTop, SamplingParams
+from specserve.grammars.asked import StructuredOutputsParams
+from specserve.models.chat_template import ChatOptions
+from specserve.server.body import NO_OP, REFUSED, Body, read
+from specserve.server.chat import begin, read_message, read_options
+from specserve.server.live_completion import arrival
+from specserve.server.response import EventStream, answer_whole
+from specserve.server.response_events import ResponseWriter
+from specserve.server.response_items import AnyItem, read_input
+from specserve.server.response_tools import AnyTool, read_flat_tools
+from specserve.server.service import Service
+from specserve.server.tools import ToolsAsked
+
+LOGPROBS = "message.output_text.logprobs"
+STORED = "responses are not stored: send the whole conversation as input"
+IN_CHATS = "send the conversation to /v1/chat/completions, where it is supported"
+Metadata = dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]]
+
+
+class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The form of the answer.
+
+    name            1 to 64 letters, digits, _ and -; read past, as are description and strict: an
+                    answer always fits the schema
+    schema          a JSON schema, of type json_schema
+    """
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}\Z")] | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def structured(self) -> StructuredOutputsParams | None:
+        match self.type:
+            case "json_schema" if self.schema is not None:
+                return StructuredOutputsParams(json=self.schema)
+            case "json_object":
+                return StructuredOutputsParams(json_object=True)
+        return None
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """As answers repeat it."""
+        given = msgspec.structs.asdict(self)
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """verbosity is read past."""
+
+    format: TextFormat = TextFormat()
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """summary is read past: the reasoning itself is told."""
+
+    effort: Literal["none"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponsesBody(Body, frozen=True, kw_only=True):
+    """A conversation, and how it is to be answered.
+
+    input           a text, or a list of items: messages, calls and what they returned, reasoning
+    instructions    a system message before it
+    max_output_tokens  most tokens of the answer, reasoning included; unset: the model's
+                    max_new_tokens, else the rest of the context
+    include         "message.output_text.logprobs" tells each token's logprob;
+                    "reasoning.encrypted_content" is read past, as reasoning is told openly
+    top_logprobs    with these logprobs: and those of so many likeliest tokens
+    text            format: the form of the answer
+    reasoning       how much the model is to think
+    chat_template_kwargs  values of names that the chat template reads
+    tools           functions that the model may call
+    tool_choice     "none", "auto", "required" or {"type": "function", "name": ...}
+    parallel_tool_calls  false: one call at most
+    include_reasoning  false: the answer has no items of reasoning
+    metadata        up to 16 texts by name, which the answer repeats
+    user            repeated by the answer, as are safety_identifier and prompt_cache_key
+    """
+
+    no_op: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **{k: v for k, v in NO_OP.items() if k not in ("response_format", "reasoning_effort")},
+        "access_programs": (),
+        "background": (False,),
+        "context_management": ([],),
+        "image": (),
+        "max_tool_calls": (),
+        "moderation": (),
+        "prompt_cache_options": (),
+        "truncation": ("disabled",),
+    }
+    refused: ClassVar[Mapping[str, str]] = REFUSED | {
+        "best_of": "a response is one answer",
+        "conversation": STORED,
+        "logprobs": f'they are told where include has "{LOGPROBS}"',
+        "max_completion_tokens": "it is max_output_tokens here",
+        "max_tokens": "it is max_output_tokens here",
+        "messages": "a response has input; send messages to /v1/chat/completions",
+        "n": "a response is one answer",
+        "previous_response_id": STORED,
+        "prompt": "prompts are not stored; send input",
+        "prompt_logprobs": IN_CHATS,
+        "reasoning_effort": "it is reasoning.effort here",
+        "response_format": "it is text.format here",
+        "return_speculation_details": IN_CHATS,
+        "return_token_ids": IN_CHATS,
+        "return_tokens_as_token_ids": IN_CHATS,
+        "stream_options": "the last event of a stream always has the usage",
+    }
+
+    input: str | Annotated[tuple[AnyItem, ...], Meta(extra_json_schema={"minItems": 1})] = ()
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    include: tuple[Literal["message.output_text.logprobs", "reasoning.encrypted_content"], ...] = ()
+    top_logprobs: NumTop | None = None
+    text: TextOptions = TextOptions()
+    reasoning: ReasoningOptions = ReasoningOptions()
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: tuple[AnyTool, ...] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool = True
+    metadata: Annotated[Metadata, Meta(max_length=16)] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    messages: tuple[dict[str, Any], ...] = ()  # what `input` and `instructions` become
+    add_special_tokens: ClassVar[bool] = False  # the template writes its own
+
+    @property
+    def params(self) -> SamplingParams:
+        num_top = (self.top_logprobs or 0) if LOGPROBS in self.include else None
+        own = {"logprobs": num_top, "max_tokens": self.max_output_tokens}
+        return msgspec.structs.replace(super().params, **own)
+
+    @property
+    def form(self) -> StructuredOutputsParams | None:
+        return self.text.format.structured or self.structured_outputs
+
+    @property
+    def form_field(self) -> str:
+        return "text.format" if self.text.format.structured else super().form_field
+
+    def options(self, tools: ToolsAsked) -> ChatOptions:
+        return read_options(None, False, self.chat_template_kwargs or {}, tools)
+
+
+async def responses(request: Request) -> Response:
+    service: Service = request.app.state.service
+    arrived = arrival(request)
+    service.check_open()
+    asked, tools = await service.parse(await service.bodies.read(request), read_responses)
+    try:
+        completion, reader = await begin(request, asked, tools, arrived)
+    except RequestError as e:
+        e.param = "input" if e.param == "messages" else e.param  # a chat's name of it
+        raise
+    writer = ResponseWriter(service.served, asked, completion, reader)
+    if asked.stream:
+        return EventStream(completion, writer, service)
+    return await answer_whole(request, completion, writer)
+
+
+def read_responses(raw: bytes) -> tuple[ResponsesBody, ToolsAsked]:
+    body = read(raw, ResponsesBody)
+    if body.top_logprobs and LOGPROBS not in body.include:
+        raise RequestError(
+            f'top_logprobs: only with logprobs; let include have "{LOGPROBS}"', "top_logprobs"
+        )
+    check_format(body)
+    said = read_input(body.input, body.instructions)
+    messages = tuple(read_message(message, "input") for message in said)
+    return msgspec.structs.replace(body, messages=messages), read_flat_tools(body)
+
+
+def check_format(body: ResponsesBody) -> None:
+    form, path = body.text.format, "text.format"
+    if form.type == "json_schema" and (form.schema is None or form.name is None):
+        missing = "name" if form.name is None else "schema"
+        raise RequestError(f"{path}.{missing}: missing of type json_schema", f"{path}.{missing}")
+    for field in ("name", "description", "schema", "strict"):
+        if form.type != "json_schema" and getattr(form, field) is not None:
+            raise RequestError(
+                f"{path}.{field}: only of type json_schema: leave it out", f"{path}.{field}"
+            )
