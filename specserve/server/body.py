@@ -75,7 +75,7 @@ REMEDIES = {  # hints for fields whose values are often wrong
     "n": "1 to 128 choices",
     "prompt_logprobs": "up to 20 likeliest tokens",
     "repetition_penalty": "1 is off",
-    "role": "it is system, developer, user or assistant",
+    "role": "it is system, developer, user, assistant or tool",
     "seed": "leave it out, and one is drawn",
     "top_k": "0 is off",
     "top_logprobs": "up to 20 likeliest tokens",

@@ -242,13 +242,12 @@ def check_readable(service: Service, asked: ToolsAsked) -> None:
 
 
 def check_one_form(asked: Conversation, tools: ToolsAsked) -> None:
-    """Refuse a form of the text beside tools: it would leave no room for calls."""
+    """Refuse tools beside a form of the text, which would leave no room for calls."""
     if asked.form is not None and tools.tools:
-        field = field_of(asked.form_field)
         raise RequestError(
-            f"{field} and tools: a text of that form has no calls: send one of them, or "
-            'tool_choice = "none"',
-            field,
+            f"tools: a text of the form that {asked.form_field} asks for has no calls: send one of "
+            'them, or tool_choice = "none"',
+            "tools",
         )
 
 
@@ -256,11 +255,6 @@ def call_grammar(service: Service, asked: ToolsAsked, reader: AnswerReader) -> s
     """The grammar that the tools ask for; empty where they ask for none."""
     if not asked.is_enforced and not asked.strict:
         return ""
-    if service.grammars is None:
-        raise RequestError(
-            "tools: the model has no token that ends a text, so that no call can be enforced",
-            "tools",
-        )
     formats = service.served.formats
     special = special_tokens(service.input_processor.tokenizer, formats)
     thinks = reader.reasoning == "think"
