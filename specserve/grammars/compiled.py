@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # its import takes 70 ms
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 T = TypeVar("T")
-DEEP_STACK = 1 << 29  # bytes of address space; what is not used takes no memory
+DEEP_STACK = 1 << 28  # bytes of address space; what is not used takes no memory
 STACK_SIZE = threading.Lock()  # it is the process's, and set while a thread starts
 AHEAD = 8  # tokens
 SLOW_MS = 30  # of CPU time: a step of streams takes about as long

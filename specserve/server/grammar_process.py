@@ -39,7 +39,8 @@ def prepare(first: bytes, start: Callable[[], None]) -> Do:
     tokenizer = open_source(Path(tokens.model)).tokenizer()
     vocabulary = vocabulary_of(tokenizer, tokens.size, tokens.end_ids)
     del tokenizer
-    bound_memory(address_space() + DEEP_STACK + MAX_MEMORY)
+    # One more stack: the last thread's may not be unmapped yet.
+    bound_memory(address_space() + 2 * DEEP_STACK + MAX_MEMORY)
     start()
 
     def compiled(grammar: bytes) -> Done | Refused:
