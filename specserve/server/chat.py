@@ -20,7 +20,6 @@ from specserve.server.body import (
     REFUSED,
     FormattedBody,
     convert,
-    field_of,
     fields,
     is_same,
     read,
