@@ -126,6 +126,7 @@ class Body(SamplingParams, frozen=True, kw_only=True):
 
     model           the served model's name
     max_completion_tokens  another name of max_tokens
+    response_format  the form that the text has to have
     return_token_ids  tell the ids of the answer's tokens, and of the prompt's
     return_tokens_as_token_ids  name tokens by their ids where logprobs are told
     stream          answer with server-sent events
@@ -343,12 +344,13 @@ def check_no_op(key: str, value: Any, kind: type[Body]) -> None:
 
 
 def passed_over(kind: type[Body]) -> dict[str, Any]:
-    """JSON schemas of the fields that are accepted beside those of `kind`."""
-    refused: dict[str, tuple[Any, ...]] = dict.fromkeys(kind.refused, ())
-    accepted = {name: [*values, None] for name, values in ({**kind.no_op} | refused).items()}
-    anything = {name: {"description": "read past: it means nothing here"} for name in HARMLESS}
-    only = {name: {"enum": values} for name, values in accepted.items()}
-    return {n: s for n, s in sorted((anything | only).items()) if n not in own_fields(kind)}
+    """JSON schemas of the fields that are accepted beside those of `kind`, as far as they are."""
+    told: dict[str, Any] = {
+        **{name: {"description": "read past: it means nothing here"} for name in HARMLESS},
+        **{name: {"enum": [*values, None]} for name, values in kind.no_op.items()},
+        **{name: {"enum": [None], "description": why} for name, why in kind.refused.items()},
+    }
+    return {name: told[name] for name in sorted(told) if name not in own_fields(kind)}
 
 
 def is_same(value: Any, off: Any) -> bool:

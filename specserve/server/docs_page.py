@@ -136,7 +136,7 @@ def plain(schema: dict[str, Any]) -> str:
     elif isinstance(inner := schema.get("additionalProperties"), dict) and inner:
         name = f"object of {' or '.join(alternatives(inner))}"
     limits = [form.format(schema[key]) for key, form in LIMITS.items() if key in schema]
-    return f"{name} <span class=dim>{escape(', '.join(limits))}</span>" if limits else name
+    return f"{name} <span class=dim>({escape(', '.join(limits))})</span>" if limits else name
 
 
 def value(of: Any) -> str:

@@ -151,12 +151,12 @@ def json_of(schema: Any) -> dict[str, Any]:
 def close(component: dict[str, Any], kind: type[msgspec.Struct], required: Sequence[str]) -> None:
     """What a body's type does not say: null is unset, and other fields are refused."""
     fields = component["properties"]
-    component["properties"] = {
-        name: (not_null if name in required else or_null)(field) for name, field in fields.items()
-    }
+    passed = passed_over(kind) if issubclass(kind, Body) else {}
+    own = {name: field for name, field in fields.items() if name not in passed}
+    needed = {name: not_null(own.pop(name)) for name in required}
+    others = {name: or_null(field) for name, field in own.items()}
+    component["properties"] = needed | others | passed
     component["required"] = list(required)
-    if issubclass(kind, Body):
-        component["properties"] |= passed_over(kind)
     component["additionalProperties"] = False
 
 
