@@ -481,9 +481,11 @@ class Engine:
             costs.keep()
 
     def close(self) -> None:
-        """Keep what steps have cost, for the next start."""
+        """Keep what steps have cost, for the next start, and compile no more grammars."""
         for costs in self.kept:
             costs.write()
+        if self.grammars is not None:
+            self.grammars.close()
 
     def check(self) -> None:
         """Assert that every block is free, cached, or held by as many tables as it counts."""

@@ -1,7 +1,7 @@
 """Where a request's text stands in its grammar: what may come next, node by node of its tree."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,14 +9,16 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:  # its import takes time, and most engines need none
     from llguidance import LLMatcher
 
+T = TypeVar("T")
+
 
 class GrammarState:
     """Follows a request's text: `extend` by its new tokens; other methods look at what may come
     after a path of guesses.
 
     One matcher serves all nodes: it goes from path to path by consuming tokens and undoing them. A
-    matcher that runs into a limit cannot be undone any more. So it is made anew from the text: what
-    a guess runs into must not change what the text itself is allowed.
+    matcher that runs into a limit cannot be undone any more: then it is made anew from the text, as
+    what guesses have made it run into must not change what the text itself is allowed.
     """
 
     def __init__(self, matcher: "LLMatcher", end_ids: Sequence[int], vocab_size: int) -> None:
@@ -45,6 +47,25 @@ class GrammarState:
 
     def go(self, path: Sequence[int]) -> bool:
         """Take the matcher to a path's end; false if the grammar does not allow the path."""
+        return self.look(path, lambda matcher: True) or False
+
+    def look(self, path: Sequence[int], find: "Callable[[LLMatcher], T]") -> T | None:
+        """What a function finds after a path; None where the path is not allowed, or where even a
+        new matcher runs into a limit.
+        """
+        error = ""
+        for _ in range(2):
+            found = find(self.matcher) if self.move(path) else None
+            if not self.matcher.is_error():
+                return found
+            error = self.matcher.get_error()
+            self.renew()
+        if not path:
+            self.error = error
+        return None
+
+    def move(self, path: Sequence[int]) -> bool:
+        """Whether the matcher has got to the path's end."""
         at = self.path
         if at != path:
             same = num_equal(at, path)
@@ -53,46 +74,35 @@ class GrammarState:
                 del at[same:]
             rest = [*path[same:]]
             at += rest[: self.matcher.try_consume_tokens(rest)]
-        if self.matcher.is_error():
-            self.renew(at_text=not path)
-            return False
         return len(at) == len(path)
 
-    def renew(self, at_text: bool) -> None:
+    def renew(self) -> None:
         """Take another matcher to the end of the known text."""
-        if at_text:
-            self.error = self.matcher.get_error()
         self.matcher, self.path = self.first.deep_copy(), []
         self.matcher.try_consume_tokens(self.known)
 
     def allows(self, path: Sequence[int], token: int) -> bool:
-        if not self.go(path):
-            return False
         if token in self.end_ids:
-            return self.matcher.is_accepting()
+            return self.look(path, lambda matcher: matcher.is_accepting()) or False
         return self.go([*path, token])
 
     def forced(self, path: Sequence[int]) -> list[int]:
         """The tokens of the only text that may come next, as the tokenizer would write it, and the
         end if that must come.
         """
-        if not self.go(path):
-            return []
-        tokens = [*self.matcher.compute_ff_tokens()]
-        if self.go([*path, *tokens]) and self.matcher.is_stopped():
-            tokens += self.end_ids[:1]
+        tokens = self.look(path, lambda matcher: matcher.compute_ff_tokens()) or []
+        if self.look([*path, *tokens], lambda matcher: matcher.is_stopped()):
+            tokens = [*tokens, *self.end_ids[:1]]
         return tokens
 
     def mask(self, path: Sequence[int]) -> NDArray[np.int32]:
         """[ceil(V / 32)]: bit id % 32 of word id // 32 is set where the id may come next. No bit is
         set where the grammar does not allow the path, or a limit is in the way.
         """
-        if self.go(path):
-            bits = bytearray(self.matcher.compute_bitmask())  # of a size that may be larger
-            if not self.matcher.is_error():
-                return np.frombuffer(bits, np.int32)[: self.num_words]
-            self.renew(at_text=not path)
-        return np.zeros(self.num_words, np.int32)
+        bits = self.look(path, lambda matcher: matcher.compute_bitmask())
+        if bits is None:
+            return np.zeros(self.num_words, np.int32)
+        return np.frombuffer(bytearray(bits), np.int32)[: self.num_words]  # there may be more
 
 
 def num_equal(a: Sequence[int], b: Sequence[int]) -> int:

@@ -50,6 +50,9 @@ class Grammars:
     def wait_until_prepared(self) -> None:
         wait([self.prepare()])
 
+    def close(self) -> None:
+        self.thread.shutdown(wait=False, cancel_futures=True)
+
     def ask(self, choices: list[Request]) -> None:
         """Compile the grammar of a prompt's choices."""
         asked = choices[0].sampling

@@ -452,5 +452,7 @@ def test_what_a_guess_runs_into_does_not_change_the_text(tokenizer, vocabulary, 
     assert not state.mask(the).any() and not state.error
     assert (state.mask(a) == sound.mask(a)).all()
     assert (state.mask(()) == sound.mask(())).all()
+    state.matcher.has_failed = True  # by all that it has seen: another one need not fail
+    assert state.forced(()) == sound.forced(()) and (state.mask(()) == sound.mask(())).all()
     state.extend(the)
     assert not state.mask(()).any() and state.error == "too much"
