@@ -18,7 +18,7 @@ from specserve import LLM, SamplingParams  # first: it configures the process be
 import msgspec  # isort: skip
 
 from specserve.config import load_config
-from specserve_bench import open_loop, speculation, suite
+from specserve_bench import open_loop, speculation, structured, suite
 from specserve_bench.fairness import fairness_figures
 from specserve_bench.harness import figure
 from specserve_bench.host import host_figures
@@ -86,6 +86,7 @@ LONG: dict[str, Callable[[Sequence[str]], int]] = {
     "speculation": speculation.main,
     "open-loop": open_loop.main,
     "lm-eval": figure.main,
+    "structured": structured.main,
 }
 
 

@@ -2,6 +2,7 @@
 
 import difflib
 import secrets
+from collections.abc import Sequence
 from random import Random
 from typing import Annotated, Any, Self, TypeVar
 
@@ -368,18 +369,35 @@ def resolved_grammar(params: SamplingParams, defaults: GenerationDefaults) -> st
     """
     if params.structured_outputs is None:
         return ""
+    check_ends(params, defaults, "structured_outputs")
+    return grammar_of(params.structured_outputs)
+
+
+def check_ends(params: SamplingParams, defaults: GenerationDefaults, field: str) -> None:
+    """RequestError if a text with the form that `field` asks for may not end when it is complete,
+    or cannot.
+    """
     if params.min_tokens:
         raise RequestError(
-            "min_tokens: with structured output a text ends when it is complete: leave it out",
+            f"min_tokens: not with {field}, as a text ends when it is complete: leave it out",
             "min_tokens",
         )
     if not defaults.eos_token_ids:
         raise RequestError(
-            "structured_outputs: the model has no token that ends a text: none would be complete; "
-            "leave it out, or add eos_token_id to the model's generation_config.json",
-            "structured_outputs",
+            f"{field}: the model has no token that ends a text: none would be complete; leave it "
+            "out, or add eos_token_id to the model's generation_config.json",
+            field,
         )
-    return grammar_of(params.structured_outputs)
+
+
+def ruled(sampling: Sampling, grammar: str, ends: Sequence[int]) -> Sampling:
+    """The same parameters for a text that obeys a grammar, and may end when it is complete."""
+    return msgspec.structs.replace(
+        sampling,
+        grammar=grammar,
+        stop_ids=sampling.stop_ids | {*ends},
+        eos_ids=sampling.eos_ids | {*ends},
+    )
 
 
 def most_tokens(params: SamplingParams, defaults: GenerationDefaults, room: int) -> int:

@@ -43,7 +43,8 @@ class StructuredOutputsParams(
     @property
     def kinds(self) -> list[str]:
         """Which of the six are given."""
-        return [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
+        given = [kind for kind in KINDS if getattr(self, kind) is not None]
+        return [kind for kind in given if kind != "json_object" or self.json_object]
 
     @property
     def field(self) -> str:

@@ -6,6 +6,7 @@ https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 
 import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
@@ -18,6 +19,8 @@ if TYPE_CHECKING:  # its import takes 70 ms
 T = TypeVar("T")
 DEEP_STACK = 1 << 29  # bytes of address space; what is not used takes no memory
 STACK_SIZE = threading.Lock()  # it is the process's, and set while a thread starts
+AHEAD = 8  # tokens
+SLOW_MS = 30  # of CPU time: a step of streams takes about as long
 NO_TEXT = "it allows no text, not even an empty one"
 TOO_COMPLEX = re.compile(r"\b(fuel|too (big|large|many|deeply)|max is|limits?)\b", re.IGNORECASE)
 UNSUPPORTED = re.compile(r"Unimplemented keys: \[(.*)\]")
@@ -31,8 +34,9 @@ def limits() -> "LLParserLimits":
     """What compiling a grammar, and finding the next tokens, may take at most.
 
     With llguidance's own limits a step of an ambiguous grammar took a second, and the automaton of
-    a regex like (x{1000}){1000} 250 MB. With these it is 3 ms and 50 MB, and an object may have 400
-    optional properties (tests/grammars/test_hostile.py).
+    a regex like (x{1000}){1000} 250 MB. With these it is 80 ms at worst, 3 ms for all but one of
+    the grammars in tests/grammars/hostile.py, and 50 MB. An object may have 240 optional
+    properties.
     """
     from llguidance import LLParserLimits
 
@@ -40,7 +44,7 @@ def limits() -> "LLParserLimits":
         initial_lexer_fuel=200_000,
         step_lexer_fuel=40_000,
         step_max_items=4000,
-        max_items_in_row=2000,
+        max_items_in_row=1000,
         max_lexer_states=25_000,
         verbose_errors=False,
     )
@@ -66,23 +70,32 @@ def compile_grammar(vocabulary: "LLTokenizer", grammar: str) -> "LLMatcher":
 
 
 def made(vocabulary: "LLTokenizer", grammar: str) -> "LLMatcher":
-    """The masks before and after a first token are a part of it: llguidance builds its lexer for
-    these, within limits of its own.
-    """
     from llguidance import LLMatcher
 
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits())
     check(matcher)
+    look_ahead(matcher.deep_copy(), vocabulary.eos_tokens)
+    check(matcher)
+    return matcher
+
+
+def look_ahead(matcher: "LLMatcher", end_ids: Sequence[int]) -> None:
+    """Follow a text's first tokens, for limits that they run into: llguidance builds its lexer when
+    it is first asked for a mask.
+    """
     token = first_of(matcher.compute_bitmask())
     check(matcher)
     if token is None:
         raise GrammarError(NO_TEXT)
-    if token not in vocabulary.eos_tokens:
-        ahead = matcher.deep_copy()
-        ahead.consume_token(token)
-        ahead.compute_bitmask()
-        check(ahead)
-    return matcher
+    for _ in range(AHEAD):
+        if token is None or token in end_ids:
+            return
+        start = time.thread_time()
+        matcher.consume_token(token)
+        token = first_of(matcher.compute_bitmask())
+        check(matcher)
+        if (ms := 1000 * (time.thread_time() - start)) > SLOW_MS:
+            raise GrammarError(f"it is too complex: a token takes {ms:.0f} ms")
 
 
 def check(matcher: "LLMatcher") -> None:
@@ -103,7 +116,10 @@ def in_words(error: str) -> str:
         names = unsupported[1].replace('"', "")
         return f"these keywords are not supported: {names}"
     if "oneOf constraints are not supported" in told:
-        return "oneOf: more than one of its schemas may fit the same value: use anyOf"
+        return (
+            "oneOf: more than one of its schemas may fit the same value: use anyOf, or let each "
+            "require a property that has strings of its own"
+        )
     if "NoExtension" in told:
         return NO_TEXT
     return f"it is too complex: {told}" if TOO_COMPLEX.search(told) else told

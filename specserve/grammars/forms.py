@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from specserve.grammars.compiled import GrammarError
+from specserve.grammars.unions import with_any_of
 
 MAX_BYTES = 1 << 18  # of a grammar; larger ones take more than a second to compile
 MAX_DEPTH = 64  # of objects and lists in a schema; llguidance's reader of JSON ends at 127
@@ -74,6 +75,7 @@ def written(schema: Mapping[str, Any] | bool, whitespace: str) -> str:
     if "x-guidance" in given:
         raise GrammarError("x-guidance is not for callers: leave it out")
     check_depth(given)
+    given = with_any_of(given, given)
     form = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
     try:
         return json.dumps({**given, "x-guidance": form}, allow_nan=False)

@@ -75,7 +75,7 @@ REMEDIES = {  # hints for fields whose values are often wrong
     "n": "1 to 128 choices",
     "prompt_logprobs": "up to 20 likeliest tokens",
     "repetition_penalty": "1 is off",
-    "role": "it is system, developer, user or assistant",
+    "role": "it is system, developer, user, assistant or tool",
     "seed": "leave it out, and one is drawn",
     "top_k": "0 is off",
     "top_logprobs": "up to 20 likeliest tokens",
@@ -126,7 +126,6 @@ class Body(SamplingParams, frozen=True, kw_only=True):
 
     model           the served model's name
     max_completion_tokens  another name of max_tokens
-    response_format  the form that the text has to have
     return_token_ids  tell the ids of the answer's tokens, and of the prompt's
     return_tokens_as_token_ids  name tokens by their ids where logprobs are told
     stream          answer with server-sent events
@@ -138,7 +137,6 @@ class Body(SamplingParams, frozen=True, kw_only=True):
 
     model: str | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None  # another name of max_tokens
-    response_format: ResponseFormat | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     stream: bool = False
@@ -152,15 +150,31 @@ class Body(SamplingParams, frozen=True, kw_only=True):
 
     @property
     def form(self) -> StructuredOutputsParams | None:
-        """That the text has to have, from either field."""
+        """That the text has to have, from whichever field has it."""
+        return self.structured_outputs
+
+    @property
+    def form_field(self) -> str:
+        return FIELD if self.structured_outputs is None else self.structured_outputs.field
+
+
+class FormattedBody(Body, frozen=True, kw_only=True):
+    """With a second field for the text's form.
+
+    response_format  its type: text, json_object or json_schema
+    """
+
+    response_format: ResponseFormat | None = None
+
+    @property
+    def form(self) -> StructuredOutputsParams | None:
         asked = None if self.response_format is None else self.response_format.asked
         return self.structured_outputs if asked is None else asked
 
     @property
     def form_field(self) -> str:
-        """Which field has it."""
         if self.response_format is None or self.response_format.asked is None:
-            return FIELD if self.structured_outputs is None else self.structured_outputs.field
+            return super().form_field
         has_schema = self.response_format.json_schema is not None
         return f"response_format{'.json_schema.schema' if has_schema else ''}"
 
@@ -254,16 +268,11 @@ def check_form(body: Body) -> None:
     if body.form is None:
         return
     if body.form is not body.structured_outputs and body.structured_outputs is not None:
-        field = field_of(body.form_field)
+        field = body.form_field.removesuffix(".json_schema.schema")
         raise RequestError(
             f"{field} and structured_outputs: the text has one form; send one of them", field
         )
     grammar_of(body.form, body.form_field if body.structured_outputs is None else None)
-
-
-def field_of(form_field: str) -> str:
-    """The field that the whole form is in."""
-    return form_field.partition(".json_schema")[0]
 
 
 def one_limit(body: T) -> T:

@@ -12,15 +12,13 @@ from specserve.answer.events import Answer, CallArguments, CallBegin, Content, E
 from specserve.answer.formats import AnswerReader, Wanted
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import NumTop, SamplingParams
-from specserve.grammars.asked import StructuredOutputsParams
 from specserve.grammars.compiled import GrammarError
 from specserve.grammars.tools import CallGrammar, special_tokens
 from specserve.models.chat_template import ChatOptions
 from specserve.server.body import (
     REFUSED,
-    Body,
+    FormattedBody,
     convert,
-    field_of,
     fields,
     is_same,
     read,
@@ -52,7 +50,7 @@ AnyMessage = Annotated[
 ]
 
 
-class ChatBody(Body, frozen=True, kw_only=True):
+class ChatBody(FormattedBody, frozen=True, kw_only=True):
     """A chat.
 
     messages        the conversation so far
@@ -107,12 +105,6 @@ class Conversation(Protocol):
     def options(self, tools: ToolsAsked) -> ChatOptions: ...
 
     @property
-    def form(self) -> StructuredOutputsParams | None: ...
-
-    @property
-    def form_field(self) -> str: ...
-
-    @property
     def include_reasoning(self) -> bool: ...
 
     @property
@@ -120,6 +112,9 @@ class Conversation(Protocol):
 
     @property
     def params(self) -> SamplingParams: ...
+
+    @property
+    def form_field(self) -> str: ...
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,10 +200,7 @@ async def begin(
     with blaming("messages"):
         service.input_processor.check_length(prompt)
     reader = AnswerReader(service.served.formats, wanted(asked, tools), text)
-    grammar = call_grammar(service, tools, reader)
-    if grammar:
-        await service.check_grammar(grammar, "tools", asked.params.cache_salt)
-    how = grammar, reader
+    how = call_grammar(service, tools, reader), reader
     return await service.ask([prompt], asked.params, arrived, "messages", *how), reader
 
 
@@ -245,13 +237,12 @@ def check_readable(service: Service, asked: ToolsAsked) -> None:
 
 
 def check_one_form(asked: Conversation, tools: ToolsAsked) -> None:
-    """Refuse a form of the text beside tools: it would leave no room for calls."""
-    if asked.form is not None and tools.tools:
-        field = field_of(asked.form_field)
+    """Refuse tools beside a form of the text, which would leave no room for calls."""
+    if tools.tools and asked.params.structured_outputs is not None:
         raise RequestError(
-            f"{field} and tools: a text of that form has no calls: send one of them, or "
-            'tool_choice = "none"',
-            field,
+            f"tools: a text of the form that {asked.form_field} asks for has no calls: send one of "
+            'them, or tool_choice = "none"',
+            "tools",
         )
 
 
@@ -259,11 +250,6 @@ def call_grammar(service: Service, asked: ToolsAsked, reader: AnswerReader) -> s
     """The grammar that the tools ask for; empty where they ask for none."""
     if not asked.is_enforced and not asked.strict:
         return ""
-    if service.grammars is None:
-        raise RequestError(
-            "tools: the model has no token that ends a text, so that no call can be enforced",
-            "tools",
-        )
     formats = service.served.formats
     special = special_tokens(service.input_processor.tokenizer, formats)
     thinks = reader.reasoning == "think"

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from specserve.answer.events import Content
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import SamplingParams
-from specserve.server.body import REFUSED, Body, convert, read
+from specserve.server.body import REFUSED, FormattedBody, convert, read
 from specserve.server.live_completion import arrival
 from specserve.server.logprobs import completion_form
 from specserve.server.response import RouteSchema, respond
@@ -31,7 +31,7 @@ PROMPTS = Meta(
 )
 
 
-class CompletionBody(Body, frozen=True, kw_only=True):
+class CompletionBody(FormattedBody, frozen=True, kw_only=True):
     """One or several prompts to continue.
 
     prompt          a string, a list of token ids, or a list of those

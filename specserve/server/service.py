@@ -9,15 +9,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
 
-import msgspec
-
 from specserve.answer.formats import AnswerReader, Formats
 from specserve.block_keys import Keys, KVFormat, prompt_keys
 from specserve.config import Config
 from specserve.errors import Overloaded, RequestError
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Ready
-from specserve.exchange.sampling_params import SamplingParams, choices_of
+from specserve.exchange.sampling_params import (
+    Sampling,
+    SamplingParams,
+    check_ends,
+    choices_of,
+    ruled,
+)
 from specserve.input_processor import InputProcessor, last
 from specserve.models.chat_template import ChatOptions, ChatTemplate, Message
 from specserve.models.folder import Scaled, name_of
@@ -141,13 +145,13 @@ class Service:
         grammar: str = "",
         reader: AnswerReader | None = None,
     ) -> LiveCompletion:
-        """Queue all prompts, or refuse all; errors name `field`. The texts obey the grammar, and
-        have the special tokens that the reader needs.
+        """Queue all prompts, or refuse all; errors name `field`. The texts obey the grammar, which
+        is of tools, and have the special tokens that the reader needs.
         """
         resolve_all, lengths = self.input_processor.resolve_all, [*map(len, prompts)]
         samplings = await self.resolved(params, lambda: [*resolve_all(params, lengths)])
         if grammar:
-            samplings = [msgspec.structs.replace(s, grammar=grammar) for s in samplings]
+            samplings = await self.ruled(samplings, grammar, params)
         keys = await self.hash(prompts, params.cache_salt)
         self.check_open()  # again: a drain may have begun while the body was read
         self.check_choices(len(prompts), params, field)
@@ -160,6 +164,21 @@ class Service:
         for prompt, its_keys, sampling in zip(prompts, keys, samplings, strict=True):
             completion.ask(prompt, its_keys, choices_of(sampling, params.num_choices), *read)
         return completion
+
+    async def ruled(
+        self, samplings: Sequence[Sampling], grammar: str, params: SamplingParams
+    ) -> list[Sampling]:
+        """The parameters of texts that obey the tools' grammar."""
+        defaults = self.input_processor.defaults
+        check_ends(params, defaults, "tools")
+        if params.structured_outputs is not None:
+            raise RequestError(
+                "tools: the text has one form: leave out the calls that have to be made, or "
+                "strict, or the form of the answer",
+                "tools",
+            )
+        await self.check_grammar(grammar, "tools", params.cache_salt)
+        return [ruled(sampling, grammar, defaults.eos_token_ids) for sampling in samplings]
 
     async def check_asked(
         self, params: SamplingParams, num_prompts: int, field: str, form_field: str

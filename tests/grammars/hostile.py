@@ -129,5 +129,9 @@ EVERY = {
     **{f"regex: {name}": {"regex": given} for name, given in REGEXES.items()},
     **{f"json: {name}": {"json": given} for name, given in SCHEMAS.items()},
     **{f"grammar: {name}": {"grammar": given} for name, given in LARK.items()},
-    "choice: 4096 of 50 letters": {"choice": [f"{i:05}{'y' * 45}" for i in range(4096)]},
+    "choice: 4096 of 50 letters": {"choice": tuple(f"{i:05}{'y' * 45}" for i in range(4096))},
+}
+ENDLESS = {  # compiled for minutes: only a deadline ends that
+    "json: allOf of 200 patterns",
+    "json: multiples of multiples",
 }

@@ -354,7 +354,7 @@ REFUSED = {
         },
         "tools",
     ),
-    "a form of the text": ({"response_format": {"type": "json_object"}}, "response_format"),
+    "a form of the text": ({"response_format": {"type": "json_object"}}, "tools"),
     "an unknown choice": ({"tool_choice": "all"}, "tool_choice"),
     "a choice of another type": ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     "an unknown function": (

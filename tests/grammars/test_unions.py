@@ -1,0 +1,71 @@
+"""oneOf: taken where no two of its schemas can fit the same value, else refused."""
+
+import json
+import random
+
+import jsonschema
+import pytest
+
+from specserve.grammars.asked import StructuredOutputsParams, grammar_of
+from specserve.grammars.compiled import GrammarError, compile_grammar
+from specserve.grammars.unions import with_any_of
+from tests.grammars.matching import END, draw, tiny_vocabulary
+
+NUMBER = {"type": "integer", "maximum": 99}
+
+
+def animal(kind, **more):
+    properties = {"kind": kind} | more
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": [*properties],
+        "additionalProperties": False,
+    }
+
+
+CAT, DOG = animal({"const": "cat"}, lives=NUMBER), animal({"enum": ["dog", "wolf"]}, age=NUMBER)
+PET = {  # as Pydantic writes a union with a discriminator
+    "$defs": {"Cat": CAT, "Dog": DOG},
+    "discriminator": {"propertyName": "kind"},
+    "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+}
+APART = [
+    PET,
+    {"oneOf": [CAT, DOG]},
+    {"type": "array", "items": {"oneOf": [CAT, DOG]}, "maxItems": 2},
+    {"oneOf": [{"type": "string", "maxLength": 3}, NUMBER]},  # as llguidance finds out
+]
+NOT_APART = [
+    {"oneOf": [CAT, animal({"enum": ["cat", "lion"]})]},
+    {"oneOf": [CAT, DOG | {"required": ["age"]}]},
+    {"oneOf": [CAT, {k: v for k, v in DOG.items() if k != "type"}]},
+    {"oneOf": [CAT, DOG, animal({"type": "string"})]},
+    {"oneOf": [animal({"const": 1}), animal({"const": 1.0})]},
+    {"oneOf": [{"$ref": "#/$defs/None"}, CAT]},
+]
+
+
+def compiled(schema):
+    grammar = grammar_of(StructuredOutputsParams(json=schema))
+    return compile_grammar(tiny_vocabulary(), grammar)
+
+
+@pytest.mark.parametrize("schema", APART, ids=range(len(APART)))
+def test_what_is_apart_is_taken_and_texts_obey_it(schema):
+    for seed in range(8):
+        text, last = draw(compiled(schema), random.Random(seed), 500)
+        assert last == END
+        jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize("schema", NOT_APART, ids=range(len(NOT_APART)))
+def test_what_may_overlap_is_refused(schema):
+    with pytest.raises(GrammarError, match=r"oneOf|does not exist"):
+        compiled(schema)
+
+
+def test_values_and_names_are_left_as_they_are():
+    union = {"oneOf": [CAT, DOG]}
+    schema = {"const": union, "properties": {"oneOf": {"type": "null"}}, "default": [union]}
+    assert with_any_of(schema, schema) == schema
