@@ -127,12 +127,21 @@ def responses(operation: Operation, named: dict[Any, Any]) -> dict[str, Any]:
     else:
         content = json_of(named[operation.answer])
     if operation.chunk is not None:
-        what = "With stream = true: server-sent events, whose data have this form in JSON."
-        events = {"type": "string", "description": what, "contentSchema": named[operation.chunk]}
-        content["text/event-stream"] = {"schema": events}
+        content["text/event-stream"] = {"schema": event_of(named[operation.chunk])}
     statuses = {*ALWAYS, *operation.statuses, *(WITH_BODY if operation.body else ())}
     refused = {str(s): refusal(s, operation, named) for s in sorted(statuses)}
     return {"200": {"description": "The answer", "content": content}} | refused
+
+
+def event_of(chunk: Any) -> dict[str, Any]:
+    """Of streams tools take the schema for that of each event."""
+    data = {"type": "string", "description": "JSON, or [DONE]", "contentSchema": chunk}
+    return {
+        "type": "object",
+        "description": "With stream = true: a server-sent event.",
+        "properties": {"event": {"type": "string"}, "data": data},
+        "required": ["data"],
+    }
 
 
 def refusal(status: int, operation: Operation, named: dict[Any, Any]) -> dict[str, Any]:
