@@ -275,11 +275,6 @@ def check_form(body: Body) -> None:
     grammar_of(body.form, body.form_field if body.structured_outputs is None else None)
 
 
-def field_of(form_field: str) -> str:
-    """The field that the whole form is in."""
-    return form_field.partition(".json_schema")[0]
-
-
 def one_limit(body: T) -> T:
     """Merge max_completion_tokens into max_tokens; refuse them if they differ."""
     limit = body.max_completion_tokens
@@ -358,12 +353,13 @@ def check_no_op(key: str, value: Any, kind: type[Body]) -> None:
 
 
 def passed_over(kind: type[Body]) -> dict[str, Any]:
-    """JSON schemas of the fields that are accepted beside those of `kind`."""
-    refused: dict[str, tuple[Any, ...]] = dict.fromkeys(kind.refused, ())
-    accepted = {name: [*values, None] for name, values in ({**kind.no_op} | refused).items()}
-    anything = {name: {"description": "read past: it means nothing here"} for name in HARMLESS}
-    only = {name: {"enum": values} for name, values in accepted.items()}
-    return {n: s for n, s in sorted((anything | only).items()) if n not in own_fields(kind)}
+    """JSON schemas of the fields that are accepted beside those of `kind`, as far as they are."""
+    told: dict[str, Any] = {
+        **{name: {"description": "read past: it means nothing here"} for name in HARMLESS},
+        **{name: {"enum": [*values, None]} for name, values in kind.no_op.items()},
+        **{name: {"enum": [None], "description": why} for name, why in kind.refused.items()},
+    }
+    return {name: told[name] for name in sorted(told) if name not in own_fields(kind)}
 
 
 def is_same(value: Any, off: Any) -> bool:

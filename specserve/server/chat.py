@@ -12,7 +12,6 @@ from specserve.answer.events import Answer, CallArguments, CallBegin, Content, E
 from specserve.answer.formats import AnswerReader, Wanted
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import NumTop, SamplingParams
-from specserve.grammars.asked import StructuredOutputsParams
 from specserve.grammars.compiled import GrammarError
 from specserve.grammars.tools import CallGrammar, special_tokens
 from specserve.models.chat_template import ChatOptions
@@ -104,12 +103,6 @@ class Conversation(Protocol):
     def messages(self) -> Sequence[dict[str, Any]]: ...
 
     def options(self, tools: ToolsAsked) -> ChatOptions: ...
-
-    @property
-    def form(self) -> StructuredOutputsParams | None: ...
-
-    @property
-    def form_field(self) -> str: ...
 
     @property
     def include_reasoning(self) -> bool: ...
