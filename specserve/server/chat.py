@@ -118,7 +118,9 @@ class Conversation(Protocol):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a message. `name` is ignored but for a tool's, as by most templates."""
+    """The fields of a message. `name` is ignored but for a tool's, as by most templates; so is
+    `parsed`, which is what a client makes of its content.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
@@ -127,6 +129,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: str | None = None
     tool_calls: list[Any] | None = None
     tool_call_id: str | None = None
+    parsed: Any = None
 
 
 def piece(event: Event, is_first: bool) -> dict[str, Any]:

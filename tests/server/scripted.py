@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import uvloop
 
 from specserve.config import Config, load_config
+from specserve.errors import RequestError
 from specserve.exchange.messages import Ready
 from specserve.exchange.step_output import StepOutput, TokenLogprobs
+from specserve.grammars.compiled import GrammarError, compile_grammar, vocabulary_of
 from specserve.input_processor import TextFiles, make_input_processor
 from specserve.models.chat_template import ChatTemplate
 from specserve.models.defaults import GenerationDefaults
@@ -61,11 +63,29 @@ class ScriptedEngine:
         pass
 
 
+class Grammars:
+    """Checks grammars without a process."""
+
+    num_asked = 0
+
+    def __init__(self, tokenizer, size):
+        self.vocabulary = vocabulary_of(tokenizer, size, [tokenizer.get_vocab()[EOS]])
+
+    async def check(self, grammar, field, salt):
+        try:
+            compile_grammar(self.vocabulary, grammar)
+        except GrammarError as e:
+            raise RequestError(f"{field}: {e}", field) from e
+
+    async def close(self):
+        pass
+
+
 class ScriptedServer(ServerProcess):
     """To be asked like a real one."""
 
-    def __init__(self, tokenizer, config):
-        self.tokenizer, self.config = tokenizer, config
+    def __init__(self, tokenizer, config, engine=ScriptedEngine):
+        self.tokenizer, self.config, self.make_engine = tokenizer, config, engine
         self.started = threading.Event()
 
     def __enter__(self):
@@ -85,7 +105,7 @@ class ScriptedServer(ServerProcess):
 
     async def serve(self):
         self.loop, self.ended = asyncio.get_running_loop(), asyncio.Event()
-        self.engine = engine = ScriptedEngine()
+        self.engine = engine = self.make_engine()
         service = Service(self.config, engine)
         size = self.tokenizer.backend.get_vocab_size()
         ready = Ready({}, "none", size, MAX_LEN, "fp32", "fp32", "", 16, 1, {})
@@ -95,6 +115,7 @@ class ScriptedServer(ServerProcess):
         formats = formats_of(self.config.server, self.tokenizer)
         served = ServedModel(service.name, "fp", "none", 0, [], "fp32", formats=formats)
         service.open(make_input_processor(files, size, MAX_LEN), served, ready)
+        service.grammars = Grammars(self.tokenizer, size)
         server = Server(service)
         with listen(self.config.server) as listener:
             self.port = listener.getsockname()[1]
@@ -117,9 +138,9 @@ class ScriptedServer(ServerProcess):
         return self.engine.added[-1]
 
 
-def scripted(tokenizer, **settings):
+def scripted(tokenizer, engine=ScriptedEngine, **settings):
     config: Config = load_config(None, {"server.port": 0} | settings)
-    return ScriptedServer(tokenizer, config)
+    return ScriptedServer(tokenizer, config, engine)
 
 
 def with_template(backend, source, response_template=None):
