@@ -118,8 +118,8 @@ class Conversation(Protocol):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a message. `name` is ignored but for a tool's, as by most templates; so is
-    `parsed`, which is what a client makes of its content.
+    """The fields of a message. `name` is ignored but for a tool's, as by most templates; so are
+    `parsed` and `provider_specific_fields`, in which clients repeat what they were answered.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -130,6 +130,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: list[Any] | None = None
     tool_call_id: str | None = None
     parsed: Any = None
+    provider_specific_fields: Any = None
 
 
 def piece(event: Event, is_first: bool) -> dict[str, Any]:
