@@ -101,6 +101,8 @@ def test_a_mistake_is_one_line_that_says_what_to_do(fake, capsys, args, complain
     [
         (["serve", "--port=99999"], "--port: server.port = 99999"),
         (["serve", "m", "--served-model-name=\n"], "--served-model-name: server.served_model"),
+        (["serve", "--tool-call-parser=a"], "--tool-parser: server.tool_parser = 'a'"),
+        (["serve", "--reasoning-parser=a"], "--reasoning-parser: server.reasoning_parser = 'a'"),
         (["serve", ""], "MODEL: model.path = ''"),
         (["serve", "--host=0.0.0.0", "--set=server.port=-1"], "--set: server.port = -1"),
         (["generate", "a", "--model="], "--model: model.path = ''"),

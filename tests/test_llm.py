@@ -1,5 +1,6 @@
 """The offline API: what comes back, in which order, and what is refused."""
 
+import shutil
 import signal
 from array import array
 from concurrent.futures import ThreadPoolExecutor
@@ -393,6 +394,19 @@ def test_a_chat_may_end_inside_its_last_message_or_before_an_answer_begins(llm):
         assert llm.tokenizer.decode(chat.prompt_token_ids, False) == f"user: hi<|end|>\n{end}"
     with pytest.raises(RequestError, match="it reads none"):
         llm.chat(messages, GREEDY, chat_template_kwargs={"mood": 1})
+
+
+def test_a_chat_shows_its_tools_to_the_template(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text("{{ tools }} {{ messages[0].content }}")
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    asked = {"conversation": [{"role": "user", "content": "hi"}]}
+    with load(tmp_path) as llm:
+        for given, text in ((tools, f"{tools} hi"), ([], "None hi"), (None, "None hi")):
+            (chat,) = llm.chat(asked["conversation"], GREEDY, tools=given)
+            assert llm.tokenizer.decode(chat.prompt_token_ids) == text
+            written = llm.tokenizer.apply_chat_template(**asked, tools=given, tokenize=False)
+            assert written == text
 
 
 def test_a_stream_ends_when_the_llm_is_closed(folder):

@@ -141,7 +141,6 @@ def call(request, folder, llm):
 CALLS = {
     "an adapter": ({"lora_request": 1}, "lora_request=1: adapters"),
     "a template": ({"chat_template": "{{ 1 }}"}, "put chat_template.jinja"),
-    "tools": ({"tools": []}, "not supported yet; leave tools out"),
     "priorities": ({"priority": [1]}, r"SamplingParams\(priority=\.\.\.\)"),
     "a function by itself": ({"logits_processors": print}, "logits_processors"),
 }

@@ -268,11 +268,16 @@ def check_form(body: Body) -> None:
     if body.form is None:
         return
     if body.form is not body.structured_outputs and body.structured_outputs is not None:
-        field = body.form_field.removesuffix(".json_schema.schema")
+        field = field_of(body.form_field)
         raise RequestError(
             f"{field} and structured_outputs: the text has one form; send one of them", field
         )
     grammar_of(body.form, body.form_field if body.structured_outputs is None else None)
+
+
+def field_of(form_field: str) -> str:
+    """The field that the whole form is in."""
+    return form_field.partition(".json_schema")[0]
 
 
 def one_limit(body: T) -> T:

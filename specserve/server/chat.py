@@ -12,6 +12,7 @@ from specserve.answer.events import Answer, CallArguments, CallBegin, Content, E
 from specserve.answer.formats import AnswerReader, Wanted
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import NumTop, SamplingParams
+from specserve.grammars.asked import StructuredOutputsParams
 from specserve.grammars.compiled import GrammarError
 from specserve.grammars.tools import CallGrammar, special_tokens
 from specserve.models.chat_template import ChatOptions
@@ -19,6 +20,7 @@ from specserve.server.body import (
     REFUSED,
     FormattedBody,
     convert,
+    field_of,
     fields,
     is_same,
     read,
@@ -103,6 +105,12 @@ class Conversation(Protocol):
     def messages(self) -> Sequence[dict[str, Any]]: ...
 
     def options(self, tools: ToolsAsked) -> ChatOptions: ...
+
+    @property
+    def form(self) -> StructuredOutputsParams | None: ...
+
+    @property
+    def form_field(self) -> str: ...
 
     @property
     def include_reasoning(self) -> bool: ...
@@ -197,6 +205,7 @@ async def begin(
     service.check_model(asked.model)
     await service.check_asked(asked.params, 1, "messages", asked.form_field)
     check_readable(service, tools)
+    check_one_form(asked, tools)
     kept = service.input_processor.num_kept(asked.params)
     rendering = render(service, asked, tools, kept)
     text, prompt = await while_connected(request, rendering)
@@ -239,10 +248,26 @@ def check_readable(service: Service, asked: ToolsAsked) -> None:
         )
 
 
+def check_one_form(asked: Conversation, tools: ToolsAsked) -> None:
+    """Refuse a form of the text beside tools: it would leave no room for calls."""
+    if asked.form is not None and tools.tools:
+        field = field_of(asked.form_field)
+        raise RequestError(
+            f"{field} and tools: a text of that form has no calls: send one of them, or "
+            'tool_choice = "none"',
+            field,
+        )
+
+
 def call_grammar(service: Service, asked: ToolsAsked, reader: AnswerReader) -> str:
     """The grammar that the tools ask for; empty where they ask for none."""
     if not asked.is_enforced and not asked.strict:
         return ""
+    if service.grammars is None:
+        raise RequestError(
+            "tools: the model has no token that ends a text, so that no call can be enforced",
+            "tools",
+        )
     formats = service.served.formats
     special = special_tokens(service.input_processor.tokenizer, formats)
     thinks = reader.reasoning == "think"

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,9 @@ class ResponseWriter:
         self.namer = Namer(self.generation.stream.tokenizer, self.num_top or 0, has_ids=False)
         self.output = list[dict[str, Any]]()  # items that are finished
         self.open: OpenItem | None = None
-        self.untold = list[Any]()  # logprobs of text that has not been sent
+        self.num_chars = 0  # of the text so far
+        self.num_told = 0  # tokens whose logprobs are told, or are not of a message
+        self.untold = list[Any]()  # logprobs for the next text
         self.number = 0  # of events so far
         self.head = self.echo(asked)
 
@@ -140,16 +142,28 @@ class ResponseWriter:
         return named(self.last_chunks() if error is None else self.failing(error))
 
     def chunks(self, delta: ChoiceDelta) -> Iterator[Chunk]:
-        if self.num_top is not None:
-            new = slice(delta.begin, delta.begin + len(delta.token_ids))
-            self.untold += self.told(new)
-        pieces = self.parser.push(delta.text) if delta.text else []
+        for text in self.cut(delta.text):
+            yield from self.chunks_of(self.parser.push(text))
         if delta.is_last:
-            pieces += self.parser.finish()
-        if pieces and not any(isinstance(piece, Content) for piece in pieces):
-            self.untold = []  # logprobs are told of messages only
-        for piece in pieces:
-            yield from self.chunks_of(piece)
+            self.tell(len(self.generation.token_ids))
+            yield from self.chunks_of(self.parser.finish())
+
+    def cut(self, text: str) -> Iterator[str]:
+        """A step's text, cut where tokens begin if their logprobs are told."""
+        before, end = self.num_chars, self.num_chars + len(text)
+        starts = self.generation.starts if self.num_top is not None else []
+        while self.num_chars < end:
+            number = bisect_right(starts, self.num_chars)
+            self.tell(number)
+            begin = self.num_chars
+            self.num_chars = min(end, starts[number]) if number < len(starts) else end
+            yield text[begin - before : self.num_chars - before]
+
+    def tell(self, number: int) -> None:
+        """Have the logprobs of tokens up to a number told with the next text of a message."""
+        if self.num_top is not None:
+            self.untold += self.told(slice(self.num_told, number))
+            self.num_told = max(self.num_told, number)
 
     def told(self, tokens: slice) -> list[Any]:
         its = self.generation
@@ -157,18 +171,21 @@ class ResponseWriter:
         content: list[Any] = sealed(chat_form(told, self.namer)["content"])
         return content
 
-    def chunks_of(self, piece: Event) -> Iterator[Chunk]:
-        match piece:
-            case Content(text):
-                yield from self.say(text, "message", "output_text")
-            case Reasoning(text):
-                yield from self.say(text, "reasoning", "reasoning_text")
-            case CallBegin(_, id, name):
-                yield from self.close("completed")
-                item = {"type": "function_call", "call_id": id, "name": name}
-                yield from self.begin("fc", item | {"arguments": ""}, None)
-            case CallArguments(_, text):
-                yield from self.add(text)
+    def chunks_of(self, pieces: Sequence[Event]) -> Iterator[Chunk]:
+        if pieces and not any(isinstance(piece, Content) for piece in pieces):
+            self.untold = []  # logprobs are told of messages only
+        for piece in pieces:
+            match piece:
+                case Content(text):
+                    yield from self.say(text, "message", "output_text")
+                case Reasoning(text):
+                    yield from self.say(text, "reasoning", "reasoning_text")
+                case CallBegin(_, id, name):
+                    yield from self.close("completed")
+                    item = {"type": "function_call", "call_id": id, "name": name}
+                    yield from self.begin("fc", item | {"arguments": ""}, None)
+                case CallArguments(_, text):
+                    yield from self.add(text)
 
     def say(self, text: str, type: str, part: str) -> Iterator[Chunk]:
         """Add text to an item of a type, which is begun if the last item has another one."""

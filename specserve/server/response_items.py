@@ -15,8 +15,9 @@ Message = dict[str, Any]  # of a chat
 State = Literal["in_progress", "completed", "incomplete"]
 TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text")
 PART_FIELDS = ["type", "text"]
+NULL_ONLY = "async", "caller", "encrypted_content", "namespace"  # fields of items at OpenAI
 # Fields of parts that were answers -> the values without effect: only they are accepted.
-NO_OP_OF_PARTS = {"annotations": ([],), "logprobs": ([],)}
+NO_OP_OF_PARTS: dict[str, tuple[Any, ...]] = {"annotations": ([],), "logprobs": ([],)}
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,16 +92,15 @@ def read_input(given: str | Sequence[dict[str, Any]], instructions: str | None) 
 
 
 def read_item(raw: dict[str, Any], path: str) -> Item:
-    name = raw.get("type") or "message"
+    name = raw.get("type")
+    name = "message" if name is None else name
     if not isinstance(name, str) or name not in ITEMS:
         raise RequestError(
             f"{path}.type: {', '.join(ITEMS)} are read, not {cut(str(name))!r}", f"{path}.type"
         )
     kind = ITEMS[name]
     for key, value in raw.items():
-        if key == "encrypted_content" and kind is ReasoningItem and value is None:
-            continue
-        if key not in fields(kind):
+        if key not in fields(kind) and (key not in NULL_ONLY or value is not None):
             refuse_unknown(key, [*fields(kind)], f"{path}.")
     for field in msgspec.structs.fields(kind):
         if field.required and raw.get(field.name) is None:

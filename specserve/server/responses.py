@@ -31,25 +31,27 @@ Metadata = dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_len
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The form of the answer.
 
-    name            1 to 64 letters, digits, _ and -; read past, as are description and strict: an
-                    answer always fits the schema
     schema          a JSON schema, of type json_schema
+    strict          read past, as a text always fits the schema, and so are name and description
     """
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}\Z")] | None = None
+    name: str | None = None
     description: str | None = None
     schema: dict[str, Any] | None = None
     strict: bool | None = None
 
+    def __post_init__(self) -> None:
+        if (self.type == "json_schema") != (self.schema is not None):
+            raise ValueError("schema: only with the type json_schema, which needs it")
+
     @property
-    def structured(self) -> StructuredOutputsParams | None:
-        match self.type:
-            case "json_schema" if self.schema is not None:
-                return StructuredOutputsParams(json=self.schema)
-            case "json_object":
-                return StructuredOutputsParams(json_object=True)
-        return None
+    def asked(self) -> StructuredOutputsParams | None:
+        if self.type == "text":
+            return None
+        if self.schema is None:
+            return StructuredOutputsParams(json_object=True)
+        return StructuredOutputsParams(json=self.schema)
 
     @property
     def told(self) -> dict[str, Any]:
@@ -95,7 +97,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     """
 
     no_op: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **{k: v for k, v in NO_OP.items() if k not in ("response_format", "reasoning_effort")},
+        **{k: v for k, v in NO_OP.items() if k != "reasoning_effort"},
         "access_programs": (),
         "background": (False,),
         "context_management": ([],),
@@ -146,16 +148,17 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     @property
     def params(self) -> SamplingParams:
         num_top = (self.top_logprobs or 0) if LOGPROBS in self.include else None
-        own = {"logprobs": num_top, "max_tokens": self.max_output_tokens}
-        return msgspec.structs.replace(super().params, **own)
+        most = self.max_output_tokens
+        return msgspec.structs.replace(super().params, logprobs=num_top, max_tokens=most)
 
     @property
     def form(self) -> StructuredOutputsParams | None:
-        return self.text.format.structured or self.structured_outputs
+        asked = self.text.format.asked
+        return super().form if asked is None else asked
 
     @property
     def form_field(self) -> str:
-        return "text.format" if self.text.format.structured else super().form_field
+        return super().form_field if self.text.format.asked is None else "text.format"
 
     def options(self, tools: ToolsAsked) -> ChatOptions:
         return read_options(None, False, self.chat_template_kwargs or {}, tools)
@@ -169,7 +172,7 @@ async def responses(request: Request) -> Response:
     try:
         completion, reader = await begin(request, asked, tools, arrived)
     except RequestError as e:
-        e.param = "input" if e.param == "messages" else e.param  # a chat's name of it
+        e.param = "input" if e.param == "messages" else e.param
         raise
     writer = ResponseWriter(service.served, asked, completion, reader)
     if asked.stream:
@@ -183,19 +186,6 @@ def read_responses(raw: bytes) -> tuple[ResponsesBody, ToolsAsked]:
         raise RequestError(
             f'top_logprobs: only with logprobs; let include have "{LOGPROBS}"', "top_logprobs"
         )
-    check_format(body)
     said = read_input(body.input, body.instructions)
     messages = tuple(read_message(message, "input") for message in said)
     return msgspec.structs.replace(body, messages=messages), read_flat_tools(body)
-
-
-def check_format(body: ResponsesBody) -> None:
-    form, path = body.text.format, "text.format"
-    if form.type == "json_schema" and (form.schema is None or form.name is None):
-        missing = "name" if form.name is None else "schema"
-        raise RequestError(f"{path}.{missing}: missing of type json_schema", f"{path}.{missing}")
-    for field in ("name", "description", "schema", "strict"):
-        if form.type != "json_schema" and getattr(form, field) is not None:
-            raise RequestError(
-                f"{path}.{field}: only of type json_schema: leave it out", f"{path}.{field}"
-            )

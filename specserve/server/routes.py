@@ -1,5 +1,6 @@
 """The routes, as a table, and the functions of those that tell what the server is and does."""
 
+import asyncio
 from functools import cache
 from typing import Any
 
@@ -111,16 +112,18 @@ def described() -> dict[str, Any]:
 
 @cache
 def documents() -> tuple[bytes, str]:
-    """The OpenAPI document as JSON and as a page."""
+    """The OpenAPI document as JSON and as a page. To be called in a thread: it takes a while."""
     return msgspec.json.encode(described()), page(described())
 
 
 async def openapi(request: Request) -> Response:
-    return Response(documents()[0], media_type="application/json")
+    json, _ = await asyncio.to_thread(documents)
+    return Response(json, media_type="application/json")
 
 
 async def docs(request: Request) -> Response:
-    return Response(documents()[1], headers=HEADERS, media_type="text/html")
+    _, html = await asyncio.to_thread(documents)
+    return Response(html, headers=HEADERS, media_type="text/html")
 
 
 OPERATIONS = (

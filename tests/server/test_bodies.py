@@ -108,6 +108,12 @@ ORDINARY[RESPONSES] = {
             "role": "assistant",
             "content": [{"type": "output_text", "text": "a", "annotations": []}],
         },
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"x": [1]}'},
+        {
+            "type": "function_call_output",
+            "call_id": "c",
+            "output": [{"type": "input_text", "text": "a"}],
+        },
         {"role": "user", "content": "b"},
     ],
     "instructions": "be",
@@ -118,7 +124,12 @@ ORDINARY[RESPONSES] = {
     "reasoning": {"effort": "none", "summary": "auto"},
     "metadata": {"a": "b"},
     "chat_template_kwargs": {"mood": ["a"]},
-    "tools": None,
+    "tools": [
+        {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
+    ],
+    "tool_choice": "none",
+    "parallel_tool_calls": False,
+    "include_reasoning": True,
     "store": False,
 } | {name: value for name, value in SHARED.items() if name not in OF_CHOICES}
 
@@ -290,8 +301,14 @@ EXTREME = st.sampled_from(
 
 
 def asking(path, fields):
+    if path == RESPONSES:
+        most = {"max_output_tokens": fields.get("max_tokens", 2)}
+        return {"input": "a"} | most | {n: v for n, v in fields.items() if n not in NOT_RIGHT}
     subject = {"prompt": "a"} if path == COMPLETIONS else saying("a")[1]
     return subject | {"max_tokens": 2} | fields
+
+
+NOT_RIGHT = OF_CHOICES | {"n"}
 
 
 def run(test, number):
@@ -301,7 +318,7 @@ def run(test, number):
 MANY = pytest.mark.parametrize("number", [20, pytest.param(2000, marks=pytest.mark.slow)])
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
 @MANY
 def test_right_parameters_are_answered_in_any_company(small, path, number):
     @given(st.fixed_dictionaries({}, optional=RIGHT) | st.fixed_dictionaries(RIGHT))
@@ -313,7 +330,7 @@ def test_right_parameters_are_answered_in_any_company(small, path, number):
     run(ask, number)
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
 @MANY
 def test_wrong_ones_among_right_ones_are_refused(small, path, number):
     wrong = st.dictionaries(st.sampled_from([*RIGHT]) | TEXTS, EXTREME | JSON, max_size=3)

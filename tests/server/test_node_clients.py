@@ -74,6 +74,15 @@ def test_a_response_is_that_of_a_plain_request_streamed_and_whole(server, heard)
     )
 
 
+def test_the_sdk_reads_responses_too(server, heard):
+    limit = {"max_output_tokens": ASKED["max_tokens"], "temperature": 0}
+    answer = server.post("/v1/responses", limit | {"input": ASKED["messages"]}).body
+    [item], told = answer["output"], heard["sdkResponses"]
+    usage = [answer["usage"][f"{of}_tokens"] for of in ("input", "output", "total")]
+    expected = {"text": item["content"][0]["text"], "reason": "length", "usage": usage}
+    assert told["streamed"] == told["whole"] == expected
+
+
 def test_a_call_of_a_function_is_the_same_streamed_and_whole(heard):
     called = heard["responses"]["called"]
     assert called["name"] == "weather" and called["arguments"].startswith(called["streamed"])
@@ -95,6 +104,7 @@ ERRORS = {
     "openai": ("BadRequestError", "NotFoundError"),
     "responses": ("BadRequestError", "NotFoundError"),
     "sdk": ("APICallError", "APICallError"),
+    "sdkResponses": ("APICallError", "APICallError"),
 }
 
 

@@ -11,7 +11,9 @@ from openai.types.responses import Response
 
 from specserve.server.response_items import read_input
 from tests.server.asking import CHAT, MESSAGES, chat_body
+from tests.server.scripted import scripted, with_template
 from tests.server.server_process import eventually
+from tests.server.test_tools import QWEN, backend
 
 RESPONSES = "/v1/responses"
 PLAIN = {"temperature": 0, "max_output_tokens": 24}
@@ -161,7 +163,7 @@ def count(server, messages):
 
 def test_an_answer_can_be_sent_back_as_input(client, server):
     first = client.responses.create(**asked_of())
-    items = [*MESSAGES, *(item.to_dict() for item in first.output)]
+    items = [*MESSAGES, *first.output]
     said = {"role": "assistant", "content": first.output_text}
     more = {"role": "user", "content": "and"}
     second = client.responses.create(**asked_of(input=[*items, more]))
@@ -202,8 +204,94 @@ def test_a_client_streams_a_call_and_sends_its_result(client):
     assert "".join(pieces) == call.arguments and json.loads(call.arguments)["city"]
     assert (call.call_id, call.id, call.status) == (added.call_id, added.id, "completed")
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
-    more = client.responses.create(**asked_of(input=[*MESSAGES, call.to_dict(), result]))
+    more = client.responses.create(**asked_of(input=[*MESSAGES, call, result]))
     assert more.output_text
+
+
+@pytest.fixture(scope="module")
+def thinking():
+    """A server that finds reasoning and calls in texts, and says what tests tell it to."""
+    with scripted(with_template(backend(), QWEN)) as server:
+        yield server
+
+
+SAID = """<think>hm</think>so<tool_call>
+{"name": "weather", "arguments": {"city": "Rome"}}
+</tool_call><tool_call>
+{"name": "weather", "arguments": {}}
+</tool_call>"""
+FREE = {"input": "a", "tools": [TOOL | {"strict": False}]}
+
+
+def test_reasoning_text_and_calls_are_items_one_after_the_other(thinking):
+    with thinking.saying(SAID) as num_tokens:
+        whole = thinking.post(RESPONSES, FREE).body
+    thought, said, called, again = whole["output"]
+    assert (thought["type"], thought["content"], thought["summary"]) == (
+        "reasoning",
+        [{"type": "reasoning_text", "text": "hm"}],
+        [],
+    )
+    assert said["content"][0]["text"] == "so" and again["arguments"] == "{}"
+    assert (called["name"], json.loads(called["arguments"])) == ("weather", {"city": "Rome"})
+    assert called["call_id"] != again["call_id"] and whole["status"] == "completed"
+    usage = whole["usage"]
+    assert 2 < usage["output_tokens_details"]["reasoning_tokens"] < usage["output_tokens"] / 2
+    assert usage["output_tokens"] == num_tokens
+
+
+@pytest.mark.parametrize("size", [1, 3, 999])
+def test_a_stream_has_the_same_items_however_it_is_cut(thinking, size):
+    with thinking.saying(SAID, size):
+        whole = thinking.post(RESPONSES, FREE).body
+        events = events_of(thinking, FREE)
+    indexes = [data["output_index"] for _, data in events if "output_index" in data]
+    assert indexes == sorted(indexes) and {*indexes} == {0, 1, 2, 3}
+    dones = [data["item"] for name, data in events if name == "response.output_item.done"]
+    assert [without_ids(item) for item in dones] == [without_ids(i) for i in whole["output"]]
+    assert events[-1][1]["response"]["output"] == dones
+    assert events[-1][1]["response"]["usage"] == whole["usage"]
+    ids = {data["item_id"]: data["output_index"] for _, data in events if "item_id" in data}
+    assert [*ids] == [item["id"] for item in dones] and [*ids.values()] == [0, 1, 2, 3]
+    texts = dict.fromkeys(ids, "")
+    for name, data in events:
+        if name.endswith(".delta"):
+            texts[data["item_id"]] += data["delta"]
+    assert [*texts.values()] == ["hm", "so", dones[2]["arguments"], "{}"]
+
+
+def without_ids(item):
+    return {name: value for name, value in item.items() if name not in ("id", "call_id")}
+
+
+def test_a_call_that_is_cut_is_incomplete_and_so_is_the_response(thinking):
+    with thinking.saying(SAID) as num_tokens:
+        most = num_tokens // 2
+        response = thinking.post(RESPONSES, FREE | {"max_output_tokens": most}).body
+    *before, cut = response["output"]
+    assert (cut["type"], cut["status"], response["status"]) == (
+        "function_call",
+        *["incomplete"] * 2,
+    )
+    assert '{"city": "Rome"}'.startswith(cut["arguments"])
+    assert {item["status"] for item in before} == {"completed"}
+
+
+def test_reasoning_that_is_not_wanted_is_no_item(thinking):
+    with thinking.saying(SAID):
+        output = thinking.post(RESPONSES, FREE | {"include_reasoning": False}).body["output"]
+    assert [item["type"] for item in output] == ["message", "function_call", "function_call"]
+
+
+@pytest.mark.parametrize("size", [1, 3, 999])
+def test_logprobs_are_those_of_the_message_alone(thinking, size):
+    asked = FREE | {"include": [LOGPROBS]}
+    with thinking.saying(SAID, size):
+        [part] = thinking.post(RESPONSES, asked).body["output"][1]["content"]
+        events = dict(events_of(thinking, asked))
+    told = "".join(each["token"] for each in part["logprobs"])
+    assert "so" in told and "hm" not in told and "name" not in told
+    assert events["response.output_text.done"]["logprobs"] == part["logprobs"]
 
 
 def test_items_become_the_messages_of_a_chat():
@@ -212,7 +300,7 @@ def test_items_become_the_messages_of_a_chat():
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "b"}]},
         {"type": "message", "role": "assistant", "content": "c"},
         {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"x": 1}'},
-        {"type": "function_call", "call_id": "2", "name": "f", "arguments": ""},
+        {"type": "function_call", "call_id": "2", "name": "f", "arguments": "", "caller": None},
         {"type": "function_call_output", "call_id": "1", "output": "d"},
         {"type": "function_call_output", "call_id": "2", "output": [part("e"), part("f")]},
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "g"}]},
@@ -365,15 +453,30 @@ REFUSED = {
         "input[0].arguments",
         "no JSON object",
     ),
-    "a schema of no name": (
-        {"text": {"format": {"type": "json_schema", "schema": {}}}},
-        "text.format.name",
-        "missing",
+    "a schema that is not there": (
+        {"text": {"format": {"type": "json_schema", "name": "a"}}},
+        "text.format",
+        "only with the type json_schema",
     ),
-    "a schema of no text": (
+    "a schema of a text": (
         {"text": {"format": {"type": "text", "schema": {}}}},
-        "text.format.schema",
-        "only of type json_schema",
+        "text.format",
+        "only with the type json_schema",
+    ),
+    "a schema that cannot be": (
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "x"}}}},
+        "text.format",
+        "x",
+    ),
+    "two forms": (
+        {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
+        "text.format",
+        "one form",
+    ),
+    "a form and calls": (
+        {"text": {"format": {"type": "json_object"}}, "tools": [TOOL], "tool_choice": "required"},
+        "text.format",
+        "send one of them",
     ),
     "a field of a format": ({"text": {"format": {"tpe": "text"}}}, "text", "tpe"),
     "metadata of numbers": ({"metadata": {"a": 1}}, "metadata", "Expected"),

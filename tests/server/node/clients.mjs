@@ -1,6 +1,7 @@
 // Asks a server through the clients that JavaScript has: `node clients.mjs BASE_URL`.
 // Prints one JSON object: for each client the answer whole, the same streamed, and a refusal.
 
+import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateText, streamText } from "ai";
 import OpenAI from "openai";
@@ -136,6 +137,35 @@ async function sdk() {
   };
 }
 
-console.log(
-  JSON.stringify({ openai: await openai(), responses: await responses(), sdk: await sdk() }),
-);
+// This provider asks the newer route, which has no seed there.
+async function sdkResponses() {
+  const model = createOpenAI({ baseURL: url, apiKey: "none" })("tiny");
+  const body = { model, messages, maxOutputTokens: limit, maxRetries: 0, temperature: 0 };
+  const read = (usage) => [usage.inputTokens, usage.outputTokens, usage.totalTokens];
+
+  const answer = await generateText(body);
+  const whole = { text: answer.text, reason: answer.finishReason, usage: read(answer.usage) };
+
+  const stream = streamText(body);
+  const streamed = { text: "" };
+  for await (const piece of stream.textStream) streamed.text += piece;
+  streamed.reason = await stream.finishReason;
+  streamed.usage = read(await stream.usage);
+
+  return {
+    whole,
+    streamed,
+    wrong: await refused(() => generateText({ ...body, temperature: -1 })),
+    nobody: await refused(() =>
+      generateText({ ...body, model: createOpenAI({ baseURL: url, apiKey: "none" })("nobody") }),
+    ),
+  };
+}
+
+const told = {
+  openai: await openai(),
+  responses: await responses(),
+  sdk: await sdk(),
+  sdkResponses: await sdkResponses(),
+};
+console.log(JSON.stringify(told));
