@@ -12,7 +12,7 @@ from tests.server.asking import CHAT, COMPLETIONS, chat_body, completion_body, s
 from tests.server.environments import python_with
 from tests.server.server_process import ServerProcess, eventually
 
-GENERATED = "vllm:generation_tokens_total"
+GENERATED, HITS = "vllm:generation_tokens_total", "vllm:prefix_cache_hits_total"
 pytestmark = pytest.mark.slow
 
 
@@ -21,14 +21,14 @@ class Router(ServerProcess):
 
     headers = MappingProxyType({"Content-Type": "application/json"})  # which it insists on
 
-    def __init__(self, policy, servers, log):
+    def __init__(self, policy, servers, flags, log):
         with contextlib.ExitStack() as stack:
             free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in "ab"]
             self.port, metrics = (each.getsockname()[1] for each in free)
         python = Path(python_with("vllm_router"))
         command = [python.with_name("vllm-router"), "--host=127.0.0.1", f"--port={self.port}"]
         command += ["--worker-urls", *(server.url for server in servers), f"--policy={policy}"]
-        command += [f"--prometheus-port={metrics}", "--worker-startup-check-interval=1"]
+        command += [f"--prometheus-port={metrics}", "--worker-startup-check-interval=1", *flags]
         self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
     def __enter__(self):
@@ -60,7 +60,9 @@ def servers(folder):
 def routed(tmp_path):
     """Starts a router."""
     with (tmp_path / "log").open("w") as log, contextlib.ExitStack() as stack:
-        yield lambda policy, servers: stack.enter_context(Router(policy, servers, log))
+        yield lambda policy, servers, *flags: stack.enter_context(
+            Router(policy, servers, flags, log)
+        )
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "cache_aware"])
@@ -84,21 +86,22 @@ def test_requests_in_turn_reach_both_servers(servers, routed):
 
 
 def test_a_prompt_goes_where_its_prefix_is(servers, routed):
-    router = routed("cache_aware", servers)
-    before = [server.metric(GENERATED) for server in servers]
-    prompts = [f"{number} cats sat on {number} mats. " * 8 for number in range(4)]
+    to_the_idle = "--balance-abs-threshold=0", "--balance-rel-threshold=1"
+    router = routed("cache_aware", servers, *to_the_idle)
+    before = [server.metric(HITS) for server in servers]
+    prompts = [f"{number} cats sat on {number} mats. " * 8 for number in range(2)]
 
-    def cached(prompt):
-        answer = router.post(COMPLETIONS, completion_body(prompt=prompt, max_tokens=5)).body
+    def cached(prompt, **asked):
+        answer = router.post(COMPLETIONS, completion_body(prompt=prompt, **asked)).body
         return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    for _ in range(2):
-        for prompt in prompts:
-            cached(prompt)
+    with router.open_stream(COMPLETIONS, completion_body(prompt=prompts[0], max_tokens=300)) as one:
+        next(one)
+        assert cached(prompts[1]) == 0
+        assert [*one][-1] == "[DONE]"
     assert all(cached(f"{prompt}And then") >= 64 for prompt in prompts)
-    assert all(server.metric(GENERATED) > n for server, n in zip(servers, before, strict=True)), (
-        "one server got all requests"
-    )
+    # Each of the two has one of the prompts.
+    assert all(server.metric(HITS) >= n + 64 for server, n in zip(servers, before, strict=True))
 
 
 def test_a_server_that_leaves_ends_its_streams_and_gets_no_more(folder, routed):
@@ -115,6 +118,6 @@ def test_a_server_that_leaves_ends_its_streams_and_gets_no_more(folder, routed):
                 *_, last, done = [chunk, *events]
                 assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
         assert servers[0].exit_code() == 0
-        want = whole(servers[1], COMPLETIONS, completion_body())
+        want = whole(servers[1], COMPLETIONS, completion_body(seed=5))
         for _ in range(6):
-            assert whole(router, COMPLETIONS, completion_body()) == want
+            assert whole(router, COMPLETIONS, completion_body(seed=5)) == want
