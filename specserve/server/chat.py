@@ -115,7 +115,9 @@ class Conversation(Protocol):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a message. `name` is ignored but for a tool's, as by most templates."""
+    """The fields of a message. `name` is ignored but for a tool's, as by most templates; so are
+    `parsed` and `provider_specific_fields`, in which clients repeat what they were answered.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
@@ -124,6 +126,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: str | None = None
     tool_calls: list[Any] | None = None
     tool_call_id: str | None = None
+    parsed: Any = None
+    provider_specific_fields: Any = None
 
 
 def piece(event: Event, is_first: bool) -> dict[str, Any]:

@@ -25,10 +25,11 @@ class Function(msgspec.Struct, frozen=True):
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
-    """A call that is sent back; clients send its arguments as text."""
+    """A call that is sent back; clients send its arguments as text, and may repeat them parsed."""
 
     name: FunctionName
     arguments: str | dict[str, Any] = ""
+    parsed_arguments: Any = None
 
 
 class ToolsAsked(msgspec.Struct, frozen=True):

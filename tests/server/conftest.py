@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from specserve import LLM
 from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
+from tests.server.calling import TEMPLATE, replying
 from tests.server.server_process import SETTINGS, ServerProcess
 
 CONFIGS = (Path(__file__).parents[2] / "configs").glob("*.toml")
@@ -80,6 +81,18 @@ def plain(tmp_path_factory):
     weights["lm_head.weight"][other] = 0  # the best of the others is always above that
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+@pytest.fixture(scope="session")
+def calling(tmp_path_factory):
+    """The URLs of two servers for functions and forms: one whose model is random, so that grammars
+    make all calls, and one whose answers are those of tests/server/calling.py.
+    """
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("calling"), max_position_embeddings=4096)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    settings = {"server.served_model_name": "tiny", "server.reasoning_parser": "none"}
+    with ServerProcess(folder, **settings) as random, replying() as scripted:
+        yield random.url, f"http://127.0.0.1:{scripted.port}"
 
 
 @pytest.fixture(scope="session")

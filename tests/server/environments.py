@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ PINNED = Path(__file__).parent / "python"
 ENVIRONMENTS = Path(__file__).parents[2] / ".clients"
 
 
-def python_with(name: str) -> str:
+def python_with(name: str, borrows_torch: bool = False) -> str:
     """The Python of an environment with exactly what `python/NAME.txt` names; kept for next time.
 
-    The test is skipped where no package index answers.
+    With `borrows_torch` it sees the packages of this environment behind its own: a torch of its own
+    may be another build, of some gigabytes. The test is skipped where no package index answers.
     """
     pinned, folder = PINNED / f"{name}.txt", ENVIRONMENTS / name
     python, done = folder / "bin" / "python", folder / "installed.txt"
@@ -25,5 +27,8 @@ def python_with(name: str) -> str:
         if told.returncode and "Retrying (Retry(" in told.stderr:
             pytest.skip(f"no package index answers: {name} is NOT checked here")
         assert told.returncode == 0, told.stderr
+        if borrows_torch:
+            packages = sysconfig.get_path("purelib", vars={"base": str(folder)})
+            (Path(packages) / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
         done.write_text(pinned.read_text())
     return str(python)

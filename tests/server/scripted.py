@@ -84,8 +84,8 @@ class Grammars:
 class ScriptedServer(ServerProcess):
     """To be asked like a real one."""
 
-    def __init__(self, tokenizer, config):
-        self.tokenizer, self.config = tokenizer, config
+    def __init__(self, tokenizer, config, engine=ScriptedEngine):
+        self.tokenizer, self.config, self.make_engine = tokenizer, config, engine
         self.started = threading.Event()
 
     def __enter__(self):
@@ -105,7 +105,7 @@ class ScriptedServer(ServerProcess):
 
     async def serve(self):
         self.loop, self.ended = asyncio.get_running_loop(), asyncio.Event()
-        self.engine = engine = ScriptedEngine()
+        self.engine = engine = self.make_engine()
         service = Service(self.config, engine)
         size = self.tokenizer.backend.get_vocab_size()
         ready = Ready({}, "none", size, MAX_LEN, "fp32", "fp32", "", 16, 1, {})
@@ -138,9 +138,9 @@ class ScriptedServer(ServerProcess):
         return self.engine.added[-1]
 
 
-def scripted(tokenizer, **settings):
+def scripted(tokenizer, engine=ScriptedEngine, **settings):
     config: Config = load_config(None, {"server.port": 0} | settings)
-    return ScriptedServer(tokenizer, config)
+    return ScriptedServer(tokenizer, config, engine)
 
 
 def with_template(backend, source, response_template=None):

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 SETTINGS = {"model.threads": 1, "memory.kv_bytes": 1 << 26}
 READY = re.compile(r"ready in [\d.]+ s at (http://\S+)")
@@ -19,6 +19,8 @@ READY = re.compile(r"ready in [\d.]+ s at (http://\S+)")
 
 class ServerProcess:
     """`specserve serve MODEL`; killed, if it still runs, when the block ends."""
+
+    headers = MappingProxyType({})  # of every request
 
     def __init__(self, model, *args, env=None, stderr=subprocess.PIPE, **settings):
         sets = [f"--set={key}={value}" for key, value in (SETTINGS | settings).items()]
@@ -71,7 +73,7 @@ class ServerProcess:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         with contextlib.closing(connection):
             data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-            connection.request(method, path, data, dict(headers))
+            connection.request(method, path, data, self.headers | dict(headers))
             response = connection.getresponse()
             raw = response.read()
             is_json = response.headers.get("content-type", "").startswith("application/json")
@@ -94,7 +96,8 @@ class ServerProcess:
         """An iterator over the payloads; leaving the block closes the connection."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         with contextlib.closing(connection):
-            connection.request("POST", path, json.dumps(body | {"stream": True}).encode())
+            data = json.dumps(body | {"stream": True}).encode()
+            connection.request("POST", path, data, dict(self.headers))
             response = connection.getresponse()
             assert response.status == 200, response.read()
             yield payloads(response)

@@ -73,6 +73,18 @@ def test_what_is_ours_comes_along(client):
     assert answer.timings["predicted_n"] == 40
 
 
+def test_what_clients_add_to_an_answer_changes_nothing_when_it_is_sent_back(client):
+    def ask(added, added_to_call):
+        call = {"name": "now", "arguments": "{}"} | added_to_call
+        calls = [{"id": "1", "type": "function", "function": call}]
+        answer = {"role": "assistant", "content": "the mat", "tool_calls": calls} | added
+        asked = CHAT | {"messages": [*MESSAGES, answer, *MESSAGES]}
+        return client.chat.completions.create(**asked).choices[0].message.content
+
+    added = {"parsed": {"a": 1}, "provider_specific_fields": {"refusal": None}}
+    assert ask(added, {"parsed_arguments": {"a": 1}}) == ask({}, {})
+
+
 def test_many_at_once_are_answered_as_one_by_one(server, client):
     async def ask(asked):
         async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as many:

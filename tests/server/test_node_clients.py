@@ -114,3 +114,11 @@ def test_a_refusal_is_an_exception_that_says_why(heard, client):
     assert (wrong["name"], nobody["name"]) == ERRORS[client]
     assert (wrong["status"], nobody["status"]) == (400, 404)
     assert "temperature" in wrong["message"] and "'nobody' is not served" in nobody["message"]
+
+
+def test_the_clients_call_functions_and_read_forms(calling, folder_of_clients):
+    command = ["node", "tools.mjs", *calling]
+    told = subprocess.run(
+        command, cwd=folder_of_clients, capture_output=True, text=True, timeout=120
+    )
+    assert told.returncode == 0, told.stderr

@@ -3,6 +3,7 @@
 import json
 import math
 import subprocess
+import sys
 
 import pytest
 
@@ -19,6 +20,7 @@ WAYS = {
     "llama_index": ALL,
     "pydantic_ai": ("chat", "chat, streamed"),
 }
+WITH_TOOLS = "openai", "langchain", "litellm", "pydantic_ai"
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false"}
 pytestmark = pytest.mark.slow
 
@@ -52,12 +54,17 @@ def heard(request, server, tmp_path_factory):
     """A client, and what it says of the server."""
     name = request.param
     asked = json.dumps(ASKED | {"messages": MESSAGES, "prompt": PROMPT})
-    command = [python_with(name), "-I", str(PINNED / f"with_{name}.py"), server.url, asked]
-    home = tmp_path_factory.mktemp(name)  # some clients keep settings and caches
+    home = tmp_path_factory.mktemp(name)
+    return name, json.loads(run(home, python_with(name), f"with_{name}.py", server.url, asked))
+
+
+def run(home, python, script, *arguments):
+    """What a script prints; some clients keep settings and caches at home."""
+    command = [python, "-I", str(PINNED / script), *arguments]
     env = {"HOME": str(home), "PATH": ""} | OFFLINE
     said = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True, timeout=120)
     assert said.returncode == 0, said.stderr
-    return name, json.loads(said.stdout)
+    return said.stdout
 
 
 def test_a_client_reads_what_a_plain_request_is_answered(heard, direct):
@@ -81,3 +88,9 @@ def test_the_logprobs_are_those_of_all_tokens(direct):
 def test_what_a_client_sends_by_default_is_accepted(heard):
     name, told = heard
     assert told["defaults"], name
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_a_client_calls_functions_and_reads_forms(name, calling, tmp_path):
+    python = sys.executable if name == "openai" else python_with(name)
+    run(tmp_path, python, f"tools_with_{name}.py", *calling)
