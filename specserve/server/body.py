@@ -268,7 +268,7 @@ def check_form(body: Body) -> None:
     if body.form is None:
         return
     if body.form is not body.structured_outputs and body.structured_outputs is not None:
-        field = field_of(body.form_field)
+        field = body.form_field.removesuffix(".json_schema.schema")
         raise RequestError(
             f"{field} and structured_outputs: the text has one form; send one of them", field
         )
