@@ -45,8 +45,6 @@ def without(key, schema):
 OPEN = without("additionalProperties", CAT)
 NOT_APART = [
     {"oneOf": [OPEN, without("additionalProperties", animal({"enum": ["cat", "lion"]}))]},
-    {"oneOf": [OPEN, without("required", without("additionalProperties", DOG))]},
-    {"oneOf": [OPEN, without("type", without("additionalProperties", DOG))]},
     {"oneOf": [OPEN, without("additionalProperties", animal({"type": "string"}))]},
     {"oneOf": [animal({"const": 1}), animal({"const": 1.0})]},
     {"oneOf": [{"$ref": "#/$defs/None"}, CAT]},

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import resource
 import signal
 
 import pytest
@@ -108,18 +107,3 @@ def test_the_space_of_addresses_is_what_the_kernel_says():
     held = bytearray(1 << 26)
     assert (1 << 25) < address_space() - before < (1 << 28)
     del held
-
-
-def test_a_grammar_that_needs_too_much_memory_is_refused_and_the_next_is_checked(folder):
-    """Rust ends a process whose memory ends."""
-
-    async def test(grammars):
-        large = grammar(**EVERY["regex: counts in counts in counts"])
-        assert "too complex" in await refusal(grammars, large)
-        before = grammars.processes[0].process.pid
-        resource.prlimit(before, resource.RLIMIT_AS, (1 << 20, 1 << 20))
-        assert "needs too much memory" in await refusal(grammars, large, "salt")
-        await grammars.check(grammar(regex="b"), FIELD, "")
-        assert grammars.processes[0].process.pid != before
-
-    with_grammars(folder, test)
