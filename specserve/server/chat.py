@@ -30,7 +30,7 @@ from specserve.server.logprobs import chat_form
 from specserve.server.refusal import cut
 from specserve.server.response import RouteSchema, respond, while_connected
 from specserve.server.service import Service, blaming
-from specserve.server.tools import ToolsAsked, read_calls, read_tools
+from specserve.server.tools import NO_TOOLS, ToolsAsked, read_calls, read_tools
 
 # Fields of answers, which clients send back in messages -> the values without effect: only they
 # are accepted.
@@ -189,20 +189,26 @@ async def chat(request: Request) -> Response:
 
 async def begin(
     request: Request, asked: Conversation, tools: ToolsAsked, arrived: Arrival
-) -> tuple[LiveCompletion, AnswerReader]:
-    """Queue the answer of a conversation; errors of its text name `messages`."""
+) -> tuple[LiveCompletion, AnswerReader | None]:
+    """Queue the answer of a conversation; errors of its text name `messages`. Without a reader all
+    of the text is content.
+    """
     service: Service = request.app.state.service
     service.check_model(asked.model)
     await service.check_asked(asked.params, 1, "messages", asked.form_field)
-    check_readable(service, tools)
-    check_form(service, asked, tools)
+    if tools.tools:
+        check_readable(service, tools)
+        check_form(service, asked, tools)
     kept = service.input_processor.num_kept(asked.params)
     rendering = render(service, asked, tools, kept)
     text, prompt = await while_connected(request, rendering)
     with blaming("messages"):
         service.input_processor.check_length(prompt)
-    reader = AnswerReader(service.served.formats, wanted(asked, tools), text)
-    params, form = asked.params, asked.form if tools.tools else None
+    formats, params = service.served.formats, asked.params
+    if not tools.tools and formats.reasoning == "none":
+        return await service.ask([prompt], params, arrived, "messages"), None
+    reader = AnswerReader(formats, wanted(asked, tools), text)
+    form = asked.form if tools.tools else None
     grammar = call_grammar(service, tools, reader, form)
     if form is not None:  # the tools' grammar has it
         params = msgspec.structs.replace(params, structured_outputs=None)
@@ -225,7 +231,7 @@ def wanted(asked: Conversation, tools: ToolsAsked) -> Wanted:
 def check_readable(service: Service, asked: ToolsAsked) -> None:
     """Refuse tools where calls would not be found in the text, or could not be enforced in it."""
     formats = service.served.formats
-    if not asked.tools or asked.is_enforced:
+    if asked.is_enforced:
         return
     if formats.tools == "none":
         raise RequestError(
@@ -245,7 +251,7 @@ def check_form(service: Service, asked: Conversation, tools: ToolsAsked) -> None
     """Refuse a form of the text beside tools where a text could not be told from a call, or has to
     be one.
     """
-    if asked.form is None or not tools.tools:
+    if asked.form is None:
         return
     formats = service.served.formats
     if tools.is_enforced:
@@ -300,7 +306,9 @@ def read_chat(raw: bytes) -> tuple[ChatBody, ToolsAsked]:
     body = read(raw, ChatBody)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs: only with logprobs; set logprobs to true", "top_logprobs")
-    tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    tools = NO_TOOLS
+    if body.tools is not None or body.tool_choice is not None:
+        tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
     return msgspec.structs.replace(body, messages=tuple(read_messages(body.messages))), tools
 
 

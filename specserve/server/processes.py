@@ -1,20 +1,29 @@
-"""Bounded processes that do one thing each at a time, so that a slow one delays only its own."""
+"""Chat templates and grammars, in bounded processes that do one thing each at a time: so a slow one
+delays only its own.
+"""
 
 import asyncio
 import logging
 import socket
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import msgspec
 
-from specserve.errors import Overloaded
+from specserve.errors import Overloaded, RequestError
 from specserve.exchange.frames import Frames, pack
 from specserve.exchange.spawn import start_process
+from specserve.grammars.verdicts import Verdicts
+from specserve.models.chat_template import ChatOptions, ChatTemplate, Message
+from specserve.server import grammar_process, template_process
 from specserve.server.bounded_process import Done, FromProcess, Refused, Started
+from specserve.server.grammar_process import TOO_MUCH, Tokens
 
 NUM_PROCESSES = 2  # while one runs to its deadline, the other does all else
+SECONDS = 0.8  # to compile one, of the second within which it is refused
 
 log = logging.getLogger("specserve")
+encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(FromProcess).decode
 
 
@@ -143,3 +152,61 @@ class Process(asyncio.Protocol):
         self.ended.set()
         if self.reply is not None and not self.reply.done():
             self.reply.set_exception(Ended())
+
+
+def packed(value: Any, field: str) -> msgspec.Raw:
+    try:
+        return msgspec.Raw(encode(value))
+    except (TypeError, ValueError, OverflowError) as e:
+        raise RequestError(f"{field}: no valid text: {e}", field) from e
+
+
+class TemplateProcesses(Processes):
+    def __init__(self, template: ChatTemplate, seconds: float) -> None:
+        super().__init__(template_process.__name__, encode(template), seconds, "chat template")
+
+    async def render(
+        self,
+        messages: Sequence[Message],
+        options: ChatOptions = ChatOptions(),  # noqa: B008
+    ) -> str:
+        """The chat as text; RequestError if the template refuses it or exceeds the deadline."""
+        payload = encode((packed(messages, "messages"), packed(options, "chat_template_kwargs")))
+        try:
+            reply = await self.ask(payload)
+        except TimeoutError as e:
+            raise RequestError(
+                f"messages: the chat template ran for more than {self.seconds:g} s: send fewer",
+                "messages",
+            ) from e
+        except Ended as e:
+            raise Overloaded("the process of the chat template ended: ask again") from e
+        if isinstance(reply, Refused):
+            raise RequestError(reply.message, reply.param or "messages")
+        return reply.text
+
+
+class GrammarProcesses(Processes):
+    def __init__(self, tokens: Tokens) -> None:
+        first = msgspec.msgpack.encode(tokens)
+        super().__init__(grammar_process.__name__, first, SECONDS, "grammar", at_start=1)
+        self.verdicts = Verdicts()
+
+    async def check(self, grammar: str, field: str, salt: str) -> None:
+        """RequestError for a grammar that cannot be compiled, or not in time."""
+        wrong = self.verdicts.find(grammar, salt)
+        if wrong is None:
+            wrong = await self.compile(grammar)
+            self.verdicts.keep(grammar, wrong, salt)
+        if wrong:
+            raise RequestError(f"{field}: {wrong}", field)
+
+    async def compile(self, grammar: str) -> str:
+        """What is wrong with it."""
+        try:
+            reply = await self.ask(grammar.encode())
+        except TimeoutError:
+            return f"it takes more than {self.seconds:g} s to compile: send a simpler one"
+        except Ended:  # where memory is missing, or a stack ends, so does the process
+            return TOO_MUCH
+        return reply.message if isinstance(reply, Refused) else ""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specserve.answer.events import CallArguments, CallBegin, Content, Event, Reasoning
-from specserve.answer.formats import AnswerReader
+from specserve.answer.formats import AnswerReader, PlainParser
 from specserve.server.live_completion import ChoiceDelta, LiveCompletion
 from specserve.server.logprobs import Namer, Told, chat_form, sealed
 from specserve.server.refusal import error_body
@@ -61,10 +61,11 @@ class ResponseWriter:
         served: ServedModel,
         asked: "ResponsesBody",
         completion: LiveCompletion,
-        reader: AnswerReader,
+        reader: AnswerReader | None,
     ) -> None:
         self.served, self.completion = served, completion
-        self.parser, self.has_reasoning = reader.parser(), reader.has_reasoning
+        self.parser = PlainParser() if reader is None else reader.parser()
+        self.has_reasoning = reader is not None and reader.has_reasoning
         [self.generation] = completion.generations
         self.num_top = asked.params.num_top
         self.namer = Namer(self.generation.stream.tokenizer, self.num_top or 0, has_ids=False)

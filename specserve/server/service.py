@@ -29,12 +29,10 @@ from specserve.models.source import open_source
 from specserve.models.weight_forms import WeightForms
 from specserve.server.body import BodyReader
 from specserve.server.grammar_process import Tokens
-from specserve.server.grammars import GrammarProcesses
 from specserve.server.live_completion import Arrival, LiveCompletion
 from specserve.server.metrics import Metrics
-from specserve.server.processes import Processes
+from specserve.server.processes import GrammarProcesses, Processes, TemplateProcesses
 from specserve.server.refusal import NotFound, cut
-from specserve.server.templates import TemplateProcesses
 from specserve.version import VERSION
 
 LARGE = 1 << 15  # bytes of a body from which parsing takes a millisecond or more

@@ -57,6 +57,9 @@ class ToolsAsked(msgspec.Struct, frozen=True):
         return tuple(tool for tool in self.tools if tool["function"]["name"] == self.choice)
 
 
+NO_TOOLS = ToolsAsked()
+
+
 def read_tools(tools: Sequence[Any] | None, choice: Any, is_parallel: bool | None) -> ToolsAsked:
     """The fields `tools`, `tool_choice` and `parallel_tool_calls`, checked. Without tools, or with
     the choice "none", nothing is asked for.
@@ -76,7 +79,7 @@ def read_tools(tools: Sequence[Any] | None, choice: Any, is_parallel: bool | Non
         raise RequestError(f"tools: {size} bytes, and {MAX_BYTES} are allowed", "tools")
     chosen, is_named = read_choice(choice, names)
     if chosen == "none":
-        return ToolsAsked()
+        return NO_TOOLS
     strict = frozenset(f.name for f in functions if f.strict)
     return ToolsAsked(described, strict, chosen, is_named, is_parallel is not False)
 

@@ -10,7 +10,7 @@ from specserve.errors import RequestError
 from specserve.grammars.asked import StructuredOutputsParams, grammar_of
 from specserve.server.bounded_process import address_space
 from specserve.server.grammar_process import Tokens
-from specserve.server.grammars import GrammarProcesses
+from specserve.server.processes import GrammarProcesses
 from tests.checkpoints import EOS, tiny_tokenizer
 from tests.grammars.hostile import ENDLESS, EVERY
 

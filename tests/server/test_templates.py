@@ -10,8 +10,7 @@ import pytest
 
 from specserve.errors import Overloaded, RequestError
 from specserve.models.chat_template import ChatTemplate
-from specserve.server.processes import NUM_PROCESSES
-from specserve.server.templates import TemplateProcesses
+from specserve.server.processes import NUM_PROCESSES, TemplateProcesses
 from tests.server.test_leaving import resident_bytes
 
 TEMPLATE = """
