@@ -159,7 +159,7 @@ class PlannedGuesses:
         id, text, speculation = request.id, request.token_ids, request.sampling.speculation
         asked = [source for source in self.foreseen if speculation.allows(source.name)]
         if id not in self.rules:
-            asked = [source for source in asked if source is not self.grammar]
+            asked = [source for source in asked if source.name != GrammarSource.name]
         saved = part * max((source.promise(id, text) for source in asked), default=0.0)
         self.promised[id] = saved
         return saved * self.share > self.planning

@@ -476,7 +476,7 @@ REFUSED = {
     "a form and calls": (
         {"text": {"format": {"type": "json_object"}}, "tools": [TOOL], "tool_choice": "required"},
         "tools",
-        "text.format asks for",
+        "text.format and tools",
     ),
     "a field of a format": ({"text": {"format": {"tpe": "text"}}}, "text", "tpe"),
     "metadata of numbers": ({"metadata": {"a": 1}}, "metadata", "Expected"),
