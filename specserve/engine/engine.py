@@ -88,6 +88,11 @@ class Engine:
         return self.scheduler.pool
 
     @property
+    def is_compiling(self) -> bool:
+        """Whether requests wait for their grammar."""
+        return self.grammars is not None and len(self.grammars.waiting) > 0
+
+    @property
     def is_idle(self) -> bool:
         return not self.requests
 
@@ -95,10 +100,10 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Run one forward of the target; the outputs of all requests that have new tokens."""
         start = perf_counter()
-        refused = self.admit_compiled()
+        refused = self.admit_compiled() if self.is_compiling else []
         scheduled = self.scheduler.plan()
         if not scheduled:
-            if self.grammars is not None and not refused:
+            if self.grammars is not None and self.is_compiling:
                 self.grammars.wait(MOMENT)
             return refused
         try:
@@ -440,7 +445,7 @@ class Engine:
         self.states.pop(id, None)
         self.processors.pop(id, None)
         self.telling.discard(id)
-        if self.grammars is not None:
+        if self.grammars is not None and self.is_compiling:
             self.grammars.drop(request)
         self.scheduler.remove(request)
         if self.guesses is not None:

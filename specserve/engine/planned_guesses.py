@@ -158,6 +158,8 @@ class PlannedGuesses:
         """Whether right guesses are likely to save the time of planning them."""
         id, text, speculation = request.id, request.token_ids, request.sampling.speculation
         asked = [source for source in self.foreseen if speculation.allows(source.name)]
+        if id not in self.rules:
+            asked = [source for source in asked if source is not self.grammar]
         saved = part * max((source.promise(id, text) for source in asked), default=0.0)
         self.promised[id] = saved
         return saved * self.share > self.planning
@@ -423,13 +425,14 @@ class PlannedGuesses:
             grammar.follow(request.id, rules)
 
     def forget(self, id: int) -> None:
-        self.rules.pop(id, None)
+        is_ruled = self.rules.pop(id, None) is not None
         self.calibration.forget(id)
         self.turns.forget(id)
         self.model_turns.forget(id)
         self.lately.pop(id, None)
         for source in self.sources:
-            self.user_code.tell(source, "forget", id)
+            if is_ruled or source is not self.grammar:
+                self.user_code.tell(source, "forget", id)
 
     def tell(self, state: SpeculationState) -> SpeculationState:
         return msgspec.structs.replace(

@@ -71,6 +71,12 @@ def grammar_of(asked: StructuredOutputsParams, field: str | None = None) -> str:
         raise RequestError(f"{path}: {e}", path) from e
 
 
+def json_form(asked: StructuredOutputsParams) -> str:
+    """JSON that is asked for, as a part of a Lark rule."""
+    schema = {"type": "object"} if asked.json is None else read_schema(asked.json)
+    return forms.json_part(schema, asked.whitespace)
+
+
 def written(asked: StructuredOutputsParams, kind: str) -> str:
     value = getattr(asked, kind)
     match kind:

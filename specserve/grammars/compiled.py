@@ -17,7 +17,8 @@ if TYPE_CHECKING:  # its import takes 70 ms
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 T = TypeVar("T")
-DEEP_STACK = 1 << 29  # bytes of address space; what is not used takes no memory
+DEEP_STACK = 1 << 28  # bytes of address space; what is not used takes no memory
+DEEP = "deep stack"  # the name of such a thread
 STACK_SIZE = threading.Lock()  # it is the process's, and set while a thread starts
 AHEAD = 8  # tokens
 SLOW_MS = 30  # of CPU time: a step of streams takes about as long
@@ -129,6 +130,8 @@ def on_deep_stack(do: Callable[[], T]) -> T:
     """Call a function in a thread with a stack of its own: llguidance calls itself for each rule
     and each schema within another, as deep as the largest grammar has them.
     """
+    if threading.current_thread().name == DEEP:
+        return do()
     future: Future[T] = Future()
 
     def run() -> None:
@@ -140,7 +143,7 @@ def on_deep_stack(do: Callable[[], T]) -> T:
     with STACK_SIZE:
         usual = threading.stack_size(DEEP_STACK)
         try:
-            thread = threading.Thread(target=run, name="grammar")
+            thread = threading.Thread(target=run, name=DEEP)
             thread.start()
         finally:
             threading.stack_size(usual)

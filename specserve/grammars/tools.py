@@ -38,9 +38,20 @@ class CallGrammar(msgspec.Struct, frozen=True):
         """A grammar of one call, or of one or more, and nothing else but reasoning before them.
         GrammarError where schemas are too large or too deep.
         """
+        return self.lark(f"start: {self.thought} {self.only_calls(is_parallel)}", *self.calls())
+
+    def or_form(self, form: str, strict: frozenset[str], is_parallel: bool = True) -> str:
+        """The same, or a text of a form, which is a part of a rule. Arguments of others than the
+        strict tools are any object.
+        """
+        start = f"start: {self.thought} ({self.only_calls(is_parallel)} | form)"
+        return self.lark(start, f"form: {form}", *self.calls(strict))
+
+    def only_calls(self, is_parallel: bool) -> str:
+        """One call, or one or more, as a part of a rule."""
         begin, separator, end = self.around
         more = f"({self.literal(separator)} call)*" if is_parallel else ""
-        return self.lark(f"start: {self.thought} {begin} call {more} {end}", *self.calls())
+        return f"{begin} call {more} {end}"
 
     def triggered(self, strict: frozenset[str]) -> str:
         """A grammar of any text, whose calls are of these tools; arguments of the strict ones obey

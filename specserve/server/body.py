@@ -75,7 +75,7 @@ REMEDIES = {  # hints for fields whose values are often wrong
     "n": "1 to 128 choices",
     "prompt_logprobs": "up to 20 likeliest tokens",
     "repetition_penalty": "1 is off",
-    "role": "it is system, developer, user or assistant",
+    "role": "it is system, developer, user, assistant or tool",
     "seed": "leave it out, and one is drawn",
     "top_k": "0 is off",
     "top_logprobs": "up to 20 likeliest tokens",
@@ -268,16 +268,11 @@ def check_form(body: Body) -> None:
     if body.form is None:
         return
     if body.form is not body.structured_outputs and body.structured_outputs is not None:
-        field = field_of(body.form_field)
+        field = body.form_field.removesuffix(".json_schema.schema")
         raise RequestError(
             f"{field} and structured_outputs: the text has one form; send one of them", field
         )
     grammar_of(body.form, body.form_field if body.structured_outputs is None else None)
-
-
-def field_of(form_field: str) -> str:
-    """The field that the whole form is in."""
-    return form_field.partition(".json_schema")[0]
 
 
 def one_limit(body: T) -> T:
@@ -358,12 +353,13 @@ def check_no_op(key: str, value: Any, kind: type[Body]) -> None:
 
 
 def passed_over(kind: type[Body]) -> dict[str, Any]:
-    """JSON schemas of the fields that are accepted beside those of `kind`."""
-    refused: dict[str, tuple[Any, ...]] = dict.fromkeys(kind.refused, ())
-    accepted = {name: [*values, None] for name, values in ({**kind.no_op} | refused).items()}
-    anything = {name: {"description": "read past: it means nothing here"} for name in HARMLESS}
-    only = {name: {"enum": values} for name, values in accepted.items()}
-    return {n: s for n, s in sorted((anything | only).items()) if n not in own_fields(kind)}
+    """JSON schemas of the fields that are accepted beside those of `kind`, as far as they are."""
+    told: dict[str, Any] = {
+        **{name: {"description": "read past: it means nothing here"} for name in HARMLESS},
+        **{name: {"enum": [*values, None]} for name, values in kind.no_op.items()},
+        **{name: {"enum": [None], "description": why} for name, why in kind.refused.items()},
+    }
+    return {name: told[name] for name in sorted(told) if name not in own_fields(kind)}
 
 
 def is_same(value: Any, off: Any) -> bool:

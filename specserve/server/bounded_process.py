@@ -33,16 +33,28 @@ Do = Callable[[bytes], Done | Refused]
 FromProcess = Started | Done | Refused
 
 
-def main(prepare: Callable[[bytes, Callable[[], None]], Do], too_much: str) -> None:
+Prepare = Callable[[bytes, Callable[[], None]], Do]
+
+
+def main(
+    prepare: Prepare,
+    too_much: str,
+    call: Callable[[Callable[[], None]], None] = lambda do: do(),
+) -> None:
     """Reply to each frame until the parent closes its end of the socket.
 
     `prepare` makes of the first frame what replies to the others, and calls its second argument
-    once the parent may send them. `too_much` refuses what needs more memory than there is.
+    once the parent may send them. `too_much` refuses what needs more memory than there is. `call`
+    calls all this.
     """
     die_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent handles it, and ends this process
     return_freed_memory()
     link = Link(socket.socket(fileno=int(sys.argv[1])))
+    call(lambda: serve(link, prepare, too_much))
+
+
+def serve(link: Link, prepare: Prepare, too_much: str) -> None:
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         [first] = link.receive(wait=True)
         do = prepare(first, lambda: link.send(Started()))

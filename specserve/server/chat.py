@@ -12,7 +12,7 @@ from specserve.answer.events import Answer, CallArguments, CallBegin, Content, E
 from specserve.answer.formats import AnswerReader, Wanted
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import NumTop, SamplingParams
-from specserve.grammars.asked import StructuredOutputsParams
+from specserve.grammars.asked import StructuredOutputsParams, json_form
 from specserve.grammars.compiled import GrammarError
 from specserve.grammars.tools import CallGrammar, special_tokens
 from specserve.models.chat_template import ChatOptions
@@ -20,7 +20,6 @@ from specserve.server.body import (
     REFUSED,
     FormattedBody,
     convert,
-    field_of,
     fields,
     is_same,
     read,
@@ -107,12 +106,6 @@ class Conversation(Protocol):
     def options(self, tools: ToolsAsked) -> ChatOptions: ...
 
     @property
-    def form(self) -> StructuredOutputsParams | None: ...
-
-    @property
-    def form_field(self) -> str: ...
-
-    @property
     def include_reasoning(self) -> bool: ...
 
     @property
@@ -120,9 +113,6 @@ class Conversation(Protocol):
 
     @property
     def params(self) -> SamplingParams: ...
-
-    @property
-    def form_field(self) -> str: ...
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,15 +195,18 @@ async def begin(
     service.check_model(asked.model)
     await service.check_asked(asked.params, 1, "messages", asked.form_field)
     check_readable(service, tools)
-    check_one_form(asked, tools)
+    check_form(service, asked, tools)
     kept = service.input_processor.num_kept(asked.params)
     rendering = render(service, asked, tools, kept)
     text, prompt = await while_connected(request, rendering)
     with blaming("messages"):
         service.input_processor.check_length(prompt)
     reader = AnswerReader(service.served.formats, wanted(asked, tools), text)
-    how = call_grammar(service, tools, reader), reader
-    return await service.ask([prompt], asked.params, arrived, "messages", *how), reader
+    params, form = asked.params, asked.form if tools.tools else None
+    grammar = call_grammar(service, tools, reader, form)
+    if form is not None:  # the tools' grammar has it
+        params = msgspec.structs.replace(params, structured_outputs=None)
+    return await service.ask([prompt], params, arrived, "messages", grammar, reader), reader
 
 
 async def render(
@@ -248,31 +241,42 @@ def check_readable(service: Service, asked: ToolsAsked) -> None:
         )
 
 
-def check_one_form(asked: Conversation, tools: ToolsAsked) -> None:
-    """Refuse a form of the text beside tools: it would leave no room for calls."""
-    if asked.form is not None and tools.tools:
-        field = field_of(asked.form_field)
-        raise RequestError(
-            f"{field} and tools: a text of that form has no calls: send one of them, or "
-            'tool_choice = "none"',
-            field,
-        )
+def check_form(service: Service, asked: Conversation, tools: ToolsAsked) -> None:
+    """Refuse a form of the text beside tools where a text could not be told from a call, or has to
+    be one.
+    """
+    if asked.form is None or not tools.tools:
+        return
+    formats = service.served.formats
+    if tools.is_enforced:
+        why = 'the text has to be a call: send one of them, or tool_choice = "auto"'
+    elif formats.tools not in ("hermes", "mistral"):
+        why = 'texts and calls of this model look alike: send one of them, or tool_choice = "none"'
+    elif asked.form.kinds[0] not in ("json", "json_object"):
+        why = "beside tools it is a JSON schema or json_object: send one of these, or no tools"
+    else:
+        return
+    raise RequestError(f"{asked.form_field} and tools: {why}", "tools")
 
 
-def call_grammar(service: Service, asked: ToolsAsked, reader: AnswerReader) -> str:
-    """The grammar that the tools ask for; empty where they ask for none."""
-    if not asked.is_enforced and not asked.strict:
+def call_grammar(
+    service: Service,
+    asked: ToolsAsked,
+    reader: AnswerReader,
+    form: StructuredOutputsParams | None = None,
+) -> str:
+    """The grammar of calls that have to be made, of those of strict tools, or of a text that is
+    either calls or of a form; empty where none is needed.
+    """
+    if not asked.is_enforced and not asked.strict and form is None:
         return ""
-    if service.grammars is None:
-        raise RequestError(
-            "tools: the model has no token that ends a text, so that no call can be enforced",
-            "tools",
-        )
     formats = service.served.formats
     special = special_tokens(service.input_processor.tokenizer, formats)
     thinks = reader.reasoning == "think"
     calls = CallGrammar(formats, asked.callable, special, thinks, thinks and reader.is_inside)
     try:
+        if form is not None:
+            return calls.or_form(json_form(form), asked.strict, asked.is_parallel)
         if asked.is_enforced:
             return calls.enforced(asked.is_parallel and not asked.is_named)
         return calls.triggered(asked.strict)

@@ -76,11 +76,16 @@ def route(method: str, path: str, told: dict[str, Any]) -> str:
         rows += [("body", kind(json_schema(told["requestBody"]["content"])), "JSON")]
     for status, response in told["responses"].items():
         for media, content in response["content"].items():
-            schema = content["schema"]
-            what = kind(schema.get("contentSchema", schema))
+            what = kind(told_of(content["schema"]))
             rows.append((status, what, f"{escape(media)}: {escape(response['description'])}"))
     title = f"<b>{method.upper()}</b> {code(path)} <span class=dim>{escape(told['summary'])}</span>"
     return f"<details><summary>{title}</summary>{table(rows)}</details>\n"
+
+
+def told_of(schema: dict[str, Any]) -> dict[str, Any]:
+    """What a page shows of an answer: of a stream, the form of its data."""
+    data: dict[str, Any] = schema.get("properties", {}).get("data", {})
+    return data.get("contentSchema", schema)
 
 
 def json_schema(content: dict[str, Any]) -> dict[str, Any]:
@@ -136,7 +141,7 @@ def plain(schema: dict[str, Any]) -> str:
     elif isinstance(inner := schema.get("additionalProperties"), dict) and inner:
         name = f"object of {' or '.join(alternatives(inner))}"
     limits = [form.format(schema[key]) for key, form in LIMITS.items() if key in schema]
-    return f"{name} <span class=dim>{escape(', '.join(limits))}</span>" if limits else name
+    return f"{name} <span class=dim>({escape(', '.join(limits))})</span>" if limits else name
 
 
 def value(of: Any) -> str:

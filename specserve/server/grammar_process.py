@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from specserve.grammars.compiled import DEEP_STACK, GrammarError, compile_grammar, vocabulary_of
+from specserve.grammars.compiled import GrammarError, compile_grammar, on_deep_stack, vocabulary_of
 from specserve.models.source import open_source
 from specserve.server.bounded_process import (
     Do,
@@ -39,7 +39,7 @@ def prepare(first: bytes, start: Callable[[], None]) -> Do:
     tokenizer = open_source(Path(tokens.model)).tokenizer()
     vocabulary = vocabulary_of(tokenizer, tokens.size, tokens.end_ids)
     del tokenizer
-    bound_memory(address_space() + DEEP_STACK + MAX_MEMORY)
+    bound_memory(address_space() + MAX_MEMORY)
     start()
 
     def compiled(grammar: bytes) -> Done | Refused:
@@ -53,4 +53,4 @@ def prepare(first: bytes, start: Callable[[], None]) -> Do:
 
 
 if __name__ == "__main__":
-    main(prepare, TOO_MUCH)
+    main(prepare, TOO_MUCH, on_deep_stack)  # one stack, within the bound of memory

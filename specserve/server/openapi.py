@@ -127,12 +127,21 @@ def responses(operation: Operation, named: dict[Any, Any]) -> dict[str, Any]:
     else:
         content = json_of(named[operation.answer])
     if operation.chunk is not None:
-        what = "With stream = true: server-sent events, whose data have this form in JSON."
-        events = {"type": "string", "description": what, "contentSchema": named[operation.chunk]}
-        content["text/event-stream"] = {"schema": events}
+        content["text/event-stream"] = {"schema": event_of(named[operation.chunk])}
     statuses = {*ALWAYS, *operation.statuses, *(WITH_BODY if operation.body else ())}
     refused = {str(s): refusal(s, operation, named) for s in sorted(statuses)}
     return {"200": {"description": "The answer", "content": content}} | refused
+
+
+def event_of(chunk: Any) -> dict[str, Any]:
+    """Of streams tools take the schema for that of each event."""
+    data = {"type": "string", "description": "JSON, or [DONE]", "contentSchema": chunk}
+    return {
+        "type": "object",
+        "description": "With stream = true: a server-sent event.",
+        "properties": {"event": {"type": "string"}, "data": data},
+        "required": ["data"],
+    }
 
 
 def refusal(status: int, operation: Operation, named: dict[Any, Any]) -> dict[str, Any]:
@@ -151,12 +160,12 @@ def json_of(schema: Any) -> dict[str, Any]:
 def close(component: dict[str, Any], kind: type[msgspec.Struct], required: Sequence[str]) -> None:
     """What a body's type does not say: null is unset, and other fields are refused."""
     fields = component["properties"]
-    component["properties"] = {
-        name: (not_null if name in required else or_null)(field) for name, field in fields.items()
-    }
+    passed = passed_over(kind) if issubclass(kind, Body) else {}
+    own = {name: field for name, field in fields.items() if name not in passed}
+    needed = {name: not_null(own.pop(name)) for name in required}
+    others = {name: or_null(field) for name, field in own.items()}
+    component["properties"] = needed | others | passed
     component["required"] = list(required)
-    if issubclass(kind, Body):
-        component["properties"] |= passed_over(kind)
     component["additionalProperties"] = False
 
 

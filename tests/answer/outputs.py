@@ -110,7 +110,12 @@ JSON_TEMPLATE = {
     "start_anchor": "<|im_start|>assistant\n",
     "defaults": {"role": "assistant"},
     "fields": {
-        "reasoning_content": {"open": "<think>", "close": "</think>"},
+        "reasoning_content": {
+            "open": "<think>",
+            "close": "</think>",
+            "repeats": True,
+            "join": "; ",
+        },
         "content": {"close": "<|im_end|>", "repeats": True, "join": ""},
         "tool_calls": {
             "open": "<tool_call>",
@@ -134,6 +139,10 @@ TEMPLATED = [
         ],
     ),
     ("Yes.", [Content("Yes.")]),
+    (
+        "<think>A.</think> Yes. <think> B.</think>",
+        [Reasoning("A."), Content("Yes."), Reasoning("; B.")],
+    ),
     ("<tool_call>{'name': 1}</tool_call>", None),
     ('<tool_call>{"name": "now", "arguments": {}', None),
 ]
@@ -190,6 +199,15 @@ LAX = [
     ('<|tool_call>call:now{<|"|>}<tool_call|>', None),
 ]
 
+PREFIX_TEMPLATE = {  # a delimiter is the beginning of another one
+    "start_anchor": "A:",
+    "fields": {
+        "content": {"open": "<t>x", "close": "</t>"},
+        "thinking": {"open": "<t>", "close": ["</t>", "</t></t>"]},
+    },
+}
+PREFIXED = [("<t>Hm.</t></t><t>xYes.</t>", [Reasoning("Hm."), Content("Yes.")])]
+
 CASES = {
     "hermes": (Formats("hermes"), HERMES, ""),
     "llama3": (Formats("llama3_json"), LLAMA3, ""),
@@ -202,6 +220,7 @@ CASES = {
             ("json", JSON_TEMPLATE, TEMPLATED, "<|im_start|>assistant\n"),
             ("xml", XML_TEMPLATE, TAGGED, "<|assistant|>"),
             ("lax", LAX_TEMPLATE, LAX, "<start_of_turn>model\n"),
+            ("prefix", PREFIX_TEMPLATE, PREFIXED, "A:"),
         ]
     },
 }

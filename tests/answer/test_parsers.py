@@ -19,6 +19,7 @@ from tests.answer.outputs import (
     HERMES,
     JSON_TEMPLATE,
     LAX_TEMPLATE,
+    PREFIX_TEMPLATE,
     THINK,
     TOOLS,
     XML_TEMPLATE,
@@ -178,7 +179,12 @@ def test_without_tools_a_templates_calls_are_content():
 
 @pytest.mark.parametrize(
     ("name", "written"),
-    {"json": JSON_TEMPLATE, "xml": XML_TEMPLATE, "lax": LAX_TEMPLATE}.items(),
+    {
+        "json": JSON_TEMPLATE,
+        "xml": XML_TEMPLATE,
+        "lax": LAX_TEMPLATE,
+        "prefix": PREFIX_TEMPLATE,
+    }.items(),
 )
 def test_a_template_means_what_it_means_to_transformers(name, written):
     formats, cases, prompt = CASES[name]

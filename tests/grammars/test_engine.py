@@ -27,7 +27,8 @@ def load(tmp_path_factory):
     draft = tiny_checkpoint(folder / "draft", seed=1, num_hidden_layers=1, **LONG)
 
     def load(**settings):
-        needs_draft = settings["drafter.name"] in ("model", "auto")
+        sources = settings.get("drafter.options", {"sources": ["model"]})["sources"]
+        needs_draft = settings["drafter.name"] in ("model", "auto") and "model" in sources
         settings = {"memory.kv_bytes": 1 << 26, "scheduler.max_running": 40} | settings
         return LLM(target, draft if needs_draft else None, set=settings, progress=False)
 

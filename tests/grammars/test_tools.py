@@ -10,6 +10,7 @@ from tokenizers import AddedToken
 from specserve.answer.events import answer_of
 from specserve.answer.formats import AnswerReader, Formats, Wanted
 from specserve.answer.response_template import read_template
+from specserve.grammars.asked import StructuredOutputsParams, json_form
 from specserve.grammars.compiled import GrammarError, compile_grammar, vocabulary_of
 from specserve.grammars.tools import CallGrammar, special_tokens
 from specserve.models.tokenizer import Tokenizer
@@ -178,6 +179,19 @@ def test_of_strict_tools_only_calls_are_held_to_schemas(name, tokenizer, vocabul
     allowed = [accepts(tokenizer, vocabulary, held, text) for text in texts]
     assert allowed == [True, True, True, False, True, False]
     assert all(accepts(tokenizer, vocabulary, other, text) for text in texts)
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "newer mistral"])
+@each_tokenizer
+def test_an_answer_is_calls_or_of_a_form(name, tokenizer, vocabulary):
+    form, strict = json_form(StructuredOutputsParams(json=NODE)), frozenset(["weather"])
+    grammar = calls_of(FORMATS[name], tokenizer).or_form(form, strict)
+    good, bad = (WRITTEN[name].format(a) for a in (GOOD, BAD))
+    texts = ['{"at": true}', good, bad, '{"at": 1}', "Well.", f'{{"at": true}}{good}', ""]
+    allowed = [accepts(tokenizer, vocabulary, grammar, text) for text in texts]
+    assert allowed == [True, True, False, False, False, False, False]
+    free = calls_of(FORMATS[name], tokenizer).or_form(form, frozenset())
+    assert accepts(tokenizer, vocabulary, free, bad)
 
 
 @each_tokenizer

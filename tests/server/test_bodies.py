@@ -417,9 +417,9 @@ HOSTILE = {
     "guided choice": (with_field(guided_choice=["a"]), "structured_outputs with choice"),
     "a schema": (chat_with(response_format=BOMB), "response_format.json_schema.schema: nested"),
     "structured outputs": (with_field(structured_outputs={"regex": "("}), "structured_outputs"),
-    "tools": (chat_with(tools=[TOOL]), "tools is not supported"),
-    "no tools": (chat_with(tools=[]), "tools is not supported"),
-    "a forced tool": (chat_with(tool_choice="required"), "tool_choice is not supported"),
+    "tools": (chat_with(tools=[TOOL]), "server.tool_parser"),
+    "tools of a completion": ((COMPLETIONS, {"prompt": "a", "tools": [TOOL]}), "tools"),
+    "a forced tool": (chat_with(tool_choice="required"), "there are no tools"),
     "a template": (chat_with(chat_template="{{ 7 * 7 }}"), "chat_template is refused"),
     "template arguments": (
         chat_with(chat_template_kwargs={"tokenize": True}),
@@ -496,7 +496,7 @@ HOSTILE = {
     "no messages": ((CHAT, {"messages": []}), "messages"),
     "a message of no role": ((CHAT, {"messages": [{"content": "a"}]}), "messages[0].role"),
     "a role of its own": ((CHAT, {"messages": [{"role": "root", "content": "a"}]}), "role"),
-    "a tool's message": ((CHAT, {"messages": [{"role": "tool", "content": "a"}]}), "role"),
+    "a tool's message": ((CHAT, {"messages": [{"role": "tool", "content": "a"}]}), "tool_call_id"),
     "no content": ((CHAT, {"messages": [{"role": "user"}]}), "content"),
     "two limits": (chat_with(max_completion_tokens=2), "max_completion_tokens"),
     "obfuscation": (

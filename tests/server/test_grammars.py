@@ -23,8 +23,6 @@ def grammar(**asked):
 
 GOOD = grammar(regex="[ab]{3}")
 STUCK = [grammar(**EVERY[name]) for name in sorted(ENDLESS)]
-# 700 words of one rule each, all of which may come next: it takes a second and 400 MB.
-LARGE = grammar(regex="(x{1000}y{1000}){1000}")
 
 
 def with_grammars(folder, test):

@@ -179,6 +179,7 @@ def test_the_page_shows_the_document_and_asks_nobody_for_anything(document, serv
     assert set(page.words) >= {*document["paths"], *schemas, *schemas["ChatBody"]["properties"]}
     assert sorted(page.ids) == sorted(schemas)
     assert {link.removeprefix("#") for link in page.links} <= {"openapi.json", *schemas}
+    assert {"#ChatChunk", "#CompletionChunk", "#TextDelta"} <= {*page.links}
     assert not any(tag in ("script", "img", "iframe", "link", "form") for tag, _ in page.tags)
     assert not any({"src", "style", "onclick"} & attributes.keys() for _, attributes in page.tags)
 

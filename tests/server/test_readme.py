@@ -37,13 +37,13 @@ def test_the_line_that_the_server_prints_works(server):
 def test_a_start_ends_with_what_is_served_how_and_where(server, folder):
     model, drafter, memory, address, _ = server.said
     assert model == f"serving {folder} as tiny"
-    assert drafter == "drafter auto (ngram), up to 63 guesses a request and step"
+    assert drafter == "drafter auto (ngram, grammar), up to 63 guesses a request and step"
     assert re.fullmatch(r"memory \d+ blocks of 16 .*, 18 MiB; up to 512 tokens a request", memory)
     assert re.fullmatch(rf"ready in [\d.]+ s at {server.url}", address)
 
 
 def test_a_start_names_all_sources(presets):
-    assert presets["draft-model"].said[1].startswith("drafter auto (ngram, model), up to")
+    assert presets["draft-model"].said[1].startswith("drafter auto (ngram, model, grammar), up to")
     assert presets["ngram"].said[1] == "drafter ngram, up to 16 guesses a request and step"
     assert presets["off"].said[1] == "drafter none, no guesses"
 

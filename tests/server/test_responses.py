@@ -475,8 +475,8 @@ REFUSED = {
     ),
     "a form and calls": (
         {"text": {"format": {"type": "json_object"}}, "tools": [TOOL], "tool_choice": "required"},
-        "text.format",
-        "send one of them",
+        "tools",
+        "text.format asks for",
     ),
     "a field of a format": ({"text": {"format": {"tpe": "text"}}}, "text", "tpe"),
     "metadata of numbers": ({"metadata": {"a": 1}}, "metadata", "Expected"),

@@ -244,6 +244,20 @@ def test_grammars_are_of_the_tools_that_may_be_called(qwen):
     assert "strict" not in qwen.tokenizer.decode(qwen.last.prompt)
 
 
+def test_an_answer_is_calls_or_of_the_form_that_is_asked_for(qwen):
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": "sunny"}}}
+    with qwen.saying(CALL):
+        [calls] = qwen.post(CHAT, ASK | {"response_format": form}).body["choices"]
+    assert calls["finish_reason"] == "tool_calls" and "sunny" in qwen.last.sampling.grammar
+    assert "get_weather" in qwen.last.sampling.grammar
+    with qwen.saying('"sunny"'):
+        [text] = qwen.post(CHAT, ASK | {"response_format": form}).body["choices"]
+    assert text["finish_reason"] == "stop" and text["message"]["content"] == '"sunny"'
+    with qwen.saying('"sunny"'):
+        qwen.post(CHAT, ASK | {"response_format": form, "tool_choice": "none"})
+    assert "get_weather" not in qwen.last.sampling.grammar
+
+
 def test_several_choices_and_all_details(qwen):
     asked = {"n": 2, "logprobs": True, "return_token_ids": True}
     with qwen.saying(TEXT, 5) as num_tokens:
@@ -354,7 +368,11 @@ REFUSED = {
         },
         "tools",
     ),
-    "a form of the text": ({"response_format": {"type": "json_object"}}, "response_format"),
+    "a form of a text that has to be a call": (
+        {"response_format": {"type": "json_object"}, "tool_choice": "required"},
+        "tools",
+    ),
+    "a form that is no JSON": ({"structured_outputs": {"choice": ["yes", "no"]}}, "tools"),
     "an unknown choice": ({"tool_choice": "all"}, "tool_choice"),
     "a choice of another type": ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     "an unknown function": (
