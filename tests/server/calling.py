@@ -18,6 +18,7 @@ TEMPLATE = (  # in which Hermes' calls and reasoning are found
 RESULT = "22 degrees"  # what the function says to which clients send its result
 CALL = '<tool_call>\n{"name": "%s", "arguments": {"city": "Rome", "days": %d}}\n</tool_call>'
 REPLIES = [  # what a prompt contains, all of it, and the answer; the first that fits is given
+    ((f"tool: {RESULT}", "weather Rome", "as JSON"), '{"city": "Rome", "days": 9}'),
     ((f"tool: {RESULT}", "weather Rome", "final_result"), CALL % ("final_result", 9)),
     ((f"tool: {RESULT}", "weather Rome"), f"<think>\nIt is warm.\n</think>\n\nIt is {RESULT}."),
     (("tools:",), f"<think>\nI have to look.\n</think>\n\nLet me see.\n{CALL % ('weather', 2)}"),

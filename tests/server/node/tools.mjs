@@ -107,6 +107,9 @@ async function sdk() {
     assert.deepEqual(steps.map((step) => step.finishReason), ["tool-calls", "stop"]);
     assert.deepEqual(calls(steps[0].toolCalls), [["weather", { city: "Rome", days: 2 }]]);
   }
+  const messages = [{ role: "user", content: `${question.content} as JSON` }];
+  const both = await generateText({ ...agent, messages, output });
+  assert.deepEqual(both.output, { city: "Rome", days: 9 });
 }
 
 await openai();

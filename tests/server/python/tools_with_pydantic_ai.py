@@ -32,14 +32,14 @@ def weather(city: Literal["Rome", "Paris"], days: int) -> str:
     return "22 degrees"
 
 
-async def streamed(agent):
+async def streamed(agent, asked=QUESTION):
     """`run_stream` would end with the text before a call."""
     kinds = set()
 
     async def read(context, events):
         kinds.update([event.event_kind async for event in events])
 
-    output = (await agent.run(QUESTION, event_stream_handler=read)).output
+    output = (await agent.run(asked, event_stream_handler=read)).output
     assert "part_delta" in kinds
     return output
 
@@ -62,9 +62,10 @@ def test_an_agent_calls_and_answers(url):
 
 
 def test_an_agent_calls_and_answers_in_a_form(url):
-    both = agent(url, tools=[weather], output_type=Weather)
-    assert both.run_sync(QUESTION).output == Weather(city="Rome", days=9)
-    assert asyncio.run(streamed(both)) == Weather(city="Rome", days=9)
+    for output_type, asked in ((Weather, QUESTION), (NativeOutput(Weather), f"{QUESTION} as JSON")):
+        both = agent(url, tools=[weather], output_type=output_type)
+        assert both.run_sync(asked).output == Weather(city="Rome", days=9)
+        assert asyncio.run(streamed(both, asked)) == Weather(city="Rome", days=9)
 
 
 random, scripted = sys.argv[1:]
