@@ -84,8 +84,9 @@ def route(method: str, path: str, told: dict[str, Any]) -> str:
 
 def told_of(schema: dict[str, Any]) -> dict[str, Any]:
     """What a page shows of an answer: of a stream, the form of its data."""
-    data: dict[str, Any] = schema.get("properties", {}).get("data", {})
-    return data.get("contentSchema", schema)
+    data = schema.get("properties", {}).get("data", {})
+    told: dict[str, Any] = data.get("contentSchema", schema)
+    return told
 
 
 def json_schema(content: dict[str, Any]) -> dict[str, Any]:

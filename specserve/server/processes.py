@@ -41,8 +41,8 @@ class Processes:
     def __init__(
         self, module: str, first: bytes, seconds: float, name: str, at_start: int = NUM_PROCESSES
     ) -> None:
-        """`first` is a process's first frame; `name` tells in messages what it works on. Beyond
-        `at_start`, processes start when all others are at work.
+        """`first` is a process's first frame; `name` tells in messages what it works on. More than
+        `at_start` processes start when something is asked.
         """
         self.module, self.first, self.seconds, self.name = module, first, seconds, name
         self.num_asked = 0  # that are done or wait for it
@@ -60,10 +60,10 @@ class Processes:
             self.num_asked -= 1
 
     async def ask_next(self, payload: bytes) -> Done | Refused:
-        if self.free.empty() and len(self.processes) < NUM_PROCESSES:
+        process = await self.free.get()
+        if len(self.processes) < NUM_PROCESSES:  # for when this one has to be killed
             self.processes.append(self.begun())
             self.free.put_nowait(self.processes[-1])
-        process = await self.free.get()
         try:
             if process.has_ended:
                 process = self.replace(process)
@@ -78,6 +78,7 @@ class Processes:
         finally:
             if process.is_at_work:
                 process.close()
+                process = self.replace(process)
             self.free.put_nowait(process)
 
     def begun(self) -> "Process":

@@ -60,13 +60,27 @@ def test_one_that_takes_too_long_delays_no_other_and_is_refused_at_its_deadline(
     with_grammars(folder, test)
 
 
-def test_a_process_starts_only_where_all_others_are_at_work(folder):
+def test_another_process_starts_as_soon_as_one_is_used_and_as_soon_as_one_is_killed(folder):
     async def test(grammars):
         for n in range(1, 5):
             await grammars.check(grammar(regex=f"a{{{n}}}"), FIELD, "")
-        assert len(grammars.processes) == 1
+        assert len(grammars.processes) == 2
+        before = {*grammars.processes}
+        await refusal(grammars, STUCK[0])
+        (new,) = {*grammars.processes} - before
+        assert not new.has_ended
 
     with_grammars(folder, test)
+
+
+def test_none_but_the_first_starts_before_anything_is_asked(folder):
+    async def run():
+        end = tiny_tokenizer().convert_tokens_to_ids(EOS)
+        grammars = GrammarProcesses(Tokens(str(folder), 320, (end,)))
+        assert len(grammars.processes) == 1
+        await grammars.close()
+
+    asyncio.run(run())
 
 
 def test_what_is_known_is_not_compiled_again_but_for_another_salt(folder):

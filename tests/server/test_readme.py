@@ -35,7 +35,7 @@ def test_the_line_that_the_server_prints_works(server):
 
 
 def test_a_start_ends_with_what_is_served_how_and_where(server, folder):
-    model, formats, drafter, memory, address, _ = server.said
+    model, drafter, formats, memory, address, _ = server.said
     assert model == f"serving {folder} as tiny"
     assert formats == "tool calls none, reasoning none"
     assert drafter == "drafter auto (ngram, grammar), up to 63 guesses a request and step"
@@ -44,9 +44,9 @@ def test_a_start_ends_with_what_is_served_how_and_where(server, folder):
 
 
 def test_a_start_names_all_sources(presets):
-    assert presets["draft-model"].said[2].startswith("drafter auto (ngram, model, grammar), up to")
-    assert presets["ngram"].said[2] == "drafter ngram, up to 16 guesses a request and step"
-    assert presets["off"].said[2] == "drafter none, no guesses"
+    assert presets["draft-model"].said[1].startswith("drafter auto (ngram, model, grammar), up to")
+    assert presets["ngram"].said[1] == "drafter ngram, up to 16 guesses a request and step"
+    assert presets["off"].said[1] == "drafter none, no guesses"
 
 
 def test_the_example_with_the_openai_client_prints_an_answer(server):
