@@ -48,6 +48,7 @@ class Processes:
         self.num_asked = 0  # that are done or wait for it
         self.free: asyncio.Queue[Process] = asyncio.Queue()
         self.processes = [self.begun() for _ in range(at_start)]
+        self.replaced: list[Process] = []  # those that have not ended yet
         for process in self.processes:
             self.free.put_nowait(process)
 
@@ -89,10 +90,11 @@ class Processes:
 
     def replace(self, old: "Process") -> "Process":
         new = self.processes[self.processes.index(old)] = self.begun()
+        self.replaced = [p for p in [*self.replaced, old] if not p.ended.is_set()]
         return new
 
     async def close(self) -> None:
-        for process in self.processes:
+        for process in [*self.processes, *self.replaced]:
             process.close()
             await process.ended.wait()
 
