@@ -1,6 +1,7 @@
 """Where a request's text stands in its grammar: what may come next, node by node of its tree."""
 
 from collections.abc import Callable, Sequence
+from time import thread_time
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -10,6 +11,11 @@ if TYPE_CHECKING:  # its import takes time, and most engines need none
     from llguidance import LLMatcher
 
 T = TypeVar("T")
+
+# Ambiguous grammars may take a quarter of a second a step within llguidance's limits, while all
+# other requests wait: one that was not quick for so many seconds in all ends its request.
+QUICK, PATIENCE = 0.02, 0.2  # seconds of this thread
+TOO_SLOW = "it takes too long to find what may come next"
 
 
 class GrammarState:
@@ -28,6 +34,7 @@ class GrammarState:
         self.known: list[int] = []
         self.path: list[int] = []  # beyond the known text, as far as the matcher has gone
         self.error = ""  # what the matcher ran into after the known text
+        self.patience = PATIENCE
 
     def fork(self) -> "GrammarState":
         """Another one at the same place, after no guess."""
@@ -53,9 +60,12 @@ class GrammarState:
         """What a function finds after a path; None where the path is not allowed, or where even a
         new matcher runs into a limit.
         """
-        error = ""
-        for _ in range(2):
+        error = "" if self.patience > 0 else TOO_SLOW
+        for _ in range(0 if error else 2):
+            start = thread_time()
             found = find(self.matcher) if self.move(path) else None
+            if (seconds := thread_time() - start) > QUICK:
+                self.patience -= seconds
             if not self.matcher.is_error():
                 return found
             error = self.matcher.get_error()

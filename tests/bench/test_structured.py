@@ -30,6 +30,7 @@ def test_speeds_are_over_off_and_texts_the_same(pair):
     assert "DIFFER" in structured.table({"masks": masks, "schemas": 2} | found | {"is_same": False})
 
 
+@pytest.mark.slow
 def test_masks_are_measured_of_every_row_up_to_the_end(tmp_path, capsys):
     out = tmp_path / "out.json"
     assert structured.main(["--rounds", "0", "--every", "67", "--out", str(out)]) == 0
