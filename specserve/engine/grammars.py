@@ -1,5 +1,6 @@
 """Compiles requests' grammars beside the steps."""
 
+import logging
 import os
 import threading
 from collections import OrderedDict
@@ -13,6 +14,8 @@ from specserve.scheduling import Request
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+log = logging.getLogger("specserve")
 
 KEPT = 64  # compiled grammars, for requests that bring the same again
 YIELDING = 10  # niceness of the thread: steps come first
@@ -74,8 +77,10 @@ class Grammars:
             future, choices = self.waiting.pop(id)
             try:
                 matcher = future.result()
-            except GrammarError as e:
-                yield choices, str(e)
+            except Exception as e:  # as there is no memory for a thread: it is this request's alone
+                if not isinstance(e, GrammarError):
+                    log.exception("a grammar could not be compiled")
+                yield choices, str(e) or type(e).__name__
                 continue
             _, size, end_ids = self.prepare().result()
             yield choices, GrammarState(matcher, end_ids, size)

@@ -408,6 +408,20 @@ def test_a_draft_model_is_asked_for_what_may_come_alone(engine_with, sampling, v
     assert len(seen) > 40 and not engine.draft_model.rules
 
 
+def test_whatever_goes_wrong_in_compiling_ends_its_request_alone(
+    engine_with, sampling, monkeypatch
+):
+    def failing(*args):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("specserve.engine.grammars.compile_grammar", failing)
+    (tokens, failure), (good, none) = run(
+        engine_with(), PROMPT, sampling(GRAMMARS["json"]), sampling("", max_tokens=4)
+    )
+    assert not tokens and "can't start new thread" in failure
+    assert good and not none
+
+
 class Fragile:
     """A matcher that runs into a limit after a text, and cannot be undone then."""
 
