@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import msgspec
@@ -20,6 +21,7 @@ from specserve.server.bounded_process import Done, FromProcess, Refused, Started
 from specserve.server.grammar_process import TOO_MUCH, Tokens
 
 NUM_PROCESSES = 2  # while one runs to its deadline, the other does all else
+SOON = 1.0  # seconds from the server's start to that of the first process for grammars
 SECONDS = 0.8  # to compile one, of the second within which it is refused
 
 log = logging.getLogger("specserve")
@@ -61,10 +63,10 @@ class Processes:
             self.num_asked -= 1
 
     async def ask_next(self, payload: bytes) -> Done | Refused:
+        if not self.processes:
+            self.begin_another()
         process = await self.free.get()
-        if len(self.processes) < NUM_PROCESSES:  # for when this one has to be killed
-            self.processes.append(self.begun())
-            self.free.put_nowait(self.processes[-1])
+        self.begin_another()  # for when this one has to be killed
         try:
             if process.has_ended:
                 process = self.replace(process)
@@ -81,6 +83,12 @@ class Processes:
                 process.close()
                 process = self.replace(process)
             self.free.put_nowait(process)
+
+    def begin_another(self) -> None:
+        """Start one more, unless there are as many as there may be."""
+        if len(self.processes) < NUM_PROCESSES:
+            self.processes.append(self.begun())
+            self.free.put_nowait(self.processes[-1])
 
     def begun(self) -> "Process":
         try:
@@ -192,8 +200,19 @@ class TemplateProcesses(Processes):
 class GrammarProcesses(Processes):
     def __init__(self, tokens: Tokens) -> None:
         first = msgspec.msgpack.encode(tokens)
-        super().__init__(grammar_process.__name__, first, SECONDS, "grammar", at_start=1)
+        super().__init__(grammar_process.__name__, first, SECONDS, "grammar", at_start=0)
         self.verdicts = Verdicts()
+        self.timer = asyncio.get_running_loop().call_later(SOON, self.begin_first)
+
+    def begin_first(self) -> None:
+        """Before it is needed, but after the server's own start."""
+        if not self.processes:
+            with suppress(Overloaded):  # whoever needs it tries again
+                self.begin_another()
+
+    async def close(self) -> None:
+        self.timer.cancel()
+        await super().close()
 
     async def check(self, grammar: str, field: str, salt: str) -> None:
         """RequestError for a grammar that cannot be compiled, or not in time."""

@@ -73,12 +73,19 @@ def test_another_process_starts_as_soon_as_one_is_used_and_as_soon_as_one_is_kil
     with_grammars(folder, test)
 
 
-def test_none_but_the_first_starts_before_anything_is_asked(folder):
+def test_the_first_starts_soon_after_the_server_or_when_it_is_needed(folder, monkeypatch):
+    monkeypatch.setattr("specserve.server.processes.SOON", 0.05)
+    end = tiny_tokenizer().convert_tokens_to_ids(EOS)
+
     async def run():
-        end = tiny_tokenizer().convert_tokens_to_ids(EOS)
         grammars = GrammarProcesses(Tokens(str(folder), 320, (end,)))
+        assert not grammars.processes
+        await asyncio.sleep(0.1)
         assert len(grammars.processes) == 1
         await grammars.close()
+        needed = GrammarProcesses(Tokens(str(folder), 320, (end,)))
+        await needed.check(GOOD, FIELD, "")
+        await needed.close()
 
     asyncio.run(run())
 
