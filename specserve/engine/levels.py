@@ -36,6 +36,7 @@ class Levels:
         self.requests, self.max_depth = requests, max_depth
         self.context = sum(len(r.token_ids) for r in requests)
         self.tried: list[int] = []  # id of the request that it was run for only as a trial
+        self.is_trial_alone = False  # no other was run
         self.num_levels = 0
         self.started, self.before, self.usual = 0.0, 0, 0
         self.catching_up_took = 0.0  # seconds that are not charged to the step
@@ -54,6 +55,7 @@ class Levels:
         left = order[size:]
         tried = left[:1] if left and self.trials.is_due(KEY, self.passed) else []
         self.tried = [self.requests[i].id for i in tried]
+        self.is_trial_alone = size == 0 and len(tried) > 0
         return self.begin(order[:size] + tried, rows[size] + len(tried) * USUAL_LAG)
 
     def catching_up(self, request: Request) -> float:

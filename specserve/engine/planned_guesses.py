@@ -117,6 +117,7 @@ class PlannedGuesses:
         self.making = 0.0  # seconds of making guesses and of learning from them
         self.growing = 0.0  # those of the draft model's levels among them
         self.catching_up = 0.0  # seconds of the draft model that are not charged to the step
+        self.is_trial_alone = False  # its levels were run for no other request than a trial's
 
     def draft(self, scheduled: Sequence[ScheduledRequest]) -> None:
         asked_before = bool(self.roots)
@@ -168,6 +169,7 @@ class PlannedGuesses:
         """Ask the sources, and choose what is verified."""
         self.note_targets(roots)
         self.growing, self.catching_up, spent = 0.0, 0.0, 0.0
+        self.is_trial_alone = False
         try:
             for source in self.sources:
                 asked = [root for root in roots if root.asked.turn is not None]
@@ -197,11 +199,7 @@ class PlannedGuesses:
         self.taken, self.saved, self.might_save, self.tried = {}, {}, {}, set()
         if self.plan is not None and self.saved_by_guess:
             others = [(r.asked.turn, r.saved) for r in self.roots.values() if r.asked.turn]
-            model = [
-                (r.asked.model_turn, r.saved_by_model)
-                for r in self.roots.values()
-                if r.asked.model_turn
-            ]
+            grown = [r for r in self.roots.values() if r.asked.model_turn]
             num_asked = sum(root.asked.is_any for root in self.roots.values())
             growing = self.growing if num_asked else self.making
             if num_asked:
@@ -209,7 +207,12 @@ class PlannedGuesses:
                 if not others:
                     self.note_promises(planning)
                 self.turn(self.turns, others, planning * len(others), 0.0)
-            self.turn(self.model_turns, model, growing, self.catching_up)
+            # Levels for one request alone, as a trial, take about as long as for all, and say
+            # nothing of the others: it bears the part that it would have then.
+            run = [r for r in grown if r.is_tried] if self.is_trial_alone else grown
+            share = growing * len(run) / max(len(grown), 1)
+            model = [(r.asked.model_turn, r.saved_by_model) for r in run if r.asked.model_turn]
+            self.turn(self.model_turns, model, share, self.catching_up + growing - share)
         self.roots = {}
 
     def note_promises(self, planning: float) -> None:
@@ -339,6 +342,7 @@ class PlannedGuesses:
             self.user_code.failed("model")
         for root in roots:
             root.is_tried = root.item.id in levels.tried
+        self.is_trial_alone = levels.is_trial_alone
         self.catching_up = levels.catching_up_took
         taken = perf_counter() - start
         self.growing = taken - self.catching_up

@@ -52,8 +52,8 @@ class StructuredOutputsParams(
         return f"{FIELD}.{self.kinds[0]}"
 
     @property
-    def whitespace(self) -> str:
-        return "" if self.disable_any_whitespace else self.whitespace_pattern or forms.WHITESPACE
+    def whitespace(self) -> str | None:
+        return "" if self.disable_any_whitespace else self.whitespace_pattern
 
 
 def grammar_of(asked: StructuredOutputsParams, field: str | None = None) -> str:

@@ -16,9 +16,10 @@ from specserve.grammars.unions import with_any_of
 
 MAX_BYTES = 1 << 18  # of a grammar; larger ones take more than a second to compile
 MAX_DEPTH = 64  # of objects and lists in a schema; llguidance's reader of JSON ends at 127
-# What a model writes by itself: nothing, a space, or a line break and its indentation. Without a
-# bound a text could be spaces for ever, and compact JSON is not what models have learnt to write.
-WHITESPACE = r" |\r?\n(?: {0,40}|\t{0,10})"
+# JSON on one line, as Python's json.dumps writes it: models have learnt it, and as there is no
+# choice of spaces, a grammar forces whole keys and what is between them.
+ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+COMPACT = {"whitespace_flexible": False}
 START = re.compile(r"^[?!]?start\b[^:=]*:(?!:)", re.MULTILINE)
 WITHOUT_EFFECT = re.compile(r"[\w-]\[[^\]]*\b(max_tokens|stop|temperature)\s*=")
 ESCAPED = re.compile(r"\\?\n|\\.|/")
@@ -32,16 +33,17 @@ def lark(text: str) -> str:
     return checked(json.dumps({"grammars": [{"lark_grammar": text}]}))
 
 
-def json_schema(schema: Mapping[str, Any] | bool, whitespace: str = WHITESPACE) -> str:
+def json_schema(schema: Mapping[str, Any] | bool, whitespace: str | None = None) -> str:
     """The grammar of JSON values that obey a schema.
 
     `whitespace` is a regex of what may stand behind `{`, `[`, `,` and `:`, and before `}` and `]`,
-    once in each place; "" is none. GrammarError for a schema that is no JSON, or too deep.
+    once in each place; "" is none, and None a space behind `,` and `:`. GrammarError for a schema
+    that is no JSON, or too deep.
     """
     return checked(f'{{"grammars": [{{"json_schema": {written(schema, whitespace)}}}]}}')
 
 
-def json_part(schema: Mapping[str, Any] | bool, whitespace: str = WHITESPACE) -> str:
+def json_part(schema: Mapping[str, Any] | bool, whitespace: str | None = None) -> str:
     """The same as a part of a Lark rule."""
     return f"%json {written(schema, whitespace)}"
 
@@ -67,7 +69,7 @@ def escape(found: re.Match[str]) -> str:
     return {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}.get(found[0], found[0])
 
 
-def written(schema: Mapping[str, Any] | bool, whitespace: str) -> str:
+def written(schema: Mapping[str, Any] | bool, whitespace: str | None) -> str:
     """The schema's JSON, with what llguidance has to know of the text's form."""
     if schema is False:
         raise GrammarError("false allows no value")
@@ -76,7 +78,7 @@ def written(schema: Mapping[str, Any] | bool, whitespace: str) -> str:
         raise GrammarError("x-guidance is not for callers: leave it out")
     check_depth(given)
     given = with_any_of(given, given)
-    form = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
+    form = {None: ONE_LINE, "": COMPACT}.get(whitespace, {"whitespace_pattern": whitespace})
     try:
         return json.dumps({**given, "x-guidance": form}, allow_nan=False)
     except (TypeError, ValueError) as e:

@@ -12,7 +12,6 @@ from specserve.grammars.forms import json_part, lark, quoted
 from specserve.models.tokenizer import Tokenizer
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
-SPACE = " "  # within arguments, as models write them: on one line
 TERMINALS = r"""
 TEXT: /(.|\n)*/
 OTHER: /[^{ \t\r\n](.|\n)*/
@@ -109,7 +108,7 @@ class CallGrammar(msgspec.Struct, frozen=True):
             schema = {"type": "object"} if is_free else parameters_of(function)
             before, after = self.written(function["name"])
             before = self.literal(before.removeprefix(trigger))
-            yield f"{rule}: {before} {json_part(schema, SPACE)} {self.literal(after)}"
+            yield f"{rule}: {before} {json_part(schema)} {self.literal(after)}"
 
     def written(self, name: str) -> tuple[str, str]:
         """What stands before and after a call's arguments."""

@@ -535,3 +535,24 @@ def test_a_trial_runs_three_levels_as_one_alone_is_slower_than_those_after_it(
     first, *trials = run_draft(target, target, tell=len).values()
     assert first == 1 and len(trials) > 5
     assert {*trials[:-1]} == {3}
+
+
+def test_a_trial_for_one_request_says_nothing_of_others_and_costs_it_its_part(
+    target, clock, every_turn
+):
+    """Levels for four requests take as long as those for one, and would pay for all together."""
+    clock.draft = lambda rows: 10 * STEP
+    engine = engine_for(target, target, "auto", max_nodes=4)
+    guesses = engine.guesses = planned(engine, model=engine.guesses.model)
+    requests = [engine.add([id + 1, *PROMPT], greedy(120)) for id in range(4)]
+    turns, seen = guesses.model_turns, []
+    while not engine.is_idle:
+        before = {r.id: turns.of(r.id).saved for r in requests}
+        is_alone = guesses.is_trial_alone and len(guesses.roots) == 4
+        tried = [id for id, root in guesses.roots.items() if root.is_tried]
+        engine.step()
+        changed = [id for id, saved in before.items() if turns.of(id).saved != saved]
+        if is_alone and all(r.id in engine.requests for r in requests):
+            assert changed == tried and len(tried) == 1
+            seen.append(turns.of(tried[0]).saved)
+    assert seen and min(seen) > -20, "not all of three levels, which are 72 parts of a step"
