@@ -60,7 +60,8 @@ def a_round(server, num_sockets_at_rest):
 
 def test_hostile_clients_leave_no_memory_held_however_often_they_come(folder):
     with ServerProcess(folder) as server:
-        server.post(COMPLETIONS, saying(2))
+        # With a form, so that the processes that check forms are there, too.
+        server.post(COMPLETIONS, saying(2) | {"structured_outputs": {"choice": ["yes", "no"]}})
         at_rest, before = num_sockets(server), resident(server)
         a_round(server, at_rest)
         first = resident(server)
