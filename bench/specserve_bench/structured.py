@@ -42,7 +42,7 @@ END_ID = SIZE - 1
 DESCRIPTION = f"""
 Measure masks with a vocabulary of {SIZE} ids, and the TPOT of `auto`, and of what the grammar
 forces alone, beside that without guesses: a text for each of the {len(SCHEMAS)} schemas, one at a
-time, at temperature 1. On two cores a round takes about half an hour with the pair at a 0.6B
+time, at temperature 1. On two cores a round takes a quarter of an hour with the pair at a 0.6B
 model's cost.
 """
 
