@@ -130,10 +130,10 @@ class Engine:
             if isinstance(state, str):
                 refused += [self.fail(request, f"the grammar: {state}") for request in choices]
                 continue
-            first, *_ = choices
-            self.states[first.id] = self.text_state(first, state)
-            self.follow(first)
-            for request in choices:
+            first = self.text_state(choices[0], state)
+            for request in choices:  # each has its own, as any of them may end before the others
+                self.states[request.id] = first if request is choices[0] else first.fork()
+                self.follow(request)
                 self.scheduler.add(request)
         return refused
 
@@ -295,8 +295,8 @@ class Engine:
         request.token_ids.extend(path.tokens)
         if state is not None:
             for follower in request.followers:
-                self.states[follower.id] = state.fork()
-                self.follow(follower)
+                if follower.id not in self.states:
+                    self.states[follower.id] = state.fork()
             state.extend(path.tokens)
         request.publish()
         if request.followers:

@@ -361,6 +361,24 @@ def test_requests_may_end_while_their_grammar_is_compiled(engine_with, sampling,
     assert [r.token_ids.tolist()[len(PROMPT) :] for r in (second, third)] == alone
 
 
+def test_choices_obey_their_grammar_where_the_first_ends_before_its_first_token(
+    engine_with, sampling
+):
+    asked = [sampling(GRAMMARS["choice"], seed=seed) for seed in range(3)]
+    prompt = [*PROMPT] * 8
+    alone = [tokens for tokens, _ in run(engine_with(), prompt, *asked[1:])]
+    engine = engine_with("auto", max_batched_tokens=16, prefill_chunk=16, max_running=8)
+    first, *others = engine.add_choices(prompt, asked)
+    while first.num_computed == 0:
+        engine.step()
+    assert first.num_output == 0
+    engine.finish(first.id)
+    while not engine.is_idle:
+        engine.step()
+        engine.check()
+    assert [r.token_ids.tolist()[len(prompt) :] for r in others] == alone
+
+
 def test_a_grammar_that_is_none_ends_its_request_alone(engine_with, sampling):
     (tokens, failure), (good, none) = run(
         engine_with(), PROMPT, sampling("start: nothing_of_this_name"), sampling("", max_tokens=4)
