@@ -12,8 +12,8 @@ if TYPE_CHECKING:  # its import takes time, and most engines need none
 
 T = TypeVar("T")
 
-# Ambiguous grammars may take a quarter of a second a step within llguidance's limits, while all
-# other requests wait: one that was not quick for so many seconds in all ends its request.
+# Ambiguous grammars may take long steps within llguidance's limits, while all other requests wait:
+# one that was not quick for so many seconds in all ends its request.
 QUICK, PATIENCE = 0.02, 0.2  # seconds of this thread
 TOO_SLOW = "it takes too long to find what may come next"
 

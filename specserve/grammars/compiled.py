@@ -34,10 +34,10 @@ class GrammarError(ValueError):
 def limits() -> "LLParserLimits":
     """What compiling a grammar, and finding the next tokens, may take at most.
 
-    With llguidance's own limits a step of an ambiguous grammar took a second, and the automaton of
-    a regex like (x{1000}){1000} 250 MB. With these it is 80 ms at worst, 3 ms for all but one of
-    the grammars in tests/grammars/hostile.py, and 50 MB. An object may have 240 optional
-    properties.
+    llguidance's own limits let a step of an ambiguous grammar take a second, and the automaton of a
+    regex like (x{1000}){1000} much memory: tests/grammars/hostile.py has such grammars. With these
+    an object may have 240 optional properties. What still takes long ends its own request, see
+    engine/grammar_state.py.
     """
     from llguidance import LLParserLimits
 
