@@ -113,9 +113,11 @@ def rows(state: GrammarState, chance: random.Random) -> Iterator[float]:
         state.extend([token])
 
 
-def speed_figures(pair: Pair, schemas: Mapping[str, Any], rounds: int) -> dict[str, Any]:
+def speed_figures(
+    pair: Pair, schemas: Mapping[str, Any], rounds: int, device: str = "cpu"
+) -> dict[str, Any]:
     """TPOT of each subject, over interleaved rounds."""
-    llms = load(pair)
+    llms = load(pair, device)
     for llm in llms.values():
         said(llm, next(iter(schemas)), seed=0)  # the first one is slower
     tpot: dict[str, list[float]] = {name: [] for name in llms}
@@ -144,10 +146,11 @@ def in_turn(names: Sequence[str], number: int) -> Sequence[str]:
     return [*names[first:], *names[:first]]
 
 
-def load(pair: Pair) -> dict[str, LLM]:
+def load(pair: Pair, device: str) -> dict[str, LLM]:
     target, draft = map(str, pair)
     shared = {
         "model.path": target,
+        "model.device": device,
         "drafter.model": draft,
         "memory.kv_bytes": KV_BYTES,
         "memory.prefix_cache": False,  # all rounds repeat the same prompts

@@ -14,22 +14,25 @@ from transformers import AutoModelForCausalLM
 
 from specserve import LLM, SamplingParams
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
+from specserve.engine.grammars import Grammars
 from specserve.engine.step_input import RowGroup
 from specserve.exchange.sampling_params import Sampling
 from specserve.input_processor import load_text_files, make_input_processor
 from specserve.memory import BlockTable
 from specserve.models.families import load_config
 from specserve.models.loader import load_decoder
+from specserve.models.tokenizer import load_tokenizer
 from specserve_bench.workloads import workload
 from specserve_kernels import load
 from specserve_kernels.reference.sampling import gumbel, transform
 from tests.checkpoints import tiny_checkpoint
-from tests.engine import test_logprobs
+from tests.engine import test_grammars, test_logprobs
 from tests.engine.clock import Clock
 from tests.engine.engines import (
     Case,
     Scripted,
     Watch,
+    ask_always,
     bush,
     draft_of,
     engine_for,
@@ -269,6 +272,37 @@ def test_changed_logits_lead_to_the_cpus_text(tiny, changed_texts, drafter, monk
     got = [r.token_ids.tolist() for r in watch.run(cases)]
     assert got == want, f"seed {SEED}"
     assert drafter not in (bush, hedge) or watch.seen["moved"] > 0
+
+
+@pytest.fixture(scope="module")
+def ruled(tmp_path_factory):
+    """Grammars, requests that they rule beside one that is free, and what the CPU says of them."""
+    folder = tmp_path_factory.mktemp("models") / "target"
+    tokenizer = load_tokenizer(tiny_checkpoint(folder, seed=1, tie_word_embeddings=False))
+    vocabulary = test_grammars.read_vocabulary(tokenizer)
+    ends = frozenset([test_grammars.end_of(tokenizer)])
+    asked = [
+        tiny_sampling(temperature, SEED + temperature, stop_ids=ends, grammar=grammar)
+        for grammar in [*test_grammars.GRAMMARS.values(), ""]
+        for temperature in (0, 1)
+    ]
+    engine = engine_for(load_decoder(folder, "fp32", load("cpu"), MAX_LEN), max_nodes=0)
+    engine.grammars = Grammars(lambda: vocabulary)
+    return engine.grammars, asked, test_grammars.run(engine, test_grammars.PROMPT, *asked)
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model", "auto", bush, hedge])
+def test_what_a_grammar_rules_is_the_cpus_text(tiny, ruled, drafter):
+    (target, draft), (grammars, asked, want), prompt = tiny, ruled, test_grammars.PROMPT
+    truth = {i: prompt + tokens for i, (tokens, _) in enumerate(want)}
+    script = None if isinstance(drafter, str) else Scripted(drafter, truth)
+    nodes = {"max_nodes": 6, "max_step_nodes": 100}
+    engine = engine_for(target, draft_of(draft, drafter), script or drafter, **nodes)
+    engine.grammars = grammars
+    if drafter == "auto":
+        ask_always(engine)
+    assert test_grammars.run(engine, prompt, *asked) == want, f"seed {SEED}"
+    assert drafter in ("none", "ngram") or engine.stats.num_accepted > 0
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "model"])

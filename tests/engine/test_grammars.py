@@ -83,14 +83,23 @@ def tokenizer(folder):
     return load_tokenizer(folder)
 
 
-@pytest.fixture(scope="module")
-def end(tokenizer):
+def end_of(tokenizer):
     return tokenizer.get_vocab()[EOS]
 
 
+def read_vocabulary(tokenizer):
+    ends = [end_of(tokenizer)]
+    return Vocabulary(compiled.vocabulary_of(tokenizer, VOCAB, ends), VOCAB, ends)
+
+
 @pytest.fixture(scope="module")
-def vocabulary(tokenizer, end):
-    return Vocabulary(compiled.vocabulary_of(tokenizer, VOCAB, [end]), VOCAB, [end])
+def end(tokenizer):
+    return end_of(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer):
+    return read_vocabulary(tokenizer)
 
 
 @pytest.fixture
@@ -157,7 +166,7 @@ def test_a_drafter_changes_no_text_that_a_grammar_rules(engine_with, sampling, n
 def test_the_same_with_guesses_that_break_the_grammar(engine_with, sampling, script):
     asked = sampling(GRAMMARS["json"], seed=3)
     [(expected, _)] = run(engine_with(), PROMPT, asked)
-    engine = engine_with(Scripted(script, {0: expected}))
+    engine = engine_with(Scripted(script, {0: PROMPT + expected}))
     assert run(engine, PROMPT, asked) == [(expected, "")]
     assert engine.stats.num_accepted > 0
 

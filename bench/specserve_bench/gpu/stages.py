@@ -53,6 +53,7 @@ STAGES = {
     "figures": Stage(540, [f"{MODULE}figures"]),
     "compile": Stage(300, [f"{MODULE}compiling"]),
     "demo": Stage(540, [f"{MODULE}demo"]),
+    "structured": Stage(300, [f"{MODULE}structured"]),
 }
 
 
