@@ -36,7 +36,7 @@ SUBJECTS: dict[str, dict[str, Any]] = {
     "grammar": {"drafter.options": {"sources": ["grammar"]}, "drafter.model": None},
     "auto": {},
 }
-KV_BYTES = 1 << 30  # of each subject: all of them are in memory at once
+KV_BYTES = 3 << 29  # of each subject: all of them are in memory at once
 END_ID = SIZE - 1
 
 DESCRIPTION = f"""

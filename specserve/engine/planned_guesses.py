@@ -98,6 +98,7 @@ class PlannedGuesses:
         self.foreseen = [source for source in sources if isinstance(source, Foreseen)]
         self.grammar = next((s for s in sources if isinstance(s, GrammarSource)), None)
         self.rules: dict[int, Rules] = {}  # by request
+        self.foreseen_names = {source.name for source in self.foreseen}
         self.has_unforeseen = len(self.foreseen) < len(sources)
         self.share = 1.0  # of the seconds that sources promise to save, which guesses lately did
         self.planning = 0.0  # usual seconds of a request's guesses, without the draft model's
@@ -403,7 +404,7 @@ class PlannedGuesses:
         sources = [root.trie.sources(node) for node in root.nodes[: len(draft)]]
         guesses = DraftSources(draft, sources, root.proposed)
         told = self.ledger.enter(guesses, accepted, request.sampling.return_speculation_details)
-        self.note_savings(root, [names == ["model"] for names in sources], accepted)
+        self.note_savings(root, sources, accepted)
         for name, counts in told.sources.items():
             self.saved[name] = self.saved.get(name, 0.0) + counts.accepted * self.saved_by_guess
         if draft.tokens:
@@ -411,16 +412,25 @@ class PlannedGuesses:
                 self.user_code.tell(source, "observe", root.item.id, draft, accepted)
         return told
 
-    def note_savings(self, root: Root, is_models: Sequence[bool], accepted: Sequence[int]) -> None:
-        """Note what the draft's guesses have saved: those of the draft model alone, and others."""
-        by_model = sum(is_models[node - 1] for node in accepted), sum(is_models)
-        by_others = len(accepted) - by_model[0], len(is_models) - by_model[1]
-        saved, each, row = [], self.saved_by_guess, self.row_seconds
-        for num_accepted, number in (by_others, by_model):
-            saved.append(num_accepted * each - number * row)
-        root.saved, by_model_alone = saved
+    def note_savings(
+        self, root: Root, sources: Sequence[Sequence[str]], accepted: Sequence[int]
+    ) -> None:
+        """Note what the draft's guesses have saved: those of the draft model alone, and others.
+        What was promised would have been guessed anyway: a turn beside it is for what else there
+        was.
+        """
+        is_beside = root.asked.is_promised and root.asked.turn is not None
+        counts = {False: [0, 0], True: [0, 0]}  # by whether the model's alone: accepted, verified
+        right = set(accepted)
+        for node, names in enumerate(sources, 1):
+            if not is_beside or self.foreseen_names.isdisjoint(names):
+                counted = counts[names == ["model"]]
+                counted[0] += node in right
+                counted[1] += 1
+        each, row = self.saved_by_guess, self.row_seconds
+        root.saved, by_model = (n * each - size * row for n, size in counts.values())
         if self.draft_model is None or not self.draft_model.is_catching_up(root.scheduled):
-            root.saved_by_model = by_model_alone
+            root.saved_by_model = by_model
 
     def follow(self, request: Request, rules: Rules) -> None:
         self.rules[request.id] = rules

@@ -18,6 +18,8 @@ WINDOW, RANK = 16, 2
 KNOWN = 3  # steps from which on an edge is known
 RECENT = 5  # steps of which even the fastest is slowed down by other load
 TOO_HIGH = 0.75  # of the estimate: KNOWN steps in a row below it show that all estimates are high
+TILE = 16  # rows that a kernel takes as one, where rows are many
+FIRST = 1e-3  # seconds of a step of one row, before there was any step
 RIDGE = 16  # rows whose work takes as long as reading the weights, until steps show it
 HOPED = 0.8  # of the seconds of an edge's few steps: what it might come down to
 HOPE = 2  # times the most rows that are known: more are not tried yet
@@ -29,10 +31,14 @@ WRONG = 3.0  # times more or less than kept costs say: if all first steps take t
 
 
 def edges(most: int) -> list[int]:
-    """Numbers of rows, each the right edge of a stair: 1, 2, 3, 4, 6, 8, 12, 16, 24, ..."""
+    """Numbers of rows, each the right edge of a stair: powers of two and halfway between; from 64
+    on an eighth of a power of two apart, but no less than a tile: 1, 2, 3, 4, 6, 8, 12, ..., 48,
+    64, 80, 96, ..., 256, 288, ...
+    """
     found, size = [1], 2
     while found[-1] < most:
-        found += [size, size * 3 // 2]
+        width = max(size // 2, 1) if size < 4 * TILE else max(size // 8, TILE)
+        found += range(size, 2 * size, width)
         size *= 2
     return found[: bisect_left(found, most) + 1]
 
@@ -217,29 +223,29 @@ class StepCosts:
                 self.added[i] = max(0.0, self.added[i] + more)
 
     def fill(self) -> None:
-        """Estimate every edge: known, between its neighbors, or beyond the last by RIDGE.
+        """Estimate every edge: known, between its neighbors, or beyond the last by RIDGE. Below the
+        first that is known a few steps count, too: roots alone are fewer rows than steps of
+        prompts, which tell little of them.
 
         As other load makes nothing faster, an estimate above that of more rows is too high.
         """
-        known = [edge for edge in self.edges if self.stairs[edge].estimate]
-        found = {edge: self.stairs[edge].estimate for edge in known}
-        least = float("inf")
+        found, has_known = dict[int, float](), False
+        for edge, stair in self.stairs.items():
+            if stair.estimate:
+                found[edge], has_known = stair.estimate, True
+            elif stair.seconds and not has_known:
+                found[edge] = min(stair.seconds)
+        known, least = [*found], float("inf")
         for edge in reversed(known):
             least = found[edge] = min(least, found[edge])
         if not known:
-            found = {1: self.first_guess()}
-            known = [1]
+            found, known = {1: FIRST}, [1]
         self.by_edge = [self.between(edge, known, found) for edge in self.edges]
         self.least_by_edge = [self.least(edge, known, found) for edge in self.edges]
         least = float("inf")
         for i in reversed(range(len(self.edges))):
             least = min(least, self.least_by_edge[i], self.by_edge[i])
             self.least_by_edge[i] = least
-
-    def first_guess(self) -> float:
-        """Of a step of one row, from the few steps there were; 1 ms without any."""
-        seen = [min(s.seconds) / shape(edge) for edge, s in self.stairs.items() if s.seconds]
-        return min(seen, default=1e-3)
 
     def between(self, edge: int, known: Sequence[int], found: dict[int, float]) -> float:
         place = bisect_left(known, edge)
@@ -255,17 +261,22 @@ class StepCosts:
         return found[below] + part * (found[above] - found[below])
 
     def least(self, edge: int, known: Sequence[int], found: dict[int, float]) -> float:
-        """What an edge may cost at best, if it is not known: a row no less than one of the next
-        edge; rows beyond the last edge half as much as those before it. The stairs are climbed one
-        by one: far above what is known nothing is hoped for.
+        """What an edge may cost at best, if it is not known: a row below all that are known no less
+        than one of the next edge; between two that are known, nothing beside others of its tile,
+        else half of what it is expected to; rows beyond the last edge half as much as those before
+        it. The stairs are climbed one by one: far above what is known nothing is hoped for.
         """
         place = bisect_right(known, edge)
         seen = min(self.stairs[edge].seconds, default=0.0) * HOPED
         if place == 0:
             return max(seen, found[known[0]] * edge / known[0])
         below = known[place - 1]
-        if place < len(known) or edge == below:
-            return max(seen, found[below]) if edge != below else found[below]
+        if edge == below:
+            return found[below]
+        if place < len(known):
+            is_free = -(-edge // TILE) == -(-below // TILE)  # perhaps
+            most = found[below] if is_free else self.between(edge, known, found)
+            return max(seen, (found[below] + most) / 2)
         if edge > HOPE * below:
             return found[below] * shape(edge) / shape(below)
         before = known[place - 2] if place > 1 else 0

@@ -224,18 +224,18 @@ class Planner:
     def __init__(self, costs: StepCosts) -> None:
         """The costs are the target's."""
         self.costs = costs
-        self.trials = Trials(first=1, last=64)  # of rows whose cost is not known
+        self.trials = Trials(first=1, last=64)  # of rows whose cost is not known, by their bits
 
     def choose(self, asks: Sequence[Ask], step: Step, most: int) -> Plan:
         return choose(asks, step, self.costs, most, self.is_tried)
 
     def is_tried(self, rows: int) -> bool:
-        return self.trials.is_due(self.costs.stair(rows))
+        return self.trials.is_due(rows.bit_length())
 
     def observe(self, plan: Plan, step: Step, seconds: float) -> None:
         """Learn whether a plan that was tried was worth it: the step took so long."""
         if plan.rival is not None and plan.tokens > plan.rival * (step.spent + seconds):
-            self.trials.worked(self.costs.stair(plan.rows))  # so go on at once
+            self.trials.worked(plan.rows.bit_length())  # so go on at once
 
     def growth(self, asks: Sequence[Ask], step: Step, most: int) -> Growth:
         """The terms on which a draft model's levels are run in this step, after other sources."""

@@ -47,6 +47,34 @@ def test_edges_are_powers_of_two_and_halfway_between():
     assert edges(20) == [1, 2, 3, 4, 6, 8, 12, 16, 24]
 
 
+def test_many_rows_have_an_edge_for_every_tile_or_eighth():
+    assert [edge for edge in edges(300) if edge >= 64] == [*range(64, 256, 16), 256, 288, 320]
+    assert [b - a for a, b in pairwise(edges(4096)) if 1024 <= a < 2048] == [128] * 8
+
+
+def test_what_roots_alone_take_is_known_from_their_first_step():
+    """Steps of prompts come first, and have many more rows."""
+    costs = StepCosts(512)
+    for _ in range(KNOWN):
+        costs.observe(131, 0, 4, 0.18)
+    assert costs.seconds(4, 0, 4) < 0.03
+    costs.observe(4, 0, 4, 0.034)
+    assert costs.seconds(4, 0, 4) == pytest.approx(0.034)
+    costs.observe(4, 0, 4, 0.5)
+    assert costs.seconds(4, 0, 4) == pytest.approx(0.034), "a slow step shows nothing"
+    assert costs.seconds(64, 0, 4) < 0.18
+
+
+def test_between_known_edges_rows_are_hoped_to_be_free_beside_those_of_their_tile():
+    costs = StepCosts(512)
+    for rows, seconds in ((4, 0.03), (64, 0.09)):
+        for _ in range(KNOWN):
+            costs.observe(rows, 0, 1, seconds)
+    assert costs.seconds(16, 0, 1, is_hopeful=True) == pytest.approx(0.03)
+    assert costs.seconds(16, 0, 1) == pytest.approx(0.042)
+    assert costs.seconds(34, 0, 1, is_hopeful=True) == pytest.approx((0.03 + 0.074) / 2)
+
+
 def test_it_learns_what_rows_cost():
     assert ratios(learnt()) == pytest.approx([1.0] * 8, abs=0.12)
 

@@ -373,3 +373,9 @@ def test_levels_that_pay_together_are_found_wherever_they_are(
     )
     size = found.first_size(reach, hold, depth, lambda rows: once + level * (rows > 0))
     assert size == (len(counted) if counted and pays else 0)
+
+
+def test_rows_of_unknown_cost_are_tried_by_powers_of_two():
+    planner = Planner(StepCosts(256))
+    assert planner.is_tried(130) and not planner.is_tried(150), "the second waits"
+    assert planner.is_tried(100), "of another power of two"

@@ -19,7 +19,7 @@ VERIFY = {  # seconds of so many rows
     "stairs": lambda rows: 0.03 * (1 + 0.5 * ((rows + 7) // 8 - 1)),
 }
 DRAFT = 0.05, 0.3  # of the target's step
-STEPS = {1: 1200, 4: 600, 16: 240, 64: 100}  # by load: half of them before, for learning
+STEPS = {1: 4800, 4: 1200, 16: 300, 64: 100}  # by load: half of them before, for learning
 FIXED = [(False, 0, 0), *((True, 0, n) for n in (1, 2, 4, 8, 12))]  # n-grams, levels, guesses
 FIXED += product((False, True), (1, 2, 4), (1, 2, 4, 8, 16))
 

@@ -19,7 +19,7 @@ from specserve_kernels import load
 
 SHAPE = "llama-3.1-8b"
 SETTINGS = ("off", "ngram:8", "model:4", "model:8", "model:16", "auto")
-REQUESTS, ROUNDS = 4, 2
+REQUESTS, ROUNDS = 16, 5
 DEVICE = "cuda"
 
 
