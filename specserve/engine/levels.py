@@ -67,7 +67,8 @@ class Levels:
         return seconds / max(LEAST_USE, request.num_left)
 
     def next(self, reach: Sequence[float]) -> int:
-        size = self.growth.size(reach, lambda n: self.level_seconds(n, 1))
+        left = self.max_depth - self.num_levels
+        size = self.growth.size(reach, HOLD, left, lambda n: self.level_seconds(n, 1))
         if self.tried and self.num_levels < TRIED:
             size = max(size, min(1, len(reach)))
         self.begin([*range(size)], size)

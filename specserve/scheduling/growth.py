@@ -80,10 +80,12 @@ class Growth:
         tokens, takes = self.tokens(sorted([*self.values, *more]))
         return any(t > self.rate * (spent + s) for t, s in zip(tokens, takes, strict=True))
 
-    def size(self, reach: Sequence[float], seconds: Callable[[int], float]) -> int:
-        """How many nodes to run, the best first; 0 if the level is not worth its time.
-
-        `reach` falls; seconds(rows) is the level's time.
+    def size(
+        self, reach: Sequence[float], hold: float, depth: int, seconds: Callable[[int], float]
+    ) -> int:
+        """How many nodes to run, the best first; 0 if neither the level is worth its time nor are
+        several, of up to `depth` that are left. `reach` falls, to `hold` times with each level;
+        seconds(rows) is a level's time.
         """
         best, size, net = 0.0, 0, 0.0
         for n, gain in enumerate(reach, 1):
@@ -92,29 +94,37 @@ class Growth:
             net += gain - self.least
             if (won := net - self.rate * seconds(n)) > best:
                 best, size = won, n
-        is_worth = size > 0 and self.is_better(reach[:size], seconds(size))
-        return size if is_worth else 0
+        return size if size and self.pays(reach[:size], hold, depth, 0.0, seconds(size)) else 0
 
     def first_size(
         self, reach: Sequence[float], hold: float, depth: int, seconds: Callable[[int], float]
     ) -> int:
-        """As `size`, for the first of up to `depth` levels, of which each reaches `hold` times what
-        the one before did. seconds(0) is what catching up takes, once; it may pay over levels.
+        """As `size`, for the first level. seconds(0) is what catching up takes, once; it may pay
+        over levels.
         """
         found = [gain for gain in reach if gain > self.least]
-        level = seconds(len(found)) - seconds(0)
-        more, spent = list[float](), seconds(0)
+        once, level = seconds(0), seconds(len(found)) - seconds(0)
+        return len(found) if found and self.pays(found, hold, depth, once, level) else 0
+
+    def pays(
+        self, reach: Sequence[float], hold: float, depth: int, once: float, level: float
+    ) -> bool:
+        """Whether the rate is higher with some number of levels, each of which takes so long, after
+        so many seconds `once`. The first alone may not pay, as where a stair of the target's is
+        wide.
+        """
         # What all levels together may bring, in no more than the time of one: mostly too little.
-        most = self.step.num_roots + sum(self.values) + self.worth + sum(found) / (1 - hold)
-        if most <= self.rate * (self.spent + spent + level + self.takes[0]):
-            return 0
-        for _ in range(depth if found else 0):
-            more += found
+        most = self.step.num_roots + sum(self.values) + self.worth + sum(reach) / (1 - hold)
+        if most <= self.rate * (self.spent + once + level + self.takes[0]):
+            return False
+        more, spent = list[float](), once
+        for _ in range(depth):
+            more += reach
             spent += level
             if self.is_better(more, spent):
-                return len(found)
-            found = [gain * hold for gain in found]
-        return 0
+                return True
+            reach = [gain * hold for gain in reach]
+        return False
 
     def add(self, values: Sequence[float], seconds: float, before: Sequence[float] = ()) -> None:
         """A level has been run, and took so long: the values of the children that its nodes have,

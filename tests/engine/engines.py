@@ -125,11 +125,11 @@ class RandomGrowth:
     def __init__(self, rng):
         self.rng, self.spent = rng, 0.0
 
-    def size(self, reach, seconds):
+    def size(self, reach, hold, depth, seconds):
         return self.rng.randint(0, len(reach))
 
     def first_size(self, reach, hold, depth, seconds):
-        return self.size(reach, seconds)
+        return self.size(reach, hold, depth, seconds)
 
     def add(self, values, seconds, before):
         pass

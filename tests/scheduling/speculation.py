@@ -153,7 +153,7 @@ class AutoEngine(Engine):
             self.trials.worked(i)
         self.tried = [r for r in reach[size:] if self.trials.is_due(r[1])]
         chosen = reach[:size] + self.tried
-        for _ in range(DEPTH):
+        for left in reversed(range(DEPTH)):
             if not chosen:
                 break
             took = self.world.draft(len(chosen))
@@ -168,7 +168,7 @@ class AutoEngine(Engine):
                 below += [(i, child) for child in tries[i].children[node].values()]
             growth.add([path_value(tries[i], node) for i, node in below], took, before)
             reach = self.reach(below, tries)
-            size = growth.size([gain for gain, _, _ in reach], self.level_seconds)
+            size = growth.size([g for g, _, _ in reach], HOLD, left, self.level_seconds)
             chosen = reach[:size]
         return growth.spent
 

@@ -251,41 +251,51 @@ def growth(values, costs=TILES, roots=1):
 
 
 def test_a_level_is_run_if_its_guesses_are_worth_its_time():
-    assert growth([]).size([0.9], lambda rows: 0.002) == 1
-    assert growth([]).size([0.9], lambda rows: 0.02) == 0
-    assert growth([]).size([0.05], lambda rows: 0.002) == 0
-    assert growth([]).size([], lambda rows: 0.0) == 0
+    assert growth([]).size([0.9], 0.7, 1, lambda rows: 0.002) == 1
+    assert growth([]).size([0.9], 0.7, 1, lambda rows: 0.02) == 0
+    assert growth([]).size([0.05], 0.7, 1, lambda rows: 0.002) == 0
+    assert growth([]).size([], 0.7, 1, lambda rows: 0.0) == 0
 
 
 def test_a_level_that_takes_longer_than_a_target_allows_is_not_run():
     step = Step(1, 0, 1, 1, allowed=TILES.seconds(1, 0, 1) + 0.002)
-    assert Growth(TILES, step, []).size([0.9], lambda rows: 0.001) == 1
-    assert Growth(TILES, step, []).size([0.9], lambda rows: 0.003) == 0
+    assert Growth(TILES, step, []).size([0.9], 0.7, 1, lambda rows: 0.001) == 1
+    assert Growth(TILES, step, []).size([0.9], 0.7, 1, lambda rows: 0.003) == 0
     hopeless = Step(1, 0, 1, 1, allowed=TILES.seconds(1, 0, 1) / 2)
-    assert Growth(TILES, hopeless, []).size([0.9], lambda rows: 0.003) == 1
+    assert Growth(TILES, hopeless, []).size([0.9], 0.7, 1, lambda rows: 0.003) == 1
 
 
 def test_only_nodes_that_are_worth_their_rows_are_run():
-    assert growth([], roots=4).size([0.9, 0.8, 0.01], lambda rows: 0.002 * rows) == 2
+    assert growth([], roots=4).size([0.9, 0.8, 0.01], 0.7, 1, lambda rows: 0.002 * rows) == 2
 
 
 def test_a_level_whose_guesses_would_not_be_verified_is_not_run():
     full = growth([0.9] * 7)
-    assert growth([]).size([0.5], lambda rows: 0.001) == 1
-    assert full.size([0.5], lambda rows: 0.001) == 0
+    assert growth([]).size([0.5], 0.7, 1, lambda rows: 0.001) == 1
+    assert full.size([0.5], 0.7, 1, lambda rows: 0.001) == 0
 
 
 def test_a_node_is_run_only_if_its_child_would_take_the_place_of_another():
-    assert growth([0.5] * 9).size([0.9, 0.3], lambda rows: 1e-5 * rows) == 1
-    assert growth([0.5] * 3).size([0.9, 0.3], lambda rows: 1e-5 * rows) == 2
+    assert growth([0.5] * 9).size([0.9, 0.3], 0.7, 1, lambda rows: 1e-5 * rows) == 1
+    assert growth([0.5] * 3).size([0.9, 0.3], 0.7, 1, lambda rows: 1e-5 * rows) == 2
 
 
 def test_a_prompt_makes_no_level_cheaper():
     costs = costs_of(lambda rows: 0.01 + 0.002 * rows)
     beside = Growth(costs, Step(63, 0, 2, 1, prompt_rows=62), [])
-    assert growth([], costs).size([0.9], lambda rows: 0.02) == 0
-    assert beside.size([0.9], lambda rows: 0.02) == 0
-    assert beside.size([0.9], lambda rows: 0.001) == 1
+    assert growth([], costs).size([0.9], 0.7, 1, lambda rows: 0.02) == 0
+    assert beside.size([0.9], 0.7, 1, lambda rows: 0.02) == 0
+    assert beside.size([0.9], 0.7, 1, lambda rows: 0.001) == 1
+
+
+def test_a_level_that_does_not_pay_is_run_where_more_of_them_do():
+    def seconds(rows):
+        return 0.001
+
+    stairs = costs_of(lambda rows: 0.03 if rows == 1 else 0.06)
+    assert growth([], stairs).size([0.9], 0.9, 1, seconds) == 0
+    assert growth([], stairs).size([0.9], 0.9, 2, seconds) == 1
+    assert growth([], stairs).size([0.9], 0.1, 6, seconds) == 0, "they reach little"
 
 
 def test_catching_up_is_worth_it_if_later_levels_pay_for_it():
