@@ -17,7 +17,7 @@ from specserve.config import load_config
 from specserve.engine.grammar_state import GrammarState
 from specserve.generation import Output
 from specserve.grammars.asked import grammar_of
-from specserve.grammars.compiled import compile_grammar, vocabulary_of
+from specserve.grammars.compiled import Compiled, vocabulary_of
 from specserve.models.tokenizer import Tokenizer
 from specserve_bench import outputs, suite
 from specserve_bench.commands import at_least_1
@@ -88,9 +88,9 @@ def mask_figures(schemas: Mapping[str, Any]) -> dict[str, float]:
     for schema in schemas.values():
         grammar = grammar_of(StructuredOutputsParams(json=schema))
         start = perf_counter()
-        matcher = compile_grammar(vocabulary, grammar)
+        compiled = Compiled(vocabulary, grammar)
         compiling.append(1e3 * (perf_counter() - start))
-        masks += rows(GrammarState(matcher, (END_ID,), SIZE), chance)
+        masks += rows(GrammarState(compiled, (END_ID,), SIZE), chance)
     return {
         "compile_ms": round(median(compiling), 3),
         "compile_ms_most": round(max(compiling), 3),

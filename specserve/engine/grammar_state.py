@@ -10,10 +10,13 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:  # its import takes time, and most engines need none
     from llguidance import LLMatcher
 
+    from specserve.grammars.compiled import Compiled
+
 T = TypeVar("T")
 
 # Ambiguous grammars may take long steps within llguidance's limits, while all other requests wait:
-# one that was not quick for so many seconds in all ends its request.
+# one that was not quick for so many seconds in all ends its request. As guesses must not change a
+# text, what looking at them takes is counted by itself: then no guesses are looked at any more.
 QUICK, PATIENCE = 0.02, 0.2  # seconds of this thread
 TOO_SLOW = "it takes too long to find what may come next"
 
@@ -23,22 +26,24 @@ class GrammarState:
     after a path of guesses.
 
     One matcher serves all nodes: it goes from path to path by consuming tokens and undoing them. A
-    matcher that runs into a limit cannot be undone any more: then it is made anew from the text, as
-    what guesses have made it run into must not change what the text itself is allowed.
+    matcher that runs into a limit cannot be undone any more: then it is made anew from the text, by
+    an automaton of its own in the end, as what guesses or others have made it run into must not
+    change what the text itself is allowed.
     """
 
-    def __init__(self, matcher: "LLMatcher", end_ids: Sequence[int], vocab_size: int) -> None:
-        """`matcher` is at the beginning, and never changed; `end_ids` end a complete text."""
-        self.first, self.matcher = matcher, matcher.deep_copy()
+    def __init__(self, compiled: "Compiled", end_ids: Sequence[int], vocab_size: int) -> None:
+        """`end_ids` end a complete text."""
+        self.compiled = compiled
+        self.matcher, self.number = compiled.copy()
         self.end_ids, self.num_words = end_ids, -(-vocab_size // 32)
         self.known: list[int] = []
         self.path: list[int] = []  # beyond the known text, as far as the matcher has gone
         self.error = ""  # what the matcher ran into after the known text
-        self.patience = PATIENCE
+        self.patience = self.patience_with_guesses = PATIENCE
 
     def fork(self) -> "GrammarState":
         """Another one at the same place, after no guess."""
-        other = GrammarState(self.first, self.end_ids, 32 * self.num_words)
+        other = GrammarState(self.compiled, self.end_ids, 32 * self.num_words)
         other.extend(self.known)
         return other
 
@@ -58,21 +63,30 @@ class GrammarState:
 
     def look(self, path: Sequence[int], find: "Callable[[LLMatcher], T]") -> T | None:
         """What a function finds after a path; None where the path is not allowed, or where even a
-        new matcher runs into a limit.
+        new matcher runs into a limit, or where looking at guesses has taken too long.
         """
-        error = "" if self.patience > 0 else TOO_SLOW
-        for _ in range(0 if error else 2):
+        if (self.patience_with_guesses if path else self.patience) <= 0:
+            self.error = self.error if path else TOO_SLOW
+            return None
+        is_new, error = False, ""
+        for _ in range(3):  # by this matcher, by one that others have made anew, by one of its own
             start = thread_time()
             found = find(self.matcher) if self.move(path) else None
-            if (seconds := thread_time() - start) > QUICK:
-                self.patience -= seconds
-            if not self.matcher.is_error():
+            error = self.matcher.get_error() if self.matcher.is_error() else ""
+            was_new, is_new = is_new, bool(error) and self.renew()
+            self.note_time(thread_time() - start, is_guess=bool(path), is_broken=bool(error))
+            if not error:
                 return found
-            error = self.matcher.get_error()
-            self.renew()
-        if not path:
-            self.error = error
+            if was_new:
+                break
+        self.error = self.error if path else error
         return None
+
+    def note_time(self, seconds: float, is_guess: bool, is_broken: bool) -> None:
+        if is_guess and (is_broken or seconds > QUICK):
+            self.patience_with_guesses -= seconds
+        elif seconds > QUICK and not is_broken:
+            self.patience -= seconds
 
     def move(self, path: Sequence[int]) -> bool:
         """Whether the matcher has got to the path's end."""
@@ -86,10 +100,13 @@ class GrammarState:
             at += rest[: self.matcher.try_consume_tokens(rest)]
         return len(at) == len(path)
 
-    def renew(self) -> None:
-        """Take another matcher to the end of the known text."""
-        self.matcher, self.path = self.first.deep_copy(), []
+    def renew(self) -> bool:
+        """Take another matcher to the end of the known text; whether its automaton is new."""
+        is_new = self.compiled.renew(self.number)
+        self.matcher, self.number = self.compiled.copy()
+        self.path = []
         self.matcher.try_consume_tokens(self.known)
+        return is_new
 
     def allows(self, path: Sequence[int], token: int) -> bool:
         if token in self.end_ids:

@@ -9,11 +9,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, NamedTuple
 
 from specserve.engine.grammar_state import GrammarState
-from specserve.grammars.compiled import GrammarError, compile_grammar
+from specserve.grammars.compiled import Compiled, GrammarError
 from specserve.scheduling import Request
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLTokenizer
 
 log = logging.getLogger("specserve")
 
@@ -41,8 +41,8 @@ class Grammars:
         self.read = read
         self.thread = ThreadPoolExecutor(1, "grammars", be_nice)
         self.vocabulary: Future[Vocabulary] | None = None
-        self.compiled: OrderedDict[tuple[str, str], Future[LLMatcher]] = OrderedDict()
-        self.waiting: dict[int, tuple[Future[LLMatcher], list[Request]]] = {}  # by the first's id
+        self.compiled: OrderedDict[tuple[str, str], Future[Compiled]] = OrderedDict()
+        self.waiting: dict[int, tuple[Future[Compiled], list[Request]]] = {}  # by the first's id
 
     def prepare(self) -> Future[Vocabulary]:
         """Read the vocabulary, in the thread."""
@@ -63,7 +63,7 @@ class Grammars:
         if key not in self.compiled:
             vocabulary = self.prepare()
             self.compiled[key] = self.thread.submit(
-                lambda: compile_grammar(vocabulary.result().tokens, asked.grammar)
+                lambda: Compiled(vocabulary.result().tokens, asked.grammar)
             )
             if len(self.compiled) > KEPT:
                 self.compiled.popitem(last=False)
@@ -76,14 +76,14 @@ class Grammars:
         for id in done:
             future, choices = self.waiting.pop(id)
             try:
-                matcher = future.result()
+                compiled = future.result()
             except Exception as e:  # as there is no memory for a thread: it is this request's alone
                 if not isinstance(e, GrammarError):
                     log.exception("a grammar could not be compiled")
                 yield choices, str(e) or type(e).__name__
                 continue
             _, size, end_ids = self.prepare().result()
-            yield choices, GrammarState(matcher, end_ids, size)
+            yield choices, GrammarState(compiled, end_ids, size)
 
     def wait(self, seconds: float) -> None:
         """Until one is ready, but no longer."""

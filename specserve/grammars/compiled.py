@@ -21,6 +21,8 @@ DEEP_STACK = 1 << 28  # bytes of address space; what is not used takes no memory
 DEEP = "deep stack"  # the name of such a thread
 STACK_SIZE = threading.Lock()  # it is the process's, and set while a thread starts
 AHEAD = 8  # tokens
+AGAIN = 8  # times the usual limits of a step, of a matcher that is made anew in the midst of a text
+LONG = 0.1  # seconds: a grammar that takes longer is compiled once, as steps wait
 SLOW_MS = 30  # of CPU time: a step of streams takes about as long
 NO_TEXT = "it allows no text, not even an empty one"
 TOO_COMPLEX = re.compile(r"\b(fuel|too (big|large|many|deeply)|max is|limits?)\b", re.IGNORECASE)
@@ -31,8 +33,9 @@ class GrammarError(ValueError):
     """A grammar that is wrong, or needs more than the limits allow; the message says which."""
 
 
-def limits() -> "LLParserLimits":
-    """What compiling a grammar, and finding the next tokens, may take at most.
+def limits(room: int = 1) -> "LLParserLimits":
+    """What compiling a grammar, and finding the next tokens, may take at most; a matcher that has
+    followed no text yet needs more `room`, as it has nothing of the text's looks any more.
 
     llguidance's own limits let a step of an ambiguous grammar take a second, and the automaton of a
     regex like (x{1000}){1000} much memory: tests/grammars/hostile.py has such grammars. With these
@@ -42,9 +45,9 @@ def limits() -> "LLParserLimits":
     from llguidance import LLParserLimits
 
     return LLParserLimits(
-        initial_lexer_fuel=200_000,
-        step_lexer_fuel=40_000,
-        step_max_items=4000,
+        initial_lexer_fuel=room * 200_000,
+        step_lexer_fuel=room * 40_000,
+        step_max_items=room * 4000,
         max_items_in_row=1000,
         max_lexer_states=25_000,
         verbose_errors=False,
@@ -78,6 +81,42 @@ def made(vocabulary: "LLTokenizer", grammar: str) -> "LLMatcher":
     look_ahead(matcher.deep_copy(), vocabulary.eos_tokens)
     check(matcher)
     return matcher
+
+
+class Compiled:
+    """A grammar's matcher at the beginning of a text, for all requests that bring the grammar.
+
+    Copies of a matcher share its automaton, which grows by what any of them looks at, up to a limit
+    that ends all of them. Then there is a new one, so that no text depends on others, or on
+    guesses.
+    """
+
+    def __init__(self, vocabulary: "LLTokenizer", grammar: str) -> None:
+        """GrammarError for a grammar that is wrong or too much; see `compile_grammar`."""
+        self.vocabulary, self.grammar = vocabulary, grammar
+        start = time.perf_counter()
+        self.first, self.number = compile_grammar(vocabulary, grammar), 0
+        self.is_long = time.perf_counter() - start > LONG
+
+    def copy(self) -> tuple["LLMatcher", int]:
+        """A matcher at the beginning, and the number of its automaton."""
+        return self.first.deep_copy(), self.number
+
+    def renew(self, number: int) -> bool:
+        """Compile anew, unless another automaton has taken the place of that one already, or it
+        takes too long beside steps; whether it was done.
+        """
+        if number != self.number or self.is_long:
+            return False
+        self.first = on_deep_stack(lambda: anew(self.vocabulary, self.grammar))
+        self.number += 1
+        return True
+
+
+def anew(vocabulary: "LLTokenizer", grammar: str) -> "LLMatcher":
+    from llguidance import LLMatcher
+
+    return LLMatcher(vocabulary, grammar, log_level=0, limits=limits(AGAIN))
 
 
 def look_ahead(matcher: "LLMatcher", end_ids: Sequence[int]) -> None:

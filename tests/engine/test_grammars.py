@@ -1,6 +1,7 @@
 """Texts that obey a grammar: the same ones, whoever guesses."""
 
 import json
+import random
 import re
 import threading
 from time import perf_counter
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 from msgspec.structs import replace
 
 from specserve.engine.engine import MOMENT, NOTHING_LEFT
+from specserve.engine.grammar_state import GrammarState
 from specserve.engine.grammars import Grammars, Vocabulary
 from specserve.exchange.sampling_params import Sampling
 from specserve.grammars import compiled
@@ -280,8 +282,6 @@ def test_masks_are_found_only_of_rows_that_are_read(engine_with, sampling, monke
 
 
 def compiled_mask(monkeypatch, found):
-    from specserve.engine.grammar_state import GrammarState
-
     mask = GrammarState.mask
 
     def counted(self, path):
@@ -330,7 +330,7 @@ def test_steps_go_on_while_a_grammar_is_compiled(engine_with, sampling, monkeypa
         go.wait(10)
         return compile_grammar(*args)
 
-    monkeypatch.setattr("specserve.engine.grammars.compile_grammar", slow)
+    monkeypatch.setattr("specserve.grammars.compiled.compile_grammar", slow)
     late = engine.add(PROMPT, sampling(GRAMMARS["choice"]))
     good = engine.add(PROMPT, sampling("", max_tokens=5))
     while good.id in engine.requests:
@@ -353,7 +353,7 @@ def test_requests_may_end_while_their_grammar_is_compiled(engine_with, sampling,
         go.wait(10)
         return compile_grammar(*args)
 
-    monkeypatch.setattr("specserve.engine.grammars.compile_grammar", slow)
+    monkeypatch.setattr("specserve.grammars.compiled.compile_grammar", slow)
     gone = engine.add(PROMPT, sampling(GRAMMARS["json"]))
     asked = [sampling(GRAMMARS["choice"], seed=seed) for seed in range(3)]
     first, second, third = engine.add_choices(PROMPT, asked)
@@ -441,7 +441,7 @@ def test_whatever_goes_wrong_in_compiling_ends_its_request_alone(
     def failing(*args):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("specserve.engine.grammars.compile_grammar", failing)
+    monkeypatch.setattr("specserve.grammars.compiled.compile_grammar", failing)
     (tokens, failure), (good, none) = run(
         engine_with(), PROMPT, sampling(GRAMMARS["json"]), sampling("", max_tokens=4)
     )
@@ -450,14 +450,25 @@ def test_whatever_goes_wrong_in_compiling_ends_its_request_alone(
 
 
 class Fragile:
-    """A matcher that runs into a limit after a text, and cannot be undone then."""
+    """A compiled grammar whose matchers run into a limit after a text."""
 
-    def __init__(self, matcher, limit, has_failed=False):
-        self.matcher, self.limit, self.has_failed = matcher, limit, has_failed
+    def __init__(self, matcher, limit):
+        self.matcher, self.limit, self.number = matcher, limit, 0
+
+    def copy(self):
+        return FragileMatcher(self.matcher.deep_copy(), self.limit), self.number
+
+    def renew(self, number):
+        self.number += 1
+        return True
+
+
+class FragileMatcher:
+    """It cannot be undone after it has run into the limit."""
+
+    def __init__(self, matcher, limit):
+        self.matcher, self.limit, self.has_failed = matcher, limit, False
         self.text = []
-
-    def deep_copy(self):
-        return Fragile(self.matcher.deep_copy(), self.limit)
 
     def try_consume_tokens(self, tokens):
         n = 0 if self.has_failed else self.matcher.try_consume_tokens(tokens)
@@ -484,12 +495,10 @@ class Fragile:
 
 
 def test_what_a_guess_runs_into_does_not_change_the_text(tokenizer, vocabulary, end):
-    from specserve.engine.grammar_state import GrammarState
-
-    matcher = compiled.compile_grammar(vocabulary.tokens, GRAMMARS["choice"])
+    choice = compiled.Compiled(vocabulary.tokens, GRAMMARS["choice"])
     the, a = (tokenizer.encode(text, False) for text in ("the", "a d"))
-    state = GrammarState(Fragile(matcher, the), [end], VOCAB)
-    sound = GrammarState(matcher, [end], VOCAB)
+    state = GrammarState(Fragile(choice.first, the), [end], VOCAB)
+    sound = GrammarState(choice, [end], VOCAB)
     assert not state.mask(the).any() and not state.error
     assert (state.mask(a) == sound.mask(a)).all()
     assert (state.mask(()) == sound.mask(())).all()
@@ -497,3 +506,61 @@ def test_what_a_guess_runs_into_does_not_change_the_text(tokenizer, vocabulary, 
     assert state.forced(()) == sound.forced(()) and (state.mask(()) == sound.mask(())).all()
     state.extend(the)
     assert not state.mask(()).any() and state.error == "too much"
+
+
+def ids_in(mask):
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+
+
+def few_states(most):
+    return lambda room=1: LLParserLimits(max_lexer_states=most)
+
+
+def test_no_request_fills_the_automaton_of_its_grammar_for_others(
+    tokenizer, vocabulary, end, monkeypatch
+):
+    monkeypatch.setattr(compiled, "limits", few_states(500))
+    texts = ["".join(random.Random(i).choices("abcdef", k=30)) for i in range(60)]
+    grammar = LLMatcher.grammar_from_regex("|".join(texts))
+    one = compiled.Compiled(vocabulary.tokens, grammar)
+    for text in texts:
+        state = GrammarState(one, [end], VOCAB)
+        for token in tokenizer.encode(text, False):
+            assert state.mask(()).any(), f"{text}: {state.error}"
+            state.extend([token])
+    assert one.number > 0, "the automaton was never full"
+
+
+@pytest.mark.parametrize("num_guesses", [0, 2, 4])
+def test_looking_at_guesses_ends_no_text(tokenizer, vocabulary, end, num_guesses, monkeypatch):
+    """The automaton of this expression doubles with each character that may be its end."""
+    monkeypatch.setattr(compiled, "limits", few_states(600))
+    grammar = LLMatcher.grammar_from_regex(r"(.|\n)*(a|e).{60}b")
+    one, chance = compiled.Compiled(vocabulary.tokens, grammar), random.Random(0)
+    state = GrammarState(one, [end], VOCAB)
+    for token in tokenizer.encode("the cat sat on the mat and a dog ate its hat; " * 4, False)[
+        :160
+    ]:
+        path = []
+        for _ in range(num_guesses):
+            found = [i for i in ids_in(state.mask(path)).tolist() if i != end]
+            if not found:
+                break
+            path.append(chance.choice(found))
+        assert state.mask(()).any(), state.error
+        state.extend([token])
+
+
+def test_guesses_that_take_too_long_are_looked_at_no_more_and_the_text_goes_on(vocabulary, end):
+    state = GrammarState(compiled.Compiled(vocabulary.tokens, GRAMMARS["regex"]), [end], VOCAB)
+    first = ids_in(state.mask(())).tolist()[0]
+    assert state.mask([first]).any()
+    state.patience_with_guesses = 0.0
+    assert not state.mask([first]).any() and not state.allows([first], first)
+    assert state.mask(()).any() and not state.why
+
+
+def test_a_grammar_that_takes_long_to_compile_is_compiled_once(vocabulary, monkeypatch):
+    monkeypatch.setattr(compiled, "LONG", 0.0)
+    one = compiled.Compiled(vocabulary.tokens, GRAMMARS["regex"])
+    assert not one.renew(0) and one.copy()[1] == 0

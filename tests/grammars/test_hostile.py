@@ -9,7 +9,7 @@ import pytest
 from specserve.engine.grammar_state import PATIENCE, QUICK, TOO_SLOW, GrammarState
 from specserve.errors import RequestError
 from specserve.grammars.asked import StructuredOutputsParams, grammar_of
-from specserve.grammars.compiled import GrammarError, compile_grammar
+from specserve.grammars.compiled import Compiled, GrammarError
 from tests.grammars.hostile import ENDLESS, EVERY
 from tests.grammars.matching import END, SIZE, tiny_vocabulary
 
@@ -17,10 +17,10 @@ COMPILE_SECONDS = 1.5  # three times what the slowest takes
 
 
 def compiled(asked):
-    """The matcher, or what refuses it."""
+    """The grammar for requests, or what refuses it."""
     try:
         grammar = grammar_of(StructuredOutputsParams(**asked))
-        return compile_grammar(tiny_vocabulary(), grammar), None
+        return Compiled(tiny_vocabulary(), grammar), None
     except (RequestError, GrammarError) as e:
         return None, str(e)
 
@@ -28,12 +28,12 @@ def compiled(asked):
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in ENDLESS])
 def test_one_is_refused_soon_or_its_steps_take_no_more_than_patience(name):
     start = process_time()
-    matcher, refusal = compiled(EVERY[name])
+    grammar, refusal = compiled(EVERY[name])
     assert process_time() - start < COMPILE_SECONDS
-    assert (matcher is None) == bool(refusal)
-    if matcher is None:
+    assert (grammar is None) == bool(refusal)
+    if grammar is None:
         return
-    state, chance, slow = GrammarState(matcher, [END], SIZE), random.Random(1), []
+    state, chance, slow = GrammarState(grammar, [END], SIZE), random.Random(1), []
     for _ in range(60):
         start = thread_time()
         bits = np.unpackbits(state.mask(()).view(np.uint8), bitorder="little")
@@ -46,8 +46,8 @@ def test_one_is_refused_soon_or_its_steps_take_no_more_than_patience(name):
 
 
 def test_a_grammar_that_has_taken_too_long_ends_its_text_and_says_so():
-    matcher, _ = compiled({"regex": "[ab]*"})
-    state = GrammarState(matcher, [END], SIZE)
+    grammar, _ = compiled({"regex": "[ab]*"})
+    state = GrammarState(grammar, [END], SIZE)
     assert state.mask(()).any()
     state.patience = 0.0
     assert not state.mask(()).any() and state.why == f" ({TOO_SLOW})"
@@ -55,8 +55,8 @@ def test_a_grammar_that_has_taken_too_long_ends_its_text_and_says_so():
 
 def test_the_worst_are_refused():
     for name in ("regex: counts in a count", "json: 1 MB of names", "json: 900 lists in lists"):
-        matcher, refusal = compiled(EVERY[name])
-        assert matcher is None and refusal, name
+        grammar, refusal = compiled(EVERY[name])
+        assert grammar is None and refusal, name
 
 
 def test_what_is_large_but_not_hostile_is_taken():
