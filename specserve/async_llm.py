@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 from specserve import preflight
 from specserve.block_keys import Keys, prompt_keys
 from specserve.config import python_config
-from specserve.errors import EngineDied, Overloaded, RequestError, SpecserveError
+from specserve.errors import EngineDied, RequestError, SpecserveError, of_failure
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Ready
 from specserve.exchange.sampling_params import SamplingParams, choices_of, seeded
@@ -299,7 +299,7 @@ class ChoiceListener:
     def push(self, output: StepOutput) -> None:
         generation = self.answer.generations[self.index]
         if output.failure:
-            self.end(Overloaded(output.failure))
+            self.end(of_failure(output.failure, output.blamed))
             return
         generation.push(output)
         if output.is_of_prompt:

@@ -56,3 +56,8 @@ class Overloaded(SpecserveError):
         super().__init__(message)
         self.retry_after = retry_after
         self.code = "server_is_ending" if retry_after is None else "server_is_overloaded"
+
+
+def of_failure(message: str, blamed: str) -> SpecserveError:
+    """The error of a request that cannot continue, for a parameter that is to blame or for none."""
+    return RequestError(message, blamed) if blamed else Overloaded(message)

@@ -133,7 +133,7 @@ class Generation:
         self.text = ""
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
-        self.failure = ""
+        self.failure = self.blamed = ""
         self.disabled_by: str | None = None  # what takes a request's guesses away
         self.steps: list[tuple[int, int]] = []  # drafted, accepted: of each verified step
         self.num_step_tokens = 0  # emitted by those steps
@@ -155,7 +155,7 @@ class Generation:
 
     def push(self, output: StepOutput) -> str:
         """Add a step's output; returns the text that it adds."""
-        self.failure = output.failure
+        self.failure, self.blamed = output.failure, output.blamed
         self.prompt_logprobs += output.prompt_logprobs
         if output.is_of_prompt:
             return ""

@@ -12,7 +12,7 @@ from specserve.config import python_config
 from specserve.engine.build import build
 from specserve.engine.loading import Model, Weights, check_device
 from specserve.engine.processors import LogitsProcessor
-from specserve.errors import Overloaded, RequestError
+from specserve.errors import RequestError, of_failure
 from specserve.exchange.caller import Caller
 from specserve.exchange.sampling_params import SamplingParams, choices_of, seeded
 from specserve.exchange.speculation_state import SpeculationState
@@ -358,7 +358,7 @@ def refuse_failed(generations: Iterable[Generation]) -> None:
         if generation.failure and generation.disabled_by:
             raise RequestError(generation.failure, generation.disabled_by)
         if generation.failure:
-            raise Overloaded(generation.failure)
+            raise of_failure(generation.failure, generation.blamed)
 
 
 def is_one(prompts: Prompt | Sequence[Prompt]) -> bool:

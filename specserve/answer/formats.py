@@ -122,9 +122,8 @@ class AnswerReader:
         if self.reasoning == "think":
             parser = ThinkParser(parser, self.is_inside)
         wanted = self.wanted
-        return (
-            parser if wanted.has_reasoning and wanted.most_calls is None else Part(parser, wanted)
-        )
+        is_all = wanted.has_reasoning and wanted.most_calls is None and not wanted.is_enforced
+        return parser if is_all else Part(parser, wanted)
 
     def call_parser(self) -> AnswerParser:
         tools = self.wanted.tools
@@ -181,7 +180,7 @@ class Part:
                 return self.wanted.has_reasoning
             case CallBegin(index) | CallArguments(index):
                 return most is None or index < most
-        return True
+        return not self.wanted.is_enforced  # else it is of a call that was cut
 
 
 def frame_of(template: ResponseTemplate) -> tuple[str, str] | None:

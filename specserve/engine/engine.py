@@ -278,7 +278,7 @@ class Engine:
         processors, state = self.processors.get(request.id), self.states.get(request.id)
         if not path.tokens:
             assert state is not None and state.grammar is not None, "a row has a token after it"
-            return self.fail(request, f"{NOTHING_LEFT}{state.grammar.why}")
+            return self.fail(request, f"{NOTHING_LEFT}{state.grammar.why}", "structured_outputs")
         if processors is not None:
             is_banned = state is not None and state.bans(path.tokens[0])
             processors.check_drawn(path.tokens[0], is_banned)
@@ -474,11 +474,11 @@ class Engine:
         log.error("%d requests ended, as the device ran out of memory: %s", len(requests), cause)
         return [self.fail(request, failure) for request in requests]
 
-    def fail(self, request: Request, failure: str) -> StepOutput:
-        """End a request that cannot continue."""
+    def fail(self, request: Request, failure: str, blamed: str = "") -> StepOutput:
+        """End a request that cannot continue, for a parameter that is to blame or for none."""
         self.finish(request.id)
         at = request.admitted_at
-        return StepOutput(request.id, [], "error", False, 0, 0, at, failure=failure)
+        return StepOutput(request.id, [], "error", False, 0, 0, at, failure=failure, blamed=blamed)
 
     def rest(self) -> None:
         """Do what takes a moment, as no request waits for a step."""

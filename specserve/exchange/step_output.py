@@ -47,6 +47,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     num_cached: int = 0  # tokens of the prompt that were found in the prefix cache
     is_fallback: bool = False  # drafted by n-grams, as the draft model had not caught up
     failure: str = ""  # why the request cannot continue; empty if it can
+    blamed: str = ""  # the parameter that it is due to; empty: to none
     sources: dict[str, SourceCounts] = {}  # all in the engine's order, if any was asked
     tree: Tree | None = None  # only where the request asked for details and had guesses
     logprobs: list[TokenLogprobs] = []  # of `tokens`, where the request asked for them

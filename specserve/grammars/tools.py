@@ -46,6 +46,10 @@ class CallGrammar(msgspec.Struct, frozen=True):
         start = f"start: {self.thought} ({self.only_calls(is_parallel)} | form)"
         return self.lark(start, f"form: {form}", *self.calls(strict))
 
+    def form_alone(self, form: str) -> str:
+        """A grammar of a text of a form alone."""
+        return self.lark(f"start: {self.thought} form", f"form: {form}")
+
     def only_calls(self, is_parallel: bool) -> str:
         """One call, or one or more, as a part of a rule."""
         begin, separator, end = self.around

@@ -43,6 +43,7 @@ NO_OP: dict[str, tuple[Any, ...]] = {
 
 
 MAX_DEPTH = 32  # of values for a template
+JSON_KINDS = "json", "json_object"  # of forms that may stand beside tools, or after reasoning
 
 
 SOME = Meta(extra_json_schema={"minItems": 1})
@@ -214,9 +215,12 @@ async def begin(
     if not tools.tools and formats.reasoning == "none":
         return await service.ask([prompt], params, arrived, "messages"), None
     reader = AnswerReader(formats, wanted(asked, tools), text)
-    form = asked.form if tools.tools else None
-    grammar = call_grammar(service, tools, reader, form)
-    if form is not None:  # the tools' grammar has it
+    form = asked.form if tools.tools or reader.reasoning == "think" else None
+    if form is not None and not tools.tools and form.kinds[0] not in JSON_KINDS:
+        # All of the text obeys the form, which has no room for reasoning.
+        return await service.ask([prompt], params, arrived, "messages"), None
+    grammar = await service.in_thread(lambda: call_grammar(service, tools, reader, form))
+    if form is not None:  # that grammar has it
         params = msgspec.structs.replace(params, structured_outputs=None)
     return await service.ask([prompt], params, arrived, "messages", grammar, reader), reader
 
@@ -264,7 +268,7 @@ def check_form(service: Service, asked: Conversation, tools: ToolsAsked) -> None
         why = 'the text has to be a call: send one of them, or tool_choice = "auto"'
     elif formats.tools not in ("hermes", "mistral"):
         why = 'texts and calls of this model look alike: send one of them, or tool_choice = "none"'
-    elif asked.form.kinds[0] not in ("json", "json_object"):
+    elif asked.form.kinds[0] not in JSON_KINDS:
         why = "beside tools it is a JSON schema or json_object: send one of these, or no tools"
     else:
         return
@@ -278,7 +282,8 @@ def call_grammar(
     form: StructuredOutputsParams | None = None,
 ) -> str:
     """The grammar of calls that have to be made, of those of strict tools, or of a text that is
-    either calls or of a form; empty where none is needed.
+    of a form or, if there are tools, calls; empty where none is needed. Before each of them there
+    may be reasoning.
     """
     if not asked.is_enforced and not asked.strict and form is None:
         return ""
@@ -287,6 +292,8 @@ def call_grammar(
     thinks = reader.reasoning == "think"
     calls = CallGrammar(formats, asked.callable, special, thinks, thinks and reader.is_inside)
     try:
+        if form is not None and not asked.tools:
+            return calls.form_alone(json_form(form))
         if form is not None:
             return calls.or_form(json_form(form), asked.strict, asked.is_parallel)
         if asked.is_enforced:

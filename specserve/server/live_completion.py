@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from specserve.block_keys import Keys
-from specserve.errors import EngineDied, Overloaded, SpecserveError
+from specserve.errors import EngineDied, SpecserveError, of_failure
 from specserve.exchange.caller import Caller
 from specserve.exchange.client import EngineClient
 from specserve.exchange.sampling_params import Sampling
@@ -227,7 +227,7 @@ class ChoiceListener:
     def push(self, output: StepOutput) -> None:
         completion = self.completion
         if output.failure:
-            completion.end(Overloaded(output.failure))
+            completion.end(of_failure(output.failure, output.blamed))
             return
         generation = completion.generations[self.index]
         before = len(generation.token_ids), generation.last_token_at

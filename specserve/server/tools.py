@@ -102,11 +102,17 @@ def read_tool(tool: Any, path: str) -> Function:
 def check_type(given: Mapping[str, Any], path: str) -> None:
     if given.get("type", "function") != "function" or not isinstance(given.get("function"), dict):
         kind = cut(str(given.get("type")))
+        is_flat = kind == "function" and "function" not in given
+        why = "its fields belong under function" if is_flat else f"{kind!r} cannot be called"
         raise RequestError(
-            f"{path}: only functions can be called, not {kind!r}: send "
-            '{"type": "function", "function": {"name": ...}}',
-            path,
+            f'{path}: {why}: send {{"type": "function", "function": {{"name": ...}}}}', path
         )
+
+
+def check_keys(given: Mapping[str, Any], known: list[str], path: str) -> None:
+    for key in given:
+        if key not in known:
+            refuse_unknown(key, known, path)
 
 
 def check_depth(value: Any, most: int, path: str) -> None:
@@ -139,6 +145,8 @@ def read_choice(choice: Any, names: Sequence[str]) -> tuple[str, bool]:
             "tool_choice",
         )
     check_type(choice, "tool_choice")
+    check_keys(choice, ["type", "function"], "tool_choice.")
+    check_keys(choice["function"], ["name"], "tool_choice.function.")
     name = choice["function"].get("name")
     if name not in names:
         known = ", ".join(names) or "none"
@@ -158,10 +166,8 @@ def read_calls(calls: Any, path: str) -> list[dict[str, Any]]:
 
 def read_call(call: dict[str, Any], path: str) -> dict[str, Any]:
     check_type(call, path)
-    known = ["id", "type", "function", "index"]  # streams tell an index, and clients keep it
-    for key in call:
-        if key not in known:
-            refuse_unknown(key, known, f"{path}.")
+    # Streams tell an index, and clients keep it.
+    check_keys(call, ["id", "type", "function", "index"], f"{path}.")
     function: CalledFunction = convert(call["function"], CalledFunction, f"{path}.function")
     where = f"{path}.function.arguments"
     arguments = function.arguments

@@ -148,6 +148,14 @@ WRONG = {  # what is sent, the field that is wrong, words of the reason
 }
 
 
+def test_a_form_of_which_other_parameters_leave_nothing_is_refused(server):
+    asked = {"structured_outputs": {"regex": "[0-9]+"}, "allowed_token_ids": [5, 6]}
+    for path, body in ((CHAT, chat_body()), (COMPLETIONS, asking())):
+        answer = server.post(path, body | asked)
+        error = answer.body["error"]
+        assert (answer.status, error["param"]) == (400, "structured_outputs"), error
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_refused_by_its_field(server, name):
     sent, param, words = WRONG[name]

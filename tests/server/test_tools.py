@@ -9,8 +9,9 @@ import openai
 import pytest
 from tokenizers import AddedToken
 
+from specserve.grammars.compiled import compile_grammar, vocabulary_of
 from tests.answer.outputs import JSON_TEMPLATE, TOOLS
-from tests.checkpoints import tiny_tokenizer
+from tests.checkpoints import EOS, tiny_tokenizer
 from tests.server.asking import CHAT, chat_body
 from tests.server.scripted import scripted, with_template
 
@@ -219,6 +220,16 @@ def test_one_call_at_most(qwen):
 NAMED = {"type": "function", "function": {"name": "now"}}
 
 
+def test_what_is_cut_of_a_call_that_had_to_be_made_is_no_content(qwen):
+    with qwen.saying(CALL) as num_tokens:
+        for n in range(1, num_tokens):
+            asked = ASK | {"tool_choice": "required", "max_tokens": n}
+            [whole] = qwen.post(CHAT, asked).body["choices"]
+            choices, _ = streamed(qwen, tool_choice="required", max_tokens=n)
+            assert not whole["message"]["content"], n
+            assert not any(choice["delta"].get("content") for choice in choices), n
+
+
 @pytest.mark.parametrize(
     ("choice", "reason"), [("auto", "tool_calls"), ("required", "tool_calls"), (NAMED, "stop")]
 )
@@ -256,6 +267,33 @@ def test_an_answer_is_calls_or_of_the_form_that_is_asked_for(qwen):
     with qwen.saying('"sunny"'):
         qwen.post(CHAT, ASK | {"response_format": form, "tool_choice": "none"})
     assert "get_weather" not in qwen.last.sampling.grammar
+
+
+THINKING = {"chat_template_kwargs": {"think": True}}
+NUMBER = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": 7}}}
+
+
+def test_a_form_comes_after_the_reasoning_that_the_prompt_begins(qwen):
+    asked = {"messages": ASK["messages"], "response_format": NUMBER} | THINKING
+    with qwen.saying("Hm.</think>\n\n7"):
+        [choice] = qwen.post(CHAT, asked).body["choices"]
+    told = choice["message"]
+    assert (told["content"], told["reasoning_content"]) == ("7", "Hm.")
+    tokenizer = qwen.tokenizer
+    size, end = tokenizer.backend.get_vocab_size(), tokenizer.get_vocab()[EOS]
+    vocabulary = vocabulary_of(tokenizer, size, [end])
+    matcher = compile_grammar(vocabulary, qwen.last.sampling.grammar)
+    ids = tokenizer.encode("Hm.</think>\n\n7", add_special_tokens=False)
+    assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+    matcher.reset()
+    assert matcher.try_consume_tokens(ids[:3]) == 3 and not matcher.is_accepting()
+
+
+def test_a_form_that_is_no_json_leaves_no_room_for_reasoning(qwen):
+    asked = {"messages": ASK["messages"], "structured_outputs": {"choice": ["yes"]}} | THINKING
+    with qwen.saying("yes"):
+        [choice] = qwen.post(CHAT, asked).body["choices"]
+    assert choice["message"]["content"] == "yes" and "reasoning" not in choice["message"]
 
 
 def test_several_choices_and_all_details(qwen):
@@ -374,6 +412,14 @@ REFUSED = {
     ),
     "a form that is no JSON": ({"structured_outputs": {"choice": ["yes", "no"]}}, "tools"),
     "an unknown choice": ({"tool_choice": "all"}, "tool_choice"),
+    "a key beside the choice's function": (
+        {"tool_choice": {"type": "function", "function": {"name": "now"}, "a": 1}},
+        "tool_choice.a",
+    ),
+    "a key beside the choice's name": (
+        {"tool_choice": {"type": "function", "function": {"name": "now", "a": 1}}},
+        "tool_choice.function.a",
+    ),
     "a choice of another type": ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     "an unknown function": (
         {"tool_choice": {"type": "function", "function": {"name": "f"}}},
