@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from specserve.grammars.compiled import in_words
+
 if TYPE_CHECKING:  # its import takes time, and most engines need none
     from llguidance import LLMatcher
 
@@ -72,7 +74,7 @@ class GrammarState:
         for _ in range(3):  # by this matcher, by one that others have made anew, by one of its own
             start = thread_time()
             found = find(self.matcher) if self.move(path) else None
-            error = self.matcher.get_error() if self.matcher.is_error() else ""
+            error = in_words(self.matcher.get_error()) if self.matcher.is_error() else ""
             was_new, is_new = is_new, bool(error) and self.renew()
             self.note_time(thread_time() - start, is_guess=bool(path), is_broken=bool(error))
             if not error:
