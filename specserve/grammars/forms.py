@@ -20,7 +20,7 @@ MAX_DEPTH = 64  # of objects and lists in a schema; llguidance's reader of JSON 
 # choice of spaces, a grammar forces whole keys and what is between them.
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 COMPACT = {"whitespace_flexible": False}
-# No try of these reads what another one has read: callers send texts that would take long.
+# Linear in the text: a try at one place ends before the next place where a match may begin.
 START = re.compile(r"^[?!]?start\b[^:=\n]*:(?!:)", re.MULTILINE)
 WITHOUT_EFFECT = re.compile(r"[\w-][ \t]*\[[^][]*\b(max_tokens|stop|temperature)\s*=")
 ESCAPED = re.compile(r"\\?\n|\\.|/")

@@ -57,7 +57,7 @@ class Unions:
         if not isinstance(properties, Mapping) or not isinstance(required, Sequence):
             return {}
         self.num_left -= len(required)
-        names = {name for name in required if isinstance(name, str)}
+        names = (name for name in required if isinstance(name, str))
         found = {name: self.values_of(properties.get(name)) for name in names}
         return {name: {*values} for name, values in found.items() if values is not None}
 
