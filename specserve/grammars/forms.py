@@ -20,8 +20,9 @@ MAX_DEPTH = 64  # of objects and lists in a schema; llguidance's reader of JSON 
 # choice of spaces, a grammar forces whole keys and what is between them.
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 COMPACT = {"whitespace_flexible": False}
-START = re.compile(r"^[?!]?start\b[^:=]*:(?!:)", re.MULTILINE)
-WITHOUT_EFFECT = re.compile(r"[\w-]\[[^\]]*\b(max_tokens|stop|temperature)\s*=")
+# Linear in the text: a try at one place ends before the next place where a match may begin.
+START = re.compile(r"^[?!]?start\b[^:=\n]*:(?!:)", re.MULTILINE)
+WITHOUT_EFFECT = re.compile(r"[\w-][ \t]*\[[^][]*\b(max_tokens|stop|temperature)\s*=")
 ESCAPED = re.compile(r"\\?\n|\\.|/")
 
 
@@ -55,7 +56,8 @@ def quoted(text: str) -> str:
 
 def regex(pattern: str) -> str:
     """The grammar of texts that match from their beginning to their end."""
-    return lark(f"start: /{ESCAPED.sub(escape, pattern)}/" if pattern else 'start: ""')
+    escaped = ESCAPED.sub(escape, checked(pattern))
+    return lark(f"start: /{escaped}/" if pattern else 'start: ""')
 
 
 def choice(texts: Sequence[str]) -> str:
@@ -77,10 +79,14 @@ def written(schema: Mapping[str, Any] | bool, whitespace: str | None) -> str:
     if "x-guidance" in given:
         raise GrammarError("x-guidance is not for callers: leave it out")
     check_depth(given)
-    given = with_any_of(given, given)
+    checked(as_json(given))
     form = {None: ONE_LINE, "": COMPACT}.get(whitespace, {"whitespace_pattern": whitespace})
+    return as_json({**with_any_of(given, given), "x-guidance": form})
+
+
+def as_json(value: Any) -> str:
     try:
-        return json.dumps({**given, "x-guidance": form}, allow_nan=False)
+        return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as e:
         raise GrammarError(f"no JSON: {e!s:.200}") from e
 
@@ -120,6 +126,7 @@ def checked(grammar: str) -> str:
 
 def own_text(lark: str) -> str:
     """A caller's Lark; GrammarError for another notation, and for options without effect here."""
+    checked(lark)
     if "::=" in lark and not START.search(lark):
         raise GrammarError('::= is of GBNF or EBNF: send Lark, as in start: "yes" | "no"')
     if option := WITHOUT_EFFECT.search(lark):

@@ -1,13 +1,13 @@
 """Structural tags: text that is free but for parts, each of which has a beginning and a form."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from specserve.grammars.compiled import GrammarError
-from specserve.grammars.forms import json_part, quoted, read_json
+from specserve.grammars.forms import MAX_BYTES, check_depth, json_part, quoted, read_json
 
 Text = Annotated[str, Meta(min_length=1, max_length=1024)]
 Schema = dict[str, Any] | bool
@@ -81,13 +81,14 @@ class Structures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def structural_tag(given: dict[str, Any] | str) -> str:
-    """The Lark text; GrammarError for what is wrong or not supported."""
+    """The Lark text; GrammarError for what is wrong, not supported, too deep or too large."""
     value = read_json(given) if isinstance(given, str) else given
+    check_depth(value)
     is_older = isinstance(value, dict) and "structures" in value
     kind: type[Structures] | type[StructuralTag] = Structures if is_older else StructuralTag
     try:
         asked = msgspec.convert(value, kind)
-    except (ValueError, RecursionError) as e:  # msgspec's ValidationError is a ValueError
+    except ValueError as e:  # msgspec's ValidationError is one
         raise GrammarError(f"{e!s:.300}") from e
     writer = Writer()
     start = writer.part(asked.format, is_last=True)
@@ -99,25 +100,38 @@ class Writer:
 
     def __init__(self) -> None:
         self.rules: list[str] = []
+        self.size = 0
 
     def rule(self, body: str, option: str = "") -> str:
         name = f"r{len(self.rules)}"
         self.rules.append(f"{name}{option}: {body}")
-        return name
+        return self.counted(name)
+
+    def quoted(self, text: str) -> str:
+        return self.counted(quoted(text))
+
+    def counted(self, text: str) -> str:
+        """The text; GrammarError where all of them are larger than a grammar may be."""
+        self.size += len(text)
+        if self.size > MAX_BYTES:
+            raise GrammarError(
+                f"more bytes as a grammar than the {MAX_BYTES} that are allowed: send a smaller one"
+            )
+        return text
 
     def part(self, format: Format, is_last: bool) -> str:
         """`is_last`: the text ends with it, so that it may be free."""
         match format:
             case ConstString(value):
-                return quoted(value)
+                return self.quoted(value)
             case JsonSchema(schema):
-                return self.rule(json_part(schema))
+                return self.rule(self.counted(json_part(schema)))
             case InOrder(elements):
                 *others, last = elements
                 parts = [*(self.part(e, False) for e in others), self.part(last, is_last)]
                 return " ".join(parts)
             case Tag(begin, content, end):
-                return f"{quoted(begin)} {self.content(content, end, is_last)}"
+                return f"{self.quoted(begin)} {self.content(content, end, is_last)}"
         if not is_last:
             name = format.__struct_config__.tag
             raise GrammarError(f"{name}: it may only end a text, or be any_text of a tag with end")
@@ -126,8 +140,8 @@ class Writer:
     def content(self, content: Format, end: str, is_last: bool) -> str:
         """What is within a tag, and its end."""
         if isinstance(content, AnyText) and end:
-            return self.rule(f"TEXT {quoted(end)}", "[lazy]")
-        return f"{self.part(content, is_last and not end)} {quoted(end)}"
+            return self.rule(f"TEXT {self.quoted(end)}", "[lazy]")
+        return f"{self.part(content, is_last and not end)} {self.quoted(end)}"
 
     def triggered(self, asked: TriggeredTags) -> str:
         for tag in asked.tags:
@@ -140,15 +154,14 @@ class Writer:
 
     def after_triggers(self, asked: TriggeredTags) -> Iterator[str]:
         """Free text that ends with a trigger, and the rest of one of its tags."""
+        contents = [self.rule(self.content(t.content, t.end, is_last=False)) for t in asked.tags]
         for trigger in asked.triggers:
-            rests = [*self.rests(trigger, asked.tags)]
+            rests = [
+                f"{self.quoted(tag.begin.removeprefix(trigger))} {self.counted(content)}"
+                for tag, content in zip(asked.tags, contents, strict=True)
+                if tag.begin.startswith(trigger)
+            ]
             if not rests:
                 raise GrammarError(f"no tag begins with the trigger {trigger!r:.100}")
-            begin = self.rule(f"TEXT {quoted(trigger)}", "[lazy]")
+            begin = self.rule(f"TEXT {self.quoted(trigger)}", "[lazy]")
             yield f"{begin} {self.rule(' | '.join(rests))}"
-
-    def rests(self, trigger: str, tags: Sequence[Tag]) -> Iterator[str]:
-        for tag in tags:
-            if tag.begin.startswith(trigger):
-                rest = quoted(tag.begin.removeprefix(trigger))
-                yield f"{rest} {self.content(tag.content, tag.end, is_last=False)}"

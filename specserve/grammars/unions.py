@@ -1,38 +1,80 @@
 """oneOf whose schemas cannot fit the same value, as anyOf: llguidance proves that of few."""
 
 from collections.abc import Mapping, Sequence
-from itertools import combinations
 from typing import Any
 
 VALUES = {"const", "default", "enum", "examples"}  # keywords whose values are no schemas
+# Read for all unions of a schema, which may refer to the same ones again and again. The largest
+# schema has fewer of its own.
+MAX_STRINGS = 1 << 17
 
 
 def with_any_of(schema: Any, root: Mapping[str, Any]) -> Any:
     """The schema with anyOf in place of each oneOf of objects that a property tells apart: all of
-    them require it, and each has other strings for it. Pydantic writes unions so.
+    them require it, and each has other strings for it. Pydantic writes unions so. A oneOf behind
+    the first `MAX_STRINGS` strings stays.
     """
-    if isinstance(schema, Sequence) and not isinstance(schema, str):
-        return [with_any_of(item, root) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    is_union = "anyOf" not in schema and are_apart(schema.get("oneOf"), root)
-    return {
-        "anyOf" if key == "oneOf" and is_union else key: (
-            value if key in VALUES else with_any_of(value, root)
+    return Unions(root).with_any_of(schema)
+
+
+class Unions:
+    """Those of a schema, and how many strings may still be read to tell them apart."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self.root = root
+        self.num_left = MAX_STRINGS
+
+    def with_any_of(self, schema: Any) -> Any:
+        if isinstance(schema, Sequence) and not isinstance(schema, str):
+            return [self.with_any_of(item) for item in schema]
+        if not isinstance(schema, Mapping):
+            return schema
+        is_union = "anyOf" not in schema and self.are_apart(schema.get("oneOf"))
+        return {
+            "anyOf" if key == "oneOf" and is_union else key: (
+                value if key in VALUES else self.with_any_of(value)
+            )
+            for key, value in schema.items()
+        }
+
+    def are_apart(self, schemas: Any) -> bool:
+        if not isinstance(schemas, Sequence) or isinstance(schemas, str):
+            return False
+        each = [self.strings_of(target(schema, self.root)) for schema in schemas]
+        return any(
+            are_disjoint([strings[name] for strings in each])
+            for name in (each[0] if each else ())
+            if all(name in strings for strings in each)
         )
-        for key, value in schema.items()
-    }
+
+    def strings_of(self, schema: Any) -> dict[str, set[str]]:
+        """The strings that each property may be, of those that an object has to have and that may
+        be only certain strings.
+        """
+        if self.num_left < 0 or not isinstance(schema, Mapping) or schema.get("type") != "object":
+            return {}
+        properties, required = schema.get("properties"), schema.get("required")
+        if not isinstance(properties, Mapping) or not isinstance(required, Sequence):
+            return {}
+        self.num_left -= len(required)
+        names = (name for name in required if isinstance(name, str))
+        found = {name: self.values_of(properties.get(name)) for name in names}
+        return {name: {*values} for name, values in found.items() if values is not None}
+
+    def values_of(self, schema: Any) -> list[str] | None:
+        """All that a value may be, if these are strings."""
+        if not isinstance(schema, Mapping):
+            return None
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if not isinstance(values, list):
+            return None
+        self.num_left -= len(values)
+        is_known = self.num_left >= 0 and all(isinstance(value, str) for value in values)
+        return values if is_known else None
 
 
-def are_apart(schemas: Any, root: Mapping[str, Any]) -> bool:
-    if not isinstance(schemas, Sequence) or isinstance(schemas, str):
-        return False
-    each = [strings_of(target(schema, root)) for schema in schemas]
-    return any(
-        all(a[name].isdisjoint(b[name]) for a, b in combinations(each, 2))
-        for name in (each[0] if each else ())
-        if all(name in strings for strings in each)
-    )
+def are_disjoint(sets: Sequence[set[str]]) -> bool:
+    return len(set().union(*sets)) == sum(map(len, sets))
 
 
 def target(schema: Any, root: Mapping[str, Any]) -> Any:
@@ -44,25 +86,3 @@ def target(schema: Any, root: Mapping[str, Any]) -> Any:
     for name in reference.removeprefix("#/").split("/"):
         found = found.get(name) if isinstance(found, Mapping) else None
     return found
-
-
-def strings_of(schema: Any) -> dict[str, set[str]]:
-    """The strings that each property may be, of those that an object has to have and that may be
-    only certain strings.
-    """
-    if not isinstance(schema, Mapping) or schema.get("type") != "object":
-        return {}
-    properties, required = schema.get("properties"), schema.get("required")
-    if not isinstance(properties, Mapping) or not isinstance(required, Sequence):
-        return {}
-    found = {name: values_of(properties.get(name)) for name in required if isinstance(name, str)}
-    return {name: {*values} for name, values in found.items() if values is not None}
-
-
-def values_of(schema: Any) -> list[str] | None:
-    """All that a value may be, if these are strings."""
-    if not isinstance(schema, Mapping):
-        return None
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    is_known = isinstance(values, list) and all(isinstance(value, str) for value in values)
-    return values if is_known else None

@@ -135,3 +135,70 @@ ENDLESS = {  # compiled for minutes: only a deadline ends that
     "json: allOf of 200 patterns",
     "json: multiples of multiples",
 }
+
+
+def kind_of(strings, **more):
+    """An object whose kind is one of these strings."""
+    return {"type": "object", "properties": {"kind": strings}, "required": ["kind"]} | more
+
+
+def referring(definition, count, *others):
+    """So many times, in one union and in a union each, what is defined once, and others."""
+    refs = [{"$ref": "#/$defs/a"}] * count
+    unions = [{"oneOf": [{"$ref": "#/$defs/a"}, *others]}] * count
+    return {"$defs": {"a": definition}, "oneOf": refs, "allOf": unions}
+
+
+def tags(triggers, schemas):
+    """Each schema in a tag that begins with all of the triggers."""
+    structures = [
+        {"begin": f"{triggers[-1]}{i}", "schema": schema, "end": ">"}
+        for i, schema in enumerate(schemas)
+    ]
+    return {"structures": structures, "triggers": triggers}
+
+
+def tag(inner):
+    return {"type": "tag", "begin": "<", "content": inner, "end": ">"}
+
+
+BEGINNINGS = ["<" * i for i in range(1, 257)]
+MANY = [f"k{i}" for i in range(20_000)]
+WRITTEN = {  # what takes long, or much memory, to write as a grammar unless care is taken
+    "grammar: open options": {"grammar": "a[" * 131_000},
+    "grammar: options of stop": {"grammar": "a [stop " * 32_000},
+    "grammar: lines of another notation": {"grammar": "start\n" * 43_000 + "::="},
+    "grammar: a line of another notation": {"grammar": "start " * 43_000 + "::="},
+    "regex: slashes": {"regex": "/" * 260_000},
+    "regex: 10 MB of slashes": {"regex": "/" * 10_000_000},
+    "json: 1 MB of a union": {
+        "json": {"oneOf": [kind_of({"const": f"x{i}"}) for i in range(14_000)]}
+    },
+    "json: 200 kB of a union": {
+        "json": {"oneOf": [kind_of({"const": f"x{i}"}) for i in range(2500)]}
+    },
+    "json: a union of references": {"json": referring(kind_of({"enum": MANY}), 1200)},
+    "json: unions of references": {
+        "json": referring(kind_of({"enum": MANY}), 400, kind_of({"const": "x"}))
+    },
+    "json: unions of no strings": {
+        "json": referring(kind_of({"enum": [0] * 50_000}), 600, kind_of({"const": "x"}))
+    },
+    "json: unions of a required name": {
+        "json": referring(kind_of({"enum": MANY}, required=["kind"] * 5000), 20)
+    },
+    "structural_tag: tags of many triggers": {
+        "structural_tag": tags(BEGINNINGS, [{"enum": ["x" * 200]}] * 256)
+    },
+    "structural_tag: beginnings of many triggers": {
+        "structural_tag": tags(BEGINNINGS, [True] * 256)
+    },
+    "structural_tag: tags in tags": {
+        "structural_tag": {"format": deep(490, {"type": "const_string", "value": "a"}, tag)}
+    },
+    "structural_tag: text of tags in tags": {
+        "structural_tag": json.dumps(
+            {"format": deep(190, {"type": "const_string", "value": "a"}, tag)}
+        )
+    },
+}

@@ -10,6 +10,7 @@ from specserve.grammars.asked import StructuredOutputsParams, grammar_of
 from specserve.grammars.compiled import GrammarError, compile_grammar
 from specserve.grammars.forms import MAX_BYTES
 from specserve.models.defaults import GenerationDefaults
+from tests.grammars.hostile import BEGINNINGS, deep, tags
 from tests.grammars.matching import takes, tiny_vocabulary
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -27,6 +28,9 @@ LEGACY = {
 
 def tag(format):
     return {"structural_tag": {"type": "structural_tag", "format": format}}
+
+
+TAG = {"type": "tag", "begin": "<", "content": {"type": "any_text"}, "end": ">"}
 
 
 def parts(*elements):
@@ -78,6 +82,11 @@ ALLOWED = {  # what is asked for, texts that it allows, and texts that it does n
         ["", "hi\n<f=a>12</f> and", '<f=b>{"a": 3}</f><f=a>1</f>', "<f <g>[1]x", "a < b"],
         ["<f=c>", "<f=a>x</f>", "<f=a>1", "<g"],
     ),
+    "a tag of two triggers": (
+        {"structural_tag": LEGACY | {"triggers": ["<", "<f="]}},
+        ["<f=a>12</f> x <g>[1]", '<f=b>{"a": 3}</f>'],
+        ["<f=a>x</f>", "<h"],
+    ),
     "older tags as text": ({"structural_tag": json.dumps(LEGACY)}, ["<f=a>1</f>"], ["<f=a>1"]),
     "a sequence": (
         parts(
@@ -119,6 +128,12 @@ REFUSED = {  # what is asked for, the field that is wrong, and words of the reas
     "too large": ({"regex": "a" * MAX_BYTES}, "regex", "are allowed: send a smaller one"),
     "gbnf": ({"grammar": 'root ::= "a"'}, "grammar", "send Lark"),
     "an option": ({"grammar": "start[temperature=0.5]: /a/"}, "grammar", "option temperature"),
+    "an option behind a space": ({"grammar": "start [max_tokens=1]: /a/"}, "grammar", "max_tokens"),
+    "an option behind many": (
+        {"grammar": "start: a\na[" * 99 + "stop=1"},
+        "grammar",
+        "option stop",
+    ),
     "a stop": ({"grammar": 'start: a\na[lazy, stop="b"]: /.*/'}, "grammar", "option stop"),
     "whitespace of a regex": (
         {"regex": "a", "whitespace_pattern": " "},
@@ -156,6 +171,16 @@ REFUSED = {  # what is asked for, the field that is wrong, and words of the reas
         "structural_tag",
         "no tag begins with the trigger '<h'",
     ),
+    "tags nested too deep": (
+        tag(deep(490, const("a"), lambda inner: TAG | {"content": inner})),
+        "structural_tag",
+        "nested more than 64",
+    ),
+    "tags for too many triggers": (
+        {"structural_tag": tags(BEGINNINGS, [True] * 256)},
+        "structural_tag",
+        "are allowed: send a smaller one",
+    ),
     "no structures": ({"structural_tag": {"a": 1}}, "structural_tag", "unknown field `a`"),
 }
 
@@ -186,6 +211,12 @@ WRONG = {  # what cannot be compiled, and words of the reason
     "lark": ({"grammar": "start: b"}, "b"),
     "half a character": ({"choice": ("\ud800",)}, ""),
 }
+
+
+def test_a_tag_of_many_triggers_is_written_once():
+    asked = tags(BEGINNINGS[:40], [{"const": f"{i}{'x' * 2000}"} for i in range(40)])
+    written = grammar_of(StructuredOutputsParams(structural_tag=asked))
+    assert written.count("x" * 2000) == 40
 
 
 @pytest.mark.parametrize("name", WRONG)

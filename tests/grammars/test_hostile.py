@@ -1,6 +1,7 @@
 """Grammars that are meant to take time or memory: within limits, or refused."""
 
 import random
+import tracemalloc
 from time import process_time, thread_time
 
 import numpy as np
@@ -10,10 +11,23 @@ from specserve.engine.grammar_state import PATIENCE, QUICK, TOO_SLOW, GrammarSta
 from specserve.errors import RequestError
 from specserve.grammars.asked import StructuredOutputsParams, grammar_of
 from specserve.grammars.compiled import Compiled, GrammarError
-from tests.grammars.hostile import ENDLESS, EVERY
+from specserve.grammars.forms import MAX_BYTES
+from tests.grammars.hostile import ENDLESS, EVERY, WRITTEN
 from tests.grammars.matching import END, SIZE, tiny_vocabulary
 
 COMPILE_SECONDS = 1.5  # three times what the slowest takes
+WRITE_SECONDS = 0.3  # four times what the slowest takes
+WRITE_BYTES = 1 << 24
+
+
+def written(asked):
+    """The grammar, of no more than its bytes, or what refuses it."""
+    try:
+        grammar = grammar_of(StructuredOutputsParams(**asked))
+        assert len(grammar) <= MAX_BYTES
+        return grammar
+    except RequestError as e:
+        return str(e)
 
 
 def compiled(asked):
@@ -23,6 +37,18 @@ def compiled(asked):
         return Compiled(tiny_vocabulary(), grammar), None
     except (RequestError, GrammarError) as e:
         return None, str(e)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_one_is_written_or_refused_in_little_time_and_memory(name):
+    start = process_time()
+    written(WRITTEN[name])
+    assert process_time() - start < WRITE_SECONDS
+    tracemalloc.start()
+    written(WRITTEN[name])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < WRITE_BYTES
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in ENDLESS])
