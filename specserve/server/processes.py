@@ -5,8 +5,8 @@ delays only its own.
 import asyncio
 import logging
 import socket
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import msgspec
@@ -66,8 +66,9 @@ class Processes:
         if not self.processes:
             self.begin_another()
         process = await self.free.get()
-        self.begin_another()  # for when this one has to be killed
         try:
+            with self.logging_failure():
+                self.begin_another()  # for when this one has to be killed
             if process.has_ended:
                 process = self.replace(process)
             return await process.ask(payload, self.seconds)
@@ -81,8 +82,17 @@ class Processes:
         finally:
             if process.is_at_work:
                 process.close()
-                process = self.replace(process)
-            self.free.put_nowait(process)
+                with self.logging_failure():
+                    process = self.replace(process)
+            self.free.put_nowait(process)  # if it has ended, it is replaced when it is needed
+
+    @contextmanager
+    def logging_failure(self) -> Iterator[None]:
+        """For a start of a process that nobody waits for."""
+        try:
+            yield
+        except Overloaded as e:
+            log.warning("%s", e)
 
     def begin_another(self) -> None:
         """Start one more, unless there are as many as there may be."""
