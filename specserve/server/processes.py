@@ -4,6 +4,7 @@ delays only its own.
 
 import asyncio
 import logging
+import signal
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,11 +19,12 @@ from specserve.grammars.verdicts import Verdicts
 from specserve.models.chat_template import ChatOptions, ChatTemplate, Message
 from specserve.server import grammar_process, template_process
 from specserve.server.bounded_process import Done, FromProcess, Refused, Started
-from specserve.server.grammar_process import TOO_MUCH, Tokens
+from specserve.server.grammar_process import SECONDS, TOO_MUCH, Tokens
 
 NUM_PROCESSES = 2  # while one runs to its deadline, the other does all else
 SOON = 1.0  # seconds from the server's start to that of the first process for grammars
-SECONDS = 0.8  # to compile one, of the second within which it is refused
+PATIENCE = 4 * SECONDS  # for a grammar, on the clock: other processes may need the CPU, too
+FAULTS = -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS  # where memory or a stack ends
 
 log = logging.getLogger("specserve")
 encode = msgspec.msgpack.Encoder().encode
@@ -30,7 +32,10 @@ decode = msgspec.msgpack.Decoder(FromProcess).decode
 
 
 class Ended(Exception):
-    """The process has ended while it was at work."""
+    """The process has ended while it was at work, with this status."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
 
 
 class Processes:
@@ -168,11 +173,11 @@ class Process(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.has_ended = True
-        self.process.wait()  # its socket is closed, so it is ending: this does not block
+        status = self.process.wait()  # its socket is closed, so this does not block
         self.started.set()  # wakes `ask`, which then sees has_ended
         self.ended.set()
         if self.reply is not None and not self.reply.done():
-            self.reply.set_exception(Ended())
+            self.reply.set_exception(Ended(status))
 
 
 def packed(value: Any, field: str) -> msgspec.Raw:
@@ -210,7 +215,7 @@ class TemplateProcesses(Processes):
 class GrammarProcesses(Processes):
     def __init__(self, tokens: Tokens) -> None:
         first = msgspec.msgpack.encode(tokens)
-        super().__init__(grammar_process.__name__, first, SECONDS, "grammar", at_start=0)
+        super().__init__(grammar_process.__name__, first, PATIENCE, "grammar", at_start=0)
         self.verdicts = Verdicts()
         self.timer = asyncio.get_running_loop().call_later(SOON, self.begin_first)
 
@@ -225,7 +230,9 @@ class GrammarProcesses(Processes):
         await super().close()
 
     async def check(self, grammar: str, field: str, salt: str) -> None:
-        """RequestError for a grammar that cannot be compiled, or not in time."""
+        """RequestError for a grammar that cannot be compiled, or not in time; Overloaded if that
+        could not be found out.
+        """
         wrong = self.verdicts.find(grammar, salt)
         if wrong is None:
             wrong = await self.compile(grammar)
@@ -234,11 +241,17 @@ class GrammarProcesses(Processes):
             raise RequestError(f"{field}: {wrong}", field)
 
     async def compile(self, grammar: str) -> str:
-        """What is wrong with it."""
-        try:
-            reply = await self.ask(grammar.encode())
-        except TimeoutError:
-            return f"it takes more than {self.seconds:g} s to compile: send a simpler one"
-        except Ended:  # where memory is missing, or a stack ends, so does the process
-            return TOO_MUCH
-        return reply.message if isinstance(reply, Refused) else ""
+        """What is wrong with it; a process that something else ended says nothing of it."""
+        for _ in range(2):
+            try:
+                reply = await self.ask(grammar.encode())
+                return reply.message if isinstance(reply, Refused) else ""
+            except TimeoutError as e:
+                raise Overloaded("other processes need the CPU: ask again") from e
+            except Ended as e:
+                if e.status == -signal.SIGPROF:
+                    log.warning("a grammar took more than %g s: its process is replaced", SECONDS)
+                    return f"it takes more than {SECONDS:g} s to compile: send a simpler one"
+                if e.status in FAULTS:
+                    return TOO_MUCH
+        raise Overloaded("the process that compiles the grammar ended: ask again")
