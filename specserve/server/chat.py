@@ -201,7 +201,8 @@ async def begin(
     """
     service: Service = request.app.state.service
     service.check_model(asked.model)
-    await service.check_asked(asked.params, 1, "messages", asked.form_field)
+    checking = service.check_asked(asked.params, 1, "messages", asked.form_field)
+    await while_connected(request, checking)
     if tools.tools:
         check_readable(service, tools)
         check_form(service, asked, tools)
@@ -218,7 +219,8 @@ async def begin(
     grammar = call_grammar(service, tools, reader, form)
     if form is not None:  # the tools' grammar has it
         params = msgspec.structs.replace(params, structured_outputs=None)
-    return await service.ask([prompt], params, arrived, "messages", grammar, reader), reader
+    asking = service.ask([prompt], params, arrived, "messages", grammar, reader)
+    return await while_connected(request, asking), reader
 
 
 async def render(

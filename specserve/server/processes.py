@@ -59,15 +59,17 @@ class Processes:
         for process in self.processes:
             self.free.put_nowait(process)
 
-    async def ask(self, payload: bytes) -> Done | Refused:
-        """TimeoutError after the deadline, `Ended` if the process has ended."""
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """What is asked within the block is done or waits for it."""
         self.num_asked += 1
         try:
-            return await self.ask_next(payload)
+            yield
         finally:
             self.num_asked -= 1
 
-    async def ask_next(self, payload: bytes) -> Done | Refused:
+    async def ask(self, payload: bytes) -> Done | Refused:
+        """TimeoutError after the deadline, `Ended` if the process has ended."""
         if not self.processes:
             self.begin_another()
         process = await self.free.get()
@@ -199,7 +201,8 @@ class TemplateProcesses(Processes):
         """The chat as text; RequestError if the template refuses it or exceeds the deadline."""
         payload = encode((packed(messages, "messages"), packed(options, "chat_template_kwargs")))
         try:
-            reply = await self.ask(payload)
+            with self.counted():
+                reply = await self.ask(payload)
         except TimeoutError as e:
             raise RequestError(
                 f"messages: the chat template ran for more than {self.seconds:g} s: send fewer",
@@ -212,11 +215,19 @@ class TemplateProcesses(Processes):
         return reply.text
 
 
+class Check(msgspec.Struct):
+    """One grammar's, and how many requests wait for it."""
+
+    task: asyncio.Task[str]
+    num_waiting: int = 0
+
+
 class GrammarProcesses(Processes):
     def __init__(self, tokens: Tokens) -> None:
         first = msgspec.msgpack.encode(tokens)
         super().__init__(grammar_process.__name__, first, PATIENCE, "grammar", at_start=0)
         self.verdicts = Verdicts()
+        self.checks: dict[tuple[str, str], Check] = {}  # that run or wait, by grammar and salt
         self.timer = asyncio.get_running_loop().call_later(SOON, self.begin_first)
 
     def begin_first(self) -> None:
@@ -235,10 +246,28 @@ class GrammarProcesses(Processes):
         """
         wrong = self.verdicts.find(grammar, salt)
         if wrong is None:
-            wrong = await self.compile(grammar)
+            with self.counted():
+                wrong = await self.shared(grammar, salt)
             self.verdicts.keep(grammar, wrong, salt)
         if wrong:
             raise RequestError(f"{field}: {wrong}", field)
+
+    async def shared(self, grammar: str, salt: str) -> str:
+        """What is wrong with it; who asks for the same meanwhile waits for the same check, which is
+        given up when nobody waits for it.
+        """
+        key = grammar, salt
+        if key not in self.checks:
+            self.checks[key] = Check(asyncio.create_task(self.compile(grammar)))
+        check = self.checks[key]
+        check.num_waiting += 1
+        try:
+            return await asyncio.shield(check.task)
+        finally:
+            check.num_waiting -= 1
+            if not check.num_waiting:
+                check.task.cancel()
+                del self.checks[key]
 
     async def compile(self, grammar: str) -> str:
         """What is wrong with it; a process that something else ended says nothing of it."""

@@ -175,6 +175,37 @@ def test_time_in_which_the_process_does_not_run_does_not_count(folder):
     with_grammars(folder, test)
 
 
+def test_what_many_ask_at_once_is_compiled_once_until_none_of_them_is_left(folder):
+    async def test(grammars):
+        tasks = [asyncio.create_task(grammars.check(STUCK[0], FIELD, "")) for _ in range(8)]
+        other = asyncio.create_task(grammars.check(STUCK[0], FIELD, "salt"))
+        await asyncio.sleep(0.05)
+        assert grammars.num_asked == 9
+        assert [check.num_waiting for check in grammars.checks.values()] == [8, 1]
+        for task in [*tasks[1:], other]:
+            task.cancel()
+        await asyncio.sleep(0.05)
+        (check,) = grammars.checks.values()
+        assert grammars.num_asked == 1 and not check.task.done()
+        tasks[0].cancel()
+        await asyncio.sleep(0.05)
+        assert grammars.num_asked == 0 and not grammars.checks and check.task.cancelled()
+        assert not any(p.is_at_work for p in grammars.processes)
+
+    with_grammars(folder, test)
+
+
+def test_what_was_found_out_together_is_told_to_each(folder):
+    async def test(grammars):
+        bad = grammar(json={"type": "strin"})
+        for told in await asyncio.gather(*(refusal(grammars, bad) for _ in range(3))):
+            assert "Invalid type" in told
+        await asyncio.gather(*(grammars.check(grammar(regex="b"), FIELD, "") for _ in range(3)))
+        assert not grammars.checks
+
+    with_grammars(folder, test)
+
+
 def test_the_space_of_addresses_is_what_the_kernel_says():
     before = address_space()
     held = mmap.mmap(-1, 1 << 26)
