@@ -53,6 +53,7 @@ class Processes:
         """
         self.module, self.first, self.seconds, self.name = module, first, seconds, name
         self.num_asked = 0  # that are done or wait for it
+        self.is_closed = False
         self.free: asyncio.Queue[Process] = asyncio.Queue()
         self.processes = [self.begun() for _ in range(at_start)]
         self.replaced: list[Process] = []  # those that have not ended yet
@@ -108,6 +109,8 @@ class Processes:
             self.free.put_nowait(self.processes[-1])
 
     def begun(self) -> "Process":
+        if self.is_closed:
+            raise Overloaded("the server is about to end: ask another one", retry_after=None)
         try:
             return Process(self.module, self.first)
         except OSError as e:
@@ -119,6 +122,7 @@ class Processes:
         return new
 
     async def close(self) -> None:
+        self.is_closed = True
         for process in [*self.processes, *self.replaced]:
             process.close()
             await process.ended.wait()

@@ -206,6 +206,18 @@ def test_what_was_found_out_together_is_told_to_each(folder):
     with_grammars(folder, test)
 
 
+def test_closing_ends_a_check_and_starts_no_other_process(folder):
+    async def test(grammars):
+        stuck = asyncio.create_task(grammars.check(STUCK[0], FIELD, ""))
+        await asyncio.sleep(0.05)
+        await grammars.close()
+        with pytest.raises(Overloaded, match="about to end"):
+            await stuck
+        assert all(p.ended.is_set() for p in grammars.processes)
+
+    with_grammars(folder, test)
+
+
 def test_the_space_of_addresses_is_what_the_kernel_says():
     before = address_space()
     held = mmap.mmap(-1, 1 << 26)
