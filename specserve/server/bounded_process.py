@@ -6,8 +6,8 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import msgspec
 
@@ -49,6 +49,7 @@ def main(
     """
     die_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent handles it, and ends this process
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # for bounded_time
     return_freed_memory()
     link = Link(socket.socket(fileno=int(sys.argv[1])))
     call(lambda: serve(link, prepare, too_much))
@@ -71,6 +72,16 @@ def bound_memory(most: int) -> None:
     """Bytes of address space."""
     with suppress(ValueError, OSError):  # a lower limit is set, or limits are unsupported
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+@contextmanager
+def bounded_time(seconds: float) -> Iterator[None]:
+    """The kernel ends the process, by SIGPROF, if the block takes more CPU time."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def address_space() -> int:

@@ -202,7 +202,8 @@ async def begin(
     """
     service: Service = request.app.state.service
     service.check_model(asked.model)
-    await service.check_asked(asked.params, 1, "messages", asked.form_field)
+    checking = service.check_asked(asked.params, 1, "messages", asked.form_field)
+    await while_connected(request, checking)
     if tools.tools:
         check_readable(service, tools)
         check_form(service, asked, tools)
@@ -222,6 +223,9 @@ async def begin(
     grammar = await service.in_thread(lambda: call_grammar(service, tools, reader, form))
     if form is not None:  # that grammar has it
         params = msgspec.structs.replace(params, structured_outputs=None)
+    if grammar:  # `ask` checks it again, and finds what is known by then
+        checking = service.check_grammar(grammar, "tools", params.cache_salt)
+        await while_connected(request, checking)
     return await service.ask([prompt], params, arrived, "messages", grammar, reader), reader
 
 

@@ -15,7 +15,7 @@ from specserve.exchange.sampling_params import SamplingParams
 from specserve.server.body import REFUSED, FormattedBody, convert, read
 from specserve.server.live_completion import arrival
 from specserve.server.logprobs import completion_form
-from specserve.server.response import RouteSchema, respond
+from specserve.server.response import RouteSchema, respond, while_connected
 from specserve.server.service import Service
 
 Prompt = str | list[int]
@@ -76,7 +76,8 @@ async def completions(request: Request) -> Response:
     raw = await service.bodies.read(request)
     asked, prompts = await service.parse(raw, partial(read_completion, service.limits.max_prompts))
     service.check_model(asked.model)
-    await service.check_asked(asked.params, len(prompts), "prompt", asked.form_field)
+    checking = service.check_asked(asked.params, len(prompts), "prompt", asked.form_field)
+    await while_connected(request, checking)
     kept = service.input_processor.num_kept(asked.params)
     ids = await service.read_all(prompts, kept, asked.add_special_tokens)
     check_told(asked.params, ids)

@@ -15,9 +15,11 @@ from specserve.server.bounded_process import (
     Refused,
     address_space,
     bound_memory,
+    bounded_time,
     main,
 )
 
+SECONDS = 0.8  # of CPU time to compile one, of the second within which it is refused
 MAX_MEMORY = 1 << 28  # bytes of address space for a grammar, beside the vocabulary
 TOO_MUCH = "it needs too much memory"
 YIELDING = 10  # niceness: the steps of streams come first
@@ -44,7 +46,8 @@ def prepare(first: bytes, start: Callable[[], None]) -> Do:
 
     def compiled(grammar: bytes) -> Done | Refused:
         try:
-            compile_grammar(vocabulary, grammar.decode())
+            with bounded_time(SECONDS):
+                compile_grammar(vocabulary, grammar.decode())
         except GrammarError as e:
             return Refused(str(e))
         return Done("")

@@ -4,9 +4,10 @@ delays only its own.
 
 import asyncio
 import logging
+import signal
 import socket
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import msgspec
@@ -18,11 +19,12 @@ from specserve.grammars.verdicts import Verdicts
 from specserve.models.chat_template import ChatOptions, ChatTemplate, Message
 from specserve.server import grammar_process, template_process
 from specserve.server.bounded_process import Done, FromProcess, Refused, Started
-from specserve.server.grammar_process import TOO_MUCH, Tokens
+from specserve.server.grammar_process import SECONDS, TOO_MUCH, Tokens
 
 NUM_PROCESSES = 2  # while one runs to its deadline, the other does all else
 SOON = 1.0  # seconds from the server's start to that of the first process for grammars
-SECONDS = 0.8  # to compile one, of the second within which it is refused
+PATIENCE = 4 * SECONDS  # for a grammar, on the clock: other processes may need the CPU, too
+FAULTS = -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS  # where memory or a stack ends
 
 log = logging.getLogger("specserve")
 encode = msgspec.msgpack.Encoder().encode
@@ -30,7 +32,10 @@ decode = msgspec.msgpack.Decoder(FromProcess).decode
 
 
 class Ended(Exception):
-    """The process has ended while it was at work."""
+    """The process has ended while it was at work, with this status."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
 
 
 class Processes:
@@ -48,26 +53,30 @@ class Processes:
         """
         self.module, self.first, self.seconds, self.name = module, first, seconds, name
         self.num_asked = 0  # that are done or wait for it
+        self.is_closed = False
         self.free: asyncio.Queue[Process] = asyncio.Queue()
         self.processes = [self.begun() for _ in range(at_start)]
         self.replaced: list[Process] = []  # those that have not ended yet
         for process in self.processes:
             self.free.put_nowait(process)
 
-    async def ask(self, payload: bytes) -> Done | Refused:
-        """TimeoutError after the deadline, `Ended` if the process has ended."""
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """What is asked within the block is done or waits for it."""
         self.num_asked += 1
         try:
-            return await self.ask_next(payload)
+            yield
         finally:
             self.num_asked -= 1
 
-    async def ask_next(self, payload: bytes) -> Done | Refused:
+    async def ask(self, payload: bytes) -> Done | Refused:
+        """TimeoutError after the deadline, `Ended` if the process has ended."""
         if not self.processes:
             self.begin_another()
         process = await self.free.get()
-        self.begin_another()  # for when this one has to be killed
         try:
+            with self.logging_failure():
+                self.begin_another()  # for when this one has to be killed
             if process.has_ended:
                 process = self.replace(process)
             return await process.ask(payload, self.seconds)
@@ -81,8 +90,17 @@ class Processes:
         finally:
             if process.is_at_work:
                 process.close()
-                process = self.replace(process)
-            self.free.put_nowait(process)
+                with self.logging_failure():
+                    process = self.replace(process)
+            self.free.put_nowait(process)  # if it has ended, it is replaced when it is needed
+
+    @contextmanager
+    def logging_failure(self) -> Iterator[None]:
+        """For a start of a process that nobody waits for."""
+        try:
+            yield
+        except Overloaded as e:
+            log.warning("%s", e)
 
     def begin_another(self) -> None:
         """Start one more, unless there are as many as there may be."""
@@ -91,6 +109,8 @@ class Processes:
             self.free.put_nowait(self.processes[-1])
 
     def begun(self) -> "Process":
+        if self.is_closed:
+            raise Overloaded("the server is about to end: ask another one", retry_after=None)
         try:
             return Process(self.module, self.first)
         except OSError as e:
@@ -102,6 +122,7 @@ class Processes:
         return new
 
     async def close(self) -> None:
+        self.is_closed = True
         for process in [*self.processes, *self.replaced]:
             process.close()
             await process.ended.wait()
@@ -158,11 +179,11 @@ class Process(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.has_ended = True
-        self.process.wait()  # its socket is closed, so it is ending: this does not block
+        status = self.process.wait()  # its socket is closed, so this does not block
         self.started.set()  # wakes `ask`, which then sees has_ended
         self.ended.set()
         if self.reply is not None and not self.reply.done():
-            self.reply.set_exception(Ended())
+            self.reply.set_exception(Ended(status))
 
 
 def packed(value: Any, field: str) -> msgspec.Raw:
@@ -184,7 +205,8 @@ class TemplateProcesses(Processes):
         """The chat as text; RequestError if the template refuses it or exceeds the deadline."""
         payload = encode((packed(messages, "messages"), packed(options, "chat_template_kwargs")))
         try:
-            reply = await self.ask(payload)
+            with self.counted():
+                reply = await self.ask(payload)
         except TimeoutError as e:
             raise RequestError(
                 f"messages: the chat template ran for more than {self.seconds:g} s: send fewer",
@@ -197,11 +219,19 @@ class TemplateProcesses(Processes):
         return reply.text
 
 
+class Check(msgspec.Struct):
+    """One grammar's, and how many requests wait for it."""
+
+    task: asyncio.Task[str]
+    num_waiting: int = 0
+
+
 class GrammarProcesses(Processes):
     def __init__(self, tokens: Tokens) -> None:
         first = msgspec.msgpack.encode(tokens)
-        super().__init__(grammar_process.__name__, first, SECONDS, "grammar", at_start=0)
+        super().__init__(grammar_process.__name__, first, PATIENCE, "grammar", at_start=0)
         self.verdicts = Verdicts()
+        self.checks: dict[tuple[str, str], Check] = {}  # that run or wait, by grammar and salt
         self.timer = asyncio.get_running_loop().call_later(SOON, self.begin_first)
 
     def begin_first(self) -> None:
@@ -215,20 +245,46 @@ class GrammarProcesses(Processes):
         await super().close()
 
     async def check(self, grammar: str, field: str, salt: str) -> None:
-        """RequestError for a grammar that cannot be compiled, or not in time."""
+        """RequestError for a grammar that cannot be compiled, or not in time; Overloaded if that
+        could not be found out.
+        """
         wrong = self.verdicts.find(grammar, salt)
         if wrong is None:
-            wrong = await self.compile(grammar)
+            with self.counted():
+                wrong = await self.shared(grammar, salt)
             self.verdicts.keep(grammar, wrong, salt)
         if wrong:
             raise RequestError(f"{field}: {wrong}", field)
 
-    async def compile(self, grammar: str) -> str:
-        """What is wrong with it."""
+    async def shared(self, grammar: str, salt: str) -> str:
+        """What is wrong with it; who asks for the same meanwhile waits for the same check, which is
+        given up when nobody waits for it.
+        """
+        key = grammar, salt
+        if key not in self.checks:
+            self.checks[key] = Check(asyncio.create_task(self.compile(grammar)))
+        check = self.checks[key]
+        check.num_waiting += 1
         try:
-            reply = await self.ask(grammar.encode())
-        except TimeoutError:
-            return f"it takes more than {self.seconds:g} s to compile: send a simpler one"
-        except Ended:  # where memory is missing, or a stack ends, so does the process
-            return TOO_MUCH
-        return reply.message if isinstance(reply, Refused) else ""
+            return await asyncio.shield(check.task)
+        finally:
+            check.num_waiting -= 1
+            if not check.num_waiting:
+                check.task.cancel()
+                del self.checks[key]
+
+    async def compile(self, grammar: str) -> str:
+        """What is wrong with it; a process that something else ended says nothing of it."""
+        for _ in range(2):
+            try:
+                reply = await self.ask(grammar.encode())
+                return reply.message if isinstance(reply, Refused) else ""
+            except TimeoutError as e:
+                raise Overloaded("other processes need the CPU: ask again") from e
+            except Ended as e:
+                if e.status == -signal.SIGPROF:
+                    log.warning("a grammar took more than %g s: its process is replaced", SECONDS)
+                    return f"it takes more than {SECONDS:g} s to compile: send a simpler one"
+                if e.status in FAULTS:
+                    return TOO_MUCH
+        raise Overloaded("the process that compiles the grammar ended: ask again")

@@ -7,10 +7,10 @@ import signal
 
 import pytest
 
-from specserve.errors import RequestError
+from specserve.errors import Overloaded, RequestError
 from specserve.grammars.asked import StructuredOutputsParams, grammar_of
 from specserve.server.bounded_process import address_space
-from specserve.server.grammar_process import Tokens
+from specserve.server.grammar_process import SECONDS, Tokens
 from specserve.server.processes import GrammarProcesses
 from tests.checkpoints import EOS, tiny_tokenizer
 from tests.grammars.hostile import ENDLESS, EVERY
@@ -112,14 +112,110 @@ def test_what_is_known_is_not_compiled_again_but_for_another_salt(folder):
     with_grammars(folder, test)
 
 
-def test_a_process_that_dies_costs_its_own_grammar_only(folder):
+def is_at_work(process):
+    return process.is_at_work and not process.has_ended
+
+
+async def end_at_work(grammars, number):
+    """Send a signal to the process that is at work, once one is."""
+    async with asyncio.timeout(10):
+        while not (at_work := [p for p in grammars.processes if is_at_work(p)]):
+            await asyncio.sleep(0.001)
+    os.kill(at_work[0].process.pid, number)
+    await at_work[0].ended.wait()
+
+
+def test_a_grammar_whose_process_was_killed_is_compiled_in_another(folder):
     async def test(grammars):
         stuck = asyncio.create_task(refusal(grammars, STUCK[0]))
-        await asyncio.sleep(0.05)
-        (at_work,) = [p for p in grammars.processes if p.is_at_work]
-        os.kill(at_work.process.pid, signal.SIGKILL)
+        await end_at_work(grammars, signal.SIGKILL)
+        assert "takes more than 0.8 s" in await stuck
+
+    with_grammars(folder, test)
+
+
+def test_what_was_not_found_out_is_not_kept(folder):
+    async def test(grammars):
+        stuck = asyncio.create_task(grammars.check(STUCK[0], FIELD, ""))
+        for _ in range(2):
+            await end_at_work(grammars, signal.SIGKILL)
+        with pytest.raises(Overloaded, match="ended: ask again"):
+            await stuck
+        grammars.seconds = 0.05
+        with pytest.raises(Overloaded, match="need the CPU"):
+            await grammars.check(STUCK[0], FIELD, "")
+        assert grammars.verdicts.find(STUCK[0]) is None
+
+    with_grammars(folder, test)
+
+
+def test_a_fault_of_the_process_is_the_grammars(folder):
+    async def test(grammars):
+        stuck = asyncio.create_task(refusal(grammars, STUCK[0]))
+        await end_at_work(grammars, signal.SIGSEGV)
         assert "needs too much memory" in await stuck
+        assert "needs too much memory" in await refusal(grammars, STUCK[0])
         await grammars.check(grammar(regex="b"), FIELD, "")
+
+    with_grammars(folder, test)
+
+
+def test_time_in_which_the_process_does_not_run_does_not_count(folder):
+    async def test(grammars):
+        pids = [p.process.pid for p in grammars.processes]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        waiting = asyncio.create_task(grammars.check(grammar(regex="b"), FIELD, ""))
+        await asyncio.sleep(SECONDS + 0.1)
+        assert not waiting.done()
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        await waiting
+
+    with_grammars(folder, test)
+
+
+def test_what_many_ask_at_once_is_compiled_once_until_none_of_them_is_left(folder):
+    async def test(grammars):
+        tasks = [asyncio.create_task(grammars.check(STUCK[0], FIELD, "")) for _ in range(8)]
+        other = asyncio.create_task(grammars.check(STUCK[0], FIELD, "salt"))
+        await asyncio.sleep(0.05)
+        assert grammars.num_asked == 9
+        assert [check.num_waiting for check in grammars.checks.values()] == [8, 1]
+        for task in [*tasks[1:], other]:
+            task.cancel()
+        await asyncio.sleep(0.05)
+        (check,) = grammars.checks.values()
+        assert grammars.num_asked == 1 and not check.task.done()
+        tasks[0].cancel()
+        await asyncio.sleep(0.05)
+        assert grammars.num_asked == 0 and not grammars.checks and check.task.cancelled()
+        assert not any(p.is_at_work for p in grammars.processes)
+
+    with_grammars(folder, test)
+
+
+def test_what_was_found_out_together_is_told_to_each(folder):
+    async def test(grammars):
+        bad = grammar(json={"type": "strin"})
+        for told in await asyncio.gather(*(refusal(grammars, bad) for _ in range(3))):
+            assert "Invalid type" in told
+        await asyncio.gather(*(grammars.check(grammar(regex="b"), FIELD, "") for _ in range(3)))
+        assert not grammars.checks
+
+    with_grammars(folder, test)
+
+
+def test_closing_ends_a_check_and_starts_no_other_process(folder):
+    async def test(grammars):
+        stuck = asyncio.create_task(grammars.check(STUCK[0], FIELD, ""))
+        while not any(process.started.is_set() for process in grammars.processes):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        await grammars.close()
+        with pytest.raises(Overloaded, match="about to end"):
+            await stuck
+        assert all(p.ended.is_set() for p in grammars.processes)
 
     with_grammars(folder, test)
 

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from specserve import SamplingParams
-from specserve.server.processes import SECONDS
+from specserve.server.grammar_process import SECONDS
 from tests.grammars.hostile import EVERY
 from tests.server.asking import CHAT, COMPLETIONS, chat_body, in_process, saying, streamed, whole
 from tests.server.server_process import eventually

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import signal
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,43 @@ def test_a_process_that_is_killed_in_the_middle_costs_its_own_chat_only():
         assert await templates.render(messages("next")) == "<s>next"
 
     with_templates(test, seconds=60)
+
+
+@contextmanager
+def no_process_starts(monkeypatch):
+    def failing(module, first):
+        raise BlockingIOError("no more processes")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("specserve.server.processes.start_process", failing)
+        yield
+
+
+def test_chats_are_refused_only_while_no_process_can_be_started(monkeypatch):
+    async def test(templates):
+        for process in templates.processes:
+            process.close()
+        with no_process_starts(monkeypatch):
+            for _ in range(NUM_PROCESSES + 1):
+                with pytest.raises(Overloaded, match="no more processes"):
+                    await templates.render(messages("hello"))
+        assert await templates.render(messages("next")) == "<s>next"
+
+    with_templates(test)
+
+
+def test_no_chat_pays_for_a_process_that_cannot_be_started_beside_its_own(monkeypatch, caplog):
+    async def test(templates):
+        spare = templates.free.get_nowait()
+        templates.processes.remove(spare)
+        spare.close()
+        with no_process_starts(monkeypatch):
+            assert await templates.render(messages("next")) == "<s>next"
+            assert "ran for more than 0.1 s" in await refusal(templates, "power")
+        assert await templates.render(messages("next")) == "<s>next"
+
+    with_templates(test, seconds=0.1)
+    assert sum("no more processes" in line for line in caplog.messages) == 3
 
 
 def test_closing_ends_every_process():

@@ -1,5 +1,6 @@
 """Tool calls and reasoning over HTTP: what is asked, what the model sees, what comes back."""
 
+import asyncio
 import itertools
 import json
 import re
@@ -12,8 +13,9 @@ from tokenizers import AddedToken
 from specserve.grammars.compiled import compile_grammar, vocabulary_of
 from tests.answer.outputs import JSON_TEMPLATE, TOOLS
 from tests.checkpoints import EOS, tiny_tokenizer
-from tests.server.asking import CHAT, chat_body
-from tests.server.scripted import scripted, with_template
+from tests.server.asking import CHAT, COMPLETIONS, begun, chat_body
+from tests.server.scripted import Grammars, scripted, with_template
+from tests.server.server_process import eventually
 
 QWEN = (
     "{% if tools %}tools: {{ tools | tojson }}\n<tool_call> {% endif %}"
@@ -523,3 +525,27 @@ def test_a_models_card_tells_the_parsers(qwen, unknown):
     cards = [server.get("/v1/models").body["data"][0] for server in (qwen, unknown)]
     parsers = [(card["tool_parser"], card["reasoning_parser"]) for card in cards]
     assert parsers == [("hermes", "think"), ("none", "none")]
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "a"}}),
+        (CHAT, ASK | {"tools": [], "structured_outputs": {"regex": "a"}}),
+        (CHAT, ASK | {"tool_choice": "required"}),
+    ],
+)
+def test_a_check_ends_when_its_client_leaves(qwen, monkeypatch, path, asked):
+    told = []
+
+    async def check(self, *_):
+        told.append("begins")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            told.append("ends")
+
+    monkeypatch.setattr(Grammars, "check", check)
+    with begun(qwen, asked, path):
+        eventually(lambda: told == ["begins"])
+    eventually(lambda: told == ["begins", "ends"])
