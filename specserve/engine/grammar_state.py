@@ -55,9 +55,12 @@ class GrammarState:
         return f" ({self.error})" if self.error else ""
 
     def extend(self, tokens: Sequence[int]) -> None:
-        self.go(tokens)
+        start = thread_time()
+        if not self.matcher.is_error():  # else the next look begins with another one
+            self.move(tokens)
         self.known += tokens
         self.path.clear()
+        self.note_time(thread_time() - start, is_guess=False, is_broken=False)
 
     def go(self, path: Sequence[int]) -> bool:
         """Take the matcher to a path's end; false if the grammar does not allow the path."""
@@ -73,13 +76,14 @@ class GrammarState:
         is_new, error = False, ""
         for _ in range(3):  # by this matcher, by one that others have made anew, by one of its own
             start = thread_time()
+            if self.matcher.is_error():
+                is_new = self.renew()
             found = find(self.matcher) if self.move(path) else None
             error = in_words(self.matcher.get_error()) if self.matcher.is_error() else ""
-            was_new, is_new = is_new, bool(error) and self.renew()
             self.note_time(thread_time() - start, is_guess=bool(path), is_broken=bool(error))
             if not error:
                 return found
-            if was_new:
+            if is_new:
                 break
         self.error = self.error if path else error
         return None
