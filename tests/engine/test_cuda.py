@@ -99,7 +99,7 @@ def test_the_text_of_recorded_steps_is_the_cpus_own(models, drafter, recorded, m
     assert program.capture.num_recorded == len(program.recordings)
     assert program.recordings.keys() > {1, 16}
     assert program.eager.residual is None, "a step was not recorded"
-    assert engine.stats.num_steps > 2 * len(program.recordings)
+    assert engine.stats.num_steps > len(program.recordings), "none is used again"
 
 
 def test_recorded_steps_draw_from_edited_and_masked_rows_beside_others(models, recorded):
