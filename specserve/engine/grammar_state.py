@@ -71,7 +71,8 @@ class GrammarState:
         new matcher runs into a limit, or where looking at guesses has taken too long.
         """
         if (self.patience_with_guesses if path else self.patience) <= 0:
-            self.error = self.error if path else TOO_SLOW
+            if not path:
+                self.error = TOO_SLOW
             return None
         is_new, error = False, ""
         for _ in range(3):  # by this matcher, by one that others have made anew, by one of its own
@@ -85,7 +86,8 @@ class GrammarState:
                 return found
             if is_new:
                 break
-        self.error = self.error if path else error
+        if not path:
+            self.error = error
         return None
 
     def note_time(self, seconds: float, is_guess: bool, is_broken: bool) -> None:

@@ -186,7 +186,9 @@ class TextState:
         is_masked = mask is not None and not int(mask[token // 32]) >> token % 32 & 1
         is_end = self.is_early and token in self.sampling.stop_ids
         is_word = self.bias.get(token) == BAN[0] or token in self.words.after(self.output)
-        is_wrong = self.grammar is not None and not self.grammar.allows((), token)
+        # By the mask, as for a draw: a token after the known text would be looked at as a guess.
+        rules = None if self.grammar is None else self.grammar.mask(())
+        is_wrong = rules is not None and not int(rules[token // 32]) >> token % 32 & 1
         return is_masked or is_end or is_word or is_wrong
 
     def mask_after(self, path: Sequence[int]) -> Tensor:

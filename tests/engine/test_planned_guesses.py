@@ -413,12 +413,13 @@ def test_where_guesses_save_no_time_nothing_is_asked_or_planned_in_most_steps(
     assert 0.1 * len(source.asked) <= turns.AT_FIRST + turns.TRIALS * 270
 
 
+@pytest.mark.parametrize("takes", [0.1, 0.3])
 def test_a_request_is_asked_in_every_step_again_once_guesses_are_right(
-    target, clock, no_source_is_late
+    target, clock, no_source_is_late, takes
 ):
-    engine, source = run_paced(target, clock, LATER, 0.1)
+    engine, source = run_paced(target, clock, LATER, takes)
     _, *early = [known for known in source.asked if known not in LATER]
-    assert 0.1 * len(early) <= turns.AT_FIRST + turns.TRIALS * LATER.start
+    assert takes * len(early) <= turns.AT_FIRST + turns.TRIALS * LATER.start
     assert engine.stats.num_steps < 200
 
 

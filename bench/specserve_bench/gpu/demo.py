@@ -24,12 +24,7 @@ DEVICE = "cuda"
 
 
 def main(argv: list[str]) -> int:
-    p = argparse.ArgumentParser()
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--seconds", type=int, default=540)
-    p.add_argument("--models", type=Path, default=Path(".models"))
-    p.add_argument("--shape", default=SHAPE, choices=[s for s in SHAPES if f"{s}-draft" in SHAPES])
-    args = p.parse_args(argv)
+    args = options(argv, seconds=540)
     load(DEVICE)  # fail before minutes are spent on weights
     record = Record(args.out, suite.machine("python -m specserve_bench.gpu demo"))
     models = {
@@ -50,6 +45,16 @@ def main(argv: list[str]) -> int:
     record.put("result", msgspec.to_builtins(result))
     record.save(done=True)
     return 0
+
+
+def options(argv: list[str], seconds: int) -> argparse.Namespace:
+    """Of a stage at the cost of a shape."""
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--seconds", type=int, default=seconds)
+    p.add_argument("--models", type=Path, default=Path(".models"))
+    p.add_argument("--shape", default=SHAPE, choices=[s for s in SHAPES if f"{s}-draft" in SHAPES])
+    return p.parse_args(argv)
 
 
 def scaled(source: Path, shape: str, models: Path) -> Path:

@@ -1,27 +1,19 @@
 """Structured output at a large model's cost: what guesses bring where a grammar rules."""
 
-import argparse
 import sys
-from pathlib import Path
 
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve_bench import structured, suite
-from specserve_bench.gpu.demo import DEVICE, SHAPE, scaled
+from specserve_bench.gpu.demo import DEVICE, options, scaled
 from specserve_bench.gpu.record import Record
 from specserve_bench.schemas import SCHEMAS
-from specserve_bench.shapes import SHAPES
 from specserve_kernels import load
 
 EVERY, ROUNDS = 5, 2  # each fifth schema
 
 
 def main(argv: list[str]) -> int:
-    p = argparse.ArgumentParser()
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--seconds", type=int, default=300)
-    p.add_argument("--models", type=Path, default=Path(".models"))
-    p.add_argument("--shape", default=SHAPE, choices=[s for s in SHAPES if f"{s}-draft" in SHAPES])
-    args = p.parse_args(argv)
+    args = options(argv, seconds=300)
     load(DEVICE)  # fail before minutes are spent on weights
     record = Record(args.out, suite.machine("python -m specserve_bench.gpu structured"))
     chosen = dict([*SCHEMAS.items()][::EVERY])
