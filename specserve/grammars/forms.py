@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from specserve.grammars.compiled import GrammarError
-from specserve.grammars.unions import with_any_of
+from specserve.grammars.simplify import simplified
 
 MAX_BYTES = 1 << 18  # of a grammar; larger ones take more than a second to compile
 MAX_DEPTH = 64  # of objects and lists in a schema; llguidance's reader of JSON ends at 127
@@ -81,7 +81,7 @@ def written(schema: Mapping[str, Any] | bool, whitespace: str | None) -> str:
     check_depth(given)
     checked(as_json(given))
     form = {None: ONE_LINE, "": COMPACT}.get(whitespace, {"whitespace_pattern": whitespace})
-    return as_json({**with_any_of(given, given), "x-guidance": form})
+    return as_json({**simplified(given, given), "x-guidance": form})
 
 
 def as_json(value: Any) -> str:

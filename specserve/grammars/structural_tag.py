@@ -1,6 +1,6 @@
 """Structural tags: text that is free but for parts, each of which has a beginning and a form."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -45,7 +45,11 @@ Triggers = Annotated[tuple[Text, ...], Meta(min_length=1, max_length=256)]
 
 
 class TriggeredTags(Part, frozen=True, tag="triggered_tags"):
-    """Free text, in which every trigger begins one of the tags."""
+    """Free text, in which every trigger begins one of the tags.
+
+    at_least_one      the text begins with a tag
+    stop_after_first  and ends with the first one
+    """
 
     triggers: Triggers
     tags: Tags
@@ -144,24 +148,36 @@ class Writer:
         return f"{self.part(content, is_last and not end)} {self.quoted(end)}"
 
     def triggered(self, asked: TriggeredTags) -> str:
-        for tag in asked.tags:
-            if not any(tag.begin.startswith(trigger) for trigger in asked.triggers):
-                raise GrammarError(f"{tag.begin!r:.100} begins with none of the triggers")
-        tags = self.rule(" | ".join(self.after_triggers(asked)))
-        if asked.stop_after_first:
-            return tags if asked.at_least_one else f"({tags} | TEXT)"
-        return f"{tags}{'+' if asked.at_least_one else '*'} TEXT"
-
-    def after_triggers(self, asked: TriggeredTags) -> Iterator[str]:
-        """Free text that ends with a trigger, and the rest of one of its tags."""
+        check_triggers(asked)
         contents = [self.rule(self.content(t.content, t.end, is_last=False)) for t in asked.tags]
-        for trigger in asked.triggers:
-            rests = [
-                f"{self.quoted(tag.begin.removeprefix(trigger))} {self.counted(content)}"
-                for tag, content in zip(asked.tags, contents, strict=True)
-                if tag.begin.startswith(trigger)
-            ]
-            if not rests:
-                raise GrammarError(f"no tag begins with the trigger {trigger!r:.100}")
+        tags = [*zip((tag.begin for tag in asked.tags), contents, strict=True)]
+        first = self.one_of(tags) if asked.at_least_one else ""
+        if first and asked.stop_after_first:
+            return first
+        later = self.rule(" | ".join(self.after_triggers(asked.triggers, tags)))
+        return f"({later} | TEXT)" if asked.stop_after_first else f"{first} {later}* TEXT"
+
+    def after_triggers(
+        self, triggers: Sequence[str], tags: Sequence[tuple[str, str]]
+    ) -> Iterator[str]:
+        """Free text that ends with a trigger, and the rest of one of its tags."""
+        for trigger in triggers:
+            rests = [(b.removeprefix(trigger), rule) for b, rule in tags if b.startswith(trigger)]
             begin = self.rule(f"TEXT {self.quoted(trigger)}", "[lazy]")
-            yield f"{begin} {self.rule(' | '.join(rests))}"
+            yield f"{begin} {self.one_of(rests)}"
+
+    def one_of(self, tags: Sequence[tuple[str, str]]) -> str:
+        """A rule of tags: what each begins with, and the rule of the rest of it."""
+        return self.rule(
+            " | ".join(f"{self.quoted(begin)} {self.counted(rule)}" for begin, rule in tags)
+        )
+
+
+def check_triggers(asked: TriggeredTags) -> None:
+    """GrammarError for a tag without a trigger, or a trigger without a tag."""
+    for tag in asked.tags:
+        if not any(tag.begin.startswith(trigger) for trigger in asked.triggers):
+            raise GrammarError(f"{tag.begin!r:.100} begins with none of the triggers")
+    for trigger in asked.triggers:
+        if not any(tag.begin.startswith(trigger) for tag in asked.tags):
+            raise GrammarError(f"no tag begins with the trigger {trigger!r:.100}")

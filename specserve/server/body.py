@@ -22,6 +22,13 @@ HARMLESS = {
     *("service_tier", "user", "verbosity"),
 }
 
+# What chat frontends send for their own servers: read past, and told in a header of the answer.
+FRONTENDS = {
+    *("background_tasks", "chat_id", "conversation_id", "features", "filter_ids", "id"),
+    *("message_id", "model_item", "parent_id", "parent_message_id", "session_id", "thread_id"),
+    "variables",
+}
+
 # Fields of other servers that are not implemented -> the values without effect: only they are
 # accepted.
 NO_OP: dict[str, tuple[Any, ...]] = {
@@ -39,7 +46,7 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "request_id": (),
     "return_hidden_states": (False,),
     "separate_reasoning": (True,),
-    "store": (False,),
+    "store": (True, False),  # nothing is stored
     "stream_interval": (1,),
     "stream_reasoning": (True,),
     "suffix": ("",),
@@ -62,6 +69,9 @@ REFUSED = {
     },
     "prompt_embeds": "send text or token ids",
 }
+
+# Numbers that other servers write as -1 where they are left out.
+UNSET = dict.fromkeys(("max_completion_tokens", "max_tokens", "seed"), -1)
 
 SMALL = 1 << 16  # bytes of a body that are not counted: the limit on connections bounds their sum
 
@@ -103,21 +113,38 @@ class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["text", "json_object", "json_schema"]
+    """A structural tag has `format`, or `structures` and `triggers`, as in vLLM."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    format: dict[str, Any] | None = None
+    structures: list[Any] | None = None
+    triggers: list[Any] | None = None
 
     def __post_init__(self) -> None:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema: only with the type json_schema, which needs it")
         if self.json_schema is not None and self.json_schema.schema is None:
             raise ValueError("json_schema.schema: missing")
+        if self.tag and self.type != "structural_tag":
+            raise ValueError(f"{next(iter(self.tag))}: only with the type structural_tag")
+
+    @property
+    def tag(self) -> dict[str, Any]:
+        """What a structural tag consists of, beside its type."""
+        names = "format", "structures", "triggers"
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
     def asked(self) -> StructuredOutputsParams | None:
-        if self.type == "text":
-            return None
-        if self.json_schema is None:
-            return StructuredOutputsParams(json_object=True)
+        match self.type:
+            case "text":
+                return None
+            case "json_object":
+                return StructuredOutputsParams(json_object=True)
+            case "structural_tag":
+                return StructuredOutputsParams(structural_tag={"type": self.type, **self.tag})
+        assert self.json_schema is not None
         return StructuredOutputsParams(json=self.json_schema.schema)
 
 
@@ -141,6 +168,13 @@ class Body(SamplingParams, frozen=True, kw_only=True):
     return_tokens_as_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
+    read_past: tuple[str, ...] = ()  # those of FRONTENDS that came; no field of clients
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the answer: what was read past."""
+        told = ", ".join(self.read_past)
+        return {"Warning": f'299 specserve "read past: {told}"'} if told else {}
 
     @property
     def params(self) -> SamplingParams:
@@ -161,7 +195,7 @@ class Body(SamplingParams, frozen=True, kw_only=True):
 class FormattedBody(Body, frozen=True, kw_only=True):
     """With a second field for the text's form.
 
-    response_format  its type: text, json_object or json_schema
+    response_format  its type: text, json_object, json_schema or structural_tag
     """
 
     response_format: ResponseFormat | None = None
@@ -244,10 +278,13 @@ def decode_object(raw: bytes) -> dict[str, Any]:
 def read(raw: bytes, kind: type[T]) -> T:
     """Decode and check the body of a completion request."""
     given, known = decode_object(raw), own_fields(kind)
+    given |= {k: None for k, unset in UNSET.items() if k in given and is_same(given[k], unset)}
     for key, value in given.items():
-        if key not in known and key not in HARMLESS:
+        if key not in known and key not in HARMLESS | FRONTENDS:
             check_no_op(key, value, kind)
     body = one_limit(from_fields({k: v for k, v in given.items() if k in known}, kind))
+    if past := [key for key in given if key in FRONTENDS and key not in known]:
+        body = msgspec.structs.replace(body, read_past=tuple(past))
     check_form(body)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: only streams have these; set stream", "stream_options")
@@ -306,8 +343,9 @@ def from_fields(given: dict[str, Any], kind: type[S], path: str = "") -> S:
 
 @cache
 def own_fields(kind: type[Body]) -> dict[str, Any]:
-    """Those that are not refused."""
-    return {name: its for name, its in fields(kind).items() if name not in kind.refused}
+    """Those that clients may send and that are not refused."""
+    shut = {"read_past", *kind.refused}
+    return {name: its for name, its in fields(kind).items() if name not in shut}
 
 
 @cache
@@ -344,7 +382,7 @@ def check_no_op(key: str, value: Any, kind: type[Body]) -> None:
     if key in kind.refused and value is not None:
         raise RequestError(f"{key} is refused: {kind.refused[key]}", key)
     if key not in kind.no_op and key not in kind.refused:
-        refuse_unknown(key, [*own_fields(kind), *kind.no_op, *HARMLESS])
+        refuse_unknown(key, [*own_fields(kind), *kind.no_op, *HARMLESS, *FRONTENDS])
     if value is not None and not any(is_same(value, off) for off in kind.no_op[key]):
         off = " or ".join(msgspec.json.encode(v).decode() for v in (*kind.no_op[key], None))
         if key == "top_logprobs" and type(value) is int and 0 < value <= 20:
@@ -355,7 +393,10 @@ def check_no_op(key: str, value: Any, kind: type[Body]) -> None:
 def passed_over(kind: type[Body]) -> dict[str, Any]:
     """JSON schemas of the fields that are accepted beside those of `kind`, as far as they are."""
     told: dict[str, Any] = {
-        **{name: {"description": "read past: it means nothing here"} for name in HARMLESS},
+        **{
+            name: {"description": "read past: it means nothing here"}
+            for name in HARMLESS | FRONTENDS
+        },
         **{name: {"enum": [*values, None]} for name, values in kind.no_op.items()},
         **{name: {"enum": [None], "description": why} for name, why in kind.refused.items()},
     }

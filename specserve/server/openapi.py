@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from specserve.server.answers import Error
-from specserve.server.body import Body, passed_over
+from specserve.server.body import UNSET, Body, passed_over
 from specserve.version import VERSION
 
 REF = "#/components/schemas/{name}"
@@ -160,10 +160,13 @@ def json_of(schema: Any) -> dict[str, Any]:
 def close(component: dict[str, Any], kind: type[msgspec.Struct], required: Sequence[str]) -> None:
     """What a body's type does not say: null is unset, and other fields are refused."""
     fields = component["properties"]
+    fields.pop("read_past", None)
     passed = passed_over(kind) if issubclass(kind, Body) else {}
     own = {name: field for name, field in fields.items() if name not in passed}
     needed = {name: not_null(own.pop(name)) for name in required}
     others = {name: or_null(field) for name, field in own.items()}
+    for name in UNSET.keys() & others.keys() if passed else ():
+        others[name]["anyOf"].append({"const": UNSET[name]})
     component["properties"] = needed | others | passed
     component["required"] = list(required)
     component["additionalProperties"] = False

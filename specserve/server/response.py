@@ -16,7 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from specserve.answer.events import Answer, AnswerParser, CallBegin, Content, Event, answer_of
 from specserve.answer.formats import AnswerReader
-from specserve.generation import Generation, StepDetails
+from specserve.exchange.step_output import StepDetails
+from specserve.generation import Generation
 from specserve.logprobs import best
 from specserve.server.body import Body
 from specserve.server.live_completion import ChoiceDelta, LiveCompletion
@@ -347,12 +348,21 @@ class Writer(Protocol):
 class EventStream(Response):
     """Streams a completion's events. They say how it ends, with an error if it failed."""
 
-    def __init__(self, completion: LiveCompletion, writer: Writer, service: Service) -> None:
-        self.completion, self.writer, self.service = completion, writer, service
+    def __init__(
+        self,
+        completion: LiveCompletion,
+        writer: Writer,
+        service: Service,
+        more: Mapping[str, str],
+    ) -> None:
+        """`more` are headers."""
+        self.completion, self.writer, self.service, self.more = completion, writer, service, more
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        more = [(name.lower().encode(), value.encode()) for name, value in self.more.items()]
+        start = {"type": "http.response.start", "status": 200, "headers": [*HEADERS, *more]}
         async with watched(self.completion, receive):
-            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            await send(start)
             async for piece in self.pieces():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
@@ -399,11 +409,13 @@ async def respond(
     service: Service = request.app.state.service
     writer = CompletionWriter(schema, service.served, asked, completion, echoed, reader)
     if asked.stream:
-        return EventStream(completion, writer, service)
-    return await answer_whole(request, completion, writer)
+        return EventStream(completion, writer, service, asked.headers)
+    return await answer_whole(request, completion, writer, asked.headers)
 
 
-async def answer_whole(request: Request, completion: LiveCompletion, writer: Writer) -> Response:
+async def answer_whole(
+    request: Request, completion: LiveCompletion, writer: Writer, headers: Mapping[str, str]
+) -> Response:
     """One JSON object, once all of it is there."""
     service: Service = request.app.state.service
     async with watched(completion, request.receive):
@@ -413,7 +425,9 @@ async def answer_whole(request: Request, completion: LiveCompletion, writer: Wri
         return Response(status_code=499)  # the client has disconnected
     if completion.error is not None:
         return error_response(completion.error)
-    return await service.write(writer.is_long, lambda: json_response(writer.whole()))
+    answer = await service.write(writer.is_long, lambda: json_response(writer.whole()))
+    answer.headers.update(headers)
+    return answer
 
 
 @asynccontextmanager

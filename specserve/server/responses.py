@@ -105,6 +105,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
         "max_tool_calls": (),
         "moderation": (),
         "prompt_cache_options": (),
+        "store": (False,),
         "truncation": ("disabled",),
     }
     refused: ClassVar[Mapping[str, str]] = REFUSED | {
@@ -176,8 +177,8 @@ async def responses(request: Request) -> Response:
         raise
     writer = ResponseWriter(service.served, asked, completion, reader)
     if asked.stream:
-        return EventStream(completion, writer, service)
-    return await answer_whole(request, completion, writer)
+        return EventStream(completion, writer, service, asked.headers)
+    return await answer_whole(request, completion, writer, asked.headers)
 
 
 def read_responses(raw: bytes) -> tuple[ResponsesBody, ToolsAsked]:

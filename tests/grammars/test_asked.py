@@ -97,12 +97,16 @@ ALLOWED = {  # what is asked for, texts that it allows, and texts that it does n
     ),
     "free text at last": (parts(const("so "), {"type": "any_text"}), ["so ", "so it is\n"], ["s"]),
     "tags": (triggered(), ["", "x<a>y</a>z", "<a></a><a>b</a>"], ["x<a>y", "<ab"]),
-    "one tag at least": (triggered(at_least_one=True), ["x<a>y</a>z"], ["", "x"]),
+    "one tag at least": (
+        triggered(at_least_one=True),
+        ["<a>y</a>z", "<a></a>z<a>b</a>"],
+        ["", "x", "x<a>y</a>z"],
+    ),
     "one tag": (triggered(stop_after_first=True), ["x<a>y</a>", "x"], ["<a>y</a>z"]),
     "one tag and no more": (
         triggered(stop_after_first=True, at_least_one=True),
-        ["x<a>y</a>"],
-        ["x", "<a>y</a>z"],
+        ["<a>y</a>"],
+        ["x", "x<a>y</a>", "<a>y</a>z"],
     ),
 }
 
@@ -170,6 +174,11 @@ REFUSED = {  # what is asked for, the field that is wrong, and words of the reas
         {"structural_tag": LEGACY | {"triggers": ["<", "<h"]}},
         "structural_tag",
         "no tag begins with the trigger '<h'",
+    ),
+    "a trigger without a tag, and one tag alone": (
+        triggered(triggers=["<", "x"], stop_after_first=True, at_least_one=True),
+        "structural_tag",
+        "no tag begins with the trigger 'x'",
     ),
     "tags nested too deep": (
         tag(deep(490, const("a"), lambda inner: TAG | {"content": inner})),

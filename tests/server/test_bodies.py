@@ -355,8 +355,13 @@ def test_any_bytes_are_refused(small, raw):
 NUMBERS = [-1, -(2**63), 2**63, 1e308, True, "1", [[]], {"a": 1}]
 COUNTS = ["max_tokens", "seed", "top_k", "n", "best_of", "logprobs", "top_logprobs", "min_tokens"]
 COUNTS += ["prompt_logprobs", "priority", "truncate_prompt_tokens", "thinking_token_budget"]
-# More than fits is the rest of the context; -1 is off, and cuts a prompt to what fits.
-LEGAL = {"max_tokens": [2**63], "top_k": [-1], "truncate_prompt_tokens": [-1]}
+# More than fits is the rest of the context; -1 is off or left out, and cuts a prompt to what fits.
+LEGAL = {
+    "max_tokens": [-1, 2**63],
+    "seed": [-1],
+    "top_k": [-1],
+    "truncate_prompt_tokens": [-1],
+}
 
 
 @pytest.mark.parametrize("field", COUNTS)
@@ -558,8 +563,8 @@ def test_what_is_no_json_object_is_refused(small, neighbor, what):
 
 def test_of_a_key_given_twice_the_last_value_counts(small):
     body = b'{"prompt": "a", "max_tokens": %d, "max_tokens": %d, "ignore_eos": true}'
-    assert small.post(COMPLETIONS, body % (-1, 3)).body["usage"]["completion_tokens"] == 3
-    check_refusal(small.post(COMPLETIONS, body % (3, -1)))
+    assert small.post(COMPLETIONS, body % (-2, 3)).body["usage"]["completion_tokens"] == 3
+    check_refusal(small.post(COMPLETIONS, body % (3, -2)))
 
 
 MARK = "Z" * 5000

@@ -252,7 +252,7 @@ def test_other_messages_are_refused_by_their_place(server, message, param):
 NOTHING = {
     **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), "ann"),
     **{"metadata": {"a": "b"}, "service_tier": "auto", "verbosity": "low"},
-    **{"n": 1, "store": False, "logprobs": False, "top_logprobs": None, "logit_bias": {}},
+    **{"n": 1, "store": True, "logprobs": False, "top_logprobs": None, "logit_bias": {}},
     **{"bad_words": [], "allowed_token_ids": None, "min_tokens": 0},
     **{"frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0},
     **{"spaces_between_special_tokens": False, "include_stop_str_in_output": False},
@@ -270,11 +270,39 @@ def test_fields_that_ask_for_nothing_are_read_past(server):
     assert whole(server, CHAT, chat_body(seed=1) | NOTHING) == want
 
 
+FOREIGN = {"session_id": "a", "chat_id": ["b"], "features": {"web_search": False}}
+
+
+def test_what_frontends_send_for_themselves_is_read_past_and_told(server):
+    for path, body in ((CHAT, chat_body(seed=1)), (COMPLETIONS, completion_body(seed=1))):
+        assert whole(server, path, body | FOREIGN) == whole(server, path, body)
+        told = '299 specserve "read past: session_id, chat_id, features"'
+        assert server.post(path, body | FOREIGN).headers["warning"] == told
+        assert server.post(path, body | FOREIGN | {"stream": True}).headers["warning"] == told
+        assert "warning" not in server.post(path, body).headers
+        refused = server.post(path, body | FOREIGN | {"read_past": ["x"]})
+        assert (refused.status, refused.body["error"]["param"]) == (400, "read_past")
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_minus_one_leaves_a_limit_out(server, field):
+    for path, body in ((CHAT, chat_body(seed=1)), (COMPLETIONS, completion_body(seed=1))):
+        left_out = {k: v for k, v in body.items() if k != "max_tokens"}
+        assert whole(server, path, left_out | {field: -1}) == whole(server, path, left_out)
+        assert server.post(path, body | {field: -2}).status == 400
+        assert server.post(path, body | {field: -1.5}).status == 400
+
+
+def test_a_seed_of_minus_one_is_drawn(server):
+    body = completion_body(seed=-1, temperature=1)
+    seeds = {server.post(COMPLETIONS, body).body["choices"][0]["seed"] for _ in range(3)}
+    assert len(seeds) == 3 and min(seeds) >= 0
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("n", True),
-        ("store", True),
         ("top_logprobs", 3),
         ("functions", []),
         ("function_call", "none"),

@@ -11,6 +11,7 @@ import pytest
 from tokenizers import AddedToken
 
 from specserve.grammars.compiled import compile_grammar, vocabulary_of
+from specserve.server import chat
 from tests.answer.outputs import JSON_TEMPLATE, TOOLS
 from tests.checkpoints import EOS, tiny_tokenizer
 from tests.server.asking import CHAT, COMPLETIONS, begun, chat_body
@@ -549,3 +550,19 @@ def test_a_check_ends_when_its_client_leaves(qwen, monkeypatch, path, asked):
     with begun(qwen, asked, path):
         eventually(lambda: told == ["begins"])
     eventually(lambda: told == ["begins", "ends"])
+
+
+def test_the_grammar_of_calls_is_written_beside_streams(qwen, monkeypatch):
+    told, write = [], chat.call_grammar
+
+    def noted(*args):
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        told.append(write(*args))
+        return told[-1]
+
+    monkeypatch.setattr(chat, "call_grammar", noted)
+    with qwen.saying(CALL):
+        assert qwen.post(CHAT, ASK | {"tool_choice": "required"}).status == 200
+    [grammar] = told
+    assert "get_weather" in grammar

@@ -1,40 +1,44 @@
-"""oneOf whose schemas cannot fit the same value, as anyOf: llguidance proves that of few."""
+"""JSON schemas in the words of llguidance, which refuses some that mean the same."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 VALUES = {"const", "default", "enum", "examples"}  # keywords whose values are no schemas
+NOTES = {"binary", "directory-path", "file-path", "password", "path"}  # formats of any string
 # Read for all unions of a schema, which may refer to the same ones again and again. The largest
 # schema has fewer of its own.
 MAX_STRINGS = 1 << 17
 
 
-def with_any_of(schema: Any, root: Mapping[str, Any]) -> Any:
+def simplified(schema: Any, root: Mapping[str, Any]) -> Any:
     """The schema with anyOf in place of each oneOf of objects that a property tells apart: all of
     them require it, and each has other strings for it. Pydantic writes unions so. A oneOf behind
-    the first `MAX_STRINGS` strings stays.
+    the first `MAX_STRINGS` strings stays. Formats that any string has are left out.
     """
-    return Unions(root).with_any_of(schema)
+    return Simplifier(root).simplified(schema)
 
 
-class Unions:
-    """Those of a schema, and how many strings may still be read to tell them apart."""
+class Simplifier:
+    """The schema that references are within, and how many strings may still be read to tell the
+    schemas of unions apart.
+    """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self.root = root
         self.num_left = MAX_STRINGS
 
-    def with_any_of(self, schema: Any) -> Any:
+    def simplified(self, schema: Any) -> Any:
         if isinstance(schema, Sequence) and not isinstance(schema, str):
-            return [self.with_any_of(item) for item in schema]
+            return [self.simplified(item) for item in schema]
         if not isinstance(schema, Mapping):
             return schema
         is_union = "anyOf" not in schema and self.are_apart(schema.get("oneOf"))
         return {
             "anyOf" if key == "oneOf" and is_union else key: (
-                value if key in VALUES else self.with_any_of(value)
+                value if key in VALUES else self.simplified(value)
             )
             for key, value in schema.items()
+            if not (key == "format" and isinstance(value, str) and value in NOTES)
         }
 
     def are_apart(self, schemas: Any) -> bool:

@@ -1,4 +1,6 @@
-"""oneOf: taken where no two of its schemas can fit the same value, else refused."""
+"""oneOf: taken where no two of its schemas can fit the same value, else refused; and formats that
+any string has.
+"""
 
 import json
 import random
@@ -8,7 +10,7 @@ import pytest
 
 from specserve.grammars.asked import StructuredOutputsParams, grammar_of
 from specserve.grammars.compiled import GrammarError, compile_grammar
-from specserve.grammars.unions import with_any_of
+from specserve.grammars.simplify import simplified
 from tests.grammars.matching import END, draw, tiny_vocabulary
 
 NUMBER = {"type": "integer", "maximum": 99}
@@ -73,4 +75,18 @@ def test_what_may_overlap_is_refused(schema):
 def test_values_and_names_are_left_as_they_are():
     union = {"oneOf": [CAT, DOG]}
     schema = {"const": union, "properties": {"oneOf": {"type": "null"}}, "default": [union]}
-    assert with_any_of(schema, schema) == schema
+    assert simplified(schema, schema) == schema
+
+
+@pytest.mark.parametrize("format", ["path", "file-path", "directory-path", "binary", "password"])
+def test_a_format_that_any_string_has_changes_nothing(format):
+    string = {"type": "string", "maxLength": 4}
+    noted = {"properties": {"format": string | {"format": format}}}
+    plain = {"properties": {"format": string}}
+    assert simplified(noted, noted) == plain
+    draw(compiled(noted), random.Random(0), 500)
+
+
+def test_other_formats_are_refused_by_name():
+    with pytest.raises(GrammarError, match=r"format.*phone"):
+        compiled({"type": "string", "format": "phone"})
