@@ -6,7 +6,13 @@ from time import perf_counter
 import msgspec
 
 from specserve.exchange.sampling_params import Sampling, SamplingParams
-from specserve.exchange.step_output import SourceCounts, StepOutput, TokenLogprobs, Tree
+from specserve.exchange.step_output import (
+    SourceCounts,
+    StepDetails,
+    StepOutput,
+    TokenLogprobs,
+    Tree,
+)
 from specserve.logprobs import Logprob, best, tables
 from specserve.models.tokenizer import Tokenizer
 from specserve.text import TextStream
@@ -27,15 +33,6 @@ class Timing(msgspec.Struct, frozen=True):
     ttft_ms: float  # 0 before the first token
     tpot_ms: float | None  # mean over tokens after the first; None for a single token
     total_ms: float
-
-
-class StepDetails(msgspec.Struct, frozen=True):
-    """Where the tokens of one step came from."""
-
-    tokens: list[int]
-    ends: list[int]  # characters of the choice's text, up to and with each token's
-    sources: list[int]  # of each token, as in `Tree.sources`; 0 is the target alone
-    tree: Tree  # of the guesses that the step verified
 
 
 class Speculation(msgspec.Struct, frozen=True):

@@ -302,6 +302,7 @@ class Engine:
         if request.followers:
             self.scheduler.share_prompt(request)
         self.stats.num_fallbacks += is_fallback
+        self.stats.num_roots += is_root
         self.stats.num_drafted += len(draft.tokens)
         self.stats.num_accepted += len(path.nodes)
         told = Told() if self.guesses is None else self.guesses.learn(item, path.tokens, path.nodes)

@@ -23,6 +23,15 @@ class Tree(msgspec.Struct, frozen=True):
     accepted: list[int]  # nodes, from the root down
 
 
+class StepDetails(msgspec.Struct, frozen=True):
+    """Where the tokens of one step came from."""
+
+    tokens: list[int]
+    ends: list[int]  # characters of the choice's text, up to and with each token's
+    sources: list[int]  # of each token, as in `Tree.sources`; 0 is the target alone
+    tree: Tree  # of the guesses that the step verified
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What the model says of a token and of the likeliest ones in its place, before any parameter
     changes its logits: natural logarithms of probabilities.
@@ -75,6 +84,7 @@ class Stats(msgspec.Struct):
 
     num_steps: int = 0
     num_rows: int = 0
+    num_roots: int = 0  # rows of the last tokens of requests
     num_drafted: int = 0  # rows of guesses
     num_accepted: int = 0
     draft_seconds: float = 0.0

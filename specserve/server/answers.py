@@ -8,8 +8,7 @@ from typing import Any, Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from specserve.exchange.speculation_state import CostState, GuessKind, PlanState
-from specserve.exchange.step_output import SourceCounts
-from specserve.generation import StepDetails
+from specserve.exchange.step_output import SourceCounts, StepDetails
 from specserve.logprobs import Logprob
 from specserve.models.folder import Scaled
 from specserve.models.weight_forms import WeightForms

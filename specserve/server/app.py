@@ -3,7 +3,9 @@
 import hashlib
 import hmac
 from collections.abc import Iterable, Sequence
+from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from specserve.errors import SpecserveError
 from specserve.keys import read_keys
 from specserve.server.live_completion import set_tenant
+from specserve.server.pages import ROUTES
 from specserve.server.refusal import Foreign, NoRoute, Unauthorized, cut, error_response
 from specserve.server.routes import OPEN, OPERATIONS
 from specserve.server.service import Service
@@ -23,7 +26,7 @@ from specserve.server.service import Service
 
 def make_app(service: Service) -> Starlette:
     app = Starlette(
-        routes=[operation.route for operation in OPERATIONS],
+        routes=[*(operation.route for operation in OPERATIONS), *ROUTES],
         middleware=list(guards(service)),
         exception_handlers={
             SpecserveError: refuse,
@@ -40,7 +43,7 @@ def make_app(service: Service) -> Starlette:
 def guards(service: Service) -> Iterable[Middleware]:
     """Middleware, outermost first: CORS before keys, as preflight requests carry no key."""
     limits = service.limits
-    yield Middleware(OriginGuard, origins=limits.cors_origins)
+    yield Middleware(OriginGuard, origins=limits.cors_origins, host=limits.host)
     if limits.cors_origins:
         yield Middleware(
             CORSMiddleware,
@@ -58,12 +61,20 @@ class OriginGuard:
     CORS headers alone do not: browsers send simple requests without a preflight.
     """
 
-    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, origins: Sequence[str], host: str) -> None:
+        """`host` is the server's own name."""
         self.app, self.origins = app, origins
+        self.names = {"localhost", host}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        origin = Request(scope).headers.get("origin") if scope["type"] == "http" else None
-        if origin is None or origin in self.origins or "*" in self.origins:
+        headers = Request(scope).headers if scope["type"] == "http" else {}
+        origin = headers.get("origin")
+        if (
+            origin is None
+            or origin in self.origins
+            or "*" in self.origins
+            or self.is_own(origin, headers.get("host", ""))
+        ):
             await self.app(scope, receive, send)
             return
         error = Foreign(
@@ -71,6 +82,25 @@ class OriginGuard:
             "server.cors_origins"
         )
         await error_response(error)(scope, receive, send)
+
+    def is_own(self, origin: str, host: str) -> bool:
+        """Whether it is one of the server's own pages, by its address or known name. Any other name
+        that leads here may be somebody else's (DNS rebinding).
+        """
+        try:
+            parts = urlsplit(origin)
+            name = parts.hostname or ""
+        except ValueError:
+            return False
+        return parts.netloc == host and (name in self.names or is_address(name))
+
+
+def is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 class KeyGuard:

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from specserve.server.pages import headers
+
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; --dim: #777 }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
@@ -24,12 +26,7 @@ td:first-child { white-space: nowrap }
 :target { background: var(--soft) }
 """
 DIGEST = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
-HEADERS = {
-    "Content-Security-Policy": f"default-src 'none'; style-src 'sha256-{DIGEST}'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-}
+HEADERS = headers(f"style-src 'sha256-{DIGEST}'")
 LIMITS = {  # of JSON schema -> how the page writes them
     "minimum": "≥ {}",
     "exclusiveMinimum": "> {}",

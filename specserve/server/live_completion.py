@@ -15,8 +15,8 @@ from specserve.errors import EngineDied, SpecserveError, of_failure
 from specserve.exchange.caller import Caller
 from specserve.exchange.client import EngineClient
 from specserve.exchange.sampling_params import Sampling
-from specserve.exchange.step_output import StepOutput
-from specserve.generation import Generation, StepDetails, proposing, sums_of
+from specserve.exchange.step_output import StepDetails, StepOutput
+from specserve.generation import Generation, proposing, sums_of
 from specserve.server.metrics import Metrics
 
 TENANT = "specserve.tenant"  # a key of the ASGI scope

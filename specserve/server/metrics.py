@@ -67,6 +67,13 @@ class Metrics:
         self.sources = SourceMetrics(model, max_nodes)
         self.registry.register(self.sources)
         self.rows = self.counter("specserve_rows", "Rows that the target computed.")
+        by_kind = Counter(
+            "specserve_step_rows",
+            "The same: rows of prompts, of requests' last tokens (roots), and of guesses.",
+            ["model_name", "engine", "kind"],
+            registry=self.registry,
+        )
+        self.kinds = [by_kind.labels(model, "0", kind) for kind in ("prompts", "roots", "guesses")]
         self.wasted = self.counter("specserve_wasted_rows", "Rows of guesses not accepted.")
         self.fallbacks = self.counter(
             "specserve_draft_fallbacks", "Drafts without the draft model, as it had not caught up."
@@ -173,7 +180,11 @@ class Metrics:
         self.drafted.inc(drafted)
         self.accepted.inc(accepted)
         self.wasted.inc(drafted - accepted)
-        self.rows.inc(stats.num_rows - before.num_rows)
+        rows, roots = stats.num_rows - before.num_rows, stats.num_roots - before.num_roots
+        self.rows.inc(rows)
+        # What a request computed that ended meanwhile is no root's, nor a guess's.
+        for kind, count in zip(self.kinds, (rows - roots - drafted, roots, drafted), strict=True):
+            kind.inc(max(0, count))
         self.fallbacks.inc(stats.num_fallbacks - before.num_fallbacks)
         self.looked_up.inc(stats.num_looked_up - before.num_looked_up)
         self.cached.inc(stats.num_cached - before.num_cached)

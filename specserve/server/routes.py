@@ -14,6 +14,7 @@ from specserve.server.chat import ChatBody, Message, chat
 from specserve.server.completions import CompletionBody, completions
 from specserve.server.docs_page import HEADERS, page
 from specserve.server.openapi import WITH_ENGINE, Operation, document
+from specserve.server.pages import PAGES, PARTS
 from specserve.server.response import json_response
 from specserve.server.response_items import ITEMS
 from specserve.server.response_tools import FunctionTool
@@ -224,6 +225,15 @@ OPERATIONS = (
     ),
     Operation(
         "GET",
+        "/ping",
+        ready,
+        "The same as /health",
+        answers.Status,
+        statuses=[503],
+        unavailable=answers.Status,
+    ),
+    Operation(
+        "GET",
         LIVENESS,
         live,
         "Whether the engine process runs and steps",
@@ -245,4 +255,4 @@ OPERATIONS = (
     Operation("GET", "/docs", docs, "This document as a page", "text/html", is_open=True),
 )
 # What they answer is the same for every server and client, but for whether the engine runs.
-OPEN = frozenset(operation.path for operation in OPERATIONS if operation.is_open)
+OPEN = frozenset([*(o.path for o in OPERATIONS if o.is_open), *PAGES, *PARTS])

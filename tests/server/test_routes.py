@@ -11,6 +11,7 @@ from specserve.errors import ConfigError
 from specserve.exchange.client import EngineClient
 from specserve.exchange.sampling_params import Sampling
 from specserve.server.app import make_app
+from specserve.server.pages import PAGES, PARTS
 from specserve.server.routes import LIVENESS, OPEN
 from specserve.version import VERSION
 from tests.checkpoints import tiny_tokenizer
@@ -145,7 +146,7 @@ def test_tokenize_refuses_what_it_cannot_read(server, path, body, param):
 
 
 def test_health_and_version_answer(server):
-    for path in "/health", "/health/ready", "/health/live":
+    for path in "/health", "/health/ready", "/health/live", "/ping":
         assert server.get(path).status == 200
     assert server.get("/version").body == {"version": VERSION}
 
@@ -162,6 +163,7 @@ vllm:request_prefill_time_seconds_bucket vllm:request_decode_time_seconds_bucket
 vllm:request_inference_time_seconds_bucket vllm:request_prompt_tokens_bucket
 vllm:request_generation_tokens_bucket vllm:request_params_max_tokens_bucket
 vllm:iteration_tokens_total_bucket specserve_kv_blocks specserve_rows_total
+specserve_step_rows_total
 specserve_wasted_rows_total specserve_drafter_errors_total specserve_step_seconds_bucket
 specserve_draft_seconds_bucket specserve_verify_seconds_bucket specserve_drafter_info
 """
@@ -203,6 +205,20 @@ def test_the_counters_move_with_what_was_said(presets):
     assert moved[4:] == [1, 1]
 
 
+def test_rows_are_counted_by_what_they_were_for(presets):
+    server, kinds = presets["model"], ("prompts", "roots", "guesses")
+    name = "specserve_step_rows_total"
+    server.post("/v1/cache/reset", {})
+    before = [server.metric(name, kind=kind) for kind in kinds]
+    all_before = server.metric("specserve_rows_total")
+    answer = server.post(CHAT, chat_body(max_tokens=60)).body
+    moved = [server.metric(name, kind=k) - n for k, n in zip(kinds, before, strict=True)]
+    usage, said = answer["usage"], answer["metrics"]["speculative_decoding"]
+    assert moved[0] == usage["prompt_tokens"] and moved[2] == said["num_draft_tokens"]
+    assert sum(moved) == server.metric("specserve_rows_total") - all_before
+    assert moved[1] + 1 + said["num_accepted_draft_tokens"] == usage["completion_tokens"]
+
+
 def test_a_prompt_without_an_answer_counts_as_a_request(presets):
     server, alone = presets["model"], completion_body(max_tokens=0, echo=True)
     server.post(COMPLETIONS, alone)
@@ -240,14 +256,14 @@ def keys(tmp_path):
 def test_without_a_key_every_route_that_tells_of_this_server_is_shut(keys, authorization):
     app = app_with(api_key_file=str(keys))
     client = TestClient(app, headers={"Authorization": authorization} if authorization else None)
-    assert {LIVENESS, "/docs", "/openapi.json"} == OPEN
-    for path in [*{route.path for route in app.routes} - OPEN, "/v1/nothing", "/"]:
+    assert {LIVENESS, "/docs", "/openapi.json", *PAGES, *PARTS} == OPEN
+    for path in [*{route.path for route in app.routes} - OPEN, "/v1/nothing", "/page/nothing"]:
         for method in ("GET", "POST", "OPTIONS"):
             answer = client.request(method, path)
             assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
             assert answer.json()["error"]["code"] == "invalid_api_key"
     assert client.get(LIVENESS).json() == {"status": "alive"}
-    assert [client.get(path).status_code for path in OPEN] == [200] * 3
+    assert {client.get(path).status_code for path in OPEN} == {200}
 
 
 @pytest.mark.parametrize("authorization", ["Bearer first", "bearer second", "Bearer  second"])

@@ -1,0 +1,85 @@
+// An answer as it streams in: its text, and the steps of the engine that it came from.
+
+import { events } from "./api.js";
+
+export class Answer {
+  constructor() {
+    this.begun = performance.now();
+    this.chars = []; // code points, which `ends` of tokens count
+    this.thought = "";
+    this.sources = [];
+    this.steps = []; // {at: ms, tokens, ends, sources, tree}
+    this.last = null; // the event with timings and metrics
+    this.first = null; // ms until there was a token
+  }
+
+  get text() {
+    return this.chars.join("");
+  }
+
+  add(event) {
+    const [choice] = event.choices;
+    if (event.timings) this.last = event;
+    if (!choice) return;
+    this.chars.push(...(choice.delta.content ?? ""));
+    this.thought += choice.delta.reasoning_content ?? "";
+    const told = choice.speculation;
+    if (!told) return;
+    const at = performance.now() - this.begun;
+    this.first ??= at;
+    this.sources = told.sources;
+    for (const step of told.steps) this.steps.push({ at, ...step });
+  }
+
+  // Pieces of the text from a character on, each of one step: {step, begin, end}. A step's text may
+  // come later than its tokens.
+  *pieces(from = 0) {
+    for (const [number, step] of this.steps.entries()) {
+      const end = step.ends.at(-1) ?? 0;
+      if (end > this.chars.length) return;
+      const begin = number ? (this.steps[number - 1].ends.at(-1) ?? 0) : 0;
+      if (end > from && end > begin) yield { number, step, begin, end };
+    }
+  }
+
+  // Whether its tokens are told by places in this text: where there is a thought, they count that, too.
+  get isTold() {
+    return !this.thought && this.steps.length > 0;
+  }
+
+  figures(plainSeconds) {
+    const { timings, metrics } = this.last ?? {};
+    if (!timings) return {};
+    const guesses = metrics.speculative_decoding;
+    const perToken = timings.predicted_per_second ? 1000 / timings.predicted_per_second : null;
+    const steps = guesses?.mean_acceptance_length;
+    const without = plainSeconds && 1000 * plainSeconds * timings.predicted_n;
+    return {
+      TTFT: inMs(metrics.time_to_first_token_ms),
+      TPOT: inMs(perToken),
+      "Tokens a second": timings.predicted_per_second?.toFixed(1),
+      "Tokens a step": steps?.toFixed(2),
+      "Estimated gain": without && timings.predicted_ms
+        ? `${(without / timings.predicted_ms).toFixed(2)} times` : undefined,
+      Tokens: timings.predicted_n,
+    };
+  }
+}
+
+export const inMs = (ms) => (ms == null ? undefined : `${ms.toFixed(ms < 10 ? 2 : 0)} ms`);
+
+// Stream an answer; onChange(answer) is called as it grows.
+export async function answer(body, signal, onChange) {
+  const got = new Answer();
+  const asked = {
+    ...body,
+    stream: true,
+    stream_options: { include_usage: true },
+    return_speculation_details: true,
+  };
+  for await (const event of events("v1/chat/completions", asked, signal)) {
+    got.add(event);
+    onChange(got);
+  }
+  return got;
+}

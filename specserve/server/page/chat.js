@@ -1,0 +1,202 @@
+// The page's parts, and the chat.
+
+import { answer } from "./answer.js";
+import { setKey } from "./api.js";
+import * as kept from "./kept.js";
+import { openRace } from "./race.js";
+import { conversation, connect, fields, learnCosts, model } from "./settings.js";
+import { TextView, drawFigures, drawLegend, drawTree, element } from "./view.js";
+
+const at = (id) => document.getElementById(id);
+const SAMPLES = [ // of what the demo pair has learnt
+  "What does shutil.copytree do?",
+  "How do I read a file line by line?",
+  "What is the difference between a list and a tuple?",
+  "What does os.path.join return?",
+];
+
+let current = kept.fresh();
+let running = null; // an AbortController while an answer streams
+
+async function begin() {
+  try {
+    await connect();
+  } catch (error) {
+    at("model").textContent = error.message;
+    at("key-asked").hidden = error.status !== 401;
+    return;
+  }
+  at("key-asked").hidden = true;
+  at("model").textContent = model.card.id;
+  at("scaled").hidden = !model.card.scaled;
+  if (model.card.scaled) {
+    const told = Object.values(model.card.scaled).join(", ");
+    at("scaled").textContent =
+      `A demo at a larger model's cost: ${told}. The words are the small model's.`;
+  }
+  drawLegend(at("legend"), model.card.sources ?? []);
+}
+
+function choose(answered, number) {
+  drawTree(at("tree"), answered, number).then(
+    (words) => (at("tree-words").textContent = words),
+    (error) => (at("tree-words").textContent = error.message),
+  );
+}
+
+const button = (text, onclick, label) => element("button", { text, onclick, type: "button",
+  ...(label ? { "aria-label": label } : {}) });
+
+function showMessage(message, number) {
+  const text = element("div", { className: "text", text: message.content });
+  const actions = message.role === "user"
+    ? [button("Edit", () => edit(number))]
+    : [button("Copy", (e) => copy(e.target, text)), button("Ask again", () => askAgain(number))];
+  const who = message.role === "user" ? "You " : "Model ";
+  const box = element("article", { className: `message ${message.role}` },
+    element("header", {}, who, ...actions), text);
+  at("log").append(box);
+  return { box, text };
+}
+
+async function copy(pressed, from) {
+  try {
+    await navigator.clipboard.writeText(from.textContent);
+    pressed.textContent = "Copied";
+  } catch {
+    pressed.textContent = "This browser does not let the page copy";
+  }
+  setTimeout(() => (pressed.textContent = "Copy"), 1500);
+}
+
+function show() {
+  at("log").replaceChildren();
+  current.messages.forEach(showMessage);
+  at("samples").hidden = current.messages.length > 0;
+  showKept();
+}
+
+function showKept() {
+  at("kept").replaceChildren(...kept.read().map((one) => element("li", {},
+    button(kept.titleOf(one), () => open(one)),
+    button("×", () => remove(one), `Forget ${kept.titleOf(one)}`))));
+}
+
+function open(one) {
+  stop();
+  current = one;
+  status("");
+  show();
+}
+
+function remove(one) {
+  kept.forget(one.id);
+  if (one.id === current.id) open(kept.fresh());
+  else showKept();
+}
+
+function edit(number) {
+  stop();
+  at("prompt").value = current.messages[number].content;
+  current.messages = current.messages.slice(0, number);
+  show();
+  at("prompt").focus();
+}
+
+function askAgain(number) {
+  stop();
+  current.messages = current.messages.slice(0, number);
+  show();
+  reply();
+}
+
+function send(content) {
+  if (running || !content.trim()) return;
+  current.messages.push({ role: "user", content });
+  at("prompt").value = "";
+  show();
+  reply();
+}
+
+async function reply() {
+  const asked = current;
+  const control = new AbortController();
+  running = control;
+  isBusy(true);
+  status("waiting for the first token");
+  const message = { role: "assistant", content: "" };
+  const { box, text } = showMessage(message, asked.messages.length);
+  const view = new TextView(text, choose);
+  let last = null;
+  try {
+    const body = { ...fields(), messages: conversation(asked.messages) };
+    last = await answer(body, control.signal, (got) => {
+      last = got;
+      if (got.first !== null) status("");
+      view.update(got);
+    });
+    status(`complete: ${last.chars.length} characters`);
+  } catch (error) {
+    status(error.name === "AbortError" ? "stopped" : "");
+    if (error.name !== "AbortError") {
+      box.append(element("p", { className: "error", role: "alert", text: error.message }));
+    }
+  }
+  if (running === control) {
+    running = null;
+    isBusy(false);
+  }
+  if (!last) return;
+  view.answer = last;
+  view.end();
+  message.content = last.text;
+  if (asked.messages.at(-1)?.role === "user") asked.messages.push(message);
+  kept.keep(asked);
+  showKept();
+  await learnCosts().catch(() => {});
+  drawFigures(at("figures"), last.figures(model.plainSeconds));
+}
+
+function stop() {
+  running?.abort();
+}
+
+function isBusy(is) {
+  at("send").hidden = is;
+  at("stop").hidden = !is;
+}
+
+function status(text) {
+  at("status").textContent = text;
+}
+
+function view(name) {
+  for (const each of ["chat", "race"]) {
+    at(each).hidden = each !== name;
+    at(`show-${each}`).setAttribute("aria-pressed", each === name);
+  }
+}
+
+at("use-key").onclick = () => {
+  setKey(at("key").value);
+  begin();
+};
+at("show-chat").onclick = () => view("chat");
+at("show-race").onclick = () => view("race");
+at("new").onclick = () => open(kept.fresh());
+at("stop").onclick = stop;
+at("controls").onsubmit = (event) => event.preventDefault();
+at("composer").onsubmit = (event) => {
+  event.preventDefault();
+  send(at("prompt").value);
+};
+at("prompt").onkeydown = (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  send(at("prompt").value);
+};
+at("samples").append(...SAMPLES.map((text) => button(text, () => send(text))));
+at("settings").open = matchMedia("(min-width: 1000px)").matches;
+openRace({ choose, sample: SAMPLES[0] });
+show();
+begin();

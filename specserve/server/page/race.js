@@ -1,0 +1,153 @@
+// The race: one prompt with two settings, each alone; then both again side by side as they were.
+
+import { answer } from "./answer.js";
+import { conversation, fields, learnCosts, model } from "./settings.js";
+import { TextView, element } from "./view.js";
+
+const at = (id) => document.getElementById(id);
+
+function settings() {
+  const sources = model.card?.sources ?? [];
+  return [
+    { name: "no guesses", speculation: { enabled: false } },
+    { name: `${model.card?.drafter ?? "all"}: all that may guess`, speculation: { enabled: true } },
+    ...sources.map((name) => ({ name: `${name} alone`, speculation: { sources: [name] } })),
+  ];
+}
+
+class Lane {
+  constructor(chosen, choose) {
+    this.select = element("select", { "aria-label": "Settings of a lane" });
+    this.watch = element("p", { className: "watch", text: "0.000 s" });
+    this.text = element("div", { className: "text" });
+    this.words = element("p", { className: "quiet" });
+    this.box = element("div", { className: "lane" }, this.select, this.watch, this.words, this.text);
+    Object.assign(this, { chosen, choose, answer: null });
+    this.fill();
+  }
+
+  fill() {
+    const options = settings().map(({ name }, i) => element("option", { value: i, text: name }));
+    this.select.replaceChildren(...options);
+    this.select.value = this.chosen;
+  }
+
+  clear() {
+    this.answer = null;
+    this.text = this.text.parentNode.replaceChild(element("div", { className: "text" }), this.text)
+      && this.box.lastElementChild;
+    this.watch.textContent = "0.000 s";
+    this.watch.classList.remove("first");
+    this.words.textContent = "";
+  }
+
+  time(ms) {
+    this.watch.textContent = `${(ms / 1000).toFixed(3)} s`;
+  }
+
+  async run(body, signal) {
+    const view = new TextView(this.text, this.choose);
+    const { speculation } = settings()[this.select.value];
+    this.answer = await answer({ ...body, speculation }, signal, (got) => {
+      view.update(got);
+      this.time(performance.now() - got.begun);
+    });
+    view.end();
+    this.seconds = this.answer.steps.at(-1).at;
+    this.time(this.seconds);
+    const { timings } = this.answer.last;
+    this.words.textContent =
+      `${timings.predicted_n} tokens in ${this.answer.steps.length} steps`;
+  }
+
+  // Show the answer as far as it was after so many ms.
+  replay(ms) {
+    const { answer: all } = this;
+    const steps = all.steps.filter((step) => step.at <= ms);
+    if (steps.length > this.view.answer.steps.length) {
+      this.view.answer.steps.push(...steps.slice(this.view.answer.steps.length));
+      this.view.draw();
+    }
+    this.time(Math.min(ms, this.seconds));
+  }
+
+  beginReplay() {
+    const all = this.answer;
+    this.text.replaceChildren();
+    const part = Object.create(all, { steps: { value: [] } });
+    this.view = new TextView(this.text, () => {});
+    this.view.answer = part;
+  }
+
+  endReplay() {
+    const view = new TextView(this.text, this.choose);
+    this.text.replaceChildren();
+    view.answer = this.answer;
+    view.end();
+    this.time(this.seconds);
+  }
+}
+
+const frame = () => new Promise(requestAnimationFrame);
+
+async function replay(lanes) {
+  for (const lane of lanes) lane.beginReplay();
+  const begun = performance.now();
+  const last = Math.max(...lanes.map((lane) => lane.seconds));
+  for (let ms = 0; ms < last; ms = performance.now() - begun) {
+    for (const lane of lanes) lane.replay(ms);
+    await frame();
+  }
+  for (const lane of lanes) lane.endReplay();
+}
+
+function verdict(lanes) {
+  const [a, b] = lanes.map((lane) => lane.answer);
+  const ratio = Math.max(lanes[0].seconds / lanes[1].seconds, lanes[1].seconds / lanes[0].seconds);
+  const first = lanes[0].seconds <= lanes[1].seconds ? lanes[0] : lanes[1];
+  first.watch.classList.add("first");
+  const same = a.text === b.text
+    ? `The texts are identical: ${a.chars.length} characters.`
+    : "The texts differ: please report this, it must not be.";
+  const name = first.select.selectedOptions[0].textContent;
+  return `${same} "${name}" was ${ratio.toFixed(2)} times as fast.`;
+}
+
+export function openRace({ choose, sample }) {
+  const lanes = [new Lane(0, choose), new Lane(1, choose)];
+  at("lanes").append(...lanes.map((lane) => lane.box));
+  at("race-prompt").value = sample;
+  at("show-race").addEventListener("click", () => {
+    if (lanes[0].select.options.length !== settings().length) lanes.forEach((lane) => lane.fill());
+  });
+  let control = null;
+  at("race-stop").onclick = () => control?.abort();
+  at("start").onsubmit = async (event) => {
+    event.preventDefault();
+    if (control) return;
+    control = new AbortController();
+    at("race-go").hidden = true;
+    at("race-stop").hidden = false;
+    for (const lane of lanes) lane.clear();
+    const say = (text) => (at("verdict").textContent = text);
+    try {
+      const asked = fields();
+      const seed = asked.seed ?? crypto.getRandomValues(new Uint32Array(1))[0];
+      const messages = conversation([{ role: "user", content: at("race-prompt").value }]);
+      for (const lane of lanes) {
+        say(`running: ${lane.select.selectedOptions[0].textContent}`);
+        await lane.run({ ...asked, seed, messages }, control.signal);
+      }
+      say("both again, side by side, as fast as they were");
+      await replay(lanes);
+      say(verdict(lanes));
+      await learnCosts();
+    } catch (error) {
+      say(error.name === "AbortError" ? "stopped" : error.message);
+    } finally {
+      control = null;
+      at("race-go").hidden = false;
+      at("race-stop").hidden = true;
+    }
+  };
+}

@@ -1,0 +1,198 @@
+// What an answer looks like: its text colored by who guessed it, and the guesses of a step as a tree.
+
+import { textOf } from "./api.js";
+
+export function element(tag, { text, ...properties } = {}, ...children) {
+  const made = document.createElement(tag);
+  if (text !== undefined) made.textContent = text;
+  for (const [name, value] of Object.entries(properties)) {
+    if (name in made) made[name] = value;
+    else made.setAttribute(name, value);
+  }
+  made.append(...children);
+  return made;
+}
+
+const NUM_COLORS = 6;
+const named = (bits, sources) => sources.filter((_, i) => bits & (1 << i));
+const colorOf = (bits) => `source-${(31 - Math.clz32(bits & -bits)) % NUM_COLORS}`;
+
+// Shows an answer's text in an element, adding to it as it grows.
+export class TextView {
+  constructor(box, onChoose) {
+    Object.assign(this, { box, onChoose, shown: 0, isAsked: false, answer: null });
+    box.addEventListener("click", (e) => this.choose(e.target.closest(".step")));
+    box.addEventListener("focusin", (e) => this.choose(e.target.closest(".step")));
+    box.addEventListener("keydown", (e) => this.move(e));
+  }
+
+  // Draw once a frame, however often the answer grows.
+  update(answer) {
+    this.answer = answer;
+    if (this.isAsked) return;
+    this.isAsked = true;
+    requestAnimationFrame(() => {
+      this.isAsked = false;
+      this.draw();
+    });
+  }
+
+  draw() {
+    const { answer, box } = this;
+    if (!answer.isTold) {
+      box.replaceChildren(
+        ...(answer.thought ? [element("div", { className: "thought", text: answer.thought })] : []),
+        answer.text,
+      );
+      return;
+    }
+    const added = document.createDocumentFragment();
+    for (const piece of answer.pieces(this.shown)) {
+      added.append(this.step(piece));
+      this.shown = piece.end;
+    }
+    box.append(added);
+  }
+
+  // The rest of the text, which is of no whole step where a stop string has cut it.
+  end() {
+    this.draw();
+    if (this.answer.isTold) this.box.append(this.answer.chars.slice(this.shown).join(""));
+  }
+
+  step({ number, step, begin, end }) {
+    const { answer, box } = this;
+    const made = element("span", { className: "step", tabIndex: box.firstChild ? -1 : 0 });
+    made.dataset.step = number;
+    let from = begin;
+    for (const [i, to] of step.ends.entries()) {
+      if (to <= from) continue; // its characters come with a later token
+      const text = answer.chars.slice(from, Math.min(to, end)).join("");
+      const bits = step.sources[i];
+      const names = named(bits, answer.sources);
+      const className = bits ? `guess ${colorOf(bits)}${names.length > 1 ? " several" : ""}` : "";
+      const title = names.length ? `guessed by ${names.join(" and ")}` : "by the model alone";
+      made.append(element("span", { className, title, text }));
+      from = to;
+    }
+    return made;
+  }
+
+  choose(step) {
+    if (!step) return;
+    for (const other of document.querySelectorAll(".step.chosen")) other.classList.remove("chosen");
+    for (const other of this.box.querySelectorAll("[tabindex='0']")) other.tabIndex = -1;
+    step.classList.add("chosen");
+    step.tabIndex = 0;
+    this.onChoose(this.answer, Number(step.dataset.step));
+  }
+
+  move(event) {
+    const here = event.target.closest(".step");
+    const to = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
+    const next = here && to && here[to];
+    if (!next?.classList.contains("step")) return;
+    event.preventDefault();
+    next.focus();
+  }
+}
+
+export function drawLegend(list, sources) {
+  const guessed = sources.map((name, i) =>
+    element("li", {}, element("span", { className: `source-${i % NUM_COLORS}`, text: name })));
+  list.replaceChildren(
+    ...guessed,
+    ...(sources.length > 1
+      ? [element("li", {}, element("span", { className: "several", text: "several" }))] : []),
+    element("li", { text: "the model alone" }),
+  );
+}
+
+export function drawFigures(list, figures) {
+  const told = Object.entries(figures).filter(([, value]) => value !== undefined);
+  list.replaceChildren(
+    ...told.flatMap(([name, value]) => [
+      element("dt", { text: name }), element("dd", { text: value }),
+    ]),
+  );
+}
+
+const SVG = "http://www.w3.org/2000/svg";
+const ROW = 26, CHAR = 7.3, GAP = 26, MOST = 18; // px, px, px, characters
+
+function shape(tag, attributes, text) {
+  const made = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+const visible = (text) => {
+  const shown = text.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥");
+  return shown.length > MOST ? `${shown.slice(0, MOST - 1)}…` : shown || "∅";
+};
+
+// The places of a tree's nodes: a column a level, a row a leaf, accepted paths in the first row.
+export function layout({ parents, accepted }) {
+  const children = Array.from({ length: parents.length + 1 }, () => []);
+  parents.forEach((parent, i) => children[parent].push(i + 1));
+  for (const each of children) each.sort((a, b) => accepted.includes(b) - accepted.includes(a));
+  const places = [];
+  let rows = 0;
+  const place = (node, depth) => {
+    const row = rows;
+    places[node] = { depth, row };
+    children[node].forEach((child, i) => {
+      if (i) rows += 1;
+      place(child, depth + 1);
+    });
+  };
+  place(0, 0);
+  return { places, rows: rows + 1 };
+}
+
+// Draws a step's tree into an element, and returns what it shows in words.
+export async function drawTree(box, answer, number) {
+  const { tree, tokens } = answer.steps[number];
+  const { places, rows } = layout(tree);
+  const texts = ["", ...(await Promise.all(tree.tokens.map(textOf)))].map(visible);
+  texts[0] = "●";
+  const widths = [];
+  places.forEach(({ depth }, node) => {
+    widths[depth] = Math.max(widths[depth] ?? 0, texts[node].length * CHAR + 10);
+  });
+  const lefts = widths.map((_, d) => widths.slice(0, d).reduce((sum, w) => sum + w + GAP, 0));
+  const width = lefts.at(-1) + widths.at(-1) + 2;
+  const drawing = shape("svg", { width, height: rows * ROW + 2, role: "img" });
+  const right = new Set([0, ...tree.accepted]);
+  const middle = (node) => places[node].row * ROW + ROW / 2 + 1;
+  tree.parents.forEach((parent, i) => {
+    const from = lefts[places[parent].depth] + texts[parent].length * CHAR + 10;
+    const to = lefts[places[i + 1].depth];
+    const bend = (to - GAP / 2).toFixed(1);
+    drawing.append(shape("path", {
+      class: right.has(i + 1) ? "right" : "",
+      d: `M${from} ${middle(parent)}H${bend}V${middle(i + 1)}H${to}`,
+    }));
+  });
+  texts.forEach((text, node) => {
+    const x = lefts[places[node].depth] + 1, y = middle(node);
+    const isRight = right.has(node), bits = node && tree.sources[node - 1];
+    drawing.append(
+      shape("rect", {
+        class: `node ${node && isRight ? colorOf(bits) : ""} ${isRight ? "right" : ""}`,
+        x, y: y - 10, width: text.length * CHAR + 8, height: 20, rx: 4,
+      }),
+      shape("text", { x: x + 4, y: y + 4, class: isRight ? "right-text" : "wrong-text" }, text),
+    );
+    if (node) {
+      const title = `${named(bits, answer.sources).join(" and ")}: ${isRight ? "right" : "wrong"}`;
+      drawing.lastChild.append(shape("title", {}, title));
+    }
+  });
+  const words = `Step ${number + 1}: ${tree.tokens.length} guesses, ${tree.accepted.length} right, `
+    + `${tokens.length} new ${tokens.length === 1 ? "token" : "tokens"}.`;
+  drawing.setAttribute("aria-label", words);
+  box.replaceChildren(drawing);
+  return words;
+}

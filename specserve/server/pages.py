@@ -1,0 +1,54 @@
+"""The pages of people: the files of the folder `page`, as they are."""
+
+import hashlib
+from collections.abc import Awaitable, Callable
+from functools import cache
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+FOLDER = Path(__file__).parent / "page"
+TYPES = {
+    ".css": "text/css",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+
+
+def headers(allowed: str) -> dict[str, str]:
+    """Of a page that loads and runs nothing but what is `allowed`, and that no other one frames."""
+    return {
+        "Content-Security-Policy": f"default-src 'none'; {allowed}; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'",
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+    }
+
+
+HEADERS = headers("script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'")
+
+
+@cache
+def content(name: str) -> tuple[bytes, str]:
+    """A file's bytes, and what they are told from other versions by."""
+    body = (FOLDER / name).read_bytes()
+    return body, f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+
+
+def serving(name: str) -> Callable[[Request], Awaitable[Response]]:
+    async def send(request: Request) -> Response:
+        body, tag = content(name)
+        told = HEADERS | {"ETag": tag, "Cache-Control": "no-cache"}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=told)
+        return Response(body, headers=told, media_type=TYPES[Path(name).suffix])
+
+    return send
+
+
+PAGES = {"/": "index.html", "/dashboard": "dashboard.html"}
+PARTS = {f"/page/{p.name}": p.name for p in sorted(FOLDER.iterdir()) if p.suffix in TYPES}
+ROUTES = [Route(path, serving(name)) for path, name in (PAGES | PARTS).items()]
