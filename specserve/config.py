@@ -20,6 +20,7 @@ from specserve_drafters.tree import MAX_NODES
 # A small pair of models in the package, used where none is named.
 DEMO = Path(__file__).parent / "demo" / "weights"
 DEMO_TARGET, DEMO_DRAFT = DEMO / "specserve-demo", DEMO / "specserve-demo-draft"
+DEMO_COST = DEMO.parent / "at_cost"  # files that say how the pair is scaled
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Fraction = Annotated[float, Meta(gt=0.0, le=1.0)]
@@ -42,6 +43,13 @@ class ModelConfig(Section, frozen=True):
 
     path: Annotated[
         Name | None, about("a local folder, a .gguf file or a hub id; unset: the demo pair")
+    ] = None
+    demo_cost: Annotated[
+        Literal["qwen3-0.6b", "llama-3.1-8b"] | None,
+        about(
+            "qwen3-0.6b or llama-3.1-8b: the demo pair's words in the time of a model of that "
+            "shape; unset: the pair as it is"
+        ),
     ] = None
     dtype: Annotated[
         Literal["auto", "bf16", "fp32"], about("auto, bf16 or fp32; auto is the checkpoint's")
@@ -285,6 +293,12 @@ class Config(Section, frozen=True):
                 f"drafter.name = {self.drafter.name!r} has no use for drafter.quantize = "
                 f"{self.drafter.quantize!r}: drop one of them"
             )
+        for key, named in ("model.path", self.model.path), ("drafter.model", self.drafter.model):
+            if self.model.demo_cost is not None and named is not None:
+                raise ValueError(
+                    f"model.demo_cost = {self.model.demo_cost!r} is of the demo pair, and {key} = "
+                    f"{named!r} another model: drop one of them"
+                )
         is_rounded = self.model.quantize is not None or self.drafter.quantize is not None
         for key in ("quantize_head", "quantize_embedding"):
             asked = getattr(self.model, key)
@@ -309,12 +323,17 @@ class Config(Section, frozen=True):
     @property
     def target(self) -> str:
         """The model that is served: a folder, a GGUF file or a hub id."""
-        return self.model.path or str(DEMO_TARGET)
+        return self.model.path or str(self.demo(DEMO_TARGET))
+
+    def demo(self, model: Path) -> Path:
+        """A model of the demo pair, at the cost that is asked for."""
+        cost = self.model.demo_cost
+        return model if cost is None else DEMO_COST / f"{model.name}-{cost}.json"
 
     @property
     def draft(self) -> str | None:
         """The draft model, if there is any."""
-        demo = str(DEMO_DRAFT) if self.model.path is None else None
+        demo = str(self.demo(DEMO_DRAFT)) if self.model.path is None else None
         return self.drafter.model or demo
 
     @property

@@ -106,7 +106,7 @@ def is_installed(name: str) -> bool:
 
 
 def scaled_models(folders: Iterable[Path | None]) -> list[Scaled]:
-    """The models among them that `specserve bench scale-model` made."""
+    """The small models among them that have the cost of larger ones."""
     found = (open_source(folder).scaled() for folder in folders if folder is not None)
     return [scaled for scaled in found if scaled is not None]
 

@@ -10,7 +10,7 @@ from specserve.memory import Arena, BlockPool, BlockTable, KVLayout
 from specserve.memory.arena import used_bytes
 from specserve.models.families import DecoderConfig
 from specserve.models.loader import KV_DTYPES
-from specserve_bench.shapes import shape_config
+from specserve.models.shapes import shape_config
 from specserve_bench.steps import BLOCK_SIZE, spread, typical, words
 from specserve_kernels import Ops, load
 

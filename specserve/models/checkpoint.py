@@ -14,6 +14,8 @@ from torch import Tensor
 from specserve.errors import ConfigError
 from specserve.models.gguf.tensors import GgufTensors
 from specserve.models.quantized.stored import Stored
+from specserve.models.scaled_demo import ScaledDemo
+from specserve.models.source import open_source
 from specserve.models.weight_files import INDEX, SINGLE, find_weights
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -27,7 +29,7 @@ def unquantized(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Stored]:
 
 
 class Checkpoint:
-    """The tensors of a folder, or of a GGUF file, by name.
+    """The tensors of a folder, of a GGUF file or of a scaled demo, by name.
 
     The files stay mapped for as long as this object lives.
     """
@@ -37,7 +39,7 @@ class Checkpoint:
         self.files: dict[str, Any] = {}  # tensor name -> the open file that holds it
         shards = None if folder.is_file() else find_weights(folder)
         if shards is None:
-            file = GgufTensors(folder) if folder.is_file() else open_file(folder / SINGLE)
+            file = open_single(folder) if folder.is_file() else open_file(folder / SINGLE)
             self.files = dict.fromkeys(file.keys(), file)
         else:
             self.open_shards(shards)
@@ -121,6 +123,16 @@ class Checkpoint:
             rows.copy_(part)
             done += part.nbytes
             drop_pages(source.data_ptr(), done)
+
+
+def open_single(path: Path) -> Any:
+    """The tensors of a model that is one file."""
+    source = open_source(path)
+    if not isinstance(source, ScaledDemo):
+        return GgufTensors(path)
+    from specserve.models.scaling import ScaledTensors  # it reads its source by a `Checkpoint`
+
+    return ScaledTensors(source)
 
 
 def open_file(path: Path) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from specserve.config import DEMO_COST
 from specserve.errors import ConfigError
 
 SCALED = "specserve_scaled"  # key in config.json of a demo that costs as much as a larger model
@@ -23,7 +24,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # any one of t
 
 
 class Scaled(msgspec.Struct, frozen=True):
-    """How `specserve bench scale-model` made a model."""
+    """How a small model was given the cost of a larger one."""
 
     source: str  # the model whose text it gives
     like: str  # the model whose cost it has
@@ -35,7 +36,7 @@ def resolve(path: str) -> Path:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return only_gguf(folder) or folder
-    if folder.suffix == GGUF and folder.exists():
+    if folder.exists() and (folder.suffix == GGUF or folder.parent == DEMO_COST):
         return folder
     if folder.exists():
         raise ConfigError(
@@ -74,6 +75,8 @@ def only_gguf(folder: Path) -> Path | None:
 def name_of(path: str) -> str:
     """A model's name: that of its folder, that of its GGUF file without ending, or its hub id."""
     file = Path(path).expanduser()
+    if file.parent == DEMO_COST:
+        return file.name.removesuffix(".json")
     if file.suffix == GGUF:
         return FIRST_PART.sub("", file.stem)
     return file.resolve().name if file.is_dir() else path

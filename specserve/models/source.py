@@ -1,6 +1,6 @@
-"""What a model is read from: a folder in the Hugging Face layout, or a GGUF file.
+"""What a model is read from: a folder in the Hugging Face layout, a GGUF file, or a scaled demo.
 
-Does not import torch: `Checkpoint` reads the weights of both.
+Does not import torch: `Checkpoint` reads the weights of all.
 """
 
 import os
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from specserve.config import DEMO_COST
 from specserve.errors import ConfigError
 from specserve.models.defaults import GenerationDefaults, load_defaults
 from specserve.models.families import DecoderConfig, load_config
@@ -97,6 +98,10 @@ def samples(file: Path, beginning: int) -> Iterator[bytes]:
 def open_source(path: Path) -> Source:
     if not path.is_file():
         return Folder(path)
+    if path.parent == DEMO_COST:
+        from specserve.models.scaled_demo import ScaledDemo
+
+        return ScaledDemo(path)
     from specserve.models.gguf.source import GgufFile  # few models need it
 
     return GgufFile(path)

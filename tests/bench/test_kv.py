@@ -3,8 +3,8 @@
 import pytest
 
 from specserve.models import families
+from specserve.models.shapes import SHAPES
 from specserve_bench.kv import kv_figures
-from specserve_bench.shapes import SHAPES
 
 SMALL = families.parse(SHAPES["qwen3-0.6b"] | {"num_hidden_layers": 2, "head_dim": 16})
 

@@ -14,11 +14,11 @@ from specserve.models.checkpoint import Checkpoint, unquantized
 from specserve.models.families import load_config, tensor_shapes
 from specserve.models.folder import scaled_from
 from specserve.models.rounding import Rounding
+from specserve.models.shapes import SHAPES, shape_config
 from specserve.models.weight_files import INDEX, SINGLE
 from specserve.quantize import quantize
 from specserve_bench import scale
 from specserve_bench.scale import main, scale_model
-from specserve_bench.shapes import SHAPES, shape_config
 from tests.checkpoints import tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from specserve.models import families
+from specserve.models.shapes import shape_config
 from specserve_bench import bound, steps
 from specserve_bench.bound import Bound, Rates, compiled
-from specserve_bench.shapes import shape_config
 from specserve_bench.steps import Cost, Size, cost, num_linear_weights, step_figures, table_lengths
 from tests.checkpoints import tiny_checkpoint
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec  # isort: skip
 
 from specserve.config import DEMO_DRAFT, DEMO_TARGET, load_config
+from specserve.models.shapes import SHAPES
 from specserve_bench import suite
 from specserve_bench.gpu.record import Record
 from specserve_bench.report import markdown
 from specserve_bench.results import Goals, Load
 from specserve_bench.scale import scale_model
-from specserve_bench.shapes import SHAPES
 from specserve_bench.workloads import workload
 from specserve_kernels import load
 

@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING
 
 from specserve.models import families, rotary
 from specserve.models.decoder import Decoder, Layer, Weights
-from specserve_bench.shapes import SHAPES
+from specserve.models.shapes import SHAPES
 from specserve_drafters.tree import TREE_SLOTS
 from specserve_kernels import Ops, QKNorm, Rotary
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.models.folder import read_json
+from specserve.models.shapes import SHAPES
 from specserve_bench.scale import scale_model
-from specserve_bench.shapes import SHAPES
 
 LIKE = "qwen3-0.6b"
 # Two layers of the target's width, with an MLP that makes a tenth of its weights.

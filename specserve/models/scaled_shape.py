@@ -1,0 +1,125 @@
+"""The config.json of a small model's text at a large model's cost. Does not import torch.
+
+`specserve.models.scaling` says how its weights are made.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from specserve.errors import ConfigError
+from specserve.models import families
+from specserve.models.families import DecoderConfig, load_config
+from specserve.models.folder import SCALED, read_json
+from specserve.models.shapes import SHAPES, shape_config
+
+NOTE = (
+    "a demo: the source's function, padded to the cost of a larger shape. Its speed is that of "
+    "the shape, its words and its acceptance of drafts are the source's, as far as its dtype goes"
+)
+
+
+class Sizes(NamedTuple):
+    """A model and the larger one that is made of it, whose config.json has the fields."""
+
+    small: DecoderConfig
+    large: DecoderConfig
+    fields: dict[str, Any]
+
+
+def sizes(source: Path, shape: str, dtype: str, name: str) -> Sizes:
+    """ConfigError if the source cannot be scaled to the shape: a name in SHAPES, or a folder with a
+    config.json. `dtype` is torch's name of that of the weights, `name` what the source is called.
+    """
+    small, like = load_config(source), read_shape(shape)
+    refuse_unfit(source, small)
+    refuse_smaller(source, small, shape, like)
+    fields = scaled_fields(read_json(source / "config.json"), small, like, dtype)
+    fields[SCALED] = {"source": name, "like": shape_name(shape), "note": NOTE}
+    return Sizes(small, families.parse(fields), fields)
+
+
+def read_shape(shape: str) -> DecoderConfig:
+    if shape in SHAPES:
+        return shape_config(shape)
+    if Path(shape, "config.json").exists():
+        return load_config(Path(shape))
+    raise ConfigError(
+        f"--like {shape}: neither a known shape nor a folder with a config.json; known are "
+        f"{', '.join(SHAPES)}"
+    )
+
+
+def shape_name(shape: str) -> str:
+    return shape if shape in SHAPES else Path(shape).resolve().name
+
+
+def refuse_unfit(source: Path, small: DecoderConfig) -> None:
+    if small.quantization is not None:
+        raise ConfigError(
+            f"{source}: quantized already ({small.quantization.words}); take the model that is not "
+            "quantized"
+        )
+    reasons = {
+        f"it is a {small.architecture}": small.architecture != "Qwen3ForCausalLM",
+        f"it has {small.num_kv_heads} KV heads for {small.num_heads} heads": (
+            small.num_kv_heads != small.num_heads
+        ),
+        "its attention has biases": small.qkv_bias,
+        "it has sliding windows": any(window is not None for window in small.windows),
+        "its rms_norm_eps is 0": small.rms_eps == 0,
+    }
+    for reason, is_so in reasons.items():
+        if is_so:
+            raise ConfigError(
+                f"{source}: cannot be scaled: {reason}; take a Qwen3ForCausalLM with as many KV "
+                "heads as heads, without biases and windows, and with an rms_norm_eps above 0"
+            )
+
+
+def refuse_smaller(source: Path, small: DecoderConfig, shape: str, like: DecoderConfig) -> None:
+    sizes = {
+        "layers": (small.num_layers, like.num_layers),
+        "hidden size": (small.hidden_size, like.hidden_size),
+        "MLP size": (small.intermediate_size, like.intermediate_size),
+        "KV heads": (small.num_kv_heads, like.num_kv_heads),
+        "head size": (small.head_dim, like.head_dim),
+        "vocabulary": (small.vocab_size, like.vocab_size),
+    }
+    for name, (has, room) in sizes.items():
+        if has > room:
+            raise ConfigError(
+                f"{source}: {name}: {has}, and {shape} has only {room}; take a larger shape or a "
+                "smaller source"
+            )
+    if like.head_dim % small.head_dim:
+        raise ConfigError(
+            f"{source}: head size: {shape} has {like.head_dim}, no multiple of {small.head_dim}; "
+            "take a shape whose head size is one"
+        )
+    if like.vocab_size > small.vocab_size and like.hidden_size == small.hidden_size:
+        raise ConfigError(
+            f"{source}: hidden size: {small.hidden_size} as in {shape}, which leaves no dimension "
+            f"to tell its {like.vocab_size - small.vocab_size} added tokens by; take a shape with "
+            f"a larger hidden size, or one with a vocabulary of {small.vocab_size}"
+        )
+
+
+def scaled_fields(
+    fields: Mapping[str, Any], small: DecoderConfig, like: DecoderConfig, dtype: str
+) -> dict[str, Any]:
+    """The source's config.json with the sizes of the shape."""
+    kept = {key: value for key, value in fields.items() if key != "torch_dtype"}
+    return kept | {
+        "hidden_size": like.hidden_size,
+        "intermediate_size": like.intermediate_size,
+        "num_hidden_layers": like.num_layers,
+        "layer_types": ["full_attention"] * like.num_layers,
+        "num_attention_heads": like.num_heads,
+        "num_key_value_heads": like.num_kv_heads,
+        "head_dim": like.head_dim,
+        "vocab_size": like.vocab_size,
+        "tie_word_embeddings": like.tied,
+        "rms_norm_eps": small.rms_eps * small.hidden_size / like.hidden_size,
+        "dtype": dtype,
+    }

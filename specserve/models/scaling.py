@@ -1,0 +1,208 @@
+"""A small model's text at a large model's cost: its checkpoint, written in a larger shape.
+
+Real acceptance of drafts needs a trained model, real cost a large one. Added parts compute, and
+their outputs are multiplied by zero:
+
+* The residual stream is padded with zeros. RMSNorm divides by sqrt(mean(x^2) + eps), and the mean
+  falls by h0/h: so eps falls as much, and the norms' weights fall by its root.
+* Added heads, MLP units and layers have random input weights and zero output weights. The source's
+  head j is the first query head of KV group j, and the others of the group read its KV.
+* Pair i of a rotary head of d0 becomes pair i*d/d0 of one of d, where the frequency is the same.
+  q/k norms have the same eps as all others: s = sqrt(h0*d / (h*d0)) on q and k makes it right for
+  them. That leaves each sqrt(d/d0) too long, and scores are divided by sqrt(d): k's norm takes
+  back the sqrt(d/d0) that remains of both.
+* Added tokens must not win. A dimension of the padding holds a constant, which no layer reads and
+  the final norm lets through, and there the head has a very negative number for added tokens.
+
+The result is a Qwen3ForCausalLM in any shape: its q/k norms cost next to nothing.
+"""
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from specserve.errors import ConfigError
+from specserve.models import families
+from specserve.models.checkpoint import Checkpoint, unquantized
+from specserve.models.families import DecoderConfig
+from specserve.models.gguf.tensors import Slice
+from specserve.models.rotary import frequencies
+from specserve.models.scaled_demo import ScaledDemo
+from specserve.models.scaled_shape import Sizes
+
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+DTYPE = torch.bfloat16  # of demos
+RANDOM = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # what added parts read with
+STD = 0.02
+CONSTANT_SHARE = 2.0**-40  # of the constant's square in mean(x^2) + eps, at most
+SILENCE = 1e10  # over RMS(hidden): how far below zero the logit of an added token is
+BLOCK = 1 << 20  # random numbers, which a tensor repeats: what they are costs nothing
+
+
+def open_checkpoint(source: Path, scaled: Sizes) -> Checkpoint:
+    """ConfigError for weights that cannot be scaled."""
+    small, large = scaled.small, scaled.large
+    checkpoint = Checkpoint(source)
+    shapes = families.tensor_shapes(small)
+    if HEAD in checkpoint:  # it counts even where config.json calls it tied
+        shapes[HEAD] = shapes[EMBEDDING]
+    checkpoint.check(unquantized(shapes))
+    if large.tied and HEAD in checkpoint:
+        raise ConfigError(
+            f"{source}: it has a head of its own, and in the shape the head is the embedding; take "
+            "an untied shape"
+        )
+    refuse_other_rotation(source, small, large)
+    return checkpoint
+
+
+def refuse_other_rotation(source: Path, small: DecoderConfig, large: DecoderConfig) -> None:
+    """Refuse rotary frequencies that are not theta^(-2i/D), such as yarn's."""
+    stride = large.head_dim // small.head_dim
+    of_small, of_large = (frequencies(c.rope_parameters, c.head_dim) for c in (small, large))
+    if not torch.equal(of_large[::stride], of_small):
+        raise ConfigError(
+            f"{source}: cannot be scaled: its rope_parameters turn heads of {large.head_dim} "
+            f"otherwise than its own of {small.head_dim}; take a shape with its head size"
+        )
+
+
+class Axis(NamedTuple):
+    """Of a tensor: how many entries the source has, the shape has, and how far apart they go."""
+
+    num: int
+    size: int
+    stride: int = 1
+
+    @property
+    def place(self) -> slice:
+        return slice(0, self.num * self.stride, self.stride)
+
+
+class Scaling:
+    """The tensors of the larger model, one at a time. Same arguments, same bytes."""
+
+    def __init__(self, source: Path, scaled: Sizes, dtype: torch.dtype, seed: int = 0) -> None:
+        """ConfigError for weights that cannot be scaled."""
+        self.small, self.large = small, large = scaled.small, scaled.large
+        self.checkpoint = open_checkpoint(source, scaled)
+        self.dtype, self.seed = dtype, seed
+        self.source_shapes = families.tensor_shapes(small)
+        self.source_shapes[HEAD] = self.source_shapes[EMBEDDING]
+        self.shapes = families.tensor_shapes(large)
+        self.axes, self.factors = axes(small, large), factors(small, large)
+
+    def tensor(self, name: str) -> Tensor:
+        out = self.added(name)
+        given = self.given(name)
+        if given is not None:
+            layout = self.axes[part(name)]
+            view = out.view([axis.size for axis in layout])
+            view[layout[0].place] = 0  # the source's own heads and units read the source's alone
+            sizes = [axis.num for axis in layout]
+            view[tuple(axis.place for axis in layout)] = given.view(sizes).to(self.dtype)
+        if self.large.vocab_size > self.small.vocab_size:
+            self.silence(name, out)
+        return out
+
+    def added(self, name: str) -> Tensor:
+        """The entries of a tensor that the source does not have."""
+        out = torch.zeros(self.shapes[name], dtype=self.dtype)
+        if part(name) in RANDOM:
+            generator = torch.Generator().manual_seed(self.seed ^ crc32(name.encode()))
+            block = torch.empty(BLOCK, dtype=self.dtype).normal_(0, STD, generator=generator)
+            for piece in torch.split(out.view(-1), BLOCK):
+                piece.copy_(block[: len(piece)])
+            return out
+        is_norm_of_added_layer = out.dim() == 1 and name not in self.source_shapes
+        return out.fill_(1) if is_norm_of_added_layer else out
+
+    def given(self, name: str) -> Tensor | None:
+        """The source's tensor, in float32 and scaled; None for an added layer."""
+        if name == HEAD and HEAD not in self.checkpoint:
+            name = EMBEDDING
+        if name not in self.source_shapes:
+            return None
+        out = torch.empty(self.source_shapes[name])
+        self.checkpoint.read(name, out)
+        return out.mul_(self.factors.get(part(name), 1.0))
+
+    def silence(self, name: str, out: Tensor) -> None:
+        """Keep added tokens from winning: the constant is a, and the head meets it as a/RMS.
+
+        The result's h * (mean(x^2) + eps) is at least h0 * the source's eps, and a^2 a fixed share
+        of that. In a tied table a adds a^2/RMS as well, to all logits of the source's alike.
+        """
+        known, at = self.small.vocab_size, self.small.hidden_size
+        a = math.sqrt(CONSTANT_SHARE * self.small.rms_eps * self.small.hidden_size)
+        if name == EMBEDDING:
+            out[:known, at] = a
+        if name == (EMBEDDING if self.large.tied else HEAD):
+            out[known:, at] = -SILENCE / a
+        if name == NORM:
+            out[at] = 1
+
+
+def part(name: str) -> str:
+    """`q_proj` of model.layers.0.self_attn.q_proj.weight."""
+    return name.split(".")[-2]
+
+
+def axes(small: DecoderConfig, large: DecoderConfig) -> dict[str, tuple[Axis, ...]]:
+    """How a linear map or a norm is laid out, by its name."""
+    hidden = Axis(small.hidden_size, large.hidden_size)
+    mlp = Axis(small.intermediate_size, large.intermediate_size)
+    vocab = Axis(small.vocab_size, large.vocab_size)
+    kv_heads = Axis(small.num_kv_heads, large.num_kv_heads)
+    heads = Axis(small.num_heads, large.num_heads, large.num_heads // large.num_kv_heads)
+    # Pairs are (i, i + D/2): a stride takes both halves to where they belong.
+    dims = Axis(small.head_dim, large.head_dim, large.head_dim // small.head_dim)
+    return {
+        "embed_tokens": (vocab, hidden),
+        "lm_head": (vocab, hidden),
+        "norm": (hidden,),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "q_proj": (heads, dims, hidden),
+        "k_proj": (kv_heads, dims, hidden),
+        "v_proj": (kv_heads, dims, hidden),
+        "q_norm": (dims,),
+        "k_norm": (dims,),
+        "o_proj": (hidden, heads, dims),
+        "gate_proj": (mlp, hidden),
+        "up_proj": (mlp, hidden),
+        "down_proj": (hidden, mlp),
+    }
+
+
+def factors(small: DecoderConfig, large: DecoderConfig) -> dict[str, float]:
+    width, head = small.hidden_size / large.hidden_size, small.head_dim / large.head_dim
+    norm, qk = math.sqrt(width), math.sqrt(width / head)
+    return {
+        "norm": norm,
+        "input_layernorm": norm,
+        "post_attention_layernorm": norm,
+        "q_proj": qk,
+        "k_proj": qk,
+        "k_norm": math.sqrt(head),
+    }
+
+
+class ScaledTensors:
+    """The tensors of a demo, made as they are read, in the way that safetensors gives a file's."""
+
+    def __init__(self, demo: ScaledDemo) -> None:
+        self.scaling = Scaling(demo.source.path, demo.sizes, DTYPE)
+
+    def keys(self) -> list[str]:
+        return list(self.scaling.shapes)
+
+    def get_slice(self, name: str) -> Slice:
+        return Slice(self.scaling.shapes[name], "BF16")
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.scaling.tensor(name)
