@@ -3,6 +3,7 @@
 Does not import torch, as a conversation with a server does not need it.
 """
 
+import re
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -11,6 +12,8 @@ from io import TextIOWrapper
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from specserve.errors import PromptTooLong, RequestError, SpecserveError
+from specserve.models.folder import name_of
+from specserve.watch import Colored
 
 if TYPE_CHECKING:
     from specserve.exchange.sampling_params import SamplingParams
@@ -20,7 +23,11 @@ if TYPE_CHECKING:
 Message = Mapping[str, str]
 
 PROMPT = "> "
-INTRODUCTION = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+HELP = (
+    "/help says this, /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an "
+    "answer"
+)
+COMMAND = re.compile(r"/[a-z]+")
 
 
 class Statistics(NamedTuple):
@@ -60,6 +67,9 @@ def measured(output: "Output") -> Statistics:
 
 
 class Answerer(Protocol):
+    name: str  # what the model is called
+    colored: Colored | None  # where tokens are to be shown by who guessed them
+
     def say(self, messages: Sequence[Message]) -> Generator[str, None, Statistics]:
         """The answer's text as it comes; closing the generator aborts the answer."""
         ...
@@ -76,6 +86,10 @@ class Chat:
     def reset(self) -> None:
         self.messages: list[Message] = [*self.opening]
 
+    @property
+    def introduction(self) -> str:
+        return f"{self.answerer.name} answers; {HELP}"
+
     def ask(self, text: str) -> None:
         """Print the answer, and a footer or what went wrong on stderr.
 
@@ -85,7 +99,9 @@ class Chat:
         asked, said = [*self.messages, {"role": "user", "content": text}], list[str]()
         is_kept = True
         try:
-            ending = show(self.answerer.say(asked), said).footer()
+            if self.answerer.colored is not None:
+                self.answerer.colored = Colored()  # of this answer
+            ending = self.show(self.answerer.say(asked), said).footer()
         except KeyboardInterrupt:
             ending, is_kept = "[stopped]", bool(said)
         except SpecserveError as e:
@@ -96,6 +112,23 @@ class Chat:
         if is_kept:
             self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
 
+    def show(self, pieces: Generator[str, None, Statistics], said: list[str]) -> Statistics:
+        """Print the pieces, and note them in `said`."""
+        colored = self.answerer.colored
+        with closing(pieces):  # Ctrl-C may come while the generator is suspended
+            while True:
+                try:
+                    piece = next(pieces)
+                except StopIteration as end:
+                    statistics: Statistics = end.value
+                    print("" if colored is None else colored.rest(), end="", flush=True)
+                    return statistics
+                shown = piece if colored is None else colored.shown(piece)
+                if piece:
+                    said.append(piece)
+                if shown:
+                    print(shown, end="", flush=True)
+
     def complaint(self, error: SpecserveError) -> str:
         """The error on one line, with a hint where /reset helps."""
         is_too_long = isinstance(error, RequestError) and error.code == PromptTooLong.code
@@ -104,26 +137,12 @@ class Chat:
         return f"error: {' '.join(str(error).split())}{hint}"
 
 
-def show(pieces: Generator[str, None, Statistics], said: list[str]) -> Statistics:
-    """Print the pieces, and note them in `said`."""
-    with closing(pieces):  # Ctrl-C may come while the generator is suspended
-        while True:
-            try:
-                piece = next(pieces)
-            except StopIteration as end:
-                statistics: Statistics = end.value
-                return statistics
-            if piece:
-                said.append(piece)
-                print(piece, end="", flush=True)
-
-
 def converse(chat: Chat) -> None:
     """Answer lines until the input ends, /exit, or Ctrl-C while no answer runs."""
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    lines: Iterable[str] = typed() if is_terminal else sys.stdin
+    lines: Iterable[str] = typed(chat.introduction) if is_terminal else sys.stdin
     try:
         for line in lines:
             match line.strip():
@@ -133,15 +152,19 @@ def converse(chat: Chat) -> None:
                     return
                 case "/reset":
                     chat.reset()
+                case "/help":
+                    print(HELP)
+                case command if COMMAND.fullmatch(command):
+                    print(f"{command}: no command; {HELP}", file=sys.stderr)
                 case message:
                     chat.ask(message)
     except KeyboardInterrupt:
         pass
 
 
-def typed() -> Iterator[str]:
+def typed(introduction: str) -> Iterator[str]:
     """Lines from a terminal. Ctrl-C clears the line, or ends the input if it is empty."""
-    print(INTRODUCTION)
+    print(introduction)
     line_buffer = line_editing()
     while True:
         try:
@@ -169,17 +192,23 @@ def line_editing() -> Callable[[], str]:
 class Local:
     """A model in this process."""
 
-    def __init__(self, llm: "LLM", params: "SamplingParams") -> None:
-        self.llm, self.params = llm, params
+    def __init__(
+        self, llm: "LLM", params: "SamplingParams", colored: Colored | None = None
+    ) -> None:
+        """`colored`: the parameters have to ask for the details of speculation."""
+        self.llm, self.params, self.colored = llm, params, colored
+        self.name = name_of(llm.config.target)
         # Errors that no message can avoid, as a missing template, are raised before the first.
         llm.check(llm.input_processor.render([{"role": "user", "content": "Hello"}]), params)
 
     def say(self, messages: Sequence[Message]) -> Generator[str, None, Statistics]:
         ids = self.llm.input_processor.render(messages)
-        with closing(self.llm.stream(ids, self.params)) as steps:
+        with closing(self.llm.watch(ids, self.params)) as steps:
             while True:
                 try:
-                    text, _ = next(steps)
+                    text, _, told = next(steps)
                 except StopIteration as end:
                     return measured(end.value)
+                if self.colored is not None:
+                    self.colored.told(told)
                 yield text

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130  # as shells report a command that Ctrl-C ended
 BROKEN_PIPE = 141  # .. and one whose output pipe was closed
+DETAILS = "return_speculation_details"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +82,11 @@ def add_generate(p: argparse.ArgumentParser) -> None:
     )
     add_drafting(p)
     add_sampling(p)
-    p.add_argument("--json", action="store_true", help="JSON lines on stdout, one a prompt")
+    how = p.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="JSON lines on stdout, one a prompt")
+    how.add_argument(
+        "--watch", action="store_true", help="draw the guesses of each step, and what came of them"
+    )
     add_settings(p)
     p.set_defaults(action=generate, command=p)
 
@@ -101,6 +106,11 @@ def add_serve(p: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="auto (the default), hermes, llama3_json, mistral, template or none",
     )
+    p.add_argument(
+        "--enable-auto-tool-choice",
+        action="store_true",
+        help="vLLM's switch; it is on in any case, unless --tool-parser is none",
+    )
     p.add_argument("--reasoning-parser", metavar="NAME", help="auto (the default), think or none")
     add_settings(p)
     p.set_defaults(action=serve, command=p)
@@ -118,6 +128,9 @@ def add_chat(p: argparse.ArgumentParser) -> None:
     )
     add_drafting(p)
     p.add_argument("--system", metavar="TEXT", help="the system message")
+    p.add_argument(
+        "--show-guesses", action="store_true", help="color each token by who had guessed it"
+    )
     add_sampling(p)
     add_settings(p)
     p.set_defaults(action=chat, command=p)
@@ -130,6 +143,11 @@ def add_sampling(p: argparse.ArgumentParser) -> None:
 
 
 def add_drafting(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--demo-cost",
+        metavar="qwen3-0.6b|llama-3.1-8b",
+        help="the demo pair's words in the time of a model of that shape",
+    )
     p.add_argument(
         "--quantize",
         metavar="w8a8|w8|w4",
@@ -214,24 +232,31 @@ def generate(args: argparse.Namespace) -> None:
     sampled, settings = checked_sampling(args), checked(args)
     start = perf_counter()
     from specserve import LLM, SamplingParams
+    from specserve.watch import draw_stream
 
     if not args.json:
         print(f"imports took {perf_counter() - start:.2f} s", file=sys.stderr)
-    params = SamplingParams(**sampled)
+    params = SamplingParams(**sampled | ({DETAILS: True} if args.watch else {}))
     with LLM(config=args.config, progress=not args.json, **settings) as llm:
         if args.json:
             print_json(llm.generate(args.prompts, params))
             return
-        streams = [llm.stream(prompt, params) for prompt in args.prompts]  # all are checked here
+        steps: Callable[..., Any] = llm.watch if args.watch else llm.stream
+        streams = [steps(prompt, params) for prompt in args.prompts]  # all are checked here
+        if args.watch:
+            show_legend(llm.speculation().sources)
         for number, stream in enumerate(streams, 1):
             if len(streams) > 1:
                 print(f"[prompt {number} of {len(streams)}]", file=sys.stderr, flush=True)
-            print_footer(print_stream(stream))
+            draw = partial(draw_stream, text_of=lambda token: llm.tokenizer.decode([token]))
+            print_footer(draw(stream) if args.watch else print_stream(stream))
 
 
 def serve(args: argparse.Namespace) -> int:
     started_at = perf_counter()
     config = configured(args)
+    if args.enable_auto_tool_choice and config.server.tool_parser == "none":
+        raise ConfigError("--enable-auto-tool-choice: server.tool_parser = 'none': leave out one")
     from specserve import preflight
     from specserve.exchange.spawn import spawn
     from specserve.keys import read_keys
@@ -249,6 +274,7 @@ def serve(args: argparse.Namespace) -> int:
 
 def chat(args: argparse.Namespace) -> None:
     from specserve.chat import Chat, Local, converse
+    from specserve.watch import Colored
 
     if args.url is not None:
         from specserve.keys import read_keys
@@ -256,20 +282,43 @@ def chat(args: argparse.Namespace) -> None:
 
         refuse_with_url(args)
         key = None if args.api_key_file is None else read_keys(args.api_key_file)[0]
-        remote = Remote(args.url, key, {"model": args.model, **sampling(args)})
+        asked = {"model": args.model, **sampling(args)}
+        remote = Remote(args.url, key, asked, Colored() if args.show_guesses else None)
+        if args.show_guesses:
+            show_legend(remote.card.sources)
         converse(Chat(remote, args.system))
         return
     if args.api_key_file is not None:
         raise ConfigError("--api-key-file: only a server takes a key; name it with --url")
     sampled, settings = checked_sampling(args), checked(args)
+    if sys.stderr.isatty():  # importing torch takes seconds, in which nothing else is said
+        print("loading the model", file=sys.stderr)
     from specserve import LLM, SamplingParams
 
+    params = SamplingParams(**sampled | ({DETAILS: True} if args.show_guesses else {}))
     with LLM(config=args.config, **settings) as llm:
-        converse(Chat(Local(llm, SamplingParams(**sampled)), args.system))
+        local = Local(llm, params, Colored() if args.show_guesses else None)
+        if args.show_guesses:
+            show_legend(llm.speculation().sources)
+        converse(Chat(local, args.system))
+
+
+def show_legend(sources: Sequence[str]) -> None:
+    from specserve.watch import legend
+
+    print(legend(sources) if sources else "nobody makes guesses here", file=sys.stderr)
 
 
 def refuse_with_url(args: argparse.Namespace) -> None:
-    for flag in ("quantize", "draft_model", "draft_quantize", "drafter", "config", "set"):
+    for flag in (
+        "demo_cost",
+        "quantize",
+        "draft_model",
+        "draft_quantize",
+        "drafter",
+        "config",
+        "set",
+    ):
         if getattr(args, flag):
             name = flag.replace("_", "-")
             raise ConfigError(f"--{name} is a setting of the server: leave it out with --url")
@@ -319,6 +368,7 @@ def configured(args: argparse.Namespace) -> Config:
     """The config: the file, overridden by --set, overridden by the other flags."""
     flags = {
         "MODEL" if args.action is serve else "--model": ("model.path", args.model),
+        "--demo-cost": ("model.demo_cost", args.demo_cost),
         "--quantize": ("model.quantize", args.quantize),
         "--draft-model": ("drafter.model", args.draft_model),
         "--draft-quantize": ("drafter.quantize", args.draft_quantize),

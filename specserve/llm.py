@@ -1,6 +1,7 @@
 """The offline API of the engine: prompts in, outputs or streams out, in this process."""
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from numbers import Integral
 from pathlib import Path
 from threading import RLock
@@ -16,6 +17,7 @@ from specserve.errors import RequestError, of_failure
 from specserve.exchange.caller import Caller
 from specserve.exchange.sampling_params import SamplingParams, choices_of, seeded
 from specserve.exchange.speculation_state import SpeculationState
+from specserve.exchange.step_output import StepDetails
 from specserve.generation import Generation, Output, output
 from specserve.input_processor import (
     GrammarCheck,
@@ -159,23 +161,32 @@ class LLM:
 
         The prompt is checked at once, and starts to run when the first step is asked for.
         """
+        return pairs(self.watch(prompt, one_of(params, sampling_params), logits_processors))
+
+    def watch(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        logits_processors: Sequence[LogitsProcessor] | None = (),
+    ) -> Generator[tuple[str, list[int], list[StepDetails]], None, Output]:
+        """As `stream`, with the details of speculation of each step, where they are asked for."""
         asked, text = unwrapped(prompt)
-        ids, params = self.check(asked, one_of(params, sampling_params))
+        ids, params = self.check(asked, params)
         if params.num_choices != 1:
             name = "n" if params.n != 1 else "best_of"
             message = f"{name}: a stream is one choice's; leave it out, or call generate"
             raise RequestError(message, name)
-        return self.stream_checked(ids, text, params, read_processors(logits_processors))
+        return self.watch_checked(ids, text, params, read_processors(logits_processors))
 
-    def stream_checked(
+    def watch_checked(
         self,
         ids: list[int],
         prompt: str | None,
         params: SamplingParams,
         processors: Sequence[LogitsProcessor],
-    ) -> Generator[tuple[str, list[int]], None, Output]:
+    ) -> Generator[tuple[str, list[int], list[StepDetails]], None, Output]:
         [generation] = self.start(ids, params, processors=processors)
-        num_characters = num_tokens = 0  # that have been yielded
+        num_characters = num_tokens = num_steps = 0  # that have been yielded
         is_done = False
         try:
             while not is_done:
@@ -184,11 +195,13 @@ class LLM:
                         self.step()
                     text = generation.text[num_characters:]
                     token_ids = generation.token_ids[num_tokens:]
+                    steps = generation.details[num_steps:]
                     is_done = generation.is_done
                 num_characters += len(text)
                 num_tokens += len(token_ids)
+                num_steps += len(steps)
                 if token_ids:
-                    yield text, token_ids
+                    yield text, token_ids, steps
         finally:
             self.end([generation])
         refuse_failed([generation])
@@ -351,6 +364,20 @@ def read_processors(given: Sequence[LogitsProcessor] | None) -> Sequence[LogitsP
             "logits_processors",
         )
     return given or ()
+
+
+def pairs(
+    steps: Generator[tuple[str, list[int], list[StepDetails]], None, Output],
+) -> Generator[tuple[str, list[int]], None, Output]:
+    """Of each step without its details; closing this closes the steps."""
+    with closing(steps):
+        while True:
+            try:
+                text, token_ids, _ = next(steps)
+            except StopIteration as end:
+                done: Output = end.value
+                return done
+            yield text, token_ids
 
 
 def refuse_failed(generations: Iterable[Generation]) -> None:

@@ -1,7 +1,7 @@
 """A client of OpenAI-compatible servers, which answer in a chat."""
 
 import json
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, TypeVar
@@ -11,7 +11,9 @@ import msgspec
 
 from specserve.chat import Message, Statistics
 from specserve.errors import ConfigError, RequestError, SpecserveError
+from specserve.exchange.step_output import StepDetails
 from specserve.models.folder import Scaled
+from specserve.watch import Colored
 
 CONNECT_SECONDS = 10.0
 SILENT_SECONDS = 300.0  # a long prompt takes time, and not every server sends comments meanwhile
@@ -38,10 +40,15 @@ class Card(msgspec.Struct, frozen=True):
     drafter: str | None = None
     max_nodes: int | None = None
     scaled: list[Scaled] = []
+    sources: list[str] = []  # of guesses
 
 
 class Cards(msgspec.Struct, frozen=True):
     data: list[Card]
+
+
+class ChunkDetails(msgspec.Struct, frozen=True):
+    steps: list[StepDetails] = []
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -51,6 +58,7 @@ class Delta(msgspec.Struct, frozen=True):
 class ChunkChoice(msgspec.Struct, frozen=True):
     delta: Delta
     finish_reason: str | None = None
+    speculation: ChunkDetails | None = None  # sent by specserve only, where it is asked for
 
 
 class ChunkUsage(msgspec.Struct, frozen=True):
@@ -81,7 +89,14 @@ class Chunk(msgspec.Struct, frozen=True):
 class Remote:
     """A server of the OpenAI API. `fields` go into every request; None is left out."""
 
-    def __init__(self, url: str, key: str | None, fields: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        url: str,
+        key: str | None,
+        fields: Mapping[str, Any],
+        colored: Colored | None = None,
+    ) -> None:
+        self.colored = colored
         self.url, self.split = url, read_url(url)
         self.path = self.split.path.rstrip("/").removesuffix("/v1") + "/v1"
         self.headers = {"Content-Type": "application/json"}
@@ -89,8 +104,11 @@ class Remote:
             self.headers["Authorization"] = f"Bearer {key}"
         self.fields = {k: v for k, v in fields.items() if v is not None}
         self.card = self.pick(fields.get("model"))
+        self.name = self.card.id
         self.fields["model"] = self.card.id
         self.fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        if colored is not None:
+            self.fields["return_speculation_details"] = True
 
     def pick(self, model: str | None) -> Card:
         """The model to request: the one that is named, or the server's first."""
@@ -109,7 +127,11 @@ class Remote:
         # json, unlike msgspec, accepts the surrogates that stand for undecodable input
         body = json.dumps({**self.fields, "messages": messages}).encode()
         with self.request("POST", "/chat/completions", body) as response:
-            return (yield from read_answer(events(response)))
+            return (yield from read_answer(events(response), self.noted))
+
+    def noted(self, steps: Sequence[StepDetails]) -> None:
+        if self.colored is not None:
+            self.colored.told(steps)
 
     @contextmanager
     def request(self, method: str, path: str, body: bytes | None = None) -> Iterator[HTTPResponse]:
@@ -178,8 +200,12 @@ def events(lines: Iterable[bytes]) -> Iterator[bytes]:
             data = []
 
 
-def read_answer(events: Iterable[bytes]) -> Generator[str, None, Statistics]:
-    """The text of chunks; NoAnswer unless they end with a finish reason and [DONE]."""
+def read_answer(
+    events: Iterable[bytes], note: Callable[[Sequence[StepDetails]], None]
+) -> Generator[str, None, Statistics]:
+    """The text of chunks, whose steps are noted; NoAnswer unless they end with a finish reason and
+    [DONE].
+    """
     last, reason = Chunk(), None
     for data in events:
         if data == b"[DONE]":
@@ -189,6 +215,7 @@ def read_answer(events: Iterable[bytes]) -> Generator[str, None, Statistics]:
             raise NoAnswer(last.error.message)
         for choice in last.choices:
             reason = choice.finish_reason or reason
+            note(() if choice.speculation is None else choice.speculation.steps)
             yield choice.delta.content or ""
     else:
         raise NoAnswer(CUT)

@@ -2,11 +2,14 @@
 
 import msgspec
 
+from specserve.exchange.speculation_state import SpeculationState
+
 
 class FakeParams(msgspec.Struct, frozen=True):
     max_tokens: int | None = None
     temperature: float | None = None
     seed: int | None = None
+    return_speculation_details: bool = False
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -62,6 +65,15 @@ class FakeLLM:
         for letter in reversed(prompt):
             yield letter, [ord(letter)]
         return self.output(prompt)
+
+    def watch(self, prompt, params):
+        self.params = params
+        for letter in reversed(prompt):
+            yield letter, [ord(letter)], []
+        return self.output(prompt)
+
+    def speculation(self):
+        return SpeculationState(sources=("ngram",))
 
     def generate(self, prompts, params):
         self.params = params

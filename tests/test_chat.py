@@ -89,6 +89,8 @@ class Wire:
 class Script:
     """Says the pieces of one list after the other; an exception among them is raised."""
 
+    name, colored = "script", None
+
     def __init__(self, *answers):
         self.answers, self.heard = list(answers), []
 
@@ -166,12 +168,35 @@ def test_the_footer_leaves_out_what_a_server_does_not_tell(talk, numbers, footer
         assert talk(["Hello"], "--url", wire.url)[2] == f"{footer}\n"
 
 
+def test_guesses_are_shown_where_that_is_asked_for(talk):
+    tree = {"tokens": [5], "parents": [0], "sources": [1], "accepted": [1]}
+    step = {"tokens": [5, 6], "ends": [2, 4], "sources": [1, 0], "tree": tree}
+    told = {"sources": ["ngram"], "steps": [step]}
+    choice = {"index": 0, "delta": {"content": "Hi.."}, "finish_reason": None, "speculation": told}
+    answer = HEAD + event({"choices": [choice]}) + chunk(None, "stop") + DONE
+    with Wire(answer, answer) as wire:
+        code, out, err = talk(["Hello", "Next"], "--url", wire.url, "--show-guesses")
+    assert (code, out) == (0, 2 * "\x1b[32mHi\x1b[0m..\n")
+    assert wire.asked[0]["return_speculation_details"] is True
+    assert wire.asked[1]["messages"][1]["content"] == "Hi.."
+    assert "nobody makes guesses" in err  # as this server tells of none
+
+
 def test_reset_forgets_all_but_the_system_text_and_exit_leaves(talk):
     with Wire(says("Hi."), says("Ho.")) as wire:
         lines = ["Hello", "/reset", "Again", "/exit", "never sent"]
         code, out, _ = talk(lines, "--url", f"{wire.url}/v1/", "--system", "Short.")
     assert (code, out) == (0, "Hi.\nHo.\n")
     assert [m["content"] for m in wire.asked[1]["messages"]] == ["Short.", "Again"]
+
+
+def test_help_and_what_is_no_command_are_answered_here(talk):
+    with Wire(says("Hi.")) as wire:
+        lines = ["/help", "/quit", "/etc/passwd is a file?"]
+        code, out, err = talk(lines, "--url", wire.url)
+    assert code == 0 and out.startswith("/help says this, /reset") and out.endswith("\nHi.\n")
+    assert err.startswith("/quit: no command; /help says this")
+    assert [m["content"] for m in wire.asked[0]["messages"]] == [lines[-1]]
 
 
 def test_the_key_in_the_file_is_shown(talk, tmp_path):
@@ -365,7 +390,8 @@ def test_at_a_terminal_ctrl_c_drops_a_line_and_leaves_an_empty_one(terminal, end
     ours, theirs = terminal
     files = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
     with Wire(says("Hi.")) as wire, chat_process(wire.url, **files) as process:
-        assert b"/reset" in read_until(ours, b"> ")
+        introduction = read_until(ours, b"> ")
+        assert b"one answers; /help" in introduction and b"/reset" in introduction
         os.write(ours, b"dropped")
         read_until(ours, b"dropped")
         process.send_signal(signal.SIGINT)

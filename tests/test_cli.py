@@ -103,6 +103,16 @@ def test_a_mistake_is_one_line_that_says_what_to_do(fake, capsys, args, complain
         (["serve", "m", "--served-model-name=\n"], "--served-model-name: server.served_model"),
         (["serve", "--tool-call-parser=a"], "--tool-parser: server.tool_parser = 'a'"),
         (["serve", "--reasoning-parser=a"], "--reasoning-parser: server.reasoning_parser = 'a'"),
+        (
+            ["serve", "--enable-auto-tool-choice", "--tool-parser=none"],
+            "--enable-auto-tool-choice: server.tool_parser = 'none'",
+        ),
+        (["serve", "--enable-auto-tool-choice", "--port=-1"], "--port: server.port = -1"),
+        (["serve", "--demo-cost=gpt-9"], "--demo-cost: model.demo_cost = 'gpt-9'"),
+        (
+            ["serve", "m", "--demo-cost=qwen3-0.6b"],
+            "MODEL, --demo-cost: model.demo_cost = 'qwen3-0.6b' is of the demo pair",
+        ),
         (["serve", ""], "MODEL: model.path = ''"),
         (["serve", "--host=0.0.0.0", "--set=server.port=-1"], "--set: server.port = -1"),
         (["generate", "a", "--model="], "--model: model.path = ''"),

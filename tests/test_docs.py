@@ -5,6 +5,7 @@ import re
 import shlex
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import specserve
 from specserve import LLM, SamplingParams, cli
 from specserve.config import KNOBS, description
+from specserve.models.shapes import SHAPES
 from specserve.server import body
 from specserve.server.body import fields
 from specserve.server.chat import ChatBody
@@ -21,7 +23,6 @@ from specserve_bench.peers import command as peers
 from specserve_bench.peers import table as peers_table
 from specserve_bench.report import markdown
 from specserve_bench.results import Result, Subject, read
-from specserve_bench.shapes import SHAPES
 from specserve_bench.workloads import WORKLOADS
 from tests.checkpoints import tiny_checkpoint
 from tests.fake_llm import FakeLLM, FakeParams
@@ -59,7 +60,8 @@ def test_every_command_runs(command, folders, monkeypatch, capsys):
     monkeypatch.setattr("specserve.exchange.spawn.spawn", lambda config: config)
     monkeypatch.setattr("specserve.server.listen.listen", lambda limits: nullcontext())
     monkeypatch.setattr("specserve.server.serve.serve", lambda *args: 0)
-    monkeypatch.setattr("specserve.remote.Remote", lambda *args: None)
+    remote = SimpleNamespace(card=SimpleNamespace(sources=["ngram"]))
+    monkeypatch.setattr("specserve.remote.Remote", lambda *args: remote)
     monkeypatch.setattr("specserve.chat.Local", lambda *args: None)
     monkeypatch.setattr("specserve.chat.converse", lambda chat: None)
     for name, folder in folders.items():
@@ -154,7 +156,8 @@ def test_every_line_of_a_shell_block_is_covered_here():
 
 def test_the_servers_manual_names_every_field():
     manual = (ROOT / "docs/server.md").read_text()
-    known = {*fields(ChatBody), *fields(CompletionBody), *body.NO_OP, *body.REFUSED, *body.HARMLESS}
+    own = {*fields(ChatBody), *fields(CompletionBody)} - {"read_past"}
+    known = own | {*body.NO_OP, *body.REFUSED, *body.HARMLESS, *body.FRONTENDS}
     assert [name for name in sorted(known) if f"`{name}`" not in manual] == []
 
 

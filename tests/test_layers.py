@@ -24,6 +24,7 @@ LAYERS = [  # ground floor first
     ("specserve.scheduling",),
     ("specserve.engine",),
     ("specserve.input_processor", "specserve.generation", "specserve.logprobs"),
+    ("specserve.watch",),
     ("specserve.vllm_arguments",),
     # `specserve` itself exports what these define
     ("specserve.llm", "specserve.async_llm", "specserve"),

@@ -1,0 +1,196 @@
+"""`specserve doctor`: what limits a model's steps on this machine, and what to change."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from specserve import LLM
+from specserve.config import Config
+from specserve.engine.runner import Runner
+from specserve.engine.step_input import RowGroup, build_step_input
+from specserve.errors import ConfigError
+from specserve.machine import cpu_name
+from specserve.memory import BlockPool, BlockTable
+from specserve_bench.bound import Bound, Rates
+from specserve_bench.commands import at_least_1
+from specserve_bench.steps import Size, cost, kv_token_bytes, typical
+from specserve_kernels.cpu.compiler import BuildError
+from specserve_kernels.cpu.levels import AMX, BF16, usable_flags
+from specserve_kernels.topology import topology
+
+CONTEXT = 256
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+AGREEING = (1, 2, 17, 33, 64)  # rows whose first ones have to have the same bits
+WARM_UP = 20  # steps
+FAR = 1.5  # times what reading or multiplying takes: then something else takes the time
+BUSY = 1.3  # times the time of a quiet machine
+NO_COMPILER = "not measured: there is no C++ compiler"
+
+
+class Timed(NamedTuple):
+    rows: int
+    seconds: float
+    bound: float  # seconds that reading and multiplying take at least; 0 where not measured
+    by: str  # which of the two takes longer
+
+
+class Found(NamedTuple):
+    """What the advice is given by."""
+
+    config: Config
+    steps: list[Timed]
+    agree: bool
+    slowdown: float
+    sources: Sequence[str]
+    flags: frozenset[str]
+    is_native: bool
+    is_gpu: bool
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="specserve doctor", description=__doc__)
+    parser.add_argument("model", nargs="?", help="a model; default: the demo pair")
+    parser.add_argument("--draft-model", help="its draft model")
+    parser.add_argument("--drafter", help="as of specserve serve")
+    parser.add_argument("--quantize", metavar="w8a8|w8|w4", help="as of specserve serve")
+    parser.add_argument("--config", type=Path, metavar="FILE")
+    parser.add_argument("--rounds", type=at_least_1, default=5, help="of each measurement")
+    args = parser.parse_args(argv)
+    with LLM(
+        args.model,
+        draft_model=args.draft_model,
+        drafter=args.drafter,
+        quantize=args.quantize,
+        config=args.config,
+        progress=False,
+    ) as llm:
+        for title, words in report(llm, args.rounds):
+            print(f"{title:<10} {words}", flush=True)
+    return 0
+
+
+def report(llm: LLM, rounds: int) -> Iterator[tuple[str, str]]:
+    config, target = llm.config, llm.engine.target
+    shape, is_gpu = target.decoder.config, target.arena.blocks.device.type != "cpu"
+    flags, machine = usable_flags(), topology()
+    yield "CPU", f"{cpu_name()}, {machine.cpus} CPUs on {machine.cores} cores; {units(flags)}"
+    for name, words in llm.loaded.phases.items():
+        if name in ("kernels", "target", "draft model", "pool") or name.endswith("threads"):
+            yield name, words
+    rates = None if is_gpu else measured_rates()
+    if rates is not None:
+        yield "memory", f"{rates.read / 1e9:.1f} GB/s read"
+        yield "units", f"{rates.multiply / 1e12:.2f} TFLOP/s multiplied"
+    else:
+        yield "memory", "not measured on a GPU" if is_gpu else NO_COMPILER
+    yield "KV", f"{kv_token_bytes(shape) / 1024:.1f} KiB a token of context"
+    rows = Rows(target, llm.engine.pool)
+    steps = [timed(rows, n, rates, config, rounds) for n in ROWS]
+    for step in steps:
+        yield f"{step.rows} rows", step_words(step, steps[0])
+    agree = rows.agree()
+    yield "same bits", f"of rows alone and among {AGREEING[-1]}: {'yes' if agree else 'NO'}"
+    state = llm.speculation()
+    slowdown = max((c.slowdown for c in state.costs.values()), default=1.0)
+    is_native = "reference" not in llm.loaded.phases.get("kernels", "")
+    found = Found(config, steps, agree, slowdown, state.sources, flags, is_native, is_gpu)
+    for line in advice(found) or ["nothing: this is as fast as it gets here"]:
+        yield "to change", line
+
+
+def units(flags: frozenset[str]) -> str:
+    if flags >= AMX:
+        return "AMX and AVX512-BF16"
+    if flags >= BF16:
+        return "AVX512-BF16, no AMX"
+    return "AVX512 without BF16" if "avx512f" in flags else "no AVX512"
+
+
+def measured_rates() -> Rates | None:
+    try:
+        return Bound().rates()
+    except BuildError:
+        return None
+
+
+class Rows:
+    """Steps of some rows after CONTEXT tokens of one request."""
+
+    def __init__(self, runner: Runner, pool: BlockPool) -> None:
+        self.runner, self.pool = runner, pool
+        self.table = BlockTable(pool, runner.kv.block_size)
+        positions = min(len(runner.decoder.rotary.cos), pool.num_blocks * self.table.block_size)
+        if not self.table.try_reserve(min(CONTEXT + ROWS[-1], positions)):
+            raise ConfigError("the pool has no room for a step of 64 rows: raise memory.kv_bytes")
+        self.start = max(0, min(CONTEXT, positions - ROWS[-1]))
+
+    @torch.inference_mode()
+    def run(self, rows: int) -> torch.Tensor:
+        """The logits of a root and a chain of guesses. Shape [rows, V]."""
+        masks = [(2 << k) - 1 for k in range(rows)]
+        tokens = [7 + k for k in range(rows)]
+        group = RowGroup(self.table, tokens, self.start, rows, self.start, masks)
+        return self.runner.launch(build_step_input([group], self.pool.updates)).logits
+
+    def agree(self) -> bool:
+        """Whether a row has the same bits, however many others are in its step."""
+        all_rows = self.run(AGREEING[-1]).clone()
+        return all(torch.equal(self.run(n), all_rows[:n]) for n in AGREEING)
+
+
+def timed(rows: Rows, num: int, rates: Rates | None, config: Config, rounds: int) -> Timed:
+    run = partial(rows.run, num)
+    for _ in range(WARM_UP):
+        run()
+    seconds = min(typical(run) for _ in range(rounds))
+    if rates is None:
+        return Timed(num, seconds, 0.0, "")
+    size = Size("", (CONTEXT,), num)
+    needs = cost(rows.runner.decoder.config, size, config.model.quantize)
+    reading, multiplying = needs.num_bytes / rates.read, needs.flops / rates.multiply
+    by = "reading" if reading > multiplying else "multiplying"
+    return Timed(num, seconds, max(reading, multiplying), by)
+
+
+def step_words(step: Timed, first: Timed) -> str:
+    words = f"{1e3 * step.seconds:.2f} ms, {step.seconds / first.seconds:.2f} times one row"
+    if step.bound:
+        over = step.seconds / step.bound
+        words += f"; {step.by} takes {1e3 * step.bound:.2f} ms at least ({over:.1f} times that)"
+    return words
+
+
+def advice(found: Found) -> list[str]:
+    """What would make answers faster, the most important first."""
+    first, config = found.steps[0], found.config
+    lines: list[str] = []
+    if not found.agree:
+        lines.append("the kernels break the promise on this machine: please report it")
+    if not found.is_native and not found.is_gpu:
+        lines.append("install g++ 11 or later: without it the slow reference kernels run")
+    if found.slowdown > BUSY:
+        lines.append(
+            f"other processes take the CPU: steps take {found.slowdown:.1f} times as long as they "
+            "did; give the server cores of its own"
+        )
+    if first.bound and first.seconds > FAR * first.bound and first.seconds > 5e-3:
+        lines.append(
+            "a step takes far longer than its bytes: look for other load, and at model.threads"
+        )
+    is_of_bytes = first.by == "reading" and first.seconds < FAR * first.bound
+    if is_of_bytes and config.model.quantize is None:
+        lines.append("steps take as long as reading the weights: --quantize w4 halves that")
+    if config.draft is None and "model" not in found.sources:
+        lines.append("name a draft model of the target's family: --draft-model")
+    if first.seconds < 1e-3:
+        lines.append(
+            "steps are so short that planning guesses takes about as long as they save: compare "
+            "--drafter model, ngram and none by specserve bench drafters"
+        )
+    if found.flags < BF16 and not found.is_gpu:
+        lines.append("a CPU with AVX512-BF16 or AMX multiplies several times as fast")
+    return lines

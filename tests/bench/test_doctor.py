@@ -1,0 +1,88 @@
+"""`specserve doctor`: what it measures, and what it advises."""
+
+import pytest
+import torch
+
+from specserve.config import load_config
+from specserve_bench import doctor
+from specserve_bench.doctor import BF16, Found, Timed, advice, main
+from tests.checkpoints import tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("sick"), max_position_embeddings=1024)
+
+
+def test_it_tells_of_machine_steps_and_bits(folder, capsys):
+    assert main([str(folder), "--rounds", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    told = {line[:10].strip(): line[11:] for line in lines}
+    for rows in doctor.ROWS:
+        assert "ms, " in told[f"{rows} rows"]
+    assert "times one row; " in told["64 rows"] and "at least" in told["64 rows"]
+    assert told["1 rows"].split(" ms, ")[1].startswith("1.00 times")
+    assert "CPUs on" in told["CPU"] and "GB/s" in told["memory"] and "TFLOP/s" in told["units"]
+    assert told["same bits"].endswith("yes")
+    assert any(line.startswith("to change") and "--draft-model" in line for line in lines)
+
+
+def test_without_a_compiler_it_says_so(folder, capsys, monkeypatch):
+    def fail():
+        raise doctor.BuildError("none")
+
+    monkeypatch.setattr(doctor, "Bound", fail)
+    main([str(folder), "--rounds", "1"])
+    out = capsys.readouterr().out
+    assert doctor.NO_COMPILER in out and "at least" not in out
+
+
+def test_kernels_whose_rows_differ_are_told_of(folder, capsys, monkeypatch):
+    run = doctor.Rows.run
+    monkeypatch.setattr(
+        doctor.Rows,
+        "run",
+        lambda self, rows: (
+            torch.nextafter(run(self, rows), torch.tensor(9.0)) if rows == 33 else run(self, rows)
+        ),
+    )
+    main([str(folder), "--rounds", "1"])
+    out = capsys.readouterr().out
+    assert "among 64: NO" in out and "break the promise" in out
+
+
+QUIET = {
+    "config": load_config(None, {"model.path": "m", "drafter.model": "d", "model.quantize": "w4"}),
+    "steps": [Timed(1, 0.02, 0.018, "reading")],
+    "agree": True,
+    "slowdown": 1.0,
+    "sources": ("ngram", "model"),
+    "flags": BF16,
+    "is_native": True,
+    "is_gpu": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"agree": False}, "break the promise"),
+        ({"is_native": False}, "install g++"),
+        ({"slowdown": 2.0}, "2.0 times as long"),
+        ({"steps": [Timed(1, 0.05, 0.018, "reading")]}, "other load"),
+        ({"config": load_config(None, {"model.path": "m", "drafter.model": "d"})}, "--quantize w4"),
+        (
+            {
+                "config": load_config(None, {"model.path": "m", "model.quantize": "w4"}),
+                "sources": ("ngram",),
+            },
+            "--draft-model",
+        ),
+        ({"steps": [Timed(1, 5e-4, 4e-4, "reading")]}, "planning guesses"),
+        ({"flags": frozenset()}, "AVX512-BF16"),
+    ],
+)
+def test_each_finding_has_its_advice(changed, words):
+    assert advice(Found(**QUIET)) == []
+    [line] = advice(Found(**QUIET | changed))
+    assert words in line
