@@ -13,6 +13,7 @@ import pytest
 import specserve
 from specserve import LLM, SamplingParams, cli
 from specserve.config import KNOBS, description
+from specserve.models.families import FAMILIES
 from specserve.models.shapes import SHAPES
 from specserve.server import body
 from specserve.server.body import fields
@@ -152,6 +153,22 @@ def test_the_python_example_runs(folders, capsys):
 def test_every_line_of_a_shell_block_is_covered_here():
     elsewhere = "curl "  # tests/server/test_readme.py
     assert [line for line in SHELL if not line.startswith(("make ", "specserve ", elsewhere))] == []
+
+
+def test_the_table_of_models_has_every_family_and_no_other():
+    text = (ROOT / "docs/models.md").read_text()
+    assert set(re.findall(r"^\| `(\w+ForCausalLM)` \|", text, re.MULTILINE)) == {*FAMILIES}
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.name)
+def test_links_of_the_documents_lead_somewhere(page):
+    for target, _, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(#?)([^)]*)\)", page.read_text()):
+        there = (page.parent / target) if target else page
+        assert there.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles}
+            assert anchor in anchors, (target, anchor)
 
 
 def test_the_servers_manual_names_every_field():
