@@ -160,7 +160,9 @@ def step_words(step: Timed, first: Timed) -> str:
     words = f"{1e3 * step.seconds:.2f} ms, {step.seconds / first.seconds:.2f} times one row"
     if step.bound:
         over = step.seconds / step.bound
-        words += f"; {step.by} takes {1e3 * step.bound:.2f} ms at least ({over:.1f} times that)"
+        is_cached = step.by == "reading" and over < 1
+        told = "less: caches hold it" if is_cached else f"{over:.1f} times that"
+        words += f"; {step.by} takes {1e3 * step.bound:.2f} ms at least ({told})"
     return words
 
 
@@ -181,7 +183,7 @@ def advice(found: Found) -> list[str]:
         lines.append(
             "a step takes far longer than its bytes: look for other load, and at model.threads"
         )
-    is_of_bytes = first.by == "reading" and first.seconds < FAR * first.bound
+    is_of_bytes = first.by == "reading" and 1 <= first.seconds / first.bound < FAR
     if is_of_bytes and config.model.quantize is None:
         lines.append("steps take as long as reading the weights: --quantize w4 halves that")
     if config.draft is None and "model" not in found.sources:

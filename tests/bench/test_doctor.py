@@ -86,3 +86,11 @@ def test_each_finding_has_its_advice(changed, words):
     assert advice(Found(**QUIET)) == []
     [line] = advice(Found(**QUIET | changed))
     assert words in line
+
+
+def test_a_model_that_caches_hold_is_not_told_to_be_rounded():
+    config = load_config(None, {"model.path": "m", "drafter.model": "d"})
+    held = Timed(1, 0.004, 0.009, "reading")
+    assert advice(Found(**QUIET | {"config": config, "steps": [held]})) == []
+    assert "caches hold it" in doctor.step_words(held, held)
+    assert "1.1 times that" in doctor.step_words(QUIET["steps"][0], held)
