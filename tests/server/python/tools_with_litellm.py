@@ -5,12 +5,14 @@ import sys
 from typing import Literal
 
 import litellm
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 litellm.suppress_debug_info = True  # which it prints
 
 
 class Weather(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # a random model would write other keys without end
+
     city: Literal["Rome", "Paris"]
     days: int = Field(ge=1, le=9)
 
