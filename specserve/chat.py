@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from specserve.errors import PromptTooLong, RequestError, SpecserveError
 from specserve.models.folder import name_of
-from specserve.watch import Colored
+from specserve.watch import Colored, harmless
 
 if TYPE_CHECKING:
     from specserve.exchange.sampling_params import SamplingParams
@@ -88,7 +88,7 @@ class Chat:
 
     @property
     def introduction(self) -> str:
-        return f"{self.answerer.name} answers; {HELP}"
+        return f"{harmless(self.answerer.name)} answers; {HELP}"
 
     def ask(self, text: str) -> None:
         """Print the answer, and a footer or what went wrong on stderr.
@@ -108,7 +108,7 @@ class Chat:
             ending, is_kept = self.complaint(e), bool(said)
         if said:
             print(flush=True)
-        print(ending, file=sys.stderr, flush=True)
+        print(harmless(ending), file=sys.stderr, flush=True)
         if is_kept:
             self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
 
@@ -123,7 +123,8 @@ class Chat:
                     statistics: Statistics = end.value
                     print("" if colored is None else colored.rest(), end="", flush=True)
                     return statistics
-                shown = piece if colored is None else colored.shown(piece)
+                shown = harmless(piece) if sys.stdout.isatty() else piece
+                shown = shown if colored is None else colored.shown(shown)
                 if piece:
                     said.append(piece)
                 if shown:

@@ -208,7 +208,7 @@ def quantize(args: argparse.Namespace) -> None:
 
     source = resolve(args.source)
     if source.is_file():
-        raise ConfigError(f"{source}: a GGUF file; take the folder that it was made of")
+        raise ConfigError(f"{source}: a file; take the folder that it was made of")
     if args.target.suffix.lower() == GGUF:
         raise ConfigError(f"{args.target}: a folder is written, no GGUF file; name a folder")
     if source.resolve() in args.target.resolve().parents:
@@ -354,13 +354,14 @@ def checked(args: argparse.Namespace) -> dict[str, Any]:
 
     config = configured(args)
     preflight.check(config)
+    cost = {} if args.demo_cost is None else {"model.demo_cost": args.demo_cost}
     return {
         "model": config.model.path,
         "quantize": args.quantize,
         "draft_model": args.draft_model,
         "draft_quantize": args.draft_quantize,
         "drafter": args.drafter,
-        "set": dict(map(parse_override, args.set)),
+        "set": dict(map(parse_override, args.set)) | cost,
     }
 
 

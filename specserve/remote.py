@@ -130,6 +130,8 @@ class Remote:
             return (yield from read_answer(events(response), self.noted))
 
     def noted(self, steps: Sequence[StepDetails]) -> None:
+        if any(len(step.ends) != len(step.sources) for step in steps):
+            raise NoAnswer("the server tells of steps in another way than specserve does")
         if self.colored is not None:
             self.colored.told(steps)
 

@@ -13,7 +13,21 @@ if TYPE_CHECKING:
 COLORS = "32", "34", "33", "35", "36", "31"  # of sources, in order: green, blue, yellow, ...
 BOLD, DIM, UNDERLINE = "1", "2", "4"
 LONGEST = 18  # characters of a token in a tree
-VISIBLE = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍", "\x1b": "␛"})
+# What moves the cursor or erases, of both sets of control characters, and what turns text around.
+CONTROLS = (
+    *range(9),
+    *range(11, 32),
+    *range(127, 160),
+    *range(0x202A, 0x202F),
+    *range(0x2066, 0x206A),
+)
+HARMLESS = dict.fromkeys(CONTROLS, "�")
+VISIBLE = HARMLESS | str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍", "\x1b": "␛"})
+
+
+def harmless(text: str) -> str:
+    """The text as a terminal may have it, character by character."""
+    return text.translate(HARMLESS)
 
 
 def styled(text: str, *codes: str) -> str:
@@ -36,7 +50,7 @@ def style(bits: int) -> tuple[str, ...]:
 
 
 def legend(sources: Sequence[str]) -> str:
-    names = [styled(name, *style(1 << i)) for i, name in enumerate(sources)]
+    names = [styled(harmless(name), *style(1 << i)) for i, name in enumerate(sources)]
     return f"guessed by {', '.join(names)}; by the model alone without a color"
 
 

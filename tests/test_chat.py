@@ -51,6 +51,27 @@ def says(text, numbers=NUMBERS):
     return HEAD + chunk(text) + chunk(None, "stop") + event({"choices": []} | numbers) + DONE
 
 
+ODD_STEP = event(
+    {
+        "choices": [
+            {
+                "delta": {},
+                "speculation": {
+                    "steps": [
+                        {
+                            "tokens": [1],
+                            "ends": [1, 2],
+                            "sources": [1],
+                            "tree": {"tokens": [], "parents": [], "sources": [], "accepted": []},
+                        }
+                    ]
+                },
+            }
+        ]
+    }
+)
+
+
 class Wire:
     """A server that knows one model, answers as it is told, and keeps what it was asked."""
 
@@ -215,8 +236,19 @@ def test_the_key_in_the_file_is_shown(talk, tmp_path):
         (HEAD[:-2] + b"Transfer-Encoding: chunked\r\n\r\nfff\r\n" + chunk("On"), CUT),
         (HEAD + chunk("On") + DONE, "gave up"),
         (HEAD + chunk("On") + b"data: what\n\n", "no server of the OpenAI API"),
+        (HEAD + chunk("On") + ODD_STEP + DONE, "tells of steps in another way"),
+        (HEAD + chunk("On") + event({"error": {"message": "\x1b[2J"}}) + DONE, "error: �[2J"),
     ],
-    ids=["error", "cut", "cut after the finish", "cut in a chunk", "no finish", "no chunk"],
+    ids=[
+        "error",
+        "cut",
+        "cut after the finish",
+        "cut in a chunk",
+        "no finish",
+        "no chunk",
+        "odd step",
+        "escapes",
+    ],
 )
 def test_an_answer_that_does_not_end_well_is_one_line_and_stays_as_far_as_it_came(
     talk, answer, complaint

@@ -167,6 +167,13 @@ def test_a_sampling_parameter_is_refused_before_a_model_is_loaded(
     assert capsys.readouterr().err == f"error: {flag}: {value} is refused; give {range}\n"
 
 
+@pytest.mark.parametrize("how", [["--json"], []])
+def test_a_demos_cost_is_passed_on(fake, how):
+    assert cli.main(["generate", "a", "--demo-cost=qwen3-0.6b", "--set=model.threads=1", *how]) == 0
+    assert fake.last.set == {"model.demo_cost": "qwen3-0.6b", "model.threads": 1}
+    assert fake.last.model is None
+
+
 @pytest.mark.parametrize(
     ("error", "code"), [(RequestError("too long"), 1), (KeyboardInterrupt(), 130)]
 )

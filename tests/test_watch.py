@@ -6,7 +6,7 @@ import pytest
 
 from specserve import LLM, SamplingParams, cli
 from specserve.exchange.step_output import StepDetails, Tree
-from specserve.watch import Colored, legend, step_words, tree_lines
+from specserve.watch import Colored, harmless, legend, step_words, tree_lines
 
 NO_TREE = Tree([], [], [], [])
 COLOR = {1: "32", 2: "34", 3: "32;4"}
@@ -56,10 +56,12 @@ def test_a_tree_has_a_line_for_each_of_its_leaves():
 
 
 def test_no_text_moves_the_cursor_or_hides_a_token():
-    tree = Tree([1, 2, 3], [0, 1, 2], [1, 1, 1], [])
-    texts = {1: "\x1b[2J", 2: "", 3: "\r\t"}
+    tree = Tree([1, 2, 3, 4], [0, 1, 2, 3], [1, 1, 1, 1], [])
+    texts = {1: "\x1b[2J", 2: "", 3: "\r\t", 4: "\x9b\x07\u202e"}
     [line] = tree_lines(step([9], [1], [0], tree), texts.__getitem__)
-    assert ANSI.sub("", line) == "● ─── ␛[2J ─── ∅ ─── ␍⇥"
+    assert ANSI.sub("", line) == "● ─── ␛[2J ─── ∅ ─── ␍⇥ ─── ���"
+    assert harmless("a\x1b[2J\tb\n\x9b\u2066c") == "a�[2J\tb\n��c"
+    assert ANSI.sub("", legend(["\x1b[2J"])).startswith("guessed by �[2J")
 
 
 def test_words_and_legend():

@@ -26,6 +26,7 @@ LONG = 0.1  # seconds: a grammar that takes longer is compiled once, as steps wa
 SLOW_MS = 30  # of CPU time: a step of streams takes about as long
 NO_TEXT = "it allows no text, not even an empty one"
 TOO_COMPLEX = re.compile(r"\b(fuel|too (big|large|many|deeply)|max is|limits?)\b", re.IGNORECASE)
+LISTING = re.compile(r"\n *\d+ \| ")  # lines of the grammar, which are not the caller's text
 UNSUPPORTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 
 
@@ -152,6 +153,7 @@ def first_of(mask: bytes) -> int | None:
 def in_words(error: str) -> str:
     """llguidance's message, without what only its developers can use."""
     told = error.removesuffix("<non-verbose/>").strip()[:500]
+    told = LISTING.split(told)[0].rstrip()
     if unsupported := UNSUPPORTED.search(told):
         names = unsupported[1].replace('"', "")
         return f"these keywords are not supported: {names}"

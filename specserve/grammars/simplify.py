@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 VALUES = {"const", "default", "enum", "examples"}  # keywords whose values are no schemas
+MAPS = {"$defs", "definitions", "patternProperties", "properties"}  # .. are schemas by name
 NOTES = {"binary", "directory-path", "file-path", "password", "path"}  # formats of any string
 # Read for all unions of a schema, which may refer to the same ones again and again. The largest
 # schema has fewer of its own.
 MAX_STRINGS = 1 << 17
+MAX_REFERENCES = 8  # one after the other
 
 
 def simplified(schema: Any, root: Mapping[str, Any]) -> Any:
@@ -34,12 +37,16 @@ class Simplifier:
             return schema
         is_union = "anyOf" not in schema and self.are_apart(schema.get("oneOf"))
         return {
-            "anyOf" if key == "oneOf" and is_union else key: (
-                value if key in VALUES else self.simplified(value)
-            )
+            "anyOf" if key == "oneOf" and is_union else key: self.value_of(key, value)
             for key, value in schema.items()
             if not (key == "format" and isinstance(value, str) and value in NOTES)
         }
+
+    def value_of(self, key: str, value: Any) -> Any:
+        """A keyword's value, with the schemas in it simplified."""
+        if key in MAPS and isinstance(value, Mapping):
+            return {name: self.simplified(schema) for name, schema in value.items()}
+        return value if key in VALUES else self.simplified(value)
 
     def are_apart(self, schemas: Any) -> bool:
         if not isinstance(schemas, Sequence) or isinstance(schemas, str):
@@ -82,11 +89,15 @@ def are_disjoint(sets: Sequence[set[str]]) -> bool:
 
 
 def target(schema: Any, root: Mapping[str, Any]) -> Any:
-    """What a schema refers to within the root, or itself."""
-    reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-    if not isinstance(reference, str) or not reference.startswith("#/"):
-        return schema
-    found: Any = root
-    for name in reference.removeprefix("#/").split("/"):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+    """What a schema refers to within the root, or itself. A pointer's escapes are those of RFC 6901
+    in a URI: %7E, ~1 for a slash, ~0 for a tilde.
+    """
+    for _ in range(MAX_REFERENCES):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            return schema
+        schema = root
+        for part in unquote(reference.removeprefix("#/")).split("/"):
+            name = part.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(name) if isinstance(schema, Mapping) else None
+    return None

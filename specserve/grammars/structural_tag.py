@@ -1,7 +1,7 @@
 """Structural tags: text that is free but for parts, each of which has a beginning and a form."""
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -60,6 +60,9 @@ class TriggeredTags(Part, frozen=True, tag="triggered_tags"):
 Format = ConstString | JsonSchema | AnyText | InOrder | Tag | TriggeredTags
 
 
+FORMATS = sorted(kind.__struct_config__.tag for kind in get_args(Format))
+
+
 class StructuralTag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: Format
     type: Literal["structural_tag"] = "structural_tag"
@@ -93,7 +96,7 @@ def structural_tag(given: dict[str, Any] | str) -> str:
     try:
         asked = msgspec.convert(value, kind)
     except ValueError as e:  # msgspec's ValidationError is one
-        raise GrammarError(f"{e!s:.300}") from e
+        raise GrammarError(f"{e!s:.300}; formats are {', '.join(FORMATS)}") from e
     writer = Writer()
     start = writer.part(asked.format, is_last=True)
     return "\n".join([f"start: {start}", FREE, *writer.rules])

@@ -64,7 +64,7 @@ class OriginGuard:
     def __init__(self, app: ASGIApp, origins: Sequence[str], host: str) -> None:
         """`host` is the server's own name."""
         self.app, self.origins = app, origins
-        self.names = {"localhost", host}
+        self.names = {"localhost", host.lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Request(scope).headers if scope["type"] == "http" else {}

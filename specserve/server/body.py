@@ -71,7 +71,7 @@ REFUSED = {
 }
 
 # Numbers that other servers write as -1 where they are left out.
-UNSET = dict.fromkeys(("max_completion_tokens", "max_tokens", "seed"), -1)
+UNSET = dict.fromkeys(("max_completion_tokens", "max_output_tokens", "max_tokens", "seed"), -1)
 
 SMALL = 1 << 16  # bytes of a body that are not counted: the limit on connections bounds their sum
 
@@ -278,7 +278,8 @@ def decode_object(raw: bytes) -> dict[str, Any]:
 def read(raw: bytes, kind: type[T]) -> T:
     """Decode and check the body of a completion request."""
     given, known = decode_object(raw), own_fields(kind)
-    given |= {k: None for k, unset in UNSET.items() if k in given and is_same(given[k], unset)}
+    for key in UNSET.keys() & given.keys() & known.keys():
+        given[key] = None if is_same(given[key], UNSET[key]) else given[key]
     for key, value in given.items():
         if key not in known and key not in HARMLESS | FRONTENDS:
             check_no_op(key, value, kind)

@@ -34,6 +34,7 @@ PET = {  # as Pydantic writes a union with a discriminator
 }
 APART = [
     PET,
+    PET | {"$defs": {"Cat": {"$ref": "#/$defs/A"}, "A": CAT, "Dog": DOG}},
     {"oneOf": [CAT, DOG]},
     {"type": "array", "items": {"oneOf": [CAT, DOG]}, "maxItems": 2},
     {"oneOf": [{"type": "string", "maxLength": 3}, NUMBER]},  # as llguidance finds out
@@ -50,6 +51,15 @@ NOT_APART = [
     {"oneOf": [OPEN, without("additionalProperties", animal({"type": "string"}))]},
     {"oneOf": [animal({"const": 1}), animal({"const": 1.0})]},
     {"oneOf": [{"$ref": "#/$defs/None"}, CAT]},
+    {  # a pointer's ~1 is a slash, so that both are cats
+        "$defs": {"a/b": CAT, "a~1b": DOG, "c": CAT},
+        "oneOf": [{"$ref": "#/$defs/a~1b"}, {"$ref": "#/$defs/c"}],
+    },
+    {  # and %20 a space
+        "$defs": {"a b": CAT, "a%20b": DOG, "c": CAT},
+        "oneOf": [{"$ref": "#/$defs/a%20b"}, {"$ref": "#/$defs/c"}],
+    },
+    {"$defs": {"a": {"$ref": "#/$defs/a"}}, "oneOf": [{"$ref": "#/$defs/a"}, CAT]},
 ]
 
 
@@ -85,6 +95,14 @@ def test_a_format_that_any_string_has_changes_nothing(format):
     plain = {"properties": {"format": string}}
     assert simplified(noted, noted) == plain
     draw(compiled(noted), random.Random(0), 500)
+
+
+@pytest.mark.parametrize("name", ["const", "enum", "default", "format", "oneOf", "properties"])
+def test_a_propertys_name_is_no_keyword(name):
+    string = {"type": "string", "maxLength": 4}
+    noted = {"$defs": {name: string | {"format": "path"}}, "properties": {name: {"oneOf": [CAT]}}}
+    plain = {"$defs": {name: string}, "properties": {name: {"anyOf": [CAT]}}}
+    assert simplified(noted, noted) == plain
 
 
 def test_other_formats_are_refused_by_name():

@@ -18,13 +18,14 @@ READY = re.compile(r"ready in [\d.]+ s at (http://\S+)")
 
 
 class ServerProcess:
-    """`specserve serve MODEL`; killed, if it still runs, when the block ends."""
+    """`specserve serve MODEL`; killed, if it still runs, when the block ends. None is the demo."""
 
     headers = MappingProxyType({})  # of every request
 
     def __init__(self, model, *args, env=None, stderr=subprocess.PIPE, **settings):
         sets = [f"--set={key}={value}" for key, value in (SETTINGS | settings).items()]
-        command = [sys.executable, "-m", "specserve", "serve", str(model), "--port=0"]
+        named = [] if model is None else [str(model)]
+        command = [sys.executable, "-m", "specserve", "serve", *named, "--port=0"]
         self.process = subprocess.Popen(
             [*command, *args, *sets],
             stdout=subprocess.PIPE,

@@ -230,6 +230,40 @@ def test_stop_frees_the_request(visit, paced):
         assert here.page.is_visible("#send")
 
 
+def test_only_the_answer_that_is_asked_for_last_is_kept(visit, paced):
+    with paced() as server:
+        here = visit(server=server)
+        here.page.wait_for_selector("#model:text-matches('.')")
+        here.set(seed=50, max_tokens=12)
+        here.page.fill("#prompt", "the cat")
+        here.page.press("#prompt", "Enter")
+        here.page.wait_for_selector(".message.assistant .step")
+        here.page.click("text=Ask again")
+        here.page.wait_for_selector("#status:text-matches('complete')")
+        shown = here.text()
+        [kept] = here.page.evaluate("JSON.parse(localStorage.getItem('specserve.conversations'))")
+        assert [m["content"] for m in kept["messages"]] == ["the cat", shown]
+
+
+def test_a_seed_below_0_is_drawn_once_for_both_lanes(visit):
+    here = visit()
+    here.page.wait_for_selector("#sources input")
+    here.set(temperature=2, seed=-1, max_tokens=40)
+    here.page.click("#show-race")
+    here.page.click("#race-go")
+    here.page.wait_for_selector("#verdict:text-matches('identical|differ')")
+    assert "identical" in here.page.text_content("#verdict")
+
+
+def test_what_is_scaled_is_said(browser):
+    with ServerProcess(None, "--demo-cost=qwen3-0.6b", **{"memory.kv_bytes": 1 << 30}) as server:
+        for path in ("", "dashboard"):
+            here = Visit(browser, server.url, path)
+            here.page.wait_for_selector("#scaled", state="visible")
+            assert "specserve-demo at the cost of qwen3-0.6b" in here.page.text_content("#scaled")
+            here.close()
+
+
 def test_a_dead_stream_is_told(visit, paced):
     with paced() as server:
         here = visit(server=server)
@@ -249,6 +283,10 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(visit, folder, tmp_path):
         for path in ("", "dashboard"):
             here = visit(path, server=server)
             here.page.wait_for_selector("#key-asked", state="visible")
+            here.page.fill("#key", "secret\u2019")
+            here.page.click("#use-key")
+            here.page.wait_for_selector("text=this is no key")
+            assert here.page.is_visible("#key")
             here.page.fill("#key", "secret")
             here.page.click("#use-key")
             here.page.wait_for_selector("#key-asked", state="hidden")
@@ -273,6 +311,17 @@ def test_conversations_are_kept_edited_and_asked_again(visit):
     page.click("#new")
     page.click(f"#kept button[aria-label='Forget {QUESTION}']")
     assert page.locator("#kept li").count() == 0
+
+
+@pytest.mark.parametrize("kept", ["{", "{}", "[1]", '[{"id": 1}]', '[{"id": "a", "messages": 3}]'])
+def test_what_others_have_kept_is_passed_over(visit, kept):
+    here = visit()
+    here.page.evaluate("kept => localStorage.setItem('specserve.conversations', kept)", kept)
+    here.page.reload()
+    here.page.wait_for_selector("#sources input")
+    assert here.page.locator("#kept li").count() == 0
+    here.ask(QUESTION, **ASKED)
+    assert here.page.locator("#kept li").count() == 1
 
 
 def test_the_settings_are_sent(visit):

@@ -1,6 +1,6 @@
 // An answer as it streams in: its text, and the steps of the engine that it came from.
 
-import { events } from "./api.js";
+import { ODD, Refusal, events } from "./api.js";
 
 export class Answer {
   constructor() {
@@ -28,7 +28,11 @@ export class Answer {
     const at = performance.now() - this.begun;
     this.first ??= at;
     this.sources = told.sources;
-    for (const step of told.steps) this.steps.push({ at, ...step });
+    for (const step of told.steps) {
+      const lists = [step.tokens, step.ends, step.sources, step.tree?.parents, step.tree?.accepted];
+      if (!lists.every(Array.isArray)) throw new TypeError("a step without its lists");
+      this.steps.push({ at, ...step });
+    }
   }
 
   // Pieces of the text from a character on, each of one step: {step, begin, end}. A step's text may
@@ -78,7 +82,11 @@ export async function answer(body, signal, onChange) {
     return_speculation_details: true,
   };
   for await (const event of events("v1/chat/completions", asked, signal)) {
-    got.add(event);
+    try {
+      got.add(event);
+    } catch {
+      throw new Refusal(0, ODD);
+    }
     onChange(got);
   }
   return got;

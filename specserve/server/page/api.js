@@ -10,11 +10,28 @@ export class Refusal extends Error {
   }
 }
 
-export const setKey = (key) => sessionStorage.setItem(KEY, key);
+let key = ""; // where the browser keeps nothing for the page, until it is left
+
+export function setKey(given) {
+  if (!/^[\x21-\x7e]+$/.test(given)) {
+    throw new Refusal(401, "this is no key: one has letters, digits and signs of ASCII, no spaces");
+  }
+  key = given;
+  try {
+    sessionStorage.setItem(KEY, key);
+  } catch {
+    // then it is asked for again after a reload
+  }
+}
 
 function headers() {
-  const key = sessionStorage.getItem(KEY);
-  return key ? { Authorization: `Bearer ${key}` } : {};
+  let kept = key;
+  try {
+    kept ||= sessionStorage.getItem(KEY);
+  } catch {
+    // nothing is kept
+  }
+  return kept ? { Authorization: `Bearer ${kept}` } : {};
 }
 
 export async function call(path, body, signal) {
@@ -55,17 +72,29 @@ export async function* events(path, body, signal) {
       clearTimeout(timer);
     }
     if (read.done) throw new Refusal(0, "the stream ended before the answer was complete");
-    const parts = (rest + read.value).split("\n\n");
+    const parts = (rest + read.value).replaceAll("\r\n", "\n").split("\n\n");
     rest = parts.pop();
     for (const part of parts) {
       if (!part.startsWith("data: ")) continue; // a comment, which keeps the connection open
       const data = part.slice("data: ".length);
       if (data === "[DONE]") return;
-      const event = JSON.parse(data);
-      if (event.error) throw new Refusal(0, event.error.message);
+      const event = parse(data);
+      if (event.error) throw new Refusal(0, event.error.message ?? "the server failed");
       yield event;
     }
   }
+}
+
+export const ODD = "the server sent what this page cannot read: is it specserve, of this version?";
+
+function parse(data) {
+  try {
+    const event = JSON.parse(data);
+    if (event && Array.isArray(event.choices ?? (event.error && []))) return event;
+  } catch {
+    // told below
+  }
+  throw new Refusal(0, ODD);
 }
 
 const texts = new Map(); // of tokens, by id

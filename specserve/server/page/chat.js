@@ -4,6 +4,7 @@ import { answer } from "./answer.js";
 import { setKey } from "./api.js";
 import * as kept from "./kept.js";
 import { openRace } from "./race.js";
+import { scaledWords } from "./scaled.js";
 import { conversation, connect, fields, learnCosts, model } from "./settings.js";
 import { TextView, drawFigures, drawLegend, drawTree, element } from "./view.js";
 
@@ -17,6 +18,8 @@ const SAMPLES = [ // of what the demo pair has learnt
 
 let current = kept.fresh();
 let running = null; // an AbortController while an answer streams
+let chosen = 0; // counts the steps that were looked at
+const forgotten = new Set(); // ids: their answers may still come
 
 async function begin() {
   try {
@@ -28,20 +31,22 @@ async function begin() {
   }
   at("key-asked").hidden = true;
   at("model").textContent = model.card.id;
-  at("scaled").hidden = !model.card.scaled;
-  if (model.card.scaled) {
-    const told = Object.values(model.card.scaled).join(", ");
-    at("scaled").textContent =
-      `A demo at a larger model's cost: ${told}. The words are the small model's.`;
-  }
+  at("scaled").textContent = scaledWords(model.card);
+  at("scaled").hidden = !at("scaled").textContent;
   drawLegend(at("legend"), model.card.sources ?? []);
 }
 
-function choose(answered, number) {
-  drawTree(at("tree"), answered, number).then(
-    (words) => (at("tree-words").textContent = words),
-    (error) => (at("tree-words").textContent = error.message),
-  );
+async function choose(answered, number) {
+  const mine = ++chosen;
+  let shown;
+  try {
+    shown = await drawTree(answered, number);
+  } catch (error) {
+    shown = { words: error.message };
+  }
+  if (mine !== chosen) return; // another step was chosen meanwhile
+  at("tree-words").textContent = shown.words;
+  at("tree").replaceChildren(...(shown.drawing ? [shown.drawing] : []));
 }
 
 const button = (text, onclick, label) => element("button", { text, onclick, type: "button",
@@ -83,6 +88,7 @@ function showKept() {
 }
 
 function open(one) {
+  if (one.id === current.id && running) return;
   stop();
   current = one;
   status("");
@@ -90,6 +96,7 @@ function open(one) {
 }
 
 function remove(one) {
+  forgotten.add(one.id);
   kept.forget(one.id);
   if (one.id === current.id) open(kept.fresh());
   else showKept();
@@ -119,25 +126,26 @@ function send(content) {
 }
 
 async function reply() {
-  const asked = current;
+  const asked = current, { messages } = current;
   const control = new AbortController();
+  const say = (text) => running === control && status(text);
   running = control;
   isBusy(true);
-  status("waiting for the first token");
+  say("waiting for the first token");
   const message = { role: "assistant", content: "" };
-  const { box, text } = showMessage(message, asked.messages.length);
+  const { box, text } = showMessage(message, messages.length);
   const view = new TextView(text, choose);
   let last = null;
   try {
-    const body = { ...fields(), messages: conversation(asked.messages) };
+    const body = { ...fields(), messages: conversation(messages) };
     last = await answer(body, control.signal, (got) => {
       last = got;
-      if (got.first !== null) status("");
+      if (got.first !== null) say("");
       view.update(got);
     });
-    status(`complete: ${last.chars.length} characters`);
+    say(`complete: ${last.chars.length} characters`);
   } catch (error) {
-    status(error.name === "AbortError" ? "stopped" : "");
+    say(error.name === "AbortError" ? "stopped" : "");
     if (error.name !== "AbortError") {
       box.append(element("p", { className: "error", role: "alert", text: error.message }));
     }
@@ -150,7 +158,8 @@ async function reply() {
   view.answer = last;
   view.end();
   message.content = last.text;
-  if (asked.messages.at(-1)?.role === "user") asked.messages.push(message);
+  if (asked.messages !== messages || forgotten.has(asked.id)) return; // edited, or asked again
+  messages.push(message);
   kept.keep(asked);
   showKept();
   await learnCosts().catch(() => {});
@@ -178,8 +187,12 @@ function view(name) {
 }
 
 at("use-key").onclick = () => {
-  setKey(at("key").value);
-  begin();
+  try {
+    setKey(at("key").value.trim());
+    begin();
+  } catch (error) {
+    at("model").textContent = error.message;
+  }
 };
 at("show-chat").onclick = () => view("chat");
 at("show-race").onclick = () => view("race");

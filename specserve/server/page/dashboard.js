@@ -2,6 +2,7 @@
 
 import { call, get, setKey } from "./api.js";
 import { inMs } from "./answer.js";
+import { scaledWords } from "./scaled.js";
 import { drawFigures, element } from "./view.js";
 
 const at = (id) => document.getElementById(id);
@@ -153,7 +154,10 @@ async function look() {
   const [metrics, speculation] = await Promise.all([
     call("metrics").then((response) => response.text()), get("v1/speculation"),
   ]);
-  looks.push({ at: performance.now(), series: parse(metrics) });
+  const now = { at: performance.now(), series: parse(metrics) };
+  const rows = "specserve_rows_total";
+  if (looks.length && valueOf(now, rows) < valueOf(looks.at(-1), rows)) looks.length = 0; // restarted
+  looks.push(now);
   if (looks.length > KEPT) looks.shift();
   drawTimes();
   drawCounts();
@@ -166,11 +170,8 @@ async function begin() {
   try {
     const { data: [card] } = await get("v1/models");
     at("model").textContent = card.id;
-    at("scaled").hidden = !card.scaled;
-    if (card.scaled) {
-      at("scaled").textContent =
-        `A demo at a larger model's cost: ${Object.values(card.scaled).join(", ")}.`;
-    }
+    at("scaled").textContent = scaledWords(card);
+    at("scaled").hidden = !at("scaled").textContent;
     at("key-asked").hidden = true;
     await look();
     at("status").textContent = "";
@@ -183,7 +184,11 @@ async function begin() {
 }
 
 at("use-key").onclick = () => {
-  setKey(at("key").value);
-  begin();
+  try {
+    setKey(at("key").value.trim());
+    begin();
+  } catch (error) {
+    at("status").textContent = error.message;
+  }
 };
 begin();

@@ -2,11 +2,17 @@
 
 const PLACE = "specserve.conversations", MOST = 50;
 
+const isMessage = (m) => typeof m?.role === "string" && typeof m.content === "string";
+const isOne = (kept) => typeof kept?.id === "string" && Array.isArray(kept.messages)
+  && kept.messages.every(isMessage);
+
+// What is not of this form is of another version or another page, and is not shown.
 export function read() {
   try {
-    return JSON.parse(localStorage.getItem(PLACE)) ?? [];
+    const kept = JSON.parse(localStorage.getItem(PLACE));
+    return Array.isArray(kept) ? kept.filter(isOne) : [];
   } catch {
-    return []; // nothing can be kept here, or something else was
+    return [];
   }
 }
 
@@ -19,7 +25,11 @@ function write(kept) {
       // no room: without the oldest
     }
   }
-  localStorage.removeItem(PLACE);
+  try {
+    localStorage.removeItem(PLACE);
+  } catch {
+    // this browser keeps nothing
+  }
 }
 
 export const keep = (one) => write([one, ...read().filter((k) => k.id !== one.id)].slice(0, MOST));

@@ -39,9 +39,10 @@ export function fields() {
   }
   const most = numberOf("max_nodes");
   if (most !== undefined) speculation.max_nodes = most;
+  const seed = numberOf("seed");
   return {
     temperature: numberOf("temperature"),
-    seed: numberOf("seed"),
+    seed: seed < 0 ? undefined : seed, // drawn, as in other frontends
     max_tokens: numberOf("max_tokens"),
     ...(Object.keys(speculation).length ? { speculation } : {}),
   };

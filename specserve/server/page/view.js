@@ -151,8 +151,8 @@ export function layout({ parents, accepted }) {
   return { places, rows: rows + 1 };
 }
 
-// Draws a step's tree into an element, and returns what it shows in words.
-export async function drawTree(box, answer, number) {
+// A step's tree as a drawing and in words.
+export async function drawTree(answer, number) {
   const { tree, tokens } = answer.steps[number];
   const { places, rows } = layout(tree);
   const texts = ["", ...(await Promise.all(tree.tokens.map(textOf)))].map(visible);
@@ -193,6 +193,5 @@ export async function drawTree(box, answer, number) {
   const words = `Step ${number + 1}: ${tree.tokens.length} guesses, ${tree.accepted.length} right, `
     + `${tokens.length} new ${tokens.length === 1 ? "token" : "tokens"}.`;
   drawing.setAttribute("aria-label", words);
-  box.replaceChildren(drawing);
-  return words;
+  return { drawing, words };
 }
