@@ -17,7 +17,7 @@ from tests.server.test_node_clients import HERE as NODE
 from tests.server.test_node_clients import INSTALL
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-PICTURES = os.environ.get("SPECSERVE_PICTURES")  # a folder to write them to
+PICTURES = os.environ.get("SPECSERVE_PICTURES")  # a folder to write them to: docs/pictures
 SECONDS = 20
 WIDE, PHONE = {"width": 1280, "height": 860}, {"width": 360, "height": 740}
 pytestmark = [
@@ -261,7 +261,21 @@ def test_what_is_scaled_is_said(browser):
             here = Visit(browser, server.url, path)
             here.page.wait_for_selector("#scaled", state="visible")
             assert "specserve-demo at the cost of qwen3-0.6b" in here.page.text_content("#scaled")
+            if not path:
+                picture_of_race(here.page)
             here.close()
+
+
+def picture_of_race(page):
+    """As README shows it: at a real model's cost, once the server has learnt what steps take."""
+    page.set_viewport_size({"width": 1280, "height": 560})
+    page.fill("#controls [name=temperature]", "0")
+    page.click("#show-race")
+    for _ in range(2):
+        page.click("#race-go")
+        page.wait_for_selector("#verdict:text-matches('identical')")
+    page.wait_for_timeout(500)  # until what has landed has its color
+    picture(page, "race-at-cost")
 
 
 def test_a_dead_stream_is_told(visit, paced):
