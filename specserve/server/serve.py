@@ -191,7 +191,7 @@ def introduction(
     service: Service, ready: Ready, address: Sequence[object], seconds: float
 ) -> list[str]:
     """The start-up message: model, drafter, memory, URL, and a curl command to try."""
-    config, (host, port) = service.config, address[:2]
+    config, told, (host, port) = service.config, service.served, address[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(host), str(host))
     url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
     sources = f" ({', '.join(ready.sources)})" if ready.drafter == "auto" else ""
@@ -205,10 +205,12 @@ def introduction(
     key = f' -H "Authorization: Bearer $({first})"' if file else ""
     return [
         f"serving {config.target} as {service.name}",
+        *(f"a demo: {scaled.source} at the cost of {scaled.like}" for scaled in told.scaled),
         f"drafter {ready.drafter}{guesses if ready.drafter != 'none' else ', no guesses'}",
-        *([service.served.formats.words] if has_chat else []),
+        *([told.formats.words] if has_chat else []),
         f"memory {ready.phases['pool'].partition(': ')[2]}; up to "
         f"{service.input_processor.max_model_len} tokens a request",
         f"ready in {seconds:.1f} s at {url}",
+        f"open {url} in a browser, or ask by",
         f"curl -N {url}/v1/{route}{key} -H 'Content-Type: application/json' -d '{body}'",
     ]

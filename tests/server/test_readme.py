@@ -36,12 +36,13 @@ def test_the_line_that_the_server_prints_works(server):
 
 
 def test_a_start_ends_with_what_is_served_how_and_where(server, folder):
-    model, drafter, formats, memory, address, _ = server.said
+    model, drafter, formats, memory, address, page, _ = server.said
     assert model == f"serving {folder} as tiny"
     assert formats == "tool calls none, reasoning none"
     assert drafter == "drafter auto (ngram, grammar), up to 63 guesses a request and step"
     assert re.fullmatch(r"memory \d+ blocks of 16 .*, 18 MiB; up to 512 tokens a request", memory)
     assert re.fullmatch(rf"ready in [\d.]+ s at {server.url}", address)
+    assert page == f"open {server.url} in a browser, or ask by"
 
 
 def test_a_start_names_all_sources(presets):
