@@ -80,6 +80,9 @@ class Processes:
             if process.has_ended:
                 process = self.replace(process)
             return await process.ask(payload, self.seconds)
+        except Overloaded:  # the process ended before it had started
+            self.check_open()
+            raise
         except TimeoutError:
             log.warning(
                 "a %s ran for more than %g s: its process is killed and replaced",
@@ -109,12 +112,15 @@ class Processes:
             self.free.put_nowait(self.processes[-1])
 
     def begun(self) -> "Process":
-        if self.is_closed:
-            raise Overloaded("the server is about to end: ask another one", retry_after=None)
+        self.check_open()
         try:
             return Process(self.module, self.first)
         except OSError as e:
             raise Overloaded(f"no process can be started for the {self.name}: {e}") from e
+
+    def check_open(self) -> None:
+        if self.is_closed:
+            raise Overloaded("the server is about to end: ask another one", retry_after=None)
 
     def replace(self, old: "Process") -> "Process":
         new = self.processes[self.processes.index(old)] = self.begun()

@@ -220,6 +220,20 @@ def test_closing_ends_a_check_and_starts_no_other_process(folder):
     with_grammars(folder, test)
 
 
+def test_a_check_whose_process_has_not_started_is_told_of_the_end_too(folder):
+    async def test(grammars):
+        grammars.begin_first()
+        for process in grammars.processes:
+            process.started.clear()  # as if it were still on its way
+        waiting = asyncio.create_task(grammars.check(STUCK[0], FIELD, ""))
+        await asyncio.sleep(0.05)
+        await grammars.close()
+        with pytest.raises(Overloaded, match="about to end"):
+            await waiting
+
+    with_grammars(folder, test)
+
+
 def test_the_space_of_addresses_is_what_the_kernel_says():
     before = address_space()
     held = mmap.mmap(-1, 1 << 26)
