@@ -20,6 +20,7 @@ from specserve.version import VERSION
 
 if TYPE_CHECKING:
     from specserve.generation import Output
+    from specserve.models.folder import Scaled
 
 INTERRUPTED = 130  # as shells report a command that Ctrl-C ended
 BROKEN_PIPE = 141  # .. and one whose output pipe was closed
@@ -232,6 +233,7 @@ def generate(args: argparse.Namespace) -> None:
     sampled, settings = checked_sampling(args), checked(args)
     start = perf_counter()
     from specserve import LLM, SamplingParams
+    from specserve.selection import scaled_models
     from specserve.watch import draw_stream
 
     if not args.json:
@@ -243,6 +245,7 @@ def generate(args: argparse.Namespace) -> None:
             return
         steps: Callable[..., Any] = llm.watch if args.watch else llm.stream
         streams = [steps(prompt, params) for prompt in args.prompts]  # all are checked here
+        say_scaled(scaled_models(llm.folders))
         if args.watch:
             show_legend(llm.speculation().sources)
         for number, stream in enumerate(streams, 1):
@@ -284,6 +287,7 @@ def chat(args: argparse.Namespace) -> None:
         key = None if args.api_key_file is None else read_keys(args.api_key_file)[0]
         asked = {"model": args.model, **sampling(args)}
         remote = Remote(args.url, key, asked, Colored() if args.show_guesses else None)
+        say_scaled(remote.card.scaled)
         if args.show_guesses:
             show_legend(remote.card.sources)
         converse(Chat(remote, args.system))
@@ -294,13 +298,20 @@ def chat(args: argparse.Namespace) -> None:
     if sys.stderr.isatty():  # importing torch takes seconds, in which nothing else is said
         print("loading the model", file=sys.stderr)
     from specserve import LLM, SamplingParams
+    from specserve.selection import scaled_models
 
     params = SamplingParams(**sampled | ({DETAILS: True} if args.show_guesses else {}))
     with LLM(config=args.config, **settings) as llm:
         local = Local(llm, params, Colored() if args.show_guesses else None)
+        say_scaled(scaled_models(llm.folders))
         if args.show_guesses:
             show_legend(llm.speculation().sources)
         converse(Chat(local, args.system))
+
+
+def say_scaled(models: "Sequence[Scaled]") -> None:
+    for model in models:
+        print(f"a demo: {model.source} at the cost of {model.like}", file=sys.stderr)
 
 
 def show_legend(sources: Sequence[str]) -> None:

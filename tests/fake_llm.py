@@ -37,6 +37,8 @@ class FakeOutput(msgspec.Struct, frozen=True):
 class FakeLLM:
     """Generates every prompt backwards, a letter a step; the last instance is `FakeLLM.last`."""
 
+    folders = ()
+
     def __init__(
         self,
         model,

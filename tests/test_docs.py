@@ -61,7 +61,7 @@ def test_every_command_runs(command, folders, monkeypatch, capsys):
     monkeypatch.setattr("specserve.exchange.spawn.spawn", lambda config: config)
     monkeypatch.setattr("specserve.server.listen.listen", lambda limits: nullcontext())
     monkeypatch.setattr("specserve.server.serve.serve", lambda *args: 0)
-    remote = SimpleNamespace(card=SimpleNamespace(sources=["ngram"]))
+    remote = SimpleNamespace(card=SimpleNamespace(sources=["ngram"], scaled=[]))
     monkeypatch.setattr("specserve.remote.Remote", lambda *args: remote)
     monkeypatch.setattr("specserve.chat.Local", lambda *args: None)
     monkeypatch.setattr("specserve.chat.converse", lambda chat: None)

@@ -85,7 +85,7 @@ def test_the_command_draws_every_step_and_the_whole_text(capsys):
     assert plain.endswith(f"\n{output.text}\n")
     steps = output.speculation.details
     counts = [(len(s.tree.tokens), len(s.tree.accepted), len(s.tokens)) for s in steps]
-    told = re.findall(r"^step \d+: (\d+) guesses, (\d+) right, (\d+) new tokens", plain, re.M)
+    told = re.findall(r"^step \d+: (\d+) guess(?:es)?, (\d+) right, (\d+) new tokens?", plain, re.M)
     assert [tuple(map(int, each)) for each in told] == counts
     assert sum(right for _, right, _ in counts) and "\x1b[1;32m" in out
     assert "guessed by" in err

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Awaitable, Callable
-from functools import cache
 from pathlib import Path
 
 from starlette.requests import Request
@@ -31,16 +30,11 @@ def headers(allowed: str) -> dict[str, str]:
 HEADERS = headers("script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'")
 
 
-@cache
-def content(name: str) -> tuple[bytes, str]:
-    """A file's bytes, and what they are told from other versions by."""
-    body = (FOLDER / name).read_bytes()
-    return body, f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-
-
 def serving(name: str) -> Callable[[Request], Awaitable[Response]]:
+    body = (FOLDER / name).read_bytes()  # at start: all files are of one version
+    tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+
     async def send(request: Request) -> Response:
-        body, tag = content(name)
         told = HEADERS | {"ETag": tag, "Cache-Control": "no-cache"}
         if tag in request.headers.get("if-none-match", ""):  # W/"..." too, and in a list
             return Response(status_code=304, headers=told)

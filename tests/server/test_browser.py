@@ -211,7 +211,9 @@ def test_a_race_ends_with_equal_texts(visit):
     assert texts[0] == texts[1] != ""
     assert f"{len(texts[0])} characters" in page.text_content("#verdict")
     watches = [float(t.split()[0]) for t in page.locator(".watch").all_text_contents()]
-    assert all(watches) and page.locator(".watch.first").count() == 1
+    assert all(watches)
+    is_clear = "times as fast" in page.text_content("#verdict")
+    assert page.locator(".watch.first").count() == is_clear
     picture(page, "race")
 
 
@@ -243,6 +245,57 @@ def test_only_the_answer_that_is_asked_for_last_is_kept(visit, paced):
         shown = here.text()
         [kept] = here.page.evaluate("JSON.parse(localStorage.getItem('specserve.conversations'))")
         assert [m["content"] for m in kept["messages"]] == ["the cat", shown]
+
+
+def test_a_double_click_sends_and_does_not_stop(visit, paced):
+    with paced() as server:
+        here = visit(server=server)
+        here.page.wait_for_selector("#model:text-matches('.')")
+        here.set(seed=50, max_tokens=12)
+        here.page.fill("#prompt", "the cat")
+        here.page.dblclick("#send")
+        here.page.wait_for_selector("#status:text-matches('complete')")
+
+
+def test_the_page_follows_a_long_answer_until_somebody_scrolls(visit, paced):
+    with paced() as server:
+        here = visit(server=server)
+        page = here.page
+        page.wait_for_selector("#model:text-matches('.')")
+        page.set_viewport_size({"width": 360, "height": 400})
+        here.set(seed=20, max_tokens=480)
+        page.fill("#prompt", "the cat")
+        page.press("#prompt", "Enter")
+        height = "document.querySelector('.assistant .text').clientHeight"
+        eventually(lambda: page.evaluate(height) > 120, SECONDS)
+        bottom = "document.querySelector('.assistant .text').getBoundingClientRect().bottom"
+        assert page.evaluate(bottom) <= 400 and page.evaluate("scrollY") > 0
+        page.evaluate("scrollTo(0, 0)")
+        page.wait_for_timeout(300)
+        assert page.evaluate("scrollY") == 0
+        if page.is_visible("#stop"):
+            page.click("#stop")
+
+
+def test_a_race_waits_for_a_chat_and_for_a_prompt(visit, paced):
+    with paced() as server:
+        here = visit(server=server)
+        page = here.page
+        page.wait_for_selector("#model:text-matches('.')")
+        here.set(seed=50, max_tokens=400)
+        page.fill("#prompt", "the cat")
+        page.press("#prompt", "Enter")
+        page.wait_for_selector(".message.assistant .step")
+        page.click("#show-race")
+        page.click("#race-go")
+        assert "needs the server alone" in page.text_content("#verdict")
+        assert server.metric("vllm:num_requests_running") == 1
+        page.click("#show-chat")
+        page.click("#stop")
+        page.click("#show-race")
+        page.fill("#race-prompt", " ")
+        page.click("#race-go")
+        assert page.is_visible("#race-go")
 
 
 def test_a_seed_below_0_is_drawn_once_for_both_lanes(visit):

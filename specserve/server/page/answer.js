@@ -51,13 +51,15 @@ export class Answer {
     return !this.thought && this.steps.length > 0;
   }
 
-  figures(plainSeconds) {
-    const { timings, metrics } = this.last ?? {};
+  // `plain` tells the seconds of a step without guesses, by context; null where it is not known.
+  figures(plain) {
+    const { timings, metrics, usage } = this.last ?? {};
     if (!timings) return {};
     const guesses = metrics.speculative_decoding;
     const perToken = timings.predicted_per_second ? 1000 / timings.predicted_per_second : null;
     const steps = guesses?.mean_acceptance_length;
-    const without = plainSeconds && 1000 * plainSeconds * timings.predicted_n;
+    const context = (usage?.prompt_tokens ?? timings.prompt_n) + timings.predicted_n / 2;
+    const without = plain && 1000 * plain(context) * (timings.predicted_n - 1); // the first is the prompt's
     return {
       TTFT: inMs(metrics.time_to_first_token_ms),
       TPOT: inMs(perToken),

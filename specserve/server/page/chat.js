@@ -3,7 +3,7 @@
 import { answer } from "./answer.js";
 import { setKey } from "./api.js";
 import * as kept from "./kept.js";
-import { openRace } from "./race.js";
+import { isRacing, openRace } from "./race.js";
 import { scaledWords } from "./scaled.js";
 import { conversation, connect, fields, learnCosts, model } from "./settings.js";
 import { TextView, drawFigures, drawLegend, drawTree, element } from "./view.js";
@@ -119,6 +119,10 @@ function askAgain(number) {
 
 function send(content) {
   if (running || !content.trim()) return;
+  if (isRacing()) {
+    status("A race is running: it needs the server alone.");
+    return;
+  }
   current.messages.push({ role: "user", content });
   at("prompt").value = "";
   show();
@@ -134,7 +138,7 @@ async function reply() {
   say("waiting for the first token");
   const message = { role: "assistant", content: "" };
   const { box, text } = showMessage(message, messages.length);
-  const view = new TextView(text, choose);
+  const view = new TextView(text, choose, at("foot"));
   let last = null;
   try {
     const body = { ...fields(), messages: conversation(messages) };
@@ -163,7 +167,7 @@ async function reply() {
   kept.keep(asked);
   showKept();
   await learnCosts().catch(() => {});
-  drawFigures(at("figures"), last.figures(model.plainSeconds));
+  drawFigures(at("figures"), last.figures(model.plain));
 }
 
 function stop() {
@@ -197,7 +201,7 @@ at("use-key").onclick = () => {
 at("show-chat").onclick = () => view("chat");
 at("show-race").onclick = () => view("race");
 at("new").onclick = () => open(kept.fresh());
-at("stop").onclick = stop;
+at("stop").onclick = (event) => event.detail > 1 || stop(); // it came under a double click on Send
 at("controls").onsubmit = (event) => event.preventDefault();
 at("composer").onsubmit = (event) => {
   event.preventDefault();
@@ -210,6 +214,6 @@ at("prompt").onkeydown = (event) => {
 };
 at("samples").append(...SAMPLES.map((text) => button(text, () => send(text))));
 at("settings").open = matchMedia("(min-width: 1000px)").matches;
-openRace({ choose, sample: SAMPLES[0] });
+openRace({ choose, sample: SAMPLES[0], isChatting: () => running !== null });
 show();
 begin();

@@ -4,6 +4,8 @@ import { answer } from "./answer.js";
 import { conversation, fields, learnCosts, model } from "./settings.js";
 import { TextView, element } from "./view.js";
 
+export let isRacing = () => false;
+const CLEAR = 1.1; // times as fast: less may be chance
 const at = (id) => document.getElementById(id);
 
 function settings() {
@@ -105,15 +107,18 @@ function verdict(lanes) {
   const [a, b] = lanes.map((lane) => lane.answer);
   const ratio = Math.max(lanes[0].seconds / lanes[1].seconds, lanes[1].seconds / lanes[0].seconds);
   const first = lanes[0].seconds <= lanes[1].seconds ? lanes[0] : lanes[1];
-  first.watch.classList.add("first");
   const same = a.text === b.text
     ? `The texts are identical: ${a.chars.length} characters.`
     : "The texts differ: please report this, it must not be.";
   const name = first.select.selectedOptions[0].textContent;
+  if (ratio < CLEAR || a.steps.length === b.steps.length) {
+    return `${same} Neither was clearly faster.`;
+  }
+  first.watch.classList.add("first");
   return `${same} "${name}" was ${ratio.toFixed(2)} times as fast.`;
 }
 
-export function openRace({ choose, sample }) {
+export function openRace({ choose, sample, isChatting }) {
   const lanes = [new Lane(0, choose), new Lane(1, choose)];
   at("lanes").append(...lanes.map((lane) => lane.box));
   at("race-prompt").value = sample;
@@ -121,10 +126,16 @@ export function openRace({ choose, sample }) {
     if (lanes[0].select.options.length !== settings().length) lanes.forEach((lane) => lane.fill());
   });
   let control = null;
-  at("race-stop").onclick = () => control?.abort();
+  isRacing = () => control !== null;
+  at("race-stop").onclick = (event) => event.detail > 1 || control?.abort(); // no double click
   at("start").onsubmit = async (event) => {
     event.preventDefault();
-    if (control) return;
+    const content = at("race-prompt").value;
+    if (control || !content.trim()) return;
+    if (isChatting()) {
+      at("verdict").textContent = "An answer is streaming in the chat: a race needs the server alone.";
+      return;
+    }
     control = new AbortController();
     at("race-go").hidden = true;
     at("race-stop").hidden = false;
@@ -133,7 +144,7 @@ export function openRace({ choose, sample }) {
     try {
       const asked = fields();
       const seed = asked.seed ?? crypto.getRandomValues(new Uint32Array(1))[0];
-      const messages = conversation([{ role: "user", content: at("race-prompt").value }]);
+      const messages = conversation([{ role: "user", content }]);
       for (const lane of lanes) {
         say(`running: ${lane.select.selectedOptions[0].textContent}`);
         await lane.run({ ...asked, seed, messages }, control.signal);

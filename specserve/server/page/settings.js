@@ -5,7 +5,7 @@ import { element } from "./view.js";
 
 const form = document.querySelector("#controls");
 
-export const model = { card: null, plainSeconds: null };
+export const model = { card: null, plain: null }; // plain: seconds of a step of one row, by context
 
 export async function connect() {
   const { data } = await get("v1/models");
@@ -24,8 +24,11 @@ export async function connect() {
 export async function learnCosts() {
   const { costs } = await get("v1/speculation");
   const target = costs.target ?? Object.values(costs)[0];
-  const plain = target?.steps.find((step) => step.is_known);
-  model.plainSeconds = plain?.rows === 1 ? plain.seconds * target.slowdown : null;
+  const first = target?.steps[0];
+  model.plain = first?.rows === 1 && first.is_known
+    ? (context) => target.slowdown
+      * (first.seconds + target.seconds_per_token * context + target.seconds_per_request)
+    : null;
 }
 
 const numberOf = (name) => (form[name].value === "" ? undefined : Number(form[name].value));

@@ -13,14 +13,14 @@ export function element(tag, { text, ...properties } = {}, ...children) {
   return made;
 }
 
-const NUM_COLORS = 6;
+const NUM_COLORS = 6, NEAR = 120; // px
 const named = (bits, sources) => sources.filter((_, i) => bits & (1 << i));
 const colorOf = (bits) => `source-${(31 - Math.clz32(bits & -bits)) % NUM_COLORS}`;
 
 // Shows an answer's text in an element, adding to it as it grows.
 export class TextView {
-  constructor(box, onChoose) {
-    Object.assign(this, { box, onChoose, shown: 0, isAsked: false, answer: null });
+  constructor(box, onChoose, floor = null) {
+    Object.assign(this, { box, onChoose, floor, shown: 0, isAsked: false, answer: null });
     box.addEventListener("click", (e) => this.choose(e.target.closest(".step")));
     box.addEventListener("focusin", (e) => this.choose(e.target.closest(".step")));
     box.addEventListener("keydown", (e) => this.move(e));
@@ -37,7 +37,16 @@ export class TextView {
     });
   }
 
+  // Draw, and keep the end of the text in view above `floor`, unless somebody has scrolled away.
   draw() {
+    const hidden = () =>
+      this.box.getBoundingClientRect().bottom - innerHeight + (this.floor?.offsetHeight ?? 0);
+    const isFollowed = this.floor && hidden() < NEAR;
+    this.add();
+    if (isFollowed && hidden() > 0) scrollBy(0, hidden());
+  }
+
+  add() {
     const { answer, box } = this;
     if (!answer.isTold) {
       box.replaceChildren(
@@ -71,7 +80,7 @@ export class TextView {
       const bits = step.sources[i];
       const names = named(bits, answer.sources);
       const className = bits ? `guess ${colorOf(bits)}${names.length > 1 ? " several" : ""}` : "";
-      const title = names.length ? `guessed by ${names.join(" and ")}` : "by the model alone";
+      const title = names.length ? `guessed by ${names.join(" and ")}` : "not guessed";
       made.append(element("span", { className, title, text }));
       from = to;
     }
@@ -104,7 +113,7 @@ export function drawLegend(list, sources) {
     ...guessed,
     ...(sources.length > 1
       ? [element("li", {}, element("span", { className: "several", text: "several" }))] : []),
-    element("li", { text: "the model alone" }),
+    element("li", { text: "no color: not guessed" }),
   );
 }
 
@@ -126,6 +135,8 @@ function shape(tag, attributes, text) {
   if (text !== undefined) made.textContent = text;
   return made;
 }
+
+const counted = ({ length }, one, several) => `${length} ${length === 1 ? one : several}`;
 
 const visible = (text) => {
   const shown = text.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥");
@@ -190,8 +201,8 @@ export async function drawTree(answer, number) {
       drawing.lastChild.append(shape("title", {}, title));
     }
   });
-  const words = `Step ${number + 1}: ${tree.tokens.length} guesses, ${tree.accepted.length} right, `
-    + `${tokens.length} new ${tokens.length === 1 ? "token" : "tokens"}.`;
+  const words = `Step ${number + 1}: ${counted(tree.tokens, "guess", "guesses")}, `
+    + `${tree.accepted.length} right, ${counted(tokens, "new token", "new tokens")}.`;
   drawing.setAttribute("aria-label", words);
   return { drawing, words };
 }
