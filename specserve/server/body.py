@@ -281,7 +281,7 @@ def read(raw: bytes, kind: type[T]) -> T:
     for key in UNSET.keys() & given.keys() & known.keys():
         given[key] = None if is_same(given[key], UNSET[key]) else given[key]
     for key, value in given.items():
-        if key not in known and key not in HARMLESS | FRONTENDS:
+        if key not in known and key not in HARMLESS and key not in FRONTENDS:
             check_no_op(key, value, kind)
     body = one_limit(from_fields({k: v for k, v in given.items() if k in known}, kind))
     if past := [key for key in given if key in FRONTENDS and key not in known]:

@@ -36,8 +36,9 @@ class Lane {
 
   clear() {
     this.answer = null;
-    this.text = this.text.parentNode.replaceChild(element("div", { className: "text" }), this.text)
-      && this.box.lastElementChild;
+    const text = element("div", { className: "text" }); // without the listeners of the last race
+    this.text.replaceWith(text);
+    this.text = text;
     this.watch.textContent = "0.000 s";
     this.watch.classList.remove("first");
     this.words.textContent = "";
@@ -55,8 +56,8 @@ class Lane {
       this.time(performance.now() - got.begun);
     });
     view.end();
-    this.seconds = this.answer.steps.at(-1).at;
-    this.time(this.seconds);
+    this.took = this.answer.steps.at(-1).at; // ms
+    this.time(this.took);
     const { timings } = this.answer.last;
     this.words.textContent =
       `${timings.predicted_n} tokens in ${this.answer.steps.length} steps`;
@@ -70,7 +71,7 @@ class Lane {
       this.view.answer.steps.push(...steps.slice(this.view.answer.steps.length));
       this.view.draw();
     }
-    this.time(Math.min(ms, this.seconds));
+    this.time(Math.min(ms, this.took));
   }
 
   beginReplay() {
@@ -86,7 +87,7 @@ class Lane {
     this.text.replaceChildren();
     view.answer = this.answer;
     view.end();
-    this.time(this.seconds);
+    this.time(this.took);
   }
 }
 
@@ -95,7 +96,7 @@ const frame = () => new Promise(requestAnimationFrame);
 async function replay(lanes) {
   for (const lane of lanes) lane.beginReplay();
   const begun = performance.now();
-  const last = Math.max(...lanes.map((lane) => lane.seconds));
+  const last = Math.max(...lanes.map((lane) => lane.took));
   for (let ms = 0; ms < last; ms = performance.now() - begun) {
     for (const lane of lanes) lane.replay(ms);
     await frame();
@@ -105,8 +106,8 @@ async function replay(lanes) {
 
 function verdict(lanes) {
   const [a, b] = lanes.map((lane) => lane.answer);
-  const ratio = Math.max(lanes[0].seconds / lanes[1].seconds, lanes[1].seconds / lanes[0].seconds);
-  const first = lanes[0].seconds <= lanes[1].seconds ? lanes[0] : lanes[1];
+  const ratio = Math.max(lanes[0].took / lanes[1].took, lanes[1].took / lanes[0].took);
+  const first = lanes[0].took <= lanes[1].took ? lanes[0] : lanes[1];
   const same = a.text === b.text
     ? `The texts are identical: ${a.chars.length} characters.`
     : "The texts differ: please report this, it must not be.";
