@@ -34,7 +34,8 @@ $(COMPILED): $(INSTALLED) $(KERNELS)
 	touch $@
 
 test: setup
-	$(PY) -m pytest -m "not slow" -n 2 --dist loadfile
+	$(PY) -m pytest -m "not slow and not timed" -n 2 --dist loadfile
+	$(PY) -m pytest -m "not slow and timed"
 
 check: test
 	$(PY) -m pytest -m slow

@@ -392,7 +392,7 @@ def test_ctrl_c_frees_the_blocks_of_an_answer_and_the_program_goes_on(server):
         process.send_signal(signal.SIGINT)
         assert process.stderr.readline() == "[stopped]\n"
         server.wait_until_idle()
-        process.communicate("/exit\n", timeout=5)
+        process.communicate("/exit\n", timeout=30)
     assert process.returncode == 0
     eventually(lambda: server.metric("vllm:request_success_total", finished_reason="abort") == 1)
 

@@ -84,7 +84,7 @@ def state(pid):
 
 def gets_to(pid, letter):
     """Whether a process gets to that state within seconds: signals take their time."""
-    deadline = monotonic() + 5
+    deadline = monotonic() + 30
     while state(pid) != letter and monotonic() < deadline:
         sleep(0.01)
     return state(pid) == letter

@@ -39,6 +39,7 @@ def compiled(asked):
         return None, str(e)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("name", WRITTEN)
 def test_one_is_written_or_refused_in_little_time_and_memory(name):
     start = process_time()
@@ -51,6 +52,7 @@ def test_one_is_written_or_refused_in_little_time_and_memory(name):
     assert peak < WRITE_BYTES
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in ENDLESS])
 def test_one_is_refused_soon_or_its_steps_take_no_more_than_patience(name):
     start = process_time()

@@ -132,7 +132,7 @@ def payloads(response):
             yield "[DONE]" if data == b"[DONE]" else json.loads(data)
 
 
-def eventually(is_so, seconds=5):
+def eventually(is_so, seconds=20):
     """Wait until something becomes true."""
     end = time.monotonic() + seconds
     while not is_so():

@@ -364,6 +364,7 @@ LEGAL = {
 }
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("field", COUNTS)
 def test_no_number_goes_unchecked(small, neighbor, field):
     for value in NUMBERS:
@@ -374,6 +375,7 @@ def test_no_number_goes_unchecked(small, neighbor, field):
     neighbor.goes_on()
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("value", [-1, -(2**63), 320, 2**31, 2**63, 1e308, True, "1", None])
 def test_no_token_id_goes_unchecked(small, neighbor, value):
     for body in ({"prompt": [1, value]}, {"prompt": [[1, value]]}, {"prompt": [[1], [value, 1]]}):
@@ -546,6 +548,7 @@ def ask_quickly(server, path, body):
     return response
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_refusal_says_what_is_wrong_at_once_and_nobody_else_notices(small, neighbor, what):
     (path, body), words = HOSTILE[what]
@@ -554,6 +557,7 @@ def test_a_refusal_says_what_is_wrong_at_once_and_nobody_else_notices(small, nei
     neighbor.goes_on()
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("what", MALFORMED)
 def test_what_is_no_json_object_is_refused(small, neighbor, what):
     error = check_refusal(ask_quickly(small, COMPLETIONS, MALFORMED[what]))
@@ -626,13 +630,14 @@ class Reply(HTTPResponse):
 
 
 def response_of(client: socket.socket):
-    client.settimeout(5)
+    client.settimeout(20)
     reply = Reply(client)
     reply.begin()
     reply.body = json.loads(reply.read())
     return reply
 
 
+@pytest.mark.timed
 def test_a_template_that_runs_too_long_is_ended_and_stalls_nobody(small, neighbor):
     neighbor.goes_on()
     seen, start = len(neighbor.gaps), time.monotonic()

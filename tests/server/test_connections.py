@@ -22,7 +22,7 @@ from tests.server.server_process import eventually
 
 def reply(client):
     """What the server says on a bare connection."""
-    client.settimeout(5)
+    client.settimeout(20)
     response = HTTPResponse(client)
     response.begin()
     return SimpleNamespace(
@@ -30,6 +30,7 @@ def reply(client):
     )
 
 
+@pytest.mark.timed
 def test_200_slow_clients_keep_nobody_waiting_and_are_cut(strict):
     half_body = head("Content-Length: 100") + b'{"prompt": '
     with contextlib.ExitStack() as stack:
@@ -94,7 +95,7 @@ def test_a_connection_too_many_is_told_so_and_one_far_beyond_is_cut(strict):
 
 
 def is_cut(client):
-    client.settimeout(5)
+    client.settimeout(20)
     try:
         return client.recv(1) == b""
     except ConnectionResetError:
@@ -114,7 +115,7 @@ def test_a_client_that_reads_nothing_is_cut_and_its_blocks_come_back(strict):
 
 def received(client):
     """All that still comes, up to the end of the connection."""
-    client.settimeout(5)
+    client.settimeout(20)
     data = b""
     with contextlib.suppress(ConnectionResetError):
         while piece := client.recv(1 << 20):
@@ -170,7 +171,7 @@ def test_any_answer_that_nobody_takes_is_cut(strict):
         client.connect(("127.0.0.1", strict.port))
         client.sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
         time.sleep(1.5)
-        client.settimeout(5)
+        client.settimeout(20)
         with contextlib.suppress(ConnectionError):
             while piece := client.recv(1 << 20):
                 whole -= len(piece)

@@ -222,6 +222,7 @@ HOSTILE = [  # of which each has to be refused
 ]
 
 
+@pytest.mark.timed
 def test_hostile_forms_are_refused_within_a_second_and_a_stream_keeps_its_pace(paced):
     with paced() as server:
         eventually(lambda: server.children("specserve.server.grammar_process"))
@@ -263,6 +264,7 @@ def timed(server):
     return text, [b - a for a, b in pairwise(times)]
 
 
+@pytest.mark.timed
 def test_a_form_that_was_refused_is_not_compiled_again(server):
     body = asking(structured_outputs=EVERY["json: multiples of multiples"])
     times = []

@@ -111,6 +111,7 @@ def test_templates_that_are_stuck_in_c_leave_other_chats_and_all_tokenizing_alon
             assert "ran for more than 0.5 s" in answer.body["error"]["message"]
 
 
+@pytest.mark.timed
 def test_chats_whose_clients_have_left_hold_up_no_other_chat(server):
     """Each would take a process to its deadline, half a second."""
     body = msgspec.json.encode(chat_with("power"))

@@ -78,6 +78,7 @@ COSTLY = {
 }
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("data", COSTLY.values(), ids=COSTLY)
 def test_50_of_them_cost_little_while_a_stream_goes_on(strict, data):
     with streaming(strict, saying(500, ms=10)) as events:
@@ -176,6 +177,7 @@ def test_a_wish_in_a_trailer_is_no_wish(strict):
         assert reply(client).status == 200
 
 
+@pytest.mark.timed
 def test_a_request_that_wants_more_than_it_may_is_refused_all_the_same(strict):
     wish = "Connection: Upgrade\r\nUpgrade: h2c"
     with strict.connect() as client:
