@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130  # as shells report a command that Ctrl-C ended
 BROKEN_PIPE = 141  # .. and one whose output pipe was closed
+COMPLETING = "_ARGCOMPLETE"  # set where a shell asks what may follow
 DETAILS = "return_speculation_details"
 
 
@@ -48,6 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: list[str]) -> int:
     others = {e.name: e for e in entry_points(group="specserve.commands")}
+    if COMPLETING in os.environ:
+        from specserve.completion import complete
+
+        complete(parser(others), others)
     if argv and argv[0] in others:
         command: Callable[[list[str]], int] = others[argv[0]].load()
         return command(argv[1:])
@@ -73,6 +78,9 @@ def parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
     add_chat(commands.add_parser("chat", help="chat with a server or with a local model"))
     add_quantize(commands.add_parser("quantize", help="write a model with 8- or 4-bit weights"))
     add_config(commands.add_parser("config", help="show or check the resolved configuration"))
+    add_completion(commands.add_parser("completion", help="print a completion script"))
+    for name in others if COMPLETING in os.environ else ():
+        commands.add_parser(name)  # its name is completed; its arguments are its own
     return top
 
 
@@ -168,6 +176,11 @@ def add_config(p: argparse.ArgumentParser) -> None:
     p.set_defaults(action=show_config, command=p)
 
 
+def add_completion(p: argparse.ArgumentParser) -> None:
+    p.add_argument("shell", choices=["bash", "zsh", "fish"])
+    p.set_defaults(action=print_completion, command=p)
+
+
 def add_quantize(p: argparse.ArgumentParser) -> None:
     p.add_argument("source", help="a local folder or a hub id")
     p.add_argument("target", type=Path, help="a folder, which must not exist")
@@ -201,6 +214,12 @@ def show_config(args: argparse.Namespace) -> None:
 
     check_drafter(config)
     print("OK: the settings, the drafter's name and its options are valid; no model was checked")
+
+
+def print_completion(args: argparse.Namespace) -> None:
+    from specserve.completion import script
+
+    print(script(args.shell), end="")
 
 
 def quantize(args: argparse.Namespace) -> None:

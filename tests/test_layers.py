@@ -31,6 +31,7 @@ LAYERS = [  # ground floor first
     ("specserve.server",),
     ("specserve.chat",),
     ("specserve.remote",),
+    ("specserve.completion",),
     ("specserve.cli", "specserve.__main__"),
     ("specserve_bench.demo",),
     ("specserve_bench",),

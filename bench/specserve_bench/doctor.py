@@ -52,14 +52,7 @@ class Found(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="specserve doctor", description=__doc__)
-    parser.add_argument("model", nargs="?", help="a model; default: the demo pair")
-    parser.add_argument("--draft-model", help="its draft model")
-    parser.add_argument("--drafter", help="as of specserve serve")
-    parser.add_argument("--quantize", metavar="w8a8|w8|w4", help="as of specserve serve")
-    parser.add_argument("--config", type=Path, metavar="FILE")
-    parser.add_argument("--rounds", type=at_least_1, default=5, help="of each measurement")
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     with LLM(
         args.model,
         draft_model=args.draft_model,
@@ -71,6 +64,17 @@ def main(argv: Sequence[str]) -> int:
         for title, words in report(llm, args.rounds):
             print(f"{title:<10} {words}", flush=True)
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="specserve doctor", description=__doc__)
+    p.add_argument("model", nargs="?", help="a model; default: the demo pair")
+    p.add_argument("--draft-model", help="its draft model")
+    p.add_argument("--drafter", help="as of specserve serve")
+    p.add_argument("--quantize", metavar="w8a8|w8|w4", help="as of specserve serve")
+    p.add_argument("--config", type=Path, metavar="FILE")
+    p.add_argument("--rounds", type=at_least_1, default=5, help="of each measurement")
+    return p
 
 
 def report(llm: LLM, rounds: int) -> Iterator[tuple[str, str]]:

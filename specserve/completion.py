@@ -1,0 +1,67 @@
+"""Completion of the command's arguments in bash, zsh and fish, by argcomplete.
+
+A shell's script runs `specserve` with the line in the environment, which asks for what may follow.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+from argcomplete import autocomplete
+from argcomplete.completers import BaseCompleter, FilesCompleter
+from argcomplete.shell_integration import shellcode
+
+from specserve.config import KNOBS, named_values
+from specserve_drafters.base import BUILTIN
+
+KEYS = {  # of options whose values are those of a knob
+    "demo_cost": "model.demo_cost",
+    "quantize": "model.quantize",
+    "drafter": "drafter.name",
+    "draft_quantize": "drafter.quantize",
+    "tool_parser": "server.tool_parser",
+    "reasoning_parser": "server.reasoning_parser",
+}
+FILES = "model", "draft_model", "source", "subjects", "api_key_file"  # where a name may be a file's
+
+
+def script(shell: str) -> str:
+    return shellcode(["specserve"], use_defaults=False, shell=shell)
+
+
+def complete(top: argparse.ArgumentParser, others: dict[str, EntryPoint]) -> None:
+    """Answer the shell that asks, and exit. Another package's command is completed if its module
+    has a function `parser`, which returns its ArgumentParser.
+    """
+    line = os.environ["COMP_LINE"].encode()[: int(os.environ["COMP_POINT"])].decode()
+    _, *words = line.split(" ")
+    name = next(filter(None, words[:-1]), "")
+    if name in others:
+        others[name].load()
+        own = getattr(sys.modules[others[name].module], "parser", None)
+        os.environ["_ARGCOMPLETE"] = "2"  # as many words of the line are the command
+        top = argparse.ArgumentParser(add_help=False) if own is None else own()
+    autocomplete(top, always_complete_options="long", default_completer=Values())
+
+
+class Values(BaseCompleter):
+    """What an argument without choices may be."""
+
+    def __call__(self, *, prefix: str, action: argparse.Action, **told: Any) -> Iterable[str]:
+        if action.dest == "set":
+            key, equals, _ = prefix.partition("=")
+            return (f"{key}={v}" for v in values_of(key)) if equals else map("{}=".format, KNOBS)
+        if action.dest in KEYS:
+            return values_of(KEYS[action.dest])
+        return FilesCompleter()(prefix) if action.type is Path or action.dest in FILES else ()
+
+
+def values_of(key: str) -> Iterable[str]:
+    if key == "drafter.name":
+        return "none", *BUILTIN
+    kind = KNOBS.get(key)
+    return ("true", "false") if bool in getattr(kind, "__args__", ()) else named_values(kind)
