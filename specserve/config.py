@@ -308,6 +308,11 @@ class Config(Section, frozen=True):
                     "model.quantize or drafter.quantize, too, or take it back "
                     f"(--set model.{key}=)"
                 )
+        if self.drafter.name == "none" and self.drafter.model is not None:
+            raise ValueError(
+                f"drafter.name = 'none' has no use for drafter.model = {self.drafter.model!r}: "
+                "leave out the model (--set drafter.model= takes back a file's), or the name"
+            )
         if self.drafter_name == "ngram" and self.drafter.model is not None:
             raise ValueError(
                 f"drafter.name = 'ngram' has no use for drafter.model = {self.drafter.model!r}: "

@@ -30,12 +30,13 @@ def check(config: Config) -> Folders:
     shape = check_model(target)
     context_length(config, shape)
     check_quantize("model.quantize", config.model.quantize, target, shape)
-    if may_need_draft_model(config):
+    is_needed = may_need_draft_model(config)
+    if is_needed or config.drafter.model is not None:  # named beside speculation.max_nodes = 0
         draft = resolve_draft(config)
         draft_shape = check_model(draft)
         check_vocabulary_size(shape, draft, draft_shape)
         check_quantize("drafter.quantize", config.drafter.quantize, draft, draft_shape)
-    return Folders(target, draft)
+    return Folders(target, draft if is_needed else None)
 
 
 def check_model(path: Path) -> DecoderConfig:

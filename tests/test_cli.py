@@ -138,6 +138,10 @@ def test_a_mistake_is_one_line_that_says_what_to_do(fake, capsys, args, complain
             "--quantize: model.quantize = 'none' is refused: it is none of w8a8, w8, w4; --set "
             "model.quantize= leaves it unset (",
         ),
+        (
+            ["serve", "--drafter=none", "--draft-model=d"],
+            "--draft-model, --drafter: drafter.name = 'none' has no use for drafter.model = 'd'",
+        ),
         (["chat", "--draft-model=d", "--drafter=ngram"], "--draft-model, --drafter: drafter.name"),
         (["chat", "--draft-model=d", "--set=drafter.name=ngram"], "--set, --draft-model: drafter"),
     ],

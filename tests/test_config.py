@@ -119,7 +119,6 @@ def test_one_option_of_a_drafter_can_be_set_beside_others(tmp_path):
         ({"model.path": "m"}, "auto"),
         ({"drafter.model": "d"}, "auto"),
         ({"drafter.model": "d", "drafter.name": "ngram", "speculation.max_nodes": 0}, "none"),
-        ({"drafter.model": "d", "drafter.name": "none"}, "none"),
         ({"drafter.name": "mine:Drafter"}, "mine:Drafter"),
         ({"speculation.max_nodes": 0}, "none"),
         ({"speculation.max_step_nodes": 0}, "none"),

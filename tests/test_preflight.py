@@ -104,6 +104,10 @@ MISTAKES = {  # arguments after the command -> words of the complaint
         "width",
     ),
     "no draft model": (["--model=./whole", "--draft-model=./nowhere"], "no such folder"),
+    "no draft model where none guesses": (
+        ["--model=./whole", "--draft-model=./nowhere", "--set=speculation.max_nodes=0"],
+        "no such folder",
+    ),
     "a draft model without weights": (
         ["--model=./whole", "--draft-model=./no_weights"],
         "no weights",

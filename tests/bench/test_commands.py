@@ -172,9 +172,10 @@ def test_a_scaled_draft_is_one_as_well(folder, tmp_path):
     (draft / "config.json").write_text(json.dumps(fields))
     settings = {"memory.kv_bytes": 1 << 26, "model.path": str(folder), "drafter.model": str(draft)}
     loader = suite.Loader(progress=False)
-    with_draft = loader.load("", load_config(None, settings)).about
+    config = load_config(None, settings)
+    with_draft = loader.load("", config).about
     assert with_draft.scaled == [Scaled(**fields[SCALED])]
-    off = loader.load("", load_config(None, settings | {"drafter.name": "none"})).about
+    off = loader.load("", load_config(None, settings | suite.drafting("off", config))).about
     assert off.scaled == []
 
 
