@@ -132,7 +132,7 @@ def test_an_answer_is_colored_by_who_guessed_it(visit, demo):
     for step in steps_of(events):
         for end, sources in zip(step["ends"], step["sources"], strict=True):
             if end > begin:
-                want.append((text[begin:end], first_bit(sources)))
+                want.append((text[begin:end], COLORS["model"] if sources else None))
             begin = end
     shown = here.page.eval_on_selector_all(
         ".message.assistant .step > span", "all => all.map(s => [s.textContent, s.className])"
@@ -147,8 +147,7 @@ def steps_of(events):
     return [step for c in choices if "speculation" in c for step in c["speculation"]["steps"]]
 
 
-def first_bit(sources):
-    return (sources & -sources).bit_length() - 1 if sources else None
+COLORS = {"ngram": 0, "model": 1, "grammar": 2}  # of the sources, on every page
 
 
 def color_of(name):
@@ -360,6 +359,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(visit, folder, tmp_path):
             here.page.wait_for_selector("#key-asked", state="hidden")
             assert here.page.evaluate("Object.keys(localStorage)") == []
             here.complaints.clear()  # the browser tells of the 401
+            here.page.goto("about:blank")  # it asks no server that has ended
 
 
 def test_conversations_are_kept_edited_and_asked_again(visit):
@@ -372,19 +372,173 @@ def test_conversations_are_kept_edited_and_asked_again(visit):
     page.wait_for_selector("#status:text-matches('complete')")
     assert here.text() == first and page.locator(".message").count() == 2
     page.reload()
+    assert here.text() == first
+    page.click("#new")
     page.click(f"#kept button:has-text('{QUESTION}')")
     assert here.text() == first
+    page.fill("#prompt", "a draft")
+    for leave in (lambda: page.click("#cancel"), lambda: page.press("#prompt", "Escape")):
+        page.click("text=Edit")
+        assert page.input_value("#prompt") == QUESTION and page.locator(".message").count() == 0
+        leave()
+        assert page.input_value("#prompt") == "a draft" and here.text() == first
+        assert not page.is_visible("#cancel")
     page.click("text=Edit")
     assert page.input_value("#prompt") == QUESTION and page.locator(".message").count() == 0
     page.click("#new")
-    page.click(f"#kept button[aria-label='Forget {QUESTION}']")
+    page.click(f"#kept button[aria-label^='Forget {QUESTION}']")
     assert page.locator("#kept li").count() == 0
 
 
-@pytest.mark.parametrize("kept", ["{", "{}", "[1]", '[{"id": 1}]', '[{"id": "a", "messages": 3}]'])
-def test_what_others_have_kept_is_passed_over(visit, kept):
+def test_an_edited_message_replaces_what_follows_it(visit):
     here = visit()
-    here.page.evaluate("kept => localStorage.setItem('specserve.conversations', kept)", kept)
+    here.page.wait_for_selector("#sources input")
+    here.ask(QUESTION, **ASKED)
+    here.page.click("text=Edit")
+    here.ask("a")
+    assert here.page.locator(".message.user .text").all_text_contents() == ["a"]
+    assert here.page.locator("#kept li").count() == 1
+
+
+def test_conversations_with_one_question_are_told_apart_by_their_times(visit):
+    here = visit()
+    page = here.page
+    page.wait_for_selector("#sources input")
+    for _ in range(2):
+        page.click("#new")
+        here.ask(QUESTION, **ASKED)
+        page.wait_for_timeout(1000)  # the times are in seconds
+    titles = page.locator("#kept li button:first-child").all_text_contents()
+    names = page.eval_on_selector_all(
+        "#kept li button:last-child", "all => all.map(b => b.ariaLabel)"
+    )
+    assert all(QUESTION in one for one in titles + names)
+    assert len({*titles}) == len({*names}) == 2
+
+
+def test_the_settings_are_kept(visit):
+    here = visit()
+    page = here.page
+    page.wait_for_selector("#sources input")
+    controls = ASKED | {"max_nodes": 3, "system": "Be brief."}
+    here.set(**{name: str(value) for name, value in controls.items()})
+    page.uncheck("#sources input[name=model]")
+    page.reload()
+    page.wait_for_selector("#sources input")
+    shown = {name: page.input_value(f"#controls [name={name}]") for name in controls}
+    assert shown == {name: str(value) for name, value in controls.items()}
+    assert not page.is_checked("#sources input[name=model]")
+
+
+@pytest.mark.parametrize(
+    ("control", "typed", "told"),
+    [
+        ("temperature", "3", "Temperature: set a number from 0 to 2"),
+        ("temperature", "0.00001", "Temperature: "),  # refused by the server
+        ("max_nodes", "1.5", "Guesses a step: set a whole number from 0 to"),
+        ("max_tokens", "0", "Tokens at most: set a whole number of at least 1"),
+        ("seed", "1e99", "Seed: set a whole number of at least -1"),
+        ("seed", "-", "Seed: set a whole number of at least -1"),
+    ],
+)
+def test_a_wrong_setting_is_named_and_leaves_the_message_in_the_box(visit, control, typed, told):
+    here = visit()
+    page = here.page
+    page.wait_for_selector("#sources input")
+    page.locator(f"#controls [name={control}]").press_sequentially(typed)
+    page.fill("#prompt", "a question")
+    page.press("#prompt", "Enter")
+    page.wait_for_selector("#error:text-matches('.')")
+    assert page.text_content("#error").startswith(told)
+    assert "Expected" not in page.text_content("#error")
+    assert page.input_value("#prompt") == "a question"
+    assert page.locator(".message").count() == 0
+    here.complaints.clear()  # the browser tells of a status 400
+    here.ask("a question", **ASKED | {control: ""})
+    assert page.text_content("#error") == ""
+
+
+def test_a_new_answer_clears_the_figures_and_the_tree_of_the_last(visit, paced):
+    with paced() as server:
+        here = visit(server=server)
+        page = here.page
+        page.wait_for_selector("#model:text-matches('.')")
+        here.ask("the cat", seed=1, max_tokens=8)
+        page.wait_for_selector("#figures dd")
+        page.click(".step")
+        page.wait_for_selector("#tree svg")
+        here.set(seed=100, max_tokens=400)
+        page.fill("#prompt", "the dog")
+        page.press("#prompt", "Enter")
+        page.wait_for_selector("#stop", state="visible")
+        assert page.locator("#figures dd").count() == page.locator("#tree svg").count() == 0
+        assert "Click a word" in page.text_content("#tree-words")
+        page.click("#stop")
+        server.wait_until_idle()
+        page.wait_for_load_state("networkidle")
+
+
+def test_on_a_phone_the_tree_opens_over_the_text_and_takes_the_focus(visit, axe):
+    here = visit()
+    page = here.page
+    page.set_viewport_size(PHONE)
+    page.wait_for_selector("#sources input", state="attached")
+    page.evaluate(
+        'localStorage.setItem(\'specserve.settings\', \'{"values": {"max_tokens": "60"}}\')'
+    )
+    page.reload()
+    page.wait_for_selector("#sources input", state="attached")
+    here.ask(QUESTION)
+    step, has_focus = page.locator(".step").last, "e => e === document.activeElement"
+    for begin, leave in [
+        (step.click, lambda: page.click("#close-step")),
+        (lambda: page.keyboard.press("Enter"), lambda: page.keyboard.press("Escape")),
+    ]:
+        begin()
+        page.wait_for_selector("#step.sheet #tree svg")
+        assert page.locator("#tree").evaluate(has_focus)
+        sheet, word = page.locator("#step").bounding_box(), step.bounding_box()
+        assert word["y"] >= 0 and word["y"] + word["height"] <= sheet["y"]
+        assert sheet["y"] + sheet["height"] <= PHONE["height"]
+        picture(page, "tree-360")
+        page.evaluate(axe)
+        found = page.evaluate("axe.run()")["violations"]
+        assert [v["id"] for v in found if v["impact"] in ("serious", "critical")] == []
+        leave()
+        assert page.locator("#step.sheet").count() == 0 and step.evaluate(has_focus)
+
+
+def test_a_source_has_one_color_wherever_it_is_listed(visit):
+    here = visit()
+    names = [*COLORS, "a.b:Own", "a.b:Other"]
+    colors = here.page.evaluate(
+        "names => import('/page/view.js').then(view => names.map(view.colorOf))", names
+    )
+    assert colors[: len(COLORS)] == [f"source-{place}" for place in COLORS.values()]
+    assert {*colors[len(COLORS) :]} <= {f"source-{place}" for place in range(3, 8)}
+    grounds = "c => getComputedStyle(document.body.appendChild(Object.assign("
+    grounds += "document.createElement('i'), { className: c }))).backgroundColor"
+    assert len({here.page.evaluate(grounds, f"source-{place}") for place in range(8)}) == 8
+
+
+@pytest.mark.parametrize("place", ["conversations", "settings", "open"])
+@pytest.mark.parametrize(
+    "kept",
+    [
+        "{",
+        "{}",
+        "[1]",
+        "null",
+        '{"values": 3, "off": 3}',
+        '{"values": {"seed": 1, "max_nodes": "a"}}',
+        '[{"id": 1}]',
+        '[{"id": "a", "messages": 3}]',
+    ],
+)
+def test_what_others_have_kept_is_passed_over(visit, place, kept):
+    here = visit()
+    keep = "([place, kept]) => localStorage.setItem('specserve.' + place, kept)"
+    here.page.evaluate(keep, [place, kept])
     here.page.reload()
     here.page.wait_for_selector("#sources input")
     assert here.page.locator("#kept li").count() == 0
@@ -462,6 +616,10 @@ def test_the_dashboard_moves_with_the_server(visit, demo):
     kinds = page.locator("#rows th").all_text_contents()
     assert kinds == ["prompts", "roots", "guesses"]
     assert page.locator("#costs polyline").count() == 1
+    rate, costs = page.locator(".plot").all_text_contents()
+    assert "tokens/s" in rate and "120 s ago" in rate and "now" in rate
+    assert " ms" in costs and "rows of a step" in costs and int(page.text_content("#most-rows"))
+    assert page.locator(f"#accepted .source-{COLORS['model']}").text_content() == "model"
     assert page.locator("#blocks tr").count() >= 4
 
 

@@ -4,9 +4,9 @@ const KEY = "specserve.key"; // of this tab's session
 const SILENCE = 60_000; // ms without a byte, not even a comment: the connection is taken for dead
 
 export class Refusal extends Error {
-  constructor(status, message) {
+  constructor(status, message, param) {
     super(message);
-    this.status = status;
+    Object.assign(this, { status, param }); // param: the field of the request that is wrong
   }
 }
 
@@ -49,7 +49,8 @@ export async function call(path, body, signal) {
   }
   if (response.ok) return response;
   const told = await response.json().catch(() => ({}));
-  throw new Refusal(response.status, told.error?.message ?? `HTTP status ${response.status}`);
+  throw new Refusal(response.status, told.error?.message ?? `HTTP status ${response.status}`,
+    told.error?.param);
 }
 
 export const get = async (path) => (await call(path)).json();

@@ -5,7 +5,8 @@ import { setKey } from "./api.js";
 import * as kept from "./kept.js";
 import { isRacing, openRace } from "./race.js";
 import { scaledWords } from "./scaled.js";
-import { conversation, connect, fields, learnCosts, model } from "./settings.js";
+import { conversation, connect, fields, learnCosts, model, wordsOf } from "./settings.js";
+import { closeSheet, openSheet } from "./sheet.js";
 import { TextView, drawFigures, drawLegend, drawTree, element } from "./view.js";
 
 const at = (id) => document.getElementById(id);
@@ -16,7 +17,10 @@ const SAMPLES = [ // of what the demo pair has learnt
   "What does os.path.join return?",
 ];
 
-let current = kept.fresh();
+const NO_STEP = "Click a word, or go to it by Tab and the arrow keys: here are the guesses of its step.";
+
+let current = kept.opened();
+let edited = null; // {number, draft}: the message that is edited, and what was in the box before
 let running = null; // an AbortController while an answer streams
 let chosen = 0; // counts the steps that were looked at
 const forgotten = new Set(); // ids: their answers may still come
@@ -36,7 +40,8 @@ async function begin() {
   drawLegend(at("legend"), model.card.sources ?? []);
 }
 
-async function choose(answered, number) {
+// `opener`: where the focus returns to from the tree; null where it does not go there.
+async function choose(answered, number, opener) {
   const mine = ++chosen;
   let shown;
   try {
@@ -47,6 +52,16 @@ async function choose(answered, number) {
   if (mine !== chosen) return; // another step was chosen meanwhile
   at("tree-words").textContent = shown.words;
   at("tree").replaceChildren(...(shown.drawing ? [shown.drawing] : []));
+  if (opener) openSheet(opener);
+}
+
+// Without figures and tree of an answer before.
+function clear() {
+  closeSheet(); // its focus returns to a step, which is chosen by that
+  chosen += 1;
+  at("tree-words").textContent = NO_STEP;
+  at("tree").replaceChildren();
+  drawFigures(at("figures"), {});
 }
 
 const button = (text, onclick, label) => element("button", { text, onclick, type: "button",
@@ -76,22 +91,30 @@ async function copy(pressed, from) {
 
 function show() {
   at("log").replaceChildren();
-  current.messages.forEach(showMessage);
+  current.messages.slice(0, edited?.number).forEach(showMessage);
+  at("cancel").hidden = !edited;
   at("samples").hidden = current.messages.length > 0;
   showKept();
 }
 
 function showKept() {
-  at("kept").replaceChildren(...kept.read().map((one) => element("li", {},
-    button(kept.titleOf(one), () => open(one)),
-    button("×", () => remove(one), `Forget ${kept.titleOf(one)}`))));
+  at("kept").replaceChildren(...kept.read().map((one) => {
+    const title = kept.titleOf(one), time = kept.timeOf(one);
+    const opening = button(title, () => open(one));
+    if (time) opening.append(element("small", { className: "quiet", text: time }));
+    const name = time ? `${title}, ${time}` : title;
+    return element("li", {}, opening, button("×", () => remove(one), `Forget ${name}`));
+  }));
 }
 
 function open(one) {
   if (one.id === current.id && running) return;
   stop();
+  cancel();
   current = one;
+  kept.setOpen(one);
   status("");
+  clear();
   show();
 }
 
@@ -104,17 +127,40 @@ function remove(one) {
 
 function edit(number) {
   stop();
+  edited = { number, draft: edited?.draft ?? at("prompt").value };
   at("prompt").value = current.messages[number].content;
-  current.messages = current.messages.slice(0, number);
+  show();
+  at("prompt").focus();
+}
+
+// Leave the messages as they were before Edit.
+function cancel() {
+  if (!edited) return;
+  at("prompt").value = edited.draft;
+  edited = null;
   show();
   at("prompt").focus();
 }
 
 function askAgain(number) {
+  const asked = fieldsOrError();
+  if (!asked) return;
   stop();
+  cancel();
   current.messages = current.messages.slice(0, number);
   show();
-  reply();
+  reply(asked);
+}
+
+// What the settings say; null and an error where one is wrong.
+function fieldsOrError() {
+  try {
+    status("");
+    return fields();
+  } catch (error) {
+    at("error").textContent = error.message;
+    return null;
+  }
 }
 
 function send(content) {
@@ -123,25 +169,30 @@ function send(content) {
     status("A race is running: it needs the server alone.");
     return;
   }
-  current.messages.push({ role: "user", content });
+  const asked = fieldsOrError();
+  if (!asked) return;
+  current.messages = [...current.messages.slice(0, edited?.number), { role: "user", content }];
+  edited = null;
   at("prompt").value = "";
   show();
-  reply();
+  reply(asked);
 }
 
-async function reply() {
+async function reply(settings) {
   const asked = current, { messages } = current;
   const control = new AbortController();
   const say = (text) => running === control && status(text);
   running = control;
   isBusy(true);
+  clear();
+  kept.setOpen(asked);
   say("waiting for the first token");
   const message = { role: "assistant", content: "" };
   const { box, text } = showMessage(message, messages.length);
   const view = new TextView(text, choose, at("foot"));
   let last = null;
   try {
-    const body = { ...fields(), messages: conversation(messages) };
+    const body = { ...settings, messages: conversation(messages) };
     last = await answer(body, control.signal, (got) => {
       last = got;
       if (got.first !== null) say("");
@@ -151,7 +202,14 @@ async function reply() {
   } catch (error) {
     say(error.name === "AbortError" ? "stopped" : "");
     if (error.name !== "AbortError") {
-      box.append(element("p", { className: "error", role: "alert", text: error.message }));
+      if (last || running !== control || at("prompt").value) {
+        box.append(element("p", { className: "error", role: "alert", text: wordsOf(error) }));
+      } else {
+        at("error").textContent = wordsOf(error);
+        at("prompt").value = messages.at(-1).content; // it returns to the box
+        asked.messages = messages.slice(0, -1);
+        show();
+      }
     }
   }
   if (running === control) {
@@ -167,6 +225,7 @@ async function reply() {
   kept.keep(asked);
   showKept();
   await learnCosts().catch(() => {});
+  if (current !== asked || running) return; // figures of an answer that is not the last one shown
   drawFigures(at("figures"), last.figures(model.plain));
 }
 
@@ -180,6 +239,7 @@ function isBusy(is) {
 }
 
 function status(text) {
+  at("error").textContent = "";
   at("status").textContent = text;
 }
 
@@ -203,6 +263,10 @@ at("show-race").onclick = () => view("race");
 at("new").onclick = () => open(kept.fresh());
 at("stop").onclick = (event) => event.detail > 1 || stop(); // it came under a double click on Send
 at("controls").onsubmit = (event) => event.preventDefault();
+at("cancel").onclick = cancel;
+at("composer").onkeydown = (event) => {
+  if (event.key === "Escape" && !event.isComposing) cancel();
+};
 at("composer").onsubmit = (event) => {
   event.preventDefault();
   send(at("prompt").value);
@@ -214,6 +278,7 @@ at("prompt").onkeydown = (event) => {
 };
 at("samples").append(...SAMPLES.map((text) => button(text, () => send(text))));
 at("settings").open = matchMedia("(min-width: 1000px)").matches;
-openRace({ choose, sample: SAMPLES[0], isChatting: () => running !== null });
+openRace({ choose, clear, sample: SAMPLES[0], isChatting: () => running !== null });
+clear();
 show();
 begin();

@@ -3,10 +3,10 @@
 import { call, get, setKey } from "./api.js";
 import { inMs } from "./answer.js";
 import { scaledWords } from "./scaled.js";
-import { drawFigures, element } from "./view.js";
+import { colorOf, drawFigures, element } from "./view.js";
 
 const at = (id) => document.getElementById(id);
-const EVERY = 1000, LATELY = 30, KEPT = 120; // ms, looks, looks
+const EVERY = 1000, LATELY = 30, KEPT = 120, SHOWN = 120; // ms, looks, looks, seconds
 const TIMES = {
   TTFT: "vllm:time_to_first_token_seconds",
   TPOT: "vllm:request_time_per_output_token_seconds",
@@ -51,7 +51,7 @@ export function quantile(now, before, name, q) {
   return from;
 }
 
-const row = (head, ...cells) => element("tr", {}, element("th", { scope: "row", text: head }),
+const row = (head, ...cells) => element("tr", {}, element("th", { scope: "row" }, head),
   ...cells.map((text) => element("td", { text: text ?? "" })));
 
 function drawTimes() {
@@ -96,13 +96,16 @@ function drawAccepted() {
     const sum = its.reduce((total, a) => total + a.value, 0);
     const by = depths.map((depth) =>
       its.find((a) => Number(a.labels.position) === depth - 1)?.value ?? 0);
-    return row(source, value ? `${(100 * sum / value).toFixed(0)} %` : "", ...by);
+    const name = element("span", { className: colorOf(source), text: source });
+    return row(name, value ? `${(100 * sum / value).toFixed(0)} %` : "", ...by);
   }));
 }
 
 const SVG = "http://www.w3.org/2000/svg";
 
-function curve(svg, points, mostX, mostY) {
+// A curve over axes that begin at 0; `words` is about the end of the vertical one.
+function curve(svg, points, [mostX, mostY], words) {
+  svg.previousElementSibling.textContent = words;
   const x = (value) => (100 * value / (mostX || 1)).toFixed(2);
   const y = (value) => (98 - 94 * value / (mostY || 1)).toFixed(2);
   const line = document.createElementNS(SVG, "polyline");
@@ -111,18 +114,19 @@ function curve(svg, points, mostX, mostY) {
   line.setAttribute("points", points.map(([a, b]) => `${x(a)},${y(b)}`).join(" "));
   const axis = document.createElementNS(SVG, "path");
   axis.setAttribute("class", "axis");
-  axis.setAttribute("d", "M0 98H100");
+  axis.setAttribute("d", "M0 4V98H100");
   svg.replaceChildren(axis, line);
 }
 
 function drawRate() {
   const name = "vllm:generation_tokens_total";
   const rates = looks.slice(1).map((look, i) => [
-    KEPT - looks.length + i + 1,
+    SHOWN - (looks.at(-1).at - look.at) / 1000,
     1000 * (valueOf(look, name) - valueOf(looks[i], name)) / (look.at - looks[i].at),
   ]);
-  const most = Math.max(0, ...rates.map(([, rate]) => rate));
-  curve(at("rate"), rates, KEPT - 1, most);
+  const shown = rates.filter(([second]) => second >= 0);
+  const most = Math.max(0, ...shown.map(([, rate]) => rate));
+  curve(at("rate"), shown, [SHOWN, most], `${most.toFixed(0)} tokens/s`);
   at("rate-words").textContent =
     `now ${(rates.at(-1)?.[1] ?? 0).toFixed(0)}, at most ${most.toFixed(0)} in two minutes`;
 }
@@ -135,7 +139,9 @@ function drawSpeculation({ costs, plan }) {
   if (last) {
     const shown = steps.filter((step) => step.rows <= last.rows);
     const stairs = shown.flatMap(({ rows, ms }, i) => [[i ? shown[i - 1].rows : 0, ms], [rows, ms]]);
-    curve(at("costs"), stairs, last.rows, Math.max(...shown.map((step) => step.ms)));
+    const mostY = Math.max(...shown.map((step) => step.ms));
+    curve(at("costs"), stairs, [last.rows, mostY], inMs(mostY));
+    at("most-rows").textContent = last.rows;
     const words = [`1 row ${inMs(steps[0].ms)}${steps[0].is_known ? "" : " (estimated)"}`];
     if (last.rows > 1) words.push(`${last.rows} rows ${inMs(last.ms)}`);
     words.push(`other load makes it ${target.slowdown.toFixed(2)} times as long`);

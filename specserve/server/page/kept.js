@@ -1,6 +1,26 @@
-// Conversations, kept in this browser: {id, messages: [{role, content}]}, the latest first.
+// What is kept in this browser: conversations, {id, at: ms, messages: [{role, content}]}, the latest
+// first; which one is open; and the settings.
 
-const PLACE = "specserve.conversations", MOST = 50;
+const PLACE = "specserve.conversations", OPEN = "specserve.open", MOST = 50;
+
+// What is kept at a place; null where there is nothing that can be read.
+export function take(place) {
+  try {
+    return JSON.parse(localStorage.getItem(place));
+  } catch {
+    return null;
+  }
+}
+
+// Whether the browser keeps it.
+export function put(place, value) {
+  try {
+    localStorage.setItem(place, JSON.stringify(value));
+    return true;
+  } catch {
+    return false;
+  }
+}
 
 const isMessage = (m) => typeof m?.role === "string" && typeof m.content === "string";
 const isOne = (kept) => typeof kept?.id === "string" && Array.isArray(kept.messages)
@@ -8,22 +28,13 @@ const isOne = (kept) => typeof kept?.id === "string" && Array.isArray(kept.messa
 
 // What is not of this form is of another version or another page, and is not shown.
 export function read() {
-  try {
-    const kept = JSON.parse(localStorage.getItem(PLACE));
-    return Array.isArray(kept) ? kept.filter(isOne) : [];
-  } catch {
-    return [];
-  }
+  const kept = take(PLACE);
+  return Array.isArray(kept) ? kept.filter(isOne) : [];
 }
 
 function write(kept) {
   for (; kept.length; kept.pop()) {
-    try {
-      localStorage.setItem(PLACE, JSON.stringify(kept));
-      return;
-    } catch {
-      // no room: without the oldest
-    }
+    if (put(PLACE, kept)) return; // else there is no room: without the oldest
   }
   try {
     localStorage.removeItem(PLACE);
@@ -32,7 +43,26 @@ function write(kept) {
   }
 }
 
-export const keep = (one) => write([one, ...read().filter((k) => k.id !== one.id)].slice(0, MOST));
+export function keep(one) {
+  one.at = Date.now();
+  write([one, ...read().filter((kept) => kept.id !== one.id)].slice(0, MOST));
+}
+
+export const setOpen = ({ id }) => put(OPEN, id);
+
+export function opened() {
+  const id = take(OPEN);
+  return read().find((kept) => kept.id === id) ?? fresh();
+}
+
 export const forget = (id) => write(read().filter((kept) => kept.id !== id));
 export const fresh = () => ({ id: crypto.getRandomValues(new Uint32Array(2)).join("-"), messages: [] });
 export const titleOf = ({ messages }) => messages.find((m) => m.role === "user")?.content ?? "empty";
+
+// When its last answer came; nothing where that is not known.
+export function timeOf({ at }) {
+  const then = new Date(at);
+  if (typeof at !== "number" || isNaN(then)) return "";
+  const isToday = then.toDateString() === new Date().toDateString();
+  return isToday ? then.toLocaleTimeString() : then.toLocaleString();
+}

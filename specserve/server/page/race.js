@@ -119,7 +119,7 @@ function verdict(lanes) {
   return `${same} "${name}" was ${ratio.toFixed(2)} times as fast.`;
 }
 
-export function openRace({ choose, sample, isChatting }) {
+export function openRace({ choose, clear, sample, isChatting }) {
   const lanes = [new Lane(0, choose), new Lane(1, choose)];
   at("lanes").append(...lanes.map((lane) => lane.box));
   at("race-prompt").value = sample;
@@ -141,6 +141,7 @@ export function openRace({ choose, sample, isChatting }) {
     at("race-go").hidden = true;
     at("race-stop").hidden = false;
     for (const lane of lanes) lane.clear();
+    clear();
     const say = (text) => (at("verdict").textContent = text);
     try {
       const asked = fields();

@@ -13,15 +13,23 @@ export function element(tag, { text, ...properties } = {}, ...children) {
   return made;
 }
 
-const NUM_COLORS = 6, NEAR = 120; // px
+const NAMED = ["ngram", "model", "grammar"], NUM_SPARE = 5, NEAR = 120; // px
 const named = (bits, sources) => sources.filter((_, i) => bits & (1 << i));
-const colorOf = (bits) => `source-${(31 - Math.clz32(bits & -bits)) % NUM_COLORS}`;
+
+// The color of a source, by its name alone: on every server and every page the same.
+export function colorOf(name) {
+  const place = NAMED.indexOf(name);
+  if (place >= 0) return `source-${place}`;
+  let hash = 0;
+  for (const char of name) hash = (31 * hash + char.codePointAt(0)) % 65521; // Adler-32's prime
+  return `source-${NAMED.length + hash % NUM_SPARE}`;
+}
 
 // Shows an answer's text in an element, adding to it as it grows.
 export class TextView {
   constructor(box, onChoose, floor = null) {
     Object.assign(this, { box, onChoose, floor, shown: 0, isAsked: false, answer: null });
-    box.addEventListener("click", (e) => this.choose(e.target.closest(".step")));
+    box.addEventListener("click", (e) => this.choose(e.target.closest(".step"), true));
     box.addEventListener("focusin", (e) => this.choose(e.target.closest(".step")));
     box.addEventListener("keydown", (e) => this.move(e));
   }
@@ -79,7 +87,7 @@ export class TextView {
       const text = answer.chars.slice(from, Math.min(to, end)).join("");
       const bits = step.sources[i];
       const names = named(bits, answer.sources);
-      const className = bits ? `guess ${colorOf(bits)}${names.length > 1 ? " several" : ""}` : "";
+      const className = names.length ? `guess ${colorOf(names[0])}${names.length > 1 ? " several" : ""}` : "";
       const title = names.length ? `guessed by ${names.join(" and ")}` : "not guessed";
       made.append(element("span", { className, title, text }));
       from = to;
@@ -87,17 +95,19 @@ export class TextView {
     return made;
   }
 
-  choose(step) {
+  // isOpened: by a click or Enter, not on the way of the focus.
+  choose(step, isOpened = false) {
     if (!step) return;
     for (const other of document.querySelectorAll(".step.chosen")) other.classList.remove("chosen");
     for (const other of this.box.querySelectorAll("[tabindex='0']")) other.tabIndex = -1;
     step.classList.add("chosen");
     step.tabIndex = 0;
-    this.onChoose(this.answer, Number(step.dataset.step));
+    this.onChoose(this.answer, Number(step.dataset.step), isOpened ? step : null);
   }
 
   move(event) {
     const here = event.target.closest(".step");
+    if (event.key === "Enter") this.choose(here, true);
     const to = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
     const next = here && to && here[to];
     if (!next?.classList.contains("step")) return;
@@ -107,8 +117,8 @@ export class TextView {
 }
 
 export function drawLegend(list, sources) {
-  const guessed = sources.map((name, i) =>
-    element("li", {}, element("span", { className: `source-${i % NUM_COLORS}`, text: name })));
+  const guessed = sources.map((name) =>
+    element("li", {}, element("span", { className: colorOf(name), text: name })));
   list.replaceChildren(
     ...guessed,
     ...(sources.length > 1
@@ -188,16 +198,16 @@ export async function drawTree(answer, number) {
   });
   texts.forEach((text, node) => {
     const x = lefts[places[node].depth] + 1, y = middle(node);
-    const isRight = right.has(node), bits = node && tree.sources[node - 1];
+    const isRight = right.has(node), names = node ? named(tree.sources[node - 1], answer.sources) : [];
     drawing.append(
       shape("rect", {
-        class: `node ${node && isRight ? colorOf(bits) : ""} ${isRight ? "right" : ""}`,
+        class: `node ${names.length && isRight ? colorOf(names[0]) : ""} ${isRight ? "right" : ""}`,
         x, y: y - 10, width: text.length * CHAR + 8, height: 20, rx: 4,
       }),
       shape("text", { x: x + 4, y: y + 4, class: isRight ? "right-text" : "wrong-text" }, text),
     );
     if (node) {
-      const title = `${named(bits, answer.sources).join(" and ")}: ${isRight ? "right" : "wrong"}`;
+      const title = `${names.join(" and ")}: ${isRight ? "right" : "wrong"}`;
       drawing.lastChild.append(shape("title", {}, title));
     }
   });
