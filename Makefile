@@ -15,7 +15,7 @@ SPECSERVE_TEST_MODELS ?= $(abspath ../shared/models)
 endif
 export SPECSERVE_TEST_MODELS
 
-.PHONY: setup test check equivalence lint serve generate bench gpu-check
+.PHONY: setup test check equivalence lint docs serve generate bench gpu-check
 
 setup: $(COMPILED)
 
@@ -48,6 +48,10 @@ lint: setup
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+
+# The pages of docs/ as a site, in build/site.
+docs: setup
+	$(PY) -m mkdocs build
 
 serve: setup
 	$(VENV)/bin/specserve serve

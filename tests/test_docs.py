@@ -3,6 +3,9 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
+import tomllib
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +22,18 @@ from specserve.server import body
 from specserve.server.body import fields
 from specserve.server.chat import ChatBody
 from specserve.server.completions import CompletionBody
-from specserve_bench import fairness, host, memory, perplexity, scale, steps, suite
+from specserve_bench import (
+    doctor,
+    fairness,
+    figures,
+    host,
+    memory,
+    perplexity,
+    reference,
+    scale,
+    steps,
+    suite,
+)
 from specserve_bench.peers import command as peers
 from specserve_bench.peers import table as peers_table
 from specserve_bench.report import markdown
@@ -29,16 +43,39 @@ from tests.checkpoints import tiny_checkpoint
 from tests.fake_llm import FakeLLM, FakeParams
 
 ROOT = Path(__file__).parents[1]
-PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md")}
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGES["README.md"], re.DOTALL)
-SHELL = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
-MANUAL = (ROOT / "docs/bench.md").read_text()
-BENCH = re.findall(r"^(specserve bench .*?)(?:  +#.*)?$", "\n".join([*SHELL, MANUAL]), re.MULTILINE)
-COMMANDS = [line for line in SHELL if line.startswith("specserve ") and line not in BENCH]
+PAGES = {
+    str(p.relative_to(ROOT)): p.read_text() for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+}
+BLOCKS = [
+    (name, kind, text)
+    for name, page in PAGES.items()
+    for kind, text in re.findall(r"^```(\w+)\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+]
+LINES = [
+    re.sub(r"  +#.*", "", line)
+    for _, kind, text in BLOCKS
+    if kind == "sh"
+    for line in text.replace("\\\n", "").splitlines()
+]
+MANUAL = PAGES["docs/bench.md"]
+BENCH = sorted({line for line in LINES if line.startswith("specserve bench ")})
+FIGURES = sorted({line for line in LINES if line.startswith("python -m specserve_bench.figures")})
+DOCTOR = sorted({line for line in LINES if line.startswith("specserve doctor ")})
+COMMANDS = sorted({line for line in LINES if line.startswith("specserve ")} - {*BENCH, *DOCTOR})
+ELSEWHERE = {  # beginnings of lines -> the tests that run them, or why none does
+    "curl ": "tests/server/test_readme.py",
+    "guidellm ": "tests/server/test_recipes.py",
+    "lm_eval ": "tests/server/test_recipes.py",
+    "vllm-router ": "tests/server/test_recipes.py",
+    "pip install 'specserve[gpu]'": "gigabytes; the extra's name is checked here",
+    "python3.11 -m venv ": "installs other engines for as long as they take to compile",
+    "vllm/bin/pip uninstall": "the same",
+}
 
 
 @pytest.mark.parametrize(
-    "target", sorted(set(re.findall(r"`?make (\w+)", "".join(PAGES.values()))))
+    "target",
+    sorted(set(re.findall(r"(?:`|^)make ([\w-]+)", "".join(PAGES.values()), re.MULTILINE))),
 )
 def test_every_make_target_that_is_named_exists(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -91,12 +128,13 @@ def test_every_bench_command_is_understood(command, folders, tmp_path, monkeypat
 
 def test_the_table_is_that_of_the_kept_results():
     kept = [read(ROOT / f"bench/results/{name}.json") for name in ("demo-cpu", "demo-0.6b-cpu")]
-    assert markdown(kept) in PAGES["README.md"]
+    assert markdown(kept) in MANUAL
 
 
 def test_the_table_of_other_engines_is_that_of_the_kept_result():
     kept = json.loads((ROOT / "bench/results/peers-cpu.json").read_text())
-    assert peers_table.table(kept) in PAGES["README.md"]
+    assert peers_table.table(kept) in PAGES["docs/comparison.md"]
+    assert peers_table.summary(kept) in PAGES["README.md"]
 
 
 @pytest.mark.parametrize("bits", ["w4", "w8"])
@@ -142,17 +180,66 @@ def test_the_manual_of_the_bench_names_every_workload_shape_and_command():
     }
 
 
-def test_the_python_example_runs(folders, capsys):
-    [code] = [text for kind, text in BLOCKS if kind == "python" and "from specserve" in text]
+def test_the_first_python_example_runs(folders, capsys):
+    code = next(text for name, kind, text in BLOCKS if name == "docs/python.md")
     for name, folder in folders.items():
         code = code.replace(name, folder)
-    exec(compile(code, "README.md", "exec"), {})
+    exec(compile(code, "docs/python.md", "exec"), {})
     assert capsys.readouterr().out
 
 
-def test_every_line_of_a_shell_block_is_covered_here():
-    elsewhere = "curl "  # tests/server/test_readme.py
-    assert [line for line in SHELL if not line.startswith(("make ", "specserve ", elsewhere))] == []
+def test_every_line_of_a_shell_block_is_run_somewhere():
+    known = ("make ", "specserve ", *FIGURES, *ELSEWHERE)
+    assert [line for line in LINES if not line.startswith(known)] == []
+
+
+@pytest.mark.parametrize("command", FIGURES)
+def test_every_command_for_figures_is_understood(command, capsys):
+    """They take minutes to hours; their parts and options are checked."""
+    part, *words = shlex.split(command)[3:]
+    assert part in {*figures.PARTS, *figures.LONG}
+    if part in figures.LONG:
+        with pytest.raises(SystemExit, match="0"):
+            figures.main([part, "--help"])
+        told = capsys.readouterr().out
+        assert [w for w in words if w.startswith("--") and w not in told] == []
+
+
+@pytest.mark.parametrize("command", DOCTOR)
+def test_every_line_with_doctor_is_understood(command, folders):
+    assert doctor.parser().parse_args(shlex.split(command)[2:]).model == "path/to/model"
+
+
+def test_extras_that_are_installed_by_name_exist():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = set(re.findall(r"pip install 'specserve\[(\w+)\]'", "".join(PAGES.values())))
+    assert named and named <= set(project["optional-dependencies"])
+
+
+PYTHON = [(name, text) for name, kind, text in BLOCKS if kind == "python"]
+PYTHON = [(name, text) for name, text in PYTHON if "from specserve import" in text]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, code", PYTHON, ids=lambda text: text[:20])
+def test_every_python_example_runs_as_a_script(name, code, tmp_path):
+    (tmp_path / "example.py").write_text(code)
+    command = [sys.executable, "example.py"]
+    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert told.returncode == 0, told.stderr
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_broken_link(tmp_path):
+    """mkdocs is strict: a link, an anchor or a page that is in no menu fails it."""
+    command = [sys.executable, "-m", "mkdocs", "build", "-q", "-d", tmp_path / "site"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    pages = [p for p in tmp_path.rglob("*.html") if p.name != "404.html"]
+    assert {p.name for p in pages} >= {"tour.html", "http.html", "settings.html"}
+    loads = r"<(?:script|link|img|iframe)[^>]+(?:src|href)=\"?(https?:[^\" >]+)"
+    outside = {m for p in pages for m in re.findall(loads, p.read_text())}
+    assert outside == set(), "nothing is loaded from elsewhere"
 
 
 def test_the_table_of_models_has_every_family_and_no_other():
@@ -160,10 +247,14 @@ def test_the_table_of_models_has_every_family_and_no_other():
     assert set(re.findall(r"^\| `(\w+ForCausalLM)` \|", text, re.MULTILINE)) == {*FAMILIES}
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.name)
-def test_links_of_the_documents_lead_somewhere(page):
+@pytest.mark.parametrize("name", PAGES)
+def test_links_of_the_documents_lead_somewhere(name):
+    page = ROOT / name
     for target, _, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(#?)([^)]*)\)", page.read_text()):
         there = (page.parent / target) if target else page
+        if target.startswith("reference/"):  # made with the site, which checks links to them
+            assert target in reference.PAGES
+            continue
         assert there.exists(), target
         if anchor:
             titles = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
@@ -184,7 +275,7 @@ def test_every_knob_says_what_it_is(key):
 
 
 def test_every_folder_that_is_named_exists():
-    folders = re.findall(r"`([\w/]+)/`", "".join(PAGES.values()))
+    folders = re.findall(r"`([\w/]+)/`", PAGES["README.md"] + PAGES["CONTRIBUTING.md"])
     assert folders
     assert not [f for f in folders if not (ROOT / f).is_dir()]
 

@@ -1,4 +1,4 @@
-"""What README and docs/server.md show of the server is run against one."""
+"""What README and docs/ show of the server is run against one."""
 
 import contextlib
 import io
@@ -16,11 +16,13 @@ from specserve.server.body import FRONTENDS, HARMLESS
 from specserve.server.pages import PARTS
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 MANUAL = (ROOT / "docs/server.md").read_text()
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
+TEXT = "\n".join(page.read_text() for page in PAGES)
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
 CURLS = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
-CURLS = [line for line in CURLS if line.startswith("curl ")]
+CURLS = sorted({line for line in CURLS if line.startswith("curl ")})
+EXAMPLES = [text for kind, text in BLOCKS if kind == "python" and "from openai" in text]
 HERE = "http://127.0.0.1:8000"
 
 
@@ -51,11 +53,11 @@ def test_a_start_names_all_sources(presets):
     assert presets["off"].said[1] == "drafter none, no guesses"
 
 
-def test_the_example_with_the_openai_client_prints_an_answer(server):
-    [code] = [text for kind, text in BLOCKS if kind == "python" and "openai" in text]
-    said = io.StringIO()
+@pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
+def test_every_example_with_the_openai_client_prints_an_answer(server, code):
+    said, code = io.StringIO(), code.replace(HERE, server.url).replace("specserve-demo", "tiny")
     with contextlib.redirect_stdout(said):
-        exec(compile(code.replace(HERE, server.url), "README.md", "exec"), {})
+        exec(compile(code, "an example", "exec"), {})
     assert said.getvalue()
 
 

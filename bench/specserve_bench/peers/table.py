@@ -12,6 +12,7 @@ from specserve_bench.peers.systems import SPECSERVE, UNQUANTIZED
 from specserve_bench.results import ratio
 from specserve_bench.steps import Cost, spread
 
+IS_RATE = {figure.name: figure.is_rate for figure in FIGURES}
 Costs = Mapping[str, Cost]  # of the step that a figure is the time of
 
 
@@ -133,6 +134,29 @@ def table(result: Mapping[str, Any]) -> str:
     lines.insert(1, "|" + " --- |" * len(rows[0]))
     told = errors(columns)
     return "\n".join([*lines, *([""] if told else []), *told])
+
+
+def summary(result: Mapping[str, Any]) -> str:
+    """Markdown: a row for each figure, a column for each system: medians, the best one bold; last
+    ours divided by the best peer's, and the extremes of that ratio in rounds.
+    """
+    columns = result["figures"]
+    systems = list(dict.fromkeys(name for column in columns for name in column["systems"]))
+    lines = ["| " + " | ".join(["", *systems, f"{SPECSERVE} / best peer"]) + " |"]
+    lines.append("| --- |" + " --- |" * (len(systems) + 1))
+    for column in columns:
+        if column["ratio"] is not None:
+            cells = column["systems"]
+            medians = {n: c["median"] for n, c in cells.items() if "median" in c}
+            best = (max if IS_RATE[column["figure"]] else min)(medians, key=medians.__getitem__)
+            told = {n: f"{value:.4g}" for n, value in medians.items()}
+            told[best] = f"**{told[best]}**"
+            of = column["ratio"]
+            shown = f"{medians[SPECSERVE] / medians[of['peer']]:.2f}"
+            shown += f" ({of['low']:.2f} to {of['high']:.2f}), {of['peer']}"
+            row = [heading(column), *(told.get(n, "none") for n in systems), shown]
+            lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
 
 
 def heading(column: Mapping[str, Any]) -> str:
