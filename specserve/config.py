@@ -217,6 +217,9 @@ class ServerConfig(Section, frozen=True):
         tuple[Name, ...],
         about('origins of web pages that may call, as in ["https://chat.example"]; ["*"]: all'),
     ] = ()
+    access_log: Annotated[
+        bool, about("whether each request that has ended is a line on stderr, without any text")
+    ] = True
     max_connections: Annotated[
         int, Meta(ge=1, le=1 << 20), about("connections at once, 1 to 1048576")
     ] = 2048

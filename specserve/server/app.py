@@ -1,11 +1,17 @@
-"""The ASGI application: the checks of origin and API key, and error responses."""
+"""The ASGI application: the access log, the checks of origin and API key, and error responses."""
 
+import atexit
 import hashlib
 import hmac
+import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
-from urllib.parse import urlsplit
+from queue import Full, Queue
+from threading import Thread
+from time import perf_counter, strftime
+from urllib.parse import quote, urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,15 +19,21 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.errors import SpecserveError
 from specserve.keys import read_keys
-from specserve.server.live_completion import set_tenant
-from specserve.server.pages import ROUTES
+from specserve.server.live_completion import ASKED, LiveCompletion, set_tenant
+from specserve.server.pages import PAGES, PARTS, ROUTES
 from specserve.server.refusal import Foreign, NoRoute, Unauthorized, cut, error_response
-from specserve.server.routes import OPEN, OPERATIONS
+from specserve.server.routes import LIVENESS, OPEN, OPERATIONS
 from specserve.server.service import Service
+
+PROBES = "/health", "/health/ready", LIVENESS, "/ping"
+POLLED = frozenset([*PROBES, "/metrics", "/v1/speculation", *PAGES, *PARTS])
+LONGEST_PATH = 200  # characters of it in the log
+MOST_LINES = 1000  # of the log that may wait to be written
+FLUSH_SECONDS = 1.0
 
 
 def make_app(service: Service) -> Starlette:
@@ -43,6 +55,8 @@ def make_app(service: Service) -> Starlette:
 def guards(service: Service) -> Iterable[Middleware]:
     """Middleware, outermost first: CORS before keys, as preflight requests carry no key."""
     limits = service.limits
+    if limits.access_log:
+        yield Middleware(AccessLog)
     yield Middleware(OriginGuard, origins=limits.cors_origins, host=limits.host)
     if limits.cors_origins:
         yield Middleware(
@@ -53,6 +67,62 @@ def guards(service: Service) -> Iterable[Middleware]:
         )
     if limits.api_key_file is not None:
         yield Middleware(KeyGuard, keys=read_keys(Path(limits.api_key_file)))
+
+
+class AccessLog:
+    """Writes a line to stderr when a request has ended; for what is polled, only if it failed.
+
+    A thread writes, as whoever reads stderr may be slow: lines beyond `MOST_LINES` are dropped.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app, self.num_dropped = app, 0
+        self.lines: Queue[str | None] = Queue(MOST_LINES)
+        self.writer = Thread(target=self.write, name="access-log", daemon=True)
+        self.writer.start()
+        atexit.register(self.close)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun, status = perf_counter(), 500  # of an error that is answered outside of this
+        asked: list[LiveCompletion] = []
+
+        async def send_noted(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        scope[ASKED] = asked
+        try:
+            await self.app(scope, receive, send_noted)
+        finally:
+            if scope["path"] not in POLLED or status not in (200, 304):
+                self.put(line(scope, status, perf_counter() - begun, asked))
+            asked.clear()  # the connection keeps the scope until its next request
+
+    def put(self, text: str | None) -> None:
+        try:
+            self.lines.put_nowait(text)
+        except Full:
+            self.num_dropped += 1
+
+    def write(self) -> None:
+        while (text := self.lines.get()) is not None:
+            dropped, self.num_dropped = self.num_dropped, 0
+            if dropped:
+                text = f"{dropped} lines dropped, as stderr is read too slowly\n{text}"
+            with suppress(OSError, ValueError):
+                print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        self.put(None)
+        self.writer.join(FLUSH_SECONDS)
+
+
+def line(scope: Scope, status: int, seconds: float, asked: Iterable[LiveCompletion]) -> str:
+    """No query, which may hold a secret; quoted, as a path may hold what moves the cursor."""
+    request = f"{scope['method']} {quote(scope['path'][:LONGEST_PATH], safe='/:')} {status}"
+    words = [f"{strftime('%F %T')} {request} {1e3 * seconds:.0f} ms", *(c.words for c in asked)]
+    return ", ".join(words)
 
 
 class OriginGuard:

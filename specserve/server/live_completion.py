@@ -19,12 +19,13 @@ from specserve.exchange.step_output import StepDetails, StepOutput
 from specserve.generation import Generation, proposing, sums_of
 from specserve.server.metrics import Metrics
 
-TENANT = "specserve.tenant"  # a key of the ASGI scope
+TENANT, ASKED = "specserve.tenant", "specserve.asked"  # keys of the ASGI scope
 
 
 class Arrival(NamedTuple):
     at: float  # seconds, perf_counter
     tenant: int = 0  # index of the API key in the key file; 0 without keys
+    asked: "list[LiveCompletion] | None" = None  # what is asked for is noted here, for the log
 
 
 def set_tenant(scope: Scope, tenant: int) -> None:
@@ -33,7 +34,7 @@ def set_tenant(scope: Scope, tenant: int) -> None:
 
 def arrival(request: Request) -> Arrival:
     """The arrival of a request that has just been received."""
-    return Arrival(perf_counter(), request.scope.get(TENANT, 0))
+    return Arrival(perf_counter(), request.scope.get(TENANT, 0), request.scope.get(ASKED))
 
 
 class ChoiceDelta(NamedTuple):
@@ -65,6 +66,8 @@ class LiveCompletion:
         self.has_left = False  # the client has disconnected
         self.waiter: asyncio.Future[None] | None = None
         live.add(self)  # until it is released
+        if arrived.asked is not None:
+            arrived.asked.append(self)
 
     def ask(
         self,
@@ -121,9 +124,12 @@ class LiveCompletion:
         self.live.discard(self)
         for generation in self.generations:
             self.engine.finish(generation.id)
-            broken_off = "error" if self.error is not None else "abort"
-            reason = generation.finish_reason or broken_off
-            self.metrics.on_end(generation, reason, generation in self.firsts)
+            self.metrics.on_end(generation, self.reason(generation), generation in self.firsts)
+
+    def reason(self, generation: Generation) -> str:
+        """Why a choice has ended."""
+        broken_off = "error" if self.error is not None else "abort"
+        return generation.finish_reason or broken_off
 
     def wake(self) -> None:
         if self.waiter is not None and not self.waiter.done():
@@ -137,6 +143,16 @@ class LiveCompletion:
         deltas = list(self.deltas)
         self.deltas.clear()
         return deltas
+
+    @property
+    def words(self) -> str:
+        """For the log, once it is released: tokens, milliseconds to the first, and the end."""
+        counts, firsts = self.usage(), [g.first_token_at for g in self.generations]
+        first = min(filter(None, firsts), default=None)
+        ttft = [] if first is None else [f"TTFT {1e3 * (first - self.arrived.at):.0f} ms"]
+        ends = dict.fromkeys(map(self.reason, self.generations))
+        tokens = f"{counts['prompt_tokens']} prompt tokens, {counts['completion_tokens']} completed"
+        return ", ".join([tokens, *ttft, "client left" if self.has_left else "/".join(ends)])
 
     def usage(self) -> dict[str, Any]:
         """A prompt counts once, however many choices it has."""

@@ -24,6 +24,7 @@ class ServerProcess:
 
     def __init__(self, model, *args, env=None, stderr=subprocess.PIPE, **settings):
         sets = [f"--set={key}={value}" for key, value in (SETTINGS | settings).items()]
+        sets.insert(0, "--set=server.access_log=false")  # most tests read no stderr: it would fill
         named = [] if model is None else [str(model)]
         command = [sys.executable, "-m", "specserve", "serve", *named, "--port=0"]
         self.process = subprocess.Popen(

@@ -1,0 +1,142 @@
+"""The lines on stderr of requests that have ended."""
+
+import re
+import sys
+import threading
+
+import pytest
+
+from specserve.server import app
+from tests.server.asking import CHAT, COMPLETIONS, begun, chat_body, is_running, saying, streaming
+from tests.server.server_process import ServerProcess, eventually
+
+TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", re.M)
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    return tmp_path_factory.mktemp("log") / "stderr"
+
+
+@pytest.fixture(scope="module")
+def server(paced, log):
+    with log.open("w") as stderr, paced(stderr=stderr, **{"server.access_log": "true"}) as server:
+        yield server
+
+
+@pytest.fixture
+def lines(server, log):
+    """Waits for a line more of the log; its lines since the test began, without their times."""
+    begin = log.stat().st_size
+
+    def read():
+        said = log.read_bytes()[begin:].decode().splitlines()
+        return [re.sub(r"\d+ ms", "N ms", TIME.sub("", line)) for line in said if TIME.match(line)]
+
+    def wait(number=1):
+        eventually(lambda: len(read()) >= number)
+        return read()
+
+    return wait
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_is_one_line(server, lines, stream):
+    body = saying(4, num_prompt=3, n=2)
+    if stream:
+        server.stream(COMPLETIONS, body)
+    else:
+        server.post(COMPLETIONS, body)
+    words = "3 prompt tokens, 8 completed, TTFT N ms, length"
+    assert lines() == [f"POST {COMPLETIONS} 200 N ms, {words}"]
+
+
+def test_a_text_that_stops_says_so(server, lines):
+    text = server.post(COMPLETIONS, saying(8, temperature=0)).body["choices"][0]["text"]
+    server.post(COMPLETIONS, saying(8, temperature=0, stop=[text[-1]]))
+    assert [line.rpartition(", ")[2] for line in lines(2)] == ["length", "stop"]
+
+
+def test_a_client_that_left_is_told_of(server, lines):
+    with streaming(server, saying(500, ms=20)):
+        pass
+    [line] = lines()
+    assert line.startswith(f"POST {COMPLETIONS} 200 N ms, 1 prompt tokens, ")
+    assert line.endswith(" completed, TTFT N ms, client left")
+    with begun(server, saying(500, ms=20)):
+        eventually(lambda: is_running(server))
+    assert lines(2)[1].startswith(f"POST {COMPLETIONS} 499 N ms, ")
+
+
+def test_what_is_polled_is_a_line_only_where_it_failed(server, lines):
+    polled = "/health", "/health/live", "/ping", "/metrics", "/v1/speculation", "/", "/dashboard"
+    for path in polled:
+        assert server.get(path).status == 200
+    server.post("/metrics", {})
+    server.get("/v1/models")
+    assert lines(2) == ["POST /metrics 405 N ms", "GET /v1/models 200 N ms"]
+
+
+def test_no_text_key_or_query_is_written(server, lines, log):
+    server.get("/v1/models?key=SECRET", headers={"Authorization": "Bearer SECRET"})
+    server.post(CHAT, chat_body(messages=[{"role": "user", "content": "SECRET"}]))
+    lines(2)
+    assert "SECRET" not in log.read_text()
+
+
+def test_a_path_cannot_move_the_cursor_or_forge_a_line(server, lines):
+    server.get("/%1b[2J%0a2026-01-01%E2%80%AE")
+    server.get("/" + 300 * "a")
+    forged, long = lines(2)
+    assert forged == "GET /%1B%5B2J%0A2026-01-01%E2%80%AE 404 N ms"
+    assert long == f"GET /{199 * 'a'} 404 N ms"
+
+
+def test_the_last_lines_are_written_before_the_server_has_ended(folder, tmp_path):
+    file = tmp_path / "stderr"
+    settings = {"server.access_log": "true"}
+    with file.open("w") as stderr, ServerProcess(folder, stderr=stderr, **settings) as server:
+        for _ in range(50):
+            server.get("/version")
+        server.signal()
+        assert server.exit_code() == 0
+    assert file.read_text().count("GET /version 200 ") == 50
+
+
+def test_without_the_setting_there_is_none(folder, tmp_path):
+    file, settings = tmp_path / "stderr", {"server.access_log": "false"}
+    with file.open("w") as stderr, ServerProcess(folder, stderr=stderr, **settings) as server:
+        server.get("/version")
+        server.signal()
+        server.exit_code()
+    assert not TIME.search(file.read_text())
+
+
+def test_a_log_that_nobody_reads_keeps_no_request_waiting(monkeypatch):
+    """Lines beyond those that may wait are dropped, and their number is told."""
+    may_write, said = threading.Event(), []
+
+    class Stuck:
+        def write(self, text):
+            may_write.wait()
+            said.append(text)
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr(sys, "stderr", Stuck())
+    monkeypatch.setattr(app, "MOST_LINES", 2)
+    log = app.AccessLog(None)
+    log.put("first")
+    eventually(log.lines.empty)  # it is being written
+    for number in range(5):
+        log.put(f"line {number}")
+    may_write.set()
+    eventually(log.lines.empty)
+    log.close()
+    assert "".join(said).splitlines() == [
+        "first",
+        "3 lines dropped, as stderr is read too slowly",
+        "line 0",
+        "line 1",
+    ]
