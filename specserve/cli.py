@@ -138,7 +138,7 @@ def add_chat(p: argparse.ArgumentParser) -> None:
     add_drafting(p)
     p.add_argument("--system", metavar="TEXT", help="the system message")
     p.add_argument(
-        "--show-guesses", action="store_true", help="color each token by who had guessed it"
+        "--show-guesses", action="store_true", help="show each token by who had guessed it"
     )
     add_sampling(p)
     add_settings(p)

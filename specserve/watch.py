@@ -1,5 +1,10 @@
-"""Whose guesses a text was made of, at a terminal: colored tokens, and the tree of each step."""
+"""Whose guesses a text was made of: colored tokens, and the tree of each step.
 
+Colors are for a terminal, and not where NO_COLOR is set: accepted guesses are then in brackets.
+"""
+
+import os
+import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -30,9 +35,17 @@ def harmless(text: str) -> str:
     return text.translate(HARMLESS)
 
 
+def has_colors() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
 def styled(text: str, *codes: str) -> str:
-    """The text with ANSI codes around it, on each of its lines."""
+    """The text with ANSI codes around it, on each of its lines. Without colors the text in brackets
+    if a source guessed it, else as it is.
+    """
     codes = tuple(filter(None, codes))
+    if not has_colors():
+        return f"[{text}]" if text and not {*COLORS}.isdisjoint(codes) else text
     if not codes:
         return text
     lines = (f"\x1b[{';'.join(codes)}m{line}\x1b[0m" if line else "" for line in text.split("\n"))
@@ -50,6 +63,9 @@ def style(bits: int) -> tuple[str, ...]:
 
 
 def legend(sources: Sequence[str]) -> str:
+    if not has_colors():
+        names = [harmless(name) for name in sources]
+        return f"[accepted guesses] of {', '.join(names)}; a terminal shows by colors whose"
     names = [styled(harmless(name), *style(1 << i)) for i, name in enumerate(sources)]
     return f"guessed by {', '.join(names)}; by the model alone without a color"
 
@@ -101,7 +117,8 @@ def tree_lines(step: StepDetails, text_of: Callable[[int], str]) -> list[str]:
         text = text_of(tree.tokens[node - 1]).translate(VISIBLE)
         text = (text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…") or "∅"
         codes = (BOLD, *style(tree.sources[node - 1])) if node in right else (DIM,)
-        return styled(text, *codes), len(text)
+        shown = styled(text, *codes)
+        return shown, len(text) if has_colors() else len(shown)
 
     def draw(node: int) -> list[str]:
         shown, width = label(node)

@@ -197,7 +197,7 @@ def test_guesses_are_shown_where_that_is_asked_for(talk):
     answer = HEAD + event({"choices": [choice]}) + chunk(None, "stop") + DONE
     with Wire(answer, answer) as wire:
         code, out, err = talk(["Hello", "Next"], "--url", wire.url, "--show-guesses")
-    assert (code, out) == (0, 2 * "\x1b[32mHi\x1b[0m..\n")
+    assert (code, out) == (0, 2 * "[Hi]..\n")
     assert wire.asked[0]["return_speculation_details"] is True
     assert wire.asked[1]["messages"][1]["content"] == "Hi.."
     assert "nobody makes guesses" in err  # as this server tells of none

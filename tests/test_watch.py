@@ -1,16 +1,22 @@
 """What terminals show of guesses: colored text, and trees."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
-from specserve import LLM, SamplingParams, cli
+from specserve import LLM, SamplingParams, cli, watch
 from specserve.exchange.step_output import StepDetails, Tree
 from specserve.watch import Colored, harmless, legend, step_words, tree_lines
 
 NO_TREE = Tree([], [], [], [])
 COLOR = {1: "32", 2: "34", 3: "32;4"}
 ANSI = re.compile(r"\x1b\[[\d;]*m")
+
+
+@pytest.fixture
+def colors(monkeypatch):
+    monkeypatch.setattr(watch, "has_colors", lambda: True)
 
 
 def step(tokens, ends, sources, tree=NO_TREE):
@@ -21,7 +27,7 @@ def painted(text, bits):
     return f"\x1b[{COLOR[bits]}m{text}\x1b[0m"
 
 
-def test_a_token_has_the_color_of_who_guessed_it():
+def test_a_token_has_the_color_of_who_guessed_it(colors):
     colored = Colored()
     colored.told([step([1, 2, 3], [3, 5, 9], [1, 3, 0])])
     assert colored.shown("thecat a") == painted("the", 1) + painted("ca", 3)
@@ -30,7 +36,7 @@ def test_a_token_has_the_color_of_who_guessed_it():
     assert colored.shown("d\nx") == painted("d", 2) + "\n" + painted("x", 2)
 
 
-def test_text_of_no_told_token_is_plain_and_nothing_is_lost():
+def test_text_of_no_told_token_is_plain_and_nothing_is_lost(colors):
     colored = Colored()
     assert colored.shown("as it comes") == "as it comes"
     colored.told([step([1, 2], [14, 14], [1, 2])])  # the second has no text of its own
@@ -44,7 +50,7 @@ TREE = Tree([318, 11, 262, 9], [0, 0, 1, 1], [3, 1, 2, 2], [1, 3])
 TEXTS = {318: " is", 11: ",", 262: " a long token of many letters", 9: "\n"}
 
 
-def test_a_tree_has_a_line_for_each_of_its_leaves():
+def test_a_tree_has_a_line_for_each_of_its_leaves(colors):
     lines = tree_lines(step([318, 262, 5], [1, 2, 3], [3, 2, 0], TREE), TEXTS.__getitem__)
     assert [ANSI.sub("", line) for line in lines] == [
         "● ─┬─ ␣is ─┬─ ␣a␣long␣token␣of␣…",
@@ -55,7 +61,7 @@ def test_a_tree_has_a_line_for_each_of_its_leaves():
     assert "\x1b[2m↵\x1b[0m" in lines[1] and "\x1b[2m,\x1b[0m" in lines[2]
 
 
-def test_no_text_moves_the_cursor_or_hides_a_token():
+def test_no_text_moves_the_cursor_or_hides_a_token(colors):
     tree = Tree([1, 2, 3, 4], [0, 1, 2, 3], [1, 1, 1, 1], [])
     texts = {1: "\x1b[2J", 2: "", 3: "\r\t", 4: "\x9b\x07\u202e"}
     [line] = tree_lines(step([9], [1], [0], tree), texts.__getitem__)
@@ -64,17 +70,46 @@ def test_no_text_moves_the_cursor_or_hides_a_token():
     assert ANSI.sub("", legend(["\x1b[2J"])).startswith("guessed by �[2J")
 
 
-def test_words_and_legend():
+def test_words_and_legend(colors):
     assert step_words(7, step([318, 262, 5], [1, 2, 3], [3, 2, 0], TREE)) == (
         "step 7: 4 guesses, 2 right, 3 new tokens"
     )
     assert ANSI.sub("", legend(["ngram", "model"])).startswith("guessed by ngram, model;")
 
 
+@pytest.mark.parametrize(
+    ("is_terminal", "no_color", "has"),
+    [(True, None, True), (True, "", True), (True, "1", False), (False, None, False)],
+)
+def test_colors_are_for_a_terminal_whose_user_has_nothing_against_them(
+    monkeypatch, is_terminal, no_color, has
+):
+    monkeypatch.setattr(watch.sys, "stdout", SimpleNamespace(isatty=lambda: is_terminal))
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color is not None:
+        monkeypatch.setenv("NO_COLOR", no_color)
+    assert watch.has_colors() is has
+
+
+def test_without_colors_accepted_guesses_are_in_brackets():
+    colored = Colored()
+    colored.told([step([1, 2, 3], [3, 5, 9], [1, 3, 0])])
+    assert colored.shown("thecat an") == "[the][ca]t an"
+    lines = tree_lines(step([318, 262, 5], [1, 2, 3], [3, 2, 0], TREE), TEXTS.__getitem__)
+    assert lines == [
+        "● ─┬─ [␣is] ─┬─ [␣a␣long␣token␣of␣…]",
+        "   │         └─ ↵",
+        "   └─ ,",
+    ]
+    assert legend(["ngram", "model"]) == (
+        "[accepted guesses] of ngram, model; a terminal shows by colors whose"
+    )
+
+
 PROMPT = "def f(a, b):\n    return a + b\n\ndef f(a, b):\n    return a"
 
 
-def test_the_command_draws_every_step_and_the_whole_text(capsys):
+def test_the_command_draws_every_step_and_the_whole_text(colors, capsys):
     flags = ["--temperature=0", "--max-tokens=24", "--set=memory.kv_bytes=67108864"]
     assert cli.main(["generate", PROMPT, "--drafter=ngram", "--watch", *flags]) == 0
     out, err = capsys.readouterr()
