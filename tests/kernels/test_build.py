@@ -123,7 +123,7 @@ def test_kernels_are_compiled_once(compiled, caplog):
         build.kernels.cache_clear()
         assert build.library().specserve_sample
     assert compiled == [levels.native_flags()]
-    assert caplog.messages == ["compiling the C++ kernels (about 15 s)"]
+    assert caplog.messages == ["compiling the C++ kernels for this CPU, once: about 15 s"]
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def compiled_in(folder: Path, flags: tuple[str, ...], is_good: Callable[[Path], 
         return path
     with locked(folder):
         if not is_good(path):  # it is, if this process has waited for one that compiled it
-            log.warning("compiling the C++ kernels (about 15 s)")
+            log.warning("compiling the C++ kernels for this CPU, once: about 15 s")
             keep(path, flags, is_good)
             remove_unused(folder)
     return path
