@@ -1,0 +1,116 @@
+"""The tour of a token: its record, its pictures, and the numbers that the page shows."""
+
+import json
+import re
+import time
+from itertools import accumulate
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from specserve import LLM
+from specserve.engine.runner import Runner
+from specserve_bench import tour, tour_pictures
+from tests.checkpoints import tiny_checkpoint
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/tour.md").read_text()
+KEPT = msgspec.json.decode((ROOT / "bench/results/tour.json").read_bytes(), type=tour.Tour)
+CODE = r"```.*?```|`[^`]*`|\]\([^)]*\)"
+
+
+def test_the_page_shows_the_numbers_of_the_record():
+    prose = re.sub(CODE, "", PAGE, flags=re.DOTALL).replace("Qwen3-0.6B", "")
+    assert re.findall(r"\*\*([\d.]+)\*\*", prose) == tour.numbers(KEPT)
+    assert not re.search(r"\d", re.sub(r"\*\*[\d.]+\*\*", "", prose)), "a number is not in bold"
+
+
+def test_the_page_shows_the_request_and_the_answer_of_the_record():
+    step = KEPT.guessed.steps[KEPT.shown]
+    assert json.loads(re.search(r"```json\n(.*?)```", PAGE, re.DOTALL)[1]) == KEPT.body
+    assert f"```text\n{KEPT.guessed.text}\n```" in PAGE
+    assert f'"content": {json.dumps(step.text)}' in PAGE
+    wrong = next(n for k, n in enumerate(step.nodes, 1) if k not in step.accepted)
+    said = next(
+        step.nodes[k - 1] for k in step.accepted if step.nodes[k - 1].parent == wrong.parent
+    )
+    assert f"was `{wrong.text}`; the target said `{said.text}`" in PAGE
+    assert f"first token of the answer, `{KEPT.guessed.steps[0].text}`" in PAGE
+    assert f"The bonus token was `{step.texts[-1]}`" in PAGE
+    assert KEPT.shown == len(KEPT.guessed.steps) - 1, "the page says that its token ends the answer"
+
+
+def texts(svg: Path) -> list[str]:
+    return re.findall(r"<text[^>]*>(.*?)</text>", svg.read_text())
+
+
+def test_the_kept_pictures_are_drawn_from_the_record(tmp_path):
+    for drawn in tour_pictures.draw(KEPT, tmp_path):
+        kept = ROOT / "docs/pictures" / drawn.name
+        assert len(texts(kept)) > 5 and texts(drawn) == texts(kept)
+        assert kept.stat().st_size < 60_000
+        assert kept.name == "architecture.svg" or f"](pictures/{kept.name})" in PAGE
+
+
+def check(made: tour.Tour) -> None:
+    """Every step's walk gives its tokens, and all of them the text."""
+    assert made.sampled[0] == made.sampled[1]
+    assert made.plain.token_ids == made.guessed.token_ids
+    for run in (made.guessed, made.plain):
+        assert [t for step in run.steps for t in step.tokens] == run.token_ids
+        assert "".join(step.text for step in run.steps) == run.text
+    for step in made.guessed.steps:
+        at = 0
+        for node, token in zip(step.accepted, step.tokens, strict=False):
+            guess = step.nodes[node - 1]
+            assert (guess.parent, guess.token) == (at, token)
+            at = node
+        wanted = step.tokens[len(step.accepted)]
+        assert all(n.token != wanted for n in step.nodes if n.parent == at)
+        if step.plan is not None:
+            size = len(step.nodes)
+            assert sorted((n.p for n in step.nodes), reverse=True) == step.candidates[:size]
+            expected = [*accumulate(step.candidates, initial=1.0)][size]
+            assert step.plan.tokens == pytest.approx(expected, abs=0.01)
+    shared = len(made.prompt) // made.block_size * made.block_size
+    assert 0 < made.num_cached <= shared and made.num_cached % made.block_size == 0
+
+
+def test_the_kept_record_is_consistent():
+    check(KEPT)
+    step = KEPT.guessed.steps[KEPT.shown]
+    assert tour.rates(step)[len(step.nodes)] == max(tour.rates(step)) > tour.rates(step)[-1]
+    assert step.plan.seconds == pytest.approx(
+        (step.draft_ms + tour.cost(step, step.plan.rows)) / 1e3, rel=0.01
+    )
+
+
+@pytest.fixture
+def slow_target(monkeypatch):
+    """Passes of the target so long that guesses are worth their time."""
+    launch = Runner.launch
+
+    def slow(self, step):
+        time.sleep(0.005)
+        return launch(self, step)
+
+    monkeypatch.setattr(Runner, "launch", slow)
+
+
+def test_a_run_on_a_tiny_model_is_recorded_and_drawn(slow_target, tmp_path):
+    model = tiny_checkpoint(tmp_path / "model")
+    with LLM(model, model, progress=False, set={"memory.kv_bytes": 1 << 22}) as llm:
+        made = tour.record(llm, ["the cat sat on the mat", "the cat"], ["a mat"], max_tokens=24)
+    check(made)
+    assert made.guessed.steps[made.shown].accepted
+    again = msgspec.json.decode(msgspec.json.encode(made), type=tour.Tour)
+    assert again == made and len(tour.numbers(made)) == len(tour.numbers(KEPT))
+    tour_pictures.draw(made, tmp_path / "pictures")
+    shown = tmp_path / "pictures/tour-tree.svg"
+    assert any("bonus" in text for text in texts(shown))
+
+
+def test_the_mask_hides_siblings_and_shows_ancestors():
+    nodes = [tour.Node(5, "a", 0, 1, 0.9), tour.Node(6, "b", 1, 1, 0.5), tour.Node(7, "c", 1, 2, 0)]
+    assert tour_pictures.seen(nodes) == [{0}, {0, 1}, {0, 1, 2}, {0, 1, 3}]
