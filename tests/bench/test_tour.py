@@ -12,6 +12,7 @@ import pytest
 from specserve import LLM
 from specserve.engine.runner import Runner
 from specserve_bench import tour, tour_pictures
+from specserve_drafters import Draft
 from tests.checkpoints import tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -111,6 +112,7 @@ def test_a_run_on_a_tiny_model_is_recorded_and_drawn(slow_target, tmp_path):
     assert any("bonus" in text for text in texts(shown))
 
 
-def test_the_mask_hides_siblings_and_shows_ancestors():
-    nodes = [tour.Node(5, "a", 0, 1, 0.9), tour.Node(6, "b", 1, 1, 0.5), tour.Node(7, "c", 1, 2, 0)]
-    assert tour_pictures.seen(nodes) == [{0}, {0, 1}, {0, 1, 2}, {0, 1, 3}]
+def test_the_mask_that_is_drawn_is_that_of_the_pass():
+    nodes = KEPT.guessed.steps[KEPT.shown].nodes
+    masks = Draft([n.token for n in nodes], [n.parent for n in nodes]).masks()
+    assert [sum(1 << n for n in seen) for seen in tour_pictures.seen(nodes)] == masks
