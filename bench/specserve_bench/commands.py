@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,6 +21,7 @@ from specserve_bench.report import markdown, report
 from specserve_bench.results import Goals, Load, Result
 from specserve_bench.workloads import WORKLOADS, Workload, workload
 
+T = TypeVar("T")
 NODES = (4, 8, 16)
 TRIED = ("questions", "completion")
 CONCURRENCIES = (1, 2, 4, 8)
@@ -141,7 +142,7 @@ def add_subject(p: argparse.ArgumentParser) -> None:
 def add_workloads(p: argparse.ArgumentParser, usual: Sequence[str]) -> None:
     p.add_argument(
         "--workloads",
-        type=words,
+        type=names,
         default=usual,
         metavar="W,...",
         help=f"of {', '.join(WORKLOADS)}; default: {','.join(usual)}",
@@ -210,10 +211,9 @@ def compare(args: argparse.Namespace) -> int:
     if len(args.subjects) < 2:
         raise ConfigError(f"compare {args.subjects[0]}: name another one to hold it against")
     loader, key = suite.Loader(is_warm=args.warm), key_of(args)
+    configs = {name: load_config(Path(name)) for name in args.subjects if not is_url(name)}
     chosen = [
-        suite.hosted(label, name, key, None)
-        if is_url(name)
-        else loader.load(label, load_config(Path(name)))
+        suite.hosted(label, name, key, None) if is_url(name) else loader.load(label, configs[name])
         for label, name in zip(distinct(args.subjects), args.subjects, strict=True)
     ]
     loads = [Load(concurrency=n) for n in args.concurrency]
@@ -358,12 +358,24 @@ def words(text: str) -> tuple[str, ...]:
     return parts
 
 
+def names(text: str) -> tuple[str, ...]:
+    return once(words(text))
+
+
 def numbers(text: str) -> tuple[float, ...]:
-    return tuple(map(above_0, words(text)))
+    return once(tuple(map(above_0, words(text))))
 
 
 def whole(text: str) -> tuple[int, ...]:
-    return tuple(map(at_least_1, words(text)))
+    return once(tuple(map(at_least_1, words(text))))
+
+
+def once(values: tuple[T, ...]) -> tuple[T, ...]:
+    """A value that is given twice would be measured once: it is refused."""
+    for value in values:
+        if values.count(value) > 1:
+            raise argparse.ArgumentTypeError(f"names {value} more than once; name it once")
+    return values
 
 
 def at_least_1(text: str) -> int:

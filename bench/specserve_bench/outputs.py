@@ -21,6 +21,8 @@ def check_file(flag: str, file: Path) -> None:
 def check_folder(flag: str, folder: Path) -> None:
     """Make the folder, if need be; ConfigError unless files can be written there."""
     check_parent(flag, folder)
+    if folder.is_file():
+        raise ConfigError(f"{flag} {folder}: is a file; name a folder")
     try:
         folder.mkdir(exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

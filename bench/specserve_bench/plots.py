@@ -1,11 +1,11 @@
 """PNG plots of Results, from the JSON alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specserve.errors import ConfigError
-from specserve_bench.report import Line, grouped, mean, scaled_words
+from specserve_bench.report import Line, grouped, mean, on_machine, scaled_words
 from specserve_bench.results import Load, Result, Run
 
 try:
@@ -15,6 +15,32 @@ except ImportError as e:
     raise ConfigError("plots need matplotlib: pip install 'specserve[bench]'") from e
 
 SIZE = (6.0, 3.6)  # inches
+MAX_NAME = 20  # characters of a name beside an axis
+# Okabe and Ito's, which color-blind people can tell apart.
+COLORS = ["#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#F0E442"]
+# One more than colors, so that 72 subjects have pairs of their own.
+MARKERS = "o", "s", "^", "D", "v", "P", "X", "<", ">"
+HATCHES = "", "//", "\\\\", "xx", "..", "--", "++", "oo", "||"
+
+
+class Style(NamedTuple):
+    color: str
+    marker: str
+    hatch: str
+
+    @property
+    def of_line(self) -> dict[str, Any]:
+        edge = {"markeredgecolor": "black", "markeredgewidth": 0.5}
+        return {"color": self.color, "marker": self.marker, "markersize": 5, **edge}
+
+
+def styles(results: Sequence[Result]) -> dict[str, Style]:
+    """By label: a subject's place among all decides, so it looks the same in every plot."""
+    labels = dict.fromkeys(label for result in results for label in result.subjects)
+    return {
+        label: Style(*(kinds[n % len(kinds)] for kinds in (COLORS, MARKERS, HATCHES)))
+        for n, label in enumerate(labels)
+    }
 
 
 def draw(results: Sequence[Result], folder: Path, names: Sequence[str] = ()) -> list[Path]:
@@ -25,7 +51,7 @@ def draw(results: Sequence[Result], folder: Path, names: Sequence[str] = ()) -> 
         figure = PLOTS[name](results)
         if figure is not None:
             files.append(folder / f"{name}.png")
-            figure.savefig(files[-1], dpi=100)
+            figure.savefig(files[-1], dpi=150)
     return files
 
 
@@ -39,10 +65,10 @@ def panels(count: int) -> tuple[Figure, list[Any]]:
     return figure, axes[:count]
 
 
-def title_of(result: Result, *parts: str) -> str:
+def title_of(results: Sequence[Result], result: Result, *parts: str) -> str:
     subject = next(iter(result.subjects.values()))
     scaled = f" (demo, {words})" if (words := scaled_words(result)) else ""
-    return ", ".join([f"{subject.model}{scaled}", *parts])
+    return f"{subject.model}{scaled}{on_machine(result, results)}\n{', '.join(parts)}"
 
 
 def latency_cdf(results: Sequence[Result]) -> Figure | None:
@@ -51,14 +77,17 @@ def latency_cdf(results: Sequence[Result]) -> Figure | None:
     if not places:
         return None
     figure, axes = panels(len(places))
+    looks = styles(results)
     for ax, (result, (workload, load)) in zip(axes, places, strict=True):
         for run in runs_at(result, workload, load):
             times = [a.end_to_end_ms for r in run.rounds for a in r.requests]
             values = sorted(t for t in times if t is not None)
             shares = [(n + 1) / len(values) for n in range(len(values))]
-            ax.step(values, shares, where="post", label=run.subject)
-        label(ax, title_of(result, workload, str(load)), "end-to-end latency, ms", "share")
-    return figure
+            look = looks[run.subject].of_line | {"markevery": max(1, len(values) // 8)}
+            ax.step(values, shares, where="post", label=run.subject, **look)
+        title = title_of(results, result, workload, str(load))
+        label(ax, title, "end-to-end latency, ms (lower is better)", "share of requests done")
+    return with_legend(figure, looks)
 
 
 def tpot_over_concurrency(results: Sequence[Result]) -> Figure | None:
@@ -67,6 +96,7 @@ def tpot_over_concurrency(results: Sequence[Result]) -> Figure | None:
     if not curves:
         return None
     figure, axes = panels(len(curves))
+    looks = styles(results)
     for ax, (result, workload) in zip(axes, curves, strict=True):
         is_open = loads_of(result, workload)[0].rate is not None
         points: dict[str, list[tuple[float, float]]] = {}
@@ -77,12 +107,14 @@ def tpot_over_concurrency(results: Sequence[Result]) -> Figure | None:
                 if at is not None and value is not None:
                     points.setdefault(line.subject, []).append((at, value))
         for subject, found in points.items():
-            ax.plot(*zip(*sorted(found), strict=True), marker="o", label=subject)
+            look = looks[subject].of_line
+            ax.plot(*zip(*sorted(found), strict=True), label=subject, **look)
         ax.margins(y=0.1)
         ax.set_ylim(bottom=0)
         axis = "requests a second" if is_open else "requests at a time"
-        label(ax, title_of(result, workload), axis, "mean TPOT, ms")
-    return figure
+        title = title_of(results, result, workload)
+        label(ax, title, axis, "TPOT, ms a token (lower is better)")
+    return with_legend(figure, looks)
 
 
 def acceptance_by_depth(results: Sequence[Result]) -> Figure | None:
@@ -96,19 +128,23 @@ def acceptance_by_depth(results: Sequence[Result]) -> Figure | None:
     if not found:
         return None
     figure, axes = panels(len(found))
+    looks = styles(results)
     for ax, (result, (workload, load), lines) in zip(axes, found, strict=True):
         for line in lines:
             shares = line.values["acceptance_by_depth"]
-            ax.plot(range(1, len(shares) + 1), shares, marker="o", label=line.subject)
-        ax.set_ylim(0, 1)
+            look = looks[line.subject].of_line
+            ax.plot(range(1, len(shares) + 1), shares, label=line.subject, **look)
+        ax.set_ylim(0, 1.05)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        title = title_of(result, workload, str(load))
-        label(ax, title, "depth", "share of steps that reach it")
-    return figure
+        title = title_of(results, result, workload, str(load))
+        label(ax, title, "depth, tokens", "share of steps that reach it\n(higher is better)")
+    return with_legend(figure, looks)
 
 
 def tpot_ratios(results: Sequence[Result]) -> Figure | None:
-    """TPOT of each subject over the first one's, with the extremes of rounds as whiskers."""
+    """TPOT of each subject over the first one's of the same round: medians over rounds, with the
+    extremes of rounds as whiskers.
+    """
     found = [
         (result, place, [line for line in lines if line.ratios["tpot_ms"] is not None])
         for result in results
@@ -119,29 +155,28 @@ def tpot_ratios(results: Sequence[Result]) -> Figure | None:
         return None
     figure, axes = panels(len(found))
     for ax, (result, (workload, load), lines) in zip(axes, found, strict=True):
-        bars(ax, lines)
-        label(
-            ax,
-            title_of(result, workload, str(load)),
-            "",
-            "TPOT over the first one's",
-        )
+        bars(ax, lines, styles(results))
+        title = title_of(results, result, workload, str(load))
+        about = "whiskers: lowest and highest round; in bars: tokens a step"
+        base = lines[0].subject if len(lines[0].subject) <= MAX_NAME else "the first"
+        y = f"TPOT: median over rounds of the\nratio to {base}, paired (lower is better)"
+        label(ax, title, about, y)
     return figure
 
 
-def bars(ax: Any, lines: Sequence[Line]) -> None:
-    names = dict.fromkeys(line.subject.split(":")[0] for line in lines)  # of drafters
-    colors = {name: f"C{number}" for number, name in enumerate(names)}
+def bars(ax: Any, lines: Sequence[Line], looks: Mapping[str, Style]) -> None:
     for number, line in enumerate(lines):
         ratio = line.ratios["tpot_ms"]
         assert ratio is not None
         whisker = [[ratio.median - ratio.low], [ratio.high - ratio.median]]
-        ax.bar(
-            number, ratio.median, yerr=whisker, capsize=3, color=colors[line.subject.split(":")[0]]
-        )
+        look = looks[line.subject]
+        style = {"color": look.color, "hatch": look.hatch, "edgecolor": "white"}
+        error = {"ecolor": "black", "capsize": 3}
+        ax.bar(number, ratio.median, yerr=whisker, **style, **error)
         length = line.values["acceptance_length"]
         if length is not None:
-            ax.text(number, 0.02, f"{length:.2f}", ha="center", fontsize=8)
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+            ax.text(number, 0.03, f"{length:.2f}", ha="center", fontsize=8, bbox=box)
     ax.axhline(1, color="black", linewidth=0.8)
     ax.set_xticks(range(len(lines)), [line.subject for line in lines], rotation=30, ha="right")
 
@@ -158,8 +193,19 @@ def label(ax: Any, title: str, x: str, y: str) -> None:
     ax.set_title(title, fontsize=9)
     ax.set_xlabel(x)
     ax.set_ylabel(y)
-    if ax.get_legend_handles_labels()[0]:
-        ax.legend(fontsize=8)
+
+
+def with_legend(figure: Figure, looks: Mapping[str, Style]) -> Figure:
+    """One legend for all panels, below them, in the subjects' order."""
+    drawn = {
+        name: line
+        for ax in figure.axes
+        for line, name in zip(*ax.get_legend_handles_labels(), strict=True)
+    }
+    names = [name for name in looks if name in drawn]
+    handles, columns = [drawn[name] for name in names], min(len(names), 4)
+    figure.legend(handles, names, loc="outside lower center", ncols=columns, fontsize=8)
+    return figure
 
 
 PLOTS: dict[str, Callable[[Sequence[Result]], Figure | None]] = {

@@ -87,7 +87,12 @@ def heading(result: Result) -> str:
     rounds = max((len(run.rounds) for run in result.runs), default=0)
     goals = result.goals
     lines.append(f"goodput: TTFT at most {goals.ttft_ms:g} ms, TPOT at most {goals.tpot_ms:g} ms")
-    return "\n".join([*lines, f"milliseconds, means; medians over {rounds} interleaved rounds"])
+    lines.append(f"milliseconds; means over requests, medians over {rounds} interleaved rounds")
+    lines.append(
+        "x base: the ratio of these medians to the first subject's; by round: its ratios within a "
+        "round, (lowest-highest) [95 % interval]"
+    )
+    return "\n".join(lines)
 
 
 def subject_words(subject: Subject) -> str:
@@ -142,15 +147,25 @@ def mean(spread: Spread | None) -> float | None:
     return None if spread is None else spread.mean
 
 
+def over_base(line: Line, base: Line, name: str) -> float | None:
+    """The ratio of the medians that tables show; it divides out, unlike a median of ratios."""
+    value, other = mean(line.values[name]), mean(base.values[name])
+    return value / other if value is not None and other else None
+
+
 def speed_table(where: str, lines: Sequence[Line]) -> Table:
-    times = [column for words in COMPARED.values() for column in (words, "x base")]
-    table = table_of(where, "", *times, "tokens/s", "goodput/s", "errors", "outputs")
+    times = [column for words in COMPARED.values() for column in (words, "x base", "by round")]
+    title = f"{where}: latency and throughput, base {lines[0].subject}"
+    table = table_of(title, "subject", *times, "tokens/s", "goodput/s", "errors", "outputs")
     for line in lines:
         v = line.values
-        cells = ((shown(mean(v[n])), ratio_words(line.ratios[n])) for n in COMPARED)
+        cells = (
+            (shown(mean(v[n])), shown(over_base(line, lines[0], n)), range_words(line.ratios[n]))
+            for n in COMPARED
+        )
         table.add_row(
             line.subject,
-            *(text for pair in cells for text in pair),
+            *(text for each in cells for text in each),
             shown(v["tokens_per_s"], 1),
             shown(v["goodput"]),
             shown(v["errors"], 0),
@@ -161,7 +176,7 @@ def speed_table(where: str, lines: Sequence[Line]) -> Table:
 
 def speculation_table(where: str, lines: Sequence[Line]) -> Table:
     names = ("tokens a step", "reach depth 1, 2, ...", "wasted rows", *SECONDS.values())
-    table = table_of(where, "", *names)
+    table = table_of(f"{where}: speculation of each subject", "subject", *names)
     for line in lines:
         v = line.values
         table.add_row(
@@ -175,7 +190,8 @@ def speculation_table(where: str, lines: Sequence[Line]) -> Table:
 
 
 def times_table(where: str, lines: Sequence[Line]) -> Table:
-    table = table_of(where, "", "", *COLUMNS)
+    title = f"{where}: times of each subject in milliseconds"
+    table = table_of(title, "subject", "time", *COLUMNS)
     for line in lines:
         for number, (words, name) in enumerate(TIMES.items()):
             found = line.values[name]
@@ -197,29 +213,35 @@ def shown(value: float | None, digits: int = 2) -> str:
 
 def ratio_words(ratio: Ratio | None) -> str:
     """The median, in brackets the extremes, in square ones the interval."""
+    return "-" if ratio is None else f"{ratio.median:.2f} {range_words(ratio)}"
+
+
+def range_words(ratio: Ratio | None) -> str:
+    """The extremes of rounds in brackets, the interval in square ones."""
     if ratio is None:
         return "-"
     low, high = ratio.interval or (None, None)
     interval = "" if ratio.interval is None else f" [{shown(low)}-{shown(high)}]"
-    return f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f}){interval}"
+    return f"({ratio.low:.2f}-{ratio.high:.2f}){interval}"
 
 
 def markdown(results: Sequence[Result]) -> str:
     """One table of results over the same subjects: a row for each, a column for each workload.
 
-    A cell is mean TPOT in milliseconds, in brackets over the first row's of the same round (the
-    median of rounds), then tokens a step.
+    A cell is the TPOT in milliseconds (the mean over requests, the median over rounds), in brackets
+    the ratio of this median to the first row's, then tokens a step. Results of several machines
+    have theirs in the column's head.
     """
     if len({tuple(r.subjects) for r in results}) > 1:
         raise ConfigError("one table: the results have other subjects; show them one by one")
     columns = [(r, place, lines) for r in results for place, lines in grouped(r)]
     heads = [
-        f"{model_words(r)}: {workload}{f', {load}' if has_many(r) else ''}"
+        f"{model_words(r)}{on_machine(r, results)}: {workload}{f', {load}' if has_many(r) else ''}"
         for r, (workload, load), _ in columns
     ]
     rows = [["drafter", *heads], ["---"] * (1 + len(heads))]
     for number, subject in enumerate(results[0].subjects):
-        rows.append([subject, *(cell(lines[number]) for _, _, lines in columns)])
+        rows.append([subject, *(cell(lines[number], lines[0]) for _, _, lines in columns)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -238,12 +260,25 @@ def scaled_words(result: Result) -> str:
     return f"scaled to {', '.join(dict.fromkeys(costs))}" if costs else ""
 
 
-def cell(line: Line) -> str:
-    ratio, length = line.ratios["tpot_ms"], line.values["acceptance_length"]
-    over = "-" if ratio is None else f"{ratio.median:.2f}"
+def on_machine(result: Result, results: Sequence[Result]) -> str:
+    """The result's hardware, where the results are of several machines; else empty."""
+    machines = {hardware(r) for r in results}
+    return f" on {hardware(result)}" if len(machines) > 1 else ""
+
+
+def hardware(result: Result) -> str:
+    known = result.machine
+    cores = [f"{known['cores']} cores"] if "cores" in known else []
+    return ", ".join([*(str(known[key]) for key in ("gpu", "cpu") if key in known), *cores])
+
+
+def cell(line: Line, base: Line) -> str:
+    value, length = mean(line.values["tpot_ms"]), line.values["acceptance_length"]
+    digits = 3 if value is not None and value < 1 else 2
+    over = shown(over_base(line, base, "tpot_ms"))
     failed = line.values["errors"]
     notes = f"{f', {failed:g} errors' if failed else ''}{'' if line.is_same else ', DIFFERENT'}"
-    return f"{shown(mean(line.values['tpot_ms']))} ({over}), {shown(length)}{notes}"
+    return f"{shown(value, digits)} ({over}), {shown(length)}{notes}"
 
 
 def one_line(result: Result) -> str:

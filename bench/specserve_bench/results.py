@@ -167,7 +167,10 @@ def read(path: Path) -> Result:
     except OSError as e:
         raise ConfigError(f"{path}: cannot be read ({e.strerror}): check the path") from e
     except (msgspec.MsgspecError, ValueError) as e:
-        raise ConfigError(f"{path}: no results of `specserve bench` ({e})") from e
+        raise ConfigError(
+            f"{path}: no results of `specserve bench` ({e}); name a file that --out of latency, "
+            "load, drafters or compare wrote"
+        ) from e
 
 
 def check(result: Result) -> None:

@@ -7,13 +7,14 @@ import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specserve import LLM
 from specserve.config import Config
@@ -82,14 +83,15 @@ def measure(
         for contender in contenders:
             contender.runnable.check(ask)
     total = (1 + trials.rounds) * len(runs)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+    columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
+    bar = Progress(*columns, console=Console(stderr=True))
     with bar:
-        task = bar.add_task("measuring", total=total)
+        task, places = bar.add_task("measuring", total=total), count(1)
         for number in range(1 + trials.rounds):
             for label, name, load in in_turn(runs, number, len(contenders)):
-                stage = f"round {number} of {trials.rounds}" if number else "warming up"
-                bar.update(task, description=f"{stage}: {name}, {label}")
+                stage = "" if number else " (warm-up)"
+                words = f"run {next(places)} of {total}{stage}: {name}, {load}, {label}"
+                bar.update(task, description=words)
                 asked, runnable = by_name[name], by_label[label].runnable
                 run = runs[label, name, load]
                 if number == 0:

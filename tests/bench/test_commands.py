@@ -243,6 +243,13 @@ def test_compare_takes_configs_in_turn(folder, tmp_path):
     assert [s.drafter for s in result.subjects.values()] == ["none", "ngram"]
 
 
+def test_every_config_is_read_before_a_model_is_loaded(tmp_path, monkeypatch, capsys):
+    (tmp_path / "off.toml").write_text('[drafter]\nname = "none"\n')
+    monkeypatch.setattr(suite.Loader, "load", lambda *args: pytest.fail("a model was loaded"))
+    assert main(["bench", "compare", str(tmp_path / "off.toml"), "gone.toml"]) == 1
+    assert "gone.toml" in capsys.readouterr().err
+
+
 def test_the_same_config_twice_shows_the_noise(folder, tmp_path):
     file = tmp_path / "off.toml"
     file.write_text(f'[model]\npath = "{folder}"\nthreads = 1\n[drafter]\nname = "none"\n')
@@ -327,8 +334,11 @@ def test_rounds_are_interleaved_after_a_first_request_that_is_thrown_away(monkey
         for label in labels
     ]
     assert [r.seconds for r in result.runs[0].rounds] == [6, 9]
-    assert shown[:2] == ["warming up: questions, a", "warming up: questions, b"]
-    assert shown[-1] == "round 2 of 2: random, b"
+    assert shown[:2] == [
+        "run 1 of 12 (warm-up): questions, 1 at a time, a",
+        "run 2 of 12 (warm-up): questions, 1 at a time, b",
+    ]
+    assert shown[-1] == "run 12 of 12: random, 1 at a time, b"
 
 
 @pytest.mark.parametrize(
@@ -353,6 +363,8 @@ def test_rounds_are_interleaved_after_a_first_request_that_is_thrown_away(monkey
         (["show", "gone.json"], "gone.json"),
         (["latency", "--drafters=off", "--out=gone/r.json"], "no folder gone; make it"),
         (["show", "gone.json", "--plots=/dev/null/x"], "cannot be written"),
+        (["show", "gone.json", f"--plots={__file__}"], "is a file; name a folder"),
+        (["show", __file__], "name a file that --out of latency"),
         (["show", "gone.json", "--plots=gone/plots"], "no folder gone; make it"),
         (["scale-model", "m", "gone/m", "--like=qwen3-0.6b"], "no folder gone; make it"),
         (["show", "gone.json", "--plots=/proc"], "cannot be written"),
@@ -390,6 +402,9 @@ def test_a_command_that_failed_leaves_no_result(folder, tmp_path, capsys):
         "--rate=0",
         "--rate=inf",
         "--concurrency=,",
+        "--concurrency=1,1",
+        "--rate=2,2.0",
+        "--workloads=mixed,mixed",
         "--burstiness=nan",
         "--burstiness=1e-200",
         "--rate=1e-310",

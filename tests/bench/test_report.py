@@ -2,9 +2,10 @@
 
 import msgspec
 import pytest
+from matplotlib.colors import to_hex
 
 from specserve_bench import plots
-from specserve_bench.report import report
+from specserve_bench.report import markdown, report
 from specserve_bench.results import (
     Load,
     MeasuredRequest,
@@ -69,13 +70,18 @@ def rows_of(text):
 
 def test_every_figure_stands_under_its_name(result):
     shown = rows_of(report(result))
-    assert "TTFT x base TPOT x base tokens/s goodput/s errors outputs" in shown
+    assert (
+        "subject TTFT x base by round TPOT x base by round tokens/s goodput/s errors outputs"
+        in shown
+    )
     assert "off 2000.00 1.00 (1.00-1.00) 250.00 1.00 (1.00-1.00) 2.5 0.00 0 same" in shown
     assert "ngram:4 750.00 0.38 (0.38-0.38) 250.00 1.00 (1.00-1.00) 5.0 0.00 0 same" in shown
-    assert "tokens a step reach depth 1, 2, ... wasted rows draft s verify s other s" in shown
+    assert (
+        "subject tokens a step reach depth 1, 2, ... wasted rows draft s verify s other s" in shown
+    )
     assert "off - - - 0.25 1.50 0.25" in shown
     assert "ngram:4 2.50 0.80 0.70 38% 0.25 1.50 0.25" in shown
-    assert "mean p50 p90 p99" in shown
+    assert "subject time mean p50 p90 p99" in shown
     at = shown.index("off TTFT 2000.00 2000.00 2800.00 2980.00")
     assert shown[at + 1 : at + 5] == [
         "TPOT 250.00 250.00 250.00 250.00",
@@ -97,6 +103,83 @@ def test_ratios_of_several_rounds_have_an_interval(result):
         "(0.50-1.00)",
         "[0.01-57.80]",
     ]
+
+
+def test_every_table_has_a_title_that_says_what_it_shows(result):
+    where = "questions, 1 at a time: "
+    titles = [row.removeprefix(where) for row in rows_of(report(result)) if row.startswith(where)]
+    assert titles == [
+        "latency and throughput, base off",
+        "speculation of each subject",
+        "times of each subject in milliseconds",
+    ]
+
+
+def test_printed_ratios_divide_out_of_the_printed_medians(result):
+    # The rounds' own ratios are 3, 0.5 and 0.75, the medians 1000 and 750.
+    for run, seconds in zip(result.runs, ([1, 4, 4], [3, 2, 3]), strict=True):
+        run.rounds = [slowed(a_round(4.0, [2.0]), s) for s in seconds]
+    assert markdown([result]).splitlines()[2:] == [
+        "| off | 1000.00 (1.00), - |",
+        "| ngram:4 | 750.00 (0.75), - |",
+    ]
+    [row] = [row for row in rows_of(report(result)) if row.startswith("ngram:4 1000.00")]
+    assert " 750.00 0.75 (0.50-3.00) [" in row
+
+
+def slowed(round, seconds):
+    """Each request takes so many seconds after its first token, for four more tokens."""
+    for answer in round.requests:
+        answer.last_at = answer.first_at + seconds
+    return round
+
+
+def test_results_of_several_machines_say_which(result):
+    other = msgspec.structs.replace(result, machine={"cpu": "two", "cores": 8})
+    assert " on " not in markdown([result, result]).splitlines()[0]
+    head = markdown([result, other]).splitlines()[0]
+    assert "m on one: questions" in head and "m on two, 8 cores: questions" in head
+    titles = [ax.get_title() for ax in plots.latency_cdf([result, other]).axes]
+    assert titles[1] == "m on two, 8 cores\nquestions, 1 at a time"
+
+
+def test_a_subject_looks_the_same_in_every_panel_and_plot(result):
+    busier = Load(concurrency=4)
+    for run in list(result.runs):
+        result.runs.append(
+            Run(subject=run.subject, workload="questions", load=busier, rounds=run.rounds)
+        )
+    alone = msgspec.structs.replace(
+        result,
+        subjects={"ngram:4": result.subjects["ngram:4"]},
+        runs=[run for run in result.runs if run.subject == "ngram:4"],
+    )
+    looks = set()
+    for name in ("latency-cdf", "tpot-over-concurrency", "acceptance-by-depth"):
+        figure = plots.PLOTS[name]([result, alone])
+        lines = [line for ax in figure.axes for line in ax.lines if line.get_label() == "ngram:4"]
+        looks |= {(line.get_color(), line.get_marker()) for line in lines}
+    bars = [ax.patches[1] for ax in plots.tpot_ratios([result, alone]).axes]
+    assert looks == {(plots.COLORS[1], plots.MARKERS[1])}
+    assert {(to_hex(b.get_facecolor()).upper(), b.get_hatch()) for b in bars} == {
+        (plots.COLORS[1], plots.HATCHES[1])
+    }
+
+
+def test_subjects_beyond_the_colors_differ_in_marker_and_hatch(result):
+    result.subjects = {str(n): Subject(model="m") for n in range(72)}
+    looks = plots.styles([result]).values()
+    assert len({look[:2] for look in looks}) == len({look[::2] for look in looks}) == 72
+
+
+def test_the_legend_is_outside_and_axes_say_what_is_better(result):
+    for name in ("latency-cdf", "acceptance-by-depth", "tpot-ratios"):
+        figure = plots.PLOTS[name]([result])
+        assert all(ax.get_legend() is None for ax in figure.axes)
+        assert len(figure.legends) == (name != "tpot-ratios"), "bars have their names below them"
+        [ax] = figure.axes
+        assert "er is better)" in ax.get_xlabel() + ax.get_ylabel()
+    assert "paired" in ax.get_ylabel() and "ratio to off" in ax.get_ylabel()
 
 
 def test_what_was_learnt_before_a_round_is_told(result):
