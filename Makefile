@@ -51,7 +51,7 @@ lint: setup
 
 # The pages of docs/ as a site, in build/site.
 docs: setup
-	$(PY) -m mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
 serve: setup
 	$(VENV)/bin/specserve serve

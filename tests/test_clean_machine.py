@@ -45,10 +45,10 @@ def test_the_first_answer_comes_within_ten_seconds_of_the_start(checkout):
     folder, env = checkout
     start = perf_counter()
     with subprocess.Popen(
-        shlex.split(SERVE), cwd=folder, env=env, stderr=subprocess.PIPE, text=True, process_group=0
+        shlex.split(SERVE), cwd=folder, env=env, stdout=subprocess.PIPE, text=True, process_group=0
     ) as server:
         try:
-            for line in server.stderr:
+            for line in server.stdout:
                 if "ready in" in line:
                     break
             told = subprocess.check_output([*shlex.split(ASK), "-s"], env=env, text=True)

@@ -47,6 +47,7 @@ SETTINGS: dict[str, tuple[str, int]] = {  # name -> drafter, nodes
     **{f"model {n}": ("model", n) for n in (4, 8, 16)},
 }
 RESULTS = Path("bench/results")
+PICTURES = Path("docs/pictures")
 RANDOM_SHAPE = Path(".models/qwen3-0.6b-random")
 
 
@@ -149,7 +150,7 @@ def demo_figures() -> None:
         drafter_figures("demo-0.6b-cpu", *large_pair(), requests=6),
     ]
     print(markdown(measured))
-    draw(measured, RESULTS / "demo", ["tpot-ratios", "acceptance-by-depth"])
+    draw(measured, PICTURES, ["tpot-ratios", "acceptance-by-depth"])
 
 
 def drafter_figures(name: str, target: Path, draft: Path, requests: int) -> Result:
