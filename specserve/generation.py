@@ -159,7 +159,8 @@ class Generation:
         if not self.sampling.max_tokens:
             output = without_tokens(output)
         now = perf_counter()
-        self.admitted_at, self.num_cached = output.admitted_at, output.num_cached
+        if not self.token_ids:  # else it may have gone on in another engine
+            self.admitted_at, self.num_cached = output.admitted_at, output.num_cached
         self.num_fallbacks += output.is_fallback
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now

@@ -33,6 +33,7 @@ from specserve.engine.text_state import TextState
 from specserve.engine.verify import Node, Path, walk
 from specserve.errors import RequestError
 from specserve.exchange.caller import Caller
+from specserve.exchange.messages import NOT_BEGUN, Begun
 from specserve.exchange.sampling_params import Sampling, SpeculationParams
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.exchange.step_output import Stats, StepOutput
@@ -182,8 +183,11 @@ class Engine:
 
     def text_state(self, request: Request, grammar: GrammarState | None = None) -> TextState:
         size = self.target.decoder.config.vocab_size
-        prompt = request.token_ids[: request.num_prompt]
-        return TextState(request.sampling, prompt, size, grammar)
+        prompt, output = request.token_ids[: request.num_prompt], request.output
+        state = TextState(request.sampling, prompt, size, grammar)
+        if output:  # of a request that has begun elsewhere
+            state.extend(output)
+        return state
 
     def processors_of(self, sampled: list[ScheduledRequest]) -> dict[int, Processor]:
         """By row that is read: none of these requests has guesses."""
@@ -192,7 +196,7 @@ class Engine:
         for item, root in zip(sampled, roots, strict=False):
             request, processors = item.request, self.processors.get(item.request.id)
             if processors is not None:
-                found[root] = partial(processors, request.token_ids[request.num_prompt :])
+                found[root] = partial(processors, request.output)
         return found
 
     def verify(self, step: StepInput) -> Answers:
@@ -339,14 +343,17 @@ class Engine:
         keys: Keys | None = None,
         caller: Caller | None = None,
         processors: Sequence[LogitsProcessor] = (),
+        begun: Begun = NOT_BEGUN,
     ) -> list[Request]:
         """Queue requests with one prompt, which is computed once; ids count up from `id`.
 
         `keys` are the prompt's block keys from `prompt_keys`. They are computed here if missing, so
         that no step hashes a prompt. Without a `caller` the requests count as a call of their own.
-        `processors` change the logits: their requests have no guesses. RequestError for a prompt
-        that is empty or has an id outside of the vocabulary.
+        `processors` change the logits: their requests have no guesses. A single request that has
+        `begun` elsewhere goes on here, with the text that it would have had there. RequestError for
+        a prompt that is empty or has an id outside of the vocabulary.
         """
+        assert not begun.output or len(samplings) == 1, "each choice has an output of its own"
         prompt = self.checked(token_ids)
         ids = [next(self.ids) if id is None else id + i for i in range(len(samplings))]
         salt = samplings[0].cache_salt
@@ -358,7 +365,10 @@ class Engine:
         choices = [
             Request(
                 id=own,
-                token_ids=prompt[:],
+                token_ids=prompt + self.checked(begun.output) if begun.output else prompt[:],
+                num_prompt=len(prompt),
+                num_scored=begun.num_scored,
+                first_token_at=now if begun.output else 0.0,
                 sampling=sampling,
                 table=self.table("target", salt, known),
                 draft_table=self.table("draft", salt, known),

@@ -78,7 +78,9 @@ def serve(link: Link, engine: Engine) -> None:
 def add(engine: Engine, asked: Add) -> list[StepOutput]:
     """Queue a prompt's choices; if the prompt is refused, an error output for each of them."""
     try:
-        engine.add_choices(asked.token_ids, asked.samplings, asked.id, asked.keys, asked.caller)
+        engine.add_choices(
+            asked.token_ids, asked.samplings, asked.id, asked.keys, asked.caller, begun=asked.begun
+        )
     except RequestError as e:
         ids = range(asked.id, asked.id + len(asked.seeds))
         return [StepOutput(id, [], "error", False, 0, 0, 0.0, failure=str(e)) for id in ids]

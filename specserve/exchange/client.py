@@ -1,6 +1,9 @@
 """The HTTP process's end of the engine's socket: sends requests, receives their outputs."""
 
 import asyncio
+import logging
+from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from socket import SHUT_WR
@@ -13,14 +16,35 @@ from specserve.block_keys import Keys
 from specserve.errors import ConfigError, EngineDied
 from specserve.exchange.caller import Caller
 from specserve.exchange.frames import Frames
-from specserve.exchange.messages import Add, EngineCommands, Failed, Loading, Ready, Report, frame
+from specserve.exchange.messages import (
+    Add,
+    Begun,
+    EngineCommands,
+    Failed,
+    Loading,
+    Ready,
+    Report,
+    frame,
+)
 from specserve.exchange.messages import decode_reply as decode
 from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.spawn import Spawned
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.exchange.step_output import StepOutput
 
+log = logging.getLogger("specserve")
+
 LAST_SECONDS = 0.5  # for the engine process to end by itself; it has to end its step first
+PAUSES = (0.0, 0.5, 1.0, 2.0)  # seconds before the first, second, ... start after deaths in a row
+MOST_DEATHS = len(PAUSES) + 1  # of engine processes within
+DEATHS_SECONDS = 60.0
+GUILTY = 3  # deaths of engines, with few steps in between, that end a request
+FEW = 8  # steps: the one that is fatal may come some steps after a request was taken up
+ENDED = "the engine process has ended: the answer cannot be finished"
+ENDS_ENGINES = (
+    "the engine process has ended each time that it went on with this request, and goes on without "
+    "it"
+)
 
 
 class Listener(Protocol):
@@ -29,20 +53,72 @@ class Listener(Protocol):
     def push(self, output: StepOutput) -> None: ...
 
     def fail(self, message: str) -> None:
-        """The engine process has ended: no more outputs will come."""
+        """No more outputs will come."""
         ...
 
 
-class EngineClient(asyncio.Protocol):
-    """A client of the engine process for one event loop. `died` is set once the process ends."""
+class Live:
+    """A request that has not ended, with all that another engine process needs to go on with it."""
 
-    def __init__(self, spawned: Spawned) -> None:
+    __slots__ = "add", "index", "listener", "num_deaths", "num_scored", "num_steps", "output"
+
+    def __init__(self, add: Add, index: int, listener: Listener) -> None:
+        self.add, self.index, self.listener = add, index, listener
+        self.output, self.num_scored = array("i"), 0
+        self.num_deaths = 0  # of engine processes that had it, with few steps in between
+        self.num_steps = 0  # that gave it tokens, in this engine process
+
+    def push(self, output: StepOutput) -> None:
+        self.output.extend(output.tokens)
+        self.num_scored += len(output.prompt_logprobs)
+        self.num_steps += len(output.tokens) > 0
+        if self.num_steps >= FEW:
+            self.num_deaths = 0
+        self.listener.push(output)
+
+    def resumed(self) -> Add:
+        """Its choice alone: the first choice of a prompt tells the prompt's logprobs."""
+        add, self.num_steps = self.add, 0
+        told = self.num_scored if self.index == 0 else len(add.token_ids) - 1
+        begun = Begun(self.output.tolist(), told)
+        seeds = [add.seeds[self.index]]
+        return msgspec.structs.replace(add, id=self.number, seeds=seeds, begun=begun)
+
+    @property
+    def words(self) -> str:
+        """For the log: counts and numbers, no text."""
+        asked = msgspec.structs.asdict(self.add.sampling)
+        told = {name: value for name, value in asked.items() if isinstance(value, int | float)}
+        return f"{len(self.add.token_ids)} prompt tokens, {len(self.output)} completed, {told}"
+
+    @property
+    def number(self) -> int:
+        """Its id."""
+        return self.add.id + self.index
+
+
+class EngineClient(asyncio.Protocol):
+    """A client of the engine process for one event loop.
+
+    With `respawn` another process takes the place of one that dies, and goes on with all requests:
+    their listeners notice a pause. Without it, or after `MOST_DEATHS` within a minute, or where no
+    other process can be had, `died` is set. A request of which engines die each time is ended
+    alone, with an error: see `resume`.
+    """
+
+    def __init__(self, spawned: Spawned, respawn: Callable[[], Spawned] | None = None) -> None:
         self.process, self.socket = spawned
+        self.respawn = respawn
         self.loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Ready] = self.loop.create_future()
         self.ready.add_done_callback(retrieve)
         self.died = asyncio.Event()
-        self.listeners: dict[int, Listener] = {}
+        self.live: dict[int, Live] = {}
+        self.held: deque[Live] = deque()  # after a death: those that wait for the suspects
+        self.is_up = True  # commands may be sent
+        self.deaths: deque[float] = deque(maxlen=MOST_DEATHS)  # when
+        self.reviving: asyncio.Task[None] | None = None
+        self.on_restart: Callable[[], None] = lambda: None
         self.on_loading: Callable[[str, int, int], None] = lambda name, done, total: None
         self.on_report: Callable[[Report], None] = lambda report: None
         self.heard_at = self.loop.time()
@@ -55,6 +131,7 @@ class EngineClient(asyncio.Protocol):
         self.asking: list[asyncio.Future[SpeculationState]] = []  # for the next state that comes
         self.is_state_due = False
         self.transport: asyncio.WriteTransport | None = None
+        self.tried: Live | None = None  # the suspect that runs beside those that are cleared
 
     async def connect(self) -> None:
         await self.loop.create_connection(lambda: self, sock=self.socket)
@@ -72,29 +149,39 @@ class EngineClient(asyncio.Protocol):
         No listener is called before this returns.
         """
         assert not self.died.is_set(), "the engine process has ended: no request can be added"
-        if not self.listeners:
+        if not self.live:
             self.heard_at = self.loop.time()  # an idle engine sends nothing
         id = self.next_id
         self.next_id += len(samplings)
         ids = list(range(id, self.next_id))
-        self.listeners.update(zip(ids, listeners, strict=True))
-        self.flush_soon()
         # Stop strings are looked for in this process.
         shared = msgspec.structs.replace(samplings[0], stop=())
         seeds = [s.seed for s in samplings]
-        self.adds.append(Add(id, list(token_ids), shared, seeds, keys or {}, caller))
+        add = Add(id, list(token_ids), shared, seeds, keys or {}, caller)
+        asked = [Live(add, index, each) for index, each in enumerate(listeners)]
+        self.live.update(zip(ids, asked, strict=True))
+        if self.is_up and not self.held:
+            self.flush_soon()
+            self.adds.append(add)
+        else:
+            self.held.extend(asked)
         return ids
 
     def finish(self, id: int) -> None:
         """Forget a request, and stop it if it still runs."""
-        if self.listeners.pop(id, None) is not None and not self.died.is_set():
+        if self.live.pop(id, None) is not None and self.is_up:
             self.flush_soon()
             self.finishes.append(id)
+            self.release_held()
 
     async def reset_cache(self) -> None:
-        """Empty the prefix cache; EngineDied if the engine process ends before it has."""
+        """Empty the prefix cache; EngineDied if the engine process ends before it has. That of
+        another process that takes its place is empty.
+        """
         if self.died.is_set():
             raise EngineDied("the engine process has ended")
+        if not self.is_up:
+            return
         self.flush_soon()
         self.is_reset_due = True
         future = self.loop.create_future()
@@ -105,11 +192,15 @@ class EngineClient(asyncio.Protocol):
         """What the engine's speculation goes by; EngineDied if the process ends before it tells."""
         if self.died.is_set():
             raise EngineDied("the engine process has ended")
-        self.flush_soon()
-        self.is_state_due = True
         future: asyncio.Future[SpeculationState] = self.loop.create_future()
         self.asking.append(future)
+        self.ask_state()
         return await future
+
+    def ask_state(self) -> None:
+        if self.asking and self.is_up:
+            self.flush_soon()
+            self.is_state_due = True
 
     def flush_soon(self) -> None:
         """Send everything that is queued in one turn of the event loop as one message."""
@@ -117,6 +208,8 @@ class EngineClient(asyncio.Protocol):
             self.loop.call_soon(self.flush)
 
     def flush(self) -> None:
+        if not self.is_up:
+            return  # `resume` tells another process
         due = self.is_reset_due, self.is_state_due
         commands = EngineCommands(self.adds, self.finishes, *due)
         self.num_resets += self.is_reset_due
@@ -127,6 +220,7 @@ class EngineClient(asyncio.Protocol):
 
     async def leave(self) -> None:
         """`close`, without blocking the event loop while the engine process ends by itself."""
+        self.respawn = None
         if self.ready.done() and not self.died.is_set():
             with suppress(OSError, TimeoutError):
                 self.socket.shutdown(SHUT_WR)
@@ -136,6 +230,7 @@ class EngineClient(asyncio.Protocol):
 
     def close(self) -> None:
         """End the engine process. If it has been ready, it has a moment to keep what steps cost."""
+        self.respawn = None
         if self.ready.done() and not self.died.is_set():
             with suppress(OSError, TimeoutExpired):
                 self.socket.shutdown(SHUT_WR)
@@ -143,6 +238,9 @@ class EngineClient(asyncio.Protocol):
         self.kill()
 
     def kill(self) -> None:
+        self.respawn = None
+        if self.reviving is not None:
+            self.reviving.cancel()
         if self.transport is not None and not self.loop.is_closed():
             self.transport.close()
         self.process.kill()
@@ -162,19 +260,24 @@ class EngineClient(asyncio.Protocol):
                 case Loading(name, done, total):
                     self.on_loading(name, done, total)
                 case Ready() as ready:
-                    if not self.ready.done():  # else the server ends: its wait was cancelled
+                    if not self.ready.done():
                         self.ready.set_result(ready)
+                    elif not self.ready.cancelled():  # else the server ends
+                        self.resume(ready)
                 case Failed(message):
                     if not self.ready.done():
                         self.ready.set_exception(ConfigError(message))
+                    elif not self.ready.cancelled():
+                        self.die(f"{ENDED}, and no other one can be started: {message}")
 
     def deliver(self, report: Report) -> None:
         for output in report.outputs:
-            listener = self.listeners.get(output.id)
+            live = self.live.get(output.id)
             if output.finish_reason is not None:  # the engine has forgotten it
-                self.listeners.pop(output.id, None)
-            if listener is not None:  # else it was finished while the step ran
-                listener.push(output)
+                self.live.pop(output.id, None)
+            if live is not None:  # else it was finished while the step ran
+                live.push(output)
+        self.release_held()
         for future, count in [*self.resets.items()]:
             if report.stats.num_resets >= count:
                 del self.resets[future]
@@ -189,17 +292,116 @@ class EngineClient(asyncio.Protocol):
                 future.set_result(state)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.died.set()
-        message = "the engine process has ended: the answer cannot be finished"
+        self.is_up = False
+        self.adds, self.finishes = [], []
+        self.is_reset_due = self.is_state_due = False
         if not self.ready.done():
             self.ready.set_exception(EngineDied("the engine process ended while it was loading"))
+        is_known = not self.ready.cancelled() and self.ready.exception() is None
+        if self.respawn is None or not is_known or self.is_hopeless():
+            self.die(ENDED)
+        else:
+            self.reviving = self.loop.create_task(self.revive(self.respawn))
+
+    def is_hopeless(self) -> bool:
+        """Note a death; whether there were too many of late."""
+        now = self.loop.time()
+        self.deaths.append(now)
+        return len(self.deaths) == MOST_DEATHS and now - self.deaths[0] < DEATHS_SECONDS
+
+    def die(self, message: str) -> None:
+        """Give up: nobody gets anything more."""
+        self.died.set()
         waiting: list[asyncio.Future[Any]] = [*self.resets, *self.asking]
         for future in waiting:
             if not future.done():
                 future.set_exception(EngineDied(message))
-        listeners, self.listeners = self.listeners, {}
-        for listener in listeners.values():
-            listener.fail(message)
+        live, self.live = self.live, {}
+        for each in live.values():
+            each.listener.fail(message)
+
+    async def revive(self, respawn: Callable[[], Spawned]) -> None:
+        """Start another engine process in the place of one that has died."""
+        self.process.kill()
+        code = self.process.wait()
+        self.blame()
+        recent = sum(self.loop.time() - at < DEATHS_SECONDS for at in self.deaths)
+        pause = PAUSES[min(recent, len(PAUSES)) - 1]
+        log.error(
+            "the engine process has ended (%s); in %g s another one starts, and goes on with "
+            "%d requests",
+            f"signal {-code}" if code < 0 else f"exit code {code}",
+            pause,
+            len(self.live),
+        )
+        for future in self.resets:  # its cache has gone with it
+            if not future.done():
+                future.set_result(None)
+        self.resets, self.num_resets = {}, 0
+        await asyncio.sleep(pause)
+        try:  # in this thread: a process ends with the thread that starts it
+            self.process, self.socket = respawn()
+        except OSError as e:
+            self.die(f"{ENDED}, and no other one can be started: {e}")
+            return
+        self.frames = Frames()
+        await self.connect()
+
+    def blame(self) -> None:
+        """Note a death with each request that the engine had, and end those that cause them."""
+        held = {id(each) for each in self.held}
+        for number, live in list(self.live.items()):
+            live.num_deaths += id(live) not in held
+            if live.num_deaths >= GUILTY:
+                log.error("%s: %s", ENDS_ENGINES, live.words)
+                del self.live[number]
+                live.listener.fail(ENDS_ENGINES)
+
+    def resume(self, ready: Ready) -> None:
+        """Hand all requests to another engine process.
+
+        Two deaths with few steps in between make suspects of the requests that both engines had.
+        They come one at a time, each when the one before has had a few steps, and all others after
+        them: so if an engine dies a third time, the one that came last is to blame.
+        """
+        if same_text(ready) != same_text(self.ready.result()):
+            self.process.kill()
+            self.respawn = None
+            return  # `connection_lost` tells everybody
+        self.is_up, self.tried = True, None
+        self.on_restart()
+        waiting = [self.live[number] for number in sorted(self.live)]
+        self.held = deque(sorted(waiting, key=lambda each: each.num_deaths < GUILTY - 1))
+        self.release_held()
+        self.ask_state()
+
+    def release_held(self) -> None:
+        """Send held requests, up to and with the next suspect, if the last one is cleared."""
+        tried = self.tried
+        if tried is not None and tried.num_deaths and tried.number in self.live:
+            return
+        self.tried = None
+        while self.held and self.tried is None:
+            live = self.held.popleft()
+            if live.number in self.live:
+                self.flush_soon()
+                self.adds.append(live.resumed())
+                if live.num_deaths >= GUILTY - 1:
+                    self.tried = live
+
+    async def watch(self, seconds: float) -> None:
+        """End an engine process that has requests and has ended no step for so long."""
+        while not self.died.is_set():
+            await asyncio.sleep(min(1.0, seconds / 4))
+            silence = self.loop.time() - self.heard_at
+            if self.is_up and self.live and silence > seconds:
+                log.error("the engine process has ended no step for %.0f s: it is ended", silence)
+                self.process.kill()
+
+
+def same_text(ready: Ready) -> Ready:
+    """What has to be the same of two engines for them to give the same texts."""
+    return msgspec.structs.replace(ready, phases={}, num_blocks=0)
 
 
 def retrieve(future: asyncio.Future[Ready]) -> None:

@@ -11,6 +11,16 @@ from specserve.exchange.step_output import Stats, StepOutput
 from specserve.models.weight_forms import WeightForms
 
 
+class Begun(msgspec.Struct, frozen=True, array_like=True):
+    """What a request had from an engine process that has ended: it goes on in another one."""
+
+    output: list[int] = []  # its tokens so far
+    num_scored: int = 0  # tokens of the prompt whose logprobs were told
+
+
+NOT_BEGUN = Begun()
+
+
 class Add(msgspec.Struct, frozen=True, array_like=True):
     """A prompt and the seeds of its choices; their ids are `id`, `id` + 1, ..., all unused so far.
 
@@ -23,6 +33,7 @@ class Add(msgspec.Struct, frozen=True, array_like=True):
     seeds: list[int]
     keys: Keys = {}  # of the prompt's blocks; if empty, the engine hashes the prompt
     caller: Caller | None = None
+    begun: Begun = NOT_BEGUN  # of a single choice
 
     @property
     def samplings(self) -> list[Sampling]:

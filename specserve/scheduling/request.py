@@ -21,7 +21,7 @@ class Request(msgspec.Struct, eq=False):
     table: BlockTable  # the target's KV
     draft_table: BlockTable  # the draft model's; empty where none is used
     caller: Caller
-    num_prompt: int = 0
+    num_prompt: int = 0  # 0: all tokens are the prompt's
     num_cached: int = 0  # prompt tokens found in the prefix cache when first admitted
     arrived_at: float = 0.0  # seconds, perf_counter
     admitted_at: float = 0.0  # of the first admission
@@ -34,7 +34,7 @@ class Request(msgspec.Struct, eq=False):
     num_scored: int = 0  # tokens of the prompt whose successor's logprob was told
 
     def __post_init__(self) -> None:
-        self.num_prompt = len(self.token_ids)
+        self.num_prompt = self.num_prompt or len(self.token_ids)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -67,6 +67,10 @@ class Request(msgspec.Struct, eq=False):
     @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def output(self) -> "array[int]":
+        return self.token_ids[self.num_prompt :]
 
     @property
     def num_left(self) -> int:

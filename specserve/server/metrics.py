@@ -51,6 +51,10 @@ class Metrics:
         self.cached = self.counter(
             "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."
         )
+        self.restarts = self.counter(
+            "specserve_engine_restarts",
+            "Engine processes that took the place of one that had died.",
+        )
         self.preemptions = self.counter("vllm:num_preemptions", "Requests put back in the queue.")
         self.prompt_tokens = self.counter("vllm:prompt_tokens", "Prompt tokens of requests.")
         self.generation_tokens = self.counter("vllm:generation_tokens", "Tokens emitted.")
@@ -171,6 +175,11 @@ class Metrics:
                 self.drafts.inc()
             for position in range(output.num_accepted):
                 self.accepted_at[position].inc()
+
+    def on_restart(self) -> None:
+        """Another engine process counts from zero."""
+        self.restarts.inc()
+        self.seen, self.num_preempted = Stats(), 0
 
     def on_stats(self, stats: Stats) -> None:
         """Add the difference to the sums of the last report, which is one step's, or zero."""

@@ -7,6 +7,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from time import perf_counter
 from types import FrameType
 from typing import NamedTuple, NoReturn
@@ -19,7 +20,7 @@ from specserve.config import Config, ServerConfig
 from specserve.errors import EngineDied, Overloaded
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Ready
-from specserve.exchange.spawn import Spawned
+from specserve.exchange.spawn import Spawned, spawn
 from specserve.input_processor import load_text_files, make_input_processor
 from specserve.models.tokenizer import Tokenizer
 from specserve.phases import Phases
@@ -63,12 +64,13 @@ def serve(start: Start) -> int:
 
 
 async def run(start: Start) -> int:
-    engine = EngineClient(start.spawned)
+    engine = EngineClient(start.spawned, partial(spawn, start.config))
     service = Service(start.config, engine)
     server = Server(service)
     await engine.connect()  # last: messages that have arrived by now are handled at once
     serving = asyncio.create_task(server.serve(sockets=[start.listener]))
     living = asyncio.create_task(live(service, start))
+    watching = asyncio.create_task(engine.watch(start.config.server.hang_seconds))
     signalled = asyncio.create_task(server.signals.get())
     try:
         await asyncio.wait((living, signalled), return_when=asyncio.FIRST_COMPLETED)
@@ -77,6 +79,7 @@ async def run(start: Start) -> int:
         return await drain(service, server)
     finally:
         living.cancel()
+        watching.cancel()
         await server.leave(serving)
         await service.close()
         engine.close()

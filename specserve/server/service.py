@@ -78,6 +78,7 @@ class Service:
         self.loaded: tuple[InputProcessor, ServedModel] | None = None
         self.kv_formats: dict[str, KVFormat] = {}  # of the models with a prefix cache
         engine.on_report = self.metrics.on_report
+        engine.on_restart = self.metrics.on_restart
 
     @property
     def input_processor(self) -> InputProcessor:

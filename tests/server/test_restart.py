@@ -1,0 +1,173 @@
+"""A dead engine is a pause: answers go on in another one, with the same text."""
+
+import os
+import random
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.server.asking import (
+    CHAT,
+    COMPLETIONS,
+    chat_body,
+    completion_body,
+    saying,
+    streamed,
+    whole,
+)
+from tests.server.server_process import ServerProcess, eventually
+
+LONG = {"max_tokens": 300}
+DRAWN = {"temperature": 1.0, "seed": 5}
+ASKED = {
+    "greedy": (COMPLETIONS, completion_body(**LONG, seed=1)),
+    "drawn": (COMPLETIONS, completion_body(**LONG | DRAWN)),
+    "a chat": (CHAT, chat_body(**LONG | DRAWN)),
+    "two choices": (COMPLETIONS, completion_body(**LONG | DRAWN, n=2)),
+    "penalties": (COMPLETIONS, completion_body(**LONG | DRAWN, frequency_penalty=0.5, min_p=0.01)),
+    "a form": (
+        COMPLETIONS,
+        completion_body(**LONG | DRAWN, structured_outputs={"regex": "[a-z ,]{200,260}"}),
+    ),
+    "stop": (COMPLETIONS, completion_body(**LONG | DRAWN, stop=["qqqq", "the the the"])),
+    "few": (COMPLETIONS, completion_body(max_tokens=3, seed=9)),
+}
+
+
+@pytest.fixture(scope="module")
+def mortal(folder, tmp_path_factory):
+    """A server whose engine may be killed, with n-grams and a draft model."""
+    with ServerProcess(folder, f"--draft-model={folder}", "--served-model-name=tiny") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def undisturbed(mortal):
+    return {name: streamed(mortal, *asked) for name, asked in ASKED.items()}
+
+
+def restarts(server):
+    return server.metric("specserve_engine_restarts_total")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSEGV])
+def test_every_stream_has_the_text_that_it_would_have_had(mortal, undisturbed, sent):
+    chance = random.Random(sent)
+    before = restarts(mortal)
+    with ThreadPoolExecutor(16) as threads:
+        names = [*ASKED] * 2
+        answers = [threads.submit(streamed, mortal, *ASKED[name]) for name in names]
+        time.sleep(chance.uniform(0.02, 0.3))
+        os.kill(mortal.engine_pid, sent)
+        for name, answer in zip(names, answers, strict=True):
+            assert answer.result() == undisturbed[name], name
+    eventually(lambda: restarts(mortal) == before + 1)
+    mortal.wait_until_idle()
+    assert whole(mortal, *ASKED["drawn"])[0] == undisturbed["drawn"][0]
+
+
+@pytest.mark.timed
+def test_an_engine_that_hangs_is_replaced(paced):
+    with paced(**{"server.hang_seconds": 1.0}) as server:
+        alone = whole(server, COMPLETIONS, saying(40, ms=20))
+        with ThreadPoolExecutor() as threads:
+            answer = threads.submit(streamed, server, COMPLETIONS, saying(40, ms=20))
+            eventually(lambda: server.metric("vllm:num_requests_running") == 1)
+            os.kill(server.engine_pid, signal.SIGSTOP)
+            assert answer.result() == alone
+        assert restarts(server) == 1
+
+
+def test_an_engine_that_stands_still_for_a_while_goes_on_by_itself(paced):
+    with paced() as server:
+        alone = whole(server, COMPLETIONS, saying(40, ms=20))
+        with ThreadPoolExecutor() as threads:
+            answer = threads.submit(streamed, server, COMPLETIONS, saying(40, ms=20))
+            eventually(lambda: server.metric("vllm:num_requests_running") == 1)
+            engine = server.engine_pid
+            os.kill(engine, signal.SIGSTOP)
+            time.sleep(1)
+            os.kill(engine, signal.SIGCONT)
+            assert answer.result() == alone
+        assert (server.engine_pid, restarts(server)) == (engine, 0)
+
+
+def test_one_that_dies_while_nobody_asks_is_replaced_and_what_is_asked_meanwhile_is_answered(paced):
+    with paced() as server:
+        os.kill(server.engine_pid, signal.SIGKILL)
+        with ThreadPoolExecutor() as threads:
+            time.sleep(0.2)  # it is noticed
+            asked = [
+                threads.submit(server.get, "/v1/speculation"),
+                threads.submit(server.post, "/v1/cache/reset", {}),
+                threads.submit(server.get, "/health/ready"),
+                threads.submit(server.post, COMPLETIONS, saying(3)),
+            ]
+            assert restarts(server) == 0
+            assert [each.result().status for each in asked] == [200] * 4
+        assert restarts(server) == 1
+        assert server.get("/v1/speculation").status == 200
+
+
+KILLER = '''
+import os
+from specserve_drafters import Draft
+from specserve_drafters.base import Options
+
+
+class Killer:
+    """Guesses nothing, and ends its process at the ninth token of a request with the seed 666."""
+
+    needs_executor = False
+    Options = Options
+
+    def __init__(self, options):
+        pass
+
+    def propose(self, items):
+        if any(i.seed == 666 and len(i.token_ids) >= 9 for i in items):
+            os.abort()
+        return [Draft() for _ in items]
+'''
+
+
+def test_a_request_that_ends_engines_is_ended_alone(folder, tmp_path):
+    (tmp_path / "killer.py").write_text(KILLER)
+    env = {"PYTHONPATH": str(tmp_path)}
+    with ServerProcess(folder, "--drafter=killer:Killer", env=env) as server:
+        others = [completion_body(max_tokens=200, temperature=1, seed=s) for s in range(4)]
+        alone = [whole(server, COMPLETIONS, body) for body in others]
+        with ThreadPoolExecutor(8) as threads:
+            answers = [threads.submit(streamed, server, COMPLETIONS, body) for body in others]
+            *events, error, done = server.stream(COMPLETIONS, completion_body(seed=666))
+            assert "each time" in error["error"]["message"] and done == "[DONE]"
+            assert 0 < len(events) < 9
+            assert [answer.result() for answer in answers] == alone
+        assert restarts(server) == 3
+        assert whole(server, COMPLETIONS, others[0]) == alone[0]
+        server.wait_until_idle()
+        server.signal()
+        assert server.exit_code() == 0
+        log = server.process.communicate()[1]
+        assert "prompt tokens" in log and "'seed': 666" in log and "the cat sat" not in log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("round", range(7))
+def test_streams_with_every_source_outlive_deaths_at_any_moment(folder, round):
+    chance = random.Random(round)
+    with ServerProcess(folder, f"--draft-model={folder}", "--served-model-name=tiny") as server:
+        undisturbed = {name: streamed(server, *asked) for name, asked in ASKED.items()}
+        for number in range(1, 4):
+            with ThreadPoolExecutor(16) as threads:
+                names = [*ASKED] * 2
+                chance.shuffle(names)
+                answers = [threads.submit(streamed, server, *ASKED[name]) for name in names]
+                time.sleep(chance.uniform(0, 0.6))
+                os.kill(server.engine_pid, chance.choice([signal.SIGKILL, signal.SIGSEGV]))
+                for name, answer in zip(names, answers, strict=True):
+                    assert answer.result() == undisturbed[name], name
+            eventually(lambda n=number: restarts(server) == n)
+            server.wait_until_idle()
