@@ -37,7 +37,9 @@ def complete(top: argparse.ArgumentParser, others: dict[str, EntryPoint]) -> Non
     """Answer the shell that asks, and exit. Another package's command is completed if its module
     has a function `parser`, which returns its ArgumentParser.
     """
-    line = os.environ["COMP_LINE"].encode()[: int(os.environ["COMP_POINT"])].decode()
+    point = os.environ.get("COMP_POINT", "")
+    typed = os.environ["COMP_LINE"].encode()[: int(point) if point.isdecimal() else None]
+    line = typed.decode(errors="ignore")
     _, *words = line.split(" ")
     name = next(filter(None, words[:-1]), "")
     if name in others:

@@ -1,5 +1,6 @@
 """Process-wide settings: malloc, garbage, OpenMP, standard streams, and ending with the parent."""
 
+import atexit
 import ctypes
 import gc
 import io
@@ -8,6 +9,8 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from queue import Full, Queue
+from threading import Condition, Thread
 from types import FrameType
 from typing import Any
 
@@ -96,17 +99,71 @@ class LossyFile(io.FileIO):
         return memoryview(data).nbytes if written is None else written
 
 
+class QueuedFile(io.RawIOBase):
+    """A file that a thread writes, so that nobody waits for a reader that has stopped to read.
+
+    What does not fit into the queue is dropped, and so is what cannot be written.
+    """
+
+    MOST = 2000  # writes that may wait
+    LAST_SECONDS = 1.0  # for them at the end of the process
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.queue: Queue[bytes] = Queue(self.MOST)
+        self.num_left, self.is_empty = 0, Condition()
+        Thread(target=self.run, name="stderr", daemon=True).start()
+        atexit.register(self.finish)
+
+    def fileno(self) -> int:
+        return self.number
+
+    def isatty(self) -> bool:
+        return os.isatty(self.number)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        with suppress(Full), self.is_empty:
+            self.queue.put_nowait(bytes(data))
+            self.num_left += 1
+        return memoryview(data).nbytes
+
+    def run(self) -> None:
+        while True:
+            data = self.queue.get()
+            with suppress(OSError):
+                while data:
+                    data = data[os.write(self.number, data) :]
+            with self.is_empty:
+                self.num_left -= 1
+                self.is_empty.notify()
+
+    def finish(self) -> None:
+        with self.is_empty:
+            self.is_empty.wait_for(lambda: not self.num_left, self.LAST_SECONDS)
+
+
 def keep_stderr_from_failing() -> None:
     """Make failed writes to stderr, by any library, harmless to the process."""
     stream = sys.__stderr__
     if stream is None or sys.stderr is not stream:
         return  # redirected already, as in tests
-    raw = LossyFile(stream.fileno(), "w", closefd=False)
-    sys.stderr = io.TextIOWrapper(
-        io.BufferedWriter(raw),
-        encoding=stream.encoding,
-        errors="backslashreplace",
-        line_buffering=True,
+    sys.stderr = lines_to(LossyFile(stream.fileno(), "w", closefd=False), stream.encoding)
+
+
+def keep_stderr_from_blocking() -> None:
+    """The same, where somebody else waits for whoever writes, as in an event loop."""
+    stream = sys.__stderr__
+    if stream is not None:
+        sys.stderr.flush()
+        sys.stderr = lines_to(QueuedFile(stream.fileno()), stream.encoding)
+
+
+def lines_to(raw: io.RawIOBase, encoding: str) -> io.TextIOWrapper:
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding=encoding, errors="backslashreplace", line_buffering=True
     )
 
 

@@ -36,7 +36,8 @@ def harmless(text: str) -> str:
 
 
 def has_colors() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not is_plain
 
 
 def styled(text: str, *codes: str) -> str:
@@ -67,7 +68,7 @@ def legend(sources: Sequence[str]) -> str:
         names = [harmless(name) for name in sources]
         return f"[accepted guesses] of {', '.join(names)}; a terminal shows by colors whose"
     names = [styled(harmless(name), *style(1 << i)) for i, name in enumerate(sources)]
-    return f"guessed by {', '.join(names)}; by the model alone without a color"
+    return f"guessed by {', '.join(names)}; by the target alone without a color"
 
 
 class Colored:

@@ -17,6 +17,7 @@ from specserve.config import KNOBS, SECTIONS, Config, description, toml_value
 from specserve.server import docs_page
 from specserve.server.routes import described
 
+CODE = re.compile(r"`([^`\n]+)`")
 FIELD = re.compile(r"^(\w+)  +(\S.*(?:\n {8,}\S.*)*)\n?", re.MULTILINE)  # of a docstring
 
 
@@ -147,7 +148,8 @@ def http() -> str:
     parts.append("## Types")
     schemas = document["components"]["schemas"]
     parts += [docs_page.component(name, schemas[name]) for name in sorted(schemas)]
-    return "\n\n".join(parts) + "\n"
+    html = CODE.sub(r"<code>\1</code>", "\n\n".join(parts[2:]))  # where Markdown is not read
+    return "\n\n".join([*parts[:2], html]) + "\n"
 
 
 def settings() -> str:

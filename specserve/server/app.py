@@ -1,15 +1,11 @@
 """The ASGI application: the access log, the checks of origin and API key, and error responses."""
 
-import atexit
 import hashlib
 import hmac
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
-from queue import Full, Queue
-from threading import Thread
 from time import perf_counter, strftime
 from urllib.parse import quote, urlsplit
 
@@ -32,8 +28,6 @@ from specserve.server.service import Service
 PROBES = "/health", "/health/ready", LIVENESS, "/ping"
 POLLED = frozenset([*PROBES, "/metrics", "/v1/speculation", *PAGES, *PARTS])
 LONGEST_PATH = 200  # characters of it in the log
-MOST_LINES = 1000  # of the log that may wait to be written
-FLUSH_SECONDS = 1.0
 
 
 def make_app(service: Service) -> Starlette:
@@ -70,17 +64,10 @@ def guards(service: Service) -> Iterable[Middleware]:
 
 
 class AccessLog:
-    """Writes a line to stderr when a request has ended; for what is polled, only if it failed.
-
-    A thread writes, as whoever reads stderr may be slow: lines beyond `MOST_LINES` are dropped.
-    """
+    """Writes a line to stderr when a request has ended; for what is polled, only if it failed."""
 
     def __init__(self, app: ASGIApp) -> None:
-        self.app, self.num_dropped = app, 0
-        self.lines: Queue[str | None] = Queue(MOST_LINES)
-        self.writer = Thread(target=self.write, name="access-log", daemon=True)
-        self.writer.start()
-        atexit.register(self.close)
+        self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun, status = perf_counter(), 500  # of an error that is answered outside of this
@@ -96,26 +83,8 @@ class AccessLog:
             await self.app(scope, receive, send_noted)
         finally:
             if scope["path"] not in POLLED or status not in (200, 304):
-                self.put(line(scope, status, perf_counter() - begun, asked))
+                print(line(scope, status, perf_counter() - begun, asked), file=sys.stderr)
             asked.clear()  # the connection keeps the scope until its next request
-
-    def put(self, text: str | None) -> None:
-        try:
-            self.lines.put_nowait(text)
-        except Full:
-            self.num_dropped += 1
-
-    def write(self) -> None:
-        while (text := self.lines.get()) is not None:
-            dropped, self.num_dropped = self.num_dropped, 0
-            if dropped:
-                text = f"{dropped} lines dropped, as stderr is read too slowly\n{text}"
-            with suppress(OSError, ValueError):
-                print(text, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        self.put(None)
-        self.writer.join(FLUSH_SECONDS)
 
 
 def line(scope: Scope, status: int, seconds: float, asked: Iterable[LiveCompletion]) -> str:

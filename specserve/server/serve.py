@@ -25,7 +25,12 @@ from specserve.input_processor import load_text_files, make_input_processor
 from specserve.models.tokenizer import Tokenizer
 from specserve.phases import Phases
 from specserve.preflight import Folders
-from specserve.process import keep_objects, return_freed_memory, tell
+from specserve.process import (
+    keep_objects,
+    keep_stderr_from_blocking,
+    return_freed_memory,
+    tell,
+)
 from specserve.progress import LoadProgress, show_phases
 from specserve.selection import scaled_models
 from specserve.server.app import make_app
@@ -36,8 +41,9 @@ ENGINE_DIED = 70  # the exit code; EX_SOFTWARE of sysexits.h
 KEEP_ALIVE = 60  # seconds; longer than clients keep an idle connection, so that they close it first
 FLUSH_SECONDS = 5.0  # for the last bytes to reach clients at shutdown
 HURRIED_FLUSH_SECONDS = 0.5  # after a second signal
-QUESTION = '{"messages": [{"role": "user", "content": "%s"}], "max_tokens": 64, "stream": true}'
-PREFIX = '{"prompt": "def ", "max_tokens": 64, "stream": true}'
+REST = '"max_tokens": 64, "temperature": 0, "stream": true}'
+QUESTION = '{"messages": [{"role": "user", "content": "%s"}], ' + REST
+PREFIX = '{"prompt": "def ", ' + REST
 
 
 class Start(NamedTuple):
@@ -53,6 +59,7 @@ class Start(NamedTuple):
 def serve(start: Start) -> int:
     """Serve until a signal comes or the engine dies; returns the exit code."""
     return_freed_memory()
+    keep_stderr_from_blocking()
     raise_file_limit()
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     try:

@@ -55,6 +55,18 @@ class ServerProcess:
         (pid,) = self.children("specserve.engine.process")
         return pid
 
+    def kill_engines(self):
+        """So many, one after the other, that the server starts no more."""
+        killed = set()
+        for _ in range(5):
+            eventually(lambda: self.engines() - killed)
+            (engine,) = self.engines() - killed
+            os.kill(engine, signal.SIGKILL)
+            killed.add(engine)
+
+    def engines(self):
+        return {*self.children("specserve.engine.process")}
+
     def children(self, module):
         """The processes of the server that run a module."""
         pid = self.process.pid

@@ -1,12 +1,14 @@
 """The lines on stderr of requests that have ended."""
 
+import fcntl
+import os
 import re
-import sys
+import select
 import threading
 
 import pytest
 
-from specserve.server import app
+from specserve import process
 from tests.server.asking import CHAT, COMPLETIONS, begun, chat_body, is_running, saying, streaming
 from tests.server.server_process import ServerProcess, eventually
 
@@ -112,31 +114,46 @@ def test_without_the_setting_there_is_none(folder, tmp_path):
     assert not TIME.search(file.read_text())
 
 
-def test_a_log_that_nobody_reads_keeps_no_request_waiting(monkeypatch):
-    """Lines beyond those that may wait are dropped, and their number is told."""
-    may_write, said = threading.Event(), []
+def test_a_log_that_nobody_reads_holds_up_neither_requests_nor_the_end(folder):
+    """A pipe of 4 KiB is full after some 80 lines, and nobody reads on once the server is up."""
+    ours, theirs = os.pipe()
+    fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
+    settings = {"server.access_log": "true"}
+    reading = threading.Event()
+    reader = threading.Thread(target=read_until, args=(ours, reading))
+    reader.start()
+    with ServerProcess(folder, stderr=theirs, **settings) as server:
+        os.close(theirs)
+        reading.set()
+        reader.join()
+        for _ in range(300):
+            assert server.get("/version").status == 200
+        with server.connect() as client:  # it is logged in the event loop
+            client.sendall(b"CONNECT host:1 HTTP/1.1\r\n\r\n")
+            assert client.recv(1000)
+        assert server.get("/health").status == 200
+        server.signal()
+        assert server.exit_code() == 0
+    os.close(ours)
 
-    class Stuck:
-        def write(self, text):
-            may_write.wait()
-            said.append(text)
 
-        def flush(self):
-            pass
+def read_until(pipe, is_enough):
+    while not is_enough.is_set():
+        if select.select([pipe], [], [], 0.05)[0]:
+            os.read(pipe, 1 << 16)
 
-    monkeypatch.setattr(sys, "stderr", Stuck())
-    monkeypatch.setattr(app, "MOST_LINES", 2)
-    log = app.AccessLog(None)
-    log.put("first")
-    eventually(log.lines.empty)  # it is being written
-    for number in range(5):
-        log.put(f"line {number}")
-    may_write.set()
-    eventually(log.lines.empty)
-    log.close()
-    assert "".join(said).splitlines() == [
-        "first",
-        "3 lines dropped, as stderr is read too slowly",
-        "line 0",
-        "line 1",
-    ]
+
+def test_what_does_not_fit_into_the_queue_is_dropped(monkeypatch):
+    ours, theirs = os.pipe()
+    monkeypatch.setattr(process.QueuedFile, "MOST", 3)
+    fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
+    file = process.QueuedFile(theirs)
+    for number in range(20):
+        assert file.write(b"%4096d" % number) == 4096
+    said = b""
+    while len(said) < 3 * 4096 or file.num_left:
+        said += os.read(ours, 1 << 16)
+    file.write(b"the last")
+    file.finish()
+    said += os.read(ours, 1 << 16)
+    assert len(said) < 20 * 4096 and said.endswith(b"the last")

@@ -338,7 +338,7 @@ def test_a_dead_stream_is_told(visit, paced):
         here.page.fill("#prompt", "the cat")
         here.page.press("#prompt", "Enter")
         here.page.wait_for_selector(".message.assistant .step")
-        os.kill(server.engine_pid, signal.SIGKILL)
+        server.signal(signal.SIGKILL)
         here.page.wait_for_selector(".message .error:text-matches('.')")
         assert here.page.is_visible("#send") and not here.page.is_visible("#stop")
         here.complaints.clear()  # the browser tells of the broken connection
@@ -388,6 +388,46 @@ def test_conversations_are_kept_edited_and_asked_again(visit):
     page.click("#new")
     page.click(f"#kept button[aria-label^='Forget {QUESTION}']")
     assert page.locator("#kept li").count() == 0
+
+
+def test_two_tabs_lose_none_of_their_answers(visit):
+    here = visit()
+    here.page.wait_for_selector("#sources input")
+    here.ask(QUESTION, **ASKED)
+    there = here.context.new_page()
+    there.goto(here.url)
+    there.wait_for_selector("#sources input")
+    assert there.locator(".message").count() == 0
+    there.fill("#prompt", "another question")
+    there.press("#prompt", "Enter")
+    there.wait_for_selector("#status:text-matches('complete')")
+    here.ask("a third one", **ASKED)
+    here.page.reload()
+    assert here.page.locator(".message").count() == 4
+    assert here.page.locator("#kept li").count() == 2
+
+
+def test_a_reload_keeps_the_question_whose_answer_has_not_come(visit, paced):
+    with paced() as server:
+        here = visit(server=server)
+        here.page.wait_for_selector("#model:text-matches('.')")
+        here.set(seed=200, max_tokens=100)  # milliseconds of a step
+        here.page.fill("#prompt", "the cat")
+        here.page.press("#prompt", "Enter")
+        here.page.wait_for_selector(".message.assistant .step")
+        here.page.reload()
+        assert "the cat" in here.page.locator(".message").first.inner_text()
+        server.wait_until_idle()
+
+
+def test_a_limit_that_another_server_had_is_taken_back(visit, folder):
+    with ServerProcess(folder, "--drafter=none") as server:
+        here = visit(server=server)
+        kept = json.dumps({"values": {"max_nodes": "8"}})
+        here.page.evaluate("kept => localStorage.setItem('specserve.settings', kept)", kept)
+        here.page.reload()
+        here.ask("the cat", temperature=0, max_tokens=5)
+        assert here.page.input_value("#controls [name=max_nodes]") == ""
 
 
 def test_an_edited_message_replaces_what_follows_it(visit):
@@ -537,7 +577,8 @@ def test_a_source_has_one_color_wherever_it_is_listed(visit):
 )
 def test_what_others_have_kept_is_passed_over(visit, place, kept):
     here = visit()
-    keep = "([place, kept]) => localStorage.setItem('specserve.' + place, kept)"
+    keep = "([place, kept]) => { localStorage.setItem('specserve.' + place, kept);"
+    keep += " sessionStorage.setItem('specserve.' + place, kept) }"
     here.page.evaluate(keep, [place, kept])
     here.page.reload()
     here.page.wait_for_selector("#sources input")

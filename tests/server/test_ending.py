@@ -115,10 +115,7 @@ def test_when_five_engines_die_every_answer_ends_with_an_error_and_the_server_wi
         [model] = client.models.list().data
         third = client.completions.create(model=model.id, stream=True, **extra(500, ms=20))
         eventually(lambda: server.metric("vllm:num_requests_running") == 4)
-        killed = None
-        for _ in range(5):
-            killed = another_engine(server, killed)
-            os.kill(killed, signal.SIGKILL)
+        server.kill_engines()
         with pytest.raises(APIError, match="engine process has ended"):
             list(third)
         for events in (first, second):
@@ -131,17 +128,6 @@ def test_when_five_engines_die_every_answer_ends_with_an_error_and_the_server_wi
         assert "start-up" in errors and "target threads" in errors  # the table of phases
         assert errors.count("signal 9") == 4 and "goes on with 4 requests" in errors
         assert "error: the engine process has ended" in errors
-
-
-def another_engine(server, last):
-    """The process id of an engine that is not the last one."""
-    found = []
-    eventually(lambda: found.extend(pids(server, last)) or found)
-    return found[0]
-
-
-def pids(server, last):
-    return [pid for pid in server.children("specserve.engine.process") if pid != last]
 
 
 def is_refused(server):

@@ -1,9 +1,7 @@
 """The clients of JavaScript get the same answers streamed and whole, and errors as exceptions."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 
@@ -94,7 +92,7 @@ def test_an_error_in_a_stream_is_an_error_of_the_client(paced, folder_of_clients
         command = ["node", "broken.mjs", server.url]
         node = subprocess.Popen(command, cwd=folder_of_clients, stdout=subprocess.PIPE, text=True)
         assert [node.stdout.readline() for _ in range(3)] == ["begun\n"] * 3
-        os.kill(server.engine_pid, signal.SIGKILL)
+        server.kill_engines()
         raised = json.loads(node.communicate(timeout=20)[0])
     for client in ("openai", "responses", "sdk"):
         assert "engine process has ended" in (raised[client] or ""), raised

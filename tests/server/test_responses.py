@@ -1,8 +1,6 @@
 """/v1/responses answers as a chat does, in OpenAI's newer form, to OpenAI's own client."""
 
 import json
-import os
-import signal
 
 import openai
 import pytest
@@ -525,7 +523,7 @@ def test_an_answer_that_fails_ends_with_both_of_its_errors(paced):
             with pytest.raises(openai.APIError, match="engine process has ended"):
                 for event in stream:
                     if event.type == "response.in_progress":
-                        os.kill(server.engine_pid, signal.SIGKILL)
+                        server.kill_engines()
                     seen.append(event)
     assert seen[-1].type == "response.failed" and seen[-1].response.status == "failed"
     assert seen[-1].response.error.code == "server_error"

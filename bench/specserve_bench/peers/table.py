@@ -13,6 +13,14 @@ from specserve_bench.results import ratio
 from specserve_bench.steps import Cost, spread
 
 IS_RATE = {figure.name: figure.is_rate for figure in FIGURES}
+MEANINGS = {
+    "TPOT ms": "a token after the first (TPOT), ms",
+    "TTFT 300 ms": "the first token of 300 (TTFT), ms",
+    "TTFT 1000 ms": "the first token of 1,000, ms",
+    "batch tokens/s": "32 prompts at once, tokens/s",
+    "guessed TPOT ms": "TPOT with guesses, ms",
+    "tokens a step": "tokens a step with guesses",
+}
 Costs = Mapping[str, Cost]  # of the step that a figure is the time of
 
 
@@ -126,9 +134,9 @@ def table(result: Mapping[str, Any]) -> str:
     rows = [["system", *map(heading, columns)]]
     rows += [[name, *(shown(column["systems"][name]) for column in columns)] for name in systems]
     rows.append(["bound", *(shown(column["bound"]) for column in columns)])
-    rows.append([f"{SPECSERVE} / best peer", *(shown_ratio(c["ratio"]) for c in columns)])
+    rows.append([f"{SPECSERVE} / best peer", *(shown_ratio(c, "ratio") for c in columns)])
     if UNQUANTIZED in systems:
-        ratios = (shown_ratio(column["over_16_bits"]) for column in columns)
+        ratios = (shown_ratio(column, "over_16_bits") for column in columns)
         rows.append([f"{SPECSERVE} / 16 bits", *ratios])
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines.insert(1, "|" + " --- |" * len(rows[0]))
@@ -151,12 +159,16 @@ def summary(result: Mapping[str, Any]) -> str:
             best = (max if IS_RATE[column["figure"]] else min)(medians, key=medians.__getitem__)
             told = {n: f"{value:.4g}" for n, value in medians.items()}
             told[best] = f"**{told[best]}**"
-            of = column["ratio"]
-            shown = f"{medians[SPECSERVE] / medians[of['peer']]:.2f}"
-            shown += f" ({of['low']:.2f} to {of['high']:.2f}), {of['peer']}"
-            row = [heading(column), *(told.get(n, "none") for n in systems), shown]
+            ratio = shown_ratio(column, "ratio")
+            row = [words(column), *(told.get(n, "none") for n in systems), ratio]
             lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
+
+
+def words(column: Mapping[str, Any]) -> str:
+    better = "higher" if IS_RATE[column["figure"]] else "lower"
+    draft = f", {column['draft']}" if column["draft"] else ""
+    return f"{MEANINGS.get(column['figure'], column['figure'])}{draft} ({better} is better)"
 
 
 def heading(column: Mapping[str, Any]) -> str:
@@ -171,11 +183,13 @@ def shown(value: Mapping[str, Any] | None) -> str:
     return f"{value['median']:.4g} ({value['low']:.4g} to {value['high']:.4g})"
 
 
-def shown_ratio(value: Mapping[str, Any] | None) -> str:
-    if value is None:
+def shown_ratio(column: Mapping[str, Any], name: str) -> str:
+    """The ratio of the medians that the table shows, and the extremes of rounds' own ratios."""
+    found = column[name]
+    if found is None:
         return "-"
-    spread = f"{value['low']:.2f} to {value['high']:.2f}"
-    return f"{value['median']:.2f} ({spread}), {value['peer']}"
+    ours, peer = (column["systems"][system]["median"] for system in (SPECSERVE, found["peer"]))
+    return f"{ours / peer:.2f} ({found['low']:.2f} to {found['high']:.2f}), {found['peer']}"
 
 
 def errors(columns: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -260,6 +260,7 @@ at("use-key").onclick = () => {
 };
 at("show-chat").onclick = () => view("chat");
 at("show-race").onclick = () => view("race");
+addEventListener("pagehide", () => running && kept.keep(current)); // with the question
 at("new").onclick = () => open(kept.fresh());
 at("stop").onclick = (event) => event.detail > 1 || stop(); // it came under a double click on Send
 at("controls").onsubmit = (event) => event.preventDefault();

@@ -4,18 +4,18 @@
 const PLACE = "specserve.conversations", OPEN = "specserve.open", MOST = 50;
 
 // What is kept at a place; null where there is nothing that can be read.
-export function take(place) {
+export function take(place, storage = "localStorage") {
   try {
-    return JSON.parse(localStorage.getItem(place));
+    return JSON.parse(window[storage].getItem(place));
   } catch {
     return null;
   }
 }
 
 // Whether the browser keeps it.
-export function put(place, value) {
+export function put(place, value, storage = "localStorage") {
   try {
-    localStorage.setItem(place, JSON.stringify(value));
+    window[storage].setItem(place, JSON.stringify(value));
     return true;
   } catch {
     return false;
@@ -48,10 +48,11 @@ export function keep(one) {
   write([one, ...read().filter((kept) => kept.id !== one.id)].slice(0, MOST));
 }
 
-export const setOpen = ({ id }) => put(OPEN, id);
+// Of each tab its own: two tabs in one would lose answers.
+export const setOpen = ({ id }) => put(OPEN, id, "sessionStorage");
 
 export function opened() {
-  const id = take(OPEN);
+  const id = take(OPEN, "sessionStorage");
   return read().find((kept) => kept.id === id) ?? fresh();
 }
 

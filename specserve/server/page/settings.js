@@ -30,6 +30,7 @@ export async function connect() {
   const none = element("span", { className: "quiet", text: "this server makes no guesses" });
   fieldset.replaceChildren(fieldset.firstElementChild, ...(boxes.length ? boxes : [none]));
   form.max_nodes.max = model.card.max_nodes ?? 0;
+  if (form.max_nodes.validity.rangeOverflow) form.max_nodes.value = ""; // kept of another server
   form.max_nodes.placeholder = `up to ${model.card.max_nodes ?? 0}`;
   await learnCosts();
 }
