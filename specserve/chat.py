@@ -149,7 +149,7 @@ def converse(chat: Chat) -> None:
             match line.strip():
                 case "":
                     pass
-                case "/exit":
+                case "/exit" | "/quit":
                     return
                 case "/reset":
                     chat.reset()

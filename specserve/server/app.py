@@ -180,7 +180,7 @@ async def refuse(request: Request, error: Exception) -> Response:
 async def refuse_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     where = f"{request.method} {cut(request.url.path)}"
-    routes = ", ".join(route.path for route in request.app.routes)
+    routes = ", ".join(r.path for r in request.app.routes if r.path not in PARTS)
     why = "; specserve generates text only" if error.status_code == 404 else ""
     refusal = NoRoute(f"{where}: {error.detail}{why}; the routes are {routes}")
     refusal.status = error.status_code
