@@ -213,10 +213,10 @@ def test_reset_forgets_all_but_the_system_text_and_exit_leaves(talk):
 
 def test_help_and_what_is_no_command_are_answered_here(talk):
     with Wire(says("Hi.")) as wire:
-        lines = ["/help", "/quit", "/etc/passwd is a file?"]
+        lines = ["/help", "/leave", "/etc/passwd is a file?"]
         code, out, err = talk(lines, "--url", wire.url)
     assert code == 0 and out.startswith("/help says this, /reset") and out.endswith("\nHi.\n")
-    assert err.startswith("/quit: no command; /help says this")
+    assert err.startswith("/leave: no command; /help says this")
     assert [m["content"] for m in wire.asked[0]["messages"]] == [lines[-1]]
 
 

@@ -175,7 +175,7 @@ def test_openais_client_gets_all_choices(server):
 
 
 def test_what_choices_have_in_common_is_sent_once_and_stop_strings_never():
-    engine = SimpleNamespace(loop=None, listeners={-1: None}, next_id=0, adds=[])
+    engine = SimpleNamespace(loop=None, live={-1: None}, held=[], is_up=True, next_id=0, adds=[])
     engine.died, engine.flush_soon = asyncio.Event(), lambda: None
     stop, ids = tuple("z" * 1024 for _ in range(16)), frozenset(range(1024))
     given = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "seed": 7}

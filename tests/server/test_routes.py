@@ -299,7 +299,7 @@ def test_a_file_that_holds_what_no_header_can_is_refused(tmp_path, text):
 def test_an_engine_that_was_idle_has_its_time_for_the_first_step(monkeypatch):
     loop = SimpleNamespace(time=lambda: 1000.0)
     sampling = Sampling(max_tokens=1, temperature=0, top_k=0, top_p=1, min_p=0, seed=0)
-    engine = SimpleNamespace(loop=loop, listeners={}, next_id=0, adds=[])
+    engine = SimpleNamespace(loop=loop, live={}, held=[], is_up=True, next_id=0, adds=[])
     engine.died, engine.heard_at, engine.flush_soon = Event(), 0.0, lambda: None
     EngineClient.add(engine, [1], [sampling], [None])
     assert engine.heard_at == 1000.0
