@@ -204,7 +204,7 @@ class AsyncLLM:
     async def load(self) -> Engine:
         folders = await asyncio.to_thread(preflight.check, self.config)
         # In the loop's thread: the process ends with the thread that starts it.
-        client = EngineClient(spawn(self.config))
+        client = EngineClient(spawn(self.config), partial(spawn, self.config))
         try:
             await client.connect()
             files = await asyncio.to_thread(load_text_files, *folders)

@@ -250,7 +250,7 @@ def test_a_model_that_is_not_there_is_told_at_the_start():
         AsyncLLM("x", set={"memory.block_size": 0})
 
 
-def test_the_engine_is_a_process_that_ends_with_it_and_whose_death_is_told(folder):
+def test_the_engine_is_a_process_that_ends_with_it_and_that_is_replaced_if_it_dies(folder):
     async def ask():
         async with AsyncLLM(folder, set=SETTINGS) as llm:
             first = (await all_of(llm.generate("the cat", PARAMS)))[-1]
@@ -258,9 +258,15 @@ def test_the_engine_is_a_process_that_ends_with_it_and_whose_death_is_told(folde
             assert Path(f"/proc/{process.pid}").exists()
         assert process.returncode is not None
         llm = AsyncLLM(folder, set=SETTINGS)
-        outputs = llm.generate("the cat", LONG)
-        await anext(outputs)
-        (await llm.start()).client.process.kill()
+        undisturbed = (await all_of(llm.generate("the cat", LONG)))[-1]
+        client = (await llm.start()).client
+        for spawn in (client.respawn, None):
+            client.respawn = spawn
+            outputs = llm.generate("the cat", LONG)
+            await anext(outputs)
+            client.process.kill()
+            if spawn is not None:
+                assert (await all_of(outputs))[-1].text == undisturbed.text
         with pytest.raises(EngineDied):
             await all_of(outputs)
         with pytest.raises(EngineDied, match="make another"):

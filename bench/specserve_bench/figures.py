@@ -30,6 +30,7 @@ from specserve_bench.pairs import demo_pair, large_pair
 from specserve_bench.plots import draw
 from specserve_bench.prompts import PROMPTS
 from specserve_bench.report import markdown, report
+from specserve_bench.restart import restart_figures
 from specserve_bench.results import Goals, Load, Result
 from specserve_bench.sampling import sampling_figures
 from specserve_bench.serving import serving_figures
@@ -67,6 +68,7 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "maps": map_figures,
     "merged": merged_figures,
     "targets": target_figures,
+    "restart": restart_figures,
 }
 PARTS = {  # what they measure
     "engine": "every drafter with the trained pair: TPOT, acceptance, the parts of a step",
@@ -80,6 +82,7 @@ PARTS = {  # what they measure
     "maps": "linear maps of 4 and 8 bits beside the same maps in bf16",
     "merged": "one tree of all sources beside the draft model's, at as many guesses",
     "targets": "long prompts that arrive beside streams with a target for the time per token",
+    "restart": "how long 16 streams pause when their engine process is killed",
     "demo": "every drafter with the demo pair, and scaled to a larger model's cost; draws plots",
 }
 # With arguments of their own. They take hours, and are measured only if they come first.

@@ -7,6 +7,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import pytest
 import uvloop
 
 from specserve import preflight
@@ -61,8 +62,14 @@ def server_threads(folder, **settings):
 def speak(config, spawned, listener):
     with (
         contextlib.suppress(EngineDied),
+        pytest.MonkeyPatch.context() as patch,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
+        patch.setattr(serve, "spawn", no_other)
         folders = preflight.check(config)
         start = serve.Start(config, folders, spawned, listener, time.perf_counter())
         runner.run(serve.run(start))
+
+
+def no_other(config):
+    raise OSError("an engine that is a thread is the only one")
