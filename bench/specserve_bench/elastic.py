@@ -62,10 +62,12 @@ def one_load(load: Load, draft: Path) -> dict[str, Any]:
     num_blocks = int(SHARE * target_blocks / (1 - draft_share))
     sized = settings(load, num_blocks * roomy.engine.pool.block_bytes)
     llms = {
-        name: LLM(
-            draft_model=draft, drafter=drafter, progress=False, set=sized, weights=roomy.weights
+        name: LLM(None, own, drafter, progress=False, set=sized, weights=roomy.weights)
+        for name, own, drafter in (
+            ("elastic", draft, "model"),
+            ("split", draft, "model"),
+            ("off", None, "none"),
         )
-        for name, drafter in (("elastic", "model"), ("split", "model"), ("off", "none"))
     }
     split(llms["split"], draft_share)
     asks = prompts(roomy, load)

@@ -292,7 +292,7 @@ class EngineClient(asyncio.Protocol):
                 future.set_result(state)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.is_up = False
+        had_requests, self.is_up = self.is_up, False
         self.adds, self.finishes = [], []
         self.is_reset_due = self.is_state_due = False
         if not self.ready.done():
@@ -301,7 +301,7 @@ class EngineClient(asyncio.Protocol):
         if self.respawn is None or not is_known or self.is_hopeless():
             self.die(ENDED)
         else:
-            self.reviving = self.loop.create_task(self.revive(self.respawn))
+            self.reviving = self.loop.create_task(self.revive(self.respawn, had_requests))
 
     def is_hopeless(self) -> bool:
         """Note a death; whether there were too many of late."""
@@ -312,6 +312,7 @@ class EngineClient(asyncio.Protocol):
     def die(self, message: str) -> None:
         """Give up: nobody gets anything more."""
         self.died.set()
+        self.respawn = None
         waiting: list[asyncio.Future[Any]] = [*self.resets, *self.asking]
         for future in waiting:
             if not future.done():
@@ -320,11 +321,12 @@ class EngineClient(asyncio.Protocol):
         for each in live.values():
             each.listener.fail(message)
 
-    async def revive(self, respawn: Callable[[], Spawned]) -> None:
-        """Start another engine process in the place of one that has died."""
+    async def revive(self, respawn: Callable[[], Spawned], had_requests: bool) -> None:
+        """Start another engine process in the place of one that has died, maybe while it loaded."""
         self.process.kill()
         code = self.process.wait()
-        self.blame()
+        if had_requests:
+            self.blame()
         recent = sum(self.loop.time() - at < DEATHS_SECONDS for at in self.deaths)
         pause = PAUSES[min(recent, len(PAUSES)) - 1]
         log.error(
@@ -341,11 +343,10 @@ class EngineClient(asyncio.Protocol):
         await asyncio.sleep(pause)
         try:  # in this thread: a process ends with the thread that starts it
             self.process, self.socket = respawn()
+            self.frames = Frames()
+            await self.connect()
         except OSError as e:
             self.die(f"{ENDED}, and no other one can be started: {e}")
-            return
-        self.frames = Frames()
-        await self.connect()
 
     def blame(self) -> None:
         """Note a death with each request that the engine had, and end those that cause them."""

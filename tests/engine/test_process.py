@@ -10,7 +10,7 @@ from specserve.engine import process
 from specserve.engine.engine import Engine
 from specserve.engine.process import serve
 from specserve.exchange.caller import Caller
-from specserve.exchange.messages import Add, EngineCommands, Loading, Ready, encode
+from specserve.exchange.messages import Add, Begun, EngineCommands, Loading, Ready, encode
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import engine_for, load_small
 from tests.engine.test_engine import greedy
@@ -81,10 +81,14 @@ def test_ids_that_the_model_does_not_know_end_their_request_and_no_process(targe
 
 def test_what_an_order_says_of_its_caller_and_its_blocks_reaches_the_request(target, monkeypatch):
     asks, caller, keys = [], Caller(7, 3), {"target": [b"key"]}
-    order = structs.replace(asked(7, 1), keys=keys, caller=caller)
-    monkeypatch.setattr(Engine, "add_choices", lambda engine, *args: asks.append(args))
+    order = structs.replace(asked(7, 1), keys=keys, caller=caller, begun=Begun([3], 1))
+
+    def add_choices(engine, *args, begun):
+        asks.append((*args, begun))
+
+    monkeypatch.setattr(Engine, "add_choices", add_choices)
     run(target, [EngineCommands([order], [])])
-    assert asks == [([5, 17, 42], order.samplings, 7, keys, caller)]
+    assert asks == [([5, 17, 42], order.samplings, 7, keys, caller, order.begun)]
 
 
 class FreezeCounts:

@@ -55,10 +55,10 @@ class ServerProcess:
         (pid,) = self.children("specserve.engine.process")
         return pid
 
-    def kill_engines(self):
-        """So many, one after the other, that the server starts no more."""
+    def kill_engines(self, number=5):
+        """One after the other, as they come; after five the server starts no more."""
         killed = set()
-        for _ in range(5):
+        for _ in range(number):
             eventually(lambda: self.engines() - killed)
             (engine,) = self.engines() - killed
             os.kill(engine, signal.SIGKILL)

@@ -111,6 +111,17 @@ def test_one_that_dies_while_nobody_asks_is_replaced_and_what_is_asked_meanwhile
         assert server.get("/v1/speculation").status == 200
 
 
+def test_engines_that_die_while_they_load_are_no_requests_fault(paced):
+    with paced() as server:
+        alone = whole(server, COMPLETIONS, saying(100, ms=20))
+        with ThreadPoolExecutor() as threads:
+            answer = threads.submit(streamed, server, COMPLETIONS, saying(100, ms=20))
+            eventually(lambda: server.metric("vllm:num_requests_running") == 1)
+            server.kill_engines(4)
+            assert answer.result() == alone
+        assert restarts(server) == 1
+
+
 KILLER = '''
 import os
 from specserve_drafters import Draft
