@@ -30,6 +30,7 @@ from specserve_bench import (
     memory,
     perplexity,
     reference,
+    restart,
     scale,
     steps,
     suite,
@@ -157,6 +158,11 @@ def test_the_table_of_fairness_is_that_of_the_kept_result():
 def test_the_table_of_the_hosts_share_is_that_of_the_kept_result():
     kept = json.loads((ROOT / "bench/results/host-cpu.json").read_text())
     assert host.table(kept["rows"]) in MANUAL
+
+
+def test_the_table_of_restarts_is_that_of_the_kept_result():
+    kept = json.loads((ROOT / "bench/results/restart-cpu.json").read_text())
+    assert restart.table(kept["rows"]) in MANUAL
 
 
 def test_the_table_of_steps_against_their_bound_is_that_of_the_kept_result():

@@ -52,7 +52,9 @@ def restarts(server):
     return server.metric("specserve_engine_restarts_total")
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize(
+    "sent", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.slow)]
+)
 def test_every_stream_has_the_text_that_it_would_have_had(mortal, undisturbed, sent):
     chance = random.Random(sent)
     before = restarts(mortal)
@@ -111,6 +113,7 @@ def test_one_that_dies_while_nobody_asks_is_replaced_and_what_is_asked_meanwhile
         assert server.get("/v1/speculation").status == 200
 
 
+@pytest.mark.slow
 def test_engines_that_die_while_they_load_are_no_requests_fault(paced):
     with paced() as server:
         alone = whole(server, COMPLETIONS, saying(100, ms=20))
