@@ -51,9 +51,12 @@ def tasks(tmp_path_factory):
 def servers(folder, tmp_path_factory):
     python_with("lm_eval")  # skips before servers start
     draft = tiny_checkpoint(tmp_path_factory.mktemp("draft"), seed=2)
-    flags = ["--served-model-name=tiny", f"--draft-model={draft}"]
+    own = {"auto": [f"--draft-model={draft}"]}  # `none` refuses one
     with ExitStack() as stack:
-        starting = {d: ServerProcess(folder, *flags, f"--drafter={d}") for d in DRAFTERS}
+        starting = {
+            d: ServerProcess(folder, "--served-model-name=tiny", f"--drafter={d}", *own.get(d, ()))
+            for d in DRAFTERS
+        }
         yield {d: stack.enter_context(server) for d, server in starting.items()}
 
 
