@@ -220,8 +220,11 @@ class ServerConfig(Section, frozen=True):
     hang_seconds: Annotated[
         float,
         Meta(gt=0),
-        about("an engine process that has ended no step for so long is replaced by another one"),
-    ] = 60.0
+        about(
+            "an engine process that has ended no step for so long is replaced by another one; it "
+            "has to be longer than any step"
+        ),
+    ] = 120.0
     access_log: Annotated[
         bool, about("whether each request that has ended is a line on stderr, without any text")
     ] = True

@@ -293,21 +293,22 @@ class EngineClient(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         had_requests, self.is_up = self.is_up, False
+        self.deaths.append(self.loop.time())
         self.adds, self.finishes = [], []
         self.is_reset_due = self.is_state_due = False
         if not self.ready.done():
             self.ready.set_exception(EngineDied("the engine process ended while it was loading"))
         is_known = not self.ready.cancelled() and self.ready.exception() is None
-        if self.respawn is None or not is_known or self.is_hopeless():
+        if self.respawn is None or not is_known or self.is_hopeless:
             self.die(ENDED)
         else:
             self.reviving = self.loop.create_task(self.revive(self.respawn, had_requests))
 
+    @property
     def is_hopeless(self) -> bool:
-        """Note a death; whether there were too many of late."""
-        now = self.loop.time()
-        self.deaths.append(now)
-        return len(self.deaths) == MOST_DEATHS and now - self.deaths[0] < DEATHS_SECONDS
+        """Whether too many processes have died of late."""
+        first, last = self.deaths[0], self.deaths[-1]
+        return len(self.deaths) == MOST_DEATHS and last - first < DEATHS_SECONDS
 
     def die(self, message: str) -> None:
         """Give up: nobody gets anything more."""
