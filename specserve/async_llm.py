@@ -16,7 +16,7 @@ from specserve.errors import EngineDied, RequestError, SpecserveError, of_failur
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Ready
 from specserve.exchange.sampling_params import SamplingParams, choices_of, seeded
-from specserve.exchange.spawn import spawn
+from specserve.exchange.spawn import ForkServer
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.exchange.step_output import StepOutput
 from specserve.generation import Generation, Output, output
@@ -204,7 +204,8 @@ class AsyncLLM:
     async def load(self) -> Engine:
         folders = await asyncio.to_thread(preflight.check, self.config)
         # In the loop's thread: the process ends with the thread that starts it.
-        client = EngineClient(spawn(self.config), partial(spawn, self.config))
+        engines = ForkServer(self.config)
+        client = EngineClient(engines.start(), engines.start)
         try:
             await client.connect()
             files = await asyncio.to_thread(load_text_files, *folders)
@@ -299,7 +300,7 @@ class ChoiceListener:
     def push(self, output: StepOutput) -> None:
         generation = self.answer.generations[self.index]
         if output.failure:
-            self.end(of_failure(output.failure, output.blamed))
+            self.fail(of_failure(output.failure, output.blamed))
             return
         generation.push(output)
         if output.is_of_prompt:
@@ -309,9 +310,6 @@ class ChoiceListener:
             self.answer.client.finish(generation.id)
         self.answer.changed.set()
 
-    def fail(self, message: str) -> None:
-        self.end(EngineDied(message))
-
-    def end(self, error: SpecserveError) -> None:
+    def fail(self, error: SpecserveError) -> None:
         self.answer.error = error
         self.answer.changed.set()

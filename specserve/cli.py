@@ -280,7 +280,7 @@ def serve(args: argparse.Namespace) -> int:
     if args.enable_auto_tool_choice and config.server.tool_parser == "none":
         raise ConfigError("--enable-auto-tool-choice: server.tool_parser = 'none': leave out one")
     from specserve import preflight
-    from specserve.exchange.spawn import spawn
+    from specserve.exchange.spawn import ForkServer
     from specserve.keys import read_keys
     from specserve.server.listen import listen
 
@@ -288,10 +288,11 @@ def serve(args: argparse.Namespace) -> int:
         read_keys(Path(config.server.api_key_file))
     folders = preflight.check(config)
     with listen(config.server) as listener:
-        spawned = spawn(config)  # it imports and loads while this process does
+        engines = ForkServer(config)
+        spawned = engines.start()  # it imports and loads while this process does
         from specserve.server.serve import Start, serve
 
-        return serve(Start(config, folders, spawned, listener, started_at))
+        return serve(Start(config, folders, engines, spawned, listener, started_at))
 
 
 def chat(args: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@
     · PromptTooLong
   - Overloaded         no capacity, or shutting down; becomes a 503 with Retry-After
   - EngineDied         the engine process ended; ends running answers, then the server
+    · EndsEngines      one did each time that it went on with this request; ends that alone
 
 A broken invariant is an `assert` or a plain RuntimeError: it must stop the engine.
 """
@@ -45,6 +46,12 @@ class PromptTooLong(RequestError):
 
 class EngineDied(SpecserveError):
     status = 500
+
+
+class EndsEngines(EngineDied):
+    """Clients should not send it again: some libraries would, and end more engines."""
+
+    code = "engine_ended"
 
 
 class Overloaded(SpecserveError):

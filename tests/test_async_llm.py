@@ -5,7 +5,8 @@ import contextlib
 import itertools
 import subprocess
 import sys
-from pathlib import Path
+from functools import partial
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -37,9 +38,12 @@ def run(folder, monkeypatch):
 
     def run(test):
         with contextlib.ExitStack() as engines:
-            monkeypatch.setattr(
-                "specserve.async_llm.spawn", lambda c: engines.enter_context(engine_thread(c))
-            )
+
+            def fork_server(config):
+                start = partial(engines.enter_context, engine_thread(config))
+                return SimpleNamespace(start=start)
+
+            monkeypatch.setattr("specserve.async_llm.ForkServer", fork_server)
 
             async def with_llm():
                 async with AsyncLLM(folder, set=SETTINGS) as llm:
@@ -254,9 +258,9 @@ def test_the_engine_is_a_process_that_ends_with_it_and_that_is_replaced_if_it_di
     async def ask():
         async with AsyncLLM(folder, set=SETTINGS) as llm:
             first = (await all_of(llm.generate("the cat", PARAMS)))[-1]
-            process = (await llm.start()).client.process
-            assert Path(f"/proc/{process.pid}").exists()
-        assert process.returncode is not None
+            server = (await llm.start()).client.process.server
+            assert server.poll() is None
+        assert server.returncode is not None
         llm = AsyncLLM(folder, set=SETTINGS)
         undisturbed = (await all_of(llm.generate("the cat", LONG)))[-1]
         client = (await llm.start()).client

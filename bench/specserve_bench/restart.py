@@ -92,10 +92,14 @@ def events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 def engine_of(server: Served) -> int:
-    pid = server.process.pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    found = [n for n in children if b"engine.process" in Path(f"/proc/{n}/cmdline").read_bytes()]
-    return int(found[0])
+    """The fork of the server's fork server."""
+    every = children(server.process.pid)
+    forking = [n for n in every if b"fork_server" in Path(f"/proc/{n}/cmdline").read_bytes()]
+    return children(forking[0])[0]
+
+
+def children(pid: int) -> list[int]:
+    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

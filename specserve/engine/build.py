@@ -1,6 +1,6 @@
 """From a config to an engine that is ready to step."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -49,17 +49,18 @@ def build(
     progress: Progress | None = None,
     phases: Phases | None = None,
     known: Iterable[Model | None] = (),
+    vocabulary: Callable[[], Vocabulary] | None = None,
     is_served: bool = False,
 ) -> Loaded:
     """Load the config's models and build an engine; ConfigError says what to change.
 
-    Models in `known`, those of earlier engines, are shared instead of loaded again. An engine that
-    is served has its vocabulary read for grammars before it is ready: with a large one that takes a
-    second, in which no step would run.
+    Models in `known`, those of earlier engines, are shared instead of loaded again; so is the
+    `vocabulary`. An engine that is served has that read for grammars before it is ready: with a
+    large one that takes a second, in which no step would run.
     """
     phases = phases or Phases()
     check_drafter(config)
-    grammars = Grammars(partial(read_vocabulary, config))
+    grammars = Grammars(vocabulary or partial(read_vocabulary, config))
     if is_served:
         grammars.prepare()
     weights = load_weights(config, progress, phases, known)
@@ -77,6 +78,7 @@ def build(
         with phases.phase(name):
             phases.note(name, tune(model, runner, engine.pool, config, max_len))
     engine.kept = kept_costs(config, engine)
+    engine.is_replaceable = is_served
     if is_served:
         with phases.phase("grammars"):
             grammars.wait_until_prepared()

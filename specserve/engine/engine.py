@@ -48,6 +48,7 @@ NOTHING_LEFT = (
     "that rule tokens out"
 )
 MOMENT = 2e-3  # seconds that a step waits for a grammar where nothing else is due
+LESS_MEMORY = "lower memory.kv_fraction, memory.kv_bytes or scheduler.max_batched_tokens"
 NO_GUESSES = SpeculationParams(enabled=False)
 
 
@@ -77,6 +78,7 @@ class Engine:
         self.telling: set[int] = set()  # of those that asked for logprobs
         self.stats = Stats()
         self.kept: list[KeptCosts] = []  # of the models
+        self.is_replaceable = False  # another process can go on with the requests
         self.ids = count()
 
     @property
@@ -466,7 +468,8 @@ class Engine:
         assert not self.is_idle or self.pool.is_whole, "no request is left, but blocks are held"
 
     def give_up(self, scheduled: list[ScheduledRequest], error: Exception) -> list[StepOutput]:
-        """End the requests of a step that ran out of memory; any other error is raised again.
+        """End the requests of a step that ran out of memory. Any other error is raised again, and
+        this one, too, where another process can go on with them.
 
         Their blocks are released, with whatever the step wrote. Where KV updates failed, blocks of
         any request may be damaged: all requests end, and the prefix cache is emptied.
@@ -475,12 +478,15 @@ class Engine:
         cause = error.__cause__ if isinstance(error, KVLost) else error
         if cause is None or not is_out_of_memory(cause):
             raise error
+        if self.is_replaceable:
+            log.error("a step ran out of memory; if that happens often: %s", LESS_MEMORY)
+            raise error
         if isinstance(error, KVLost):
             self.reset_cache()
             requests = list(self.requests.values())
         failure = (
             "the device ran out of memory in a step of this request: try again later; its operator "
-            "should lower memory.kv_fraction, memory.kv_bytes or scheduler.max_batched_tokens"
+            f"should {LESS_MEMORY}"
         )
         log.error("%d requests ended, as the device ran out of memory: %s", len(requests), cause)
         return [self.fail(request, failure) for request in requests]

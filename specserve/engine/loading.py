@@ -1,6 +1,7 @@
 """Loading the models that a config names, each once, to be shared between engines."""
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,7 +60,7 @@ def load_weights(
                 phases.note(name, loaded[key].decoder.weights.forms.words)
         return loaded[key]
 
-    with phases.phase("kernels"):
+    with nullcontext() if loaded else phases.phase("kernels"):  # they came with the models
         ops = load_ops(config)
     target = get("target", resolve_model(config), config.model.quantize)
     context_length(config, target.decoder.config)  # may raise, so before the next load

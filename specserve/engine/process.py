@@ -1,14 +1,13 @@
 """The engine process: it reads commands from a socket, runs a step, and sends a report."""
 
-import signal
-import socket
-import sys
-
-import msgspec
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from specserve.config import Config
 from specserve.engine.build import Loaded, build
 from specserve.engine.engine import Engine
+from specserve.engine.grammars import Vocabulary
+from specserve.engine.loading import Model, Progress
 from specserve.errors import ConfigError, RequestError
 from specserve.exchange.frames import Link
 from specserve.exchange.messages import (
@@ -21,29 +20,24 @@ from specserve.exchange.messages import (
 )
 from specserve.exchange.step_output import StepOutput
 from specserve.models.loader import name_of_dtype
-from specserve.process import die_with_parent, keep_objects, keep_stderr_from_failing
+from specserve.phases import Phases
+from specserve.process import keep_objects
 
 
-def main(fd: int) -> None:
-    """Load the models, and run steps until the parent process closes its end of the socket."""
-    die_with_parent()
-    keep_stderr_from_failing()
-    # A service manager sends SIGTERM to all processes of a service. The parent process alone acts
-    # on it: it finishes its requests first, for which this process has to go on stepping.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    link = Link(socket.socket(fileno=fd))
+class Shared(NamedTuple):
+    """What engine processes have in common, read once for all of them."""
+
+    models: Iterable[Model | None] = ()
+    vocabulary: Callable[[], Vocabulary] | None = None
+
+
+NOTHING = Shared()
+
+
+def run(link: Link, config: Config, phases: Phases | None = None, shared: Shared = NOTHING) -> None:
+    """Make an engine, and run steps until the other end of the socket is closed: EOFError."""
     try:
-        run(link, msgspec.msgpack.decode(link.receive(wait=True)[0], type=Config))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return
-
-
-def run(link: Link, config: Config) -> None:
-    def progress(name: str, done: int, total: int) -> None:
-        link.send(Loading(name, done, total))
-
-    try:
-        loaded = build(config, progress, is_served=True)
+        loaded = build(config, progress_to(link), phases, *shared, is_served=True)
     except ConfigError as e:
         link.send(Failed(str(e)))
         return
@@ -53,6 +47,10 @@ def run(link: Link, config: Config) -> None:
         serve(link, loaded.engine)
     finally:  # it is killed if this takes long
         loaded.engine.close()
+
+
+def progress_to(link: Link) -> Progress:
+    return lambda name, done, total: link.send(Loading(name, done, total))
 
 
 def serve(link: Link, engine: Engine) -> None:
@@ -117,7 +115,3 @@ def report(engine: Engine, outputs: list[StepOutput]) -> Report:
         blocks=engine.memory(),
         stats=engine.stats,
     )
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

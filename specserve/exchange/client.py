@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from specserve.block_keys import Keys
-from specserve.errors import ConfigError, EngineDied
+from specserve.errors import ConfigError, EndsEngines, EngineDied, SpecserveError
 from specserve.exchange.caller import Caller
 from specserve.exchange.frames import Frames
 from specserve.exchange.messages import (
@@ -52,7 +52,7 @@ class Listener(Protocol):
 
     def push(self, output: StepOutput) -> None: ...
 
-    def fail(self, message: str) -> None:
+    def fail(self, error: SpecserveError) -> None:
         """No more outputs will come."""
         ...
 
@@ -243,8 +243,7 @@ class EngineClient(asyncio.Protocol):
             self.reviving.cancel()
         if self.transport is not None and not self.loop.is_closed():
             self.transport.close()
-        self.process.kill()
-        self.process.wait()
+        self.process.end()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.WriteTransport, transport)  # uvloop has a class of its own
@@ -320,12 +319,12 @@ class EngineClient(asyncio.Protocol):
                 future.set_exception(EngineDied(message))
         live, self.live = self.live, {}
         for each in live.values():
-            each.listener.fail(message)
+            each.listener.fail(EngineDied(message))
 
     async def revive(self, respawn: Callable[[], Spawned], had_requests: bool) -> None:
         """Start another engine process in the place of one that has died, maybe while it loaded."""
         self.process.kill()
-        code = self.process.wait()
+        code = await asyncio.to_thread(self.process.wait)
         if had_requests:
             self.blame()
         recent = sum(self.loop.time() - at < DEATHS_SECONDS for at in self.deaths)
@@ -357,7 +356,7 @@ class EngineClient(asyncio.Protocol):
             if live.num_deaths >= GUILTY:
                 log.error("%s: %s", ENDS_ENGINES, live.words)
                 del self.live[number]
-                live.listener.fail(ENDS_ENGINES)
+                live.listener.fail(EndsEngines(ENDS_ENGINES))
 
     def resume(self, ready: Ready) -> None:
         """Hand all requests to another engine process.

@@ -1,31 +1,126 @@
 """Starts child processes, each connected to this one by a socket pair."""
 
+import os
+import signal
 import socket
 import subprocess
 import sys
 from contextlib import suppress
-from typing import NamedTuple
+from struct import Struct
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from specserve.config import Config
 from specserve.exchange.frames import pack
 
+NUMBER = Struct("=i")  # what a fork server tells: a process's id, and then how it ended
+
+
+class Engine(Protocol):
+    """An engine process, as its client needs it."""
+
+    def kill(self) -> None: ...
+
+    def wait(self, seconds: float | None = None) -> int:
+        """Its exit code, or minus the number of the signal that ended it; subprocess.TimeoutExpired
+        if it has not ended by then.
+        """
+        ...
+
+    def end(self) -> None:
+        """Kill it, and whatever process would start another one."""
+        ...
+
 
 class Spawned(NamedTuple):
+    process: Engine
+    socket: socket.socket
+
+
+class Started(NamedTuple):
     process: subprocess.Popen[bytes]
     socket: socket.socket
 
 
-def spawn(config: Config) -> Spawned:
-    """Start the engine process, which loads the models that the config names."""
-    return start_process("specserve.engine.process", msgspec.msgpack.encode(config))
+class ForkServer:
+    """Starts engine processes, one after the other, as forks of `specserve.engine.fork_server`,
+    which is started again if it has ended.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.first = pack(msgspec.msgpack.encode(config))
+        self.started: Started | None = None
+
+    def start(self) -> Spawned:
+        """To be called in the main thread: processes end with the thread that starts them."""
+        if self.started is None or self.started.process.poll() is not None:
+            if self.started is not None:
+                self.started.socket.close()
+            self.started = start_module("specserve.engine.fork_server")
+        ours, theirs = socket.socketpair()
+        with theirs, suppress(BrokenPipeError, ConnectionResetError):  # reading will show that
+            socket.send_fds(self.started.socket, [b"\0"], [theirs.fileno()])
+            ours.sendall(self.first)
+        return Spawned(Forked(self.started), ours)
 
 
-def start_process(module: str, first: bytes) -> Spawned:
-    """Run a module in a child process, and send `first` as its first frame.
+class Forked:
+    """An engine process that a fork server starts, or will start once it has read the weights."""
 
-    The module's argument is the file descriptor of its end of the socket pair.
+    def __init__(self, server: Started) -> None:
+        self.server, self.control = server
+        self.told = b""
+
+    def kill(self) -> None:
+        """With the fork server, if that has not come to start it."""
+        with suppress(subprocess.TimeoutExpired):
+            self.read(seconds=0)
+        if not self.told:
+            self.server.kill()
+        elif len(self.told) < 2 * NUMBER.size:  # else it has ended
+            with suppress(ProcessLookupError):
+                os.kill(NUMBER.unpack_from(self.told)[0], signal.SIGKILL)
+
+    def wait(self, seconds: float | None = None) -> int:
+        """The fork server's, if that has ended, which ends this process, too."""
+        self.read(seconds)
+        if len(self.told) < 2 * NUMBER.size:
+            return self.server.wait()
+        return os.waitstatus_to_exitcode(NUMBER.unpack_from(self.told, NUMBER.size)[0])
+
+    def end(self) -> None:
+        self.kill()
+        self.server.kill()
+        self.server.wait()
+        self.control.close()
+
+    def read(self, seconds: float | None) -> None:
+        """What the fork server tells of this process, until that has ended."""
+        while (missing := 2 * NUMBER.size - len(self.told)) > 0:
+            self.control.settimeout(seconds)
+            try:
+                data = self.control.recv(missing)
+            except (BlockingIOError, TimeoutError) as e:
+                raise subprocess.TimeoutExpired("the engine process", seconds or 0.0) from e
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                return
+            self.told += data
+
+
+def start_process(module: str, first: bytes) -> Started:
+    """Run a module in a child process, and send `first` as its first frame."""
+    started = start_module(module)
+    with suppress(BrokenPipeError, ConnectionResetError):  # it has died, which reading will show
+        started.socket.sendall(pack(first))
+    return started
+
+
+def start_module(module: str) -> Started:
+    """Run a module in a child process; its argument is the file descriptor of its end of the socket
+    pair.
     """
     ours, theirs = socket.socketpair()
     with theirs:
@@ -35,6 +130,4 @@ def start_process(module: str, first: bytes) -> Spawned:
             stdin=subprocess.DEVNULL,
             process_group=0,  # a terminal's Ctrl-C is for the parent
         )
-    with suppress(BrokenPipeError, ConnectionResetError):  # it has died, which reading will show
-        ours.sendall(pack(first))
-    return Spawned(process, ours)
+    return Started(process, ours)

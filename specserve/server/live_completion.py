@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from specserve.block_keys import Keys
-from specserve.errors import EngineDied, SpecserveError, of_failure
+from specserve.errors import SpecserveError, of_failure
 from specserve.exchange.caller import Caller
 from specserve.exchange.client import EngineClient
 from specserve.exchange.sampling_params import Sampling
@@ -260,5 +260,5 @@ class ChoiceListener:
         completion.deltas.append(delta)
         completion.wake()
 
-    def fail(self, message: str) -> None:
-        self.completion.end(EngineDied(message))
+    def fail(self, error: SpecserveError) -> None:
+        self.completion.end(error)

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from specserve.errors import Overloaded, RequestError, SpecserveError
+from specserve.errors import EndsEngines, Overloaded, RequestError, SpecserveError
 
 MAX_ECHO = 200  # characters of the input that a refusal may repeat
 
@@ -56,7 +56,7 @@ def error_body(error: BaseException) -> dict[str, Any]:
         case Overloaded():
             kind, code = "service_unavailable", error.code
         case SpecserveError():
-            kind = "server_error"
+            kind, code = "server_error", getattr(error, "code", None)
         case _:
             # A bug: its message may hold anything, and goes to the log only.
             message, kind, code = "the server failed; its log says why", "server_error", "internal"
@@ -70,6 +70,8 @@ def error_headers(error: BaseException) -> dict[str, str]:
             return {"Retry-After": "30", "x-should-retry": "false"}
         case Overloaded():
             return {"Retry-After": str(error.retry_after)}
+        case EndsEngines():
+            return {"x-should-retry": "false"}
         case Unauthorized():
             return {"WWW-Authenticate": "Bearer"}
         case NoTunnel():

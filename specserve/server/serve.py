@@ -7,7 +7,6 @@ import shlex
 import socket
 import sys
 from collections.abc import Sequence
-from functools import partial
 from time import perf_counter
 from types import FrameType
 from typing import NamedTuple, NoReturn
@@ -20,7 +19,7 @@ from specserve.config import Config, ServerConfig
 from specserve.errors import EngineDied, Overloaded
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Ready
-from specserve.exchange.spawn import Spawned, spawn
+from specserve.exchange.spawn import ForkServer, Spawned
 from specserve.input_processor import load_text_files, make_input_processor
 from specserve.models.tokenizer import Tokenizer
 from specserve.phases import Phases
@@ -51,7 +50,8 @@ class Start(NamedTuple):
 
     config: Config
     folders: Folders
-    spawned: Spawned
+    engines: ForkServer
+    spawned: Spawned  # the first of them
     listener: socket.socket
     started_at: float  # perf_counter
 
@@ -71,7 +71,7 @@ def serve(start: Start) -> int:
 
 
 async def run(start: Start) -> int:
-    engine = EngineClient(start.spawned, partial(spawn, start.config))
+    engine = EngineClient(start.spawned, start.engines.start)
     service = Service(start.config, engine)
     server = Server(service)
     await engine.connect()  # last: messages that have arrived by now are handled at once

@@ -76,7 +76,7 @@ def test_the_engine_can_be_ended_after_its_event_loop():
     ends = []
 
     async def make():
-        client = EngineClient((SimpleNamespace(kill=lambda: ends.append(1), wait=lambda: 0), None))
+        client = EngineClient((SimpleNamespace(end=lambda: ends.append(1)), None))
         client.connection_made(object())  # nothing can be asked of it once the loop is closed
         return client
 

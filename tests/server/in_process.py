@@ -7,7 +7,6 @@ import threading
 import time
 from types import SimpleNamespace
 
-import pytest
 import uvloop
 
 from specserve import preflight
@@ -36,7 +35,7 @@ def engine_thread(config):
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield Spawned(SimpleNamespace(kill=lambda: None, wait=lambda seconds=0: 0), ours)
+        yield Spawned(SimpleNamespace(wait=lambda seconds=0: 0, kill=noop, end=noop), ours)
     finally:
         with contextlib.suppress(OSError):  # it is closed
             theirs.shutdown(socket.SHUT_RDWR)
@@ -62,14 +61,17 @@ def server_threads(folder, **settings):
 def speak(config, spawned, listener):
     with (
         contextlib.suppress(EngineDied),
-        pytest.MonkeyPatch.context() as patch,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        patch.setattr(serve, "spawn", no_other)
         folders = preflight.check(config)
-        start = serve.Start(config, folders, spawned, listener, time.perf_counter())
+        engines = SimpleNamespace(start=no_other)
+        start = serve.Start(config, folders, engines, spawned, listener, time.perf_counter())
         runner.run(serve.run(start))
 
 
-def no_other(config):
+def noop():
+    pass
+
+
+def no_other():
     raise OSError("an engine that is a thread is the only one")

@@ -52,7 +52,7 @@ class ServerProcess:
 
     @property
     def engine_pid(self):
-        (pid,) = self.children("specserve.engine.process")
+        (pid,) = self.engines()
         return pid
 
     def kill_engines(self, number=5):
@@ -65,13 +65,14 @@ class ServerProcess:
             killed.add(engine)
 
     def engines(self):
-        return {*self.children("specserve.engine.process")}
+        """Forks of the fork server."""
+        servers = self.children("specserve.engine.fork_server")
+        return {engine for server in servers for engine in children_of(server)}
 
     def children(self, module):
         """The processes of the server that run a module."""
-        pid = self.process.pid
-        pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [int(n) for n in pids if module in Path(f"/proc/{n}/cmdline").read_text()]
+        pids = children_of(self.process.pid)
+        return [n for n in pids if module in Path(f"/proc/{n}/cmdline").read_text()]
 
     def signal(self, number=signal.SIGTERM):
         self.process.send_signal(number)
@@ -136,6 +137,10 @@ class ServerProcess:
         """No request runs or waits, and none holds a block."""
         names = "vllm:num_requests_running", "vllm:num_requests_waiting"
         eventually(lambda: self.held_blocks() + sum(map(self.metric, names)) == 0, seconds)
+
+
+def children_of(pid):
+    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
 def payloads(response):

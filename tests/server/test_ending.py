@@ -12,7 +12,7 @@ import pytest
 from openai import APIError, OpenAI
 
 from specserve.config import Config
-from specserve.exchange.spawn import spawn
+from specserve.exchange.spawn import ForkServer
 from specserve.server.serve import ENGINE_DIED
 from specserve_kernels.cpu.compiler import cache_folder
 from tests.server.asking import (
@@ -147,11 +147,11 @@ def test_when_the_api_process_dies_the_engine_goes_in_the_middle_of_a_step(paced
 
 @contextlib.contextmanager
 def loading(folder, *args, **settings):
-    """A server whose engine process is there, and not ready yet; and that process's id."""
+    """A server that loads, and the id of the process that reads the weights."""
     server = ServerProcess(folder, *args, **settings)
     try:
-        eventually(lambda: server.children("specserve.engine.process"))
-        yield server, server.engine_pid
+        eventually(lambda: server.children("specserve.engine.fork_server"))
+        yield server, server.children("specserve.engine.fork_server")[0]
     finally:
         server.process.kill()
         server.process.communicate()
@@ -175,9 +175,10 @@ def test_an_engine_that_died_before_it_heard_anything_is_a_closed_socket(monkeyp
         return process
 
     monkeypatch.setattr(subprocess, "Popen", die)
-    process, sock = spawn(Config())
+    process, sock = ForkServer(Config()).start()
     with sock:
-        assert process.returncode == 1 and sock.recv(1) == b""
+        assert process.wait() == 1 and sock.recv(1) == b""
+        process.end()
 
 
 @pytest.mark.slow
@@ -256,14 +257,17 @@ class Hungry:
 """
 
 
-def test_a_step_out_of_memory_is_a_503_and_the_next_request_is_served(folder, tmp_path):
+def test_a_request_whose_steps_always_run_out_of_memory_is_ended_alone(folder, tmp_path):
     (tmp_path / "hungry.py").write_text(HUNGRY)
     with ServerProcess(
         folder, "--drafter=hungry:Hungry", env={"PYTHONPATH": str(tmp_path)}
     ) as server:
         refusal = server.post(COMPLETIONS, saying(5) | {"seed": 404})
-        assert refusal.status == 503 and "lower memory.kv_fraction" in str(refusal.body)
-        with server.open_stream(COMPLETIONS, saying(5) | {"seed": 404}) as events:
-            assert "ran out of memory" in broken_off(list(events))["message"]
+        assert refusal.status == 500 and refusal.body["error"]["code"] == "engine_ended"
+        assert refusal.headers["x-should-retry"] == "false"
         assert server.post(COMPLETIONS, saying(5)).status == 200
         assert server.metric("vllm:num_requests_running") == 0
+        assert server.metric("specserve_engine_restarts_total") == 3
+        server.signal()
+        assert server.exit_code() == 0
+        assert "lower memory.kv_fraction" in server.process.stderr.read()

@@ -36,10 +36,60 @@ ASKED = {
 }
 
 
+STARVING = '''
+"""A source of no guesses, with which a step runs out of memory once a file is there."""
+import os
+from pathlib import Path
+
+from specserve.engine.runner import Runner
+from specserve_drafters.base import Options
+
+SIGN, launch = Path(os.environ["STARVING"]), Runner.launch
+
+
+def launch_or_starve(runner, step):
+    if SIGN.exists():
+        SIGN.unlink()
+        raise MemoryError
+    return launch(runner, step)
+
+
+class Source:
+    needs_executor = False
+    Options = Options
+
+    def __init__(self, options):
+        Runner.launch = launch_or_starve
+
+    def candidates(self, items):
+        return [[] for _ in items]
+'''
+
+
+class Mortal(ServerProcess):
+    """With every source, and ways to end its engine."""
+
+    def __init__(self, folder, at, **settings):
+        (at / "starving.py").write_text(STARVING)
+        self.sign = at / "sign"
+        env = {"PYTHONPATH": str(at), "STARVING": str(self.sign)}
+        sources = ["ngram", "model", "grammar", "starving:Source"]
+        settings |= {"drafter.options.sources": sources, "server.served_model_name": "tiny"}
+        super().__init__(folder, f"--draft-model={folder}", env=env, **settings)
+
+    def end_engine(self, how):
+        if how is MemoryError:
+            self.sign.touch()
+        else:
+            os.kill(self.engine_pid, how)
+
+
+ENDS = [signal.SIGKILL, signal.SIGSEGV, MemoryError]
+
+
 @pytest.fixture(scope="module")
 def mortal(folder, tmp_path_factory):
-    """A server whose engine may be killed, with n-grams and a draft model."""
-    with ServerProcess(folder, f"--draft-model={folder}", "--served-model-name=tiny") as server:
+    with Mortal(folder, tmp_path_factory.mktemp("mortal")) as server:
         yield server
 
 
@@ -52,17 +102,15 @@ def restarts(server):
     return server.metric("specserve_engine_restarts_total")
 
 
-@pytest.mark.parametrize(
-    "sent", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.slow)]
-)
-def test_every_stream_has_the_text_that_it_would_have_had(mortal, undisturbed, sent):
-    chance = random.Random(sent)
+@pytest.mark.parametrize("how", ENDS)
+def test_every_stream_has_the_text_that_it_would_have_had(mortal, undisturbed, how):
+    chance = random.Random(str(how))
     before = restarts(mortal)
     with ThreadPoolExecutor(16) as threads:
         names = [*ASKED] * 2
         answers = [threads.submit(streamed, mortal, *ASKED[name]) for name in names]
         time.sleep(chance.uniform(0.02, 0.3))
-        os.kill(mortal.engine_pid, sent)
+        mortal.end_engine(how)
         for name, answer in zip(names, answers, strict=True):
             assert answer.result() == undisturbed[name], name
     eventually(lambda: restarts(mortal) == before + 1)
@@ -96,20 +144,44 @@ def test_an_engine_that_stands_still_for_a_while_goes_on_by_itself(paced):
         assert (server.engine_pid, restarts(server)) == (engine, 0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("hang_seconds", "deaths"), [(120.0, 0), (5.0, 1)])
+def test_every_stream_outlives_an_engine_that_stands_still_for_half_a_minute(
+    folder, tmp_path, hang_seconds, deaths
+):
+    with Mortal(folder, tmp_path, **{"server.hang_seconds": hang_seconds}) as server:
+        undisturbed = {name: streamed(server, *asked) for name, asked in ASKED.items()}
+        with ThreadPoolExecutor(16) as threads:
+            names = [*ASKED] * 2
+            answers = [threads.submit(streamed, server, *ASKED[name]) for name in names]
+            time.sleep(0.1)
+            engine = server.engine_pid
+            os.kill(engine, signal.SIGSTOP)
+            time.sleep(30)
+            if not deaths:
+                os.kill(engine, signal.SIGCONT)
+            for name, answer in zip(names, answers, strict=True):
+                assert answer.result() == undisturbed[name], name
+        assert restarts(server) == deaths
+        server.wait_until_idle()
+
+
 def test_one_that_dies_while_nobody_asks_is_replaced_and_what_is_asked_meanwhile_is_answered(paced):
     with paced() as server:
         os.kill(server.engine_pid, signal.SIGKILL)
+        eventually(lambda: restarts(server) == 1)
+        os.kill(server.engine_pid, signal.SIGKILL)  # now the next one starts after half a second
         with ThreadPoolExecutor() as threads:
-            time.sleep(0.2)  # it is noticed
+            time.sleep(0.1)  # it is noticed
             asked = [
                 threads.submit(server.get, "/v1/speculation"),
                 threads.submit(server.post, "/v1/cache/reset", {}),
                 threads.submit(server.get, "/health/ready"),
                 threads.submit(server.post, COMPLETIONS, saying(3)),
             ]
-            assert restarts(server) == 0
+            assert restarts(server) == 1
             assert [each.result().status for each in asked] == [200] * 4
-        assert restarts(server) == 1
+        assert restarts(server) == 2
         assert server.get("/v1/speculation").status == 200
 
 
@@ -170,9 +242,9 @@ def test_a_request_that_ends_engines_is_ended_alone(folder, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("round", range(7))
-def test_streams_with_every_source_outlive_deaths_at_any_moment(folder, round):
+def test_streams_with_every_source_outlive_deaths_at_any_moment(folder, tmp_path, round):
     chance = random.Random(round)
-    with ServerProcess(folder, f"--draft-model={folder}", "--served-model-name=tiny") as server:
+    with Mortal(folder, tmp_path) as server:
         undisturbed = {name: streamed(server, *asked) for name, asked in ASKED.items()}
         for number in range(1, 4):
             with ThreadPoolExecutor(16) as threads:
@@ -180,7 +252,7 @@ def test_streams_with_every_source_outlive_deaths_at_any_moment(folder, round):
                 chance.shuffle(names)
                 answers = [threads.submit(streamed, server, *ASKED[name]) for name in names]
                 time.sleep(chance.uniform(0, 0.6))
-                os.kill(server.engine_pid, chance.choice([signal.SIGKILL, signal.SIGSEGV]))
+                server.end_engine(chance.choice(ENDS))
                 for name, answer in zip(names, answers, strict=True):
                     assert answer.result() == undisturbed[name], name
             eventually(lambda n=number: restarts(server) == n)
