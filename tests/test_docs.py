@@ -96,7 +96,7 @@ def test_every_command_runs(command, folders, monkeypatch, capsys):
     monkeypatch.setitem(vars(specserve), "LLM", FakeLLM)
     monkeypatch.setitem(vars(specserve), "SamplingParams", FakeParams)
     # Serving, listening and chatting have tests of their own.
-    monkeypatch.setattr("specserve.exchange.spawn.spawn", lambda config: config)
+    monkeypatch.setattr("specserve.exchange.spawn.ForkServer.start", lambda self: self)
     monkeypatch.setattr("specserve.server.listen.listen", lambda limits: nullcontext())
     monkeypatch.setattr("specserve.server.serve.serve", lambda *args: 0)
     remote = SimpleNamespace(card=SimpleNamespace(sources=["ngram"], scaled=[]))

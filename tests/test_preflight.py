@@ -28,7 +28,7 @@ def spawned(config):
 
 sys.meta_path.insert(0, Spared())
 from specserve.exchange import spawn
-spawn.spawn = spawned
+spawn.ForkServer.start = spawned
 from specserve.cli import main
 sys.exit(main())
 """
