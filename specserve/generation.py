@@ -16,6 +16,7 @@ from specserve.exchange.step_output import (
 from specserve.logprobs import Logprob, best, tables
 from specserve.models.tokenizer import Tokenizer
 from specserve.text import TextStream
+from specserve_drafters.prediction import Alignment
 
 NONE = SourceCounts(0, 0, 0)
 
@@ -25,6 +26,8 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     cached_tokens: int  # of the prompt, found in the prefix cache
+    accepted_prediction_tokens: int = 0  # of the predicted text, those that came
+    rejected_prediction_tokens: int = 0  # and those that did not
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -143,12 +146,18 @@ class Generation:
         self.starts: list[int] = []  # of tokens in the text, before a stop string is cut off
         self.tables: list[dict[int, Logprob]] = []  # of `logprobs`, as far as they were told
         self.prompt_tables: list[dict[int, Logprob] | None] = [None]  # as far as they were told
+        self.alignment = Alignment(sampling.prediction) if sampling.prediction else None
         self.arrived = perf_counter()
         self.admitted_at = self.first_token_at = self.last_token_at = 0.0
 
     @property
     def is_done(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def num_predicted(self) -> int:
+        """Tokens of the predicted text that came: the same whatever was guessed."""
+        return 0 if self.alignment is None else self.alignment.num_came
 
     def push(self, output: StepOutput) -> str:
         """Add a step's output; returns the text that it adds."""
@@ -169,6 +178,8 @@ class Generation:
             ends[-1:] = [len(text)] if ends else []  # what was held back is the last token's
             self.details.append(details(output, [len(self.text) + end for end in ends]))
         self.token_ids += output.tokens[:num_tokens]
+        if self.alignment is not None:
+            self.alignment.follow_all(output.tokens[:num_tokens])
         self.logprobs += output.logprobs[:num_tokens]
         self.text += text
         if output.is_verified:
@@ -309,7 +320,10 @@ def output(
     said = [g.said(index, drafter, has_logprobs) for index, g in enumerate(given)]
     first, num_prompt = choices[0], len(choices[0].prompt)
     num_said = sum(len(g.token_ids) for g in choices)
-    usage = Usage(num_prompt, num_said, num_prompt + num_said, first.num_cached)
+    came = sum(g.num_predicted for g in choices)
+    missed = sum(len(g.sampling.prediction) for g in choices) - came
+    counts = num_prompt, num_said, num_prompt + num_said, first.num_cached
+    usage = Usage(*counts, came, missed)
     own = msgspec.structs.asdict(said[0])
     del own["index"]
     return Output(

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from specserve.errors import PromptTooLong, RequestError
-from specserve.exchange.sampling_params import Sampling, SamplingParams, in_room, pick, resolve
+from specserve.exchange.sampling_params import (
+    Prediction,
+    Sampling,
+    SamplingParams,
+    in_room,
+    pick,
+    resolve,
+)
 from specserve.grammars.asked import FIELD
 from specserve.grammars.compiled import GrammarError, compile_grammar, vocabulary_of
 from specserve.grammars.verdicts import Verdicts
@@ -242,9 +249,20 @@ class InputProcessor(msgspec.Struct, frozen=True):
         if params.bad_words:
             words = self.tokens_of_all(tuple(params.bad_words))
             sampling = msgspec.structs.replace(sampling, bad_words=words)
+        if params.prediction is not None:
+            ids = self.predicted(params.prediction)
+            sampling = msgspec.structs.replace(sampling, prediction=ids)
         check_any_left(sampling, self.vocab_size)
         self.check_sources(sampling.speculation.sources or ())
         return sampling
+
+    def predicted(self, prediction: str | Prediction) -> tuple[int, ...]:
+        """The tokens of a text that is expected."""
+        text = prediction if isinstance(prediction, str) else prediction.text
+        try:
+            return tuple(self.encode(text, add_special_tokens=False))
+        except RequestError as e:
+            raise RequestError(f"prediction: {e}", "prediction") from e
 
     def resolve_all(self, params: SamplingParams, num_prompts: Sequence[int]) -> Iterator[Sampling]:
         """As `resolve`, for prompts of so many tokens each; checked once."""

@@ -219,7 +219,10 @@ def test_a_script_for_vllm_runs_once_it_imports_this_package(folder, capsys):
 
 def test_what_speculation_goes_by_can_be_asked_for(llm):
     state = llm.speculation()
-    assert (state.max_nodes, state.sources) == (llm.config.max_nodes, ("ngram", "grammar"))
+    assert (state.max_nodes, state.sources) == (
+        llm.config.max_nodes,
+        ("ngram", "grammar", "prediction"),
+    )
 
 
 def test_without_guesses_there_is_no_acceptance_length(folder):

@@ -7,14 +7,15 @@ from msgspec import Meta, field
 from specserve_drafters import base
 from specserve_drafters.tree import MAX_NODES
 
-BUILT_IN = "ngram", "model", "grammar"
+BUILT_IN = "ngram", "model", "grammar", "prediction"
 
 
 class Auto:
     """The options of the sources that the engine asks and plans by itself."""
 
     class Options(base.Options, frozen=True):
-        # ngram, model (where there is a draft model), grammar, and drafters as package.module:Class
+        # ngram, model (where there is a draft model), grammar, prediction, and drafters as
+        # package.module:Class
         sources: Annotated[tuple[str, ...], Meta(min_length=1, max_length=16)] = BUILT_IN
         # of the drafters among them, by these names
         source_options: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -28,6 +28,7 @@ from specserve_drafters.base import drafter_options
 from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model_source import ModelSource
 from specserve_drafters.native_lookup import ngram_source
+from specserve_drafters.prediction import PredictionSource
 
 
 class Loaded(NamedTuple):
@@ -175,6 +176,8 @@ def build_source(name: str, options: Mapping[str, Any], engine: Engine) -> Sourc
         return ngram_source()
     if name == "grammar":
         return GrammarSource()
+    if name == "prediction":
+        return PredictionSource()
     drafter = make_drafter(name, options, engine.draft_model, is_source=True)
     return UserSource(name, drafter, engine.target.decoder.config.vocab_size)
 

@@ -42,6 +42,10 @@ class Guesses(Protocol):
         """Guess nothing for a request that its rules forbid; until `forget`."""
         ...
 
+    def expect(self, request: Request) -> None:
+        """Note what the caller of a request expects as its output; until `forget`."""
+        ...
+
     def forget(self, id: int) -> None:
         """Drop what is kept of a request: it has ended."""
         ...
@@ -120,6 +124,9 @@ class FixedGuesses:
         told = self.ledger.enter(guesses, accepted, is_tree_asked)
         self.user_code.tell(self.source, "observe", request.id, draft, accepted)
         return told
+
+    def expect(self, request: Request) -> None:
+        """No drafter that is alone makes use of it."""
 
     def follow(self, request: Request, rules: Rules) -> None:
         self.rules[request.id] = rules

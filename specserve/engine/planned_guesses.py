@@ -24,6 +24,7 @@ from specserve_drafters.calibration import Calibration
 from specserve_drafters.candidates import Rules, Trie
 from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model_source import Grown, ModelSource
+from specserve_drafters.prediction import PredictionSource
 from specserve_drafters.tree import MAX_NODES, ROOT
 
 LEAST_ASKED = 32  # guesses that sources are asked for in a step, shared by its requests
@@ -98,6 +99,7 @@ class PlannedGuesses:
         self.foreseen = [source for source in sources if isinstance(source, Foreseen)]
         self.grammar = next((s for s in sources if isinstance(s, GrammarSource)), None)
         self.rules: dict[int, Rules] = {}  # by request
+        self.prediction = next((s for s in sources if isinstance(s, PredictionSource)), None)
         self.foreseen_names = {source.name for source in self.foreseen}
         self.has_unforeseen = len(self.foreseen) < len(sources)
         self.share = 1.0  # of the seconds that sources promise to save, which guesses lately did
@@ -160,11 +162,16 @@ class PlannedGuesses:
         """Whether right guesses are likely to save the time of planning them."""
         id, text, speculation = request.id, request.token_ids, request.sampling.speculation
         asked = [source for source in self.foreseen if speculation.allows(source.name)]
-        if id not in self.rules:
-            asked = [source for source in asked if source.name != GrammarSource.name]
+        asked = [source for source in asked if self.knows(source, id)]
         saved = part * max((source.promise(id, text) for source in asked), default=0.0)
         self.promised[id] = saved
         return saved * self.share > self.planning
+
+    def knows(self, source: object, id: int) -> bool:
+        """Whether there is anything that a source could guess for a request from."""
+        if source is self.grammar:
+            return id in self.rules
+        return not isinstance(source, PredictionSource) or id in source.texts
 
     def make(self, roots: Sequence[Root]) -> None:
         """Ask the sources, and choose what is verified."""
@@ -176,8 +183,7 @@ class PlannedGuesses:
                 asked = [root for root in roots if root.asked.turn is not None]
                 if source in self.foreseen:
                     asked = [root for root in roots if root.asked.is_any]
-                if source is self.grammar:
-                    asked = [root for root in asked if root.item.id in self.rules]
+                asked = [root for root in asked if self.knows(source, root.item.id)]
                 spent += self.ask(source, [root for root in asked if root.may_ask(source.name)])
             spent += self.force(roots)
             spent += self.grow([root for root in roots if root.asked.model_turn is not None])
@@ -437,6 +443,10 @@ class PlannedGuesses:
         grammar = self.grammar
         if grammar is not None and request.sampling.speculation.allows(grammar.name):
             grammar.follow(request.id, rules)
+
+    def expect(self, request: Request) -> None:
+        if self.prediction is not None:
+            self.prediction.expect(request.id, request.sampling.prediction, request.num_prompt)
 
     def forget(self, id: int) -> None:
         is_ruled = self.rules.pop(id, None) is not None

@@ -4,7 +4,7 @@ import difflib
 import secrets
 from collections.abc import Sequence
 from random import Random
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -87,6 +87,24 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     tpot_ms: Milliseconds | None = None  # mean time of a token after the first
 
 
+class PredictedText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    text: str
+    type: Literal["text"] = "text"
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's form of an expected text."""
+
+    content: str | list[PredictedText]
+    type: Literal["content"] = "content"
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class Named(msgspec.StructMeta):
     """Takes vLLM's other parameters at the values that have no effect here."""
 
@@ -151,6 +169,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=Named)
     speculation     which sources may guess, and how much; None is all that the server allows
     slo             targets for the time to the first token and for each token after it
     return_speculation_details  tell every token's source, and every step's tree of guesses
+    prediction      what most of the text is expected to be, as of a file that is to be edited: it
+                    is guessed, and may be wrong; usage tells how much of it came
     """
 
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -183,6 +203,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=Named)
     speculation: SpeculationParams | None = None
     slo: Slo | None = None
     return_speculation_details: bool = False
+    prediction: str | Prediction | None = None
 
     def clone(self, **changes: Any) -> Self:
         """A copy, with these parameters instead."""
@@ -220,6 +241,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     logprobs            tell each output token's logprob, and those of so many likeliest ones; None:
                         of none
     prompt_logprobs     the same for the prompt's tokens
+    prediction          tokens that most of the output is expected to be
     """
 
     max_tokens: int
@@ -248,6 +270,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: str = ""
+    prediction: tuple[int, ...] = ()
 
     @property
     def has_penalties(self) -> bool:

@@ -118,23 +118,25 @@ class PromptDetails(Struct):
     cached_tokens: int
 
 
-class ReasoningDetails(Struct):
-    """Of an answer's tokens, how many are reasoning."""
+class CompletionDetails(Struct):
+    """Of an answer's tokens, how many are reasoning; of the prediction's, how many came."""
 
-    reasoning_tokens: int
+    reasoning_tokens: int | UnsetType = UNSET
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class Usage(Struct):
     """Tokens of the prompts, each of them once, and of all choices.
 
-    completion_tokens_details  of a chat whose model tells reasoning
+    completion_tokens_details  of a chat whose model tells reasoning, and where a text was predicted
     """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
-    completion_tokens_details: ReasoningDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
 
 class SpeculativeDecoding(Struct):

@@ -41,7 +41,6 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "no_stop_trim": (False,),
     "parallel_tool_calls": (True, False),
-    "prediction": (),
     "reasoning_effort": ("none",),
     "request_id": (),
     "return_hidden_states": (False,),

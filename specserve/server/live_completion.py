@@ -158,12 +158,18 @@ class LiveCompletion:
         """A prompt counts once, however many choices it has."""
         prompt = sum(len(g.prompt) for g in self.firsts)
         cached = sum(g.num_cached for g in self.firsts)
-        return {
+        usage = {
             "prompt_tokens": prompt,
             "completion_tokens": self.num_tokens,
             "total_tokens": prompt + self.num_tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        if predicted := sum(len(g.sampling.prediction) for g in self.generations):
+            came = sum(g.num_predicted for g in self.generations)
+            details = {"accepted_prediction_tokens": came}
+            details["rejected_prediction_tokens"] = predicted - came
+            usage["completion_tokens_details"] = details
+        return usage
 
     def timings(self) -> dict[str, float | int | None]:
         """llama.cpp's names. Milliseconds are from the first to the last of all choices."""

@@ -171,7 +171,8 @@ class CompletionWriter:
         if self.reader is None or not self.reader.has_reasoning:
             return usage
         counts = [bisect_left(g.starts, p.num_reasoning) for p, g in self.parsers.values()]
-        return usage | {"completion_tokens_details": {"reasoning_tokens": sum(counts)}}
+        details = usage.get("completion_tokens_details", {}) | {"reasoning_tokens": sum(counts)}
+        return usage | {"completion_tokens_details": details}
 
     def choice(self, index: int, event: Event, reason: str | None = None) -> dict[str, Any]:
         piece = self.schema.piece(event, index not in self.begun)

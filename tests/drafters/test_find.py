@@ -103,7 +103,7 @@ def test_who_has_candidates_alone_is_a_source_of_auto(mine):
     make_drafter("a_users_own:Scored", {}, is_source=True)
     with pytest.raises(DrafterError, match="neither a method `propose` nor `candidates`"):
         make_drafter("a_users_own:Neither", {}, is_source=True)
-    with pytest.raises(DrafterError, match="no source 'auto'; there are ngram, model, grammar and"):
+    with pytest.raises(DrafterError, match=r"no source .auto.; there are .*grammar, prediction"):
         make_drafter("auto", {}, is_source=True)
 
 

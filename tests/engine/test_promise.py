@@ -1,15 +1,18 @@
 """A drafter can change how fast text comes, never which text."""
 
 from collections import Counter
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from specserve.engine.source import UserSource
 from specserve.exchange.sampling_params import Sampling, SpeculationParams
 from specserve.models.tokenizer import load_tokenizer
 from specserve_drafters.native_lookup import ngram_source
+from specserve_drafters.prediction import PredictionSource
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
 from tests.engine.engines import (
@@ -146,16 +149,20 @@ def test_text_is_the_targets_own_whatever_is_planned(pair, model, seed, scenario
 def test_text_is_the_targets_own_with_all_sources_in_one_tree(
     pair, is_random, script, seed, scenario, events, **limits
 ):
-    """N-grams, a draft model, and a user's drafter that knows the text and does what it likes."""
+    """N-grams, a draft model, what callers predict, and a user's drafter that knows the text and
+    does what it likes.
+    """
     target, draft = pair
     want = plain(target, scenario)
     engine = engine_for(target, draft, "auto", **stretched(limits))
     users = UserSource("scripted", Scripted(script, truth_by_id(scenario, want)), VOCAB)
-    engine.guesses = planned(engine, ngram_source(), users, model=engine.guesses.model)
+    sources = ngram_source(), users, PredictionSource()
+    engine.guesses = planned(engine, *sources, model=engine.guesses.model)
     if is_random:
         engine.guesses.planner = RandomPlanner(engine.scheduler, seed)
-    check(engine, scenario, events, want)
+    check(engine, predicting(scenario, want, seed), events, want)
     SEEN["merged"] += sum(engine.stats.sources["scripted"].accepted)
+    SEEN["predicted"] += sum(engine.stats.sources["prediction"].accepted)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
@@ -172,6 +179,24 @@ def test_text_is_the_targets_own_over_kv_of_8_bits(
     settings = stretched(limits) | {"kv_dtype": kv_dtype}
     engine = engine_for(target, draft_of(draft, drafter), drafter, **settings)
     check(engine, scenario, events, want)
+
+
+def predicting(scenario, want, seed):
+    """The cases, most of them with a prediction that is right in most places."""
+    chance, texts = Random(seed), iter(want)
+    return [
+        replace(case, sampling=replace(case.sampling, prediction=edited(each[0], chance)))
+        for case in scenario
+        if (each := [next(texts) for _ in range(case.n)])
+    ]
+
+
+def edited(tokens, chance):
+    """With some tokens left out, doubled or others."""
+    changes = {0: lambda t: (), 1: lambda t: (t, t), 2: lambda t: ((t + 1) % VOCAB,)}
+    return tuple(
+        new for t in tokens for new in changes.get(chance.randrange(20), lambda t: (t,))(t)
+    )
 
 
 def stretched(limits):
@@ -207,6 +232,7 @@ def test_the_runs_above_met_what_is_hard():
         "found",
         "merged",
         "repeated",
+        "predicted",
     ):
         assert SEEN[what] >= 50, (what, SEEN)
 

@@ -147,7 +147,7 @@ def steps_of(events):
     return [step for c in choices if "speculation" in c for step in c["speculation"]["steps"]]
 
 
-COLORS = {"ngram": 0, "model": 1, "grammar": 2}  # of the sources, on every page
+COLORS = {"ngram": 0, "model": 1, "grammar": 2, "prediction": 3}  # of the sources, on every page
 
 
 def color_of(name):

@@ -308,7 +308,6 @@ def test_a_seed_of_minus_one_is_drawn(server):
         ("function_call", "none"),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
-        ("prediction", {"type": "content", "content": "x"}),
         ("reasoning_effort", "high"),
         ("suffix", "x"),
         ("guided_json", {}),

@@ -29,7 +29,7 @@ DETAILED = {"return_speculation_details": True}
 CODE = "def read_lines(path):\n    with open(path) as file:\n        return"
 LONG = 60  # tokens
 SOURCES = ("ngram", "model")  # those that guess without a grammar
-ALL = (*SOURCES, "grammar")
+ALL = (*SOURCES, "grammar", "prediction")
 REFUSED = {
     "a source that is not there": ({"sources": ["ngram", "suffix"]}, "there are ngram, model"),
     "a source that is no list": ({"sources": "ngram"}, "`array | null`"),

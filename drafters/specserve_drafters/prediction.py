@@ -1,0 +1,137 @@
+"""A text that the caller expects, as a source of guesses: a file, say, that is to be edited."""
+
+from array import array
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from specserve_drafters.base import DraftItem
+from specserve_drafters.candidates import Candidate
+from specserve_drafters.lookup import MAX_LENGTH, SURE, Odds
+
+NEAR = 64  # tokens from the place where the texts parted, in which any match is one
+SURE_LENGTH = 4  # tokens that have to match elsewhere
+MOST_PLACES = 64  # of a token, looked at after a difference
+
+
+class Alignment:
+    """Where in the expected text an output stands, found again after each difference.
+
+    at          the expected token that comes next, if the output goes on as expected
+    length      tokens before it that are those of the output's end, MAX_LENGTH at most
+    """
+
+    __slots__ = ("at", "came", "end", "expected", "length", "parted", "places")
+
+    def __init__(self, expected: Sequence[int]) -> None:
+        self.expected, self.end = expected, array("i")  # and the output's last tokens
+        self.came = bytearray(len(expected))  # 1 for each that came when it was next
+        self.at = 0
+        self.parted = 0  # where the texts last agreed on several tokens
+        self.length = SURE_LENGTH  # at the beginning, too, the caller knows what comes
+        self.places: dict[int, list[int]] = {}  # by token, made after the first difference
+
+    @property
+    def num_came(self) -> int:
+        """Expected tokens that came when they were next."""
+        return sum(self.came)
+
+    def follow(self, token: int) -> bool:
+        """Go on by a token of the output; whether it is the expected one."""
+        self.end.append(token)
+        if len(self.end) > 2 * MAX_LENGTH:
+            del self.end[:MAX_LENGTH]
+        is_right = self.at < len(self.expected) and self.expected[self.at] == token
+        self.at += 1  # a token that differs stands for one, unless it turns out otherwise
+        if is_right:
+            self.came[self.at - 1] = 1
+            self.length = min(self.length + 1, MAX_LENGTH)
+        else:
+            self.length = 0
+        if self.length >= SURE_LENGTH:
+            self.parted = self.at
+        else:
+            self.find(token)
+        return is_right
+
+    def follow_all(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            self.follow(token)
+
+    def find(self, token: int) -> None:
+        """Go where most tokens before are those of the output's end, the nearest of such places."""
+        if not self.places:
+            self.places = defaultdict(list)
+            for place, each in enumerate(self.expected):
+                self.places[each].append(place)
+        places = self.places.get(token, [])
+        middle = bisect_left(places, self.parted)
+        best = self.length, -abs(self.at - self.parted)
+        for place in places[max(0, middle - MOST_PLACES // 2) : middle + MOST_PLACES // 2]:
+            length, far = self.length_at(place), abs(place + 1 - self.parted)
+            if (length, -far) > best and (far <= NEAR or length >= SURE_LENGTH):
+                best, self.at, self.length = (length, -far), place + 1, length
+
+    def length_at(self, place: int) -> int:
+        """How many tokens up to a place are those of the output's end."""
+        length = 0
+        while length < min(len(self.end), place + 1, MAX_LENGTH):
+            if self.end[-1 - length] != self.expected[place - length]:
+                break
+            length += 1
+        return length
+
+
+class Followed:
+    """A request's alignment, and how much of its text it has seen."""
+
+    __slots__ = ("alignment", "size")
+
+    def __init__(self, expected: Sequence[int], num_prompt: int) -> None:
+        self.alignment, self.size = Alignment(expected), num_prompt
+
+
+class PredictionSource:
+    """Guesses that the output goes on as the caller expects."""
+
+    name = "prediction"
+
+    def __init__(self) -> None:
+        self.texts: dict[int, Followed] = {}
+        self.odds = Odds()
+
+    def expect(self, id: int, expected: Sequence[int], num_prompt: int) -> None:
+        """Guess for a request; until `forget`."""
+        self.texts[id] = Followed(expected, num_prompt)
+
+    def promise(self, id: int, text: "array[int]") -> float:
+        """Guesses that are expected to be right, by what texts have shown."""
+        alignment = self.follow(id, text)
+        left = len(alignment.expected) - alignment.at
+        return min(float(max(left, 0)), self.odds.expected[alignment.length])
+
+    def follow(self, id: int, text: "array[int]") -> Alignment:
+        followed = self.texts[id]
+        alignment = followed.alignment
+        for token in text[followed.size :]:
+            length = alignment.length
+            self.odds.add(length, alignment.follow(token))
+        followed.size = len(text)
+        return alignment
+
+    def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]:
+        return [self.of(item) for item in items]
+
+    def of(self, item: DraftItem) -> list[Candidate]:
+        alignment = self.follow(item.id, item.known)
+        guesses = alignment.expected[alignment.at : alignment.at + item.limit]
+        sure = SURE[alignment.length :]
+        rows = zip(guesses, sure, strict=False)
+        return [Candidate(token, k, p, self.name) for k, (token, p) in enumerate(rows)]
+
+    def forget(self, id: int) -> None:
+        self.texts.pop(id, None)
+
+    def reset(self) -> None:
+        """Forget what texts have shown."""
+        self.odds = Odds()
