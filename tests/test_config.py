@@ -9,6 +9,7 @@ PRESETS = {
     "off": "none",
     "ngram": "ngram",
     "draft-model": "auto",
+    "suffix": "auto",
     "h200-llama-8b": "auto",
     "h200-qwen3-8b": "auto",
 }

@@ -14,7 +14,7 @@ class Auto:
     """The options of the sources that the engine asks and plans by itself."""
 
     class Options(base.Options, frozen=True):
-        # ngram, model (where there is a draft model), grammar, prediction, and drafters as
+        # ngram, model (where there is a draft model), grammar, prediction, suffix, and drafters as
         # package.module:Class
         sources: Annotated[tuple[str, ...], Meta(min_length=1, max_length=16)] = BUILT_IN
         # of the drafters among them, by these names

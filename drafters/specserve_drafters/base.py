@@ -128,8 +128,8 @@ def find_source(name: str) -> Any:
     """The class of a user's drafter that is one of the sources of `auto`."""
     if name in BUILTIN:
         raise DrafterError(
-            f"no source {name!r}; there are ngram, model, grammar, prediction and "
-            "package.module:Class"
+            f"no source {name!r}; there are ngram, model, grammar, prediction, suffix "
+            "and package.module:Class"
         )
     cls = find_drafter(name)
     if not any(callable(getattr(cls, method, None)) for method in ("propose", "candidates")):

@@ -29,6 +29,7 @@ from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model_source import ModelSource
 from specserve_drafters.native_lookup import ngram_source
 from specserve_drafters.prediction import PredictionSource
+from specserve_drafters.suffix import SuffixSource
 
 
 class Loaded(NamedTuple):
@@ -178,6 +179,8 @@ def build_source(name: str, options: Mapping[str, Any], engine: Engine) -> Sourc
         return GrammarSource()
     if name == "prediction":
         return PredictionSource()
+    if name == "suffix":
+        return SuffixSource()
     drafter = make_drafter(name, options, engine.draft_model, is_source=True)
     return UserSource(name, drafter, engine.target.decoder.config.vocab_size)
 

@@ -389,8 +389,8 @@ class Engine:
             asked = request.sampling
             if asked.changes_logits:
                 self.changing.add(request.id)
-            if asked.prediction and self.guesses is not None:
-                self.guesses.expect(request)
+            if self.guesses is not None:
+                self.guesses.begin(request)
             if asked.logprobs is not None or asked.prompt_logprobs is not None:
                 self.telling.add(request.id)
         if leader.sampling.grammar:

@@ -42,8 +42,8 @@ class Guesses(Protocol):
         """Guess nothing for a request that its rules forbid; until `forget`."""
         ...
 
-    def expect(self, request: Request) -> None:
-        """Note what the caller of a request expects as its output; until `forget`."""
+    def begin(self, request: Request) -> None:
+        """Guess for a request from now on; until `forget`."""
         ...
 
     def forget(self, id: int) -> None:
@@ -125,8 +125,8 @@ class FixedGuesses:
         self.user_code.tell(self.source, "observe", request.id, draft, accepted)
         return told
 
-    def expect(self, request: Request) -> None:
-        """No drafter that is alone makes use of it."""
+    def begin(self, request: Request) -> None:
+        """A drafter that is alone sees a request when it is asked for guesses."""
 
     def follow(self, request: Request, rules: Rules) -> None:
         self.rules[request.id] = rules

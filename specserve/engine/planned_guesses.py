@@ -25,6 +25,7 @@ from specserve_drafters.candidates import Rules, Trie
 from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model_source import Grown, ModelSource
 from specserve_drafters.prediction import PredictionSource
+from specserve_drafters.suffix import SuffixSource
 from specserve_drafters.tree import MAX_NODES, ROOT
 
 LEAST_ASKED = 32  # guesses that sources are asked for in a step, shared by its requests
@@ -100,6 +101,7 @@ class PlannedGuesses:
         self.grammar = next((s for s in sources if isinstance(s, GrammarSource)), None)
         self.rules: dict[int, Rules] = {}  # by request
         self.prediction = next((s for s in sources if isinstance(s, PredictionSource)), None)
+        self.suffix = next((s for s in sources if isinstance(s, SuffixSource)), None)
         self.foreseen_names = {source.name for source in self.foreseen}
         self.has_unforeseen = len(self.foreseen) < len(sources)
         self.share = 1.0  # of the seconds that sources promise to save, which guesses lately did
@@ -444,9 +446,13 @@ class PlannedGuesses:
         if grammar is not None and request.sampling.speculation.allows(grammar.name):
             grammar.follow(request.id, rules)
 
-    def expect(self, request: Request) -> None:
-        if self.prediction is not None:
-            self.prediction.expect(request.id, request.sampling.prediction, request.num_prompt)
+    def begin(self, request: Request) -> None:
+        id, asked, num_prompt = request.id, request.sampling, request.num_prompt
+        if self.prediction is not None and asked.prediction:
+            self.prediction.expect(id, asked.prediction, num_prompt)
+        if self.suffix is not None:
+            salt, is_learnt = asked.cache_salt, asked.speculation.learn
+            self.suffix.begin(id, request.token_ids, num_prompt, salt, is_learnt)
 
     def forget(self, id: int) -> None:
         is_ruled = self.rules.pop(id, None) is not None

@@ -59,9 +59,11 @@ class SpeculationParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     sources         the names of those that may guess; None is all that the engine has
     max_nodes       guesses a step; None is the server's speculation.max_nodes, which bounds it, too
     max_depth       guesses of a path; None is as many as max_nodes
+    learn           false: other requests' guesses are not made from the output
     """
 
     enabled: bool = True
+    learn: bool = True
     sources: Annotated[tuple[SourceName, ...], Meta(max_length=64)] | None = None
     max_nodes: Limit | None = None
     max_depth: Limit | None = None

@@ -1,0 +1,232 @@
+"""Earlier outputs as a source of guesses: where the last tokens stood before, what followed?
+
+As in SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) guesses are what followed the longest
+match, weighted by how often it did. Here places are found by the hashes of n-grams, so that each
+token of an output is entered once for each length, and nothing else is kept of it.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
+
+import numpy as np
+
+from specserve_drafters.base import DraftItem
+from specserve_drafters.candidates import Candidate
+from specserve_drafters.lookup import MAX_LENGTH, SURE, Odds, chain, zeros
+from specserve_drafters.tree import ROOT
+
+LENGTHS = 2, 4, 8, 16  # of the n-grams
+MIX = [0x9E3779B1 * (2 * j + 1) % (1 << 27) | 1 for j in range(LENGTHS[-1])]  # sums fit 63 bits
+SMALL, LARGE = 1 << 12, 1 << 17  # tokens of a scope's first part, and of any
+MOST_BYTES = 64 << 20  # of all scopes
+MAX_MATCHES, MAX_VISITS = 16, 64  # of a length: looked at, and places visited for them
+END = -1  # of an output
+
+
+class Part:
+    """Outputs one after the other, and the places of their n-grams, newest first.
+
+    A place is that of the token after an n-gram; 0 is none.
+    """
+
+    def __init__(self, size: int) -> None:
+        """For so many tokens, a power of 2."""
+        self.tokens, self.size = array("i", [END]), size
+        self.newest = [zeros(size) for _ in LENGTHS]  # by hash
+        self.before = [zeros(size) for _ in LENGTHS]  # by place
+
+    @property
+    def room(self) -> int:
+        return self.size - len(self.tokens) - 1
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * self.size * (2 * len(LENGTHS) + 1)
+
+    def add(self, output: "array[int]") -> None:
+        """Enter an output that there is room for."""
+        begin = len(self.tokens)
+        self.tokens.extend(output)
+        self.tokens.append(END)
+        tokens = np.frombuffer(output, np.int32).astype(np.int64)
+        hashes = np.zeros(len(output), np.int64)  # of the n-gram that ends before a token
+        for n, mix in enumerate(MIX[: len(output)], 1):
+            hashes[n:] += tokens[:-n] * mix
+            if n in LENGTHS:
+                k = LENGTHS.index(n)
+                places, sums = np.arange(begin + n, begin + len(output)), hashes[n:]
+                chain(self.newest[k], self.before[k], places, (sums ^ sums >> 17) & self.size - 1)
+
+    def matches(self, end: "array[int]", k: int, mixed: int) -> Iterator[int]:
+        """The places after the last LENGTHS[k] tokens of `end`, whose sum of hashes is `mixed`."""
+        tail, before = end[-LENGTHS[k] :], self.before[k]
+        place, visits = self.newest[k][(mixed ^ mixed >> 17) & self.size - 1], 0
+        while place and visits < MAX_VISITS:
+            visits += 1
+            if self.tokens[place - len(tail) : place] == tail:
+                yield place
+            place = before[place]
+
+
+Place = tuple[Part, int]
+
+
+class Scope:
+    """The outputs of requests that may see each other's: the latest ones, in two parts. Once the
+    newer part is full the older one goes, and what is asked for again has been entered again: so
+    what goes is what nobody has asked for of late.
+    """
+
+    def __init__(self) -> None:
+        self.parts = [Part(SMALL)]  # the newer one first
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    def add(self, output: "array[int]") -> None:
+        output = output[-LARGE // 2 :]
+        if self.parts[0].room < len(output):
+            size = min(LARGE, 2 * self.parts[0].size)
+            while size < len(output) + 2:
+                size *= 2
+            self.parts = [Part(size), self.parts[0]]
+        self.parts[0].add(output)
+
+    def matches(self, text: "array[int]") -> tuple[int, list[Place]]:
+        """The length of the longest n-grams at the text's end that there are, and their places."""
+        end = text[-LENGTHS[-1] :]
+        found = 0, list[Place]()
+        mixed = done = 0
+        for k, n in enumerate(LENGTHS):
+            if n > len(end):
+                break
+            mixed += sum(end[-1 - j] * MIX[j] for j in range(done, n))
+            done = n
+            places = [(part, at) for part in self.parts for at in part.matches(end, k, mixed)]
+            if not places:
+                break
+            found = n, places[:MAX_MATCHES]
+        return found
+
+
+class Followed:
+    """A request, and the match of its text's end, followed from token to token."""
+
+    __slots__ = ("is_learnt", "length", "match", "num_prompt", "salt", "size", "text")
+
+    def __init__(self, text: "array[int]", num_prompt: int, salt: str, is_learnt: bool) -> None:
+        self.text, self.num_prompt, self.salt, self.is_learnt = text, num_prompt, salt, is_learnt
+        self.size, self.length = len(text), 0
+        self.match: Place | None = None
+
+
+class SuffixSource:
+    """Guesses what followed the same tokens in earlier outputs with the same `cache_salt`."""
+
+    name = "suffix"
+
+    def __init__(self) -> None:
+        self.requests: dict[int, Followed] = {}
+        self.scopes: OrderedDict[str, Scope] = OrderedDict()  # the one last used at the end
+        self.odds: dict[str, Odds] = {}  # of each scope: nobody sees what others' texts have shown
+
+    def begin(
+        self, id: int, text: "array[int]", num_prompt: int, salt: str, is_learnt: bool
+    ) -> None:
+        """Guess for a request until `forget`, when its output is entered if it `is_learnt`. `text`
+        grows with it.
+        """
+        self.requests[id] = Followed(text, num_prompt, salt, is_learnt)
+
+    def promise(self, id: int, text: "array[int]") -> float:
+        """Guesses that are expected to be right, by what the scope's texts have shown."""
+        followed = self.requests[id]
+        scope = self.scopes.get(followed.salt)
+        if scope is None:
+            followed.size = len(text)
+            return 0.0
+        odds = self.odds[followed.salt]
+        self.follow(followed, text, scope, odds)
+        return odds.expected[followed.length] if followed.match is not None else 0.0
+
+    def follow(self, followed: Followed, text: "array[int]", scope: Scope, odds: Odds) -> None:
+        """Compare the tokens that the text has more than before with those after the match."""
+        while followed.size < len(text) and followed.match is not None:
+            part, place = followed.match
+            is_right = part.tokens[place] == text[followed.size]
+            odds.add(followed.length, is_right)
+            followed.length = min(followed.length + 1, MAX_LENGTH)
+            followed.size += 1
+            goes_on = is_right and part.tokens[place + 1] != END
+            followed.match = (part, place + 1) if goes_on else None
+        if followed.match is None:
+            followed.length, places = scope.matches(text)
+            followed.match = places[0] if places else None
+        followed.size = len(text)
+
+    def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]:
+        return [self.look_up(item.id, item.known, item.limit) for item in items]
+
+    def look_up(self, id: int, text: "array[int]", limit: int) -> list[Candidate]:
+        scope = self.scopes.get(self.requests[id].salt)
+        length, places = (0, []) if scope is None else scope.matches(text)
+        return best(places, length, limit, self.name)
+
+    def forget(self, id: int) -> None:
+        followed = self.requests.pop(id, None)
+        if followed is not None and followed.is_learnt:
+            self.learn(followed.text[followed.num_prompt :], followed.salt)
+
+    def learn(self, output: "array[int]", salt: str) -> None:
+        """Enter an output, and drop the scopes that were used least of late where they are too
+        large.
+        """
+        if len(output) <= LENGTHS[0]:
+            return
+        if salt not in self.scopes:
+            self.scopes[salt], self.odds[salt] = Scope(), Odds()
+        self.scopes.move_to_end(salt)
+        self.scopes[salt].add(output)
+        while self.num_bytes > MOST_BYTES and len(self.scopes) > 1:
+            dropped, _ = self.scopes.popitem(last=False)
+            del self.odds[dropped]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(scope.num_bytes for scope in self.scopes.values())
+
+    def reset(self) -> None:
+        """Forget all earlier outputs."""
+        self.scopes.clear()
+        self.odds.clear()
+        for followed in self.requests.values():
+            followed.match, followed.length = None, 0
+
+
+def best(places: Sequence[Place], length: int, limit: int, source: str) -> list[Candidate]:
+    """The likeliest continuations of the places, in the order of how likely they are: by how many
+    of the places go on so, and by the length of the match, which grows with each token.
+    """
+    guesses: list[Candidate] = []
+    heap: list[tuple[float, int, int, int, list[Place], float, int]] = []
+
+    def branch(places: Sequence[Place], parent: int, value: float, depth: int) -> None:
+        """Note what may follow a guess; the newest places come first."""
+        groups: dict[int, list[Place]] = {}
+        for part, place in places:
+            if (token := part.tokens[place]) != END:
+                groups.setdefault(token, []).append((part, place + 1))
+        sure = SURE[min(length, MAX_LENGTH) + depth]
+        for rank, (token, its) in enumerate(groups.items()):
+            p = (len(its) + 0.5) / (len(places) + 1) * sure
+            heappush(heap, (-value * p, parent, rank, token, its, p, depth))
+
+    branch(places, ROOT, 1.0, 0)
+    while heap and len(guesses) < limit:
+        value, parent, _, token, its, p, depth = heappop(heap)
+        guesses.append(Candidate(token, parent, p, source))
+        branch(its, len(guesses), -value, depth + 1)
+    return guesses

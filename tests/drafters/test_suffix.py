@@ -1,0 +1,161 @@
+"""Earlier outputs as a source of guesses, against a search through all of them."""
+
+from array import array
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specserve_drafters import ROOT, DraftItem, suffix
+from specserve_drafters.suffix import LENGTHS, Part, Scope, SuffixSource, best
+
+TEXT = [*range(100, 160)]
+
+
+def learnt(*outputs, salt=""):
+    source = SuffixSource()
+    for output in outputs:
+        source.learn(array("i", output), salt)
+    return source
+
+
+def asked(source, known, limit=8, id=1, salt=""):
+    source.begin(id, array("i", known), 0, salt, False)
+    (guesses,) = source.candidates([DraftItem(id, array("i", known), limit, 0.0, 0)])
+    return guesses
+
+
+def searched(outputs, end):
+    """Of the longest n-gram of LENGTHS at the end that is in an output: how often what follows."""
+    for n in reversed(LENGTHS):
+        tail = end[-n:]
+        follows = Counter(
+            output[at]
+            for output in outputs
+            for at in range(n, len(output))
+            if len(tail) == n and output[at - n : at] == tail
+        )
+        if follows:
+            return n, follows
+    return 0, Counter()
+
+
+tokens = st.lists(st.integers(0, 2), max_size=40)
+
+
+@given(st.lists(tokens, max_size=6), tokens)
+def test_places_are_those_that_a_search_finds(outputs, end):
+    scope = Scope()
+    for output in outputs:
+        if len(output) > LENGTHS[0]:
+            scope.add(array("i", output))
+    n, follows = searched([o for o in outputs if len(o) > LENGTHS[0]], end)
+    length, places = scope.matches(array("i", end))
+    assert (length, len(places)) == (n, min(follows.total(), suffix.MAX_MATCHES))
+    found = Counter(part.tokens[place] for part, place in places)
+    assert found <= follows
+
+
+def test_guesses_go_on_as_earlier_outputs_did_the_most_frequent_first():
+    source = learnt([1, 2, 3, 7, 7], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 9])
+    guesses = asked(source, [0, 2, 3], limit=8)
+    paths = {}
+    for number, guess in enumerate(guesses, 1):
+        paths[number] = (*paths.get(guess.parent, ()), guess.token)
+    assert paths[1] == (4,)
+    assert {*paths.values()} >= {(7,), (4, 5, 9), (4, 5, 6)}
+    assert guesses[0].p > guesses[[*paths.values()].index((7,))].p
+    assert all(0 < guess.p < 1 for guess in guesses)
+
+
+def test_a_longer_match_wins_and_is_surer():
+    source = learnt([9, 9, 3, 4, 1], [5, 6, 3, 4, 2])
+    (first, *_) = asked(source, [5, 6, 3, 4], limit=1)
+    assert first.token == 2
+    (short,) = asked(source, [8, 8, 5, 6], limit=1)
+    assert short.token == 3 and short.p < first.p
+
+
+def test_guesses_end_where_an_output_ends_and_nothing_crosses_two_outputs():
+    source = learnt([1, 2, 3], [4, 5, 6])
+    assert [g.token for g in asked(source, [1, 2])] == [3]
+    assert asked(source, [2, 3]) == [] == asked(source, [3, 4])
+
+
+def test_there_are_no_guesses_of_another_scope_nor_its_odds():
+    source = learnt(TEXT, salt="a")
+    assert asked(source, TEXT[:20], salt="") == [] == asked(source, TEXT[:20], salt="b")
+    assert asked(source, TEXT[:20], salt="a")
+    source.begin(5, array("i", TEXT[:20]), 0, "b", True)
+    assert source.promise(5, array("i", TEXT[:20])) == 0.0
+    source.learn(array("i", TEXT), "b")
+    odds = [*source.odds["b"].expected]
+    source.begin(6, array("i", TEXT[:20]), 0, "a", True)
+    for size in range(20, 60):
+        source.promise(6, array("i", TEXT[:size]))
+    for each in source.odds.values():
+        each.sum()
+    assert [*source.odds["b"].expected] == odds != [*source.odds["a"].expected]
+
+
+def test_an_output_is_learnt_when_its_request_ends_unless_it_asked_not_to_be():
+    source = SuffixSource()
+    for id, is_learnt in ((1, False), (2, True)):
+        source.begin(id, array("i", [50, 51, *TEXT]), 2, "", is_learnt)
+        source.forget(id)
+        assert bool(asked(source, TEXT[:10], id=9)) == is_learnt
+    assert asked(source, [50, 51], id=9) == []  # the prompt is none of it
+    source.forget(77)
+
+
+def test_what_it_promises_follows_the_text_and_falls_after_a_difference():
+    source, text = learnt(TEXT), array("i", TEXT[:4])
+    source.begin(1, text, 0, "", False)
+    first = source.promise(1, text)
+    text.extend(TEXT[4:20])
+    assert source.promise(1, text) > first > 0
+    text.append(7)
+    assert source.promise(1, text) == 0
+    text.extend(TEXT[30:32])
+    assert 0 < source.promise(1, text) <= first
+
+
+@pytest.mark.parametrize("num_scopes", [1, 60])
+def test_memory_stays_in_its_bound_over_a_million_tokens(monkeypatch, num_scopes):
+    monkeypatch.setattr(suffix, "MOST_BYTES", 4 << 20)
+    monkeypatch.setattr(suffix, "LARGE", 1 << 15)
+    source = SuffixSource()
+    for n in range(1000):
+        output = array("i", ((n * 1000 + i) * 7919 % 5003 for i in range(1000)))
+        source.learn(output, str(n % num_scopes))
+        assert source.num_bytes <= 4 << 20
+        held = sum(len(p.tokens) for s in source.scopes.values() for p in s.parts)
+        assert 4 * held <= source.num_bytes
+    assert source.odds.keys() == source.scopes.keys()
+    assert asked(source, output[:20], salt=str(999 % num_scopes))
+
+
+def test_an_output_longer_than_a_part_is_cut_to_its_end():
+    scope = Scope()
+    scope.add(array("i", [i % 5000 for i in range(suffix.LARGE)]))
+    assert scope.parts[0].size <= suffix.LARGE
+    assert scope.matches(array("i", [1, 2, 3, 4]))[0] == 4
+
+
+def test_a_lookup_visits_a_bounded_number_of_places():
+    part = Part(1 << 12)
+    part.add(array("i", [1] * 4000))
+    mixed = sum(suffix.MIX[:2])
+    assert len([*part.matches(array("i", [1, 1]), 0, mixed)]) == suffix.MAX_VISITS
+    assert best([], 0, 8, "suffix") == []
+    guesses = best([(part, 5)], 2, 63, "suffix")
+    assert [g.parent for g in guesses] == [ROOT, *range(1, 63)]
+
+
+def test_all_is_forgotten_on_reset():
+    source, text = learnt(TEXT), array("i", TEXT[:8])
+    source.begin(1, text, 0, "", True)
+    assert source.promise(1, text) > 0
+    source.reset()
+    assert source.promise(1, text) == 0 and asked(source, TEXT[:8], id=2) == []
