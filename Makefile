@@ -15,7 +15,9 @@ SPECSERVE_TEST_MODELS ?= $(abspath ../shared/models)
 endif
 export SPECSERVE_TEST_MODELS
 
-.PHONY: setup test check equivalence lint docs serve generate bench gpu-check
+DIST := dist
+
+.PHONY: setup test check equivalence lint docs dist serve generate bench gpu-check
 
 setup: $(COMPILED)
 
@@ -52,6 +54,11 @@ lint: setup
 # The pages of docs/ as a site, in build/site.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
+
+# The source distribution, and from it a wheel; of a commit the same bytes with each build.
+dist: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
+dist: setup
+	$(PY) -m build --no-isolation --outdir $(DIST)
 
 serve: setup
 	$(VENV)/bin/specserve serve

@@ -17,7 +17,7 @@ SCHEMA = Path(__file__).parent / "specserve" / "values.schema.json"
 def with_settings(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema with the settings that the config has."""
     _, sections = msgspec.json.schema_components([Config], ref_template="#/$defs/{name}")
-    return schema | {"$defs": sections}
+    return schema | {"$defs": json.loads(json.dumps(sections))}  # as it is read: no tuples
 
 
 if __name__ == "__main__":
