@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -163,6 +165,14 @@ def test_a_change_of_the_config_or_the_keys_starts_other_pods():
     assert annotations("--set=service.port=81") == usual
     assert annotations("--set=config.server.drain_seconds=9") != usual
     assert annotations("--set=auth.keys={other}") != usual
+
+
+@pytest.mark.slow
+def test_what_the_page_says_to_install_is_a_chart():
+    page = (HELM.parents[1] / "docs/deployment.md").read_text()
+    [flags] = re.findall(r"^helm install mine deploy/helm/specserve (.*)", page, re.MULTILINE)
+    _, container = pod(rendered(*shlex.split(flags)))
+    assert container["image"] == f"registry.example/specserve:{VERSION}-cpu"
 
 
 REFUSED = {

@@ -99,3 +99,17 @@ def test_the_image_has_the_probe_and_asks_it(file):
     )
     python = PROBE.read_text().splitlines()[0].removeprefix("#!").split()[0]
     assert f"venv {Path(python).parents[1]}" in file.read_text()
+
+
+PAGE = (ROOT / "docs/deployment.md").read_text()
+
+
+@pytest.mark.parametrize("line", re.findall(r"^docker run .*", PAGE, re.MULTILINE))
+def test_what_the_page_says_to_run_has_arguments_that_specserve_takes(line):
+    image, *words = shlex.split(line.partition(f" specserve:{VERSION}-")[2])
+    [file] = [file for file in FILES if file.stem == image]
+    stage = last_stage(file)
+    command = json.loads(stage["ENTRYPOINT"]) + (words or json.loads(stage["CMD"]))
+    args = cli.parser({}).parse_args(command[1:])
+    assert f"./keys:{args.api_key_file}:ro" in line
+    assert f":{stage['VOLUME']} " in line
