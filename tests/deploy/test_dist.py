@@ -46,6 +46,12 @@ def test_two_builds_of_a_commit_have_the_same_bytes(dist, tmp_path):
         assert len(same) == 1, first.name
 
 
+def test_files_have_the_date_of_the_commit(dist):
+    [date] = run("git", "log", "-1", "--format=%ct", cwd=ROOT).split()
+    with tarfile.open(dist[1]) as archive:
+        assert {member.mtime for member in archive} == {int(date)}
+
+
 def test_the_wheel_has_every_file_of_the_packages_and_nothing_but_its_kernels_beside(dist):
     names = set(zipfile.ZipFile(dist[0]).namelist())
     files = {path for path in tracked(*PACKAGES) if not path.startswith(LEFT_OUT)}
