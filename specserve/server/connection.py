@@ -24,6 +24,7 @@ from specserve.server.uvicorn_interface import HttpToolsProtocol, RequestRespons
 
 GRACE = 5.0  # seconds beyond the application's own timeout, whose error says what was too slow
 SPARE = 128  # connections beyond the limit that get a 503; further ones are aborted
+WRITE = "specserve.write"  # key of the ASGI scope: `write_events` of this connection
 LARGE = 1 << 18  # bytes of a body that may have become so many objects that memory is given back
 
 log = logging.getLogger("specserve")
@@ -156,10 +157,21 @@ class Connection(HttpToolsProtocol):
             is_kept, cycle.keep_alive = cycle.keep_alive, True
             await send(message)
             cycle.keep_alive = is_kept and not self.is_input_closed
+            scope[WRITE] = self.write_events
 
         await app(scope, receive, send_open)
+        scope.pop(WRITE, None)
         if self.num_body > LARGE:
             empty_free_lists()
+
+    def write_events(self, events: bytes) -> bool:
+        """Send a piece of a stream that has begun; False where the client does not read, or has
+        left, so that it has to be sent as ASGI says. Each layer of ASGI takes time of every piece.
+        """
+        if self.stalled is not None or self.transport.is_closing():
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(events), events))
+        return True
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

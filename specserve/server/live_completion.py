@@ -1,8 +1,8 @@
 """The completion of one HTTP request: engine outputs go in, pieces of its response come out."""
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -61,10 +61,15 @@ class LiveCompletion:
         self.generations: list[Generation] = []
         self.firsts: list[Generation] = []  # the first choice of each prompt
         self.num_tokens = 0  # of all choices
-        self.deltas: deque[ChoiceDelta] = deque()  # not yet taken by `wait`
+        self.num_ended = 0  # choices
+        self.deltas: list[ChoiceDelta] = []  # not yet taken by `wait`
         self.error: SpecserveError | None = None
         self.has_left = False  # the client has disconnected
         self.waiter: asyncio.Future[None] | None = None
+        self.take: Callable[[], bool] | None = None  # instead of `wait`; False if it cannot
+        self.is_due = False  # it will be called
+        self.timer: asyncio.TimerHandle | None = None  # looks whether nothing has come for long
+        self.waits_since = 0.0  # by the clock of the event loop
         live.add(self)  # until it is released
         if arrived.asked is not None:
             arrived.asked.append(self)
@@ -97,7 +102,7 @@ class LiveCompletion:
 
     @property
     def is_done(self) -> bool:
-        return all(g.is_done for g in self.generations)
+        return self.num_ended == len(self.generations)
 
     @property
     def is_over(self) -> bool:
@@ -122,6 +127,8 @@ class LiveCompletion:
         if self not in self.live:
             return
         self.live.discard(self)
+        if self.timer is not None:
+            self.timer.cancel()
         for generation in self.generations:
             self.engine.finish(generation.id)
             self.metrics.on_end(generation, self.reason(generation), generation in self.firsts)
@@ -132,17 +139,49 @@ class LiveCompletion:
         return generation.finish_reason or broken_off
 
     def wake(self) -> None:
-        if self.waiter is not None and not self.waiter.done():
+        if self.waiter is None or self.waiter.done():
+            return
+        if self.take is None or self.is_over or not self.deltas:
+            self.waiter.set_result(None)
+        elif not self.is_due:
+            self.is_due = True
+            self.waiter.get_loop().call_soon(self.take_soon)
+
+    def take_soon(self) -> None:
+        """Have `take` take what came in one turn of the event loop. Unlike `wait`, it is called
+        without a task that has to be woken up.
+        """
+        self.is_due = False
+        if self.waiter is None or self.waiter.done():
+            return  # `wait` returns it
+        if self.take is not None and self.take():
+            self.waits_since = self.waiter.get_loop().time()
+        else:
             self.waiter.set_result(None)
 
     async def wait(self, seconds: float | None = None) -> list[ChoiceDelta]:
         """What was added since the last call; empty if nothing comes for `seconds`."""
         if not self.deltas and not self.is_over:
-            self.waiter = asyncio.get_running_loop().create_future()
-            await asyncio.wait((self.waiter,), timeout=seconds)
-        deltas = list(self.deltas)
-        self.deltas.clear()
+            loop = asyncio.get_running_loop()
+            self.waiter, self.waits_since = loop.create_future(), loop.time()
+            if seconds is not None and self.timer is None:
+                self.timer = loop.call_later(seconds, self.look_for_silence, seconds)
+            await self.waiter
+        deltas, self.deltas = self.deltas, []
         return deltas
+
+    def look_for_silence(self, seconds: float) -> None:
+        """Wake `wait` if nothing has come for `seconds`, and else look again when they have passed.
+
+        So a step, which comes far sooner, sets and cancels no timer of its own.
+        """
+        loop = asyncio.get_running_loop()
+        left = self.waits_since + seconds - loop.time()
+        if left > 0:
+            self.timer = loop.call_later(left, self.look_for_silence, seconds)
+        else:
+            self.timer = None
+            self.wake()
 
     @property
     def words(self) -> str:
@@ -252,7 +291,8 @@ class ChoiceListener:
             return
         completion.num_tokens += len(generation.token_ids) - before[0]
         completion.metrics.on_tokens(generation, *before)
-        if generation.is_done:  # the engine does not look for stop strings
+        if generation.is_done:
+            completion.num_ended += 1  # the engine does not look for stop strings
             completion.engine.finish(generation.id)
         details = generation.details[-1] if generation.details else None
         new = generation.token_ids[before[0] :]

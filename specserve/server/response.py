@@ -5,8 +5,16 @@ import logging
 import secrets
 import time
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -20,6 +28,7 @@ from specserve.exchange.step_output import StepDetails
 from specserve.generation import Generation
 from specserve.logprobs import best
 from specserve.server.body import Body
+from specserve.server.connection import WRITE
 from specserve.server.live_completion import ChoiceDelta, LiveCompletion
 from specserve.server.logprobs import Namer, Told, prompt_form, prompt_starts, sealed
 from specserve.server.refusal import error_body, error_response
@@ -88,6 +97,8 @@ class CompletionWriter:
         self.echoed_forms: dict[int, dict[str, Any]] = {}  # of prompts, for all their choices
         self.prompt_forms: dict[int, list[Any]] = {}
         self.begun: set[int] = set()
+        self.around: dict[int, tuple[bytes, bytes]] = {}  # by choice: the text of a plain event
+        self.is_plain = not (self.reader or self.tells_steps or self.has_running_usage)
         self.num_ended = 0
         self.head = {
             "id": f"{schema.prefix}-{secrets.token_hex(12)}",
@@ -267,7 +278,27 @@ class CompletionWriter:
         return []
 
     def step(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
-        return [event(chunk) for delta in deltas for chunk in self.chunks(delta)]
+        return [event for delta in deltas for event in self.events_of(delta)]
+
+    def events_of(self, delta: ChoiceDelta) -> list[bytes]:
+        """The events of one choice's step. Most add only text, and differ in nothing else."""
+        if (
+            self.is_plain
+            and delta.choice in self.begun
+            and delta.text
+            and not (delta.is_last or delta.details)
+        ):
+            before, after = self.around.get(delta.choice) or self.find_around(delta.choice)
+            return [before + json_text(delta.text) + after]
+        return [event(chunk) for chunk in self.chunks(delta)]
+
+    def find_around(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and after the text in an event of a choice that has begun."""
+        mark = secrets.token_hex(16)
+        whole = event(self.chunk(self.choice(index, Content(mark))))
+        before, after = whole.split(b'"%b"' % mark.encode())
+        self.around[index] = before, after
+        return before, after
 
     def ending(self, error: Exception | None) -> list[bytes]:
         """[DONE], after an error or, if it was requested, the usage chunk."""
@@ -357,15 +388,35 @@ class EventStream(Response):
     ) -> None:
         """`more` are headers."""
         self.completion, self.writer, self.service, self.more = completion, writer, service, more
+        self.unsent: list[bytes] = []  # events that `write_now` has made
+        self.failure: Exception | None = None  # of `write_now`
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         more = [(name.lower().encode(), value.encode()) for name, value in self.more.items()]
         start = {"type": "http.response.start", "status": 200, "headers": [*HEADERS, *more]}
         async with watched(self.completion, receive):
             await send(start)
+            if WRITE in scope:  # else the server is another one
+                self.completion.take = partial(self.write_now, scope[WRITE])
             async for piece in self.pieces():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
+
+    def write_now(self, write: Callable[[bytes], bool]) -> bool:
+        """Write what has come while `pieces` waits for it; False where that is left to `pieces`."""
+        completion, deltas = self.completion, self.completion.deltas
+        if self.writer.num_logprobs(deltas) > MANY:
+            return False
+        completion.deltas = []
+        try:
+            events = self.writer.step(deltas)
+        except Exception as e:  # raised again by `pieces`
+            self.failure = e
+            return False
+        if not events or write(b"".join(events)):
+            return True
+        self.unsent = events
+        return False
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Events as bytes; all that are ready at a time go out in one write."""
@@ -376,8 +427,11 @@ class EventStream(Response):
             while True:
                 deltas = await completion.wait(self.service.limits.comment_seconds)
                 is_over = completion.is_over  # while these are written, more may come
+                if self.failure is not None:
+                    raise self.failure
+                events, self.unsent = self.unsent, []
                 is_long = self.writer.num_logprobs(deltas) > MANY
-                events = await self.service.write(is_long, self.writer.step, deltas)
+                events += await self.service.write(is_long, self.writer.step, deltas)
                 if is_over:
                     break
                 if events or not deltas:
@@ -390,11 +444,21 @@ class EventStream(Response):
 
 
 def event(data: dict[str, Any], name: str | None = None) -> bytes:
-    payload = msgspec.json.encode(data)
-    for end, escape in LINE_ENDS.items():
-        payload = payload.replace(end, escape)
+    payload = escaped(msgspec.json.encode(data))
     head = b"" if name is None else b"event: %b\n" % name.encode()
     return b"%bdata: %b\n\n" % (head, payload)
+
+
+def json_text(text: str) -> bytes:
+    payload = msgspec.json.encode(text)
+    return payload if text.isascii() else escaped(payload)
+
+
+def escaped(payload: bytes) -> bytes:
+    """JSON without the line ends that JSON may hold."""
+    for end, escape in LINE_ENDS.items():
+        payload = payload.replace(end, escape)
+    return payload
 
 
 async def respond(
