@@ -127,6 +127,7 @@ class LiveCompletion:
         if self not in self.live:
             return
         self.live.discard(self)
+        self.take = None  # it refers to this
         if self.timer is not None:
             self.timer.cancel()
         for generation in self.generations:
