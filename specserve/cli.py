@@ -110,6 +110,12 @@ def add_serve(p: argparse.ArgumentParser) -> None:
     p.add_argument("--port", type=int, help="default: 8000; 0 takes any that is free")
     p.add_argument("--api-key-file", help="a file with the accepted API keys, one a line")
     p.add_argument(
+        "--allow-no-keys",
+        action="store_const",
+        const=True,
+        help="listen at a --host that other machines reach, though no API key is needed",
+    )
+    p.add_argument(
         "--tool-parser",
         "--tool-call-parser",
         metavar="NAME",
@@ -407,7 +413,7 @@ def configured(args: argparse.Namespace) -> Config:
         "--drafter": ("drafter.name", args.drafter),
     }
     if args.action is serve:
-        names = "host", "port", "served_model_name", "api_key_file"
+        names = "host", "port", "served_model_name", "api_key_file", "allow_no_keys"
         for key in (*names, "tool_parser", "reasoning_parser"):
             flags[f"--{key.replace('_', '-')}"] = f"server.{key}", getattr(args, key)
     given = [Setting(flag, *setting) for flag, setting in flags.items() if setting[1] is not None]

@@ -213,6 +213,13 @@ class ServerConfig(Section, frozen=True):
         Name | None,
         about("a file with the accepted API keys, one a line; unset: no key needed"),
     ] = None
+    allow_no_keys: Annotated[
+        bool,
+        about(
+            "whether a server without API keys may listen where other machines reach it: at any "
+            "host but localhost, 127.0.0.0/8 and ::1"
+        ),
+    ] = False
     cors_origins: Annotated[
         tuple[Name, ...],
         about('origins of web pages that may call, as in ["https://chat.example"]; ["*"]: all'),
