@@ -20,6 +20,7 @@ from specserve_drafters.tree import MAX_NODES
 # A small pair of models in the package, used where none is named.
 DEMO = Path(__file__).parent / "demo" / "weights"
 DEMO_TARGET, DEMO_DRAFT = DEMO / "specserve-demo", DEMO / "specserve-demo-draft"
+STREAM_INTERVAL = 50.0  # milliseconds
 DEMO_COST = DEMO.parent / "at_cost"  # files that say how the pair is scaled
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -275,6 +276,36 @@ class ServerConfig(Section, frozen=True):
             "none at all where that is unset, too"
         ),
     ] = None
+    max_requests_per_key: Annotated[
+        Positive | None,
+        about("requests of an API key at once, whatever their choices; unset: no limit"),
+    ] = None
+    max_tokens_per_minute_per_key: Annotated[
+        Positive | None,
+        about(
+            "tokens of prompts and answers of an API key in a minute, of which a minute's may be "
+            "saved up; unset: no limit"
+        ),
+    ] = None
+    stream_flush: Annotated[
+        Literal["event", "token", "interval"],
+        about(
+            "when streams send: event, an event for each step; token, one for each token; "
+            "interval, padded ones at a fixed interval, which hide how many guesses are accepted"
+        ),
+    ] = "event"
+    stream_interval_ms: Annotated[
+        float,
+        Meta(ge=1, le=10_000),
+        about("time between events where server.stream_flush = interval, 1 to 10000"),
+    ] = STREAM_INTERVAL
+    timeout_ms: Annotated[
+        Milliseconds | None,
+        about(
+            "a request that has not been answered so long after its arrival ends with an error; "
+            "clients may ask for less; unset: no deadline but their own"
+        ),
+    ] = None
     drain_seconds: Annotated[
         Annotated[float, Meta(ge=0)], about("time for running answers to end after SIGTERM")
     ] = 30.0
@@ -285,6 +316,18 @@ class ServerConfig(Section, frozen=True):
                 f"server.served_model_name = {self.served_model_name!r} has characters that cannot "
                 "be shown: take others"
             )
+        if self.stream_interval_ms != STREAM_INTERVAL and self.stream_flush != "interval":
+            raise ValueError(
+                f"server.stream_interval_ms = {self.stream_interval_ms:g} is of no use where "
+                f"server.stream_flush = {self.stream_flush!r}: set that to interval, or leave the "
+                "first out"
+            )
+        for key in ("max_requests_per_key", "max_tokens_per_minute_per_key"):
+            if getattr(self, key) is not None and self.api_key_file is None:
+                raise ValueError(
+                    f"server.{key} = {getattr(self, key)} needs server.api_key_file "
+                    "(--api-key-file): without keys all clients are the same"
+                )
 
 
 class Config(Section, frozen=True):

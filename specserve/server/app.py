@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.errors import SpecserveError
 from specserve.keys import read_keys
+from specserve.server.key_limits import KeyLimits
 from specserve.server.live_completion import ASKED, LiveCompletion, set_tenant
 from specserve.server.pages import PAGES, PARTS, ROUTES
 from specserve.server.refusal import Foreign, NoRoute, Unauthorized, cut, error_response
@@ -61,6 +62,8 @@ def guards(service: Service) -> Iterable[Middleware]:
         )
     if limits.api_key_file is not None:
         yield Middleware(KeyGuard, keys=read_keys(Path(limits.api_key_file)))
+    if limits.max_requests_per_key is not None or limits.max_tokens_per_minute_per_key is not None:
+        yield Middleware(KeyLimits, limits=limits, reject=service.reject)
 
 
 class AccessLog:

@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -17,35 +17,55 @@ from specserve.exchange.client import EngineClient
 from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.step_output import StepDetails, StepOutput
 from specserve.generation import Generation, proposing, sums_of
+from specserve.server.deadline import Deadline
 from specserve.server.metrics import Metrics
+from specserve.server.refusal import DeadlineExceeded
+
+if TYPE_CHECKING:
+    from specserve.server.key_limits import Account
 
 TENANT, ASKED = "specserve.tenant", "specserve.asked"  # keys of the ASGI scope
+ACCOUNT = "specserve.account"
 
 
 class Arrival(NamedTuple):
     at: float  # seconds, perf_counter
     tenant: int = 0  # index of the API key in the key file; 0 without keys
     asked: "list[LiveCompletion] | None" = None  # what is asked for is noted here, for the log
+    deadline: Deadline = Deadline()
+    account: "Account | None" = None  # of its API key, where keys have limits
 
 
 def set_tenant(scope: Scope, tenant: int) -> None:
     scope[TENANT] = tenant
 
 
+def tenant_of(scope: Scope) -> int:
+    tenant: int = scope.get(TENANT, 0)
+    return tenant
+
+
+def set_account(scope: Scope, account: "Account") -> None:
+    scope[ACCOUNT] = account
+
+
 def arrival(request: Request) -> Arrival:
     """The arrival of a request that has just been received."""
-    return Arrival(perf_counter(), request.scope.get(TENANT, 0), request.scope.get(ASKED))
+    scope = request.scope
+    known = tenant_of(scope), scope.get(ASKED)
+    return Arrival(perf_counter(), *known, account=scope.get(ACCOUNT))
 
 
 class ChoiceDelta(NamedTuple):
-    """What one step added to one choice."""
+    """What one step, or a part of it, or several, added to one choice."""
 
     choice: int
     text: str
     begin: int  # tokens before
     token_ids: list[int]
     is_last: bool
-    details: StepDetails | None = None  # where the request asked for them
+    details: Sequence[StepDetails] = ()  # where the request asked for them
+    ends: Sequence[int] = ()  # of its tokens in the text
 
 
 class LiveCompletion:
@@ -65,6 +85,7 @@ class LiveCompletion:
         self.error: SpecserveError | None = None
         self.has_left = False  # the client has disconnected
         self.waiter: asyncio.Future[None] | None = None
+        self.timer = arrived.deadline.call(self.end)
         live.add(self)  # until it is released
         if arrived.asked is not None:
             arrived.asked.append(self)
@@ -122,12 +143,15 @@ class LiveCompletion:
         if self not in self.live:
             return
         self.live.discard(self)
+        self.timer.cancel()
         for generation in self.generations:
             self.engine.finish(generation.id)
             self.metrics.on_end(generation, self.reason(generation), generation in self.firsts)
 
     def reason(self, generation: Generation) -> str:
         """Why a choice has ended."""
+        if isinstance(self.error, DeadlineExceeded):
+            return generation.finish_reason or "timeout"
         broken_off = "error" if self.error is not None else "abort"
         return generation.finish_reason or broken_off
 
@@ -140,6 +164,10 @@ class LiveCompletion:
         if not self.deltas and not self.is_over:
             self.waiter = asyncio.get_running_loop().create_future()
             await asyncio.wait((self.waiter,), timeout=seconds)
+        return self.taken()
+
+    def taken(self) -> list[ChoiceDelta]:
+        """What was added since the last call."""
         deltas = list(self.deltas)
         self.deltas.clear()
         return deltas
@@ -250,13 +278,16 @@ class ChoiceListener:
         text = generation.push(output)
         if output.is_of_prompt:
             return
-        completion.num_tokens += len(generation.token_ids) - before[0]
+        num_new = len(generation.token_ids) - before[0]
+        completion.num_tokens += num_new
+        if completion.arrived.account is not None:
+            completion.arrived.account.take(num_new)
         completion.metrics.on_tokens(generation, *before)
         if generation.is_done:  # the engine does not look for stop strings
             completion.engine.finish(generation.id)
-        details = generation.details[-1] if generation.details else None
-        new = generation.token_ids[before[0] :]
-        delta = ChoiceDelta(self.index, text, before[0], new, generation.is_done, details)
+        details, new = generation.details[-1:], generation.token_ids[before[0] :]
+        is_last, ends = generation.is_done, generation.ends
+        delta = ChoiceDelta(self.index, text, before[0], new, is_last, details, ends)
         completion.deltas.append(delta)
         completion.wake()
 

@@ -19,7 +19,8 @@ from specserve.answer.formats import AnswerReader
 from specserve.exchange.step_output import StepDetails
 from specserve.generation import Generation
 from specserve.logprobs import best
-from specserve.server.body import Body
+from specserve.server.body import Body, FormattedBody
+from specserve.server.flush import COMMENT, flush_of, padded
 from specserve.server.live_completion import ChoiceDelta, LiveCompletion
 from specserve.server.logprobs import Namer, Told, prompt_form, prompt_starts, sealed
 from specserve.server.refusal import error_body, error_response
@@ -32,7 +33,6 @@ HEADERS = [
     (b"x-accel-buffering", b"no"),  # else nginx buffers events
 ]
 DONE = b"data: [DONE]\n\n"
-COMMENT = b": waiting\n\n"
 MANY = 1 << 9  # logprobs, beyond which writing them takes a good part of a millisecond
 # Line ends to Python's splitlines(), by which some clients split a stream.
 LINE_ENDS = {c.encode(): f"\\u{ord(c):04x}".encode() for c in "\u2028\u2029\u0085"}
@@ -66,7 +66,7 @@ class CompletionWriter:
         self,
         schema: RouteSchema,
         served: ServedModel,
-        asked: Body,
+        asked: FormattedBody,
         completion: LiveCompletion,
         echoed: Sequence[str] = (),
         reader: AnswerReader | None = None,
@@ -88,7 +88,7 @@ class CompletionWriter:
         self.echoed_forms: dict[int, dict[str, Any]] = {}  # of prompts, for all their choices
         self.prompt_forms: dict[int, list[Any]] = {}
         self.begun: set[int] = set()
-        self.num_ended = 0
+        self.num_ended = self.num_told = 0  # choices; tokens
         self.head = {
             "id": f"{schema.prefix}-{secrets.token_hex(12)}",
             "object": schema.chunk,
@@ -105,6 +105,7 @@ class CompletionWriter:
         text of this token is still held back; and so has every step that is told in detail, or
         whose ids or logprobs are.
         """
+        self.num_told += len(delta.token_ids)
         is_first = delta.choice not in self.begun
         events = self.events(delta, is_first)
         if events or delta.details or self.tells_steps or (is_first and not delta.is_last):
@@ -117,7 +118,7 @@ class CompletionWriter:
                 these = slice(delta.begin, delta.begin + len(delta.token_ids))
                 form = self.form(self.namer, delta.choice, generation, these, is_first)
                 choice["logprobs"] = form
-            choice |= self.details([delta.details] if delta.details else [])
+            choice |= self.details(delta.details)
             yield self.chunk(choice | ids.choice) | ids.answer
             for event in rest:
                 yield self.chunk(self.choice(delta.choice, event))
@@ -172,6 +173,11 @@ class CompletionWriter:
             return usage
         counts = [bisect_left(g.starts, p.num_reasoning) for p, g in self.parsers.values()]
         return usage | {"completion_tokens_details": {"reasoning_tokens": sum(counts)}}
+
+    def running_counts(self) -> dict[str, int]:
+        """Of the usage, what is counted up to a chunk: more tokens may have come than are told."""
+        prompt = sum(len(g.prompt) for g in self.completion.firsts)
+        return {"completion_tokens": self.num_told, "total_tokens": prompt + self.num_told}
 
     def choice(self, index: int, event: Event, reason: str | None = None) -> dict[str, Any]:
         piece = self.schema.piece(event, index not in self.begun)
@@ -258,7 +264,7 @@ class CompletionWriter:
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self.head | {"choices": [choice]}
         if self.has_running_usage:
-            chunk["usage"] = self.usage()
+            chunk["usage"] = self.usage() | self.running_counts()
         elif self.has_usage:
             chunk["usage"] = None
         return chunk
@@ -268,6 +274,11 @@ class CompletionWriter:
 
     def step(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
         return [event(chunk) for delta in deltas for chunk in self.chunks(delta)]
+
+    def idle(self, choice: int) -> bytes:
+        none = self.schema.piece(Content(""), False)
+        told = {"index": choice, **none, "logprobs": None, "finish_reason": None}
+        return event(self.chunk(told))
 
     def ending(self, error: Exception | None) -> list[bytes]:
         """[DONE], after an error or, if it was requested, the usage chunk."""
@@ -340,6 +351,10 @@ class Writer(Protocol):
 
     def step(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]: ...
 
+    def idle(self, choice: int) -> bytes:
+        """An event that adds nothing to a choice."""
+        ...
+
     def ending(self, error: Exception | None) -> list[bytes]:
         """The last events, after all text or an error."""
         ...
@@ -353,10 +368,13 @@ class EventStream(Response):
         completion: LiveCompletion,
         writer: Writer,
         service: Service,
-        more: Mapping[str, str],
+        asked: Body,
     ) -> None:
-        """`more` are headers."""
-        self.completion, self.writer, self.service, self.more = completion, writer, service, more
+        self.completion, self.writer, self.service = completion, writer, service
+        self.more = asked.headers
+        self.flush = flush_of(service.limits, completion)
+        wish = asked.stream_options and asked.stream_options.include_obfuscation
+        self.is_padded = self.flush.is_padded if wish is None else wish
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         more = [(name.lower().encode(), value.encode()) for name, value in self.more.items()]
@@ -372,21 +390,25 @@ class EventStream(Response):
         completion = self.completion
         try:
             if begin := self.writer.beginning():
-                yield b"".join(begin)
+                yield self.joined(begin)
             while True:
-                deltas = await completion.wait(self.service.limits.comment_seconds)
+                deltas = await self.flush.wait()
                 is_over = completion.is_over  # while these are written, more may come
                 is_long = self.writer.num_logprobs(deltas) > MANY
-                events = await self.service.write(is_long, self.writer.step, deltas)
+                write = self.flush.write
+                events = await self.service.write(is_long, write, self.writer, deltas)
                 if is_over:
                     break
                 if events or not deltas:
-                    yield b"".join(events) or COMMENT
+                    yield self.joined(events or [COMMENT])
             events += self.writer.ending(completion.error)
         except Exception as e:  # a stream must not end without an error event
             log.exception("a completion could not be streamed")
             events = self.writer.ending(e)
-        yield b"".join(events)
+        yield self.joined(events)
+
+    def joined(self, events: Sequence[bytes]) -> bytes:
+        return b"".join(map(padded, events) if self.is_padded else events)
 
 
 def event(data: dict[str, Any], name: str | None = None) -> bytes:
@@ -400,7 +422,7 @@ def event(data: dict[str, Any], name: str | None = None) -> bytes:
 async def respond(
     request: Request,
     schema: RouteSchema,
-    asked: Body,
+    asked: FormattedBody,
     completion: LiveCompletion,
     echoed: Sequence[str] = (),
     reader: AnswerReader | None = None,
@@ -409,7 +431,7 @@ async def respond(
     service: Service = request.app.state.service
     writer = CompletionWriter(schema, service.served, asked, completion, echoed, reader)
     if asked.stream:
-        return EventStream(completion, writer, service, asked.headers)
+        return EventStream(completion, writer, service, asked)
     return await answer_whole(request, completion, writer, asked.headers)
 
 
