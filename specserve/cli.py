@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from specserve.config import Config, Setting, load_config, parse_override, to_toml
+from specserve.config import TLS_FILES, Config, Setting, load_config, parse_override, to_toml
 from specserve.errors import ConfigError, RequestError, SpecserveError
 from specserve.process import ensure_streams, keep_stderr_from_failing, raising_signals
 from specserve.version import VERSION
@@ -114,6 +114,15 @@ def add_serve(p: argparse.ArgumentParser) -> None:
         action="store_const",
         const=True,
         help="listen at a --host that other machines reach, though no API key is needed",
+    )
+    p.add_argument(
+        "--tls-certificate-file",
+        "--ssl-certfile",
+        metavar="FILE",
+        help="serve HTTPS with this certificate, in PEM",
+    )
+    p.add_argument(
+        "--tls-key-file", "--ssl-keyfile", metavar="FILE", help="the certificate's key, in PEM"
     )
     p.add_argument(
         "--tool-parser",
@@ -289,16 +298,18 @@ def serve(args: argparse.Namespace) -> int:
     from specserve.exchange.spawn import ForkServer
     from specserve.keys import read_keys
     from specserve.server.listen import listen
+    from specserve.server.tls import tls_of
 
     if config.server.api_key_file is not None:
         read_keys(Path(config.server.api_key_file))
+    tls = tls_of(config.server)
     folders = preflight.check(config)
     with listen(config.server) as listener:
         engines = ForkServer(config)
         spawned = engines.start()  # it imports and loads while this process does
         from specserve.server.serve import Start, serve
 
-        return serve(Start(config, folders, engines, spawned, listener, started_at))
+        return serve(Start(config, folders, engines, spawned, listener, started_at, tls))
 
 
 def chat(args: argparse.Namespace) -> None:
@@ -414,7 +425,7 @@ def configured(args: argparse.Namespace) -> Config:
     }
     if args.action is serve:
         names = "host", "port", "served_model_name", "api_key_file", "allow_no_keys"
-        for key in (*names, "tool_parser", "reasoning_parser"):
+        for key in (*names, *TLS_FILES, "tool_parser", "reasoning_parser"):
             flags[f"--{key.replace('_', '-')}"] = f"server.{key}", getattr(args, key)
     given = [Setting(flag, *setting) for flag, setting in flags.items() if setting[1] is not None]
     return load_config(args.config, dict(map(parse_override, args.set)), given)

@@ -21,6 +21,7 @@ from specserve_drafters.tree import MAX_NODES
 DEMO = Path(__file__).parent / "demo" / "weights"
 DEMO_TARGET, DEMO_DRAFT = DEMO / "specserve-demo", DEMO / "specserve-demo-draft"
 STREAM_INTERVAL = 50.0  # milliseconds
+TLS_FILES = "tls_certificate_file", "tls_key_file"
 DEMO_COST = DEMO.parent / "at_cost"  # files that say how the pair is scaled
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -221,6 +222,13 @@ class ServerConfig(Section, frozen=True):
             "host but localhost, 127.0.0.0/8 and ::1"
         ),
     ] = False
+    tls_certificate_file: Annotated[
+        Name | None,
+        about("the server's certificate and those above it, in PEM; unset: HTTP without TLS"),
+    ] = None
+    tls_key_file: Annotated[
+        Name | None, about("the certificate's key, in PEM and not encrypted")
+    ] = None
     cors_origins: Annotated[
         tuple[Name, ...],
         about('origins of web pages that may call, as in ["https://chat.example"]; ["*"]: all'),
@@ -316,6 +324,11 @@ class ServerConfig(Section, frozen=True):
                 f"server.served_model_name = {self.served_model_name!r} has characters that cannot "
                 "be shown: take others"
             )
+        for key, other in TLS_FILES, TLS_FILES[::-1]:
+            if getattr(self, key) is not None and getattr(self, other) is None:
+                raise ValueError(
+                    f"server.{key} = {getattr(self, key)!r} needs server.{other}: set both, or none"
+                )
         if self.stream_interval_ms != STREAM_INTERVAL and self.stream_flush != "interval":
             raise ValueError(
                 f"server.stream_interval_ms = {self.stream_interval_ms:g} is of no use where "

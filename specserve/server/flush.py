@@ -11,6 +11,7 @@ from specserve.server.live_completion import ChoiceDelta, LiveCompletion
 
 COMMENT = b": waiting\n\n"
 SIZE = 256  # bytes, of which padded events have a multiple
+LEAST = 2 * SIZE  # with room for the usual text of an event: most have this size
 
 
 class StepWriter(Protocol):
@@ -118,15 +119,18 @@ def joined(old: ChoiceDelta, new: ChoiceDelta) -> ChoiceDelta:
 
 
 def padded(event: bytes) -> bytes:
-    """An event with OpenAI's field `obfuscation`, or a comment, of a multiple of SIZE bytes."""
+    """An event with OpenAI's field `obfuscation`, or a comment, of a multiple of SIZE bytes and
+    LEAST or more.
+    """
     if event.endswith(b"}\n\n"):
         begin, end = event[:-3] + b',"obfuscation":"', b'"}\n\n'
-        return begin + noise(-(len(begin) + len(end)) % SIZE) + end
+        return begin + noise(len(begin) + len(end)) + end
     if event.startswith(b":"):
-        return event[:-2] + noise(-len(event) % SIZE) + b"\n\n"
+        return event[:-2] + noise(len(event)) + b"\n\n"
     return event
 
 
 def noise(size: int) -> bytes:
-    """Letters and digits that no compression makes small."""
-    return secrets.token_hex(SIZE // 2)[:size].encode()
+    """What so many bytes lack: random letters and digits, as compression makes others small."""
+    lacking = LEAST - size if size < LEAST else -size % SIZE
+    return secrets.token_hex(LEAST // 2)[:lacking].encode()

@@ -4,6 +4,7 @@ import contextlib
 import json
 import time
 from http.client import HTTPConnection
+from itertools import pairwise
 
 import pytest
 
@@ -26,7 +27,21 @@ BODIES = {
     COMPLETIONS: {"prompt": "a"},
     RESPONSES: {"input": "a"},
 }
-PREDICTABLE = {"prompt": "the cat sat on the mat " * 8, "max_tokens": 300, "ignore_eos": True}
+PREDICTABLE = {
+    "prompt": "a" * 50,
+    "max_tokens": 400,
+    "ignore_eos": True,
+    "allowed_token_ids": tiny_tokenizer().encode("a"),
+}
+SLOW = """
+import time
+from specserve_drafters.ngram import NgramDrafter
+
+class Slow(NgramDrafter):
+    def propose(self, items):
+        time.sleep(0.03)
+        return super().propose(items)
+"""
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -79,8 +94,9 @@ def test_token_ids_and_logprobs_are_told_once_each(server, mode):
     choices = [e["choices"][0] for e in events]
     told = [c for c in choices if c.get("token_ids")]
     whole = server.post(COMPLETIONS, body).body["choices"][0]
-    assert sum((c["token_ids"] for c in told), []) == whole["token_ids"]
-    assert sum((c["logprobs"]["text_offset"] for c in told), []) == whole["logprobs"]["text_offset"]
+    assert [i for c in told for i in c["token_ids"]] == whole["token_ids"]
+    offsets = [offset for c in told for offset in c["logprobs"]["text_offset"]]
+    assert offsets == whole["logprobs"]["text_offset"]
     sizes = {len(c["token_ids"]) for c in told}
     assert sizes == {1} if mode == "token" else max(sizes) >= 7
 
@@ -126,10 +142,13 @@ def test_padding_can_be_left_out(server):
 
 
 @pytest.fixture(scope="module")
-def hidden(plain):
-    """Events at an interval, of text whose n-grams come again and again."""
+def hidden(plain, tmp_path_factory):
+    """Events at an interval; steps with guesses take 30 ms."""
+    path = tmp_path_factory.mktemp("slow")
+    (path / "slow.py").write_text(SLOW)
     settings = {"server.stream_flush": "interval", "server.stream_interval_ms": 1e3 * SECONDS}
-    with ServerProcess(plain, "--drafter=ngram", **settings) as server:
+    env = {"PYTHONPATH": str(path)}
+    with ServerProcess(plain, "--drafter=slow:Slow", env=env, **settings) as server:
         yield server
 
 
@@ -165,14 +184,18 @@ def test_at_an_interval_gaps_tell_nothing_of_acceptance(hidden):
 @pytest.mark.timed
 def test_events_come_at_the_interval_before_the_first_token_too(paced):
     settings = {"server.stream_flush": "interval", "server.stream_interval_ms": 100}
-    with paced(**{"scheduler.max_running": 1} | settings) as server:
-        with server.open_stream(COMPLETIONS, saying(400, ms=20)):
-            waiting = raw_events(server, COMPLETIONS, saying(3))
-            came = [next(waiting) for _ in range(8)]
-            waiting.close()
+    long = saying(400, ms=20)
+    with (
+        paced(**{"scheduler.max_running": 1} | settings) as server,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.enter_context(server.open_stream(COMPLETIONS, long))
+        waiting = raw_events(server, COMPLETIONS, saying(3))
+        came = [next(waiting) for _ in range(8)]
+        waiting.close()
     texts = [json.loads(event[6:])["choices"][0]["text"] for event, _ in came]
     assert texts == [""] * 8
-    gaps = [b[1] - a[1] for a, b in zip(came, came[1:], strict=False)]
+    gaps = [b[1] - a[1] for a, b in pairwise(came)]
     assert all(abs(gap - 0.1) < 0.04 for gap in gaps)
 
 
@@ -187,7 +210,7 @@ def test_every_choice_that_has_not_ended_has_an_event_at_each_time(paced):
 
 
 def test_an_interval_without_the_mode_is_refused():
-    with pytest.raises(ConfigError, match="server.stream_flush = 'event': set that to interval"):
+    with pytest.raises(ConfigError, match=r"server\.stream_flush = 'event': set that to interval"):
         load_config(None, {"server.stream_interval_ms": 20})
 
 
@@ -205,6 +228,7 @@ def test_a_step_is_parted_where_the_texts_of_its_tokens_end():
 def test_padding_is_exact_whatever_an_event_holds(size):
     event = b'data: {"a":"%b %%s \\\\"}\n\n' % (b"x" * size)
     told = padded(event)
-    assert len(told) % SIZE == 0 and len(told) - len(event) < SIZE + 17
+    bare = len(event) + 17
+    assert len(told) == max(512, bare + -bare % SIZE)
     assert json.loads(told[6:]) | {"obfuscation": 0} == json.loads(event[6:]) | {"obfuscation": 0}
-    assert len(padded(b": waiting\n\n")) == SIZE
+    assert len(padded(b": waiting\n\n")) == 512
