@@ -7,6 +7,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from time import perf_counter
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
