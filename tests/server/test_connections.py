@@ -6,6 +6,7 @@ import socket
 import time
 from http.client import HTTPResponse
 from select import select
+from statistics import median
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from tests.server.asking import (
     is_running,
     saying,
 )
+from tests.server.conftest import LONG_NAME
 from tests.server.server_process import eventually
 
 
@@ -28,6 +30,10 @@ def reply(client):
     return SimpleNamespace(
         status=response.status, headers=response.headers, body=json.loads(response.read())
     )
+
+
+UNREAD = json.dumps(saying(500, prompt=[[1]] * 4, stream=True)).encode()
+CUT_WITH_408 = "silent", "headers", "a body", "chunks"
 
 
 @pytest.mark.timed
@@ -48,6 +54,66 @@ def test_200_slow_clients_keep_nobody_waiting_and_are_cut(strict):
         replies = [reply(client) for client in clients]
     assert {(r.status, r.body["error"]["code"]) for r in replies} == {(408, "request_timeout")}
     strict.wait_until_idle()
+
+
+HALF_OPEN = {  # what a client sends at first, and then a byte of it at a time
+    "silent": (b"", b""),
+    "headers": (b"GET / HTTP/1.1\r\nX: ", b"x"),
+    "a body": (head("Content-Length: 10000") + b'{"prompt": "', b"a"),
+    "chunks": (head("Transfer-Encoding: chunked") + b"1\r\n \r\n", b"1\r\n \r\n"),
+    "a stream that is not read": (head(f"Content-Length: {len(UNREAD)}") + UNREAD, b""),
+}
+LIMITS = {"header_seconds": 3.0, "body_seconds": 3.0, "stall_seconds": 3.0}
+
+
+@pytest.mark.timed
+@pytest.mark.slow
+def test_500_half_open_clients_are_cut_in_their_time_and_a_good_one_is_served(paced):
+    settings = {f"server.{name}": seconds for name, seconds in LIMITS.items()}
+    served = {"server.served_model_name": LONG_NAME, "server.max_connections": 600}
+    with paced(**settings, **served) as server, contextlib.ExitStack() as stack:
+        text, usual = said_to_a_good_client(server)
+        numbers = dict.fromkeys(CUT_WITH_408, 120) | {"a stream that is not read": 20}
+        clients = {
+            kind: [half_open(server, stack) for _ in range(n)] for kind, n in numbers.items()
+        }
+        begun = time.monotonic()
+        for kind, theirs in clients.items():
+            for client in theirs:
+                client.sendall(HALF_OPEN[kind][0])
+        beside = []
+        while time.monotonic() - begun < 2.5:  # nobody is cut before
+            again, seconds = said_to_a_good_client(server)
+            assert again == text
+            beside.append(seconds)
+            assert not select([c for k in CUT_WITH_408 for c in clients[k]], [], [], 0)[0]
+            for kind, theirs in clients.items():
+                for client in theirs:
+                    client.sendall(HALF_OPEN[kind][1])
+        assert len(beside) > 2 and median(beside) < 1.5 * usual + 0.1
+        for kind in CUT_WITH_408:
+            assert {reply(client).status for client in clients[kind]} == {408}, kind
+        assert time.monotonic() - begun < 6
+        for client in clients["a stream that is not read"]:
+            assert not received(client).endswith(b"0\r\n\r\n")
+        assert time.monotonic() - begun < 12
+        assert said_to_a_good_client(server)[0] == text
+        server.wait_until_idle()
+
+
+def half_open(server, stack):
+    client = stack.enter_context(socket.socket())
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # of a stream it takes little
+    client.connect(("127.0.0.1", server.port))
+    return client
+
+
+def said_to_a_good_client(server):
+    """A stream's text, and the seconds that it took."""
+    begun = time.monotonic()
+    *events, done = server.stream(COMPLETIONS, saying(40, ms=10))
+    assert done == "[DONE]"
+    return "".join(e["choices"][0]["text"] for e in events), time.monotonic() - begun
 
 
 @pytest.mark.parametrize(
