@@ -9,13 +9,14 @@ server that makes no guesses, all blocks are free or cached again, and no proces
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import linear_regression
+from statistics import linear_regression, mean
 from time import perf_counter, sleep
 from typing import Any, NamedTuple
 from urllib.request import urlopen
@@ -32,8 +33,9 @@ SHARE, PLACES = 0.8, 64  # of the rate that the machine can take; requests at a 
 CALIBRATION_SECONDS, CALIBRATION_PLACES = 10.0, 16
 COMPARED = 50  # each so manieth text is compared
 LEAVING = 0.1  # the share of clients that leave
-KILL_SECONDS, RESET_SECONDS = (20.0, 220.0), (5.0, 25.0)  # between two, from and to
-MOST_GROWTH = 1.0  # MiB a minute
+FIRST_SECONDS, KILL_SECONDS = (20.0, 60.0), (20.0, 220.0)  # before a kill: at most four a minute
+RESET_SECONDS = 5.0, 25.0
+MOST_GROWTH, CERTAIN = 1.0, 3.0  # MiB a minute; standard errors beyond that
 WARM_UP, LONG_ENOUGH = 0.25, 60.0  # the share of a process's time that is left out; seconds fitted
 IDLE_SECONDS = 30.0
 LIMITS = settings(memory__kv_bytes=1 << 27, server__access_log="false")
@@ -94,6 +96,18 @@ class Request(NamedTuple):
     leaves_after: int | None  # so many events; None: it stays
 
 
+class Growth(NamedTuple):
+    """MiB a minute, and the standard error of that."""
+
+    slope: float
+    error: float
+
+    @property
+    def is_small(self) -> bool:
+        """Below the bound, or not told apart from that by what varies from second to second."""
+        return self.slope - CERTAIN * self.error < MOST_GROWTH
+
+
 class Failed(Exception):
     """An answer was refused, broke off or told of an error."""
 
@@ -106,7 +120,7 @@ def request(seed: int, number: int) -> Request:
     fields = chance.choice(PLAIN + (OF_TEXTS if is_text else OF_CHATS))
     body = {
         "prompt" if is_text else "messages": ask.prompt,
-        "max_tokens": chance.randrange(8, 96),
+        "max_tokens": chance.randrange(16, 96),
         "seed": ask.seed,
         "speculation": chance.choice(SWITCHES),
         "stream": True,
@@ -210,11 +224,12 @@ class Soak:
 
     async def kill(self) -> None:
         chance = self.chance("kills")
+        await asyncio.sleep(chance.uniform(*FIRST_SECONDS))
         while True:
-            await asyncio.sleep(chance.uniform(*KILL_SECONDS))
             for pid in engines(self.server):
                 os.kill(pid, signal.SIGKILL)
                 self.kills += 1
+            await asyncio.sleep(chance.uniform(*KILL_SECONDS))
 
     async def reset(self) -> None:
         chance = self.chance("resets")
@@ -240,12 +255,11 @@ class Soak:
             task.cancel()
         return rate
 
-    def growth(self) -> dict[str, float | None]:
-        """MiB a minute of each process; None for one that did not live long enough."""
-        slopes = {pid: slope(samples) for pid, samples in self.memory.items()}
-        engines = [slopes[pid] for pid in slopes if pid != self.server.process.pid]
-        named = {f"engine {number}": each for number, each in enumerate(engines, 1)}
-        return {"http": slopes[self.server.process.pid], **named}
+    @property
+    def by_name(self) -> dict[str, list[tuple[float, float]]]:
+        """The samples of the HTTP process, and of the engine processes in their order."""
+        names = ["http", *(f"engine {number}" for number in range(1, len(self.memory)))]
+        return dict(zip(names, self.memory.values(), strict=True))
 
 
 def pss(pid: int) -> float | None:
@@ -257,12 +271,23 @@ def pss(pid: int) -> float | None:
     return next((int(row.split()[1]) / 1024 for row in rows if row.startswith("Pss:")), None)
 
 
-def slope(samples: Sequence[tuple[float, float]]) -> float | None:
-    """MiB a minute by least squares, without the first part of the time."""
+def growth(samples: Sequence[tuple[float, float]]) -> Growth | None:
+    """By least squares, without the first part of the time; None for too short a time.
+
+    Of each ten seconds the mean counts: what is taken and given back within a few seconds is no
+    growth, and makes samples next to each other alike, which the error supposes they are not.
+    """
     fitted = samples[int(WARM_UP * len(samples)) :]
     if not fitted or fitted[-1][0] - fitted[0][0] < LONG_ENOUGH:
         return None
-    return round(60 * linear_regression(*zip(*fitted, strict=True)).slope, 3)
+    parts = [fitted[i : i + 10] for i in range(0, len(fitted) - 9, 10)]
+    times = [mean(second for second, _ in part) for part in parts]
+    held = [mean(mib for _, mib in part) for part in parts]
+    line, middle = linear_regression(times, held), mean(times)
+    rests = [y - line.slope * x - line.intercept for x, y in zip(times, held, strict=True)]
+    spread = sum((x - middle) ** 2 for x in times)
+    error = math.sqrt(sum(r * r for r in rests) / (len(rests) - 2) / spread)
+    return Growth(round(60 * line.slope, 3), round(60 * error, 3))
 
 
 def quiet(server: Served) -> bool:
@@ -312,13 +337,13 @@ def soak(minutes: float, seed: int) -> dict[str, Any]:
         after = idle_blocks(server)
         restarts = sum(series(server, "specserve_engine_restarts_total").values())
     other = asyncio.run(differing(seed, run.compared))
-    growth = run.growth()
+    grown = {name: growth(samples) for name, samples in run.by_name.items()}
     checks = {
         "no request failed": not run.errors,
         "the engine died of nothing else": restarts == run.kills,
         "texts are those of a quiet server": bool(run.compared) and not other,
         "all blocks came back": before is not None and after == before,
-        "no process grew": all(each is None or each < MOST_GROWTH for each in growth.values()),
+        "no process grew": all(each is None or each.is_small for each in grown.values()),
     }
     return {
         "minutes": minutes,
@@ -330,15 +355,22 @@ def soak(minutes: float, seed: int) -> dict[str, Any]:
         "resets of the cache": run.resets,
         "texts compared": len(run.compared),
         "blocks": [before, after],
-        "growth in MiB a minute": growth,
+        "MiB a minute, and the error": grown,
+        "MiB each tenth second": {
+            name: [round(held, 1) for _, held in samples[::10]]
+            for name, samples in run.by_name.items()
+        },
         "errors": run.errors,
         "other texts": other,
         "checks": checks,
     }
 
 
+NOT_IN_TABLE = "MiB each tenth second", "errors", "other texts", "checks"
+
+
 def table(told: dict[str, Any]) -> str:
-    values = {k: v for k, v in told.items() if k not in ("errors", "other texts", "checks")}
+    values = {name: value for name, value in told.items() if name not in NOT_IN_TABLE}
     rows = [f"| {name} | {json.dumps(value)} |" for name, value in values.items()]
     rows += [f"| {name} | {'yes' if holds else 'NO'} |" for name, holds in told["checks"].items()]
     wrong = [

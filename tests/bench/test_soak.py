@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from specserve_bench import soak
-from specserve_bench.soak import COMPARED, Failed, Soak, read, request, slope
+from specserve_bench.soak import COMPARED, Failed, Soak, growth, read, request
 from tests.checkpoints import tiny_checkpoint
 from tests.server.asking import CHAT, COMPLETIONS
 from tests.server.server_process import ServerProcess
@@ -31,10 +32,18 @@ def test_requests_have_every_parameter_and_some_clients_leave():
 
 
 def test_growth_is_the_slope_after_a_warm_up():
-    grown = [(second, 500 + second / 30) for second in range(200)]  # 2 MiB a minute
-    assert slope(grown) == pytest.approx(2)
-    assert slope([(second, 900 - min(50, second)) for second in range(200)]) == 0
-    assert slope(grown[:70]) is None
+    assert growth([(s, 500 + s / 30) for s in range(200)]) == pytest.approx((2, 0))
+    assert growth([(s, 900 - min(50, s)) for s in range(200)]) == pytest.approx((0, 0))
+    assert growth([(s, 500 + s / 30) for s in range(70)]) is None
+
+
+@pytest.mark.parametrize(("mib", "is_small"), [(0.0, True), (0.9, True), (1.6, False)])
+def test_what_comes_and_goes_is_no_growth_and_hides_none(mib, is_small):
+    chance = random.Random(0)
+    noisy = [(s, 500 + mib * s / 60 + chance.gauss(0, 4)) for s in range(1800)]
+    told = growth(noisy)
+    assert told.slope == pytest.approx(mib, abs=0.1) and 0 < told.error < 0.1
+    assert told.is_small is is_small
 
 
 def test_an_error_in_a_stream_is_none_of_its_text():
