@@ -36,8 +36,9 @@ LEAVING = 0.1  # the share of clients that leave
 FIRST_SECONDS, KILL_SECONDS = (20.0, 60.0), (20.0, 220.0)  # before a kill: at most four a minute
 RESET_SECONDS = 5.0, 25.0
 MOST_GROWTH, CERTAIN = 1.0, 3.0  # MiB a minute; standard errors beyond that
-WARM_UP, LONG_ENOUGH = 0.25, 60.0  # the share of a process's time that is left out; seconds fitted
-IDLE_SECONDS = 30.0
+WARM_UP, WARM_SECONDS = 0.25, 90.0  # of a process's time, the first part is left out
+LONG_ENOUGH = 60.0  # seconds that are fitted
+ANSWER_SECONDS, IDLE_SECONDS = 120.0, 30.0
 LIMITS = settings(memory__kv_bytes=1 << 27, server__access_log="false")
 
 KINDS = ["questions", "completion", "agent", "random", "mixed"]
@@ -195,7 +196,8 @@ class Soak:
 
     async def answered(self, asked: Request, name: str) -> dict[int, str] | None:
         try:
-            return await answer(self.server, asked)
+            async with asyncio.timeout(ANSWER_SECONDS):  # TimeoutError is an OSError
+                return await answer(self.server, asked)
         except (Failed, OSError, EOFError, ValueError) as e:
             self.errors.append(f"{name}: {type(e).__name__}: {e}; {json.dumps(asked.body)[:2000]}")
             return {}
@@ -277,7 +279,8 @@ def growth(samples: Sequence[tuple[float, float]]) -> Growth | None:
     Of each ten seconds the mean counts: what is taken and given back within a few seconds is no
     growth, and makes samples next to each other alike, which the error supposes they are not.
     """
-    fitted = samples[int(WARM_UP * len(samples)) :]
+    first = max(WARM_SECONDS, WARM_UP * (samples[-1][0] - samples[0][0]))
+    fitted = [sample for sample in samples if sample[0] - samples[0][0] >= first]
     if not fitted or fitted[-1][0] - fitted[0][0] < LONG_ENOUGH:
         return None
     parts = [fitted[i : i + 10] for i in range(0, len(fitted) - 9, 10)]

@@ -34,7 +34,7 @@ def test_requests_have_every_parameter_and_some_clients_leave():
 def test_growth_is_the_slope_after_a_warm_up():
     assert growth([(s, 500 + s / 30) for s in range(200)]) == pytest.approx((2, 0))
     assert growth([(s, 900 - min(50, s)) for s in range(200)]) == pytest.approx((0, 0))
-    assert growth([(s, 500 + s / 30) for s in range(70)]) is None
+    assert growth([(s, 500 + s / 30) for s in range(149)]) is None
 
 
 @pytest.mark.parametrize(("mib", "is_small"), [(0.0, True), (0.9, True), (1.6, False)])
