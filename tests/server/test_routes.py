@@ -1,5 +1,6 @@
 """The routes beside the two that generate, and who is let in."""
 
+import contextlib
 import http.client
 from asyncio import Event
 from types import SimpleNamespace
@@ -336,7 +337,9 @@ def locked(folder, tmp_path_factory):
     keys = tmp_path_factory.mktemp("locked") / "keys"
     keys.write_text("first\n")
     with ServerProcess(folder, f"--api-key-file={keys}") as server:
-        yield server, http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        with contextlib.closing(connection):
+            yield server, connection
 
 
 def asked_bare(connection, method, path):
