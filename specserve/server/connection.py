@@ -24,6 +24,7 @@ from specserve.server.uvicorn_interface import HttpToolsProtocol, RequestRespons
 
 GRACE = 5.0  # seconds beyond the application's own timeout, whose error says what was too slow
 SPARE = 128  # connections beyond the limit that get a 503; further ones are aborted
+SEPARATORS = len(": \r\n")  # bytes of a header beside its name and value
 LARGE = 1 << 18  # bytes of a body that may have become so many objects that memory is given back
 
 log = logging.getLogger("specserve")
@@ -112,7 +113,8 @@ class Connection(HttpToolsProtocol):
             return
         self.expect_nothing()
         self.is_in_headers = False
-        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        lines = (len(name) + len(value) + SEPARATORS for name, value in self.headers)
+        size = len(self.url) + sum(lines)
         if self.is_answering:
             self.close_input()
         elif size > self.limits.max_header_bytes:
