@@ -228,6 +228,17 @@ class ServerConfig(Section, frozen=True):
     access_log: Annotated[
         bool, about("whether each request that has ended is a line on stderr, without any text")
     ] = True
+    log_format: Annotated[
+        Literal["text", "json"],
+        about("text or json: how lines on stderr are written; json: each is an object"),
+    ] = "text"
+    log_texts: Annotated[
+        bool,
+        about(
+            "whether a request's line has its prompt and its text, 2000 characters of each; they "
+            "are your users' own words"
+        ),
+    ] = False
     max_connections: Annotated[
         int, Meta(ge=1, le=1 << 20), about("connections at once, 1 to 1048576")
     ] = 2048
@@ -277,6 +288,11 @@ class ServerConfig(Section, frozen=True):
             raise ValueError(
                 f"server.served_model_name = {self.served_model_name!r} has characters that cannot "
                 "be shown: take others"
+            )
+        if self.log_texts and not self.access_log:
+            raise ValueError(
+                "server.log_texts = true is of no use where server.access_log = false: drop one of "
+                "them"
             )
 
 
