@@ -100,7 +100,7 @@ class TextFormatter(logging.Formatter):
     """The message; of an ended request with its time and, where they are logged, its texts."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        fields, words = fields_of(record), [record.message]
+        fields, words = fields_of(record), [record.message.rstrip()]
         words += [f"{name} {quoted(fields[name])}" for name in ("prompt", "text") if name in fields]
         line = ", ".join(words)
         if record.name == ACCESS:
@@ -118,7 +118,7 @@ class JsonFormatter(logging.Formatter):
             "time": at.replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": record.getMessage().rstrip(),
         }
         if id := getattr(record, "request_id", ""):
             told["request_id"] = id
