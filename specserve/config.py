@@ -226,7 +226,7 @@ class ServerConfig(Section, frozen=True):
         ),
     ] = 120.0
     access_log: Annotated[
-        bool, about("whether each request that has ended is a line on stderr, without any text")
+        bool, about("whether each request that has ended is a line on stderr")
     ] = True
     log_format: Annotated[
         Literal["text", "json"],

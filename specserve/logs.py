@@ -9,9 +9,10 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from time import localtime, strftime
 from types import TracebackType
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 ACCESS = "specserve.access"  # the logger of the lines of requests that have ended
+OBJECT = '{"time": "'  # as lines in JSON begin
 
 # Of the HTTP request that the current task answers; empty outside of one.
 request_id: ContextVar[str] = ContextVar("request_id", default="")
@@ -51,6 +52,23 @@ def take_over() -> None:
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger) and logger.handlers:  # a library's own
             logger.handlers, logger.propagate = [], True
+
+
+def relay(lines: IO[bytes]) -> None:
+    """Log what a child process writes to its stderr: objects as they are, and what native code
+    prints as records of this process.
+    """
+    threading.Thread(target=relay_all, args=(lines,), name="relay", daemon=True).start()
+
+
+def relay_all(lines: IO[bytes]) -> None:
+    with lines:
+        for line in lines:
+            text = line.decode(errors="backslashreplace").rstrip()
+            if text.startswith(OBJECT):
+                printed.info("", extra={"raw": text})
+            elif text:
+                printed.info("%s", text)
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
@@ -113,6 +131,8 @@ class JsonFormatter(logging.Formatter):
     """An object on one line, in ASCII."""
 
     def format(self, record: logging.LogRecord) -> str:
+        if raw := getattr(record, "raw", ""):
+            return str(raw)
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         told = {
             "time": at.replace("+00:00", "Z"),

@@ -124,11 +124,15 @@ def start_module(module: str) -> Started:
     socket pair and the form of its log lines, which is that of this process.
     """
     ours, theirs = socket.socketpair()
+    is_json = logs.current() == "json"
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-m", module, str(theirs.fileno()), logs.current()],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE if is_json else None,
             process_group=0,  # a terminal's Ctrl-C is for the parent
         )
+    if process.stderr is not None:
+        logs.relay(process.stderr)
     return Started(process, ours)

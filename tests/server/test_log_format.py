@@ -15,6 +15,7 @@ from tests.server.asking import COMPLETIONS, saying, streaming
 from tests.server.server_process import ServerProcess, eventually
 
 NOISY = '''
+import os
 import sys
 import threading
 import warnings
@@ -30,6 +31,7 @@ class Noisy:
 
     def __init__(self, options):
         print("printed\\nand", "more", file=sys.stderr)
+        os.write(2, b"native words \\xff\\n")
         warnings.warn("beware")
         thread = threading.Thread(target=lambda: 1 / 0)
         thread.start()
@@ -116,6 +118,7 @@ def test_a_refusal_before_a_request_is_an_object_too(lines):
 def test_what_the_engine_process_says_is_objects(lines):
     assert said(lines, "printed", logger="stderr", level="info")
     assert said(lines, "and more", logger="stderr")
+    assert said(lines, "native words \\xff", logger="stderr")
     assert said(lines, "beware", logger="py.warnings", level="warning")
     error, *_ = said(lines, "no guess", logger="specserve", level="error")
     assert error["traceback"].startswith("Traceback") and "LookupError" in error["traceback"]
