@@ -124,13 +124,13 @@ def start_module(module: str) -> Started:
     socket pair and the form of its log lines, which is that of this process.
     """
     ours, theirs = socket.socketpair()
-    is_json = logs.current() == "json"
+    log_format = logs.current()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno()), logs.current()],
+            [sys.executable, "-m", module, str(theirs.fileno()), log_format],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE if is_json else None,
+            stderr=subprocess.PIPE if log_format == "json" else None,
             process_group=0,  # a terminal's Ctrl-C is for the parent
         )
     if process.stderr is not None:
