@@ -294,12 +294,13 @@ def serve(args: argparse.Namespace) -> int:
     config = configured(args)
     if args.enable_auto_tool_choice and config.server.tool_parser == "none":
         raise ConfigError("--enable-auto-tool-choice: server.tool_parser = 'none': leave out one")
-    from specserve import preflight
+    from specserve import logs, preflight
     from specserve.exchange.spawn import ForkServer
     from specserve.keys import read_keys
     from specserve.server.listen import listen
     from specserve.server.tls import tls_of
 
+    logs.configure(config.server.log_format)
     if config.server.api_key_file is not None:
         read_keys(Path(config.server.api_key_file))
     tls = tls_of(config.server)

@@ -242,8 +242,19 @@ class ServerConfig(Section, frozen=True):
         ),
     ] = 120.0
     access_log: Annotated[
-        bool, about("whether each request that has ended is a line on stderr, without any text")
+        bool, about("whether each request that has ended is a line on stderr")
     ] = True
+    log_format: Annotated[
+        Literal["text", "json"],
+        about("text or json: how lines on stderr are written; json: each is an object"),
+    ] = "text"
+    log_texts: Annotated[
+        bool,
+        about(
+            "whether a request's line has its prompt and its text, 2000 characters of each; they "
+            "are your users' own words"
+        ),
+    ] = False
     max_connections: Annotated[
         int, Meta(ge=1, le=1 << 20), about("connections at once, 1 to 1048576")
     ] = 2048
@@ -341,6 +352,11 @@ class ServerConfig(Section, frozen=True):
                     f"server.{key} = {getattr(self, key)} needs server.api_key_file "
                     "(--api-key-file): without keys all clients are the same"
                 )
+        if self.log_texts and not self.access_log:
+            raise ValueError(
+                "server.log_texts = true is of no use where server.access_log = false: drop one of "
+                "them"
+            )
 
 
 class Config(Section, frozen=True):

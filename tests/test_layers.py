@@ -11,6 +11,7 @@ LAYERS = [  # ground floor first
     ("specserve_kernels",),
     ("specserve_drafters",),
     ("specserve.errors", "specserve.config", "specserve.version", "specserve.process"),
+    ("specserve.logs",),
     ("specserve.machine",),
     ("specserve.keys",),
     ("specserve.interrupts",),

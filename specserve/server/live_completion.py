@@ -17,6 +17,7 @@ from specserve.exchange.client import EngineClient
 from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.step_output import StepDetails, StepOutput
 from specserve.generation import Generation, proposing, sums_of
+from specserve.logs import request_id
 from specserve.server.deadline import Deadline
 from specserve.server.metrics import Metrics
 from specserve.server.refusal import DeadlineExceeded
@@ -77,13 +78,14 @@ class LiveCompletion:
         self, engine: EngineClient, live: "set[LiveCompletion]", metrics: Metrics, arrived: Arrival
     ) -> None:
         self.engine, self.live, self.metrics, self.arrived = engine, live, metrics, arrived
-        self.caller = Caller(engine.next_id, arrived.tenant)
+        self.caller = Caller(engine.next_id, arrived.tenant, request_id.get())
         self.generations: list[Generation] = []
         self.firsts: list[Generation] = []  # the first choice of each prompt
         self.num_tokens = 0  # of all choices
         self.deltas: deque[ChoiceDelta] = deque()  # not yet taken by `wait`
         self.error: SpecserveError | None = None
         self.has_left = False  # the client has disconnected
+        self.response_id = ""  # in the answer; its writer sets it
         self.waiter: asyncio.Future[None] | None = None
         self.timer = arrived.deadline.call(self.end)
         live.add(self)  # until it is released
@@ -173,14 +175,22 @@ class LiveCompletion:
         return deltas
 
     @property
-    def words(self) -> str:
+    def has_tokens(self) -> bool:
+        return self.num_tokens > 0
+
+    @property
+    def told(self) -> dict[str, Any]:
         """For the log, once it is released: tokens, milliseconds to the first, and the end."""
         counts, firsts = self.usage(), [g.first_token_at for g in self.generations]
         first = min(filter(None, firsts), default=None)
-        ttft = [] if first is None else [f"TTFT {1e3 * (first - self.arrived.at):.0f} ms"]
-        ends = dict.fromkeys(map(self.reason, self.generations))
-        tokens = f"{counts['prompt_tokens']} prompt tokens, {counts['completion_tokens']} completed"
-        return ", ".join([tokens, *ttft, "client left" if self.has_left else "/".join(ends)])
+        ttft = {} if first is None else {"ttft_ms": round(1e3 * (first - self.arrived.at), 1)}
+        return {
+            "prompt_tokens": counts["prompt_tokens"],
+            "completion_tokens": counts["completion_tokens"],
+            **ttft,
+            "finish_reason": "/".join(dict.fromkeys(map(self.reason, self.generations))),
+            "client_left": self.has_left,
+        }
 
     def usage(self) -> dict[str, Any]:
         """A prompt counts once, however many choices it has."""

@@ -89,13 +89,14 @@ class CompletionWriter:
         self.prompt_forms: dict[int, list[Any]] = {}
         self.begun: set[int] = set()
         self.num_ended = self.num_told = 0  # choices; tokens
-        self.head = {
+        self.head: dict[str, Any] = {
             "id": f"{schema.prefix}-{secrets.token_hex(12)}",
             "object": schema.chunk,
             "created": int(time.time()),
             "model": served.model,
             "system_fingerprint": served.fingerprint,
         }
+        completion.response_id = self.head["id"]
 
     def chunks(self, delta: ChoiceDelta) -> Iterator[dict[str, Any]]:
         """The chunks of one choice's step, one for each event that its text turns into; none if it

@@ -77,6 +77,7 @@ class ResponseWriter:
         self.untold = list[Any]()  # logprobs for the next text
         self.number = 0  # of events so far
         self.head = self.echo(asked)
+        completion.response_id = self.head["id"]
 
     def echo(self, asked: "ResponsesBody") -> dict[str, Any]:
         """What a response tells before its first token: what was asked for, as it is done."""

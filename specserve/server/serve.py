@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import resource
 import shlex
 import socket
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import uvicorn
 import uvloop
 
+from specserve import logs
 from specserve.answer.formats import Formats, find_formats
 from specserve.config import Config, ServerConfig
 from specserve.errors import EngineDied, Overloaded
@@ -37,6 +39,7 @@ from specserve.server.app import make_app
 from specserve.server.connection import bounded
 from specserve.server.service import ServedModel, Service, fingerprint
 from specserve.server.tls import TLS
+from specserve.server.tracing import Tracer, start_tracing
 
 ENGINE_DIED = 70  # the exit code; EX_SOFTWARE of sysexits.h
 KEEP_ALIVE = 60  # seconds; longer than clients keep an idle connection, so that they close it first
@@ -45,6 +48,8 @@ HURRIED_FLUSH_SECONDS = 0.5  # after a second signal
 REST = '"max_tokens": 64, "temperature": 0, "stream": true}'
 QUESTION = '{"messages": [{"role": "user", "content": "%s"}], ' + REST
 PREFIX = '{"prompt": "def ", ' + REST
+
+log = logging.getLogger("specserve")
 
 
 class Start(NamedTuple):
@@ -63,6 +68,7 @@ def serve(start: Start) -> int:
     """Serve until a signal comes or the engine dies; returns the exit code."""
     return_freed_memory()
     keep_stderr_from_blocking()
+    logs.configure(start.config.server.log_format)
     raise_file_limit()
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     try:
@@ -76,7 +82,8 @@ def serve(start: Start) -> int:
 async def run(start: Start) -> int:
     engine = EngineClient(start.spawned, start.engines.start)
     service = Service(start.config, engine)
-    server = Server(service, start.tls)
+    tracer = start_tracing(os.environ, service.name)
+    server = Server(service, start.tls, tracer)
     await engine.connect()  # last: messages that have arrived by now are handled at once
     serving = asyncio.create_task(server.serve(sockets=[start.listener]))
     living = asyncio.create_task(live(service, start))
@@ -96,6 +103,8 @@ async def run(start: Start) -> int:
         await server.leave(serving)
         await service.close()
         engine.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
 
 async def live(service: Service, start: Start) -> NoReturn:
@@ -128,7 +137,10 @@ async def load(service: Service, start: Start) -> Ready:
     limits = ready.vocab_size, ready.max_model_len
     service.open(make_input_processor(files, *limits, ready.sources), served, ready)
     service.start_grammars(folders.target)
-    show_phases(phases.table | ready.phases)
+    if service.limits.log_format == "json":
+        log.info("start-up", extra={"fields": {"phases": phases.table | ready.phases}})
+    else:
+        show_phases(phases.table | ready.phases)
     keep_objects()
     return ready
 
@@ -171,9 +183,11 @@ class Server(uvicorn.Server):
 
     flush_seconds = FLUSH_SECONDS
 
-    def __init__(self, service: Service, tls: TLS | None = None) -> None:
+    def __init__(
+        self, service: Service, tls: TLS | None = None, tracer: Tracer | None = None
+    ) -> None:
         config = uvicorn.Config(
-            make_app(service),
+            make_app(service, tracer),
             http=bounded(service.limits),
             ws="none",
             lifespan="off",
@@ -193,8 +207,9 @@ class Server(uvicorn.Server):
         """uvicorn's, except that a TLS handshake has as long as headers have."""
         await self.lifespan.startup()
         its, loop = self.config, asyncio.get_running_loop()
+        kind: Any = its.http_protocol_class
         known = {"server_state": self.server_state, "app_state": self.lifespan.state}
-        made: Any = partial(its.http_protocol_class, config=its, **known)
+        made = partial(kind, config=its, **known)
         seconds = None if its.ssl is None else self.handshake_seconds
         self.servers = [
             await loop.create_server(
