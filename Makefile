@@ -17,7 +17,7 @@ export SPECSERVE_TEST_MODELS
 
 DIST := dist
 
-.PHONY: setup test check equivalence lint docs dist serve generate bench gpu-check
+.PHONY: setup test check equivalence lint docs dist serve generate bench soak gpu-check
 
 setup: $(COMPILED)
 
@@ -68,6 +68,10 @@ generate: setup
 
 bench: setup
 	$(PY) -m specserve_bench.figures
+
+# A server under load for half an hour, with deaths of its engine: see docs/bench.md.
+soak: setup
+	$(PY) -m specserve_bench.soak
 
 # On a machine with an NVIDIA GPU. Takes the Python that is there, not .venv: WHEELS names a folder
 # of wheels that it lacks, RESULTS where the JSON goes, STAGES some of the stages.

@@ -72,6 +72,7 @@ ELSEWHERE = {  # beginnings of lines -> the tests that run them, or why none doe
     "cp deploy/systemd/": "tests/deploy/test_systemd.py checks the unit",
     "systemctl ": "needs a booted systemd",
     "helm ": "tests/deploy/test_chart.py",
+    "python -m specserve_bench.soak ": "tests/bench/test_soak.py",
     "pip install 'specserve[gpu]'": "gigabytes; the extra's name is checked here",
     "python3.11 -m venv ": "installs other engines for as long as they take to compile",
     "vllm/bin/pip uninstall": "the same",

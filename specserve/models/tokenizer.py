@@ -171,10 +171,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         return convert_tokenizer(folder)
     except ConfigError:
         raise
-    except Exception as e:  # the libraries raise errors of many types
+    except Exception as e:  # the libraries raise errors of many types, and of several lines
+        reason = " ".join(str(e).split())
         raise ConfigError(
-            f"{folder}: the tokenizer cannot be loaded ({type(e).__name__}: {e}); download its "
-            "files again; one that needs code of its own is not supported"
+            f"{folder}: the tokenizer cannot be loaded ({type(e).__name__}: {reason}); download "
+            "its files again; one that needs code of its own is not supported"
         ) from e
 
 

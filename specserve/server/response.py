@@ -27,8 +27,9 @@ from specserve.answer.formats import AnswerReader
 from specserve.exchange.step_output import StepDetails
 from specserve.generation import Generation
 from specserve.logprobs import best
-from specserve.server.body import Body
+from specserve.server.body import Body, FormattedBody
 from specserve.server.connection import WRITE
+from specserve.server.flush import COMMENT, Steps, flush_of, padded
 from specserve.server.live_completion import ChoiceDelta, LiveCompletion
 from specserve.server.logprobs import Namer, Told, prompt_form, prompt_starts, sealed
 from specserve.server.refusal import error_body, error_response
@@ -41,7 +42,6 @@ HEADERS = [
     (b"x-accel-buffering", b"no"),  # else nginx buffers events
 ]
 DONE = b"data: [DONE]\n\n"
-COMMENT = b": waiting\n\n"
 MANY = 1 << 9  # logprobs, beyond which writing them takes a good part of a millisecond
 # Line ends to Python's splitlines(), by which some clients split a stream.
 LINE_ENDS = {c.encode(): f"\\u{ord(c):04x}".encode() for c in "\u2028\u2029\u0085"}
@@ -75,7 +75,7 @@ class CompletionWriter:
         self,
         schema: RouteSchema,
         served: ServedModel,
-        asked: Body,
+        asked: FormattedBody,
         completion: LiveCompletion,
         echoed: Sequence[str] = (),
         reader: AnswerReader | None = None,
@@ -99,14 +99,15 @@ class CompletionWriter:
         self.begun: set[int] = set()
         self.around: dict[int, tuple[bytes, bytes]] = {}  # by choice: the text of a plain event
         self.is_plain = not (self.reader or self.tells_steps or self.has_running_usage)
-        self.num_ended = 0
-        self.head = {
+        self.num_ended = self.num_told = 0  # choices; tokens
+        self.head: dict[str, Any] = {
             "id": f"{schema.prefix}-{secrets.token_hex(12)}",
             "object": schema.chunk,
             "created": int(time.time()),
             "model": served.model,
             "system_fingerprint": served.fingerprint,
         }
+        completion.response_id = self.head["id"]
 
     def chunks(self, delta: ChoiceDelta) -> Iterator[dict[str, Any]]:
         """The chunks of one choice's step, one for each event that its text turns into; none if it
@@ -116,6 +117,7 @@ class CompletionWriter:
         text of this token is still held back; and so has every step that is told in detail, or
         whose ids or logprobs are.
         """
+        self.num_told += len(delta.token_ids)
         is_first = delta.choice not in self.begun
         events = self.events(delta, is_first)
         if events or delta.details or self.tells_steps or (is_first and not delta.is_last):
@@ -128,7 +130,7 @@ class CompletionWriter:
                 these = slice(delta.begin, delta.begin + len(delta.token_ids))
                 form = self.form(self.namer, delta.choice, generation, these, is_first)
                 choice["logprobs"] = form
-            choice |= self.details([delta.details] if delta.details else [])
+            choice |= self.details(delta.details)
             yield self.chunk(choice | ids.choice) | ids.answer
             for event in rest:
                 yield self.chunk(self.choice(delta.choice, event))
@@ -183,6 +185,11 @@ class CompletionWriter:
             return usage
         counts = [bisect_left(g.starts, p.num_reasoning) for p, g in self.parsers.values()]
         return usage | {"completion_tokens_details": {"reasoning_tokens": sum(counts)}}
+
+    def running_counts(self) -> dict[str, int]:
+        """Of the usage, what is counted up to a chunk: more tokens may have come than are told."""
+        prompt = sum(len(g.prompt) for g in self.completion.firsts)
+        return {"completion_tokens": self.num_told, "total_tokens": prompt + self.num_told}
 
     def choice(self, index: int, event: Event, reason: str | None = None) -> dict[str, Any]:
         piece = self.schema.piece(event, index not in self.begun)
@@ -269,7 +276,7 @@ class CompletionWriter:
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self.head | {"choices": [choice]}
         if self.has_running_usage:
-            chunk["usage"] = self.usage()
+            chunk["usage"] = self.usage() | self.running_counts()
         elif self.has_usage:
             chunk["usage"] = None
         return chunk
@@ -299,6 +306,11 @@ class CompletionWriter:
         before, after = whole.split(b'"%b"' % mark.encode())
         self.around[index] = before, after
         return before, after
+
+    def idle(self, choice: int) -> bytes:
+        none = self.schema.piece(Content(""), False)
+        told = {"index": choice, **none, "logprobs": None, "finish_reason": None}
+        return event(self.chunk(told))
 
     def ending(self, error: Exception | None) -> list[bytes]:
         """[DONE], after an error or, if it was requested, the usage chunk."""
@@ -371,6 +383,10 @@ class Writer(Protocol):
 
     def step(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]: ...
 
+    def idle(self, choice: int) -> bytes:
+        """An event that adds nothing to a choice."""
+        ...
+
     def ending(self, error: Exception | None) -> list[bytes]:
         """The last events, after all text or an error."""
         ...
@@ -384,10 +400,13 @@ class EventStream(Response):
         completion: LiveCompletion,
         writer: Writer,
         service: Service,
-        more: Mapping[str, str],
+        asked: Body,
     ) -> None:
-        """`more` are headers."""
-        self.completion, self.writer, self.service, self.more = completion, writer, service, more
+        self.completion, self.writer, self.service = completion, writer, service
+        self.more = asked.headers
+        self.flush = flush_of(service.limits, completion)
+        wish = asked.stream_options and asked.stream_options.include_obfuscation
+        self.is_padded = self.flush.is_padded if wish is None else wish
         self.unsent: list[bytes] = []  # events that `write_now` has made
         self.failure: Exception | None = None  # of `write_now`
 
@@ -396,7 +415,7 @@ class EventStream(Response):
         start = {"type": "http.response.start", "status": 200, "headers": [*HEADERS, *more]}
         async with watched(self.completion, receive):
             await send(start)
-            if WRITE in scope:  # else the server is another one
+            if WRITE in scope and type(self.flush) is Steps:  # else the server is another one
                 self.completion.take = partial(self.write_now, scope[WRITE])
             async for piece in self.pieces():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -413,7 +432,7 @@ class EventStream(Response):
         except Exception as e:  # raised again by `pieces`
             self.failure = e
             return False
-        if not events or write(b"".join(events)):
+        if not events or write(self.joined(events)):
             return True
         self.unsent = events
         return False
@@ -423,24 +442,28 @@ class EventStream(Response):
         completion = self.completion
         try:
             if begin := self.writer.beginning():
-                yield b"".join(begin)
+                yield self.joined(begin)
             while True:
-                deltas = await completion.wait(self.service.limits.comment_seconds)
+                deltas = await self.flush.wait()
                 is_over = completion.is_over  # while these are written, more may come
                 if self.failure is not None:
                     raise self.failure
                 events, self.unsent = self.unsent, []
                 is_long = self.writer.num_logprobs(deltas) > MANY
-                events += await self.service.write(is_long, self.writer.step, deltas)
+                write = self.flush.write
+                events += await self.service.write(is_long, write, self.writer, deltas)
                 if is_over:
                     break
                 if events or not deltas:
-                    yield b"".join(events) or COMMENT
+                    yield self.joined(events or [COMMENT])
             events += self.writer.ending(completion.error)
         except Exception as e:  # a stream must not end without an error event
             log.exception("a completion could not be streamed")
             events = self.writer.ending(e)
-        yield b"".join(events)
+        yield self.joined(events)
+
+    def joined(self, events: Sequence[bytes]) -> bytes:
+        return b"".join(map(padded, events) if self.is_padded else events)
 
 
 def event(data: dict[str, Any], name: str | None = None) -> bytes:
@@ -464,7 +487,7 @@ def escaped(payload: bytes) -> bytes:
 async def respond(
     request: Request,
     schema: RouteSchema,
-    asked: Body,
+    asked: FormattedBody,
     completion: LiveCompletion,
     echoed: Sequence[str] = (),
     reader: AnswerReader | None = None,
@@ -473,7 +496,7 @@ async def respond(
     service: Service = request.app.state.service
     writer = CompletionWriter(schema, service.served, asked, completion, echoed, reader)
     if asked.stream:
-        return EventStream(completion, writer, service, asked.headers)
+        return EventStream(completion, writer, service, asked)
     return await answer_whole(request, completion, writer, asked.headers)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
 SETTINGS = {"model.threads": 1, "memory.kv_bytes": 1 << 26}
-READY = re.compile(r"ready in [\d.]+ s at (http://\S+)")
+READY = re.compile(r"ready in [\d.]+ s at (https?://\S+)")
 
 
 class ServerProcess:
