@@ -1,7 +1,10 @@
 """HTTP connections with limits that uvicorn lacks: bytes of headers, timeouts, their number."""
 
 import logging
+import re
+import secrets
 from asyncio import BaseTransport, TimerHandle
+from collections.abc import Iterable
 from functools import partial
 from http import HTTPStatus
 from time import perf_counter
@@ -24,7 +27,6 @@ from specserve.server.refusal import (
     error_body,
     error_headers,
 )
-from specserve.server.request_id import HEADER, id_of
 from specserve.server.uvicorn_interface import HttpToolsProtocol, RequestResponseCycle
 
 GRACE = 5.0  # seconds beyond the application's own timeout, whose error says what was too slow
@@ -32,6 +34,9 @@ SPARE = 128  # connections beyond the limit that get a 503; further ones are abo
 WRITE = "specserve.write"  # key of the ASGI scope: `write_events` of this connection
 SEPARATORS = len(": \r\n")  # bytes of a header beside its name and value
 LARGE = 1 << 18  # bytes of a body that may have become so many objects that memory is given back
+
+HEADER = b"x-request-id"  # by which an answer and its log lines are found
+TAKEN = re.compile(rb"[!-~]([ -~]{0,126}[!-~])?")  # 1 to 128 characters, no space at the ends
 
 log = logging.getLogger("specserve")
 
@@ -270,3 +275,9 @@ def bounded(limits: ServerConfig) -> type[Connection]:
 
 def too_large(limits: ServerConfig) -> HeadersTooLarge:
     return HeadersTooLarge(f"the headers are larger than {limits.max_header_bytes} bytes")
+
+
+def id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The client's own, if it can be shown anywhere; else a new one."""
+    given = next((value for name, value in headers if name == HEADER), b"")
+    return given.decode() if TAKEN.fullmatch(given) else f"req-{secrets.token_hex(16)}"

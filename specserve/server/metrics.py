@@ -1,6 +1,9 @@
 """Prometheus metrics: vLLM's names where it has one, so that dashboards work unchanged."""
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import inf
 from typing import TypeVar
 
 from prometheus_client import (
@@ -10,12 +13,14 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from specserve.exchange.messages import Ready, Report
 from specserve.exchange.step_output import Stats
 from specserve.generation import Generation
-from specserve.server.histogram import Histogram
 from specserve.server.source_metrics import SourceMetrics
 
 # From half a millisecond on: vLLM's smallest bucket is longer than a step of a small model.
@@ -27,6 +32,30 @@ M = TypeVar("M", bound=MetricWrapperBase)
 
 # These would be a second series for every counter, which no dashboard reads.
 disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+class Histogram(Collector):
+    """A histogram that one thread fills, as cheaply as a step of every stream needs it.
+
+    The library's own takes two locks and walks through its buckets for each value.
+    """
+
+    def __init__(
+        self, name: str, words: str, labels: Mapping[str, str], buckets: Sequence[float]
+    ) -> None:
+        self.name, self.words, self.labels = name, words, labels
+        self.bounds = [*buckets, inf]
+        self.counts, self.sum = [0] * len(self.bounds), 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self.name, self.words, labels=list(self.labels))
+        counts = zip(map(floatToGoString, self.bounds), accumulate(self.counts), strict=True)
+        family.add_metric([*self.labels.values()], [*counts], self.sum)
+        yield family
 
 
 class Metrics:
@@ -202,7 +231,7 @@ class Metrics:
             self.blocks.labels(self.model, "0", holder).set(count)
         self.preemptions.inc(report.num_preempted - self.num_preempted)
         self.num_preempted = report.num_preempted
-        self.settle_stats(report.stats)
+        self.on_stats(report.stats)
 
     def on_restart(self) -> None:
         """Another engine process counts from zero."""
@@ -210,7 +239,7 @@ class Metrics:
         self.restarts.inc()
         self.report, self.stats, self.seen, self.num_preempted = None, Stats(), Stats(), 0
 
-    def settle_stats(self, stats: Stats) -> None:
+    def on_stats(self, stats: Stats) -> None:
         """Add the difference to the sums that were counted last."""
         before, self.seen = self.seen, stats
         drafted = stats.num_drafted - before.num_drafted

@@ -130,5 +130,5 @@ def test_more_than_the_servers_or_nonsense_is_refused(server, path, asked):
 def test_the_log_says_timeout(server, log):
     begin = log.stat().st_size
     check_ended(server.post(COMPLETIONS, saying(400, ms=20, timeout_ms=200)))
-    line = re.compile(rf"POST {COMPLETIONS} 408 .*, timeout$", re.MULTILINE)
+    line = re.compile(rf"POST {COMPLETIONS} 408 .*, timeout \[\S+\]$", re.MULTILINE)
     eventually(lambda: line.search(log.read_bytes()[begin:].decode()), seconds=3)

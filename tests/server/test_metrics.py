@@ -9,8 +9,7 @@ from prometheus_client import Histogram as LibraryHistogram
 
 from specserve.exchange.messages import Report
 from specserve.exchange.step_output import Stats, StepOutput
-from specserve.server.histogram import Histogram
-from specserve.server.metrics import Metrics
+from specserve.server.metrics import Histogram, Metrics
 
 BUCKETS = 0.001, 0.5, 1, 20
 LABELS = {"model_name": "m", "engine": "0"}

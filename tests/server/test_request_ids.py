@@ -9,7 +9,7 @@ import pytest
 
 from specserve import logs
 from specserve.server import routes
-from specserve.server.request_id import HEADER, id_of
+from specserve.server.connection import HEADER, id_of
 from tests.checkpoints import tiny_checkpoint
 from tests.server.asking import CHAT, COMPLETIONS, head, saying
 from tests.server.in_process import server_threads

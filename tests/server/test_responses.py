@@ -488,7 +488,7 @@ REFUSED = {
 @pytest.mark.parametrize(("changes", "param", "words"), REFUSED.values(), ids=REFUSED)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_refusal_names_the_field(server, changes, param, words, stream):
-    answer = server.post(RESPONSES, body_of(**changes, stream=stream))
+    answer = server.post(RESPONSES, body_of(**{"stream": stream} | changes))
     assert answer.status == 400, answer.body
     error = answer.body["error"]
     assert error["param"].startswith(param) and words in error["message"], error
