@@ -15,7 +15,9 @@ SPECSERVE_TEST_MODELS ?= $(abspath ../shared/models)
 endif
 export SPECSERVE_TEST_MODELS
 
-.PHONY: setup test check equivalence lint docs serve generate bench gpu-check
+DIST := dist
+
+.PHONY: setup test check equivalence lint docs dist serve generate bench soak gpu-check
 
 setup: $(COMPILED)
 
@@ -53,6 +55,11 @@ lint: setup
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
+# The source distribution, and from it a wheel; of a commit the same bytes with each build.
+dist: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
+dist: setup
+	$(PY) -m build --no-isolation --outdir $(DIST)
+
 serve: setup
 	$(VENV)/bin/specserve serve
 
@@ -61,6 +68,10 @@ generate: setup
 
 bench: setup
 	$(PY) -m specserve_bench.figures
+
+# A server under load for half an hour, with deaths of its engine: see docs/bench.md.
+soak: setup
+	$(PY) -m specserve_bench.soak
 
 # On a machine with an NVIDIA GPU. Takes the Python that is there, not .venv: WHEELS names a folder
 # of wheels that it lacks, RESULTS where the JSON goes, STAGES some of the stages.

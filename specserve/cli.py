@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from specserve.config import Config, Setting, load_config, parse_override, to_toml
+from specserve.config import TLS_FILES, Config, Setting, load_config, parse_override, to_toml
 from specserve.errors import ConfigError, RequestError, SpecserveError
 from specserve.process import ensure_streams, keep_stderr_from_failing, raising_signals
 from specserve.version import VERSION
@@ -109,6 +109,21 @@ def add_serve(p: argparse.ArgumentParser) -> None:
     p.add_argument("--host", help="address to listen at; default: 127.0.0.1")
     p.add_argument("--port", type=int, help="default: 8000; 0 takes any that is free")
     p.add_argument("--api-key-file", help="a file with the accepted API keys, one a line")
+    p.add_argument(
+        "--allow-no-keys",
+        action="store_const",
+        const=True,
+        help="listen at a --host that other machines reach, though no API key is needed",
+    )
+    p.add_argument(
+        "--tls-certificate-file",
+        "--ssl-certfile",
+        metavar="FILE",
+        help="serve HTTPS with this certificate, in PEM",
+    )
+    p.add_argument(
+        "--tls-key-file", "--ssl-keyfile", metavar="FILE", help="the certificate's key, in PEM"
+    )
     p.add_argument(
         "--tool-parser",
         "--tool-call-parser",
@@ -279,20 +294,23 @@ def serve(args: argparse.Namespace) -> int:
     config = configured(args)
     if args.enable_auto_tool_choice and config.server.tool_parser == "none":
         raise ConfigError("--enable-auto-tool-choice: server.tool_parser = 'none': leave out one")
-    from specserve import preflight
+    from specserve import logs, preflight
     from specserve.exchange.spawn import ForkServer
     from specserve.keys import read_keys
     from specserve.server.listen import listen
+    from specserve.server.tls import tls_of
 
+    logs.configure(config.server.log_format)
     if config.server.api_key_file is not None:
         read_keys(Path(config.server.api_key_file))
+    tls = tls_of(config.server)
     folders = preflight.check(config)
     with listen(config.server) as listener:
         engines = ForkServer(config)
         spawned = engines.start()  # it imports and loads while this process does
         from specserve.server.serve import Start, serve
 
-        return serve(Start(config, folders, engines, spawned, listener, started_at))
+        return serve(Start(config, folders, engines, spawned, listener, started_at, tls))
 
 
 def chat(args: argparse.Namespace) -> None:
@@ -407,8 +425,8 @@ def configured(args: argparse.Namespace) -> Config:
         "--drafter": ("drafter.name", args.drafter),
     }
     if args.action is serve:
-        names = "host", "port", "served_model_name", "api_key_file"
-        for key in (*names, "tool_parser", "reasoning_parser"):
+        names = "host", "port", "served_model_name", "api_key_file", "allow_no_keys"
+        for key in (*names, *TLS_FILES, "tool_parser", "reasoning_parser"):
             flags[f"--{key.replace('_', '-')}"] = f"server.{key}", getattr(args, key)
     given = [Setting(flag, *setting) for flag, setting in flags.items() if setting[1] is not None]
     return load_config(args.config, dict(map(parse_override, args.set)), given)

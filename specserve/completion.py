@@ -15,7 +15,7 @@ from argcomplete import autocomplete
 from argcomplete.completers import BaseCompleter, FilesCompleter
 from argcomplete.shell_integration import shellcode
 
-from specserve.config import KNOBS, named_values
+from specserve.config import KNOBS, TLS_FILES, named_values
 from specserve_drafters.base import BUILTIN
 
 KEYS = {  # of options whose values are those of a knob
@@ -26,7 +26,8 @@ KEYS = {  # of options whose values are those of a knob
     "tool_parser": "server.tool_parser",
     "reasoning_parser": "server.reasoning_parser",
 }
-FILES = "model", "draft_model", "source", "subjects", "api_key_file"  # where a name may be a file's
+# Where a name may be a file's.
+FILES = "model", "draft_model", "source", "subjects", "api_key_file", *TLS_FILES
 
 
 def script(shell: str) -> str:

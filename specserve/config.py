@@ -20,6 +20,8 @@ from specserve_drafters.tree import MAX_NODES
 # A small pair of models in the package, used where none is named.
 DEMO = Path(__file__).parent / "demo" / "weights"
 DEMO_TARGET, DEMO_DRAFT = DEMO / "specserve-demo", DEMO / "specserve-demo-draft"
+STREAM_INTERVAL = 50.0  # milliseconds
+TLS_FILES = "tls_certificate_file", "tls_key_file"
 DEMO_COST = DEMO.parent / "at_cost"  # files that say how the pair is scaled
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -213,6 +215,20 @@ class ServerConfig(Section, frozen=True):
         Name | None,
         about("a file with the accepted API keys, one a line; unset: no key needed"),
     ] = None
+    allow_no_keys: Annotated[
+        bool,
+        about(
+            "whether a server without API keys may listen where other machines reach it: at any "
+            "host but localhost, 127.0.0.0/8 and ::1"
+        ),
+    ] = False
+    tls_certificate_file: Annotated[
+        Name | None,
+        about("the server's certificate and those above it, in PEM; unset: HTTP without TLS"),
+    ] = None
+    tls_key_file: Annotated[
+        Name | None, about("the certificate's key, in PEM and not encrypted")
+    ] = None
     cors_origins: Annotated[
         tuple[Name, ...],
         about('origins of web pages that may call, as in ["https://chat.example"]; ["*"]: all'),
@@ -226,8 +242,19 @@ class ServerConfig(Section, frozen=True):
         ),
     ] = 120.0
     access_log: Annotated[
-        bool, about("whether each request that has ended is a line on stderr, without any text")
+        bool, about("whether each request that has ended is a line on stderr")
     ] = True
+    log_format: Annotated[
+        Literal["text", "json"],
+        about("text or json: how lines on stderr are written; json: each is an object"),
+    ] = "text"
+    log_texts: Annotated[
+        bool,
+        about(
+            "whether a request's line has its prompt and its text, 2000 characters of each; they "
+            "are your users' own words"
+        ),
+    ] = False
     max_connections: Annotated[
         int, Meta(ge=1, le=1 << 20), about("connections at once, 1 to 1048576")
     ] = 2048
@@ -268,6 +295,36 @@ class ServerConfig(Section, frozen=True):
             "none at all where that is unset, too"
         ),
     ] = None
+    max_requests_per_key: Annotated[
+        Positive | None,
+        about("requests of an API key at once, whatever their choices; unset: no limit"),
+    ] = None
+    max_tokens_per_minute_per_key: Annotated[
+        Positive | None,
+        about(
+            "tokens of prompts and answers of an API key in a minute, of which a minute's may be "
+            "saved up; unset: no limit"
+        ),
+    ] = None
+    stream_flush: Annotated[
+        Literal["event", "token", "interval"],
+        about(
+            "when streams send: event, an event for each step; token, one for each token; "
+            "interval, padded ones at a fixed interval, which hide how many guesses are accepted"
+        ),
+    ] = "event"
+    stream_interval_ms: Annotated[
+        float,
+        Meta(ge=1, le=10_000),
+        about("time between events where server.stream_flush = interval, 1 to 10000"),
+    ] = STREAM_INTERVAL
+    timeout_ms: Annotated[
+        Milliseconds | None,
+        about(
+            "a request that has not been answered so long after its arrival ends with an error; "
+            "clients may ask for less; unset: no deadline but their own"
+        ),
+    ] = None
     drain_seconds: Annotated[
         Annotated[float, Meta(ge=0)], about("time for running answers to end after SIGTERM")
     ] = 30.0
@@ -277,6 +334,28 @@ class ServerConfig(Section, frozen=True):
             raise ValueError(
                 f"server.served_model_name = {self.served_model_name!r} has characters that cannot "
                 "be shown: take others"
+            )
+        for key, other in TLS_FILES, TLS_FILES[::-1]:
+            if getattr(self, key) is not None and getattr(self, other) is None:
+                raise ValueError(
+                    f"server.{key} = {getattr(self, key)!r} needs server.{other}: set both, or none"
+                )
+        if self.stream_interval_ms != STREAM_INTERVAL and self.stream_flush != "interval":
+            raise ValueError(
+                f"server.stream_interval_ms = {self.stream_interval_ms:g} is of no use where "
+                f"server.stream_flush = {self.stream_flush!r}: set that to interval, or leave the "
+                "first out"
+            )
+        for key in ("max_requests_per_key", "max_tokens_per_minute_per_key"):
+            if getattr(self, key) is not None and self.api_key_file is None:
+                raise ValueError(
+                    f"server.{key} = {getattr(self, key)} needs server.api_key_file "
+                    "(--api-key-file): without keys all clients are the same"
+                )
+        if self.log_texts and not self.access_log:
+            raise ValueError(
+                "server.log_texts = true is of no use where server.access_log = false: drop one of "
+                "them"
             )
 
 

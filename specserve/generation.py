@@ -140,6 +140,7 @@ class Generation:
         self.num_cached = self.num_fallbacks = 0
         self.sources: dict[str, SourceCounts] = {}
         self.details: list[StepDetails] = []
+        self.ends: list[int] = []  # of the latest step's tokens, in its text
         self.logprobs: list[TokenLogprobs] = []  # of token_ids, where they were asked for
         self.prompt_logprobs: list[TokenLogprobs] = []  # of all but the prompt's first token
         self.has_starts = sampling.logprobs is not None
@@ -174,6 +175,7 @@ class Generation:
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
         text, num_tokens, ends = self.take(output)
+        self.ends = ends
         if self.sampling.return_speculation_details:
             ends[-1:] = [len(text)] if ends else []  # what was held back is the last token's
             self.details.append(details(output, [len(self.text) + end for end in ends]))

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from specserve.models.tokenizer import Tokenizer
+from specserve.models.tokenizer import UNFINISHED, Tokenizer
 
-UNFINISHED = "\ufffd"  # what a decoder makes of bytes that are not yet a character
 CONTEXT = 6  # prompt tokens decoded along: some tokens' text depends on their left neighbor
 MAX_UNREAD = 16  # tokens whose bytes make no character by then never will
 
@@ -55,9 +54,13 @@ class TextStream:
         shown, ends, starts = "", list[int](), list[int]()
         for n, token in enumerate(token_ids, 1):
             starts.append(self.num_taken)
-            self.unread.append(token)
             self.num_tokens += 1
-            self.hold(self.take(is_last=len(self.unread) > MAX_UNREAD))
+            text = self.read(token)
+            if not self.stop:
+                shown += text
+                ends.append(len(shown))
+                continue
+            self.hold(text)
             if (stop := self.find_stop()) is not None:
                 text, self.held = shown + self.until(stop), ""
                 return Piece(text, n, stop, [*ends, len(text)], starts)
@@ -76,6 +79,15 @@ class TextStream:
         self.held += text
         if self.num_tokens <= self.min_tokens:
             self.early = len(self.held)
+
+    def read(self, token: int) -> str:
+        """The text of unread tokens and this one, once it ends with a complete character."""
+        if not self.unread and (text := self.tokenizer.whole_text(token)):
+            self.num_taken += len(text)
+            self.context, self.before = [token], text
+            return text
+        self.unread.append(token)
+        return self.take(is_last=len(self.unread) > MAX_UNREAD)
 
     def take(self, is_last: bool) -> str:
         """The text of unread tokens, once it ends with a complete character."""

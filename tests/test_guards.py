@@ -5,8 +5,6 @@ import os
 import platform
 import subprocess
 import sys
-import sysconfig
-import venv
 import zipfile
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 
 from specserve_kernels import cpu
 from specserve_kernels.cpu.levels import LEVELS
+from tests.installing import install, run
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,13 +31,6 @@ ours = [
 ]
 assert not ours, ours
 """
-
-
-def run(*args, **options):
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
-    done = subprocess.run(list(map(str, args)), **options)
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
-    return done.stdout
 
 
 def test_transformers_finds_nothing_of_ours_to_import():
@@ -113,19 +105,6 @@ def test_a_wheel_that_is_built_without_a_compiler_has_no_kernels_and_fits_everyw
     wheel, said = build_wheel(tmp_path, CXX="no-such-compiler")
     assert libraries(wheel) == set() and wheel.name.endswith("-py3-none-any.whl")
     assert "the wheel has no kernels for" in said and "no C++ compiler found" in said
-
-
-def install(wheel, folder):
-    """A fresh environment with the wheel; everything else it borrows from this one."""
-    venv.create(folder, with_pip=False)
-    python = folder / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps"]
-    run(*pip, wheel)
-    # A .pth file's folder is searched last, and its own .pth files, our editable install among
-    # them, are not read: so `specserve` can only be the wheel's.
-    site = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
-    Path(site, "borrowed.pth").write_text(sysconfig.get_path("purelib"))
-    return python
 
 
 def test_the_wheel_installs_and_generates_two_tokens(wheel, tmp_path):

@@ -11,6 +11,7 @@ LAYERS = [  # ground floor first
     ("specserve_kernels",),
     ("specserve_drafters",),
     ("specserve.errors", "specserve.config", "specserve.version", "specserve.process"),
+    ("specserve.logs",),
     ("specserve.machine",),
     ("specserve.keys",),
     ("specserve.interrupts",),
@@ -96,6 +97,18 @@ def test_nothing_unpickles(path):
     assert not roots & {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
     loads = [ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
     assert not {"torch.load", "torch.save"} & set(loads)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_text_is_run_as_code(path):
+    """Nor does anything import what runs texts, or unpickles where its name does not say so."""
+    tree = ast.parse(path.read_text())
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    assert not names & {"eval", "exec", "compile", "__import__"}
+    assert not {*imports(tree)} & {"code", "codeop", "runpy", "joblib", "numpy.load", "torch.load"}
+    words = [node for node in ast.walk(tree) if isinstance(node, ast.keyword)]
+    unsafe = [word for word in words if word.arg in ("allow_pickle", "trust_remote_code")]
+    assert all(ast.unparse(word.value) == "False" for word in unsafe)
 
 
 @pytest.mark.parametrize("folder", ["kernels", "drafters", "bench"])

@@ -11,6 +11,7 @@ from specserve.models.tokenizer import Tokenizer as TextTokenizer
 from specserve.text import TextStream
 from tests.checkpoints import EOS
 from tests.checkpoints import tiny_tokenizer as made_by_transformers
+from tests.models.test_tokenizer_parity import KINDS
 
 UNFINISHED = "\ufffd"
 # Characters of one to four bytes; what the tokenizer has no merge for comes byte by byte.
@@ -240,6 +241,9 @@ def test_a_stop_beside_a_character_never_finished_is_none_the_less_cut():
     """A token may hold a whole letter and half a character, and be the last one."""
 
     class Pair:
+        def whole_text(self, token):
+            return ""
+
         def decode(self, ids, skip_special_tokens):
             return "".join(["a", "b" + UNFINISHED][i] for i in ids)
 
@@ -366,3 +370,35 @@ def test_bytes_that_never_make_a_character_are_not_held_for_ever():
     text = TextStream(tiny_tokenizer(), [])
     start = encode("🙂")[0]
     assert len("".join(text.push([start]).text for _ in range(100))) > 60
+
+
+class Decoding(TextTokenizer):
+    """Knows no token's text by itself: all text is decoded beside the text before it."""
+
+    def whole_text(self, token):
+        return ""
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_text_known_by_token_is_what_decoding_says(make):
+    backend = make()
+    known, decoding = TextTokenizer(backend), Decoding(backend)
+    num_tokens = backend.get_vocab_size()
+    ids = st.lists(st.integers(0, num_tokens), max_size=40)  # the last one has no token
+    stops = st.lists(st.sampled_from(["t", "he ", "\ufffd", "é"]), max_size=2)
+
+    @settings(max_examples=60)
+    @given(ids, ids, sizes, stops, st.booleans(), st.sampled_from([None, [], ["<s>"]]))
+    def check(prompt, output, sizes, stops, skips, kept):
+        streams = [
+            TextStream(t.keeping(kept), prompt, stops, skips_special=skips)
+            for t in (known, decoding)
+        ]
+        for new in steps(output, sizes):
+            one, other = (each.push(new) for each in streams)
+            assert one == other
+        assert streams[0].finish() == streams[1].finish()
+
+    check()
+    knows = [token for token in range(num_tokens) if known.whole_text(token)]
+    assert bool(knows) == (known.decoders == {"ByteLevel"})

@@ -92,14 +92,28 @@ def events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 def engine_of(server: Served) -> int:
-    """The fork of the server's fork server."""
+    return engines(server)[0]
+
+
+def engines(server: Served) -> list[int]:
+    """The engine processes of a server: one, or none while it is replaced."""
     every = children(server.process.pid)
-    forking = [n for n in every if b"fork_server" in Path(f"/proc/{n}/cmdline").read_bytes()]
-    return children(forking[0])[0]
+    forking = [pid for pid in every if b"fork_server" in command_line(pid)]
+    return [engine for pid in forking for engine in children(pid)]
 
 
 def children(pid: int) -> list[int]:
-    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+    try:
+        return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+    except FileNotFoundError:  # it has ended in between
+        return []
+
+
+def command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return b""
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

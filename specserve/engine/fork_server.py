@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from specserve import logs
 from specserve.config import Config
 from specserve.engine import process
 from specserve.engine.build import read_vocabulary
@@ -31,12 +32,13 @@ from specserve.process import die_with_parent, keep_objects, keep_stderr_from_fa
 NVIDIA = Path("/dev/nvidiactl")  # of the driver
 
 
-def main(fd: int) -> None:
+def main(fd: int, log_format: str) -> None:
     """Fork an engine process for each socket that comes over this one, when the one before has
     ended; until the parent process closes its end.
     """
     die_with_parent()
     keep_stderr_from_failing()
+    logs.configure(log_format)
     # A service manager sends SIGTERM to all processes of a service. The parent process alone acts
     # on it: it finishes its requests first, for which the engine process has to go on stepping.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -91,4 +93,4 @@ def read_shared(config: Config, progress: Progress, phases: Phases) -> Shared:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])

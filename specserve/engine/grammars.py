@@ -79,7 +79,8 @@ class Grammars:
                 compiled = future.result()
             except Exception as e:  # as there is no memory for a thread: it is this request's alone
                 if not isinstance(e, GrammarError):
-                    log.exception("a grammar could not be compiled")
+                    told = {"request_id": choices[0].caller.request_id}
+                    log.exception("a grammar could not be compiled", extra=told)
                 yield choices, str(e) or type(e).__name__
                 continue
             _, size, end_ids = self.prepare().result()

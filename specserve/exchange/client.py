@@ -92,6 +92,10 @@ class Live:
         return f"{len(self.add.token_ids)} prompt tokens, {len(self.output)} completed, {told}"
 
     @property
+    def request_id(self) -> str:
+        return "" if self.add.caller is None else self.add.caller.request_id
+
+    @property
     def number(self) -> int:
         """Its id."""
         return self.add.id + self.index
@@ -354,7 +358,7 @@ class EngineClient(asyncio.Protocol):
         for number, live in list(self.live.items()):
             live.num_deaths += id(live) not in held
             if live.num_deaths >= GUILTY:
-                log.error("%s: %s", ENDS_ENGINES, live.words)
+                log.error("%s: %s", ENDS_ENGINES, live.words, extra={"request_id": live.request_id})
                 del self.live[number]
                 live.listener.fail(EndsEngines(ENDS_ENGINES))
 

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from specserve import logs
 from specserve.config import Config
 from specserve.exchange.frames import pack
 
@@ -119,15 +120,19 @@ def start_process(module: str, first: bytes) -> Started:
 
 
 def start_module(module: str) -> Started:
-    """Run a module in a child process; its argument is the file descriptor of its end of the socket
-    pair.
+    """Run a module in a child process; its arguments are the file descriptor of its end of the
+    socket pair and the form of its log lines, which is that of this process.
     """
     ours, theirs = socket.socketpair()
+    log_format = logs.current()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno())],
+            [sys.executable, "-m", module, str(theirs.fileno()), log_format],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE if log_format == "json" else None,
             process_group=0,  # a terminal's Ctrl-C is for the parent
         )
+    if process.stderr is not None:
+        logs.relay(process.stderr)
     return Started(process, ours)

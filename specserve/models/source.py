@@ -14,7 +14,7 @@ from specserve.models.defaults import GenerationDefaults, load_defaults
 from specserve.models.families import DecoderConfig, load_config
 from specserve.models.folder import Scaled, check_tokenizer, scaled_from
 from specserve.models.tokenizer import Tokenizer, load_tokenizer
-from specserve.models.weight_files import find_weights
+from specserve.models.weight_files import check_is_at_home, find_weights
 
 # The files of a folder that decide the text, beside its weights.
 WORDS = ("*.json", "*.jinja", "*/*.jinja", "*.model", "merges.txt", "vocab.txt")
@@ -63,6 +63,10 @@ class Folder:
     def check(self) -> None:
         find_weights(self.path)
         check_tokenizer(self.path)
+        home = self.path.resolve()
+        for file in self.files(*WORDS):
+            if file.resolve() != home / file.relative_to(self.path):
+                check_is_at_home(home, file)
 
     def identity(self) -> Iterator[bytes]:
         try:

@@ -15,6 +15,7 @@ from specserve.models.chat_template import ChatOptions, ChatTemplate, Message, f
 from specserve.models.folder import check_tokenizer, read_json
 from specserve.models.special_tokens import read_special_tokens
 
+UNFINISHED = "\ufffd"  # what a decoder makes of bytes that are not yet a character
 BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
@@ -105,6 +106,25 @@ class Tokenizer:
         text: str = self.backend.decoder.decode([before, written])
         return text.removeprefix(before).encode()
 
+    def whole_text(self, token: int) -> str:
+        """What a token adds to any text that ends with a character: the same by itself and beside
+        others. Empty where that may differ, as of special tokens and parts of characters.
+        """
+        known = self.known_texts.get(token)
+        if known is None:
+            known = self.known_texts[token] = self.find_text(token)
+        return known
+
+    def find_text(self, token: int) -> str:
+        if self.decoders != {"ByteLevel"} or token in self.special_ids:
+            return ""
+        text = self.token_bytes(token).decode(errors="replace")
+        return "" if UNFINISHED in text else text
+
+    @cached_property
+    def known_texts(self) -> dict[int, str]:
+        return {}
+
     @cached_property
     def known_bytes(self) -> dict[int, bytes]:
         return {}
@@ -151,10 +171,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         return convert_tokenizer(folder)
     except ConfigError:
         raise
-    except Exception as e:  # the libraries raise errors of many types
+    except Exception as e:  # the libraries raise errors of many types, and of several lines
+        reason = " ".join(str(e).split())
         raise ConfigError(
-            f"{folder}: the tokenizer cannot be loaded ({type(e).__name__}: {e}); download its "
-            "files again; one that needs code of its own is not supported"
+            f"{folder}: the tokenizer cannot be loaded ({type(e).__name__}: {reason}); download "
+            "its files again; one that needs code of its own is not supported"
         ) from e
 
 

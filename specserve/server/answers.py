@@ -351,8 +351,10 @@ class Chunk(Head, kw_only=True):
     usage       where `stream_options` ask for it
     metrics     in the last chunk
     timings     in the last chunk
+    obfuscation  of events that are padded
     """
 
+    obfuscation: str | UnsetType = UNSET
     usage: Usage | UnsetType | None = UNSET
     metrics: Metrics | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
@@ -492,7 +494,10 @@ class ResponseAnswer(Struct, kw_only=True):
 
 
 class ResponseEvent(Struct, tag_field="type", kw_only=True):
+    """obfuscation is of events that are padded."""
+
     sequence_number: int
+    obfuscation: str | UnsetType = UNSET
 
 
 class StateEvent(ResponseEvent, kw_only=True):

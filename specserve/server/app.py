@@ -1,13 +1,11 @@
-"""The ASGI application: the access log, the checks of origin and API key, and error responses."""
+"""The ASGI application: observers, the checks of origin and API key, and error responses."""
 
 import hashlib
 import hmac
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ipaddress import ip_address
 from pathlib import Path
-from time import perf_counter, strftime
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,25 +13,27 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specserve.errors import SpecserveError
 from specserve.keys import read_keys
-from specserve.server.live_completion import ASKED, LiveCompletion, set_tenant
+from specserve.server.access_log import AccessLog, Ended, Observed
+from specserve.server.key_limits import KeyLimits
+from specserve.server.live_completion import set_tenant
 from specserve.server.pages import PAGES, PARTS, ROUTES
 from specserve.server.refusal import Foreign, NoRoute, Unauthorized, cut, error_response
 from specserve.server.routes import LIVENESS, OPEN, OPERATIONS
 from specserve.server.service import Service
+from specserve.server.tracing import Tracer
 
 PROBES = "/health", "/health/ready", LIVENESS, "/ping"
 POLLED = frozenset([*PROBES, "/metrics", "/v1/speculation", *PAGES, *PARTS])
-LONGEST_PATH = 200  # characters of it in the log
 
 
-def make_app(service: Service) -> Starlette:
+def make_app(service: Service, tracer: Tracer | None = None) -> Starlette:
     app = Starlette(
         routes=[*(operation.route for operation in OPERATIONS), *ROUTES],
-        middleware=list(guards(service)),
+        middleware=list(guards(service, tracer)),
         exception_handlers={
             SpecserveError: refuse,
             HTTPException: refuse_route,
@@ -46,11 +46,14 @@ def make_app(service: Service) -> Starlette:
     return app
 
 
-def guards(service: Service) -> Iterable[Middleware]:
+def guards(service: Service, tracer: Tracer | None) -> Iterable[Middleware]:
     """Middleware, outermost first: CORS before keys, as preflight requests carry no key."""
     limits = service.limits
+    observers: list[Callable[[Ended], None]] = [] if tracer is None else [tracer.record]
     if limits.access_log:
-        yield Middleware(AccessLog)
+        observers.append(AccessLog(POLLED, limits.log_texts))
+    if observers:
+        yield Middleware(Observed, observers=observers)
     yield Middleware(OriginGuard, origins=limits.cors_origins, host=limits.host)
     if limits.cors_origins:
         yield Middleware(
@@ -58,40 +61,12 @@ def guards(service: Service) -> Iterable[Middleware]:
             allow_origins=limits.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
+            expose_headers=["X-Request-Id"],
         )
     if limits.api_key_file is not None:
         yield Middleware(KeyGuard, keys=read_keys(Path(limits.api_key_file)))
-
-
-class AccessLog:
-    """Writes a line to stderr when a request has ended; for what is polled, only if it failed."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun, status = perf_counter(), 500  # of an error that is answered outside of this
-        asked: list[LiveCompletion] = []
-
-        async def send_noted(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            await send(message)
-
-        scope[ASKED] = asked
-        try:
-            await self.app(scope, receive, send_noted)
-        finally:
-            if scope["path"] not in POLLED or status not in (200, 304):
-                print(line(scope, status, perf_counter() - begun, asked), file=sys.stderr)
-            asked.clear()  # the connection keeps the scope until its next request
-
-
-def line(scope: Scope, status: int, seconds: float, asked: Iterable[LiveCompletion]) -> str:
-    """No query, which may hold a secret; quoted, as a path may hold what moves the cursor."""
-    request = f"{scope['method']} {quote(scope['path'][:LONGEST_PATH], safe='/:')} {status}"
-    words = [f"{strftime('%F %T')} {request} {1e3 * seconds:.0f} ms", *(c.words for c in asked)]
-    return ", ".join(words)
+    if limits.max_requests_per_key is not None or limits.max_tokens_per_minute_per_key is not None:
+        yield Middleware(KeyLimits, limits=limits, reject=service.reject)
 
 
 class OriginGuard:

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 
-from specserve.config import ServerConfig
+from specserve.config import Milliseconds, ServerConfig
 from specserve.errors import Overloaded, RequestError
 from specserve.exchange.sampling_params import OTHER_NAMES, SamplingParams, reason_and_path
 from specserve.grammars.asked import FIELD, StructuredOutputsParams, grammar_of
@@ -86,20 +86,20 @@ REMEDIES = {  # hints for fields whose values are often wrong
     "repetition_penalty": "1 is off",
     "role": "it is system, developer, user, assistant or tool",
     "seed": "leave it out, and one is drawn",
+    "timeout_ms": "milliseconds, 0.001 or more",
     "top_k": "0 is off",
     "top_logprobs": "up to 20 likeliest tokens",
     "top_p": "1 is off",
 }
 
 
-class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
+class PaddingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
-    def __post_init__(self) -> None:
-        if self.include_obfuscation:
-            raise ValueError("include_obfuscation is not supported yet: leave it out")
+
+class StreamOptions(PaddingOptions, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -154,8 +154,9 @@ class Body(SamplingParams, frozen=True, kw_only=True):
     max_completion_tokens  another name of max_tokens
     return_token_ids  tell the ids of the answer's tokens, and of the prompt's
     return_tokens_as_token_ids  name tokens by their ids where logprobs are told
+    timeout_ms      milliseconds from its arrival, after which it ends with an error
     stream          answer with server-sent events
-    stream_options  include_usage: a last chunk has the usage; continuous_usage_stats: every chunk
+    stream_options  include_obfuscation: whether events are padded to sizes that tell little
     """
 
     no_op: ClassVar[Mapping[str, tuple[Any, ...]]] = NO_OP
@@ -165,8 +166,9 @@ class Body(SamplingParams, frozen=True, kw_only=True):
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None  # another name of max_tokens
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    timeout_ms: Milliseconds | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: PaddingOptions | None = None
     read_past: tuple[str, ...] = ()  # those of FRONTENDS that came; no field of clients
 
     @property
@@ -195,8 +197,11 @@ class FormattedBody(Body, frozen=True, kw_only=True):
     """With a second field for the text's form.
 
     response_format  its type: text, json_object, json_schema or structural_tag
+    stream_options  include_usage: a last chunk has the usage; continuous_usage_stats: every chunk;
+                    include_obfuscation: whether events are padded to sizes that tell little
     """
 
+    stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
 
     @property

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 
 import msgspec
 
+from specserve import logs
 from specserve.exchange.frames import Link
 from specserve.process import die_with_parent, return_freed_memory
 
@@ -48,6 +49,7 @@ def main(
     calls all this.
     """
     die_with_parent()
+    logs.configure(sys.argv[2])
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent handles it, and ends this process
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # for bounded_time
     return_freed_memory()

@@ -190,7 +190,8 @@ async def chat(request: Request) -> Response:
     arrived = arrival(request)
     service.check_open()
     asked, tools = await service.parse(await service.bodies.read(request), read_chat)
-    completion, reader = await begin(request, asked, tools, arrived)
+    async with service.timed(arrived, asked.timeout_ms) as arrived:
+        completion, reader = await begin(request, asked, tools, arrived)
     return await respond(request, SCHEMA, asked, completion, reader=reader)
 
 

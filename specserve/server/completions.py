@@ -13,7 +13,7 @@ from specserve.answer.events import Content
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import SamplingParams
 from specserve.server.body import REFUSED, FormattedBody, convert, read
-from specserve.server.live_completion import arrival
+from specserve.server.live_completion import Arrival, LiveCompletion, arrival
 from specserve.server.logprobs import completion_form
 from specserve.server.response import RouteSchema, respond, while_connected
 from specserve.server.service import Service
@@ -75,6 +75,16 @@ async def completions(request: Request) -> Response:
     service.check_open()
     raw = await service.bodies.read(request)
     asked, prompts = await service.parse(raw, partial(read_completion, service.limits.max_prompts))
+    async with service.timed(arrived, asked.timeout_ms) as arrived:
+        completion, echoed = await begin(request, asked, prompts, arrived)
+    return await respond(request, SCHEMA, asked, completion, echoed)
+
+
+async def begin(
+    request: Request, asked: CompletionBody, prompts: list[Prompt], arrived: Arrival
+) -> tuple[LiveCompletion, Sequence[str]]:
+    """Queue the prompts; with the texts that the choices begin with."""
+    service: Service = request.app.state.service
     service.check_model(asked.model)
     checking = service.check_asked(asked.params, len(prompts), "prompt", asked.form_field)
     await while_connected(request, checking)
@@ -85,7 +95,7 @@ async def completions(request: Request) -> Response:
     completion = await service.ask(ids, asked.params, arrived, "prompt")
     if asked.max_tokens == 0:
         completion.keep_no_tokens()
-    return await respond(request, SCHEMA, asked, completion, echoed)
+    return completion, echoed
 
 
 def echo(

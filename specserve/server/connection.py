@@ -1,10 +1,15 @@
 """HTTP connections with limits that uvicorn lacks: bytes of headers, timeouts, their number."""
 
 import logging
+import re
+import secrets
 from asyncio import BaseTransport, TimerHandle
+from collections.abc import Iterable
 from functools import partial
 from http import HTTPStatus
+from time import perf_counter
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
@@ -12,7 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.config import ServerConfig
 from specserve.errors import Overloaded, RequestError
+from specserve.logs import request_id
 from specserve.process import empty_free_lists
+from specserve.server.access_log import write
 from specserve.server.refusal import (
     HeadersTooLarge,
     NoTunnel,
@@ -24,7 +31,12 @@ from specserve.server.uvicorn_interface import HttpToolsProtocol, RequestRespons
 
 GRACE = 5.0  # seconds beyond the application's own timeout, whose error says what was too slow
 SPARE = 128  # connections beyond the limit that get a 503; further ones are aborted
+WRITE = "specserve.write"  # key of the ASGI scope: `write_events` of this connection
+SEPARATORS = len(": \r\n")  # bytes of a header beside its name and value
 LARGE = 1 << 18  # bytes of a body that may have become so many objects that memory is given back
+
+HEADER = b"x-request-id"  # by which an answer and its log lines are found
+TAKEN = re.compile(rb"[!-~]([ -~]{0,126}[!-~])?")  # 1 to 128 characters, no space at the ends
 
 log = logging.getLogger("specserve")
 
@@ -39,6 +51,7 @@ class Connection(HttpToolsProtocol):
     is_input_closed = False  # further data is ignored
     num_pending = 0  # bytes received since the last piece of a body or end of a request
     num_body = 0  # bytes of the request's body
+    begun = 0.0  # seconds, perf_counter: when the request's first bytes came
 
     def connection_made(self, transport: BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -112,7 +125,8 @@ class Connection(HttpToolsProtocol):
             return
         self.expect_nothing()
         self.is_in_headers = False
-        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        lines = (len(name) + len(value) + SEPARATORS for name, value in self.headers)
+        size = len(self.url) + sum(lines)
         if self.is_answering:
             self.close_input()
         elif size > self.limits.max_header_bytes:
@@ -138,6 +152,7 @@ class Connection(HttpToolsProtocol):
         self.expect_nothing()
         self.is_in_headers, self.num_pending = True, 0
         super().on_message_complete()
+        self.url, self.headers = b"", []  # they are in the scope, and not the next request's
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         super()._start_asgi_task(cycle, partial(self.run_app, cycle, app))
@@ -146,20 +161,37 @@ class Connection(HttpToolsProtocol):
         self, cycle: RequestResponseCycle, app: ASGIApp, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Send event streams without `Connection: close`, even if the client asked for it: with
-        that header a client takes a broken connection for the end of the stream.
+        that header a client takes a broken connection for the end of the stream. Every answer has
+        the id of its request.
         """
 
+        id = id_of(scope["headers"])
+        request_id.set(id)  # until this task ends, which is the request's own
+
         async def send_open(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (HEADER, id.encode())]
             if not is_begin_of_events(message):
                 await send(message)
                 return
             is_kept, cycle.keep_alive = cycle.keep_alive, True
             await send(message)
             cycle.keep_alive = is_kept and not self.is_input_closed
+            scope[WRITE] = self.write_events
 
         await app(scope, receive, send_open)
+        scope.pop(WRITE, None)
         if self.num_body > LARGE:
             empty_free_lists()
+
+    def write_events(self, events: bytes) -> bool:
+        """Send a piece of a stream that has begun; False where the client does not read, or has
+        left, so that it has to be sent as ASGI says. Each layer of ASGI takes time of every piece.
+        """
+        if self.stalled is not None or self.transport.is_closing():
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(events), events))
+        return True
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -172,6 +204,7 @@ class Connection(HttpToolsProtocol):
         self.is_input_closed, self.cycle.keep_alive = True, False
 
     def expect_headers(self) -> None:
+        self.begun = perf_counter()
         self.timer = self.loop.call_later(self.limits.header_seconds, self.on_slow_headers)
 
     def expect_nothing(self) -> None:
@@ -204,17 +237,27 @@ class Connection(HttpToolsProtocol):
         if self.is_answering and self.cycle.response_started:
             self.cut()  # an error response cannot be sent inside of another response
             return
-        body = msgspec.json.encode(error_body(error))
+        body, id = msgspec.json.encode(error_body(error)), id_of(self.headers or ())
         status = HTTPStatus(error.status)
         headers = {
             "Content-Type": "application/json",
             "Content-Length": str(len(body)),
             "Connection": "close",
+            "X-Request-Id": id,
             **error_headers(error),
         }
         lines = [f"HTTP/1.1 {status} {status.phrase}", *map(": ".join, headers.items()), "", ""]
         self.transport.write("\r\n".join(lines).encode() + body)
         self.transport.close()
+        if self.limits.access_log:
+            self.log(error.status, id)
+
+    def log(self, status: int, id: str) -> None:
+        """The line of a request that the application has not seen, with what is known of it."""
+        url = getattr(self, "url", b"")
+        path = unquote(url.partition(b"?")[0].decode("latin-1")) or "-"
+        method = self.parser.get_method().decode() if url else "-"
+        write(method, path, status, perf_counter() - self.begun, {}, id)
 
 
 def is_begin_of_events(message: Message) -> bool:
@@ -232,3 +275,9 @@ def bounded(limits: ServerConfig) -> type[Connection]:
 
 def too_large(limits: ServerConfig) -> HeadersTooLarge:
     return HeadersTooLarge(f"the headers are larger than {limits.max_header_bytes} bytes")
+
+
+def id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The client's own, if it can be shown anywhere; else a new one."""
+    given = next((value for name, value in headers if name == HEADER), b"")
+    return given.decode() if TAKEN.fullmatch(given) else f"req-{secrets.token_hex(16)}"

@@ -1,10 +1,10 @@
 """The completion of one HTTP request: engine outputs go in, pieces of its response come out."""
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -17,35 +17,56 @@ from specserve.exchange.client import EngineClient
 from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.step_output import StepDetails, StepOutput
 from specserve.generation import Generation, proposing, sums_of
+from specserve.logs import request_id
+from specserve.server.deadline import Deadline
 from specserve.server.metrics import Metrics
+from specserve.server.refusal import DeadlineExceeded
+
+if TYPE_CHECKING:
+    from specserve.server.key_limits import Account
 
 TENANT, ASKED = "specserve.tenant", "specserve.asked"  # keys of the ASGI scope
+ACCOUNT = "specserve.account"
 
 
 class Arrival(NamedTuple):
     at: float  # seconds, perf_counter
     tenant: int = 0  # index of the API key in the key file; 0 without keys
     asked: "list[LiveCompletion] | None" = None  # what is asked for is noted here, for the log
+    deadline: Deadline = Deadline()
+    account: "Account | None" = None  # of its API key, where keys have limits
 
 
 def set_tenant(scope: Scope, tenant: int) -> None:
     scope[TENANT] = tenant
 
 
+def tenant_of(scope: Scope) -> int:
+    tenant: int = scope.get(TENANT, 0)
+    return tenant
+
+
+def set_account(scope: Scope, account: "Account") -> None:
+    scope[ACCOUNT] = account
+
+
 def arrival(request: Request) -> Arrival:
     """The arrival of a request that has just been received."""
-    return Arrival(perf_counter(), request.scope.get(TENANT, 0), request.scope.get(ASKED))
+    scope = request.scope
+    known = tenant_of(scope), scope.get(ASKED)
+    return Arrival(perf_counter(), *known, account=scope.get(ACCOUNT))
 
 
 class ChoiceDelta(NamedTuple):
-    """What one step added to one choice."""
+    """What one step, or a part of it, or several, added to one choice."""
 
     choice: int
     text: str
     begin: int  # tokens before
     token_ids: list[int]
     is_last: bool
-    details: StepDetails | None = None  # where the request asked for them
+    details: Sequence[StepDetails] = ()  # where the request asked for them
+    ends: Sequence[int] = ()  # of its tokens in the text
 
 
 class LiveCompletion:
@@ -57,14 +78,21 @@ class LiveCompletion:
         self, engine: EngineClient, live: "set[LiveCompletion]", metrics: Metrics, arrived: Arrival
     ) -> None:
         self.engine, self.live, self.metrics, self.arrived = engine, live, metrics, arrived
-        self.caller = Caller(engine.next_id, arrived.tenant)
+        self.caller = Caller(engine.next_id, arrived.tenant, request_id.get())
         self.generations: list[Generation] = []
         self.firsts: list[Generation] = []  # the first choice of each prompt
         self.num_tokens = 0  # of all choices
-        self.deltas: deque[ChoiceDelta] = deque()  # not yet taken by `wait`
+        self.num_ended = 0  # choices
+        self.deltas: list[ChoiceDelta] = []  # not yet taken by `wait`
         self.error: SpecserveError | None = None
         self.has_left = False  # the client has disconnected
+        self.response_id = ""  # in the answer; its writer sets it
         self.waiter: asyncio.Future[None] | None = None
+        self.take: Callable[[], bool] | None = None  # instead of `wait`; False if it cannot
+        self.is_due = False  # it will be called
+        self.silence: asyncio.TimerHandle | None = None  # looks whether nothing has come for long
+        self.waits_since = 0.0  # by the clock of the event loop
+        self.deadline = arrived.deadline.call(self.end)
         live.add(self)  # until it is released
         if arrived.asked is not None:
             arrived.asked.append(self)
@@ -97,7 +125,7 @@ class LiveCompletion:
 
     @property
     def is_done(self) -> bool:
-        return all(g.is_done for g in self.generations)
+        return self.num_ended == len(self.generations)
 
     @property
     def is_over(self) -> bool:
@@ -122,37 +150,87 @@ class LiveCompletion:
         if self not in self.live:
             return
         self.live.discard(self)
+        self.take = None  # it refers to this
+        self.deadline.cancel()
+        if self.silence is not None:
+            self.silence.cancel()
         for generation in self.generations:
             self.engine.finish(generation.id)
             self.metrics.on_end(generation, self.reason(generation), generation in self.firsts)
 
     def reason(self, generation: Generation) -> str:
         """Why a choice has ended."""
+        if isinstance(self.error, DeadlineExceeded):
+            return generation.finish_reason or "timeout"
         broken_off = "error" if self.error is not None else "abort"
         return generation.finish_reason or broken_off
 
     def wake(self) -> None:
-        if self.waiter is not None and not self.waiter.done():
+        if self.waiter is None or self.waiter.done():
+            return
+        if self.take is None or self.is_over or not self.deltas:
+            self.waiter.set_result(None)
+        elif not self.is_due:
+            self.is_due = True
+            self.waiter.get_loop().call_soon(self.take_soon)
+
+    def take_soon(self) -> None:
+        """Have `take` take what came in one turn of the event loop. Unlike `wait`, it is called
+        without a task that has to be woken up.
+        """
+        self.is_due = False
+        if self.waiter is None or self.waiter.done():
+            return  # `wait` returns it
+        if self.take is not None and self.take():
+            self.waits_since = self.waiter.get_loop().time()
+        else:
             self.waiter.set_result(None)
 
     async def wait(self, seconds: float | None = None) -> list[ChoiceDelta]:
         """What was added since the last call; empty if nothing comes for `seconds`."""
         if not self.deltas and not self.is_over:
-            self.waiter = asyncio.get_running_loop().create_future()
-            await asyncio.wait((self.waiter,), timeout=seconds)
-        deltas = list(self.deltas)
-        self.deltas.clear()
+            loop = asyncio.get_running_loop()
+            self.waiter, self.waits_since = loop.create_future(), loop.time()
+            if seconds is not None and self.silence is None:
+                self.silence = loop.call_later(seconds, self.look_for_silence, seconds)
+            await self.waiter
+        return self.taken()
+
+    def taken(self) -> list[ChoiceDelta]:
+        """What was added since the last call."""
+        deltas, self.deltas = self.deltas, []
         return deltas
 
+    def look_for_silence(self, seconds: float) -> None:
+        """Wake `wait` if nothing has come for `seconds`, and else look again when they have passed.
+
+        So a step, which comes far sooner, sets and cancels no timer of its own.
+        """
+        loop = asyncio.get_running_loop()
+        left = self.waits_since + seconds - loop.time()
+        if left > 0:
+            self.silence = loop.call_later(left, self.look_for_silence, seconds)
+        else:
+            self.silence = None
+            self.wake()
+
     @property
-    def words(self) -> str:
+    def has_tokens(self) -> bool:
+        return self.num_tokens > 0
+
+    @property
+    def told(self) -> dict[str, Any]:
         """For the log, once it is released: tokens, milliseconds to the first, and the end."""
         counts, firsts = self.usage(), [g.first_token_at for g in self.generations]
         first = min(filter(None, firsts), default=None)
-        ttft = [] if first is None else [f"TTFT {1e3 * (first - self.arrived.at):.0f} ms"]
-        ends = dict.fromkeys(map(self.reason, self.generations))
-        tokens = f"{counts['prompt_tokens']} prompt tokens, {counts['completion_tokens']} completed"
-        return ", ".join([tokens, *ttft, "client left" if self.has_left else "/".join(ends)])
+        ttft = {} if first is None else {"ttft_ms": round(1e3 * (first - self.arrived.at), 1)}
+        return {
+            "prompt_tokens": counts["prompt_tokens"],
+            "completion_tokens": counts["completion_tokens"],
+            **ttft,
+            "finish_reason": "/".join(dict.fromkeys(map(self.reason, self.generations))),
+            "client_left": self.has_left,
+        }
 
     def usage(self) -> dict[str, Any]:
         """A prompt counts once, however many choices it has."""
@@ -256,13 +334,17 @@ class ChoiceListener:
         text = generation.push(output)
         if output.is_of_prompt:
             return
-        completion.num_tokens += len(generation.token_ids) - before[0]
+        num_new = len(generation.token_ids) - before[0]
+        completion.num_tokens += num_new
+        if completion.arrived.account is not None:
+            completion.arrived.account.take(num_new)
         completion.metrics.on_tokens(generation, *before)
-        if generation.is_done:  # the engine does not look for stop strings
+        if generation.is_done:
+            completion.num_ended += 1  # the engine does not look for stop strings
             completion.engine.finish(generation.id)
-        details = generation.details[-1] if generation.details else None
-        new = generation.token_ids[before[0] :]
-        delta = ChoiceDelta(self.index, text, before[0], new, generation.is_done, details)
+        details, new = generation.details[-1:], generation.token_ids[before[0] :]
+        is_last, ends = generation.is_done, generation.ends
+        delta = ChoiceDelta(self.index, text, before[0], new, is_last, details, ends)
         completion.deltas.append(delta)
         completion.wake()
 

@@ -1,17 +1,22 @@
 """Prometheus metrics: vLLM's names where it has one, so that dashboards work unchanged."""
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import inf
 from typing import TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
-    Histogram,
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from specserve.exchange.messages import Ready, Report
 from specserve.exchange.step_output import Stats
@@ -29,13 +34,44 @@ M = TypeVar("M", bound=MetricWrapperBase)
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
+class Histogram(Collector):
+    """A histogram that one thread fills, as cheaply as a step of every stream needs it.
+
+    The library's own takes two locks and walks through its buckets for each value.
+    """
+
+    def __init__(
+        self, name: str, words: str, labels: Mapping[str, str], buckets: Sequence[float]
+    ) -> None:
+        self.name, self.words, self.labels = name, words, labels
+        self.bounds = [*buckets, inf]
+        self.counts, self.sum = [0] * len(self.bounds), 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self.name, self.words, labels=list(self.labels))
+        counts = zip(map(floatToGoString, self.bounds), accumulate(self.counts), strict=True)
+        family.add_metric([*self.labels.values()], [*counts], self.sum)
+        yield family
+
+
 class Metrics:
-    """Counts engine reports and ended requests; `text` is the body of /metrics."""
+    """Counts engine reports and ended requests; `text` is the body of /metrics.
+
+    What comes with every step is only noted, and counted by `settle` when somebody asks.
+    """
 
     def __init__(self, model: str, max_nodes: int) -> None:
         self.registry, self.model = CollectorRegistry(), model
-        self.seen = Stats()
+        self.report: Report | None = None  # the last one
+        self.stats = Stats()  # its own
+        self.seen = Stats()  # those that the counters have
         self.num_preempted = 0
+        self.num_generated = self.num_drafts = 0  # that the counters do not have yet
+        self.num_accepted = [0] * max_nodes  # by depth, likewise
         self.running = self.gauge("vllm:num_requests_running", "Requests in the batch.")
         self.waiting = self.gauge("vllm:num_requests_waiting", "Requests in the queue.")
         self.usage = self.gauge("vllm:kv_cache_usage_perc", "Share of KV blocks held, 0 to 1.")
@@ -138,8 +174,10 @@ class Metrics:
         return self.bound(Counter(name, words, ["model_name", "engine"], registry=self.registry))
 
     def histogram(self, name: str, words: str, buckets: Sequence[float] = SECONDS) -> Histogram:
-        labels = ["model_name", "engine"]
-        return self.bound(Histogram(name, words, labels, buckets=buckets, registry=self.registry))
+        labels = {"model_name": self.model, "engine": "0"}
+        histogram = Histogram(name, words, labels, buckets)
+        self.registry.register(histogram)
+        return histogram
 
     def bound(self, metric: M) -> M:
         return metric.labels(self.model, "0")
@@ -161,6 +199,30 @@ class Metrics:
         drafter.labels(self.model, ready.drafter).set(1)
 
     def on_report(self, report: Report) -> None:
+        before, stats = self.stats, report.stats
+        self.report, self.stats = report, stats
+        if stats.num_steps > before.num_steps:
+            self.step_tokens.observe(stats.num_rows - before.num_rows)
+            self.step_seconds.observe(stats.step_seconds - before.step_seconds)
+            self.draft_seconds.observe(stats.draft_seconds - before.draft_seconds)
+            self.verify_seconds.observe(stats.verify_seconds - before.verify_seconds)
+        for output in report.outputs:
+            self.num_drafts += output.num_drafted > 0
+            for position in range(output.num_accepted):
+                self.num_accepted[position] += 1
+
+    def settle(self) -> None:
+        """Count what has come since the last call."""
+        self.generation_tokens.inc(self.num_generated)
+        self.drafts.inc(self.num_drafts)
+        for position, count in enumerate(self.num_accepted):
+            self.accepted_at[position].inc(count)
+        self.num_generated = self.num_drafts = 0
+        self.num_accepted = [0] * len(self.num_accepted)
+        if self.report is not None:
+            self.settle_report(self.report)
+
+    def settle_report(self, report: Report) -> None:
         self.running.set(report.num_running)
         self.waiting.set(report.num_waiting)
         held = report.blocks["target"] + report.blocks["draft"]
@@ -170,19 +232,15 @@ class Metrics:
         self.preemptions.inc(report.num_preempted - self.num_preempted)
         self.num_preempted = report.num_preempted
         self.on_stats(report.stats)
-        for output in report.outputs:
-            if output.num_drafted:
-                self.drafts.inc()
-            for position in range(output.num_accepted):
-                self.accepted_at[position].inc()
 
     def on_restart(self) -> None:
         """Another engine process counts from zero."""
+        self.settle()
         self.restarts.inc()
-        self.seen, self.num_preempted = Stats(), 0
+        self.report, self.stats, self.seen, self.num_preempted = None, Stats(), Stats(), 0
 
     def on_stats(self, stats: Stats) -> None:
-        """Add the difference to the sums of the last report, which is one step's, or zero."""
+        """Add the difference to the sums that were counted last."""
         before, self.seen = self.seen, stats
         drafted = stats.num_drafted - before.num_drafted
         accepted = stats.num_accepted - before.num_accepted
@@ -198,16 +256,11 @@ class Metrics:
         self.looked_up.inc(stats.num_looked_up - before.num_looked_up)
         self.cached.inc(stats.num_cached - before.num_cached)
         self.sources.sums = stats.sources
-        if stats.num_steps > before.num_steps:
-            self.step_tokens.observe(stats.num_rows - before.num_rows)
-            self.step_seconds.observe(stats.step_seconds - before.step_seconds)
-            self.draft_seconds.observe(stats.draft_seconds - before.draft_seconds)
-            self.verify_seconds.observe(stats.verify_seconds - before.verify_seconds)
 
     def on_tokens(self, generation: Generation, num_before: int, last_token_at: float) -> None:
         """Count a step's tokens; `last_token_at` is the time of those before, 0 if none."""
         now = generation.last_token_at
-        self.generation_tokens.inc(len(generation.token_ids) - num_before)
+        self.num_generated += len(generation.token_ids) - num_before
         if last_token_at:
             self.gap.observe(now - last_token_at)
         else:
@@ -235,4 +288,5 @@ class Metrics:
         self.rejections.labels(self.model, "0", reason).inc()
 
     def text(self) -> bytes:
+        self.settle()
         return generate_latest(self.registry)

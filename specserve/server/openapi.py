@@ -25,14 +25,16 @@ STATUSES = {
     401: "No valid API key, where the server asks for one",
     403: "A web page whose origin the server does not allow",
     404: "There is no such model",
-    408: "Headers or body took too long to arrive",
+    408: "Headers or body took too long to arrive, or the request's deadline has passed",
     413: "The body is too large",
+    429: "The API key has too many requests at once or tokens in a minute: see Retry-After",
     431: "The headers are too large",
     500: "The engine ended before the answer was complete",
     503: "The server is loading, ending, or has too much to do: see Retry-After",
 }
 ALWAYS = 400, 401, 403, 408, 431
 WITH_ENGINE = 500, 503
+GENERATING = *WITH_ENGINE, 429
 WITH_BODY = 404, 413
 LINE = re.compile(r" *(\w+)  +(\S.*)")  # of a docstring: a field and what it is
 

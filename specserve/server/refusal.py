@@ -42,6 +42,22 @@ class TimedOut(RequestError):
     status, code = 408, "request_timeout"
 
 
+class DeadlineExceeded(RequestError):
+    status, code = 408, "deadline_exceeded"
+
+
+class RateLimited(SpecserveError):
+    """An API key has a limit, which is reached. `kind` is OpenAI's type of the error: what there
+    are too many of. `retry_after` is in seconds.
+    """
+
+    status, code = 429, "rate_limit_exceeded"
+
+    def __init__(self, message: str, kind: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.kind, self.retry_after = kind, retry_after
+
+
 def cut(text: str) -> str:
     """Shorten text from a request: an error must not be larger than its request."""
     return text if len(text) <= MAX_ECHO // 2 else f"{text[: MAX_ECHO // 2]}..."
@@ -55,6 +71,8 @@ def error_body(error: BaseException) -> dict[str, Any]:
             kind, param, code = "invalid_request_error", error.param, error.code
         case Overloaded():
             kind, code = "service_unavailable", error.code
+        case RateLimited():
+            kind, code = error.kind, error.code
         case SpecserveError():
             kind, code = "server_error", getattr(error, "code", None)
         case _:
@@ -68,7 +86,9 @@ def error_headers(error: BaseException) -> dict[str, str]:
     match error:
         case Overloaded(retry_after=None):
             return {"Retry-After": "30", "x-should-retry": "false"}
-        case Overloaded():
+        case DeadlineExceeded():  # OpenAI's clients would ask again after a 408
+            return {"x-should-retry": "false"}
+        case Overloaded() | RateLimited():
             return {"Retry-After": str(error.retry_after)}
         case EndsEngines():
             return {"x-should-retry": "false"}

@@ -5,8 +5,16 @@ import logging
 import secrets
 import time
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -19,7 +27,9 @@ from specserve.answer.formats import AnswerReader
 from specserve.exchange.step_output import StepDetails
 from specserve.generation import Generation
 from specserve.logprobs import best
-from specserve.server.body import Body
+from specserve.server.body import Body, FormattedBody
+from specserve.server.connection import WRITE
+from specserve.server.flush import COMMENT, Steps, flush_of, padded
 from specserve.server.live_completion import ChoiceDelta, LiveCompletion
 from specserve.server.logprobs import Namer, Told, prompt_form, prompt_starts, sealed
 from specserve.server.refusal import error_body, error_response
@@ -32,7 +42,6 @@ HEADERS = [
     (b"x-accel-buffering", b"no"),  # else nginx buffers events
 ]
 DONE = b"data: [DONE]\n\n"
-COMMENT = b": waiting\n\n"
 MANY = 1 << 9  # logprobs, beyond which writing them takes a good part of a millisecond
 # Line ends to Python's splitlines(), by which some clients split a stream.
 LINE_ENDS = {c.encode(): f"\\u{ord(c):04x}".encode() for c in "\u2028\u2029\u0085"}
@@ -66,7 +75,7 @@ class CompletionWriter:
         self,
         schema: RouteSchema,
         served: ServedModel,
-        asked: Body,
+        asked: FormattedBody,
         completion: LiveCompletion,
         echoed: Sequence[str] = (),
         reader: AnswerReader | None = None,
@@ -88,14 +97,17 @@ class CompletionWriter:
         self.echoed_forms: dict[int, dict[str, Any]] = {}  # of prompts, for all their choices
         self.prompt_forms: dict[int, list[Any]] = {}
         self.begun: set[int] = set()
-        self.num_ended = 0
-        self.head = {
+        self.around: dict[int, tuple[bytes, bytes]] = {}  # by choice: the text of a plain event
+        self.is_plain = not (self.reader or self.tells_steps or self.has_running_usage)
+        self.num_ended = self.num_told = 0  # choices; tokens
+        self.head: dict[str, Any] = {
             "id": f"{schema.prefix}-{secrets.token_hex(12)}",
             "object": schema.chunk,
             "created": int(time.time()),
             "model": served.model,
             "system_fingerprint": served.fingerprint,
         }
+        completion.response_id = self.head["id"]
 
     def chunks(self, delta: ChoiceDelta) -> Iterator[dict[str, Any]]:
         """The chunks of one choice's step, one for each event that its text turns into; none if it
@@ -105,6 +117,7 @@ class CompletionWriter:
         text of this token is still held back; and so has every step that is told in detail, or
         whose ids or logprobs are.
         """
+        self.num_told += len(delta.token_ids)
         is_first = delta.choice not in self.begun
         events = self.events(delta, is_first)
         if events or delta.details or self.tells_steps or (is_first and not delta.is_last):
@@ -117,7 +130,7 @@ class CompletionWriter:
                 these = slice(delta.begin, delta.begin + len(delta.token_ids))
                 form = self.form(self.namer, delta.choice, generation, these, is_first)
                 choice["logprobs"] = form
-            choice |= self.details([delta.details] if delta.details else [])
+            choice |= self.details(delta.details)
             yield self.chunk(choice | ids.choice) | ids.answer
             for event in rest:
                 yield self.chunk(self.choice(delta.choice, event))
@@ -173,6 +186,11 @@ class CompletionWriter:
         counts = [bisect_left(g.starts, p.num_reasoning) for p, g in self.parsers.values()]
         details = usage.get("completion_tokens_details", {}) | {"reasoning_tokens": sum(counts)}
         return usage | {"completion_tokens_details": details}
+
+    def running_counts(self) -> dict[str, int]:
+        """Of the usage, what is counted up to a chunk: more tokens may have come than are told."""
+        prompt = sum(len(g.prompt) for g in self.completion.firsts)
+        return {"completion_tokens": self.num_told, "total_tokens": prompt + self.num_told}
 
     def choice(self, index: int, event: Event, reason: str | None = None) -> dict[str, Any]:
         piece = self.schema.piece(event, index not in self.begun)
@@ -259,7 +277,7 @@ class CompletionWriter:
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self.head | {"choices": [choice]}
         if self.has_running_usage:
-            chunk["usage"] = self.usage()
+            chunk["usage"] = self.usage() | self.running_counts()
         elif self.has_usage:
             chunk["usage"] = None
         return chunk
@@ -268,7 +286,32 @@ class CompletionWriter:
         return []
 
     def step(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
-        return [event(chunk) for delta in deltas for chunk in self.chunks(delta)]
+        return [event for delta in deltas for event in self.events_of(delta)]
+
+    def events_of(self, delta: ChoiceDelta) -> list[bytes]:
+        """The events of one choice's step. Most add only text, and differ in nothing else."""
+        if (
+            self.is_plain
+            and delta.choice in self.begun
+            and delta.text
+            and not (delta.is_last or delta.details)
+        ):
+            before, after = self.around.get(delta.choice) or self.find_around(delta.choice)
+            return [before + json_text(delta.text) + after]
+        return [event(chunk) for chunk in self.chunks(delta)]
+
+    def find_around(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and after the text in an event of a choice that has begun."""
+        mark = secrets.token_hex(16)
+        whole = event(self.chunk(self.choice(index, Content(mark))))
+        before, after = whole.split(b'"%b"' % mark.encode())
+        self.around[index] = before, after
+        return before, after
+
+    def idle(self, choice: int) -> bytes:
+        none = self.schema.piece(Content(""), False)
+        told = {"index": choice, **none, "logprobs": None, "finish_reason": None}
+        return event(self.chunk(told))
 
     def ending(self, error: Exception | None) -> list[bytes]:
         """[DONE], after an error or, if it was requested, the usage chunk."""
@@ -341,6 +384,10 @@ class Writer(Protocol):
 
     def step(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]: ...
 
+    def idle(self, choice: int) -> bytes:
+        """An event that adds nothing to a choice."""
+        ...
+
     def ending(self, error: Exception | None) -> list[bytes]:
         """The last events, after all text or an error."""
         ...
@@ -354,54 +401,94 @@ class EventStream(Response):
         completion: LiveCompletion,
         writer: Writer,
         service: Service,
-        more: Mapping[str, str],
+        asked: Body,
     ) -> None:
-        """`more` are headers."""
-        self.completion, self.writer, self.service, self.more = completion, writer, service, more
+        self.completion, self.writer, self.service = completion, writer, service
+        self.more = asked.headers
+        self.flush = flush_of(service.limits, completion)
+        wish = asked.stream_options and asked.stream_options.include_obfuscation
+        self.is_padded = self.flush.is_padded if wish is None else wish
+        self.unsent: list[bytes] = []  # events that `write_now` has made
+        self.failure: Exception | None = None  # of `write_now`
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         more = [(name.lower().encode(), value.encode()) for name, value in self.more.items()]
         start = {"type": "http.response.start", "status": 200, "headers": [*HEADERS, *more]}
         async with watched(self.completion, receive):
             await send(start)
+            if WRITE in scope and type(self.flush) is Steps:  # else the server is another one
+                self.completion.take = partial(self.write_now, scope[WRITE])
             async for piece in self.pieces():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
+
+    def write_now(self, write: Callable[[bytes], bool]) -> bool:
+        """Write what has come while `pieces` waits for it; False where that is left to `pieces`."""
+        completion, deltas = self.completion, self.completion.deltas
+        if self.writer.num_logprobs(deltas) > MANY:
+            return False
+        completion.deltas = []
+        try:
+            events = self.writer.step(deltas)
+        except Exception as e:  # raised again by `pieces`
+            self.failure = e
+            return False
+        if not events or write(self.joined(events)):
+            return True
+        self.unsent = events
+        return False
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Events as bytes; all that are ready at a time go out in one write."""
         completion = self.completion
         try:
             if begin := self.writer.beginning():
-                yield b"".join(begin)
+                yield self.joined(begin)
             while True:
-                deltas = await completion.wait(self.service.limits.comment_seconds)
+                deltas = await self.flush.wait()
                 is_over = completion.is_over  # while these are written, more may come
+                if self.failure is not None:
+                    raise self.failure
+                events, self.unsent = self.unsent, []
                 is_long = self.writer.num_logprobs(deltas) > MANY
-                events = await self.service.write(is_long, self.writer.step, deltas)
+                write = self.flush.write
+                events += await self.service.write(is_long, write, self.writer, deltas)
                 if is_over:
                     break
                 if events or not deltas:
-                    yield b"".join(events) or COMMENT
+                    yield self.joined(events or [COMMENT])
             events += self.writer.ending(completion.error)
         except Exception as e:  # a stream must not end without an error event
             log.exception("a completion could not be streamed")
             events = self.writer.ending(e)
-        yield b"".join(events)
+        yield self.joined(events)
+
+    def joined(self, events: Sequence[bytes]) -> bytes:
+        return b"".join(map(padded, events) if self.is_padded else events)
 
 
 def event(data: dict[str, Any], name: str | None = None) -> bytes:
-    payload = msgspec.json.encode(data)
-    for end, escape in LINE_ENDS.items():
-        payload = payload.replace(end, escape)
+    payload = escaped(msgspec.json.encode(data))
     head = b"" if name is None else b"event: %b\n" % name.encode()
     return b"%bdata: %b\n\n" % (head, payload)
+
+
+def json_text(text: str) -> bytes:
+    payload = msgspec.json.encode(text)
+    return payload if text.isascii() else escaped(payload)
+
+
+def escaped(payload: bytes) -> bytes:
+    """JSON without the line ends that JSON may hold."""
+    for end, escape in LINE_ENDS.items():
+        payload = payload.replace(end, escape)
+    return payload
 
 
 async def respond(
     request: Request,
     schema: RouteSchema,
-    asked: Body,
+    asked: FormattedBody,
     completion: LiveCompletion,
     echoed: Sequence[str] = (),
     reader: AnswerReader | None = None,
@@ -410,7 +497,7 @@ async def respond(
     service: Service = request.app.state.service
     writer = CompletionWriter(schema, service.served, asked, completion, echoed, reader)
     if asked.stream:
-        return EventStream(completion, writer, service, asked.headers)
+        return EventStream(completion, writer, service, asked)
     return await answer_whole(request, completion, writer, asked.headers)
 
 

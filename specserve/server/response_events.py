@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from specserve.answer.events import CallArguments, CallBegin, Content, Event, Reasoning
 from specserve.answer.formats import AnswerReader, PlainParser
+from specserve.server.flush import COMMENT
 from specserve.server.live_completion import ChoiceDelta, LiveCompletion
 from specserve.server.logprobs import Namer, Told, chat_form, sealed
 from specserve.server.refusal import error_body
@@ -76,6 +77,7 @@ class ResponseWriter:
         self.untold = list[Any]()  # logprobs for the next text
         self.number = 0  # of events so far
         self.head = self.echo(asked)
+        completion.response_id = self.head["id"]
 
     def echo(self, asked: "ResponsesBody") -> dict[str, Any]:
         """What a response tells before its first token: what was asked for, as it is done."""
@@ -138,6 +140,14 @@ class ResponseWriter:
 
     def step(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
         return named(chunk for delta in deltas for chunk in self.chunks(delta))
+
+    def idle(self, choice: int) -> bytes:
+        its = self.open
+        if its is None:  # there is no item yet that anything could be added to
+            return COMMENT
+        told = {"logprobs": list[Any]()} if its.part == "output_text" else {}
+        chunk = self.chunk(f"response.{name_of(its)}.delta", **its.place, delta="", **told)
+        return event(chunk, chunk["type"])
 
     def ending(self, error: Exception | None) -> list[bytes]:
         return named(self.last_chunks() if error is None else self.failing(error))

@@ -124,7 +124,6 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
         "return_speculation_details": IN_CHATS,
         "return_token_ids": IN_CHATS,
         "return_tokens_as_token_ids": IN_CHATS,
-        "stream_options": "the last event of a stream always has the usage",
     }
 
     input: str | Annotated[tuple[AnyItem, ...], Meta(extra_json_schema={"minItems": 1})] = ()
@@ -171,13 +170,14 @@ async def responses(request: Request) -> Response:
     service.check_open()
     asked, tools = await service.parse(await service.bodies.read(request), read_responses)
     try:
-        completion, reader = await begin(request, asked, tools, arrived)
+        async with service.timed(arrived, asked.timeout_ms) as arrived:
+            completion, reader = await begin(request, asked, tools, arrived)
     except RequestError as e:
         e.param = "input" if e.param == "messages" else e.param
         raise
     writer = ResponseWriter(service.served, asked, completion, reader)
     if asked.stream:
-        return EventStream(completion, writer, service, asked.headers)
+        return EventStream(completion, writer, service, asked)
     return await answer_whole(request, completion, writer, asked.headers)
 
 

@@ -13,7 +13,7 @@ from specserve.server import answers
 from specserve.server.chat import ChatBody, Message, chat
 from specserve.server.completions import CompletionBody, completions
 from specserve.server.docs_page import HEADERS, page
-from specserve.server.openapi import WITH_ENGINE, Operation, document
+from specserve.server.openapi import GENERATING, WITH_ENGINE, Operation, document
 from specserve.server.pages import PAGES, PARTS
 from specserve.server.response import json_response
 from specserve.server.response_items import ITEMS
@@ -137,7 +137,7 @@ OPERATIONS = (
         ChatBody,
         chunk=answers.ChatChunk,
         required=["messages"],
-        statuses=WITH_ENGINE,
+        statuses=GENERATING,
     ),
     Operation(
         "POST",
@@ -148,7 +148,7 @@ OPERATIONS = (
         CompletionBody,
         chunk=answers.CompletionChunk,
         required=["prompt"],
-        statuses=WITH_ENGINE,
+        statuses=GENERATING,
     ),
     Operation(
         "POST",
@@ -159,7 +159,7 @@ OPERATIONS = (
         ResponsesBody,
         chunk=answers.AnyEvent,
         required=["input"],
-        statuses=WITH_ENGINE,
+        statuses=GENERATING,
     ),
     Operation("GET", "/v1/models", list_models, "The one model that is served", answers.ModelList),
     Operation(

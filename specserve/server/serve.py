@@ -2,18 +2,21 @@
 
 import asyncio
 import logging
+import os
 import resource
 import shlex
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from time import perf_counter
 from types import FrameType
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import uvicorn
 import uvloop
 
+from specserve import logs
 from specserve.answer.formats import Formats, find_formats
 from specserve.config import Config, ServerConfig
 from specserve.errors import EngineDied, Overloaded
@@ -35,6 +38,8 @@ from specserve.selection import scaled_models
 from specserve.server.app import make_app
 from specserve.server.connection import bounded
 from specserve.server.service import ServedModel, Service, fingerprint
+from specserve.server.tls import TLS
+from specserve.server.tracing import Tracer, start_tracing
 
 ENGINE_DIED = 70  # the exit code; EX_SOFTWARE of sysexits.h
 KEEP_ALIVE = 60  # seconds; longer than clients keep an idle connection, so that they close it first
@@ -43,6 +48,8 @@ HURRIED_FLUSH_SECONDS = 0.5  # after a second signal
 REST = '"max_tokens": 64, "temperature": 0, "stream": true}'
 QUESTION = '{"messages": [{"role": "user", "content": "%s"}], ' + REST
 PREFIX = '{"prompt": "def ", ' + REST
+
+log = logging.getLogger("specserve")
 
 
 class Start(NamedTuple):
@@ -54,12 +61,14 @@ class Start(NamedTuple):
     spawned: Spawned  # the first of them
     listener: socket.socket
     started_at: float  # perf_counter
+    tls: TLS | None = None
 
 
 def serve(start: Start) -> int:
     """Serve until a signal comes or the engine dies; returns the exit code."""
     return_freed_memory()
     keep_stderr_from_blocking()
+    logs.configure(start.config.server.log_format)
     raise_file_limit()
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     try:
@@ -73,12 +82,14 @@ def serve(start: Start) -> int:
 async def run(start: Start) -> int:
     engine = EngineClient(start.spawned, start.engines.start)
     service = Service(start.config, engine)
-    server = Server(service)
+    tracer = start_tracing(os.environ, service.name)
+    server = Server(service, start.tls, tracer)
     await engine.connect()  # last: messages that have arrived by now are handled at once
     serving = asyncio.create_task(server.serve(sockets=[start.listener]))
     living = asyncio.create_task(live(service, start))
     watching = asyncio.create_task(engine.watch(start.config.server.hang_seconds))
     signalled = asyncio.create_task(server.signals.get())
+    renewing = None if start.tls is None else asyncio.create_task(start.tls.renew())
     try:
         await asyncio.wait((living, signalled), return_when=asyncio.FIRST_COMPLETED)
         if living.done():
@@ -87,16 +98,21 @@ async def run(start: Start) -> int:
     finally:
         living.cancel()
         watching.cancel()
+        if renewing is not None:
+            renewing.cancel()
         await server.leave(serving)
         await service.close()
         engine.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
 
 async def live(service: Service, start: Start) -> NoReturn:
     """Load, and serve until the engine dies."""
     ready = await load(service, start)
     seconds = perf_counter() - start.started_at
-    for line in introduction(service, ready, start.listener.getsockname(), seconds):
+    url = url_of(start.listener.getsockname(), "http" if start.tls is None else "https")
+    for line in introduction(service, ready, url, seconds):
         tell(line, number=1)
     await service.engine.died.wait()
     raise EngineDied("the engine process has ended, and so does this one")
@@ -121,7 +137,10 @@ async def load(service: Service, start: Start) -> Ready:
     limits = ready.vocab_size, ready.max_model_len
     service.open(make_input_processor(files, *limits, ready.sources), served, ready)
     service.start_grammars(folders.target)
-    show_phases(phases.table | ready.phases)
+    if service.limits.log_format == "json":
+        log.info("start-up", extra={"fields": {"phases": phases.table | ready.phases}})
+    else:
+        show_phases(phases.table | ready.phases)
     keep_objects()
     return ready
 
@@ -158,13 +177,17 @@ async def drain(service: Service, server: "Server") -> int:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, except that signals are queued for `run` and `drain`."""
+    """uvicorn's server, except that signals are queued for `run` and `drain`, and handshakes have a
+    limit of time.
+    """
 
     flush_seconds = FLUSH_SECONDS
 
-    def __init__(self, service: Service) -> None:
+    def __init__(
+        self, service: Service, tls: TLS | None = None, tracer: Tracer | None = None
+    ) -> None:
         config = uvicorn.Config(
-            make_app(service),
+            make_app(service, tracer),
             http=bounded(service.limits),
             ws="none",
             lifespan="off",
@@ -173,10 +196,28 @@ class Server(uvicorn.Server):
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE,
+            ssl_context_factory=None if tls is None else lambda *_: tls.context,
         )
         super().__init__(config)
+        self.handshake_seconds = service.limits.header_seconds
         self.signals: asyncio.Queue[int] = asyncio.Queue()
         self.running_loop = asyncio.get_running_loop()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's, except that a TLS handshake has as long as headers have."""
+        await self.lifespan.startup()
+        its, loop = self.config, asyncio.get_running_loop()
+        kind: Any = its.http_protocol_class
+        known = {"server_state": self.server_state, "app_state": self.lifespan.state}
+        made = partial(kind, config=its, **known)
+        seconds = None if its.ssl is None else self.handshake_seconds
+        self.servers = [
+            await loop.create_server(
+                made, sock=each, ssl=its.ssl, backlog=its.backlog, ssl_handshake_timeout=seconds
+            )
+            for each in sockets or ()
+        ]
+        self.started = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.running_loop.call_soon_threadsafe(self.signals.put_nowait, sig)
@@ -197,13 +238,16 @@ def raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def introduction(
-    service: Service, ready: Ready, address: Sequence[object], seconds: float
-) -> list[str]:
-    """The start-up message: model, drafter, memory, URL, and a curl command to try."""
-    config, told, (host, port) = service.config, service.served, address[:2]
+def url_of(address: Sequence[object], scheme: str) -> str:
+    """Where this machine reaches a socket's address."""
+    host, port = address[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(host), str(host))
-    url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
+    return f"{scheme}://{f'[{shown}]' if ':' in shown else shown}:{port}"
+
+
+def introduction(service: Service, ready: Ready, url: str, seconds: float) -> list[str]:
+    """The start-up message: model, drafter, memory, URL, and a curl command to try."""
+    config, told = service.config, service.served
     sources = f" ({', '.join(ready.sources)})" if ready.drafter == "auto" else ""
     guesses = f"{sources}, up to {config.max_nodes} guesses a request and step"
     has_chat = bool(service.input_processor.tokenizer.chat_template)

@@ -3,9 +3,9 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
 
@@ -28,11 +28,12 @@ from specserve.models.folder import Scaled, name_of
 from specserve.models.source import open_source
 from specserve.models.weight_forms import WeightForms
 from specserve.server.body import BodyReader
+from specserve.server.deadline import Deadline
 from specserve.server.grammar_process import Tokens
 from specserve.server.live_completion import Arrival, LiveCompletion
 from specserve.server.metrics import Metrics
 from specserve.server.processes import GrammarProcesses, Processes, TemplateProcesses
-from specserve.server.refusal import NotFound, cut
+from specserve.server.refusal import DeadlineExceeded, NotFound, cut
 from specserve.version import VERSION
 
 LARGE = 1 << 15  # bytes of a body from which parsing takes a millisecond or more
@@ -135,6 +136,19 @@ class Service:
             error.code = "model_not_found"
             raise error
 
+    @asynccontextmanager
+    async def timed(self, arrived: Arrival, asked: float | None) -> AsyncIterator[Arrival]:
+        """A block that prepares a completion, which ends with an error at the request's deadline;
+        with the arrival that the completion is to have, as it has the same deadline.
+        """
+        deadline = Deadline.after(arrived.at, asked, self.limits.timeout_ms)
+        try:
+            async with deadline.holding():
+                yield arrived._replace(deadline=deadline)
+        except DeadlineExceeded:
+            self.reject("timeout")
+            raise
+
     async def ask(
         self,
         prompts: Sequence[list[int]],
@@ -154,7 +168,9 @@ class Service:
         keys = await self.hash(prompts, params.cache_salt)
         self.check_open()  # again: a drain may have begun while the body was read
         self.check_choices(len(prompts), params, field)
-        self.check_tokens(sum(map(len, prompts)), field)
+        self.check_tokens(sum(lengths), field)
+        if arrived.account is not None:  # last: what is refused costs nothing
+            arrived.account.admit(sum(lengths), field)
         completion = LiveCompletion(self.engine, self.completions, self.metrics, arrived)
         tokenizer = self.input_processor.tokenizer
         if reader is not None:

@@ -48,6 +48,7 @@ METHODS: dict[type, dict[str, str]] = {
     },
     Server: {
         "serve": "self sockets",
+        "startup": "self sockets",
         "handle_exit": "self sig frame",
     },
 }
@@ -58,7 +59,7 @@ ATTRIBUTES: dict[type, str] = {
         "client connections cycle expect_100_continue headers loop parser transport url"
     ),
     RequestResponseCycle: "body keep_alive response_complete response_started",
-    Server: "force_exit server_state should_exit",
+    Server: "force_exit lifespan server_state servers should_exit started",
     ServerState: "connections",
 }
 

@@ -14,19 +14,20 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
 SETTINGS = {"model.threads": 1, "memory.kv_bytes": 1 << 26}
-READY = re.compile(r"ready in [\d.]+ s at (http://\S+)")
+READY = re.compile(r"ready in [\d.]+ s at (https?://\S+)")
 
 
 class ServerProcess:
     """`specserve serve MODEL`; killed, if it still runs, when the block ends. None is the demo."""
 
     headers = MappingProxyType({})  # of every request
+    program = sys.executable, "-m", "specserve"
 
     def __init__(self, model, *args, env=None, stderr=subprocess.PIPE, **settings):
         sets = [f"--set={key}={value}" for key, value in (SETTINGS | settings).items()]
         sets.insert(0, "--set=server.access_log=false")  # most tests read no stderr: it would fill
         named = [] if model is None else [str(model)]
-        command = [sys.executable, "-m", "specserve", "serve", *named, "--port=0"]
+        command = [*self.program, "serve", *named, "--port=0"]
         self.process = subprocess.Popen(
             [*command, *args, *sets],
             stdout=subprocess.PIPE,

@@ -506,9 +506,9 @@ HOSTILE = {
     "a tool's message": ((CHAT, {"messages": [{"role": "tool", "content": "a"}]}), "tool_call_id"),
     "no content": ((CHAT, {"messages": [{"role": "user"}]}), "content"),
     "two limits": (chat_with(max_completion_tokens=2), "max_completion_tokens"),
-    "obfuscation": (
-        with_field(stream=True, stream_options={"include_obfuscation": True}),
-        "include_obfuscation",
+    "obfuscation of no stream": (
+        with_field(stream_options={"include_obfuscation": True}),
+        "set stream",
     ),
     "options of no stream": (with_field(stream_options={"include_usage": True}), "set stream"),
     "a prompt longer than the model": (with_field(prompt=[1] * 300), "300 tokens and at most 127"),

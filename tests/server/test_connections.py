@@ -6,6 +6,7 @@ import socket
 import time
 from http.client import HTTPResponse
 from select import select
+from statistics import median
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from tests.server.asking import (
     is_running,
     saying,
 )
+from tests.server.conftest import LONG_NAME
 from tests.server.server_process import eventually
 
 
@@ -28,6 +30,10 @@ def reply(client):
     return SimpleNamespace(
         status=response.status, headers=response.headers, body=json.loads(response.read())
     )
+
+
+UNREAD = json.dumps(saying(500, prompt=[[1]] * 4, stream=True)).encode()
+CUT_WITH_408 = "silent", "headers", "a body", "chunks"
 
 
 @pytest.mark.timed
@@ -48,6 +54,65 @@ def test_200_slow_clients_keep_nobody_waiting_and_are_cut(strict):
         replies = [reply(client) for client in clients]
     assert {(r.status, r.body["error"]["code"]) for r in replies} == {(408, "request_timeout")}
     strict.wait_until_idle()
+
+
+HALF_OPEN = {  # what a client sends at first, and then a byte of it at a time
+    "silent": (b"", b""),
+    "headers": (b"GET / HTTP/1.1\r\nX: ", b"x"),
+    "a body": (head("Content-Length: 10000") + b'{"prompt": "', b"a"),
+    "chunks": (head("Transfer-Encoding: chunked") + b"1\r\n \r\n", b"1\r\n \r\n"),
+    "a stream that is not read": (head(f"Content-Length: {len(UNREAD)}") + UNREAD, b""),
+}
+NUMBERS = dict.fromkeys(CUT_WITH_408, 125) | {"a stream that is not read": 2}
+SLOW = 5.0  # seconds that clients may take for headers and bodies, and to read
+
+
+@pytest.mark.timed
+@pytest.mark.slow
+def test_500_half_open_clients_are_cut_in_their_time_and_a_good_one_is_served(paced):
+    settings = {f"server.{what}_seconds": SLOW for what in ("header", "body", "stall")}
+    served = {"server.served_model_name": LONG_NAME, "server.max_connections": 600}
+    with paced(**settings, **served) as server, contextlib.ExitStack() as stack:
+        text, _ = said_to_a_good_client(server)
+        usual = median(said_to_a_good_client(server)[1] for _ in range(3))
+        clients = {
+            kind: [half_open(server, stack) for _ in range(n)] for kind, n in NUMBERS.items()
+        }
+        begun = time.monotonic()
+        for kind, theirs in clients.items():
+            for client in theirs:
+                client.sendall(HALF_OPEN[kind][0])
+        beside = []
+        while time.monotonic() - begun < SLOW - 2:  # nobody is cut before
+            again, seconds = said_to_a_good_client(server)
+            assert again == text
+            beside.append(seconds)
+            assert not select([c for k in CUT_WITH_408 for c in clients[k]], [], [], 0)[0]
+            for kind, theirs in clients.items():
+                for client in theirs:
+                    client.sendall(HALF_OPEN[kind][1])
+        assert median(beside) < 1.5 * usual, (beside, usual)
+        for kind in CUT_WITH_408:
+            assert {reply(client).status for client in clients[kind]} == {408}, kind
+        assert time.monotonic() - begun < SLOW + 2
+        server.wait_until_idle(seconds=2 * SLOW)  # streams that nobody reads hold nothing, either
+        assert said_to_a_good_client(server)[0] == text
+        server.wait_until_idle()
+
+
+def half_open(server, stack):
+    client = stack.enter_context(socket.socket())
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # of a stream it takes little
+    client.connect(("127.0.0.1", server.port))
+    return client
+
+
+def said_to_a_good_client(server):
+    """A stream's text, and the seconds that it took."""
+    begun = time.monotonic()
+    *events, done = server.stream(COMPLETIONS, saying(40, ms=10))
+    assert done == "[DONE]"
+    return "".join(e["choices"][0]["text"] for e in events), time.monotonic() - begun
 
 
 @pytest.mark.parametrize(
@@ -72,6 +137,12 @@ def test_headers_without_end_or_measure_are_refused(strict, ending):
         refusal = reply(client)
     assert refusal.status == 431 and refusal.body["error"]["code"] == "headers_too_large"
     assert strict.get("/health").status == 200
+
+
+def test_many_small_headers_count_with_all_their_bytes(strict):
+    with strict.connect() as client:
+        client.sendall(b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * 400 + b"\r\n")
+        assert reply(client).status == 431
 
 
 def test_what_is_no_http_is_refused_in_the_same_shape(strict):

@@ -395,7 +395,11 @@ REFUSED = {
     "a chat's field": ({"max_tokens": 3}, "max_tokens", "it is max_output_tokens here"),
     "choices": ({"n": 2}, "n", "one answer"),
     "to be cut": ({"truncation": "auto"}, "truncation", "disabled"),
-    "obfuscation": ({"stream_options": {"include_obfuscation": True}}, "stream_options", "usage"),
+    "usage of a stream": (
+        {"stream": True, "stream_options": {"include_usage": True}},
+        "stream_options.include_usage",
+        "leave it out",
+    ),
     "an item of no type": ({"input": [{"type": "x"}]}, "input[0].type", "message, function_call"),
     "a file": ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type", "message,"),
     "a message of nobody": ({"input": [{"content": "a"}]}, "input[0].role", "missing"),
@@ -484,7 +488,7 @@ REFUSED = {
 @pytest.mark.parametrize(("changes", "param", "words"), REFUSED.values(), ids=REFUSED)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_refusal_names_the_field(server, changes, param, words, stream):
-    answer = server.post(RESPONSES, body_of(**changes, stream=stream))
+    answer = server.post(RESPONSES, body_of(**{"stream": stream} | changes))
     assert answer.status == 400, answer.body
     error = answer.body["error"]
     assert error["param"].startswith(param) and words in error["message"], error

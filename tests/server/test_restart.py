@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -238,6 +239,7 @@ def test_a_request_that_ends_engines_is_ended_alone(folder, tmp_path):
         assert server.exit_code() == 0
         log = server.process.communicate()[1]
         assert "prompt tokens" in log and "'seed': 666" in log and "the cat sat" not in log
+        assert re.search(r"each time.*'seed': 666.* \[req-\w{32}\]\n", log)
 
 
 @pytest.mark.slow

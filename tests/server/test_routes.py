@@ -1,7 +1,10 @@
 """The routes beside the two that generate, and who is let in."""
 
+import contextlib
+import http.client
 from asyncio import Event
 from types import SimpleNamespace
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from starlette.testclient import TestClient
@@ -23,6 +26,7 @@ from tests.server.asking import (
     completion_body,
     rendered,
 )
+from tests.server.server_process import ServerProcess
 
 
 def test_the_model_is_listed_by_its_served_name(server):
@@ -303,3 +307,73 @@ def test_an_engine_that_was_idle_has_its_time_for_the_first_step(monkeypatch):
     engine.died, engine.heard_at, engine.flush_soon = Event(), 0.0, lambda: None
     EngineClient.add(engine, [1], [sampling], [None])
     assert engine.heard_at == 1000.0
+
+
+METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND"]
+SPELLINGS = {  # other ways to write a path, as proxies, browsers and attackers do
+    "as it is": lambda path: path,
+    "a slash at its end": lambda path: f"{path}/",
+    "two slashes at its beginning": lambda path: f"/{path}",
+    "every slash twice": lambda path: path.replace("/", "//"),
+    "a character encoded": lambda path: f"/{path[1:-1]}%{ord(path[-1]):02x}",
+    "every character encoded": lambda path: "/" + "".join(f"%{ord(c):02X}" for c in path[1:]),
+    "slashes encoded": lambda path: "/" + path[1:].replace("/", "%2F"),
+    "encoded twice": lambda path: f"/{path[1:-1]}%25{ord(path[-1]):02x}",
+    "upper case": str.upper,
+    "a query": lambda path: f"{path}?path={LIVENESS}",
+    "a parameter": lambda path: f"{path};{LIVENESS}",
+    "below liveness": lambda path: f"{LIVENESS}{path}",
+    "back from liveness": lambda path: f"{LIVENESS}/..{path}",
+    "back from liveness, encoded": lambda path: f"{LIVENESS}%2f..{path}",
+    "an end that C would see": lambda path: f"{path}%00{LIVENESS}",
+    "with its host": lambda path: f"http://localhost{path}",
+    "with a key": lambda path: f"http://first@localhost{path}",
+}
+
+
+@pytest.fixture(scope="module")
+def locked(folder, tmp_path_factory):
+    """A server that wants a key, and a connection to it."""
+    keys = tmp_path_factory.mktemp("locked") / "keys"
+    keys.write_text("first\n")
+    with ServerProcess(folder, f"--api-key-file={keys}") as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        with contextlib.closing(connection):
+            yield server, connection
+
+
+def asked_bare(connection, method, path):
+    """The status of a request, with its path sent as it is written, and the body."""
+    connection.request(method, path, headers={"Content-Length": "0"})
+    answer = connection.getresponse()
+    return answer.status, answer.read()
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_no_method_and_no_spelling_of_a_path_opens_a_route_without_a_key(locked, spelling):
+    _, connection = locked
+    app = make_app(SimpleNamespace(limits=ServerConfig(), is_alive=True, is_ready=True))
+    paths = {route.path.replace("{id:path}", "m") for route in app.routes}
+    assert len(paths) > 20
+    for path in paths - OPEN:
+        for method in METHODS:
+            status, body = asked_bare(connection, method, SPELLINGS[spelling](path))
+            assert status == 401, (method, path)
+            assert b"invalid_api_key" in body or method == "HEAD"
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_what_is_open_is_so_by_its_own_path_alone(locked, spelling):
+    _, connection = locked
+    for path in sorted(OPEN):
+        asked = SPELLINGS[spelling](path)
+        target = urlsplit(asked).path if "://" in asked else asked.partition("?")[0]
+        is_open = unquote(target) in OPEN
+        for method in METHODS:
+            status, _ = asked_bare(connection, method, asked)
+            assert status in ((200, 405) if is_open else (401,)), (method, asked)
+
+
+def test_with_a_key_the_same_server_answers(locked):
+    server, _ = locked
+    assert server.get("/v1/models", headers={"Authorization": "Bearer first"}).status == 200

@@ -154,7 +154,7 @@ def test_of_requests_sent_after_each_other_the_first_alone_is_answered(strict, f
 
 
 def test_a_second_request_ends_the_connection_though_it_comes_as_a_stream_begins():
-    connection = SimpleNamespace(is_input_closed=False, num_body=0)
+    connection = SimpleNamespace(is_input_closed=False, num_body=0, write_events=None)
     cycle = SimpleNamespace(keep_alive=True)
 
     async def app(scope, receive, send):
@@ -165,7 +165,7 @@ def test_a_second_request_ends_the_connection_though_it_comes_as_a_stream_begins
         # Meanwhile, as it waits for the client to read:
         connection.is_input_closed, cycle.keep_alive = True, False
 
-    asyncio.run(Connection.run_app(connection, cycle, app, {}, None, send))
+    asyncio.run(Connection.run_app(connection, cycle, app, {"headers": []}, None, send))
     assert not cycle.keep_alive
 
 

@@ -60,7 +60,10 @@ def with_tokenizer(folder: Path, scratch: Path) -> Path:
     complete = scratch / folder.name
     complete.mkdir()
     for path in folder.iterdir():
-        (complete / path.name).symlink_to(path.absolute())
+        if path.suffix == ".safetensors":
+            (complete / path.name).symlink_to(path.absolute())
+        else:
+            shutil.copyfile(path, complete / path.name)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(DEMO_TARGET / name, complete / name)
     return complete

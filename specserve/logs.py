@@ -1,0 +1,169 @@
+"""The log lines of the server's processes on stderr: as text, or each as a JSON object."""
+
+import io
+import json
+import logging
+import sys
+import threading
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from time import localtime, strftime
+from types import TracebackType
+from typing import IO, Any, TextIO
+
+ACCESS = "specserve.access"  # the logger of the lines of requests that have ended
+OBJECT = '{"time": "'  # as lines in JSON begin
+
+# Of the HTTP request that the current task answers; empty outside of one.
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+printed, uncaught = logging.getLogger("stderr"), logging.getLogger("specserve")
+
+
+def configure(log_format: str) -> None:
+    """Write log records to stderr. With "json" what is printed to `sys.stderr`, warnings and
+    exceptions that nobody catches become records, too.
+
+    To be called again after `sys.stderr` has been replaced.
+    """
+    handler = StderrHandler()
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    for each in logging.root.handlers:
+        if isinstance(each, StderrHandler):
+            logging.root.removeHandler(each)
+    logging.root.addHandler(handler)
+    uncaught.setLevel(logging.INFO)
+    if log_format == "json":
+        take_over()
+
+
+def current() -> str:
+    """The format of this process's lines."""
+    return "json" if isinstance(sys.stderr, PrintedLines) else "text"
+
+
+def take_over() -> None:
+    """Leave nothing that writes to stderr but the handler of the root logger."""
+    if not isinstance(sys.stderr, PrintedLines):
+        sys.stderr = PrintedLines(sys.stderr)
+    printed.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    sys.excepthook = log_exception
+    threading.excepthook = log_thread_exception
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.handlers:  # a library's own
+            logger.handlers, logger.propagate = [], True
+
+
+def relay(lines: IO[bytes]) -> None:
+    """Log what a child process writes to its stderr: objects as they are, and what native code
+    prints as records of this process.
+    """
+    threading.Thread(target=relay_all, args=(lines,), name="relay", daemon=True).start()
+
+
+def relay_all(lines: IO[bytes]) -> None:
+    with lines:
+        for line in lines:
+            text = line.decode(errors="backslashreplace").rstrip()
+            if text.startswith(OBJECT):
+                printed.info("", extra={"raw": text})
+            elif text:
+                printed.info("%s", text)
+
+
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what stderr is at the time, each record with the id of its request."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+        self.addFilter(add_request_id)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr.stream if isinstance(sys.stderr, PrintedLines) else sys.stderr
+
+
+def add_request_id(record: logging.LogRecord) -> bool:
+    """Where a record has no id of its own, it is the one of the current task."""
+    record.request_id = getattr(record, "request_id", "") or request_id.get()
+    return True
+
+
+class PrintedLines(io.TextIOBase):
+    """A text file whose lines become log records."""
+
+    encoding = "utf-8"
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self.begun = stream, ""
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        *lines, self.begun = (self.begun + text).split("\n")
+        for line in filter(str.strip, lines):
+            is_error = line.startswith("error: ")  # as commands tell their errors
+            printed.log(logging.ERROR if is_error else logging.INFO, "%s", line)
+        return len(text)
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+
+class TextFormatter(logging.Formatter):
+    """The message; of an ended request with its time and, where they are logged, its texts."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        fields, words = fields_of(record), [record.message.rstrip()]
+        words += [f"{name} {quoted(fields[name])}" for name in ("prompt", "text") if name in fields]
+        line = ", ".join(words)
+        if record.name == ACCESS:
+            line = f"{strftime('%F %T', localtime(record.created))} {line}"
+        id = getattr(record, "request_id", "")
+        return f"{line} [{id}]" if id else line
+
+
+class JsonFormatter(logging.Formatter):
+    """An object on one line, in ASCII."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        if raw := getattr(record, "raw", ""):
+            return str(raw)
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        told = {
+            "time": at.replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage().rstrip(),
+        }
+        if id := getattr(record, "request_id", ""):
+            told["request_id"] = id
+        if record.exc_info:
+            told["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(told | fields_of(record))
+
+
+def fields_of(record: logging.LogRecord) -> dict[str, Any]:
+    fields: dict[str, Any] = getattr(record, "fields", {})
+    return fields
+
+
+def quoted(text: str) -> str:
+    """In quotation marks; what cannot be shown is escaped."""
+    shown = json.dumps(text, ensure_ascii=False)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+
+
+def log_exception(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    uncaught.critical("an exception that nobody caught", exc_info=(kind, error, traceback))
+
+
+def log_thread_exception(args: threading.ExceptHookArgs) -> None:
+    error = args.exc_value or args.exc_type()
+    log_exception(args.exc_type, error, args.exc_traceback)

@@ -1,0 +1,106 @@
+"""What is observed of a request that has ended, and its line in the log."""
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specserve.logs import ACCESS
+from specserve.server.live_completion import ASKED, LiveCompletion
+
+LONGEST_PATH = 200  # characters of it in the log
+LONGEST_TEXT = 2000  # .. of a prompt or an answer
+
+log = logging.getLogger(ACCESS)
+
+
+class Ended(NamedTuple):
+    """A request that has ended."""
+
+    scope: Scope
+    status: int
+    begun: float  # seconds, perf_counter
+    asked: Sequence[LiveCompletion]
+
+
+class Observed:
+    """Tells observers of each request that has ended."""
+
+    def __init__(self, app: ASGIApp, observers: Sequence[Callable[[Ended], None]]) -> None:
+        self.app, self.observers = app, observers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun, status = perf_counter(), 500  # of an error that is answered outside of this
+        asked: list[LiveCompletion] = []
+
+        async def send_noted(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        scope[ASKED] = asked
+        try:
+            await self.app(scope, receive, send_noted)
+        finally:
+            for observe in self.observers:
+                observe(Ended(scope, status, begun, asked))
+            asked.clear()  # the connection keeps the scope until its next request
+
+
+class AccessLog:
+    """Logs a line for a request that has ended; for what is polled, only if it failed."""
+
+    def __init__(self, polled: Collection[str], has_texts: bool) -> None:
+        self.polled, self.has_texts = polled, has_texts
+
+    def __call__(self, ended: Ended) -> None:
+        path, status = ended.scope["path"], ended.status
+        if path in self.polled and status in (200, 304):
+            return
+        told: dict[str, Any] = {}
+        for completion in ended.asked:
+            told |= completion.told | (texts(completion) if self.has_texts else {})
+        write(ended.scope["method"], path, status, perf_counter() - ended.begun, told)
+
+
+def write(
+    method: str,
+    path: str,
+    status: int,
+    seconds: float,
+    told: dict[str, Any],
+    request_id: str = "",
+) -> None:
+    """A request's line; without `request_id`, with that of the current task.
+
+    No query, which may hold a secret; quoted, as a path may hold what moves the cursor.
+    """
+    path, ms = quote(path[:LONGEST_PATH], safe="/:"), 1e3 * seconds
+    fields = {"method": method, "path": path, "status": status, "duration_ms": round(ms, 1)}
+    line = ", ".join([f"{method} {path} {status} {ms:.0f} ms", *words(told)])
+    log.info("%s", line, extra={"fields": fields | told, "request_id": request_id})
+
+
+def words(told: dict[str, Any]) -> Iterable[str]:
+    """What is told of a completion: tokens, milliseconds to the first, and the end."""
+    if not told:
+        return
+    yield f"{told['prompt_tokens']} prompt tokens, {told['completion_tokens']} completed"
+    if "ttft_ms" in told:
+        yield f"TTFT {told['ttft_ms']:.0f} ms"
+    yield "client left" if told["client_left"] else told["finish_reason"]
+
+
+def texts(completion: LiveCompletion) -> dict[str, str]:
+    """The beginnings of its prompts and of its choices' texts, a line for each."""
+    # A token has a byte at least, and a character at most four.
+    prompts = [g.stream.tokenizer.decode(g.prompt[: 4 * LONGEST_TEXT]) for g in completion.firsts]
+    answers = [g.text for g in completion.generations]
+    return {"prompt": joined(prompts), "text": joined(answers)}
+
+
+def joined(texts: Iterable[str]) -> str:
+    return "\n".join(texts)[:LONGEST_TEXT]

@@ -1,0 +1,136 @@
+"""When the events of a stream go out, and how large they are: `server.stream_flush`."""
+
+import asyncio
+import math
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from specserve.config import ServerConfig
+from specserve.server.live_completion import ChoiceDelta, LiveCompletion
+
+COMMENT = b": waiting\n\n"
+SIZE = 256  # bytes, of which padded events have a multiple
+LEAST = 2 * SIZE  # with room for the usual text of an event: most have this size
+
+
+class StepWriter(Protocol):
+    def step(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]: ...
+
+    def idle(self, choice: int) -> bytes: ...
+
+
+class Steps:
+    """An event for each step, as it comes."""
+
+    is_padded = False
+
+    def __init__(self, completion: LiveCompletion, comment_seconds: float) -> None:
+        self.completion, self.comment_seconds = completion, comment_seconds
+
+    async def wait(self) -> list[ChoiceDelta]:
+        """What is to be written next; empty if nothing has come for a while."""
+        return await self.completion.wait(self.comment_seconds)
+
+    def write(self, writer: StepWriter, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
+        return writer.step(deltas)
+
+
+class Tokens(Steps):
+    """An event for each token, though all of a step come together."""
+
+    async def wait(self) -> list[ChoiceDelta]:
+        return [each for delta in await super().wait() for each in tokens_of(delta)]
+
+
+class Interval:
+    """Events at a fixed interval from the stream's beginning, whether anything has come or not."""
+
+    is_padded = True
+
+    def __init__(self, completion: LiveCompletion, seconds: float) -> None:
+        self.completion, self.seconds = completion, seconds
+        self.loop = asyncio.get_running_loop()
+        self.begun_at, self.number = self.loop.time(), 0
+        self.ended = set[int]()  # choices
+
+    async def wait(self) -> list[ChoiceDelta]:
+        """What has come until the next time: of each choice, all in one."""
+        passed = math.floor((self.loop.time() - self.begun_at) / self.seconds)
+        self.number = max(self.number, passed) + 1  # a client that reads slowly may miss some
+        await asyncio.sleep(self.begun_at + self.number * self.seconds - self.loop.time())
+        return list(merged(self.completion.taken()).values())
+
+    def write(self, writer: StepWriter, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
+        """An event for each choice that has not ended; an empty one if there is nothing to tell."""
+        come, events = {delta.choice: delta for delta in deltas}, list[bytes]()
+        for choice in range(len(self.completion.generations)):
+            delta = come.get(choice)
+            told = [] if delta is None else writer.step([delta])
+            if choice not in self.ended:
+                events += told or [writer.idle(choice)]
+            if delta is not None and delta.is_last:
+                self.ended.add(choice)
+        return events
+
+
+def flush_of(limits: ServerConfig, completion: LiveCompletion) -> Steps | Interval:
+    if limits.stream_flush == "interval":
+        return Interval(completion, limits.stream_interval_ms / 1e3)
+    kind = Tokens if limits.stream_flush == "token" else Steps
+    return kind(completion, limits.comment_seconds)
+
+
+def tokens_of(delta: ChoiceDelta) -> Iterator[ChoiceDelta]:
+    """A step as one part for each token; the last has what is told of all of the step."""
+    if len(delta.token_ids) < 2:
+        yield delta
+        return
+    ends = [0, *delta.ends[: len(delta.token_ids) - 1], len(delta.text)]
+    last = len(delta.token_ids) - 1
+    for number, token in enumerate(delta.token_ids):
+        yield ChoiceDelta(
+            delta.choice,
+            delta.text[ends[number] : ends[number + 1]],
+            delta.begin + number,
+            [token],
+            delta.is_last and number == last,
+            delta.details if number == last else (),
+        )
+
+
+def merged(deltas: Sequence[ChoiceDelta]) -> dict[int, ChoiceDelta]:
+    """By choice, all that has been added to it as one."""
+    all = dict[int, ChoiceDelta]()
+    for new in deltas:
+        old = all.get(new.choice)
+        all[new.choice] = new if old is None else joined(old, new)
+    return all
+
+
+def joined(old: ChoiceDelta, new: ChoiceDelta) -> ChoiceDelta:
+    return old._replace(
+        text=old.text + new.text,
+        token_ids=old.token_ids + new.token_ids,
+        is_last=new.is_last,
+        details=[*old.details, *new.details],
+        ends=(),
+    )
+
+
+def padded(event: bytes) -> bytes:
+    """An event with OpenAI's field `obfuscation`, or a comment, of a multiple of SIZE bytes and
+    LEAST or more.
+    """
+    if event.endswith(b"}\n\n"):
+        begin, end = event[:-3] + b',"obfuscation":"', b'"}\n\n'
+        return begin + noise(len(begin) + len(end)) + end
+    if event.startswith(b":"):
+        return event[:-2] + noise(len(event)) + b"\n\n"
+    return event
+
+
+def noise(size: int) -> bytes:
+    """What so many bytes lack: random letters and digits, as compression makes others small."""
+    lacking = LEAST - size if size < LEAST else -size % SIZE
+    return secrets.token_hex(LEAST // 2)[:lacking].encode()

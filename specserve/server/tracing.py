@@ -1,0 +1,189 @@
+"""Spans of the generating routes for OpenTelemetry, by its conventions for generative AI."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from threading import Thread
+from typing import Any
+
+from starlette.requests import Request
+
+from specserve.server.access_log import Ended
+from specserve.server.live_completion import LiveCompletion
+from specserve.version import VERSION
+
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/completions": "text_completion",
+}
+ENDPOINTS = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
+PROTOCOLS = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
+LAST_SECONDS = 0.8  # for the last spans to reach a collector at the server's end
+OFF = {  # of a request's parameters, the values that change nothing
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+}
+
+log = logging.getLogger("specserve")
+
+
+class Tracer:
+    """Makes the spans of a request when it has ended, from times that are noted in any case."""
+
+    def __init__(self, provider: Any, model: str) -> None:
+        """`provider` is a TracerProvider of OpenTelemetry's SDK."""
+        from opentelemetry import propagate, trace
+
+        self.provider, self.model, self.trace = provider, model, trace
+        self.extract: Callable[[Mapping[str, str]], Any] = propagate.extract
+        self.tracer = provider.get_tracer("specserve", VERSION)
+
+    def record(self, ended: Ended) -> None:
+        """An Observed's observer."""
+        operation = OPERATIONS.get(ended.scope["path"])
+        if operation is None or ended.scope["method"] != "POST":
+            return
+        completion = ended.asked[0] if ended.asked else None
+        now = time.time_ns(), time.perf_counter()
+
+        def at(seconds: float) -> int:
+            """Nanoseconds since 1970 of a time that is in seconds of perf_counter."""
+            return now[0] - int(1e9 * (now[1] - seconds))
+
+        span = self.tracer.start_span(
+            f"{operation} {self.model}" if completion is not None else operation,
+            context=self.extract(Request(ended.scope).headers),
+            kind=self.trace.SpanKind.SERVER,
+            attributes=dict(self.attributes(ended, operation, completion)),
+            start_time=at(ended.begun),
+        )
+        if ended.status >= 500 or (completion is not None and completion.error is not None):
+            span.set_status(self.trace.StatusCode.ERROR)
+        if completion is not None and completion.has_tokens and span.is_recording():
+            parent = self.trace.set_span_in_context(span)
+            for name, begin, end in phases(completion):
+                child = self.tracer.start_span(name, context=parent, start_time=at(begin))
+                child.end(at(end))
+        span.end(now[0])
+
+    def attributes(
+        self, ended: Ended, operation: str, completion: LiveCompletion | None
+    ) -> Iterator[tuple[str, Any]]:
+        host, port = ended.scope["server"]
+        yield "gen_ai.operation.name", operation
+        yield "gen_ai.provider.name", "specserve"
+        yield "server.address", host
+        yield "server.port", port
+        yield "http.request.method", ended.scope["method"]
+        yield "http.route", ended.scope["path"]
+        yield "http.response.status_code", ended.status
+        error = error_type(ended, completion)
+        if error is not None:
+            yield "error.type", error
+        if completion is not None:
+            yield "specserve.request_id", completion.caller.request_id
+            yield "gen_ai.request.model", self.model
+            yield from asked_attributes(completion)
+            yield from answer_attributes(completion, self.model)
+
+    def close(self) -> None:
+        """Send the last spans, as far as the collector takes them soon."""
+        closing = Thread(target=self.provider.shutdown, name="tracing", daemon=True)
+        closing.start()
+        closing.join(LAST_SECONDS)
+
+
+def error_type(ended: Ended, completion: LiveCompletion | None) -> str | None:
+    """Why there is no whole answer: the status where no error is known. None if there is one."""
+    if completion is not None and completion.has_left:
+        return "client_left"
+    if completion is not None and completion.error is not None:
+        return type(completion.error).__name__
+    return str(ended.status) if ended.status >= 400 else None
+
+
+def asked_attributes(completion: LiveCompletion) -> Iterator[tuple[str, Any]]:
+    """The parameters of a request, as resolved."""
+    sampling = completion.firsts[0].sampling
+    yield "gen_ai.request.max_tokens", sampling.max_tokens
+    yield "gen_ai.request.temperature", sampling.temperature
+    yield "gen_ai.request.seed", sampling.seed
+    for name, off in OFF.items():
+        if (value := getattr(sampling, name)) != off:
+            yield f"gen_ai.request.{name}", value
+    if sampling.stop:
+        yield "gen_ai.request.stop_sequences", sampling.stop
+    num_choices = len(completion.generations) // len(completion.firsts)
+    if num_choices > 1:
+        yield "gen_ai.request.choice.count", num_choices
+
+
+def answer_attributes(completion: LiveCompletion, model: str) -> Iterator[tuple[str, Any]]:
+    counts, generations = completion.usage(), completion.generations
+    yield "gen_ai.response.id", completion.response_id
+    yield "gen_ai.response.model", model
+    yield "gen_ai.response.finish_reasons", [*map(completion.reason, generations)]
+    yield "gen_ai.usage.input_tokens", counts["prompt_tokens"]
+    yield "gen_ai.usage.output_tokens", counts["completion_tokens"]
+    yield "specserve.cached_tokens", counts["prompt_tokens_details"]["cached_tokens"]
+    yield "specserve.drafted_tokens", sum(g.num_drafted for g in generations)
+    yield "specserve.accepted_tokens", sum(g.num_accepted for g in generations)
+    if completion.has_tokens:
+        _, (_, admitted, first), _ = phases(completion)
+        yield "specserve.time_to_first_token_ms", 1e3 * (first - completion.arrived.at)
+        yield "specserve.queue_time_ms", 1e3 * (admitted - completion.arrived.at)
+
+
+def phases(completion: LiveCompletion) -> list[tuple[str, float, float]]:
+    """[begin, end) in seconds of perf_counter, of a completion that has tokens."""
+    begun = [g for g in completion.generations if g.first_token_at]
+    arrived, admitted = completion.arrived.at, min(g.admitted_at for g in begun)
+    first, last = min(g.first_token_at for g in begun), max(g.last_token_at for g in begun)
+    admitted = max(arrived, admitted)
+    return [("queue", arrived, admitted), ("prefill", admitted, first), ("decode", first, last)]
+
+
+def is_asked(environ: Mapping[str, str]) -> bool:
+    """Whether OpenTelemetry's own variables ask for spans."""
+    is_disabled = environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    is_none = environ.get("OTEL_TRACES_EXPORTER") == "none"
+    return not is_disabled and not is_none and any(environ.get(name) for name in ENDPOINTS)
+
+
+def start_tracing(environ: Mapping[str, str], model: str) -> Tracer | None:
+    """None where nobody asks for spans, and, with a warning, without the packages of the extra."""
+    if not is_asked(environ):
+        return None
+    warn_of_what_is_not_done(environ)
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as e:
+        log.warning("no traces are sent (%s): pip install 'specserve[otel]'", e)
+        return None
+    own = Resource({"service.name": "specserve", "service.version": VERSION})
+    told = Resource.create()
+    is_named = not str(told.attributes["service.name"]).startswith("unknown_service")
+    resource = own.merge(told) if is_named else told.merge(own)
+    # It would wait for a dead collector at the end of the process.
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return Tracer(provider, model)
+
+
+def warn_of_what_is_not_done(environ: Mapping[str, str]) -> None:
+    exporter = environ.get("OTEL_TRACES_EXPORTER") or "otlp"
+    if exporter != "otlp":
+        log.warning("OTEL_TRACES_EXPORTER = %r: traces are sent by otlp; or take none", exporter)
+    protocol = next((environ[name] for name in PROTOCOLS if environ.get(name)), "http/protobuf")
+    if protocol != "http/protobuf":
+        log.warning(
+            "%s = %r: traces are sent by http/protobuf; name a collector's port for that, as 4318",
+            PROTOCOLS[1],
+            protocol,
+        )

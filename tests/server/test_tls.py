@@ -1,0 +1,241 @@
+"""HTTPS by certificate files, which are checked at start-up and may be renewed later."""
+
+import contextlib
+import os
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from http.client import HTTPSConnection
+
+import pytest
+import trustme
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from specserve import cli
+from specserve.config import ServerConfig
+from specserve.errors import ConfigError
+from specserve.server.tls import tls_of
+from tests.server.server_process import ServerProcess, eventually
+
+HEADER_SECONDS = 1.0
+
+
+class Files:
+    """An authority, and the two files of a server's certificate."""
+
+    def __init__(self, folder):
+        self.authority = trustme.CA()
+        self.ca, self.certificate, self.key = (folder / f"{n}.pem" for n in ("ca", "cert", "key"))
+        self.authority.cert_pem.write_to_path(self.ca)
+        self.issue()
+
+    def issue(self):
+        made = self.authority.issue_cert("127.0.0.1", "localhost")
+        self.certificate.write_bytes(b"".join(b.bytes() for b in made.cert_chain_pems))
+        self.key.write_bytes(made.private_key_pem.bytes())
+        return made
+
+    @property
+    def settings(self):
+        return {"tls_certificate_file": str(self.certificate), "tls_key_file": str(self.key)}
+
+    @property
+    def flags(self):
+        return [f"--ssl-certfile={self.certificate}", f"--ssl-keyfile={self.key}"]
+
+
+@pytest.fixture
+def files(tmp_path):
+    return Files(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def served(folder, tmp_path_factory):
+    """A server of HTTPS, and its files and log."""
+    top = tmp_path_factory.mktemp("tls")
+    files, log = Files(top), top / "stderr"
+    settings = {"server.header_seconds": HEADER_SECONDS}
+    with log.open("w") as stderr:
+        server = ServerProcess(folder, *files.flags, stderr=stderr, **settings)
+        with server:
+            yield server, files, log
+            assert server.process.poll() is None, "a client has ended the server"
+
+
+def ask(server, files, path, **versions):
+    """The status, and the certificate's number."""
+    context = ssl.create_default_context(cafile=files.ca)
+    for name, value in versions.items():
+        setattr(context, name, value)
+    connection = HTTPSConnection("127.0.0.1", server.port, timeout=20, context=context)
+    with contextlib.closing(connection):
+        connection.request("GET", path)
+        number = connection.sock.getpeercert()["serialNumber"]
+        return connection.getresponse().status, number
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+@pytest.mark.parametrize("path", ["/health", "/", "/dashboard"])
+def test_routes_and_pages_are_served(served, path, version):
+    server, files, _ = served
+    status, _ = ask(server, files, path, minimum_version=version, maximum_version=version)
+    assert status == 200
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_older_versions_of_tls_are_refused(served):
+    server, files, _ = served
+    old = ssl.TLSVersion.TLSv1_1
+    with pytest.raises(OSError):
+        ask(server, files, "/health", minimum_version=old, maximum_version=old)
+
+
+def test_the_lines_at_the_start_say_https_and_the_curl_line_works(served):
+    server, files, _ = served
+    assert server.url.startswith("https://127.0.0.1:")
+    curl = next(line for line in server.said if line.startswith("curl"))
+    env = os.environ | {"CURL_CA_BUNDLE": str(files.ca)}
+    done = subprocess.run(curl, shell=True, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("data: [DONE]\n\n")
+
+
+def test_a_chat_works_with_the_authority_in_ssl_cert_file(served):
+    server, files, _ = served
+    command = [sys.executable, "-m", "specserve", "chat", f"--url={server.url}", "--max-tokens=3"]
+
+    def chat(env):
+        told = {"input": "hello\n", "capture_output": True, "text": True, "timeout": 60}
+        return subprocess.run(command, env=os.environ | env, check=False, **told)
+
+    trusting = chat({"SSL_CERT_FILE": str(files.ca)})
+    assert trusting.returncode == 0 and "3 tokens" in trusting.stderr, trusting
+    assert "certificate verify failed" in chat({"SSL_CERT_FILE": os.devnull}).stderr
+
+
+def test_broken_handshakes_cost_nobody_anything(served):
+    server, files, log = served
+    said = log.read_text()
+    for sent in (
+        b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"\x16\x03\x01\x00\x05hello",
+        b"\0" * 99,
+    ):
+        with server.connect() as client:
+            client.sendall(sent)
+            client.settimeout(10)
+            with contextlib.suppress(ConnectionError):
+                while client.recv(1000):
+                    pass
+        assert ask(server, files, "/health")[0] == 200
+    assert log.read_text() == said
+
+
+@pytest.mark.timed
+def test_half_of_a_handshake_is_cut_when_headers_would_be(served):
+    server, files, _ = served
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(server.connect()) for _ in range(50)]
+        for client in clients[::2]:
+            client.sendall(b"\x16\x03\x01")
+        begin = time.monotonic()
+        assert ask(server, files, "/health")[0] == 200
+        for client in clients:
+            client.settimeout(10)
+            with contextlib.suppress(ConnectionError):
+                assert client.recv(1) == b""
+        assert 0.5 * HEADER_SECONDS < time.monotonic() - begin < HEADER_SECONDS + 1
+
+
+@pytest.mark.slow
+def test_a_renewed_certificate_is_taken_up_while_the_server_runs(served):
+    server, files, log = served
+    _, before = ask(server, files, "/health")
+    with socket.create_connection(("127.0.0.1", server.port)):
+        key = files.key.read_bytes()
+        files.issue()
+        made = files.key.read_bytes()
+        files.key.write_bytes(key)  # the old one's
+        eventually(lambda: "is not renewed" in log.read_text())
+        assert ask(server, files, "/health") == (200, before)
+        files.key.write_bytes(made)
+        eventually(lambda: ask(server, files, "/health")[1] != before)
+
+
+def test_a_changed_file_is_loaded_once_and_a_broken_one_changes_nothing(files):
+    tls = tls_of(ServerConfig(**files.settings))
+    before = number_of(tls.context, files)
+    tls.renew_once()
+    assert number_of(tls.context, files) == before
+    files.certificate.write_text("nonsense")
+    with pytest.raises(ConfigError):
+        tls.renew_once()
+    tls.renew_once()  # what is wrong is told once
+    assert number_of(tls.context, files) == before
+    files.certificate.unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        tls.renew_once()
+    files.issue()
+    tls.renew_once()
+    assert number_of(tls.context, files) != before
+
+
+def number_of(context, files):
+    """The number of the certificate that a context shows to a client."""
+    ours, theirs = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = ssl.create_default_context(cafile=files.ca)
+    sides = (
+        context.wrap_bio(ours, theirs, server_side=True),
+        client.wrap_bio(theirs, ours, server_hostname="localhost"),
+    )
+    for _ in range(4):
+        for side in sides[::-1]:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    return sides[1].getpeercert()["serialNumber"]
+
+
+def encrypt(files):
+    key = load_pem_private_key(files.key.read_bytes(), None)
+    kinds = Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")
+    files.key.write_bytes(key.private_bytes(*kinds))
+
+
+WRONG = {
+    "missing": (lambda files: files.certificate.unlink(), "cert.pem: cannot be read (No such file"),
+    "no key file": (lambda files: files.key.unlink(), "key.pem: cannot be read (No such file"),
+    "a folder": (
+        lambda files: (files.key.unlink(), files.key.mkdir()),
+        "key.pem: cannot be read (Is a directory",
+    ),
+    "no PEM": (lambda files: files.certificate.write_text("a"), "no certificate and key in PEM"),
+    "of another key": (
+        lambda files: files.key.write_bytes(files.authority.private_key_pem.bytes()),
+        "key.pem: is no key of the certificate",
+    ),
+    "encrypted": (encrypt, "key.pem: the key is encrypted"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "complaint"), WRONG.values(), ids=WRONG)
+def test_files_that_cannot_be_used_are_told_in_one_line_at_the_start(
+    files, folder, capsys, spoil, complaint
+):
+    spoil(files)
+    assert cli.main(["serve", str(folder), *files.flags]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and complaint in said
+
+
+@pytest.mark.parametrize("flag", [0, 1])
+def test_one_file_needs_the_other(files, capsys, flag):
+    assert cli.main(["serve", files.flags[flag]]) == 1
+    said = capsys.readouterr().err
+    key, other = ("tls_certificate_file", "tls_key_file")[:: 1 if flag == 0 else -1]
+    assert f"server.{key} = " in said and f"needs server.{other}: set both, or none" in said
