@@ -7,7 +7,8 @@ from msgspec import Meta, field
 from specserve_drafters import base
 from specserve_drafters.tree import MAX_NODES
 
-BUILT_IN = "ngram", "model", "grammar", "prediction"
+USUAL = "ngram", "model", "grammar", "prediction"
+BUILT_IN = *USUAL, "suffix"
 
 
 class Auto:
@@ -16,7 +17,7 @@ class Auto:
     class Options(base.Options, frozen=True):
         # ngram, model (where there is a draft model), grammar, prediction, suffix, and drafters as
         # package.module:Class
-        sources: Annotated[tuple[str, ...], Meta(min_length=1, max_length=16)] = BUILT_IN
+        sources: Annotated[tuple[str, ...], Meta(min_length=1, max_length=16)] = USUAL
         # of the drafters among them, by these names
         source_options: dict[str, dict[str, Any]] = field(default_factory=dict)
         max_depth: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 16  # levels of the draft model

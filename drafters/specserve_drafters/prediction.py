@@ -97,12 +97,12 @@ class PredictionSource:
     name = "prediction"
 
     def __init__(self) -> None:
-        self.texts: dict[int, Followed] = {}
+        self.requests: dict[int, Followed] = {}
         self.odds = Odds()
 
     def expect(self, id: int, expected: Sequence[int], num_prompt: int) -> None:
         """Guess for a request; until `forget`."""
-        self.texts[id] = Followed(expected, num_prompt)
+        self.requests[id] = Followed(expected, num_prompt)
 
     def promise(self, id: int, text: "array[int]") -> float:
         """Guesses that are expected to be right, by what texts have shown."""
@@ -111,7 +111,7 @@ class PredictionSource:
         return min(float(max(left, 0)), self.odds.expected[alignment.length])
 
     def follow(self, id: int, text: "array[int]") -> Alignment:
-        followed = self.texts[id]
+        followed = self.requests[id]
         alignment = followed.alignment
         for token in text[followed.size :]:
             length = alignment.length
@@ -130,7 +130,7 @@ class PredictionSource:
         return [Candidate(token, k, p, self.name) for k, (token, p) in enumerate(rows)]
 
     def forget(self, id: int) -> None:
-        self.texts.pop(id, None)
+        self.requests.pop(id, None)
 
     def reset(self) -> None:
         """Forget what texts have shown."""

@@ -173,7 +173,9 @@ class PlannedGuesses:
         """Whether there is anything that a source could guess for a request from."""
         if source is self.grammar:
             return id in self.rules
-        return not isinstance(source, PredictionSource) or id in source.texts
+        if isinstance(source, (PredictionSource, SuffixSource)):
+            return id in source.requests
+        return True
 
     def make(self, roots: Sequence[Root]) -> None:
         """Ask the sources, and choose what is verified."""
@@ -455,14 +457,14 @@ class PlannedGuesses:
             self.suffix.begin(id, request.token_ids, num_prompt, salt, is_learnt)
 
     def forget(self, id: int) -> None:
-        is_ruled = self.rules.pop(id, None) is not None
         self.calibration.forget(id)
         self.turns.forget(id)
         self.model_turns.forget(id)
         self.lately.pop(id, None)
         for source in self.sources:
-            if is_ruled or source is not self.grammar:
+            if self.knows(source, id):
                 self.user_code.tell(source, "forget", id)
+        self.rules.pop(id, None)
 
     def tell(self, state: SpeculationState) -> SpeculationState:
         return msgspec.structs.replace(

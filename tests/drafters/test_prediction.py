@@ -76,7 +76,7 @@ def test_guesses_are_what_comes_next_the_surer_the_longer_it_was_right():
     (end,) = source.candidates([item(prompt + TEXT[:20] + [7] + TEXT[21:58], 4)])
     assert [g.token for g in end] == TEXT[58:]
     source.forget(1)
-    assert not source.texts
+    assert not source.requests
 
 
 def test_what_it_promises_is_learnt_from_what_came():

@@ -11,6 +11,7 @@ from specserve.engine.ledger import DraftSources
 from specserve.engine.source import UserSource
 from specserve.exchange.sampling_params import Sampling, Slo, SpeculationParams
 from specserve.generation import Generation
+from specserve.models.tokenizer import Tokenizer
 from specserve_drafters import Draft
 from specserve_drafters.candidates import Candidate
 from specserve_drafters.native_lookup import NativeSource, ngram_source
@@ -103,7 +104,10 @@ def test_sources_are_told_in_one_order_whoever_proposes_first(target):
     engine = engine_for(target, None, "auto", max_nodes=16)
     engine.guesses = planned(engine, Late("late", truth), Oracle("soon", truth))
     generation = Generation(
-        engine.add(PROMPT, case.sampling).id, PROMPT, case.sampling, tiny_tokenizer()
+        engine.add(PROMPT, case.sampling).id,
+        PROMPT,
+        case.sampling,
+        Tokenizer(tiny_tokenizer().backend_tokenizer),
     )
     while not engine.is_idle:
         for output in engine.step():
@@ -480,7 +484,7 @@ def test_a_source_forgets_what_texts_have_shown_with_a_reset(target, clock):
 
 
 def test_an_engine_has_the_ngrams_of_the_compiled_kernels(target):
-    source, _ = engine_for(target, None, "auto").guesses.sources
+    source, *_ = engine_for(target, None, "auto").guesses.sources
     assert isinstance(source, NativeSource)
 
 

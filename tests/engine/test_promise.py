@@ -1,5 +1,6 @@
 """A drafter can change how fast text comes, never which text."""
 
+from array import array
 from collections import Counter
 from random import Random
 
@@ -13,6 +14,7 @@ from specserve.exchange.sampling_params import Sampling, SpeculationParams
 from specserve.models.tokenizer import load_tokenizer
 from specserve_drafters.native_lookup import ngram_source
 from specserve_drafters.prediction import PredictionSource
+from specserve_drafters.suffix import SuffixSource
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
 from tests.engine.engines import (
@@ -149,20 +151,24 @@ def test_text_is_the_targets_own_whatever_is_planned(pair, model, seed, scenario
 def test_text_is_the_targets_own_with_all_sources_in_one_tree(
     pair, is_random, script, seed, scenario, events, **limits
 ):
-    """N-grams, a draft model, what callers predict, and a user's drafter that knows the text and
-    does what it likes.
+    """N-grams, a draft model, what callers predict, earlier outputs, and a user's drafter that
+    knows the text and does what it likes.
     """
     target, draft = pair
     want = plain(target, scenario)
     engine = engine_for(target, draft, "auto", **stretched(limits))
     users = UserSource("scripted", Scripted(script, truth_by_id(scenario, want)), VOCAB)
-    sources = ngram_source(), users, PredictionSource()
+    earlier = SuffixSource()
+    for text in want:
+        earlier.learn(array("i", text), "")
+    sources = ngram_source(), users, PredictionSource(), earlier
     engine.guesses = planned(engine, *sources, model=engine.guesses.model)
     if is_random:
         engine.guesses.planner = RandomPlanner(engine.scheduler, seed)
     check(engine, predicting(scenario, want, seed), events, want)
     SEEN["merged"] += sum(engine.stats.sources["scripted"].accepted)
     SEEN["predicted"] += sum(engine.stats.sources["prediction"].accepted)
+    SEEN["known"] += sum(engine.stats.sources["suffix"].accepted)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
@@ -233,6 +239,7 @@ def test_the_runs_above_met_what_is_hard():
         "merged",
         "repeated",
         "predicted",
+        "known",
     ):
         assert SEEN[what] >= 50, (what, SEEN)
 

@@ -33,6 +33,7 @@ ASKED = {
         completion_body(**LONG | DRAWN, structured_outputs={"regex": "[a-z ,]{200,260}"}),
     ),
     "stop": (COMPLETIONS, completion_body(**LONG | DRAWN, stop=["qqqq", "the the the"])),
+    "a prediction": (COMPLETIONS, completion_body(**LONG | DRAWN, prediction="the cat sat " * 50)),
     "few": (COMPLETIONS, completion_body(max_tokens=3, seed=9)),
 }
 
@@ -74,7 +75,7 @@ class Mortal(ServerProcess):
         (at / "starving.py").write_text(STARVING)
         self.sign = at / "sign"
         env = {"PYTHONPATH": str(at), "STARVING": str(self.sign)}
-        sources = ["ngram", "model", "grammar", "starving:Source"]
+        sources = ["ngram", "model", "grammar", "prediction", "suffix", "starving:Source"]
         settings |= {"drafter.options.sources": sources, "server.served_model_name": "tiny"}
         super().__init__(folder, f"--draft-model={folder}", env=env, **settings)
 
