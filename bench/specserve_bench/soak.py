@@ -40,6 +40,7 @@ WARM_UP, WARM_SECONDS = 0.25, 90.0  # of a process's time, the first part is lef
 LONG_ENOUGH = 60.0  # seconds that are fitted
 ANSWER_SECONDS, IDLE_SECONDS = 120.0, 30.0
 LIMITS = settings(memory__kv_bytes=1 << 27, server__access_log="false")
+SOURCES = '["ngram", "model", "grammar", "prediction", "suffix"]'  # all that there are
 
 KINDS = ["questions", "completion", "agent", "random", "mixed"]
 SAMPLERS: list[dict[str, Any]] = [
@@ -70,6 +71,7 @@ PLAIN: list[dict[str, Any]] = [  # of any request
     {"truncate_prompt_tokens": 40},
     {"prompt_logprobs": 1},
     {"priority": 3, "cache_salt": "other"},
+    {"prediction": "import os\n\n\ndef main():\n    return 0\n"},
     {"slo": {"ttft_ms": 50}},
     {"structured_outputs": {"regex": "[a-z]{3,9}( [a-z]{3,9}){2,6}"}},
     {"structured_outputs": {"choice": ["yes", "no", "perhaps"]}},
@@ -88,6 +90,7 @@ SWITCHES: list[dict[str, Any]] = [
     {"sources": ["ngram"]},
     {"sources": ["model", "grammar"], "max_nodes": 4},
     {"max_nodes": 16, "max_depth": 2},
+    {"sources": ["suffix", "prediction"], "learn": False},
 ]
 
 
@@ -333,7 +336,7 @@ async def differing(seed: int, compared: dict[int, dict[int, str]]) -> list[int]
 
 
 def soak(minutes: float, seed: int) -> dict[str, Any]:
-    with Served(*LIMITS) as server:
+    with Served(f"--set=drafter.options.sources={SOURCES}", *LIMITS) as server:
         before = idle_blocks(server)
         run = Soak(server, seed)
         rate = asyncio.run(run.run(60 * minutes))
