@@ -27,7 +27,7 @@ def configure(log_format: str) -> None:
     """
     handler = StderrHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
-    for each in logging.root.handlers:
+    for each in [*logging.root.handlers]:
         if isinstance(each, StderrHandler):
             logging.root.removeHandler(each)
     logging.root.addHandler(handler)

@@ -1,4 +1,5 @@
 import itertools
+import logging
 import os
 import signal
 from collections import Counter
@@ -7,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+
+from specserve.logs import StderrHandler
 
 # Triton decides at its import: without a GPU its kernels run in its interpreter.
 if not torch.cuda.is_available():
@@ -43,6 +46,15 @@ def test_models():
 def one_thread():
     """With tiny models threads mostly wait at barriers, for seconds on a busy machine."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def own_log():
+    """Where commands run in this process, what they set for its log lasts no longer than the test."""
+    yield
+    for handler in [*logging.root.handlers]:
+        if isinstance(handler, StderrHandler):
+            logging.root.removeHandler(handler)
 
 
 def pytest_terminal_summary(terminalreporter):

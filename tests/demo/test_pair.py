@@ -32,6 +32,7 @@ def test_without_a_model_the_pair_is_there(llm, monkeypatch):
         "ngram",
         "model",
         "grammar",
+        "prediction",
     )
     question = [{"role": "user", "content": "What does shutil.copytree do?"}]
     (output,) = llm.chat(question, SamplingParams(temperature=0, max_tokens=64))
