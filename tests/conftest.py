@@ -50,7 +50,7 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def own_log():
-    """Where commands run in this process, what they set for its log lasts no longer than the test."""
+    """What a command in this process sets for its log lasts no longer than the test."""
     yield
     for handler in [*logging.root.handlers]:
         if isinstance(handler, StderrHandler):
