@@ -71,6 +71,8 @@ def check_sources(
     config: Config, names: Sequence[str], options: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """Refuse sources of `auto` that are not there, and a draft model that none of them runs."""
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise DrafterError(f"drafter.options.sources: {twice[0]!r} is named twice: name it once")
     foreign = [name for name in names if name not in BUILT_IN]
     users = [name for name in foreign if getattr(find_source(name), "needs_executor", False)]
     for name in foreign:

@@ -114,6 +114,11 @@ def find_drafter(name: str) -> Any:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except ANYTHING as e:
+        if name in ("grammar", "prediction", "suffix"):
+            raise DrafterError(
+                f"no drafter {name!r}: it is a source; take drafter.name = 'auto', and name it in "
+                "drafter.options.sources, as configs/suffix.toml does"
+            ) from e
         known = ", ".join(BUILTIN)
         raise DrafterError(
             f"no drafter {name!r} ({reason(e)}); built in: {known}; others as "
@@ -126,10 +131,10 @@ def find_drafter(name: str) -> Any:
 
 def find_source(name: str) -> Any:
     """The class of a user's drafter that is one of the sources of `auto`."""
-    if name in BUILTIN:
+    if name in BUILTIN or ":" not in name:
         raise DrafterError(
-            f"no source {name!r}; there are ngram, model, grammar, prediction, suffix "
-            "and package.module:Class"
+            f"drafter.options.sources: no source {name!r}; there are ngram, model, grammar, "
+            "prediction, suffix and package.module:Class"
         )
     cls = find_drafter(name)
     if not any(callable(getattr(cls, method, None)) for method in ("propose", "candidates")):

@@ -7,7 +7,7 @@ token of an output is entered once for each length, and nothing else is kept of 
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from heapq import heappop, heappush
 
 import numpy as np
@@ -115,40 +115,44 @@ class Scope:
 class Followed:
     """A request, and the match of its text's end, followed from token to token."""
 
-    __slots__ = ("is_learnt", "length", "match", "num_prompt", "salt", "size", "text")
+    __slots__ = ("is_learnt", "length", "match", "num_prompt", "owner", "size", "text")
 
-    def __init__(self, text: "array[int]", num_prompt: int, salt: str, is_learnt: bool) -> None:
-        self.text, self.num_prompt, self.salt, self.is_learnt = text, num_prompt, salt, is_learnt
+    def __init__(
+        self, text: "array[int]", num_prompt: int, owner: Hashable, is_learnt: bool
+    ) -> None:
+        self.text, self.num_prompt, self.owner, self.is_learnt = text, num_prompt, owner, is_learnt
         self.size, self.length = len(text), 0
         self.match: Place | None = None
 
 
 class SuffixSource:
-    """Guesses what followed the same tokens in earlier outputs with the same `cache_salt`."""
+    """Guesses what followed the same tokens in earlier outputs of the same owner: whatever says
+    whose requests may see each other's.
+    """
 
     name = "suffix"
 
     def __init__(self) -> None:
         self.requests: dict[int, Followed] = {}
-        self.scopes: OrderedDict[str, Scope] = OrderedDict()  # the one last used at the end
-        self.odds: dict[str, Odds] = {}  # of each scope: nobody sees what others' texts have shown
+        self.scopes: OrderedDict[Hashable, Scope] = OrderedDict()  # the one last used at the end
+        self.odds: dict[Hashable, Odds] = {}  # of each: nobody sees what others' texts showed
 
     def begin(
-        self, id: int, text: "array[int]", num_prompt: int, salt: str, is_learnt: bool
+        self, id: int, text: "array[int]", num_prompt: int, owner: Hashable, is_learnt: bool
     ) -> None:
         """Guess for a request until `forget`, when its output is entered if it `is_learnt`. `text`
         grows with it.
         """
-        self.requests[id] = Followed(text, num_prompt, salt, is_learnt)
+        self.requests[id] = Followed(text, num_prompt, owner, is_learnt)
 
     def promise(self, id: int, text: "array[int]") -> float:
         """Guesses that are expected to be right, by what the scope's texts have shown."""
         followed = self.requests[id]
-        scope = self.scopes.get(followed.salt)
+        scope = self.scopes.get(followed.owner)
         if scope is None:
             followed.size = len(text)
             return 0.0
-        odds = self.odds[followed.salt]
+        odds = self.odds[followed.owner]
         self.follow(followed, text, scope, odds)
         return odds.expected[followed.length] if followed.match is not None else 0.0
 
@@ -171,25 +175,25 @@ class SuffixSource:
         return [self.look_up(item.id, item.known, item.limit) for item in items]
 
     def look_up(self, id: int, text: "array[int]", limit: int) -> list[Candidate]:
-        scope = self.scopes.get(self.requests[id].salt)
+        scope = self.scopes.get(self.requests[id].owner)
         length, places = (0, []) if scope is None else scope.matches(text)
         return best(places, length, limit, self.name)
 
     def forget(self, id: int) -> None:
         followed = self.requests.pop(id, None)
         if followed is not None and followed.is_learnt:
-            self.learn(followed.text[followed.num_prompt :], followed.salt)
+            self.learn(followed.text[followed.num_prompt :], followed.owner)
 
-    def learn(self, output: "array[int]", salt: str) -> None:
+    def learn(self, output: "array[int]", owner: Hashable) -> None:
         """Enter an output, and drop the scopes that were used least of late where they are too
         large.
         """
         if len(output) <= LENGTHS[0]:
             return
-        if salt not in self.scopes:
-            self.scopes[salt], self.odds[salt] = Scope(), Odds()
-        self.scopes.move_to_end(salt)
-        self.scopes[salt].add(output)
+        if owner not in self.scopes:
+            self.scopes[owner], self.odds[owner] = Scope(), Odds()
+        self.scopes.move_to_end(owner)
+        self.scopes[owner].add(output)
         while self.num_bytes > MOST_BYTES and len(self.scopes) > 1:
             dropped, _ = self.scopes.popitem(last=False)
             del self.odds[dropped]

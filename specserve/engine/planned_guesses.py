@@ -453,8 +453,8 @@ class PlannedGuesses:
         if self.prediction is not None and asked.prediction:
             self.prediction.expect(id, asked.prediction, num_prompt)
         if self.suffix is not None:
-            salt, is_learnt = asked.cache_salt, asked.speculation.learn
-            self.suffix.begin(id, request.token_ids, num_prompt, salt, is_learnt)
+            owner = request.caller.tenant, asked.cache_salt
+            self.suffix.begin(id, request.token_ids, num_prompt, owner, asked.speculation.learn)
 
     def forget(self, id: int) -> None:
         self.calibration.forget(id)
