@@ -260,9 +260,18 @@ class InputProcessor(msgspec.Struct, frozen=True):
         """The tokens of a text that is expected."""
         text = prediction if isinstance(prediction, str) else prediction.text
         try:
-            return tuple(self.encode(text, add_special_tokens=False))
+            ids = tuple(self.encode(text, add_special_tokens=False))
+        except PromptTooLong:
+            ids = None
         except RequestError as e:
             raise RequestError(f"prediction: {e}", "prediction") from e
+        if ids is None or len(ids) > self.max_model_len:
+            raise RequestError(
+                f"prediction: it has more than the {self.max_model_len} tokens of the context: "
+                "send less of it",
+                "prediction",
+            )
+        return ids
 
     def resolve_all(self, params: SamplingParams, num_prompts: Sequence[int]) -> Iterator[Sampling]:
         """As `resolve`, for prompts of so many tokens each; checked once."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
@@ -82,6 +83,7 @@ REMEDIES = {  # hints for fields whose values are often wrong
     "max_tokens": "leave it out for the rest of the context",
     "logprobs": "up to 20 likeliest tokens; in a chat, true or false",
     "n": "1 to 128 choices",
+    "prediction": 'send a text, or {"type": "content", "content": "..."}, whose parts are text',
     "prompt_logprobs": "up to 20 likeliest tokens",
     "repetition_penalty": "1 is off",
     "role": "it is system, developer, user, assistant or tool",
@@ -379,7 +381,8 @@ def convert(value: Any, kind: Any, path: str) -> Any:
     except (ValueError, RecursionError) as e:  # msgspec's ValidationError is a ValueError
         reason, inner = reason_and_path(e)
         param = path + inner
-        hint = REMEDIES.get(param.rpartition(".")[2])
+        whole, leaf = re.split(r"[.\[]", param)[0], param.rpartition(".")[2]
+        hint = REMEDIES.get(leaf, REMEDIES.get(whole))
         raise RequestError(f"{param}: {cut(reason)}{f'; {hint}' if hint else ''}", param) from e
 
 

@@ -75,6 +75,7 @@ WRONG = {
     "no content": {"type": "content"},
     "an unknown field": {"type": "content", "content": "x", "more": 1},
     "a part that is no text": {"type": "content", "content": [{"type": "image_url"}]},
+    "more than the context": of_openai("the cat sat " * 200),
     "far too much": of_openai("the cat sat " * 9000),
 }
 
@@ -84,7 +85,9 @@ WRONG = {
 def test_what_is_no_prediction_is_refused_by_name(server, path, prediction):
     body = (chat_body if path == CHAT else completion_body)()
     refused = server.post(path, body | {"prediction": prediction})
-    assert refused.status == 400 and refused.body["error"]["param"].startswith("prediction")
+    error = refused.body["error"]
+    assert refused.status == 400 and error["param"].startswith("prediction")
+    assert "send" in error["message"] or "leave it out" in error["message"], error
 
 
 def test_an_edit_takes_few_steps_and_where_it_is_wrong_none_more_than_without():
