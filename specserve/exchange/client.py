@@ -6,6 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from signal import SIGKILL
 from socket import SHUT_WR
 from subprocess import TimeoutExpired
 from typing import Any, Protocol, cast
@@ -28,7 +29,7 @@ from specserve.exchange.messages import (
 )
 from specserve.exchange.messages import decode_reply as decode
 from specserve.exchange.sampling_params import Sampling
-from specserve.exchange.spawn import Spawned
+from specserve.exchange.spawn import Engine, Spawned
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.exchange.step_output import StepOutput
 
@@ -36,6 +37,8 @@ log = logging.getLogger("specserve")
 
 LAST_SECONDS = 0.5  # for the engine process to end by itself; it has to end its step first
 PAUSES = (0.0, 0.5, 1.0, 2.0)  # seconds before the first, second, ... start after deaths in a row
+RETRIES = (1.0, 2.0, 4.0, 8.0)  # seconds before further tries where none can be started
+END_SECONDS = 10.0  # for a killed process to be gone; a device may hold it up
 MOST_DEATHS = len(PAUSES) + 1  # of engine processes within
 DEATHS_SECONDS = 60.0
 GUILTY = 3  # deaths of engines, with few steps in between, that end a request
@@ -125,7 +128,7 @@ class EngineClient(asyncio.Protocol):
         self.on_restart: Callable[[], None] = lambda: None
         self.on_loading: Callable[[str, int, int], None] = lambda name, done, total: None
         self.on_report: Callable[[Report], None] = lambda report: None
-        self.heard_at = self.loop.time()
+        self.owed_since: float | None = None  # no message has come, and one has to
         self.next_id, self.frames = 0, Frames()
         self.adds: list[Add] = []
         self.finishes: list[int] = []
@@ -153,8 +156,6 @@ class EngineClient(asyncio.Protocol):
         No listener is called before this returns.
         """
         assert not self.died.is_set(), "the engine process has ended: no request can be added"
-        if not self.live:
-            self.heard_at = self.loop.time()  # an idle engine sends nothing
         id = self.next_id
         self.next_id += len(samplings)
         ids = list(range(id, self.next_id))
@@ -214,6 +215,8 @@ class EngineClient(asyncio.Protocol):
     def flush(self) -> None:
         if not self.is_up:
             return  # `resume` tells another process
+        if self.owed_since is None:  # an engine answers whatever it is told
+            self.owed_since = self.loop.time()
         due = self.is_reset_due, self.is_state_due
         commands = EngineCommands(self.adds, self.finishes, *due)
         self.num_resets += self.is_reset_due
@@ -245,6 +248,8 @@ class EngineClient(asyncio.Protocol):
         self.respawn = None
         if self.reviving is not None:
             self.reviving.cancel()
+            if not (self.is_up or self.died.is_set() or self.loop.is_closed()):
+                self.die(ENDED)  # nobody else does, as its connection is lost already
         if self.transport is not None and not self.loop.is_closed():
             self.transport.close()
         self.process.end()
@@ -253,7 +258,6 @@ class EngineClient(asyncio.Protocol):
         self.transport = cast(asyncio.WriteTransport, transport)  # uvloop has a class of its own
 
     def data_received(self, data: bytes) -> None:
-        self.heard_at = self.loop.time()
         for payload in self.frames.feed(data):
             match decode(payload):
                 case Report() as report:
@@ -272,6 +276,7 @@ class EngineClient(asyncio.Protocol):
                         self.ready.set_exception(ConfigError(message))
                     elif not self.ready.cancelled():
                         self.die(f"{ENDED}, and no other one can be started: {message}")
+        self.owed_since = self.loop.time() if self.live else None
 
     def deliver(self, report: Report) -> None:
         for output in report.outputs:
@@ -295,7 +300,7 @@ class EngineClient(asyncio.Protocol):
                 future.set_result(state)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        had_requests, self.is_up = self.is_up, False
+        had_requests, self.is_up, self.owed_since = self.is_up, False, None
         self.deaths.append(self.loop.time())
         self.adds, self.finishes = [], []
         self.is_reset_due = self.is_state_due = False
@@ -327,8 +332,7 @@ class EngineClient(asyncio.Protocol):
 
     async def revive(self, respawn: Callable[[], Spawned], had_requests: bool) -> None:
         """Start another engine process in the place of one that has died, maybe while it loaded."""
-        self.process.kill()
-        code = await asyncio.to_thread(self.process.wait)
+        code = await asyncio.to_thread(ended, self.process)
         if had_requests:
             self.blame()
         recent = sum(self.loop.time() - at < DEATHS_SECONDS for at in self.deaths)
@@ -344,13 +348,18 @@ class EngineClient(asyncio.Protocol):
             if not future.done():
                 future.set_result(None)
         self.resets, self.num_resets = {}, 0
-        await asyncio.sleep(pause)
-        try:  # in this thread: a process ends with the thread that starts it
-            self.process, self.socket = respawn()
-            self.frames = Frames()
-            await self.connect()
-        except OSError as e:
-            self.die(f"{ENDED}, and no other one can be started: {e}")
+        for seconds in (pause, *RETRIES):
+            await asyncio.sleep(seconds)
+            try:  # in this thread: a process ends with the thread that starts it
+                self.process, self.socket = respawn()
+                self.frames = Frames()
+                await self.connect()
+            except OSError as e:  # there may be too many open files, for a moment
+                log.error("no other engine process can be started: %s", e)
+                reason = str(e)
+            else:
+                return
+        self.die(f"{ENDED}, and no other one can be started: {reason}")
 
     def blame(self) -> None:
         """Note a death with each request that the engine had, and end those that cause them."""
@@ -398,10 +407,25 @@ class EngineClient(asyncio.Protocol):
         """End an engine process that has requests and has ended no step for so long."""
         while not self.died.is_set():
             await asyncio.sleep(min(1.0, seconds / 4))
-            silence = self.loop.time() - self.heard_at
-            if self.is_up and self.live and silence > seconds:
-                log.error("the engine process has ended no step for %.0f s: it is ended", silence)
+            if self.is_up and self.silence > seconds:
+                words = "the engine process has ended no step for %.0f s: it is ended"
+                log.error(words, self.silence)
                 self.process.kill()
+
+    @property
+    def silence(self) -> float:
+        """Seconds for which the engine process has owed a message."""
+        return 0.0 if self.owed_since is None else self.loop.time() - self.owed_since
+
+
+def ended(process: Engine) -> int:
+    """Kill an engine process, and with it the fork server if that does not tell of the end."""
+    process.kill()
+    try:
+        return process.wait(END_SECONDS)
+    except TimeoutExpired:
+        process.end()
+        return -SIGKILL
 
 
 def same_text(ready: Ready) -> Ready:

@@ -97,9 +97,8 @@ class Service:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine process runs and, if completions wait, has reported lately."""
-        silence = asyncio.get_running_loop().time() - self.engine.heard_at
-        return not self.engine.died.is_set() and (not self.completions or silence < HUNG_SECONDS)
+        """Whether the engine process runs, and is not silent for long where it owes an answer."""
+        return not self.engine.died.is_set() and self.engine.silence < HUNG_SECONDS
 
     def start_templates(self, template: ChatTemplate | None) -> None:
         """Call this in the event loop's thread: processes end with the thread that starts them."""

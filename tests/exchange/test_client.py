@@ -1,15 +1,19 @@
 """The HTTP process's end of the engine's socket."""
 
 import asyncio
+from subprocess import TimeoutExpired
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from specserve.errors import EngineDied
-from specserve.exchange.client import EngineClient
-from specserve.exchange.frames import Frames
-from specserve.exchange.messages import Failed, Ready, decode_commands, frame
+from specserve.exchange.client import EngineClient, ended
+from specserve.exchange.frames import Frames, pack
+from specserve.exchange.messages import Failed, Ready, Report, decode_commands, frame
+from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.speculation_state import CostState, RowCost, SpeculationState
+from specserve.exchange.step_output import Stats, StepOutput
 
 READY = Ready({}, "none", 320, 512, "bf16", "bf16", "generic", 16, 100, {})
 
@@ -82,3 +86,101 @@ def test_the_engine_can_be_ended_after_its_event_loop():
 
     asyncio.run(make()).kill()
     assert ends == [1]
+
+
+GREEDY = Sampling(max_tokens=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+
+
+class Clocked:
+    """An event loop whose time is set by hand."""
+
+    def __init__(self, loop):
+        self.loop, self.now = loop, 1000.0
+
+    def time(self):
+        return self.now
+
+    def __getattr__(self, name):
+        return getattr(self.loop, name)
+
+
+def report(*outputs):
+    blocks = {"target": 0, "draft": 0, "cached": 0, "free": 1}
+    return pack(msgspec.msgpack.encode(Report([*outputs], 0, 0, 0, blocks, Stats())))
+
+
+def output(id, reason):
+    return StepOutput(id, [5], reason, True, 0, 0, 0.0)
+
+
+def test_silence_counts_from_what_was_asked_or_said_last_and_not_while_nothing_is_owed():
+    async def run():
+        client = EngineClient((None, None))
+        client.loop = clock = Clocked(client.loop)
+        client.transport = SimpleNamespace(write=lambda data: None)
+        listener = SimpleNamespace(push=lambda output: None)
+        assert client.silence == 0  # idle
+        (id,) = client.add([1], [GREEDY], [listener])
+        await asyncio.sleep(0)
+        clock.now += 3
+        assert client.silence == 3
+        client.data_received(report(output(id, None)))
+        assert client.silence == 0
+        clock.now += 2
+        client.finish(id)  # it has left: the engine still owes an answer to that
+        await asyncio.sleep(0)
+        client.add([1], [GREEDY], [listener])
+        client.finish(id + 1)
+        await asyncio.sleep(0)
+        assert client.silence == 2
+        client.data_received(report())
+        clock.now += 100
+        assert client.silence == 0
+
+    asyncio.run(run())
+
+
+def test_where_no_process_can_be_started_for_a_moment_it_is_tried_again(monkeypatch, caplog):
+    monkeypatch.setattr("specserve.exchange.client.RETRIES", (0.0, 0.0))
+    tries = []
+
+    def respawn():
+        tries.append(1)
+        raise OSError("too many open files")
+
+    async def run():
+        process = SimpleNamespace(kill=lambda: None, wait=lambda seconds: -9)
+        client = EngineClient((process, None), respawn)
+        client.ready.set_result(None)
+        client.connection_lost(None)
+        await client.died.wait()
+
+    asyncio.run(run())
+    assert len(tries) == 3 and caplog.text.count("too many open files") == 3
+
+
+def test_who_waits_for_an_engine_that_is_being_replaced_is_told_when_the_client_ends():
+    async def run():
+        process = SimpleNamespace(kill=lambda: None, wait=lambda seconds: -9, end=lambda: None)
+        client = EngineClient((process, None), lambda: None)
+        client.ready.set_result(None)
+        client.deaths.append(client.loop.time())  # so there is a pause before the next one
+        client.connection_lost(None)
+        asking = [asyncio.create_task(client.speculation())]
+        await asyncio.sleep(0.05)
+        client.kill()
+        with pytest.raises(EngineDied):
+            await asyncio.wait_for(asking[0], 1)
+
+    asyncio.run(run())
+
+
+def test_a_fork_server_that_does_not_tell_of_an_end_is_ended_too():
+    done = []
+
+    def wait(seconds=None):
+        raise TimeoutExpired("engine", seconds)
+
+    process = SimpleNamespace(kill=lambda: done.append("kill"), wait=wait)
+    process.end = lambda: done.append("end")
+    assert ended(process) == -9 and done == ["kill", "end"]

@@ -32,7 +32,7 @@ class ScriptedEngine:
         self.died, self.next_id, self.added, self.script = asyncio.Event(), 0, [], ([], [])
         self.finished = set()
         self.loop = asyncio.get_running_loop()
-        self.heard_at = 0.0
+        self.silence = 0.0
 
     def add(self, token_ids, samplings, listeners, keys=None, caller=None):
         ids = [*range(self.next_id, self.next_id + len(samplings))]

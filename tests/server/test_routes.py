@@ -2,7 +2,6 @@
 
 import contextlib
 import http.client
-from asyncio import Event
 from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
@@ -11,8 +10,6 @@ from starlette.testclient import TestClient
 
 from specserve.config import ServerConfig
 from specserve.errors import ConfigError
-from specserve.exchange.client import EngineClient
-from specserve.exchange.sampling_params import Sampling
 from specserve.server.app import make_app
 from specserve.server.pages import PAGES, PARTS
 from specserve.server.routes import LIVENESS, OPEN
@@ -298,15 +295,6 @@ def test_a_file_that_holds_what_no_header_can_is_refused(tmp_path, text):
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match="keys: "):
         app_with(api_key_file=str(file))
-
-
-def test_an_engine_that_was_idle_has_its_time_for_the_first_step(monkeypatch):
-    loop = SimpleNamespace(time=lambda: 1000.0)
-    sampling = Sampling(max_tokens=1, temperature=0, top_k=0, top_p=1, min_p=0, seed=0)
-    engine = SimpleNamespace(loop=loop, live={}, held=[], is_up=True, next_id=0, adds=[])
-    engine.died, engine.heard_at, engine.flush_soon = Event(), 0.0, lambda: None
-    EngineClient.add(engine, [1], [sampling], [None])
-    assert engine.heard_at == 1000.0
 
 
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND"]
