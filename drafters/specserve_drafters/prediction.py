@@ -11,7 +11,7 @@ from specserve_drafters.lookup import MAX_LENGTH, SURE, Odds
 
 NEAR = 64  # tokens from the place where the texts parted, in which any match is one
 SURE_LENGTH = 4  # tokens that have to match elsewhere
-MOST_PLACES = 64  # of a token, looked at after a difference
+MOST_PLACES = 16  # of a token, looked at after a difference
 
 
 class Alignment:

@@ -6,7 +6,7 @@ token of an output is entered once for each length, and nothing else is kept of 
 """
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from heapq import heappop, heappush
 
@@ -19,7 +19,7 @@ from specserve_drafters.tree import ROOT
 
 LENGTHS = 2, 4, 8, 16  # of the n-grams
 MIX = [0x9E3779B1 * (2 * j + 1) % (1 << 27) | 1 for j in range(LENGTHS[-1])]  # sums fit 63 bits
-SMALL, LARGE = 1 << 12, 1 << 17  # tokens of a scope's first part, and of any
+SMALL, LARGE = 1 << 10, 1 << 17  # tokens of a scope's first part, and of any
 MOST_BYTES = 64 << 20  # of all scopes
 MAX_MATCHES, MAX_VISITS = 16, 64  # of a length: looked at, and places visited for them
 END = -1  # of an output
@@ -71,6 +71,7 @@ class Part:
 
 
 Place = tuple[Part, int]
+Owner = tuple[int, str]  # a tenant, and a salt of its requests
 
 
 class Scope:
@@ -117,28 +118,26 @@ class Followed:
 
     __slots__ = ("is_learnt", "length", "match", "num_prompt", "owner", "size", "text")
 
-    def __init__(
-        self, text: "array[int]", num_prompt: int, owner: Hashable, is_learnt: bool
-    ) -> None:
+    def __init__(self, text: "array[int]", num_prompt: int, owner: Owner, is_learnt: bool) -> None:
         self.text, self.num_prompt, self.owner, self.is_learnt = text, num_prompt, owner, is_learnt
         self.size, self.length = len(text), 0
         self.match: Place | None = None
 
 
 class SuffixSource:
-    """Guesses what followed the same tokens in earlier outputs of the same owner: whatever says
-    whose requests may see each other's.
+    """Guesses what followed the same tokens in earlier outputs of the same owner: a tenant, which
+    has its share of the memory, and a salt.
     """
 
     name = "suffix"
 
     def __init__(self) -> None:
         self.requests: dict[int, Followed] = {}
-        self.scopes: OrderedDict[Hashable, Scope] = OrderedDict()  # the one last used at the end
-        self.odds: dict[Hashable, Odds] = {}  # of each: nobody sees what others' texts showed
+        self.scopes: OrderedDict[Owner, Scope] = OrderedDict()  # the one last used at the end
+        self.odds: dict[Owner, Odds] = {}  # of each: nobody sees what others' texts showed
 
     def begin(
-        self, id: int, text: "array[int]", num_prompt: int, owner: Hashable, is_learnt: bool
+        self, id: int, text: "array[int]", num_prompt: int, owner: Owner, is_learnt: bool
     ) -> None:
         """Guess for a request until `forget`, when its output is entered if it `is_learnt`. `text`
         grows with it.
@@ -184,7 +183,7 @@ class SuffixSource:
         if followed is not None and followed.is_learnt:
             self.learn(followed.text[followed.num_prompt :], followed.owner)
 
-    def learn(self, output: "array[int]", owner: Hashable) -> None:
+    def learn(self, output: "array[int]", owner: Owner) -> None:
         """Enter an output, and drop the scopes that were used least of late where they are too
         large.
         """
@@ -195,8 +194,16 @@ class SuffixSource:
         self.scopes.move_to_end(owner)
         self.scopes[owner].add(output)
         while self.num_bytes > MOST_BYTES and len(self.scopes) > 1:
-            dropped, _ = self.scopes.popitem(last=False)
-            del self.odds[dropped]
+            self.drop()
+
+    def drop(self) -> None:
+        """Of the tenant that has most: the scope that was used least of late."""
+        held = Counter[Hashable]()
+        for (tenant, _), scope in self.scopes.items():
+            held[tenant] += scope.num_bytes
+        [(most, _)] = held.most_common(1)
+        dropped = next(owner for owner in self.scopes if owner[0] == most)
+        del self.scopes[dropped], self.odds[dropped]
 
     @property
     def num_bytes(self) -> int:

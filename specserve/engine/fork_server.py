@@ -55,9 +55,12 @@ def main(fd: int, log_format: str) -> None:
                     link.send(Failed(str(e)))
                     return
                 keep_objects()
+            parent = os.getpid()
             if (engine := os.fork()) == 0:
                 control.close()
                 die_with_parent()
+                if os.getppid() != parent:  # it ended before that
+                    return
                 process.run(link, config, phases, shared)
                 return
             link.sock.close()

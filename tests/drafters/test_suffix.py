@@ -16,12 +16,12 @@ TEXT = [*range(100, 160)]
 def learnt(*outputs, salt=""):
     source = SuffixSource()
     for output in outputs:
-        source.learn(array("i", output), salt)
+        source.learn(array("i", output), (0, salt))
     return source
 
 
 def asked(source, known, limit=8, id=1, salt=""):
-    source.begin(id, array("i", known), 0, salt, False)
+    source.begin(id, array("i", known), 0, (0, salt), False)
     (guesses,) = source.candidates([DraftItem(id, array("i", known), limit, 0.0, 0)])
     return guesses
 
@@ -87,22 +87,22 @@ def test_there_are_no_guesses_of_another_scope_nor_its_odds():
     source = learnt(TEXT, salt="a")
     assert asked(source, TEXT[:20], salt="") == [] == asked(source, TEXT[:20], salt="b")
     assert asked(source, TEXT[:20], salt="a")
-    source.begin(5, array("i", TEXT[:20]), 0, "b", True)
+    source.begin(5, array("i", TEXT[:20]), 0, (0, "b"), True)
     assert source.promise(5, array("i", TEXT[:20])) == 0.0
-    source.learn(array("i", TEXT), "b")
-    odds = [*source.odds["b"].expected]
-    source.begin(6, array("i", TEXT[:20]), 0, "a", True)
+    source.learn(array("i", TEXT), (0, "b"))
+    odds = [*source.odds[0, "b"].expected]
+    source.begin(6, array("i", TEXT[:20]), 0, (0, "a"), True)
     for size in range(20, 60):
         source.promise(6, array("i", TEXT[:size]))
     for each in source.odds.values():
         each.sum()
-    assert [*source.odds["b"].expected] == odds != [*source.odds["a"].expected]
+    assert [*source.odds[0, "b"].expected] == odds != [*source.odds[0, "a"].expected]
 
 
 def test_an_output_is_learnt_when_its_request_ends_unless_it_asked_not_to_be():
     source = SuffixSource()
     for id, is_learnt in ((1, False), (2, True)):
-        source.begin(id, array("i", [50, 51, *TEXT]), 2, "", is_learnt)
+        source.begin(id, array("i", [50, 51, *TEXT]), 2, (0, ""), is_learnt)
         source.forget(id)
         assert bool(asked(source, TEXT[:10], id=9)) == is_learnt
     assert asked(source, [50, 51], id=9) == []  # the prompt is none of it
@@ -111,7 +111,7 @@ def test_an_output_is_learnt_when_its_request_ends_unless_it_asked_not_to_be():
 
 def test_what_it_promises_follows_the_text_and_falls_after_a_difference():
     source, text = learnt(TEXT), array("i", TEXT[:4])
-    source.begin(1, text, 0, "", False)
+    source.begin(1, text, 0, (0, ""), False)
     first = source.promise(1, text)
     text.extend(TEXT[4:20])
     assert source.promise(1, text) > first > 0
@@ -128,12 +128,20 @@ def test_memory_stays_in_its_bound_over_a_million_tokens(monkeypatch, num_scopes
     source = SuffixSource()
     for n in range(1000):
         output = array("i", ((n * 1000 + i) * 7919 % 5003 for i in range(1000)))
-        source.learn(output, str(n % num_scopes))
+        source.learn(output, (0, str(n % num_scopes)))
         assert source.num_bytes <= 4 << 20
         held = sum(len(p.tokens) for s in source.scopes.values() for p in s.parts)
         assert 4 * held <= source.num_bytes
     assert source.odds.keys() == source.scopes.keys()
     assert asked(source, output[:20], salt=str(999 % num_scopes))
+
+
+def test_a_tenant_with_many_salts_takes_no_memory_from_others(monkeypatch):
+    monkeypatch.setattr(suffix, "MOST_BYTES", 1 << 20)
+    source = learnt(TEXT)
+    for n in range(200):
+        source.learn(array("i", TEXT), (1, str(n)))
+    assert asked(source, TEXT[:20]) and len(source.scopes) < 60
 
 
 def test_an_output_longer_than_a_part_is_cut_to_its_end():
@@ -155,7 +163,7 @@ def test_a_lookup_visits_a_bounded_number_of_places():
 
 def test_all_is_forgotten_on_reset():
     source, text = learnt(TEXT), array("i", TEXT[:8])
-    source.begin(1, text, 0, "", True)
+    source.begin(1, text, 0, (0, ""), True)
     assert source.promise(1, text) > 0
     source.reset()
     assert source.promise(1, text) == 0 and asked(source, TEXT[:8], id=2) == []

@@ -160,7 +160,7 @@ def test_text_is_the_targets_own_with_all_sources_in_one_tree(
     users = UserSource("scripted", Scripted(script, truth_by_id(scenario, want)), VOCAB)
     earlier = SuffixSource()
     for text in want:
-        earlier.learn(array("i", text), "")
+        earlier.learn(array("i", text), (0, ""))
     sources = ngram_source(), users, PredictionSource(), earlier
     engine.guesses = planned(engine, *sources, model=engine.guesses.model)
     if is_random:
