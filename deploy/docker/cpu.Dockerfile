@@ -26,7 +26,8 @@ RUN python -m pip install -c constraints.txt hatchling \
     && python -m pip wheel --no-deps --no-build-isolation --wheel-dir /wheels .
 # A wheel for any platform is one whose kernels could not be compiled.
 RUN if ls /wheels/*-any.whl; then exit 1; fi \
-    && /opt/specserve/bin/pip install -c constraints.txt /wheels/*.whl
+    && wheel="$(ls /wheels/*.whl)" \
+    && /opt/specserve/bin/pip install -c constraints.txt "specserve[otel] @ file://$wheel"
 
 FROM python:3.11.14-slim-bookworm
 ARG REVISION=unknown

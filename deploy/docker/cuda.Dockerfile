@@ -32,7 +32,7 @@ RUN python3 -m venv /opt/build \
 # A wheel for any platform is one whose kernels could not be compiled.
 RUN if ls /wheels/*-any.whl; then exit 1; fi \
     && wheel="$(ls /wheels/*.whl)" \
-    && /opt/specserve/bin/pip install -c constraints.txt "specserve[gpu] @ file://$wheel"
+    && /opt/specserve/bin/pip install -c constraints.txt "specserve[gpu,otel] @ file://$wheel"
 
 FROM base
 ARG REVISION=unknown

@@ -196,6 +196,25 @@ REFUSED = {
         "exceeds autoscaling.maxReplicas",
     ),
     "an ingress without a host": (["ingress.enabled=true"], "set ingress.host"),
+    "a certificate": (["config.server.tls_certificate_file=a"], "TLS is the ingress's"),
+    "a key of TLS": (["config.server.tls_key_file=a"], "TLS is the ingress's"),
+    "a certificate as argument": (["extraArgs={--ssl-certfile=a}"], "TLS is the ingress's"),
+    "a certificate by --set": (
+        ["extraArgs={--set=server.tls_key_file=a}"],
+        "TLS is the ingress's",
+    ),
+    "requests of keys without keys": (
+        ["config.server.max_requests_per_key=2"],
+        "max_requests_per_key needs keys",
+    ),
+    "tokens of keys without keys": (
+        ["config.server.max_tokens_per_minute_per_key=2"],
+        "max_tokens_per_minute_per_key needs keys",
+    ),
+    "an interval for other streams": (
+        ["config.server.stream_interval_ms=20"],
+        "set that, too, or leave it out",
+    ),
     "two GPUs": (["device=cuda", "gpus=2"], "gpus"),
     "a key with a space": (["auth.keys={a b}"], "auth/keys"),
 }
@@ -206,3 +225,10 @@ REFUSED = {
 def test_what_cannot_work_is_refused_before_it_is_installed(flags, complaint):
     told = template("--set=auth.allowNoKeys=true", *(f"--set={flag}" for flag in flags))
     assert told.returncode != 0 and complaint in told.stderr, told.stderr
+
+
+@pytest.mark.slow
+def test_limits_of_keys_and_an_interval_are_taken_with_what_they_need():
+    server = "max_requests_per_key=2", "stream_flush=interval", "stream_interval_ms=20"
+    flags = (f"--set=config.server.{setting}" for setting in server)
+    assert rendered("--set=auth.existingSecret=mine", *flags)

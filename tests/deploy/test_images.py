@@ -5,9 +5,11 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import trustme
 
 from specserve import cli
 from specserve.version import VERSION
@@ -61,6 +63,15 @@ def test_versions_in_the_image_are_those_of_the_project(file):
     assert installs and all(args.startswith("-c constraints.txt") for args in installs)
 
 
+@each_file
+def test_the_image_has_the_packages_that_send_traces(file):
+    [extras] = re.findall(r'pip install .*"specserve\[([\w,]+)\] @ file:', file.read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "otel" in extras.split(",") and {*extras.split(",")} <= {
+        *project["optional-dependencies"]
+    }
+
+
 @pytest.mark.slow
 @each_file
 def test_hadolint_finds_nothing(file):
@@ -68,10 +79,11 @@ def test_hadolint_finds_nothing(file):
     assert told.returncode == 0, told.stdout
 
 
-def probe(port, *args):
+def probe(port, *args, **env):
     """As the image runs it: without the packages that are installed."""
     command = [sys.executable, "-IS", PROBE, *map(str, args)]
-    return subprocess.run(command, env={"PORT": str(port)}, capture_output=True).returncode
+    env["PORT"] = str(port)
+    return subprocess.run(command, env=env, capture_output=True).returncode
 
 
 def test_the_probe_tells_a_live_and_a_ready_server_from_others(tmp_path):
@@ -85,6 +97,17 @@ def test_the_probe_tells_a_live_and_a_ready_server_from_others(tmp_path):
         assert probe(server.port, "/health/ready", others) == 1
         assert probe(server.port, "/health/ready", tmp_path / "missing") == 1
     assert probe(server.port, "/health/live") == 1
+
+
+def test_the_probe_asks_a_server_of_https_whose_certificate_it_does_not_know(tmp_path):
+    made = trustme.CA().issue_cert("llm.example")
+    made.private_key_and_cert_chain_pem.write_to_path(tmp_path / "both.pem")
+    both = tmp_path / "both.pem"
+    with ServerProcess(None, f"--ssl-certfile={both}", f"--ssl-keyfile={both}") as server:
+        assert probe(server.port, "/health/live", SCHEME="https") == 0
+        assert probe(server.port, "/health/ready", SCHEME="https") == 0
+        assert probe(server.port, "/health/live") == 1
+        assert probe(server.port, "/health/live", SCHEME="HTTPS") == 1
 
 
 @each_file

@@ -22,21 +22,21 @@ needs_systemd = pytest.mark.skipif(
 )
 
 
-def settings():
+def settings(file=UNIT):
     found = defaultdict(list)
-    for key, value in re.findall(r"^(\w+)=(.*)$", UNIT.read_text(), re.MULTILINE):
+    for key, value in re.findall(r"^(\w+)=(.*)$", file.read_text(), re.MULTILINE):
         found[key].append(value)
     return found
 
 
 @pytest.fixture
 def unit(tmp_path):
-    """The unit with a program that is here, and its drop-in."""
-    folder = tmp_path / "specserve.service.d"
-    shutil.copytree(UNIT.with_name("specserve.service.d"), folder)
-    path = tmp_path / "specserve.service"
-    path.write_text(UNIT.read_text().replace(PROGRAM, sys.executable))
-    return path
+    """The unit with a program that is here, and its drop-ins."""
+    (tmp_path / "specserve.service.d").mkdir()
+    for file in UNIT, *UNIT.parent.glob("specserve.service.d/*.conf"):
+        copy = tmp_path / file.relative_to(UNIT.parent)
+        copy.write_text(file.read_text().replace(PROGRAM, sys.executable))
+    return tmp_path / UNIT.name
 
 
 def analyze(*args):
@@ -64,6 +64,20 @@ def test_the_unit_runs_what_specserve_takes():
     assert program == PROGRAM
     assert (str(args.config), args.api_key_file) == ("/etc/specserve/config.toml", "%d/api-keys")
     assert settings()["LoadCredential"] == ["api-keys:/etc/specserve/api-keys"]
+
+
+def test_the_drop_in_for_https_adds_the_two_files_that_it_loads_to_the_command():
+    its = settings(UNIT.parent / "specserve.service.d/tls.conf")
+    [usual], [reset, command] = settings()["ExecStart"], its["ExecStart"]
+    flags = "--tls-certificate-file %d/tls-certificate --tls-key-file %d/tls-key"
+    assert (reset, command) == ("", usual.replace(" $", f" {flags} $"))
+    assert [each.partition(":")[0] for each in its["LoadCredential"]] == [
+        "tls-certificate",
+        "tls-key",
+    ]
+    args = cli.parser({}).parse_args(command.replace(" $SPECSERVE_ARGS", "").split()[1:])
+    assert args.tls_certificate_file == "%d/tls-certificate"
+    assert args.tls_key_file == "%d/tls-key"
 
 
 def test_the_unit_leaves_time_to_drain_and_starts_again_what_may_go_well():

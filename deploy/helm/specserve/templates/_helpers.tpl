@@ -91,12 +91,28 @@ timeoutSeconds: 5
 {{- fail (printf "config.server.%s is set by the chart: leave it out (auth and service have what there is to choose)" .) -}}
 {{- end -}}
 {{- end -}}
+{{- range list "tls_certificate_file" "tls_key_file" -}}
+{{- if get $.Values.config.server . -}}
+{{- fail (printf "config.server.%s: TLS is the ingress's: leave it out, and set ingress.tlsSecret" .) -}}
+{{- end -}}
+{{- end -}}
+{{- range list "max_requests_per_key" "max_tokens_per_minute_per_key" -}}
+{{- if and $auth.allowNoKeys (get $.Values.config.server .) -}}
+{{- fail (printf "config.server.%s needs keys: set auth.keys or auth.existingSecret instead of auth.allowNoKeys, or leave it out" .) -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.config.server.stream_interval_ms (ne (.Values.config.server.stream_flush | default "event") "interval") -}}
+{{- fail "config.server.stream_interval_ms is of no use without config.server.stream_flush = interval: set that, too, or leave it out" -}}
+{{- end -}}
 {{- if hasKey (.Values.config.model | default dict) "device" -}}
 {{- fail "config.model.device is set by the chart: set device = cpu or cuda instead" -}}
 {{- end -}}
 {{- range .Values.extraArgs -}}
 {{- if or (regexMatch "^--(config|host|port|api-key-file|allow-no-keys)(=|$)" .) (regexMatch "(server\\.(host|port|api_key_file|allow_no_keys)|model\\.device)=" .) -}}
 {{- fail (printf "extraArgs: %s is set by the chart: leave it out" .) -}}
+{{- end -}}
+{{- if or (regexMatch "^--(tls|ssl)-" .) (regexMatch "server\\.tls_\\w+=" .) -}}
+{{- fail (printf "extraArgs: %s: TLS is the ingress's: leave it out, and set ingress.tlsSecret" .) -}}
 {{- end -}}
 {{- end -}}
 {{- $scales := ne .Values.autoscaling.kind "none" -}}
