@@ -160,6 +160,8 @@ class Metrics:
             ["model_name", "engine", "finished_reason"],
             registry=self.registry,
         )
+        for reason in "stop", "length", "abort", "error", "timeout":
+            self.success.labels(self.model, "0", reason)  # from 0, so that a first one is a rise
         self.rejections = Counter(
             "vllm:admission_rejections",
             "Requests refused before they were queued, by reason.",

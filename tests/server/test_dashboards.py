@@ -138,7 +138,7 @@ def test_every_panel_says_what_it_shows():
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
 def test_every_alert_has_a_severity_and_says_what_to_do(rule):
-    assert rule["labels"]["severity"] in ("warning", "critical")
+    assert rule["labels"]["severity"] in ("info", "warning", "critical")
     assert rule["annotations"]["summary"] and rule["annotations"]["description"]
 
 

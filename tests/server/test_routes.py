@@ -196,7 +196,6 @@ def totals(server):
 
 def test_the_counters_move_with_what_was_said(presets):
     server = presets["model"]
-    server.post(CHAT, chat_body())  # a counter with a label of its own is born with its first
     before = totals(server)
     answer = server.post(CHAT, chat_body(max_tokens=60)).body
     moved = [b - a for a, b in zip(before, totals(server), strict=True)]
@@ -204,6 +203,11 @@ def test_the_counters_move_with_what_was_said(presets):
     assert moved[:2] == [usage["prompt_tokens"], usage["completion_tokens"]]
     assert moved[2:4] == [said["num_draft_tokens"], said["num_accepted_draft_tokens"]]
     assert moved[4:] == [1, 1]
+
+
+def test_ends_are_counted_from_zero_so_that_the_first_error_is_a_rise(presets):
+    name = "vllm:request_success_total"
+    assert presets["model"].metric(name, finished_reason="error") == 0
 
 
 def test_rows_are_counted_by_what_they_were_for(presets):
