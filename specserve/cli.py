@@ -226,8 +226,10 @@ def show_config(args: argparse.Namespace) -> None:
         print(to_toml(config), end="")
         return
     from specserve.selection import check_drafter
+    from specserve.server.tls import tls_of
 
     check_drafter(config)
+    tls_of(config.server)
     print("OK: the settings, the drafter's name and its options are valid; no model was checked")
 
 

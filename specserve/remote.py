@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from ssl import SSLCertVerificationError
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
@@ -144,6 +145,12 @@ class Remote:
                 connection.sock.settimeout(SILENT_SECONDS)
                 connection.request(method, self.path + path, body, self.headers)
                 response = connection.getresponse()
+            except SSLCertVerificationError as e:
+                raise NoAnswer(
+                    f"the certificate of {self.url} is not trusted ({e.verify_message}): where its "
+                    "authority is unknown here, name a file with the authority's certificate in "
+                    "the environment variable SSL_CERT_FILE"
+                ) from e
             except (OSError, HTTPException, UnicodeError) as e:  # UnicodeError: a bad host name
                 raise NoAnswer(
                     f"no server answers at {self.url} ({e}): start one with `specserve serve`, "

@@ -13,6 +13,9 @@ from specserve.errors import ConfigError
 
 RENEWAL_SECONDS = 5.0  # between looks at the files
 
+# NO_CERTIFICATE_ASSIGNED: key and certificate are of different algorithms.
+MISMATCHES = "KEY_VALUES_MISMATCH", "NO_CERTIFICATE_ASSIGNED"
+
 log = logging.getLogger("specserve")
 
 
@@ -47,15 +50,18 @@ class TLS:
         try:
             context.load_cert_chain(self.certificate, self.key, self.refuse_password)
         except ssl.SSLError as e:
-            if e.reason == "KEY_VALUES_MISMATCH":
-                raise ConfigError(
-                    f"{self.key}: is no key of the certificate {self.certificate}: name the one "
-                    "that it was made with"
-                ) from e
-            raise ConfigError(
-                f"{self.certificate} and {self.key}: no certificate and key in PEM "
-                f"({e.reason or e}): check what the files hold"
-            ) from e
+            raise ConfigError(self.complaint(e)) from e
+
+    def complaint(self, error: ssl.SSLError) -> str:
+        """Which file is wrong, and how."""
+        if error.reason in MISMATCHES:
+            return (
+                f"{self.key}: is no key of the certificate {self.certificate}: name the one that "
+                "it was made with"
+            )
+        if not has_certificates(self.certificate):
+            return f"{self.certificate}: holds no certificate in PEM: check what the file holds"
+        return f"{self.key}: holds no key in PEM: check what the file holds"
 
     def refuse_password(self) -> NoReturn:
         raise ConfigError(
@@ -83,6 +89,15 @@ class TLS:
         self.versions = versions
         self.loaded()  # first apart: a context is broken by a key that is not the certificate's
         self.load(self.context)
+        log.info("the certificate is renewed from %s", self.certificate)
+
+
+def has_certificates(file: Path) -> bool:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(file)
+    except ssl.SSLError:
+        return False
+    return True
 
 
 @contextmanager

@@ -116,7 +116,9 @@ def test_a_chat_works_with_the_authority_in_ssl_cert_file(served):
 
     trusting = chat({"SSL_CERT_FILE": str(files.ca)})
     assert trusting.returncode == 0 and "3 tokens" in trusting.stderr, trusting
-    assert "certificate verify failed" in chat({"SSL_CERT_FILE": os.devnull}).stderr
+    complaint = chat({"SSL_CERT_FILE": os.devnull}).stderr
+    assert f"the certificate of {server.url} is not trusted (unable to get" in complaint
+    assert "SSL_CERT_FILE" in complaint and "specserve serve" not in complaint
 
 
 def test_broken_handshakes_cost_nobody_anything(served):
@@ -168,7 +170,8 @@ def test_a_renewed_certificate_is_taken_up_while_the_server_runs(served):
         eventually(lambda: ask(server, files, "/health")[1] != before)
 
 
-def test_a_changed_file_is_loaded_once_and_a_broken_one_changes_nothing(files):
+def test_a_changed_file_is_loaded_once_and_a_broken_one_changes_nothing(files, caplog):
+    caplog.set_level("INFO", "specserve")
     tls = tls_of(ServerConfig(**files.settings))
     before = number_of(tls.context, files)
     tls.renew_once()
@@ -181,9 +184,12 @@ def test_a_changed_file_is_loaded_once_and_a_broken_one_changes_nothing(files):
     files.certificate.unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
         tls.renew_once()
+    assert not caplog.messages
     files.issue()
     tls.renew_once()
+    tls.renew_once()
     assert number_of(tls.context, files) != before
+    assert caplog.messages == [f"the certificate is renewed from {files.certificate}"]
 
 
 def number_of(context, files):
@@ -201,6 +207,11 @@ def number_of(context, files):
     return sides[1].getpeercert()["serialNumber"]
 
 
+def rsa_key():
+    made = trustme.CA().issue_cert("localhost", key_type=trustme.KeyType.RSA)
+    return made.private_key_pem.bytes()
+
+
 def encrypt(files):
     key = load_pem_private_key(files.key.read_bytes(), None)
     kinds = Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")
@@ -214,9 +225,25 @@ WRONG = {
         lambda files: (files.key.unlink(), files.key.mkdir()),
         "key.pem: cannot be read (Is a directory",
     ),
-    "no PEM": (lambda files: files.certificate.write_text("a"), "no certificate and key in PEM"),
+    "no certificate": (
+        lambda files: files.certificate.write_text("a"),
+        "cert.pem: holds no certificate in PEM",
+    ),
+    "half a certificate": (
+        lambda files: os.truncate(files.certificate, 200),
+        "cert.pem: holds no certificate in PEM",
+    ),
+    "no key": (lambda files: files.key.write_text("a"), "key.pem: holds no key in PEM"),
+    "exchanged": (
+        lambda files: files.certificate.write_bytes(files.key.read_bytes()),
+        "cert.pem: holds no certificate in PEM",
+    ),
     "of another key": (
         lambda files: files.key.write_bytes(files.authority.private_key_pem.bytes()),
+        "key.pem: is no key of the certificate",
+    ),
+    "of a key of another algorithm": (
+        lambda files: files.key.write_bytes(rsa_key()),
         "key.pem: is no key of the certificate",
     ),
     "encrypted": (encrypt, "key.pem: the key is encrypted"),
@@ -231,6 +258,17 @@ def test_files_that_cannot_be_used_are_told_in_one_line_at_the_start(
     assert cli.main(["serve", str(folder), *files.flags]) == 1
     said = capsys.readouterr().err
     assert said.startswith("error: ") and said.count("\n") == 1 and complaint in said
+    assert "_ssl.c" not in said
+
+
+def test_config_check_finds_a_certificate_and_a_key_that_do_not_match(files, capsys):
+    check = ["config", "check"]
+    for key, file in files.settings.items():
+        check += ["--set", f"server.{key}={file}"]
+    assert cli.main(check) == 0
+    files.key.write_bytes(files.authority.private_key_pem.bytes())
+    assert cli.main(check) == 1
+    assert "key.pem: is no key of the certificate" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", [0, 1])
