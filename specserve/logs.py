@@ -89,6 +89,23 @@ def add_request_id(record: logging.LogRecord) -> bool:
     return True
 
 
+class Seldom(logging.Filter):
+    """Lets a record through every so many seconds, with the number of those left out before it."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.next_at, self.num_left_out = seconds, 0.0, 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.created < self.next_at:
+            self.num_left_out += 1
+            return False
+        if self.num_left_out:
+            record.msg = f"{record.msg} ({self.num_left_out} more since the last such line)"
+        self.next_at, self.num_left_out = record.created + self.seconds, 0
+        return True
+
+
 class PrintedLines(io.TextIOBase):
     """A text file whose lines become log records."""
 

@@ -37,6 +37,8 @@ from specserve.progress import LoadProgress, show_phases
 from specserve.selection import scaled_models
 from specserve.server.app import make_app
 from specserve.server.connection import bounded
+from specserve.server.handshake import Handshakes
+from specserve.server.handshake import log as handshakes_log
 from specserve.server.service import ServedModel, Service, fingerprint
 from specserve.server.tls import TLS
 from specserve.server.tracing import Tracer, start_tracing
@@ -199,24 +201,28 @@ class Server(uvicorn.Server):
             ssl_context_factory=None if tls is None else lambda *_: tls.context,
         )
         super().__init__(config)
+        handshakes_log.disabled = not service.limits.access_log
         self.handshake_seconds = service.limits.header_seconds
         self.signals: asyncio.Queue[int] = asyncio.Queue()
         self.running_loop = asyncio.get_running_loop()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's, except that a TLS handshake has as long as headers have."""
+        """uvicorn's, except that a TLS handshake has as long as headers have, and that one that
+        fails is logged.
+        """
         await self.lifespan.startup()
         its, loop = self.config, asyncio.get_running_loop()
         kind: Any = its.http_protocol_class
         known = {"server_state": self.server_state, "app_state": self.lifespan.state}
+        self.servers: list[Any] = []
         made = partial(kind, config=its, **known)
-        seconds = None if its.ssl is None else self.handshake_seconds
-        self.servers = [
-            await loop.create_server(
-                made, sock=each, ssl=its.ssl, backlog=its.backlog, ssl_handshake_timeout=seconds
-            )
-            for each in sockets or ()
-        ]
+        for each in sockets or ():
+            if its.ssl is None:
+                self.servers.append(await loop.create_server(made, sock=each, backlog=its.backlog))
+            else:
+                each.listen(its.backlog)
+                handshakes = Handshakes(each, its.ssl, self.handshake_seconds, made)
+                self.servers.append(handshakes)
         self.started = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

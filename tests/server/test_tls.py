@@ -139,6 +139,44 @@ def test_broken_handshakes_cost_nobody_anything(served):
     assert log.read_text() == said
 
 
+def test_handshakes_that_fail_are_lines_with_address_and_reason_at_most_one_a_second(
+    folder, files, tmp_path
+):
+    log = tmp_path / "stderr"
+    settings = {"server.header_seconds": HEADER_SECONDS, "server.access_log": "true"}
+
+    def fail(sent):
+        with server.connect() as client:
+            client.sendall(sent)
+            client.settimeout(10)
+            with contextlib.suppress(ConnectionError):
+                while client.recv(1000):
+                    pass
+            return client.getsockname()[1]
+
+    def told(port):
+        eventually(lambda: f"127.0.0.1 port {port} failed: " in log.read_text())
+        return next(line for line in log.read_text().splitlines() if f"port {port} " in line)
+
+    with (
+        log.open("w") as stderr,
+        ServerProcess(folder, *files.flags, stderr=stderr, **settings) as server,
+    ):
+        assert "plain HTTP" in told(fail(b"GET /health HTTP/1.1\r\n\r\n"))
+        time.sleep(1)
+        with pytest.raises(ssl.SSLError), server.connect() as client:
+            port = client.getsockname()[1]
+            ssl.create_default_context().wrap_socket(client, server_hostname="localhost")
+        assert "unknown ca" in told(port)
+        for _ in range(20):
+            fail(b"\0" * 99)
+        line = told(fail(b"\x16\x03\x01"))  # after a second without an end
+        assert f"it has not ended within {HEADER_SECONDS:g} s" in line
+        assert "more since the last such line)" in line
+        assert ask(server, files, "/health")[0] == 200
+    assert log.read_text().count("TLS handshake") <= 5
+
+
 @pytest.mark.timed
 def test_half_of_a_handshake_is_cut_when_headers_would_be(served):
     server, files, _ = served
