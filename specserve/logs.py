@@ -132,14 +132,12 @@ class PrintedLines(io.TextIOBase):
 
 
 class TextFormatter(logging.Formatter):
-    """The message; of an ended request with its time and, where they are logged, its texts."""
+    """The time and the message; of an ended request with its texts, where they are logged."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         fields, words = fields_of(record), [record.message.rstrip()]
         words += [f"{name} {quoted(fields[name])}" for name in ("prompt", "text") if name in fields]
-        line = ", ".join(words)
-        if record.name == ACCESS:
-            line = f"{strftime('%F %T', localtime(record.created))} {line}"
+        line = f"{strftime('%F %T', localtime(record.created))} {', '.join(words)}"
         id = getattr(record, "request_id", "")
         return f"{line} [{id}]" if id else line
 

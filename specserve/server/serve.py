@@ -54,6 +54,10 @@ PREFIX = '{"prompt": "def ", ' + REST
 log = logging.getLogger("specserve")
 
 
+class EngineDiedWhileUp(EngineDied):
+    """Its error is a line of the log, as it does not end a start."""
+
+
 class Start(NamedTuple):
     """What `specserve serve` has done before this module was imported."""
 
@@ -76,6 +80,9 @@ def serve(start: Start) -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(run(start))
+    except EngineDiedWhileUp as e:
+        log.error("error: %s", e)
+        return ENGINE_DIED
     except EngineDied as e:
         tell(f"error: {e}")
         return ENGINE_DIED
@@ -117,7 +124,7 @@ async def live(service: Service, start: Start) -> NoReturn:
     for line in introduction(service, ready, url, seconds):
         tell(line, number=1)
     await service.engine.died.wait()
-    raise EngineDied("the engine process has ended, and so does this one")
+    raise EngineDiedWhileUp("the engine process has ended, and so does this one")
 
 
 async def load(service: Service, start: Start) -> Ready:
@@ -164,14 +171,14 @@ async def drain(service: Service, server: "Server") -> int:
     seconds = service.limits.drain_seconds
     if number := len(service.completions):
         answers = "1 answer has" if number == 1 else f"{number} answers have"
-        tell(f"{answers} {seconds:g} s to end; another signal ends the server at once")
+        log.info("%s %g s to end; another signal ends the server at once", answers, seconds)
     drained = asyncio.create_task(service.drained())
     again = asyncio.create_task(server.signals.get())
     await asyncio.wait((drained, again), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for completion in list(service.completions):
         completion.end(Overloaded("the server has ended before the answer did", retry_after=None))
     if service.engine.died.is_set():
-        raise EngineDied("the engine process has ended before its last answers did")
+        raise EngineDiedWhileUp("the engine process has ended before its last answers did")
     if not again.done():
         return 0
     server.flush_seconds = HURRIED_FLUSH_SECONDS

@@ -1,6 +1,7 @@
 """Spans of the generating routes for OpenTelemetry, by its conventions for generative AI."""
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from threading import Thread
@@ -8,6 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from specserve.logs import Seldom
 from specserve.server.access_log import Ended
 from specserve.server.live_completion import LiveCompletion
 from specserve.version import VERSION
@@ -27,7 +29,13 @@ OFF = {  # of a request's parameters, the values that change nothing
     "top_p": 1.0,
 }
 
+SECONDS = 60.0  # between two lines about spans that cannot be sent
+SECRETS = re.compile(r"[^/]*@|\?.*")  # of a URL: user and password, and the query
+REMEDY = "tokens are not held up; start a collector there, or set OTEL_TRACES_EXPORTER=none"
+
 log = logging.getLogger("specserve")
+failures = logging.getLogger("specserve.traces")
+failures.addFilter(Seldom(SECONDS))
 
 
 class Tracer:
@@ -158,6 +166,10 @@ def start_tracing(environ: Mapping[str, str], model: str) -> Tracer | None:
     if not is_asked(environ):
         return None
     warn_of_what_is_not_done(environ)
+    name, where = endpoint_of(environ)
+    if not where.lower().startswith(("http://", "https://")):
+        log.warning("%s = %r: no traces are sent: write it as http://HOST:PORT", name, where)
+        return None
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -166,6 +178,7 @@ def start_tracing(environ: Mapping[str, str], model: str) -> Tracer | None:
     except ImportError as e:
         log.warning("no traces are sent (%s): pip install 'specserve[otel]'", e)
         return None
+    report_failures(where)
     own = Resource({"service.name": "specserve", "service.version": VERSION})
     told = Resource.create()
     is_named = not str(told.attributes["service.name"]).startswith("unknown_service")
@@ -174,6 +187,36 @@ def start_tracing(environ: Mapping[str, str], model: str) -> Tracer | None:
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return Tracer(provider, model)
+
+
+class Failures(logging.Handler):
+    """Replaces lines of OpenTelemetry's exporter, which writes several for each batch."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(logging.WARNING)
+        self.where = where
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = next((a for a in record.args or () if isinstance(a, Exception)), None)
+        why = record.getMessage() if error is None else root_of(error)
+        failures.warning("traces cannot be sent to %s (%s): %s", self.where, why, REMEDY)
+
+
+def root_of(error: BaseException) -> BaseException:
+    """What has been raised first: its words are short."""
+    before = error.__cause__ or error.__context__
+    return error if before is None else root_of(before)
+
+
+def report_failures(where: str) -> None:
+    exporter = logging.getLogger("opentelemetry.exporter")
+    exporter.handlers, exporter.propagate = [Failures(where)], False
+
+
+def endpoint_of(environ: Mapping[str, str]) -> tuple[str, str]:
+    """The variable that says where spans go, and what it says, without what may be secret."""
+    name = next(name for name in ENDPOINTS if environ.get(name))
+    return name, SECRETS.sub("", environ[name])
 
 
 def warn_of_what_is_not_done(environ: Mapping[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -25,6 +26,8 @@ from tests.server.asking import (
     streaming,
 )
 from tests.server.server_process import ServerProcess, eventually
+
+TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"  # as lines of the log begin
 
 
 def test_sigterm_lets_answers_end_in_time_and_breaks_off_the_others(paced):
@@ -73,7 +76,8 @@ def test_a_second_signal_ends_the_server_at_once(paced):
         assert broken_off(list(events))["code"] == "server_is_ending"
         assert server.exit_code(3) == 128 + signal.SIGTERM
         eventually(lambda: is_gone(engine), seconds=1)
-        assert "\n1 answer has 30 s to end; another signal" in server.process.communicate()[1]
+        said = server.process.communicate()[1]
+        assert re.search(rf"^{TIME} 1 answer has 30 s to end; another signal", said, re.M), said
 
 
 def test_a_drain_does_not_need_anybody_to_read_what_is_said_of_it(paced):
@@ -127,7 +131,9 @@ def test_when_five_engines_die_every_answer_ends_with_an_error_and_the_server_wi
         errors = server.process.communicate()[1]
         assert "start-up" in errors and "target threads" in errors  # the table of phases
         assert errors.count("signal 9") == 4 and "goes on with 4 requests" in errors
-        assert "error: the engine process has ended" in errors
+        lines = [line for line in errors.splitlines() if "the engine process has ended" in line]
+        assert len(lines) == 5 and all(re.match(TIME, line) for line in lines), lines
+        assert " error: the engine process has ended" in lines[-1]
 
 
 def is_refused(server):

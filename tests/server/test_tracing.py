@@ -1,6 +1,7 @@
 """Spans of requests, as a collector gets them over its socket, and the server without any."""
 
 import contextlib
+import logging
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from uuid import uuid4
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from specserve.logs import Seldom
 from specserve.server import tracing
 from specserve.server.tracing import start_tracing
 from tests.server.asking import CHAT, COMPLETIONS, chat_body, saying, streaming
@@ -251,6 +253,39 @@ def test_a_dead_collector_holds_up_neither_requests_nor_the_end(folder, is_liste
             server.signal()
             assert server.exit_code() == 0
             assert time.monotonic() - start < 2  # what the server needs without one, and a second
+
+
+def test_spans_that_cannot_be_sent_are_one_line_a_minute_that_says_so(folder, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as dead:
+        host = f"127.0.0.1:{dead.getsockname()[1]}"
+    log, env = tmp_path / "stderr", SOON | {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://u:pw@{host}"}
+    with log.open("w") as stderr, ServerProcess(folder, env=env, stderr=stderr) as server:
+        for _ in range(3):
+            assert server.post(COMPLETIONS, saying(1)).status == 200
+            time.sleep(0.3)  # longer than batches wait
+        eventually(lambda: "traces cannot" in log.read_text())
+    said = log.read_text()
+    assert f"traces cannot be sent to http://{host} ([Errno 111] Connection refused): " in said
+    assert said.count(host) == 1 and "tokens are not held up" in said
+    assert "Transient" not in said and "pw" not in said
+
+
+def test_failures_within_a_minute_are_counted_in_the_next_line(caplog, monkeypatch):
+    monkeypatch.setattr(tracing.failures, "filters", [Seldom(60.0)])
+    handler = tracing.Failures("http://a:1")
+    for second in 0, 1, 59, 61:
+        record = logging.makeLogRecord({"msg": "Failed: %s", "args": (404,)})
+        monkeypatch.setattr(logging.time, "time", lambda at=second: 1e9 + at)
+        handler.emit(record)
+    first, second = caplog.messages
+    assert first.startswith("traces cannot be sent to http://a:1 (Failed: 404): tokens")
+    assert second.endswith(" (2 more since the last such line)")
+
+
+def test_an_endpoint_without_a_scheme_is_one_warning_that_names_the_form(caplog):
+    assert start_tracing({"OTEL_EXPORTER_OTLP_ENDPOINT": "localhost:4318"}, "tiny") is None
+    [line] = caplog.messages
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT = 'localhost:4318'" in line and "http://HOST:PORT" in line
 
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318"}
