@@ -9,7 +9,7 @@ from urllib.parse import quote
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.logs import ACCESS
-from specserve.server.live_completion import ASKED, LiveCompletion
+from specserve.server.live_completion import ASKED, TENANT, LiveCompletion
 
 LONGEST_PATH = 200  # characters of it in the log
 LONGEST_TEXT = 2000  # .. of a prompt or an answer
@@ -60,7 +60,8 @@ class AccessLog:
         path, status = ended.scope["path"], ended.status
         if path in self.polled and status in (200, 304):
             return
-        told: dict[str, Any] = {}
+        tenant = ended.scope.get(TENANT)  # unset without keys, and without a valid one
+        told: dict[str, Any] = {} if tenant is None else {"key": tenant + 1}
         for completion in ended.asked:
             told |= completion.told | (texts(completion) if self.has_texts else {})
         write(ended.scope["method"], path, status, perf_counter() - ended.begun, told)
@@ -85,8 +86,10 @@ def write(
 
 
 def words(told: dict[str, Any]) -> Iterable[str]:
-    """What is told of a completion: tokens, milliseconds to the first, and the end."""
-    if not told:
+    """The number of the API key; of a completion tokens, milliseconds to the first, and the end."""
+    if "key" in told:
+        yield f"key {told['key']}"
+    if "prompt_tokens" not in told:
         return
     yield f"{told['prompt_tokens']} prompt tokens, {told['completion_tokens']} completed"
     if "ttft_ms" in told:

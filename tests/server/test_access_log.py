@@ -88,6 +88,31 @@ def test_no_text_key_or_query_is_written(server, lines, log):
     assert "SECRET" not in log.read_text()
 
 
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_the_number_of_a_requests_key_is_told_of_refusals_too(paced, tmp_path, log_format):
+    keys, file = tmp_path / "keys", tmp_path / "stderr"
+    keys.write_text("# whose\nSECRET-1\n\nSECRET-2\n")
+    settings = {"api_key_file": str(keys), "log_format": log_format, "access_log": "true"}
+    settings = {f"server.{k}": v for k, v in settings.items()} | {
+        "server.max_tokens_per_minute_per_key": 8
+    }
+    with file.open("w") as stderr, paced(stderr=stderr, **settings) as server:
+        statuses = []
+        for key in "SECRET-1", "SECRET-2", "SECRET-2", "SECRET-3":
+            headers = {"Authorization": f"Bearer {key}"}
+            statuses.append(server.post(COMPLETIONS, saying(8), headers=headers).status)
+        server.signal()
+        assert server.exit_code() == 0
+    assert statuses == [200, 200, 429, 401]
+    said = [line for line in file.read_text().splitlines() if f"POST {COMPLETIONS}" in line]
+    shown = [
+        re.search(r'"key": (\d+)' if log_format == "json" else r" ms, key (\d+)", line)
+        for line in said
+    ]
+    assert [number and number[1] for number in shown] == ["1", "2", "2", None]
+    assert "SECRET" not in file.read_text()
+
+
 def test_a_path_cannot_move_the_cursor_or_forge_a_line(server, lines):
     server.get("/%1b[2J%0a2026-01-01%E2%80%AE")
     server.get("/" + 300 * "a")
