@@ -27,11 +27,15 @@ class Handshakes:
         listener: socket.socket,
         context: ssl.SSLContext,
         seconds: float,
+        most: int,
         made: Callable[[], asyncio.Protocol],
     ) -> None:
-        """`made` makes the protocol of a connection; a handshake may take so many `seconds`."""
+        """`made` makes the protocol of a connection. A handshake may take so many `seconds`, and
+        `most` of them go on at a time: a connection is counted by its protocol after that.
+        """
         listener.setblocking(False)
         self.listener, self.context, self.seconds, self.made = listener, context, seconds, made
+        self.most = most
         self.loop = asyncio.get_running_loop()
         self.handshakes = set[asyncio.Task[None]]()
         self.accepting = asyncio.create_task(self.accept())
@@ -47,6 +51,10 @@ class Handshakes:
             except OSError as e:  # as of too many open files
                 log.warning("a connection could not be accepted: %s", e)
                 await asyncio.sleep(PAUSE)
+                continue
+            if len(self.handshakes) >= self.most:
+                client.close()
+                log.info("TLS handshake of %s refused: %d go on already", address[0], self.most)
                 continue
             handshake = asyncio.create_task(self.make(client, address))
             self.handshakes.add(handshake)

@@ -36,7 +36,7 @@ from specserve.process import (
 from specserve.progress import LoadProgress, show_phases
 from specserve.selection import scaled_models
 from specserve.server.app import make_app
-from specserve.server.connection import bounded
+from specserve.server.connection import SPARE, bounded
 from specserve.server.handshake import Handshakes
 from specserve.server.handshake import log as handshakes_log
 from specserve.server.service import ServedModel, Service, fingerprint
@@ -46,6 +46,7 @@ from specserve.server.tracing import Tracer, start_tracing
 ENGINE_DIED = 70  # the exit code; EX_SOFTWARE of sysexits.h
 KEEP_ALIVE = 60  # seconds; longer than clients keep an idle connection, so that they close it first
 FLUSH_SECONDS = 5.0  # for the last bytes to reach clients at shutdown
+OTHER_FILES = 64  # than connections, at most
 HURRIED_FLUSH_SECONDS = 0.5  # after a second signal
 REST = '"max_tokens": 64, "temperature": 0, "stream": true}'
 QUESTION = '{"messages": [{"role": "user", "content": "%s"}], ' + REST
@@ -75,7 +76,7 @@ def serve(start: Start) -> int:
     return_freed_memory()
     keep_stderr_from_blocking()
     logs.configure(start.config.server.log_format)
-    raise_file_limit()
+    raise_file_limit(start.config.server.max_connections)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -209,7 +210,7 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         handshakes_log.disabled = not service.limits.access_log
-        self.handshake_seconds = service.limits.header_seconds
+        self.limits = service.limits
         self.signals: asyncio.Queue[int] = asyncio.Queue()
         self.running_loop = asyncio.get_running_loop()
 
@@ -228,8 +229,8 @@ class Server(uvicorn.Server):
                 self.servers.append(await loop.create_server(made, sock=each, backlog=its.backlog))
             else:
                 each.listen(its.backlog)
-                handshakes = Handshakes(each, its.ssl, self.handshake_seconds, made)
-                self.servers.append(handshakes)
+                limits = self.limits.header_seconds, self.limits.max_connections
+                self.servers.append(Handshakes(each, its.ssl, *limits, made))
         self.started = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -245,10 +246,19 @@ class Server(uvicorn.Server):
         await serving
 
 
-def raise_file_limit() -> None:
-    """Raise the limit on open files to the hard limit, as every connection is a file."""
+def raise_file_limit(max_connections: int) -> None:
+    """Raise the limit on open files to the hard limit, as every connection is a file; warn where
+    that is too low.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    needed = max_connections + SPARE + OTHER_FILES
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        log.warning(
+            "server.max_connections = %d needs %d open files, and %d are allowed: raise that limit "
+            "(ulimit -n), or lower the setting",
+            *(max_connections, needed, hard),
+        )
 
 
 def url_of(address: Sequence[object], scheme: str) -> str:

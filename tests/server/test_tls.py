@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import socket
 import ssl
 import subprocess
@@ -21,6 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
 from specserve import cli
 from specserve.config import ServerConfig
 from specserve.errors import ConfigError
+from specserve.server.serve import raise_file_limit
 from specserve.server.tls import tls_of
 from tests.server.server_process import ServerProcess, eventually
 
@@ -137,6 +139,32 @@ def test_broken_handshakes_cost_nobody_anything(served):
                     pass
         assert ask(server, files, "/health")[0] == 200
     assert log.read_text() == said
+
+
+@pytest.mark.timed
+def test_handshakes_are_bounded_and_those_that_stand_still_make_room_in_time(folder, files):
+    settings = {"server.header_seconds": HEADER_SECONDS, "server.max_connections": 20}
+    with contextlib.ExitStack() as stack, ServerProcess(folder, *files.flags, **settings) as server:
+        before = num_files(server)
+        for _ in range(300):
+            stack.enter_context(server.connect())
+        time.sleep(HEADER_SECONDS / 4)
+        assert num_files(server) <= before + 40
+        eventually(lambda: num_files(server) <= before + 2)
+        assert ask(server, files, "/health")[0] == 200
+
+
+def num_files(server):
+    return len(os.listdir(f"/proc/{server.process.pid}/fd"))
+
+
+def test_a_limit_on_open_files_that_is_too_low_is_told_at_the_start(caplog, monkeypatch):
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    for hard, is_told in ((1000, True), (5000, False), (resource.RLIM_INFINITY, False)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, hard=hard: (100, hard))
+        caplog.clear()
+        raise_file_limit(2048)
+        assert ("ulimit -n" in caplog.text) is is_told
 
 
 def test_handshakes_that_fail_are_lines_with_address_and_reason_at_most_one_a_second(
