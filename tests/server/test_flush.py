@@ -162,6 +162,7 @@ def streams(server):
         yield drafted["mean_acceptance_length"], events[:-2]
 
 
+@pytest.mark.timed
 def test_at_an_interval_sizes_tell_nothing_of_acceptance(hidden):
     (accepted, guessed), (alone, plain) = streams(hidden)
     assert accepted > 2 * alone
