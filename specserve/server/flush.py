@@ -6,12 +6,15 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+import msgspec
+
 from specserve.config import ServerConfig
 from specserve.server.live_completion import ChoiceDelta, LiveCompletion
 
 COMMENT = b": waiting\n\n"
 SIZE = 256  # bytes, of which padded events have a multiple
 LEAST = 2 * SIZE  # with room for the usual text of an event: most have this size
+ROOM = 96  # bytes of text that fit into it; what comes faster waits for the next event
 
 
 class StepWriter(Protocol):
@@ -24,6 +27,7 @@ class Steps:
     """An event for each step, as it comes."""
 
     is_padded = False
+    is_behind = False  # nothing is left to write
 
     def __init__(self, completion: LiveCompletion, comment_seconds: float) -> None:
         self.completion, self.comment_seconds = completion, comment_seconds
@@ -53,13 +57,21 @@ class Interval:
         self.loop = asyncio.get_running_loop()
         self.begun_at, self.number = self.loop.time(), 0
         self.ended = set[int]()  # choices
+        self.waiting = list[ChoiceDelta]()  # tokens that are written later
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether something has come that is not written yet."""
+        return bool(self.waiting)
 
     async def wait(self) -> list[ChoiceDelta]:
-        """What has come until the next time: of each choice, all in one."""
+        """What has come until the next time and has room: of each choice, all in one."""
         passed = math.floor((self.loop.time() - self.begun_at) / self.seconds)
         self.number = max(self.number, passed) + 1  # a client that reads slowly may miss some
         await asyncio.sleep(self.begun_at + self.number * self.seconds - self.loop.time())
-        return list(merged(self.completion.taken()).values())
+        self.waiting += [each for delta in self.completion.taken() for each in tokens_of(delta)]
+        taken, self.waiting = with_room(self.waiting)
+        return list(merged(taken).values())
 
     def write(self, writer: StepWriter, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
         """An event for each choice that has not ended; an empty one if there is nothing to tell."""
@@ -97,6 +109,19 @@ def tokens_of(delta: ChoiceDelta) -> Iterator[ChoiceDelta]:
             delta.is_last and number == last,
             delta.details if number == last else (),
         )
+
+
+def with_room(
+    tokens: Sequence[ChoiceDelta],
+) -> tuple[list[ChoiceDelta], list[ChoiceDelta]]:
+    """Those whose text has room in an event of their choice, at least one of each, and the rest."""
+    taken, rest, held = list[ChoiceDelta](), list[ChoiceDelta](), dict[int, int]()
+    for each in tokens:
+        size = held.get(each.choice, 0) + len(msgspec.json.encode(each.text)) - 2
+        has_room = size <= ROOM or each.choice not in held
+        held[each.choice] = size if has_room else ROOM + 1  # the order stays
+        (taken if has_room else rest).append(each)
+    return taken, rest
 
 
 def merged(deltas: Sequence[ChoiceDelta]) -> dict[int, ChoiceDelta]:

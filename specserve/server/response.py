@@ -446,7 +446,8 @@ class EventStream(Response):
                 yield self.joined(begin)
             while True:
                 deltas = await self.flush.wait()
-                is_over = completion.is_over  # while these are written, more may come
+                # While these are written, more may come.
+                is_over = completion.is_over and not self.flush.is_behind
                 if self.failure is not None:
                     raise self.failure
                 events, self.unsent = self.unsent, []

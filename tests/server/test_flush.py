@@ -10,7 +10,7 @@ import pytest
 
 from specserve.config import load_config
 from specserve.errors import ConfigError
-from specserve.server.flush import SIZE, merged, padded, tokens_of
+from specserve.server.flush import ROOM, SIZE, merged, padded, tokens_of, with_room
 from specserve.server.live_completion import ChoiceDelta
 from tests.checkpoints import tiny_tokenizer
 from tests.server.asking import CHAT, COMPLETIONS, saying
@@ -233,3 +233,18 @@ def test_padding_is_exact_whatever_an_event_holds(size):
     assert len(told) == max(512, bare + -bare % SIZE)
     assert json.loads(told[6:]) | {"obfuscation": 0} == json.loads(event[6:]) | {"obfuscation": 0}
     assert len(padded(b": waiting\n\n")) == 512
+
+
+def test_what_has_no_room_in_an_event_waits_for_the_next_in_its_order():
+    tokens = [ChoiceDelta(n % 2, "é" * 20, n, [n], False) for n in range(12)]
+    come, waiting = [], tokens
+    while waiting:
+        taken, waiting = with_room(waiting)
+        for choice in range(2):
+            texts = [each.text for each in taken if each.choice == choice]
+            assert len(texts) == 1 or len("".join(texts).encode()) <= ROOM
+        come += taken
+    for choice in range(2):
+        assert [e.begin for e in come if e.choice == choice] == [*range(choice, 12, 2)]
+    long = [ChoiceDelta(0, "x" * 3 * ROOM, 0, [1], True)]
+    assert with_room(long) == (long, [])
