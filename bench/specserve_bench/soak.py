@@ -34,10 +34,13 @@ CALIBRATION_SECONDS, CALIBRATION_PLACES = 10.0, 16
 COMPARED = 50  # each so manieth text is compared
 LEAVING = 0.1  # the share of clients that leave
 FIRST_SECONDS, KILL_SECONDS = (20.0, 60.0), (20.0, 220.0)  # before a kill: at most four a minute
+KILLING = 0.6  # the share of the time with kills: the last engine process lives for the rest
 RESET_SECONDS = 5.0, 25.0
 MOST_GROWTH, CERTAIN = 1.0, 3.0  # MiB a minute; standard errors beyond that
-WARM_UP, WARM_SECONDS = 0.25, 90.0  # of a process's time, the first part is left out
+# Of a process's time the first part is left out, in which what sources may keep fills up.
+WARM_UP, WARM_SECONDS = 0.25, 300.0
 LONG_ENOUGH = 60.0  # seconds that are fitted
+YOUNG = 50.0  # seconds: the age at which engine processes are compared with each other
 ANSWER_SECONDS, IDLE_SECONDS = 120.0, 30.0
 LIMITS = settings(memory__kv_bytes=1 << 27, server__access_log="false")
 SOURCES = '["ngram", "model", "grammar", "prediction", "suffix"]'  # all that there are
@@ -254,7 +257,9 @@ class Soak:
     async def run(self, seconds: float) -> float:
         """All of it together; the rate of the requests."""
         rate = SHARE * await self.calibrate()
-        beside = [asyncio.create_task(each()) for each in (self.kill, self.reset, self.sample)]
+        beside = [asyncio.create_task(each()) for each in (self.reset, self.sample)]
+        killing = asyncio.create_task(self.kill())
+        asyncio.get_running_loop().call_later(KILLING * seconds, killing.cancel)
         await self.arrive(rate, seconds)
         for task in beside:
             task.cancel()
@@ -287,13 +292,24 @@ def growth(samples: Sequence[tuple[float, float]]) -> Growth | None:
     if not fitted or fitted[-1][0] - fitted[0][0] < LONG_ENOUGH:
         return None
     parts = [fitted[i : i + 10] for i in range(0, len(fitted) - 9, 10)]
-    times = [mean(second for second, _ in part) for part in parts]
-    held = [mean(mib for _, mib in part) for part in parts]
+    return fitted_line([(mean(s for s, _ in part), mean(mib for _, mib in part)) for part in parts])
+
+
+def fitted_line(samples: Sequence[tuple[float, float]]) -> Growth:
+    """The slope of MiB by seconds, and the standard error of that."""
+    times, held = zip(*samples, strict=True)
     line, middle = linear_regression(times, held), mean(times)
     rests = [y - line.slope * x - line.intercept for x, y in zip(times, held, strict=True)]
     spread = sum((x - middle) ** 2 for x in times)
     error = math.sqrt(sum(r * r for r in rests) / (len(rests) - 2) / spread)
     return Growth(round(60 * line.slope, 3), round(60 * error, 3))
+
+
+def growth_of_young(engines: Sequence[Sequence[tuple[float, float]]]) -> Growth | None:
+    """From one engine process to the next, each at the same age; None for fewer than five."""
+    young = [[s for s in samples if s[0] - samples[0][0] >= YOUNG][:1] for samples in engines]
+    found = [sample for samples in young for sample in samples]
+    return fitted_line(found) if len(found) >= 5 else None
 
 
 def quiet(server: Served) -> bool:
@@ -343,7 +359,10 @@ def soak(minutes: float, seed: int) -> dict[str, Any]:
         after = idle_blocks(server)
         restarts = sum(series(server, "specserve_engine_restarts_total").values())
     other = asyncio.run(differing(seed, run.compared))
-    grown = {name: growth(samples) for name, samples in run.by_name.items()}
+    by_name = run.by_name
+    grown = {name: growth(samples) for name, samples in by_name.items()}
+    engines = [samples for name, samples in by_name.items() if name != "http"]
+    grown["from engine to engine"] = growth_of_young(engines)
     checks = {
         "no request failed": not run.errors,
         "the engine died of nothing else": restarts == run.kills,

@@ -10,7 +10,15 @@ from types import SimpleNamespace
 import pytest
 
 from specserve_bench import soak
-from specserve_bench.soak import COMPARED, Failed, Soak, growth, read, request
+from specserve_bench.soak import (
+    COMPARED,
+    Failed,
+    Soak,
+    growth,
+    growth_of_young,
+    read,
+    request,
+)
 from tests.checkpoints import tiny_checkpoint
 from tests.server.asking import CHAT, COMPLETIONS
 from tests.server.server_process import ServerProcess
@@ -32,9 +40,15 @@ def test_requests_have_every_parameter_and_some_clients_leave():
 
 
 def test_growth_is_the_slope_after_a_warm_up():
-    assert growth([(s, 500 + s / 30) for s in range(200)]) == pytest.approx((2, 0))
-    assert growth([(s, 900 - min(50, s)) for s in range(200)]) == pytest.approx((0, 0))
-    assert growth([(s, 500 + s / 30) for s in range(149)]) is None
+    assert growth([(s, 500 + s / 30) for s in range(500)]) == pytest.approx((2, 0))
+    assert growth([(s, 900 - min(250, s)) for s in range(500)]) == pytest.approx((0, 0))
+    assert growth([(s, 500 + s / 30) for s in range(359)]) is None
+
+
+def test_engine_processes_that_are_larger_each_time_have_grown():
+    engines = [[(100 * n + s, 300 + 5 * n + s) for s in range(60)] for n in range(5)]
+    assert growth_of_young(engines) == pytest.approx((3, 0))
+    assert growth_of_young([*engines[:4], engines[4][:40]]) is None
 
 
 @pytest.mark.parametrize(("mib", "is_small"), [(0.0, True), (0.9, True), (1.6, False)])
