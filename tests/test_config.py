@@ -1,11 +1,14 @@
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from specserve.config import KNOBS, Config, load_config, parse_override, to_toml
 from specserve.errors import ConfigError
+from specserve_drafters.auto import Auto
 
 PRESETS = {
+    "auto": "auto",
     "off": "none",
     "ngram": "ngram",
     "draft-model": "auto",
@@ -19,6 +22,12 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_loads_and_names_its_drafter(name):
     assert load_config(CONFIGS / f"{name}.toml").drafter_name == PRESETS[name]
+
+
+def test_the_preset_of_the_default_has_every_option_at_its_default():
+    written = load_config(CONFIGS / "auto.toml").drafter.options
+    assert msgspec.convert(written, Auto.Options) == Auto.Options()
+    assert written.keys() == {*Auto.Options.__struct_fields__}
 
 
 def test_no_preset_goes_untested():

@@ -157,7 +157,9 @@ def add_run(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--warm",
         action="store_true",
-        help="rounds begin with what was learnt of costs and guesses before; default: with nothing",
+        help="before each measured round, the same requests once with other seeds, not measured: "
+        "sources learn what they say, and nothing of what is measured; the prefix cache of an "
+        "engine in this process is emptied in between; default: rounds begin with nothing learnt",
     )
     p.add_argument("--goal-ttft-ms", type=above_0, default=Goals().ttft_ms, help="for goodput")
     p.add_argument("--goal-tpot-ms", type=above_0, default=Goals().tpot_ms, help="for goodput")
@@ -213,7 +215,9 @@ def compare(args: argparse.Namespace) -> int:
     loader, key = suite.Loader(is_warm=args.warm), key_of(args)
     configs = {name: load_config(Path(name)) for name in args.subjects if not is_url(name)}
     chosen = [
-        suite.hosted(label, name, key, None) if is_url(name) else loader.load(label, configs[name])
+        suite.hosted(label, name, key, None, args.warm)
+        if is_url(name)
+        else loader.load(label, configs[name])
         for label, name in zip(distinct(args.subjects), args.subjects, strict=True)
     ]
     loads = [Load(concurrency=n) for n in args.concurrency]
@@ -289,7 +293,7 @@ def subjects(
 ) -> Iterator[list[suite.Contender]]:
     """The server, or an engine in this process for each drafter setting."""
     if args.url is not None:
-        yield [suite.hosted(args.url, args.url, key_of(args), args.model)]
+        yield [suite.hosted(args.url, args.url, key_of(args), args.model, args.warm)]
         return
     base, loader = configured(args), suite.Loader(is_warm=args.warm)
     names = args.drafters or usual

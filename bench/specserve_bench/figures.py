@@ -18,7 +18,7 @@ from specserve import LLM, SamplingParams  # first: it configures the process be
 import msgspec  # isort: skip
 
 from specserve.config import load_config
-from specserve_bench import open_loop, speculation, structured, suite
+from specserve_bench import open_loop, sources, speculation, structured, suite
 from specserve_bench.fairness import fairness_figures
 from specserve_bench.harness import figure
 from specserve_bench.host import host_figures
@@ -85,12 +85,13 @@ PARTS = {  # what they measure
     "restart": "how long 16 streams pause when their engine process is killed",
     "demo": "every drafter with the demo pair, and scaled to a larger model's cost; draws plots",
 }
-# With arguments of their own. They take hours, and are measured only if they come first.
+# With arguments of their own. They take long, and are measured only if they come first.
 LONG: dict[str, Callable[[Sequence[str]], int]] = {
     "speculation": speculation.main,
     "open-loop": open_loop.main,
     "lm-eval": figure.main,
     "structured": structured.main,
+    "sources": sources.main,
 }
 
 

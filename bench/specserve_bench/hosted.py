@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 from prometheus_client.parser import text_string_to_metric_families
 
-from specserve.errors import SpecserveError
+from specserve.errors import ConfigError, SpecserveError
 from specserve.remote import Remote, events
 from specserve_bench.arrivals import due_times
 from specserve_bench.results import (
@@ -118,27 +118,46 @@ class Hosted:
     def check(self, ask: Ask) -> None:
         """Nothing is checked beforehand: a refusal is the request's error."""
 
+    def record(self, asks: Sequence[Ask]) -> list[str]:
+        """What the target says."""
+        return [self.recorded(ask) for ask in asks]
+
+    def recorded(self, ask: Ask) -> str:
+        heard = self.ask(0, ask, None, 0.0)
+        read(heard)
+        if heard.error is not None:
+            raise ConfigError(f"{self.remote.url}: its text could not be recorded: {heard.error}")
+        return heard.text
+
     def ask(self, number: int, ask: Ask, due_at: float | None, started_at: float) -> Heard:
         """One request, to its end; a failure is kept in it, not raised."""
         now = time.perf_counter() - started_at
         heard = Heard(number, now if due_at is None else due_at)
-        is_text = isinstance(ask.prompt, str)
-        path = "/completions" if is_text else "/chat/completions"
-        body = {
-            **self.remote.fields,
-            "prompt" if is_text else "messages": ask.prompt,
-            "max_tokens": ask.max_tokens,
-            "temperature": ask.temperature,
-            "top_p": 1.0,
-            "seed": ask.seed,
-        }
+        path = "/completions" if isinstance(ask.prompt, str) else "/chat/completions"
+        body = json.dumps(self.body(ask)).encode()
         try:
-            with self.remote.request("POST", path, json.dumps(body).encode()) as response:
+            with self.remote.request("POST", path, body) as response:
                 for data in events(response):
                     heard.data.append((time.perf_counter() - started_at, data))
         except SpecserveError as e:
             heard.error = str(e)
         return heard
+
+    def body(self, ask: Ask) -> dict[str, Any]:
+        """The request's fields; only specserve knows which guesses a request may have."""
+        body = {
+            **self.remote.fields,
+            "prompt" if isinstance(ask.prompt, str) else "messages": ask.prompt,
+            "max_tokens": ask.max_tokens,
+            "temperature": ask.temperature,
+            "top_p": 1.0,
+            "seed": ask.seed,
+        }
+        if ask.prediction is not None:
+            body["prediction"] = {"type": "content", "content": ask.prediction}
+        if ask.speculation is not None and self.remote.card.drafter is not None:
+            body["speculation"] = msgspec.to_builtins(ask.speculation)
+        return body
 
     def series(self) -> dict[str, float]:
         """Counters of /metrics by name (and position); nothing where the server has none."""

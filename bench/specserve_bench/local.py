@@ -34,7 +34,8 @@ class Going(NamedTuple):
 class Local:
     """Steps an LLM; tests replace `clock` and `wait`.
 
-    is_warm   a round begins with what the rounds before have shown of costs and guesses
+    is_warm   a round begins with what sources have learnt in the rounds before, and with the
+              costs that these have shown
     """
 
     def __init__(
@@ -85,12 +86,23 @@ class Local:
 
     def check(self, ask: Ask) -> tuple[list[int], SamplingParams]:
         params = SamplingParams(
-            max_tokens=ask.max_tokens, temperature=ask.temperature, seed=ask.seed, top_p=1.0
+            max_tokens=ask.max_tokens,
+            temperature=ask.temperature,
+            seed=ask.seed,
+            top_p=1.0,
+            prediction=ask.prediction,
+            speculation=ask.speculation,
         )
         prompt: Any = ask.prompt
         if not isinstance(prompt, str):
             prompt = self.llm.input_processor.render(prompt)
         return self.llm.check(prompt, params)
+
+    def record(self, asks: Sequence[Ask]) -> list[str]:
+        """What the target says."""
+        checked = [self.check(ask) for ask in asks]
+        outputs = self.llm.generate([ids for ids, _ in checked], [params for _, params in checked])
+        return [output.text for output in outputs]
 
     def step(self, running: Sequence[Going], started_at: float) -> None:
         counts = [len(g.generation.token_ids) for g in running]

@@ -111,7 +111,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     draft_model: str | None = None
     drafter: str | None = None
     max_nodes: int | None = None
-    is_warm: bool = False  # rounds begin with what earlier ones have shown of costs and guesses
+    is_warm: bool = False  # rounds begin with what was learnt in earlier ones
     config: dict[str, Any] = {}  # settings of an engine of ours that are not the default
     threads: dict[str, str] = {}  # of the models' steps, in words
     scaled: list[Scaled] = []  # of its models, those that `scale-model` wrote

@@ -16,10 +16,11 @@ from specserve_bench.commands import at_least_1, whole, words
 from specserve_bench.pairs import PAIRS, Pair
 from specserve_bench.report import ratio_words, shown
 from specserve_bench.results import Goals, Load, Ratio, Result, Round, ratio, spread_of
-from specserve_bench.workloads import WORKLOADS, Workload, workload
+from specserve_bench.workloads import EDIT, WORKLOADS, Workload, workload
 
 FILE = Path("bench/results/speculation-cpu.json")
 ROUNDS = 7
+NAMES = [name for name in WORKLOADS if name != EDIT]  # fixed settings have no use for predictions
 FIXED = ("off", *(f"{name}:{n}" for name in ("ngram", "model") for n in (4, 8, 16)))
 LIKE_MODEL = ("model:8", "model:16")  # what `auto` is compared with on average over workloads
 REQUESTS = {  # by pair and concurrency
@@ -110,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--pairs", type=pairs, default=[*PAIRS], metavar="P,...", help=", ".join(PAIRS))
     p.add_argument("--concurrency", type=whole, default=(1, 4, 16), metavar="N,...")
-    p.add_argument("--workloads", type=words, default=[*WORKLOADS], metavar="W,...")
+    p.add_argument("--workloads", type=words, default=NAMES, metavar="W,...")
     p.add_argument("--rounds", type=at_least_1, default=ROUNDS, help=f"default: {ROUNDS}")
     p.add_argument(
         "--requests", type=at_least_1, metavar="N", help="of a cell; default: by pair and load"

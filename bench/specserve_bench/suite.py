@@ -28,7 +28,7 @@ from specserve_bench import scripted
 from specserve_bench.hosted import Hosted
 from specserve_bench.local import Local
 from specserve_bench.results import Goals, Load, Result, Round, Run, Subject
-from specserve_bench.workloads import Ask, Workload
+from specserve_bench.workloads import UNGUESSED, UNLEARNT, Ask, Workload
 from specserve_drafters.tree import MAX_NODES
 
 PATHS = (
@@ -46,6 +46,10 @@ class Runnable(Protocol):
         """Raise for a request that would be refused, as far as that is known beforehand."""
         ...
 
+    def record(self, asks: Sequence[Ask]) -> list[str]:
+        """What the target says to the requests."""
+        ...
+
     def run(self, workload: Workload, load: Load) -> Round: ...
 
 
@@ -53,6 +57,7 @@ class Contender(NamedTuple):
     label: str
     about: Subject
     runnable: Runnable
+    is_warm: bool = False  # before each measured round it runs one that is not measured
 
 
 class Trials(NamedTuple):
@@ -70,6 +75,7 @@ def measure(
 
     Each round begins with another subject, as the first may be slower. Before all rounds, every
     subject warms up on the longest requests of every workload, as many as the load has at a time.
+    Predictions are made before that, of what the subject's own target says.
     """
     runs = {
         (c.label, w.name, load): Run(subject=c.label, workload=w.name, load=load, rounds=[])
@@ -77,7 +83,6 @@ def measure(
         for load in trials.loads
         for c in contenders
     }
-    by_name = {w.name: w for w in trials.workloads}
     by_label = {c.label: c for c in contenders}
     for ask in (ask for w in trials.workloads for ask in w.asks):
         for contender in contenders:
@@ -87,18 +92,21 @@ def measure(
     bar = Progress(*columns, console=Console(stderr=True))
     with bar:
         task, places = bar.add_task("measuring", total=total), count(1)
+        asks = {
+            (c.label, w.name): with_predictions(w, c.runnable)
+            for w in trials.workloads
+            for c in contenders
+        }
         for number in range(1 + trials.rounds):
             for label, name, load in in_turn(runs, number, len(contenders)):
                 stage = "" if number else " (warm-up)"
                 words = f"run {next(places)} of {total}{stage}: {name}, {load}, {label}"
                 bar.update(task, description=words)
-                asked, runnable = by_name[name], by_label[label].runnable
-                run = runs[label, name, load]
+                asked, contender = asks[label, name], by_label[label]
                 if number == 0:
-                    longest = sorted(asked.asks, key=lambda ask: -len(str(ask.prompt)))
-                    runnable.run(asked._replace(asks=longest[: load.concurrency or 1]), load)
+                    contender.runnable.run(longest(asked, load.concurrency or 1), load)
                 else:
-                    run.rounds.append(runnable.run(asked, load))
+                    runs[label, name, load].rounds.append(measured(contender, asked, load))
                 bar.advance(task)
     return Result(
         kind=kind,
@@ -108,6 +116,29 @@ def measure(
         runs=list(runs.values()),
         goals=goals,
     )
+
+
+def with_predictions(workload: Workload, runnable: Runnable) -> Workload:
+    """The workload, if need be with predictions, made of what the subject's target says."""
+    if not workload.is_edit:
+        return workload
+    return workload.expecting(runnable.record(workload.guessed(UNGUESSED).asks))
+
+
+def longest(workload: Workload, size: int) -> Workload:
+    """Its longest requests. Sources do not learn what they say: measured rounds say it again."""
+    asks = sorted(workload.asks, key=lambda ask: -len(str(ask.prompt)))
+    return workload._replace(asks=asks[:size]).guessed(UNLEARNT)
+
+
+def measured(contender: Contender, workload: Workload, load: Load) -> Round:
+    """A round. A warm subject has learnt from one before it, with other seeds, and does not learn
+    what is measured: all rounds say the same.
+    """
+    if not contender.is_warm:
+        return contender.runnable.run(workload, load)
+    contender.runnable.run(workload.once_before, load)
+    return contender.runnable.run(workload.guessed(UNLEARNT), load)
 
 
 def in_turn(runs: Iterable[T], number: int, num_subjects: int) -> Iterator[T]:
@@ -128,7 +159,8 @@ class Loader:
     def load(self, label: str, config: Config) -> Contender:
         llm = LLM(set=settings_of(config), progress=self.progress, weights=self.models)
         self.models += [model for model in llm.weights if model not in self.models]
-        return Contender(label, about(llm, self.is_warm), Local(llm, is_warm=self.is_warm))
+        local = Local(llm, is_warm=self.is_warm)
+        return Contender(label, about(llm, self.is_warm), local, self.is_warm)
 
 
 def settings_of(config: Config) -> Mapping[str, Any]:
@@ -167,7 +199,9 @@ def without_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def hosted(label: str, url: str, key: str | None, model: str | None) -> Contender:
+def hosted(
+    label: str, url: str, key: str | None, model: str | None, is_warm: bool = False
+) -> Contender:
     server = Hosted(url, key, model)
     card = server.remote.card
     about = Subject(
@@ -178,7 +212,7 @@ def hosted(label: str, url: str, key: str | None, model: str | None) -> Contende
         is_warm=card.drafter not in (None, "none"),
         scaled=card.scaled,
     )
-    return Contender(label, about, server)
+    return Contender(label, about, server, is_warm)
 
 
 def drafting(setting: str, base: Config) -> dict[str, Any]:

@@ -6,11 +6,13 @@ Each is made offline, from the seed alone; the JSON keeps its description and ha
 import hashlib
 import json
 import random
+import re
 import string
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
-from specserve import LLM
+from specserve import LLM, SpeculationParams
 from specserve.errors import ConfigError
 from specserve_bench.demo import held_out
 
@@ -19,15 +21,27 @@ NUM_TURNS = 8  # of a conversation with an agent
 FILE_CHARACTERS = 1600  # of the file that it begins with: about 500 tokens
 RESULT_CHARACTERS = 360  # of what a tool says in a turn
 LONG_CHARACTERS = 6000  # about 1,900 tokens
+EDIT = "edit"
+IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+RENAMED = 20  # each so many-th identifier is
+SEEDS = 2**32  # workloads have seeds below it
+UNLEARNT = SpeculationParams(learn=False)  # no source learns what such a request says
+UNGUESSED = SpeculationParams(enabled=False, learn=False)
 
 
 class Ask(NamedTuple):
-    """One request: a conversation, or a text to go on with."""
+    """One request: a conversation, or a text to go on with.
+
+    prediction    what its text is expected to be
+    speculation   which guesses it may have; None is all
+    """
 
     prompt: str | Sequence[Message]
     max_tokens: int
     temperature: float
     seed: int
+    prediction: str | None = None
+    speculation: SpeculationParams | None = None
 
 
 class Workload(NamedTuple):
@@ -36,12 +50,32 @@ class Workload(NamedTuple):
     seed: int
     asks: list[Ask]
 
+    @property
+    def is_edit(self) -> bool:
+        """Whether its requests have predictions, which are made of what the target says to them."""
+        return self.name == EDIT
+
+    @property
+    def once_before(self) -> "Workload":
+        """The same requests with other seeds, so that random texts are other ones."""
+        return self._replace(asks=[ask._replace(seed=ask.seed + SEEDS) for ask in self.asks])
+
+    def guessed(self, speculation: SpeculationParams) -> "Workload":
+        """The same requests with such guesses."""
+        return self._replace(asks=[ask._replace(speculation=speculation) for ask in self.asks])
+
+    def expecting(self, texts: Sequence[str]) -> "Workload":
+        """Its requests with edited texts as their predictions."""
+        both = zip(self.asks, texts, strict=True)
+        return self._replace(asks=[ask._replace(prediction=edited(text)) for ask, text in both])
+
     def described(self) -> dict[str, Any]:
         """For the JSON."""
+        asked = [(ask.prompt, ask.max_tokens, ask.temperature, ask.seed) for ask in self.asks]
         return {
             "about": self.about,
             "seed": self.seed,
-            "hash": hashlib.sha256(json.dumps(self.asks).encode()).hexdigest()[:16],
+            "hash": hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16],
             "requests": len(self.asks),
             "max_tokens": max(ask.max_tokens for ask in self.asks),
             "temperature": max(ask.temperature for ask in self.asks),
@@ -126,6 +160,19 @@ def long_text(source: random.Random) -> str:
     return "\n".join(parts)[:LONG_CHARACTERS]
 
 
+def edit(source: random.Random, size: int) -> list[Ask]:
+    """Longer texts than those of `completion`, as most of each is expected."""
+    return [ask(source, beginning(source, 1200), 192) for _ in range(size)]
+
+
+def edited(text: str) -> str:
+    """The text with another name in place of every 20th identifier."""
+    numbers = count(1)
+    return IDENTIFIER.sub(
+        lambda found: f"{'' if next(numbers) % RENAMED else 'new_'}{found[0]}", text
+    )
+
+
 HELD_OUT = "twelve files of the standard library that training never saw"
 Make = Callable[[random.Random, int], list[Ask]]
 WORKLOADS: dict[str, tuple[str, Make]] = {
@@ -142,6 +189,11 @@ WORKLOADS: dict[str, tuple[str, Make]] = {
     "random": (
         "random characters, gone on with at temperature 2: nothing in the text to guess by",
         random_text,
+    ),
+    EDIT: (
+        f"Python to go on with, from {HELD_OUT}; the target's own text is sent as the prediction, "
+        f"with another name in place of every {RENAMED}th identifier",
+        edit,
     ),
     "mixed": (f"three questions to one long prompt, from {HELD_OUT}", mixed),
 }

@@ -13,7 +13,7 @@ from specserve_bench import results, suite
 from specserve_bench.plots import PLOTS, draw
 from specserve_bench.report import markdown, report
 from specserve_bench.results import Load
-from specserve_bench.workloads import workload
+from specserve_bench.workloads import UNLEARNT, workload
 from tests.checkpoints import tiny_checkpoint
 
 SMALL = ["--requests=2", "--rounds=2", "--set=model.threads=1", "--set=memory.kv_bytes=67108864"]
@@ -339,6 +339,46 @@ def test_rounds_are_interleaved_after_a_first_request_that_is_thrown_away(monkey
         "run 2 of 12 (warm-up): questions, 1 at a time, b",
     ]
     assert shown[-1] == "run 12 of 12: random, 1 at a time, b"
+
+
+def test_a_warm_subject_runs_the_same_once_before_each_round_that_is_measured():
+    ran = []
+
+    class Runnable:
+        def check(self, ask):
+            pass
+
+        def run(self, workload, load):
+            ran.append(workload)
+            return results.Round(seconds=len(ran), requests=[], itl_ms=None, output_hash="")
+
+    subject, asked = results.Subject(model="m"), workload("questions", 3, 0)
+    contenders = [suite.Contender(x, subject, Runnable(), x == "warm") for x in ("cold", "warm")]
+    trials = suite.Trials([asked], [Load(concurrency=1)], rounds=1)
+    result = suite.measure("latency", contenders, trials, results.Goals(), "test")
+    first, second, *rest = ran
+    assert len(first.asks) == len(second.asks) == 1, "both warm up"
+    assert rest == [asked.once_before, asked.guessed(UNLEARNT), asked]
+    assert [[r.seconds for r in run.rounds] for run in result.runs] == [[5], [4]]
+
+
+def test_a_warm_source_guesses_a_repeated_answer_and_not_by_what_is_measured(folder, tmp_path):
+    """At T = 0 the answer is the one of the round before; at T > 0 rounds repeat each other's
+    answers, and the measured ones are never guessed by those.
+    """
+    file, options = tmp_path / "suffix.toml", '[drafter.options]\nsources = ["suffix"]\n'
+    model = f'[model]\npath = "{folder}"\nthreads = 1\n[memory]\nkv_bytes = 67108864\n'
+    file.write_text(f'{model}[drafter]\nname = "auto"\n{options}')
+    accepted = {}
+    for temperature, *flags in (("0", "--warm"), ("0",), ("3", "--warm")):
+        out = tmp_path / "r.json"
+        args = [file, file, "--workloads=questions", "--requests=2", "--rounds=2", *flags]
+        args += [f"--temperature={temperature}", f"--out={out}"]
+        assert main(["bench", "compare", *map(str, args)]) == 0
+        rounds = [r for run in results.read(out).runs for r in run.rounds]
+        assert len({r.output_hash for r in rounds}) == 1
+        accepted[temperature, *flags] = sum(r.speculation.num_accepted for r in rounds)
+    assert accepted["0", "--warm"] > 20 * max(accepted["0",], accepted["3", "--warm"], 1)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from specserve.cli import main
 from specserve_bench import results
 from specserve_bench.hosted import Hosted
 from specserve_bench.results import Load
-from specserve_bench.workloads import Ask, Workload, workload
+from specserve_bench.workloads import UNLEARNT, Ask, Workload, edited, workload
 
 GAP = 0.05
 
@@ -156,6 +156,58 @@ def test_a_conversation_and_a_text_go_where_they_belong(server):
     asked_for = {key: second[key] for key in ("model", "max_tokens", "temperature", "seed")}
     assert asked_for == {"model": "m", "max_tokens": 9, "temperature": 0.5, "seed": 0}
     assert second["stream"] is True and second["stream_options"] == {"include_usage": True}
+
+
+LONG = " ".join(f"name{n}" for n in range(25))
+
+
+def test_an_edit_is_recorded_before_it_is_measured_and_sent_as_the_prediction(server, tmp_path):
+    server.card = {"drafter": "auto"}
+    server.events = [{"choices": [{"text": LONG, "finish_reason": "stop"}]}, said(**USAGE)]
+    args = ["--url", server.url, "--workloads=edit", "--requests=2", "--rounds=1"]
+    assert main(["bench", "latency", *args, f"--out={tmp_path / 'r.json'}"]) == 0
+    bodies = [body for path, body in server.asked if path == "/v1/completions"]
+    recorded, warm_up, measured = bodies[:2], bodies[2:3], bodies[3:]
+    assert all(b["speculation"]["enabled"] is b["speculation"]["learn"] is False for b in recorded)
+    assert not any("prediction" in body for body in recorded)
+    assert [b["prompt"] for b in measured] == [b["prompt"] for b in recorded]
+    assert [b["seed"] for b in measured] == [b["seed"] for b in recorded]
+    sent = {"type": "content", "content": edited(LONG)}
+    assert all(body["prediction"] == sent for body in [*warm_up, *measured])
+    assert not any("speculation" in body for body in measured)
+    [run] = results.read(tmp_path / "r.json").runs
+    assert [len(round.requests) for round in run.rounds] == [2]
+
+
+def test_a_text_that_cannot_be_recorded_ends_the_measurement(server, capsys):
+    server.refuses = True
+    assert main(["bench", "latency", "--url", server.url, "--workloads=edit"]) == 1
+    assert "its text could not be recorded: too many" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("card", "has_field"), [({}, False), ({"drafter": "auto"}, True)])
+def test_only_specserve_is_told_which_guesses_a_request_may_have(server, card, has_field):
+    server.card = card
+    Hosted(server.url).run(asked(1).guessed(UNLEARNT), Load(concurrency=1))
+    [(_, body)] = server.asked
+    assert ("speculation" in body) is has_field
+
+
+def test_a_warm_server_is_asked_once_before_with_other_seeds_and_does_not_learn_the_rest(
+    server, tmp_path
+):
+    server.card = {"drafter": "auto"}
+    args = ["--url", server.url, "--workloads=questions", "--requests=2", "--rounds=2", "--warm"]
+    assert main(["bench", "latency", *args, f"--out={tmp_path / 'r.json'}"]) == 0
+    seeds = [ask.seed for ask in workload("questions", 2, 0).asks]
+    others = [seed + 2**32 for seed in seeds]
+    bodies = [body for _, body in server.asked][1:]  # one warms up
+    assert [body["seed"] for body in bodies] == [*others, *seeds] * 2
+    assert [body.get("speculation", {}).get("learn") for body in bodies] == [None] * 2 + [
+        False
+    ] * 2 + [None] * 2 + [False] * 2
+    [run] = results.read(tmp_path / "r.json").runs
+    assert [len(round.requests) for round in run.rounds] == [2, 2]
 
 
 def test_a_concurrency_is_kept_and_not_exceeded(paced):

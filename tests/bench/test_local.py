@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from specserve import LLM
+from specserve import LLM, SpeculationParams
 from specserve_bench.local import Local
-from specserve_bench.results import Load, Spread
-from specserve_bench.workloads import Ask, Workload, workload
+from specserve_bench.results import Load, Spread, output_hash
+from specserve_bench.workloads import UNGUESSED, Ask, Workload, edited, workload
 from tests.checkpoints import tiny_checkpoint
 
 STEP = 0.125  # seconds: binary fractions add up exactly
@@ -140,8 +140,29 @@ def test_answers_keep_the_order_of_the_workload():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    sizes = {"max_position_embeddings": 1024}
+    sizes = {"max_position_embeddings": 2048}
     return tiny_checkpoint(tmp_path_factory.mktemp("target"), seed=1, **sizes)
+
+
+def test_an_engine_gets_what_a_request_expects_and_which_guesses_it_may_have():
+    llm, rare = ClockedLLM(), SpeculationParams(max_nodes=2)
+    _, params = Local(llm).check(Ask("1", 8, 0.5, 7, "so it goes", rare))
+    assert (params.prediction, params.speculation) == ("so it goes", rare)
+    assert (params.max_tokens, params.temperature, params.seed) == (8, 0.5, 7)
+
+
+def test_what_is_recorded_is_what_is_measured_and_is_guessed_by_its_prediction(folder):
+    settings = {"memory.kv_bytes": 1 << 26, "drafter.options": {"sources": ["prediction"]}}
+    asked = workload("edit", 2, 0, temperature=0.8)
+    with LLM(folder, set=settings, progress=False) as llm:
+        local = Local(llm)
+        texts = local.record(asked.guessed(UNGUESSED).asks)
+        assert llm.engine.stats.num_drafted == 0
+        expected = asked.expecting(texts)
+        assert [a.prediction for a in expected.asks] == [edited(text) for text in texts]
+        plain, guessed = (local.run(w, Load(concurrency=1)) for w in (asked, expected))
+    assert plain.output_hash == guessed.output_hash == output_hash([(t, "length") for t in texts])
+    assert plain.speculation.drafted == 0 < guessed.speculation.num_accepted
 
 
 def test_an_engine_says_the_same_whoever_guesses_and_however_many_ask(folder):

@@ -6,7 +6,7 @@ from specserve.errors import ConfigError
 from specserve_bench.demo import held_out
 from specserve_bench.demo.corpus import EVALUATION_FILES, PURPOSE
 from specserve_bench.demo.held_out import questions, source_files
-from specserve_bench.workloads import NUM_TURNS, WORKLOADS, workload
+from specserve_bench.workloads import IDENTIFIER, NUM_TURNS, WORKLOADS, edited, workload
 
 HELD_OUT = "\n\n".join(source_files().values())
 
@@ -71,6 +71,23 @@ def test_an_agent_repeats_most_of_its_last_request():
             assert now.startswith(before)
             overlaps.append(len(before) / len(now))
     assert min(overlaps) >= 0.70 and max(overlaps) <= 0.95
+
+
+def test_a_prediction_is_the_text_with_another_name_for_every_20th_identifier_alone():
+    text = "\n".join(f"def f{n}(x_{n}, 7): return _{n} + 'ü'" for n in range(30))
+    before, after = IDENTIFIER.findall(text), IDENTIFIER.findall(edited(text))
+    assert len(before) == len(after) == 150
+    changed = [n for n, (a, b) in enumerate(zip(before, after, strict=True), 1) if a != b]
+    assert changed == [20, 40, 60, 80, 100, 120, 140]
+    assert IDENTIFIER.split(edited(text)) == IDENTIFIER.split(text)
+
+
+def test_what_was_asked_once_before_has_other_seeds_than_any_workload():
+    asked = workload("questions", 12, 0)
+    before = asked.once_before
+    assert [a[:3] for a in before.asks] == [a[:3] for a in asked.asks]
+    assert len({a.seed for a in before.asks}) == 12
+    assert max(a.seed for a in asked.asks) < 2**32 <= min(a.seed for a in before.asks)
 
 
 def test_every_fourth_request_of_the_mixed_workload_is_long():
