@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -13,7 +14,8 @@ from specserve_bench import results, suite
 from specserve_bench.plots import PLOTS, draw
 from specserve_bench.report import markdown, report
 from specserve_bench.results import Load
-from specserve_bench.workloads import UNLEARNT, workload
+from specserve_bench.workloads import UNGUESSED, UNLEARNT, workload
+from specserve_drafters.suffix import END
 from tests.checkpoints import tiny_checkpoint
 
 SMALL = ["--requests=2", "--rounds=2", "--set=model.threads=1", "--set=memory.kv_bytes=67108864"]
@@ -362,23 +364,37 @@ def test_a_warm_subject_runs_the_same_once_before_each_round_that_is_measured():
     assert [[r.seconds for r in run.rounds] for run in result.runs] == [[5], [4]]
 
 
-def test_a_warm_source_guesses_a_repeated_answer_and_not_by_what_is_measured(folder, tmp_path):
-    """At T = 0 the answer is the one of the round before; at T > 0 rounds repeat each other's
-    answers, and the measured ones are never guessed by those.
-    """
-    file, options = tmp_path / "suffix.toml", '[drafter.options]\nsources = ["suffix"]\n'
-    model = f'[model]\npath = "{folder}"\nthreads = 1\n[memory]\nkv_bytes = 67108864\n'
-    file.write_text(f'{model}[drafter]\nname = "auto"\n{options}')
-    accepted = {}
-    for temperature, *flags in (("0", "--warm"), ("0",), ("3", "--warm")):
-        out = tmp_path / "r.json"
-        args = [file, file, "--workloads=questions", "--requests=2", "--rounds=2", *flags]
-        args += [f"--temperature={temperature}", f"--out={out}"]
-        assert main(["bench", "compare", *map(str, args)]) == 0
-        rounds = [r for run in results.read(out).runs for r in run.rounds]
-        assert len({r.output_hash for r in rounds}) == 1
-        accepted[temperature, *flags] = sum(r.speculation.num_accepted for r in rounds)
-    assert accepted["0", "--warm"] > 20 * max(accepted["0",], accepted["3", "--warm"], 1)
+@pytest.mark.parametrize("temperature", [0.0, 3.0])
+def test_a_warm_source_has_learnt_the_round_before_and_nothing_that_is_measured(
+    folder, temperature
+):
+    settings = {"model.path": str(folder), "model.threads": 1, "memory.kv_bytes": 1 << 26}
+    settings |= {"drafter.options": {"sources": ["suffix"]}}
+    loader = suite.Loader(progress=False, is_warm=True)
+    contender = loader.load("suffix", load_config(None, settings))
+    asked = workload("questions", 2, 0, temperature)
+    trials = suite.Trials([asked], [Load(concurrency=1)], rounds=2)
+    [run] = suite.measure("latency", [contender], trials, results.Goals(), "test").runs
+    llm = contender.runnable.llm
+    learnt = learnt_by(llm.engine.guesses.suffix)
+    before, measured = (outputs_of(contender.runnable, w) for w in (asked.once_before, asked))
+    assert learnt == before * 2
+    assert (before == measured) is (temperature == 0)
+    assert len({round.output_hash for round in run.rounds}) == 1
+
+
+def learnt_by(source):
+    """The outputs that a suffix source has entered, each a list of tokens."""
+    [scope] = source.scopes.values()
+    tokens = [token for part in reversed(scope.parts) for token in part.tokens]
+    ends = [n for n, token in enumerate(tokens) if token == END]
+    return [tokens[a + 1 : b] for a, b in pairwise(ends) if b > a + 1]
+
+
+def outputs_of(local, asked):
+    checked = [local.check(ask) for ask in asked.guessed(UNGUESSED).asks]
+    outputs = local.llm.generate([ids for ids, _ in checked], [params for _, params in checked])
+    return [output.token_ids for output in outputs]
 
 
 @pytest.mark.parametrize(
