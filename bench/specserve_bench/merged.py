@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 
 from specserve import LLM
+from specserve.engine.learned import Learned
 from specserve.engine.planned_guesses import PlannedGuesses
 from specserve.engine.turns import Turns
 from specserve.scheduling.cost import StepCosts
@@ -14,6 +15,7 @@ from specserve_bench.local import Local
 from specserve_bench.report import ratio_words
 from specserve_bench.results import Load, Ratio, ratio
 from specserve_bench.workloads import Workload, workload
+from specserve_drafters.owners import Owners
 
 LIMIT = 16  # guesses of a step, at most
 AUTO: dict[str, Any] = {"drafter": "auto"}
@@ -121,10 +123,16 @@ def one_round(llm: LLM, asked: Workload, price: float = 0.0) -> Tree:
     guesses = llm.engine.guesses
     if isinstance(guesses, PlannedGuesses) and guesses.draft_model is not None:
         guesses.planner.costs, guesses.draft_model.costs = RowCosts(price), NoCosts(0.0)
-        guesses.turns = guesses.model_turns = EveryTurn()
+        guesses.learned = Owners(asked_always)
     told = Local(llm, is_warm=True).run(asked, Load(concurrency=1)).speculation
     assert told is not None and told.steps, "an engine of this process tells of its steps"
     return Tree(told.drafted / told.steps, told.tokens / told.steps)
+
+
+def asked_always() -> Learned:
+    learned = Learned()
+    learned.turns = learned.model_turns = EveryTurn()
+    return learned
 
 
 def at(guesses: float, trees: Sequence[Tree]) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from specserve_drafters.base import DraftItem
 from specserve_drafters.candidates import Candidate
 from specserve_drafters.lookup import MAX_LENGTH, SURE, Odds
+from specserve_drafters.owners import NO_OWNER, Owner, Owners
 
 NEAR = 64  # tokens from the place where the texts parted, in which any match is one
 SURE_LENGTH = 4  # tokens that have to match elsewhere
@@ -85,10 +86,10 @@ class Alignment:
 class Followed:
     """A request's alignment, and how much of its text it has seen."""
 
-    __slots__ = ("alignment", "size")
+    __slots__ = ("alignment", "odds", "size")
 
-    def __init__(self, expected: Sequence[int], num_prompt: int) -> None:
-        self.alignment, self.size = Alignment(expected), num_prompt
+    def __init__(self, expected: Sequence[int], num_prompt: int, odds: Odds) -> None:
+        self.alignment, self.size, self.odds = Alignment(expected), num_prompt, odds
 
 
 class PredictionSource:
@@ -98,24 +99,26 @@ class PredictionSource:
 
     def __init__(self) -> None:
         self.requests: dict[int, Followed] = {}
-        self.odds = Odds()
+        self.odds = Owners(Odds)  # nobody sees what others' texts showed
 
-    def expect(self, id: int, expected: Sequence[int], num_prompt: int) -> None:
+    def expect(
+        self, id: int, expected: Sequence[int], num_prompt: int, owner: Owner = NO_OWNER
+    ) -> None:
         """Guess for a request; until `forget`."""
-        self.requests[id] = Followed(expected, num_prompt)
+        self.requests[id] = Followed(expected, num_prompt, self.odds.begin(id, owner))
 
     def promise(self, id: int, text: "array[int]") -> float:
         """Guesses that are expected to be right, by what texts have shown."""
         alignment = self.follow(id, text)
         left = len(alignment.expected) - alignment.at
-        return min(float(max(left, 0)), self.odds.expected[alignment.length])
+        return min(float(max(left, 0)), self.requests[id].odds.expected[alignment.length])
 
     def follow(self, id: int, text: "array[int]") -> Alignment:
         followed = self.requests[id]
         alignment = followed.alignment
         for token in text[followed.size :]:
             length = alignment.length
-            self.odds.add(length, alignment.follow(token))
+            followed.odds.add(length, alignment.follow(token))
         followed.size = len(text)
         return alignment
 
@@ -131,7 +134,10 @@ class PredictionSource:
 
     def forget(self, id: int) -> None:
         self.requests.pop(id, None)
+        self.odds.forget(id)
 
     def reset(self) -> None:
         """Forget what texts have shown."""
-        self.odds = Odds()
+        self.odds.reset()
+        for id, followed in self.requests.items():
+            followed.odds = self.odds.of(id)

@@ -15,6 +15,7 @@ import numpy as np
 from specserve_drafters.base import DraftItem
 from specserve_drafters.candidates import Candidate
 from specserve_drafters.lookup import MAX_LENGTH, SURE, Odds, chain, zeros
+from specserve_drafters.owners import Owner
 from specserve_drafters.tree import ROOT
 
 LENGTHS = 2, 4, 8, 16  # of the n-grams
@@ -71,7 +72,6 @@ class Part:
 
 
 Place = tuple[Part, int]
-Owner = tuple[int, str]  # a tenant, and a salt of its requests
 
 
 class Scope:

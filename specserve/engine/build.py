@@ -28,6 +28,7 @@ from specserve_drafters.base import drafter_options
 from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model_source import ModelSource
 from specserve_drafters.native_lookup import ngram_source
+from specserve_drafters.owners import OwnSources
 from specserve_drafters.prediction import PredictionSource
 from specserve_drafters.suffix import SuffixSource
 
@@ -174,7 +175,7 @@ def refuse_second_executor(names: Sequence[str], model: ModelSource | None) -> N
 
 def build_source(name: str, options: Mapping[str, Any], engine: Engine) -> Source:
     if name == "ngram":
-        return ngram_source()
+        return OwnSources(ngram_source, name)
     if name == "grammar":
         return GrammarSource()
     if name == "prediction":

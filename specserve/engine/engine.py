@@ -516,8 +516,8 @@ class Engine:
         tables = [t.blocks for r in self.requests.values() for t in (r.table, r.draft_table)]
         self.pool.check(tables)
 
-    def speculation(self) -> SpeculationState:
-        """What guesses are chosen by at present."""
+    def speculation(self, tenant: int = 0) -> SpeculationState:
+        """What guesses for a tenant's requests without a salt are chosen by at present."""
         budget, costs = self.scheduler.budget, {"target": self.scheduler.costs}
         if self.draft_model is not None:
             costs["draft"] = self.draft_model.costs
@@ -526,6 +526,7 @@ class Engine:
             max_nodes=budget.max_nodes,
             max_step_nodes=budget.max_step_nodes,
             costs={model: cost_state(of_model) for model, of_model in costs.items()},
+            tenant=tenant,
         )
         return state if self.guesses is None else self.guesses.tell(state)
 

@@ -5,16 +5,16 @@ from itertools import accumulate
 from time import perf_counter
 
 from specserve.engine.draft_model import USUAL_LAG, DraftModel
+from specserve.engine.learned import Learned
 from specserve.scheduling import Request
 from specserve.scheduling.growth import Growth
-from specserve.scheduling.trials import Trials
 
 HOLD = 0.7  # of a level's reach that the next one has, as far as is known beforehand
 # Tokens of a request over which the time of catching up is spread, at least: it pays over them.
 LEAST_USE = 8
 # Levels of a trial: one alone, after a pause, takes up to three times as long as the next ones.
 TRIED = 3
-KEY = "model"  # of trials: one request at a time, as what one shows holds for the others, too
+KEY = "model"  # of trials: one request of an owner, as what it shows holds for the others, too
 
 
 class Levels:
@@ -23,19 +23,17 @@ class Levels:
     def __init__(
         self,
         growth: Growth,
-        trials: Trials,
-        passed: int,
+        learned: Sequence[Learned],
         draft_model: DraftModel,
         requests: Sequence[Request],
         max_depth: int,
     ) -> None:
-        """`passed` steps have passed since the one before in which guesses were made."""
-        self.growth, self.draft_model = growth, draft_model
-        self.trials, self.passed = trials, passed
+        """`learned` is by request."""
+        self.growth, self.draft_model, self.learned = growth, draft_model, learned
         self.costs = draft_model.costs
         self.requests, self.max_depth = requests, max_depth
         self.context = sum(len(r.token_ids) for r in requests)
-        self.tried: list[int] = []  # id of the request that it was run for only as a trial
+        self.tried: list[int] = []  # ids of requests that it was run for only as a trial
         self.is_trial_alone = False  # no other was run
         self.num_levels = 0
         self.started, self.before, self.usual = 0.0, 0, 0
@@ -53,10 +51,17 @@ class Levels:
         gains = [reach[i] for i in order]
         size = self.growth.first_size(gains, HOLD, self.max_depth, seconds)
         left = order[size:]
-        tried = left[:1] if left and self.trials.is_due(KEY, self.passed) else []
+        tried = self.due(left)
         self.tried = [self.requests[i].id for i in tried]
         self.is_trial_alone = size == 0 and len(tried) > 0
         return self.begin(order[:size] + tried, rows[size] + len(tried) * USUAL_LAG)
+
+    def due(self, left: Sequence[int]) -> list[int]:
+        """Of each owner's places that are left out the first, where its trial is due."""
+        first: dict[Learned, int] = {}
+        for place in left:
+            first.setdefault(self.learned[place], place)
+        return [i for learned, i in first.items() if learned.trials.is_due(KEY, learned.passed)]
 
     def catching_up(self, request: Request) -> float:
         """Seconds of a request's missing rows, spread over the tokens that they are of use for."""

@@ -8,32 +8,30 @@ import msgspec
 
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.guesses import draft_item
+from specserve.engine.learned import Learned, owner_of
 from specserve.engine.ledger import DraftSources, Ledger, Told
 from specserve.engine.levels import KEY, Levels
 from specserve.engine.runner import KVLost
-from specserve.engine.source import Foreseen, Pace, Source, UserCode
+from specserve.engine.source import Foreseen, Source, UserCode
 from specserve.engine.state import calibration_state, plan_state
 from specserve.engine.turns import Turn, Turns
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import Step
 from specserve.scheduling.planner import Ask, Plan, Planner, tokens_behind
-from specserve.scheduling.trials import Trials
 from specserve_drafters import DraftItem
-from specserve_drafters.calibration import Calibration
 from specserve_drafters.candidates import Rules, Trie
 from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model_source import Grown, ModelSource
+from specserve_drafters.owners import Owners, OwnSources
 from specserve_drafters.prediction import PredictionSource
 from specserve_drafters.suffix import SuffixSource
 from specserve_drafters.tree import MAX_NODES, ROOT
 
 LEAST_ASKED = 32  # guesses that sources are asked for in a step, shared by its requests
-LAST_TRIAL = 128  # steps from a trial of a source to the next, at most
 COLD = 0.6  # of the time of making guesses after a pause that it takes in every step
 LATELY = 1 / 8  # weight of a step in how many guesses of a request were lately verified
 RATE = 1 / 16  # and in what planning usually takes, and what promises are worth
-DOUBT = 1 / 2048  # of what they are worth less: by each step it is forgotten
 
 
 class Asked(NamedTuple):
@@ -55,6 +53,7 @@ class Root(msgspec.Struct, eq=False):
     scheduled: ScheduledRequest
     item: DraftItem
     ask: Ask
+    learned: Learned  # from requests of its owner
     proposed: dict[str, int]  # by source
     asked: Asked
     nodes: list[int] = []
@@ -92,32 +91,24 @@ class PlannedGuesses:
         self.names = (*names,) or (*(s.name for s in sources), *([model.name] if model else []))
         self.ledger = Ledger(self.names, user_code.stats)
         self.planner = Planner(scheduler.costs)
-        self.calibration = Calibration()
-        self.turns, self.model_turns = Turns(), Turns()  # of planning what sources say; of levels
-        self.trials = Trials(last=LAST_TRIAL)
-        self.paces = {source.name: Pace() for source in sources}
+        self.learned = Owners(Learned)
         self.lately: dict[int, float] = {}  # by request: guesses verified a step
         self.foreseen = [source for source in sources if isinstance(source, Foreseen)]
         self.grammar = next((s for s in sources if isinstance(s, GrammarSource)), None)
         self.rules: dict[int, Rules] = {}  # by request
         self.prediction = next((s for s in sources if isinstance(s, PredictionSource)), None)
         self.suffix = next((s for s in sources if isinstance(s, SuffixSource)), None)
+        self.own = [source for source in sources if isinstance(source, OwnSources)]
         self.foreseen_names = {source.name for source in self.foreseen}
         self.has_unforeseen = len(self.foreseen) < len(sources)
-        self.share = 1.0  # of the seconds that sources promise to save, which guesses lately did
         self.planning = 0.0  # usual seconds of a request's guesses, without the draft model's
         self.is_warm = False  # the first of all take far longer
         # Of the step:
-        self.passed = 1  # steps since the one before in which any request was asked
         self.step = Step(0, 0, 0, 0)
         self.plan: Plan | None = None
         self.last: tuple[Plan, Step] | None = None  # of the latest step that had a plan
         self.roots: dict[int, Root] = {}  # by request
         self.promised: dict[int, float] = {}  # by request: seconds
-        self.taken: dict[str, float] = {}  # seconds of each source that was asked
-        self.saved: dict[str, float] = {}  # seconds, by source
-        self.might_save: dict[str, float] = {}  # if right first guesses had been verified
-        self.tried: set[str] = set()  # sources that were asked although they are late
         self.saved_by_guess = self.row_seconds = 0.0  # of an accepted guess, and of each
         self.making = 0.0  # seconds of making guesses and of learning from them
         self.growing = 0.0  # those of the draft model's levels among them
@@ -129,10 +120,8 @@ class PlannedGuesses:
         if asked_before:
             self.settle()
         self.plan = None
-        for turns in (self.turns, self.model_turns):
-            turns.next_step()
+        self.next_step(scheduled)
         part, self.promised = self.part(self.scheduler.step), {}
-        self.share += (1 - self.share) * DOUBT
         due = [(s, self.asked(s.request, part)) for s in scheduled if s.draft_limit]
         due = [(s, asked) for s, asked in due if any(asked)]
         if self.draft_model is not None and (due or asked_before):
@@ -140,10 +129,24 @@ class PlannedGuesses:
         if not due:
             return
         start = perf_counter()
-        self.step, self.passed = self.scheduler.step, self.turns.passed()
+        self.step = self.scheduler.step
         self.roots = {s.request.id: self.root(s, asked, len(due)) for s, asked in due}
+        for learned in {root.learned for root in self.roots.values()}:
+            learned.passed = learned.turns.passed()
         self.make([*self.roots.values()])
         self.making = perf_counter() - start - self.catching_up
+
+    def next_step(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        each = [(self.learned_of(s.request), s.is_root) for s in scheduled]
+        for learned in {learned for learned, _ in each}:
+            learned.next_step()
+        for learned, is_root in each:
+            learned.num_roots += is_root
+
+    def learned_of(self, request: Request) -> Learned:
+        if request.id not in self.learned.requests:
+            self.learned.begin(request.id, owner_of(request))
+        return self.learned.of(request.id)
 
     def part(self, step: Step) -> float:
         """A request's part of the seconds of a step, which is what a right guess saves."""
@@ -154,11 +157,11 @@ class PlannedGuesses:
         """Part: what a right guess saves, in seconds."""
         id, may_grow = request.id, self.model is not None and request.num_output > 0
         may_grow = may_grow and request.sampling.speculation.allows("model")
-        is_promised = self.is_promising(request, part)
-        is_asked = self.has_unforeseen and self.turns.is_due(id)
-        is_grown = may_grow and self.model_turns.is_due(id)
-        turn = self.turns.of(id) if is_asked else None
-        return Asked(is_promised, turn, self.model_turns.of(id) if is_grown else None)
+        is_promised, learned = self.is_promising(request, part), self.learned_of(request)
+        is_asked = self.has_unforeseen and learned.turns.is_due(id)
+        is_grown = may_grow and learned.model_turns.is_due(id)
+        turn = learned.turns.of(id) if is_asked else None
+        return Asked(is_promised, turn, learned.model_turns.of(id) if is_grown else None)
 
     def is_promising(self, request: Request, part: float) -> bool:
         """Whether right guesses are likely to save the time of planning them."""
@@ -167,13 +170,13 @@ class PlannedGuesses:
         asked = [source for source in asked if self.knows(source, id)]
         saved = part * max((source.promise(id, text) for source in asked), default=0.0)
         self.promised[id] = saved
-        return saved * self.share > self.planning
+        return saved * self.learned_of(request).share > self.planning
 
     def knows(self, source: object, id: int) -> bool:
         """Whether there is anything that a source could guess for a request from."""
         if source is self.grammar:
             return id in self.rules
-        if isinstance(source, (PredictionSource, SuffixSource)):
+        if isinstance(source, (PredictionSource, SuffixSource, OwnSources)):
             return id in source.requests
         return True
 
@@ -202,28 +205,31 @@ class PlannedGuesses:
 
     def settle(self) -> None:
         """Note what an asked step has shown of the sources' pace, and of making guesses."""
-        for name, taken in self.taken.items():
-            self.paces[name].add(taken, self.saved.get(name, 0.0))
-            if name in self.tried and self.might_save.get(name, 0.0) > taken:
-                self.trials.worked(name)
-                self.paces[name] = Pace()
-        self.taken, self.saved, self.might_save, self.tried = {}, {}, {}, set()
+        roots = [*self.roots.values()]
+        by_owner = dict[Learned, list[Root]]()
+        for root in roots:
+            by_owner.setdefault(root.learned, []).append(root)
+        for learned in by_owner:
+            learned.settle()
         if self.plan is not None and self.saved_by_guess:
-            others = [(r.asked.turn, r.saved) for r in self.roots.values() if r.asked.turn]
-            grown = [r for r in self.roots.values() if r.asked.model_turn]
-            num_asked = sum(root.asked.is_any for root in self.roots.values())
+            num_asked = sum(root.asked.is_any for root in roots)
             growing = self.growing if num_asked else self.making
-            if num_asked:
-                planning = (self.making - growing) / num_asked
-                if not others:
-                    self.note_promises(planning)
-                self.turn(self.turns, others, planning * len(others), 0.0)
+            planning = (self.making - growing) / max(num_asked, 1)
+            if num_asked and not any(root.asked.turn for root in roots):
+                self.note_promises(planning)
             # Levels for one request alone, as a trial, take about as long as for all, and say
             # nothing of the others: it bears the part that it would have then.
+            grown = [r for r in roots if r.asked.model_turn]
             run = [r for r in grown if r.is_tried] if self.is_trial_alone else grown
-            share = growing * len(run) / max(len(grown), 1)
-            model = [(r.asked.model_turn, r.saved_by_model) for r in run if r.asked.model_turn]
-            self.turn(self.model_turns, model, share, self.catching_up + growing - share)
+            level = growing / max(len(grown), 1)
+            lost = (self.catching_up + growing - level * len(run)) / max(len(run), 1)
+            for learned, own in by_owner.items():
+                num_roots = learned.num_roots
+                others = [(r.asked.turn, r.saved) for r in own if r.asked.turn]
+                self.turn(learned.turns, num_roots, others, planning, 0.0)
+                mine = [r for r in run if r.learned is learned]
+                model = [(r.asked.model_turn, r.saved_by_model) for r in mine]
+                self.turn(learned.model_turns, num_roots, model, level, lost)
         self.roots = {}
 
     def note_promises(self, planning: float) -> None:
@@ -236,33 +242,36 @@ class PlannedGuesses:
             self.planning = planning
         self.is_warm = True
         for id, root in self.roots.items():
-            promised = self.promised.get(id, 0.0)
+            promised, learned = self.promised.get(id, 0.0), root.learned
             if root.asked.is_promised and root.saved is not None and promised > 0:
                 share = root.saved / promised
-                self.share += (min(max(share, 0.0), 1.0) - self.share) * RATE
+                learned.share += (min(max(share, 0.0), 1.0) - learned.share) * RATE
 
     def turn(
         self,
         turns: Turns,
-        asked: Sequence[tuple[Turn, float | None]],
-        seconds: float,
+        num_roots: int,
+        asked: Sequence[tuple[Turn | None, float | None]],
+        taken: float,
         lost: float,
     ) -> None:
-        """Note what guesses have saved of each request's part of the step's time. Making them took
-        so many seconds, and the step has lost some more.
+        """Note what guesses have saved of the part that each request of an owner with so many roots
+        has of the step's time. Making them took so many seconds a request, and the step has lost
+        some more for each.
         """
         if not asked:
             return
-        part, taken = self.saved_by_guess, seconds / len(asked)
-        saved, more = list[tuple[Turn, float]](), lost / part
+        part = self.saved_by_guess
+        saved, more = list[tuple[Turn, float]](), lost * len(asked) / part
         for turn, gained in asked:
+            assert turn is not None, "a request that was asked has a turn"
             usual = taken if turn.pays else COLD * taken
             more += (taken - usual) / part
             if gained is None:
                 more += usual / part
             else:
                 saved.append((turn, (gained - usual) / part))
-        turns.add(saved, self.step.num_roots, more)
+        turns.add(saved, num_roots, more)
 
     def root(self, scheduled: ScheduledRequest, asked: Asked, num_roots: int) -> Root:
         """What sources see of a root. They are asked for the guesses that are likely to be
@@ -272,10 +281,11 @@ class PlannedGuesses:
         lately = 2 + 2 * int(self.lately.get(request.id, 0.0))
         depth = request.sampling.speculation.max_depth or MAX_NODES
         limit = min(scheduled.draft_limit, depth, max(lately, LEAST_ASKED // num_roots))
-        trie = Trie(self.calibration, request.id, self.rules.get(request.id))
+        learned = self.learned_of(request)
+        trie = Trie(learned.calibration, request.id, self.rules.get(request.id))
         ask = Ask(trie, scheduled.draft_limit, max_depth=depth)
         item = draft_item(scheduled, limit)
-        return Root(scheduled, item, ask, {}, asked)
+        return Root(scheduled, item, ask, learned, {}, asked)
 
     def note_targets(self, roots: Sequence[Root]) -> None:
         """Note how far requests are behind their targets: those of the most urgent priority that
@@ -296,7 +306,8 @@ class PlannedGuesses:
     def ask(self, source: Source, roots: Sequence[Root]) -> float:
         """Add a source's candidates; its seconds. One that takes more than it saves is left out."""
         name, start = source.name, perf_counter()
-        if not roots or (self.is_late(name) and not self.is_tried(name)):
+        roots = self.in_time(name, roots)
+        if not roots:
             return 0.0
         try:
             found = source.candidates([root.item for root in roots])
@@ -307,9 +318,7 @@ class PlannedGuesses:
             raise
         except BaseException:  # it may be user code, whose errors must not change any text
             self.user_code.failed(name)
-        self.taken[name] = perf_counter() - start
-        self.ledger.took(name, self.taken[name])
-        return self.taken[name]
+        return self.took(name, perf_counter() - start, roots)
 
     def force(self, roots: Sequence[Root]) -> float:
         """Continue other sources' paths by what grammars force; its seconds."""
@@ -319,20 +328,23 @@ class PlannedGuesses:
         start = perf_counter()
         for root in roots:
             grammar.extend(root.trie, root.item, root.proposed)
-        taken = perf_counter() - start
-        self.taken[grammar.name] = self.taken.get(grammar.name, 0.0) + taken
-        self.ledger.took(grammar.name, taken)
-        return taken
+        return self.took(grammar.name, perf_counter() - start, roots)
 
-    def is_tried(self, name: str) -> bool:
-        if is_due := self.trials.is_due(name, self.passed):
-            self.tried.add(name)
-        return is_due
+    def took(self, name: str, seconds: float, roots: Sequence[Root]) -> float:
+        """Note the seconds of a source that was asked for such roots; these seconds."""
+        for root in roots:
+            root.learned.taken[name] += seconds / len(roots)
+        self.ledger.took(name, seconds)
+        return seconds
 
-    def is_late(self, name: str) -> bool:
+    def in_time(self, name: str, roots: Sequence[Root]) -> list[Root]:
+        """The roots whose owners' requests a source takes no more time for than it saves."""
         step = self.step
         seconds = self.planner.costs.seconds(step.rows, step.context, step.requests)
-        return self.paces[name].is_late(seconds)
+        part = seconds / max(step.num_roots, 1)
+        owners = {root.learned for root in roots}
+        asked = {learned for learned in owners if learned.may_ask(name, part * learned.num_roots)}
+        return [root for root in roots if root.learned in asked]
 
     def grow(self, roots: Sequence[Root]) -> float:
         """Let the draft model add what is worth its time; the seconds to charge for it."""
@@ -343,7 +355,7 @@ class PlannedGuesses:
         growth = self.planner.growth(asks, self.step, self.scheduler.guess_rows)
         requests = [root.scheduled.request for root in roots]
         depth = self.model.max_depth
-        levels = Levels(growth, self.trials, self.passed, self.draft_model, requests, depth)
+        levels = Levels(growth, [r.learned for r in roots], self.draft_model, requests, depth)
         try:
             grown = [Grown(root.item, root.trie, root.proposed) for root in roots]
             self.model.grow(grown, levels, self.grammar)
@@ -398,15 +410,15 @@ class PlannedGuesses:
         id, size = root.item.id, len(root.scheduled.draft)
         self.lately[id] = lately = self.lately.get(id, 0.0)
         self.lately[id] += LATELY * (size - lately)
-        trie = root.trie
+        trie, learned = root.trie, root.learned
         right = trie.children[ROOT].get(tokens[0])
         if right is None:
             return
-        if self.tried:
+        if learned.tried:
             for name in trie.sources(right):
-                self.might_save[name] = self.might_save.get(name, 0.0) + self.saved_by_guess
+                learned.might_save[name] += self.saved_by_guess
         if root.is_tried and "model" in trie.sources(right):
-            self.trials.worked(KEY)
+            learned.trials.worked(KEY)
 
     def count(self, root: Root, accepted: Sequence[int]) -> Told:
         """Tell of the draft's guesses by source, and tell the sources."""
@@ -416,7 +428,7 @@ class PlannedGuesses:
         told = self.ledger.enter(guesses, accepted, request.sampling.return_speculation_details)
         self.note_savings(root, sources, accepted)
         for name, counts in told.sources.items():
-            self.saved[name] = self.saved.get(name, 0.0) + counts.accepted * self.saved_by_guess
+            root.learned.saved[name] += counts.accepted * self.saved_by_guess
         if draft.tokens:
             for source in self.sources:
                 self.user_code.tell(source, "observe", root.item.id, draft, accepted)
@@ -450,16 +462,18 @@ class PlannedGuesses:
 
     def begin(self, request: Request) -> None:
         id, asked, num_prompt = request.id, request.sampling, request.num_prompt
+        owner = owner_of(request)
         if self.prediction is not None and asked.prediction:
-            self.prediction.expect(id, asked.prediction, num_prompt)
+            self.prediction.expect(id, asked.prediction, num_prompt, owner)
         if self.suffix is not None:
-            owner = request.caller.tenant, asked.cache_salt
             self.suffix.begin(id, request.token_ids, num_prompt, owner, asked.speculation.learn)
+        for source in self.own:
+            source.begin(id, owner)
 
     def forget(self, id: int) -> None:
-        self.calibration.forget(id)
-        self.turns.forget(id)
-        self.model_turns.forget(id)
+        if id in self.learned.requests:
+            self.learned.of(id).forget(id)
+            self.learned.forget(id)
         self.lately.pop(id, None)
         for source in self.sources:
             if self.knows(source, id):
@@ -467,22 +481,20 @@ class PlannedGuesses:
         self.rules.pop(id, None)
 
     def tell(self, state: SpeculationState) -> SpeculationState:
+        learned = self.learned.find((state.tenant, "")) or Learned()
         return msgspec.structs.replace(
             state,
-            calibration=calibration_state(self.calibration),
+            calibration=calibration_state(learned.calibration),
             plan=None if self.last is None else plan_state(*self.last),
         )
 
     def reset(self) -> None:
         self.planner = Planner(self.scheduler.costs)
-        self.calibration = Calibration()
-        self.turns, self.model_turns = Turns(), Turns()
-        self.trials = Trials(last=LAST_TRIAL)
+        self.learned.reset()
         self.roots, self.last = {}, None
-        self.paces = {name: Pace() for name in self.paces}
         for source in self.foreseen:
             source.reset()
-        self.lately, self.planning, self.share, self.is_warm = {}, 0.0, 1.0, False
+        self.lately, self.planning, self.is_warm = {}, 0.0, False
 
 
 def behind(request: Request, now: float, step_seconds: float) -> float:

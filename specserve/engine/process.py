@@ -68,8 +68,8 @@ def serve(link: Link, engine: Engine) -> None:
                 engine.finish(id)
             if commands.reset_cache:
                 engine.reset_cache()
-            if commands.tell_speculation:
-                link.send(engine.speculation())
+            for tenant in commands.tell_speculation:
+                link.send(engine.speculation(tenant))
         link.send(report(engine, refused + engine.step()))
 
 

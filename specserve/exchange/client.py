@@ -135,7 +135,7 @@ class EngineClient(asyncio.Protocol):
         self.resets: dict[asyncio.Future[None], int] = {}  # -> num_resets that completes it
         self.num_resets = 0  # sent to the engine
         self.is_reset_due = False
-        self.asking: list[asyncio.Future[SpeculationState]] = []  # for the next state that comes
+        self.asking: dict[asyncio.Future[SpeculationState], int] = {}  # -> the tenant
         self.is_state_due = False
         self.transport: asyncio.WriteTransport | None = None
         self.tried: Live | None = None  # the suspect that runs beside those that are cleared
@@ -193,12 +193,14 @@ class EngineClient(asyncio.Protocol):
         self.resets[future] = self.num_resets + 1
         await future
 
-    async def speculation(self) -> SpeculationState:
-        """What the engine's speculation goes by; EngineDied if the process ends before it tells."""
+    async def speculation(self, tenant: int = 0) -> SpeculationState:
+        """What the engine's speculation goes by for a tenant; EngineDied if the process ends before
+        it tells.
+        """
         if self.died.is_set():
             raise EngineDied("the engine process has ended")
         future: asyncio.Future[SpeculationState] = self.loop.create_future()
-        self.asking.append(future)
+        self.asking[future] = tenant
         self.ask_state()
         return await future
 
@@ -217,8 +219,8 @@ class EngineClient(asyncio.Protocol):
             return  # `resume` tells another process
         if self.owed_since is None:  # an engine answers whatever it is told
             self.owed_since = self.loop.time()
-        due = self.is_reset_due, self.is_state_due
-        commands = EngineCommands(self.adds, self.finishes, *due)
+        tenants = sorted({*self.asking.values()}) if self.is_state_due else []
+        commands = EngineCommands(self.adds, self.finishes, self.is_reset_due, tenants)
         self.num_resets += self.is_reset_due
         self.adds, self.finishes = [], []
         self.is_reset_due = self.is_state_due = False
@@ -294,8 +296,8 @@ class EngineClient(asyncio.Protocol):
         self.on_report(report)
 
     def tell(self, state: SpeculationState) -> None:
-        asking, self.asking = self.asking, []
-        for future in asking:
+        for future in [asked for asked, tenant in self.asking.items() if tenant == state.tenant]:
+            del self.asking[future]
             if not future.done():  # else the caller was cancelled
                 future.set_result(state)
 

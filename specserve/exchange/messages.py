@@ -46,7 +46,7 @@ class EngineCommands(msgspec.Struct, frozen=True):
     add: list[Add]
     finish: list[int]
     reset_cache: bool = False
-    tell_speculation: bool = False  # the answer is a `SpeculationState`
+    tell_speculation: list[int] = []  # tenants: the answer to each is a `SpeculationState`
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):

@@ -47,5 +47,6 @@ class SpeculationState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_nodes: int = 0  # guesses of a request and step
     max_step_nodes: int = 0  # guesses of a step, over all requests
     costs: dict[str, CostState] = {}  # by model, "target" and "draft"
+    tenant: int = 0  # whose requests without a salt `calibration` is learnt from
     calibration: dict[str, list[GuessKind]] = {}  # by source
     plan: PlanState | None = None

@@ -13,6 +13,7 @@ from specserve.server import answers
 from specserve.server.chat import ChatBody, Message, chat
 from specserve.server.completions import CompletionBody, completions
 from specserve.server.docs_page import HEADERS, page
+from specserve.server.live_completion import tenant_of
 from specserve.server.openapi import GENERATING, WITH_ENGINE, Operation, document
 from specserve.server.pages import PAGES, PARTS
 from specserve.server.response import json_response
@@ -69,7 +70,9 @@ def details(served: ServedModel) -> dict[str, Any]:
 async def speculation(request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_open()
-    state = msgspec.structs.asdict(await service.engine.speculation())
+    told = await service.engine.speculation(tenant_of(request.scope))
+    state = msgspec.structs.asdict(told)
+    del state["tenant"]
     config = service.config
     targets = {"ttft_ms": config.scheduler.ttft_ms, "tpot_ms": config.scheduler.tpot_ms}
     targets["min_tpot_ms"] = config.min_tpot_ms

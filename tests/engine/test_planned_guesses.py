@@ -15,6 +15,7 @@ from specserve.models.tokenizer import Tokenizer
 from specserve_drafters import Draft
 from specserve_drafters.candidates import Candidate
 from specserve_drafters.native_lookup import NativeSource, ngram_source
+from specserve_drafters.owners import NO_OWNER
 from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
 from tests.engine.clock import Clock
 from tests.engine.engines import (
@@ -480,20 +481,20 @@ def test_a_source_forgets_what_texts_have_shown_with_a_reset(target, clock):
     engine, source = run_paced(target, clock, LATER, 0.1, lambda length: 2.0, cls=Foretelling)
     engine.reset_learned()
     assert source.promises is None
-    assert (engine.guesses.planning, engine.guesses.share) == (0.0, 1.0)
+    assert engine.guesses.planning == 0.0 and engine.guesses.learned.find(NO_OWNER) is None
 
 
 def test_an_engine_has_the_ngrams_of_the_compiled_kernels(target):
     source, *_ = engine_for(target, None, "auto").guesses.sources
-    assert isinstance(source, NativeSource)
+    assert source.name == "ngram" and isinstance(source.sources.make(), NativeSource)
 
 
 def test_nothing_learnt_outlives_a_reset(target, clock):
     engine, _ = run_paced(target, clock, NEVER, 0.1)
     engine.reset_learned()
     guesses = engine.guesses
-    assert guesses.last is None and not guesses.turns.num_steps
-    assert not guesses.calibration.sources and not guesses.trials.waits
+    assert guesses.last is None
+    assert not guesses.learned.idle and not guesses.learned.live
 
 
 def num_requests_of(launches):
@@ -551,7 +552,7 @@ def test_a_trial_for_one_request_says_nothing_of_others_and_costs_it_its_part(
     engine = engine_for(target, target, "auto", max_nodes=4)
     guesses = engine.guesses = planned(engine, model=engine.guesses.model)
     requests = [engine.add([id + 1, *PROMPT], greedy(120)) for id in range(4)]
-    turns, seen = guesses.model_turns, []
+    turns, seen = guesses.learned.begin(99, NO_OWNER).model_turns, []
     while not engine.is_idle:
         before = {r.id: turns.of(r.id).saved for r in requests}
         is_alone = guesses.is_trial_alone and len(guesses.roots) == 4

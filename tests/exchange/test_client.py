@@ -54,13 +54,28 @@ def test_all_who_ask_for_the_state_in_one_turn_share_an_answer():
         await asyncio.sleep(0)
         asking[0].cancel()
         await asyncio.sleep(0)
-        assert [commands.tell_speculation for commands in wire.sent] == [True]
+        assert [commands.tell_speculation for commands in wire.sent] == [[0]]
         engine.data_received(frame(state))
         return [await asked for asked in asking[1:]]
 
     costs = CostState([RowCost(4, 0.5, True)], 0.0, 0.0, 1.0)
     state = SpeculationState(sources=("ngram",), costs={"target": costs})
     assert asyncio.run(run()) == [state] * 2
+
+
+def test_each_tenant_is_told_the_state_of_its_own():
+    async def run():
+        engine, wire = EngineClient((None, None)), Wire()
+        engine.connection_made(wire)
+        asking = [asyncio.create_task(engine.speculation(tenant)) for tenant in (2, 1, 2)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert [commands.tell_speculation for commands in wire.sent] == [[1, 2]]
+        for tenant in (1, 2):
+            engine.data_received(frame(SpeculationState(tenant=tenant)))
+        return [(await asked).tenant for asked in asking]
+
+    assert asyncio.run(run()) == [2, 1, 2]
 
 
 def test_who_asks_a_dead_engine_for_its_state_is_told_so():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from ctypes import PYFUNCTYPE, Structure, c_double, c_int64, c_void_p
+from functools import cache
 from typing import Any, NamedTuple
 
 from specserve_kernels.cpu import build
@@ -31,6 +32,7 @@ class Functions(NamedTuple):
     reset: Callable[[int], None]
 
 
+@cache  # there may be many sources
 def functions() -> Functions:
     """BuildError where there is no library."""
     library = build.library()

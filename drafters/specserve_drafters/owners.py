@@ -1,0 +1,107 @@
+"""What is learnt from the requests of one owner, and is of no effect on those of another."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from specserve_drafters.base import DraftItem
+from specserve_drafters.candidates import Candidate
+
+if TYPE_CHECKING:  # see base.py
+    from array import array
+
+Owner = tuple[int, str]  # a tenant, and a salt of its requests
+NO_OWNER = 0, ""  # of requests without a key and a salt
+MOST = 256  # owners without requests that are kept, those that had some last
+
+T = TypeVar("T")
+
+
+class Owners(Generic[T]):
+    """One object for each owner, which its requests share."""
+
+    def __init__(self, make: Callable[[], T], most: int = MOST) -> None:
+        self.make, self.most = make, most
+        self.live: dict[Owner, T] = {}
+        self.num_requests: dict[Owner, int] = {}  # of the live ones
+        self.idle: OrderedDict[Owner, T] = OrderedDict()  # the one that had requests last at the end
+        self.requests: dict[int, tuple[Owner, T]] = {}
+
+    def begin(self, id: int, owner: Owner) -> T:
+        """The owner's object, which it keeps until `forget` of its last request at least."""
+        self.forget(id)
+        if owner not in self.live:
+            kept = self.idle.pop(owner, None)
+            self.live[owner] = self.make() if kept is None else kept
+            self.num_requests[owner] = 0
+        found = self.live[owner]
+        self.num_requests[owner] += 1
+        self.requests[id] = owner, found
+        return found
+
+    def of(self, id: int) -> T:
+        """That of the owner of a request that has begun."""
+        return self.requests[id][1]
+
+    def find(self, owner: Owner) -> T | None:
+        return self.live.get(owner, self.idle.get(owner))
+
+    def forget(self, id: int) -> None:
+        owner, _ = self.requests.pop(id, (None, None))
+        if owner is None:
+            return
+        self.num_requests[owner] -= 1
+        if self.num_requests[owner] == 0:
+            del self.num_requests[owner]
+            self.idle[owner] = self.live.pop(owner)
+            if len(self.idle) > self.most:
+                self.idle.popitem(last=False)
+
+    def reset(self) -> None:
+        """Begin again with new objects; requests go on."""
+        owners = {id: owner for id, (owner, _) in self.requests.items()}
+        for each in (self.live, self.num_requests, self.idle, self.requests):
+            each.clear()
+        for id, owner in owners.items():
+            self.begin(id, owner)
+
+
+class Source(Protocol):
+    """A source that foresees its guesses, and learns from the texts of the requests it sees."""
+
+    name: str
+
+    def promise(self, id: int, text: "array[int]") -> float: ...
+
+    def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]: ...
+
+    def forget(self, id: int) -> None: ...
+
+
+class OwnSources:
+    """A source of its own for each owner, as one source."""
+
+    def __init__(self, make: Callable[[], Source], name: str) -> None:
+        self.name, self.sources = name, Owners(make)
+
+    @property
+    def requests(self) -> dict[int, tuple[Owner, Source]]:
+        return self.sources.requests
+
+    def begin(self, id: int, owner: Owner) -> None:
+        """Guess for a request; until `forget`."""
+        self.sources.begin(id, owner)
+
+    def promise(self, id: int, text: "array[int]") -> float:
+        return self.sources.of(id).promise(id, text)
+
+    def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]:
+        return [found for i in items for found in self.sources.of(i.id).candidates([i])]
+
+    def forget(self, id: int) -> None:
+        self.sources.of(id).forget(id)
+        self.sources.forget(id)
+
+    def reset(self) -> None:
+        """Forget what texts have shown."""
+        self.sources.reset()

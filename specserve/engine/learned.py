@@ -1,0 +1,67 @@
+"""What the requests of one owner have shown of guesses. No other owner's guesses go by it."""
+
+from collections import defaultdict
+
+from specserve.engine.source import Pace
+from specserve.engine.turns import Turns
+from specserve.scheduling import Request
+from specserve.scheduling.trials import Trials
+from specserve_drafters.calibration import Calibration
+from specserve_drafters.owners import Owner
+
+LAST_TRIAL = 128  # steps from a trial of a source to the next, at most
+DOUBT = 1 / 2048  # of what promises are worth less: by each step it is forgotten
+
+
+def owner_of(request: Request) -> Owner:
+    return request.caller.tenant, request.sampling.cache_salt
+
+
+class Learned:
+    """By what its requests' texts have shown, and so by acceptance. What holds for the machine, as
+    what steps cost, is not here. Seconds are the owner's part of those of a step.
+    """
+
+    def __init__(self) -> None:
+        self.calibration = Calibration()
+        self.turns, self.model_turns = Turns(), Turns()  # of planning what sources say; of levels
+        self.trials = Trials(last=LAST_TRIAL)  # of sources that are late, and of the draft model
+        self.paces: dict[str, Pace] = defaultdict(Pace)  # by source
+        self.share = 1.0  # of the seconds that sources promise to save, which guesses lately did
+        # Of the step:
+        self.num_roots = 0
+        self.passed = 1  # steps since the one before in which any request was asked
+        self.taken: dict[str, float] = defaultdict(float)  # seconds of each source that was asked
+        self.saved: dict[str, float] = defaultdict(float)  # seconds, by source
+        self.might_save: dict[str, float] = defaultdict(float)  # if first guesses were verified
+        self.tried: set[str] = set()  # sources that were asked although they are late
+
+    def next_step(self) -> None:
+        self.num_roots = 0
+        self.turns.next_step()
+        self.model_turns.next_step()
+        self.share += (1 - self.share) * DOUBT
+
+    def may_ask(self, name: str, step_seconds: float) -> bool:
+        """Whether a source is asked: one that takes more than it saves only as a trial."""
+        if not self.paces[name].is_late(step_seconds):
+            return True
+        if is_due := self.trials.is_due(name, self.passed):
+            self.tried.add(name)
+        return is_due
+
+    def settle(self) -> None:
+        """Note what a step has shown of the sources' pace."""
+        for name, taken in self.taken.items():
+            self.paces[name].add(taken, self.saved[name])
+            if name in self.tried and self.might_save[name] > taken:
+                self.trials.worked(name)
+                self.paces[name] = Pace()
+        for each in (self.taken, self.saved, self.might_save, self.tried):
+            each.clear()
+
+    def forget(self, id: int) -> None:
+        """Drop what was learnt for a request alone."""
+        self.calibration.forget(id)
+        self.turns.forget(id)
+        self.model_turns.forget(id)

@@ -1,0 +1,125 @@
+"""What requests of one key and salt have shown changes nothing for those of another."""
+
+import pytest
+from msgspec.structs import replace
+
+from specserve.engine import source as sources_of_guesses
+from specserve.exchange.caller import Caller
+from specserve.exchange.sampling_params import Sampling
+from specserve_drafters.candidates import Candidate
+from specserve_drafters.native_lookup import ngram_source
+from specserve_drafters.owners import OwnSources
+from specserve_drafters.prediction import PredictionSource
+from specserve_bench.merged import RowCosts
+from tests.checkpoints import tiny_checkpoint
+from tests.engine.clock import Clock
+from tests.engine.engines import Case, engine_for, load_small, plain, planned
+
+PROMPT = [5, 17, 42, 5, 17, 99, 3]
+GREEDY = Sampling(max_tokens=80, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+STEP = 1.0  # seconds, to which each row adds a tenth
+TAKES = 0.2 * STEP  # of asking a source
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return load_small(tiny_checkpoint(tmp_path_factory.mktemp("target"), seed=3))
+
+
+@pytest.fixture(scope="module")
+def text(target):
+    (text,) = plain(target, [Case(PROMPT, GREEDY)])
+    return text
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    return Clock(monkeypatch, target=lambda rows: STEP + 0.1 * rows)
+
+
+class Predicted(PredictionSource):
+    clock = None
+
+    def candidates(self, items):
+        self.clock.now += TAKES * len(items)
+        return super().candidates(items)
+
+
+class Repeated(OwnSources):
+    clock = None
+
+    def candidates(self, items):
+        self.clock.now += TAKES * len(items)
+        return super().candidates(items)
+
+
+class Known:
+    """Knows a text, of which it says four tokens."""
+
+    name = "known"
+
+    def __init__(self, clock, text):
+        self.clock, self.text = clock, text
+
+    def candidates(self, items):
+        self.clock.now += TAKES * len(items)
+        return [self.chain(len(item.known)) for item in items]
+
+    def chain(self, size):
+        return [Candidate(t, k, 0.4, self.name) for k, t in enumerate(self.text[size : size + 4])]
+
+
+def engine_of(target, clock, text, draft=None, names=("prediction", "ngram", "known")):
+    """With costs that nothing changes, and sources that each take a fifth of a step's time."""
+    engine = engine_for(target, draft, "auto", max_nodes=16)
+    model = engine.guesses.model
+    every = Predicted(), Repeated(ngram_source, "ngram"), Known(clock, text)
+    for source in every:
+        source.clock = clock
+    sources = [source for source in every if source.name in names]
+    engine.guesses = planned(engine, *sources, model=model)
+    engine.scheduler.timed = lambda rows, seconds: None
+    if draft is not None:
+        engine.draft_model.costs.observe = lambda *step: None
+    engine.guesses.planner.costs = RowCosts(0.1)
+    engine.guesses.planning, engine.guesses.is_warm = 2 * TAKES, True
+    return engine
+
+
+def others(target):
+    """Texts that sources do not know, and predictions that part from them again and again."""
+    hot = replace(GREEDY, temperature=3.0)
+    cases = [Case(PROMPT, replace(hot, seed=seed)) for seed in range(6)]
+    for case, text in zip(cases, plain(target, cases), strict=True):
+        expected = [t if i % 7 else t ^ 1 for i, t in enumerate(text[len(PROMPT) :])]
+        yield {"temperature": 3.0, "seed": case.sampling.seed, "prediction": tuple(expected)}
+
+
+def steps_of(engine, tenant=0, **asked):
+    """The guesses of each step of a request: how many were verified, and accepted."""
+    engine.add_choices(PROMPT, [replace(GREEDY, **asked)], caller=Caller(0, tenant))
+    steps = []
+    while not engine.is_idle:
+        steps += [(o.num_drafted, o.num_accepted, o.sources) for o in engine.step()]
+    return steps
+
+
+SOURCES = ("prediction",), ("ngram",), ("known",), ("prediction", "ngram", "known"), ()
+
+
+@pytest.mark.parametrize("names", SOURCES, ids=lambda names: ", ".join(names) or "draft model")
+def test_what_others_texts_have_shown_changes_no_guess(target, clock, text, monkeypatch, names):
+    monkeypatch.setattr(sources_of_guesses, "FREE", 0.0)
+    asked = {"cache_salt": "b", "prediction": tuple(text[len(PROMPT) :])}
+    draft = None if names else target
+    alone = steps_of(engine_of(target, clock, text, draft, names), **asked)
+    assert sum(accepted for _, accepted, _ in alone) > 2
+    for other in ({"cache_salt": "a"}, {"tenant": 1, "cache_salt": "b"}):
+        engine = engine_of(target, clock, text, draft, names)
+        for wrong in others(target):
+            steps_of(engine, **(wrong | other))
+        assert steps_of(engine, **asked) == alone
+    engine = engine_of(target, clock, text, draft, names)
+    for wrong in others(target):
+        steps_of(engine, **wrong, cache_salt="b")
+    assert steps_of(engine, **asked) != alone, "its own owner's texts do change what is guessed"
