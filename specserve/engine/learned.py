@@ -10,7 +10,8 @@ from specserve_drafters.calibration import Calibration
 from specserve_drafters.owners import Owner
 
 LAST_TRIAL = 128  # steps from a trial of a source to the next, at most
-DOUBT = 1 / 2048  # of what promises are worth less: by each step it is forgotten
+RATE = 1 / 16  # of a step in what planning usually takes, and what promises are worth
+DOUBT = 1 / 2048  # of what they are worth less: by each step it is forgotten
 
 
 def owner_of(request: Request) -> Owner:
@@ -28,6 +29,10 @@ class Learned:
         self.trials = Trials(last=LAST_TRIAL)  # of sources that are late, and of the draft model
         self.paces: dict[str, Pace] = defaultdict(Pace)  # by source
         self.share = 1.0  # of the seconds that sources promise to save, which guesses lately did
+        # Usual seconds of a request's guesses, without the draft model's. Which sources are asked,
+        # and how many guesses there are to plan, depends on what texts have shown.
+        self.planning = 0.0
+        self.is_warm = False  # the first guesses take far longer
         # Of the step:
         self.num_roots = 0
         self.passed = 1  # steps since the one before in which any request was asked
@@ -41,6 +46,22 @@ class Learned:
         self.turns.next_step()
         self.model_turns.next_step()
         self.share += (1 - self.share) * DOUBT
+
+    def is_promising(self, seconds: float) -> bool:
+        """Whether guesses that promise to save so many seconds are worth the time of planning."""
+        return seconds * self.share > self.planning
+
+    def note_planning(self, seconds: float) -> None:
+        """Learn what planning took for a request where only sources that promise were asked."""
+        if self.planning:
+            self.planning += (min(seconds, 2 * self.planning) - self.planning) * RATE
+        elif self.is_warm:
+            self.planning = seconds
+        self.is_warm = True
+
+    def note_share(self, share: float) -> None:
+        """Learn which share of the seconds that were promised guesses have saved."""
+        self.share += (min(max(share, 0.0), 1.0) - self.share) * RATE
 
     def may_ask(self, name: str, step_seconds: float) -> bool:
         """Whether a source is asked: one that takes more than it saves only as a trial."""

@@ -31,7 +31,6 @@ from specserve_drafters.tree import MAX_NODES, ROOT
 LEAST_ASKED = 32  # guesses that sources are asked for in a step, shared by its requests
 COLD = 0.6  # of the time of making guesses after a pause that it takes in every step
 LATELY = 1 / 8  # weight of a step in how many guesses of a request were lately verified
-RATE = 1 / 16  # and in what planning usually takes, and what promises are worth
 
 
 class Asked(NamedTuple):
@@ -101,8 +100,6 @@ class PlannedGuesses:
         self.own = [source for source in sources if isinstance(source, OwnSources)]
         self.foreseen_names = {source.name for source in self.foreseen}
         self.has_unforeseen = len(self.foreseen) < len(sources)
-        self.planning = 0.0  # usual seconds of a request's guesses, without the draft model's
-        self.is_warm = False  # the first of all take far longer
         # Of the step:
         self.step = Step(0, 0, 0, 0)
         self.plan: Plan | None = None
@@ -170,7 +167,7 @@ class PlannedGuesses:
         asked = [source for source in asked if self.knows(source, id)]
         saved = part * max((source.promise(id, text) for source in asked), default=0.0)
         self.promised[id] = saved
-        return saved * self.learned_of(request).share > self.planning
+        return self.learned_of(request).is_promising(saved)
 
     def knows(self, source: object, id: int) -> bool:
         """Whether there is anything that a source could guess for a request from."""
@@ -216,7 +213,9 @@ class PlannedGuesses:
             growing = self.growing if num_asked else self.making
             planning = (self.making - growing) / max(num_asked, 1)
             if num_asked and not any(root.asked.turn for root in roots):
-                self.note_promises(planning)
+                self.note_promises(roots)
+                for learned in by_owner:
+                    learned.note_planning(planning)
             # Levels for one request alone, as a trial, take about as long as for all, and say
             # nothing of the others: it bears the part that it would have then.
             grown = [r for r in roots if r.asked.model_turn]
@@ -232,20 +231,12 @@ class PlannedGuesses:
                 self.turn(learned.model_turns, num_roots, model, level, lost)
         self.roots = {}
 
-    def note_promises(self, planning: float) -> None:
-        """Learn what came of promises in a step in which only such sources were asked, and planning
-        took so long for a request.
-        """
-        if self.planning:
-            self.planning += (min(planning, 2 * self.planning) - self.planning) * RATE
-        elif self.is_warm:
-            self.planning = planning
-        self.is_warm = True
-        for id, root in self.roots.items():
-            promised, learned = self.promised.get(id, 0.0), root.learned
+    def note_promises(self, roots: Sequence[Root]) -> None:
+        """Learn what came of promises in a step in which only such sources were asked."""
+        for root in roots:
+            promised = self.promised.get(root.item.id, 0.0)
             if root.asked.is_promised and root.saved is not None and promised > 0:
-                share = root.saved / promised
-                learned.share += (min(max(share, 0.0), 1.0) - learned.share) * RATE
+                root.learned.note_share(root.saved / promised)
 
     def turn(
         self,
@@ -494,7 +485,7 @@ class PlannedGuesses:
         self.roots, self.last = {}, None
         for source in self.foreseen:
             source.reset()
-        self.lately, self.planning, self.is_warm = {}, 0.0, False
+        self.lately = {}
 
 
 def behind(request: Request, now: float, step_seconds: float) -> float:
