@@ -8,15 +8,15 @@ from specserve_drafters import base
 from specserve_drafters.tree import MAX_NODES
 
 USUAL = "ngram", "model", "grammar", "prediction"
-BUILT_IN = *USUAL, "suffix"
+BUILT_IN = *USUAL, "suffix", "recycle"
 
 
 class Auto:
     """The options of the sources that the engine asks and plans by itself."""
 
     class Options(base.Options, frozen=True):
-        # ngram, model (where there is a draft model), grammar, prediction, suffix, and drafters as
-        # package.module:Class
+        # ngram, model (where there is a draft model), grammar, prediction, suffix, recycle, and
+        # drafters as package.module:Class
         sources: Annotated[tuple[str, ...], Meta(min_length=1, max_length=16)] = USUAL
         # of the drafters among them, by these names
         source_options: dict[str, dict[str, Any]] = field(default_factory=dict)

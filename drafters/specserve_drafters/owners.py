@@ -24,7 +24,9 @@ class Owners(Generic[T]):
         self.make, self.most = make, most
         self.live: dict[Owner, T] = {}
         self.num_requests: dict[Owner, int] = {}  # of the live ones
-        self.idle: OrderedDict[Owner, T] = OrderedDict()  # the one that had requests last at the end
+        self.idle: OrderedDict[Owner, T] = (
+            OrderedDict()
+        )  # the one that had requests last at the end
         self.requests: dict[int, tuple[Owner, T]] = {}
 
     def begin(self, id: int, owner: Owner) -> T:

@@ -30,6 +30,7 @@ from specserve_drafters.model_source import ModelSource
 from specserve_drafters.native_lookup import ngram_source
 from specserve_drafters.owners import OwnSources
 from specserve_drafters.prediction import PredictionSource
+from specserve_drafters.recycle import RecycleSource
 from specserve_drafters.suffix import SuffixSource
 
 
@@ -182,6 +183,8 @@ def build_source(name: str, options: Mapping[str, Any], engine: Engine) -> Sourc
         return PredictionSource()
     if name == "suffix":
         return SuffixSource()
+    if name == "recycle":
+        return RecycleSource()
     drafter = make_drafter(name, options, engine.draft_model, is_source=True)
     return UserSource(name, drafter, engine.target.decoder.config.vocab_size)
 

@@ -117,6 +117,8 @@ class Engine:
                 step = self.build(scheduled, sampled)
                 answers = self.verify(step)
                 paths = self.walk(sampled, answers)
+                if self.guesses is not None:
+                    self.guesses.harvest(sampled, paths, answers)
                 if step.logprobs is not None:
                     self.tell(step.logprobs, scheduled, paths, answers)
         except Exception as e:

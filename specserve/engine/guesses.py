@@ -6,8 +6,9 @@ from typing import Protocol
 
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.ledger import DraftSources, Ledger, Told
-from specserve.engine.runner import KVLost
+from specserve.engine.runner import Answers, KVLost
 from specserve.engine.source import UserCode, UserSource
+from specserve.engine.verify import Path
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve_drafters import ROOT, Draft, Drafter, DraftItem
@@ -32,6 +33,12 @@ class Guesses(Protocol):
 
     def timed(self, seconds: float) -> None:
         """Learn how long the target took for the step."""
+        ...
+
+    def harvest(
+        self, sampled: Sequence[ScheduledRequest], paths: Sequence[Path], answers: Answers
+    ) -> None:
+        """Learn from the target's logits, in the rows of a step's paths."""
         ...
 
     def learn(self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]) -> Told:
@@ -114,6 +121,11 @@ class FixedGuesses:
 
     def timed(self, seconds: float) -> None:
         pass
+
+    def harvest(
+        self, sampled: Sequence[ScheduledRequest], paths: Sequence[Path], answers: Answers
+    ) -> None:
+        """A drafter that is alone sees no logits of the target."""
 
     def learn(self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]) -> Told:
         request, draft = item.request, item.draft

@@ -33,6 +33,7 @@ class Learned:
         # and how many guesses there are to plan, depends on what texts have shown.
         self.planning = 0.0
         self.is_warm = False  # the first guesses take far longer
+        self.left = 0.0  # seconds that taking successors over from logits may take, see harvest.py
         # Of the step:
         self.num_roots = 0
         self.passed = 1  # steps since the one before in which any request was asked

@@ -8,13 +8,15 @@ import msgspec
 
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.guesses import draft_item
+from specserve.engine.harvest import Harvester, reached
 from specserve.engine.learned import Learned, owner_of
 from specserve.engine.ledger import DraftSources, Ledger, Told
 from specserve.engine.levels import KEY, Levels
-from specserve.engine.runner import KVLost
+from specserve.engine.runner import Answers, KVLost
 from specserve.engine.source import Foreseen, Source, UserCode
 from specserve.engine.state import calibration_state, plan_state
 from specserve.engine.turns import Turn, Turns
+from specserve.engine.verify import Path
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import Step
@@ -25,12 +27,16 @@ from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model_source import Grown, ModelSource
 from specserve_drafters.owners import Owners, OwnSources
 from specserve_drafters.prediction import PredictionSource
+from specserve_drafters.recycle import RecycleSource
 from specserve_drafters.suffix import SuffixSource
 from specserve_drafters.tree import MAX_NODES, ROOT
 
 LEAST_ASKED = 32  # guesses that sources are asked for in a step, shared by its requests
 COLD = 0.6  # of the time of making guesses after a pause that it takes in every step
 LATELY = 1 / 8  # weight of a step in how many guesses of a request were lately verified
+
+
+LISTENING = PredictionSource, SuffixSource, RecycleSource, OwnSources  # are told of each request
 
 
 class Asked(NamedTuple):
@@ -97,6 +103,8 @@ class PlannedGuesses:
         self.rules: dict[int, Rules] = {}  # by request
         self.prediction = next((s for s in sources if isinstance(s, PredictionSource)), None)
         self.suffix = next((s for s in sources if isinstance(s, SuffixSource)), None)
+        recycle = next((s for s in sources if isinstance(s, RecycleSource)), None)
+        self.harvester = None if recycle is None else Harvester(recycle)
         self.own = [source for source in sources if isinstance(source, OwnSources)]
         self.foreseen_names = {source.name for source in self.foreseen}
         self.has_unforeseen = len(self.foreseen) < len(sources)
@@ -107,6 +115,7 @@ class PlannedGuesses:
         self.roots: dict[int, Root] = {}  # by request
         self.promised: dict[int, float] = {}  # by request: seconds
         self.saved_by_guess = self.row_seconds = 0.0  # of an accepted guess, and of each
+        self.verified = 0.0  # seconds that the target took
         self.making = 0.0  # seconds of making guesses and of learning from them
         self.growing = 0.0  # those of the draft model's levels among them
         self.catching_up = 0.0  # seconds of the draft model that are not charged to the step
@@ -173,7 +182,7 @@ class PlannedGuesses:
         """Whether there is anything that a source could guess for a request from."""
         if source is self.grammar:
             return id in self.rules
-        if isinstance(source, (PredictionSource, SuffixSource, OwnSources)):
+        if isinstance(source, LISTENING):
             return id in source.requests
         return True
 
@@ -373,7 +382,7 @@ class PlannedGuesses:
         plan.rows = self.step.rows + sum(len(scheduled.draft) for scheduled in chosen)
 
     def timed(self, seconds: float) -> None:
-        plan, step = self.plan, self.step
+        plan, step, self.verified = self.plan, self.step, seconds
         if plan is None:
             return
         self.planner.observe(plan, step, seconds)
@@ -384,6 +393,19 @@ class PlannedGuesses:
         self.row_seconds = max(0.0, seconds - without) / guesses if guesses else 0.0
         self.saved_by_guess = without / step.num_roots
         self.ledger.begin(self.saved_by_guess, self.row_seconds)
+
+    def harvest(
+        self, sampled: Sequence[ScheduledRequest], paths: Sequence[Path], answers: Answers
+    ) -> None:
+        if self.harvester is None:
+            return
+        name, learned = self.harvester.source.name, [self.learned_of(s.request) for s in sampled]
+        start = perf_counter()
+        try:
+            self.harvester.harvest(reached(sampled, paths, learned), answers, self.verified)
+        except Exception:  # as there is too little memory
+            self.user_code.failed(name)
+        self.ledger.took(name, perf_counter() - start)
 
     def learn(self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]) -> Told:
         root = self.roots.get(item.request.id)
@@ -458,6 +480,8 @@ class PlannedGuesses:
             self.prediction.expect(id, asked.prediction, num_prompt, owner)
         if self.suffix is not None:
             self.suffix.begin(id, request.token_ids, num_prompt, owner, asked.speculation.learn)
+        if self.harvester is not None:
+            self.harvester.source.begin(id, owner, asked.speculation.learn)
         for source in self.own:
             source.begin(id, owner)
 

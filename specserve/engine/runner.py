@@ -44,6 +44,11 @@ class Answers:
         # One wait for the device brings all tokens.
         self.tokens = None if launched.tokens is None else launched.tokens.tolist()
 
+    @property
+    def has_logits(self) -> bool:
+        """Whether the logits of all rows that were read are there."""
+        return len(self.logits) > 0
+
     def after(self, rows: list[int]) -> list[int]:
         """The tokens after some of the rows that are read; drawn here unless they were ahead."""
         if self.tokens is not None:

@@ -9,6 +9,7 @@ import torch
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import Sampling
 from specserve_drafters import Draft
+from specserve_drafters.owners import NO_OWNER
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import (
     Case,

@@ -6,11 +6,11 @@ from msgspec.structs import replace
 from specserve.engine import source as sources_of_guesses
 from specserve.exchange.caller import Caller
 from specserve.exchange.sampling_params import Sampling
+from specserve_bench.merged import RowCosts
 from specserve_drafters.candidates import Candidate
 from specserve_drafters.native_lookup import ngram_source
 from specserve_drafters.owners import OwnSources
 from specserve_drafters.prediction import PredictionSource
-from specserve_bench.merged import RowCosts
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
 from tests.engine.engines import Case, engine_for, load_small, plain, planned

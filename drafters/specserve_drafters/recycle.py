@@ -1,0 +1,204 @@
+"""What the target itself held likely after each token, as a source of guesses.
+
+As in Token Recycling (Luo et al. 2024, arXiv:2408.08696): the likeliest successors of a token,
+taken from the target's logits where it stood last, with their probabilities. A tree of guesses is
+made of successors, those of successors, and so on. What the token before was is not looked at.
+"""
+
+from array import array
+from bisect import bisect
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from itertools import count, pairwise
+from math import isfinite
+
+from specserve_drafters.base import DraftItem
+from specserve_drafters.calibration import BOUNDS, LEAST, MOST, Kind
+from specserve_drafters.candidates import Candidate
+from specserve_drafters.owners import Owner, Owners
+from specserve_drafters.tree import ROOT
+
+NUM_SLOTS, WAYS = 1 << 16, 8  # of all owners; those that a token's successors may be in
+NUM_SUCCESSORS = 8  # of a token
+ONE = (1 << 16) - 1  # a probability of 1 as it is kept
+AGES = 1 << 16  # tokens after which ages begin again: an old one is then taken for a new one
+OLD = 1 << 10  # tokens after which successors are renewed
+LEAST_VALUE = 1e-3  # of a guess: a less likely one is not made
+DEPTH = 4  # of the guesses that are promised
+MIX = 0x9E3779B97F4A7C15
+
+
+class Successors:
+    """A table of tokens' likeliest successors, which has a fixed size: what was entered long ago
+    gives way. A number, above 0, tells the entries of an owner apart.
+    """
+
+    def __init__(self) -> None:
+        self.keys = array("q", bytes(8 * NUM_SLOTS))  # an owner's number and a token; 0: free
+        self.ids = array("i", bytes(4 * NUM_SLOTS * NUM_SUCCESSORS))  # the likeliest first
+        self.p = array("H", bytes(2 * NUM_SLOTS * NUM_SUCCESSORS))
+        self.entered = array("H", bytes(2 * NUM_SLOTS))  # when, in tokens of all owners
+        self.renewed = array("H", bytes(2 * NUM_SLOTS))  # and in those of its owner
+        self.now = 0
+
+    @property
+    def num_bytes(self) -> int:
+        arrays = self.keys, self.ids, self.p, self.entered, self.renewed
+        return sum(x.itemsize * len(x) for x in arrays)
+
+    def first(self, key: int) -> int:
+        """Of the slots that the successors may be in."""
+        mixed = key * MIX >> 32 & 0xFFFFFFFF
+        return mixed % (NUM_SLOTS // WAYS) * WAYS
+
+    def find(self, number: int, token: int) -> int | None:
+        """The slot of a token's successors."""
+        key = number << 32 | token
+        first = self.first(key)
+        for slot in range(first, first + WAYS):
+            if self.keys[slot] == key:
+                return slot
+        return None
+
+    def best(self, slot: int) -> tuple[int, float]:
+        """The likeliest successor, and its probability."""
+        return self.ids[slot * NUM_SUCCESSORS], self.p[slot * NUM_SUCCESSORS] / ONE
+
+    def is_old(self, slot: int, now: int) -> bool:
+        return (now - self.renewed[slot]) % AGES >= OLD
+
+    def enter(
+        self, number: int, token: int, ids: Sequence[int], p: Sequence[float], now: int
+    ) -> None:
+        """Enter a token's successors, NUM_SUCCESSORS at most, the likeliest first. The owner has
+        seen so many tokens by now.
+        """
+        key = number << 32 | token
+        slot = self.find(number, token)
+        if slot is None:
+            first = self.first(key)
+            slot = max(range(first, first + WAYS), key=self.rank)
+        more = [0] * (NUM_SUCCESSORS - len(ids))
+        begin, end = slot * NUM_SUCCESSORS, (slot + 1) * NUM_SUCCESSORS
+        self.keys[slot], self.entered[slot], self.renewed[slot] = key, self.now % AGES, now % AGES
+        self.ids[begin:end] = array("i", [*ids, *more])
+        self.p[begin:end] = array("H", [*(round(x * ONE) for x in p), *more])
+
+    def rank(self, slot: int) -> tuple[bool, int]:
+        """The slot with the highest is taken first: a free one, else the oldest."""
+        return self.keys[slot] == 0, (self.now - self.entered[slot]) % AGES
+
+
+class Known:
+    """An owner's number in the table, the tokens that were learnt from, and how often the first
+    successor was right, by its probability.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number, self.now = number, 0
+        self.kinds = [Kind() for _ in range(len(BOUNDS) + 1)]
+
+    def learn(self, p: float, is_right: bool) -> None:
+        p = min(max(p, LEAST), MOST)
+        self.kinds[bisect(BOUNDS, p)].count(p, is_right)
+
+    def chance(self, p: float) -> float:
+        """How likely a first successor of such a probability is right."""
+        p = min(max(p, LEAST), MOST)
+        right = self.kinds[bisect(BOUNDS, p)].factor * p
+        return right / (right + 1 - p)
+
+
+class RecycleSource:
+    """Guesses what the target held likely after the same token, in requests of the same owner: a
+    tenant and a salt.
+    """
+
+    name = "recycle"
+
+    def __init__(self) -> None:
+        self.table = Successors()
+        self.numbers = count(1)  # none is given twice: nobody finds what others have entered
+        self.owners = Owners(lambda: Known(next(self.numbers)))
+        self.is_learnt: dict[int, bool] = {}  # by request
+
+    @property
+    def requests(self) -> dict[int, bool]:
+        return self.is_learnt
+
+    def begin(self, id: int, owner: Owner, is_learnt: bool) -> None:
+        """Guess for a request until `forget`, and learn from it if it `is_learnt`."""
+        self.owners.begin(id, owner)
+        self.is_learnt[id] = is_learnt
+
+    def promise(self, id: int, text: "array[int]") -> float:
+        """First successors after one another that are expected to be right."""
+        known, token, value, expected = self.owners.of(id), text[-1], 1.0, 0.0
+        for _ in range(DEPTH):
+            slot = self.table.find(known.number, token)
+            if slot is None:
+                break
+            token, p = self.table.best(slot)
+            value *= known.chance(p)
+            expected += value
+        return expected
+
+    def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]:
+        return [self.tree(self.owners.of(i.id).number, i.known[-1], i.limit) for i in items]
+
+    def tree(self, number: int, token: int, limit: int) -> list[Candidate]:
+        """The likeliest paths of successors. A guess is looked up once: that bounds the time."""
+        table, guesses = self.table, list[Candidate]()
+        # Value, guess before it, place in the table, value of the guess before it.
+        heap = list[tuple[float, int, int, float]]()
+
+        def consider(place: int, parent: int, before: float) -> None:
+            value = before * table.p[place] / ONE
+            if value >= LEAST_VALUE:
+                heappush(heap, (-value, parent, place, before))
+
+        def branch(token: int, parent: int, value: float) -> None:
+            if (slot := table.find(number, token)) is not None:
+                consider(slot * NUM_SUCCESSORS, parent, value)
+
+        branch(token, ROOT, 1.0)
+        while heap and len(guesses) < limit:
+            value, parent, place, before = heappop(heap)
+            guesses.append(Candidate(table.ids[place], parent, table.p[place] / ONE, self.name))
+            branch(table.ids[place], len(guesses), -value)
+            if (place + 1) % NUM_SUCCESSORS:
+                consider(place + 1, parent, before)
+        return guesses
+
+    def follow(self, id: int, tokens: Sequence[int]) -> list[int]:
+        """Learn from a token of a text and those that came after it which successors are right; the
+        places of those, but the last one, after which successors are to be entered.
+        """
+        if not self.is_learnt.get(id):
+            return []
+        known, table, wanted = self.owners.of(id), self.table, list[int]()
+        for place, (token, after) in enumerate(pairwise(tokens)):
+            known.now += 1
+            table.now += 1
+            slot = table.find(known.number, token)
+            if slot is not None:
+                first, p = table.best(slot)
+                known.learn(p, first == after)
+            if slot is None or table.is_old(slot, known.now):
+                wanted.append(place)
+        return wanted
+
+    def enter(self, id: int, token: int, ids: Sequence[int], p: Sequence[float]) -> None:
+        """Enter a token's likeliest successors, unless their probabilities are no numbers."""
+        if all(map(isfinite, p)):
+            known = self.owners.of(id)
+            self.table.enter(known.number, token, ids, p, known.now)
+
+    def forget(self, id: int) -> None:
+        self.is_learnt.pop(id, None)
+        self.owners.forget(id)
+
+    def reset(self) -> None:
+        """Forget all successors, and what texts have shown of them."""
+        self.table = Successors()
+        self.owners.reset()
