@@ -13,6 +13,7 @@ PRESETS = {
     "ngram": "ngram",
     "draft-model": "auto",
     "suffix": "auto",
+    "recycle": "auto",
     "h200-llama-8b": "auto",
     "h200-qwen3-8b": "auto",
 }

@@ -43,7 +43,7 @@ LONG_ENOUGH = 60.0  # seconds that are fitted
 YOUNG = 50.0  # seconds: the age at which engine processes are compared with each other
 ANSWER_SECONDS, IDLE_SECONDS = 120.0, 30.0
 LIMITS = settings(memory__kv_bytes=1 << 27, server__access_log="false")
-SOURCES = '["ngram", "model", "grammar", "prediction", "suffix"]'  # all that there are
+SOURCES = '["ngram", "model", "grammar", "prediction", "suffix", "recycle"]'  # all that there are
 
 KINDS = ["questions", "completion", "agent", "random", "mixed"]
 SAMPLERS: list[dict[str, Any]] = [
@@ -93,7 +93,7 @@ SWITCHES: list[dict[str, Any]] = [
     {"sources": ["ngram"]},
     {"sources": ["model", "grammar"], "max_nodes": 4},
     {"max_nodes": 16, "max_depth": 2},
-    {"sources": ["suffix", "prediction"], "learn": False},
+    {"sources": ["suffix", "prediction", "recycle"], "learn": False},
 ]
 
 

@@ -88,7 +88,8 @@ class Speculation(Struct):
     max_nodes       most guesses of a request and step
     max_step_nodes  most guesses of a step
     costs           by model: what its steps take
-    calibration     by source: how often its guesses were right
+    calibration     by source: how often its guesses were right, in requests without a salt and with
+                    the API key that asks
     plan            of the latest step that could have guesses
     """
 

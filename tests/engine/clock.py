@@ -2,11 +2,11 @@
 
 from time import perf_counter
 
-from specserve.engine import engine, guesses, kept_costs, levels, planned_guesses
+from specserve.engine import engine, guesses, harvest, kept_costs, levels, planned_guesses
 from specserve.engine.runner import Runner
 from specserve.scheduling import scheduler
 
-TIMED = (engine, guesses, levels, planned_guesses, scheduler)  # modules that read the time
+TIMED = (engine, guesses, harvest, levels, planned_guesses, scheduler)  # modules that read the time
 
 
 class Clock:

@@ -11,6 +11,7 @@ from specserve_drafters.candidates import Candidate
 from specserve_drafters.native_lookup import ngram_source
 from specserve_drafters.owners import OwnSources
 from specserve_drafters.prediction import PredictionSource
+from specserve_drafters.recycle import RecycleSource
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
 from tests.engine.engines import Case, engine_for, load_small, plain, planned
@@ -19,6 +20,7 @@ PROMPT = [5, 17, 42, 5, 17, 99, 3]
 GREEDY = Sampling(max_tokens=80, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 STEP = 1.0  # seconds, to which each row adds a tenth
 TAKES = {"prediction": 1.5 * STEP, "ngram": 0.2 * STEP, "known": 0.2 * STEP}  # of asking
+TAKES["recycle"] = 0.2 * STEP
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +55,14 @@ class Repeated(OwnSources):
         return super().candidates(items)
 
 
+class Recycled(RecycleSource):
+    clock = None
+
+    def candidates(self, items):
+        self.clock.now += TAKES[self.name] * len(items)
+        return super().candidates(items)
+
+
 class Known:
     """Knows a text, of which it says four tokens."""
 
@@ -69,11 +79,11 @@ class Known:
         return [Candidate(t, k, 0.4, self.name) for k, t in enumerate(self.text[size : size + 4])]
 
 
-def engine_of(target, clock, text, draft=None, names=("prediction", "ngram", "known")):
+def engine_of(target, clock, text, draft=None, names=()):
     """With costs that nothing changes, and sources that take time."""
     engine = engine_for(target, draft, "auto", max_nodes=16)
     model = engine.guesses.model
-    every = Predicted(), Repeated(ngram_source, "ngram"), Known(clock, text)
+    every = Predicted(), Repeated(ngram_source, "ngram"), Known(clock, text), Recycled()
     for source in every:
         source.clock = clock
     sources = [source for source in every if source.name in names]
@@ -107,7 +117,7 @@ def steps_of(engine, tenant=0, **asked):
     return steps
 
 
-SOURCES = ("prediction",), ("ngram",), ("known",), ("prediction", "ngram", "known"), ()
+SOURCES = ("prediction",), ("ngram",), ("known",), ("recycle",), tuple(TAKES), ()
 
 
 @pytest.mark.parametrize("names", SOURCES, ids=lambda names: ", ".join(names) or "draft model")

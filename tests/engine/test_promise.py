@@ -14,6 +14,7 @@ from specserve.exchange.sampling_params import Sampling, SpeculationParams
 from specserve.models.tokenizer import load_tokenizer
 from specserve_drafters.native_lookup import ngram_source
 from specserve_drafters.prediction import PredictionSource
+from specserve_drafters.recycle import RecycleSource
 from specserve_drafters.suffix import SuffixSource
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
@@ -151,8 +152,8 @@ def test_text_is_the_targets_own_whatever_is_planned(pair, model, seed, scenario
 def test_text_is_the_targets_own_with_all_sources_in_one_tree(
     pair, is_random, script, seed, scenario, events, **limits
 ):
-    """N-grams, a draft model, what callers predict, earlier outputs, and a user's drafter that
-    knows the text and does what it likes.
+    """N-grams, a draft model, what callers predict, earlier outputs, successors from the target's
+    logits, and a user's drafter that knows the text and does what it likes.
     """
     target, draft = pair
     want = plain(target, scenario)
@@ -161,7 +162,7 @@ def test_text_is_the_targets_own_with_all_sources_in_one_tree(
     earlier = SuffixSource()
     for text in want:
         earlier.learn(array("i", text), (0, ""))
-    sources = ngram_source(), users, PredictionSource(), earlier
+    sources = ngram_source(), users, PredictionSource(), earlier, RecycleSource()
     engine.guesses = planned(engine, *sources, model=engine.guesses.model)
     if is_random:
         engine.guesses.planner = RandomPlanner(engine.scheduler, seed)
@@ -169,6 +170,7 @@ def test_text_is_the_targets_own_with_all_sources_in_one_tree(
     SEEN["merged"] += sum(engine.stats.sources["scripted"].accepted)
     SEEN["predicted"] += sum(engine.stats.sources["prediction"].accepted)
     SEEN["known"] += sum(engine.stats.sources["suffix"].accepted)
+    SEEN["recycled"] += sum(engine.stats.sources["recycle"].accepted)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
@@ -240,6 +242,7 @@ def test_the_runs_above_met_what_is_hard():
         "repeated",
         "predicted",
         "known",
+        "recycled",
     ):
         assert SEEN[what] >= 50, (what, SEEN)
 

@@ -133,8 +133,8 @@ def test_taking_over_has_a_small_share_of_the_time(engine, clock):
     assert 1 < len(taken) and sum(taken) < harvest.SHARE * spent + 2 * 0.001
 
 
-def test_rows_without_logits_are_left_out(engine, target, monkeypatch):
-    monkeypatch.setattr("specserve.engine.runner.HEAD_ROWS", 0)
+def test_rows_whose_logits_are_gone_are_left_out(engine):
+    engine.target.is_sliced = lambda step, draws: True
     run(engine)
     assert not any(source_of(engine).table.keys)
 

@@ -75,7 +75,8 @@ class Mortal(ServerProcess):
         (at / "starving.py").write_text(STARVING)
         self.sign = at / "sign"
         env = {"PYTHONPATH": str(at), "STARVING": str(self.sign)}
-        sources = ["ngram", "model", "grammar", "prediction", "suffix", "starving:Source"]
+        sources = ["ngram", "model", "grammar", "prediction", "suffix", "recycle"]
+        sources.append("starving:Source")
         settings |= {"drafter.options.sources": sources, "server.served_model_name": "tiny"}
         super().__init__(folder, f"--draft-model={folder}", env=env, **settings)
 

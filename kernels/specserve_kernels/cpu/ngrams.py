@@ -1,7 +1,7 @@
 """The n-gram source in C++ as Python sees it; `specserve_drafters.lookup` says what it computes."""
 
 from collections.abc import Callable
-from ctypes import PYFUNCTYPE, Structure, c_double, c_int64, c_void_p
+from ctypes import CDLL, PYFUNCTYPE, Structure, c_double, c_int64, c_void_p
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -32,10 +32,13 @@ class Functions(NamedTuple):
     reset: Callable[[int], None]
 
 
-@cache  # there may be many sources
 def functions() -> Functions:
     """BuildError where there is no library."""
-    library = build.library()
+    return functions_of(build.library())
+
+
+@cache  # there may be many sources
+def functions_of(library: CDLL) -> Functions:
     text = c_void_p, c_int64, c_void_p, c_int64
 
     # They keep the interpreter's lock: they take less time than getting it back may.
