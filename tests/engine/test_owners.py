@@ -4,6 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from specserve.engine import source as sources_of_guesses
+from specserve.engine import turns
 from specserve.exchange.caller import Caller
 from specserve.exchange.sampling_params import Sampling
 from specserve_bench.merged import RowCosts
@@ -136,3 +137,45 @@ def test_what_others_texts_have_shown_changes_no_guess(target, clock, text, monk
     for wrong in others(target):
         steps_of(engine, **wrong, cache_salt="b")
     assert steps_of(engine, **asked) != alone, "its own owner's texts do change what is guessed"
+
+
+class Liar(Known):
+    """Lies to one request, and notes whom it is asked for."""
+
+    def __init__(self, clock, text, id):
+        super().__init__(clock, text)
+        self.id, self.asked = id, []
+
+    def candidates(self, items):
+        self.asked += [item.id for item in items]
+        found = super().candidates(items)
+        return [
+            [c._replace(token=c.token ^ 1) for c in chain] if i.id == self.id else chain
+            for i, chain in zip(items, found, strict=True)
+        ]
+
+
+@pytest.mark.parametrize(("salt", "is_shared"), [("a", False), ("b", True)])
+def test_a_source_is_late_for_those_alone_whose_time_it_does_not_save(
+    target, clock, text, monkeypatch, salt, is_shared
+):
+    monkeypatch.setattr(turns, "FREE", 1e6)
+    monkeypatch.setattr(sources_of_guesses, "FREE", 0.0)
+    engine = engine_of(target, clock, text)
+    engine.guesses = planned(engine, source := Liar(clock, text, 0))
+    for salt_of in (salt, "b"):
+        engine.add(PROMPT, replace(GREEDY, cache_salt=salt_of))
+    while not engine.is_idle:
+        engine.step()
+    asked = [source.asked.count(id) for id in (0, 1)]
+    assert asked[1] > 15
+    assert (asked[0] > 15) == is_shared, "for all of an owner's requests what it saves pays"
+
+
+def test_a_key_is_told_what_its_own_requests_have_shown(target, clock, text):
+    engine = engine_of(target, clock, text, names=("known",))
+    steps_of(engine, tenant=1)
+    steps_of(engine, tenant=2, cache_salt="a")
+    told = [engine.speculation(tenant) for tenant in range(3)]
+    assert [bool(state.calibration) for state in told] == [False, True, False]
+    assert [state.tenant for state in told] == [0, 1, 2]
