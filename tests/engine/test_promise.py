@@ -2,6 +2,7 @@
 
 from array import array
 from collections import Counter
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -162,7 +163,7 @@ def test_text_is_the_targets_own_with_all_sources_in_one_tree(
     earlier = SuffixSource()
     for text in want:
         earlier.learn(array("i", text), (0, ""))
-    sources = ngram_source(), users, PredictionSource(), earlier, RecycleSource()
+    sources = ngram_source(), users, PredictionSource(), earlier, recycling(want)
     engine.guesses = planned(engine, *sources, model=engine.guesses.model)
     if is_random:
         engine.guesses.planner = RandomPlanner(engine.scheduler, seed)
@@ -205,6 +206,19 @@ def edited(tokens, chance):
     return tuple(
         new for t in tokens for new in changes.get(chance.randrange(20), lambda t: (t,))(t)
     )
+
+
+def recycling(texts):
+    """A source of successors that knows those of the texts, each before the one that came last."""
+    source = RecycleSource()
+    source.begin(-1, (0, ""), True)
+    for text in texts:
+        after = {}
+        for token, next_one in pairwise(text):
+            after[token] = list(dict.fromkeys([next_one, *after.get(token, [])]))[:4]
+        for token, successors in after.items():
+            source.enter(-1, token, successors, [0.5, 0.3, 0.15, 0.04][: len(successors)])
+    return source
 
 
 def stretched(limits):

@@ -280,6 +280,17 @@ def test_the_state_is_told_while_requests_run_and_while_none_does(server):
         assert server.get("/v1/speculation").body.keys() == state.keys()
 
 
+def test_a_key_is_told_of_its_own_requests_alone(tmp_path, monkeypatch):
+    (tmp_path / "keys").write_text("first\nsecond\n")
+    Clock(monkeypatch)
+    with server_threads(DEMO_TARGET, **{"server.api_key_file": str(tmp_path / "keys")}) as server:
+        first, second = ({"Authorization": f"Bearer {key}"} for key in ("first", "second"))
+        assert server.post(COMPLETIONS, completion_body(), headers=second).status == 200
+        told = [server.get("/v1/speculation", headers=key).body for key in (first, second)]
+    assert told[0]["calibration"] == {} and "ngram" in told[1]["calibration"]
+    assert told[0].keys() == told[1].keys() and "tenant" not in told[0]
+
+
 def test_the_card_names_the_sources(server):
     [card] = server.get("/v1/models").body["data"]
     assert card["sources"] == list(ALL)
