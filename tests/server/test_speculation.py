@@ -23,6 +23,7 @@ from tests.server.asking import (
     whole,
 )
 from tests.server.in_process import server_threads
+from tests.server.server_process import ServerProcess
 
 MANUAL = (Path(__file__).parents[2] / "docs/server.md").read_text()
 DETAILED = {"return_speculation_details": True}
@@ -283,8 +284,9 @@ def test_the_state_is_told_while_requests_run_and_while_none_does(server):
 def test_a_key_is_told_of_its_own_requests_alone(tmp_path, monkeypatch):
     (tmp_path / "keys").write_text("first\nsecond\n")
     Clock(monkeypatch)
+    first, second = ({"Authorization": f"Bearer {key}"} for key in ("first", "second"))
+    monkeypatch.setattr(ServerProcess, "headers", first)  # of whoever waits until it is ready
     with server_threads(DEMO_TARGET, **{"server.api_key_file": str(tmp_path / "keys")}) as server:
-        first, second = ({"Authorization": f"Bearer {key}"} for key in ("first", "second"))
         assert server.post(COMPLETIONS, completion_body(), headers=second).status == 200
         told = [server.get("/v1/speculation", headers=key).body for key in (first, second)]
     assert told[0]["calibration"] == {} and "ngram" in told[1]["calibration"]
