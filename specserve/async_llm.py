@@ -7,11 +7,13 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
+
+from msgspec.structs import replace
 
 from specserve import preflight
 from specserve.block_keys import Keys, prompt_keys
-from specserve.config import python_config
+from specserve.config import Config, python_config
 from specserve.errors import EngineDied, RequestError, SpecserveError, of_failure
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Ready
@@ -20,6 +22,7 @@ from specserve.exchange.spawn import ForkServer
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.exchange.step_output import StepOutput
 from specserve.generation import Generation, Output, output
+from specserve.guessing import Guessing, change_of
 from specserve.input_processor import (
     GrammarCheck,
     InputProcessor,
@@ -36,13 +39,17 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Read = Callable[[InputProcessor, int | None], tuple[list[int], str | None]]
 
 
-class Engine(NamedTuple):
+class Engine:
     """The engine process, once it is ready."""
 
-    client: EngineClient
-    ready: Ready
-    input_processor: InputProcessor
-    grammars: GrammarCheck
+    def __init__(self, client: EngineClient, ready: Ready, processor: InputProcessor) -> None:
+        self.client, self.ready, self.input_processor = client, ready, processor
+        self.grammars = GrammarCheck(processor)
+
+    def take_change(self, ready: Ready) -> None:
+        """Others guess from now on."""
+        self.ready = ready
+        self.input_processor = replace(self.input_processor, sources=ready.sources)
 
     def check(self, params: SamplingParams) -> None:
         """RequestError for parameters that cannot be served."""
@@ -86,6 +93,7 @@ class AsyncLLM:
             "drafter": drafter,
         }
         self.config = python_config("AsyncLLM", given, config, set)
+        self.guessing = Guessing(self.config)
         self.seeds = seeds_from("AsyncLLM", seed)
         self.starting: asyncio.Task[Engine] | None = None
         self.live: dict[str, Answer] = {}
@@ -190,6 +198,36 @@ class AsyncLLM:
         """What guesses and rows have cost and brought so far, and the limits on guesses."""
         return await (await self.start()).client.speculation()
 
+    async def change_speculation(
+        self,
+        *,
+        drafter: str | None = None,
+        sources: Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+        max_nodes: int | None = None,
+        max_step_nodes: int | None = None,
+    ) -> None:
+        """As `LLM.change_speculation`."""
+        change = change_of(drafter, sources, options, max_nodes, max_step_nodes)
+        await self.change(lambda: self.guessing.changed(change))
+
+    async def load_draft_model(self, model: str | Path, quantize: str | None = None) -> None:
+        """As `LLM.load_draft_model`; it is loaded beside the steps."""
+        await self.change(lambda: self.guessing.with_draft_model(str(model), quantize))
+
+    async def unload_draft_model(self) -> None:
+        """As `LLM.unload_draft_model`."""
+        await self.change(self.guessing.without_draft_model)
+        self.guessing.forget_draft_model()
+
+    async def change(self, find: Callable[[], Config]) -> None:
+        async def checked() -> Config:
+            config = find()
+            await asyncio.to_thread(preflight.check, config)
+            return config
+
+        await (await self.start()).client.change(checked)
+
     async def reset_cache(self) -> None:
         """Empty the prefix cache: later prompts are computed from their first token."""
         await (await self.start()).client.reset_cache()
@@ -215,7 +253,14 @@ class AsyncLLM:
             raise
         limits = ready.vocab_size, ready.max_model_len
         processor = make_input_processor(files, *limits, ready.sources)
-        return Engine(client, ready, processor, GrammarCheck(processor))
+        engine = Engine(client, ready, processor)
+
+        def take_change(config: Config | None, ready: Ready) -> None:
+            self.guessing.settle(self.config if config is None else config)
+            engine.take_change(ready)
+
+        client.on_change, client.begin_with = take_change, engines.begin_with
+        return engine
 
     def check_open(self, engine: Engine | None = None) -> None:
         if self.is_closed:

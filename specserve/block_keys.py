@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-Keys = dict[str, list[bytes]]  # of a prompt's full blocks, by model: "target", "draft"
+Keys = dict[str, list[bytes]]  # of a prompt's full blocks, by the name of the KV's format
 
 
 def root_key(*parts: str) -> bytes:
@@ -47,4 +47,4 @@ class KVFormat(msgspec.Struct, frozen=True):
 def prompt_keys(formats: Mapping[str, KVFormat], token_ids: Sequence[int], salt: str) -> Keys:
     """The keys of a prompt's full blocks for every model with a prefix cache."""
     tokens = array("i", token_ids)
-    return {model: f.hasher(salt).extend(tokens, len(tokens)) for model, f in formats.items()}
+    return {f.name: f.hasher(salt).extend(tokens, len(tokens)) for f in formats.values()}

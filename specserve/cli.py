@@ -110,6 +110,9 @@ def add_serve(p: argparse.ArgumentParser) -> None:
     p.add_argument("--port", type=int, help="default: 8000; 0 takes any that is free")
     p.add_argument("--api-key-file", help="a file with the accepted API keys, one a line")
     p.add_argument(
+        "--admin-key-file", help="a file with the keys that may change who guesses, one a line"
+    )
+    p.add_argument(
         "--allow-no-keys",
         action="store_const",
         const=True,
@@ -298,13 +301,15 @@ def serve(args: argparse.Namespace) -> int:
         raise ConfigError("--enable-auto-tool-choice: server.tool_parser = 'none': leave out one")
     from specserve import logs, preflight
     from specserve.exchange.spawn import ForkServer
-    from specserve.keys import read_keys
+    from specserve.keys import read_admin_keys, read_keys
     from specserve.server.listen import listen
     from specserve.server.tls import tls_of
 
     logs.configure(config.server.log_format)
     if config.server.api_key_file is not None:
         read_keys(Path(config.server.api_key_file))
+    if config.server.admin_key_file is not None:
+        read_admin_keys(Path(config.server.admin_key_file))
     tls = tls_of(config.server)
     folders = preflight.check(config)
     with listen(config.server) as listener:
@@ -427,8 +432,15 @@ def configured(args: argparse.Namespace) -> Config:
         "--drafter": ("drafter.name", args.drafter),
     }
     if args.action is serve:
-        names = "host", "port", "served_model_name", "api_key_file", "allow_no_keys"
-        for key in (*names, *TLS_FILES, "tool_parser", "reasoning_parser"):
+        names = "host", "port", "served_model_name", "allow_no_keys"
+        for key in (
+            *names,
+            "api_key_file",
+            "admin_key_file",
+            *TLS_FILES,
+            "tool_parser",
+            "reasoning_parser",
+        ):
             flags[f"--{key.replace('_', '-')}"] = f"server.{key}", getattr(args, key)
     given = [Setting(flag, *setting) for flag, setting in flags.items() if setting[1] is not None]
     return load_config(args.config, dict(map(parse_override, args.set)), given)

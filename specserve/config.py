@@ -215,6 +215,13 @@ class ServerConfig(Section, frozen=True):
         Name | None,
         about("a file with the accepted API keys, one a line; unset: no key needed"),
     ] = None
+    admin_key_file: Annotated[
+        Name | None,
+        about(
+            "a file with admin keys, one a line, each with its scopes behind a space: speculation, "
+            "cache, adapters, with commas between; none: all; unset: nobody may change who guesses"
+        ),
+    ] = None
     allow_no_keys: Annotated[
         bool,
         about(

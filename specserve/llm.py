@@ -1,16 +1,19 @@
 """The offline API of the engine: prompts in, outputs or streams out, in this process."""
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from numbers import Integral
 from pathlib import Path
-from threading import RLock
+from threading import Lock, RLock
 from types import TracebackType
 from typing import Any, Self
 
+from msgspec.structs import replace
+
 from specserve import preflight
-from specserve.config import python_config
+from specserve.config import Config, python_config
 from specserve.engine.build import build
+from specserve.engine.control import Control
 from specserve.engine.loading import Model, Weights, check_device
 from specserve.engine.processors import LogitsProcessor
 from specserve.errors import RequestError, of_failure
@@ -19,6 +22,7 @@ from specserve.exchange.sampling_params import SamplingParams, choices_of, seede
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.exchange.step_output import StepDetails
 from specserve.generation import Generation, Output, output
+from specserve.guessing import Guessing, change_of
 from specserve.input_processor import (
     GrammarCheck,
     load_text_files,
@@ -95,6 +99,8 @@ class LLM:
         if progress:
             show_phases(self.loaded.phases)
         self.engine = self.loaded.engine
+        self.guessing, self.control = Guessing(self.config), Control(self.config, self.loaded)
+        self.changes = Lock()  # one at a time
         self.live: dict[int, Generation] = {}
         self.lock = RLock()  # threads may share an LLM: a step by any thread advances all requests
         self.is_stepping = False  # a logits processor is called by a step
@@ -261,6 +267,44 @@ class LLM:
         """What guesses and rows have cost and brought so far, and the limits on guesses."""
         with self.lock:
             return self.engine.speculation()
+
+    def change_speculation(
+        self,
+        *,
+        drafter: str | None = None,
+        sources: Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+        max_nodes: int | None = None,
+        max_step_nodes: int | None = None,
+    ) -> None:
+        """Have others guess, or within other limits, from the next step on; requests that run keep
+        their texts. What is unset stays as it is; of options None is the usual value. ConfigError,
+        with nothing changed, for what cannot be.
+        """
+        change = change_of(drafter, sources, options, max_nodes, max_step_nodes)
+        self.change(lambda: self.guessing.changed(change))
+
+    def load_draft_model(self, model: str | Path, quantize: str | None = None) -> None:
+        """Have another draft model guess. Other threads may step while it is loaded. `quantize` as
+        of `LLM`. ConfigError, with nothing changed, for a model that cannot guess here.
+        """
+        self.change(lambda: self.guessing.with_draft_model(str(model), quantize))
+
+    def unload_draft_model(self) -> None:
+        """Go on without a draft model, and give its memory back."""
+        self.change(self.guessing.without_draft_model)
+        self.guessing.forget_draft_model()
+
+    def change(self, find: Callable[[], Config]) -> None:
+        with self.changes:
+            config = find()
+            preflight.check(config)
+            prepared = self.control.prepare(config)
+            with self.lock, interrupts_held():
+                self.control.put(prepared)
+                self.guessing.settle(config)
+                self.loaded = self.control.loaded
+                self.input_processor = replace(self.input_processor, sources=self.engine.sources)
 
     def reset_cache(self) -> None:
         """Empty the prefix cache: later prompts are computed from their first token."""

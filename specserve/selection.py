@@ -38,12 +38,26 @@ def needs_draft_model(config: Config) -> bool:
     """Whether the drafter uses a draft model; imports the drafter's module."""
     if config.drafter_name == "none":
         return False
-    if config.drafter_name == "auto":
-        return config.draft is not None
     try:
+        if config.drafter_name == "auto":
+            return config.draft is not None and runs_draft_model(auto_options(config).sources)
         return bool(getattr(find_drafter(config.drafter_name), "needs_executor", False))
     except DrafterError as e:
         raise ConfigError(f"drafter.name: {e}") from e
+
+
+def auto_options(config: Config) -> Any:
+    return drafter_options("auto", config.drafter.options)
+
+
+def runs_draft_model(sources: Iterable[str]) -> bool:
+    """Whether one of these sources of `auto` runs the draft model; imports those of users."""
+    foreign = [name for name in sources if name not in BUILT_IN]
+    return "model" in sources or any(needs_executor(name) for name in foreign)
+
+
+def needs_executor(source: str) -> bool:
+    return bool(getattr(find_source(source), "needs_executor", False))
 
 
 def may_need_draft_model(config: Config) -> bool:
@@ -74,7 +88,6 @@ def check_sources(
     if twice := [name for name in names if names.count(name) > 1]:
         raise DrafterError(f"drafter.options.sources: {twice[0]!r} is named twice: name it once")
     foreign = [name for name in names if name not in BUILT_IN]
-    users = [name for name in foreign if getattr(find_source(name), "needs_executor", False)]
     for name in foreign:
         drafter_options(name, options.get(name, {}))
     if idle := [name for name in options if name not in foreign]:
@@ -85,7 +98,7 @@ def check_sources(
         )
     if [*names] == ["model"] and config.draft is None:
         raise DrafterError("drafter.options.sources has model alone: set drafter.model, too")
-    if config.drafter.model is not None and "model" not in names and not users:
+    if config.drafter.model is not None and not runs_draft_model(names):
         raise DrafterError(
             f"drafter.model = {config.drafter.model!r} is of no use: drafter.options.sources has "
             "no source that runs it, as model does"

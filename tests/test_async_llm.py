@@ -41,7 +41,7 @@ def run(folder, monkeypatch):
 
             def fork_server(config):
                 start = partial(engines.enter_context, engine_thread(config))
-                return SimpleNamespace(start=start)
+                return SimpleNamespace(start=start, begin_with=None)
 
             monkeypatch.setattr("specserve.async_llm.ForkServer", fork_server)
 

@@ -21,6 +21,7 @@ LAYERS = [  # ground floor first
     ("specserve.memory", "specserve.models", "specserve.text"),
     ("specserve.grammars",),
     ("specserve.phases", "specserve.selection", "specserve.preflight", "specserve.quantize"),
+    ("specserve.guessing",),
     ("specserve.exchange",),
     ("specserve.scheduling",),
     ("specserve.engine",),

@@ -13,6 +13,7 @@ import msgspec
 
 from specserve import LLM
 from specserve.engine import process
+from specserve.engine.control import Control
 from specserve.engine.engine import Engine
 from specserve.engine.levels import Levels
 from specserve.engine.loading import Model
@@ -63,8 +64,7 @@ def host_figures() -> dict[str, Any]:
     steps: dict[Setting, list[Counter[str]]] = {setting: [] for setting in SETTINGS}
     for i in range(1 + ROUNDS):
         for setting, known in steps.items():
-            engine = llms[setting.pair, setting.drafter].engine
-            ran = one_run(engine, commands(setting, source))
+            ran = one_run(llms[setting.pair, setting.drafter].control, commands(setting, source))
             known += ran if i else []  # the first round warms up
     rows = [summary(setting, known) for setting, known in steps.items()]
     planned = [row for row in rows if row["drafter"] == "auto"]
@@ -102,8 +102,9 @@ def commands(setting: Setting, source: list[int]) -> EngineCommands:
     return EngineCommands([Add(i, p, sampling, [i]) for i, p in enumerate(prompts)], [])
 
 
-def one_run(engine: Engine, first: EngineCommands) -> list[Counter[str]]:
+def one_run(control: Control, first: EngineCommands) -> list[Counter[str]]:
     """Nanoseconds by phase of every step that computed a token of each request."""
+    engine = control.engine
     engine.reset_cache()
     clock = PhaseClock()
     ours, theirs = socket.socketpair()
@@ -111,7 +112,7 @@ def one_run(engine: Engine, first: EngineCommands) -> list[Counter[str]]:
         reader = subprocess.Popen(["cat"], stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
     link = ClockedLink(ours, first, clock)
     with ours, watched(engine, link, clock), suppress(EOFError):
-        process.serve(link, engine)
+        process.serve(link, control)
     reader.wait()
     return link.steps
 

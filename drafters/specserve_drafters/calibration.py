@@ -143,6 +143,14 @@ class Calibration:
     def forget(self, id: int) -> None:
         self.requests.pop(id, None)
 
+    def drop(self, source: str) -> None:
+        """Forget what was learnt of a source: another one has its name."""
+        if source in self.sources:
+            kinds = self.sources[source][1]
+            kinds[:] = [Kind() for _ in kinds]
+        for judges in self.requests.values():
+            judges.pop(source, None)
+
     def table(self) -> dict[str, list[dict[str, float]]]:
         """By source, the kinds of which there were guesses: score, share that was right, count."""
         return {

@@ -45,6 +45,10 @@ class Owners(Generic[T]):
         """That of the owner of a request that has begun."""
         return self.requests[id][1]
 
+    @property
+    def every(self) -> list[T]:
+        return [*self.live.values(), *self.idle.values()]
+
     def find(self, owner: Owner) -> T | None:
         return self.live.get(owner, self.idle.get(owner))
 

@@ -13,17 +13,21 @@ from specserve.engine.kept_costs import KeptCosts, costs_file
 from specserve.engine.loading import Model, Progress, Weights, load_weights
 from specserve.engine.planned_guesses import PlannedGuesses
 from specserve.engine.pool_plan import build_pool, pool_words
+from specserve.engine.runner import Runner
 from specserve.engine.source import Source, UserCode, UserSource
 from specserve.engine.tuning import model_key, tune
 from specserve.errors import ConfigError
+from specserve.exchange.step_output import SourceStats
 from specserve.grammars.compiled import vocabulary_of
 from specserve.models.decoder import Decoder
 from specserve.models.source import open_source
 from specserve.phases import Phases
 from specserve.scheduling import Scheduler
+from specserve.scheduling.cost import StepCosts
 from specserve.scheduling.scheduler import StepBudget
 from specserve.selection import check_drafter, context_length, resolve_model
 from specserve_drafters import DrafterError, make_drafter
+from specserve_drafters.auto import BUILT_IN
 from specserve_drafters.base import drafter_options
 from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model_source import ModelSource
@@ -55,12 +59,14 @@ def build(
     known: Iterable[Model | None] = (),
     vocabulary: Callable[[], Vocabulary] | None = None,
     is_served: bool = False,
+    known_sources: Iterable[str] = (),
 ) -> Loaded:
     """Load the config's models and build an engine; ConfigError says what to change.
 
     Models in `known`, those of earlier engines, are shared instead of loaded again; so is the
     `vocabulary`. An engine that is served has that read for grammars before it is ready: with a
-    large one that takes a second, in which no step would run.
+    large one that takes a second, in which no step would run. `known_sources` are those that an
+    earlier engine's requests were told of by their bits.
     """
     phases = phases or Phases()
     check_drafter(config)
@@ -71,7 +77,8 @@ def build(
     target, draft = weights
     max_len = context_length(config, target.decoder.config)
     with phases.phase("pool"):
-        engine = assemble(config, target.decoder, draft.decoder if draft else None, max_len)
+        decoders = target.decoder, draft.decoder if draft else None
+        engine = assemble(config, *decoders, max_len, known_sources)
         phases.note("pool", pool_words(config, engine.pool))
     engine.grammars = grammars
     runners = {"target threads": (target, engine.target)}
@@ -89,14 +96,21 @@ def build(
     return Loaded(engine, weights, max_len, config.drafter_name, phases.table)
 
 
-def assemble(config: Config, target: Decoder, draft: Decoder | None, max_len: int) -> Engine:
+def assemble(
+    config: Config,
+    target: Decoder,
+    draft: Decoder | None,
+    max_len: int,
+    known_sources: Iterable[str] = (),
+) -> Engine:
     """An engine for models that are loaded already."""
     runners, pool = build_pool(config, target, draft, max_len)
     scheduler = Scheduler(step_budget(config, target, draft), pool)
     draft_model = DraftModel(runners[1], scheduler) if len(runners) > 1 else None
     names = kv_names(config, target, draft) if config.memory.prefix_cache else None
     engine = Engine(runners[0], scheduler, draft_model, names)
-    engine.guesses = build_guesses(config, engine)
+    engine.stats.sources.update({name: SourceStats() for name in known_sources})
+    engine.guesses = build_guesses(config, engine, draft_model)
     return engine
 
 
@@ -110,14 +124,19 @@ def read_vocabulary(config: Config) -> Vocabulary:
 
 def kept_costs(config: Config, engine: Engine) -> list[KeptCosts]:
     """The costs of both models' steps, which begin with what earlier starts have shown."""
-    models = [(engine.target, engine.scheduler.costs)]
-    if engine.draft_model is not None:
-        models.append((engine.draft_model.runner, engine.draft_model.costs))
+    target = kept_costs_of_model(config, engine.target, engine.scheduler.costs)
+    return [target, *kept_costs_of(config, engine.draft_model)]
+
+
+def kept_costs_of(config: Config, draft_model: DraftModel | None) -> list[KeptCosts]:
+    if draft_model is None:
+        return []
+    return [kept_costs_of_model(config, draft_model.runner, draft_model.costs)]
+
+
+def kept_costs_of_model(config: Config, runner: Runner, costs: StepCosts) -> KeptCosts:
     threads = str(config.model.threads)
-    return [
-        KeptCosts(costs, costs_file(model_key(runner), runner.ops.arithmetic(), threads))
-        for runner, costs in models
-    ]
+    return KeptCosts(costs, costs_file(model_key(runner), runner.ops.arithmetic(), threads))
 
 
 def kv_names(config: Config, target: Decoder, draft: Decoder | None) -> dict[str, str]:
@@ -131,33 +150,50 @@ def kv_names(config: Config, target: Decoder, draft: Decoder | None) -> dict[str
     }
 
 
-def build_guesses(config: Config, engine: Engine) -> Guesses | None:
+def build_guesses(
+    config: Config,
+    engine: Engine,
+    draft_model: DraftModel | None,
+    before: Guesses | None = None,
+) -> Guesses | None:
+    """As the config says; sources that guessed `before` go on with what they know."""
     if config.drafter_name == "none":
         return None
     vocab_size, user_code = engine.target.decoder.config.vocab_size, UserCode(engine.stats)
     try:
         if config.drafter_name == "auto":
-            return planned_guesses(config, engine)
-        drafter = make_drafter(config.drafter_name, config.drafter.options, engine.draft_model)
+            earlier = before if isinstance(before, PlannedGuesses) else None
+            return planned_guesses(config, engine, draft_model, earlier)
+        drafter = make_drafter(config.drafter_name, config.drafter.options, draft_model)
     except DrafterError as e:
         raise ConfigError(str(e)) from e
     name = config.drafter_name
-    return FixedGuesses(name, drafter, engine.scheduler, engine.draft_model, vocab_size, user_code)
+    return FixedGuesses(name, drafter, engine.scheduler, draft_model, vocab_size, user_code)
 
 
-def planned_guesses(config: Config, engine: Engine) -> PlannedGuesses:
+def planned_guesses(
+    config: Config,
+    engine: Engine,
+    draft_model: DraftModel | None,
+    before: PlannedGuesses | None = None,
+) -> PlannedGuesses:
     """From all sources of `drafter.options`; the draft model is one where there is one."""
-    options = drafter_options("auto", config.drafter.options)
-    draft_model, model = engine.draft_model, None
+    options, model = drafter_options("auto", config.drafter.options), None
     if draft_model is not None and "model" in options.sources:
         model = ModelSource(draft_model, options.max_depth, options.width, options.tau)
     names = [n for n in dict.fromkeys(options.sources) if n != "model" or model is not None]
+    known = {} if before is None else {source.name: source for source in before.sources}
     sources = [
-        build_source(n, options.source_options.get(n, {}), engine) for n in names if n != "model"
+        known[name]
+        if name in known and name in BUILT_IN
+        else build_source(name, options.source_options.get(name, {}), engine, draft_model)
+        for name in names
+        if name != "model"
     ]
     refuse_second_executor([s.name for s in sources if lent_to(s)], model)
     user_code = UserCode(engine.stats)
-    return PlannedGuesses(sources, model, engine.scheduler, draft_model, user_code, names)
+    lent = engine.scheduler, draft_model, user_code
+    return PlannedGuesses(sources, model, *lent, names, before)
 
 
 def lent_to(source: Source) -> bool:
@@ -174,7 +210,9 @@ def refuse_second_executor(names: Sequence[str], model: ModelSource | None) -> N
         )
 
 
-def build_source(name: str, options: Mapping[str, Any], engine: Engine) -> Source:
+def build_source(
+    name: str, options: Mapping[str, Any], engine: Engine, draft_model: DraftModel | None
+) -> Source:
     if name == "ngram":
         return OwnSources(ngram_source, name)
     if name == "grammar":
@@ -185,7 +223,7 @@ def build_source(name: str, options: Mapping[str, Any], engine: Engine) -> Sourc
         return SuffixSource()
     if name == "recycle":
         return RecycleSource()
-    drafter = make_drafter(name, options, engine.draft_model, is_source=True)
+    drafter = make_drafter(name, options, draft_model, is_source=True)
     return UserSource(name, drafter, engine.target.decoder.config.vocab_size)
 
 

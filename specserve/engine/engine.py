@@ -87,6 +87,11 @@ class Engine:
         return () if self.guesses is None else self.guesses.names
 
     @property
+    def known_sources(self) -> tuple[str, ...]:
+        """All that could ever guess, in the order of the bits in `Tree.sources`."""
+        return tuple(self.stats.sources)
+
+    @property
     def pool(self) -> BlockPool:
         return self.scheduler.pool
 
@@ -435,9 +440,10 @@ class Engine:
         """An empty block table for the KV of "target" or "draft"; `keys` are its prompt's."""
         draft = self.draft_model if model == "draft" else None
         size = (draft.runner if draft is not None else self.target).kv.block_size
-        hasher = self.formats[model].hasher(salt) if model in self.formats else None
-        if hasher is not None and keys:
-            hasher.keys = list(keys[model])
+        of = self.formats.get(model)
+        hasher = None if of is None else of.hasher(salt)
+        if of is not None and hasher is not None and keys:
+            hasher.keys = list(keys.get(of.name, ()))
         return BlockTable(self.pool, size, model, hasher)
 
     def reset_cache(self) -> None:
@@ -452,6 +458,36 @@ class Engine:
             self.draft_model.costs.reset()
         if self.guesses is not None:
             self.guesses.reset()
+
+    def change_draft_model(self, draft_model: DraftModel | None, names: Mapping[str, str]) -> None:
+        """Have another draft model, or none, from the next step on. All draft KV is given back, and
+        that of requests which run is computed again; it gets no keys, as no step hashes a prompt.
+        """
+        requests = [*self.requests.values()]
+        for request in requests:
+            request.draft_table.clear()
+        self.pool.drop("draft")
+        self.pool.updates.moves.pop("draft", None)
+        self.draft_model = draft_model
+        if draft_model is not None:
+            self.target.arena.views["draft"] = draft_model.runner.kv
+            states = {id: state.grammar for id, state in self.states.items()}
+            draft_model.rules = {id: rules for id, rules in states.items() if rules is not None}
+        self.formats = self.kv_formats(names)
+        for request in requests:
+            request.draft_table = self.table("draft", request.sampling.cache_salt)
+            request.draft_table.hasher = None
+
+    def change_guesses(self, guesses: Guesses | None) -> None:
+        """Have others guess from the next step on, for the requests that run as well."""
+        self.guesses = guesses
+        if guesses is None:
+            return
+        for request in self.requests.values():
+            guesses.begin(request)
+            state = self.states.get(request.id)
+            if state is not None and state.grammar is not None:
+                guesses.follow(request, state.grammar)
 
     def finish(self, id: int) -> None:
         """End a running or waiting request and release its blocks; no effect if it has ended."""

@@ -24,7 +24,7 @@ from specserve.engine.loading import Progress, load_weights
 from specserve.engine.process import NOTHING, Shared
 from specserve.errors import ConfigError
 from specserve.exchange.frames import Link
-from specserve.exchange.messages import Failed
+from specserve.exchange.messages import Begin, Failed
 from specserve.exchange.spawn import NUMBER
 from specserve.phases import Phases
 from specserve.process import die_with_parent, keep_objects, keep_stderr_from_failing
@@ -47,7 +47,8 @@ def main(fd: int, log_format: str) -> None:
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             link = Link(next_socket(control))
-            config = msgspec.msgpack.decode(link.receive(wait=True)[0], type=Config)
+            begin = msgspec.msgpack.decode(link.receive(wait=True)[0], type=Begin)
+            config = begin.config
             if is_for_cpu(config) and shared is NOTHING:
                 try:
                     shared = read_shared(config, process.progress_to(link), phases)
@@ -61,7 +62,7 @@ def main(fd: int, log_format: str) -> None:
                 die_with_parent()
                 if os.getppid() != parent:  # it ended before that
                     return
-                process.run(link, config, phases, shared)
+                process.run(link, begin, phases, shared)
                 return
             link.sock.close()
             control.sendall(NUMBER.pack(engine))

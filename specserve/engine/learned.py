@@ -7,6 +7,7 @@ from specserve.engine.turns import Turns
 from specserve.scheduling import Request
 from specserve.scheduling.trials import Trials
 from specserve_drafters.calibration import Calibration
+from specserve_drafters.candidates import CHILDREN_BY
 from specserve_drafters.owners import Owner
 
 LAST_TRIAL = 128  # steps from a trial of a source to the next, at most
@@ -81,6 +82,13 @@ class Learned:
                 self.paces[name] = Pace()
         for each in (self.taken, self.saved, self.might_save, self.tried):
             each.clear()
+
+    def forget_model(self) -> None:
+        """Drop what was learnt of the draft model: another one takes its place."""
+        self.model_turns = Turns()
+        self.trials.worked("model")
+        for name in ("model", CHILDREN_BY + "model"):
+            self.calibration.drop(name)
 
     def forget(self, id: int) -> None:
         """Drop what was learnt for a request alone."""

@@ -28,10 +28,11 @@ class Ledger:
     """Sums over all steps by source, in `stats`. A guess of several sources counts for each."""
 
     def __init__(self, names: Sequence[str], stats: Stats) -> None:
-        self.sums = stats.sources
-        self.bits = {name: 1 << i for i, name in enumerate(names)}
+        """Adds to the sums that there are. A source that comes later has the next bit."""
+        self.names, self.sums = names, stats.sources
         for name in names:
-            self.sums[name] = SourceStats()
+            self.sums.setdefault(name, SourceStats())
+        self.bits = {name: 1 << i for i, name in enumerate(self.sums)}
         self.saved_by_guess = self.row_seconds = 0.0
 
     def took(self, name: str, seconds: float) -> None:
@@ -58,7 +59,7 @@ class Ledger:
             self.sums[name].proposed += number
             self.sums[name].verified += verified[name]
         each = proposed, verified, right
-        counts = {name: SourceCounts(*(n.get(name, 0) for n in each)) for name in self.bits}
+        counts = {name: SourceCounts(*(n.get(name, 0) for n in each)) for name in self.names}
         if not is_tree_asked or not draft.tokens:
             return Told(counts)
         bits = [sum(self.bits[name] for name in names) for names in sources]

@@ -89,8 +89,11 @@ class PlannedGuesses:
         draft_model: DraftModel | None,
         user_code: UserCode,
         names: Sequence[str] = (),
+        before: "PlannedGuesses | None" = None,
     ) -> None:
-        """`names` are those of all sources, in the order in which they are told."""
+        """`names` are those of all sources, in the order in which they are told. What guesses
+        `before` have shown is gone on with.
+        """
         self.sources, self.model = sources, model
         self.scheduler, self.draft_model, self.user_code = scheduler, draft_model, user_code
         self.names = (*names,) or (*(s.name for s in sources), *([model.name] if model else []))
@@ -120,6 +123,16 @@ class PlannedGuesses:
         self.growing = 0.0  # those of the draft model's levels among them
         self.catching_up = 0.0  # seconds of the draft model that are not charged to the step
         self.is_trial_alone = False  # its levels were run for no other request than a trial's
+        if before is not None:
+            self.go_on_from(before)
+
+    def go_on_from(self, before: "PlannedGuesses") -> None:
+        """Take over what other guesses have shown, but for another draft model's."""
+        before.settle()
+        self.planner, self.learned, self.lately = before.planner, before.learned, before.lately
+        if self.draft_model is not before.draft_model:
+            for learned in self.learned.every:
+                learned.forget_model()
 
     def draft(self, scheduled: Sequence[ScheduledRequest]) -> None:
         asked_before = bool(self.roots)

@@ -64,9 +64,25 @@ def build_pool(
     arena = allocate(plan, target.ops)
     runners = []
     for i, (name, model) in enumerate(zip(("target", "draft"), models, strict=False)):
-        arena.add_view(name, plan.layouts[i], plan.block_sizes[i])
-        runners.append(Runner(model, arena, name, *rows_of_steps(config)))
+        kv = arena.add_view(name, plan.layouts[i], plan.block_sizes[i])
+        runners.append(Runner(model, arena, kv, *rows_of_steps(config)))
     return runners, BlockPool(plan.num_blocks, plan.block_bytes)
+
+
+def another_draft(config: Config, arena: Arena, draft: Decoder) -> Runner:
+    """A runner for a draft model that comes to a pool that there is; ConfigError if no token of it
+    fits into a block. The arena's view of the draft model's KV stays what it is.
+    """
+    layouts = draft.kv_layouts(KV_DTYPES.get(config.memory.kv_dtype))
+    fits = tokens_that_fit(layouts, arena.blocks.shape[1])
+    if fits == 0:
+        raise ConfigError(
+            f"drafter.model = {config.draft!r}: the KV of one of its tokens takes more than the "
+            f"{arena.blocks.shape[1]} bytes of a block: start with it, or with "
+            "a larger memory.block_size"
+        )
+    size = draft_block_size(config.memory.draft_block_size, fits)
+    return Runner(draft, arena, arena.view(layouts, size), *rows_of_steps(config))
 
 
 def rows_of_steps(config: Config) -> tuple[int, int]:

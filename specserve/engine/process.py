@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from specserve.config import Config
 from specserve.engine.build import Loaded, build
+from specserve.engine.control import Control
 from specserve.engine.engine import Engine
 from specserve.engine.grammars import Vocabulary
 from specserve.engine.loading import Model, Progress
@@ -12,6 +12,8 @@ from specserve.errors import ConfigError, RequestError
 from specserve.exchange.frames import Link
 from specserve.exchange.messages import (
     Add,
+    Begin,
+    Changed,
     Failed,
     Loading,
     Ready,
@@ -22,6 +24,8 @@ from specserve.exchange.step_output import StepOutput
 from specserve.models.loader import name_of_dtype
 from specserve.phases import Phases
 from specserve.process import keep_objects
+
+MOMENT = 0.01  # seconds that an idle engine waits for a change before it looks for requests
 
 
 class Shared(NamedTuple):
@@ -34,18 +38,21 @@ class Shared(NamedTuple):
 NOTHING = Shared()
 
 
-def run(link: Link, config: Config, phases: Phases | None = None, shared: Shared = NOTHING) -> None:
+def run(link: Link, begin: Begin, phases: Phases | None = None, shared: Shared = NOTHING) -> None:
     """Make an engine, and run steps until the other end of the socket is closed: EOFError."""
     try:
-        loaded = build(config, progress_to(link), phases, *shared, is_served=True)
+        known = begin.sources
+        loaded = build(begin.config, progress_to(link), phases, *shared, True, known)
     except ConfigError as e:
         link.send(Failed(str(e)))
         return
+    control = Control(begin.config, loaded, shared.models)
     keep_objects()
     try:
         link.send(ready(loaded))
-        serve(link, loaded.engine)
+        serve(link, control)
     finally:  # it is killed if this takes long
+        control.close()
         loaded.engine.close()
 
 
@@ -53,14 +60,15 @@ def progress_to(link: Link) -> Progress:
     return lambda name, done, total: link.send(Loading(name, done, total))
 
 
-def serve(link: Link, engine: Engine) -> None:
+def serve(link: Link, control: Control) -> None:
     """Carry out all commands that have come, run a step, send a report; block while idle."""
+    engine = control.engine
     link.send(report(engine, []))
     while True:
         refused: list[StepOutput] = []
         if engine.is_idle:
             engine.rest()
-        for payload in link.receive(wait=engine.is_idle):
+        for payload in link.receive(wait=engine.is_idle and not control.is_preparing):
             commands = decode_commands(payload)
             for asked in commands.add:
                 refused += add(engine, asked)
@@ -70,7 +78,22 @@ def serve(link: Link, engine: Engine) -> None:
                 engine.reset_cache()
             for tenant in commands.tell_speculation:
                 link.send(engine.speculation(tenant))
+            if commands.change is not None:
+                control.ask(commands.change)
+        if control.is_preparing and engine.is_idle:
+            control.wait(MOMENT)
+        if control.is_due:
+            link.send(change(control))
         link.send(report(engine, refused + engine.step()))
+
+
+def change(control: Control) -> Changed:
+    """Put in place what has been prepared."""
+    try:
+        control.finish()
+    except ConfigError as e:
+        return Changed(None, str(e))
+    return Changed(ready(control.loaded))
 
 
 def add(engine: Engine, asked: Add) -> list[StepOutput]:
@@ -101,6 +124,7 @@ def ready(loaded: Loaded) -> Ready:
         kv_formats=engine.formats,
         weights=decoder.weights.forms,
         sources=engine.sources,
+        known_sources=engine.known_sources,
         draft_weights=None if draft is None else draft.decoder.weights.forms,
     )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from specserve.engine.step_input import AskedLogprobs, Draws, StepInput
 from specserve.memory import Arena, KVUpdates
 from specserve.models.decoder import Decoder
-from specserve_kernels import Logprobs, Ops, SampleParams, Threads
+from specserve_kernels import KVCache, Logprobs, Ops, SampleParams, Threads
 
 HEAD_ROWS = 64  # rows whose logits are in memory at a time
 
@@ -71,11 +71,13 @@ class Runner:
     """
 
     def __init__(
-        self, decoder: Decoder, arena: Arena, name: str, max_rows: int = 1, max_read: int = 1
+        self, decoder: Decoder, arena: Arena, kv: KVCache, max_rows: int = 1, max_read: int = 1
     ) -> None:
-        """Memory is reserved for steps of up to so many rows and rows that are read."""
+        """`kv` is the model's view of the arena. Memory is reserved for steps of up to so many rows
+        and rows that are read.
+        """
         self.decoder, self.ops, self.arena = decoder, decoder.ops, arena
-        self.kv, self.head_rows = arena.views[name], min(max_read, HEAD_ROWS)
+        self.kv, self.head_rows = kv, min(max_read, HEAD_ROWS)
         self.program = self.ops.program(decoder, self.kv, max_rows, self.head_rows)
         self.threads: Threads | None = None  # None keeps torch's number
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from signal import SIGKILL
 from socket import SHUT_WR
@@ -14,12 +14,20 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from specserve.block_keys import Keys
-from specserve.errors import ConfigError, EndsEngines, EngineDied, SpecserveError
+from specserve.config import Config
+from specserve.errors import (
+    ConfigError,
+    EndsEngines,
+    EngineDied,
+    Overloaded,
+    SpecserveError,
+)
 from specserve.exchange.caller import Caller
 from specserve.exchange.frames import Frames
 from specserve.exchange.messages import (
     Add,
     Begun,
+    Changed,
     EngineCommands,
     Failed,
     Loading,
@@ -44,6 +52,7 @@ DEATHS_SECONDS = 60.0
 GUILTY = 3  # deaths of engines, with few steps in between, that end a request
 FEW = 8  # steps: the one that is fatal may come some steps after a request was taken up
 ENDED = "the engine process has ended: the answer cannot be finished"
+REPLACED = "the engine process has ended, and another one takes its place: ask again in a moment"
 ENDS_ENGINES = (
     "the engine process has ended each time that it went on with this request, and goes on without "
     "it"
@@ -128,6 +137,9 @@ class EngineClient(asyncio.Protocol):
         self.on_restart: Callable[[], None] = lambda: None
         self.on_loading: Callable[[str, int, int], None] = lambda name, done, total: None
         self.on_report: Callable[[Report], None] = lambda report: None
+        self.on_change: Callable[[Config | None, Ready], None] = lambda config, ready: None
+        # What the next process is to be; of both, None is the config that the first one had.
+        self.begin_with: Callable[[Config | None, tuple[str, ...]], None] = lambda *_: None
         self.owed_since: float | None = None  # no message has come, and one has to
         self.next_id, self.frames = 0, Frames()
         self.adds: list[Add] = []
@@ -137,6 +149,10 @@ class EngineClient(asyncio.Protocol):
         self.is_reset_due = False
         self.asking: dict[asyncio.Future[SpeculationState], int] = {}  # -> the tenant
         self.is_state_due = False
+        self.changes = asyncio.Lock()  # one at a time
+        self.change_due: Config | None = None
+        self.changing: tuple[Config, asyncio.Future[Ready]] | None = None
+        self.config: Config | None = None  # that the engine was changed to
         self.transport: asyncio.WriteTransport | None = None
         self.tried: Live | None = None  # the suspect that runs beside those that are cleared
 
@@ -209,9 +225,41 @@ class EngineClient(asyncio.Protocol):
             self.flush_soon()
             self.is_state_due = True
 
+    async def change(self, find: Callable[[], Awaitable[Config]]) -> Ready:
+        """Have the engine guess by the config that is found once the change before is done: what it
+        is then. ConfigError if it cannot, and Overloaded if the process ends meanwhile: then it
+        guesses as before.
+        """
+        changing = asyncio.create_task(self.change_alone(find))
+        return await asyncio.shield(changing)  # the engine finishes what it was told
+
+    async def change_alone(self, find: Callable[[], Awaitable[Config]]) -> Ready:
+        async with self.changes:
+            config = await find()
+            if self.died.is_set():
+                raise EngineDied("the engine process has ended")
+            if not self.is_up:
+                raise Overloaded(REPLACED)
+            self.flush_soon()
+            future: asyncio.Future[Ready] = self.loop.create_future()
+            self.change_due, self.changing = config, (config, future)
+            return await future
+
+    def changed(self, told: Changed) -> None:
+        assert self.changing is not None, "nothing was to be changed"
+        (config, future), self.changing = self.changing, None
+        if told.ready is None:
+            future.set_exception(ConfigError(told.refusal))
+            return
+        self.config = config
+        self.begin_with(config, told.ready.known_sources)
+        self.on_change(config, told.ready)
+        future.set_result(told.ready)
+
     def flush_soon(self) -> None:
         """Send everything that is queued in one turn of the event loop as one message."""
-        if not (self.adds or self.finishes or self.is_reset_due or self.is_state_due):
+        due = self.is_reset_due, self.is_state_due, self.change_due
+        if not (self.adds or self.finishes or any(due)):
             self.loop.call_soon(self.flush)
 
     def flush(self) -> None:
@@ -220,10 +268,11 @@ class EngineClient(asyncio.Protocol):
         if self.owed_since is None:  # an engine answers whatever it is told
             self.owed_since = self.loop.time()
         tenants = sorted({*self.asking.values()}) if self.is_state_due else []
-        commands = EngineCommands(self.adds, self.finishes, self.is_reset_due, tenants)
+        due = self.is_reset_due, tenants, self.change_due
+        commands = EngineCommands(self.adds, self.finishes, *due)
         self.num_resets += self.is_reset_due
         self.adds, self.finishes = [], []
-        self.is_reset_due = self.is_state_due = False
+        self.is_reset_due, self.is_state_due, self.change_due = False, False, None
         if self.transport is not None and not self.died.is_set():
             self.transport.write(frame(commands))
 
@@ -266,16 +315,23 @@ class EngineClient(asyncio.Protocol):
                     self.deliver(report)
                 case SpeculationState() as state:
                     self.tell(state)
+                case Changed() as told:
+                    self.changed(told)
                 case Loading(name, done, total):
                     self.on_loading(name, done, total)
                 case Ready() as ready:
                     if not self.ready.done():
                         self.ready.set_result(ready)
                     elif not self.ready.cancelled():  # else the server ends
+                        self.on_change(self.config, ready)
                         self.resume(ready)
                 case Failed(message):
                     if not self.ready.done():
                         self.ready.set_exception(ConfigError(message))
+                    elif self.config is not None:
+                        log.error("%s: the next engine process guesses as the first", message)
+                        self.config = None
+                        self.begin_with(None, ())
                     elif not self.ready.cancelled():
                         self.die(f"{ENDED}, and no other one can be started: {message}")
         self.owed_since = self.loop.time() if self.live else None
@@ -305,7 +361,10 @@ class EngineClient(asyncio.Protocol):
         had_requests, self.is_up, self.owed_since = self.is_up, False, None
         self.deaths.append(self.loop.time())
         self.adds, self.finishes = [], []
-        self.is_reset_due = self.is_state_due = False
+        self.is_reset_due, self.is_state_due, self.change_due = False, False, None
+        if self.changing is not None:
+            (_, future), self.changing = self.changing, None
+            future.set_exception(Overloaded(REPLACED))
         if not self.ready.done():
             self.ready.set_exception(EngineDied("the engine process ended while it was loading"))
         is_known = not self.ready.cancelled() and self.ready.exception() is None
@@ -432,7 +491,9 @@ def ended(process: Engine) -> int:
 
 def same_text(ready: Ready) -> Ready:
     """What has to be the same of two engines for them to give the same texts."""
-    return msgspec.structs.replace(ready, phases={}, num_blocks=0)
+    target = {model: of for model, of in ready.kv_formats.items() if model != "draft"}
+    guesses = {"drafter": "", "sources": (), "known_sources": (), "draft_weights": None}
+    return msgspec.structs.replace(ready, phases={}, num_blocks=0, kv_formats=target, **guesses)
 
 
 def retrieve(future: asyncio.Future[Ready]) -> None:

@@ -3,6 +3,7 @@
 import msgspec
 
 from specserve.block_keys import Keys, KVFormat
+from specserve.config import Config
 from specserve.exchange.caller import Caller
 from specserve.exchange.frames import pack
 from specserve.exchange.sampling_params import Sampling
@@ -40,6 +41,13 @@ class Add(msgspec.Struct, frozen=True, array_like=True):
         return [msgspec.structs.replace(self.sampling, seed=seed) for seed in self.seeds]
 
 
+class Begin(msgspec.Struct, frozen=True):
+    """To a fork server: what an engine process is to be."""
+
+    config: Config
+    sources: tuple[str, ...] = ()  # that details have numbered so far, see `Ready.known_sources`
+
+
 class EngineCommands(msgspec.Struct, frozen=True):
     """To the engine: requests to add and ids to remove before the next step."""
 
@@ -47,6 +55,7 @@ class EngineCommands(msgspec.Struct, frozen=True):
     finish: list[int]
     reset_cache: bool = False
     tell_speculation: list[int] = []  # tenants: the answer to each is a `SpeculationState`
+    change: Config | None = None  # who guesses; the answer, some steps later, is a `Changed`
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -75,8 +84,16 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
     kv_formats: dict[str, KVFormat]  # of the models with a prefix cache
     weights: WeightForms = WeightForms()  # of the target
-    sources: tuple[str, ...] = ()  # of guesses, in the order of the bits in `Tree.sources`
+    sources: tuple[str, ...] = ()  # of guesses
+    known_sources: tuple[str, ...] = ()  # all that there have been, by their bits in `Tree.sources`
     draft_weights: WeightForms | None = None  # None without a draft model
+
+
+class Changed(msgspec.Struct, frozen=True, tag=True):
+    """The engine guesses as it was told, or as before: then `refusal` says why."""
+
+    ready: Ready | None
+    refusal: str = ""
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
@@ -90,7 +107,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     stats: Stats
 
 
-FromEngine = Loading | Failed | Ready | Report | SpeculationState
+FromEngine = Loading | Failed | Ready | Report | SpeculationState | Changed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_commands = msgspec.msgpack.Decoder(EngineCommands).decode

@@ -14,6 +14,7 @@ import msgspec
 from specserve import logs
 from specserve.config import Config
 from specserve.exchange.frames import pack
+from specserve.exchange.messages import Begin
 
 NUMBER = Struct("=i")  # what a fork server tells: a process's id, and then how it ended
 
@@ -50,8 +51,13 @@ class ForkServer:
     """
 
     def __init__(self, config: Config) -> None:
-        self.first = pack(msgspec.msgpack.encode(config))
+        self.config = config
         self.started: Started | None = None
+        self.begin_with(config)
+
+    def begin_with(self, config: Config | None, sources: tuple[str, ...] = ()) -> None:
+        """What the next engine process is to be; None: as the first one. `sources` see `Begin`."""
+        self.first = pack(msgspec.msgpack.encode(Begin(config or self.config, sources)))
 
     def start(self) -> Spawned:
         """To be called in the main thread: processes end with the thread that starts them."""

@@ -19,7 +19,7 @@ class Tree(msgspec.Struct, frozen=True):
 
     tokens: list[int]
     parents: list[int]
-    sources: list[int]  # of each guess: bit i is set where `Engine.sources[i]` made it
+    sources: list[int]  # of each guess: bit i is set where `Engine.known_sources[i]` made it
     accepted: list[int]  # nodes, from the root down
 
 

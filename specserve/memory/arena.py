@@ -72,15 +72,19 @@ class Arena:
         self.views: dict[str, KVCache] = {}
 
     def add_view(self, name: str, layouts: Sequence[KVLayout], block_size: int) -> KVCache:
-        """Add a model's view of all blocks: its layers lie in a block one by one."""
+        """`view`, by which updates of the model's KV go from now on."""
+        self.views[name] = self.view(layouts, block_size)
+        return self.views[name]
+
+    def view(self, layouts: Sequence[KVLayout], block_size: int) -> KVCache:
+        """All blocks as a model's KV: its layers lie in a block one by one."""
         used, block_bytes = used_bytes(layouts, block_size), self.blocks.shape[1]
         assert used <= block_bytes, "more tokens a block than fit into it"
         layers, begin = [], 0
         for layout in layouts:
             layers.append(self.layer(layout, block_size, begin))
             begin += layout.layer_bytes(block_size)
-        self.views[name] = KVCache(tuple(layers))
-        return self.views[name]
+        return KVCache(tuple(layers))
 
     def layer(self, layout: KVLayout, block_size: int, begin: int) -> KVLayer:
         """A layer, which begins at this byte of every block."""

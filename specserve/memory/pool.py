@@ -110,6 +110,13 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def drop(self, owner: str) -> None:
+        """Free the cached blocks of a model that is gone."""
+        for block in [block for block in self.cached if self.owners[block] == owner]:
+            del self.cached[block]
+            self.forget(block)
+            self.free.append(block)
+
     def reset_cache(self) -> None:
         """Forget all keys: no KV computed before is found again."""
         self.num_resets += 1

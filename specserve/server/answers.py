@@ -84,6 +84,8 @@ class Targets(Struct):
 class Speculation(Struct):
     """What guesses are chosen by.
 
+    drafter         auto, none, ngram, model or a package.module:Class
+    draft_model     its name, if there is one
     sources         who may guess
     max_nodes       most guesses of a request and step
     max_step_nodes  most guesses of a step
@@ -94,6 +96,8 @@ class Speculation(Struct):
     """
 
     object: Literal["speculation"]
+    drafter: str
+    draft_model: str | None
     sources: list[str]
     max_nodes: int
     max_step_nodes: int

@@ -2,7 +2,7 @@
 
 import hashlib
 import hmac
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,18 +15,26 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from specserve.errors import SpecserveError
-from specserve.keys import read_keys
+from specserve.errors import RequestError, SpecserveError
+from specserve.keys import read_admin_keys, read_keys
 from specserve.server.access_log import AccessLog, Ended, Observed
 from specserve.server.key_limits import KeyLimits
 from specserve.server.live_completion import set_tenant
 from specserve.server.pages import PAGES, PARTS, ROUTES
-from specserve.server.refusal import Foreign, NoRoute, Unauthorized, cut, error_response
-from specserve.server.routes import LIVENESS, OPEN, OPERATIONS
+from specserve.server.refusal import (
+    Foreign,
+    NoRoute,
+    NotAllowed,
+    Unauthorized,
+    cut,
+    error_response,
+)
+from specserve.server.routes import LIVENESS, OPEN, OPERATIONS, SCOPES
 from specserve.server.service import Service
 from specserve.server.tracing import Tracer
 
 PROBES = "/health", "/health/ready", LIVENESS, "/ping"
+OPEN_SCOPES = ("cache",)  # to all clients of a server without admin keys
 POLLED = frozenset([*PROBES, "/metrics", "/v1/speculation", *PAGES, *PARTS])
 
 
@@ -63,8 +71,10 @@ def guards(service: Service, tracer: Tracer | None) -> Iterable[Middleware]:
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
-    if limits.api_key_file is not None:
-        yield Middleware(KeyGuard, keys=read_keys(Path(limits.api_key_file)))
+    file, admin_file = limits.api_key_file, limits.admin_key_file
+    keys = None if file is None else read_keys(Path(file))
+    admins = {} if admin_file is None else read_admin_keys(Path(admin_file))
+    yield Middleware(KeyGuard, keys=keys, admins=admins)
     if limits.max_requests_per_key is not None or limits.max_tokens_per_minute_per_key is not None:
         yield Middleware(KeyLimits, limits=limits, reject=service.reject)
 
@@ -118,30 +128,52 @@ def is_address(name: str) -> bool:
 
 
 class KeyGuard:
-    """Refuses requests without a valid API key.
+    """Refuses requests without a valid key: what has a scope needs an admin key with it, all else
+    an API key, where there are any. What only tells may be asked for with an admin key, too.
 
     The time that comparing takes does not depend on the key that was sent.
     """
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
-        self.app, self.keys = app, [digest(key) for key in keys]
+    def __init__(
+        self, app: ASGIApp, keys: Iterable[str] | None, admins: Mapping[str, Container[str]]
+    ) -> None:
+        """Without `keys` only scopes need any."""
+        self.app, self.is_public = app, keys is None
+        self.keys = [digest(key) for key in keys or ()]
+        self.admins = [digest(key) for key in admins]
+        self.scopes = [*admins.values()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tenant = self.tenant(scope) if scope["type"] == "http" else None
+        error = self.check(scope) if scope["type"] == "http" else None
+        await (self.app if error is None else error_response(error))(scope, receive, send)
+
+    def check(self, scope: Scope) -> RequestError | None:
+        """Why a request is refused, if it is."""
+        tenant, admin = place(scope, self.keys), place(scope, self.admins)
         if tenant is not None:
             set_tenant(scope, tenant)
-        if tenant is not None or scope["type"] != "http" or scope["path"] in OPEN:
-            await self.app(scope, receive, send)
-            return
-        error = Unauthorized("no valid API key: send the header Authorization: Bearer KEY")
-        await error_response(error)(scope, receive, send)
+        needed = SCOPES.get((scope["method"], scope["path"]))
+        if admin is not None and needed in self.scopes[admin]:
+            return None
+        is_reader = admin is not None and scope["method"] in ("GET", "HEAD")
+        if not (tenant is not None or is_reader or self.is_public or scope["path"] in OPEN):
+            return Unauthorized("no valid API key: send the header Authorization: Bearer KEY")
+        if needed is None or (needed in OPEN_SCOPES and not self.admins):
+            return None
+        if not self.admins:
+            return NotAllowed(
+                "this server was started without admin keys: its operator can name a file of them "
+                "in server.admin_key_file (--admin-key-file)"
+            )
+        return NotAllowed(f"this needs an admin key with the scope {needed}")
 
-    def tenant(self, scope: Scope) -> int | None:
-        """The index of the request's API key in the key file; None without a valid key."""
-        shown = Request(scope).headers.get("authorization", "")
-        kind, _, key = shown.partition(" ")
-        same = [hmac.compare_digest(digest(key.strip()), known) for known in self.keys]
-        return same.index(True) if kind.lower() == "bearer" and any(same) else None
+
+def place(scope: Scope, known: Sequence[bytes]) -> int | None:
+    """The index of the request's key among those known; None without a valid key."""
+    shown = Request(scope).headers.get("authorization", "")
+    kind, _, key = shown.partition(" ")
+    same = [hmac.compare_digest(digest(key.strip()), each) for each in known]
+    return same.index(True) if kind.lower() == "bearer" and any(same) else None
 
 
 def digest(key: str) -> bytes:

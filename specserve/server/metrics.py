@@ -71,7 +71,7 @@ class Metrics:
         self.seen = Stats()  # those that the counters have
         self.num_preempted = 0
         self.num_generated = self.num_drafts = 0  # that the counters do not have yet
-        self.num_accepted = [0] * max_nodes  # by depth, likewise
+        self.num_accepted = list[int]()  # by depth, likewise
         self.running = self.gauge("vllm:num_requests_running", "Requests in the batch.")
         self.waiting = self.gauge("vllm:num_requests_waiting", "Requests in the queue.")
         self.usage = self.gauge("vllm:kv_cache_usage_perc", "Share of KV blocks held, 0 to 1.")
@@ -103,9 +103,10 @@ class Metrics:
             ["model_name", "engine", "position"],
             registry=self.registry,
         )
-        self.accepted_at = [per_position.labels(model, "0", str(i)) for i in range(max_nodes)]
+        self.per_position, self.accepted_at = per_position, list[Counter]()
         self.sources = SourceMetrics(model, max_nodes)
         self.registry.register(self.sources)
+        self.make_room(max_nodes)
         self.rows = self.counter("specserve_rows", "Rows that the target computed.")
         by_kind = Counter(
             "specserve_step_rows",
@@ -212,6 +213,13 @@ class Metrics:
             self.num_drafts += output.num_drafted > 0
             for position in range(output.num_accepted):
                 self.num_accepted[position] += 1
+
+    def make_room(self, max_nodes: int) -> None:
+        """For so many guesses a request and step."""
+        for position in range(len(self.accepted_at), max_nodes):
+            self.accepted_at.append(self.per_position.labels(self.model, "0", str(position)))
+            self.num_accepted.append(0)
+        self.sources.max_nodes = len(self.accepted_at)
 
     def settle(self) -> None:
         """Count what has come since the last call."""

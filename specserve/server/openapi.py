@@ -23,7 +23,7 @@ INTRODUCTION = (
 STATUSES = {
     400: "The request is no valid HTTP or JSON, or a field is wrong, unknown or not supported",
     401: "No valid API key, where the server asks for one",
-    403: "A web page whose origin the server does not allow",
+    403: "A web page whose origin the server does not allow, or a key that may not do this",
     404: "There is no such model",
     408: "Headers or body took too long to arrive, or the request's deadline has passed",
     413: "The body is too large",
@@ -59,6 +59,7 @@ class Operation(NamedTuple):
     statuses: Sequence[int] = ()
     unavailable: Any = Error  # the type of the JSON of a 503
     is_open: bool = False  # to clients without a key
+    scope: str = ""  # that an admin key needs for it
 
     @property
     def route(self) -> Route:

@@ -22,6 +22,10 @@ class Foreign(RequestError):
     status, code = 403, "origin_not_allowed"
 
 
+class NotAllowed(RequestError):
+    status, code = 403, "admin_key_needed"
+
+
 class Unauthorized(RequestError):
     status, code = 401, "invalid_api_key"
 

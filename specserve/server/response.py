@@ -249,7 +249,7 @@ class CompletionWriter:
         """Where tokens came from; nothing where the request did not ask for it."""
         if not steps:
             return {}
-        return {"speculation": {"sources": self.served.sources, "steps": steps}}
+        return {"speculation": {"sources": self.served.known_sources, "steps": steps}}
 
     def first(self, index: int) -> Generation:
         """The first choice that has the prompt of a choice: it alone is told its logprobs."""

@@ -9,11 +9,18 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
+from specserve.guessing import Change
 from specserve.server import answers
 from specserve.server.chat import ChatBody, Message, chat
 from specserve.server.completions import CompletionBody, completions
+from specserve.server.control import (
+    DraftModelBody,
+    change_speculation,
+    load_draft_model,
+    remove_draft_model,
+    speculation,
+)
 from specserve.server.docs_page import HEADERS, page
-from specserve.server.live_completion import tenant_of
 from specserve.server.openapi import GENERATING, WITH_ENGINE, Operation, document
 from specserve.server.pages import PAGES, PARTS
 from specserve.server.response import json_response
@@ -65,18 +72,6 @@ def details(served: ServedModel) -> dict[str, Any]:
     if served.scaled:
         fields["scaled"] = served.scaled
     return fields
-
-
-async def speculation(request: Request) -> Response:
-    service: Service = request.app.state.service
-    service.check_open()
-    told = await service.engine.speculation(tenant_of(request.scope))
-    state = msgspec.structs.asdict(told)
-    del state["tenant"]
-    config = service.config
-    targets = {"ttft_ms": config.scheduler.ttft_ms, "tpot_ms": config.scheduler.tpot_ms}
-    targets["min_tpot_ms"] = config.min_tpot_ms
-    return json_response({"object": "speculation"} | state | {"slo": targets})
 
 
 async def reset_cache(request: Request) -> Response:
@@ -182,12 +177,43 @@ OPERATIONS = (
         statuses=WITH_ENGINE,
     ),
     Operation(
+        "PATCH",
+        "/v1/speculation",
+        change_speculation,
+        "Change who guesses, and how much, while requests run; their texts stay the same",
+        answers.Speculation,
+        Change,
+        statuses=WITH_ENGINE,
+        scope="speculation",
+    ),
+    Operation(
+        "POST",
+        "/v1/speculation/draft-model",
+        load_draft_model,
+        "Load a draft model beside the steps, and have it guess instead of the one there is",
+        answers.Speculation,
+        DraftModelBody,
+        required=["model"],
+        statuses=WITH_ENGINE,
+        scope="speculation",
+    ),
+    Operation(
+        "DELETE",
+        "/v1/speculation/draft-model",
+        remove_draft_model,
+        "Go on without the draft model, whose memory is given back",
+        answers.Speculation,
+        statuses=WITH_ENGINE,
+        scope="speculation",
+    ),
+    Operation(
         "POST",
         "/v1/cache/reset",
         reset_cache,
         "Empty the prefix cache",
         answers.Status,
         statuses=WITH_ENGINE,
+        scope="cache",
     ),
     Operation(
         "POST",
@@ -258,4 +284,5 @@ OPERATIONS = (
     Operation("GET", "/docs", docs, "This document as a page", "text/html", is_open=True),
 )
 # What they answer is the same for every server and client, but for whether the engine runs.
+SCOPES = {(o.method, o.path): o.scope for o in OPERATIONS if o.scope}
 OPEN = frozenset([*(o.path for o in OPERATIONS if o.is_open), *PAGES, *PARTS])

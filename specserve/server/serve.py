@@ -91,6 +91,7 @@ def serve(start: Start) -> int:
 
 async def run(start: Start) -> int:
     engine = EngineClient(start.spawned, start.engines.start)
+    engine.begin_with = start.engines.begin_with
     service = Service(start.config, engine)
     tracer = start_tracing(os.environ, service.name)
     server = Server(service, start.tls, tracer)
@@ -143,7 +144,8 @@ async def load(service: Service, start: Start) -> Ready:
     names = service.name, identity, ready.drafter
     kept = ready.kv_dtype, ready.weights, ready.draft_weights
     formats = formats_of(service.limits, files.tokenizer)
-    served = ServedModel(*names, max_nodes, scaled, *kept, ready.sources, formats)
+    named = ready.sources, formats, [*ready.known_sources]
+    served = ServedModel(*names, max_nodes, scaled, *kept, *named)
     limits = ready.vocab_size, ready.max_model_len
     service.open(make_input_processor(files, *limits, ready.sources), served, ready)
     service.start_grammars(folders.target)

@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
 
+import msgspec
+
 from specserve.answer.formats import AnswerReader, Formats
 from specserve.block_keys import Keys, KVFormat, prompt_keys
 from specserve.config import Config
@@ -22,11 +24,13 @@ from specserve.exchange.sampling_params import (
     choices_of,
     ruled,
 )
+from specserve.guessing import Guessing
 from specserve.input_processor import InputProcessor, last
 from specserve.models.chat_template import ChatOptions, ChatTemplate, Message
 from specserve.models.folder import Scaled, name_of
 from specserve.models.source import open_source
 from specserve.models.weight_forms import WeightForms
+from specserve.selection import resolve_draft, resolve_model, scaled_models
 from specserve.server.body import BodyReader
 from specserve.server.deadline import Deadline
 from specserve.server.grammar_process import Tokens
@@ -57,6 +61,8 @@ class ServedModel(NamedTuple):
     draft_weights: WeightForms | None = None
     sources: tuple[str, ...] = ()  # of guesses
     formats: Formats = Formats()
+    # All that there have been, by their bits in details: a list that grows while answers come.
+    known_sources: list[str] = []  # noqa: RUF012
 
 
 class Service:
@@ -75,11 +81,13 @@ class Service:
         self.templates: TemplateProcesses | None = None
         self.grammars: GrammarProcesses | None = None
         self.completions: set[LiveCompletion] = set()
+        self.guessing = Guessing(config)
         self.is_draining = False
         self.loaded: tuple[InputProcessor, ServedModel] | None = None
         self.kv_formats: dict[str, KVFormat] = {}  # of the models with a prefix cache
         engine.on_report = self.metrics.on_report
         engine.on_restart = self.metrics.on_restart
+        engine.on_change = self.take_change
 
     @property
     def input_processor(self) -> InputProcessor:
@@ -117,6 +125,23 @@ class Service:
         self.metrics.on_ready(ready)
         self.kv_formats = ready.kv_formats
         self.loaded = input_processor, served
+
+    def take_change(self, config: Config | None, ready: Ready) -> None:
+        """The engine guesses by this config from now on; None: by that of the start."""
+        asked = self.config if config is None else config
+        self.guessing.settle(asked)
+        self.kv_formats = ready.kv_formats
+        self.metrics.make_room(asked.max_nodes)
+        processor, served = self.input_processor, self.served
+        served.known_sources[:] = ready.known_sources
+        served = served._replace(
+            drafter=ready.drafter,
+            max_nodes=asked.max_nodes,
+            sources=ready.sources,
+            draft_weights=ready.draft_weights,
+            scaled=demos(asked, ready.draft_weights is not None),
+        )
+        self.loaded = msgspec.structs.replace(processor, sources=ready.sources), served
 
     def check_open(self) -> None:
         if self.is_draining or self.engine.died.is_set():
@@ -358,6 +383,14 @@ def blaming(field: str) -> Iterator[None]:
     except RequestError as e:
         e.param = field
         raise
+
+
+def demos(config: Config, has_draft_model: bool) -> list[Scaled]:
+    """Those of the served models that are scaled demos."""
+    if config.model.demo_cost is None:
+        return []
+    folders = resolve_model(config), resolve_draft(config) if has_draft_model else None
+    return scaled_models(folders)
 
 
 def served_name(config: Config) -> str:

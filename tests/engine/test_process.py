@@ -5,12 +5,14 @@ import gc
 import pytest
 from msgspec import structs
 
-from specserve.config import load_config
+from specserve.config import Config, load_config
 from specserve.engine import process
+from specserve.engine.build import Loaded
+from specserve.engine.control import Control
 from specserve.engine.engine import Engine
 from specserve.engine.process import serve
 from specserve.exchange.caller import Caller
-from specserve.exchange.messages import Add, Begun, EngineCommands, Loading, Ready, encode
+from specserve.exchange.messages import Add, Begin, Begun, EngineCommands, Loading, Ready, encode
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import engine_for, load_small
 from tests.engine.test_engine import greedy
@@ -40,7 +42,7 @@ def target(tmp_path_factory):
 def run(target, *steps):
     script = Script(*steps)
     with pytest.raises(EOFError):
-        serve(script, engine_for(target))
+        serve(script, Control(Config(), Loaded(engine_for(target), (None, None), 0, "none", {})))
     return script
 
 
@@ -109,7 +111,7 @@ def test_collections_in_service_leave_alone_what_start_up_made(tmp_path):
     settings = {"memory.kv_bytes": 1 << 24, "model.path": str(folder), "drafter.name": "none"}
     gc.unfreeze()
     with pytest.raises(EOFError):
-        process.run(counts, load_config(None, settings))
+        process.run(counts, Begin(load_config(None, settings)))
     gc.unfreeze()
     assert counts.by_message[Loading] == 0
     assert counts.by_message[Ready] > len(gc.get_objects()) / 2

@@ -13,6 +13,7 @@ from specserve import preflight
 from specserve.config import load_config
 from specserve.engine import process
 from specserve.errors import EngineDied
+from specserve.exchange.messages import Begin
 from specserve.exchange.spawn import Spawned
 from specserve.server import serve
 from specserve.server.listen import listen
@@ -30,7 +31,7 @@ def engine_thread(config):
 
     def run():
         with contextlib.suppress(EOFError, ConnectionError):
-            process.run(process.Link(theirs), config)
+            process.run(process.Link(theirs), Begin(config))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -64,7 +65,7 @@ def speak(config, spawned, listener):
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         folders = preflight.check(config)
-        engines = SimpleNamespace(start=no_other)
+        engines = SimpleNamespace(start=no_other, begin_with=None)
         start = serve.Start(config, folders, engines, spawned, listener, time.perf_counter())
         runner.run(serve.run(start))
 

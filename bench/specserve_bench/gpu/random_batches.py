@@ -27,7 +27,7 @@ class RandomBatches:
         self.arena = Arena(decoder.ops.allocate(num_blocks * size), size)
         self.arena.blocks.view(decoder.dtype).normal_()
         self.arena.add_view("target", decoder.kv_layouts(), BLOCK_SIZE)
-        self.runner = Runner(decoder, self.arena, "target")
+        self.runner = Runner(decoder, self.arena, self.arena.views["target"])
         self.pool = BlockPool(num_blocks, size)
         random.Random(0).shuffle(self.pool.free)
         self.random = random.Random(0)

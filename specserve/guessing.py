@@ -1,0 +1,176 @@
+"""Who guesses, changed while requests run: the config that a change leads to."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from specserve.config import Config, DrafterConfig, SpeculationConfig
+from specserve.errors import ConfigError
+from specserve.selection import runs_draft_model
+from specserve_drafters.auto import BUILT_IN, USUAL
+from specserve_drafters.base import BUILTIN, DrafterError
+
+MODEL = "model"  # the source that is a draft model
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is to be different; None stays as it is.
+
+    drafter         auto, none, ngram, model, or the package.module:Class of the start; another one
+                    begins with its usual options
+    sources         of auto
+    options         other options of the drafter, by name; null: the usual value
+    max_nodes       guesses of a request and step; 0 is no speculation
+    max_step_nodes  guesses of a step
+    """
+
+    drafter: str | None = None
+    sources: list[str] | None = None
+    options: dict[str, Any] | None = None
+    max_nodes: int | None = None
+    max_step_nodes: int | None = None
+
+
+def change_of(
+    drafter: str | None,
+    sources: Sequence[str] | None,
+    options: Mapping[str, Any] | None,
+    max_nodes: int | None,
+    max_step_nodes: int | None,
+) -> Change:
+    """From arguments of Python's; ConfigError for one of another type."""
+    named = None if sources is None else [*sources]
+    knobs = None if options is None else {**options}
+    given = dict(
+        zip(
+            Change.__struct_fields__,
+            (drafter, named, knobs, max_nodes, max_step_nodes),
+            strict=True,
+        )
+    )
+    try:
+        return msgspec.convert(given, Change)
+    except msgspec.ValidationError as e:
+        raise ConfigError(str(e)) from e
+
+
+class Guessing:
+    """The config that an engine guesses by. The draft model is kept in mind while no drafter uses
+    it, until it is removed.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        named = [config.drafter.name, *config.drafter.options.get("sources", ())]
+        self.foreign = frozenset(named) - {*BUILTIN, *BUILT_IN, "none"}  # users' own code
+        self.draft = config.drafter.model, config.drafter.quantize
+
+    def settle(self, config: Config) -> None:
+        """The engine goes by this config now."""
+        self.config = config
+        if config.drafter.model is not None:
+            self.draft = config.drafter.model, config.drafter.quantize
+
+    def changed(self, change: Change) -> Config:
+        """ConfigError for what does not fit; the caller checks files and drafters."""
+        drafter, speculation = self.config.drafter, self.config.speculation
+        options = dict(drafter.options)
+        if change.drafter is not None and change.drafter != drafter.name:
+            drafter, options = msgspec.structs.replace(drafter, name=change.drafter), {}
+        if "sources" in (change.options or {}):
+            raise ConfigError("options: the sources are a field of their own: send sources")
+        options = merged(options, change.options or {})
+        if change.sources is not None:
+            if drafter.name != "auto":
+                raise ConfigError(
+                    f"sources: only drafter auto has sources, and this is {drafter.name}: send "
+                    "drafter = auto, too"
+                )
+            options["sources"] = change.sources
+        self.refuse_code([drafter.name, *(change.sources or ())])
+        limits = {"max_nodes": change.max_nodes, "max_step_nodes": change.max_step_nodes}
+        limits = {name: value for name, value in limits.items() if value is not None}
+        config = self.with_parts(plain(drafter, options=options), plain(speculation, **limits))
+        if MODEL in (change.sources or ()) and config.draft is None:
+            raise ConfigError(
+                f"sources: there is no draft model for {MODEL!r}: load one first "
+                "(POST /v1/speculation/draft-model)"
+            )
+        return config
+
+    def refuse_code(self, names: list[str]) -> None:
+        """Code is loaded at the start only: what a request names may be built in, or known."""
+        for name in names:
+            if ":" in name and name not in self.foreign:
+                raise ConfigError(
+                    f"{name!r:.100} was not there when the server was started: name it in its "
+                    "config, as a change loads no code"
+                )
+
+    def with_draft_model(self, model: str, quantize: str | None) -> Config:
+        """With another draft model, which guesses from then on."""
+        drafter = self.config.drafter
+        self.check_takes_model()
+        options = dict(drafter.options)
+        if drafter.name == "auto" and MODEL not in options.get("sources", USUAL):
+            options["sources"] = [*options["sources"], MODEL]
+        asked = plain(drafter, options=options, model=model, quantize=quantize)
+        return self.with_parts(asked, plain(self.config.speculation))
+
+    def check_takes_model(self) -> None:
+        name = self.config.drafter_name
+        if name in ("none", "ngram"):
+            raise ConfigError(
+                f"drafter {name!r} has no use for a draft model: change to auto first "
+                "(PATCH /v1/speculation)"
+            )
+
+    def without_draft_model(self) -> Config:
+        drafter = self.config.drafter
+        if drafter.name != "auto":
+            raise ConfigError(
+                f"drafter {drafter.name!r} cannot do without its draft model: change to another "
+                "drafter first (PATCH /v1/speculation)"
+            )
+        sources = [name for name in drafter.options.get("sources", USUAL) if name != MODEL]
+        if not sources:
+            raise ConfigError(
+                "the draft model is the only source: name others first (PATCH /v1/speculation)"
+            )
+        options = {**drafter.options, "sources": sources}
+        asked = plain(drafter, options=options, model=None, quantize=None)
+        return self.with_parts(asked, plain(self.config.speculation))
+
+    def forget_draft_model(self) -> None:
+        self.draft = None, None
+
+    def with_parts(self, drafter: dict[str, Any], speculation: dict[str, Any]) -> Config:
+        """The config with these sections, and with a draft model where the drafter runs one."""
+        name, sources = drafter["name"], drafter["options"].get("sources", USUAL)
+        try:
+            runs = runs_draft_model(sources) if name == "auto" else name not in ("none", "ngram")
+        except DrafterError as e:
+            raise ConfigError(str(e)) from e
+        if not runs:
+            drafter |= {"model": None, "quantize": None}
+        elif drafter["model"] is None:
+            drafter["model"], drafter["quantize"] = self.draft
+        try:
+            sections = {
+                "drafter": msgspec.convert(drafter, DrafterConfig),
+                "speculation": msgspec.convert(speculation, SpeculationConfig),
+            }
+            return msgspec.structs.replace(self.config, **sections)
+        except (msgspec.ValidationError, ValueError) as e:
+            raise ConfigError(str(e)) from e
+
+
+def plain(section: msgspec.Struct, **other: Any) -> dict[str, Any]:
+    return {**msgspec.structs.asdict(section), **other}
+
+
+def merged(options: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """With other values of some; None takes one back."""
+    every = {**options, **other}
+    return {name: value for name, value in every.items() if value is not None}

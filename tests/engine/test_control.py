@@ -1,0 +1,279 @@
+"""Who guesses, changed while requests run: their texts stay, and nothing is lost or left."""
+
+import gc
+import random
+import shutil
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from specserve import LLM, SamplingParams
+from specserve.engine.loading import load_weights
+from specserve.engine.planned_guesses import PlannedGuesses
+from specserve.engine.turns import Turns
+from specserve.errors import ConfigError
+from tests.checkpoints import tiny_checkpoint
+
+SETTINGS = {"model.threads": 1, "memory.kv_bytes": 1 << 25, "scheduler.max_running": 8}
+SOURCES = ["ngram", "model", "grammar", "prediction", "suffix"]
+WIDE = {"hidden_size": 96, "num_hidden_layers": 3, "intermediate_size": 64}
+PROMPTS = ["the cat sat on the mat", "def read(path):", "with open(path)", "a b c a b c a b"]
+KINDS = [
+    {"temperature": 0},
+    {"temperature": 1, "seed": 7},
+    {"temperature": 1, "seed": 8, "n": 2},
+    {"temperature": 0.8, "seed": 9, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    {"temperature": 1, "seed": 1, "prediction": "the cat sat on the mat and the cat sat"},
+    {"temperature": 0, "structured_outputs": {"regex": "[a-z]{3,9}( [a-z]{3,9}){6,9}"}},
+    {"temperature": 1, "seed": 3, "return_speculation_details": True},
+    {"temperature": 1, "seed": 4, "cache_salt": "other", "logprobs": 2},
+]
+ASKED = [
+    (PROMPTS[i % 4], SamplingParams(max_tokens=48 + 4 * i, **kind)) for i, kind in enumerate(KINDS)
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    make = tmp_path_factory.mktemp
+    return {
+        "target": tiny_checkpoint(make("target"), seed=1),
+        "same": tiny_checkpoint(make("same"), seed=1),
+        "wide": tiny_checkpoint(make("wide"), seed=2, **WIDE),
+        "words": tiny_checkpoint(make("words"), seed=2, vocab_size=640),
+    }
+
+
+def load(folders, **settings):
+    return LLM(folders["target"], set=SETTINGS | settings, progress=False)
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Sources are asked in every step."""
+    monkeypatch.setattr(PlannedGuesses, "is_promising", lambda *_: True)
+    monkeypatch.setattr(Turns, "is_due", lambda *_: True)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folders):
+    with load(folders, **{"drafter.name": "none"}) as llm:
+        return texts(llm, lambda: None)
+
+
+def texts(llm, between):
+    """The tokens of every choice, with something done between steps."""
+    generations = []
+    for prompt, params in ASKED:
+        ids, params = llm.check(prompt, params)
+        generations += llm.start(ids, params)
+    while not all(generation.is_done for generation in generations):
+        between()
+        llm.step()
+        llm.engine.check()
+    return [generation.token_ids for generation in generations]
+
+
+def some_change(llm, chance, folders):
+    sources = chance.sample(SOURCES, chance.randint(1, 5))
+    return chance.choice(
+        [
+            lambda: llm.change_speculation(drafter="auto", sources=sources),
+            lambda: llm.change_speculation(max_nodes=chance.choice([1, 4, 16, 63])),
+            lambda: llm.change_speculation(max_step_nodes=chance.choice([2, 32, 256])),
+            lambda: llm.change_speculation(options={"max_depth": chance.choice([1, 4, None])}),
+            lambda: llm.change_speculation(drafter=chance.choice(["none", "ngram", "model"])),
+            lambda: llm.load_draft_model(folders[chance.choice(["same", "wide"])]),
+            lambda: llm.load_draft_model(folders["words"]),
+            llm.unload_draft_model,
+        ]
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_requests_keep_their_texts_whatever_changes_between_their_steps(
+    folders, undisturbed, eager, seed
+):
+    chance, changes, refused = random.Random(seed), [], []
+    with load(folders, **{"drafter.model": str(folders["wide"])}) as llm:
+
+        def change():
+            if chance.random() < 0.4:
+                try:
+                    some_change(llm, chance, folders)()
+                    changes.append(1)
+                except ConfigError as e:
+                    refused.append(str(e))
+
+        assert texts(llm, change) == undisturbed
+        assert len(changes) > 5 and len(refused) > 0 and llm.engine.pool.is_whole
+        assert llm.engine.stats.num_accepted > 0 and llm.engine.stats.drafter_errors == 0
+
+
+def test_a_draft_model_that_comes_to_running_requests_guesses_for_them(folders, eager):
+    with load(folders, **{"drafter.options.sources": ["ngram"]}) as llm:
+        [generation] = llm.start(
+            *llm.check("the cat sat", SamplingParams(max_tokens=60, ignore_eos=True))
+        )
+        for _ in range(5):
+            llm.step()
+        llm.load_draft_model(folders["same"])
+        assert llm.engine.sources == ("ngram", "model")
+        while not generation.is_done:
+            llm.step()
+        assert sum(llm.engine.stats.sources["model"].accepted) > 3
+        assert llm.engine.memory()["draft"] == 0
+
+
+def test_a_draft_model_that_goes_gives_back_its_blocks_and_its_weights(folders, eager):
+    with load(folders, **{"drafter.model": str(folders["same"])}) as llm:
+        [generation] = llm.start(
+            *llm.check("the cat sat", SamplingParams(max_tokens=60, ignore_eos=True))
+        )
+        for _ in range(5):
+            llm.step()
+        assert llm.memory()["draft"] > 0
+        llm.unload_draft_model()
+        assert llm.memory()["draft"] == 0 and llm.weights.draft is None
+        assert llm.engine.draft_model is None
+        assert llm.engine.sources == ("ngram", "grammar", "prediction")
+        llm.end([generation])
+        with pytest.raises(ConfigError, match="no draft model for 'model'"):
+            llm.change_speculation(sources=["model", "ngram"])
+
+
+def test_sources_that_stay_know_what_they_knew(folders, eager):
+    asked = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    with load(folders, **{"drafter.options.sources": ["suffix"]}) as llm:
+        llm.generate("the cat", asked)
+        llm.change_speculation(sources=["suffix", "ngram"])
+        before = sum(llm.engine.stats.sources["suffix"].accepted)
+        llm.generate("the cat", asked)
+        assert sum(llm.engine.stats.sources["suffix"].accepted) > before + 10
+        llm.change_speculation(sources=["ngram"])
+        llm.change_speculation(sources=["ngram", "suffix"])
+        assert not llm.engine.guesses.suffix.scopes, "who is gone has forgotten"
+
+
+def test_bits_of_sources_in_details_never_change_their_meaning(folders, eager):
+    with load(folders, **{"drafter.options.sources": ["ngram"]}) as llm:
+        llm.change_speculation(sources=["suffix"])
+        llm.change_speculation(sources=["prediction", "ngram"])
+        assert llm.engine.sources == ("prediction", "ngram")
+        assert llm.engine.known_sources == ("ngram", "suffix", "prediction")
+        params = SamplingParams(
+            max_tokens=20, temperature=0, return_speculation_details=True, prediction="a a a a a"
+        )
+        [output] = llm.generate("a b c a b c a b c", params)
+        bits = {bit for step in output.speculation.details for bit in step.tree.sources}
+        assert bits and bits <= {1, 4, 5}
+
+
+REFUSED = {
+    "a folder that is not there": (lambda llm, f: llm.load_draft_model("/no/such"), "no/such"),
+    "another vocabulary": (lambda llm, f: llm.load_draft_model(f["words"]), "vocab_size is 640"),
+    "a source that is unknown": (
+        lambda llm, f: llm.change_speculation(sources=["fortune"]),
+        "no source 'fortune'",
+    ),
+    "a source twice": (lambda llm, f: llm.change_speculation(sources=["ngram"] * 2), "twice"),
+    "no source": (lambda llm, f: llm.change_speculation(sources=[]), "length >= 1"),
+    "a drafter that is unknown": (lambda llm, f: llm.change_speculation(drafter="x"), "'x'"),
+    "code": (lambda llm, f: llm.change_speculation(drafter="os:system"), "loads no code"),
+    "code as a source": (lambda llm, f: llm.change_speculation(sources=["os:path"]), "no code"),
+    "an option": (lambda llm, f: llm.change_speculation(options={"depth": 1}), "depth"),
+    "sources as an option": (
+        lambda llm, f: llm.change_speculation(options={"sources": ["ngram"]}),
+        "send sources",
+    ),
+    "sources of another drafter": (
+        lambda llm, f: llm.change_speculation(drafter="ngram", sources=["ngram"]),
+        "only drafter auto",
+    ),
+    "too many guesses": (lambda llm, f: llm.change_speculation(max_nodes=64), "<= 63"),
+    "a number that is none": (lambda llm, f: llm.change_speculation(max_nodes="4"), "max_nodes"),
+    "a drafter without its draft model": (
+        lambda llm, f: llm.change_speculation(drafter="model"),
+        "needs a draft model",
+    ),
+    "rounding": (lambda llm, f: llm.load_draft_model(f["same"], "w3"), "quantize"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_and_changes_nothing(folders, name):
+    ask, why = REFUSED[name]
+    with load(folders) as llm:
+        engine = llm.engine
+        state = engine.guesses, engine.draft_model, engine.scheduler.budget, llm.guessing.config
+        with pytest.raises(ConfigError, match=why):
+            ask(llm, folders)
+        now = engine.guesses, engine.draft_model, engine.scheduler.budget, llm.guessing.config
+        assert now == state
+        assert (
+            len(llm.generate("the cat", SamplingParams(max_tokens=9, ignore_eos=True))[0].token_ids)
+            == 9
+        )
+
+
+def test_a_broken_draft_model_is_an_error_to_who_asked_for_it_alone(folders, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(folders["same"], broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with load(folders) as llm:
+        [generation] = llm.start(
+            *llm.check("the cat sat", SamplingParams(max_tokens=30, ignore_eos=True))
+        )
+        llm.step()
+        with pytest.raises(ConfigError):
+            llm.load_draft_model(broken)
+        while not generation.is_done:
+            llm.step()
+        assert len(generation.token_ids) == 30 and llm.engine.draft_model is None
+
+
+def test_a_draft_model_whose_kv_does_not_fit_into_a_block_is_refused(folders, tmp_path):
+    large = tiny_checkpoint(tmp_path, seed=2, num_hidden_layers=8, head_dim=64)
+    with load(folders, **{"memory.block_size": 1}) as llm:
+        with pytest.raises(ConfigError, match="a larger memory"):
+            llm.load_draft_model(large)
+        assert llm.engine.draft_model is None and "draft" not in llm.engine.target.arena.views
+
+
+def test_draft_models_that_come_and_go_leave_no_memory_behind(folders):
+    def held():
+        gc.collect()
+        return psutil.Process().memory_info().rss / 2**20
+
+    with load(folders) as llm:
+        for _ in range(5):
+            llm.load_draft_model(folders["wide"])
+            llm.unload_draft_model()
+        before = held()
+        for _ in range(40):
+            llm.load_draft_model(folders["wide"])
+            llm.generate("the cat", SamplingParams(max_tokens=8))
+            llm.unload_draft_model()
+        assert held() - before < 8, "40 draft models have 60 MiB"
+
+
+def test_a_draft_model_is_loaded_while_requests_step(folders, undisturbed, monkeypatch):
+    loading, go = threading.Event(), threading.Event()
+
+    def slow(*args):
+        loading.set()
+        assert go.wait(30)
+        return load_weights(*args)
+
+    with load(folders) as llm:
+        monkeypatch.setattr("specserve.engine.control.load_weights", slow)
+        thread = threading.Thread(target=llm.load_draft_model, args=(Path(folders["same"]),))
+        thread.start()
+        assert loading.wait(30)
+        assert texts(llm, lambda: None) == undisturbed
+        go.set()
+        thread.join()
+        assert "model" in llm.engine.sources
