@@ -153,8 +153,8 @@ class KeyGuard:
         if tenant is not None:
             set_tenant(scope, tenant)
         needed = SCOPES.get((scope["method"], scope["path"]))
-        if admin is not None and needed in self.scopes[admin]:
-            return None
+        if admin is not None and needed is not None:
+            return None if needed in self.scopes[admin] else lacking(needed)
         is_reader = admin is not None and scope["method"] in ("GET", "HEAD")
         if not (tenant is not None or is_reader or self.is_public or scope["path"] in OPEN):
             return Unauthorized("no valid API key: send the header Authorization: Bearer KEY")
@@ -165,7 +165,11 @@ class KeyGuard:
                 "this server was started without admin keys: its operator can name a file of them "
                 "in server.admin_key_file (--admin-key-file)"
             )
-        return NotAllowed(f"this needs an admin key with the scope {needed}")
+        return lacking(needed)
+
+
+def lacking(scope: str) -> NotAllowed:
+    return NotAllowed(f"this needs an admin key with the scope {scope}")
 
 
 def place(scope: Scope, known: Sequence[bytes]) -> int | None:

@@ -130,11 +130,10 @@ def test_a_draft_model_that_comes_to_running_requests_guesses_for_them(folders, 
 def test_a_draft_model_that_goes_gives_back_its_blocks_and_its_weights(folders, eager):
     with load(folders, **{"drafter.model": str(folders["same"])}) as llm:
         [generation] = llm.start(
-            *llm.check("the cat sat", SamplingParams(max_tokens=60, ignore_eos=True))
+            *llm.check("the cat sat", SamplingParams(max_tokens=200, ignore_eos=True))
         )
-        for _ in range(5):
+        while llm.memory()["draft"] == 0:
             llm.step()
-        assert llm.memory()["draft"] > 0
         llm.unload_draft_model()
         assert llm.memory()["draft"] == 0 and llm.weights.draft is None
         assert llm.engine.draft_model is None

@@ -1,0 +1,258 @@
+"""`PATCH /v1/speculation` and draft models of a running server: who may, and what it does."""
+
+import shutil
+import threading
+
+import pytest
+from starlette.testclient import TestClient
+
+from specserve.config import ServerConfig
+from specserve.errors import ConfigError
+from specserve.keys import SCOPES, read_admin_keys
+from tests.checkpoints import tiny_checkpoint
+from tests.server.asking import CHAT, COMPLETIONS, chat_body, completion_body, streamed
+from tests.server.server_process import ServerProcess, eventually
+from tests.server.test_routes import app_with
+
+SPECULATION, DRAFT_MODEL = "/v1/speculation", "/v1/speculation/draft-model"
+LONG = completion_body(max_tokens=300, temperature=1.0, seed=5)
+ADMIN = {"Authorization": "Bearer admin"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    make = tmp_path_factory.mktemp
+    return {
+        "target": tiny_checkpoint(make("target"), seed=1),
+        "same": tiny_checkpoint(make("same"), seed=1),
+        "other": tiny_checkpoint(make("other"), seed=2, hidden_size=96, num_hidden_layers=3),
+        "words": tiny_checkpoint(make("words"), seed=2, vocab_size=640),
+    }
+
+
+@pytest.fixture(scope="module")
+def admin_keys(tmp_path_factory):
+    file = tmp_path_factory.mktemp("keys") / "admin-keys"
+    file.write_text("# of operators\nadmin\ncleaner cache\n\nboth speculation,cache\n")
+    return file
+
+
+@pytest.fixture
+def server(folders, admin_keys):
+    with ServerProcess(folders["target"], f"--admin-key-file={admin_keys}") as server:
+        server.headers = ADMIN
+        yield server
+
+
+def state(server):
+    told = server.get(SPECULATION).body
+    return {key: told[key] for key in ("drafter", "draft_model", "sources", "max_nodes")}
+
+
+def test_sources_limits_and_the_draft_model_are_changed_while_a_text_is_streamed(server, folders):
+    want = streamed(server, COMPLETIONS, LONG)
+    assert state(server)["draft_model"] is None
+    changes = [
+        ("POST", DRAFT_MODEL, {"model": str(folders["other"])}),
+        ("PATCH", SPECULATION, {"sources": ["ngram", "model", "suffix"], "max_nodes": 8}),
+        ("PATCH", SPECULATION, {"options": {"width": 2}, "max_step_nodes": 16}),
+        ("POST", DRAFT_MODEL, {"model": str(folders["same"]), "quantize": None}),
+        ("PATCH", SPECULATION, {"drafter": "model"}),
+        ("PATCH", SPECULATION, {"drafter": "none"}),
+        ("PATCH", SPECULATION, {"drafter": "auto"}),
+        ("DELETE", DRAFT_MODEL, None),
+    ]
+    texts, done = [], threading.Event()
+
+    def ask_on():
+        while not done.is_set():
+            texts.append(streamed(server, COMPLETIONS, LONG))
+
+    asking = [threading.Thread(target=ask_on) for _ in range(3)]
+    for thread in asking:
+        thread.start()
+    seen = []
+    for method, path, body in changes:
+        answer = server.ask(method, path, body)
+        assert answer.status == 200, answer.body
+        assert answer.body["object"] == "speculation"
+        seen.append(state(server))
+    done.set()
+    for thread in asking:
+        thread.join()
+    assert texts and all(text == want for text in texts)
+    assert [each["draft_model"] for each in seen[:5]] == [
+        *[folders["other"].name] * 3,
+        *[folders["same"].name] * 2,
+    ]
+    assert seen[1]["sources"] == ["ngram", "model", "suffix"] and seen[1]["max_nodes"] == 8
+    assert seen[5] == {"drafter": "none", "draft_model": None, "sources": [], "max_nodes": 0}
+    assert seen[6]["draft_model"] == folders["same"].name, "it is kept in mind"
+    assert seen[7]["draft_model"] is None and "model" not in seen[7]["sources"]
+    [card] = server.get("/v1/models").body["data"]
+    assert card["sources"] == seen[7]["sources"] and "draft_weights" not in card
+    assert server.get("/metrics").status == 200
+
+
+def test_requests_may_name_the_sources_that_there_are_now(server):
+    asked = chat_body(speculation={"sources": ["suffix"]})
+    assert server.post(CHAT, asked).status == 400
+    server.ask("PATCH", SPECULATION, {"sources": ["ngram", "suffix"]})
+    assert server.post(CHAT, asked).status == 200
+    server.ask("PATCH", SPECULATION, {"sources": ["ngram"]})
+    assert "there are ngram" in server.post(CHAT, asked).body["error"]["message"]
+
+
+def test_a_server_that_began_without_guesses_can_make_some(folders, admin_keys):
+    begun = "--drafter=none", f"--admin-key-file={admin_keys}"
+    with ServerProcess(folders["target"], *begun) as server:
+        server.headers = ADMIN
+        want = streamed(server, COMPLETIONS, LONG)
+        assert server.ask("PATCH", SPECULATION, {"drafter": "auto"}).status == 200
+        assert server.post(DRAFT_MODEL, {"model": str(folders["same"])}).status == 200
+        assert streamed(server, COMPLETIONS, LONG) == want
+        assert server.get("/v1/models").body["data"][0]["max_nodes"] == 63
+
+
+BROKEN = {
+    "no field of that name": ("PATCH", SPECULATION, {"source": ["ngram"]}, "source"),
+    "a type": ("PATCH", SPECULATION, {"sources": "ngram"}, "sources"),
+    "an unknown source": ("PATCH", SPECULATION, {"sources": ["luck"]}, "no source 'luck'"),
+    "code": ("PATCH", SPECULATION, {"drafter": "os:system"}, "loads no code"),
+    "an unknown option": ("PATCH", SPECULATION, {"options": {"w": 2}}, "`w`"),
+    "no JSON": ("PATCH", SPECULATION, b"{", "JSON"),
+    "no model": ("POST", DRAFT_MODEL, {}, "model: name"),
+    "a folder that is not there": ("POST", DRAFT_MODEL, {"model": "/no/such"}, "/no/such"),
+    "no draft model to remove": ("PATCH", SPECULATION, {"sources": ["model"]}, "draft model"),
+}
+
+
+@pytest.fixture(scope="module")
+def kept(folders, admin_keys):
+    with ServerProcess(folders["target"], f"--admin-key-file={admin_keys}") as server:
+        server.headers = ADMIN
+        yield server
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_cannot_be_is_refused_and_changes_nothing(kept, name):
+    method, path, body, why = BROKEN[name]
+    before = state(kept)
+    answer = kept.ask(method, path, body)
+    assert answer.status == 400 and why in answer.body["error"]["message"]
+    assert state(kept) == before
+
+
+def test_a_broken_or_foreign_draft_model_is_an_error_to_who_sent_it_alone(kept, folders, tmp_path):
+    cut = tmp_path / "cut"
+    shutil.copytree(folders["same"], cut)
+    weights = cut / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    want = streamed(kept, COMPLETIONS, LONG)
+    before, engine = state(kept), kept.engine_pid
+    with kept.open_stream(COMPLETIONS, LONG) as events:
+        next(events)
+        for folder in (cut, folders["words"], tmp_path):
+            assert kept.post(DRAFT_MODEL, {"model": str(folder)}).status == 400
+        assert "[DONE]" in [*events][-1]
+    assert streamed(kept, COMPLETIONS, LONG) == want
+    assert (state(kept), kept.engine_pid) == (before, engine)
+
+
+def test_another_engine_process_guesses_as_the_one_before_was_told(server, folders):
+    server.post(DRAFT_MODEL, {"model": str(folders["same"])})
+    server.ask("PATCH", SPECULATION, {"sources": ["suffix", "model"], "max_nodes": 5})
+    before, want = state(server), streamed(server, COMPLETIONS, LONG)
+    server.kill_engines(1)
+    assert streamed(server, COMPLETIONS, LONG) == want
+    assert state(server) == before
+
+
+def test_an_engine_process_that_lacks_the_draft_model_begins_as_the_first(
+    server, folders, tmp_path
+):
+    at_first, copy = state(server), tmp_path / "copy"
+    shutil.copytree(folders["same"], copy)
+    server.post(DRAFT_MODEL, {"model": str(copy)})
+    shutil.rmtree(copy)
+    want = streamed(server, COMPLETIONS, LONG)
+    server.kill_engines(1)
+    assert streamed(server, COMPLETIONS, LONG) == want
+    eventually(lambda: state(server) == at_first)
+
+
+SCOPED = {
+    ("PATCH", SPECULATION): "speculation",
+    ("POST", DRAFT_MODEL): "speculation",
+    ("DELETE", DRAFT_MODEL): "speculation",
+    ("POST", "/v1/cache/reset"): "cache",
+}
+
+
+LET_IN = 500  # as nothing is behind the guards
+
+
+def client_with(key, **limits):
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return TestClient(app_with(**limits), headers=headers, raise_server_exceptions=False)
+
+
+def test_without_a_file_of_admin_keys_nobody_changes_who_guesses(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("first\n")
+    for client in client_with(None), client_with("first", api_key_file=str(keys)):
+        for (method, path), scope in SCOPED.items():
+            answer = client.request(method, path, json={})
+            if scope == "cache":
+                assert answer.status_code == LET_IN
+                continue
+            assert answer.status_code == 403
+            assert answer.json()["error"]["code"] == "admin_key_needed"
+            assert "--admin-key-file" in answer.json()["error"]["message"]
+
+
+ALLOWED = {
+    "admin": {"speculation", "cache"},
+    "cleaner": {"cache"},
+    "both": {"speculation", "cache"},
+    "first": set(),  # an API key, where there are any
+    "other": set(),
+    None: set(),
+}
+
+
+@pytest.mark.parametrize("key", ALLOWED)
+@pytest.mark.parametrize("has_api_keys", [False, True])
+def test_a_key_may_do_what_its_scopes_say(admin_keys, tmp_path, key, has_api_keys):
+    keys = tmp_path / "keys"
+    keys.write_text("first\n")
+    of_users = {"api_key_file": str(keys)} if has_api_keys else {}
+    client = client_with(key, admin_key_file=str(admin_keys), **of_users)
+    is_unknown = has_api_keys and key in ("other", None)
+    for (method, path), scope in SCOPED.items():
+        status = client.request(method, path, json={}).status_code
+        refused = 401 if is_unknown else 403
+        assert status == (LET_IN if scope in ALLOWED[key] else refused)
+    assert client.get("/health").status_code == (401 if is_unknown else 200)
+    generates = client.post(COMPLETIONS, json={"prompt": "a"}).status_code
+    is_user = not has_api_keys or key == "first"
+    assert generates == (LET_IN if is_user else 401), "an admin key generates nothing"
+
+
+def test_a_file_of_admin_keys_names_keys_and_their_scopes(admin_keys, tmp_path):
+    told = read_admin_keys(admin_keys)
+    assert told == {
+        "admin": frozenset(SCOPES),
+        "cleaner": frozenset({"cache"}),
+        "both": frozenset({"speculation", "cache"}),
+    }
+    for text, why in {
+        "": "no admin key",
+        "key all": "the scope 'all'",
+        "kéy": "beyond ASCII",
+        "key cache,": "the scope ''",
+    }.items():
+        (tmp_path / "keys").write_text(text)
+        with pytest.raises(ConfigError, match=why):
+            read_admin_keys(tmp_path / "keys")
+    assert ServerConfig().admin_key_file is None
