@@ -36,6 +36,7 @@ from specserve_bench.sampling import sampling_figures
 from specserve_bench.serving import serving_figures
 from specserve_bench.shapes import random_checkpoint
 from specserve_bench.steps import step_figures
+from specserve_bench.swap import swap_figures
 from specserve_bench.targets import target_figures
 from specserve_bench.watch import OpClock
 from specserve_bench.workloads import workload
@@ -69,6 +70,7 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "merged": merged_figures,
     "targets": target_figures,
     "restart": restart_figures,
+    "swap": swap_figures,
 }
 PARTS = {  # what they measure
     "engine": "every drafter with the trained pair: TPOT, acceptance, the parts of a step",
@@ -82,6 +84,7 @@ PARTS = {  # what they measure
     "maps": "linear maps of 4 and 8 bits beside the same maps in bf16",
     "merged": "one tree of all sources beside the draft model's, at as many guesses",
     "targets": "long prompts that arrive beside streams with a target for the time per token",
+    "swap": "how long 8 streams wait while another draft model takes the place of theirs",
     "restart": "how long 16 streams pause when their engine process is killed",
     "demo": "every drafter with the demo pair, and scaled to a larger model's cost; draws plots",
 }

@@ -58,7 +58,7 @@ def one_round(server: Served, pair: str, is_killed: bool) -> tuple[float, list[s
     """
     begun = Barrier(STREAMS + 1)
     with ThreadPoolExecutor(STREAMS) as threads:
-        streams = [threads.submit(stream, server, pair, n, begun) for n in range(STREAMS)]
+        streams = [threads.submit(stream, server, TOKENS[pair], n, begun) for n in range(STREAMS)]
         begun.wait()
         sleep(BEFORE_SECONDS[pair])
         at = perf_counter()
@@ -69,10 +69,10 @@ def one_round(server: Served, pair: str, is_killed: bool) -> tuple[float, list[s
     return max(times[0] - at for times in after if times), [text for _, text in results]
 
 
-def stream(server: Served, pair: str, seed: int, begun: Barrier) -> tuple[list[float], str]:
+def stream(server: Served, max_tokens: int, seed: int, begun: Barrier) -> tuple[list[float], str]:
     """When the events of a stream came, and its text."""
     body = {"prompt": "import os\n\n\ndef ", "seed": seed, "temperature": 0.8, "stream": True}
-    body |= {"max_tokens": TOKENS[pair], "ignore_eos": True}
+    body |= {"max_tokens": max_tokens, "ignore_eos": True}
     connection = http.client.HTTPConnection(server.host, server.port, timeout=300)
     connection.request("POST", "/v1/completions", json.dumps(body))
     times, text = list[float](), ""
