@@ -12,7 +12,7 @@ from threading import Barrier
 from time import perf_counter, sleep
 from typing import Any
 
-from specserve.config import Config, ModelConfig
+from specserve.config import load_config
 from specserve_bench.restart import stream
 from specserve_bench.served import Served, settings
 
@@ -33,7 +33,7 @@ def swap_figures() -> dict[str, Any]:
 
 
 def figures_of(pair: str) -> dict[str, Any]:
-    config = Config(model=ModelConfig(demo_cost=None if pair == "demo" else pair))
+    config = load_config(None, {} if pair == "demo" else {"model.demo_cost": pair})
     limits = settings(memory__kv_bytes=1 << 30, server__access_log="false")
     with TemporaryDirectory() as folder:
         keys = Path(folder) / "admin-keys"

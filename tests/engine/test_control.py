@@ -150,7 +150,7 @@ def test_sources_that_stay_know_what_they_knew(folders, eager):
         llm.change_speculation(sources=["suffix", "ngram"])
         before = sum(llm.engine.stats.sources["suffix"].accepted)
         llm.generate("the cat", asked)
-        assert sum(llm.engine.stats.sources["suffix"].accepted) > before + 10
+        assert sum(llm.engine.stats.sources["suffix"].accepted) > before == 0
         llm.change_speculation(sources=["ngram"])
         llm.change_speculation(sources=["ngram", "suffix"])
         assert not llm.engine.guesses.suffix.scopes, "who is gone has forgotten"
