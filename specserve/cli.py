@@ -286,7 +286,7 @@ def generate(args: argparse.Namespace) -> None:
         streams = [steps(prompt, params) for prompt in args.prompts]  # all are checked here
         say_scaled(scaled_models(llm.folders))
         if args.watch:
-            show_legend(llm.speculation().sources)
+            show_legend(llm.speculation().known_sources)
         for number, stream in enumerate(streams, 1):
             if len(streams) > 1:
                 print(f"[prompt {number} of {len(streams)}]", file=sys.stderr, flush=True)
@@ -350,7 +350,7 @@ def chat(args: argparse.Namespace) -> None:
         local = Local(llm, params, Colored() if args.show_guesses else None)
         say_scaled(scaled_models(llm.folders))
         if args.show_guesses:
-            show_legend(llm.speculation().sources)
+            show_legend(llm.speculation().known_sources)
         converse(Chat(local, args.system))
 
 

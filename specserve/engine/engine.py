@@ -561,6 +561,7 @@ class Engine:
             costs["draft"] = self.draft_model.costs
         state = SpeculationState(
             sources=self.sources,
+            known_sources=self.known_sources,
             max_nodes=budget.max_nodes,
             max_step_nodes=budget.max_step_nodes,
             costs={model: cost_state(of_model) for model, of_model in costs.items()},

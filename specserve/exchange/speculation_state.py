@@ -44,6 +44,7 @@ class SpeculationState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What an engine tells of its speculation."""
 
     sources: tuple[str, ...] = ()
+    known_sources: tuple[str, ...] = ()  # all that there have been, by their bits in details
     max_nodes: int = 0  # guesses of a request and step
     max_step_nodes: int = 0  # guesses of a step, over all requests
     costs: dict[str, CostState] = {}  # by model, "target" and "draft"

@@ -87,6 +87,7 @@ class Speculation(Struct):
     drafter         auto, none, ngram, model or a package.module:Class
     draft_model     its name, if there is one
     sources         who may guess
+    known_sources   all that there have been since the start
     max_nodes       most guesses of a request and step
     max_step_nodes  most guesses of a step
     costs           by model: what its steps take
@@ -99,6 +100,7 @@ class Speculation(Struct):
     drafter: str
     draft_model: str | None
     sources: list[str]
+    known_sources: list[str]
     max_nodes: int
     max_step_nodes: int
     costs: dict[str, CostState]
