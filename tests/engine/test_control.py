@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from specserve import LLM, SamplingParams
 from specserve.engine.loading import load_weights
@@ -141,6 +142,60 @@ def test_a_draft_model_that_goes_gives_back_its_blocks_and_its_weights(folders, 
         llm.end([generation])
         with pytest.raises(ConfigError, match="no draft model for 'model'"):
             llm.change_speculation(sources=["model", "ngram"])
+
+
+def test_nothing_of_a_draft_model_is_left_when_another_one_comes(folders, eager):
+    settings = {"drafter.model": str(folders["same"]), "drafter.options.sources": ["model"]}
+    asked = SamplingParams(max_tokens=300, ignore_eos=True, temperature=1.5, seed=1)
+    with load(folders, **settings | {"drafter.options.width": 4}) as llm:
+        pool, arena = llm.engine.pool, llm.engine.target.arena
+        llm.generate("the cat sat on the mat", asked)
+        assert "draft" in {pool.owners[block] for block in pool.cached}
+        [generation] = llm.start(*llm.check("def read(path):", asked))
+        while not llm.memory()["draft"]:
+            llm.step()
+        pool.updates.move("draft", [(0, 1)])  # as of a guess that was accepted in the last step
+        learned = llm.engine.guesses.learned.every[0].calibration
+        assert learned.table()["model"]
+        llm.load_draft_model(folders["wide"])
+        assert not pool.updates.moves and not learned.table()["model"]
+        assert "draft" not in {pool.owners[block] for block in pool.cached}
+        assert arena.views["draft"] is llm.engine.draft_model.runner.kv
+        llm.end([generation])
+
+
+def test_sources_that_come_guess_for_requests_that_run(folders, eager):
+    asked = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
+    regex = {"regex": "(the cat sat on the mat ){9,12}"}
+    with load(folders, **{"drafter.options.sources": ["ngram"]}) as llm:
+        text = llm.generate("the cat", asked)[0].text
+        expecting = replace(asked, prediction=text)
+        formed = replace(asked, structured_outputs=regex, ignore_eos=False)
+        begun = [llm.start(*llm.check("the cat", each))[0] for each in (expecting, formed)]
+        while not all(generation.token_ids for generation in begun):
+            llm.step()
+        llm.change_speculation(sources=["prediction", "grammar"])
+        while not llm.engine.is_idle:
+            llm.step()
+        sums = llm.engine.stats.sources
+        assert sums["prediction"].verified > 5 and sums["grammar"].verified > 5
+
+
+def test_limits_hold_from_the_next_step_on(folders, eager):
+    asked = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+    with load(folders, **{"drafter.model": str(folders["same"])}) as llm:
+        llm.change_speculation(drafter="model")
+        before = llm.engine.stats.num_drafted
+        [generation] = llm.start(*llm.check("the cat", asked))
+        for most in (4, 3, 1, 0):
+            llm.change_speculation(max_nodes=most)
+            drafted = []
+            for _ in range(4):
+                llm.step()
+                drafted.append(llm.engine.stats.num_drafted - before)
+                before = llm.engine.stats.num_drafted
+            assert max(drafted) == most
+        llm.end([generation])
 
 
 def test_sources_that_stay_know_what_they_knew(folders, eager):
