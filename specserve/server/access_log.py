@@ -2,28 +2,32 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
+import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.logs import ACCESS
-from specserve.server.live_completion import ASKED, TENANT, LiveCompletion
+from specserve.server.live_completion import ASKED, TENANT, LiveCompletion, at_end
 
 LONGEST_PATH = 200  # characters of it in the log
 LONGEST_TEXT = 2000  # .. of a prompt or an answer
 
+TOLD = "method", "path", "headers", "server", TENANT  # of the ASGI scope: all else is dropped
+
 log = logging.getLogger(ACCESS)
 
 
-class Ended(NamedTuple):
-    """A request that has ended."""
+class Ended(msgspec.Struct):
+    """A request that has ended, once observers are told of it."""
 
     scope: Scope
-    status: int
+    asked: list[LiveCompletion]
     begun: float  # seconds, perf_counter
-    asked: Sequence[LiveCompletion]
+    status: int = 500  # of an error that is answered outside of `Observed`
 
 
 class Observed:
@@ -33,21 +37,23 @@ class Observed:
         self.app, self.observers = app, observers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun, status = perf_counter(), 500  # of an error that is answered outside of this
-        asked: list[LiveCompletion] = []
+        scope[ASKED] = []
+        ended = Ended({}, scope[ASKED], perf_counter())
 
         async def send_noted(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
+            ended.status = message.get("status", ended.status)
             await send(message)
 
-        scope[ASKED] = asked
-        try:
-            await self.app(scope, receive, send_noted)
-        finally:
-            for observe in self.observers:
-                observe(Ended(scope, status, begun, asked))
-            asked.clear()  # the connection keeps the scope until its next request
+        with at_end(scope, partial(self.tell, ended)):
+            try:
+                await self.app(scope, receive, send_noted)
+            finally:
+                ended.scope = {key: scope[key] for key in TOLD if key in scope}
+
+    def tell(self, ended: Ended) -> None:
+        for observe in self.observers:
+            observe(ended)
+        ended.asked.clear()  # the connection keeps the scope until its next request
 
 
 class AccessLog:

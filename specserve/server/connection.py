@@ -3,8 +3,8 @@
 import logging
 import re
 import secrets
-from asyncio import BaseTransport, TimerHandle
-from collections.abc import Iterable
+from asyncio import BaseTransport, Event, TimerHandle
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from http import HTTPStatus
 from time import perf_counter
@@ -20,6 +20,7 @@ from specserve.errors import Overloaded, RequestError
 from specserve.logs import request_id
 from specserve.process import empty_free_lists
 from specserve.server.access_log import write
+from specserve.server.live_completion import ENDS
 from specserve.server.refusal import (
     HeadersTooLarge,
     NoTunnel,
@@ -31,7 +32,7 @@ from specserve.server.uvicorn_interface import HttpToolsProtocol, RequestRespons
 
 GRACE = 5.0  # seconds beyond the application's own timeout, whose error says what was too slow
 SPARE = 128  # connections beyond the limit that get a 503; further ones are aborted
-WRITE = "specserve.write"  # key of the ASGI scope: `write_events` of this connection
+CONNECTION = "specserve.connection"  # key of the ASGI scope: a `Connection` that takes streams over
 SEPARATORS = len(": \r\n")  # bytes of a header beside its name and value
 LARGE = 1 << 18  # bytes of a body that may have become so many objects that memory is given back
 
@@ -39,6 +40,17 @@ HEADER = b"x-request-id"  # by which an answer and its log lines are found
 TAKEN = re.compile(rb"[!-~]([ -~]{0,126}[!-~])?")  # 1 to 128 characters, no space at the ends
 
 log = logging.getLogger("specserve")
+
+
+class Streaming(RequestResponseCycle):
+    """Takes the place of uvicorn's cycle once the head of an event stream is sent. It has only what
+    the protocol looks at: most connections hold one for long.
+    """
+
+    body, response_started, message_event = bytearray(), True, Event()
+
+    def __init__(self, keep_alive: bool) -> None:
+        self.keep_alive, self.response_complete, self.disconnected = keep_alive, False, False
 
 
 class Connection(HttpToolsProtocol):
@@ -52,6 +64,8 @@ class Connection(HttpToolsProtocol):
     num_pending = 0  # bytes received since the last piece of a body or end of a request
     num_body = 0  # bytes of the request's body
     begun = 0.0  # seconds, perf_counter: when the request's first bytes came
+    leave: Callable[[], None] | None = None  # while it streams: what is called if it is lost
+    ends: Sequence[Callable[[], None]] = ()  # .. and when the stream has ended, the last one first
 
     def connection_made(self, transport: BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -64,6 +78,8 @@ class Connection(HttpToolsProtocol):
         self.expect_nothing()
         self.resume_writing()
         super().connection_lost(exc)
+        if self.leave is not None:
+            self.leave()
 
     @property
     def is_answering(self) -> bool:
@@ -177,21 +193,57 @@ class Connection(HttpToolsProtocol):
             is_kept, cycle.keep_alive = cycle.keep_alive, True
             await send(message)
             cycle.keep_alive = is_kept and not self.is_input_closed
-            scope[WRITE] = self.write_events
 
-        await app(scope, receive, send_open)
-        scope.pop(WRITE, None)
+        scope[CONNECTION], scope[ENDS] = self, list[Callable[[], None]]()
+        try:
+            await app(scope, receive, send_open)
+        finally:
+            if self.leave is None:
+                call_all(scope[ENDS])
         if self.num_body > LARGE:
             empty_free_lists()
 
+    def take_over(self, leave: Callable[[], None], ends: Sequence[Callable[[], None]]) -> None:
+        """Go on with an event stream, whose head is sent, without the application, which is to
+        return: its task and the frames of its layers take memory for as long as they wait, and time
+        of each piece.
+        """
+        self.cycle.response_complete = True  # for uvicorn
+        self.cycle = Streaming(self.cycle.keep_alive)
+        self.leave, self.ends = leave, ends
+        if self.transport.is_closing():
+            leave()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a part of the stream in a task."""
+        task = self.loop.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
     def write_events(self, events: bytes) -> bool:
-        """Send a piece of a stream that has begun; False where the client does not read, or has
-        left, so that it has to be sent as ASGI says. Each layer of ASGI takes time of every piece.
+        """Send a piece of the stream; False where the client does not read, or has left, so that
+        `send_events` has to do it.
         """
         if self.stalled is not None or self.transport.is_closing():
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(events), events))
         return True
+
+    async def send_events(self, events: bytes) -> None:
+        """Send a piece of the stream once the client reads; drop it if the client has left."""
+        await self.flow.drain()
+        self.write_events(events)
+
+    def end_events(self) -> None:
+        """End the stream."""
+        self.cycle.response_complete, self.leave = True, None
+        if not self.transport.is_closing():
+            self.transport.write(b"0\r\n\r\n")
+            if not self.cycle.keep_alive:
+                self.transport.close()
+            self.on_response_complete()
+        ends, self.ends = self.ends, ()
+        call_all(ends)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -258,6 +310,11 @@ class Connection(HttpToolsProtocol):
         path = unquote(url.partition(b"?")[0].decode("latin-1")) or "-"
         method = self.parser.get_method().decode() if url else "-"
         write(method, path, status, perf_counter() - self.begun, {}, id)
+
+
+def call_all(ends: Sequence[Callable[[], None]]) -> None:
+    for end in reversed(ends):
+        end()
 
 
 def is_begin_of_events(message: Message) -> bool:

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.config import ServerConfig
 from specserve.errors import RequestError
-from specserve.server.live_completion import set_account, tenant_of
+from specserve.server.live_completion import at_end, set_account, tenant_of
 from specserve.server.refusal import RateLimited, error_response
 
 MINUTE = 60.0
@@ -136,8 +136,6 @@ class KeyLimits:
         except RateLimited as e:
             await error_response(e)(scope, receive, send_told)
             return
-        try:
+        with at_end(scope, account.leave):
             set_account(scope, account)
             await self.app(scope, receive, send_told)
-        finally:
-            account.leave()

@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 TENANT, ASKED = "specserve.tenant", "specserve.asked"  # keys of the ASGI scope
 ACCOUNT = "specserve.account"
+ENDS = "specserve.ends"  # what is called once the response has ended, the last one first
 
 
 class Arrival(NamedTuple):
@@ -55,6 +57,22 @@ def arrival(request: Request) -> Arrival:
     scope = request.scope
     known = tenant_of(scope), scope.get(ASKED)
     return Arrival(perf_counter(), *known, account=scope.get(ACCOUNT))
+
+
+@contextmanager
+def at_end(scope: Scope, end: Callable[[], None]) -> Iterator[None]:
+    """Call `end` once the response has ended: after the block or, for a stream of events that our
+    own server goes on with when the application has returned, later.
+    """
+    ends: list[Callable[[], None]] | None = scope.get(ENDS)
+    if ends is not None:
+        ends.append(end)
+        yield
+        return
+    try:
+        yield
+    finally:
+        end()
 
 
 class ChoiceDelta(NamedTuple):
@@ -88,7 +106,7 @@ class LiveCompletion:
         self.has_left = False  # the client has disconnected
         self.response_id = ""  # in the answer; its writer sets it
         self.waiter: asyncio.Future[None] | None = None
-        self.take: Callable[[], bool] | None = None  # instead of `wait`; False if it cannot
+        self.take: Callable[[], None] | None = None  # is called, in place of `wait`
         self.is_due = False  # it will be called
         self.silence: asyncio.TimerHandle | None = None  # looks whether nothing has come for long
         self.waits_since = 0.0  # by the clock of the event loop
@@ -150,7 +168,6 @@ class LiveCompletion:
         if self not in self.live:
             return
         self.live.discard(self)
-        self.take = None  # it refers to this
         self.deadline.cancel()
         if self.silence is not None:
             self.silence.cancel()
@@ -166,25 +183,26 @@ class LiveCompletion:
         return generation.finish_reason or broken_off
 
     def wake(self) -> None:
-        if self.waiter is None or self.waiter.done():
-            return
-        if self.take is None or self.is_over or not self.deltas:
+        if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
-        elif not self.is_due:
+        elif self.take is not None and not self.is_due:
             self.is_due = True
-            self.waiter.get_loop().call_soon(self.take_soon)
+            asyncio.get_running_loop().call_soon(self.take_soon)
+
+    def call(self, take: Callable[[], None], seconds: float) -> None:
+        """Have `take` called when something has come, or when nothing has for `seconds`, in place
+        of `wait`: no task has to be kept for it, nor to be woken up.
+        """
+        loop = asyncio.get_running_loop()
+        self.take, self.waits_since = take, loop.time()
+        self.silence = loop.call_later(seconds, self.look_for_silence, seconds)
 
     def take_soon(self) -> None:
-        """Have `take` take what came in one turn of the event loop. Unlike `wait`, it is called
-        without a task that has to be woken up.
-        """
+        """Have `take` take what came in one turn of the event loop."""
         self.is_due = False
-        if self.waiter is None or self.waiter.done():
-            return  # `wait` returns it
-        if self.take is not None and self.take():
-            self.waits_since = self.waiter.get_loop().time()
-        else:
-            self.waiter.set_result(None)
+        if self.take is not None and (self.deltas or self.is_over):
+            self.take()
+            self.waits_since = asyncio.get_running_loop().time()
 
     async def wait(self, seconds: float | None = None) -> list[ChoiceDelta]:
         """What was added since the last call; empty if nothing comes for `seconds`."""
@@ -202,12 +220,16 @@ class LiveCompletion:
         return deltas
 
     def look_for_silence(self, seconds: float) -> None:
-        """Wake `wait` if nothing has come for `seconds`, and else look again when they have passed.
+        """Wake `wait`, or call `take`, if nothing has come for `seconds`, and else look again when
+        they have passed.
 
         So a step, which comes far sooner, sets and cancels no timer of its own.
         """
         loop = asyncio.get_running_loop()
         left = self.waits_since + seconds - loop.time()
+        if left <= 0 and self.take is not None:
+            self.take()
+            self.waits_since, left = loop.time(), seconds
         if left > 0:
             self.silence = loop.call_later(left, self.look_for_silence, seconds)
         else:

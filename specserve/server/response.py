@@ -7,6 +7,7 @@ import time
 from bisect import bisect_left
 from collections.abc import (
     AsyncIterator,
+    Awaitable,
     Callable,
     Coroutine,
     Iterator,
@@ -14,7 +15,6 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -27,10 +27,11 @@ from specserve.answer.formats import AnswerReader
 from specserve.exchange.step_output import StepDetails
 from specserve.generation import Generation
 from specserve.logprobs import best
+from specserve.logs import request_id
 from specserve.server.body import Body, FormattedBody
-from specserve.server.connection import WRITE
+from specserve.server.connection import CONNECTION, Connection
 from specserve.server.flush import COMMENT, Steps, flush_of, padded
-from specserve.server.live_completion import ChoiceDelta, LiveCompletion
+from specserve.server.live_completion import ENDS, ChoiceDelta, LiveCompletion
 from specserve.server.logprobs import Namer, Told, prompt_form, prompt_starts, sealed
 from specserve.server.refusal import error_body, error_response
 from specserve.server.service import ServedModel, Service
@@ -410,47 +411,98 @@ class EventStream(Response):
         self.is_padded = self.flush.is_padded if wish is None else wish
         self.unsent: list[bytes] = []  # events that `write_now` has made
         self.failure: Exception | None = None  # of `write_now`
+        self.connection: Connection | None = None  # that goes on with this
+        self.is_begun = self.is_ended = False
+        self.is_busy = False  # a task writes what has come
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         more = [(name.lower().encode(), value.encode()) for name, value in self.more.items()]
         start = {"type": "http.response.start", "status": 200, "headers": [*HEADERS, *more]}
-        async with watched(self.completion, receive):
+        if CONNECTION in scope:
+            await self.hand_over(scope, send(start))
+            return
+        async with watched(self.completion, receive):  # the server is another one
             await send(start)
-            if WRITE in scope and type(self.flush) is Steps:  # else the server is another one
-                self.completion.take = partial(self.write_now, scope[WRITE])
             async for piece in self.pieces():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
 
-    def write_now(self, write: Callable[[bytes], bool]) -> bool:
-        """Write what has come while `pieces` waits for it; False where that is left to `pieces`."""
+    async def hand_over(self, scope: Scope, sending: Awaitable[None]) -> None:
+        """Have the connection go on with this once the head is sent."""
+        try:
+            await sending
+        except BaseException:
+            self.completion.release()
+            raise
+        self.connection = scope[CONNECTION]
+        if self.sleeps:
+            self.completion.call(self.write_now, self.service.limits.comment_seconds)
+        self.start(self.connection)
+        self.connection.take_over(self.completion.leave, scope[ENDS])
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether there is no task while nothing comes."""
+        return self.connection is not None and type(self.flush) is Steps
+
+    def write_now(self) -> None:
+        """Write what has come, or a comment as nothing has, without a task, if that can be done."""
+        assert self.connection is not None, "nothing is written before the head"
         completion, deltas = self.completion, self.completion.deltas
-        if self.writer.num_logprobs(deltas) > MANY:
-            return False
+        if self.is_busy:
+            return
+        if completion.is_over or self.writer.num_logprobs(deltas) > MANY:
+            self.start(self.connection)
+            return
         completion.deltas = []
         try:
-            events = self.writer.step(deltas)
+            events = self.writer.step(deltas) if deltas else [COMMENT]
         except Exception as e:  # raised again by `pieces`
-            self.failure = e
-            return False
-        if not events or write(self.joined(events)):
-            return True
-        self.unsent = events
-        return False
+            self.failure, events = e, []
+        if self.failure or (events and not self.connection.write_events(self.joined(events))):
+            self.unsent = events
+            self.start(self.connection)
+
+    def start(self, connection: Connection) -> None:
+        self.is_busy = True
+        connection.start(self.go_on(connection))
+
+    async def go_on(self, connection: Connection) -> None:
+        """Write what has come, in a task; and the end, if that has."""
+        request_id.set(self.completion.caller.request_id)
+        try:
+            async for piece in self.pieces():
+                await connection.send_events(piece)
+        except BaseException:
+            connection.cut()
+            self.is_ended = True
+            raise
+        finally:
+            self.is_busy = False
+            if self.is_ended:
+                self.completion.take = None  # it refers to this
+                self.completion.release()
+                connection.end_events()
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Events as bytes; all that are ready at a time go out in one write."""
+        """Events as bytes, to the end or, if it sleeps, as far as they have come; all that are
+        ready at a time go out in one write.
+        """
         completion = self.completion
         try:
-            if begin := self.writer.beginning():
-                yield self.joined(begin)
+            if not self.is_begun:
+                self.is_begun = True
+                if begin := self.writer.beginning():
+                    yield self.joined(begin)
             while True:
-                deltas = await self.flush.wait()
-                # While these are written, more may come.
-                is_over = completion.is_over and not self.flush.is_behind
                 if self.failure is not None:
                     raise self.failure
                 events, self.unsent = self.unsent, []
+                if self.sleeps and not (events or completion.deltas or completion.is_over):
+                    return
+                deltas = completion.taken() if events else await self.flush.wait()
+                # While these are written, more may come.
+                is_over = completion.is_over and not self.flush.is_behind
                 is_long = self.writer.num_logprobs(deltas) > MANY
                 write = self.flush.write
                 events += await self.service.write(is_long, write, self.writer, deltas)
@@ -462,6 +514,7 @@ class EventStream(Response):
         except Exception as e:  # a stream must not end without an error event
             log.exception("a completion could not be streamed")
             events = self.writer.ending(e)
+        self.is_ended = True
         yield self.joined(events)
 
     def joined(self, events: Sequence[bytes]) -> bytes:

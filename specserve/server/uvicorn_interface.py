@@ -56,9 +56,11 @@ METHODS: dict[type, dict[str, str]] = {
 # Attributes of their objects, which their methods set.
 ATTRIBUTES: dict[type, str] = {
     HttpToolsProtocol: (
-        "client connections cycle expect_100_continue headers loop parser transport url"
+        "client connections cycle expect_100_continue flow headers loop parser tasks transport url"
     ),
-    RequestResponseCycle: "body keep_alive response_complete response_started",
+    RequestResponseCycle: (
+        "body disconnected keep_alive message_event response_complete response_started"
+    ),
     Server: "force_exit lifespan server_state servers should_exit started",
     ServerState: "connections",
 }

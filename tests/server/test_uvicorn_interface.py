@@ -42,7 +42,8 @@ def test_another_parameter_is_told(monkeypatch):
 
 def test_an_attribute_that_no_method_sets_is_told(monkeypatch):
     def without_keep_alive(self):
-        self.body, self.response_complete, self.response_started = b"", False, False
+        self.body, self.message_event, self.disconnected = b"", None, False
+        self.response_complete = self.response_started = False
 
     for name in ("__init__", "send", "receive", "run_asgi"):
         monkeypatch.setattr(RequestResponseCycle, name, without_keep_alive)
