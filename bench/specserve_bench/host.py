@@ -19,7 +19,7 @@ from specserve.engine.levels import Levels
 from specserve.engine.loading import Model
 from specserve.engine.planned_guesses import PlannedGuesses
 from specserve.exchange.frames import Link
-from specserve.exchange.messages import Add, EngineCommands, Report, encode
+from specserve.exchange.messages import Add, EngineCommands, Report, encode, packed
 from specserve.exchange.sampling_params import Sampling
 from specserve_bench.pairs import PAIRS
 from specserve_bench.workloads import source_tokens
@@ -99,7 +99,7 @@ def commands(setting: Setting, source: list[int]) -> EngineCommands:
     )
     begins = range(SHARED, SHARED + OWN * setting.requests, OWN)
     prompts = [source[:SHARED] + source[begin : begin + OWN] for begin in begins]
-    return EngineCommands([Add(i, p, sampling, [i]) for i, p in enumerate(prompts)], [])
+    return EngineCommands([Add(i, packed(p), sampling, [i]) for i, p in enumerate(prompts)], [])
 
 
 def one_run(control: Control, first: EngineCommands) -> list[Counter[str]]:

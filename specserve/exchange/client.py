@@ -34,6 +34,7 @@ from specserve.exchange.messages import (
     Ready,
     Report,
     frame,
+    packed,
 )
 from specserve.exchange.messages import decode_reply as decode
 from specserve.exchange.sampling_params import Sampling
@@ -176,9 +177,10 @@ class EngineClient(asyncio.Protocol):
         self.next_id += len(samplings)
         ids = list(range(id, self.next_id))
         # Stop strings are looked for in this process.
-        shared = msgspec.structs.replace(samplings[0], stop=())
+        first = samplings[0]
+        shared = msgspec.structs.replace(first, stop=()) if first.stop else first
         seeds = [s.seed for s in samplings]
-        add = Add(id, list(token_ids), shared, seeds, keys or {}, caller)
+        add = Add(id, packed(token_ids), shared, seeds, keys or {}, caller)
         asked = [Live(add, index, each) for index, each in enumerate(listeners)]
         self.live.update(zip(ids, asked, strict=True))
         if self.is_up and not self.held:

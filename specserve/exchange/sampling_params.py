@@ -3,6 +3,7 @@
 import difflib
 import secrets
 from collections.abc import Sequence
+from functools import lru_cache
 from random import Random
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -286,6 +287,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         return bool(has_others or self.min_tokens or self.grammar) or self.has_penalties
 
 
+@lru_cache
+def id_set(ids: tuple[int, ...]) -> frozenset[int]:
+    """One set for all requests that have the same ids."""
+    return frozenset(ids)
+
+
 def mix64(seed: int, choice: int) -> int:
     """A choice's own seed, in [0, 2^53): the request's for choice 0, else SplitMix64 (Steele, Lea
     and Flood 2014) of seed + choice golden gammas.
@@ -358,7 +365,7 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
     given = check(params)
     check_room(given, defaults, room)
     grammar = resolved_grammar(given, defaults)
-    eos = () if given.ignore_eos and not grammar else defaults.eos_token_ids
+    own = id_set(() if given.ignore_eos and not grammar else defaults.eos_token_ids)
     return Sampling(
         max_tokens=most_tokens(given, defaults, room),
         temperature=pick(given.temperature, defaults.temperature),
@@ -375,8 +382,8 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
         stop=(given.stop,) if isinstance(given.stop, str) else given.stop or (),
         include_stop_str_in_output=given.include_stop_str_in_output,
         skip_special_tokens=given.skip_special_tokens,
-        stop_ids=frozenset(eos) | frozenset(given.stop_token_ids or ()),
-        eos_ids=frozenset(eos),
+        stop_ids=own | {*given.stop_token_ids} if given.stop_token_ids else own,
+        eos_ids=own,
         priority=given.priority,
         cache_salt=given.cache_salt,
         speculation=pick(given.speculation, SpeculationParams()),

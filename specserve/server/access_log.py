@@ -16,7 +16,14 @@ from specserve.server.live_completion import ASKED, TENANT, LiveCompletion, at_e
 LONGEST_PATH = 200  # characters of it in the log
 LONGEST_TEXT = 2000  # .. of a prompt or an answer
 
-TOLD = "method", "path", "headers", "server", TENANT  # of the ASGI scope: all else is dropped
+TOLD = (
+    "type",
+    "method",
+    "path",
+    "headers",
+    "server",
+    TENANT,
+)  # of the ASGI scope: all else is dropped
 
 log = logging.getLogger(ACCESS)
 

@@ -3,9 +3,10 @@
 import logging
 import re
 import secrets
-from asyncio import BaseTransport, Event, TimerHandle
+from asyncio import BaseTransport, Event, TimerHandle, Transport
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from http import HTTPStatus
 from time import perf_counter
 from typing import Any
@@ -28,7 +29,7 @@ from specserve.server.refusal import (
     error_body,
     error_headers,
 )
-from specserve.server.uvicorn_interface import HttpToolsProtocol, RequestResponseCycle
+from specserve.server.uvicorn_interface import FlowControl, HttpToolsProtocol, RequestResponseCycle
 
 GRACE = 5.0  # seconds beyond the application's own timeout, whose error says what was too slow
 SPARE = 128  # connections beyond the limit that get a 503; further ones are aborted
@@ -38,6 +39,9 @@ LARGE = 1 << 18  # bytes of a body that may have become so many objects that mem
 
 HEADER = b"x-request-id"  # by which an answer and its log lines are found
 TAKEN = re.compile(rb"[!-~]([ -~]{0,126}[!-~])?")  # 1 to 128 characters, no space at the ends
+
+# A connection has no second request before the first is answered, and an empty deque takes 0.7 KB.
+NO_PIPELINE = deque[Any](maxlen=0)
 
 log = logging.getLogger("specserve")
 
@@ -53,22 +57,55 @@ class Streaming(RequestResponseCycle):
         self.keep_alive, self.response_complete, self.disconnected = keep_alive, False, False
 
 
+class Flow(FlowControl):
+    """uvicorn's flow control, whose event is made where somebody waits for it."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport, self.read_paused, self.write_paused = transport, False, False
+
+    @cached_property
+    def _is_writable_event(self) -> Event:  # type: ignore[override]
+        event = Event()
+        if not self.write_paused:
+            event.set()
+        return event
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's HTTP protocol with limits, and without pipelining."""
 
+    # With uvicorn's attributes they are too many for the small kind of an instance's dict, by 1 KB.
+    __slots__ = (
+        "begun",
+        "ends",
+        "is_in_headers",
+        "is_input_closed",
+        "leave",
+        "num_body",
+        "num_pending",
+        "stalled",
+        "timer",
+    )
+
     limits: ServerConfig
-    timer: TimerHandle | None = None  # set while the rest of a request is awaited
-    stalled: TimerHandle | None = None  # set while the client does not read its response
-    is_in_headers = True
-    is_input_closed = False  # further data is ignored
-    num_pending = 0  # bytes received since the last piece of a body or end of a request
-    num_body = 0  # bytes of the request's body
-    begun = 0.0  # seconds, perf_counter: when the request's first bytes came
-    leave: Callable[[], None] | None = None  # while it streams: what is called if it is lost
-    ends: Sequence[Callable[[], None]] = ()  # .. and when the stream has ended, the last one first
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.pipeline = NO_PIPELINE
+        self.timer: TimerHandle | None = None  # set while the rest of a request is awaited
+        self.stalled: TimerHandle | None = None  # set while the client does not read its response
+        self.is_in_headers = True
+        self.is_input_closed = False  # further data is ignored
+        self.num_pending = 0  # bytes received since the last piece of a body or end of a request
+        self.num_body = 0  # bytes of the request's body
+        self.begun = 0.0  # seconds, perf_counter: when the request's first bytes came
+        # While it streams: what is called if it is lost, and, the last one first, when it has ended
+        self.leave: Callable[[], None] | None = None
+        self.ends: Sequence[Callable[[], None]] = ()
 
     def connection_made(self, transport: BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
+        self.flow = Flow(transport)  # type: ignore[arg-type]
         if len(self.connections) > self.limits.max_connections + SPARE:
             self.transport.abort()
         else:
@@ -89,6 +126,8 @@ class Connection(HttpToolsProtocol):
         if self.is_input_closed:
             return
         self._unset_keepalive_if_required()
+        if self.parser is None:
+            self.parser = self.new_parser()
         if self.timer is None:
             self.expect_headers()
         self.num_pending += len(data)
@@ -121,9 +160,13 @@ class Connection(HttpToolsProtocol):
             self.refuse(NoTunnel("this server is no proxy: send requests to it itself"))
         else:
             head = self.plain_head()
-            self.parser = HttpRequestParser(self)
-            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+            self.parser = self.new_parser()
             self.feed(head + rest)
+
+    def new_parser(self) -> HttpRequestParser:
+        parser = HttpRequestParser(self)
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        return parser
 
     def plain_head(self) -> bytes:
         """The request line and the headers, without Upgrade."""
@@ -211,6 +254,8 @@ class Connection(HttpToolsProtocol):
         self.cycle.response_complete = True  # for uvicorn
         self.cycle = Streaming(self.cycle.keep_alive)
         self.leave, self.ends = leave, ends
+        if self.is_in_headers and not self.num_pending:  # nothing has come of another request
+            self.scope, self.parser = None, None  # type: ignore[assignment]
         if self.transport.is_closing():
             leave()
 

@@ -1,6 +1,7 @@
 """The completion of one HTTP request: engine outputs go in, pieces of its response come out."""
 
 import asyncio
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -126,7 +127,7 @@ class LiveCompletion:
         """Queue the choices of one more prompt; `keys` are those of its blocks. `has_starts`: where
         tokens begin in the text is noted.
         """
-        begin = len(self.generations)
+        begin, prompt = len(self.generations), array("i", prompt)  # far smaller than a list
         listeners = [ChoiceListener(self, begin + i) for i in range(len(samplings))]
         ids = self.engine.add(prompt, samplings, listeners, keys, self.caller)
         for id, sampling in zip(ids, samplings, strict=True):

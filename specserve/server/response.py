@@ -266,7 +266,7 @@ class CompletionWriter:
 
     def of_prompt(self, first: Generation) -> dict[str, Any]:
         prompt = first.prompt
-        told: dict[str, Any] = {"prompt_token_ids": prompt} if self.has_ids else {}
+        told: dict[str, Any] = {"prompt_token_ids": list(prompt)} if self.has_ids else {}
         if self.num_prompt_top is not None:
             if first.id not in self.prompt_forms:
                 known = prompt, first.prompt_logprobs

@@ -21,6 +21,7 @@ def changed(what: str) -> ConfigError:
 
 try:
     from httptools import HttpParserUpgrade, HttpRequestParser
+    from uvicorn.protocols.http.flow_control import FlowControl as FlowControl
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as HttpToolsProtocol
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle as RequestResponseCycle
     from uvicorn.server import Server, ServerState
@@ -46,6 +47,12 @@ METHODS: dict[type, dict[str, str]] = {
         "_start_asgi_task": "self cycle app",
         "_unset_keepalive_if_required": "self",
     },
+    FlowControl: {
+        "__init__": "self transport",
+        "drain": "self",
+        "pause_writing": "self",
+        "resume_writing": "self",
+    },
     Server: {
         "serve": "self sockets",
         "startup": "self sockets",
@@ -56,8 +63,10 @@ METHODS: dict[type, dict[str, str]] = {
 # Attributes of their objects, which their methods set.
 ATTRIBUTES: dict[type, str] = {
     HttpToolsProtocol: (
-        "client connections cycle expect_100_continue flow headers loop parser tasks transport url"
+        "client connections cycle expect_100_continue flow headers loop parser pipeline scope "
+        "tasks transport url"
     ),
+    FlowControl: "_is_writable_event _transport read_paused write_paused",
     RequestResponseCycle: (
         "body disconnected keep_alive message_event response_complete response_started"
     ),

@@ -17,13 +17,14 @@ from specserve.exchange.messages import (
     Report,
     decode_reply,
     frame,
+    packed,
 )
 from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.spawn import ForkServer
 from tests.checkpoints import tiny_checkpoint
 
 GREEDY = Sampling(max_tokens=3, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
-ASKED = Add(0, [*range(5, 305)], GREEDY, [1])
+ASKED = Add(0, packed(range(5, 305)), GREEDY, [1])
 SETTINGS = {"model.threads": 2, "memory.kv_bytes": 1 << 24, "scheduler.max_model_len": 64}
 
 

@@ -12,7 +12,16 @@ from specserve.engine.control import Control
 from specserve.engine.engine import Engine
 from specserve.engine.process import serve
 from specserve.exchange.caller import Caller
-from specserve.exchange.messages import Add, Begin, Begun, EngineCommands, Loading, Ready, encode
+from specserve.exchange.messages import (
+    Add,
+    Begin,
+    Begun,
+    EngineCommands,
+    Loading,
+    Ready,
+    encode,
+    packed,
+)
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import engine_for, load_small
 from tests.engine.test_engine import greedy
@@ -47,7 +56,7 @@ def run(target, *steps):
 
 
 def asked(id, num_tokens):
-    return Add(id, [5, 17, 42], greedy(num_tokens), [0])
+    return Add(id, packed([5, 17, 42]), greedy(num_tokens), [0])
 
 
 def test_who_is_let_go_of_holds_nothing_after_the_very_next_step(target):
@@ -71,7 +80,7 @@ def test_it_sleeps_only_while_there_is_nothing_to_do(target):
 
 
 def test_ids_that_the_model_does_not_know_end_their_request_and_no_process(target):
-    bad = Add(7, [5, 10**6], greedy(2), [0, 1])
+    bad = Add(7, packed([5, 10**6]), greedy(2), [0, 1])
     script = run(target, [EngineCommands([bad, asked(9, 2)], [])], [], [])
     outputs = [output for report in script.reports for output in report.outputs]
     refused = [o for o in outputs if o.id in (7, 8)]
