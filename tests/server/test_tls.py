@@ -25,6 +25,7 @@ from specserve.errors import ConfigError
 from specserve.server.serve import raise_file_limit
 from specserve.server.tls import tls_of
 from tests.server.server_process import ServerProcess, eventually
+from tests.server.test_connections import received
 
 HEADER_SECONDS = 1.0
 
@@ -131,14 +132,17 @@ def test_broken_handshakes_cost_nobody_anything(served):
         b"\x16\x03\x01\x00\x05hello",
         b"\0" * 99,
     ):
-        with server.connect() as client:
-            client.sendall(sent)
-            client.settimeout(10)
-            with contextlib.suppress(ConnectionError):
-                while client.recv(1000):
-                    pass
+        fail(server, sent)
         assert ask(server, files, "/health")[0] == 200
     assert log.read_text() == said
+
+
+def fail(server, sent):
+    """Send what is no handshake, up to the end of the connection; returns the client's port."""
+    with server.connect() as client:
+        client.sendall(sent)
+        received(client)
+        return client.getsockname()[1]
 
 
 @pytest.mark.timed
@@ -173,15 +177,6 @@ def test_handshakes_that_fail_are_lines_with_address_and_reason_at_most_one_a_se
     log = tmp_path / "stderr"
     settings = {"server.header_seconds": HEADER_SECONDS, "server.access_log": "true"}
 
-    def fail(sent):
-        with server.connect() as client:
-            client.sendall(sent)
-            client.settimeout(10)
-            with contextlib.suppress(ConnectionError):
-                while client.recv(1000):
-                    pass
-            return client.getsockname()[1]
-
     def told(port):
         eventually(lambda: f"127.0.0.1 port {port} failed: " in log.read_text())
         return next(line for line in log.read_text().splitlines() if f"port {port} " in line)
@@ -190,15 +185,15 @@ def test_handshakes_that_fail_are_lines_with_address_and_reason_at_most_one_a_se
         log.open("w") as stderr,
         ServerProcess(folder, *files.flags, stderr=stderr, **settings) as server,
     ):
-        assert "plain HTTP" in told(fail(b"GET /health HTTP/1.1\r\n\r\n"))
+        assert "plain HTTP" in told(fail(server, b"GET /health HTTP/1.1\r\n\r\n"))
         time.sleep(1)
         with pytest.raises(ssl.SSLError), server.connect() as client:
             port = client.getsockname()[1]
             ssl.create_default_context().wrap_socket(client, server_hostname="localhost")
         assert "unknown ca" in told(port)
         for _ in range(20):
-            fail(b"\0" * 99)
-        line = told(fail(b"\x16\x03\x01"))  # after a second without an end
+            fail(server, b"\0" * 99)
+        line = told(fail(server, b"\x16\x03\x01"))  # after a second without an end
         assert f"it has not ended within {HEADER_SECONDS:g} s" in line
         assert "more since the last such line)" in line
         assert ask(server, files, "/health")[0] == 200
