@@ -7,11 +7,11 @@ from typing import Protocol
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.ledger import DraftSources, Ledger, Told
 from specserve.engine.runner import Answers, KVLost
-from specserve.engine.source import UserCode, UserSource
+from specserve.engine.source import UserCode, UserSource, draft_item
 from specserve.engine.verify import Path
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
-from specserve_drafters import ROOT, Draft, Drafter, DraftItem
+from specserve_drafters import ROOT, Draft, Drafter
 from specserve_drafters.candidates import Rules
 from specserve_drafters.model import ModelDrafter
 from specserve_drafters.ngram import NgramDrafter
@@ -163,8 +163,3 @@ def legal(draft: Draft, rules: Rules | None) -> Draft:
         if parent in paths and rules.allows(paths[parent], token):
             paths[k] = [*paths[parent], token]
     return draft if len(paths) > len(draft) else draft.only([k for k in paths if k != ROOT])
-
-
-def draft_item(item: ScheduledRequest, limit: int) -> DraftItem:
-    r = item.request
-    return DraftItem(r.id, r.token_ids, limit, r.sampling.temperature, r.sampling.seed)

@@ -7,13 +7,12 @@ from typing import NamedTuple
 import msgspec
 
 from specserve.engine.draft_model import DraftModel
-from specserve.engine.guesses import draft_item
 from specserve.engine.harvest import Harvester, reached
 from specserve.engine.learned import Learned, owner_of
 from specserve.engine.ledger import DraftSources, Ledger, Told
 from specserve.engine.levels import KEY, Levels
 from specserve.engine.runner import Answers, KVLost
-from specserve.engine.source import Foreseen, Source, UserCode
+from specserve.engine.source import Foreseen, Source, UserCode, draft_item
 from specserve.engine.state import calibration_state, plan_state
 from specserve.engine.turns import Turn, Turns
 from specserve.engine.verify import Path

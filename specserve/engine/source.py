@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 from specserve.exchange.step_output import Stats
+from specserve.scheduling import ScheduledRequest
 from specserve_drafters import Draft, DraftItem
 from specserve_drafters.candidates import MOST, Candidate, checked, of_draft
 
@@ -18,6 +19,12 @@ FREE = 0.02  # of a step's time, which a source may take whatever it saves
 FIRST = 8  # steps that show nothing yet
 
 log = logging.getLogger("specserve")
+
+
+def draft_item(item: ScheduledRequest, limit: int) -> DraftItem:
+    """A request as sources and drafters are asked about it."""
+    r = item.request
+    return DraftItem(r.id, r.token_ids, limit, r.sampling.temperature, r.sampling.seed)
 
 
 class Source(Protocol):

@@ -10,23 +10,16 @@ from specserve.errors import RequestError
 from specserve.server.refusal import DeadlineExceeded
 
 
-class NoTimer:
-    """In the place of a timer where there is no deadline."""
-
-    def cancel(self) -> None:
-        pass
-
-
 class Deadline(NamedTuple):
-    """By default there is none."""
+    """Of a request that asks for one, or that the server gives one."""
 
-    at: float | None = None  # seconds, perf_counter
-    timeout_ms: float = 0.0
+    at: float  # seconds, perf_counter
+    timeout_ms: float
 
     @classmethod
     def after(cls, arrived_at: float, asked: float | None, most: float | None) -> "Deadline":
-        """The deadline that a request asks for, or the server's; RequestError beyond the server's.
-        Both are milliseconds.
+        """The deadline that a request asks for, or the server's, one of which there is;
+        RequestError beyond the server's. Both are milliseconds.
         """
         if asked is not None and most is not None and asked > most:
             raise RequestError(
@@ -35,11 +28,12 @@ class Deadline(NamedTuple):
                 "timeout_ms",
             )
         timeout_ms = most if asked is None else asked
-        return cls() if timeout_ms is None else cls(arrived_at + timeout_ms / 1e3, timeout_ms)
+        assert timeout_ms is not None, "there is no deadline"
+        return cls(arrived_at + timeout_ms / 1e3, timeout_ms)
 
     @property
-    def seconds_left(self) -> float | None:
-        return None if self.at is None else self.at - perf_counter()
+    def seconds_left(self) -> float:
+        return self.at - perf_counter()
 
     @property
     def error(self) -> DeadlineExceeded:
@@ -48,12 +42,10 @@ class Deadline(NamedTuple):
             "request (timeout_ms, or server.timeout_ms)"
         )
 
-    def call(self, end: Callable[[DeadlineExceeded], None]) -> asyncio.TimerHandle | NoTimer:
+    def call(self, end: Callable[[DeadlineExceeded], None]) -> asyncio.TimerHandle:
         """Have a function called with the error when the time has come."""
-        seconds = self.seconds_left
-        if seconds is None:
-            return NoTimer()
-        return asyncio.get_running_loop().call_later(max(0.0, seconds), end, self.error)
+        left = max(0.0, self.seconds_left)
+        return asyncio.get_running_loop().call_later(left, end, self.error)
 
     @asynccontextmanager
     async def holding(self) -> AsyncIterator[None]:

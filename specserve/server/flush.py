@@ -4,40 +4,16 @@ import asyncio
 import math
 import secrets
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import msgspec
 
 from specserve.config import ServerConfig
-from specserve.server.live_completion import ChoiceDelta, LiveCompletion
+from specserve.server.live_completion import ChoiceDelta, LiveCompletion, Steps, StepWriter
 
 COMMENT = b": waiting\n\n"
 SIZE = 256  # bytes, of which padded events have a multiple
 LEAST = 2 * SIZE  # with room for the usual text of an event: most have this size
 ROOM = 96  # bytes of text that fit into it; what comes faster waits for the next event
-
-
-class StepWriter(Protocol):
-    def step(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]: ...
-
-    def idle(self, choice: int) -> bytes: ...
-
-
-class Steps:
-    """An event for each step, as it comes."""
-
-    is_padded = False
-    is_behind = False  # nothing is left to write
-
-    def __init__(self, completion: LiveCompletion, comment_seconds: float) -> None:
-        self.completion, self.comment_seconds = completion, comment_seconds
-
-    async def wait(self) -> list[ChoiceDelta]:
-        """What is to be written next; empty if nothing has come for a while."""
-        return await self.completion.wait(self.comment_seconds)
-
-    def write(self, writer: StepWriter, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
-        return writer.step(deltas)
 
 
 class Tokens(Steps):
@@ -86,11 +62,11 @@ class Interval:
         return events
 
 
-def flush_of(limits: ServerConfig, completion: LiveCompletion) -> Steps | Interval:
+def flush_of(limits: ServerConfig, completion: LiveCompletion) -> Tokens | Interval:
+    """Where events are not those of steps."""
     if limits.stream_flush == "interval":
         return Interval(completion, limits.stream_interval_ms / 1e3)
-    kind = Tokens if limits.stream_flush == "token" else Steps
-    return kind(completion, limits.comment_seconds)
+    return Tokens(completion, limits.comment_seconds)
 
 
 def tokens_of(delta: ChoiceDelta) -> Iterator[ChoiceDelta]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -36,7 +36,7 @@ class Arrival(NamedTuple):
     at: float  # seconds, perf_counter
     tenant: int = 0  # index of the API key in the key file; 0 without keys
     asked: "list[LiveCompletion] | None" = None  # what is asked for is noted here, for the log
-    deadline: Deadline = Deadline()
+    deadline: Deadline | None = None
     account: "Account | None" = None  # of its API key, where keys have limits
 
 
@@ -111,7 +111,7 @@ class LiveCompletion:
         self.is_due = False  # it will be called
         self.silence: asyncio.TimerHandle | None = None  # looks whether nothing has come for long
         self.waits_since = 0.0  # by the clock of the event loop
-        self.deadline = arrived.deadline.call(self.end)
+        self.deadline = arrived.deadline and arrived.deadline.call(self.end)
         live.add(self)  # until it is released
         if arrived.asked is not None:
             arrived.asked.append(self)
@@ -169,9 +169,9 @@ class LiveCompletion:
         if self not in self.live:
             return
         self.live.discard(self)
-        self.deadline.cancel()
-        if self.silence is not None:
-            self.silence.cancel()
+        for timer in (self.deadline, self.silence):
+            if timer is not None:
+                timer.cancel()
         for generation in self.generations:
             self.engine.finish(generation.id)
             self.metrics.on_end(generation, self.reason(generation), generation in self.firsts)
@@ -339,6 +339,31 @@ class LiveCompletion:
     @property
     def last_token_at(self) -> float:
         return max(g.last_token_at for g in self.generations)
+
+
+class StepWriter(Protocol):
+    def step(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]: ...
+
+    def idle(self, choice: int) -> bytes: ...
+
+
+class Steps:
+    """When the events of a stream go out, as `server.stream_flush` says: for each step, as it
+    comes. `flush.py` has the others.
+    """
+
+    is_padded = False
+    is_behind = False  # nothing is left to write
+
+    def __init__(self, completion: LiveCompletion, comment_seconds: float) -> None:
+        self.completion, self.comment_seconds = completion, comment_seconds
+
+    async def wait(self) -> list[ChoiceDelta]:
+        """What is to be written next; empty if nothing has come for a while."""
+        return await self.completion.wait(self.comment_seconds)
+
+    def write(self, writer: StepWriter, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
+        return writer.step(deltas)
 
 
 class ChoiceListener:

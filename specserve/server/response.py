@@ -30,8 +30,8 @@ from specserve.logprobs import best
 from specserve.logs import request_id
 from specserve.server.body import Body, FormattedBody
 from specserve.server.connection import CONNECTION, Connection
-from specserve.server.flush import COMMENT, Steps, flush_of, padded
-from specserve.server.live_completion import ENDS, ChoiceDelta, LiveCompletion
+from specserve.server.flush import COMMENT, flush_of, padded
+from specserve.server.live_completion import ENDS, ChoiceDelta, LiveCompletion, Steps
 from specserve.server.logprobs import Namer, Told, prompt_form, prompt_starts, sealed
 from specserve.server.refusal import error_body, error_response
 from specserve.server.service import ServedModel, Service
@@ -406,7 +406,13 @@ class EventStream(Response):
     ) -> None:
         self.completion, self.writer, self.service = completion, writer, service
         self.more = asked.headers
-        self.flush = flush_of(service.limits, completion)
+        limits = service.limits
+        self.is_by_step = limits.stream_flush == "event"
+        self.flush = (
+            Steps(completion, limits.comment_seconds)
+            if self.is_by_step
+            else flush_of(limits, completion)
+        )
         wish = asked.stream_options and asked.stream_options.include_obfuscation
         self.is_padded = self.flush.is_padded if wish is None else wish
         self.unsent: list[bytes] = []  # events that `write_now` has made
@@ -443,7 +449,7 @@ class EventStream(Response):
     @property
     def sleeps(self) -> bool:
         """Whether there is no task while nothing comes."""
-        return self.connection is not None and type(self.flush) is Steps
+        return self.connection is not None and self.is_by_step
 
     def write_now(self) -> None:
         """Write what has come, or a comment as nothing has, without a task, if that can be done."""

@@ -165,6 +165,9 @@ class Service:
         """A block that prepares a completion, which ends with an error at the request's deadline;
         with the arrival that the completion is to have, as it has the same deadline.
         """
+        if asked is None and self.limits.timeout_ms is None:
+            yield arrived
+            return
         deadline = Deadline.after(arrived.at, asked, self.limits.timeout_ms)
         try:
             async with deadline.holding():
