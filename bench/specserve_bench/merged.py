@@ -9,8 +9,8 @@ import numpy as np
 from specserve import LLM
 from specserve.engine.learned import Learned
 from specserve.engine.planned_guesses import PlannedGuesses
-from specserve.engine.turns import Turns
 from specserve.scheduling.cost import StepCosts
+from specserve.scheduling.trials import Turns
 from specserve_bench.local import Local
 from specserve_bench.report import ratio_words
 from specserve_bench.results import Load, Ratio, ratio

@@ -3,9 +3,8 @@
 from collections import defaultdict
 
 from specserve.engine.source import Pace
-from specserve.engine.turns import Turns
 from specserve.scheduling import Request
-from specserve.scheduling.trials import Trials
+from specserve.scheduling.trials import Trials, Turns
 from specserve_drafters.calibration import Calibration
 from specserve_drafters.candidates import CHILDREN_BY
 from specserve_drafters.owners import Owner

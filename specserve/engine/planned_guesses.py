@@ -14,12 +14,12 @@ from specserve.engine.levels import KEY, Levels
 from specserve.engine.runner import Answers, KVLost
 from specserve.engine.source import Foreseen, Source, UserCode, draft_item
 from specserve.engine.state import calibration_state, plan_state
-from specserve.engine.turns import Turn, Turns
 from specserve.engine.verify import Path
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import Step
 from specserve.scheduling.planner import Ask, Plan, Planner, tokens_behind
+from specserve.scheduling.trials import Turn, Turns
 from specserve_drafters import DraftItem
 from specserve_drafters.candidates import Rules, Trie
 from specserve_drafters.grammar import GrammarSource

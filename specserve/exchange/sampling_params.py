@@ -335,7 +335,8 @@ def check(params: SamplingParams) -> SamplingParams:
         where = f"{param}: " if param else ""
         raise RequestError(f"sampling parameters: {where}{reason}", param) from e
     try:
-        check_temperature(pick(given.temperature, 0.0))
+        if given.temperature:
+            check_temperature(given.temperature)
     except ValueError as e:
         raise RequestError(f"sampling parameters: {e}", "temperature") from e
     if given.num_choices < given.n:

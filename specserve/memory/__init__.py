@@ -3,8 +3,7 @@
 from specserve.block_keys import BlockHasher, root_key
 from specserve.memory.arena import Arena, KVLayout
 from specserve.memory.block_table import BlockTable
-from specserve.memory.pool import BlockPool
-from specserve.memory.updates import KVUpdates, PendingUpdates
+from specserve.memory.pool import BlockPool, KVUpdates, PendingUpdates
 
 __all__ = [
     "Arena",
