@@ -128,15 +128,13 @@ class Guessing:
 
     def without_draft_model(self) -> Config:
         drafter = self.config.drafter
-        if drafter.name != "auto":
-            raise ConfigError(
-                f"drafter {drafter.name!r} cannot do without its draft model: change to another "
-                "drafter first (PATCH /v1/speculation)"
-            )
+        if drafter.name in ("none", "ngram"):
+            return self.config
         sources = [name for name in drafter.options.get("sources", USUAL) if name != MODEL]
-        if not sources:
+        if drafter.name != "auto" or not sources or runs_draft_model(sources):
             raise ConfigError(
-                "the draft model is the only source: name others first (PATCH /v1/speculation)"
+                f"drafter {drafter.name!r} cannot do without its draft model as it is: change the "
+                "drafter or its sources first (PATCH /v1/speculation)"
             )
         options = {**drafter.options, "sources": sources}
         asked = plain(drafter, options=options, model=None, quantize=None)

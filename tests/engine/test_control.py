@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from specserve import LLM, SamplingParams
 from specserve.engine.loading import load_weights
 from specserve.engine.planned_guesses import PlannedGuesses
-from specserve.engine.turns import Turns
 from specserve.errors import ConfigError
+from specserve.scheduling.trials import Turns
 from tests.checkpoints import tiny_checkpoint
 
 SETTINGS = {"model.threads": 1, "memory.kv_bytes": 1 << 25, "scheduler.max_running": 8}
@@ -196,6 +196,20 @@ def test_limits_hold_from_the_next_step_on(folders, eager):
                 before = llm.engine.stats.num_drafted
             assert max(drafted) == most
         llm.end([generation])
+
+
+def test_a_draft_model_is_removed_only_where_something_else_can_guess(folders):
+    with load(folders, **{"drafter.model": str(folders["same"])}) as llm:
+        for change in ({"sources": ["model"]}, {"drafter": "model"}):
+            llm.change_speculation(**change)
+            with pytest.raises(ConfigError, match="cannot do without its draft model"):
+                llm.unload_draft_model()
+            assert llm.engine.draft_model is not None
+        llm.change_speculation(drafter="none")
+        assert llm.engine.draft_model is None
+        llm.unload_draft_model()  # it is not kept in mind either
+        llm.change_speculation(drafter="auto")
+        assert llm.engine.draft_model is None
 
 
 def test_sources_that_stay_know_what_they_knew(folders, eager):

@@ -4,9 +4,9 @@ import pytest
 from msgspec.structs import replace
 
 from specserve.engine import source as sources_of_guesses
-from specserve.engine import turns
 from specserve.exchange.caller import Caller
 from specserve.exchange.sampling_params import Sampling
+from specserve.scheduling import trials
 from specserve_bench.merged import RowCosts
 from specserve_drafters.candidates import Candidate
 from specserve_drafters.native_lookup import ngram_source
@@ -159,7 +159,7 @@ class Liar(Known):
 def test_a_source_is_late_for_those_alone_whose_time_it_does_not_save(
     target, clock, text, monkeypatch, salt, is_shared
 ):
-    monkeypatch.setattr(turns, "FREE", 1e6)
+    monkeypatch.setattr(trials, "FREE", 1e6)
     monkeypatch.setattr(sources_of_guesses, "FREE", 0.0)
     engine = engine_of(target, clock, text)
     engine.guesses = planned(engine, source := Liar(clock, text, 0))

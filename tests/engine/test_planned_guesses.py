@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from specserve.engine import source as sources_of_guesses
-from specserve.engine import turns
 from specserve.engine.ledger import DraftSources
 from specserve.engine.source import UserSource
 from specserve.exchange.sampling_params import Sampling, Slo, SpeculationParams
 from specserve.generation import Generation
 from specserve.models.tokenizer import Tokenizer
+from specserve.scheduling import trials
 from specserve_drafters import Draft
 from specserve_drafters.candidates import Candidate
 from specserve_drafters.native_lookup import NativeSource, ngram_source
@@ -245,7 +245,7 @@ NEVER, LATER = range(0), range(100, 300)  # lengths at which guesses are right
 @pytest.fixture
 def every_turn(monkeypatch):
     """All requests have their turn in every step, whatever it costs."""
-    monkeypatch.setattr(turns, "FREE", 1e6)
+    monkeypatch.setattr(trials, "FREE", 1e6)
 
 
 @pytest.fixture
@@ -416,7 +416,7 @@ def test_where_guesses_save_no_time_nothing_is_asked_or_planned_in_most_steps(
 ):
     engine, source = run_paced(target, clock, NEVER, 0.1)
     assert engine.stats.num_steps == 270
-    assert 0.1 * len(source.asked) <= turns.AT_FIRST + turns.TRIALS * 270
+    assert 0.1 * len(source.asked) <= trials.AT_FIRST + trials.TRIALS * 270
 
 
 @pytest.mark.parametrize("takes", [0.1, 0.3])
@@ -425,7 +425,7 @@ def test_a_request_is_asked_in_every_step_again_once_guesses_are_right(
 ):
     engine, source = run_paced(target, clock, LATER, takes)
     _, *early = [known for known in source.asked if known not in LATER]
-    assert takes * len(early) <= turns.AT_FIRST + turns.TRIALS * LATER.start
+    assert takes * len(early) <= trials.AT_FIRST + trials.TRIALS * LATER.start
     assert engine.stats.num_steps < 200
 
 
