@@ -89,6 +89,7 @@ def check_sources(
         raise DrafterError(f"drafter.options.sources: {twice[0]!r} is named twice: name it once")
     foreign = [name for name in names if name not in BUILT_IN]
     for name in foreign:
+        find_source(name)
         drafter_options(name, options.get(name, {}))
     if idle := [name for name in options if name not in foreign]:
         known = f"it has {', '.join(foreign)}" if foreign else "it has none"

@@ -84,8 +84,8 @@ PARTS = {  # what they measure
     "maps": "linear maps of 4 and 8 bits beside the same maps in bf16",
     "merged": "one tree of all sources beside the draft model's, at as many guesses",
     "targets": "long prompts that arrive beside streams with a target for the time per token",
-    "swap": "how long 8 streams wait while another draft model takes the place of theirs",
     "restart": "how long 16 streams pause when their engine process is killed",
+    "swap": "how long 8 streams wait while another draft model takes the place of theirs",
     "demo": "every drafter with the demo pair, and scaled to a larger model's cost; draws plots",
 }
 # With arguments of their own. They take long, and are measured only if they come first.

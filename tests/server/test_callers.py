@@ -32,8 +32,8 @@ def test_a_tenant_is_the_place_of_its_key_and_the_key_goes_no_further(key, tenan
         seen.append(arrival(Request(scope)))
 
     headers = [(b"authorization", f"Bearer {key}".encode())]
-    scope = {"type": "http", "path": "/v1/completions", "headers": headers}
-    asyncio.run(KeyGuard(app, ["first", "second"])(scope, None, None))
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+    asyncio.run(KeyGuard(app, ["first", "second"], {})(scope, None, None))
     assert [a.tenant for a in seen] == [tenant]
 
 

@@ -1,7 +1,12 @@
 """`PATCH /v1/speculation` and draft models of a running server: who may, and what it does."""
 
+import json
+import re
+import shlex
 import shutil
+import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
@@ -14,6 +19,7 @@ from tests.server.asking import CHAT, COMPLETIONS, chat_body, completion_body, s
 from tests.server.server_process import ServerProcess, eventually
 from tests.server.test_routes import app_with
 
+ROOT = Path(__file__).parents[2]
 SPECULATION, DRAFT_MODEL = "/v1/speculation", "/v1/speculation/draft-model"
 LONG = completion_body(max_tokens=300, temperature=1.0, seed=5)
 ADMIN = {"Authorization": "Bearer admin"}
@@ -92,6 +98,13 @@ def test_sources_limits_and_the_draft_model_are_changed_while_a_text_is_streamed
     [card] = server.get("/v1/models").body["data"]
     assert card["sources"] == seen[7]["sources"] and "draft_weights" not in card
     assert server.get("/metrics").status == 200
+
+
+def test_the_manuals_example_works(server):
+    [line] = re.findall(r"^curl -X PATCH .*$", (ROOT / "docs/server.md").read_text(), re.MULTILINE)
+    line = line.replace("http://127.0.0.1:8000", server.url).replace("ADMIN_KEY", "admin")
+    told = json.loads(subprocess.check_output([*shlex.split(line), "-s"]))
+    assert told["sources"] == ["ngram", "suffix"] and told["max_nodes"] == 8
 
 
 def test_requests_may_name_the_sources_that_there_are_now(server):

@@ -71,7 +71,7 @@ def test_the_manual_names_every_route():
     [table] = re.findall(r"## Routes\n(.*?)\n##", MANUAL, re.DOTALL)
     app = make_app(SimpleNamespace(limits=ServerConfig()))
     routes = {route.path.replace(":path", "") for route in app.routes} - {*PARTS}
-    assert set(re.findall(r"`(?:GET |POST )?(/[\w/{}.]*)`", table)) == routes
+    assert set(re.findall(r"`(?:[A-Z]+ )?(/[\w/{}.-]*)`", table)) == routes
 
 
 def test_the_manual_names_every_field_that_is_read_past():
