@@ -218,7 +218,6 @@ class AsyncLLM:
     async def unload_draft_model(self) -> None:
         """As `LLM.unload_draft_model`."""
         await self.change(self.guessing.without_draft_model)
-        self.guessing.forget_draft_model()
 
     async def change(self, find: Callable[[], Config]) -> None:
         async def checked() -> Config:

@@ -7,7 +7,7 @@ import msgspec
 
 from specserve.config import Config, DrafterConfig, SpeculationConfig
 from specserve.errors import ConfigError
-from specserve.selection import runs_draft_model
+from specserve.selection import check_drafter, runs_draft_model
 from specserve_drafters.auto import BUILT_IN, USUAL
 from specserve_drafters.base import BUILTIN, DrafterError
 
@@ -40,8 +40,8 @@ def change_of(
     max_step_nodes: int | None,
 ) -> Change:
     """From arguments of Python's; ConfigError for one of another type."""
-    named = None if sources is None else [*sources]
-    knobs = None if options is None else {**options}
+    named = [*sources] if isinstance(sources, list | tuple) else sources
+    knobs = {**options} if isinstance(options, Mapping) else options
     given = dict(
         zip(
             Change.__struct_fields__,
@@ -97,15 +97,16 @@ class Guessing:
                 f"sources: there is no draft model for {MODEL!r}: load one first "
                 "(POST /v1/speculation/draft-model)"
             )
+        check_options(config)
         return config
 
     def refuse_code(self, names: list[str]) -> None:
         """Code is loaded at the start only: what a request names may be built in, or known."""
         for name in names:
-            if ":" in name and name not in self.foreign:
+            if name not in {*BUILTIN, *BUILT_IN, "none", *self.foreign}:
                 raise ConfigError(
-                    f"{name!r:.100} was not there when the server was started: name it in its "
-                    "config, as a change loads no code"
+                    f"{name!r:.100} is neither built in nor was it there when the server was "
+                    "started: a change loads no code"
                 )
 
     def with_draft_model(self, model: str, quantize: str | None) -> Config:
@@ -119,7 +120,7 @@ class Guessing:
         return self.with_parts(asked, plain(self.config.speculation))
 
     def check_takes_model(self) -> None:
-        name = self.config.drafter_name
+        name = self.config.drafter.name
         if name in ("none", "ngram"):
             raise ConfigError(
                 f"drafter {name!r} has no use for a draft model: change to auto first "
@@ -129,6 +130,7 @@ class Guessing:
     def without_draft_model(self) -> Config:
         drafter = self.config.drafter
         if drafter.name in ("none", "ngram"):
+            self.draft = None, None
             return self.config
         sources = [name for name in drafter.options.get("sources", USUAL) if name != MODEL]
         if drafter.name != "auto" or not sources or runs_draft_model(sources):
@@ -138,10 +140,8 @@ class Guessing:
             )
         options = {**drafter.options, "sources": sources}
         asked = plain(drafter, options=options, model=None, quantize=None)
-        return self.with_parts(asked, plain(self.config.speculation))
-
-    def forget_draft_model(self) -> None:
         self.draft = None, None
+        return self.with_parts(asked, plain(self.config.speculation))
 
     def with_parts(self, drafter: dict[str, Any], speculation: dict[str, Any]) -> Config:
         """The config with these sections, and with a draft model where the drafter runs one."""
@@ -162,6 +162,13 @@ class Guessing:
             return msgspec.structs.replace(self.config, **sections)
         except (msgspec.ValidationError, ValueError) as e:
             raise ConfigError(str(e)) from e
+
+
+def check_options(config: Config) -> None:
+    """ConfigError for options that the drafter does not take, also where the limits are 0."""
+    if config.drafter.name == "none" and config.drafter.options:
+        raise ConfigError("options: drafter none has none")
+    check_drafter(msgspec.structs.replace(config, speculation=SpeculationConfig()))
 
 
 def plain(section: msgspec.Struct, **other: Any) -> dict[str, Any]:

@@ -293,7 +293,6 @@ class LLM:
     def unload_draft_model(self) -> None:
         """Go on without a draft model, and give its memory back."""
         self.change(self.guessing.without_draft_model)
-        self.guessing.forget_draft_model()
 
     def change(self, find: Callable[[], Config]) -> None:
         with self.changes:

@@ -134,7 +134,7 @@ def find_source(name: str) -> Any:
     if name in BUILTIN or ":" not in name:
         raise DrafterError(
             f"drafter.options.sources: no source {name!r}; there are ngram, model, grammar, "
-            "prediction, suffix and package.module:Class"
+            "prediction, suffix, recycle and package.module:Class"
         )
     cls = find_drafter(name)
     if not any(callable(getattr(cls, method, None)) for method in ("propose", "candidates")):

@@ -141,12 +141,12 @@ def kept_costs_of_model(config: Config, runner: Runner, costs: StepCosts) -> Kep
 
 def kv_names(config: Config, target: Decoder, draft: Decoder | None) -> dict[str, str]:
     """Texts that identify the weights and dtype of the target's and of the draft model's KV."""
-    model, draft_quantize = config.model, config.drafter.quantize
-    rounding = model.quantize, draft_quantize, model.quantize_head, model.quantize_embedding
-    kind = f"{rounding} {config.memory.kv_dtype}"
+    model, kv_dtype = config.model, config.memory.kv_dtype
+    kept = model.quantize_head, model.quantize_embedding, kv_dtype
+    dtype = draft.dtype if draft else None
     return {
-        "target": f"target {config.target} {target.dtype} {kind}",
-        "draft": f"draft {config.draft} {draft.dtype if draft else None} {kind}",
+        "target": f"target {config.target} {target.dtype} {(model.quantize, *kept)}",
+        "draft": f"draft {config.draft} {dtype} {(config.drafter.quantize, *kept)}",
     }
 
 

@@ -154,6 +154,7 @@ class EngineClient(asyncio.Protocol):
         self.change_due: Config | None = None
         self.changing: tuple[Config, asyncio.Future[Ready]] | None = None
         self.config: Config | None = None  # that the engine was changed to
+        self.known_sources: tuple[str, ...] = ()  # see `Begin`; none before a change
         self.transport: asyncio.WriteTransport | None = None
         self.tried: Live | None = None  # the suspect that runs beside those that are cleared
 
@@ -253,8 +254,8 @@ class EngineClient(asyncio.Protocol):
         if told.ready is None:
             future.set_exception(ConfigError(told.refusal))
             return
-        self.config = config
-        self.begin_with(config, told.ready.known_sources)
+        self.config, self.known_sources = config, told.ready.known_sources
+        self.begin_with(config, self.known_sources)
         self.on_change(config, told.ready)
         future.set_result(told.ready)
 
@@ -333,7 +334,7 @@ class EngineClient(asyncio.Protocol):
                     elif self.config is not None:
                         log.error("%s: the next engine process guesses as the first", message)
                         self.config = None
-                        self.begin_with(None, ())
+                        self.begin_with(None, self.known_sources)
                     elif not self.ready.cancelled():
                         self.die(f"{ENDED}, and no other one can be started: {message}")
         self.owed_since = self.loop.time() if self.live else None

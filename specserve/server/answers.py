@@ -86,6 +86,7 @@ class Speculation(Struct):
 
     drafter         auto, none, ngram, model or a package.module:Class
     draft_model     its name, if there is one
+    options         of the drafter, those that are not as usual
     sources         who may guess
     known_sources   all that there have been since the start
     max_nodes       most guesses of a request and step
@@ -99,6 +100,7 @@ class Speculation(Struct):
     object: Literal["speculation"]
     drafter: str
     draft_model: str | None
+    options: dict[str, Any]
     sources: list[str]
     known_sources: list[str]
     max_nodes: int

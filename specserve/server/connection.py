@@ -114,6 +114,8 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.expect_nothing()
         self.resume_writing()
+        if self.stalled is not None:
+            self.stalled.cancel()
         super().connection_lost(exc)
         if self.leave is not None:
             self.leave()
@@ -295,6 +297,7 @@ class Connection(HttpToolsProtocol):
         if not self.is_in_headers and self.expect_100_continue and not self.cycle.body:
             # No 100 Continue was sent: the next bytes may be the body or another request.
             self.transport.close()
+        self.watch_last_bytes()
 
     def close_input(self) -> None:
         """Make the request that is being answered the last one of this connection."""
@@ -323,6 +326,17 @@ class Connection(HttpToolsProtocol):
             self.stalled.cancel()
             self.stalled = None
         super().resume_writing()
+        self.watch_last_bytes()
+
+    def watch_last_bytes(self) -> None:
+        """Cut a client that does not read them: a transport that is closed waits for it."""
+        is_waiting = self.transport.is_closing() and self.transport.get_write_buffer_size() > 0
+        if is_waiting and self.stalled is None:
+            self.stalled = self.loop.call_later(self.limits.stall_seconds, self.cut)
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self.watch_last_bytes()
 
     def cut(self) -> None:
         """Close the connection at once; unsent bytes are lost."""

@@ -42,7 +42,8 @@ async def told(request: Request) -> Response:
     del state["tenant"]
     config, served = service.guessing.config, service.served
     draft_model = None if served.draft_weights is None else name_of(str(config.draft))
-    chosen = {"drafter": served.drafter, "draft_model": draft_model}
+    options = {k: v for k, v in config.drafter.options.items() if k != "sources"}
+    chosen = {"drafter": config.drafter.name, "draft_model": draft_model, "options": options}
     targets = {"ttft_ms": config.scheduler.ttft_ms, "tpot_ms": config.scheduler.tpot_ms}
     targets["min_tpot_ms"] = config.min_tpot_ms
     return json_response({"object": "speculation"} | chosen | state | {"slo": targets})
@@ -70,9 +71,7 @@ async def load_draft_model(request: Request) -> Response:
 async def remove_draft_model(request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_open()
-    answer = await changed(request, service.guessing.without_draft_model)
-    service.guessing.forget_draft_model()
-    return answer
+    return await changed(request, service.guessing.without_draft_model)
 
 
 async def changed(request: Request, find: Callable[[], Config]) -> Response:
@@ -87,6 +86,6 @@ async def changed(request: Request, find: Callable[[], Config]) -> Response:
 
     try:
         await service.engine.change(checked)
-    except ConfigError as e:
+    except (ConfigError, OSError) as e:  # a path may be one that the system refuses
         raise RequestError(str(e)) from e
     return await told(request)

@@ -44,6 +44,9 @@ class Handshakes:
         """Accept no further connections."""
         self.accepting.cancel()
 
+    async def wait_closed(self) -> None:
+        """Nothing is left to wait for; uvicorn asks."""
+
     async def accept(self) -> NoReturn:
         while True:
             try:

@@ -171,9 +171,11 @@ def test_sources_that_come_guess_for_requests_that_run(folders, eager):
         text = llm.generate("the cat", asked)[0].text
         expecting = replace(asked, prediction=text)
         formed = replace(asked, structured_outputs=regex, ignore_eos=False)
-        begun = [llm.start(*llm.check("the cat", each))[0] for each in (expecting, formed)]
-        while not all(generation.token_ids for generation in begun):
+        [generation] = llm.start(*llm.check("the cat", formed))
+        while not generation.token_ids:  # its grammar is compiled
             llm.step()
+        llm.start(*llm.check("the cat", expecting))
+        llm.step()
         llm.change_speculation(sources=["prediction", "grammar"])
         while not llm.engine.is_idle:
             llm.step()
@@ -244,12 +246,26 @@ REFUSED = {
     "another vocabulary": (lambda llm, f: llm.load_draft_model(f["words"]), "vocab_size is 640"),
     "a source that is unknown": (
         lambda llm, f: llm.change_speculation(sources=["fortune"]),
-        "no source 'fortune'",
+        "'fortune' is neither built in",
     ),
     "a source twice": (lambda llm, f: llm.change_speculation(sources=["ngram"] * 2), "twice"),
     "no source": (lambda llm, f: llm.change_speculation(sources=[]), "length >= 1"),
     "a drafter that is unknown": (lambda llm, f: llm.change_speculation(drafter="x"), "'x'"),
     "code": (lambda llm, f: llm.change_speculation(drafter="os:system"), "loads no code"),
+    "a module": (lambda llm, f: llm.change_speculation(drafter="this"), "loads no code"),
+    "an option while nobody guesses": (
+        lambda llm, f: llm.change_speculation(max_nodes=0, options={"bogus": 1}),
+        "bogus",
+    ),
+    "an option of nobody": (
+        lambda llm, f: llm.change_speculation(drafter="none", options={"width": 1}),
+        "drafter none has none",
+    ),
+    "a source that is no list": (
+        lambda llm, f: llm.change_speculation(sources="ngram"),
+        "sources",
+    ),
+    "options that are none": (lambda llm, f: llm.change_speculation(options=3), "options"),
     "code as a source": (lambda llm, f: llm.change_speculation(sources=["os:path"]), "no code"),
     "an option": (lambda llm, f: llm.change_speculation(options={"depth": 1}), "depth"),
     "sources as an option": (
@@ -284,6 +300,15 @@ def test_what_cannot_be_is_refused_and_changes_nothing(folders, name):
             len(llm.generate("the cat", SamplingParams(max_tokens=9, ignore_eos=True))[0].token_ids)
             == 9
         )
+
+
+def test_the_targets_prefix_cache_is_of_use_after_any_change(folders):
+    prompt, asked = [5, 6, 7, 8] * 20, SamplingParams(max_tokens=2)
+    with load(folders) as llm:
+        llm.generate(prompt, asked)
+        llm.load_draft_model(folders["same"], "w8")
+        [output] = llm.generate(prompt, asked)
+        assert output.usage.cached_tokens == 64
 
 
 def test_a_broken_draft_model_is_an_error_to_who_asked_for_it_alone(folders, tmp_path):

@@ -1,5 +1,6 @@
 """Limits on clients that are slow, send too much, or are too many."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -12,6 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from specserve.config import ServerConfig
+from specserve.server.connection import Connection
 from tests.server.asking import (
     COMPLETIONS,
     check_overloaded,
@@ -275,3 +278,27 @@ def test_many_large_bodies_at_a_time_are_refused_and_small_ones_never(paced):
         statuses = sorted(reply(client).status for client in clients)
         assert statuses == [400] * 5 + [503] * 3
         assert server.post(COMPLETIONS, {"prompt": " " * 900_000}).status == 400  # room again
+
+
+@pytest.mark.parametrize(("unread", "is_cut"), [(1, True), (0, False)])
+def test_last_bytes_that_nobody_reads_hold_no_connection(unread, is_cut):
+    """A transport that is closed waits until they are read, and calls nobody meanwhile."""
+
+    async def run():
+        cuts, buffer = [], [1 << 16]
+        connection = Connection.__new__(Connection)
+        connection.loop, connection.stalled = asyncio.get_running_loop(), None
+        connection.limits = ServerConfig(stall_seconds=0.05)
+        connection.flow = SimpleNamespace(pause_writing=list, resume_writing=list)
+        connection.transport = SimpleNamespace(
+            is_closing=lambda: True,
+            get_write_buffer_size=lambda: buffer[0],
+            abort=lambda: cuts.append(1),
+        )
+        connection.pause_writing()
+        buffer[0] = unread
+        connection.resume_writing()  # as the buffer is small enough by now
+        await asyncio.sleep(0.2)
+        return bool(cuts)
+
+    assert asyncio.run(run()) is is_cut

@@ -130,7 +130,9 @@ def test_a_server_that_began_without_guesses_can_make_some(folders, admin_keys):
 BROKEN = {
     "no field of that name": ("PATCH", SPECULATION, {"source": ["ngram"]}, "source"),
     "a type": ("PATCH", SPECULATION, {"sources": "ngram"}, "sources"),
-    "an unknown source": ("PATCH", SPECULATION, {"sources": ["luck"]}, "no source 'luck'"),
+    "an unknown source": ("PATCH", SPECULATION, {"sources": ["luck"]}, "'luck' is neither"),
+    "a module": ("PATCH", SPECULATION, {"drafter": "this"}, "loads no code"),
+    "a long name": ("POST", DRAFT_MODEL, {"model": "/" + 5000 * "x"}, "name too long"),
     "code": ("PATCH", SPECULATION, {"drafter": "os:system"}, "loads no code"),
     "an unknown option": ("PATCH", SPECULATION, {"options": {"w": 2}}, "`w`"),
     "no JSON": ("PATCH", SPECULATION, b"{", "JSON"),
@@ -173,7 +175,7 @@ def test_a_broken_or_foreign_draft_model_is_an_error_to_who_sent_it_alone(kept, 
 
 
 def test_another_engine_process_guesses_as_the_one_before_was_told(server, folders):
-    server.post(DRAFT_MODEL, {"model": str(folders["same"])})
+    server.post(DRAFT_MODEL, {"model": str(folders["same"]), "quantize": "w8"})
     server.ask("PATCH", SPECULATION, {"sources": ["suffix", "model"], "max_nodes": 5})
     before, want = state(server), streamed(server, COMPLETIONS, LONG)
     server.kill_engines(1)

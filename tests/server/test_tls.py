@@ -84,6 +84,13 @@ def ask(server, files, path, **versions):
         return connection.getresponse().status, number
 
 
+def test_a_signal_ends_the_server_as_without_tls(folder, files):
+    with ServerProcess(folder, *files.flags) as server:
+        assert ask(server, files, "/health")[0] == 200
+        server.signal()
+        assert server.exit_code() == 0 and "Traceback" not in server.process.stderr.read()
+
+
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 @pytest.mark.parametrize("path", ["/health", "/", "/dashboard"])
 def test_routes_and_pages_are_served(served, path, version):
