@@ -17,7 +17,7 @@ from specserve_bench.restart import stream
 from specserve_bench.served import Served, settings
 
 STREAMS, ROUNDS = 8, 4
-TOKENS = {"demo": 2000, "qwen3-0.6b": 240}  # of each stream
+TOKENS = {"demo": 2000, "qwen3-0.6b": 1500}  # of each stream
 BEFORE_SECONDS = {"demo": 1.0, "qwen3-0.6b": 4.0}  # of the streams, before another one is loaded
 AFTER_SECONDS = {"demo": 0.3, "qwen3-0.6b": 2.0}
 WANTED_STEPS = 2.0
