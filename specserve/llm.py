@@ -99,7 +99,7 @@ class LLM:
         if progress:
             show_phases(self.loaded.phases)
         self.engine = self.loaded.engine
-        self.guessing, self.control = Guessing(self.config), Control(self.config, self.loaded)
+        self.guessing, self.control = Guessing(self.config), Control(self.loaded)
         self.changes = Lock()  # one at a time
         self.live: dict[int, Generation] = {}
         self.lock = RLock()  # threads may share an LLM: a step by any thread advances all requests

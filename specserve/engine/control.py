@@ -19,7 +19,7 @@ from specserve.engine.build import (
 )
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.engine import Engine
-from specserve.engine.loading import Model, load_weights
+from specserve.engine.loading import Model, Weights, load_weights
 from specserve.engine.pool_plan import another_draft
 from specserve.engine.tuning import tune
 from specserve.errors import ConfigError
@@ -41,9 +41,9 @@ class Prepared(NamedTuple):
 class Control:
     """Changes who guesses in one engine; its requests go on, with the same texts."""
 
-    def __init__(self, config: Config, loaded: Loaded, known: Iterable[Model | None] = ()) -> None:
+    def __init__(self, loaded: Loaded, known: Iterable[Model | None] = ()) -> None:
         """Models in `known` are not loaded again."""
-        self.config, self.loaded, self.known = config, loaded, [*known]
+        self.loaded, self.known = loaded, [*known]
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="draft model")
         self.preparing: Future[Prepared] | None = None
 
@@ -114,10 +114,14 @@ class Control:
         decoders = weights.target.decoder, None if draft is None else draft.decoder
         engine.scheduler.budget = step_budget(config, *decoders)
         engine.change_guesses(guesses)
-        self.config = config
         self.loaded = self.loaded._replace(
             weights=weights._replace(draft=draft), drafter=config.drafter_name
         )
+        self.thread.submit(let_go, weights)  # to free gigabytes takes time
 
     def close(self) -> None:
         self.thread.shutdown(wait=False, cancel_futures=True)
+
+
+def let_go(_: Weights) -> None:
+    """Hold weights until a thread runs this."""

@@ -46,7 +46,7 @@ def run(link: Link, begin: Begin, phases: Phases | None = None, shared: Shared =
     except ConfigError as e:
         link.send(Failed(str(e)))
         return
-    control = Control(begin.config, loaded, shared.models)
+    control = Control(loaded, shared.models)
     keep_objects()
     try:
         link.send(ready(loaded))

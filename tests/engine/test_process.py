@@ -5,7 +5,7 @@ import gc
 import pytest
 from msgspec import structs
 
-from specserve.config import Config, load_config
+from specserve.config import load_config
 from specserve.engine import process
 from specserve.engine.build import Loaded
 from specserve.engine.control import Control
@@ -51,7 +51,7 @@ def target(tmp_path_factory):
 def run(target, *steps):
     script = Script(*steps)
     with pytest.raises(EOFError):
-        serve(script, Control(Config(), Loaded(engine_for(target), (None, None), 0, "none", {})))
+        serve(script, Control(Loaded(engine_for(target), (None, None), 0, "none", {})))
     return script
 
 

@@ -130,9 +130,18 @@ void Worker::run(Pool& pool, int id) {
   }
 }
 
+static void run_alone(void (*work)(Team&, void*), void* data) {
+  Meeting meeting;
+  Team team{0, 1, meeting};
+  work(team, data);
+}
+
 // Never freed: threads may still wait for it when the process exits. A child process that was
 // forked has none of its parent's threads, so it starts with a new pool.
 static Pool* pool = new Pool;
 static const int at_fork = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
 
-void run_team(int size, void (*work)(Team&, void*), void* data) { pool->run({work, data, size}); }
+void run_team(int size, void (*work)(Team&, void*), void* data) {
+  if (size == 1) return run_alone(work, data);
+  pool->run({work, data, size});
+}

@@ -46,5 +46,6 @@ struct Team {
 };
 
 // Run work(team, data) on `size` threads, the caller's among them; returns when all have returned.
-// One team runs at a time: another caller waits.
+// One team of several runs at a time: another caller waits. A caller alone neither waits nor is waited
+// for, so a model that is loaded beside steps does not hold them up.
 void run_team(int size, void (*work)(Team& team, void* data), void* data);

@@ -43,8 +43,30 @@ static int64_t run(int size, int rounds) {
   return check.wrong;
 }
 
+struct Held {
+  std::atomic<bool> has_begun{false}, is_over{false};
+  std::atomic<int64_t> waited{0};  // milliseconds, for the others to end
+};
+
+// A caller alone is at work while a team of two begins and ends.
+static int64_t run_beside_one() {
+  Held held;
+  std::thread alone([&held] {
+    run_team(1, [](Team&, void* data) {
+      Held& held = *(Held*)data;
+      held.has_begun = true;
+      for (; !held.is_over && held.waited < 5000; held.waited++) usleep(1000);
+    }, &held);
+  });
+  while (!held.has_begun) usleep(100);
+  int64_t wrong = run(2, 10);
+  held.is_over = true;
+  alone.join();
+  return wrong + (held.waited == 5000);
+}
+
 int main() {
-  int64_t wrong = 0;
+  int64_t wrong = run_beside_one();
   for (int size : {1, 2, 3, 8, 2, 17, 1, 2}) wrong += run(size, 300);
   for (int list = 0; list < 300; list++) {  // so short that some threads come when it is over
     if (list % 50 == 0) usleep(3000);       // and the others have fallen asleep
