@@ -13,6 +13,7 @@ from specserve_drafters.owners import NO_OWNER, Owner, Owners
 NEAR = 64  # tokens from the place where the texts parted, in which any match is one
 SURE_LENGTH = 4  # tokens that have to match elsewhere
 MOST_PLACES = 16  # of a token, looked at after a difference
+MOST_MISSES = 2  # of an expected token: once, where the output has more before it
 
 
 class Alignment:
@@ -22,11 +23,12 @@ class Alignment:
     length      tokens before it that are those of the output's end, MAX_LENGTH at most
     """
 
-    __slots__ = ("at", "came", "end", "expected", "length", "parted", "places")
+    __slots__ = ("at", "came", "end", "expected", "length", "missed", "parted", "places")
 
     def __init__(self, expected: Sequence[int]) -> None:
         self.expected, self.end = expected, array("i")  # and the output's last tokens
         self.came = bytearray(len(expected))  # 1 for each that came when it was next
+        self.missed = bytearray(len(expected))  # how often another came instead of it
         self.at = 0
         self.parted = 0  # where the texts last agreed on several tokens
         self.length = SURE_LENGTH  # at the beginning, too, the caller knows what comes
@@ -43,6 +45,8 @@ class Alignment:
         if len(self.end) > 2 * MAX_LENGTH:
             del self.end[:MAX_LENGTH]
         is_right = self.at < len(self.expected) and self.expected[self.at] == token
+        if self.at < len(self.expected) and not is_right:
+            self.missed[self.at] = min(self.missed[self.at] + 1, MOST_MISSES)
         self.at += 1  # a token that differs stands for one, unless it turns out otherwise
         if is_right:
             self.came[self.at - 1] = 1
@@ -60,18 +64,28 @@ class Alignment:
             self.follow(token)
 
     def find(self, token: int) -> None:
-        """Go where most tokens before are those of the output's end, the nearest of such places."""
+        """Go where most tokens before are those of the output's end, SURE_LENGTH being as good as
+        more. Of such places one whose next token is still to come is best, else a text that repeats
+        itself would be taken back to the same difference for ever; then the nearest.
+        """
         if not self.places:
             self.places = defaultdict(list)
             for place, each in enumerate(self.expected):
                 self.places[each].append(place)
         places = self.places.get(token, [])
         middle = bisect_left(places, self.parted)
-        best = self.length, -abs(self.at - self.parted)
+        best = self.length, False, -abs(self.at - self.parted)
         for place in places[max(0, middle - MOST_PLACES // 2) : middle + MOST_PLACES // 2]:
             length, far = self.length_at(place), abs(place + 1 - self.parted)
-            if (length, -far) > best and (far <= NEAR or length >= SURE_LENGTH):
-                best, self.at, self.length = (length, -far), place + 1, length
+            rank = min(length, SURE_LENGTH), self.is_to_come(place + 1), -far
+            if rank > best and (far <= NEAR or length >= SURE_LENGTH):
+                best, self.at, self.length = rank, place + 1, length
+
+    def is_to_come(self, place: int) -> bool:
+        """Whether an expected token has not come yet, and may as far as is known."""
+        if place == len(self.expected):
+            return False
+        return not self.came[place] and self.missed[place] < MOST_MISSES
 
     def length_at(self, place: int) -> int:
         """How many tokens up to a place are those of the output's end."""
