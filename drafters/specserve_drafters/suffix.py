@@ -2,7 +2,8 @@
 
 As in SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) guesses are what followed the longest
 match, weighted by how often it did. Here places are found by the hashes of n-grams, so that each
-token of an output is entered once for each length, and nothing else is kept of it.
+token of an output is entered once for each length. Nothing else is kept of it but the last tokens
+of its prompt, by which the beginning of an answer is found when a question comes again.
 """
 
 from array import array
@@ -46,18 +47,18 @@ class Part:
     def num_bytes(self) -> int:
         return 4 * self.size * (2 * len(LENGTHS) + 1)
 
-    def add(self, output: "array[int]") -> None:
-        """Enter an output that there is room for."""
+    def add(self, text: "array[int]", num_context: int = 0) -> None:
+        """Enter a text that there is room for: an output, and so many tokens that came before it."""
         begin = len(self.tokens)
-        self.tokens.extend(output)
+        self.tokens.extend(text)
         self.tokens.append(END)
-        tokens = np.frombuffer(output, np.int32).astype(np.int64)
-        hashes = np.zeros(len(output), np.int64)  # of the n-gram that ends before a token
-        for n, mix in enumerate(MIX[: len(output)], 1):
+        tokens = np.frombuffer(text, np.int32).astype(np.int64)
+        hashes = np.zeros(len(text), np.int64)  # of the n-gram that ends before a token
+        for n, mix in enumerate(MIX[: len(text)], 1):
             hashes[n:] += tokens[:-n] * mix
             if n in LENGTHS:
-                k = LENGTHS.index(n)
-                places, sums = np.arange(begin + n, begin + len(output)), hashes[n:]
+                k, first = LENGTHS.index(n), max(n, num_context)
+                places, sums = np.arange(begin + first, begin + len(text)), hashes[first:]
                 chain(self.newest[k], self.before[k], places, (sums ^ sums >> 17) & self.size - 1)
 
     def matches(self, end: "array[int]", k: int, mixed: int) -> Iterator[int]:
@@ -87,14 +88,16 @@ class Scope:
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self.parts)
 
-    def add(self, output: "array[int]") -> None:
-        output = output[-LARGE // 2 :]
-        if self.parts[0].room < len(output):
+    def add(self, text: "array[int]", num_context: int = 0) -> None:
+        """As `Part.add`; of a text that is too long the end is kept."""
+        cut = max(0, len(text) - LARGE // 2)
+        text, num_context = text[cut:], max(0, num_context - cut)
+        if self.parts[0].room < len(text):
             size = min(LARGE, 2 * self.parts[0].size)
-            while size < len(output) + 2:
+            while size < len(text) + 2:
                 size *= 2
             self.parts = [Part(size), self.parts[0]]
-        self.parts[0].add(output)
+        self.parts[0].add(text, num_context)
 
     def matches(self, text: "array[int]") -> tuple[int, list[Place]]:
         """The length of the longest n-grams at the text's end that there are, and their places."""
@@ -181,18 +184,21 @@ class SuffixSource:
     def forget(self, id: int) -> None:
         followed = self.requests.pop(id, None)
         if followed is not None and followed.is_learnt:
-            self.learn(followed.text[followed.num_prompt :], followed.owner)
+            num_context = min(followed.num_prompt, LENGTHS[-1])
+            text = followed.text[followed.num_prompt - num_context :]
+            self.learn(text, followed.owner, num_context)
 
-    def learn(self, output: "array[int]", owner: Owner) -> None:
-        """Enter an output, and drop the scopes that were used least of late where they are too
+    def learn(self, text: "array[int]", owner: Owner, num_context: int = 0) -> None:
+        """Enter an output after so many tokens of its prompt, by which its beginning is found when
+        the prompt comes again. Scopes that were used least of late are dropped where all are too
         large.
         """
-        if len(output) <= LENGTHS[0]:
+        if len(text) - num_context <= LENGTHS[0]:
             return
         if owner not in self.scopes:
             self.scopes[owner], self.odds[owner] = Scope(), Odds()
         self.scopes.move_to_end(owner)
-        self.scopes[owner].add(output)
+        self.scopes[owner].add(text, num_context)
         while self.num_bytes > MOST_BYTES and len(self.scopes) > 1:
             self.drop()
 

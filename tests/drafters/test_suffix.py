@@ -26,15 +26,17 @@ def asked(source, known, limit=8, id=1, salt=""):
     return guesses
 
 
-def searched(outputs, end):
-    """Of the longest n-gram of LENGTHS at the end that is in an output: how often what follows."""
+def searched(texts, end):
+    """Of the longest n-gram of LENGTHS at the end that is in a text: how often what follows, apart
+    from the context at its beginning.
+    """
     for n in reversed(LENGTHS):
         tail = end[-n:]
         follows = Counter(
-            output[at]
-            for output in outputs
-            for at in range(n, len(output))
-            if len(tail) == n and output[at - n : at] == tail
+            text[at]
+            for text, num_context in texts
+            for at in range(max(n, num_context), len(text))
+            if len(tail) == n and text[at - n : at] == tail
         )
         if follows:
             return n, follows
@@ -44,13 +46,13 @@ def searched(outputs, end):
 tokens = st.lists(st.integers(0, 2), max_size=40)
 
 
-@given(st.lists(tokens, max_size=6), tokens)
-def test_places_are_those_that_a_search_finds(outputs, end):
+@given(st.lists(st.tuples(tokens, st.integers(0, 20)), max_size=6), tokens)
+def test_places_are_those_that_a_search_finds(texts, end):
     scope = Scope()
-    for output in outputs:
-        if len(output) > LENGTHS[0]:
-            scope.add(array("i", output))
-    n, follows = searched([o for o in outputs if len(o) > LENGTHS[0]], end)
+    texts = [(text, min(num_context, len(text))) for text, num_context in texts if text]
+    for text, num_context in texts:
+        scope.add(array("i", text), num_context)
+    n, follows = searched(texts, end)
     length, places = scope.matches(array("i", end))
     assert (length, len(places)) == (n, min(follows.total(), suffix.MAX_MATCHES))
     found = Counter(part.tokens[place] for part, place in places)
@@ -105,8 +107,17 @@ def test_an_output_is_learnt_when_its_request_ends_unless_it_asked_not_to_be():
         source.begin(id, array("i", [50, 51, *TEXT]), 2, (0, ""), is_learnt)
         source.forget(id)
         assert bool(asked(source, TEXT[:10], id=9)) == is_learnt
-    assert asked(source, [50, 51], id=9) == []  # the prompt is none of it
+    assert asked(source, [9, 50], id=9) == []  # the prompt is none of it
     source.forget(77)
+
+
+def test_the_beginning_of_an_output_is_found_by_the_end_of_its_prompt():
+    source, prompt = SuffixSource(), [*range(30)]
+    source.begin(1, array("i", prompt + TEXT), len(prompt), (0, ""), True)
+    source.forget(1)
+    assert [guess.token for guess in asked(source, prompt, id=2)] == TEXT[:8]
+    held = [part.tokens for part in source.scopes[0, ""].parts]
+    assert held == [array("i", [suffix.END, *prompt[-LENGTHS[-1] :], *TEXT, suffix.END])]
 
 
 def test_what_it_promises_follows_the_text_and_falls_after_a_difference():
