@@ -32,8 +32,10 @@ from specserve_bench import (
     reference,
     restart,
     scale,
+    sources,
     steps,
     suite,
+    swap,
 )
 from specserve_bench.peers import command as peers
 from specserve_bench.peers import table as peers_table
@@ -168,6 +170,17 @@ def test_the_table_of_the_hosts_share_is_that_of_the_kept_result():
 def test_the_table_of_restarts_is_that_of_the_kept_result():
     kept = json.loads((ROOT / "bench/results/restart-cpu.json").read_text())
     assert restart.table(kept["rows"]) in MANUAL
+
+
+def test_the_table_of_sources_is_that_of_the_kept_result():
+    kept = json.loads((ROOT / "bench/results/sources-cpu.json").read_text())
+    rows = msgspec.convert(kept["rows"], type=list[sources.Row])
+    assert sources.table(rows) in MANUAL
+
+
+def test_the_table_of_swaps_is_that_of_the_kept_result():
+    kept = json.loads((ROOT / "bench/results/swap-cpu.json").read_text())
+    assert swap.table(kept["rows"]) in MANUAL
 
 
 def test_the_table_of_steps_against_their_bound_is_that_of_the_kept_result():

@@ -34,7 +34,7 @@ SUBJECTS: dict[str, dict[str, Any]] = {
 DESCRIPTION = f"""
 Measure sources of guesses, one request at a time: predictions on the workload edit, earlier outputs
 on agent and on questions, both of which were asked once before, and all sources
-({", ".join(BUILT_IN)}) on random. On two cores it takes about ten minutes with the pair at a 0.6B
+({", ".join(BUILT_IN)}) on random. On two cores it takes two minutes or more with the pair at a 0.6B
 model's cost.
 """
 

@@ -48,7 +48,7 @@ class Part:
         return 4 * self.size * (2 * len(LENGTHS) + 1)
 
     def add(self, text: "array[int]", num_context: int = 0) -> None:
-        """Enter a text that there is room for: an output, and so many tokens that came before it."""
+        """Enter a text that there is room for: an output after so many tokens of its prompt."""
         begin = len(self.tokens)
         self.tokens.extend(text)
         self.tokens.append(END)
