@@ -20,6 +20,7 @@ FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the 
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3"},
     "smollm": {"model_type": "llama", "tie_word_embeddings": True},
+    "phi3": {"model_type": "phi3"},
 }
 
 SIZES: dict[str, Any] = {

@@ -13,6 +13,10 @@ CASES = {  # family, what departs from its tiny checkpoint
     "qwen2, 7 query heads a KV head": ("qwen2", {"num_attention_heads": 14}),
     "qwen3, heads of 80": ("qwen3", {"head_dim": 80}),
     "smollm, odd vocabulary": ("smollm", {"vocab_size": 307}),
+    "phi3, a window, half of a head rotates": (
+        "phi3",
+        {"sliding_window": 9, "partial_rotary_factor": 0.5},
+    ),
 }
 NEW = 24
 PROMPTS = [[(7 * i * i + n) % 300 + 2 for i in range(n)] for n in (1, 5, 15, 16, 17, 40, 70, 100)]

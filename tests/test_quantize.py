@@ -44,7 +44,10 @@ def load(folder, rounding=AS_STORED):
     return load_decoder(folder, "auto", reference, rounding=rounding)
 
 
-@pytest.mark.parametrize("sizes", FAMILIES.values(), ids=FAMILIES)
+FUSED = {"family": "phi3", "partial_rotary_factor": 0.75}
+
+
+@pytest.mark.parametrize("sizes", [*FAMILIES.values(), FUSED], ids=[*FAMILIES, "fused maps"])
 @pytest.mark.parametrize(("flags", "rounding"), TO.values(), ids=TO)
 def test_loading_it_gives_the_bits_of_rounding_at_load(tmp_path, flags, rounding, sizes):
     source = tiny_checkpoint(tmp_path / "source", dtype=torch.bfloat16, **sizes)

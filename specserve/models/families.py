@@ -62,6 +62,15 @@ SMOLLM3 = LLAMA | {
     "vocab_size": 128256,
 }
 
+PHI3 = LLAMA | {
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 32064,
+}
+
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
     """What a family's code fixes, whatever its config says; None: the config's value is taken."""
@@ -71,6 +80,9 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     out_bias: bool | None = None  # None: attention_bias
     mlp_bias: bool | None = None  # None: mlp_bias
     qk_norm: bool = False
+    is_fused: bool = False  # the checkpoint has queries, keys and values in one map, and the MLP's
+    rotates_a_share: bool = False  # of each head's dimensions, by partial_rotary_factor
+    rope_names: Mapping[str, str] = {}  # its own for kinds of rotary embedding
     # Which layers have the sliding_window where there are no layer_types: those from
     # max_window_layers on, or those without rotary embedding, if use_sliding_window says so.
     windowed: Literal["none", "all", "upper", "unrotated"] = "none"
@@ -89,6 +101,16 @@ FAMILIES = {
         defaults=QWEN2 | {"head_dim": 128}, mlp_bias=False, qk_norm=True, windowed="upper"
     ),
     "SmolLM3ForCausalLM": Family(defaults=SMOLLM3, windowed="unrotated"),
+    "Phi3ForCausalLM": Family(
+        defaults=PHI3,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        is_fused=True,
+        rotates_a_share=True,
+        rope_names={"su": "longrope", "yarn": "longrope"},
+        windowed="all",
+    ),
 }
 
 
@@ -110,10 +132,22 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    is_fused: bool  # as of Family
     windows: tuple[int | None, ...]  # by layer; None is full attention
     rope: tuple[bool, ...]  # by layer; whether it has rotary embedding
     rope_parameters: RopeParameters
     quantization: Quantization | None
+
+    @property
+    def qkv_names(self) -> list[str]:
+        """Of a layer's maps to queries, keys and values."""
+        parts = ["qkv"] if self.is_fused else ["q", "k", "v"]
+        return [f"self_attn.{part}_proj" for part in parts]
+
+    @property
+    def gate_up_names(self) -> list[str]:
+        parts = ["gate_up"] if self.is_fused else ["gate", "up"]
+        return [f"mlp.{part}_proj" for part in parts]
 
     @property
     def num_layer_weights(self) -> int:
@@ -157,11 +191,22 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         out_bias=either(family.out_bias, fields, "attention_bias"),
         mlp_bias=either(family.mlp_bias, fields, "mlp_bias"),
         qk_norm=family.qk_norm,
+        is_fused=family.is_fused,
         windows=windows(fields, family, rotates),
         rope=rotates,
-        rope_parameters=rope.parse(written, family.defaults["rope_theta"], max_positions),
+        rope_parameters=rotary_embedding(written, family, max_positions, head_dim),
         quantization=quantized.parse(written),
     )
+
+
+def rotary_embedding(
+    written: Mapping[str, Any], family: Family, max_positions: int, head_dim: int
+) -> RopeParameters:
+    original = "original_max_position_embeddings"
+    usual = {original: family.defaults[original]} if original in family.defaults else {}
+    theta, names = family.defaults["rope_theta"], family.rope_names
+    shares = family.rotates_a_share
+    return rope.parse(usual | {**written}, theta, max_positions, head_dim, shares, names)
 
 
 def find_family(fields: Mapping[str, Any]) -> tuple[str, Family]:
@@ -312,15 +357,17 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     hidden, inner, D = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * D, config.num_kv_heads * D
+    qkv, gate_up = [q, kv, kv], [inner, inner]
+    if config.is_fused:
+        qkv, gate_up = [sum(qkv)], [sum(gate_up)]
     linears = {  # name -> output width, input width, has a bias
-        "self_attn.q_proj": (q, hidden, config.qkv_bias),
-        "self_attn.k_proj": (kv, hidden, config.qkv_bias),
-        "self_attn.v_proj": (kv, hidden, config.qkv_bias),
         "self_attn.o_proj": (hidden, q, config.out_bias),
-        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
-        "mlp.up_proj": (inner, hidden, config.mlp_bias),
         "mlp.down_proj": (hidden, inner, config.mlp_bias),
     }
+    for name, out in zip(config.qkv_names, qkv, strict=True):
+        linears[name] = out, hidden, config.qkv_bias
+    for name, out in zip(config.gate_up_names, gate_up, strict=True):
+        linears[name] = out, hidden, config.mlp_bias
     shapes: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),

@@ -21,7 +21,7 @@ from specserve.models.quantized.config import Quantization
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve.models.rounding import AS_STORED, Rounding
 from specserve.models.source import open_source
-from specserve.models.weight import Weight, form_of, fuse, num_bytes, table_bytes
+from specserve.models.weight import Weight, form_of, fuse, num_bytes, table_bytes, take
 from specserve.models.weight_forms import MapForm, WeightForms
 from specserve_drafters.tree import TREE_SLOTS
 from specserve_kernels import Codes, Ops, QKNorm, Rotary
@@ -59,8 +59,9 @@ def load_decoder(
             "positions alone: set scheduler.max_model_len"
         )
     # A tree's nodes stand at positions beyond the last known token.
-    length = (max_len or config.max_positions) + TREE_SLOTS
-    tables = rotary.tables(config.rope_parameters, config.head_dim, length)
+    context = max_len or config.max_positions
+    rope = config.rope_parameters.of_context(context)
+    tables = rotary.tables(rope, config.head_dim, context + TREE_SLOTS)
     table = Rotary(*map(ops.place, tables))
     weights = read_weights(reader, config, table)
     warn_of_activations(folder, config.quantization, weights.forms)
@@ -143,16 +144,23 @@ class Reader:
         self.num_bytes += memory.nbytes
         return self.ops.place(self.read_into(memory, [name]))
 
-    def read_bias(self, *modules: str) -> Tensor | None:
-        """The biases of linear maps that are fused into one; None if they have none."""
+    def read_bias(self, *modules: str, rows: Tensor | None = None) -> Tensor | None:
+        """The biases of linear maps that are fused into one; None if they have none. `rows` as of
+        `read_weight`.
+        """
         biases = [f"{module}.bias" for module in modules]
         if biases[0] not in self.shapes:
             return None
-        return torch.cat([self.read(bias) for bias in biases])
+        bias = torch.cat([self.read(bias) for bias in biases])
+        return bias if rows is None else bias[rows.to(bias.device)]
 
-    def read_weight(self, *modules: str, is_gated: bool = False) -> Any:
-        """The packed weights of linear maps that are fused into one; the unpacked are freed."""
+    def read_weight(self, *modules: str, is_gated: bool = False, rows: Tensor | None = None) -> Any:
+        """The packed weights of linear maps that are fused into one, with their rows in this order;
+        the unpacked are freed.
+        """
         weight = self.weight(*modules)
+        if rows is not None:
+            weight = take(weight, rows)
         self.count(weight, is_head=modules == ("lm_head",))
         return self.ops.prepack(weight, is_gated)
 
@@ -282,16 +290,17 @@ def read_weights(reader: Reader, config: DecoderConfig, table: Rotary) -> Weight
 
 def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary) -> Layer:
     layer = f"model.layers.{index}"
-    qkv = [f"{layer}.self_attn.{part}_proj" for part in "qkv"]
-    gate_up = [f"{layer}.mlp.{part}_proj" for part in ("gate", "up")]
+    qkv = [f"{layer}.{name}" for name in config.qkv_names]
+    gate_up = [f"{layer}.{name}" for name in config.gate_up_names]
+    rows = rows_of_qkv(config)
     out, down = f"{layer}.self_attn.o_proj", f"{layer}.mlp.down_proj"
     return Layer(
         window=config.windows[index],
         rotary=table,
         qk_norm=read_qk_norm(reader, config, layer),
         attention_norm=reader.read(f"{layer}.input_layernorm.weight"),
-        qkv=reader.read_weight(*qkv),
-        qkv_bias=reader.read_bias(*qkv),
+        qkv=reader.read_weight(*qkv, rows=rows),
+        qkv_bias=reader.read_bias(*qkv, rows=rows),
         out=reader.read_weight(out),
         out_bias=reader.read_bias(out),
         mlp_norm=reader.read(f"{layer}.post_attention_layernorm.weight"),
@@ -300,6 +309,17 @@ def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary)
         down=reader.read_weight(down),
         down_bias=reader.read_bias(down),
     )
+
+
+def rows_of_qkv(config: DecoderConfig) -> Tensor | None:
+    """The order in which kernels want the rows of queries, keys and values; None: as they are."""
+    D, rope = config.head_dim, config.rope_parameters
+    if rope.rotating(D) == D:
+        return None
+    num_turned = config.num_heads + config.num_kv_heads
+    turned = torch.arange(num_turned)[:, None] * D + rotary.order(rope, D)
+    values = num_turned * D + torch.arange(config.num_kv_heads * D)
+    return torch.cat([turned.flatten(), values])
 
 
 def read_qk_norm(reader: Reader, config: DecoderConfig, layer: str) -> QKNorm | None:

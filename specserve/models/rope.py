@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-SUPPORTED = ("default", "linear", "llama3", "yarn")
-LENGTH_BOUND = ("dynamic", "longrope")
+SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope")
+LENGTH_BOUND = ("dynamic",)
 FACTORS = "factors"  # of each frequency: a GGUF file has what llama3 gives, and no config.json this
 LEAST, MOST = 1e-6, 1e18  # of any number here: frequencies are then finite in float32
 
@@ -18,44 +18,92 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
     kind: str  # one of SUPPORTED, or FACTORS
     theta: float
     factor: float = 1.0  # linear, llama3, yarn: by which positions are stretched
-    original_length: int = 0  # llama3, yarn: context length before stretching
+    original_length: int = 0  # llama3, yarn, longrope: context length before stretching
     low_freq_factor: float = 0.0  # llama3
     high_freq_factor: float = 0.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
-    attention_factor: float = 1.0  # yarn: multiplies all cosines and sines
-    factors: tuple[float, ...] = ()  # FACTORS: by which frequencies are divided, [D/2]
+    attention_factor: float = 1.0  # yarn, longrope: multiplies all cosines and sines
+    factors: tuple[float, ...] = ()  # FACTORS, longrope: by which frequencies are divided
+    long_factors: tuple[float, ...] = ()  # longrope: those of contexts beyond original_length
+    share: float = 1.0  # of a head's dimensions, that rotates: the first ones
+
+    def rotating(self, head_dim: int) -> int:
+        """How many dimensions of a head rotate."""
+        return int(head_dim * self.share)
+
+    def of_context(self, length: int) -> "RopeParameters":
+        """What texts of up to so many tokens are served with: one set of factors for all, as KV
+        must not depend on how long a text becomes.
+        """
+        if self.kind != "longrope" or length <= self.original_length:
+            return self
+        return msgspec.structs.replace(self, factors=self.long_factors)
 
 
-def parse(fields: Mapping[str, Any], default_theta: float, max_positions: int) -> RopeParameters:
+def parse(
+    fields: Mapping[str, Any],
+    default_theta: float,
+    max_positions: int,
+    head_dim: int,
+    may_rotate_a_share: bool = False,
+    other_names: Mapping[str, str] | None = None,
+) -> RopeParameters:
     """The rotary embedding of a config.json; ValueError if it is not supported.
 
     It is in `rope_parameters`, or in `rope_scaling` beside a `rope_theta` (the old spelling,
-    which wins where both are there, as in transformers).
+    which wins where both are there, as in transformers). `other_names` are those that a family has
+    for kinds.
     """
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters = {rope!r} is no table")
     outer = {key: fields[key] for key in ("rope_theta", "partial_rotary_factor") if key in fields}
     rope = {"rope_theta": default_theta} | outer | rope
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    refuse_unsupported(kind, rope)
+    named = rope.get("rope_type", rope.get("type", "default"))
+    kind = (other_names or {}).get(str(named), str(named))
+    refuse_unsupported(kind, rope, may_rotate_a_share)
+    if "original_max_position_embeddings" in fields:
+        rope["original_max_position_embeddings"] = fields["original_max_position_embeddings"]
+    rope.setdefault("original_max_position_embeddings", max_positions)
+    found = of_kind(kind, rope, max_positions)
+    if may_rotate_a_share:
+        found = msgspec.structs.replace(found, share=number(rope, "partial_rotary_factor", 1.0))
+    check_dimensions(found, head_dim)
+    return found
+
+
+def of_kind(kind: str, rope: Mapping[str, Any], max_positions: int) -> RopeParameters:
     theta = number(rope, "rope_theta")
     if kind == "default":
         return RopeParameters(kind=kind, theta=theta)
     if kind == "linear":
         return RopeParameters(kind=kind, theta=theta, factor=number(rope, "factor"))
     if kind == FACTORS:
-        factors = tuple(number({"factors": factor}, "factors") for factor in given(rope, "factors"))
-        return RopeParameters(kind=kind, theta=theta, factors=factors)
-    if "original_max_position_embeddings" in fields:
-        rope["original_max_position_embeddings"] = fields["original_max_position_embeddings"]
-    rope.setdefault("original_max_position_embeddings", max_positions)
+        return RopeParameters(kind=kind, theta=theta, factors=numbers(rope, "factors"))
+    if kind == "longrope":
+        return longrope(rope, theta, max_positions)
     return llama3(rope, theta) if kind == "llama3" else yarn(rope, theta, max_positions)
 
 
-def refuse_unsupported(kind: Any, rope: Mapping[str, Any]) -> None:
+def check_dimensions(rope: RopeParameters, head_dim: int) -> None:
+    """ValueError unless what rotates are pairs, and all factors are there."""
+    size = rope.rotating(head_dim)
+    if rope.share > 1 or size < 2 or size % 2:
+        raise ValueError(
+            f"partial_rotary_factor = {rope.share:g} of heads of {head_dim} is not supported: an "
+            "even number of dimensions rotates, all at most"
+        )
+    for factors in (rope.factors, rope.long_factors):
+        if rope.kind == "longrope" and len(factors) != size // 2:
+            raise ValueError(
+                f"rope_parameters: short_factor and long_factor have {size // 2} numbers each, one "
+                f"for each pair of dimensions that rotates; one of them has {len(factors)}"
+            )
+
+
+def refuse_unsupported(kind: str, rope: Mapping[str, Any], may_rotate_a_share: bool) -> None:
     if kind in LENGTH_BOUND:
         raise ValueError(
             f"rope type {kind!r} is not supported: its frequencies depend on the length of the "
@@ -66,7 +114,7 @@ def refuse_unsupported(kind: Any, rope: Mapping[str, Any]) -> None:
     if any(isinstance(value, dict) for value in rope.values()):
         raise ValueError("rope_parameters by layer type are not supported: one for all layers is")
     partial = rope.get("partial_rotary_factor")
-    if partial is not None and partial != 1.0:
+    if partial is not None and partial != 1.0 and not may_rotate_a_share:
         raise ValueError(f"partial_rotary_factor = {partial} is not supported: only 1.0 is")
 
 
@@ -104,6 +152,26 @@ def yarn(rope: Mapping[str, Any], theta: float, max_positions: int) -> RopeParam
     )
 
 
+def longrope(rope: Mapping[str, Any], theta: float, max_positions: int) -> RopeParameters:
+    """LongRoPE (Ding et al. 2402.13753), as Phi-3 has it."""
+    original = length(rope)
+    if original < 2:
+        raise ValueError(f"rope_parameters: original_max_position_embeddings = {original} is none")
+    ratio = max_positions / original
+    factor = ratio if rope.get("factor") is None else number(rope, "factor")
+    grown = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    told = rope.get("attention_factor")
+    return RopeParameters(
+        kind="longrope",
+        theta=theta,
+        factor=factor,
+        original_length=original,
+        attention_factor=grown if told is None else number(rope, "attention_factor"),
+        factors=numbers(rope, "short_factor"),
+        long_factors=numbers(rope, "long_factor"),
+    )
+
+
 def attention_factor(rope: Mapping[str, Any], factor: float) -> float:
     """Section 3.4: logits grow by (0.1 ln(factor) + 1)^2, so queries and keys by its root."""
     if rope.get("attention_factor") is not None:
@@ -136,6 +204,13 @@ def number(rope: Mapping[str, Any], key: str, default: float | None = None) -> f
             "others give infinite frequencies"
         )
     return float(value)
+
+
+def numbers(rope: Mapping[str, Any], key: str) -> tuple[float, ...]:
+    values = given(rope, key)
+    if not isinstance(values, list):
+        raise ValueError(f"rope_parameters: {key} = {values!r} is no list")
+    return tuple(number({key: value}, key) for value in values)
 
 
 def length(rope: Mapping[str, Any]) -> int:

@@ -4,16 +4,18 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specserve.models.rope import RopeParameters
 from specserve_kernels.types import Rotary
 
 
 def frequencies(rope: RopeParameters, head_dim: int) -> Tensor:
-    """Radians per position, [D/2] float32.
+    """Radians per position of each pair of dimensions that rotates, [<= D/2] float32.
 
     Computed in float32 in the same order as in transformers, so that the bits are equal.
     """
+    head_dim = rope.rotating(head_dim)
     inverse = 1.0 / wavelengths(rope.theta, head_dim)
     match rope.kind:
         case "linear":  # every position is divided by the factor
@@ -22,6 +24,8 @@ def frequencies(rope: RopeParameters, head_dim: int) -> Tensor:
             return llama3(rope, inverse)
         case "factors":
             return inverse / torch.tensor(rope.factors)
+        case "longrope":
+            return 1.0 / (torch.tensor(rope.factors) * wavelengths(rope.theta, head_dim))
         case "yarn":
             return yarn(rope, head_dim)
     return inverse
@@ -68,9 +72,22 @@ def yarn_range(rope: RopeParameters, head_dim: int) -> tuple[float, float]:
 
 
 def tables(rope: RopeParameters, head_dim: int, length: int) -> Rotary:
-    """Cosines and sines of the positions [0, length)."""
+    """Cosines and sines of the positions [0, length); pairs that do not rotate come last."""
     angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies(rope, head_dim)
-    return Rotary(angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor)
+    cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+    still = 0, head_dim // 2 - angles.shape[1]  # columns on the right
+    return Rotary(pad(cos, still, value=1.0), pad(sin, still))
+
+
+def order(rope: RopeParameters, head_dim: int) -> Tensor:
+    """A head's dimensions [D] int64 as the kernels have them: dimension i and i + D/2 are a pair.
+
+    A checkpoint has the two halves of what rotates, then the rest.
+    """
+    half, size = head_dim // 2, rope.rotating(head_dim)
+    rest = torch.arange(size, head_dim)
+    turning, left = torch.arange(size).chunk(2), half - size // 2
+    return torch.cat([turning[0], rest[:left], turning[1], rest[left:]])
 
 
 def still(rotary: Rotary) -> Rotary:

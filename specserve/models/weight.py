@@ -42,6 +42,13 @@ def form_of(weight: Weight, is_head: bool = False) -> MapForm:
     )
 
 
+def take(weight: Weight, rows: Tensor) -> Weight:
+    """Some rows [n] int64, in the order given."""
+    if isinstance(weight, Tensor):
+        return weight[rows.to(weight.device)]
+    return weight.take(rows.to(weight.q.device))
+
+
 def fuse(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:
     """Weights one below the other, as a copy: codes if all of them are and save memory, else values
     in `dtype`.

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ MODEL_TYPES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "SmolLM3ForCausalLM": "smollm3",
+    "Phi3ForCausalLM": "phi3",
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -28,6 +30,8 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 DEEPSEEK = YARN | {"mscale": 1.0, "mscale_all_dim": 0.707, "beta_fast": 16, "beta_slow": 2}
+LONGROPE = {"type": "longrope", "short_factor": [1.5] * 48, "long_factor": [2.5] * 48}
+OF_4096 = {"original_max_position_embeddings": 4096}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
 SMALL = {"num_hidden_layers": 4, "hidden_size": 256} | HEADS
 
@@ -88,12 +92,31 @@ OWN = {
         "every second layer does not rotate": SMALL | {"no_rope_layer_interval": 2},
         "a window where it does not rotate": SMALL
         | {"sliding_window": 8, "use_sliding_window": True, "no_rope_layers": [1, 0, 0, 1]},
-    }
+    },
+    "Phi3ForCausalLM": {
+        "a share of the head rotates": {"partial_rotary_factor": 0.75},
+        "longrope": {"rope_scaling": LONGROPE, "max_position_embeddings": 131072},
+        "longrope, oldest name": {"rope_scaling": LONGROPE | {"type": "su", **OF_4096}},
+        "longrope, not named so": {"rope_scaling": LONGROPE | {"type": "yarn"}},
+        "longrope of a share": {
+            "rope_scaling": LONGROPE | {"short_factor": [1.5] * 36, "long_factor": [2.5] * 36},
+            "partial_rotary_factor": 0.75,
+        },
+        "longrope, new": {
+            "rope_parameters": LONGROPE | {"rope_type": "longrope", "attention_factor": 1.25},
+        },
+        "longrope of another length": {
+            "rope_scaling": LONGROPE,
+            "original_max_position_embeddings": 2048,
+        },
+    },
 }
+NOT_OF_PHI3 = re.compile("linear|yarn|llama3|two|theta, in both")  # transformers refuses them
 TABLE = {
     f"{family}: {name}": {"architectures": [family], **fields}
     for family in FAMILIES
     for name, fields in (COMMON | OWN.get(family, {})).items()
+    if family != "Phi3ForCausalLM" or not NOT_OF_PHI3.search(name)
 }
 del TABLE["MistralForCausalLM: as many KV heads as heads"]  # transformers refuses null there
 
@@ -109,6 +132,7 @@ def rope_of(config):
     if rope["rope_type"] != "default":
         return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     return 1.0 / (rope["rope_theta"] ** exponent), 1.0
 
@@ -116,7 +140,8 @@ def rope_of(config):
 def windows_of(config):
     types = getattr(config, "layer_types", None)
     if types is None:  # Mistral's are all alike; Llama's attention has no window
-        kind = "sliding_attention" if config.model_type == "mistral" else "full_attention"
+        has_any = config.model_type in ("mistral", "phi3") and config.sliding_window is not None
+        kind = "sliding_attention" if has_any else "full_attention"
         types = [kind] * config.num_hidden_layers
     return tuple(config.sliding_window if t == "sliding_attention" else None for t in types)
 

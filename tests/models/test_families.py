@@ -31,6 +31,7 @@ def test_the_weights_of_the_layers_are_counted_as_the_checkpoint_has_them(tmp_pa
 
 MISTRAL, QWEN2 = {"architectures": ["MistralForCausalLM"]}, {"architectures": ["Qwen2ForCausalLM"]}
 QWEN3, SMOLLM3 = {"architectures": ["Qwen3ForCausalLM"]}, {"architectures": ["SmolLM3ForCausalLM"]}
+PHI3 = {"architectures": ["Phi3ForCausalLM"]}
 SWA = {"use_sliding_window": True, "sliding_window": 8}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
 
@@ -115,21 +116,21 @@ REFUSED = {  # what is wrong -> the change, the complaint
         {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
         "'dynamic'.*the batch",
     ),
-    "long rope": (
-        {
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "factor": 2.0,
-                "short_factor": [1.0] * 8,
-                "long_factor": [1.0] * 8,
-            }
-        },
-        "'longrope'.*the batch",
-    ),
     "another rope": ({"rope_parameters": {"rope_type": "spiral"}}, "'spiral'.*llama3"),
     "half a rope": ({"rope_parameters": {"rope_type": "llama3"}}, "factor"),
     "rope of nothing": ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "infinite"),
     "partial rotation": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    "more than all of it": (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5"),
+    "an odd share": (PHI3 | {"partial_rotary_factor": 0.2}, "= 0.2 of heads of 16"),
+    "too few factors": (
+        PHI3 | {"rope_parameters": {"type": "longrope", "short_factor": [1], "long_factor": [1]}},
+        "8 numbers each.*has 1",
+    ),
+    "factors that are none": (
+        PHI3 | {"rope_parameters": {"type": "su", "short_factor": 1, "long_factor": [1]}},
+        "short_factor = 1 is no list",
+    ),
+    "no factors": (PHI3 | {"rope_parameters": {"type": "longrope"}}, "lack short_factor"),
 }
 
 

@@ -22,6 +22,8 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 5}
 CONTEXT = {"original_max_position_embeddings": 16, "rope_theta": 100.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
+LONG = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 5.0, 9.0]}
+LONGROPE = LONG | {"rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
 
 CASES = {  # family, what departs from its tiny checkpoint
     "llama": ("llama", {}),
@@ -29,6 +31,21 @@ CASES = {  # family, what departs from its tiny checkpoint
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "smollm": ("smollm", {}),
+    "phi3": ("phi3", {}),
+    "phi3 with a window": ("phi3", {"sliding_window": 7}),
+    "phi3, three quarters of a head rotate": ("phi3", {"partial_rotary_factor": 0.75}),
+    "phi3, texts beyond the first length": (
+        "phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
+    ),
+    "phi3, texts within the first length": (
+        "phi3",
+        {
+            "rope_parameters": LONGROPE,
+            "original_max_position_embeddings": 64,
+            "max_position_embeddings": 64,
+        },
+    ),
     "smollm3, a layer without rope": ("llama", SMOLLM3 | {"no_rope_layers": [1, 0]}),
     "every linear map with a bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen3 with biases": ("qwen3", {"attention_bias": True}),
@@ -123,6 +140,19 @@ def test_taps_are_the_hidden_states_of_transformers(case, ops):
     assert list(run.taps) == list(layers)
     for layer, tap in run.taps.items():
         torch.testing.assert_close(tap, hidden_states[layer], rtol=1e-4, atol=1e-4)
+
+
+def test_the_length_that_is_served_decides_about_the_factors_of_longrope(tmp_path):
+    """For short texts transformers takes the short ones, whatever the model's greatest length."""
+    given = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}
+    folder = tiny_checkpoint(tmp_path, "phi3", **given)
+    ids = prompt(320, 37)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        want = model(ids[None]).logits[0]
+    short, long = (logits(load_decoder(folder, "fp32", cpu, most), ids) for most in (64, 65))
+    torch.testing.assert_close(short, want, rtol=1e-3, atol=1e-3)
+    assert (long - want).norm() > 0.1 * want.norm()
 
 
 @pytest.mark.parametrize("layer", [-1, 2])

@@ -119,6 +119,8 @@ def rope(header: Header, values: dict[str, Any]) -> dict[str, Any]:
         return {}
     factor = values.get("rope.scaling.factor", values.get("rope.scale_linear", 1.0))
     others = {name: values[key] for key, name in YARN.items() if key in values}
+    if kind == "longrope":  # such a file has its factors as tensors of their own
+        raise ValueError(f"rope type {kind!r} is not supported in a GGUF file")
     return {"rope_scaling": {"rope_type": kind, "factor": factor} | others}
 
 
