@@ -360,14 +360,13 @@ def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     qkv, gate_up = [q, kv, kv], [inner, inner]
     if config.is_fused:
         qkv, gate_up = [sum(qkv)], [sum(gate_up)]
-    linears = {  # name -> output width, input width, has a bias
-        "self_attn.o_proj": (hidden, q, config.out_bias),
-        "mlp.down_proj": (hidden, inner, config.mlp_bias),
-    }
+    linears = dict[str, tuple[int, int, bool]]()  # name -> output width, input width, has a bias
     for name, out in zip(config.qkv_names, qkv, strict=True):
         linears[name] = out, hidden, config.qkv_bias
+    linears["self_attn.o_proj"] = hidden, q, config.out_bias
     for name, out in zip(config.gate_up_names, gate_up, strict=True):
         linears[name] = out, hidden, config.mlp_bias
+    linears["mlp.down_proj"] = hidden, inner, config.mlp_bias
     shapes: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),

@@ -15,7 +15,7 @@ from specserve_bench.plots import PLOTS, draw
 from specserve_bench.report import markdown, report
 from specserve_bench.results import Load
 from specserve_bench.workloads import UNGUESSED, UNLEARNT, workload
-from specserve_drafters.suffix import END
+from specserve_drafters.suffix import END, LENGTHS
 from tests.checkpoints import tiny_checkpoint
 
 SMALL = ["--requests=2", "--rounds=2", "--set=model.threads=1", "--set=memory.kv_bytes=67108864"]
@@ -384,11 +384,11 @@ def test_a_warm_source_has_learnt_the_round_before_and_nothing_that_is_measured(
 
 
 def learnt_by(source):
-    """The outputs that a suffix source has entered, each a list of tokens."""
+    """The outputs that a suffix source has entered after the ends of their prompts."""
     [scope] = source.scopes.values()
     tokens = [token for part in reversed(scope.parts) for token in part.tokens]
     ends = [n for n, token in enumerate(tokens) if token == END]
-    return [tokens[a + 1 : b] for a, b in pairwise(ends) if b > a + 1]
+    return [tokens[a + 1 + LENGTHS[-1] : b] for a, b in pairwise(ends) if b > a + 1]
 
 
 def outputs_of(local, asked):
