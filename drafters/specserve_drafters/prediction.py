@@ -45,14 +45,14 @@ class Alignment:
         if len(self.end) > 2 * MAX_LENGTH:
             del self.end[:MAX_LENGTH]
         is_right = self.at < len(self.expected) and self.expected[self.at] == token
-        if self.at < len(self.expected) and not is_right:
-            self.missed[self.at] = min(self.missed[self.at] + 1, MOST_MISSES)
-        self.at += 1  # a token that differs stands for one, unless it turns out otherwise
         if is_right:
-            self.came[self.at - 1] = 1
+            self.came[self.at] = 1
             self.length = min(self.length + 1, MAX_LENGTH)
         else:
             self.length = 0
+            if self.at < len(self.expected):
+                self.missed[self.at] = min(self.missed[self.at] + 1, MOST_MISSES)
+        self.at += 1  # a token that differs stands for one, unless it turns out otherwise
         if self.length >= SURE_LENGTH:
             self.parted = self.at
         else:

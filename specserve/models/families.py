@@ -61,7 +61,6 @@ SMOLLM3 = LLAMA | {
     "use_sliding_window": False,
     "vocab_size": 128256,
 }
-
 PHI3 = LLAMA | {
     "hidden_size": 3072,
     "intermediate_size": 8192,
@@ -194,19 +193,11 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         is_fused=family.is_fused,
         windows=windows(fields, family, rotates),
         rope=rotates,
-        rope_parameters=rotary_embedding(written, family, max_positions, head_dim),
+        rope_parameters=rope.parse(
+            fields, max_positions, head_dim, family.rotates_a_share, family.rope_names
+        ),
         quantization=quantized.parse(written),
     )
-
-
-def rotary_embedding(
-    written: Mapping[str, Any], family: Family, max_positions: int, head_dim: int
-) -> RopeParameters:
-    original = "original_max_position_embeddings"
-    usual = {original: family.defaults[original]} if original in family.defaults else {}
-    theta, names = family.defaults["rope_theta"], family.rope_names
-    shares = family.rotates_a_share
-    return rope.parse(usual | {**written}, theta, max_positions, head_dim, shares, names)
 
 
 def find_family(fields: Mapping[str, Any]) -> tuple[str, Family]:

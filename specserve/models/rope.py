@@ -44,11 +44,10 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse(
     fields: Mapping[str, Any],
-    default_theta: float,
     max_positions: int,
     head_dim: int,
-    may_rotate_a_share: bool = False,
-    other_names: Mapping[str, str] | None = None,
+    may_rotate_a_share: bool,
+    other_names: Mapping[str, str],
 ) -> RopeParameters:
     """The rotary embedding of a config.json; ValueError if it is not supported.
 
@@ -60,9 +59,9 @@ def parse(
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters = {rope!r} is no table")
     outer = {key: fields[key] for key in ("rope_theta", "partial_rotary_factor") if key in fields}
-    rope = {"rope_theta": default_theta} | outer | rope
+    rope = outer | rope
     named = rope.get("rope_type", rope.get("type", "default"))
-    kind = (other_names or {}).get(str(named), str(named))
+    kind = other_names.get(str(named), str(named))
     refuse_unsupported(kind, rope, may_rotate_a_share)
     if "original_max_position_embeddings" in fields:
         rope["original_max_position_embeddings"] = fields["original_max_position_embeddings"]
@@ -156,7 +155,7 @@ def longrope(rope: Mapping[str, Any], theta: float, max_positions: int) -> RopeP
     """LongRoPE (Ding et al. 2402.13753), as Phi-3 has it."""
     original = length(rope)
     if original < 2:
-        raise ValueError(f"rope_parameters: original_max_position_embeddings = {original} is none")
+        raise ValueError(f"original_max_position_embeddings = {original} must be at least 2")
     ratio = max_positions / original
     factor = ratio if rope.get("factor") is None else number(rope, "factor")
     grown = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))

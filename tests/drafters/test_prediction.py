@@ -47,12 +47,13 @@ def test_of_equal_places_the_nearest_is_taken():
     assert followed(expected, [1, 2, 9, 3, 4, 8, 8, 9]).at == 6
 
 
-def test_a_text_that_repeats_itself_is_not_taken_back_to_the_same_difference():
-    output = [1, 2] * 60
+@pytest.mark.parametrize(("repeated", "most"), [([1], 8), ([1, 2], 6), ([1, 2, 3], 6)])
+def test_a_text_that_repeats_itself_is_not_taken_back_to_the_same_difference(repeated, most):
+    output = (repeated * 120)[:120]
     expected = [*output[:40], 7, 8, *output[40:80], 7, 8, *output[80:]]
     alignment = Alignment(expected)
     missed = sum(not alignment.follow(token) for token in output)
-    assert missed <= 6
+    assert missed <= most
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(0, 3), max_size=60))

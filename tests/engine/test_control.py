@@ -11,9 +11,11 @@ import pytest
 from msgspec.structs import replace
 
 from specserve import LLM, SamplingParams
+from specserve.engine.levels import Levels
 from specserve.engine.loading import load_weights
 from specserve.engine.planned_guesses import PlannedGuesses
 from specserve.errors import ConfigError
+from specserve.scheduling.cost import StepCosts
 from specserve.scheduling.trials import Turns
 from tests.checkpoints import tiny_checkpoint
 
@@ -53,9 +55,11 @@ def load(folders, **settings):
 
 @pytest.fixture
 def eager(monkeypatch):
-    """Sources are asked in every step."""
+    """Sources are asked in every step, and guesses take no time: no clock decides about them."""
     monkeypatch.setattr(PlannedGuesses, "is_promising", lambda *_: True)
     monkeypatch.setattr(Turns, "is_due", lambda *_: True)
+    monkeypatch.setattr(StepCosts, "seconds", lambda *_, **__: 1.0)
+    monkeypatch.setattr(Levels, "level_seconds", lambda *_: 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -93,15 +97,10 @@ def some_change(llm, chance, folders):
     )
 
 
+@pytest.mark.parametrize("seed", range(6))
 def test_requests_keep_their_texts_whatever_changes_between_their_steps(
-    folders, undisturbed, eager
+    folders, undisturbed, eager, seed
 ):
-    accepted = [accepted_under_changes(folders, undisturbed, seed) for seed in range(6)]
-    assert sum(accepted) > 0  # few in each: which sources there are changes every other step
-
-
-def accepted_under_changes(folders, undisturbed, seed):
-    """How many guesses were right while who guesses changed at random."""
     chance, changes, refused = random.Random(seed), [], []
     with load(folders, **{"drafter.model": str(folders["wide"])}) as llm:
 
@@ -113,10 +112,9 @@ def accepted_under_changes(folders, undisturbed, seed):
                 except ConfigError as e:
                     refused.append(str(e))
 
-        assert texts(llm, change) == undisturbed, f"seed {seed}"
+        assert texts(llm, change) == undisturbed
         assert len(changes) > 5 and len(refused) > 0 and llm.engine.pool.is_whole
-        assert llm.engine.stats.num_drafted > 0 and llm.engine.stats.drafter_errors == 0
-        return llm.engine.stats.num_accepted
+        assert llm.engine.stats.num_accepted > 0 and llm.engine.stats.drafter_errors == 0
 
 
 def test_a_draft_model_that_comes_to_running_requests_guesses_for_them(folders, eager):

@@ -71,6 +71,18 @@ COMMON = {  # for every family: what is read of it -> fields
     "yarn, as DeepSeek has it": {"rope_parameters": DEEPSEEK},
     "yarn, between dimensions": {"rope_parameters": YARN | {"truncate": False}},
     "yarn, of a short text": {"rope_parameters": YARN | {"original_max_position_embeddings": 6}},
+    "longrope": SMALL
+    | {
+        "hidden_size": 128,
+        "head_dim": 32,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "short_factor": [1.0 + i / 4 for i in range(16)],
+            "long_factor": [2.0] * 16,
+            "original_max_position_embeddings": 256,
+        },
+        "original_max_position_embeddings": 256,
+    },
     "all of the head rotates": {"partial_rotary_factor": 1.0},
     "a window": SMALL | {"sliding_window": 8},
     "no window": SMALL | {"sliding_window": None},
@@ -95,7 +107,7 @@ OWN = {
     },
     "Phi3ForCausalLM": {
         "a share of the head rotates": {"partial_rotary_factor": 0.75},
-        "longrope": {"rope_scaling": LONGROPE, "max_position_embeddings": 131072},
+        "longrope, old": {"rope_scaling": LONGROPE, "max_position_embeddings": 131072},
         "longrope, oldest name": {"rope_scaling": LONGROPE | {"type": "su", **OF_4096}},
         "longrope, not named so": {"rope_scaling": LONGROPE | {"type": "yarn"}},
         "longrope of a share": {
@@ -111,7 +123,7 @@ OWN = {
         },
     },
 }
-NOT_OF_PHI3 = re.compile("linear|yarn|llama3|two|theta, in both")  # transformers refuses them
+NOT_OF_PHI3 = re.compile("linear|yarn|llama3|two")  # transformers refuses them
 TABLE = {
     f"{family}: {name}": {"architectures": [family], **fields}
     for family in FAMILIES
@@ -172,5 +184,11 @@ def test_the_table_tells_the_kinds_of_rope_apart():
     """So that a kind that is read as another one fails."""
     ropes = {name: families.parse(fields).rope_parameters for name, fields in TABLE.items()}
     llama = {name: rope for name, rope in ropes.items() if name.startswith("Llama")}
-    assert {rope.kind for rope in llama.values()} == {"default", "linear", "llama3", "yarn"}
-    assert len({rope.attention_factor for rope in llama.values()}) == 4
+    assert {rope.kind for rope in llama.values()} == {
+        "default",
+        "linear",
+        "llama3",
+        "yarn",
+        "longrope",
+    }
+    assert len({rope.attention_factor for rope in llama.values()}) == 5

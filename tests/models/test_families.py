@@ -130,6 +130,14 @@ REFUSED = {  # what is wrong -> the change, the complaint
         PHI3 | {"rope_parameters": {"type": "su", "short_factor": 1, "long_factor": [1]}},
         "short_factor = 1 is no list",
     ),
+    "a first length of nothing": (
+        PHI3
+        | {
+            "rope_parameters": {"type": "longrope", "short_factor": [1], "long_factor": [1]},
+            "original_max_position_embeddings": 1,
+        },
+        "original_max_position_embeddings = 1 must be at least 2",
+    ),
     "no factors": (PHI3 | {"rope_parameters": {"type": "longrope"}}, "lack short_factor"),
 }
 

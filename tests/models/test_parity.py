@@ -24,6 +24,12 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LONG = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 5.0, 9.0]}
 LONGROPE = LONG | {"rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+LLAMA_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0, 9.0],
+}
 
 CASES = {  # family, what departs from its tiny checkpoint
     "llama": ("llama", {}),
@@ -64,6 +70,10 @@ CASES = {  # family, what departs from its tiny checkpoint
     "rope llama3": ("llama", {"rope_parameters": LLAMA3 | CONTEXT}),
     "rope yarn": ("qwen3", {"rope_parameters": YARN | CONTEXT}),
     "rope yarn, its factor given": ("qwen2", {"rope_parameters": YARN | {"attention_factor": 2.0}}),
+    "rope longrope, texts beyond the first length": (
+        "llama",
+        {"rope_parameters": LLAMA_LONGROPE | {"original_max_position_embeddings": 16}},
+    ),
     "rope in the old style": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
 }
 
