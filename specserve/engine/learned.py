@@ -4,6 +4,8 @@ from collections import defaultdict
 
 from specserve.engine.source import Pace
 from specserve.scheduling import Request
+from specserve.scheduling.cost import Step
+from specserve.scheduling.planner import Plan
 from specserve.scheduling.trials import Trials, Turns
 from specserve_drafters.calibration import Calibration
 from specserve_drafters.candidates import CHILDREN_BY
@@ -34,6 +36,7 @@ class Learned:
         self.planning = 0.0
         self.is_warm = False  # the first guesses take far longer
         self.left = 0.0  # seconds that taking successors over from logits may take, see harvest.py
+        self.last: tuple[Plan, Step] | None = None  # of its latest step alone that had a plan
         # Of the step:
         self.num_roots = 0
         self.passed = 1  # steps since the one before in which any request was asked

@@ -113,7 +113,7 @@ class PlannedGuesses:
         # Of the step:
         self.step = Step(0, 0, 0, 0)
         self.plan: Plan | None = None
-        self.last: tuple[Plan, Step] | None = None  # of the latest step that had a plan
+        self.alone: Learned | None = None  # of the owner that all its requests have, if one has
         self.roots: dict[int, Root] = {}  # by request
         self.promised: dict[int, float] = {}  # by request: seconds
         self.saved_by_guess = self.row_seconds = 0.0  # of an accepted guess, and of each
@@ -156,7 +156,9 @@ class PlannedGuesses:
 
     def next_step(self, scheduled: Sequence[ScheduledRequest]) -> None:
         each = [(self.learned_of(s.request), s.is_root) for s in scheduled]
-        for learned in {learned for learned, _ in each}:
+        owners = {learned for learned, _ in each}
+        self.alone = next(iter(owners)) if len(owners) == 1 else None
+        for learned in owners:
             learned.next_step()
         for learned, is_root in each:
             learned.num_roots += is_root
@@ -219,7 +221,8 @@ class PlannedGuesses:
         asks = [root.ask for root in roots]
         self.plan = self.planner.choose(asks, self.step, self.scheduler.guess_rows)
         self.cut(roots, self.plan)
-        self.last = self.plan, self.step
+        if self.alone is not None:
+            self.alone.last = self.plan, self.step
 
     def settle(self) -> None:
         """Note what an asked step has shown of the sources' pace, and of making guesses."""
@@ -512,13 +515,13 @@ class PlannedGuesses:
         return msgspec.structs.replace(
             state,
             calibration=calibration_state(learned.calibration),
-            plan=None if self.last is None else plan_state(*self.last),
+            plan=None if learned.last is None else plan_state(*learned.last),
         )
 
     def reset(self) -> None:
         self.planner = Planner(self.scheduler.costs)
         self.learned.reset()
-        self.roots, self.last = {}, None
+        self.roots, self.alone = {}, None
         for source in self.foreseen:
             source.reset()
         self.lately = {}

@@ -1,4 +1,4 @@
-"""What speculation goes by at present: sources, limits, costs, calibration and the last plan."""
+"""What speculation goes by at present: sources, limits, costs, calibration and a plan."""
 
 import msgspec
 
@@ -30,7 +30,7 @@ class GuessKind(msgspec.Struct, frozen=True):
 
 
 class PlanState(msgspec.Struct, frozen=True):
-    """The plan of the latest step that could have guesses."""
+    """The plan of a step that could have guesses."""
 
     roots: int
     prompt_rows: int
@@ -50,4 +50,4 @@ class SpeculationState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     costs: dict[str, CostState] = {}  # by model, "target" and "draft"
     tenant: int = 0  # whose requests without a salt `calibration` is learnt from
     calibration: dict[str, list[GuessKind]] = {}  # by source
-    plan: PlanState | None = None
+    plan: PlanState | None = None  # of that tenant's latest step without others' requests

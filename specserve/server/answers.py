@@ -94,7 +94,7 @@ class Speculation(Struct):
     costs           by model: what its steps take
     calibration     by source: how often its guesses were right, in requests without a salt and with
                     the API key that asks
-    plan            of the latest step that could have guesses
+    plan            of the latest step that could have guesses, and had such requests alone
     """
 
     object: Literal["speculation"]

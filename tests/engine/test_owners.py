@@ -6,6 +6,7 @@ from msgspec.structs import replace
 from specserve.engine import source as sources_of_guesses
 from specserve.exchange.caller import Caller
 from specserve.exchange.sampling_params import Sampling
+from specserve.exchange.speculation_state import SpeculationState
 from specserve.scheduling import trials
 from specserve_bench.merged import RowCosts
 from specserve_drafters.candidates import Candidate
@@ -179,3 +180,16 @@ def test_a_key_is_told_what_its_own_requests_have_shown(target, clock, text):
     told = [engine.speculation(tenant) for tenant in range(3)]
     assert [bool(state.calibration) for state in told] == [False, True, False]
     assert [state.tenant for state in told] == [0, 1, 2]
+
+
+def test_a_plan_is_told_to_whom_all_of_its_step_was(target, clock, text):
+    engine = engine_of(target, clock, text, names=["ngram", "known"])
+    told = SpeculationState(tenant=1)
+    steps_of(engine, tenant=1, max_tokens=8)
+    own = engine.guesses.tell(told).plan
+    engine.add_choices(PROMPT, [GREEDY], caller=Caller(1, 1))
+    engine.add_choices(PROMPT, [replace(GREEDY, seed=1)], caller=Caller(2, 2))
+    for _ in range(8):
+        engine.step()
+    assert own is not None and engine.guesses.tell(told).plan == own
+    assert engine.guesses.tell(replace(told, tenant=2)).plan is None

@@ -290,6 +290,7 @@ def test_a_key_is_told_of_its_own_requests_alone(tmp_path, monkeypatch):
         assert server.post(COMPLETIONS, completion_body(), headers=second).status == 200
         told = [server.get("/v1/speculation", headers=key).body for key in (first, second)]
     assert told[0]["calibration"] == {} and "ngram" in told[1]["calibration"]
+    assert told[0]["plan"] is None and told[1]["plan"] is not None
     assert told[0].keys() == told[1].keys() and "tenant" not in told[0]
 
 
