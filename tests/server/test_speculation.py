@@ -281,9 +281,9 @@ def test_the_state_is_told_while_requests_run_and_while_none_does(server):
         assert server.get("/v1/speculation").body.keys() == state.keys()
 
 
+@pytest.mark.usefixtures("server")  # whose clock is that of all engines
 def test_a_key_is_told_of_its_own_requests_alone(tmp_path, monkeypatch):
     (tmp_path / "keys").write_text("first\nsecond\n")
-    Clock(monkeypatch)
     first, second = ({"Authorization": f"Bearer {key}"} for key in ("first", "second"))
     monkeypatch.setattr(ServerProcess, "headers", first)  # of whoever waits until it is ready
     with server_threads(DEMO_TARGET, **{"server.api_key_file": str(tmp_path / "keys")}) as server:
