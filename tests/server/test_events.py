@@ -56,7 +56,8 @@ def test_a_step_that_cannot_be_written_ends_its_stream_with_an_error(folder_serv
         raise RuntimeError("no text")
 
     monkeypatch.setattr(response, "json_text", fail)
-    *_, error, done = folder_server.stream(COMPLETIONS, {"prompt": [5] * 8, "max_tokens": 200})
+    asked = {"prompt": [5] * 8, "max_tokens": 200, "ignore_eos": True}
+    *_, error, done = folder_server.stream(COMPLETIONS, asked)
     assert done == "[DONE]" and error["error"]["type"] == "server_error"
 
 
