@@ -414,7 +414,7 @@ def test_a_chat_shows_its_tools_to_the_template(folder, tmp_path):
 
 def test_a_stream_ends_when_the_llm_is_closed(folder):
     with load(folder) as llm:
-        stream = llm.stream("the cat", SamplingParams(max_tokens=400))
+        stream = llm.stream("the cat", SamplingParams(max_tokens=400, ignore_eos=True))
         next(stream)
     with pytest.raises(StopIteration) as end:
         next(stream)
