@@ -21,6 +21,39 @@ FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the 
     "qwen3": {"model_type": "qwen3"},
     "smollm": {"model_type": "llama", "tie_word_embeddings": True},
     "phi3": {"model_type": "phi3"},
+    "gemma2": {
+        "model_type": "gemma2",
+        "attn_logit_softcapping": 2.0,  # low enough that it bends the scores of these weights
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 7,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 7,
+    },
+    "olmo2": {"model_type": "olmo2"},
+    "granite": {
+        "model_type": "granite",
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.5,
+        "residual_multiplier": 0.7,
+    },
+    "glm4": {"model_type": "glm4", "attention_bias": True},
+    "cohere2": {
+        "model_type": "cohere2",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "logit_scale": 0.6,
+        "sliding_window": 7,
+    },
+    "exaone4": {
+        "model_type": "exaone4",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 7,
+    },
 }
 
 SIZES: dict[str, Any] = {

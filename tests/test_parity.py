@@ -18,6 +18,10 @@ CASES = {  # family, what departs from its tiny checkpoint
         {"sliding_window": 9, "partial_rotary_factor": 0.5},
     ),
 }
+CASES |= {
+    name: (name, {})
+    for name in ("gemma2", "gemma3", "olmo2", "granite", "glm4", "cohere2", "exaone4")
+}
 NEW = 24
 PROMPTS = [[(7 * i * i + n) % 300 + 2 for i in range(n)] for n in (1, 5, 15, 16, 17, 40, 70, 100)]
 PROMPTS[3] = [9, 8, 7, 6] * 4  # for the lookup drafter

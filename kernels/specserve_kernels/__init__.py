@@ -89,12 +89,29 @@ class Ops(Protocol):
     def linear(self, x: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor: ...
 
     def linear_add(
-        self, x: Tensor, packed: Any, bias: Tensor | None, residual: Tensor
+        self,
+        x: Tensor,
+        packed: Any,
+        bias: Tensor | None,
+        residual: Tensor,
+        factor: float = 1.0,
     ) -> Tensor: ...
 
-    def linear_silu_mul(self, x: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor: ...
+    def linear_gated(
+        self, x: Tensor, packed: Any, bias: Tensor | None = None, gate: str = "silu"
+    ) -> Tensor: ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def layer_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def rms_norm_add(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor: ...
+
+    def rms_norm_columns(self, x: Tensor, begin: int, weight: Tensor, eps: float) -> Tensor: ...
+
+    def scale(self, x: Tensor, factor: float) -> Tensor: ...
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor: ...
 
     def plan(
         self,
@@ -103,6 +120,7 @@ class Ops(Protocol):
         num_heads: int,
         windows: Sequence[int | None] = NO_WINDOW,
         also: Sequence[Tensor] = (),
+        has_plain_scores: bool = True,
     ) -> Any: ...
 
     def rope_write_kv(
@@ -110,7 +128,14 @@ class Ops(Protocol):
     ) -> Tensor: ...
 
     def attention(
-        self, q: Tensor, kv: KVLayer, plan: Any, scale: float, window: int | None = None
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        plan: Any,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor: ...
 
     def program(

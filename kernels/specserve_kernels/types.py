@@ -89,7 +89,7 @@ class Rotary(NamedTuple):
 class QKNorm(NamedTuple):
     """RMSNorm of every query and key head before the rotation.
 
-    q, k  [D]  the model's dtype
+    q, k  [D]  float32
     """
 
     q: Tensor

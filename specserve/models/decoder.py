@@ -1,4 +1,4 @@
-"""The decoder of the Llama family, written against the ops alone."""
+"""The decoder of the Llama family and its relatives, written against the ops alone."""
 
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -10,25 +10,30 @@ from specserve.memory import KVLayout
 from specserve.models.families import DecoderConfig
 from specserve.models.weight import Weight
 from specserve.models.weight_forms import WeightForms
-from specserve_kernels import KVCache, Ops, QKNorm, Rotary, Rows
+from specserve_kernels import KVCache, KVLayer, Ops, QKNorm, Rotary, Rows
 
 
 class Layer(NamedTuple):
-    """One layer's weights and settings; linear maps are packed, an absent bias is None."""
+    """One layer's weights and settings; linear maps are packed, what is absent is None. Norms have
+    the places of `Norms`, and float32 weights.
+    """
 
     window: int | None
     rotary: Rotary
     qk_norm: QKNorm | None
-    attention_norm: Tensor
+    attention_norm: Tensor | None
     qkv: Any
     qkv_bias: Tensor | None
     out: Any
     out_bias: Tensor | None
-    mlp_norm: Tensor
+    after_attention: Tensor | None
+    mlp_norm: Tensor | None
     gate_up: Any
     gate_up_bias: Tensor | None
     down: Any
     down_bias: Tensor | None
+    after_mlp: Tensor | None = None
+    sinks: Tensor | None = None  # as of `Ops.attention`
 
 
 class Weights(NamedTuple):
@@ -36,8 +41,9 @@ class Weights(NamedTuple):
 
     embedding  [V, hidden]  the model's dtype, or codes
     layers     L of them
-    norm       [hidden]     before the head
+    norm       [hidden]     before the head, float32
     head       packed [V, hidden]
+    dtype      of the activations
     forms      what of this is codes, and how many bytes it has
     """
 
@@ -45,6 +51,7 @@ class Weights(NamedTuple):
     layers: tuple[Layer, ...]
     norm: Tensor
     head: Any
+    dtype: torch.dtype
     forms: WeightForms = WeightForms()
 
 
@@ -59,8 +66,8 @@ class Decoder:
         self.ops = ops
         self.rotary = rotary
         self.weights = weights
-        self.scale = config.head_dim**-0.5
         self.windows = tuple(dict.fromkeys(config.windows))
+        self.embedding_scale = rounded(config.embedding_scale, self.dtype)
 
     def on(self, ops: Ops) -> "Decoder":
         """The same model with other ops: a program's forward is recorded on such a one."""
@@ -73,7 +80,7 @@ class Decoder:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the activations."""
-        return self.weights.norm.dtype
+        return self.weights.dtype
 
     def kv_layouts(self, dtype: torch.dtype | None = None) -> tuple[KVLayout, ...]:
         """The layout of each layer's KV, of this dtype; None is that of the activations."""
@@ -82,36 +89,67 @@ class Decoder:
 
     def plan(self, rows: Rows, kv: KVCache, also: Sequence[Tensor] = ()) -> Any:
         """The plan that all layers share; `plan.also` are the given tensors on the ops' device."""
-        return self.ops.plan(rows, kv, self.num_heads, self.windows, also)
+        plain = self.config.score_cap is None and all(x.sinks is None for x in self.weights.layers)
+        return self.ops.plan(rows, kv, self.num_heads, self.windows, also, plain)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The residual stream before the first layer, [R, hidden], of token ids [R] int64."""
-        return self.ops.embed(self.weights.embedding, token_ids, self.dtype)
+        embedded = self.ops.embed(self.weights.embedding, token_ids, self.dtype)
+        factor = self.embedding_scale
+        return embedded if factor == 1 else self.ops.scale(embedded, factor)
 
     def forward(
         self, residual: Tensor, kv: KVCache, plan: Any, taps: Collection[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """The residual stream after the last layer, and as it came into the layers in `taps`.
 
-        residual  [R, hidden]  the model's dtype; it is written to
+        residual  [R, hidden]  what `embed` gives; it is written to
         ->        [R, hidden]  what `logits` takes; and by layer, transformers' hidden_states[i]
         """
-        ops, eps, scale = self.ops, self.config.rms_eps, self.scale
         if unknown := set(taps).difference(range(len(kv.layers))):
             raise ValueError(f"no layers {sorted(unknown)} to tap: there are {len(kv.layers)}")
         tapped = {}
         for i, (layer, cache) in enumerate(zip(self.weights.layers, kv.layers, strict=True)):
             if i in taps:
-                tapped[i] = ops.copy(residual)
-            h = ops.rms_norm(residual, layer.attention_norm, eps)
-            qkv = ops.linear(h, layer.qkv, layer.qkv_bias)
-            q = ops.rope_write_kv(qkv, layer.rotary, layer.qk_norm, cache, plan)
-            h = ops.attention(q, cache, plan, scale, layer.window)
-            residual = ops.linear_add(h, layer.out, layer.out_bias, residual)
-            h = ops.rms_norm(residual, layer.mlp_norm, eps)
-            h = ops.linear_silu_mul(h, layer.gate_up, layer.gate_up_bias)
-            residual = ops.linear_add(h, layer.down, layer.down_bias, residual)
+                tapped[i] = self.ops.copy(residual)
+            residual = self.layer(layer, residual, cache, plan)
         return residual, tapped
+
+    def layer(self, layer: Layer, residual: Tensor, cache: KVLayer, plan: Any) -> Tensor:
+        ops, c = self.ops, self.config
+        read = self.norm(residual, layer.attention_norm)
+        h = self.attention(layer, read, cache, plan)
+        residual = self.add(h, layer.out, layer.out_bias, layer.after_attention, residual)
+        if not c.family.is_parallel:
+            read = self.norm(residual, layer.mlp_norm)
+        h = ops.linear_gated(read, layer.gate_up, layer.gate_up_bias, c.activation)
+        return self.add(h, layer.down, layer.down_bias, layer.after_mlp, residual)
+
+    def attention(self, layer: Layer, h: Tensor, cache: KVLayer, plan: Any) -> Tensor:
+        ops, c, qk_norm = self.ops, self.config, layer.qk_norm
+        qkv = ops.linear(h, layer.qkv, layer.qkv_bias)
+        if qk_norm is not None and c.family.qk_norm == "width":
+            qkv = ops.rms_norm_columns(qkv, 0, qk_norm.q, qk_norm.eps)
+            qkv = ops.rms_norm_columns(qkv, len(qk_norm.q), qk_norm.k, qk_norm.eps)
+            qk_norm = None
+        q = ops.rope_write_kv(qkv, layer.rotary, qk_norm, cache, plan)
+        scores = c.score_scale, layer.window, c.score_cap, layer.sinks
+        return ops.attention(q, cache, plan, *scores)
+
+    def norm(self, residual: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            return residual
+        norm = self.ops.layer_norm if self.config.family.is_centered else self.ops.rms_norm
+        return norm(residual, weight, self.config.norm_eps)
+
+    def add(
+        self, h: Tensor, packed: Any, bias: Tensor | None, norm: Tensor | None, residual: Tensor
+    ) -> Tensor:
+        """Add a linear map's result to the residual stream, normalized where there is a norm."""
+        ops, c = self.ops, self.config
+        if norm is None:
+            return ops.linear_add(h, packed, bias, residual, c.residual_scale)
+        return ops.rms_norm_add(ops.linear(h, packed, bias), norm, c.norm_eps, residual)
 
     def logits(self, residual: Tensor, rows: Tensor) -> Tensor:
         """The logits after some rows: the final norm and the head, for those rows only.
@@ -121,5 +159,12 @@ class Decoder:
         ->        [n, V]       the model's dtype
         """
         ops, weights = self.ops, self.weights
-        hidden = ops.rms_norm(ops.take_rows(residual, rows), weights.norm, self.config.rms_eps)
-        return ops.linear(hidden, weights.head)
+        hidden = self.norm(ops.take_rows(residual, rows), weights.norm)
+        logits = ops.linear(hidden, weights.head)
+        cap = self.config.logit_cap
+        return logits if cap is None else ops.soft_cap(logits, cap)
+
+
+def rounded(number: float, dtype: torch.dtype) -> float:
+    """As a model of this dtype has it."""
+    return torch.tensor(number, dtype=dtype).item()

@@ -1,5 +1,6 @@
 """The supported model families, and the decoder's shape as config.json describes it."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -71,44 +72,263 @@ PHI3 = LLAMA | {
 }
 
 
+GEMMA2 = LLAMA | {
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 2,
+    "tie_word_embeddings": True,
+    "use_bidirectional_attention": False,
+    "vocab_size": 256000,
+}
+GEMMA3 = GEMMA2 | {
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "max_position_embeddings": 131072,
+    "rope_local_base_freq": 10_000.0,
+    "rope_theta": 1_000_000.0,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262208,
+}
+OLMO2 = LLAMA | {"rms_norm_eps": 1e-5, "vocab_size": 50304}
+GRANITE = LLAMA | {
+    "attention_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "residual_multiplier": 1.0,
+}
+GLM4 = LLAMA | {
+    "attention_bias": True,
+    "head_dim": 128,
+    "intermediate_size": 13696,
+    "max_position_embeddings": 131072,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 0.00000015625,
+    "vocab_size": 151552,
+}
+COHERE2 = LLAMA | {
+    "hidden_size": 8192,
+    "intermediate_size": 22528,
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 40,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 4,
+    "tie_word_embeddings": True,
+    "vocab_size": 256000,
+}
+EXAONE4 = LLAMA | {
+    "intermediate_size": 16384,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 4,
+    "vocab_size": 102400,
+}
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # as `Ops.linear_gated` has them
+
+
+class Norms(msgspec.Struct, frozen=True, kw_only=True):
+    """The names of a layer's norms in a checkpoint; None: there is none in this place.
+
+    Those before attention and MLP normalize what they read of the residual stream, those after them
+    what is added to it.
+    """
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+NORMS_AFTER = Norms(
+    before_attention=None,
+    after_attention="post_attention_layernorm",
+    before_mlp=None,
+    after_mlp="post_feedforward_layernorm",
+)
+NORMS_OF_GEMMA = Norms(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+NORMS_OF_GLM = Norms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
+
+
+class Keys(msgspec.Struct, frozen=True, kw_only=True):
+    """A family's names of fields in config.json; None: it has none."""
+
+    activation: str = "hidden_act"
+    norm_eps: str = "rms_norm_eps"
+    query_scalar: str | None = None  # scores are divided by its root
+    score_scale: str | None = None  # scores are multiplied by it; both None: by 1 / sqrt(head_dim)
+    embedding_scale: str | None = None
+    residual_scale: str | None = None  # what layers add to the residual stream is multiplied by it
+    logit_scale: str | None = None
+    logit_divisor: str | None = None
+    score_cap: str | None = None
+    logit_cap: str | None = None
+    local_theta: str | None = None  # of layers with a window
+
+
+GEMMA_KEYS = Keys(
+    activation="hidden_activation",
+    query_scalar="query_pre_attn_scalar",
+    score_cap="attn_logit_softcapping",
+    logit_cap="final_logit_softcapping",
+)
+
+
 class Family(msgspec.Struct, frozen=True, kw_only=True):
     """What a family's code fixes, whatever its config says; None: the config's value is taken."""
 
+    models: str  # known ones, for the documentation
     defaults: Mapping[str, Any]
+    keys: Keys = Keys()
     qkv_bias: bool | None = None  # None: attention_bias
     out_bias: bool | None = None  # None: attention_bias
     mlp_bias: bool | None = None  # None: mlp_bias
-    qk_norm: bool = False
-    is_fused: bool = False  # the checkpoint has queries, keys and values in one map, and the MLP's
+    qk_norm: Literal["none", "heads", "width"] = "none"  # of each head, or of all of them together
+    norms: Norms = Norms()
+    adds_one: bool = False  # to the weights of norms
+    is_centered: bool = False  # norms are LayerNorm
+    is_parallel: bool = False  # the MLP reads what attention reads
+    scales_by_width: bool = False  # embeddings, by sqrt(hidden_size)
+    fuses_qkv: bool = False  # the checkpoint has queries, keys and values in one map
+    fuses_gate_up: bool = False
     rotates_a_share: bool = False  # of each head's dimensions, by partial_rotary_factor
+    rotates_neighbors: bool = False  # a pair are dimensions 2i and 2i + 1, not i and i + D/2
     rope_names: Mapping[str, str] = {}  # its own for kinds of rotary embedding
     # Which layers have the sliding_window where there are no layer_types: those from
-    # max_window_layers on, or those without rotary embedding, if use_sliding_window says so.
-    windowed: Literal["none", "all", "upper", "unrotated"] = "none"
+    # max_window_layers on, or those without rotary embedding, if use_sliding_window says so; or all
+    # but each sliding_window_pattern-th.
+    windowed: Literal["none", "all", "upper", "unrotated", "pattern"] = "none"
+    # Which layers rotate: as no_rope_layers says, or those with a window, or these, but all where
+    # there is no sliding_window.
+    rotated: Literal["named", "windowed", "windowed if any"] = "named"
 
 
 # SmolLM and SmolLM2 are LlamaForCausalLM.
 FAMILIES = {
-    "LlamaForCausalLM": Family(defaults=LLAMA),
+    "LlamaForCausalLM": Family(
+        models="Llama 2, 3, 3.1, 3.2 (text), SmolLM, SmolLM2, TinyLlama, many others in this form",
+        defaults=LLAMA,
+    ),
     "MistralForCausalLM": Family(
-        defaults=MISTRAL, qkv_bias=False, out_bias=False, mlp_bias=False, windowed="all"
+        models="Mistral 7B and others of the family without vision or experts",
+        defaults=MISTRAL,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        windowed="all",
     ),
     "Qwen2ForCausalLM": Family(
-        defaults=QWEN2, qkv_bias=True, out_bias=False, mlp_bias=False, windowed="upper"
+        models="Qwen 2, Qwen 2.5",
+        defaults=QWEN2,
+        qkv_bias=True,
+        out_bias=False,
+        mlp_bias=False,
+        windowed="upper",
     ),
     "Qwen3ForCausalLM": Family(
-        defaults=QWEN2 | {"head_dim": 128}, mlp_bias=False, qk_norm=True, windowed="upper"
+        models="Qwen 3, dense",
+        defaults=QWEN2 | {"head_dim": 128},
+        mlp_bias=False,
+        qk_norm="heads",
+        windowed="upper",
     ),
-    "SmolLM3ForCausalLM": Family(defaults=SMOLLM3, windowed="unrotated"),
+    "SmolLM3ForCausalLM": Family(models="SmolLM3", defaults=SMOLLM3, windowed="unrotated"),
     "Phi3ForCausalLM": Family(
+        models="Phi-3 mini and medium, Phi-3.5 mini, Phi-4, Phi-4 mini",
         defaults=PHI3,
         qkv_bias=False,
         out_bias=False,
         mlp_bias=False,
-        is_fused=True,
+        fuses_qkv=True,
+        fuses_gate_up=True,
         rotates_a_share=True,
         rope_names={"su": "longrope", "yarn": "longrope"},
         windowed="all",
+    ),
+    "Gemma2ForCausalLM": Family(
+        models="Gemma 2",
+        defaults=GEMMA2,
+        keys=GEMMA_KEYS,
+        mlp_bias=False,
+        norms=NORMS_OF_GEMMA,
+        adds_one=True,
+        scales_by_width=True,
+        windowed="pattern",
+    ),
+    "Gemma3ForCausalLM": Family(
+        models="Gemma 3 without vision: 270M, 1B",
+        defaults=GEMMA3,
+        keys=msgspec.structs.replace(GEMMA_KEYS, local_theta="rope_local_base_freq"),
+        mlp_bias=False,
+        qk_norm="heads",
+        norms=NORMS_OF_GEMMA,
+        adds_one=True,
+        scales_by_width=True,
+        windowed="pattern",
+    ),
+    "Olmo2ForCausalLM": Family(
+        models="OLMo 2", defaults=OLMO2, mlp_bias=False, qk_norm="width", norms=NORMS_AFTER
+    ),
+    "GraniteForCausalLM": Family(
+        models="Granite 3, dense",
+        defaults=GRANITE,
+        keys=Keys(
+            score_scale="attention_multiplier",
+            embedding_scale="embedding_multiplier",
+            residual_scale="residual_multiplier",
+            logit_divisor="logits_scaling",
+        ),
+    ),
+    "Glm4ForCausalLM": Family(
+        models="GLM-4 of 2025: GLM-4-0414, GLM-Z1",
+        defaults=GLM4,
+        out_bias=False,
+        mlp_bias=False,
+        norms=NORMS_OF_GLM,
+        fuses_gate_up=True,
+        rotates_a_share=True,
+        rotates_neighbors=True,
+    ),
+    "Cohere2ForCausalLM": Family(
+        models="Command R7B, Command A",
+        defaults=COHERE2,
+        keys=Keys(norm_eps="layer_norm_eps", logit_scale="logit_scale"),
+        mlp_bias=False,
+        norms=Norms(before_mlp=None),
+        is_centered=True,
+        is_parallel=True,
+        rotates_neighbors=True,
+        windowed="pattern",
+        rotated="windowed",
+    ),
+    "Exaone4ForCausalLM": Family(
+        models="EXAONE 4",
+        defaults=EXAONE4,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm="heads",
+        norms=NORMS_AFTER,
+        windowed="pattern",
+        rotated="windowed if any",
     ),
 }
 
@@ -125,28 +345,53 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     intermediate_size: int
     vocab_size: int
     max_positions: int
-    rms_eps: float
+    norm_eps: float
+    activation: str  # of the MLP's gate: as `Ops.linear_gated` has them
+    score_scale: float
+    score_cap: float | None
+    embedding_scale: float
+    residual_scale: float  # what layers add to the residual stream is multiplied by it
+    logit_scale: float
+    logit_cap: float | None
     tied: bool  # the head is the embedding table, unless the checkpoint has one of its own
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
-    qk_norm: bool
-    is_fused: bool  # as of Family
+    family: Family
     windows: tuple[int | None, ...]  # by layer; None is full attention
     rope: tuple[bool, ...]  # by layer; whether it has rotary embedding
     rope_parameters: RopeParameters
+    local_rope_parameters: RopeParameters  # of layers with a window
     quantization: Quantization | None
 
     @property
     def qkv_names(self) -> list[str]:
         """Of a layer's maps to queries, keys and values."""
-        parts = ["qkv"] if self.is_fused else ["q", "k", "v"]
+        parts = ["qkv"] if self.family.fuses_qkv else ["q", "k", "v"]
         return [f"self_attn.{part}_proj" for part in parts]
 
     @property
     def gate_up_names(self) -> list[str]:
-        parts = ["gate_up"] if self.is_fused else ["gate", "up"]
+        parts = ["gate_up"] if self.family.fuses_gate_up else ["gate", "up"]
         return [f"mlp.{part}_proj" for part in parts]
+
+    @property
+    def norm_names(self) -> list[str]:
+        """Of a layer's norms of rows as wide as the residual stream."""
+        norms = self.family.norms
+        places = norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp
+        return [name for name in places if name is not None]
+
+    @property
+    def qk_norm_widths(self) -> tuple[int, int] | None:
+        """Of the norms of queries and of keys; None if there are none."""
+        match self.family.qk_norm:
+            case "none":
+                return None
+            case "heads":
+                return self.head_dim, self.head_dim
+            case "width":
+                return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
     @property
     def num_layer_weights(self) -> int:
@@ -169,11 +414,21 @@ def load_config(folder: Path) -> DecoderConfig:
 def parse(written: dict[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes; ValueError says what cannot be served, and why."""
     architecture, family = find_family(written)
-    fields = {**family.defaults, **written}
-    if fields["hidden_act"] != "silu":
-        raise ValueError(f"hidden_act = {fields['hidden_act']!r} is not supported: only 'silu' is")
+    fields, keys = {**family.defaults, **written}, family.keys
+    if fields.get("use_bidirectional_attention"):
+        raise ValueError(
+            "use_bidirectional_attention = true is not supported: tokens see earlier ones"
+        )
     heads, kv_heads, head_dim = head_shape(fields)
-    max_positions, rotates = positive(fields, "max_position_embeddings"), rotating_layers(fields)
+    max_positions, rotates = positive(fields, "max_position_embeddings"), named_to_rotate(fields)
+    seen = windows(fields, family, rotates)
+    if family.rotated == "windowed" or (family.rotated != "named" and fields["sliding_window"]):
+        rotates = tuple(window is not None for window in seen)
+
+    def rope_of(told: Mapping[str, Any]) -> RopeParameters:
+        shares, names = family.rotates_a_share, family.rope_names
+        return rope.parse(told, max_positions, head_dim, shares, names)
+
     return DecoderConfig(
         architecture=architecture,
         num_layers=len(rotates),
@@ -184,18 +439,23 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         intermediate_size=positive(fields, "intermediate_size"),
         vocab_size=positive(fields, "vocab_size"),
         max_positions=max_positions,
-        rms_eps=norm_eps(fields),
+        norm_eps=norm_eps(fields, keys.norm_eps),
+        activation=activation(fields, keys.activation),
+        score_scale=score_scale(fields, keys, head_dim),
+        score_cap=optional_number(fields, keys.score_cap),
+        embedding_scale=embedding_scale(fields, family),
+        residual_scale=optional_number(fields, keys.residual_scale) or 1.0,
+        logit_scale=logit_scale(fields, keys),
+        logit_cap=optional_number(fields, keys.logit_cap),
         tied=flag(fields, "tie_word_embeddings"),
         qkv_bias=either(family.qkv_bias, fields, "attention_bias"),
         out_bias=either(family.out_bias, fields, "attention_bias"),
         mlp_bias=either(family.mlp_bias, fields, "mlp_bias"),
-        qk_norm=family.qk_norm,
-        is_fused=family.is_fused,
-        windows=windows(fields, family, rotates),
+        family=family,
+        windows=seen,
         rope=rotates,
-        rope_parameters=rope.parse(
-            fields, max_positions, head_dim, family.rotates_a_share, family.rope_names
-        ),
+        rope_parameters=rope_of(global_rope(fields)),
+        local_rope_parameters=rope_of(local_rope(fields, keys) or global_rope(fields)),
         quantization=quantized.parse(written),
     )
 
@@ -238,11 +498,67 @@ def head_size(fields: Mapping[str, Any], heads: int) -> int:
     return hidden // heads
 
 
-def norm_eps(fields: Mapping[str, Any]) -> float:
-    eps = fields["rms_norm_eps"]
+def norm_eps(fields: Mapping[str, Any], key: str) -> float:
+    eps = fields[key]
     if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps <= 1:
-        raise ValueError(f"rms_norm_eps = {eps!r} must be a number from 0 to 1")
+        raise ValueError(f"{key} = {eps!r} must be a number from 0 to 1")
     return float(eps)
+
+
+def activation(fields: Mapping[str, Any], key: str) -> str:
+    named = fields[key]
+    if not isinstance(named, str) or named not in ACTIVATIONS:
+        raise ValueError(f"{key} = {named!r} is not supported: {', '.join(ACTIVATIONS)} are")
+    return ACTIVATIONS[named]
+
+
+def score_scale(fields: Mapping[str, Any], keys: Keys, head_dim: int) -> float:
+    if keys.score_scale is not None:
+        return number(fields, keys.score_scale)
+    root = math.sqrt(number(fields, keys.query_scalar) if keys.query_scalar else head_dim)
+    return 1.0 / root
+
+
+def embedding_scale(fields: Mapping[str, Any], family: Family) -> float:
+    if family.scales_by_width:
+        return math.sqrt(positive(fields, "hidden_size"))
+    return optional_number(fields, family.keys.embedding_scale) or 1.0
+
+
+def logit_scale(fields: Mapping[str, Any], keys: Keys) -> float:
+    if keys.logit_divisor is not None:
+        return 1.0 / number(fields, keys.logit_divisor)
+    return optional_number(fields, keys.logit_scale) or 1.0
+
+
+def global_rope(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields with the rotary embedding of layers without a window, where there are two."""
+    told = fields.get("rope_parameters")
+    if not isinstance(told, dict) or "full_attention" not in told:
+        return fields
+    return {**fields, "rope_parameters": told["full_attention"]}
+
+
+def local_rope(fields: Mapping[str, Any], keys: Keys) -> Mapping[str, Any] | None:
+    """The fields with the rotary embedding of layers with a window; None: it is that of all."""
+    told = fields.get("rope_parameters")
+    if isinstance(told, dict) and "sliding_attention" in told:
+        return {**fields, "rope_scaling": None, "rope_parameters": told["sliding_attention"]}
+    if keys.local_theta is None:
+        return None
+    theta = {"rope_theta": fields[keys.local_theta]}
+    return {**fields, "rope_scaling": None, "rope_parameters": theta}
+
+
+def optional_number(fields: Mapping[str, Any], key: str | None) -> float | None:
+    return None if key is None or fields[key] is None else number(fields, key)
+
+
+def number(fields: Mapping[str, Any], key: str) -> float:
+    value = fields[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-6 <= value <= 1e6:
+        raise ValueError(f"{key} = {value!r} must be a number from 1e-6 to 1e6")
+    return float(value)
 
 
 def windows(
@@ -273,6 +589,9 @@ def windowed_layers(
     if family.windowed == "unrotated":
         is_used = flag(fields, "use_sliding_window")
         return [is_used and not rotating for rotating in rotates]
+    if family.windowed == "pattern":
+        every = positive(fields, "sliding_window_pattern") if fields["sliding_window"] else 1
+        return [(i + 1) % every != 0 for i in range(len(rotates))]
     return [family.windowed == "all"] * len(rotates)
 
 
@@ -288,8 +607,8 @@ def layer_window(kind: Any, window: Any) -> int | None:
     return int(window)
 
 
-def rotating_layers(fields: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Whether a layer has rotary embedding, by layer."""
+def named_to_rotate(fields: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Whether a layer has rotary embedding, by layer, as the config names them."""
     num_layers = positive(fields, "num_hidden_layers", MAX_LAYERS)
     layers = fields["no_rope_layers"]  # 1 means rotary embedding, despite the name
     if layers is None and "no_rope_layer_interval" in fields:
@@ -349,8 +668,8 @@ def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     hidden, inner, D = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * D, config.num_kv_heads * D
     qkv, gate_up = [q, kv, kv], [inner, inner]
-    if config.is_fused:
-        qkv, gate_up = [sum(qkv)], [sum(gate_up)]
+    qkv = [sum(qkv)] if config.family.fuses_qkv else qkv
+    gate_up = [sum(gate_up)] if config.family.fuses_gate_up else gate_up
     linears = dict[str, tuple[int, int, bool]]()  # name -> output width, input width, has a bias
     for name, out in zip(config.qkv_names, qkv, strict=True):
         linears[name] = out, hidden, config.qkv_bias
@@ -358,12 +677,9 @@ def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     for name, out in zip(config.gate_up_names, gate_up, strict=True):
         linears[name] = out, hidden, config.mlp_bias
     linears["mlp.down_proj"] = hidden, inner, config.mlp_bias
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    if config.qk_norm:
-        shapes |= {"self_attn.q_norm.weight": (D,), "self_attn.k_norm.weight": (D,)}
+    shapes: dict[str, tuple[int, ...]] = {f"{n}.weight": (hidden,) for n in config.norm_names}
+    for part, width in zip("qk", config.qk_norm_widths or (), strict=False):
+        shapes[f"self_attn.{part}_norm.weight"] = (width,)
     for name, (out, width, has_bias) in linears.items():
         shapes[f"{name}.weight"] = (out, width)
         if has_bias:

@@ -6,7 +6,7 @@ import mmap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -19,6 +19,7 @@ from specserve.models.decoder import Decoder, Layer, Weights
 from specserve.models.families import DecoderConfig
 from specserve.models.quantized.config import Quantization
 from specserve.models.quantized.maps import QuantizedMaps
+from specserve.models.rope import RopeParameters
 from specserve.models.rounding import AS_STORED, Rounding
 from specserve.models.source import open_source
 from specserve.models.weight import Weight, form_of, fuse, num_bytes, table_bytes, take
@@ -60,12 +61,39 @@ def load_decoder(
         )
     # A tree's nodes stand at positions beyond the last known token.
     context = max_len or config.max_positions
-    rope = config.rope_parameters.of_context(context)
-    tables = rotary.tables(rope, config.head_dim, context + TREE_SLOTS)
-    table = Rotary(*map(ops.place, tables))
-    weights = read_weights(reader, config, table)
+    tables = rotary_tables(config, context, ops)
+    weights = read_weights(reader, config, tables)
     warn_of_activations(folder, config.quantization, weights.forms)
-    return Decoder(config, ops, table, weights)
+    return Decoder(config, ops, tables.all_positions, weights)
+
+
+class Tables(NamedTuple):
+    """The rotary embedding of layers that see all positions, of those with a window, and of those
+    that do not rotate.
+    """
+
+    all_positions: Rotary
+    windowed: Rotary
+    still: Rotary
+
+
+def rotary_tables(config: DecoderConfig, context: int, ops: Ops) -> Tables:
+    def table(told: RopeParameters) -> Rotary:
+        tables = rotary.tables(told.of_context(context), config.head_dim, context + TREE_SLOTS)
+        return Rotary(*map(ops.place, tables))
+
+    told, local = config.rope_parameters, config.local_rope_parameters
+    everywhere = table(told)
+    windowed = everywhere if local == told else table(local)
+    return Tables(
+        everywhere, windowed, everywhere if all(config.rope) else rotary.still(everywhere)
+    )
+
+
+def table_of(config: DecoderConfig, index: int, tables: Tables) -> Rotary:
+    if not config.rope[index]:
+        return tables.still
+    return tables.all_positions if config.windows[index] is None else tables.windowed
 
 
 def warn_of_activations(folder: Path, told: Quantization | None, forms: WeightForms) -> None:
@@ -143,6 +171,13 @@ class Reader:
         memory = torch.empty(self.shapes[name], dtype=self.dtype)
         self.num_bytes += memory.nbytes
         return self.ops.place(self.read_into(memory, [name]))
+
+    def read_norm(self, name: str, adds_one: bool, factor: float = 1.0) -> Tensor:
+        """The weight of a norm, as float32: 1 + weight would lose bits in another dtype."""
+        weight = torch.empty(self.shapes[name], dtype=torch.float32)
+        self.num_bytes += weight.nbytes
+        self.read_into(weight, [name])
+        return self.ops.place((weight + 1 if adds_one else weight) * factor)
 
     def read_bias(self, *modules: str, rows: Tensor | None = None) -> Tensor | None:
         """The biases of linear maps that are fused into one; None if they have none. `rows` as of
@@ -271,19 +306,20 @@ class Reader:
         self.report(self.num_read * size, self.num_elements * size)
 
 
-def read_weights(reader: Reader, config: DecoderConfig, table: Rotary) -> Weights:
+def read_weights(reader: Reader, config: DecoderConfig, tables: Tables) -> Weights:
     # The largest weight comes first: its unpacked form is freed before the others are loaded.
     head = reader.read_weight("lm_head") if HEAD in reader.shapes else None
     embedding = reader.read_embedding()
-    still = table if all(config.rope) else rotary.still(table)
     return Weights(
         embedding=embedding,
         head=reader.read_head(embedding) if head is None else head,
         layers=tuple(
-            read_layer(reader, config, i, table if config.rope[i] else still)
+            read_layer(reader, config, i, table_of(config, i, tables))
             for i in range(config.num_layers)
         ),
-        norm=reader.read("model.norm.weight"),
+        # The head is linear: logits are scaled where that costs nothing.
+        norm=reader.read_norm("model.norm.weight", config.family.adds_one, config.logit_scale),
+        dtype=reader.dtype,
         forms=reader.forms,
     )
 
@@ -294,36 +330,56 @@ def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary)
     gate_up = [f"{layer}.{name}" for name in config.gate_up_names]
     rows = rows_of_qkv(config)
     out, down = f"{layer}.self_attn.o_proj", f"{layer}.mlp.down_proj"
+    norms = config.family.norms
+
+    def norm(name: str | None) -> Tensor | None:
+        if name is None:
+            return None
+        return reader.read_norm(f"{layer}.{name}.weight", config.family.adds_one)
+
     return Layer(
         window=config.windows[index],
         rotary=table,
         qk_norm=read_qk_norm(reader, config, layer),
-        attention_norm=reader.read(f"{layer}.input_layernorm.weight"),
+        attention_norm=norm(norms.before_attention),
         qkv=reader.read_weight(*qkv, rows=rows),
         qkv_bias=reader.read_bias(*qkv, rows=rows),
         out=reader.read_weight(out),
         out_bias=reader.read_bias(out),
-        mlp_norm=reader.read(f"{layer}.post_attention_layernorm.weight"),
+        after_attention=norm(norms.after_attention),
+        mlp_norm=norm(norms.before_mlp),
         gate_up=reader.read_weight(*gate_up, is_gated=True),
         gate_up_bias=reader.read_bias(*gate_up),
         down=reader.read_weight(down),
         down_bias=reader.read_bias(down),
+        after_mlp=norm(norms.after_mlp),
     )
 
 
 def rows_of_qkv(config: DecoderConfig) -> Tensor | None:
     """The order in which kernels want the rows of queries, keys and values; None: as they are."""
-    D, rope = config.head_dim, config.rope_parameters
-    if rope.rotating(D) == D:
+    D, order = config.head_dim, order_of_heads(config)
+    if order is None:
         return None
     num_turned = config.num_heads + config.num_kv_heads
-    turned = torch.arange(num_turned)[:, None] * D + rotary.order(rope, D)
+    turned = torch.arange(num_turned)[:, None] * D + order
     values = num_turned * D + torch.arange(config.num_kv_heads * D)
     return torch.cat([turned.flatten(), values])
 
 
+def order_of_heads(config: DecoderConfig) -> Tensor | None:
+    """The order of a head's dimensions in which kernels pair them; None: as they are."""
+    rope, D, has_neighbors = (
+        config.rope_parameters,
+        config.head_dim,
+        config.family.rotates_neighbors,
+    )
+    return rotary.order(rope, D, has_neighbors) if has_neighbors or rope.rotating(D) < D else None
+
+
 def read_qk_norm(reader: Reader, config: DecoderConfig, layer: str) -> QKNorm | None:
-    if not config.qk_norm:
+    if config.qk_norm_widths is None:
         return None
-    q, k = (reader.read(f"{layer}.self_attn.{part}_norm.weight") for part in "qk")
-    return QKNorm(q, k, config.rms_eps)
+    names = (f"{layer}.self_attn.{part}_norm.weight" for part in "qk")
+    q, k = (reader.read_norm(name, config.family.adds_one) for name in names)
+    return QKNorm(q, k, config.norm_eps)

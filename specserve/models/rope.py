@@ -111,7 +111,10 @@ def refuse_unsupported(kind: str, rope: Mapping[str, Any], may_rotate_a_share: b
     if kind not in (*SUPPORTED, FACTORS):
         raise ValueError(f"rope type {kind!r} is not supported: {', '.join(SUPPORTED)} are")
     if any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError("rope_parameters by layer type are not supported: one for all layers is")
+        raise ValueError(
+            "rope_parameters by layer type are not supported but for full_attention and "
+            "sliding_attention"
+        )
     partial = rope.get("partial_rotary_factor")
     if partial is not None and partial != 1.0 and not may_rotate_a_share:
         raise ValueError(f"partial_rotary_factor = {partial} is not supported: only 1.0 is")

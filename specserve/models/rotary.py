@@ -79,15 +79,16 @@ def tables(rope: RopeParameters, head_dim: int, length: int) -> Rotary:
     return Rotary(pad(cos, still, value=1.0), pad(sin, still))
 
 
-def order(rope: RopeParameters, head_dim: int) -> Tensor:
+def order(rope: RopeParameters, head_dim: int, has_neighbors: bool) -> Tensor:
     """A head's dimensions [D] int64 as the kernels have them: dimension i and i + D/2 are a pair.
 
-    A checkpoint has the two halves of what rotates, then the rest.
+    A checkpoint has the two halves of what rotates, or pairs of neighbors, then the rest.
     """
     half, size = head_dim // 2, rope.rotating(head_dim)
-    rest = torch.arange(size, head_dim)
-    turning, left = torch.arange(size).chunk(2), half - size // 2
-    return torch.cat([turning[0], rest[:left], turning[1], rest[left:]])
+    turning, rest = torch.arange(size), torch.arange(size, head_dim)
+    first, second = (turning[::2], turning[1::2]) if has_neighbors else turning.chunk(2)
+    left = half - size // 2
+    return torch.cat([first, rest[:left], second, rest[left:]])
 
 
 def still(rotary: Rotary) -> Rotary:

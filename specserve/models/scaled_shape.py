@@ -67,7 +67,7 @@ def refuse_unfit(source: Path, small: DecoderConfig) -> None:
         ),
         "its attention has biases": small.qkv_bias,
         "it has sliding windows": any(window is not None for window in small.windows),
-        "its rms_norm_eps is 0": small.rms_eps == 0,
+        "its rms_norm_eps is 0": small.norm_eps == 0,
     }
     for reason, is_so in reasons.items():
         if is_so:
@@ -120,6 +120,6 @@ def scaled_fields(
         "head_dim": like.head_dim,
         "vocab_size": like.vocab_size,
         "tie_word_embeddings": like.tied,
-        "rms_norm_eps": small.rms_eps * small.hidden_size / like.hidden_size,
+        "rms_norm_eps": small.norm_eps * small.hidden_size / like.hidden_size,
         "dtype": dtype,
     }

@@ -138,7 +138,7 @@ class Scaling:
         of that. In a tied table a adds a^2/RMS as well, to all logits of the source's alike.
         """
         known, at = self.small.vocab_size, self.small.hidden_size
-        a = math.sqrt(CONSTANT_SHARE * self.small.rms_eps * self.small.hidden_size)
+        a = math.sqrt(CONSTANT_SHARE * self.small.norm_eps * self.small.hidden_size)
         if name == EMBEDDING:
             out[:known, at] = a
         if name == (EMBEDDING if self.large.tied else HEAD):

@@ -12,13 +12,13 @@ from triton.compiler import ASTSource, compile
 
 from specserve_kernels.cuda import (
     coded,
+    gated,
     logprobs,
     move,
     norm,
     paged,
     rope,
     sample,
-    silu,
     top_children,
 )
 from specserve_kernels.cuda.kv_codes import FP8, INT8, PLAIN
@@ -46,13 +46,15 @@ def sources():
     for t, dot in (("*bf16", tl.bfloat16), ("*fp32", tl.float32)):
         ints = dict.fromkeys(("block_size", "block_stride", "scale_stride"), "i32")
         yield source(
-            norm._rms_norm,
-            {"BLOCK": 4096},
-            **dict.fromkeys(("x", "weight", "out"), t),
-            K="i32",
+            norm._norm,
+            {"IS_CENTERED": True, "ADDS": True, "BLOCK": 4096},
+            **dict.fromkeys(("x", "out"), t),
+            weight="*fp32",
+            **dict.fromkeys(("K", "x_stride", "out_stride"), "i32"),
             eps="fp32",
         )
-        yield source(silu._silu_mul, {"BLOCK": silu.BLOCK}, gate_up=t, out=t, F="i32")
+        fixed = {"IS_GELU": True, "BLOCK": gated.BLOCK}
+        yield source(gated._gated, fixed, gate_up=t, out=t, F="i32")
         stored = ((PLAIN.value, t), (INT8.value, "*i8"), (FP8.value, "*u8"))
         scales = dict.fromkeys(("k_scale", "v_scale"), "*fp32")
         for codes, kept in stored:
@@ -60,10 +62,10 @@ def sources():
             yield source(
                 rope._rope_write_kv,
                 {**fixed, "CODES": codes},
-                **dict.fromkeys(("qkv", "q_out", "q_norm", "k_norm"), t),
+                **dict.fromkeys(("qkv", "q_out"), t),
                 **dict.fromkeys(("k_cache", "v_cache"), kept),
                 **scales,
-                **dict.fromkeys(("cos", "sin"), "*fp32"),
+                **dict.fromkeys(("cos", "sin", "q_norm", "k_norm"), "*fp32"),
                 **dict.fromkeys(("num_heads", "num_kv_heads"), "i32"),
                 **ints,
                 positions="*i32",
@@ -82,6 +84,8 @@ def sources():
             yield source(
                 paged._attend,
                 {
+                    "HAS_CAP": True,
+                    "HAS_SINKS": True,
                     "IS_WHOLE": False,
                     "GROUP": group,
                     "GROUP_BLOCK": group,
@@ -100,11 +104,13 @@ def sources():
                 **dict.fromkeys(("first", "prefix", "mask"), "*i64"),
                 **dict.fromkeys(("num_heads", "num_kv_heads"), "i32"),
                 **ints,
-                scale="fp32",
+                **dict.fromkeys(("scale", "soft_cap"), "fp32"),
+                sinks="*fp32",
             )
         yield source(
             paged._merge,
-            {"D": 80, "D_BLOCK": 128},
+            {"HAS_SINKS": True, "D": 80, "D_BLOCK": 128},
+            sinks="*fp32",
             parts="*fp32",
             lse="*fp32",
             merges="*i32",

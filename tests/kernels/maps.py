@@ -30,7 +30,7 @@ class Maps(NamedTuple):
             "linear": gemm.linear(x, self.packed),
             "linear with a bias": gemm.linear(x, self.packed, self.bias),
             "linear_add": gemm.linear_add(x, self.packed, self.bias, self.residual[rows]),
-            "linear_silu_mul": gemm.linear_silu_mul(x, self.gated, self.both),
+            "linear_gated": gemm.linear_gated(x, self.gated, self.both),
         }
 
     def check(self, outputs, x):
@@ -49,7 +49,7 @@ class Maps(NamedTuple):
             "linear": (plain, plain_off),
             "linear with a bias": (mapped, mapped_off),
             "linear_add": (mapped + residual, mapped_off + residual_off),
-            "linear_silu_mul": (silu * up, product_off + 8 * 2.0**-24 * (silu * up).abs()),
+            "linear_gated": (silu * up, product_off + 8 * 2.0**-24 * (silu * up).abs()),
         }
         for name, got in outputs.items():
             right, off = want[name]

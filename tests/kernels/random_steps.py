@@ -133,10 +133,12 @@ class RandomStep:
             torch.tensor(mask, dtype=torch.int64),
         )
 
-    def attend(self, ops, q, window=None, rows=None):
+    def attend(self, ops, q, window=None, rows=None, soft_cap=None, sinks=None):
         rows = self.rows() if rows is None else rows
-        plan = ops.plan(rows, self.kv, self.num_heads, [window])
-        return ops.attention(q, self.kv.layers[0], plan, self.head_dim**-0.5, window)
+        is_plain = soft_cap is None and sinks is None
+        plan = ops.plan(rows, self.kv, self.num_heads, [window], (), is_plain)
+        scale = self.head_dim**-0.5
+        return ops.attention(q, self.kv.layers[0], plan, scale, window, soft_cap, sinks)
 
 
 def only(rows, chosen):

@@ -1,6 +1,7 @@
 """Attention, the KV write and KV moves: the reference by hand, the C++ build by the reference."""
 
 import itertools
+import math
 import random
 
 import pytest
@@ -74,6 +75,28 @@ def test_weights_are_the_softmax_of_the_scaled_scores(ops):
 
 
 @BUILDS
+def test_a_soft_cap_bends_scores_before_they_become_weights(ops):
+    step = RandomStep([Req(1, 1)], num_heads=1, num_kv_heads=1, head_dim=2)
+    keys = torch.tensor([[[0.0, 1]], [[0, 100]]])
+    step.put(0, [0, 1], [keys, torch.eye(2)[:, None]])
+    plan = ops.plan(step.rows(), step.kv, 1, has_plain_scores=False)
+    out = ops.attention(torch.tensor([[[0.0, 2]]]), step.kv.layers[0], plan, 0.5, None, 3.0)
+    weights = torch.tensor([3 * math.tanh(1 / 3), 3.0]).softmax(0)
+    torch.testing.assert_close(out, weights[None])
+
+
+@BUILDS
+def test_a_sink_takes_its_share_of_the_weights_of_its_head_and_has_no_value(ops):
+    step = RandomStep([Req(1, 1)], num_heads=3, num_kv_heads=1, head_dim=2)
+    step.put(0, [0, 1], [torch.zeros(2, 1, 2), torch.tensor([[[3.0, 0]], [[0, 6]]])])
+    plan = ops.plan(step.rows(), step.kv, 3, has_plain_scores=False)
+    sinks = torch.tensor([0.0, -math.inf, math.log(2.0)])
+    q = queries(step, 1)
+    out = ops.attention(q, step.kv.layers[0], plan, 0.5, sinks=sinks)
+    torch.testing.assert_close(out, torch.tensor([[1.0, 2, 1.5, 3, 0.75, 1.5]]))
+
+
+@BUILDS
 def test_query_heads_share_kv_heads_in_order(ops):
     step = RandomStep([Req(0, 1)], num_heads=6, num_kv_heads=2, head_dim=2)
     step.put(0, [0], [torch.zeros(1, 2, 2), torch.tensor([[[1.0, 2], [3, 4]]])])
@@ -120,6 +143,19 @@ def test_the_build_attends_as_the_reference(H, Hk, D, block_size, window, dtype)
     got, want = (step.attend(ops, q, window) for ops in (cpu, reference))
     assert got.dtype == dtype
     assert row_errors(got, want).max() < TOLERANCE[dtype]
+
+
+@EVERY_LEVEL
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+@pytest.mark.parametrize(("H", "Hk", "D", "window"), [(4, 2, 16, None), (7, 1, 80, 40)])
+def test_the_build_caps_scores_and_drains_sinks_as_the_reference(H, Hk, D, window, kv_dtype, dtype):
+    reqs = [*random_reqs(random.Random(H)), Req(3000, 1)]  # one context is cut
+    step = RandomStep(reqs, 17, H, Hk, D, dtype, kv_dtype=kv_dtype).filled()
+    q, sinks = queries(step, len(step.rows().positions)), random_tensor(H, seed=3)
+    for asked in ({"soft_cap": 0.5}, {"sinks": sinks}, {"soft_cap": 0.5, "sinks": sinks}):
+        got, want = (step.attend(ops, q, window, **asked) for ops in (cpu, reference))
+        assert row_errors(got, want).max() < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("size", range(1, 64))
@@ -234,9 +270,7 @@ def test_queries_and_keys_are_rotated_and_values_are_not(ops, cos, sin, weight, 
 def test_the_build_writes_as_the_reference_and_only_its_slots(H, Hk, D, has_norm, dtype):
     reqs = random_reqs(random.Random(D))
     angle = torch.outer(torch.arange(400.0), random_tensor(D // 2))
-    norm = QKNorm(
-        random_tensor(D, dtype=dtype, seed=1), random_tensor(D, dtype=dtype, seed=2), 1e-6
-    )
+    norm = QKNorm(random_tensor(D, seed=1), random_tensor(D, seed=2), 1e-6)
     steps, q = {}, {}
     for ops in (cpu, reference):
         steps[ops] = step = RandomStep(reqs, 17, H, Hk, D, dtype, num_layers=2)

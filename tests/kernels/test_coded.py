@@ -62,7 +62,7 @@ def test_few_rows_are_multiplied_as_by_the_reference(group, K, bits, form, dtype
     for ops in (interpreted, reference):
         packed, gate_up, stream = ops.prepack(weight), ops.prepack(gated, True), residual.clone()
         assert ops.linear_add(x, packed, bias, stream) is stream
-        outputs.append((ops.linear(x, packed), stream, ops.linear_silu_mul(x, gate_up, both)))
+        outputs.append((ops.linear(x, packed), stream, ops.linear_gated(x, gate_up, both)))
     for got, want, roundings in zip(*outputs, (1, 1, 3), strict=True):
         check_close(got, want, roundings)
 
@@ -118,7 +118,7 @@ def test_no_rows_are_no_error():
     none = torch.empty(0, 32)
     assert interpreted.linear(none, packed).shape == (0, 6)
     assert interpreted.linear_add(none, packed, None, torch.empty(0, 6)).shape == (0, 6)
-    assert interpreted.linear_silu_mul(none, packed).shape == (0, 3)
+    assert interpreted.linear_gated(none, packed).shape == (0, 3)
 
 
 def test_rows_with_gaps_are_refused():

@@ -183,7 +183,7 @@ class Coded:
     def forward(self, x, kv, plan, taps=()):
         _, plain, gated = self.weights
         x = self.ops.linear_add(self.ops.linear(x, plain), plain, None, x)
-        return self.ops.linear_silu_mul(x, gated), {}
+        return self.ops.linear_gated(x, gated), {}
 
     def logits(self, residual, rows):
         return self.ops.linear(self.ops.take_rows(residual, rows), self.weights[1])

@@ -94,7 +94,7 @@ def test_weights_of_the_wrong_kind_are_refused():
     x, weight = random_tensor(2, 8), random_tensor(4, 8)
     plain, gated = cpu.prepack(weight), cpu.prepack(weight, is_gated=True)
     with pytest.raises(AssertionError, match="packed for another op"):
-        cpu.linear_silu_mul(x, plain)
+        cpu.linear_gated(x, plain)
     with pytest.raises(AssertionError, match="packed for another op"):
         cpu.linear(x, gated)
     with pytest.raises(AssertionError, match="different dtypes"):

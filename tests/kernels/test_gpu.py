@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specserve_kernels import KVCache, KVLayer, QKNorm, Rotary, SampleParams, load, reference
-from specserve_kernels.cuda import silu
+from specserve_kernels.cuda import gated
 from specserve_kernels.cuda.child_graphs import ChildGraphs
 from specserve_kernels.cuda.top_children import launch_top_children
 from specserve_kernels.reference.sampling import allowed, edited, gumbel, transform
@@ -388,7 +388,7 @@ def test_heads_are_rotated_and_kv_is_written(
     step, _ = furnished(draw, draw.batch(), block_size=block_size, **fields)
     angle = torch.outer(torch.arange(LONGEST + 200.0, device=DEVICE), draw.normal(D // 2))
     rotary = Rotary(1.2 * angle.cos(), 1.2 * angle.sin())
-    norm = QKNorm(draw.normal(D, dtype=dtype), draw.normal(D, dtype=dtype), 1e-6)
+    norm = QKNorm(draw.normal(D), draw.normal(D), 1e-6)
     rows, layer, before = step.rows(), step.kv.layers[-1], step.arena.clone()
     qkv = draw.normal(len(rows.positions), (H + 2 * Hk) * D, dtype=dtype)
     plan = planned(ops, step, rows=rows)
@@ -420,7 +420,7 @@ NUMS_ROWS = [1, 7, 64, 513]
 @pytest.mark.parametrize("width", WIDTHS)
 def test_rms_norm(ops, draw, measured, width, dtype):
     for R in NUMS_ROWS:
-        x, weight = draw.normal(R, width, dtype=dtype, scale=3.0), draw.normal(width, dtype=dtype)
+        x, weight = draw.normal(R, width, dtype=dtype, scale=3.0), draw.normal(width)
         got = ops.rms_norm(x, weight, 1e-6)
         measured.close("rms_norm", got, normed(x.double(), weight, 1e-6))
 
@@ -432,7 +432,7 @@ def test_silu_mul(draw, measured, width, scale, dtype):
     for R in NUMS_ROWS:
         both = draw.normal(R, 2 * width, dtype=dtype, scale=scale)
         gate, up = both.double().chunk(2, dim=1)
-        measured.close("silu_mul", silu.silu_mul(both), gate * gate.sigmoid() * up)
+        measured.close("silu_mul", gated.gated(both), gate * gate.sigmoid() * up)
 
 
 MAPS = [(13, 7), (151, 853), (512, 384), (4096, 1024), (1031, 4096), (8192, 4097)]  # N, K

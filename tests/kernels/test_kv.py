@@ -67,7 +67,7 @@ def written(ops, step, qkv):
     """The step's KV as `ops` write it, of values that stand in qkv; the rotated queries."""
     angle = torch.outer(torch.arange(400.0), random_tensor(step.head_dim // 2))
     rotary = Rotary(ops.place(angle.cos()), ops.place(angle.sin()))
-    weights = (random_tensor(step.head_dim, dtype=step.dtype, seed=s) for s in (1, 2))
+    weights = (random_tensor(step.head_dim, seed=s) for s in (1, 2))
     norm = QKNorm(*map(ops.place, weights), 1e-6)
     plan = ops.plan(step.rows(), step.kv, step.num_heads)
     return ops.rope_write_kv(ops.place(qkv), rotary, norm, step.kv.layers[1], plan)

@@ -1,5 +1,7 @@
 """Linear maps with what follows them, and norms; which build is loaded."""
 
+import math
+
 import pytest
 import torch
 from torch.nn.functional import linear
@@ -36,17 +38,67 @@ SILUS = {  # gate, up -> silu(gate) * up
 }
 
 
-def silu_mul(ops, gate, up):
-    """silu(gate) * up, [n], through a map of a single number."""
-    packed = ops.prepack(torch.cat((gate, up))[:, None], is_gated=True)
-    return ops.linear_silu_mul(torch.ones(1, 1), packed)[0]
+def gated(ops, values, up, gate="silu"):
+    """f(values) * up, [n], through a map of a single number."""
+    packed = ops.prepack(torch.cat((values, up))[:, None], is_gated=True)
+    return ops.linear_gated(torch.ones(1, 1), packed, None, gate)[0]
 
 
 @BUILDS
 @pytest.mark.parametrize(("gate", "up", "want"), SILUS.values(), ids=SILUS)
-def test_linear_silu_mul(ops, gate, up, want):
-    got = silu_mul(ops, torch.full((17,), gate), torch.full((17,), up))  # a vector and a tail
+def test_a_gate_of_silu(ops, gate, up, want):
+    got = gated(ops, torch.full((17,), gate), torch.full((17,), up))  # a vector and a tail
     torch.testing.assert_close(got, torch.full((17,), want))
+
+
+@BUILDS
+def test_a_gate_of_gelu_is_torchs_approximation_with_tanh(ops):
+    gate = torch.linspace(-12, 12, 501)
+    want = torch.nn.functional.gelu(gate.double(), approximate="tanh")
+    got = gated(ops, gate, torch.ones_like(gate), "gelu_tanh").double()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+LAYER_NORMS = {  # x, weight, eps -> (x - mean) / deviation * weight
+    "the mean is taken off": ([1.0, 3], [1.0, 1], 0.0, [-1, 1]),
+    "the weight is a factor": ([1.0, 3], [2.0, -3], 0.0, [-2, -3]),
+    "eps is inside the root": ([-3.0, 3], [1.0, 1], 16.0, [-0.6, 0.6]),
+    "equal numbers become zeros": ([5.0, 5, 5], [1.0, 1, 1], 1e-6, [0, 0, 0]),
+}
+
+
+@BUILDS
+@pytest.mark.parametrize(("x", "weight", "eps", "want"), LAYER_NORMS.values(), ids=LAYER_NORMS)
+def test_layer_norm(ops, x, weight, eps, want):
+    got = ops.layer_norm(torch.tensor([x]), torch.tensor(weight), eps)
+    torch.testing.assert_close(got, torch.tensor([want]).float())
+
+
+@BUILDS
+def test_a_norm_is_added_to_the_residual_stream_in_place(ops):
+    residual = torch.tensor([[10.0, 20]])
+    out = ops.rms_norm_add(torch.tensor([[3.0, 4]]), torch.ones(2), 100 - 12.5, residual)
+    assert out.data_ptr() == residual.data_ptr()
+    torch.testing.assert_close(residual, torch.tensor([[10.3, 20.4]]))
+
+
+@BUILDS
+def test_a_norm_of_columns_leaves_the_others_as_they_are(ops):
+    x = torch.tensor([[7.0, 3, 4, 8], [7, 0, 0, 8]])
+    out = ops.rms_norm_columns(x, 1, torch.tensor([1.0, 2]), 100 - 12.5)
+    assert out.data_ptr() == x.data_ptr()
+    torch.testing.assert_close(x, torch.tensor([[7.0, 0.3, 0.8, 8], [7, 0, 0, 8]]))
+
+
+@BUILDS
+def test_curves_bend_in_place(ops):
+    x = torch.tensor([[-100.0, -1, 0, 1, 100, math.nan]])
+    assert ops.soft_cap(x, 2.0) is x
+    half = 2 * math.tanh(0.5)
+    want = torch.tensor([[-2.0, -half, 0, half, 2, math.nan]])
+    torch.testing.assert_close(x, want, equal_nan=True)
+    assert ops.scale(x, -3.0) is x
+    torch.testing.assert_close(x, -3 * want, equal_nan=True)
 
 
 @BUILDS
@@ -69,7 +121,7 @@ def test_a_gated_map_multiplies_halves_of_odd_width(ops, dtype):
     x, w = (random_tensor(n, 150, dtype=dtype, seed=n) for n in (3, 2 * 331))
     bias = random_tensor(2 * 331, dtype=dtype)
     gate, up = linear(x.double(), w.double(), bias.double()).chunk(2, dim=1)
-    got = ops.linear_silu_mul(x, ops.prepack(w, is_gated=True), bias)
+    got = ops.linear_gated(x, ops.prepack(w, is_gated=True), bias)
     assert got.dtype == dtype
     assert (row_errors(got, gate * gate.sigmoid() * up) < 2 * TOLERANCE[dtype]).all()
 
@@ -123,23 +175,37 @@ def test_no_rows_are_no_error(ops):
     x, weight = torch.empty(0, 64), random_tensor(32, 64)
     assert ops.linear(x, ops.prepack(weight)).shape == (0, 32)
     assert ops.linear_add(x, ops.prepack(weight), None, torch.empty(0, 32)).shape == (0, 32)
-    assert ops.linear_silu_mul(x, ops.prepack(weight, is_gated=True)).shape == (0, 16)
+    assert ops.linear_gated(x, ops.prepack(weight, is_gated=True)).shape == (0, 16)
 
 
 @EVERY_LEVEL_AND_ARM
 @DTYPES
 @pytest.mark.parametrize("width", [1, 16, 150, 331, 853, 4097])
 def test_the_build_normalizes_as_the_reference(width, dtype):
-    x, weight = 3 * random_tensor(9, width, dtype=dtype), random_tensor(width, dtype=dtype, seed=2)
-    got, want = (ops.rms_norm(x, weight, 1e-6) for ops in (cpu, reference))
-    assert got.dtype == dtype
-    assert (row_errors(got, want) < TOLERANCE[dtype]).all()
+    x, y = (3 * random_tensor(9, width, dtype=dtype, seed=s) for s in (0, 1))
+    both, weight = torch.cat((x, y), dim=1), random_tensor(width, seed=2)
+    outs = []
+    for ops in (cpu, reference):
+        outs.append(
+            [
+                ops.rms_norm(x, weight, 1e-6),
+                ops.layer_norm(x, weight, 1e-3),
+                ops.rms_norm_add(x, weight, 1e-6, y.clone()),
+                ops.rms_norm_columns(both.clone(), width, weight, 1e-6),
+                ops.scale(x.clone(), 1.7),
+                ops.soft_cap(x.clone(), 2.0),
+            ]
+        )
+    for got, want in zip(*outs, strict=True):
+        assert got.dtype == dtype
+        off = (got.double() - want.double()).norm(dim=1)
+        assert (off <= TOLERANCE[dtype] * want.double().norm(dim=1) + 1e-9).all()
 
 
 def test_exp_holds_its_two_ulp():
     """Seen through silu: exp has no entrance of its own."""
     gate = torch.linspace(-80, 80, 100_000)
-    got = silu_mul(cpu, gate, torch.ones_like(gate)).double()
+    got = gated(cpu, gate, torch.ones_like(gate)).double()
     want = gate.double().sigmoid() * gate
     torch.testing.assert_close(got, want, rtol=4 * 2.0**-23, atol=1e-36)
 

@@ -45,7 +45,7 @@ def some_results(ops, dtype, rows):
     step = RandomStep(REQS, dtype=dtype).filled()
     return [
         logits,
-        ops.rms_norm(x[rows], w[0], 1e-6),
+        ops.rms_norm(x[rows], w[0].float(), 1e-6),
         ops.sample(logits, torch.arange(len(rows)), params)[:, None],
         *ops.top_children(logits, params, 4, 0.8),
         step.attend(ops, queries(step, 13)[rows], rows=only(step.rows(), rows)),

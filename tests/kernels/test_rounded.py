@@ -65,7 +65,7 @@ def test_every_level_has_the_bits_of_the_reference(gemm, N, K, dtype):
     for name in EXACT:
         assert torch.equal(got[name], want[name]), name
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
-    name = "linear_silu_mul"
+    name = "linear_gated"
     torch.testing.assert_close(got[name], want[name], rtol=tolerance, atol=tolerance)
 
 

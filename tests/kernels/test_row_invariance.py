@@ -58,8 +58,13 @@ def assert_invariant(op, ops, x):
 @pytest.mark.parametrize("width", [150, 331, 853, 4097])
 def test_norms(ops, dtype, width):
     x = 3 * random_tensor(max(SIZES[ops]), 2 * width, dtype=dtype)
-    weight = random_tensor(2 * width, dtype=dtype, seed=1)
+    weight = random_tensor(2 * width, seed=1)
     assert_invariant(lambda x, _: ops.rms_norm(x, weight, 1e-6), ops, x)
+    assert_invariant(lambda x, _: ops.layer_norm(x, weight, 1e-6), ops, x)
+    assert_invariant(lambda x, _: ops.rms_norm_add(x, weight, 1e-6, x.clone()), ops, x)
+    part = weight[:width]
+    assert_invariant(lambda x, _: ops.rms_norm_columns(x.clone(), width, part, 1e-6), ops, x)
+    assert_invariant(lambda x, _: ops.soft_cap(x.clone(), 2.0), ops, x)
 
 
 def linear_ops(ops, N, K, dtype):
@@ -72,11 +77,11 @@ def linear_ops(ops, N, K, dtype):
         "linear": lambda x, _: ops.linear(x, packed),
         "linear with a bias": lambda x, _: ops.linear(x, packed, bias),
         "linear_add": lambda x, rows: ops.linear_add(x, packed, bias, residual[rows]),
-        "linear_silu_mul": lambda x, _: ops.linear_silu_mul(x, gate_up, both),
+        "linear_gated": lambda x, _: ops.linear_gated(x, gate_up, both),
     }
 
 
-OPS = ("linear", "linear with a bias", "linear_add", "linear_silu_mul")
+OPS = ("linear", "linear with a bias", "linear_add", "linear_gated")
 
 
 @DTYPES
@@ -133,9 +138,7 @@ def crowd(ops, seed):
 def rope(ops, step, rows, qkv, has_norm):
     """Rotated queries, and what stands in the cache afterwards; a row each."""
     D = step.head_dim
-    norm = QKNorm(
-        random_tensor(D, dtype=step.dtype, seed=1), random_tensor(D, dtype=step.dtype), 1e-6
-    )
+    norm = QKNorm(random_tensor(D, seed=1), random_tensor(D), 1e-6)
     angle = torch.outer(torch.arange(400.0), random_tensor(D // 2))
     plan = ops.plan(rows, step.kv, step.num_heads)
     rotary = Rotary(angle.cos(), angle.sin())

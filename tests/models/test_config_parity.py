@@ -20,6 +20,13 @@ MODEL_TYPES = {
     "Qwen3ForCausalLM": "qwen3",
     "SmolLM3ForCausalLM": "smollm3",
     "Phi3ForCausalLM": "phi3",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Olmo2ForCausalLM": "olmo2",
+    "GraniteForCausalLM": "granite",
+    "Glm4ForCausalLM": "glm4",
+    "Cohere2ForCausalLM": "cohere2",
+    "Exaone4ForCausalLM": "exaone4",
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -122,15 +129,41 @@ OWN = {
             "original_max_position_embeddings": 2048,
         },
     },
+    "Gemma3ForCausalLM": {
+        "a rope for each kind of layer": {
+            "rope_parameters": {
+                "full_attention": YARN | {"rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+            }
+        },
+        "one window in three": SMALL | {"sliding_window_pattern": 3},
+        "a local theta": {"rope_local_base_freq": 2e4, "rope_theta": 3e6},
+    },
+    "Glm4ForCausalLM": {"a share of the head rotates": {"partial_rotary_factor": 0.75}},
+    "Cohere2ForCausalLM": {"one window in two": SMALL | {"sliding_window_pattern": 2}},
+    "Exaone4ForCausalLM": {
+        "no window at all": SMALL | {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+        "one window in two": SMALL | {"sliding_window": 8, "sliding_window_pattern": 2},
+    },
 }
-NOT_OF_PHI3 = re.compile("linear|yarn|llama3|two")  # transformers refuses them
+REFUSED = {  # by transformers
+    "Phi3ForCausalLM": re.compile("linear|yarn|llama3|two"),
+    "MistralForCausalLM": re.compile("as many KV heads"),
+    "Gemma2ForCausalLM": re.compile("as many KV heads"),
+    # It wants rope_parameters by layer type.
+    "Gemma3ForCausalLM": re.compile(
+        "as many KV heads|, new|oldest|spellings|longrope|theta, in both|llama3, without"
+        "|yarn, ([wabi]|of)"
+    ),
+    "Glm4ForCausalLM": re.compile("as many KV heads|longrope"),
+    "Exaone4ForCausalLM": re.compile("as many KV heads|no window"),
+}
 TABLE = {
     f"{family}: {name}": {"architectures": [family], **fields}
     for family in FAMILIES
     for name, fields in (COMMON | OWN.get(family, {})).items()
-    if family != "Phi3ForCausalLM" or not NOT_OF_PHI3.search(name)
+    if family not in REFUSED or not REFUSED[family].search(name)
 }
-del TABLE["MistralForCausalLM: as many KV heads as heads"]  # transformers refuses null there
 
 
 def theirs(fields):
@@ -138,11 +171,13 @@ def theirs(fields):
     return CONFIG_MAPPING[MODEL_TYPES[family]].from_dict(copy.deepcopy(fields))
 
 
-def rope_of(config):
+def rope_of(config, layer_type):
     """The frequencies and the factor of all cosines and sines."""
-    rope = config.rope_parameters
+    rope, asked = config.rope_parameters, {}
+    if layer_type in rope:
+        rope, asked = rope[layer_type], {"layer_type": layer_type}
     if rope["rope_type"] != "default":
-        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
+        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, **asked)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     head_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
@@ -170,14 +205,28 @@ def test_a_config_means_what_transformers_takes_it_to_mean(fields):
     for name in ("hidden_size", "intermediate_size", "vocab_size"):
         assert getattr(got, name) == getattr(want, name), name
     assert got.max_positions == want.max_position_embeddings
-    assert got.rms_eps == want.rms_norm_eps
+    assert got.norm_eps == getattr(want, got.family.keys.norm_eps)
     assert got.tied == want.tie_word_embeddings
     assert got.windows == windows_of(want)
-    every = [1] * want.num_hidden_layers
-    assert list(got.rope) == [bool(x) for x in getattr(want, "no_rope_layers", every)]
-    inverse, factor = rope_of(want)
-    assert torch.equal(frequencies(got.rope_parameters, got.head_dim), inverse)
-    assert math.isclose(got.rope_parameters.attention_factor, factor, rel_tol=1e-15)
+    assert list(got.rope) == rotating(want)
+    ropes = {
+        "full_attention": got.rope_parameters,
+        "sliding_attention": got.local_rope_parameters,
+    }
+    for layer_type, rope in ropes.items():
+        inverse, factor = rope_of(want, layer_type)
+        assert torch.equal(frequencies(rope, got.head_dim), inverse)
+        assert math.isclose(rope.attention_factor, factor, rel_tol=1e-15)
+
+
+def rotating(config):
+    """Whether a layer rotates, as the attention of its module has it."""
+    has_window = [window is not None for window in windows_of(config)]
+    if config.model_type == "cohere2":
+        return has_window
+    if config.model_type == "exaone4":
+        return [config.sliding_window is None or x for x in has_window]
+    return [bool(x) for x in getattr(config, "no_rope_layers", [1] * len(has_window))]
 
 
 def test_the_table_tells_the_kinds_of_rope_apart():

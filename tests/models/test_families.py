@@ -59,7 +59,7 @@ REFUSED = {  # what is wrong -> the change, the complaint
     "no architecture": ({"architectures": None}, "architectures is missing.*LlamaForCausalLM"),
     "an empty list of architectures": ({"architectures": []}, "architectures is missing or empty"),
     "quantized in an unknown way": ({"quantization_config": {"bits": 4}}, "quant_method = None"),
-    "another activation": ({"hidden_act": "gelu"}, "'gelu'.*'silu'"),
+    "another activation": ({"hidden_act": "gelu"}, "'gelu' is not.*silu, gelu_pytorch"),
     "heads that do not divide": ({"num_key_value_heads": 3}, "num_attention_heads = 4.*= 3"),
     "odd heads": ({"head_dim": 3}, "head_dim = 3"),
     "odd heads that transformers refuses": ({"head_dim": 15}, "head_dim.*15"),
@@ -82,9 +82,21 @@ REFUSED = {  # what is wrong -> the change, the complaint
     "heads of no whole size": ({"head_dim": None, "hidden_size": 66}, "hidden_size = 66.*= 4"),
     "a theta of nothing": ({"rope_parameters": {"rope_theta": 0}}, "rope_theta = 0"),
     "a rope that is no table": ({"rope_parameters": "default"}, "'default' is no table"),
-    "a rope for each layer type": (
-        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-        "one for all layers",
+    "a rope for another layer type": (
+        {"rope_parameters": {"linear_attention": {"rope_type": "default"}}},
+        "by layer type are not supported but for full_attention",
+    ),
+    "tokens that see later ones": (
+        {"use_bidirectional_attention": True},
+        "use_bidirectional_attention = true",
+    ),
+    "an endless logit": (
+        {"architectures": ["GraniteForCausalLM"], "logits_scaling": 0},
+        "logits_scaling = 0 must be a number",
+    ),
+    "a cap that is a word": (
+        {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": "50"},
+        "attn_logit_softcapping = '50'",
     ),
     "bands that do not differ": (
         {

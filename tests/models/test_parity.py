@@ -60,6 +60,40 @@ CASES = {  # family, what departs from its tiny checkpoint
     "one KV head a query head": ("qwen3", {"num_key_value_heads": 4}),
     "heads of 80": ("qwen3", {"head_dim": 80}),
     "odd vocabulary": ("qwen2", {"vocab_size": 307}),
+    "gemma2": ("gemma2", {}),
+    "gemma2, a bias, no caps": (
+        "gemma2",
+        {
+            "attention_bias": True,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "layer_types": None,
+        },
+    ),
+    "gemma3": ("gemma3", {}),
+    "gemma3, a rope for each kind of layer": (
+        "gemma3",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 300.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            }
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2, one KV head a query head": ("olmo2", {"num_key_value_heads": 4}),
+    "granite": ("granite", {"attention_bias": True}),
+    "glm4": ("glm4", {}),
+    "glm4, all of a head rotates": (
+        "glm4",
+        {"attention_bias": False, "partial_rotary_factor": 1.0},
+    ),
+    "cohere2": ("cohere2", {}),
+    "cohere2, a bias": ("cohere2", {"attention_bias": True, "logit_scale": 1.0}),
+    "exaone4": ("exaone4", {}),
+    "exaone4 without windows": ("exaone4", {"sliding_window": None, "layer_types": [FULL] * 2}),
+    "exaone4, a layer without a window": ("exaone4", {"layer_types": [FULL, SLIDING]}),
+    "gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "odd widths": ("llama", {"hidden_size": 76, "intermediate_size": 150, "vocab_size": 331}),
     "a window shorter than the prompt": ("mistral", {"sliding_window": 7}),
     "windows from a layer on": ("qwen2", WINDOWED | {"max_window_layers": 1}),
@@ -112,11 +146,28 @@ def test_a_recorded_forward_has_the_bits_of_the_eager_one(case, dtype):
     runs = [recorded[i : i + size] for i in range(0, len(recorded), size)]
     for from_ids, from_residual in zip(runs[::2], runs[1::2], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(from_ids, from_residual, strict=True))
-    attention = ["copy", "rms_norm", "linear", "rope_write_kv", "attention", "linear"]
-    layers = [*attention, "rms_norm", "linear", "linear"] * decoder.config.num_layers
-    head = ["gather", "rms_norm", "linear"]
-    assert program.native_ops == ["gather", "plan_attention", *layers, *head]
+    assert program.native_ops == ops_of(decoder.config)
     assert program.host_ops == []
+
+
+def ops_of(config):
+    """The C++ ops of a forward of which all layers are tapped."""
+    family, norms = config.family, config.family.norms
+
+    def when(condition, *names):
+        return names if condition else ()
+
+    layer = [
+        *("copy", *when(norms.before_attention, "norm"), "linear"),
+        *when(family.qk_norm == "width", "norm", "norm"),
+        *("rope_write_kv", "attention", "linear", *when(norms.after_attention, "norm")),
+        *(*when(norms.before_mlp, "norm"), "linear", "linear", *when(norms.after_mlp, "norm")),
+    ]
+    return [
+        *("gather", *when(config.embedding_scale != 1, "elementwise"), "plan_attention"),
+        *layer * config.num_layers,
+        *("gather", "norm", "linear", *when(config.logit_cap is not None, "elementwise")),
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -366,7 +366,8 @@ def own_split(batches: RandomBatches, rows: Rows, q: Tensor) -> Callable[[], obj
     tables = map(torch.from_numpy, (work.pieces, work.merges))
     host = (*tables, *seen.tensors(), rows.indices, rows.indptr)
     inputs = paged.Inputs(*(x.to(q.device) for x in host))
-    return partial(paged.attention, q, layer, batches.decoder.scale, work, inputs)
+    scores = paged.Scores(batches.decoder.config.score_scale)
+    return partial(paged.attention, q, layer, scores, work, inputs)
 
 
 def flashinfer_of(
@@ -377,7 +378,7 @@ def flashinfer_of(
     masks = flashinfer.masks(rows, kv, [None])
     on_device = {w: (m[0].to(q.device), m[1].to(q.device)) for w, m in masks.items()}
     parts = flashinfer.plan(rows, indices, kv, q.shape[1], [None], on_device)
-    return partial(run_parts, q, kv.layers[0], parts, batches.decoder.scale, None)
+    return partial(run_parts, q, kv.layers[0], parts, batches.decoder.config.score_scale, None)
 
 
 def profile(step: Callable[[], object]) -> list[Kernel]:

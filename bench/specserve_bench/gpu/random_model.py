@@ -27,7 +27,7 @@ def random_decoder(
         return torch.empty(size, dtype=dtype, device=device).normal_(0, STD)
 
     def ones(size: int) -> Tensor:
-        return torch.ones(size, dtype=dtype, device=device)
+        return torch.ones(size, device=device)
 
     hidden, D = config.hidden_size, config.head_dim
     heads, kv_heads = config.num_heads, config.num_kv_heads
@@ -38,12 +38,13 @@ def random_decoder(
         Layer(
             window=config.windows[i],
             rotary=table,
-            qk_norm=QKNorm(ones(D), ones(D), config.rms_eps) if config.qk_norm else None,
+            qk_norm=QKNorm(ones(D), ones(D), config.norm_eps) if config.qk_norm_widths else None,
             attention_norm=ones(hidden),
             qkv=ops.prepack(weight((heads + 2 * kv_heads) * D, hidden)),
             qkv_bias=None,
             out=ops.prepack(weight(hidden, heads * D)),
             out_bias=None,
+            after_attention=None,
             mlp_norm=ones(hidden),
             gate_up=ops.prepack(weight(2 * config.intermediate_size, hidden), is_gated=True),
             gate_up_bias=None,
@@ -53,7 +54,7 @@ def random_decoder(
         for i in range(config.num_layers)
     )
     head = ops.prepack(embedding if config.tied else weight(config.vocab_size, hidden))
-    return Decoder(config, ops, table, Weights(embedding, layers, ones(hidden), head))
+    return Decoder(config, ops, table, Weights(embedding, layers, ones(hidden), head, dtype))
 
 
 def streamed_bytes(decoder: Decoder) -> int:

@@ -84,7 +84,7 @@ def add_shape(writer: Any, config: DecoderConfig) -> None:
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters.theta)
-    writer.add_layer_norm_rms_eps(config.rms_eps)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")
 

@@ -13,7 +13,9 @@ from specserve_kernels.cpu import native
 from specserve_kernels.types import KVCache, KVLayer, QKNorm, Rotary
 
 MAX_HEAD_DIM, MAX_TOKEN = 512, 1 << 15  # as in rows.h and layouts.h
-PLAIN, ADD, SILU_MUL = range(3)  # Epilogue in gemm.cpp
+PLAIN, ADD, SILU_MUL, GELU_MUL = range(4)  # Epilogue in linear.h
+GATES = {"silu": SILU_MUL, "gelu_tanh": GELU_MUL}
+SCALE, SOFT_CAP = range(2)  # Curve in layers.cpp
 STORED = torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn  # in rows.h's order
 
 
@@ -51,9 +53,15 @@ class AttentionPlan:
 
 
 def linear(
-    domain: int, x: Tensor, packed: Packed, bias: Tensor | None, out: Tensor, epilogue: int
+    domain: int,
+    x: Tensor,
+    packed: Packed,
+    bias: Tensor | None,
+    out: Tensor,
+    epilogue: int,
+    factor: float = 1.0,
 ) -> Structure:
-    assert packed.is_gated == (epilogue == SILU_MUL), "a weight that is packed for another op"
+    assert packed.is_gated == (epilogue >= SILU_MUL), "a weight that is packed for another op"
     assert x.shape[1] == packed.K, "rows of another width than the weight's"
     assert out.shape[1] == packed.N, "a residual of another width than the weight's"
     coding = packed.kind if isinstance(packed.kind, Coding) else NO_CODING
@@ -62,7 +70,7 @@ def linear(
     is_bf16 = native.is_bf16(x) and native.is_bf16(out)
     pointers = x.data_ptr(), packed.words.data_ptr(), None if bias is None else bias.data_ptr()
     shape = packed.N, packed.K, epilogue
-    return native.Linear(is_bf16, domain, *pointers, out.data_ptr(), *shape, *coding)
+    return native.Linear(is_bf16, domain, *pointers, out.data_ptr(), *shape, *coding, factor)
 
 
 def gather_codes(table: Codes, out: Tensor) -> Structure:
@@ -73,9 +81,28 @@ def gather_codes(table: Codes, out: Tensor) -> Structure:
     return native.GatherCodes(native.is_bf16(out), *pointers, out.data_ptr(), *sizes)
 
 
-def rms_norm(domain: int, x: Tensor, weight: Tensor, out: Tensor, eps: float) -> Structure:
+def norm(
+    domain: int,
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    eps: float,
+    *,
+    is_centered: bool = False,
+    adds: bool = False,
+) -> Structure:
+    """`x` and `out` are whole rows, or the same columns of them."""
+    assert weight.dtype == torch.float32 and weight.is_contiguous(), "no float32 weight of a norm"
+    assert x.dtype == out.dtype and x.shape[1:] == out.shape[1:] == weight.shape, "rows of a norm"
+    assert x.dtype in (torch.float32, torch.bfloat16), f"no kernel computes in {x.dtype}"
     pointers = x.data_ptr(), weight.data_ptr(), out.data_ptr()
-    return native.Norm(native.is_bf16(x), domain, *pointers, x.shape[1], eps)
+    sizes = len(weight), x.stride(0), out.stride(0)
+    is_bf16 = x.dtype == torch.bfloat16
+    return native.Norm(is_bf16, domain, *pointers, *sizes, is_centered, adds, eps)
+
+
+def elementwise(domain: int, x: Tensor, curve: int, number: float) -> Structure:
+    return native.Elementwise(native.is_bf16(x), domain, x.data_ptr(), x.shape[1], curve, number)
 
 
 def plan_attention(
@@ -122,12 +149,25 @@ def is_bf16(x: Tensor, kv: KVLayer) -> bool:
 def rope_write_kv(
     qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, q: Tensor
 ) -> Structure:
+    for weight in (norm.q, norm.k) if norm else ():
+        assert weight.dtype == torch.float32, "no float32 weight of a norm"
     norms = (norm.q.data_ptr(), norm.k.data_ptr()) if norm else (None, None)
     pointers = qkv.data_ptr(), *norms, q.data_ptr(), rotary.cos.data_ptr(), rotary.sin.data_ptr()
     eps = norm.eps if norm else 0.0
     return native.Rope(addressof(layer(kv)), *pointers, q.shape[1], eps, is_bf16(qkv, kv))
 
 
-def attention(q: Tensor, kv: KVLayer, out: Tensor, scale: float, window: int | None) -> Structure:
+def attention(
+    q: Tensor,
+    kv: KVLayer,
+    out: Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+) -> Structure:
     pointers = addressof(layer(kv)), q.data_ptr(), out.data_ptr()
-    return native.Attention(*pointers, q.shape[1], scale, window or 0, is_bf16(q, kv))
+    if sinks is not None:
+        assert sinks.dtype == torch.float32 and sinks.shape == q.shape[1:2], "no sink for each head"
+    scores = scale, soft_cap or 0.0, None if sinks is None else sinks.data_ptr()
+    return native.Attention(*pointers, q.shape[1], *scores, window or 0, is_bf16(q, kv))

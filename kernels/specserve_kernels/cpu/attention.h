@@ -33,8 +33,27 @@ struct Attention {
   void* out;
   int64_t num_heads;
   float scale;
+  float soft_cap;  // 0: none
+  const float* sinks;  // a score for each query head that no value belongs to; may be null
   int64_t window;  // 0: none
   int64_t is_bf16;
+
+  // The factor of a score from which its weight is 2 to that power.
+  float factor() const { return (soft_cap ? 1.0f : scale) * LOG2_E; }
+  // Scores, in place: n whole vectors.
+  void cap(float* scores, int n) const {
+    if (soft_cap == 0) return;
+    for (int i = 0; i < n; i += LANES)
+      store(scores + i, ::soft_cap(load(scores + i) * scale, soft_cap));
+  }
+  // The sink's weight joins those of all positions.
+  void drain(float* values, Seen& seen, int64_t head, int64_t width) const {
+    if (!sinks) return;
+    float at = sinks[head] * LOG2_E, top = std::max(seen.max, at);
+    vf factor = exp2(vf{seen.max - top, at - top});
+    for (int64_t d = 0; d < width; d += LANES) store(values + d, load(values + d) * factor[0]);
+    seen = {top, seen.sum * factor[0] + factor[1]};
+  }
 };
 
 // Where the positions [begin, begin + n) of a part stand, whole tiles: their keys, then their
@@ -255,6 +274,8 @@ template <class T> struct Task {
         multiply_keys(queries(h, 0), item.count, {tail_scores(h, 0) + j, TAIL}, n);
       }
     if constexpr (IS_CODE<T>) scale_tails(num);
+    for (int n = 0; n < item.num_heads * item.count; n++)
+      a.cap(x.tail + n * TAIL, (num + LANES - 1) / LANES * LANES);
   }
   void scale_tails(int num) {
     load_scales(kv.k_scale, item.end, num, x.tail_scales, TAIL);
@@ -351,8 +372,9 @@ template <class T> struct Task {
           scale_scores(h, span, score);
           value_scale = value_scales(part, h, i) + span.begin;
         }
+        a.cap(score + span.begin, span.size());
         choose(part, i, span, score, tail_scores(h, i));
-        now = soften<PAIRED<T>, IS_CODE<T>>(score + span.begin, span.size(), a.scale * LOG2_E,
+        now = soften<PAIRED<T>, IS_CODE<T>>(score + span.begin, span.size(), a.factor(),
                                             score + span.begin / PER, value_scale);
       }
     }
@@ -486,7 +508,9 @@ template <class T> struct Task {
     for (int h = 0; h < item.num_heads; h++)
       for (int i = 0; i < item.count; i++) {
         int n = index(h, i);
-        finish(x.total + n * x.width, x.seen[n], (A*)a.out + vector_of(h, i) * D, D);
+        int64_t vector = vector_of(h, i);
+        a.drain(x.total + n * x.width, x.seen[n], vector % a.num_heads, width);
+        finish(x.total + n * x.width, x.seen[n], (A*)a.out + vector * D, D);
       }
   }
 };
@@ -508,7 +532,8 @@ static void merge_cut(const Attention& a, const Rows& rows, const Cut& cut, cons
       merge(total, seen, part, now, width);
     }
     int64_t row = rows.qo_indptr[cut.request] + vector / group;
-    int64_t at = row * a.num_heads + head * group + vector % group;
+    int64_t query_head = head * group + vector % group, at = row * a.num_heads + query_head;
+    a.drain(total, seen, query_head, width);
     finish(total, seen, (A*)a.out + at * D, D);
   }
 }

@@ -1,4 +1,4 @@
-// Rows of tables, RMSNorm, and rotary embedding with the KV write: row by row.
+// Rows of tables, norms, curves, and rotary embedding with the KV write: row by row.
 #include "kv_codes.h"
 #include "op.h"
 
@@ -16,33 +16,87 @@ template <class T> static float inverse_rms(const T* x, int64_t n, float eps) {
   return 1.0f / std::sqrt(sum(acc) / n + eps);
 }
 
-// out = x * scale * weight
-template <class T> static void scale_row(const T* x, const T* weight, float s, int64_t n, T* out) {
+template <class T> static float mean_of(const T* x, int64_t n) {
+  vf acc{};
   int64_t i = 0;
-  for (; i + LANES <= n; i += LANES) store(out + i, load(x + i) * s * load(weight + i));
-  if (i < n) store(out + i, load(x + i, n - i) * s * load(weight + i, n - i), n - i);
+  for (; i + LANES <= n; i += LANES) acc += load(x + i);
+  if (i < n) acc += load(x + i, n - i);
+  return sum(acc) / n;
+}
+
+// As inverse_rms, of x - mean.
+template <class T> static float inverse_deviation(const T* x, float mean, int64_t n, float eps) {
+  vf acc{};
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) {
+    vf v = load(x + i) - mean;
+    acc = fma(v, v, acc);
+  }
+  if (i < n) {
+    float rest[LANES] = {};
+    for (int64_t j = i; j < n; j++) rest[j - i] = to_float(x[j]) - mean;
+    acc = fma(load(rest), load(rest), acc);
+  }
+  return 1.0f / std::sqrt(sum(acc) / n + eps);
 }
 
 struct Norm {
   int64_t is_bf16, domain;
-  const void *x, *weight;
+  const void* x;
+  const float* weight;
   void* out;
-  int64_t width;
+  int64_t width, x_stride, out_stride;  // elements: of a row that is normalized, and between rows
+  int64_t is_centered, adds;            // LayerNorm; out is added to
   float eps;
 };
 
-template <class T> static void rms_norm(const Norm& a, const Step& step, Team& team) {
-  int64_t K = a.width;
+// out = (x - mean) * scale * weight, or that is added to out, rounded once.
+template <bool ADDS, class T>
+static void scale_row(const T* x, const float* weight, float mean, float scale, int64_t n, T* out) {
+  for (int64_t i = 0; i < n; i += LANES) {
+    int m = n - i < LANES ? n - i : LANES;
+    vf y = (load_up_to(x + i, m) - mean) * scale * load_up_to(weight + i, m);
+    if (ADDS) y += load_up_to(out + i, m);
+    store_up_to(out + i, y, m);
+  }
+}
+
+template <class T> static void norm(const Norm& a, const Step& step, Team& team) {
   Range part = team.part(step.num_rows[a.domain]);
   for (int64_t r = part.begin; r < part.end; r++) {
-    const T* row = (const T*)a.x + r * K;
-    scale_row(row, (const T*)a.weight, inverse_rms(row, K, a.eps), K, (T*)a.out + r * K);
+    const T* x = (const T*)a.x + r * a.x_stride;
+    T* out = (T*)a.out + r * a.out_stride;
+    float mean = a.is_centered ? mean_of(x, a.width) : 0.0f;
+    float scale = a.is_centered ? inverse_deviation(x, mean, a.width, a.eps)
+                                : inverse_rms(x, a.width, a.eps);
+    if (a.adds) scale_row<true>(x, a.weight, mean, scale, a.width, out);
+    else scale_row<false>(x, a.weight, mean, scale, a.width, out);
+  }
+}
+
+// x = factor * x, or cap * tanh(x / cap).
+enum Curve : int64_t { SCALE, SOFT_CAP };
+struct Elementwise {
+  int64_t is_bf16, domain;
+  void* x;
+  int64_t width, curve;
+  float number;
+};
+
+template <class T> static void elementwise(const Elementwise& a, const Step& step, Team& team) {
+  Range part = team.part(step.num_rows[a.domain] * a.width);
+  for (int64_t i = part.begin; i < part.end; i += LANES) {
+    int n = part.end - i < LANES ? part.end - i : LANES;
+    T* at = (T*)a.x + i;
+    vf x = load_up_to(at, n);
+    store_up_to(at, a.curve == SCALE ? x * a.number : soft_cap(x, a.number), n);
   }
 }
 
 struct Rope {
   const KV* kv;
-  const void *qkv, *q_norm, *k_norm;  // norms may be null
+  const void* qkv;
+  const float *q_norm, *k_norm;  // may be null
   void* q;
   const float *cos, *sin;
   int64_t num_heads;
@@ -52,7 +106,7 @@ struct Rope {
 
 // Normalize and rotate one head; i pairs with i + D/2.
 template <class T, class O>
-static void rotate(const T* x, const T* norm, float eps, const float* cos, const float* sin,
+static void rotate(const T* x, const float* norm, float eps, const float* cos, const float* sin,
                    int64_t D, O* out) {
   int64_t half = D / 2;
   float scale = norm ? inverse_rms(x, D, eps) : 1.0f;
@@ -82,17 +136,17 @@ static void rope_head(const Rope& rope, const Rows& rows, int64_t r, int64_t h) 
   const T* x = (const T*)rope.qkv + (r * (H + 2 * Hk) + h) * D;
   const float *c = rope.cos + rows.positions[r] * half, *s = rope.sin + rows.positions[r] * half;
   if (h < H)
-    return rotate(x, (const T*)rope.q_norm, rope.eps, c, s, D, (T*)rope.q + (r * H + h) * D);
+    return rotate(x, rope.q_norm, rope.eps, c, s, D, (T*)rope.q + (r * H + h) * D);
   int64_t slot = rows.slots[r], head = h - H;
   S *k = kv.at<S>(kv.k, slot) + head * D, *v = kv.at<S>(kv.v, slot) + head * D;
   if constexpr (IS_CODE<S>) {
     float numbers[MAX_HEAD_DIM];
-    rotate(x, (const T*)rope.k_norm, rope.eps, c, s, D, numbers);
+    rotate(x, rope.k_norm, rope.eps, c, s, D, numbers);
     *kv.scale_at(kv.k_scale, slot, head) = quantize(numbers, D, k);
     widen(x + Hk * D, D, numbers);
     *kv.scale_at(kv.v_scale, slot, head) = quantize(numbers, D, v);
   } else {
-    rotate(x, (const T*)rope.k_norm, rope.eps, c, s, D, k);
+    rotate(x, rope.k_norm, rope.eps, c, s, D, k);
     memcpy(v, x + Hk * D, D * sizeof(T));
   }
 }
@@ -174,9 +228,14 @@ void specserve_gather_codes(const void* args, const Step& step, Team& team) {
   a.is_bf16 ? gather_codes<bf16>(a, step, team) : gather_codes<float>(a, step, team);
 }
 
-void specserve_rms_norm(const void* args, const Step& step, Team& team) {
+void specserve_norm(const void* args, const Step& step, Team& team) {
   const Norm& a = *(const Norm*)args;
-  a.is_bf16 ? rms_norm<bf16>(a, step, team) : rms_norm<float>(a, step, team);
+  a.is_bf16 ? norm<bf16>(a, step, team) : norm<float>(a, step, team);
+}
+
+void specserve_elementwise(const void* args, const Step& step, Team& team) {
+  const Elementwise& a = *(const Elementwise*)args;
+  a.is_bf16 ? elementwise<bf16>(a, step, team) : elementwise<float>(a, step, team);
 }
 
 void specserve_rope_write_kv(const void* args, const Step& step, Team& team) {

@@ -8,7 +8,7 @@
 #include "gemm.h"
 #include "op.h"
 
-enum Epilogue : int64_t { PLAIN, ADD, SILU_MUL };
+enum Epilogue : int64_t { PLAIN, ADD, SILU_MUL, GELU_MUL };
 
 struct Linear {
   int64_t is_bf16, domain;
@@ -17,8 +17,9 @@ struct Linear {
   int64_t N, K, epilogue;
   int64_t bits, group, has_zeros, has_offsets;  // of a weight of codes: bits is 0 for another one
   int64_t rounds_rows;                          // whether rows become codes, too
+  float factor;                                 // of what is added to the residual
 
-  bool is_gated() const { return epilogue == SILU_MUL; }
+  bool is_gated() const { return epilogue >= SILU_MUL; }
 };
 
 // A weight of codes: see gemm_codes.h.
@@ -26,18 +27,25 @@ void multiply_codes(const Linear& a, int64_t R, Team& team);
 // One whose rows are rounded: see gemm_rounded.cpp.
 void multiply_rounded(const Linear& a, int64_t R, Team& team);
 
+// SiLU, x sigmoid(x), or GELU as 0.5 x (1 + tanh(u)) = x sigmoid(2 u) with
+// u = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks, Gimpel 1606.08415).
+template <int64_t EPILOGUE> static INLINE vf gate(vf x) {
+  vf at = EPILOGUE == SILU_MUL ? x : x * fma(x * x, splat(0.0713548163f), splat(1.59576912f));
+  return x / (1.0f + exp(-at));
+}
+
 // Write 16 columns of some rows, or the n that exist, rounded once. Inlined, as n is mostly 16.
 template <class T, int64_t EPILOGUE>
 static INLINE void finish_columns(const Linear& a, const float* sums, int64_t column, int n,
                                   Range rows) {
   const T* bias = (const T*)a.bias;
   vf first = bias ? load_up_to(bias + column, n) : vf{}, second{};
-  if (EPILOGUE == SILU_MUL && bias) second = load_up_to(bias + a.N + column, n);
+  if (EPILOGUE >= SILU_MUL && bias) second = load_up_to(bias + a.N + column, n);
   T* out = (T*)a.out + rows.begin * a.N + column;
   for (int64_t r = rows.begin; r < rows.end; r++, out += a.N, sums += COLUMNS) {
     vf y = load(sums) + first;
-    if (EPILOGUE == SILU_MUL) y = y / (1.0f + exp(-y)) * (load(sums + COLUMNS / 2) + second);
-    if (EPILOGUE == ADD) y = load_up_to(out, n) + y;
+    if (EPILOGUE >= SILU_MUL) y = gate<EPILOGUE>(y) * (load(sums + COLUMNS / 2) + second);
+    if (EPILOGUE == ADD) y = load_up_to(out, n) + y * a.factor;
     store_up_to(out, y, n);
   }
 }
@@ -55,6 +63,7 @@ static void finish_panel(const Linear& a, const float* sums, int64_t panel, Rang
 template <class T>
 static void finish(const Linear& a, const float* sums, int64_t panel, Range rows) {
   if (a.epilogue == SILU_MUL) finish_panel<T, SILU_MUL>(a, sums, panel, rows);
+  else if (a.epilogue == GELU_MUL) finish_panel<T, GELU_MUL>(a, sums, panel, rows);
   else if (a.epilogue == ADD) finish_panel<T, ADD>(a, sums, panel, rows);
   else finish_panel<T, PLAIN>(a, sums, panel, rows);
 }

@@ -44,8 +44,17 @@ class Norm(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("is_bf16", "domain")),
         *((name, c_void_p) for name in ("x", "weight", "out")),
-        ("width", c_int64),
+        *((name, c_int64) for name in ("width", "x_stride", "out_stride", "is_centered", "adds")),
         ("eps", c_float),
+    ]
+
+
+class Elementwise(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("is_bf16", "domain")),
+        ("x", c_void_p),
+        *((name, c_int64) for name in ("width", "curve")),
+        ("number", c_float),
     ]
 
 
@@ -81,6 +90,7 @@ class Linear(Structure):
             for name in ("N", "K", "epilogue", "bits", "group", "has_zeros", "has_offsets")
         ),
         ("rounds_rows", c_int64),
+        ("factor", c_float),
     ]
 
 
@@ -104,7 +114,8 @@ class Attention(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("kv", "q", "out")),
         ("num_heads", c_int64),
-        ("scale", c_float),
+        *((name, c_float) for name in ("scale", "soft_cap")),
+        ("sinks", c_void_p),
         ("window", c_int64),
         ("is_bf16", c_int64),
     ]

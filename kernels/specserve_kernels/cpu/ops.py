@@ -9,7 +9,16 @@ from torch import Tensor
 
 from specserve_kernels.codes import MAX_ROUNDED, Codes
 from specserve_kernels.cpu import arguments, native
-from specserve_kernels.cpu.arguments import ADD, PLAIN, SILU_MUL, AttentionPlan, Coding, Packed
+from specserve_kernels.cpu.arguments import (
+    ADD,
+    GATES,
+    PLAIN,
+    SCALE,
+    SOFT_CAP,
+    AttentionPlan,
+    Coding,
+    Packed,
+)
 from specserve_kernels.host import allocate
 from specserve_kernels.quantize import GROUP
 from specserve_kernels.types import (
@@ -127,17 +136,28 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     return _multiply(x, packed, bias, x.new_empty(len(x), packed.N), PLAIN)
 
 
-def linear_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) -> Tensor:
+def linear_add(
+    x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor, factor: float = 1.0
+) -> Tensor:
     assert len(residual) == len(x), "a residual of another number of rows"
-    return _multiply(x, packed, bias, residual, ADD)
+    return _multiply(x, packed, bias, residual, ADD, factor)
 
 
-def linear_silu_mul(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
-    return _multiply(x, packed, bias, x.new_empty(len(x), packed.N), SILU_MUL)
+def linear_gated(
+    x: Tensor, packed: Packed, bias: Tensor | None = None, gate: str = "silu"
+) -> Tensor:
+    return _multiply(x, packed, bias, x.new_empty(len(x), packed.N), GATES[gate])
 
 
-def _multiply(x: Tensor, packed: Packed, bias: Tensor | None, out: Tensor, epilogue: int) -> Tensor:
-    args = arguments.linear(0, x, packed, bias, out, epilogue)
+def _multiply(
+    x: Tensor,
+    packed: Packed,
+    bias: Tensor | None,
+    out: Tensor,
+    epilogue: int,
+    factor: float = 1.0,
+) -> Tensor:
+    args = arguments.linear(0, x, packed, bias, out, epilogue, factor)
     _run("linear", args, len(x), len(x) * packed.N * packed.K // 4)
     return out
 
@@ -161,9 +181,40 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _norm(arguments.norm(0, x, weight, out := torch.empty_like(x), eps), out)
+
+
+def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
-    _run("rms_norm", arguments.rms_norm(0, x, weight, out, eps), len(x), x.numel())
+    return _norm(arguments.norm(0, x, weight, out, eps, is_centered=True), out)
+
+
+def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
+    assert len(residual) == len(x), "a residual of another number of rows"
+    return _norm(arguments.norm(0, x, weight, residual, eps, adds=True), residual)
+
+
+def rms_norm_columns(x: Tensor, begin: int, weight: Tensor, eps: float) -> Tensor:
+    columns = x[:, begin : begin + len(weight)]
+    return _norm(arguments.norm(0, columns, weight, columns, eps), x)
+
+
+def _norm(args: Structure, out: Tensor) -> Tensor:
+    _run("norm", args, len(out), out.numel())
     return out
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    return _curve(x, SCALE, factor)
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    return _curve(x, SOFT_CAP, cap)
+
+
+def _curve(x: Tensor, curve: int, number: float) -> Tensor:
+    _run("elementwise", arguments.elementwise(0, x, curve, number), len(x), x.numel())
+    return x
 
 
 def plan(
@@ -172,6 +223,7 @@ def plan(
     num_heads: int,
     windows: Sequence[int | None] = NO_WINDOW,
     also: Sequence[Tensor] = (),
+    has_plain_scores: bool = True,
 ) -> Plan:
     _, _, num_kv_heads, D = kv.layers[0].k.shape
     heads = num_heads, num_kv_heads, D
@@ -191,10 +243,16 @@ def rope_write_kv(
 
 
 def attention(
-    q: Tensor, kv: KVLayer, plan: Plan, scale: float, window: int | None = None
+    q: Tensor,
+    kv: KVLayer,
+    plan: Plan,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     out = torch.empty_like(q)
-    args = arguments.attention(q, kv, out, scale, window)
+    args = arguments.attention(q, kv, out, scale, window, soft_cap, sinks)
     _run("attention", args, plan.num_rows, SHORT, plan)
     return out.flatten(1)
 

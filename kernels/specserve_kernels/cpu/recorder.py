@@ -123,7 +123,15 @@ class Recorder:
         self.calls.append(Native(name, args, domain))
         self.kept += kept
 
-    def plan(self, rows: Any, kv: KVCache, num_heads: int, windows: Any, also: Any) -> Plan:
+    def plan(
+        self,
+        rows: Any,
+        kv: KVCache,
+        num_heads: int,
+        windows: Any,
+        also: Any,
+        has_plain_scores: bool = True,
+    ) -> Plan:
         args, lengths = arguments.plan_attention(kv, num_heads, windows)
         self.note("plan_attention", args, STEP, lengths)
         return Plan(num_heads, kv.layers[0].k.shape[3])
@@ -153,24 +161,64 @@ class Recorder:
         return out
 
     def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
+        return self.norm(x, weight, eps, is_centered=False)
+
+    def layer_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
+        return self.norm(x, weight, eps, is_centered=True)
+
+    def norm(self, x: Any, weight: Tensor, eps: float, is_centered: bool) -> Any:
         out = self.new(x.domain, x.tensor.shape[1:], x.tensor.dtype)
-        args = arguments.rms_norm(x.domain, x.tensor, weight, out.tensor, eps)
-        self.note("rms_norm", args, x.domain, weight)
+        tensors = x.tensor, weight, out.tensor
+        args = arguments.norm(x.domain, *tensors, eps, is_centered=is_centered)
+        self.note("norm", args, x.domain, weight)
         return out
+
+    def rms_norm_add(self, x: Any, weight: Tensor, eps: float, residual: Any) -> Any:
+        args = arguments.norm(x.domain, x.tensor, weight, residual.tensor, eps, adds=True)
+        self.note("norm", args, x.domain, weight)
+        return residual
+
+    def rms_norm_columns(self, x: Any, begin: int, weight: Tensor, eps: float) -> Any:
+        columns = x.tensor[:, begin : begin + len(weight)]
+        self.note("norm", arguments.norm(x.domain, columns, weight, columns, eps), x.domain, weight)
+        return x
+
+    def scale(self, x: Any, factor: float) -> Any:
+        return self.curve(x, arguments.SCALE, factor)
+
+    def soft_cap(self, x: Any, cap: float) -> Any:
+        return self.curve(x, arguments.SOFT_CAP, cap)
+
+    def curve(self, x: Any, curve: int, number: float) -> Any:
+        args = arguments.elementwise(x.domain, x.tensor, curve, number)
+        self.note("elementwise", args, x.domain)
+        return x
 
     def linear(self, x: Any, packed: Packed, bias: Tensor | None = None) -> Any:
         out = self.new(x.domain, (packed.N,), x.tensor.dtype)
         return self.multiply(x, packed, bias, out, arguments.PLAIN)
 
-    def linear_add(self, x: Any, packed: Packed, bias: Tensor | None, residual: Any) -> Any:
-        return self.multiply(x, packed, bias, residual, arguments.ADD)
+    def linear_add(
+        self, x: Any, packed: Packed, bias: Tensor | None, residual: Any, factor: float = 1.0
+    ) -> Any:
+        return self.multiply(x, packed, bias, residual, arguments.ADD, factor)
 
-    def linear_silu_mul(self, x: Any, packed: Packed, bias: Tensor | None = None) -> Any:
+    def linear_gated(
+        self, x: Any, packed: Packed, bias: Tensor | None = None, gate: str = "silu"
+    ) -> Any:
         out = self.new(x.domain, (packed.N,), x.tensor.dtype)
-        return self.multiply(x, packed, bias, out, arguments.SILU_MUL)
+        return self.multiply(x, packed, bias, out, arguments.GATES[gate])
 
-    def multiply(self, x: Any, packed: Packed, bias: Tensor | None, out: Any, epilogue: int) -> Any:
-        args = arguments.linear(x.domain, x.tensor, packed, bias, out.tensor, epilogue)
+    def multiply(
+        self,
+        x: Any,
+        packed: Packed,
+        bias: Tensor | None,
+        out: Any,
+        epilogue: int,
+        factor: float = 1.0,
+    ) -> Any:
+        args = arguments.linear(x.domain, x.tensor, packed, bias, out.tensor, epilogue, factor)
         self.note("linear", args, x.domain, packed, bias)
         return out
 
@@ -183,11 +231,18 @@ class Recorder:
         return q
 
     def attention(
-        self, q: Any, kv: KVLayer, plan: Plan, scale: float, window: int | None = None
+        self,
+        q: Any,
+        kv: KVLayer,
+        plan: Plan,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Any:
         out = self.new(q.domain, (plan.num_heads * plan.head_dim,), q.tensor.dtype)
-        args = arguments.attention(q.tensor, kv, out.tensor, scale, window)
-        self.note("attention", args, q.domain, kv)
+        args = arguments.attention(q.tensor, kv, out.tensor, scale, window, soft_cap, sinks)
+        self.note("attention", args, q.domain, kv, sinks)
         return out
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

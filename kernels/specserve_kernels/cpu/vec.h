@@ -153,6 +153,13 @@ static inline vf exp(vf x) {
   return x > -87.33f ? y : (x == x ? vf{} : x);
 }
 
+// cap * tanh(x / cap), within 2 ulp of the cap.
+static inline vf soft_cap(vf x, float cap) {
+  vf t = exp((x < 0.0f ? x : -x) * (2.0f / cap));
+  vf y = cap * (1.0f - t) / (1.0f + t);
+  return x < 0.0f ? -y : y;
+}
+
 // log x for normal, positive x, within 2 ulp. Cephes' polynomial.
 static inline vf log(vf x) {
   vi bits = (vi)x;

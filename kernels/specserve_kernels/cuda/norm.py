@@ -1,29 +1,75 @@
-"""RMSNorm; each program computes a row."""
+"""RMSNorm and LayerNorm; each program computes a row."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 
 @triton.jit
-def _rms_norm(x, weight, out, K, eps, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * K
+def _norm(
+    x,
+    weight,
+    out,
+    K,
+    x_stride,
+    out_stride,
+    eps,
+    IS_CENTERED: tl.constexpr,
+    ADDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < K
-    v = tl.load(x + row + i, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(x + row * x_stride + i, mask=inside, other=0.0).to(tl.float32)
+    if IS_CENTERED:
+        v = tl.where(inside, v - tl.sum(v, axis=0) / K, 0.0)
     scale = 1 / tl.sqrt(tl.sum(v * v, axis=0) / K + eps)
-    w = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row + i, (v * scale * w).to(out.dtype.element_ty), mask=inside)
+    y = v * scale * tl.load(weight + i, mask=inside, other=0.0)
+    at = out + row * out_stride + i
+    if ADDS:
+        y += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, y.to(out.dtype.element_ty), mask=inside)
+
+
+def _launch(
+    x: Tensor, weight: Tensor, out: Tensor, eps: float, is_centered: bool, adds: bool
+) -> None:
+    """`x` and `out` are whole rows, or the same columns of them."""
+    R, K = x.shape
+    block = triton.next_power_of_2(K)
+    if R:
+        _norm[(R,)](
+            *(x, weight, out, K, x.stride(0), out.stride(0), eps),
+            IS_CENTERED=is_centered,
+            ADDS=adds,
+            BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+        )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As the reference's."""
+    """As the reference's, like those below."""
     assert x.is_contiguous(), "rows with gaps"
-    R, K = x.shape
-    out = torch.empty_like(x)
-    block = triton.next_power_of_2(K)
-    num_warps = min(16, max(1, block // 512))
-    if R:
-        _rms_norm[(R,)](x, weight, out, K, eps, BLOCK=block, num_warps=num_warps)
+    out = x.new_empty(x.shape)
+    _launch(x, weight, out, eps, is_centered=False, adds=False)
     return out
+
+
+def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    assert x.is_contiguous(), "rows with gaps"
+    out = x.new_empty(x.shape)
+    _launch(x, weight, out, eps, is_centered=True, adds=False)
+    return out
+
+
+def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
+    assert x.is_contiguous() and residual.is_contiguous(), "rows with gaps"
+    _launch(x, weight, residual, eps, is_centered=False, adds=True)
+    return residual
+
+
+def rms_norm_columns(x: Tensor, begin: int, weight: Tensor, eps: float) -> Tensor:
+    columns = x[:, begin : begin + len(weight)]
+    _launch(columns, weight, columns, eps, is_centered=False, adds=False)
+    return x

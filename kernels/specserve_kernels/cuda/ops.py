@@ -12,13 +12,13 @@ from torch import Tensor
 from specserve_kernels.codes import Codes
 from specserve_kernels.cuda import (
     coded,
+    gated,
     logprobs,
     move,
     norm,
     paged,
     rope,
     sample,
-    silu,
     top_children,
 )
 from specserve_kernels.cuda.attention import FlashInfer, run_parts
@@ -62,6 +62,9 @@ class CudaOps:
     rounds_rows = False
     records_steps = True
     rms_norm = staticmethod(norm.rms_norm)
+    layer_norm = staticmethod(norm.layer_norm)
+    rms_norm_add = staticmethod(norm.rms_norm_add)
+    rms_norm_columns = staticmethod(norm.rms_norm_columns)
     copy_blocks = staticmethod(copy_blocks)
 
     def __init__(
@@ -102,12 +105,27 @@ class CudaOps:
         return packed.linear(x, bias)
 
     def linear_add(
-        self, x: Tensor, packed: LinearMap, bias: Tensor | None, residual: Tensor
+        self,
+        x: Tensor,
+        packed: LinearMap,
+        bias: Tensor | None,
+        residual: Tensor,
+        factor: float = 1.0,
     ) -> Tensor:
-        return packed.linear_add(x, bias, residual)
+        if factor == 1:
+            return packed.linear_add(x, bias, residual)
+        return residual.add_(packed.linear(x, bias), alpha=factor)
 
-    def linear_silu_mul(self, x: Tensor, packed: LinearMap, bias: Tensor | None = None) -> Tensor:
-        return silu.silu_mul(packed.linear(x, bias))
+    def linear_gated(
+        self, x: Tensor, packed: LinearMap, bias: Tensor | None = None, gate: str = "silu"
+    ) -> Tensor:
+        return gated.gated(packed.linear(x, bias), gate)
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x.mul_(factor)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return x.copy_(cap * torch.tanh(x.float() / cap))
 
     def embed(self, table: Tensor | Codes, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         if isinstance(table, Codes):
@@ -127,9 +145,10 @@ class CudaOps:
         num_heads: int,
         windows: Sequence[int | None] = NO_WINDOW,
         also: Sequence[Tensor] = (),
+        has_plain_scores: bool = True,
     ) -> Plan:
         """Upload everything that the step's kernels read, in one copy."""
-        flashinfer = self.flashinfer_for(kv, windows)
+        flashinfer = self.flashinfer_for(kv, windows, has_plain_scores)
         self.num_planned["FlashInfer" if flashinfer else "Triton"] += 1
         if flashinfer:
             return self.plan_flashinfer(flashinfer, rows, kv, num_heads, windows, also)
@@ -146,20 +165,24 @@ class CudaOps:
         }
         return Plan(placed_also, shared, [], work)
 
-    def flashinfer_for(self, kv: KVCache, windows: Sequence[int | None]) -> FlashInfer | None:
+    def flashinfer_for(
+        self, kv: KVCache, windows: Sequence[int | None], has_plain_scores: bool
+    ) -> FlashInfer | None:
         """FlashInfer, its kernels built, if it supports this model; None where Triton attends.
 
         A build that fails turns it off. Any other error of FlashInfer is raised in the step where
         it occurs: a fallback there would hide it.
         """
         try:
-            if self.flashinfer is not None and self.flashinfer.fits(kv):
+            if self.flashinfer is not None and self.flashinfer.fits(kv) and has_plain_scores:
                 self.flashinfer.build(kv, windows)
                 return self.flashinfer
             if self.choice == "flashinfer":
                 k = kv.layers[0].k
+                scores = "" if has_plain_scores else " with capped scores or sinks"
                 raise DeviceError(
-                    f"FlashInfer has no kernels for {k.dtype} heads of {k.shape[-1]}: take 'auto'"
+                    f"FlashInfer has no kernels for {k.dtype} heads of {k.shape[-1]}{scores}: take "
+                    "'auto'"
                 )
         except DeviceError as e:
             if self.choice == "flashinfer":
@@ -209,10 +232,19 @@ class CudaOps:
         return rope.rope_write_kv(qkv, rotary, norm, kv, plan.shared.positions, plan.shared.slots)
 
     def attention(
-        self, q: Tensor, kv: KVLayer, plan: Plan, scale: float, window: int | None = None
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        plan: Plan,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if plan.work:
-            return paged.attention(q, kv, scale, *plan.work[window]).flatten(1)
+            scores = paged.Scores(scale, soft_cap, sinks)
+            return paged.attention(q, kv, scores, *plan.work[window]).flatten(1)
+        assert soft_cap is None and sinks is None, "planned for plain scores"
         return run_parts(q, kv, plan.parts, scale, window).flatten(1)
 
     def move_kv(self, kv: KVCache, source: Tensor, target: Tensor) -> None:

@@ -43,6 +43,12 @@ def _sees(slot, first, prefix, mask):
 
 
 @triton.jit
+def _soft_cap(x, cap):
+    e = tl.exp(-2 / cap * tl.abs(x))  # at most 1
+    return tl.where(x < 0, -cap, cap) * (1 - e) / (1 + e)
+
+
+@triton.jit
 def _weigh(score, top):
     """The weights of more slots by the highest score, it, and what earlier weights shrink by."""
     higher = tl.maximum(top, tl.max(score, axis=1))
@@ -71,6 +77,10 @@ def _attend(
     block_stride,
     scale_stride,
     scale,
+    soft_cap,
+    sinks,  # [H] float32
+    HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     IS_WHOLE: tl.constexpr,  # every tile is one piece
     GROUP: tl.constexpr,  # query heads of a KV head
     GROUP_BLOCK: tl.constexpr,
@@ -111,10 +121,13 @@ def _attend(
         is_kv = in_use[:, None] & (d < D)[None, :]
         keys = number(tl.load(k + at[:, None] + d[None, :], mask=is_kv, other=0), CODES)
         score = tl.dot(x.to(DOT), tl.trans(keys).to(DOT), input_precision="ieee")
-        score *= scale * LOG2E
+        score *= scale
         if CODES != PLAIN:
             scales = block * scale_stride + head * block_size + s % block_size
             score *= tl.load(k_scale + scales, mask=in_use, other=0.0)[None, :]
+        if HAS_CAP:
+            score = _soft_cap(score, soft_cap)
+        score *= LOG2E
         seen = _sees(s, row_first, row_prefix, row_mask) & in_use[None, :]
         score = tl.where(seen, score, float("-inf"))
         p, top, shrink = _weigh(score, top)
@@ -128,6 +141,12 @@ def _attend(
 
     # A piece of which a row sees nothing has weight 0; any row sees itself in some piece.
     sees = total > 0
+    if IS_WHOLE and HAS_SINKS:
+        sink = tl.load(sinks + head * GROUP + g, mask=is_row, other=0.0) * LOG2E
+        higher = tl.maximum(top, sink)
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.exp2(sink - higher)
+        acc *= shrink[:, None]
     total = tl.where(sees, total, 1.0)
     result = acc / total[:, None]
     if IS_WHOLE:
@@ -140,7 +159,18 @@ def _attend(
 
 
 @triton.jit
-def _merge(parts, lse, merges, out, num_heads, ROWS, D: tl.constexpr, D_BLOCK: tl.constexpr):
+def _merge(
+    parts,
+    lse,
+    merges,
+    out,
+    sinks,
+    num_heads,
+    ROWS,
+    HAS_SINKS: tl.constexpr,
+    D: tl.constexpr,
+    D_BLOCK: tl.constexpr,
+):
     """The pieces of one head of one row, in order; zeros for a row that has none."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first, count = tl.load(merges + 3 * row).to(tl.int64), tl.load(merges + 3 * row + 1)
@@ -150,6 +180,10 @@ def _merge(parts, lse, merges, out, num_heads, ROWS, D: tl.constexpr, D_BLOCK: t
     for part in range(count):
         top = tl.maximum(top, tl.load(lse + at + part * ROWS * num_heads))
     total = 0.0
+    if HAS_SINKS:
+        sink = tl.load(sinks + head) * LOG2E
+        top = tl.maximum(top, sink)
+        total = tl.exp2(sink - top)
     acc = tl.zeros([D_BLOCK], tl.float32)
     for part in range(count):
         place = at + part * ROWS * num_heads
@@ -270,6 +304,14 @@ def bit_lengths(words: Words) -> Ints:
     return np.frexp(highest.astype(np.float64))[1].astype(np.int64)
 
 
+class Scores(NamedTuple):
+    """What becomes of the products of queries and keys: as the reference's `attention` has it."""
+
+    scale: float
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+
+
 class Inputs(NamedTuple):
     """What the kernels read, on the device; dtypes as in Work and Rows, but first, prefix and mask
     int64.
@@ -284,7 +326,7 @@ class Inputs(NamedTuple):
     indptr: Tensor
 
 
-def attention(q: Tensor, kv: KVLayer, scale: float, work: Work, inputs: Inputs) -> Tensor:
+def attention(q: Tensor, kv: KVLayer, scores: Scores, work: Work, inputs: Inputs) -> Tensor:
     """As the reference's, with the step divided by `deal` and its inputs on the device.
 
     q   [R, H, D]
@@ -301,9 +343,14 @@ def attention(q: Tensor, kv: KVLayer, scale: float, work: Work, inputs: Inputs) 
         lse = q.new_empty(num_pieces, work.rows, H, dtype=torch.float32)
     *stored, scale_stride, codes = kv_codes.arguments(kv)
     pieces, merges, *seen = inputs
+    scale, soft_cap, sinks = scores
+    has_sinks, read_sinks = sinks is not None, q if sinks is None else sinks
     _attend[(num_pieces, num_kv_heads)](
         *(q, parts, lse, *stored, pieces, *seen),
         *(H, num_kv_heads, block_size, kv.k.stride(0), scale_stride, scale),
+        *(soft_cap or 1.0, read_sinks),
+        HAS_CAP=soft_cap is not None,
+        HAS_SINKS=has_sinks,
         IS_WHOLE=work.is_whole,
         GROUP=group,
         GROUP_BLOCK=triton.next_power_of_2(group),
@@ -318,7 +365,8 @@ def attention(q: Tensor, kv: KVLayer, scale: float, work: Work, inputs: Inputs) 
     )
     if not work.is_whole:
         _merge[(R, H)](
-            *(parts, lse, merges, out, H, work.rows),
+            *(parts, lse, merges, out, read_sinks, H, work.rows),
+            HAS_SINKS=has_sinks,
             D=D,
             D_BLOCK=triton.next_power_of_2(D),
             num_warps=1,

@@ -21,11 +21,14 @@ def plan(
     num_heads: int,
     windows: Sequence[int | None] = NO_WINDOW,
     also: Sequence[Tensor] = (),
+    has_plain_scores: bool = True,
 ) -> Plan:
     """Prepare what all layers of a step share.
 
-    windows  every window that `attention` will be called with
-    also     host tensors that other ops of the step take; `plan.also` has them where ops read them
+    windows           every window that `attention` will be called with
+    also              host tensors that other ops of the step take; `plan.also` has them where ops
+                      read them
+    has_plain_scores  it will be called without `soft_cap` and `sinks`
     """
     return Plan(rows, also)
 
@@ -66,14 +69,23 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attention(
-    q: Tensor, kv: KVLayer, plan: Plan, scale: float, window: int | None = None
+    q: Tensor,
+    kv: KVLayer,
+    plan: Plan,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale q K^T) V of each row over what it may see. KV of 8 bits is read as it stands
     in the cache, also by the rows that wrote it: so no result depends on when that was.
 
-    q       [R, H, D]  as the KV; query head h reads KV head h // (H / Hk)
-    window  a row at position p sees the positions (p - window, p] only; None sees all
-    ->      [R, H D]   as q
+    q         [R, H, D]  as the KV; query head h reads KV head h // (H / Hk)
+    window    a row at position p sees the positions (p - window, p] only; None sees all
+    soft_cap  a score s becomes soft_cap * tanh(s / soft_cap); None leaves it
+    sinks     [H]        float32; a score of each head beside those of the positions, without a
+                         value, so that their weights sum to less than 1; None has none
+    ->        [R, H D]   as q
     """
     block_size, rows = kv.k.shape[1], plan.rows
     group = q.shape[1] // kv.k.shape[2]
@@ -85,7 +97,12 @@ def attention(
             slot = _visible(int(rows.prefix[r]), int(rows.mask[r]), window)
             at = blocks[slot // block_size], slot % block_size
             k, v = (x.repeat_interleave(group, dim=1) for x in take(kv, at))  # [visible, H, D]
-            weight = (torch.einsum("hd,shd->hs", q[r].float(), k) * scale).softmax(-1)
+            score = torch.einsum("hd,shd->hs", q[r].float(), k) * scale
+            if soft_cap is not None:
+                score = soft_cap * torch.tanh(score / soft_cap)
+            if sinks is not None:
+                score = torch.cat([score, sinks[:, None]], dim=1)
+            weight = score.softmax(-1)[:, : len(slot)]
             out[r] = torch.einsum("hs,shd->hd", weight, v).to(q.dtype)
     return out.flatten(1)
 

@@ -1,5 +1,6 @@
 """Linear maps with what follows them, and RMSNorm, a row at a time."""
 
+import math
 from collections.abc import Callable
 from typing import TypeGuard
 
@@ -30,28 +31,50 @@ def linear(x: Tensor, packed: Tensor | Codes, bias: Tensor | None = None) -> Ten
     return _products(x, packed, bias).to(x.dtype)
 
 
-def linear_add(x: Tensor, packed: Tensor | Codes, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """Add x W^T + bias to the residual stream, in place; the residual stream.
+def linear_add(
+    x: Tensor,
+    packed: Tensor | Codes,
+    bias: Tensor | None,
+    residual: Tensor,
+    factor: float = 1.0,
+) -> Tensor:
+    """Add factor * (x W^T + bias) to the residual stream, in place; the residual stream.
 
     x         [R, K]  bfloat16 | float32
     bias      [N]     as x
-    residual  [R, N]  as x; becomes residual + x W^T + bias, rounded once
+    residual  [R, N]  as x; the sum is rounded once
     """
-    return residual.copy_(residual.float() + _products(x, packed, bias))
+    return residual.copy_(residual.float() + factor * _products(x, packed, bias))
 
 
-def linear_silu_mul(x: Tensor, packed: Tensor | Codes, bias: Tensor | None = None) -> Tensor:
-    """silu(gate) * up, where gate and up are the halves of x W^T + bias (SwiGLU, Shazeer
-    2002.05202). Rounded at the end; a build may round gate and up before, too.
+def linear_gated(
+    x: Tensor, packed: Tensor | Codes, bias: Tensor | None = None, gate: str = "silu"
+) -> Tensor:
+    """f(gate) * up, where gate and up are the halves of x W^T + bias (Shazeer 2002.05202). Rounded
+    at the end; a build may round gate and up before, too.
+
+    gate    what f is: `silu`, or `gelu_tanh`, GELU's approximation (Hendrycks, Gimpel 1606.08415)
 
     x       [R, K]  bfloat16 | float32
     packed  of a weight [2F, K], the gate's rows in its first half
     bias    [2F]    as x
     ->      [R, F]  as x
     """
-    gate, up = _products(x, packed, bias).chunk(2, dim=1)
-    rows = [g / (1 + torch.exp(-g)) * u for g, u in zip(gate.clone(), up.clone(), strict=True)]
-    return torch.stack(rows).to(x.dtype) if rows else gate.to(x.dtype)
+    first, up = _products(x, packed, bias).chunk(2, dim=1)
+    curve = GATES[gate]
+    rows = [curve(g) * u for g, u in zip(first.clone(), up.clone(), strict=True)]
+    return torch.stack(rows).to(x.dtype) if rows else up.to(x.dtype)
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+GATES = {"silu": _silu, "gelu_tanh": _gelu_tanh}
 
 
 def _products(x: Tensor, packed: Tensor | Codes, bias: Tensor | None) -> Tensor:
@@ -115,11 +138,53 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, rounded once, at the end (Zhang, Sennrich 1910.07467).
 
     x       [R, K]  bfloat16 | float32
-    weight  [K]     as x
+    weight  [K]     float32
     ->      [R, K]  as x
     """
-    rows = [row * torch.rsqrt(row.square().mean() + eps) * weight.float() for row in x.float()]
-    return torch.stack(rows).to(x.dtype)
+    return _normed(x, weight, eps).to(x.dtype)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    rows = [row * torch.rsqrt(row.square().mean() + eps) * weight for row in x.float()]
+    return torch.stack(rows) if rows else x.float()
+
+
+def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight, rounded once (Ba et al. 1607.06450); as
+    `rms_norm`.
+    """
+    centered = [row - row.mean() for row in x.float()]
+    return _normed(torch.stack(centered), weight, eps).to(x.dtype) if centered else x.clone()
+
+
+def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
+    """Add a norm to the residual stream, in place, rounded once; the residual stream.
+
+    x, weight  as of `rms_norm`
+    residual   [R, K]  as x
+    """
+    return residual.copy_(residual.float() + _normed(x, weight, eps))
+
+
+def rms_norm_columns(x: Tensor, begin: int, weight: Tensor, eps: float) -> Tensor:
+    """Normalize the columns [begin, begin + K) of each row, in place; x.
+
+    x       [R, W]  bfloat16 | float32
+    weight  [K]     float32
+    """
+    columns = x[:, begin : begin + len(weight)]
+    columns.copy_(rms_norm(columns, weight, eps))
+    return x
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    """factor * x, in place; x, [R, K] bfloat16 | float32."""
+    return x.copy_(x.float() * factor)
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap), in place; x, [R, K] bfloat16 | float32."""
+    return x.copy_(cap * torch.tanh(x.float() / cap))
 
 
 def tune(
