@@ -262,7 +262,8 @@ class Reader:
             stored = self.maps.num_bytes(self.source(name), self.dtype)
             return max(stored, num_elements) if name == EMBEDDING else stored
         if bits is None:
-            return num_elements * self.dtype.itemsize
+            dtype = torch.float32 if name.endswith("norm.weight") else self.dtype
+            return num_elements * dtype.itemsize
         group = GROUP if bits == 4 else self.shapes[name][1]
         return num_elements * bits // 8 + num_elements // group * torch.float32.itemsize
 
