@@ -20,6 +20,7 @@ import msgspec  # isort: skip
 from specserve.config import load_config
 from specserve_bench import open_loop, sources, speculation, structured, suite
 from specserve_bench.fairness import fairness_figures
+from specserve_bench.families import family_figures
 from specserve_bench.harness import figure
 from specserve_bench.host import host_figures
 from specserve_bench.kv import kv_figures
@@ -61,6 +62,7 @@ OF_PAIR: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "steps": lambda: step_figures(random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)),
+    "families": family_figures,
     "kv": kv_figures,
     "sampling": lambda: sampling_figures(random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)),
     "memory": lambda: memory_figures(random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)),
@@ -76,6 +78,7 @@ PARTS = {  # what they measure
     "engine": "every drafter with the trained pair: TPOT, acceptance, the parts of a step",
     "server": "the HTTP server with the pair: start-up, CPU time, idle connections, a newcomer",
     "steps": "steps of a random 0.6B model against the least time that they could take",
+    "families": "steps of every family of models beside Llama's, with the same linear maps",
     "kv": "attention over KV of 8 bits and of bf16",
     "sampling": "what penalties, masks, filters and log-probabilities take of a 0.6B model's step",
     "memory": "what the block pool brings: prefix hits, choices that share blocks",

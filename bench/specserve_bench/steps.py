@@ -15,9 +15,11 @@ from specserve.engine.loading import Model, ModelKey
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.engine.tuning import tune
 from specserve.memory import BlockTable
+from specserve.models.decoder import Decoder
 from specserve.models.families import DecoderConfig
 from specserve.models.loader import load_decoder
 from specserve_bench.bound import Bound, Rates
+from specserve_drafters.tree import TREE_SLOTS
 from specserve_kernels import load
 
 ROUNDS = 7
@@ -89,7 +91,9 @@ def step_figures(
     folder: Path, sizes: Sequence[Size] = SIZES, rounds: int = ROUNDS
 ) -> dict[str, Any]:
     """For each size: milliseconds, their bound, and step / bound, over interleaved rounds."""
-    engine_steps = Steps(folder, sizes)
+    longest = longest_context(sizes)
+    decoder = load_decoder(folder, "bf16", load(torch.device("cpu")), longest)
+    engine_steps = Steps(decoder, str(folder), sizes)
     bound = Bound()
     for size in sizes:
         for _ in range(WARM_UP):
@@ -118,17 +122,18 @@ def step_figures(
 class Steps:
     """A model, and KV for steps of any of the sizes."""
 
-    def __init__(self, folder: Path, sizes: Sequence[Size]) -> None:
-        longest = max(max(size.contexts) + size.rows for size in sizes)
-        decoder = load_decoder(folder, "bf16", load(torch.device("cpu")), longest)
+    def __init__(self, decoder: Decoder, name: str, sizes: Sequence[Size]) -> None:
+        """The choice of threads is kept under this name."""
+        longest = longest_context(sizes)
         self.config = decoder.config
         lengths = table_lengths(sizes)
-        kv_bytes = sum(length + 2 * BLOCK_SIZE for length in lengths) * kv_token_bytes(self.config)
+        num_tokens = sum(length + 2 * BLOCK_SIZE for length in lengths) + TREE_SLOTS
+        kv_bytes = num_tokens * kv_token_bytes(self.config)
         config = load_config(None, settings(kv_bytes, len(lengths)))
         engine = assemble(config, decoder, None, longest)
         self.runner, self.pool = engine.target, engine.pool
         self.runner.arena.blocks.fill_(0x3F)  # numbers near 0.7: pages of zeros would be one page
-        key = ModelKey(str(folder), "cpu", "auto", "bf16", longest)
+        key = ModelKey(name, "cpu", "auto", "bf16", longest)
         tune(Model(decoder, key), self.runner, self.pool, config, longest)
         self.tables = [BlockTable(self.pool, self.runner.kv.block_size) for _ in lengths]
         for table, length in zip(self.tables, lengths, strict=True):
@@ -153,6 +158,10 @@ def settings(kv_bytes: int, num_requests: int) -> dict[str, Any]:
         "scheduler.max_running": num_requests,
         "drafter.name": "none",
     }
+
+
+def longest_context(sizes: Sequence[Size]) -> int:
+    return max(max(size.contexts) + size.rows for size in sizes)
 
 
 def table_lengths(sizes: Sequence[Size]) -> list[int]:
