@@ -101,6 +101,7 @@ def test_sight_is_what_a_row_sees(window):
         assert [*range(first[row], prefix[row]), *nodes] == want
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(("H", "Hk", "D"), [(4, 4, 64), (8, 1, 128), (14, 2, 64), (4, 2, 256)])
 @pytest.mark.parametrize("block_size", [1, 16, 20, 64])

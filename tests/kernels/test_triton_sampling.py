@@ -135,6 +135,7 @@ def test_filters_leave(p, params, ids):
     assert set(got[0].nonzero().flatten().tolist()) == ids
 
 
+@pytest.mark.pairs
 @DTYPES
 @pytest.mark.parametrize("spread", [0.5, 8.0], ids=["flat", "peaked"])
 @pytest.mark.parametrize(("start", "V"), CASES)
@@ -169,6 +170,7 @@ def edits(logits, rows, params):
     return edited(logits.to(DEVICE), rows.to(DEVICE), on_device(params)).cpu()
 
 
+@pytest.mark.pairs
 @DTYPES
 @pytest.mark.parametrize("kinds", ["edits", "masks", "edits and masks"])
 @pytest.mark.parametrize("V", [1, 33, 1000, 9001])
@@ -257,6 +259,7 @@ def test_of_odd_numbers_the_choice_is(logits, params, token, dtype):
     assert drawn(logits, row, asked(1, **params)).tolist() == [token]
 
 
+@pytest.mark.pairs
 @DTYPES
 @pytest.mark.parametrize(("start", "V"), CASES)
 def test_tokens_are_chosen_as_by_the_reference(start, V, dtype):
@@ -360,6 +363,7 @@ def test_the_likeliest_children_are(p, tau, ids, law):
     torch.testing.assert_close(weight.exp(), torch.tensor([law]), rtol=1e-5, atol=0)
 
 
+@pytest.mark.pairs
 @DTYPES
 @pytest.mark.parametrize("temperature", [0, 0.5])
 @pytest.mark.parametrize(("V", "k"), [(1, 1), (16, 16), (5, 2), (300, 1), (1025, 16), (4099, 8)])
