@@ -689,10 +689,11 @@ def test_auto_is_the_cpu_where_there_is_no_gpu(monkeypatch):
     assert load("auto") is load("cpu")
 
 
-def test_every_kernel_compiles_for_a_gpu():
+@pytest.mark.parametrize("which", ["each once", pytest.param("all", marks=pytest.mark.slow)])
+def test_every_kernel_compiles_for_a_gpu(which):
     """Triton's compiler needs no GPU; a process of its own, as the interpreter is per process."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_for_gpu"],
+        [sys.executable, "-m", "tests.kernels.compile_for_gpu", which],
         capture_output=True,
         text=True,
         check=False,
