@@ -98,7 +98,7 @@ def test_the_text_is_the_cpus_own_with_every_drafter(models, drafter, monkeypatc
 def test_the_text_of_recorded_steps_is_the_cpus_own(models, drafter, recorded, monkeypatch):
     Clock(monkeypatch)  # so that auto is sure to guess
     late = msgspec.structs.replace(cases()[0], arrives=10)  # for enough steps, as auto takes few
-    engine = the_text_is_the_cpus_own(models, drafter, [*cases(), late])
+    engine = the_text_is_the_cpus_own(models, drafter, [*cases()[:2], late])
     program = engine.target.program
     assert program.capture.num_recorded == len(program.recordings)
     assert program.recordings.keys() > {1, 16}
