@@ -1,5 +1,6 @@
 """Who guesses, changed while requests run: the config that a change leads to."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -162,6 +163,42 @@ class Guessing:
             return msgspec.structs.replace(self.config, **sections)
         except (msgspec.ValidationError, ValueError) as e:
             raise ConfigError(str(e)) from e
+
+
+class Guesses(msgspec.Struct, frozen=True, kw_only=True):
+    """By what guesses are made, as the log tells it. The fields are in the order of a line."""
+
+    drafter: str
+    draft_model: str | None
+    quantize: str | None  # of the draft model
+    sources: tuple[str, ...]
+    options: dict[str, Any]  # but for sources
+    max_nodes: int
+    max_step_nodes: int
+
+
+def guesses_of(config: Config, sources: tuple[str, ...], has_draft_model: bool) -> Guesses:
+    return Guesses(
+        drafter=config.drafter.name,
+        draft_model=config.draft if has_draft_model else None,
+        quantize=config.drafter.quantize,
+        sources=sources,
+        options={k: v for k, v in config.drafter.options.items() if k != "sources"},
+        max_nodes=config.max_nodes,
+        max_step_nodes=config.max_step_nodes,
+    )
+
+
+def differences(before: Guesses, after: Guesses) -> str:
+    """What another one differs in, in words on one line: "max_nodes 63 -> 8"."""
+    pairs = zip(plain(before).items(), plain(after).values(), strict=True)
+    told = [f"{name} {worded(a)} -> {worded(b)}" for (name, a), b in pairs if a != b]
+    return "; ".join(told) or "nothing differs"
+
+
+def worded(value: Any) -> str:
+    """null, a number, or a value in JSON; what cannot be shown is escaped."""
+    return json.dumps(value, default=repr)
 
 
 def check_options(config: Config) -> None:

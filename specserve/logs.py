@@ -169,8 +169,12 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
 
 def quoted(text: str) -> str:
     """In quotation marks; what cannot be shown is escaped."""
-    shown = json.dumps(text, ensure_ascii=False)
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+    return escaped(json.dumps(text, ensure_ascii=False))
+
+
+def escaped(text: str) -> str:
+    """With what cannot be shown, the ends of lines too, as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def log_exception(

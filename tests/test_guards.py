@@ -45,9 +45,29 @@ def build_wheel(folder, **env):
     return path, said
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    path, _ = build_wheel(tmp_path_factory.mktemp("wheel"))
+# Copies the library of this machine instead of compiling, which takes a minute of work a level.
+COMPILER = """#!/bin/sh
+{refuses}
+[ "$1" = --version ] && exit
+while [ "$1" != -o ]; do shift; done
+cp {library} "$2"
+"""
+
+
+def copying_compiler(folder, refuses=""):
+    compiler = folder / "c++"
+    compiler.write_text(COMPILER.format(refuses=refuses, library=cpu.library()._name))
+    compiler.chmod(0o755)
+    return str(compiler)
+
+
+@pytest.fixture(scope="module", params=["copied", pytest.param("compiled", marks=pytest.mark.slow)])
+def wheel(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    env = {}
+    if request.param == "copied":
+        env = {"CXX": copying_compiler(folder), "XDG_CACHE_HOME": str(folder)}
+    path, _ = build_wheel(folder, **env)
     return path
 
 
@@ -82,21 +102,14 @@ def test_the_wheel_has_kernels_for_the_usual_levels_and_names_its_platform(wheel
     assert wheel.name.endswith(f"_{machine}.whl")
 
 
-# As a compiler that does not know AMX; for what it knows it copies a library, as compiling is slow.
-OLD_COMPILER = """#!/bin/sh
-case "$*" in *-mamx-tile*) echo "unrecognized option" >&2; exit 1;; esac
-[ "$1" = --version ] && exit
-while [ "$1" != -o ]; do shift; done
-cp {library} "$2"
-"""
+# Of a compiler that does not know AMX.
+NO_AMX = 'case "$*" in *-mamx-tile*) echo "unrecognized option" >&2; exit 1;; esac'
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is x86's")
 def test_a_level_that_the_compiler_does_not_know_is_left_out_of_the_wheel(tmp_path):
-    old = tmp_path / "c++"
-    old.write_text(OLD_COMPILER.format(library=cpu.library()._name))
-    old.chmod(0o755)
-    wheel, said = build_wheel(tmp_path, CXX=str(old), XDG_CACHE_HOME=str(tmp_path))
+    old = copying_compiler(tmp_path, NO_AMX)
+    wheel, said = build_wheel(tmp_path, CXX=old, XDG_CACHE_HOME=str(tmp_path))
     assert libraries(wheel) == {"x86-64-v3", "x86-64-v4", "x86-64-v4-bf16"}
     assert "the wheel has no kernels for x86-64-v4-amx" in said and "unrecognized" in said
 

@@ -77,8 +77,11 @@ pwd.getpwuid = {{}}.__getitem__
 
 @pytest.mark.parametrize(
     ("code", "folder"),
-    [(LOAD, "/dev/null/x"), (LOAD, "/proc/1/x"), (HOMELESS, "")],
-    ids=["below a file", "where nobody may write", "no home"],
+    [
+        pytest.param(LOAD, "/dev/null/x", id="below a file"),
+        pytest.param(LOAD, "/proc/1/x", id="where nobody may write", marks=pytest.mark.slow),
+        pytest.param(HOMELESS, "", id="no home"),
+    ],
 )
 def test_without_a_cache_folder_the_reference_serves_with_one_warning_line(code, folder):
     done = run(code, XDG_CACHE_HOME=folder)

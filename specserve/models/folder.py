@@ -2,6 +2,7 @@
 
 import json
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,26 @@ def name_of(path: str) -> str:
     if file.suffix == GGUF:
         return FIRST_PART.sub("", file.stem)
     return file.resolve().name if file.is_dir() else path
+
+
+def check_regular(path: Path) -> None:
+    """ConfigError for a pipe, a socket or a device among the files of a folder, or in the place of
+    a model's one file: to open it, or to read all of it, may take for ever.
+    """
+    for file in (path, *path.glob("*"), *path.glob("*/*.jinja")):
+        if is_special(file):
+            raise ConfigError(
+                f"{file}: no regular file but a pipe, a socket or a device; put the model's own "
+                "file there, or remove it"
+            )
+
+
+def is_special(file: Path) -> bool:
+    try:
+        mode = file.stat().st_mode
+    except OSError:  # whoever opens it says why it cannot be read
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def check_tokenizer(folder: Path) -> None:

@@ -12,7 +12,7 @@ from specserve.config import DEMO_COST
 from specserve.errors import ConfigError
 from specserve.models.defaults import GenerationDefaults, load_defaults
 from specserve.models.families import DecoderConfig, load_config
-from specserve.models.folder import Scaled, check_tokenizer, scaled_from
+from specserve.models.folder import Scaled, check_regular, check_tokenizer, scaled_from
 from specserve.models.tokenizer import Tokenizer, load_tokenizer
 from specserve.models.weight_files import check_is_at_home, find_weights
 
@@ -100,6 +100,7 @@ def samples(file: Path, beginning: int) -> Iterator[bytes]:
 
 
 def open_source(path: Path) -> Source:
+    check_regular(path)
     if not path.is_file():
         return Folder(path)
     if path.parent == DEMO_COST:

@@ -1,6 +1,7 @@
 """Who guesses: told, and changed while requests run."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Annotated, Literal
 
@@ -10,13 +11,19 @@ from starlette.responses import Response
 
 from specserve import preflight
 from specserve.config import Config
-from specserve.errors import ConfigError, RequestError
-from specserve.guessing import Change
+from specserve.errors import ConfigError, RequestError, SpecserveError
+from specserve.guessing import Change, Guesses, Guessing, differences
+from specserve.logs import escaped
 from specserve.models.folder import name_of
 from specserve.server.body import read_fields
 from specserve.server.live_completion import tenant_of
+from specserve.server.refusal import cut
 from specserve.server.response import json_response
 from specserve.server.service import Service
+
+log = logging.getLogger("specserve")
+
+Asked = Callable[[Guessing], Config]  # ConfigError for what cannot be
 
 
 class DraftModelBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,42 +57,58 @@ async def told(request: Request) -> Response:
 
 
 async def change_speculation(request: Request) -> Response:
-    service: Service = request.app.state.service
-    service.check_open()
-    change = read_fields(await service.bodies.read(request), Change)
-    return await changed(request, lambda: service.guessing.changed(change))
+    return await changed(request, change_asked)
 
 
 async def load_draft_model(request: Request) -> Response:
-    service: Service = request.app.state.service
-    service.check_open()
-    asked = read_fields(await service.bodies.read(request), DraftModelBody)
+    return await changed(request, draft_model_asked)
+
+
+async def remove_draft_model(request: Request) -> Response:
+    return await changed(request, lambda _: Guessing.without_draft_model)
+
+
+def change_asked(raw: bytes) -> Asked:
+    change = read_fields(raw, Change)
+    return lambda guessing: guessing.changed(change)
+
+
+def draft_model_asked(raw: bytes) -> Asked:
+    asked = read_fields(raw, DraftModelBody)
     model = asked.model
     if model is None:
         raise RequestError(
             "model: name the draft model: a folder, a .gguf file or a hub id", "model"
         )
-    return await changed(request, lambda: service.guessing.with_draft_model(model, asked.quantize))
+    return lambda guessing: guessing.with_draft_model(model, asked.quantize)
 
 
-async def remove_draft_model(request: Request) -> Response:
+async def changed(request: Request, read: Callable[[bytes], Asked]) -> Response:
+    """Have the engine guess as the body asks; the state of speculation then. The log tells what
+    differs, or why nothing does.
+    """
     service: Service = request.app.state.service
     service.check_open()
-    return await changed(request, service.guessing.without_draft_model)
+    try:
+        before, after = await change(service, read(await service.bodies.read(request)))
+    except (SpecserveError, OSError) as e:
+        log.info("speculation stays as it is: %s", escaped(cut(str(e))))
+        if isinstance(e, ConfigError | OSError):  # a path may be one that the system refuses
+            raise RequestError(str(e)) from e
+        raise
+    log.info("speculation is changed: %s", differences(before, after))
+    return await told(request)
 
 
-async def changed(request: Request, find: Callable[[], Config]) -> Response:
-    """Have the engine guess as the config says that is found; the state of speculation then."""
-
-    service: Service = request.app.state.service
+async def change(service: Service, asked: Asked) -> tuple[Guesses, Guesses]:
+    """By what the engine guessed, and guesses from the next step on."""
+    before: list[Guesses] = []
 
     async def checked() -> Config:
-        config = find()
+        config = asked(service.guessing)
         await asyncio.to_thread(preflight.check, config)
+        before.append(service.guesses)  # once the changes before it are done
         return config
 
-    try:
-        await service.engine.change(checked)
-    except (ConfigError, OSError) as e:  # a path may be one that the system refuses
-        raise RequestError(str(e)) from e
-    return await told(request)
+    await service.engine.change(checked)
+    return before[0], service.guesses

@@ -24,7 +24,7 @@ from specserve.exchange.sampling_params import (
     choices_of,
     ruled,
 )
-from specserve.guessing import Guessing
+from specserve.guessing import Guesses, Guessing, guesses_of
 from specserve.input_processor import InputProcessor, last
 from specserve.models.chat_template import ChatOptions, ChatTemplate, Message
 from specserve.models.folder import Scaled, name_of
@@ -142,6 +142,13 @@ class Service:
             scaled=demos(asked, ready.draft_weights is not None),
         )
         self.loaded = msgspec.structs.replace(processor, sources=ready.sources), served
+
+    @property
+    def guesses(self) -> Guesses:
+        """By what the engine guesses."""
+        served = self.served
+        has_draft_model = served.draft_weights is not None
+        return guesses_of(self.guessing.config, served.sources, has_draft_model)
 
     def check_open(self) -> None:
         if self.is_draining or self.engine.died.is_set():

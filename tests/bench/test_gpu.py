@@ -299,7 +299,9 @@ def test_e(): time.sleep({seconds})
 """
 
 
-@pytest.mark.parametrize("more", ["", " -n 2 --dist worksteal"])
+@pytest.mark.parametrize(
+    "more", [" -n 2 --dist worksteal", pytest.param("", marks=pytest.mark.slow)]
+)
 def test_checks_keep_each_test_as_it_ends_and_the_worst_error_of_each_op(tmp_path, more):
     (tmp_path / "test_some.py").write_text(TESTS.replace("{seconds}", "0"))
     code, tests = checks.run(f"{tmp_path / 'test_some.py'}{more}", monotonic() + 60)

@@ -36,7 +36,13 @@ def perplexity(decoder, texts, kv_dtype):
     return math.exp(total / count)
 
 
-@pytest.mark.parametrize("folder", [DEMO_TARGET, DEMO_DRAFT], ids=["target", "draft"])
+@pytest.mark.parametrize(
+    "folder",
+    [
+        pytest.param(DEMO_TARGET, id="target", marks=pytest.mark.slow),
+        pytest.param(DEMO_DRAFT, id="draft"),
+    ],
+)
 def test_perplexity_is_that_of_bf16(folder):
     decoder, texts = load_decoder(folder, "bf16", cpu), list(windows(folder))
     own = perplexity(decoder, texts, None)

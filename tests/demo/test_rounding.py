@@ -25,7 +25,13 @@ def measured(model, texts, quantize=None, embedding="none"):
         return perplexity(llm, texts)
 
 
-@pytest.mark.parametrize("folder", [DEMO_TARGET, DEMO_DRAFT], ids=["target", "draft"])
+@pytest.mark.parametrize(
+    "folder",
+    [
+        pytest.param(DEMO_TARGET, id="target", marks=pytest.mark.slow),
+        pytest.param(DEMO_DRAFT, id="draft"),
+    ],
+)
 def test_perplexity_stays_within_its_bounds(folder):
     texts = [text[len(text) // 2 :][:1500] for text in source_files().values()]
     own = measured(folder, texts)

@@ -127,7 +127,7 @@ def test_text_is_the_targets_own_whatever_a_drafter_does(pair, script, scenario,
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "model", "auto"])
-@settings(max_examples=45)
+@settings(max_examples=15)
 @given(**scenarios)
 def test_text_is_the_targets_own_with_every_drafter(pair, drafter, scenario, events, **limits):
     target, draft = pair
@@ -136,7 +136,7 @@ def test_text_is_the_targets_own_with_every_drafter(pair, drafter, scenario, eve
 
 
 @pytest.mark.parametrize("model", [False, True])
-@settings(max_examples=45)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 10**6), **scenarios)
 def test_text_is_the_targets_own_whatever_is_planned(pair, model, seed, scenario, events, **limits):
     target, draft = pair
@@ -148,7 +148,7 @@ def test_text_is_the_targets_own_whatever_is_planned(pair, model, seed, scenario
 
 
 @pytest.mark.parametrize("is_random", [False, True])
-@settings(max_examples=45)
+@settings(max_examples=15)
 @given(script=st.sampled_from(SCRIPTS), seed=st.integers(0, 10**6), **scenarios)
 def test_text_is_the_targets_own_with_all_sources_in_one_tree(
     pair, is_random, script, seed, scenario, events, **limits
@@ -188,6 +188,23 @@ def test_text_is_the_targets_own_over_kv_of_8_bits(
     settings = stretched(limits) | {"kv_dtype": kv_dtype}
     engine = engine_for(target, draft_of(draft, drafter), drafter, **settings)
     check(engine, scenario, events, want)
+
+
+def in_full(test, **more):
+    """The same test with three times as many examples, for `make check`."""
+    full = settings(max_examples=45)(given(**scenarios, **more)(test.hypothesis.inner_test))
+    full.pytestmark = [*test.pytestmark, pytest.mark.slow.mark]
+    return full
+
+
+seeds, scripts = st.integers(0, 10**6), st.sampled_from(SCRIPTS)
+test_with_every_drafter_in_full = in_full(test_text_is_the_targets_own_with_every_drafter)
+test_whatever_is_planned_in_full = in_full(
+    test_text_is_the_targets_own_whatever_is_planned, seed=seeds
+)
+test_with_all_sources_in_full = in_full(
+    test_text_is_the_targets_own_with_all_sources_in_one_tree, script=scripts, seed=seeds
+)
 
 
 def predicting(scenario, want, seed):

@@ -42,8 +42,11 @@ def with_ones(x):
     return ASTSource(fn=x.fn, signature=signature, constexprs=constants | dict.fromkeys(ones, 1))
 
 
-def sources():
-    for t, dot in (("*bf16", tl.bfloat16), ("*fp32", tl.float32)):
+DTYPES = ("*bf16", tl.bfloat16), ("*fp32", tl.float32)
+
+
+def sources(*dtypes):
+    for t, dot in dtypes or DTYPES:
         ints = dict.fromkeys(("block_size", "block_stride", "scale_stride"), "i32")
         yield source(
             norm._norm,
@@ -176,8 +179,15 @@ def variants(x):
     return (x, with_ones(x)) if "*bf16" in x.signature.values() else (x,)
 
 
-def main():
-    for x in chain.from_iterable(variants(plain) for plain in sources()):
+def asked_for(which):
+    """All that a model may call, or of each kernel the one for bfloat16, which models call most."""
+    if which == "all":
+        return chain.from_iterable(variants(plain) for plain in sources())
+    return {x.fn: x for x in sources(("*bf16", tl.bfloat16))}.values()
+
+
+def main(which="all"):
+    for x in asked_for(which):
         kernel = compile(x, target=HOPPER)
         shared = kernel.metadata.shared
         print(f"{x.name:16} {len(kernel.asm['cubin']):6} bytes, {shared} bytes of shared memory")
@@ -185,4 +195,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

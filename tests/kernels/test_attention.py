@@ -133,6 +133,7 @@ SHAPES = [  # every ratio of heads with every size of a head, windows and block 
 ]
 
 
+@pytest.mark.pairs
 @EVERY_LEVEL
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("H", "Hk", "D", "block_size", "window"), SHAPES)
@@ -183,6 +184,7 @@ def exact(step, q, window):
 BRANCHES = [0, 1, 1, 2, 0, 5]
 
 
+@pytest.mark.pairs
 @EVERY_LEVEL
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ def test_a_value_is_a_code_less_its_zero_times_its_scale(row, dtype):
     assert torch.equal(packed.widen(dtype)[0], values)
 
 
+@pytest.mark.pairs
 @DTYPES
 @KINDS
 @pytest.mark.parametrize(("group", "K"), GROUPS)
@@ -73,6 +74,7 @@ def test_rows_and_outputs_are_dealt_to_programs(R, N):
     check_close(*(ops.linear(x, ops.prepack(codes)) for ops in (interpreted, reference)))
 
 
+@pytest.mark.pairs
 @DTYPES
 @KINDS
 @pytest.mark.parametrize(("group", "K"), [(16, 80), (128, 512), (150, 150)])
@@ -90,6 +92,7 @@ def test_many_rows_are_multiplied_by_the_widened_weight(group, K, bits, form, dt
     assert torch.equal(stream, want)
 
 
+@pytest.mark.pairs
 @DTYPES
 @pytest.mark.parametrize(("group", "K"), [(16, 144), (128, 512), (150, 150)])
 @pytest.mark.parametrize("bits", [4, 8])

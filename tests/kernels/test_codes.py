@@ -91,6 +91,7 @@ def code_maps(gemm, shape, bits, form, dtype, num_rows):
     return maps_of(gemm, *both, dtype, num_rows)
 
 
+@pytest.mark.pairs
 @DTYPES
 @BITS
 @FORM
@@ -106,6 +107,7 @@ EVERY = (*range(1, 131), 513)
 EDGES = (1, 2, 3, 5, 6, 7, 13, 14, 15, 16, 17, 31, 32, 33, 64, 130)  # of blocks of rows
 
 
+@pytest.mark.pairs
 @DTYPES
 @BITS
 @pytest.mark.parametrize(

@@ -101,6 +101,7 @@ def test_sight_is_what_a_row_sees(window):
         assert [*range(first[row], prefix[row]), *nodes] == want
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(("H", "Hk", "D"), [(4, 4, 64), (8, 1, 128), (14, 2, 64), (4, 2, 256)])
 @pytest.mark.parametrize("block_size", [1, 16, 20, 64])
@@ -718,10 +719,11 @@ def test_auto_is_the_cpu_where_there_is_no_gpu(monkeypatch):
     assert load("auto") is load("cpu")
 
 
-def test_every_kernel_compiles_for_a_gpu():
+@pytest.mark.parametrize("which", ["each once", pytest.param("all", marks=pytest.mark.slow)])
+def test_every_kernel_compiles_for_a_gpu(which):
     """Triton's compiler needs no GPU; a process of its own, as the interpreter is per process."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_for_gpu"],
+        [sys.executable, "-m", "tests.kernels.compile_for_gpu", which],
         capture_output=True,
         text=True,
         check=False,

@@ -112,6 +112,7 @@ def changed(V, kinds="edits and masks"):
     return mixed()._replace(edits=edits, masks=masks)
 
 
+@pytest.mark.pairs
 @EVERY_LEVEL_AND_ARM
 @DTYPES
 @pytest.mark.parametrize("kinds", ["edits", "masks", "edits and masks"])

@@ -24,6 +24,7 @@ EVERY = (*range(1, 131), 513)
 EDGES = (1, 2, 3, 5, 6, 7, 13, 14, 15, 16, 17, 31, 32, 33, 64, 130)  # of blocks of rows
 
 
+@pytest.mark.pairs
 @DTYPES
 @pytest.mark.parametrize(
     ("N", "K", "sizes"),

@@ -73,6 +73,7 @@ def written(ops, step, qkv):
     return ops.rope_write_kv(ops.place(qkv), rotary, norm, step.kv.layers[1], plan)
 
 
+@pytest.mark.pairs
 @BUILDS
 @DTYPES
 @KV_DTYPES
@@ -115,6 +116,7 @@ def check_written(ops, step):
     assert torch.equal(*untouched)
 
 
+@pytest.mark.pairs
 @BUILDS
 @DTYPES
 @KV_DTYPES
@@ -138,6 +140,7 @@ def test_attention_over_codes_is_near_that_over_what_they_stand_for(
     assert own.max() < (6e-3 if dtype == torch.bfloat16 else 1e-5)
 
 
+@pytest.mark.pairs
 @EVERY_LEVEL_AND_ARM
 @DTYPES
 @KV_DTYPES
@@ -169,6 +172,7 @@ def test_one_large_number_makes_a_head_coarse_and_no_other(kv_dtype):
     assert (errors[1] <= 1000 / LARGEST[kv_dtype] * (0.5 if kv_dtype == torch.int8 else 16)).all()
 
 
+@pytest.mark.pairs
 @BUILDS
 @KV_DTYPES
 @DTYPES

@@ -80,6 +80,7 @@ def test_the_largest_sums_are_exact(gemm):
     torch.testing.assert_close(got, sums)
 
 
+@pytest.mark.pairs
 @DTYPES
 @pytest.mark.parametrize(
     ("N", "K", "sizes"),

@@ -52,6 +52,7 @@ def assert_invariant(op, ops, x):
         assert torch.equal(op(x[rows], rows), want[rows]), (threads, rows)
 
 
+@pytest.mark.pairs
 @EVERY_LEVEL
 @BUILDS
 @DTYPES
@@ -84,6 +85,7 @@ def linear_ops(ops, N, K, dtype):
 OPS = ("linear", "linear with a bias", "linear_add", "linear_gated")
 
 
+@pytest.mark.pairs
 @DTYPES
 @pytest.mark.parametrize(("N", "K"), [(960, 320), (1024, 4096), (4096, 1024), (331, 150), (50, 7)])
 @pytest.mark.parametrize("name", OPS)
@@ -107,6 +109,7 @@ def params(temperature, top_k, n):
     return SampleParams(temperature * (i % 3 > 0), top_k, top_p, (i % 4 == 0) * 0.01, i * i, i)
 
 
+@pytest.mark.pairs
 @EVERY_LEVEL
 @BUILDS
 @DTYPES
@@ -148,6 +151,7 @@ def rope(ops, step, rows, qkv, has_norm):
     return torch.cat([x.flatten(1).float() for x in (q, *(x[at] for x in layer.parts))], dim=1)
 
 
+@pytest.mark.pairs
 @BUILDS
 @EVERY_KIND
 @pytest.mark.parametrize(("has_norm", "D"), [(True, 16), (False, 80), (True, 20)])
@@ -164,6 +168,7 @@ def test_rope_and_the_kv_write(ops, kind, has_norm, D):
         assert torch.equal(got, want[rows]), (threads, rows)
 
 
+@pytest.mark.pairs
 @BUILDS
 @EVERY_KIND
 @pytest.mark.parametrize("window", [None, 37])
@@ -179,6 +184,7 @@ def test_attention_beside_any_other_rows(ops, kind, window, H, D):
         assert torch.equal(got, want[rows]), (threads, rows)
 
 
+@pytest.mark.pairs
 @EVERY_LEVEL
 @EVERY_KIND
 @pytest.mark.parametrize("num_heads", [2, 6, 14])
@@ -204,6 +210,7 @@ CUTS = {  # rows of a request, beside which the context is long enough to be cut
 }
 
 
+@pytest.mark.pairs
 @EVERY_LEVEL
 @EVERY_KIND
 @pytest.mark.parametrize("window", [None, 900])
@@ -218,6 +225,7 @@ def test_attention_by_any_number_of_threads(req, window, kind):
         assert torch.equal(step.attend(cpu, q, window), want)
 
 
+@pytest.mark.pairs
 @BUILDS
 @EVERY_KIND
 @pytest.mark.parametrize("window", [None, 37])
@@ -265,6 +273,7 @@ def as_plain_text(step, req):
     return plain
 
 
+@pytest.mark.pairs
 @EVERY_KIND
 @pytest.mark.parametrize("start", [*range(36), 63, 64, 65, 95, 200])
 def test_a_tree_row_attends_as_its_path_would_as_plain_text(start, kind):

@@ -112,6 +112,7 @@ def mixed():
     return SampleParams(*each, *asked(len(MIXES)).columns[4:])
 
 
+@pytest.mark.pairs
 @EVERY_LEVEL_AND_ARM
 @DTYPES
 @pytest.mark.parametrize("spread", [0.5, 8.0], ids=["flat", "peaked"])
@@ -159,6 +160,7 @@ def test_the_first_child_is_what_the_target_would_draw_from_the_same_logits(ops)
     assert torch.equal(ids[:, 0], ops.sample(logits, rows, asked(64, 0.7)))
 
 
+@pytest.mark.pairs
 @EVERY_LEVEL_AND_ARM
 @DTYPES
 @pytest.mark.parametrize("temperature", [0, 0.5, 2])

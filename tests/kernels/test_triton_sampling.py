@@ -25,6 +25,7 @@ from tests.kernels.test_sampling import CHILDREN, CHOICES, DTYPES, FILTERS, aske
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = list(enumerate([1, 5, 64, 300, 1000, 4099]))  # which of the mixes, V
+STEPS = pytest.mark.parametrize("step", [31, pytest.param(11, marks=pytest.mark.slow)])  # of those
 NAN, INF = float("nan"), float("inf")
 # The interpreter's numpy warns of what a GPU computes in silence.
 NO_NUMBERS = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
@@ -60,8 +61,14 @@ def left_by_definition(logits, rows, params):
     return torch.stack([sampling.transform(logits[r].float(), *p).isfinite() for r, *p in each])
 
 
-@pytest.mark.parametrize("V", [1500, 4099])
-@pytest.mark.parametrize("levels", [2, 30, None])
+# Of each number of levels and each V one, every day.
+TIES = [(2, 1500), (30, 4099), (None, 1500)]
+TIES += [
+    pytest.param(*tied, marks=pytest.mark.slow) for tied in ((2, 4099), (30, 1500), (None, 4099))
+]
+
+
+@pytest.mark.parametrize(("levels", "V"), TIES)
 def test_top_k_leaves_what_it_should_however_many_are_tied(levels, V):
     """Of few levels more are at the bound than a program keeps."""
     k = torch.tensor([1, 5, 100, 1024, 1025, V - 1] * 2, dtype=torch.int32)
@@ -135,11 +142,13 @@ def test_filters_leave(p, params, ids):
     assert set(got[0].nonzero().flatten().tolist()) == ids
 
 
+@pytest.mark.pairs
 @DTYPES
 @pytest.mark.parametrize("spread", [0.5, 8.0], ids=["flat", "peaked"])
+@STEPS
 @pytest.mark.parametrize(("start", "V"), CASES)
-def test_filters_leave_what_the_reference_leaves(start, V, spread, dtype):
-    logits, params = spread * random_tensor(7, V, dtype=dtype), some_mixes(start, 11)
+def test_filters_leave_what_the_reference_leaves(start, V, step, spread, dtype):
+    logits, params = spread * random_tensor(7, V, dtype=dtype), some_mixes(start, step)
     rows = torch.arange(len(params.top_k)) % 7
     assert torch.equal(left(logits, rows, params), left_by_definition(logits, rows, params))
 
@@ -169,6 +178,7 @@ def edits(logits, rows, params):
     return edited(logits.to(DEVICE), rows.to(DEVICE), on_device(params)).cpu()
 
 
+@pytest.mark.pairs
 @DTYPES
 @pytest.mark.parametrize("kinds", ["edits", "masks", "edits and masks"])
 @pytest.mark.parametrize("V", [1, 33, 1000, 9001])
@@ -257,10 +267,12 @@ def test_of_odd_numbers_the_choice_is(logits, params, token, dtype):
     assert drawn(logits, row, asked(1, **params)).tolist() == [token]
 
 
+@pytest.mark.pairs
 @DTYPES
+@STEPS
 @pytest.mark.parametrize(("start", "V"), CASES)
-def test_tokens_are_chosen_as_by_the_reference(start, V, dtype):
-    logits, params = 3 * random_tensor(7, V, dtype=dtype), some_mixes(start, 11)
+def test_tokens_are_chosen_as_by_the_reference(start, V, step, dtype):
+    logits, params = 3 * random_tensor(7, V, dtype=dtype), some_mixes(start, step)
     rows = torch.arange(len(params.top_k)) % 7
     assert torch.equal(drawn(logits, rows, params), reference.sample(logits, rows, params))
 
@@ -360,6 +372,7 @@ def test_the_likeliest_children_are(p, tau, ids, law):
     torch.testing.assert_close(weight.exp(), torch.tensor([law]), rtol=1e-5, atol=0)
 
 
+@pytest.mark.pairs
 @DTYPES
 @pytest.mark.parametrize("temperature", [0, 0.5])
 @pytest.mark.parametrize(("V", "k"), [(1, 1), (16, 16), (5, 2), (300, 1), (1025, 16), (4099, 8)])

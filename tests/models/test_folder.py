@@ -6,7 +6,7 @@ import pytest
 
 from specserve.errors import ConfigError
 from specserve.models.folder import read_json, resolve
-from specserve.models.source import Folder
+from specserve.models.source import Folder, open_source
 
 
 def test_a_local_folder_is_itself(tmp_path):
@@ -122,3 +122,24 @@ def test_weights_that_differ_anywhere_have_another_identity(tmp_path, place):
     weights.write_bytes(content)
     assert list(Folder(tmp_path).identity()) != before
     assert sum(map(len, before)) < 4 << 20
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "x.safetensors", "additional_chat_templates/default.jinja", "notes"]
+)
+def test_a_pipe_or_a_device_among_the_files_is_refused_before_any_is_opened(tmp_path, name):
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    os.mkfifo(file)
+    with pytest.raises(ConfigError, match=f"{name}: no regular file"):
+        open_source(tmp_path)
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=f"{name}: no regular file"):
+        open_source(tmp_path)
+
+
+def test_a_pipe_in_the_place_of_a_gguf_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "model.gguf")
+    with pytest.raises(ConfigError, match=r"model\.gguf: no regular file"):
+        open_source(resolve(str(tmp_path)))

@@ -33,7 +33,7 @@ class ServerProcess:
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-            env=os.environ | (env or {}),
+            env=os.environ | with_paths(env or {}),
         )
 
     def __enter__(self):
@@ -138,6 +138,12 @@ class ServerProcess:
         """No request runs or waits, and none holds a block."""
         names = "vllm:num_requests_running", "vllm:num_requests_waiting"
         eventually(lambda: self.held_blocks() + sum(map(self.metric, names)) == 0, seconds)
+
+
+def with_paths(env):
+    """With the folders that this process imports from behind those of its own."""
+    folders = [env.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
+    return env | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def children_of(pid):

@@ -88,7 +88,7 @@ def test_no_text_key_or_query_is_written(server, lines, log):
     assert "SECRET" not in log.read_text()
 
 
-@pytest.mark.parametrize("log_format", ["text", "json"])
+@pytest.mark.parametrize("log_format", ["text", pytest.param("json", marks=pytest.mark.slow)])
 def test_the_number_of_a_requests_key_is_told_of_refusals_too(paced, tmp_path, log_format):
     keys, file = tmp_path / "keys", tmp_path / "stderr"
     keys.write_text("# whose\nSECRET-1\n\nSECRET-2\n")

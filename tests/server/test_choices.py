@@ -21,7 +21,7 @@ from tests.server.asking import (
     streamed,
     whole,
 )
-from tests.server.server_process import ServerProcess
+from tests.server.in_process import server_threads
 
 LONG = "the cat sat on the mat. " * 12
 
@@ -143,7 +143,7 @@ def test_no_client_goes_before_the_rest_unless_the_operator_lets_it(server, path
 
 
 def test_the_operator_says_how_urgent_a_request_may_be(folder):
-    with ServerProcess(folder, **{"server.min_priority": -5}) as server:
+    with server_threads(folder, **{"server.min_priority": -5}) as server:
         assert server.post(COMPLETIONS, completion_body(priority=-5)).status == 200
         refusal = server.post(COMPLETIONS, completion_body(priority=-6))
     assert refusal.status == 400 and "-6 is below -5" in refusal.body["error"]["message"]

@@ -1,6 +1,7 @@
 """`PATCH /v1/speculation` and draft models of a running server: who may, and what it does."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -172,6 +173,48 @@ def test_a_broken_or_foreign_draft_model_is_an_error_to_who_sent_it_alone(kept, 
         assert "[DONE]" in [*events][-1]
     assert streamed(kept, COMPLETIONS, LONG) == want
     assert (state(kept), kept.engine_pid) == (before, engine)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_pipe_in_a_draft_models_folder_is_an_error_at_once(kept, folders, tmp_path, name):
+    folder = tmp_path / "piped"
+    shutil.copytree(folders["same"], folder)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    answer = kept.post(DRAFT_MODEL, {"model": str(folder)})
+    assert answer.status == 400 and f"{name}: no regular file" in answer.body["error"]["message"]
+    assert kept.ask("PATCH", SPECULATION, {}).status == 200, "a later change is not held up"
+
+
+def test_each_change_and_each_refusal_is_a_line_of_the_log(folders, admin_keys, tmp_path):
+    file, begun = tmp_path / "stderr", f"--admin-key-file={admin_keys}"
+    other = str(folders["other"])
+    asked = [
+        ("PATCH", SPECULATION, {"sources": ["ngram"], "max_nodes": 8}),
+        ("PATCH", SPECULATION, {"sources": ["luck\x1b\n"]}),
+        ("POST", DRAFT_MODEL, {"model": other, "quantize": "w8"}),
+        ("PATCH", SPECULATION, {"options": {"width": 2}}),
+        ("PATCH", SPECULATION, {"source": []}),
+        ("PATCH", SPECULATION, {}),
+    ]
+    with file.open("w") as stderr, ServerProcess(folders["target"], begun, stderr=stderr) as server:
+        for number, (method, path, body) in enumerate(asked):
+            server.ask(method, path, body, ADMIN | {"X-Request-Id": f"ask-{number}"})
+    lines = [line for line in file.read_text().splitlines() if "speculation" in line]
+    for number, (line, words) in enumerate(zip(lines, CHANGES, strict=True)):
+        assert words.format(model=json.dumps(other)) in line and line.endswith(f" [ask-{number}]")
+    assert lines[1].isprintable() and "admin" not in file.read_text()
+
+
+CHANGES = [
+    'is changed: sources ["ngram", "grammar", "prediction"] -> ["ngram"]; max_nodes 63 -> 8 [',
+    "stays as it is: 'luck\\x1b\\n' is neither built in",
+    'is changed: draft_model null -> {model}; quantize null -> "w8"; '
+    'sources ["ngram"] -> ["ngram", "model"] [',
+    'is changed: options {{}} -> {{"width": 2}} [',
+    "stays as it is: unknown field",
+    "is changed: nothing differs [",
+]
 
 
 def test_another_engine_process_guesses_as_the_one_before_was_told(server, folders):

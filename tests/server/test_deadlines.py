@@ -102,7 +102,7 @@ def test_it_ends_while_its_grammar_is_compiled(server):
     assert server.post(COMPLETIONS, saying(2)).status == 200
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_it_ends_while_its_prompt_is_rendered(tmp_path, stream):
     folder = tiny_checkpoint(tmp_path)
     (folder / "chat_template.jinja").write_text(FOREVER)

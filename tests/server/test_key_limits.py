@@ -42,6 +42,13 @@ def two(start):
         yield server
 
 
+@pytest.fixture(scope="module")
+def sixty(start):
+    """As many tokens of a key a minute."""
+    with start(max_tokens_per_minute_per_key=60) as server:
+        yield server
+
+
 @contextlib.contextmanager
 def stream_of(server, key, body):
     connection = HTTPConnection("127.0.0.1", server.port, timeout=30)
@@ -102,24 +109,22 @@ def test_answers_tell_the_limits_that_there_are_and_no_others(two):
     assert "x-ratelimit-limit-requests" not in two.get("/v1/models").headers
 
 
-def test_prompts_and_answers_take_tokens_and_who_has_too_few_waits(start):
-    with start(max_tokens_per_minute_per_key=60) as server:
-        first = server.post(COMPLETIONS, saying(30, num_prompt=10, n=2), headers=FIRST)
-        assert first.status == 200
-        assert first.headers["x-ratelimit-limit-tokens"] == "60"
-        refused = server.post(COMPLETIONS, saying(1, num_prompt=20), headers=FIRST)
-        check_limited(refused, "tokens", "server.max_tokens_per_minute_per_key")
-        assert 28 <= int(refused.headers["Retry-After"]) <= 30  # -10 tokens, one a second
-        assert refused.headers["x-ratelimit-remaining-tokens"] == "0"
-        assert server.post(COMPLETIONS, saying(1), headers=SECOND).status == 200
-        assert server.metric("vllm:admission_rejections_total", reason="key_tokens") == 1
-        assert server.metric("vllm:prompt_tokens_total") == 11
+def test_prompts_and_answers_take_tokens_and_who_has_too_few_waits(sixty):
+    first = sixty.post(COMPLETIONS, saying(30, num_prompt=10, n=2), headers=FIRST)
+    assert first.status == 200
+    assert first.headers["x-ratelimit-limit-tokens"] == "60"
+    refused = sixty.post(COMPLETIONS, saying(1, num_prompt=20), headers=FIRST)
+    check_limited(refused, "tokens", "server.max_tokens_per_minute_per_key")
+    assert 28 <= int(refused.headers["Retry-After"]) <= 30  # -10 tokens, one a second
+    assert refused.headers["x-ratelimit-remaining-tokens"] == "0"
+    assert sixty.post(COMPLETIONS, saying(1), headers=SECOND).status == 200
+    assert sixty.metric("vllm:admission_rejections_total", reason="key_tokens") == 1
+    assert sixty.metric("vllm:prompt_tokens_total") == 11
 
 
-def test_a_prompt_of_more_than_a_minutes_tokens_is_refused_for_good(start):
-    with start(max_tokens_per_minute_per_key=60) as server:
-        answer = server.post(COMPLETIONS, saying(1, num_prompt=61), headers=FIRST)
-        assert answer.status == 400 and answer.body["error"]["param"] == "prompt"
+def test_a_prompt_of_more_than_a_minutes_tokens_is_refused_for_good(sixty):
+    answer = sixty.post(COMPLETIONS, saying(1, num_prompt=61), headers=FIRST)
+    assert answer.status == 400 and answer.body["error"]["param"] == "prompt"
 
 
 @pytest.mark.parametrize("limit", ["max_requests_per_key", "max_tokens_per_minute_per_key"])

@@ -84,6 +84,7 @@ def ask(server, files, path, **versions):
         return connection.getresponse().status, number
 
 
+@pytest.mark.slow  # test_ending.py has it without TLS
 def test_a_signal_ends_the_server_as_without_tls(folder, files):
     with ServerProcess(folder, *files.flags) as server:
         assert ask(server, files, "/health")[0] == 200

@@ -212,6 +212,7 @@ def test_the_sdks_own_variables_hold(traced, collector, spans):
     assert resource["service.name"] == "mine" and resource["service.version"]
 
 
+@pytest.mark.slow  # a server of its own for what the SDK does
 def test_a_sampler_that_takes_nothing_sends_nothing(folder):
     with collecting() as collector:
         env = SOON | {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{url_of(collector)}/v1/traces"}
