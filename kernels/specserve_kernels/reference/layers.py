@@ -27,7 +27,7 @@ def linear(x: Tensor, packed: Tensor | Codes, bias: Tensor | None = None) -> Ten
     bias  [N]     as x
     ->    [R, N]  as x
     """
-    return _products(x, packed, bias).to(x.dtype)
+    return products(x, packed, bias).to(x.dtype)
 
 
 def linear_add(x: Tensor, packed: Tensor | Codes, bias: Tensor | None, residual: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def linear_add(x: Tensor, packed: Tensor | Codes, bias: Tensor | None, residual:
     bias      [N]     as x
     residual  [R, N]  as x; becomes residual + x W^T + bias, rounded once
     """
-    return residual.copy_(residual.float() + _products(x, packed, bias))
+    return residual.copy_(residual.float() + products(x, packed, bias))
 
 
 def linear_silu_mul(x: Tensor, packed: Tensor | Codes, bias: Tensor | None = None) -> Tensor:
@@ -49,12 +49,12 @@ def linear_silu_mul(x: Tensor, packed: Tensor | Codes, bias: Tensor | None = Non
     bias    [2F]    as x
     ->      [R, F]  as x
     """
-    gate, up = _products(x, packed, bias).chunk(2, dim=1)
+    gate, up = products(x, packed, bias).chunk(2, dim=1)
     rows = [g / (1 + torch.exp(-g)) * u for g, u in zip(gate.clone(), up.clone(), strict=True)]
     return torch.stack(rows).to(x.dtype) if rows else gate.to(x.dtype)
 
 
-def _products(x: Tensor, packed: Tensor | Codes, bias: Tensor | None) -> Tensor:
+def products(x: Tensor, packed: Tensor | Codes, bias: Tensor | None) -> Tensor:
     """x W^T + bias, not rounded."""
     out = _rounded(x, packed) if _rounds_rows(packed) else _plain(x, packed)
     return out if bias is None else out + bias.float()
