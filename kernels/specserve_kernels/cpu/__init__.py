@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 from specserve_kernels.cpu.build import level, library
 from specserve_kernels.cpu.compiler import BuildError
+from specserve_kernels.cpu.experts import experts, prepack_experts, route
 from specserve_kernels.cpu.ops import (
     attention,
     copy,
@@ -39,6 +40,7 @@ __all__ = [
     "copy",
     "copy_blocks",
     "embed",
+    "experts",
     "free_memory",
     "has_bf16",
     "library",
@@ -51,12 +53,14 @@ __all__ = [
     "place",
     "plan",
     "prepack",
+    "prepack_experts",
     "program",
     "quantize",
     "records_steps",
     "rms_norm",
     "rope_write_kv",
     "rounds_rows",
+    "route",
     "sample",
     "samples_ahead",
     "take_rows",

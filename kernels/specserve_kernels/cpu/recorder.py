@@ -11,7 +11,8 @@ from torch import Tensor
 
 from specserve_kernels.codes import Codes
 from specserve_kernels.cpu import arguments, native, ops
-from specserve_kernels.cpu.arguments import Packed
+from specserve_kernels.cpu.arguments import Packed, PackedExperts
+from specserve_kernels.cpu.experts import Routing
 from specserve_kernels.types import KVCache, KVLayer, QKNorm, Rotary
 
 STEP, READ = 0, 1  # the domains of rows, as in op.h: all of a step, or those that are read
@@ -173,6 +174,35 @@ class Recorder:
         args = arguments.linear(x.domain, x.tensor, packed, bias, out.tensor, epilogue)
         self.note("linear", args, x.domain, packed, bias)
         return out
+
+    def route(self, logits: Any, k: int, normalizes: bool) -> Routing:
+        # Buffers have rows of a domain: a step's row has k pairs, so no pair needs one of its own.
+        made: Any = Routing(
+            self.new(logits.domain, (k,), torch.float32),
+            *(self.new(logits.domain, (k,), torch.int32) for _ in range(3)),
+            torch.zeros(logits.tensor.shape[1] + 1, dtype=torch.int32),
+        )
+        tensors = Routing(*(x.tensor for x in made[:-1]), made.begins)
+        args = arguments.route(logits.domain, logits.tensor, tensors, normalizes)
+        self.note("route", args, logits.domain, made.begins)
+        return made  # type: ignore[no-any-return]
+
+    def experts(
+        self, x: Any, routing: Any, gate_up: PackedExperts, down: PackedExperts, residual: Any
+    ) -> Any:
+        weights, k = routing.weights.tensor, routing.weights.tensor.shape[1]
+        inner = self.new(x.domain, (k, gate_up.each[0].N), x.tensor.dtype)
+        rows, pairs = routing.rows.tensor, inner.tensor.flatten(0, 1)
+        args = arguments.expert_maps(x.tensor, rows, gate_up, routing.begins, pairs)
+        self.note("expert_maps", args, x.domain, gate_up)
+        sums = self.new(x.domain, (k, down.each[0].N), torch.float32)
+        found = sums.tensor.flatten(0, 1)
+        args = arguments.expert_maps(pairs, None, down, routing.begins, found)
+        self.note("expert_maps", args, x.domain, down)
+        places = routing.places.tensor
+        args = arguments.add_experts(x.domain, found, weights, places, residual.tensor)
+        self.note("add_experts", args, x.domain)
+        return residual
 
     def rope_write_kv(
         self, qkv: Any, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Plan

@@ -54,7 +54,7 @@ def linear_silu_mul(x: Tensor, packed: Tensor | Codes, bias: Tensor | None = Non
     return torch.stack(rows).to(x.dtype) if rows else gate.to(x.dtype)
 
 
-def products(x: Tensor, packed: Tensor | Codes, bias: Tensor | None) -> Tensor:
+def products(x: Tensor, packed: Tensor | Codes, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias, not rounded."""
     out = _rounded(x, packed) if _rounds_rows(packed) else _plain(x, packed)
     return out if bias is None else out + bias.float()
