@@ -21,6 +21,14 @@ FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the 
     "qwen3": {"model_type": "qwen3"},
     "smollm": {"model_type": "llama", "tie_word_embeddings": True},
     "phi3": {"model_type": "phi3"},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 SIZES: dict[str, Any] = {

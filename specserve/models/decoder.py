@@ -13,6 +13,16 @@ from specserve.models.weight_forms import WeightForms
 from specserve_kernels import KVCache, Ops, QKNorm, Rotary, Rows
 
 
+class Experts(NamedTuple):
+    """A layer's mixture of experts, in place of the MLP."""
+
+    router: Any  # packed [experts, hidden]
+    gate_up: Any
+    down: Any
+    num_active: int
+    normalizes: bool
+
+
 class Layer(NamedTuple):
     """One layer's weights and settings; linear maps are packed, an absent bias is None."""
 
@@ -29,6 +39,7 @@ class Layer(NamedTuple):
     gate_up_bias: Tensor | None
     down: Any
     down_bias: Tensor | None
+    experts: Experts | None = None  # else the MLP's maps are None
 
 
 class Weights(NamedTuple):
@@ -109,6 +120,9 @@ class Decoder:
             h = ops.attention(q, cache, plan, scale, layer.window)
             residual = ops.linear_add(h, layer.out, layer.out_bias, residual)
             h = ops.rms_norm(residual, layer.mlp_norm, eps)
+            if layer.experts is not None:
+                residual = add_experts(ops, h, layer.experts, residual)
+                continue
             h = ops.linear_silu_mul(h, layer.gate_up, layer.gate_up_bias)
             residual = ops.linear_add(h, layer.down, layer.down_bias, residual)
         return residual, tapped
@@ -123,3 +137,9 @@ class Decoder:
         ops, weights = self.ops, self.weights
         hidden = ops.rms_norm(ops.take_rows(residual, rows), weights.norm, self.config.rms_eps)
         return ops.linear(hidden, weights.head)
+
+
+def add_experts(ops: Ops, h: Tensor, layer: Experts, residual: Tensor) -> Tensor:
+    """Add to the residual what each row's experts make of it."""
+    routing = ops.route(ops.linear(h, layer.router), layer.num_active, layer.normalizes)
+    return ops.experts(h, routing, layer.gate_up, layer.down, residual)

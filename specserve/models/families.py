@@ -8,6 +8,14 @@ import msgspec
 
 from specserve.errors import ConfigError
 from specserve.models import rope
+from specserve.models.experts import (
+    MIXTRAL_STYLE,
+    QWEN3_STYLE,
+    ExpertStyle,
+    Mixture,
+    number_of_experts,
+    sparse_layers,
+)
 from specserve.models.folder import read_json
 from specserve.models.quantized import config as quantized
 from specserve.models.quantized.config import Quantization
@@ -15,6 +23,7 @@ from specserve.models.rope import RopeParameters
 
 MAX_HEAD_DIM = 512  # of the kernels: MAX_D in attention.cpp
 MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
+MAX_EXPERTS = 1024  # of the kernels, too: in experts.cpp
 LLAMA: dict[str, Any] = {  # values of missing fields
     "attention_bias": False,
     "head_dim": None,  # hidden_size / num_attention_heads
@@ -70,6 +79,30 @@ PHI3 = LLAMA | {
     "vocab_size": 32064,
 }
 
+QWEN3_MOE = LLAMA | {
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 32768,
+    "mlp_only_layers": None,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": False,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+MIXTRAL = LLAMA | {
+    "intermediate_size": 14336,
+    "max_position_embeddings": 4096 * 32,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+}
+
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
     """What a family's code fixes, whatever its config says; None: the config's value is taken."""
@@ -82,9 +115,10 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     is_fused: bool = False  # the checkpoint has queries, keys and values in one map, and the MLP's
     rotates_a_share: bool = False  # of each head's dimensions, by partial_rotary_factor
     rope_names: Mapping[str, str] = {}  # its own for kinds of rotary embedding
-    # Which layers have the sliding_window where there are no layer_types: those from
+    # Which layers have the sliding_window where there are no layer_types: all, those from
     # max_window_layers on, or those without rotary embedding, if use_sliding_window says so.
-    windowed: Literal["none", "all", "upper", "unrotated"] = "none"
+    windowed: Literal["none", "all", "asked", "upper", "unrotated"] = "none"
+    experts: ExpertStyle | None = None
 
 
 # SmolLM and SmolLM2 are LlamaForCausalLM.
@@ -109,6 +143,17 @@ FAMILIES = {
         rotates_a_share=True,
         rope_names={"su": "longrope", "yarn": "longrope"},
         windowed="all",
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        defaults=QWEN3_MOE, mlp_bias=False, qk_norm=True, windowed="asked", experts=QWEN3_STYLE
+    ),
+    "MixtralForCausalLM": Family(
+        defaults=MIXTRAL,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        windowed="all",
+        experts=MIXTRAL_STYLE,
     ),
 }
 
@@ -136,6 +181,10 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope: tuple[bool, ...]  # by layer; whether it has rotary embedding
     rope_parameters: RopeParameters
     quantization: Quantization | None
+    mixture: Mixture | None = None
+
+    def has_experts(self, layer: int) -> bool:
+        return self.mixture is not None and self.mixture.layers[layer]
 
     @property
     def qkv_names(self) -> list[str]:
@@ -150,9 +199,19 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_layer_weights(self) -> int:
-        """Weights in the linear maps of all layers: a row is multiplied by each of them."""
+        """Weights in the linear maps of all layers that a row is multiplied by."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        return self.num_layers * self.hidden_size * (attention + 3 * self.intermediate_size)
+        return self.hidden_size * sum(
+            attention + self.row_width(layer) for layer in range(self.num_layers)
+        )
+
+    def row_width(self, layer: int) -> int:
+        """The outputs of a layer's maps, but for attention, that have the width of the residual, and
+        the inputs of those back to it: of the experts that a row has.
+        """
+        if self.mixture is None or not self.mixture.layers[layer]:
+            return 3 * self.intermediate_size
+        return self.mixture.num_experts + 3 * self.mixture.num_active * self.mixture.width
 
 
 def load_config(folder: Path) -> DecoderConfig:
@@ -197,6 +256,32 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
             fields, max_positions, head_dim, family.rotates_a_share, family.rope_names
         ),
         quantization=quantized.parse(written),
+        mixture=parse_mixture(fields, family.experts, len(rotates)),
+    )
+
+
+def parse_mixture(
+    fields: Mapping[str, Any], style: ExpertStyle | None, num_layers: int
+) -> Mixture | None:
+    """None where no layer has experts."""
+    number = style and number_of_experts(fields, style)
+    if style is None or number == 0:
+        return None
+    num_experts = positive({"num_experts": number}, "num_experts", MAX_EXPERTS)
+    every, without = 1, []
+    if "decoder_sparse_step" in fields:
+        every, without = positive(fields, "decoder_sparse_step"), fields["mlp_only_layers"] or []
+    if not isinstance(without, list):
+        raise ValueError(f"mlp_only_layers = {without!r} is no list of layers")
+    layers = sparse_layers(num_layers, every, without)
+    return None if not any(layers) else Mixture(
+        num_experts=num_experts,
+        num_active=positive(fields, "num_experts_per_tok", num_experts),
+        width=positive(fields, style.width),
+        normalizes=either(style.normalizes, fields, "norm_topk_prob"),
+        layers=layers,
+        module=style.module,
+        maps=style.maps,
     )
 
 
@@ -250,7 +335,7 @@ def windows(
 ) -> tuple[int | None, ...]:
     """The sliding window of each layer, in tokens; None is full attention."""
     window, kinds = fields["sliding_window"], fields["layer_types"]
-    if family.windowed == "upper" and not flag(fields, "use_sliding_window"):
+    if family.windowed in ("upper", "asked") and not flag(fields, "use_sliding_window"):
         window = None
     if kinds is None:
         names = {True: "sliding_attention", False: "full_attention"}
@@ -273,7 +358,7 @@ def windowed_layers(
     if family.windowed == "unrotated":
         is_used = flag(fields, "use_sliding_window")
         return [is_used and not rotating for rotating in rotates]
-    return [family.windowed == "all"] * len(rotates)
+    return [family.windowed in ("all", "asked")] * len(rotates)
 
 
 def layer_window(kind: Any, window: Any) -> int | None:
@@ -339,13 +424,14 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     }
     if not config.tied:
         shapes["lm_head.weight"] = (vocab, hidden)
-    layer = layer_shapes(config)
+    layers = {has: layer_shapes(config, has) for has in (False, True)}
     for i in range(config.num_layers):
+        layer = layers[config.has_experts(i)]
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes
 
 
-def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+def layer_shapes(config: DecoderConfig, has_experts: bool) -> dict[str, tuple[int, ...]]:
     hidden, inner, D = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * D, config.num_kv_heads * D
     qkv, gate_up = [q, kv, kv], [inner, inner]
@@ -355,9 +441,13 @@ def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     for name, out in zip(config.qkv_names, qkv, strict=True):
         linears[name] = out, hidden, config.qkv_bias
     linears["self_attn.o_proj"] = hidden, q, config.out_bias
-    for name, out in zip(config.gate_up_names, gate_up, strict=True):
-        linears[name] = out, hidden, config.mlp_bias
-    linears["mlp.down_proj"] = hidden, inner, config.mlp_bias
+    if config.mixture is not None and has_experts:
+        for name, (out, width) in config.mixture.shapes(hidden):
+            linears[name] = out, width, False
+    else:
+        for name, out in zip(config.gate_up_names, gate_up, strict=True):
+            linears[name] = out, hidden, config.mlp_bias
+        linears["mlp.down_proj"] = hidden, inner, config.mlp_bias
     shapes: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),

@@ -38,6 +38,13 @@ CASES = {  # family, what departs from its tiny checkpoint
     "qwen3": ("qwen3", {}),
     "smollm": ("smollm", {}),
     "phi3": ("phi3", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe, a layer without experts": ("qwen3_moe", {"mlp_only_layers": [0]}),
+    "qwen3_moe, every second layer with experts": ("qwen3_moe", {"decoder_sparse_step": 2}),
+    "qwen3_moe, weights that are not normalized": ("qwen3_moe", {"norm_topk_prob": False}),
+    "qwen3_moe, one expert a row": ("qwen3_moe", {"num_experts_per_tok": 1}),
+    "mixtral": ("mixtral", {}),
+    "mixtral with a window": ("mixtral", {"sliding_window": 7}),
     "phi3 with a window": ("phi3", {"sliding_window": 7}),
     "phi3, three quarters of a head rotate": ("phi3", {"partial_rotary_factor": 0.75}),
     "phi3, texts beyond the first length": (
@@ -113,7 +120,9 @@ def test_a_recorded_forward_has_the_bits_of_the_eager_one(case, dtype):
     for from_ids, from_residual in zip(runs[::2], runs[1::2], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(from_ids, from_residual, strict=True))
     attention = ["copy", "rms_norm", "linear", "rope_write_kv", "attention", "linear"]
-    layers = [*attention, "rms_norm", "linear", "linear"] * decoder.config.num_layers
+    maps = {False: ["linear"] * 2, True: ["linear", "route", *["expert_maps"] * 2, "add_experts"]}
+    mlps = (maps[decoder.config.has_experts(i)] for i in range(decoder.config.num_layers))
+    layers = [op for mlp in mlps for op in (*attention, "rms_norm", *mlp)]
     head = ["gather", "rms_norm", "linear"]
     assert program.native_ops == ["gather", "plan_attention", *layers, *head]
     assert program.host_ops == []
