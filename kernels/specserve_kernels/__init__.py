@@ -54,8 +54,8 @@ log = logging.getLogger("specserve")
 class Ops(Protocol):
     """What a build must offer. The reference build's docstrings are the contract.
 
-    A packed weight, a routing and a plan are a build's own objects: callers only hand them back, and
-    read nothing of them but `plan.also`.
+    A packed weight, a routing and a plan are a build's own objects: callers only hand them back,
+    and read nothing of them but `plan.also`.
     """
 
     samples_ahead: bool  # fetching one token takes as long as fetching all of a step's
@@ -94,9 +94,7 @@ class Ops(Protocol):
 
     def linear_silu_mul(self, x: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor: ...
 
-    def prepack_experts(
-        self, weights: Iterable[Tensor | Codes], is_gated: bool = False
-    ) -> Any: ...
+    def prepack_experts(self, weights: Iterable[Tensor | Codes], is_gated: bool = False) -> Any: ...
 
     def route(self, logits: Tensor, k: int, normalizes: bool) -> Any: ...
 

@@ -206,9 +206,7 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def row_width(self, layer: int) -> int:
-        """The outputs of a layer's maps, but for attention, that have the width of the residual, and
-        the inputs of those back to it: of the experts that a row has.
-        """
+        """Of a layer's other maps: the weights that a row is multiplied by, over hidden_size."""
         if self.mixture is None or not self.mixture.layers[layer]:
             return 3 * self.intermediate_size
         return self.mixture.num_experts + 3 * self.mixture.num_active * self.mixture.width
@@ -268,20 +266,24 @@ def parse_mixture(
     if style is None or number == 0:
         return None
     num_experts = positive({"num_experts": number}, "num_experts", MAX_EXPERTS)
-    every, without = 1, []
+    every, without = 1, fields.get("mlp_only_layers") or []
     if "decoder_sparse_step" in fields:
-        every, without = positive(fields, "decoder_sparse_step"), fields["mlp_only_layers"] or []
+        every = positive(fields, "decoder_sparse_step")
     if not isinstance(without, list):
         raise ValueError(f"mlp_only_layers = {without!r} is no list of layers")
     layers = sparse_layers(num_layers, every, without)
-    return None if not any(layers) else Mixture(
-        num_experts=num_experts,
-        num_active=positive(fields, "num_experts_per_tok", num_experts),
-        width=positive(fields, style.width),
-        normalizes=either(style.normalizes, fields, "norm_topk_prob"),
-        layers=layers,
-        module=style.module,
-        maps=style.maps,
+    return (
+        None
+        if not any(layers)
+        else Mixture(
+            num_experts=num_experts,
+            num_active=positive(fields, "num_experts_per_tok", num_experts),
+            width=positive(fields, style.width),
+            normalizes=either(style.normalizes, fields, "norm_topk_prob"),
+            layers=layers,
+            module=style.module,
+            maps=style.maps,
+        )
     )
 
 

@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from collections import defaultdict
 
 import pytest
 import torch
@@ -125,14 +126,19 @@ OWN = {
         },
     },
 }
-NOT_OF_PHI3 = re.compile("linear|yarn|llama3|two")  # transformers refuses them
+NOT_OF = defaultdict(lambda: re.compile("(?!)"))  # transformers refuses them, or fails
+NOT_OF |= {
+    "Phi3ForCausalLM": re.compile("linear|yarn|llama3|two"),
+    "MixtralForCausalLM": re.compile("yarn"),  # the head size must be in the config
+}
 TABLE = {
     f"{family}: {name}": {"architectures": [family], **fields}
     for family in FAMILIES
     for name, fields in (COMMON | OWN.get(family, {})).items()
-    if family != "Phi3ForCausalLM" or not NOT_OF_PHI3.search(name)
+    if not NOT_OF[family].search(name)
 }
-del TABLE["MistralForCausalLM: as many KV heads as heads"]  # transformers refuses null there
+for family in ("Mistral", "Mixtral", "Qwen3Moe"):  # transformers refuses null there
+    del TABLE[f"{family}ForCausalLM: as many KV heads as heads"]
 
 
 def theirs(fields):
@@ -154,7 +160,8 @@ def rope_of(config):
 def windows_of(config):
     types = getattr(config, "layer_types", None)
     if types is None:  # Mistral's are all alike; Llama's attention has no window
-        has_any = config.model_type in ("mistral", "phi3") and config.sliding_window is not None
+        windowed = ("mistral", "phi3", "mixtral", "qwen3_moe")
+        has_any = config.model_type in windowed and config.sliding_window is not None
         kind = "sliding_attention" if has_any else "full_attention"
         types = [kind] * config.num_hidden_layers
     return tuple(config.sliding_window if t == "sliding_attention" else None for t in types)

@@ -85,8 +85,8 @@ def route(domain: int, logits: Tensor, routing: Any, normalizes: bool) -> Struct
 def expert_maps(
     x: Tensor, order: Tensor | None, experts: "PackedExperts", begins: Tensor, out: Tensor
 ) -> Structure:
-    """One of the maps of each expert. The rows of x that it multiplies are `order`, or stand as they
-    are; it writes to `out` in the same order.
+    """One of the maps of each expert. Its rows of x are in the order of places, or `order` has the
+    row at each place; those of `out` are in the order of places.
     """
     assert len(begins) == len(experts.each) + 1, "a routing to another number of experts"
     first = experts.each[0]

@@ -40,8 +40,9 @@ def prepack_experts(weights: Iterable[Tensor | Codes], is_gated: bool = False) -
 
 def route(logits: Tensor, k: int, normalizes: bool) -> Routing:
     R, E = logits.shape
-    indices = torch.empty(3, R, k, dtype=torch.int32)
-    routing = Routing(torch.empty(R, k), *indices, torch.zeros(E + 1, dtype=torch.int32))
+    chosen, places, rows = torch.empty(3, R, k, dtype=torch.int32)
+    begins = torch.zeros(E + 1, dtype=torch.int32)
+    routing = Routing(torch.empty(R, k), chosen, places, rows, begins)
     ops.run("route", arguments.route(0, logits, routing, normalizes), R, R * E * k)
     return routing
 

@@ -176,16 +176,14 @@ class Recorder:
         return out
 
     def route(self, logits: Any, k: int, normalizes: bool) -> Routing:
-        # Buffers have rows of a domain: a step's row has k pairs, so no pair needs one of its own.
-        made: Any = Routing(
-            self.new(logits.domain, (k,), torch.float32),
-            *(self.new(logits.domain, (k,), torch.int32) for _ in range(3)),
-            torch.zeros(logits.tensor.shape[1] + 1, dtype=torch.int32),
-        )
-        tensors = Routing(*(x.tensor for x in made[:-1]), made.begins)
-        args = arguments.route(logits.domain, logits.tensor, tensors, normalizes)
-        self.note("route", args, logits.domain, made.begins)
-        return made  # type: ignore[no-any-return]
+        # A step's row has k pairs, so that no buffer needs pairs as its rows.
+        domain, begins = logits.domain, torch.zeros(logits.tensor.shape[1] + 1, dtype=torch.int32)
+        weights = self.new(domain, (k,), torch.float32)
+        chosen, places, rows = (self.new(domain, (k,), torch.int32) for _ in range(3))
+        tensors = Routing(weights.tensor, chosen.tensor, places.tensor, rows.tensor, begins)
+        args = arguments.route(domain, logits.tensor, tensors, normalizes)
+        self.note("route", args, domain, begins)
+        return Routing(weights, chosen, places, rows, begins)
 
     def experts(
         self, x: Any, routing: Any, gate_up: PackedExperts, down: PackedExperts, residual: Any

@@ -12,6 +12,7 @@ from torch import Tensor
 from specserve_kernels.codes import Codes
 from specserve_kernels.cuda import (
     coded,
+    experts,
     logprobs,
     move,
     norm,
@@ -108,6 +109,24 @@ class CudaOps:
 
     def linear_silu_mul(self, x: Tensor, packed: LinearMap, bias: Tensor | None = None) -> Tensor:
         return silu.silu_mul(packed.linear(x, bias))
+
+    def prepack_experts(
+        self, weights: Iterable[Tensor | Codes], is_gated: bool = False
+    ) -> Sequence[LinearMap]:
+        return [self.prepack(weight, is_gated) for weight in weights]
+
+    def route(self, logits: Tensor, k: int, normalizes: bool) -> experts.Routing:
+        return experts.route(logits, k, normalizes)
+
+    def experts(
+        self,
+        x: Tensor,
+        routing: experts.Routing,
+        gate_up: Sequence[LinearMap],
+        down: Sequence[LinearMap],
+        residual: Tensor,
+    ) -> Tensor:
+        return experts.add_experts(x, routing, gate_up, down, residual, silu.silu_mul)
 
     def embed(self, table: Tensor | Codes, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         if isinstance(table, Codes):
