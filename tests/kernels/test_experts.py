@@ -207,8 +207,21 @@ def test_all_rows_may_have_the_same_experts(gemm, form):
             assert torch.equal(mixture.run(*given, k), mixture.one_by_one(*given, k))
 
 
-def test_no_rows_are_no_error():
-    mixture = Mixture(cpu)
+@BUILDS
+@pytest.mark.parametrize("R", [1, 16, 37])
+def test_experts_may_have_all_rows_or_none(ops, R):
+    """Beside some that share the others; rows of one expert make several tiles on a GPU."""
+    mixtures = [Mixture(each) for each in (ops, reference)]
+    x, logits, residual = mixtures[1].rows(R)
+    logits[:, 2] += 100
+    logits[:, [0, 5]] -= 100
+    got, want = (mixture.run(x, logits, residual, k=2) for mixture in mixtures)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+
+
+@BUILDS
+def test_no_rows_are_no_error(ops):
+    mixture = Mixture(ops)
     assert mixture.run(*mixture.rows(0)).shape == (0, 90)
 
 

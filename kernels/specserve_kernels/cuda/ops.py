@@ -112,8 +112,8 @@ class CudaOps:
 
     def prepack_experts(
         self, weights: Iterable[Tensor | Codes], is_gated: bool = False
-    ) -> Sequence[LinearMap]:
-        return [self.prepack(weight, is_gated) for weight in weights]
+    ) -> experts.Experts:
+        return experts.packed(self.prepack(weight, is_gated) for weight in weights)
 
     def route(self, logits: Tensor, k: int, normalizes: bool) -> experts.Routing:
         return experts.route(logits, k, normalizes)
@@ -122,8 +122,8 @@ class CudaOps:
         self,
         x: Tensor,
         routing: experts.Routing,
-        gate_up: Sequence[LinearMap],
-        down: Sequence[LinearMap],
+        gate_up: experts.Experts,
+        down: experts.Experts,
         residual: Tensor,
     ) -> Tensor:
         return experts.add_experts(x, routing, gate_up, down, residual, silu.silu_mul)
