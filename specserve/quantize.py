@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from specserve.models.experts import is_router
 from specserve.models.folder import read_json
 from specserve.models.loader import HEAD, Progress, Reader, open_reader
 from specserve.models.rounding import Rounding
@@ -34,8 +35,12 @@ class Form(NamedTuple):
         return "int-quantized" if self.rounds_rows else "pack-quantized"
 
 
+def module_of(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
 def form_of(reader: Reader, name: str) -> Form:
-    module, width = name.removesuffix(".weight"), reader.shapes[name][1]
+    module, width = module_of(name), reader.shapes[name][1]
     return Form(reader.bits(name), reader.rounding.rounds_rows(module, width))
 
 
@@ -95,13 +100,14 @@ def packed(codes: Codes) -> dict[str, Tensor]:
 def quantization_config(reader: Reader) -> dict[str, Any]:
     """What config.json says of the maps: those that differ from most are named."""
     names = [name for name in reader.shapes if reader.bits(name) is not None]
-    modules = {name.removesuffix(".weight"): form_of(reader, name) for name in names}
+    modules = {module_of(name): form_of(reader, name) for name in names}
     most = Form(reader.rounding.layers, reader.rounding.with_rows)
     targets: dict[Form, list[str]] = {most: ["Linear"]}
     for module, form in modules.items():
         if form != most or module == "lm_head":  # others take a head for no Linear
             targets.setdefault(form, []).append(module)
     formats = {form.format for form in targets}
+    routers = [name for name in map(module_of, reader.shapes) if is_router(name)]
     groups = {
         f"group_{i}": group_config(form, named, len(formats) > 1)
         for i, (form, named) in enumerate(targets.items())
@@ -111,7 +117,7 @@ def quantization_config(reader: Reader) -> dict[str, Any]:
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": [] if "lm_head" in modules else ["lm_head"],
+        "ignore": [*([] if "lm_head" in modules else ["lm_head"]), *routers],
     }
 
 

@@ -54,6 +54,15 @@ FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the 
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 7,
     },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "olmoe": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 2},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 SIZES: dict[str, Any] = {

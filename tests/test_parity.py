@@ -13,6 +13,8 @@ CASES = {  # family, what departs from its tiny checkpoint
     "qwen2, 7 query heads a KV head": ("qwen2", {"num_attention_heads": 14}),
     "qwen3, heads of 80": ("qwen3", {"head_dim": 80}),
     "smollm, odd vocabulary": ("smollm", {"vocab_size": 307}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "mixtral": ("mixtral", {}),
     "phi3, a window, half of a head rotates": (
         "phi3",
         {"sliding_window": 9, "partial_rotary_factor": 0.5},

@@ -47,7 +47,11 @@ def load(folder, rounding=AS_STORED):
 FUSED = {"family": "phi3", "partial_rotary_factor": 0.75}
 
 
-@pytest.mark.parametrize("sizes", [*FAMILIES.values(), FUSED], ids=[*FAMILIES, "fused maps"])
+EXPERTS = {"family": "qwen3_moe", "moe_intermediate_size": 64}
+OTHERS = {"fused maps": FUSED, "experts": EXPERTS, "odd experts": {"family": "qwen3_moe"}}
+
+
+@pytest.mark.parametrize("sizes", [*FAMILIES.values(), *OTHERS.values()], ids=[*FAMILIES, *OTHERS])
 @pytest.mark.parametrize(("flags", "rounding"), TO.values(), ids=TO)
 def test_loading_it_gives_the_bits_of_rounding_at_load(tmp_path, flags, rounding, sizes):
     source = tiny_checkpoint(tmp_path / "source", dtype=torch.bfloat16, **sizes)
@@ -55,6 +59,19 @@ def test_loading_it_gives_the_bits_of_rounding_at_load(tmp_path, flags, rounding
     written, rounded = load(target), load(source, rounding)
     assert torch.equal(logits(written, ids), logits(rounded, ids))
     assert written.weights.forms.maps == rounded.weights.forms.maps
+
+
+def test_routers_are_not_rounded(tmp_path):
+    source = tiny_checkpoint(tmp_path / "source", **EXPERTS)
+    target = quantize(source, tmp_path / "target", "--to", "w8a8")
+    stored = load_file(target / "model.safetensors")
+    router = "model.layers.1.mlp.gate"
+    assert torch.equal(
+        stored[f"{router}.weight"], load_file(source / "model.safetensors")[f"{router}.weight"]
+    )
+    assert stored["model.layers.1.mlp.experts.7.down_proj.weight"].dtype == torch.int8
+    told = json.loads((target / "config.json").read_text())["quantization_config"]
+    assert router in told["ignore"]
 
 
 @pytest.mark.parametrize("sizes", FAMILIES.values(), ids=FAMILIES)

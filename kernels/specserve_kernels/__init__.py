@@ -1,7 +1,7 @@
 """Functions from tensors to tensors, in builds of equal signatures; `load` picks one."""
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -54,8 +54,8 @@ log = logging.getLogger("specserve")
 class Ops(Protocol):
     """What a build must offer. The reference build's docstrings are the contract.
 
-    A packed weight and a plan are a build's own objects: callers only hand them back, and read
-    nothing of them but `plan.also`.
+    A packed weight, a routing and a plan are a build's own objects: callers only hand them back,
+    and read nothing of them but `plan.also`.
     """
 
     samples_ahead: bool  # fetching one token takes as long as fetching all of a step's
@@ -99,6 +99,14 @@ class Ops(Protocol):
 
     def linear_gated(
         self, x: Tensor, packed: Any, bias: Tensor | None = None, gate: str = "silu"
+    ) -> Tensor: ...
+
+    def prepack_experts(self, weights: Iterable[Tensor | Codes], is_gated: bool = False) -> Any: ...
+
+    def route(self, logits: Tensor, k: int, normalizes: bool) -> Any: ...
+
+    def experts(
+        self, x: Tensor, routing: Any, gate_up: Any, down: Any, residual: Tensor
     ) -> Tensor: ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...

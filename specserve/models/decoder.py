@@ -13,6 +13,16 @@ from specserve.models.weight_forms import WeightForms
 from specserve_kernels import KVCache, KVLayer, Ops, QKNorm, Rotary, Rows
 
 
+class Experts(NamedTuple):
+    """A layer's mixture of experts, in place of the MLP."""
+
+    router: Any  # packed [experts, hidden]
+    gate_up: Any
+    down: Any
+    num_active: int
+    normalizes: bool
+
+
 class Layer(NamedTuple):
     """One layer's weights and settings; linear maps are packed, what is absent is None. Norms have
     the places of `Norms`, and float32 weights.
@@ -34,6 +44,7 @@ class Layer(NamedTuple):
     down_bias: Tensor | None
     after_mlp: Tensor | None = None
     sinks: Tensor | None = None  # as of `Ops.attention`
+    experts: Experts | None = None  # else the MLP's maps are None
 
 
 class Weights(NamedTuple):
@@ -122,6 +133,8 @@ class Decoder:
         residual = self.add(h, layer.out, layer.out_bias, layer.after_attention, residual)
         if not c.family.is_parallel:
             read = self.norm(residual, layer.mlp_norm)
+        if layer.experts is not None:
+            return add_experts(ops, read, layer.experts, residual)
         h = ops.linear_gated(read, layer.gate_up, layer.gate_up_bias, c.activation)
         return self.add(h, layer.down, layer.down_bias, layer.after_mlp, residual)
 
@@ -168,3 +181,9 @@ class Decoder:
 def rounded(number: float, dtype: torch.dtype) -> float:
     """As a model of this dtype has it."""
     return torch.tensor(number, dtype=dtype).item()
+
+
+def add_experts(ops: Ops, h: Tensor, layer: Experts, residual: Tensor) -> Tensor:
+    """Add to the residual what each row's experts make of it."""
+    routing = ops.route(ops.linear(h, layer.router), layer.num_active, layer.normalizes)
+    return ops.experts(h, routing, layer.gate_up, layer.down, residual)

@@ -9,6 +9,15 @@ import msgspec
 
 from specserve.errors import ConfigError
 from specserve.models import rope
+from specserve.models.experts import (
+    MIXTRAL_STYLE,
+    OLMOE_STYLE,
+    QWEN3_STYLE,
+    ExpertStyle,
+    Mixture,
+    number_of_experts,
+    sparse_layers,
+)
 from specserve.models.folder import read_json
 from specserve.models.quantized import config as quantized
 from specserve.models.quantized.config import Quantization
@@ -16,6 +25,7 @@ from specserve.models.rope import RopeParameters
 
 MAX_HEAD_DIM = 512  # of the kernels: MAX_D in attention.cpp
 MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
+MAX_EXPERTS = 1024  # of the kernels, too: in experts.cpp
 LLAMA: dict[str, Any] = {  # values of missing fields
     "attention_bias": False,
     "head_dim": None,  # hidden_size / num_attention_heads
@@ -71,7 +81,42 @@ PHI3 = LLAMA | {
     "vocab_size": 32064,
 }
 
+QWEN3_MOE = LLAMA | {
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 32768,
+    "mlp_only_layers": None,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": False,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+MIXTRAL = LLAMA | {
+    "intermediate_size": 14336,
+    "max_position_embeddings": 4096 * 32,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+}
 
+
+OLMOE = LLAMA | {
+    "hidden_size": 2048,
+    "intermediate_size": 2048,
+    "max_position_embeddings": 4096,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 16,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 50304,
+}
 GEMMA2 = LLAMA | {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
@@ -212,13 +257,14 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     rotates_a_share: bool = False  # of each head's dimensions, by partial_rotary_factor
     rotates_neighbors: bool = False  # a pair are dimensions 2i and 2i + 1, not i and i + D/2
     rope_names: Mapping[str, str] = {}  # its own for kinds of rotary embedding
-    # Which layers have the sliding_window where there are no layer_types: those from
-    # max_window_layers on, or those without rotary embedding, if use_sliding_window says so; or all
-    # but each sliding_window_pattern-th.
-    windowed: Literal["none", "all", "upper", "unrotated", "pattern"] = "none"
+    # Which layers have the sliding_window where there are no layer_types: all, or all but each
+    # sliding_window_pattern-th; or, if use_sliding_window says so, all, those from
+    # max_window_layers on, or those without rotary embedding.
+    windowed: Literal["none", "all", "asked", "upper", "unrotated", "pattern"] = "none"
     # Which layers rotate: as no_rope_layers says, or those with a window, or these, but all where
     # there is no sliding_window.
     rotated: Literal["named", "windowed", "windowed if any"] = "named"
+    experts: ExpertStyle | None = None
 
 
 # SmolLM and SmolLM2 are LlamaForCausalLM.
@@ -330,6 +376,26 @@ FAMILIES = {
         windowed="pattern",
         rotated="windowed if any",
     ),
+    "Qwen3MoeForCausalLM": Family(
+        models="Qwen 3 with experts: 30B-A3B and others",
+        defaults=QWEN3_MOE,
+        mlp_bias=False,
+        qk_norm="heads",
+        windowed="asked",
+        experts=QWEN3_STYLE,
+    ),
+    "MixtralForCausalLM": Family(
+        models="Mixtral 8x7B and 8x22B",
+        defaults=MIXTRAL,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        windowed="all",
+        experts=MIXTRAL_STYLE,
+    ),
+    "OlmoeForCausalLM": Family(
+        models="OLMoE", defaults=OLMOE, qk_norm="width", experts=OLMOE_STYLE
+    ),
 }
 
 
@@ -363,6 +429,10 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope_parameters: RopeParameters
     local_rope_parameters: RopeParameters  # of layers with a window
     quantization: Quantization | None
+    mixture: Mixture | None = None
+
+    def has_experts(self, layer: int) -> bool:
+        return self.mixture is not None and self.mixture.layers[layer]
 
     @property
     def qkv_names(self) -> list[str]:
@@ -395,9 +465,17 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_layer_weights(self) -> int:
-        """Weights in the linear maps of all layers: a row is multiplied by each of them."""
+        """Weights in the linear maps of all layers that a row is multiplied by."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        return self.num_layers * self.hidden_size * (attention + 3 * self.intermediate_size)
+        return self.hidden_size * sum(
+            attention + self.row_width(layer) for layer in range(self.num_layers)
+        )
+
+    def row_width(self, layer: int) -> int:
+        """Of a layer's other maps: the weights that a row is multiplied by, over hidden_size."""
+        if self.mixture is None or not self.mixture.layers[layer]:
+            return 3 * self.intermediate_size
+        return self.mixture.num_experts + 3 * self.mixture.num_active * self.mixture.width
 
 
 def load_config(folder: Path) -> DecoderConfig:
@@ -457,6 +535,36 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         rope_parameters=rope_of(global_rope(fields)),
         local_rope_parameters=rope_of(local_rope(fields, keys) or global_rope(fields)),
         quantization=quantized.parse(written),
+        mixture=parse_mixture(fields, family.experts, len(rotates)),
+    )
+
+
+def parse_mixture(
+    fields: Mapping[str, Any], style: ExpertStyle | None, num_layers: int
+) -> Mixture | None:
+    """None where no layer has experts."""
+    number = style and number_of_experts(fields, style)
+    if style is None or number == 0:
+        return None
+    num_experts = positive({"num_experts": number}, "num_experts", MAX_EXPERTS)
+    every, without = 1, fields.get("mlp_only_layers") or []
+    if "decoder_sparse_step" in fields:
+        every = positive(fields, "decoder_sparse_step")
+    if not isinstance(without, list):
+        raise ValueError(f"mlp_only_layers = {without!r} is no list of layers")
+    layers = sparse_layers(num_layers, every, without)
+    return (
+        None
+        if not any(layers)
+        else Mixture(
+            num_experts=num_experts,
+            num_active=positive(fields, "num_experts_per_tok", num_experts),
+            width=positive(fields, style.width),
+            normalizes=either(style.normalizes, fields, "norm_topk_prob"),
+            layers=layers,
+            module=style.module,
+            maps=style.maps,
+        )
     )
 
 
@@ -566,7 +674,7 @@ def windows(
 ) -> tuple[int | None, ...]:
     """The sliding window of each layer, in tokens; None is full attention."""
     window, kinds = fields["sliding_window"], fields["layer_types"]
-    if family.windowed == "upper" and not flag(fields, "use_sliding_window"):
+    if family.windowed in ("upper", "asked") and not flag(fields, "use_sliding_window"):
         window = None
     if kinds is None:
         names = {True: "sliding_attention", False: "full_attention"}
@@ -592,7 +700,7 @@ def windowed_layers(
     if family.windowed == "pattern":
         every = positive(fields, "sliding_window_pattern") if fields["sliding_window"] else 1
         return [(i + 1) % every != 0 for i in range(len(rotates))]
-    return [family.windowed == "all"] * len(rotates)
+    return [family.windowed in ("all", "asked")] * len(rotates)
 
 
 def layer_window(kind: Any, window: Any) -> int | None:
@@ -658,13 +766,14 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     }
     if not config.tied:
         shapes["lm_head.weight"] = (vocab, hidden)
-    layer = layer_shapes(config)
+    layers = {has: layer_shapes(config, has) for has in (False, True)}
     for i in range(config.num_layers):
+        layer = layers[config.has_experts(i)]
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes
 
 
-def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+def layer_shapes(config: DecoderConfig, has_experts: bool) -> dict[str, tuple[int, ...]]:
     hidden, inner, D = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * D, config.num_kv_heads * D
     qkv, gate_up = [q, kv, kv], [inner, inner]
@@ -674,9 +783,13 @@ def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     for name, out in zip(config.qkv_names, qkv, strict=True):
         linears[name] = out, hidden, config.qkv_bias
     linears["self_attn.o_proj"] = hidden, q, config.out_bias
-    for name, out in zip(config.gate_up_names, gate_up, strict=True):
-        linears[name] = out, hidden, config.mlp_bias
-    linears["mlp.down_proj"] = hidden, inner, config.mlp_bias
+    if config.mixture is not None and has_experts:
+        for name, (out, width) in config.mixture.shapes(hidden):
+            linears[name] = out, width, False
+    else:
+        for name, out in zip(config.gate_up_names, gate_up, strict=True):
+            linears[name] = out, hidden, config.mlp_bias
+        linears["mlp.down_proj"] = hidden, inner, config.mlp_bias
     shapes: dict[str, tuple[int, ...]] = {f"{n}.weight": (hidden,) for n in config.norm_names}
     for part, width in zip("qk", config.qk_norm_widths or (), strict=False):
         shapes[f"self_attn.{part}_norm.weight"] = (width,)

@@ -4,7 +4,7 @@ import logging
 import math
 import mmap
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from specserve.errors import ConfigError
 from specserve.models import families, rotary
 from specserve.models.checkpoint import Checkpoint
-from specserve.models.decoder import Decoder, Layer, Weights
+from specserve.models.decoder import Decoder, Experts, Layer, Weights
 from specserve.models.families import DecoderConfig
 from specserve.models.quantized.config import Quantization
 from specserve.models.quantized.maps import QuantizedMaps
@@ -199,6 +199,24 @@ class Reader:
         self.count(weight, is_head=modules == ("lm_head",))
         return self.ops.prepack(weight, is_gated)
 
+    def read_experts(self, experts: Iterable[Sequence[str]], is_gated: bool = False) -> Any:
+        """One of the maps of each expert, packed; each is made of some that are fused."""
+        return self.ops.prepack_experts(self.expert_weights(experts), is_gated)
+
+    def expert_weights(self, experts: Iterable[Sequence[str]]) -> Iterator[Weight]:
+        forms = set[tuple[MapForm, bool]]()
+        for modules in experts:
+            weight = self.weight(*modules)
+            forms.add((form_of(weight), isinstance(weight, Codes) and weight.zero is not None))
+            if len(forms) > 1:
+                raise ConfigError(
+                    f"{self.checkpoint.folder}: {modules[0]} is quantized in another way than the "
+                    "experts before it in its layer, which no kernel multiplies; take another "
+                    "quantization of the model"
+                )
+            self.count(weight, is_head=False)
+            yield weight
+
     def read_embedding(self) -> Weight:
         """The embedding table, on the ops' device."""
         table = self.weight("model.embed_tokens")
@@ -328,10 +346,9 @@ def read_weights(reader: Reader, config: DecoderConfig, tables: Tables) -> Weigh
 def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary) -> Layer:
     layer = f"model.layers.{index}"
     qkv = [f"{layer}.{name}" for name in config.qkv_names]
-    gate_up = [f"{layer}.{name}" for name in config.gate_up_names]
     rows = rows_of_qkv(config)
-    out, down = f"{layer}.self_attn.o_proj", f"{layer}.mlp.down_proj"
-    norms = config.family.norms
+    out, norms = f"{layer}.self_attn.o_proj", config.family.norms
+    mlp = read_mixture if config.has_experts(index) else read_mlp
 
     def norm(name: str | None) -> Tensor | None:
         if name is None:
@@ -349,12 +366,36 @@ def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary)
         out_bias=reader.read_bias(out),
         after_attention=norm(norms.after_attention),
         mlp_norm=norm(norms.before_mlp),
-        gate_up=reader.read_weight(*gate_up, is_gated=True),
-        gate_up_bias=reader.read_bias(*gate_up),
-        down=reader.read_weight(down),
-        down_bias=reader.read_bias(down),
         after_mlp=norm(norms.after_mlp),
+        **mlp(reader, config, layer),
     )
+
+
+def read_mlp(reader: Reader, config: DecoderConfig, layer: str) -> dict[str, Any]:
+    gate_up = [f"{layer}.{name}" for name in config.gate_up_names]
+    down = f"{layer}.mlp.down_proj"
+    return {
+        "gate_up": reader.read_weight(*gate_up, is_gated=True),
+        "gate_up_bias": reader.read_bias(*gate_up),
+        "down": reader.read_weight(down),
+        "down_bias": reader.read_bias(down),
+    }
+
+
+def read_mixture(reader: Reader, config: DecoderConfig, layer: str) -> dict[str, Any]:
+    mixture = config.mixture
+    assert mixture is not None, "a layer without experts"
+    each = range(mixture.num_experts)
+    gate_up = ([f"{layer}.{name}" for name in mixture.gate_up_names(e)] for e in each)
+    experts = Experts(
+        router=reader.read_weight(f"{layer}.{mixture.router}"),
+        gate_up=reader.read_experts(gate_up, is_gated=True),
+        down=reader.read_experts([f"{layer}.{mixture.down_name(e)}"] for e in each),
+        num_active=mixture.num_active,
+        normalizes=mixture.normalizes,
+    )
+    none = dict.fromkeys(("gate_up", "gate_up_bias", "down", "down_bias"))
+    return none | {"experts": experts}
 
 
 def rows_of_qkv(config: DecoderConfig) -> Tensor | None:

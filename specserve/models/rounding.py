@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from specserve.models.experts import is_router
 from specserve_kernels.codes import MAX_ROUNDED
 from specserve_kernels.quantize import GROUP
 
@@ -37,12 +38,15 @@ class Rounding(NamedTuple):
         return 8 if self.is_odd(module, width) else self.asked(module)
 
     def rounds_rows(self, module: str, width: int) -> bool:
-        return self.with_rows and module not in (HEAD, EMBEDDING) and width <= MAX_ROUNDED
+        is_of_layers = module not in (HEAD, EMBEDDING) and not is_router(module)
+        return self.with_rows and is_of_layers and width <= MAX_ROUNDED
 
     def is_odd(self, module: str, width: int) -> bool:
         return self.asked(module) == 4 and width % GROUP != 0
 
     def asked(self, module: str) -> int | None:
+        if is_router(module):
+            return None
         return {HEAD: self.head, EMBEDDING: self.embedding}.get(module, self.layers)
 
 

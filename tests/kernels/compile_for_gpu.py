@@ -12,6 +12,7 @@ from triton.compiler import ASTSource, compile
 
 from specserve_kernels.cuda import (
     coded,
+    experts,
     gated,
     logprobs,
     move,
@@ -58,6 +59,17 @@ def sources(*dtypes):
         )
         fixed = {"IS_GELU": True, "BLOCK": gated.BLOCK}
         yield source(gated._gated, fixed, gate_up=t, out=t, F="i32")
+        for out in {t, "*fp32"}:
+            sizes = {"TILE": experts.TILE, "OUTPUTS": experts.OUTPUTS, "COLUMNS": experts.COLUMNS}
+            yield source(
+                experts._multiply,
+                {"EACH": 8, "DOT": dot} | sizes,
+                **dict.fromkeys(("x", "weight"), t),
+                **dict.fromkeys(("pairs", "expert", "first", "behind"), "*i64"),
+                out=out,
+                N="i32",
+                K="i32",
+            )
         stored = ((PLAIN.value, t), (INT8.value, "*i8"), (FP8.value, "*u8"))
         scales = dict.fromkeys(("k_scale", "v_scale"), "*fp32")
         for codes, kept in stored:

@@ -27,6 +27,9 @@ MODEL_TYPES = {
     "Glm4ForCausalLM": "glm4",
     "Cohere2ForCausalLM": "cohere2",
     "Exaone4ForCausalLM": "exaone4",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
+    "OlmoeForCausalLM": "olmoe",
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -157,6 +160,8 @@ REFUSED = {  # by transformers
     ),
     "Glm4ForCausalLM": re.compile("as many KV heads|longrope"),
     "Exaone4ForCausalLM": re.compile("as many KV heads|no window"),
+    "Qwen3MoeForCausalLM": re.compile("as many KV heads"),
+    "MixtralForCausalLM": re.compile("as many KV heads|yarn"),  # the head size must be there
 }
 TABLE = {
     f"{family}: {name}": {"architectures": [family], **fields}
@@ -187,7 +192,8 @@ def rope_of(config, layer_type):
 def windows_of(config):
     types = getattr(config, "layer_types", None)
     if types is None:  # Mistral's are all alike; Llama's attention has no window
-        has_any = config.model_type in ("mistral", "phi3") and config.sliding_window is not None
+        windowed = ("mistral", "phi3", "mixtral", "qwen3_moe")
+        has_any = config.model_type in windowed and config.sliding_window is not None
         kind = "sliding_attention" if has_any else "full_attention"
         types = [kind] * config.num_hidden_layers
     return tuple(config.sliding_window if t == "sliding_attention" else None for t in types)

@@ -1,5 +1,7 @@
 """The decoder computes what transformers computes, family by family and shape by shape."""
 
+import itertools
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -38,6 +40,13 @@ CASES = {  # family, what departs from its tiny checkpoint
     "qwen3": ("qwen3", {}),
     "smollm": ("smollm", {}),
     "phi3": ("phi3", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe, a layer without experts": ("qwen3_moe", {"mlp_only_layers": [0]}),
+    "qwen3_moe, every second layer with experts": ("qwen3_moe", {"decoder_sparse_step": 2}),
+    "qwen3_moe, weights that are not normalized": ("qwen3_moe", {"norm_topk_prob": False}),
+    "qwen3_moe, one expert a row": ("qwen3_moe", {"num_experts_per_tok": 1}),
+    "mixtral": ("mixtral", {}),
+    "mixtral with a window": ("mixtral", {"sliding_window": 7}),
     "phi3 with a window": ("phi3", {"sliding_window": 7}),
     "phi3, three quarters of a head rotate": ("phi3", {"partial_rotary_factor": 0.75}),
     "phi3, texts beyond the first length": (
@@ -157,15 +166,20 @@ def ops_of(config):
     def when(condition, *names):
         return names if condition else ()
 
-    layer = [
+    attention = [
         *("copy", *when(norms.before_attention, "norm"), "linear"),
         *when(family.qk_norm == "width", "norm", "norm"),
         *("rope_write_kv", "attention", "linear", *when(norms.after_attention, "norm")),
-        *(*when(norms.before_mlp, "norm"), "linear", "linear", *when(norms.after_mlp, "norm")),
+        *when(norms.before_mlp, "norm"),
     ]
+    maps = {
+        False: ("linear", "linear", *when(norms.after_mlp, "norm")),
+        True: ("linear", "route", "expert_maps", "expert_maps", "add_experts"),
+    }
+    layers = ((*attention, *maps[config.has_experts(i)]) for i in range(config.num_layers))
     return [
         *("gather", *when(config.embedding_scale != 1, "elementwise"), "plan_attention"),
-        *layer * config.num_layers,
+        *itertools.chain(*layers),
         *("gather", "norm", "linear", *when(config.logit_cap is not None, "elementwise")),
     ]
 
@@ -183,7 +197,9 @@ def test_a_recorded_forward_over_kv_of_8_bits_does_too(case, dtype, kv_dtype):
 @pytest.mark.parametrize("ops", builds(), ids=lambda m: m.__name__.rpartition(".")[2])
 def test_bf16_stays_close_to_fp32(family, ops, tmp_path):
     # Milder weights than the other tests': these logits should not hang on a rounding.
-    folder = tiny_checkpoint(tmp_path, family, initializer_range=0.05)
+    every = {"num_experts_per_tok": FAMILIES[family].get("num_experts", 0)}  # nor which they are
+    sizes = every if every["num_experts_per_tok"] else {}
+    folder = tiny_checkpoint(tmp_path, family, initializer_range=0.05, **sizes)
     ids = prompt(320, 37)
     exact, rounded = (logits(load_decoder(folder, dtype, ops), ids) for dtype in ("fp32", "bf16"))
     assert torch.cosine_similarity(rounded, exact).min() > 0.999

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 from specserve_kernels.cpu.build import level, library
 from specserve_kernels.cpu.compiler import BuildError
+from specserve_kernels.cpu.experts import experts, prepack_experts, route
 from specserve_kernels.cpu.ops import (
     attention,
     copy,
@@ -44,6 +45,7 @@ __all__ = [
     "copy",
     "copy_blocks",
     "embed",
+    "experts",
     "free_memory",
     "has_bf16",
     "layer_norm",
@@ -57,6 +59,7 @@ __all__ = [
     "place",
     "plan",
     "prepack",
+    "prepack_experts",
     "program",
     "quantize",
     "records_steps",
@@ -65,6 +68,7 @@ __all__ = [
     "rms_norm_columns",
     "rope_write_kv",
     "rounds_rows",
+    "route",
     "sample",
     "samples_ahead",
     "scale",

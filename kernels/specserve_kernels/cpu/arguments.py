@@ -13,9 +13,10 @@ from specserve_kernels.cpu import native
 from specserve_kernels.types import KVCache, KVLayer, QKNorm, Rotary
 
 MAX_HEAD_DIM, MAX_TOKEN = 512, 1 << 15  # as in rows.h and layouts.h
-PLAIN, ADD, SILU_MUL, GELU_MUL = range(4)  # Epilogue in linear.h
+PLAIN, ADD, FLOATS, SILU_MUL, GELU_MUL = range(5)  # Epilogue in linear.h
 GATES = {"silu": SILU_MUL, "gelu_tanh": GELU_MUL}
 SCALE, SOFT_CAP = range(2)  # Curve in layers.cpp
+MAX_EXPERTS = 1024  # as in experts.cpp
 STORED = torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn  # in rows.h's order
 
 
@@ -44,6 +45,13 @@ class Packed(NamedTuple):
     kind: torch.dtype | Coding  # codes are multiplied by rows of either dtype
 
 
+class PackedExperts(NamedTuple):
+    """The weights of all experts, of one form."""
+
+    each: tuple[Packed, ...]
+    addresses: Tensor  # [E] int64  of their words
+
+
 class AttentionPlan:
     """What the attention of all layers of a step shares, as the op `plan_attention` fills it in."""
 
@@ -66,11 +74,42 @@ def linear(
     assert out.shape[1] == packed.N, "a residual of another width than the weight's"
     coding = packed.kind if isinstance(packed.kind, Coding) else NO_CODING
     assert packed.kind in (x.dtype, coding), "rows and weight of different dtypes"
-    assert x.dtype == out.dtype, "rows and a residual of different dtypes"
-    is_bf16 = native.is_bf16(x) and native.is_bf16(out)
+    dtype = torch.float32 if epilogue == FLOATS else x.dtype
+    assert out.dtype == dtype, "rows and a residual of different dtypes"
+    is_bf16 = native.is_bf16(x)
+    native.is_bf16(out)  # which sees that it has no gaps
     pointers = x.data_ptr(), packed.words.data_ptr(), None if bias is None else bias.data_ptr()
     shape = packed.N, packed.K, epilogue
     return native.Linear(is_bf16, domain, *pointers, out.data_ptr(), *shape, *coding, factor)
+
+
+def route(domain: int, logits: Tensor, routing: Any, normalizes: bool) -> Structure:
+    num_experts, k = logits.shape[1], routing.weights.shape[1]
+    assert 1 <= k <= num_experts <= MAX_EXPERTS, f"{k} of {num_experts} experts"
+    pointers = logits.data_ptr(), *(part.data_ptr() for part in routing)
+    return native.Route(native.is_bf16(logits), domain, *pointers, num_experts, k, normalizes)
+
+
+def expert_maps(
+    x: Tensor, order: Tensor | None, experts: "PackedExperts", begins: Tensor, out: Tensor
+) -> Structure:
+    """One of the maps of each expert. Its rows of x are in the order of places, or `order` has the
+    row at each place; those of `out` are in the order of places.
+    """
+    assert len(begins) == len(experts.each) + 1, "a routing to another number of experts"
+    first = experts.each[0]
+    args = linear(0, x, first, None, out, SILU_MUL if first.is_gated else FLOATS)
+    args.order = None if order is None else order.data_ptr()
+    pointers = experts.addresses.data_ptr(), begins.data_ptr()
+    return native.ExpertMaps(args, *pointers, len(experts.each))
+
+
+def add_experts(
+    domain: int, sums: Tensor, weights: Tensor, places: Tensor, residual: Tensor
+) -> Structure:
+    pointers = sums.data_ptr(), weights.data_ptr(), places.data_ptr(), residual.data_ptr()
+    shape = residual.shape[1], weights.shape[1]
+    return native.AddExperts(native.is_bf16(residual), domain, *pointers, *shape)
 
 
 def gather_codes(table: Codes, out: Tensor) -> Structure:

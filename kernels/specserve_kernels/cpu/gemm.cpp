@@ -42,8 +42,20 @@ static void pack(const Pack& a, Team& team) {
     }
 }
 
-template <class Path> static void multiply(const Linear& a, int64_t R, Team& team) {
-  Multiplier<Path>{a, {a.N, a.K, a.is_bf16 ? 2 : 4, a.is_gated()}}.run(R, team);
+template <class Path> static void multiply_on(const Maps& maps, Team& team) {
+  const Linear& a = maps.each;
+  Multiplier<Path>{maps, {a.N, a.K, a.is_bf16 ? 2 : 4, a.is_gated()}}.run(team);
+}
+
+void multiply(const Maps& maps, Team& team) {
+  const Linear& a = maps.each;
+  if (a.rounds_rows) return multiply_rounded(maps, team);
+  if (a.bits) return multiply_codes(maps, team);
+  if (!a.is_bf16) return multiply_on<Vectors<Floats>>(maps, team);
+#if HAS_TILES
+  if (Tiles::are_usable()) return multiply_on<Tiles>(maps, team);
+#endif
+  multiply_on<Vectors<Pairs>>(maps, team);
 }
 
 extern "C" {
@@ -57,13 +69,6 @@ void specserve_pack(const void* args, const Step&, Team& team) { pack(*(const Pa
 
 void specserve_linear(const void* args, const Step& step, Team& team) {
   const Linear& a = *(const Linear*)args;
-  int64_t R = step.num_rows[a.domain];
-  if (a.rounds_rows) return multiply_rounded(a, R, team);
-  if (a.bits) return multiply_codes(a, R, team);
-  if (!a.is_bf16) return multiply<Vectors<Floats>>(a, R, team);
-#if HAS_TILES
-  if (Tiles::are_usable()) return multiply<Tiles>(a, R, team);
-#endif
-  multiply<Vectors<Pairs>>(a, R, team);
+  multiply({a, step.num_rows[a.domain]}, team);
 }
 }

@@ -72,7 +72,7 @@ static void pack_panel(const PackCodes& a, const CodeShape& shape, int64_t panel
     }
 }
 
-// One thread's share of a linear map.
+// One thread's share of linear maps.
 template <class Path> struct CodeMultiplier {
   typedef typename Path::Value Value;
   typedef typename Path::Source Source;
@@ -81,8 +81,9 @@ template <class Path> struct CodeMultiplier {
   static inline thread_local Scratch<float> sum_memory;
   static inline thread_local Scratch<uint32_t> word_memory;
 
-  const Linear& a;
+  const Maps& maps;
   CodeShape shape;
+  Linear a = maps.each;  // the map that is multiplied
   int64_t num_blocks = shape.num_blocks(), panel_bytes = shape.panel_bytes();
   CodeMultiplying by_codes = Path::by_codes(shape.bits, shape.has_zeros);
   Range slab{0, 0};
@@ -90,26 +91,37 @@ template <class Path> struct CodeMultiplier {
   uint32_t* words = word_memory.at_least(BLOCK_PAIRS * Path::PER_PAIR * COLUMNS);
 
   const char* panel(int64_t p) const { return (const char*)a.packed + p * panel_bytes; }
+  const char* first_of(const Item& item) const {
+    return (const char*)maps.packed_of(item.map) + item.panels.begin * panel_bytes;
+  }
+  static bool are_few(int64_t R) { return R <= Path::MAX_ROWS; }
+  static int64_t wide(int64_t R) { return are_few(R) ? Path::panels(R) : 1; }
 
-  void run(int64_t R, Team& team) {
+  Division divide(int64_t R, int threads) const {
     int64_t row_bytes = num_blocks * BLOCK_PAIRS * Path::PER_PAIR * sizeof(Value);
     int64_t most = std::max<int64_t>(ROWS_BYTES / row_bytes, Path::MAX_ROWS);
-    bool is_few = R <= Path::MAX_ROWS;
-    int64_t wide = is_few ? Path::panels(R) : 1;
-    Division division(R, most, shape.num_panels(), wide, !is_few, team.size);
-    int64_t item = team.take();
-    if (item < division.num_items()) Path::begin();
-    while (item < division.num_items()) {
-      int64_t following = team.take();
-      bool is_last = following >= division.num_items();
-      take_slab(division.slab(item));
-      Range panels = division.panels(item);
-      int64_t next = is_last ? panels.begin : division.panels(following).begin;
-      if (is_few) multiply_few(panels, next, wide);
-      else multiply_many(panels.begin, next);
+    return {R, most, shape.num_panels(), wide(R), !are_few(R), threads};
+  }
+
+  void run(Team& team) {
+    Items items(maps, [&](int64_t R, int threads) { return divide(R, threads); }, team.size);
+    Item item = items.at(team.take());
+    if (item.map >= 0) Path::begin();
+    for (int64_t map = -1; item.map >= 0;) {
+      Item following = items.at(team.take());
+      if (map != item.map) take_map(map = item.map);
+      take_slab(item.slab);
+      const char* next = first_of(following.map < 0 ? item : following);
+      if (are_few(item.num_rows)) multiply_few(item.panels, next, wide(item.num_rows));
+      else multiply_many(item.panels.begin, next);
       item = following;
     }
     Path::end();
+  }
+
+  void take_map(int64_t map) {
+    a = maps.of(map);
+    slab = {0, 0};
   }
 
   void take_slab(Range next) {
@@ -121,7 +133,7 @@ template <class Path> struct CodeMultiplier {
       Block block = shape.block(i);
       Value* to = rows_of(i);
       for (int64_t r = 0; r < n; r++, to += Path::STRIDE) {
-        const Source* x = (const Source*)a.x + (slab.begin + r) * a.K;
+        const Source* x = a.row<Source>(slab.begin + r);
         pack_row(x, block, to);
         if (shape.has_shifts) sum_row(x, block, (float*)(to + Path::STRIDE - MAX_GROUPS));
       }
@@ -149,7 +161,7 @@ template <class Path> struct CodeMultiplier {
   }
 
   // Few rows times some panels: as many as are multiplied at once, or fewer, one by one.
-  void multiply_few(Range panels, int64_t next_panel, int64_t wide) {
+  void multiply_few(Range panels, const char* next_panel, int64_t wide) {
     int64_t n = slab.end - slab.begin, num_panels = panels.end - panels.begin;
     int64_t size = Path::MAX_ROWS * COLUMNS, step = num_panels == wide ? wide : 1;
     float *totals = sum_memory.at_least(2 * num_panels * size), *sums = totals + num_panels * size;
@@ -165,7 +177,7 @@ template <class Path> struct CodeMultiplier {
   }
 
   // Many rows times a panel. The first of them meet its codes, the others words in L1.
-  void multiply_many(int64_t p, int64_t next_panel) {
+  void multiply_many(int64_t p, const char* next_panel) {
     int64_t n = slab.end - slab.begin, num_parts = divide_up(n, Path::MAX_ROWS);
     float *totals = sum_memory.at_least(2 * n * COLUMNS), *sums = totals + n * COLUMNS;
     memset(totals, 0, n * COLUMNS * sizeof(float));
@@ -205,27 +217,28 @@ template <class Path> struct CodeMultiplier {
             .ends = block.ends};
   }
   // Bytes from a block to the one that is prefetched beside it, perhaps in the next panel.
-  int64_t ahead_of(int64_t i, int64_t p, int64_t next_panel, int64_t bytes) const {
+  int64_t ahead_of(int64_t i, int64_t p, const char* next_panel, int64_t bytes) const {
     Block block = shape.block(i);
     int64_t block_bytes = block.num_groups * block.pairs * shape.pair_bytes();
     int64_t other = i + divide_up(bytes, block_bytes);
     const char* from = panel(p) + shape.offset(block);
     if (other < num_blocks) return panel(p) + shape.offset(shape.block(other)) - from;
-    return panel(next_panel) + shape.offset(shape.block((other - num_blocks) % num_blocks)) - from;
+    return next_panel + shape.offset(shape.block((other - num_blocks) % num_blocks)) - from;
   }
 };
 
-template <class Path> static void multiply(const Linear& a, int64_t R, Team& team) {
+template <class Path> static void multiply_on(const Maps& maps, Team& team) {
+  const Linear& a = maps.each;
   CodeShape shape{a.N, a.K, a.bits, a.group, a.has_zeros != 0, a.has_offsets != 0, a.is_gated()};
-  CodeMultiplier<Path>{a, shape}.run(R, team);
+  CodeMultiplier<Path>{maps, shape}.run(team);
 }
 
-void multiply_codes(const Linear& a, int64_t R, Team& team) {
-  if (!a.is_bf16) return multiply<CodeVectors<Floats>>(a, R, team);
+void multiply_codes(const Maps& maps, Team& team) {
+  if (!maps.each.is_bf16) return multiply_on<CodeVectors<Floats>>(maps, team);
 #if HAS_TILES
-  if (Tiles::are_usable()) return multiply<CodeTiles>(a, R, team);
+  if (Tiles::are_usable()) return multiply_on<CodeTiles>(maps, team);
 #endif
-  multiply<CodeVectors<Pairs>>(a, R, team);
+  multiply_on<CodeVectors<Pairs>>(maps, team);
 }
 
 extern "C" {

@@ -27,13 +27,13 @@ template <class Path> struct PlainRows {
   const Linear& a;
 
   void take(Range) {}
-  const Source* row(int64_t r) const { return (const Source*)a.x + r * a.K; }
+  const Source* row(int64_t r) const { return a.row<Source>(r); }
   void finish(float* sums, int64_t panel, Range rows) const {
     ::finish<Source>(a, sums, panel, rows);
   }
 };
 
-// One thread's share of a linear map.
+// One thread's share of linear maps.
 template <class Path, class Rows = PlainRows<Path>> struct Multiplier {
   typedef typename Path::Value Value;
   typedef typename Path::Source Source;
@@ -41,8 +41,9 @@ template <class Path, class Rows = PlainRows<Path>> struct Multiplier {
   static inline thread_local Scratch<Value> row_memory;
   static inline thread_local Scratch<float> sum_memory;
 
-  const Linear& a;
+  const Maps& maps;
   Shape shape;
+  Linear a = maps.each;  // the map that is multiplied
   Rows source{a};
   int64_t words = shape.words(), panel_words = shape.panel_words();
   Range slab{0, 0};
@@ -50,26 +51,34 @@ template <class Path, class Rows = PlainRows<Path>> struct Multiplier {
   float* sums = sum_memory.at_least(MAX_GROUP * Path::MAX_ROWS * COLUMNS);
 
   const uint32_t* panel(int64_t p) const { return (const uint32_t*)a.packed + p * panel_words; }
+  const uint32_t* first_of(const Item& item) const {
+    return (const uint32_t*)maps.packed_of(item.map) + item.panels.begin * panel_words;
+  }
 
-  void run(int64_t R, Team& team) {
-    Division division = ::division<Path>(shape, R, team.size);
-    int64_t item = team.take();
-    if (item < division.num_items()) Path::begin(R);
-    while (item < division.num_items()) {
-      int64_t following = team.take();
-      bool is_last = following >= division.num_items();
-      Range panels = division.panels(item);
-      if (R <= Path::MAX_ROWS && slab.end == 0) prefetch_first(panels.begin);
-      take_slab(division.slab(item));
-      multiply(panels, is_last ? panels.begin : division.panels(following).begin);
+  void run(Team& team) {
+    auto divide = [&](int64_t R, int threads) { return division<Path>(shape, R, threads); };
+    Items items(maps, divide, team.size);
+    Item item = items.at(team.take());
+    if (item.map >= 0) Path::begin(item.num_rows);
+    for (int64_t map = -1; item.map >= 0;) {
+      Item following = items.at(team.take());
+      if (map < 0 && item.num_rows <= Path::MAX_ROWS) prefetch_first(first_of(item));
+      if (map != item.map) take_map(map = item.map);
+      take_slab(item.slab);
+      multiply(item.panels, first_of(following.map < 0 ? item : following));
       item = following;
     }
     Path::end();
   }
 
+  void take_map(int64_t map) {
+    a = maps.of(map);
+    slab = {0, 0};
+  }
+
   // The words whose prefetch has no multiplication before it arrive while rows are packed.
-  void prefetch_first(int64_t p) {
-    Loader loader{nullptr, panel(p)};
+  void prefetch_first(const uint32_t* panel) {
+    Loader loader{nullptr, panel};
     for (int64_t w = 0; w < std::min(Path::AHEAD, words); w++)
       for (int column : {0, LINE}) loader.prefetch_once(w, column);
   }
@@ -94,13 +103,14 @@ template <class Path, class Rows = PlainRows<Path>> struct Multiplier {
     Path::pack(source.row(row) + begin * PER_WORD, n, to);
   }
 
-  void multiply(Range panels, int64_t next_panel) {
+  // `next`: the panel that is multiplied then.
+  void multiply(Range panels, const uint32_t* next) {
     int64_t n = slab.end - slab.begin, blocks = divide_up(n, Path::MAX_ROWS);
     for (int64_t b = 0; b < blocks; b++) {
       Range part{n * b / blocks, n * (b + 1) / blocks};
       if (blocks > 1 && Path::SHARES_LOADING)
-        multiply_block(part, panels, b < 2 ? panel(next_panel) + b * words * LINE : nullptr);
-      else stream_panels(part, panels, b + 1 < blocks ? panels.begin : next_panel);
+        multiply_block(part, panels, b < 2 ? next + b * words * LINE : nullptr);
+      else stream_panels(part, panels, b + 1 < blocks ? panel(panels.begin) : next);
       for (int64_t p = panels.begin; p < panels.end; p++)
         source.finish(sums_of(p - panels.begin), p,
                       {slab.begin + part.begin, slab.begin + part.end});
@@ -109,7 +119,7 @@ template <class Path, class Rows = PlainRows<Path>> struct Multiplier {
   float* sums_of(int64_t i) const { return sums + i * Path::MAX_ROWS * COLUMNS; }
 
   // A block of rows times a group of panels; what is multiplied a little later is prefetched.
-  void stream_panels(Range part, Range panels, int64_t next_panel) {
+  void stream_panels(Range part, Range panels, const uint32_t* then) {
     int num_rows = part.end - part.begin, wide = Path::panels(num_rows);
     for (int64_t word = 0; word < words; word += BLOCK) {
       int64_t num_words = std::min(BLOCK, words - word);
@@ -117,7 +127,7 @@ template <class Path, class Rows = PlainRows<Path>> struct Multiplier {
         step = p + wide <= panels.end ? wide : 1;
         const uint32_t* next = p + step < panels.end     ? panel(p + step) + word * COLUMNS
                                : word + num_words < words ? panel(panels.begin) + (word + num_words) * COLUMNS
-                                                          : panel(next_panel);
+                                                          : then;
         Path::multiply(part_of(part, word, p, panels, next, true), num_rows, step, panel_words);
       }
     }

@@ -53,8 +53,6 @@ template <class T> struct RoundedRows {
 
   const Linear& a;
   Shape shape{a.N, a.K, 1, a.is_gated()};
-  const float* column_scales =
-      (const float*)((const uint32_t*)a.packed + shape.num_panels() * shape.panel_words());
   int64_t first = 0;  // of the rows that are there
   int8_t* codes = nullptr;
   float* scales = nullptr;
@@ -68,18 +66,21 @@ template <class T> struct RoundedRows {
     middles = sum_memory.at_least(n);
     for (int64_t r = 0; r < n; r++) {
       int8_t* row = codes + r * a.K;
-      scales[r] = quantize((const T*)a.x + (first + r) * a.K, a.K, (Int8<float>*)row);
+      scales[r] = quantize(a.row<T>(first + r), a.K, (Int8<float>*)row);
       int32_t sum = 0;
       for (int64_t k = 0; k < a.K; k++) sum += row[k];
       middles[r] = 128 * sum;
     }
   }
   const int8_t* row(int64_t r) const { return codes + (r - first) * a.K; }
+  const float* column_scales() const {
+    return (const float*)((const uint32_t*)a.packed + shape.num_panels() * shape.panel_words());
+  }
 
   // `sums` are integers at first.
   void finish(float* sums, int64_t panel, Range rows) const {
     int64_t column = panel * panel_columns(shape.is_gated), left = a.N - column;
-    const float* scales_of = column_scales + column;
+    const float* scales_of = column_scales() + column;
     scale_columns(sums, scales_of, left, rows);
     if (shape.is_gated) scale_columns(sums + LANES, scales_of + a.N, left, rows);
     else if (left > LANES) scale_columns(sums + LANES, scales_of + LANES, left - LANES, rows);
@@ -95,15 +96,16 @@ template <class T> struct RoundedRows {
   }
 };
 
-template <class Path> static void multiply(const Linear& a, int64_t R, Team& team) {
+template <class Path> static void multiply_on(const Maps& maps, Team& team) {
+  const Linear& a = maps.each;
   Shape shape{a.N, a.K, 1, a.is_gated()};
-  if (a.is_bf16) Multiplier<Path, RoundedRows<bf16>>{a, shape}.run(R, team);
-  else Multiplier<Path, RoundedRows<float>>{a, shape}.run(R, team);
+  if (a.is_bf16) Multiplier<Path, RoundedRows<bf16>>{maps, shape}.run(team);
+  else Multiplier<Path, RoundedRows<float>>{maps, shape}.run(team);
 }
 
-void multiply_rounded(const Linear& a, int64_t R, Team& team) {
+void multiply_rounded(const Maps& maps, Team& team) {
 #if HAS_TILES
-  if (Tiles::are_usable()) return multiply<TilesOf<int8_t>>(a, R, team);
+  if (Tiles::are_usable()) return multiply_on<TilesOf<int8_t>>(maps, team);
 #endif
-  multiply<Vectors<Bytes>>(a, R, team);
+  multiply_on<Vectors<Bytes>>(maps, team);
 }

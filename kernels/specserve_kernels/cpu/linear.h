@@ -8,7 +8,8 @@
 #include "gemm.h"
 #include "op.h"
 
-enum Epilogue : int64_t { PLAIN, ADD, SILU_MUL, GELU_MUL };
+// FLOATS: sums of bf16 rows stay float.
+enum Epilogue : int64_t { PLAIN, ADD, FLOATS, SILU_MUL, GELU_MUL };
 
 struct Linear {
   int64_t is_bf16, domain;
@@ -18,14 +19,53 @@ struct Linear {
   int64_t bits, group, has_zeros, has_offsets;  // of a weight of codes: bits is 0 for another one
   int64_t rounds_rows;                          // whether rows become codes, too
   float factor;                                 // of what is added to the residual
+  const int32_t* order;  // [R]  which rows of x are multiplied; null: all of them, as they are
 
   bool is_gated() const { return epilogue >= SILU_MUL; }
+  template <class T> const T* row(int64_t r) const {
+    return (const T*)x + (order ? order[r] : r) * K;
+  }
+  // The same map without the first n rows.
+  Linear from(int64_t n) const {
+    Linear rest = *this;
+    int64_t value_bytes = is_bf16 ? 2 : 4;
+    if (order) rest.order += n;
+    else rest.x = (const char*)x + n * K * value_bytes;
+    rest.out = (char*)out + n * N * (epilogue == FLOATS ? 4 : value_bytes);
+    return rest;
+  }
 };
 
-// A weight of codes: see gemm_codes.h.
-void multiply_codes(const Linear& a, int64_t R, Team& team);
-// One whose rows are rounded: see gemm_rounded.cpp.
-void multiply_rounded(const Linear& a, int64_t R, Team& team);
+// Maps of one shape, each of which multiplies rows of its own, one after the other: those of
+// experts. Or a single map.
+struct Maps {
+  const Linear& each;                   // all rows are its own; of several maps it has no weight
+  int64_t num_rows;                     // of a single map
+  const void* const* packed = nullptr;  // [num_maps]  the weights; null for a single map
+  const int32_t* begins = nullptr;      // [num_maps + 1]  the first row of each, and the end
+  int64_t num_maps = 1;
+
+  int64_t rows_of(int64_t map) const {
+    return begins ? begins[map + 1] - begins[map] : num_rows;
+  }
+  const void* packed_of(int64_t map) const { return packed ? packed[map] : each.packed; }
+  Linear of(int64_t map) const {
+    Linear one = begins ? each.from(begins[map]) : each;
+    one.packed = packed_of(map);
+    return one;
+  }
+  int64_t num_used() const {
+    int64_t n = 0;
+    for (int64_t map = 0; map < num_maps; map++) n += rows_of(map) > 0;
+    return n;
+  }
+};
+
+void multiply(const Maps& maps, Team& team);
+// Weights of codes: see gemm_codes.h.
+void multiply_codes(const Maps& maps, Team& team);
+// Those whose rows are rounded: see gemm_rounded.cpp.
+void multiply_rounded(const Maps& maps, Team& team);
 
 // SiLU, x sigmoid(x), or GELU as 0.5 x (1 + tanh(u)) = x sigmoid(2 u) with
 // u = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks, Gimpel 1606.08415).
@@ -65,6 +105,7 @@ static void finish(const Linear& a, const float* sums, int64_t panel, Range rows
   if (a.epilogue == SILU_MUL) finish_panel<T, SILU_MUL>(a, sums, panel, rows);
   else if (a.epilogue == GELU_MUL) finish_panel<T, GELU_MUL>(a, sums, panel, rows);
   else if (a.epilogue == ADD) finish_panel<T, ADD>(a, sums, panel, rows);
+  else if (a.epilogue == FLOATS) finish_panel<float, PLAIN>(a, sums, panel, rows);
   else finish_panel<T, PLAIN>(a, sums, panel, rows);
 }
 
@@ -111,5 +152,38 @@ struct Division {
   Range panels(int64_t item) const {
     int64_t g = item % groups;
     return {num_panels * g / groups, num_panels * (g + 1) / groups};
+  }
+};
+
+// What a thread multiplies at once.
+struct Item {
+  int64_t map;  // -1 behind the last item
+  int64_t num_rows;  // of the map
+  Range slab, panels;
+};
+
+// The items of all maps, in their order; `divide` gives the Division of a map with so many rows
+// among so many threads. Each thread has one, and asks for ascending items.
+template <class Divide> struct Items {
+  const Maps& maps;
+  Divide divide;
+  int threads;  // for each map that has rows
+  int64_t map = -1, first = 0, behind = 0;  // its items are [first, behind)
+  Division division = divide(1, 1);
+
+  Items(const Maps& maps, Divide divide, int threads)
+      : maps(maps), divide(divide),
+        threads(divide_up(threads, std::max<int64_t>(maps.num_used(), 1))) {}
+
+  Item at(int64_t i) {
+    while (i >= behind) {
+      if (map + 1 == maps.num_maps) return {-1, 0, {0, 0}, {0, 0}};
+      map++;
+      if (maps.rows_of(map) == 0) continue;
+      division = divide(maps.rows_of(map), threads);
+      first = behind;
+      behind += division.num_items();
+    }
+    return {map, division.num_rows, division.slab(i - first), division.panels(i - first)};
   }
 };

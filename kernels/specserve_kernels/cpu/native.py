@@ -91,6 +91,34 @@ class Linear(Structure):
         ),
         ("rounds_rows", c_int64),
         ("factor", c_float),
+        ("order", c_void_p),
+    ]
+
+
+class Route(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("is_bf16", "domain")),
+        *(
+            (name, c_void_p)
+            for name in ("logits", "weights", "experts", "places", "rows", "begins")
+        ),
+        *((name, c_int64) for name in ("num_experts", "k", "normalizes")),
+    ]
+
+
+class ExpertMaps(Structure):
+    _fields_ = [
+        ("map", Linear),
+        *((name, c_void_p) for name in ("packed", "begins")),
+        ("num_experts", c_int64),
+    ]
+
+
+class AddExperts(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("is_bf16", "domain")),
+        *((name, c_void_p) for name in ("sums", "weights", "places", "residual")),
+        *((name, c_int64) for name in ("N", "k")),
     ]
 
 

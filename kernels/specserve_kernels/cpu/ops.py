@@ -48,7 +48,7 @@ class Plan(NamedTuple):
     head_dim: int
 
 
-def _run(
+def run(
     name: str,
     args: Structure,
     num_rows: int,
@@ -80,7 +80,7 @@ def _pack(weight: Tensor, is_gated: bool, tail: int = 0) -> tuple[Tensor, int]:
     kind = weight.itemsize, is_gated
     words = allocate(4 * (native.packed_words(N, K, *kind) + tail)).view(torch.int32)
     args = native.Pack(*kind, weight.data_ptr(), words.data_ptr(), N, K)
-    _run("pack", args, 1, weight.numel())
+    run("pack", args, 1, weight.numel())
     return words, N
 
 
@@ -101,7 +101,7 @@ def _prepack_codes(codes: Codes, is_gated: bool) -> Packed:
     words = allocate(native.code_bytes(N, K, form, is_gated))
     pointers = (None if x is None else x.data_ptr() for x in (q, zero, scale, offset, words))
     args = native.PackCodes(*pointers, N, K, bits, group, is_gated)
-    _run("pack_codes", args, 1, codes.q.numel())
+    run("pack_codes", args, 1, codes.q.numel())
     return Packed(words, N, K, is_gated, Coding(*form))
 
 
@@ -128,7 +128,7 @@ def quantize(weight: Tensor, bits: int) -> Codes:
     q, scale = allocate(N * K).view(N, K), torch.empty(N, K // group)
     pointers = weight.data_ptr(), q.data_ptr(), scale.data_ptr()
     args = native.Quantize(native.is_bf16(weight), bits, *pointers, N, K)
-    _run("quantize", args, 1, weight.numel())
+    run("quantize", args, 1, weight.numel())
     return Codes(bits, group, q, scale)
 
 
@@ -158,7 +158,7 @@ def _multiply(
     factor: float = 1.0,
 ) -> Tensor:
     args = arguments.linear(0, x, packed, bias, out, epilogue, factor)
-    _run("linear", args, len(x), len(x) * packed.N * packed.K // 4)
+    run("linear", args, len(x), len(x) * packed.N * packed.K // 4)
     return out
 
 
@@ -168,7 +168,7 @@ def embed(table: Tensor | Codes, token_ids: Tensor, dtype: torch.dtype) -> Tenso
     _check(table)
     out = torch.empty(len(token_ids), table.q.shape[1], dtype=dtype)
     args = arguments.gather_codes(table, out)
-    _run("gather_codes", args, len(out), out.numel(), token_ids=token_ids)
+    run("gather_codes", args, len(out), out.numel(), token_ids=token_ids)
     return out
 
 
@@ -200,7 +200,7 @@ def rms_norm_columns(x: Tensor, begin: int, weight: Tensor, eps: float) -> Tenso
 
 
 def _norm(args: Structure, out: Tensor) -> Tensor:
-    _run("norm", args, len(out), out.numel())
+    run("norm", args, len(out), out.numel())
     return out
 
 
@@ -213,7 +213,7 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
 
 def _curve(x: Tensor, curve: int, number: float) -> Tensor:
-    _run("elementwise", arguments.elementwise(0, x, curve, number), len(x), x.numel())
+    run("elementwise", arguments.elementwise(0, x, curve, number), len(x), x.numel())
     return x
 
 
@@ -229,7 +229,7 @@ def plan(
     heads = num_heads, num_kv_heads, D
     made = Plan(rows, also, native.rows_of(rows), AttentionPlan(), len(rows.positions), *heads)
     args, _ = arguments.plan_attention(kv, num_heads, windows)
-    _run("plan_attention", args, made.num_rows, SHORT, made)
+    run("plan_attention", args, made.num_rows, SHORT, made)
     return made
 
 
@@ -238,7 +238,7 @@ def rope_write_kv(
 ) -> Tensor:
     q = qkv.new_empty(plan.num_rows, plan.num_heads, plan.head_dim)
     args = arguments.rope_write_kv(qkv, rotary, norm, kv, q)
-    _run("rope_write_kv", args, len(q), qkv.numel(), plan)
+    run("rope_write_kv", args, len(q), qkv.numel(), plan)
     return q
 
 
@@ -253,7 +253,7 @@ def attention(
 ) -> Tensor:
     out = torch.empty_like(q)
     args = arguments.attention(q, kv, out, scale, window, soft_cap, sinks)
-    _run("attention", args, plan.num_rows, SHORT, plan)
+    run("attention", args, plan.num_rows, SHORT, plan)
     return out.flatten(1)
 
 
@@ -261,7 +261,7 @@ def move_kv(kv: KVCache, source: Tensor, target: Tensor) -> None:
     layers = (native.KV * len(kv.layers))(*(arguments.layer(layer) for layer in kv.layers))
     pointers = source.data_ptr(), target.data_ptr()
     args = native.Moves(addressof(layers), len(layers), *pointers, len(source))
-    _run("move_kv", args, len(source), 0)
+    run("move_kv", args, len(source), 0)
 
 
 def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
@@ -269,7 +269,7 @@ def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
     out = torch.empty(n, dtype=torch.int64)
     places = rows.data_ptr(), n, native.sample_params_of(params), out.data_ptr()
     args = native.Sample(native.is_bf16(logits), logits.data_ptr(), V, *places)
-    _run("sample", args, n, n * V if n > 1 else 0)
+    run("sample", args, n, n * V if n > 1 else 0)
     return out
 
 
@@ -280,7 +280,7 @@ def logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Logprobs:
     out = Logprobs(torch.empty(n), torch.empty(n, dtype=torch.int64), ids, torch.empty(n, k))
     given = logits.data_ptr(), V, rows.data_ptr(), tokens.data_ptr(), n, k
     args = native.Logprobs(native.is_bf16(logits), *given, *(x.data_ptr() for x in out))
-    _run("logprobs", args, n, n * V if n > 1 else 0)
+    run("logprobs", args, n, n * V if n > 1 else 0)
     return out
 
 
@@ -289,5 +289,5 @@ def top_children(logits: Tensor, params: SampleParams, k: int, tau: float) -> tu
     ids, weight = torch.empty(R, k, dtype=torch.int64), torch.empty(R, k)
     asked = native.sample_params_of(params), k, tau, ids.data_ptr(), weight.data_ptr()
     args = native.TopChildren(native.is_bf16(logits), logits.data_ptr(), R, V, *asked)
-    _run("top_children", args, R, R * V if R > 1 else 0)
+    run("top_children", args, R, R * V if R > 1 else 0)
     return ids, weight

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from specserve_kernels.codes import Codes
 from specserve_kernels.cpu import arguments, native, ops
-from specserve_kernels.cpu.arguments import Packed
+from specserve_kernels.cpu.arguments import Packed, PackedExperts
+from specserve_kernels.cpu.experts import Routing
 from specserve_kernels.types import KVCache, KVLayer, QKNorm, Rotary
 
 STEP, READ = 0, 1  # the domains of rows, as in op.h: all of a step, or those that are read
@@ -221,6 +222,33 @@ class Recorder:
         args = arguments.linear(x.domain, x.tensor, packed, bias, out.tensor, epilogue, factor)
         self.note("linear", args, x.domain, packed, bias)
         return out
+
+    def route(self, logits: Any, k: int, normalizes: bool) -> Routing:
+        # A step's row has k pairs, so that no buffer needs pairs as its rows.
+        domain, begins = logits.domain, torch.zeros(logits.tensor.shape[1] + 1, dtype=torch.int32)
+        weights = self.new(domain, (k,), torch.float32)
+        chosen, places, rows = (self.new(domain, (k,), torch.int32) for _ in range(3))
+        tensors = Routing(weights.tensor, chosen.tensor, places.tensor, rows.tensor, begins)
+        args = arguments.route(domain, logits.tensor, tensors, normalizes)
+        self.note("route", args, domain, begins)
+        return Routing(weights, chosen, places, rows, begins)
+
+    def experts(
+        self, x: Any, routing: Any, gate_up: PackedExperts, down: PackedExperts, residual: Any
+    ) -> Any:
+        weights, k = routing.weights.tensor, routing.weights.tensor.shape[1]
+        inner = self.new(x.domain, (k, gate_up.each[0].N), x.tensor.dtype)
+        rows, pairs = routing.rows.tensor, inner.tensor.flatten(0, 1)
+        args = arguments.expert_maps(x.tensor, rows, gate_up, routing.begins, pairs)
+        self.note("expert_maps", args, x.domain, gate_up)
+        sums = self.new(x.domain, (k, down.each[0].N), torch.float32)
+        found = sums.tensor.flatten(0, 1)
+        args = arguments.expert_maps(pairs, None, down, routing.begins, found)
+        self.note("expert_maps", args, x.domain, down)
+        places = routing.places.tensor
+        args = arguments.add_experts(x.domain, found, weights, places, residual.tensor)
+        self.note("add_experts", args, x.domain)
+        return residual
 
     def rope_write_kv(
         self, qkv: Any, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Plan

@@ -12,6 +12,7 @@ from torch import Tensor
 from specserve_kernels.codes import Codes
 from specserve_kernels.cuda import (
     coded,
+    experts,
     gated,
     logprobs,
     move,
@@ -126,6 +127,24 @@ class CudaOps:
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return x.copy_(cap * torch.tanh(x.float() / cap))
+
+    def prepack_experts(
+        self, weights: Iterable[Tensor | Codes], is_gated: bool = False
+    ) -> experts.Experts:
+        return experts.packed(self.prepack(weight, is_gated) for weight in weights)
+
+    def route(self, logits: Tensor, k: int, normalizes: bool) -> experts.Routing:
+        return experts.route(logits, k, normalizes)
+
+    def experts(
+        self,
+        x: Tensor,
+        routing: experts.Routing,
+        gate_up: experts.Experts,
+        down: experts.Experts,
+        residual: Tensor,
+    ) -> Tensor:
+        return experts.add_experts(x, routing, gate_up, down, residual, gated.gated)
 
     def embed(self, table: Tensor | Codes, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         if isinstance(table, Codes):

@@ -14,6 +14,7 @@ from specserve_kernels.host import (
 from specserve_kernels.program import EagerProgram, Model
 from specserve_kernels.quantize import quantize
 from specserve_kernels.reference.attention import attention, move_kv, plan, rope_write_kv
+from specserve_kernels.reference.experts import experts, prepack_experts, route
 from specserve_kernels.reference.layers import (
     copy,
     embed,
@@ -40,6 +41,7 @@ __all__ = [
     "copy",
     "copy_blocks",
     "embed",
+    "experts",
     "free_memory",
     "has_bf16",
     "layer_norm",
@@ -52,6 +54,7 @@ __all__ = [
     "place",
     "plan",
     "prepack",
+    "prepack_experts",
     "program",
     "quantize",
     "records_steps",
@@ -60,6 +63,7 @@ __all__ = [
     "rms_norm_columns",
     "rope_write_kv",
     "rounds_rows",
+    "route",
     "sample",
     "samples_ahead",
     "scale",

@@ -16,7 +16,7 @@ def prepack(weight: Tensor | Codes, is_gated: bool = False) -> Tensor | Codes:
     """A weight in the form that the linear ops take.
 
     weight    [N, K]  bfloat16 | float32, or codes, which rows of either dtype can be multiplied by
-    is_gated  it is for `linear_silu_mul`, else for the other two
+    is_gated  it is for `linear_gated`, else for the other two
     """
     return weight if isinstance(weight, Codes) else weight.float()
 
@@ -28,7 +28,7 @@ def linear(x: Tensor, packed: Tensor | Codes, bias: Tensor | None = None) -> Ten
     bias  [N]     as x
     ->    [R, N]  as x
     """
-    return _products(x, packed, bias).to(x.dtype)
+    return products(x, packed, bias).to(x.dtype)
 
 
 def linear_add(
@@ -44,7 +44,7 @@ def linear_add(
     bias      [N]     as x
     residual  [R, N]  as x; the sum is rounded once
     """
-    return residual.copy_(residual.float() + factor * _products(x, packed, bias))
+    return residual.copy_(residual.float() + factor * products(x, packed, bias))
 
 
 def linear_gated(
@@ -60,7 +60,7 @@ def linear_gated(
     bias    [2F]    as x
     ->      [R, F]  as x
     """
-    first, up = _products(x, packed, bias).chunk(2, dim=1)
+    first, up = products(x, packed, bias).chunk(2, dim=1)
     curve = GATES[gate]
     rows = [curve(g) * u for g, u in zip(first.clone(), up.clone(), strict=True)]
     return torch.stack(rows).to(x.dtype) if rows else up.to(x.dtype)
@@ -77,7 +77,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 GATES = {"silu": _silu, "gelu_tanh": _gelu_tanh}
 
 
-def _products(x: Tensor, packed: Tensor | Codes, bias: Tensor | None) -> Tensor:
+def products(x: Tensor, packed: Tensor | Codes, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias, not rounded."""
     out = _rounded(x, packed) if _rounds_rows(packed) else _plain(x, packed)
     return out if bias is None else out + bias.float()

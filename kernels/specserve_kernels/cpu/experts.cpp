@@ -1,0 +1,133 @@
+// Mixtures of experts: which experts a row has, their maps, and the sum that they add to a residual.
+//
+// The row of a step and one of its experts are a pair. Pairs have places, in the order of experts
+// and then of rows: so an expert's rows follow each other, and its maps read no others.
+#include <algorithm>
+
+#include "linear.h"
+
+constexpr int64_t MAX_EXPERTS = 1024;  // as in arguments.py
+constexpr int64_t ROUTED_ALONE = 16;   // rows that one thread routes faster than several meet
+
+struct Route {
+  int64_t is_bf16, domain;
+  const void* logits;                // [R, E]
+  float* weights;                    // [R, k]
+  int32_t *experts, *places, *rows;  // [R, k]; places by pair, and a pair's row by place
+  int32_t* begins;                   // [E + 1]  the first place of each expert, and the end
+  int64_t num_experts, k, normalizes;
+};
+
+// The k largest, of equal ones the lowest. NaN takes no place from a number before it.
+static void choose(const float* logits, int64_t E, int64_t k, int32_t* chosen) {
+  bool is_taken[MAX_EXPERTS] = {};
+  for (int64_t j = 0; j < k; j++) {
+    int64_t best = -1;
+    for (int64_t e = 0; e < E; e++)
+      if (!is_taken[e] && (best < 0 || logits[e] > logits[best])) best = e;
+    is_taken[best] = true;
+    chosen[j] = best;
+  }
+}
+
+template <class T> static void route_row(const Route& a, int64_t r) {
+  float numbers[MAX_EXPERTS];
+  int64_t E = a.num_experts, k = a.k;
+  int32_t* chosen = a.experts + r * k;
+  float* weights = a.weights + r * k;
+  for (int64_t e = 0; e < E; e++) numbers[e] = to_float(((const T*)a.logits)[r * E + e]);
+  choose(numbers, E, k, chosen);
+  vf top = splat(numbers[chosen[0]]), total{};
+  for (int64_t e = 0; e < E; e += LANES) {
+    int n = std::min<int64_t>(E - e, LANES);
+    store_up_to(numbers + e, exp(load_up_to(numbers + e, n) - top), n);
+    total += load_up_to(numbers + e, n);
+  }
+  float all = sum(total), some = 0;
+  for (int64_t j = 0; j < k; j++) some += weights[j] = numbers[chosen[j]] / all;
+  for (int64_t j = 0; j < k && a.normalizes; j++) weights[j] /= some;
+}
+
+static void give_places(const Route& a, int64_t R) {
+  int32_t next[MAX_EXPERTS] = {};
+  for (int64_t i = 0; i < R * a.k; i++) next[a.experts[i]]++;
+  int32_t behind = 0;
+  for (int64_t e = 0; e < a.num_experts; e++) {
+    a.begins[e] = behind;
+    behind += next[e];
+    next[e] = a.begins[e];
+  }
+  a.begins[a.num_experts] = behind;
+  for (int64_t i = 0; i < R * a.k; i++) {
+    a.places[i] = next[a.experts[i]]++;
+    a.rows[a.places[i]] = i / a.k;
+  }
+}
+
+template <class T> static void route(const Route& a, int64_t R, Team& team) {
+  bool is_alone = R <= ROUTED_ALONE;
+  Range part = team.part(R);
+  if (is_alone) part = team.id == 0 ? Range{0, R} : Range{0, 0};
+  for (int64_t r = part.begin; r < part.end; r++) route_row<T>(a, r);
+  if (!is_alone) team.wait();
+  if (team.id == 0) give_places(a, R);
+}
+
+struct ExpertMaps {
+  Linear map;  // of each; its rows are in the order of places
+  const void* const* packed;  // [E]
+  const int32_t* begins;      // [E + 1]
+  int64_t num_experts;
+};
+
+struct AddExperts {
+  int64_t is_bf16, domain;
+  const float *sums, *weights;  // [R k, N] by place; [R, k]
+  const int32_t* places;        // [R, k]
+  void* residual;               // [R, N]
+  int64_t N, k;
+};
+
+constexpr int64_t COLUMNS_AT_ONCE = 256;
+
+template <class T>
+static void add_columns(const AddExperts& a, int64_t r, int64_t begin, int64_t end) {
+  const float* weights = a.weights + r * a.k;
+  const int32_t* places = a.places + r * a.k;
+  for (int64_t i = begin; i < end; i += LANES) {
+    int n = std::min<int64_t>(end - i, LANES);
+    vf total{};
+    for (int64_t j = 0; j < a.k; j++)
+      total += load_up_to(a.sums + places[j] * a.N + i, n) * weights[j];
+    T* to = (T*)a.residual + r * a.N + i;
+    store_up_to(to, load_up_to(to, n) + total, n);
+  }
+}
+
+template <class T> static void add_experts(const AddExperts& a, int64_t R, Team& team) {
+  int64_t pieces = divide_up(a.N, COLUMNS_AT_ONCE);
+  Range part = team.part(R * pieces);
+  for (int64_t i = part.begin; i < part.end; i++) {
+    int64_t begin = i % pieces * COLUMNS_AT_ONCE;
+    add_columns<T>(a, i / pieces, begin, std::min(begin + COLUMNS_AT_ONCE, a.N));
+  }
+}
+
+extern "C" {
+void specserve_route(const void* args, const Step& step, Team& team) {
+  const Route& a = *(const Route*)args;
+  int64_t R = step.num_rows[a.domain];
+  a.is_bf16 ? route<bf16>(a, R, team) : route<float>(a, R, team);
+}
+
+void specserve_expert_maps(const void* args, const Step&, Team& team) {
+  const ExpertMaps& a = *(const ExpertMaps*)args;
+  multiply({a.map, 0, a.packed, a.begins, a.num_experts}, team);
+}
+
+void specserve_add_experts(const void* args, const Step& step, Team& team) {
+  const AddExperts& a = *(const AddExperts*)args;
+  int64_t R = step.num_rows[a.domain];
+  a.is_bf16 ? add_experts<bf16>(a, R, team) : add_experts<float>(a, R, team);
+}
+}

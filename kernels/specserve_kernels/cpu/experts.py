@@ -1,0 +1,66 @@
+"""Mixtures of experts on the CPU, op by op: see experts.cpp."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specserve_kernels.codes import Codes
+from specserve_kernels.cpu import arguments, ops
+from specserve_kernels.cpu.arguments import PackedExperts
+
+
+class Routing(NamedTuple):
+    """The experts of each row, and the work list: by expert, which rows it has.
+
+    A row and one of its experts are a pair; pairs have places, in the order of experts and rows.
+
+    weights  [R, k]   float32
+    experts  [R, k]   int32    the likeliest first
+    places   [R, k]   int32    of each pair
+    rows     [R, k]   int32    flat: the row of the pair at a place
+    begins   [E + 1]  int32    the first place of each expert, and the end
+    """
+
+    weights: Tensor
+    experts: Tensor
+    places: Tensor
+    rows: Tensor
+    begins: Tensor
+
+
+def prepack_experts(weights: Iterable[Tensor | Codes], is_gated: bool = False) -> PackedExperts:
+    each = tuple(ops.prepack(weight, is_gated) for weight in weights)
+    forms = {packed._replace(words=None) for packed in each}  # type: ignore[arg-type]
+    assert len(forms) == 1, f"experts of different forms: {forms}"
+    addresses = torch.tensor([packed.words.data_ptr() for packed in each])
+    return PackedExperts(each, addresses)
+
+
+def route(logits: Tensor, k: int, normalizes: bool) -> Routing:
+    R, E = logits.shape
+    chosen, places, rows = torch.empty(3, R, k, dtype=torch.int32)
+    begins = torch.zeros(E + 1, dtype=torch.int32)
+    routing = Routing(torch.empty(R, k), chosen, places, rows, begins)
+    ops.run("route", arguments.route(0, logits, routing, normalizes), R, R * E * k)
+    return routing
+
+
+def experts(
+    x: Tensor, routing: Routing, gate_up: PackedExperts, down: PackedExperts, residual: Tensor
+) -> Tensor:
+    R, k = routing.weights.shape
+    assert len(x) == len(residual) == R, "a routing or a residual of another number of rows"
+    inner, sums = (x.new_empty(R * k, gate_up.each[0].N), torch.empty(R * k, residual.shape[1]))
+    calls: list[tuple[str, Any]] = [
+        ("expert_maps", arguments.expert_maps(x, routing.rows, gate_up, routing.begins, inner)),
+        ("expert_maps", arguments.expert_maps(inner, None, down, routing.begins, sums)),
+        (
+            "add_experts",
+            arguments.add_experts(0, sums, routing.weights, routing.places, residual),
+        ),
+    ]
+    for name, args in calls:
+        ops.run(name, args, R, x.numel() * inner.shape[1])
+    return residual

@@ -1,0 +1,175 @@
+"""Mixtures of experts: the rows of each expert are multiplied by its weights alone.
+
+A row and one of its experts are a pair. Pairs are sorted by expert and cut into tiles of one expert
+each. How many tiles there are is known on the device alone, and a graph's launches are fixed: so
+there are as many programs as there may be tiles, and some do nothing.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specserve_kernels.cuda.maps import LinearMap, PlainMap
+from specserve_kernels.cuda.paged import IS_COMPILED
+
+TILE, OUTPUTS, COLUMNS = 16, 64, 64  # pairs, outputs of a program, columns that it reads at a time
+
+
+class Routing(NamedTuple):
+    """As the reference's."""
+
+    weights: Tensor
+    experts: Tensor
+
+
+def route(logits: Tensor, k: int, normalizes: bool) -> Routing:
+    """As the reference's."""
+    wide = logits.float()
+    experts = wide.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    weights = wide.softmax(dim=1).gather(1, experts)
+    if normalizes:
+        weights = weights / weights.sum(dim=1, keepdim=True)
+    return Routing(weights, experts.int())
+
+
+class PlainExperts(NamedTuple):
+    weight: Tensor  # [E, N, K]
+
+
+Experts = PlainExperts | list[LinearMap]  # codes are maps of their own
+
+
+def packed(maps: Iterable[LinearMap]) -> Experts:
+    each = [*maps]
+    plain = [x.weight for x in each if isinstance(x, PlainMap)]
+    return PlainExperts(torch.stack(plain)) if len(plain) == len(each) else each
+
+
+class Tiles(NamedTuple):
+    """The pairs in the order of experts, and the tiles: those behind the last have no pairs.
+
+    pairs   [R k]  int64  pair k r + j is row r's expert j
+    expert  [n]    int64  of a tile
+    first   [n]    int64  place of its first pair
+    behind  [n]    int64  the place behind its last one
+    """
+
+    pairs: Tensor
+    expert: Tensor
+    first: Tensor
+    behind: Tensor
+
+
+def tiles_of(experts: Tensor, num_experts: int) -> Tiles:
+    flat = experts.flatten().long()
+    num = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
+    num.scatter_add_(0, flat, torch.ones_like(flat))
+    ends, num_tiles = num.cumsum(0), (num + TILE - 1) // TILE
+    tile_ends = num_tiles.cumsum(0)
+    most = min(num_experts, len(flat)) + len(flat) // TILE
+    tile = torch.arange(most, device=flat.device)
+    expert = torch.searchsorted(tile_ends, tile, right=True).clamp(max=num_experts - 1)
+    # Tiles behind the last are taken to be the last expert's, and begin behind its pairs.
+    first = (ends - num)[expert] + (tile - (tile_ends - num_tiles)[expert]) * TILE
+    return Tiles(flat.argsort(stable=True), expert, first, ends[expert])
+
+
+@triton.jit
+def _multiply(
+    x,  # [rows, K]
+    weight,  # [E, N, K]
+    pairs,
+    expert,
+    first,
+    behind,
+    out,  # [pairs, N]
+    N,
+    K,
+    EACH: tl.constexpr,  # pairs of a row of x
+    TILE: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    begin, end = tl.load(first + tile), tl.load(behind + tile)
+    if begin < end:
+        place = begin + tl.arange(0, TILE)
+        is_pair = (place < end)[:, None]
+        pair = tl.load(pairs + place, mask=place < end, other=0)[:, None]
+        n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
+        rows, columns = x + pair // EACH * K, weight + (tl.load(expert + tile) * N + n) * K
+        total = tl.zeros([TILE, OUTPUTS], tl.float32)
+        for start in range(0, K, COLUMNS):
+            k = start + tl.arange(0, COLUMNS)
+            some = tl.load(rows + k[None, :], mask=is_pair & (k < K)[None, :], other=0.0)
+            part = tl.load(columns + k[:, None], mask=(n < N) & (k < K)[:, None], other=0.0)
+            total += tl.dot(some.to(DOT), part.to(DOT), input_precision="ieee")
+        at = out + pair * N + n
+        tl.store(at, total.to(out.dtype.element_ty), mask=is_pair & (n < N))
+
+
+def multiply(x: Tensor, weight: Tensor, tiles: Tiles, dtype: torch.dtype) -> Tensor:
+    """What each pair's expert makes of its row of x, [pairs, N]: x has a row a pair, or for all of
+    a row's.
+    """
+    assert x.is_contiguous() and weight.is_contiguous(), "rows with gaps"
+    _, N, K = weight.shape
+    out = torch.empty(len(tiles.pairs), N, dtype=dtype, device=x.device)
+    _multiply[(len(tiles.expert), triton.cdiv(N, OUTPUTS))](
+        *(x, weight, *tiles, out, N, K),
+        EACH=len(tiles.pairs) // len(x),
+        TILE=TILE,
+        OUTPUTS=OUTPUTS,
+        COLUMNS=COLUMNS,
+        DOT=tl.bfloat16 if x.dtype == torch.bfloat16 and IS_COMPILED else tl.float32,
+        num_warps=4,
+        num_stages=3,
+    )
+    return out
+
+
+def add_experts(
+    x: Tensor,
+    routing: Routing,
+    gate_up: Experts,
+    down: Experts,
+    residual: Tensor,
+    silu_mul: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """As the reference's; what the first map makes is rounded before `silu_mul`, too."""
+    if not isinstance(gate_up, PlainExperts) or not isinstance(down, PlainExperts):
+        maps = alone(gate_up), alone(down)
+        return add_each(x, routing, *maps, residual, silu_mul)
+    if not len(x):
+        return residual
+    tiles = tiles_of(routing.experts, len(gate_up.weight))
+    inner = silu_mul(multiply(x, gate_up.weight, tiles, x.dtype))
+    sums = multiply(inner, down.weight, tiles, torch.float32).view(*routing.weights.shape, -1)
+    return residual.copy_(residual.float() + (routing.weights[:, :, None] * sums).sum(dim=1))
+
+
+def alone(experts: Experts) -> Sequence[LinearMap]:
+    return [*map(PlainMap, experts.weight)] if isinstance(experts, PlainExperts) else experts
+
+
+def add_each(
+    x: Tensor,
+    routing: Routing,
+    gate_up: Sequence[LinearMap],
+    down: Sequence[LinearMap],
+    residual: Tensor,
+    silu_mul: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """For experts of codes: right, and slow, as every expert multiplies all rows."""
+    total = torch.zeros(residual.shape, device=x.device)
+    for e, (first, second) in enumerate(zip(gate_up, down, strict=True)):
+        is_chosen = routing.experts == e
+        weight = routing.weights.where(is_chosen, 0.0).sum(dim=1, keepdim=True)
+        found = second.linear(silu_mul(first.linear(x, None)), None).float()
+        total += torch.where(is_chosen.any(dim=1, keepdim=True), weight * found, 0.0)
+    return residual.copy_(residual.float() + total)

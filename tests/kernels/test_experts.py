@@ -1,0 +1,276 @@
+"""Mixtures of experts: the router's table, what is added to the residual stream, and its bits."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from specserve_kernels import cpu, reference
+from specserve_kernels.program import EagerProgram
+from tests.kernels.builds import BUILDS
+from tests.kernels.levels import EVERY_LEVEL, EVERY_LEVEL_AND_ARM
+from tests.kernels.maps import chunks, random_codes
+from tests.kernels.random_steps import RandomStep, Req, random_tensor, row_errors
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}  # of a row, relative to its norm
+EVERY = (*range(1, 131), 513)
+EDGES = (1, 2, 3, 6, 7, 15, 16, 17, 31, 33, 130)
+
+ROUTES = {  # logits, k, normalizes -> experts
+    "the largest first": ([0.0, 2.0, 1.0], 2, False, [1, 2]),
+    "of equal ones the lowest": ([1.0, 3.0, 3.0, 3.0], 2, False, [1, 2]),
+    "all are equal": ([0.0] * 40, 3, False, [0, 1, 2]),
+    "all are chosen": ([-1.0, 5.0, 0.0], 3, True, [1, 2, 0]),
+    "one is chosen": ([-1.0, 5.0, 0.0], 1, True, [1]),
+    "large logits": ([1e4, 1e4 - 1, -1e4], 2, True, [0, 1]),
+}
+
+
+@BUILDS
+@DTYPES
+@pytest.mark.parametrize(("logits", "k", "normalizes", "want"), ROUTES.values(), ids=ROUTES)
+def test_a_row_has_its_k_likeliest_experts(ops, dtype, logits, k, normalizes, want):
+    given = torch.tensor([logits]).to(dtype)
+    routing = ops.route(given, k, normalizes)
+    weights = given[0].double().softmax(0)[want]
+    if normalizes:
+        weights /= weights.sum()
+    assert routing.experts.tolist() == [want] and routing.experts.dtype == torch.int32
+    torch.testing.assert_close(routing.weights[0].double(), weights, rtol=1e-6, atol=1e-12)
+
+
+@EVERY_LEVEL_AND_ARM
+@DTYPES
+@pytest.mark.parametrize(("E", "k"), [(1, 1), (8, 2), (64, 8), (131, 5)])
+@pytest.mark.parametrize("normalizes", [False, True])
+def test_the_build_routes_as_the_reference(E, k, normalizes, dtype):
+    logits = (4 * random_tensor(40, E)).round().to(dtype)  # with ties
+    got, want = (ops.route(logits, k, normalizes) for ops in (cpu, reference))
+    assert torch.equal(got.experts, want.experts)
+    torch.testing.assert_close(got.weights, want.weights, rtol=1e-5, atol=1e-12)
+
+
+@EVERY_LEVEL
+@pytest.mark.parametrize("R", [1, 16, 17, 200])
+def test_a_routing_lists_each_experts_rows_in_their_order(R):
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        routing = cpu.route(random_tensor(R, 64), 8, False)
+        begins = routing.begins.tolist()
+        assert begins[0] == 0 and begins[-1] == 8 * R
+        rows = routing.rows.flatten()
+        for e, (begin, end) in enumerate(itertools.pairwise(begins)):
+            want, rank = (routing.experts == e).nonzero(as_tuple=True)
+            assert torch.equal(rows[begin:end].long(), want)
+            assert routing.places[want, rank].tolist() == list(range(begin, end))
+
+
+def test_a_row_of_nan_spoils_no_other():
+    logits = random_tensor(3, 8)
+    want = cpu.route(logits, 2, True)
+    logits[1] = float("nan")
+    got = cpu.route(logits, 2, True)
+    assert torch.equal(got.experts[::2], want.experts[::2]) and got.weights[1].isnan().all()
+    assert torch.equal(got.weights[::2], want.weights[::2])
+
+
+class Mixture:
+    """Random experts of a form, packed by a build, and rows for them."""
+
+    def __init__(self, ops, E=6, K=70, F=50, N=90, dtype=torch.float32, form=None):
+        self.ops, self.dtype = ops, dtype
+        self.num_experts, self.K, self.N = E, K, N
+        make = self.plain if form is None else self.codes
+        gate_up = [make(2 * F, K, form, e) for e in range(E)]
+        down = [make(N, F, form, 50 + e) for e in range(E)]
+        self.gate_up = ops.prepack_experts(gate_up, is_gated=True)
+        self.down = ops.prepack_experts(down)
+        # Each as a linear map of its own.
+        self.each = [
+            (ops.prepack(g, is_gated=True), ops.prepack(d))
+            for g, d in zip(gate_up, down, strict=True)
+        ]
+
+    def plain(self, N, K, form, seed):
+        return random_tensor(N, K, dtype=self.dtype, seed=seed)
+
+    def codes(self, N, K, form, seed):
+        bits, rounds_rows = form
+        group = K if rounds_rows else 10
+        codes = random_codes(N, K, bits, group, has_zero=not rounds_rows, seed=seed)
+        return codes._replace(rounds_rows=rounds_rows)
+
+    def rows(self, R, seed=7):
+        """x, logits and residual."""
+        x = random_tensor(R, self.K, dtype=self.dtype, seed=seed)
+        logits = random_tensor(R, self.num_experts, dtype=self.dtype, seed=seed + 1)
+        return x, logits, random_tensor(R, self.N, dtype=self.dtype, seed=seed + 2)
+
+    def run(self, x, logits, residual, k=3):
+        routing = self.ops.route(logits, k, True)
+        return self.ops.experts(x, routing, self.gate_up, self.down, residual.clone())
+
+    def one_by_one(self, x, logits, residual, k=3):
+        """The same from linear maps of single rows, in float32."""
+        routing, out = self.ops.route(logits, k, True), residual.clone()
+        for r in range(len(x)):
+            total = torch.zeros(self.N)
+            for weight, e in zip(routing.weights[r], routing.experts[r].tolist(), strict=True):
+                gate_up, down = self.each[e]
+                inner = self.ops.linear_gated(x[r : r + 1].clone(), gate_up)
+                total += weight * self.ops.linear(inner, down)[0]
+            out[r] += total
+        return out
+
+
+FORMS = {"plain": None, "4 bits": (4, False), "8 bits": (8, False), "rounded rows": (8, True)}
+FORM = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+
+
+def test_the_sum_over_a_rows_experts_is_added_to_the_residual():
+    mixture = Mixture(reference)
+    x, logits, residual = mixture.rows(7)
+    got = mixture.run(x, logits, residual, k=2)
+    for r, row in enumerate(x.double()):
+        want = residual[r].double()
+        weights, chosen = logits[r].double().softmax(0).topk(2)
+        for weight, e in zip(weights / weights.sum(), chosen.tolist(), strict=True):
+            gate, up = (mixture.gate_up[e].double() @ row).chunk(2)
+            want = want + weight * (mixture.down[e].double() @ (gate * gate.sigmoid() * up))
+        torch.testing.assert_close(got[r].double(), want, rtol=1e-5, atol=1e-3)
+
+
+@DTYPES
+@FORM
+def test_the_build_adds_what_the_reference_adds(gemm, form, dtype):
+    compare(gemm, form, dtype)
+
+
+@BUILDS
+@DTYPES
+@pytest.mark.parametrize("form", [None, (4, False)], ids=["plain", "4 bits"])
+def test_every_build_adds_what_the_reference_adds(ops, form, dtype):
+    compare(ops, form, dtype, roundings=2)
+
+
+def compare(ops, form, dtype, R=45, roundings=1):
+    """A GPU rounds what each map makes."""
+    mixtures = [Mixture(each, dtype=dtype, form=form) for each in (ops, reference)]
+    given = mixtures[1].rows(R)
+    got, want = (mixture.run(*given) for mixture in mixtures)
+    assert got.dtype == dtype
+    assert (row_errors(got, want) < roundings * TOLERANCE[dtype]).all()
+
+
+@FORM
+def test_a_rows_bits_are_those_of_linear_maps(gemm, form):
+    mixture = Mixture(gemm, form=form)
+    given = mixture.rows(40)
+    assert torch.equal(mixture.run(*given), mixture.one_by_one(*given))
+
+
+@DTYPES
+@FORM
+@pytest.mark.parametrize("shape", [(6, 70, 50, 90), (3, 2100, 170, 40)], ids=["small", "wide"])
+def test_a_rows_bits_depend_on_no_other_row_and_no_thread(gemm, form, shape, dtype):
+    mixture = Mixture(gemm, *shape, dtype=dtype, form=form)
+    sizes = EVERY if form is None and shape[1] < 100 else EDGES
+    x, logits, residual = mixture.rows(max(sizes))
+    want = mixture.run(x, logits, residual)
+    steps = [(1 + size % 3, list(range(size))) for size in sizes]
+    steps += [(2, rows) for rows in chunks(random.Random(1), max(sizes))]
+    for threads, rows in steps:
+        torch.set_num_threads(threads)
+        got = mixture.run(x[rows], logits[rows], residual[rows])
+        assert torch.equal(got, want[rows]), (threads, rows)
+
+
+@DTYPES
+def test_a_rows_bits_of_the_reference_depend_on_no_other_row(dtype):
+    mixture = Mixture(reference, dtype=dtype)
+    x, logits, residual = mixture.rows(31)
+    want = mixture.run(x, logits, residual)
+    for rows in ([3], [30, 0, 7], list(range(30, -1, -1))):
+        assert torch.equal(mixture.run(x[rows], logits[rows], residual[rows]), want[rows])
+
+
+@FORM
+def test_all_rows_may_have_the_same_experts(gemm, form):
+    mixture = Mixture(gemm, form=form)
+    x, logits, residual = mixture.rows(70)
+    logits[:] = torch.tensor([0.0, -9, -9, 8, -9, 7])  # the first, the fourth and the last
+    for R in (1, 5, 70):
+        given = x[:R], logits[:R], residual[:R]
+        for k in (1, 3):
+            assert torch.equal(mixture.run(*given, k), mixture.one_by_one(*given, k))
+
+
+@BUILDS
+@pytest.mark.parametrize("R", [1, 16, 37])
+def test_experts_may_have_all_rows_or_none(ops, R):
+    """Beside some that share the others; rows of one expert make several tiles on a GPU."""
+    mixtures = [Mixture(each) for each in (ops, reference)]
+    x, logits, residual = mixtures[1].rows(R)
+    logits[:, 2] += 100
+    logits[:, [0, 5]] -= 100
+    got, want = (mixture.run(x, logits, residual, k=2) for mixture in mixtures)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+
+
+@BUILDS
+def test_no_rows_are_no_error(ops):
+    mixture = Mixture(ops)
+    assert mixture.run(*mixture.rows(0)).shape == (0, 90)
+
+
+def test_experts_of_different_forms_are_refused():
+    weights = [random_tensor(8, 8), random_tensor(8, 8, dtype=torch.bfloat16)]
+    with pytest.raises(AssertionError, match="experts of different forms"):
+        cpu.prepack_experts(weights)
+
+
+STEP = RandomStep([Req(20, 40)])
+
+
+class Sparse:
+    """A model of two layers that are mixtures."""
+
+    def __init__(self, ops, dtype, form):
+        self.ops, self.dtype = ops, dtype
+        self.made = dtype, form
+        self.table = random_tensor(50, 90, dtype=dtype)
+        self.layers = [Mixture(cpu, 6, 90, 50, 90, dtype, form) for _ in range(2)]
+        self.router = cpu.prepack(random_tensor(6, 90, dtype=dtype, seed=3))
+
+    def on(self, ops):
+        return Sparse(ops, *self.made)
+
+    def plan(self, rows, kv, also=()):
+        return self.ops.plan(rows, kv, STEP.num_heads, [None], also)
+
+    def embed(self, token_ids):
+        return self.ops.embed(self.table, token_ids, self.dtype)
+
+    def forward(self, x, kv, plan, taps=()):
+        for layer in self.layers:
+            h = self.ops.rms_norm(x, self.table[0].float(), 1e-6)
+            routing = self.ops.route(self.ops.linear(h, self.router), 2, True)
+            x = self.ops.experts(h, routing, layer.gate_up, layer.down, x)
+        return x, {}
+
+    def logits(self, residual, rows):
+        return self.ops.take_rows(residual, rows)
+
+
+@DTYPES
+@FORM
+def test_a_recorded_forward_has_the_bits_of_its_ops(gemm, form, dtype):
+    model = Sparse(gemm, dtype, form)
+    program, eager = cpu.program(model, STEP.kv, 40, 4), EagerProgram(model, STEP.kv)
+    assert program.host_ops == []
+    for n in (1, 5, 40, 17, 1):
+        ids, read = torch.arange(n), torch.tensor([0])
+        want, got = eager.run(STEP.rows(), ids, read), program.run(STEP.rows(), ids, read)
+        assert torch.equal(got.residual, want.residual)
