@@ -68,10 +68,9 @@ def is_router(module: str) -> bool:
     return module.endswith((".mlp.gate", ".block_sparse_moe.gate"))
 
 
-def number_of_experts(fields: Mapping[str, Any], style: ExpertStyle) -> Any:
-    """As config.json has it, by either of its names."""
-    names = [name for name in ("num_local_experts", "num_experts") if name in fields]
-    return fields[names[0]] if names else style.number
+def number_field(fields: Mapping[str, Any]) -> str:
+    """Which field has the number of experts."""
+    return "num_local_experts" if "num_local_experts" in fields else "num_experts"
 
 
 def sparse_layers(num_layers: int, every: int, without: Sequence[Any]) -> tuple[bool, ...]:

@@ -15,7 +15,7 @@ from specserve.models.experts import (
     QWEN3_STYLE,
     ExpertStyle,
     Mixture,
-    number_of_experts,
+    number_field,
     sparse_layers,
 )
 from specserve.models.folder import read_json
@@ -543,10 +543,13 @@ def parse_mixture(
     fields: Mapping[str, Any], style: ExpertStyle | None, num_layers: int
 ) -> Mixture | None:
     """None where no layer has experts."""
-    number = style and number_of_experts(fields, style)
-    if style is None or number == 0:
+    if style is None:
         return None
-    num_experts = positive({"num_experts": number}, "num_experts", MAX_EXPERTS)
+    name = number_field(fields)
+    number = fields.get(name, style.number)
+    if number == 0:
+        return None
+    num_experts = positive({name: number}, name, MAX_EXPERTS)
     every, without = 1, fields.get("mlp_only_layers") or []
     if "decoder_sparse_step" in fields:
         every = positive(fields, "decoder_sparse_step")

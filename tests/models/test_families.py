@@ -29,6 +29,34 @@ def test_the_weights_of_the_layers_are_counted_as_the_checkpoint_has_them(tmp_pa
     assert load_config(folder).num_layer_weights == sum(maps) > 0
 
 
+def test_of_experts_those_that_a_row_has_are_counted(tmp_path):
+    sparse = tiny_checkpoint(tmp_path / "sparse", "qwen3_moe", mlp_only_layers=[0])
+    tensors = load_file(sparse / "model.safetensors").items()
+    maps = {name: t.numel() for name, t in tensors if ".layers." in name and t.ndim == 2}
+    others = sum(n for name, n in maps.items() if ".experts." not in name)
+    of_experts = sum(n for name, n in maps.items() if ".experts." in name)
+    assert load_config(sparse).num_layer_weights == others + of_experts * 3 // 8
+
+
+MOE = {"architectures": ["Qwen3MoeForCausalLM"]}
+MIXTURES = {  # fields -> experts, those of a row, which layers have them
+    "as Qwen has it": (MOE, (128, 8, (True, True))),
+    "by its other name": (MOE | {"num_local_experts": 16}, (16, 8, (True, True))),
+    "every second layer": (MOE | {"decoder_sparse_step": 2}, (128, 8, (False, True))),
+    "but for some layers": (MOE | {"mlp_only_layers": [1]}, (128, 8, (True, False))),
+    "no layer": (MOE | {"mlp_only_layers": [0, 1]}, None),
+    "no experts": (MOE | {"num_experts": 0}, None),
+    "Mixtral": ({"architectures": ["MixtralForCausalLM"]}, (8, 2, (True, True))),
+    "a family without": ({"num_experts": 8}, None),
+}
+
+
+@pytest.mark.parametrize(("changes", "want"), MIXTURES.values(), ids=MIXTURES)
+def test_which_layers_have_experts_and_how_many(parse, changes, want):
+    got = parse(**changes).mixture
+    assert (got and (got.num_experts, got.num_active, got.layers)) == want
+
+
 MISTRAL, QWEN2 = {"architectures": ["MistralForCausalLM"]}, {"architectures": ["Qwen2ForCausalLM"]}
 QWEN3, SMOLLM3 = {"architectures": ["Qwen3ForCausalLM"]}, {"architectures": ["SmolLM3ForCausalLM"]}
 PHI3 = {"architectures": ["Phi3ForCausalLM"]}
@@ -78,6 +106,18 @@ REFUSED = {  # what is wrong -> the change, the complaint
     "layers beyond all reason": ({"num_hidden_layers": 10**400}, "num_hidden_layers = 1000"),
     "a truth for a number": ({"vocab_size": True}, "vocab_size = True"),
     "a word for a truth": ({"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no'"),
+    "more experts a row than there are": (
+        {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
+        "num_experts_per_tok = 9 must be a whole number from 1 to 8",
+    ),
+    "too many experts": (
+        {"architectures": ["MixtralForCausalLM"], "num_local_experts": 1025},
+        "num_local_experts = 1025 .* to 1024",
+    ),
+    "a number for a list of layers": (
+        {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": 1},
+        "mlp_only_layers = 1 is no list",
+    ),
     "null for a number": ({"intermediate_size": None}, "intermediate_size = None"),
     "heads of no whole size": ({"head_dim": None, "hidden_size": 66}, "hidden_size = 66.*= 4"),
     "a theta of nothing": ({"rope_parameters": {"rope_theta": 0}}, "rope_theta = 0"),
