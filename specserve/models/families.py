@@ -1,8 +1,8 @@
 """The supported model families, and the decoder's shape as config.json describes it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -10,8 +10,8 @@ from specserve.errors import ConfigError
 from specserve.models import rope
 from specserve.models.folder import read_json
 from specserve.models.quantized import config as quantized
-from specserve.models.quantized.config import Quantization
 from specserve.models.rope import RopeParameters
+from specserve.models.shape import Shape
 
 MAX_HEAD_DIM = 512  # of the kernels: MAX_D in attention.cpp
 MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
@@ -113,18 +113,10 @@ FAMILIES = {
 }
 
 
-class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
+class DecoderConfig(Shape, frozen=True, kw_only=True):
     """All that the decoder needs of a model besides its weights."""
 
-    architecture: str
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    max_positions: int
+    implementation = "native"
     rms_eps: float
     tied: bool  # the head is the embedding table, unless the checkpoint has one of its own
     qkv_bias: bool
@@ -135,7 +127,6 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     windows: tuple[int | None, ...]  # by layer; None is full attention
     rope: tuple[bool, ...]  # by layer; whether it has rotary embedding
     rope_parameters: RopeParameters
-    quantization: Quantization | None
 
     @property
     def qkv_names(self) -> list[str]:
@@ -148,15 +139,17 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
         parts = ["gate_up"] if self.is_fused else ["gate", "up"]
         return [f"mlp.{part}_proj" for part in parts]
 
-    @property
-    def num_layer_weights(self) -> int:
-        """Weights in the linear maps of all layers: a row is multiplied by each of them."""
-        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        return self.num_layers * self.hidden_size * (attention + 3 * self.intermediate_size)
+
+T = TypeVar("T")
 
 
 def load_config(folder: Path) -> DecoderConfig:
     """The decoder that a folder's config.json describes."""
+    return read_config(folder, parse)
+
+
+def read_config(folder: Path, parse: Callable[[dict[str, Any]], T]) -> T:
+    """What `parse` reads from a folder's config.json; its ValueError comes out as ConfigError."""
     path = folder / "config.json"
     try:
         return parse(read_json(path))
@@ -164,6 +157,13 @@ def load_config(folder: Path) -> DecoderConfig:
         raise ConfigError(
             f"{path}: {e}; take another checkpoint, or correct the file if it is wrong"
         ) from e
+
+
+def names_family(written: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a supported family, or does not say of which it is."""
+    named = written.get("architectures")
+    first = named[0] if isinstance(named, list) and named else None
+    return not named or (isinstance(first, str) and first in FAMILIES)
 
 
 def parse(written: dict[str, Any]) -> DecoderConfig:
