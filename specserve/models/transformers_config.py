@@ -7,8 +7,7 @@ text.
 import ast
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import distribution, version
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from specserve.models import families
 from specserve.models.families import FAMILIES, MAX_LAYERS, head_shape, positive
 from specserve.models.shape import Shape
 
-TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+FILE, TABLE = "transformers/models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 OTHER_NAMES = {  # of the same fields in older models' configs
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "hidden_size": ("n_embd", "d_model"),
@@ -54,9 +53,7 @@ def causal_models() -> Mapping[str, str]:
     """The class of each type of model that transformers continues texts with. Empty where the
     table is not where it was: then loading tells.
     """
-    spec = find_spec("transformers")
-    assert spec is not None, "transformers is a dependency"
-    path = Path(str(spec.origin)).parent / "models/auto/modeling_auto.py"
+    path = Path(str(distribution("transformers").locate_file(FILE)))
     for node in ast.parse(path.read_text(encoding="utf-8")).body if path.exists() else ():
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
