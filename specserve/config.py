@@ -53,6 +53,13 @@ class ModelConfig(Section, frozen=True):
             "shape; unset: the pair as it is"
         ),
     ] = None
+    implementation: Annotated[
+        Literal["auto", "native", "transformers"],
+        about(
+            "auto, native or transformers: whose code computes the target; auto is native where "
+            "that has the architecture, else transformers"
+        ),
+    ] = "auto"
     dtype: Annotated[
         Literal["auto", "bf16", "fp32"], about("auto, bf16 or fp32; auto is the checkpoint's")
     ] = "auto"

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from specserve.config import Config
 from specserve.errors import ConfigError
-from specserve.models.families import DecoderConfig
+from specserve.models.shape import Shape
 from specserve.models.source import open_source
 from specserve.selection import (
     check_drafter_name,
@@ -27,7 +27,7 @@ def check(config: Config) -> Folders:
     """ConfigError for the first mistake. A model that a hub id names is downloaded."""
     check_drafter_name(config)
     target, draft = resolve_model(config), None
-    shape = check_model(target)
+    shape = check_model(target, config.model.implementation)
     context_length(config, shape)
     check_quantize("model.quantize", config.model.quantize, target, shape)
     is_needed = may_need_draft_model(config)
@@ -39,16 +39,16 @@ def check(config: Config) -> Folders:
     return Folders(target, draft if is_needed else None)
 
 
-def check_model(path: Path) -> DecoderConfig:
-    """The parsed config; ConfigError if files are missing. No weights are read."""
+def check_model(path: Path, implementation: str = "auto") -> Shape:
+    """The model's shape; ConfigError if files are missing. No weights are read."""
     source = open_source(path)
-    shape = source.config()
+    shape = source.shape(implementation)
     source.scaled()
     source.check()
     return shape
 
 
-def check_vocabulary_size(target: DecoderConfig, folder: Path, draft: DecoderConfig) -> None:
+def check_vocabulary_size(target: Shape, folder: Path, draft: Shape) -> None:
     """ConfigError unless the vocabularies are of one size, as token ids must mean the same."""
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(
@@ -57,7 +57,7 @@ def check_vocabulary_size(target: DecoderConfig, folder: Path, draft: DecoderCon
         )
 
 
-def check_quantize(key: str, asked: str | None, path: Path, shape: DecoderConfig) -> None:
+def check_quantize(key: str, asked: str | None, path: Path, shape: Shape) -> None:
     """ConfigError if a model is to be quantized that is quantized already."""
     if asked and shape.quantization is not None:
         flag = "--quantize" if key == "model.quantize" else "--draft-quantize"

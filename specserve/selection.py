@@ -7,8 +7,8 @@ from typing import Any
 
 from specserve.config import Config
 from specserve.errors import ConfigError
-from specserve.models.families import DecoderConfig
 from specserve.models.folder import Scaled, resolve
+from specserve.models.shape import Shape
 from specserve.models.source import open_source
 from specserve_drafters import DrafterError
 from specserve_drafters.auto import BUILT_IN
@@ -127,7 +127,7 @@ def scaled_models(folders: Iterable[Path | None]) -> list[Scaled]:
     return [scaled for scaled in found if scaled is not None]
 
 
-def context_length(config: Config, target: DecoderConfig) -> int:
+def context_length(config: Config, target: Shape) -> int:
     """The most tokens, of prompt and output, that a request may have."""
     longest, asked = target.max_positions, config.scheduler.max_model_len
     if asked is not None and asked > longest:

@@ -24,20 +24,31 @@ CASES |= {
     name: (name, {})
     for name in ("gemma2", "gemma3", "olmo2", "granite", "glm4", "cohere2", "exaone4")
 }
+# By transformers' modules: those that native code lacks, and one where they are asked for.
+FOREIGN = {
+    "starcoder2, a window": ("llama", {"model_type": "starcoder2", "sliding_window": 9}),
+    "gemma3_text": ("llama", {"model_type": "gemma3_text", "sliding_window": 9}),
+    "cohere2": ("llama", {"model_type": "cohere2", "sliding_window": 9}),
+    "gpt2": ("llama", {"model_type": "gpt2", "num_key_value_heads": 4}),
+    "qwen3 by transformers": ("qwen3", {}),
+}
 NEW = 24
 PROMPTS = [[(7 * i * i + n) % 300 + 2 for i in range(n)] for n in (1, 5, 15, 16, 17, 40, 70, 100)]
 PROMPTS[3] = [9, 8, 7, 6] * 4  # for the lookup drafter
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+@pytest.fixture(scope="module", params=[*CASES.values(), *FOREIGN.values()], ids=CASES | FOREIGN)
 def case(request, tmp_path_factory):
-    """A target, a draft model of the same family, and what transformers generates."""
+    """A target, a draft model of the same family, whose code is to compute the target, and what
+    transformers generates.
+    """
     family, overrides = request.param
     root = tmp_path_factory.mktemp("models")
     target = tiny_checkpoint(root / "target", family, seed=1, **overrides)
     draft = tiny_checkpoint(root / "draft", family, seed=1, num_hidden_layers=1, **overrides)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    return target, draft, [generate(model, p) for p in PROMPTS]
+    asked = "transformers" if request.param in FOREIGN.values() else "auto"
+    return target, draft, asked, [generate(model, p) for p in PROMPTS]
 
 
 def generate(model, prompt):
@@ -50,12 +61,17 @@ def generate(model, prompt):
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
 def test_greedy_tokens_are_those_of_transformers(case, drafter):
-    target, draft, want = case
-    settings = {"scheduler.max_batched_tokens": 65, "scheduler.prefill_chunk": 16}
+    target, draft, implementation, want = case
+    settings = {
+        "model.implementation": implementation,
+        "scheduler.max_batched_tokens": 65,
+        "scheduler.prefill_chunk": 16,
+    }
     settings |= {"model.threads": 1, "memory.kv_bytes": 1 << 26}
     params = SamplingParams(temperature=0, max_tokens=NEW)
     draft_model = draft if drafter == "model" else None
     with LLM(target, draft_model, drafter, set=settings, progress=False) as llm:
+        assert llm.loaded.drafter == drafter
         alone = [llm.generate([p], params)[0].token_ids for p in PROMPTS]
         together = [o.token_ids for o in llm.generate(PROMPTS, params)]
     assert alone == want

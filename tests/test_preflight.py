@@ -64,6 +64,8 @@ SPOILT = {
     "no_config": remove("config.json"),
     "broken_config": lambda folder: (folder / "config.json").write_text("{"),
     "other_family": rewrite(architectures=["GemmaForCausalLM"]),
+    "own_code": rewrite(architectures=["NewForCausalLM"], auto_map={"AutoConfig": "new.New"}),
+    "mamba": rewrite(architectures=["MambaForCausalLM"], model_type="mamba"),
     "quantized": rewrite(quantization_config={"bits": 4}),
     "gptq": rewrite(quantization_config={"quant_method": "gptq", "bits": 4}),
     "no_weights": remove("model.safetensors"),
@@ -76,6 +78,12 @@ MISTAKES = {  # arguments after the command -> words of the complaint
     "no config.json": (["--model=./no_config"], "config.json: missing"),
     "a broken config.json": (["--model=./broken_config"], "no valid JSON"),
     "another architecture": (["--model=./other_family"], "'GemmaForCausalLM'"),
+    "code of its own": (["--model=./own_code"], "comes with the checkpoint, is never run"),
+    "a state beside KV": (["--model=./mamba"], "layers with a state beside KV"),
+    "a GGUF file for transformers": (
+        ["--model=./q8/model.gguf", "--set=model.implementation=transformers"],
+        "reads folders in the Hugging Face layout alone",
+    ),
     "quantized": (["--model=./quantized"], "quant_method = None is not supported"),
     "quantized already": (
         ["--model=./gptq", "--quantize=w4"],

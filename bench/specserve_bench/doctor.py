@@ -127,7 +127,7 @@ class Rows:
     def __init__(self, runner: Runner, pool: BlockPool) -> None:
         self.runner, self.pool = runner, pool
         self.table = BlockTable(pool, runner.kv.block_size)
-        positions = min(len(runner.decoder.rotary.cos), pool.num_blocks * self.table.block_size)
+        positions = min(runner.decoder.num_positions, pool.num_blocks * self.table.block_size)
         if not self.table.try_reserve(min(CONTEXT + ROWS[-1], positions)):
             raise ConfigError("the pool has no room for a step of 64 rows: raise memory.kv_bytes")
         self.start = max(0, min(CONTEXT, positions - ROWS[-1]))

@@ -83,7 +83,7 @@ def show(
     for name in rounded:
         quantize = None if name == STORED else name
         with LLM(model, drafter="none", quantize=quantize, set=settings, progress=False) as llm:
-            value, words = perplexity(llm, texts), llm.weights.target.decoder.weights.forms.words
+            value, words = perplexity(llm, texts), llm.weights.target.decoder.forms.words
         ratio = f" ({value / first - 1:+.2%})" if first else ""
         first = first or value
         print(f"{name:6} perplexity {value:8.3f}{ratio}, {words}", flush=True)

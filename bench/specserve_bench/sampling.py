@@ -22,7 +22,7 @@ from specserve.engine.step_input import Draws, draws_of, plain_draws
 from specserve.engine.text_state import TextState
 from specserve.engine.tuning import tune
 from specserve.exchange.sampling_params import Sampling
-from specserve.models.decoder import Decoder
+from specserve.models.loaded import LoadedModel
 from specserve.models.loader import load_decoder
 from specserve_bench.host import PhaseClock, ms
 from specserve_bench.results import ratio
@@ -166,7 +166,7 @@ def longest(rounds: int) -> int:
     return PROMPT + 2 * (WARM_UP + 2 * rounds * STEPS) + NODES + BLOCK_SIZE
 
 
-def settings(decoder: Decoder, guesses: int, max_len: int) -> dict[str, Any]:
+def settings(decoder: LoadedModel, guesses: int, max_len: int) -> dict[str, Any]:
     return {
         "memory.kv_bytes": REQUESTS * (max_len + BLOCK_SIZE) * kv_token_bytes(decoder.config),
         "memory.block_size": BLOCK_SIZE,

@@ -16,8 +16,8 @@ from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.engine.tuning import tune
 from specserve.memory import BlockTable
 from specserve.models.decoder import Decoder
-from specserve.models.families import DecoderConfig
 from specserve.models.loader import load_decoder
+from specserve.models.shape import Shape
 from specserve_bench.bound import Bound, Rates
 from specserve_drafters.tree import TREE_SLOTS
 from specserve_kernels import load
@@ -57,7 +57,7 @@ class Cost(NamedTuple):
 WEIGHT_BYTES = {None: (ITEMSIZE, ITEMSIZE), "w8": (1, 1), "w8a8": (1, 1), "w4": (0.5 + 4 / 64, 1)}
 
 
-def cost(c: DecoderConfig, size: Size, quantize: str | None = None) -> Cost:
+def cost(c: Shape, size: Size, quantize: str | None = None) -> Cost:
     num_weights, in_layers = num_linear_weights(c), num_layer_weights(c)
     layer_bytes, head_bytes = WEIGHT_BYTES[quantize]
     num_rows = size.rows * len(size.contexts)
@@ -71,16 +71,16 @@ def cost(c: DecoderConfig, size: Size, quantize: str | None = None) -> Cost:
     )
 
 
-def kv_token_bytes(c: DecoderConfig) -> int:
+def kv_token_bytes(c: Shape) -> int:
     return 2 * c.num_layers * c.num_kv_heads * c.head_dim * ITEMSIZE
 
 
-def num_linear_weights(c: DecoderConfig) -> int:
+def num_linear_weights(c: Shape) -> int:
     """Of the linear maps and the head; of the embedding a step reads a few rows."""
     return num_layer_weights(c) + c.vocab_size * c.hidden_size
 
 
-def num_layer_weights(c: DecoderConfig) -> int:
+def num_layer_weights(c: Shape) -> int:
     query, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     layer = c.hidden_size * (2 * query + 2 * kv + 3 * c.intermediate_size)
     return c.num_layers * layer

@@ -83,10 +83,10 @@ class Program(Protocol):
 class EagerProgram:
     """Calls the forward at every run: for builds that record nothing, and the oracle of others."""
 
-    words = "op by op"
-
-    def __init__(self, model: Model, kv: KVCache, taps: Collection[int] = ()) -> None:
-        self.model, self.kv, self.taps = model, kv, taps
+    def __init__(
+        self, model: Model, kv: KVCache, taps: Collection[int] = (), words: str = "op by op"
+    ) -> None:
+        self.model, self.kv, self.taps, self.words = model, kv, taps, words
         self.residual: Tensor | None = None
 
     def run(

@@ -10,7 +10,7 @@ from specserve.engine.engine import Engine, seconds
 from specserve.engine.grammars import Grammars, Vocabulary
 from specserve.engine.guesses import FixedGuesses, Guesses
 from specserve.engine.kept_costs import KeptCosts, costs_file
-from specserve.engine.loading import Model, Progress, Weights, load_weights
+from specserve.engine.loading import Model, Progress, Weights, load_weights, settled
 from specserve.engine.planned_guesses import PlannedGuesses
 from specserve.engine.pool_plan import build_pool, pool_words
 from specserve.engine.runner import Runner
@@ -19,7 +19,7 @@ from specserve.engine.tuning import model_key, tune
 from specserve.errors import ConfigError
 from specserve.exchange.step_output import SourceStats
 from specserve.grammars.compiled import vocabulary_of
-from specserve.models.decoder import Decoder
+from specserve.models.loaded import LoadedModel
 from specserve.models.source import open_source
 from specserve.phases import Phases
 from specserve.scheduling import Scheduler
@@ -75,6 +75,7 @@ def build(
         grammars.prepare()
     weights = load_weights(config, progress, phases, known)
     target, draft = weights
+    config = settled(config, target)
     max_len = context_length(config, target.decoder.config)
     with phases.phase("pool"):
         decoders = target.decoder, draft.decoder if draft else None
@@ -98,8 +99,8 @@ def build(
 
 def assemble(
     config: Config,
-    target: Decoder,
-    draft: Decoder | None,
+    target: LoadedModel,
+    draft: LoadedModel | None,
     max_len: int,
     known_sources: Iterable[str] = (),
 ) -> Engine:
@@ -117,7 +118,7 @@ def assemble(
 def read_vocabulary(config: Config) -> Vocabulary:
     """The target's, as grammars need it."""
     source = open_source(resolve_model(config))
-    size = source.config().vocab_size
+    size = source.shape(config.model.implementation).vocab_size
     ends = [token for token in source.defaults().eos_token_ids if token < size]
     return Vocabulary(vocabulary_of(source.tokenizer(), size, ends), size, ends)
 
@@ -139,14 +140,15 @@ def kept_costs_of_model(config: Config, runner: Runner, costs: StepCosts) -> Kep
     return KeptCosts(costs, costs_file(model_key(runner), runner.ops.arithmetic(), threads))
 
 
-def kv_names(config: Config, target: Decoder, draft: Decoder | None) -> dict[str, str]:
+def kv_names(config: Config, target: LoadedModel, draft: LoadedModel | None) -> dict[str, str]:
     """Texts that identify the weights and dtype of the target's and of the draft model's KV."""
     model, kv_dtype = config.model, config.memory.kv_dtype
     kept = model.quantize_head, model.quantize_embedding, kv_dtype
+    code, draft_code = (m.config.implementation if m else None for m in (target, draft))
     dtype = draft.dtype if draft else None
     return {
-        "target": f"target {config.target} {target.dtype} {(model.quantize, *kept)}",
-        "draft": f"draft {config.draft} {dtype} {(config.drafter.quantize, *kept)}",
+        "target": f"target {config.target} {target.dtype} {(model.quantize, *kept, code)}",
+        "draft": f"draft {config.draft} {dtype} {(config.drafter.quantize, *kept, draft_code)}",
     }
 
 
@@ -227,7 +229,7 @@ def build_source(
     return UserSource(name, drafter, engine.target.decoder.config.vocab_size)
 
 
-def step_budget(config: Config, target: Decoder, draft: Decoder | None) -> StepBudget:
+def step_budget(config: Config, target: LoadedModel, draft: LoadedModel | None) -> StepBudget:
     c = config.scheduler
     return StepBudget(
         max_running=c.max_running,
@@ -241,6 +243,6 @@ def step_budget(config: Config, target: Decoder, draft: Decoder | None) -> StepB
     )
 
 
-def rows_in_time_of_one(draft: Decoder, target: Decoder) -> int:
+def rows_in_time_of_one(draft: LoadedModel, target: LoadedModel) -> int:
     """Rows of the draft model that take about as long as one of the target, at least 1."""
     return max(1, target.config.num_layer_weights // draft.config.num_layer_weights)

@@ -19,7 +19,7 @@ from specserve.engine.build import (
 )
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.engine import Engine
-from specserve.engine.loading import Model, Weights, load_weights
+from specserve.engine.loading import Model, Weights, load_weights, settled
 from specserve.engine.pool_plan import another_draft
 from specserve.engine.tuning import tune
 from specserve.errors import ConfigError
@@ -85,6 +85,11 @@ class Control:
         run beside steps.
         """
         check_drafter(config)
+        if settled(config, self.loaded.weights.target) != config and config.drafter_name != "none":
+            raise ConfigError(
+                "there can be no guesses: this model's rows have other bits in other steps (see "
+                "row_invariant in GET /v1/models), so that they might change the text"
+            )
         weights = load_weights(config, None, Phases(), [*self.known, *self.loaded.weights])
         if weights.draft is None or weights.draft is self.loaded.weights.draft:
             kept = None if weights.draft is None else self.engine.draft_model

@@ -30,7 +30,7 @@ class DraftModel:
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self.runner, self.ops, self.scheduler = runner, runner.ops, scheduler
         self.costs = StepCosts(scheduler.budget.max_batched_tokens)
-        room = len(runner.decoder.rotary.cos) - TREE_SLOTS
+        room = runner.decoder.num_positions - TREE_SLOTS
         self.max_len = min(runner.decoder.config.max_positions, room)
         self.requests: dict[int, Request] = {}  # of this step
         self.masks: dict[int, list[int]] = {}  # by request; of its nodes in this step

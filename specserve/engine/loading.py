@@ -1,21 +1,27 @@
 """Loading the models that a config names, each once, to be shared between engines."""
 
+import logging
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 
 from specserve.config import Config
 from specserve.errors import ConfigError
-from specserve.models.decoder import Decoder
+from specserve.models.loaded import LoadedModel
 from specserve.models.loader import load_decoder, weight_bytes
 from specserve.models.rounding import AS_STORED, Rounding
+from specserve.models.row_probe import differing_rows
+from specserve.models.shape import Shape
+from specserve.models.source import open_source
 from specserve.phases import Phases
 from specserve.selection import context_length, needs_draft_model, resolve_draft, resolve_model
 from specserve_kernels import DeviceError, Ops, Threads, load
 
+log = logging.getLogger("specserve")
 Progress = Callable[[str, int, int], None]  # phase, done, total
 
 
@@ -28,14 +34,36 @@ class ModelKey(NamedTuple):
     dtype: str
     max_model_len: int | None
     rounding: Rounding = AS_STORED
+    implementation: str = "native"
 
 
 class Model:
     """A loaded model and its choice of threads; any number of engines can share both."""
 
-    def __init__(self, decoder: Decoder, key: ModelKey) -> None:
+    def __init__(self, decoder: LoadedModel, key: ModelKey) -> None:
         self.decoder, self.key = decoder, key
         self.threads: tuple[Threads, str] | None = None  # the choice, and its description
+        self.probed = 0  # rows of the largest step that has been probed
+        self.differing: int | None = None  # what `differing_rows` found
+
+    @property
+    def is_row_invariant(self) -> bool | None:
+        """Whether a row has the same bits in all steps; None where that was not probed."""
+        return None if self.probed == 0 else self.differing is None
+
+    def probe(self, rows: int) -> None:
+        """Find out, for steps of up to so many rows."""
+        if self.probed < rows:
+            self.differing, self.probed = differing_rows(self.decoder, rows), rows
+
+    @property
+    def row_words(self) -> str:
+        if self.differing is None:
+            return f"the same bits in steps of 1 to {self.probed} rows"
+        return (
+            f"other bits in a step of {self.differing} rows than in one of {self.probed}: "
+            "no guesses, no prefix hits"
+        )
 
 
 class Weights(NamedTuple):
@@ -49,24 +77,50 @@ def load_weights(
     """The models that the config needs; those in `known` are not loaded again."""
     loaded = {model.key: model for model in known if model is not None}
 
-    def get(name: str, path: Path, quantize: str | None) -> Model:
+    def get(name: str, path: Path, quantize: str | None, implementation: str = "auto") -> Model:
         model, most = config.model, config.scheduler.max_model_len
         rounding = Rounding.named(quantize, model.quantize_head, model.quantize_embedding)
         build = model.device, model.attention, model.dtype
-        key = ModelKey(str(path.resolve()), *build, most, rounding)
+        shape = open_source(path).shape(implementation)
+        key = ModelKey(str(path.resolve()), *build, most, rounding, shape.implementation)
         if key not in loaded:
             with phases.phase(name):
-                loaded[key] = Model(load_model(path, config, rounding, ops, progress), key)
-                phases.note(name, loaded[key].decoder.weights.forms.words)
+                decoder = load_model(path, shape, config, rounding, ops, progress)
+                loaded[key] = Model(decoder, key)
+                phases.note(name, decoder.forms.words)
         return loaded[key]
 
     with nullcontext() if loaded else phases.phase("kernels"):  # they came with the models
         ops = load_ops(config)
-    target = get("target", resolve_model(config), config.model.quantize)
+    asked = config.model
+    target = get("target", resolve_model(config), asked.quantize, asked.implementation)
     context_length(config, target.decoder.config)  # may raise, so before the next load
-    if not needs_draft_model(config):
+    if target.key.implementation == "transformers":  # other code promises nothing about its rows
+        probe(target, config.scheduler.max_batched_tokens, phases)
+    if not needs_draft_model(settled(config, target)):
         return Weights(target, None)
     return Weights(target, get("draft model", resolve_draft(config), config.drafter.quantize))
+
+
+def probe(target: Model, rows: int, phases: Phases) -> None:
+    with phases.phase("rows"):
+        target.probe(rows)
+        phases.note("rows", target.row_words)
+    if not target.is_row_invariant:
+        log.warning(
+            "%s: a row has %s, as the text might depend on them",
+            *(target.key.folder, target.row_words),
+        )
+
+
+def settled(config: Config, target: Model) -> Config:
+    """The config as it is carried out: without guesses and prefix hits for a model whose rows have
+    other bits in other steps, as a text might depend on them.
+    """
+    if target.is_row_invariant in (None, True):
+        return config
+    memory = replace(config.memory, prefix_cache=False)
+    return replace(config, memory=memory, speculation=replace(config.speculation, max_nodes=0))
 
 
 def load_ops(config: Config) -> Ops:
@@ -90,22 +144,38 @@ def check_device(config: Config) -> None:
 
 
 def load_model(
-    folder: Path, config: Config, rounding: Rounding, ops: Ops, progress: Progress | None
-) -> Decoder:
+    folder: Path,
+    shape: Shape,
+    config: Config,
+    rounding: Rounding,
+    ops: Ops,
+    progress: Progress | None,
+) -> LoadedModel:
     def report(done: int, total: int) -> None:
         if progress is not None:
             progress(folder.name, done, total)
 
     dtype, most = config.model.dtype, config.scheduler.max_model_len
     try:
+        if shape.implementation == "transformers":
+            from specserve.models.transformers_loader import load_transformers  # slow to import
+
+            return load_transformers(folder, shape, dtype, ops, most, report, rounding)
         return load_decoder(folder, dtype, ops, most, report, rounding)
     except torch.OutOfMemoryError as e:
-        gib = weight_bytes(folder, dtype, ops, rounding) / 2**30
+        gib = num_bytes(folder, shape, dtype, ops, rounding) / 2**30
         raise ConfigError(
             f"{folder}: its {gib:.1f} GiB of weights do not fit ({asked_for(e)}): free some "
             "memory, set model.dtype = 'bf16' or model.quantize = 'w4', or take a smaller model "
             "or another model.device"
         ) from e
+
+
+def num_bytes(folder: Path, shape: Shape, dtype: str, ops: Ops, rounding: Rounding) -> int:
+    """Of a model's weights; about, where transformers loads them."""
+    if shape.implementation == "transformers":
+        return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return weight_bytes(folder, dtype, ops, rounding)
 
 
 def asked_for(e: BaseException) -> str:

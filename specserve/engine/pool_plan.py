@@ -8,7 +8,7 @@ from specserve.engine.runner import Runner
 from specserve.errors import ConfigError
 from specserve.memory import Arena, BlockPool
 from specserve.memory.arena import block_bytes, tokens_that_fit
-from specserve.models.decoder import Decoder
+from specserve.models.loaded import LoadedModel
 from specserve.models.loader import KV_DTYPES
 from specserve_drafters.tree import TREE_SLOTS
 from specserve_kernels import DeviceError, Ops
@@ -24,7 +24,7 @@ class PoolPlan:
     num_blocks   no more than `max_running` such requests need, and no more than memory allows
     """
 
-    def __init__(self, config: Config, models: list[Decoder], max_len: int) -> None:
+    def __init__(self, config: Config, models: list[LoadedModel], max_len: int) -> None:
         dtype = KV_DTYPES.get(config.memory.kv_dtype)
         self.layouts = [model.kv_layouts(dtype) for model in models]
         target, *drafts = self.layouts
@@ -55,7 +55,7 @@ class PoolPlan:
 
 
 def build_pool(
-    config: Config, target: Decoder, draft: Decoder | None, max_len: int
+    config: Config, target: LoadedModel, draft: LoadedModel | None, max_len: int
 ) -> tuple[list[Runner], BlockPool]:
     """A runner for each model, and the pool that they share."""
     models = [target] if draft is None else [target, draft]
@@ -69,7 +69,7 @@ def build_pool(
     return runners, BlockPool(plan.num_blocks, plan.block_bytes)
 
 
-def another_draft(config: Config, arena: Arena, draft: Decoder) -> Runner:
+def another_draft(config: Config, arena: Arena, draft: LoadedModel) -> Runner:
     """A runner for a draft model that comes to a pool that there is; ConfigError if no token of it
     fits into a block. The arena's view of the draft model's KV stays what it is.
     """

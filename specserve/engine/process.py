@@ -114,6 +114,8 @@ def ready(loaded: Loaded) -> Ready:
     return Ready(
         phases=loaded.phases,
         drafter=loaded.drafter,
+        implementation=decoder.config.implementation,
+        row_invariant=loaded.weights.target.is_row_invariant,
         vocab_size=loaded.vocab_size,
         max_model_len=loaded.max_model_len,
         dtype=name_of_dtype(decoder.dtype),
@@ -122,10 +124,10 @@ def ready(loaded: Loaded) -> Ready:
         block_size=engine.target.kv.block_size,
         num_blocks=engine.pool.num_blocks,
         kv_formats=engine.formats,
-        weights=decoder.weights.forms,
+        weights=decoder.forms,
         sources=engine.sources,
         known_sources=engine.known_sources,
-        draft_weights=None if draft is None else draft.decoder.weights.forms,
+        draft_weights=None if draft is None else draft.decoder.forms,
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specserve.engine.step_input import AskedLogprobs, Draws, StepInput
 from specserve.memory import Arena, KVUpdates
-from specserve.models.decoder import Decoder
+from specserve.models.loaded import LoadedModel
 from specserve_kernels import KVCache, Logprobs, Ops, SampleParams, Threads
 
 HEAD_ROWS = 64  # rows whose logits are in memory at a time
@@ -71,14 +71,14 @@ class Runner:
     """
 
     def __init__(
-        self, decoder: Decoder, arena: Arena, kv: KVCache, max_rows: int = 1, max_read: int = 1
+        self, decoder: LoadedModel, arena: Arena, kv: KVCache, max_rows: int = 1, max_read: int = 1
     ) -> None:
         """`kv` is the model's view of the arena. Memory is reserved for steps of up to so many rows
         and rows that are read.
         """
         self.decoder, self.ops, self.arena = decoder, decoder.ops, arena
         self.kv, self.head_rows = kv, min(max_read, HEAD_ROWS)
-        self.program = self.ops.program(decoder, self.kv, max_rows, self.head_rows)
+        self.program = decoder.program(self.kv, max_rows, self.head_rows)
         self.threads: Threads | None = None  # None keeps torch's number
 
     def launch(self, step: StepInput) -> Launched:

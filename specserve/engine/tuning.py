@@ -32,7 +32,7 @@ def choose_threads(
 ) -> tuple[Threads, str]:
     """The choice of the ops' build, which may run steps of up to the largest number of rows."""
     table = BlockTable(pool, runner.kv.block_size)
-    positions = min(max_len + TREE_SLOTS, len(runner.decoder.rotary.cos))  # a draft's are fewer
+    positions = min(max_len + TREE_SLOTS, runner.decoder.num_positions)  # a draft's are fewer
     positions = min(positions, pool.num_blocks * table.block_size)
     start = max(0, min(CONTEXT, positions - TREE_SLOTS))
     most = min(config.scheduler.max_batched_tokens, positions - start)
@@ -70,4 +70,4 @@ def warm_up(runner: Runner, table: BlockTable, start: int) -> None:
 def model_key(runner: Runner) -> str:
     """Everything that the time of a step depends on, apart from the machine."""
     decoder, kv_dtype = runner.decoder, runner.kv.layers[0].k.dtype
-    return f"{VERSION} {decoder.dtype} {kv_dtype} {decoder.weights.forms} {decoder.config}"
+    return f"{VERSION} {decoder.dtype} {kv_dtype} {decoder.forms} {decoder.config}"

@@ -94,6 +94,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     block_size: int  # target tokens in a block
     num_blocks: int
     kv_formats: dict[str, KVFormat]  # of the models with a prefix cache
+    implementation: str = "native"  # of the target: "native" | "transformers"
+    row_invariant: bool | None = None  # whether its rows have the same bits in all steps; None: by
+    # construction, as far as the build has that
     weights: WeightForms = WeightForms()  # of the target
     sources: tuple[str, ...] = ()  # of guesses
     known_sources: tuple[str, ...] = ()  # all that there have been, by their bits in `Tree.sources`

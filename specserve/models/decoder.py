@@ -10,7 +10,7 @@ from specserve.memory import KVLayout
 from specserve.models.families import DecoderConfig
 from specserve.models.weight import Weight
 from specserve.models.weight_forms import WeightForms
-from specserve_kernels import KVCache, KVLayer, Ops, QKNorm, Rotary, Rows
+from specserve_kernels import KVCache, KVLayer, Ops, Program, QKNorm, Rotary, Rows
 
 
 class Experts(NamedTuple):
@@ -85,6 +85,14 @@ class Decoder:
         return Decoder(self.config, ops, self.rotary, self.weights)
 
     @property
+    def forms(self) -> WeightForms:
+        return self.weights.forms
+
+    @property
+    def num_positions(self) -> int:
+        return len(self.rotary.cos)
+
+    @property
     def num_heads(self) -> int:
         return self.config.num_heads
 
@@ -97,6 +105,10 @@ class Decoder:
         """The layout of each layer's KV, of this dtype; None is that of the activations."""
         c = self.config
         return (KVLayout(c.num_kv_heads, c.head_dim, dtype or self.dtype),) * c.num_layers
+
+    def program(self, kv: KVCache, max_rows: int, max_read: int) -> Program:
+        """The build's, which may record the forward."""
+        return self.ops.program(self, kv, max_rows, max_read)
 
     def plan(self, rows: Rows, kv: KVCache, also: Sequence[Tensor] = ()) -> Any:
         """The plan that all layers share; `plan.also` are the given tensors on the ops' device."""

@@ -1,9 +1,9 @@
 """The supported model families, and the decoder's shape as config.json describes it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -20,8 +20,8 @@ from specserve.models.experts import (
 )
 from specserve.models.folder import read_json
 from specserve.models.quantized import config as quantized
-from specserve.models.quantized.config import Quantization
 from specserve.models.rope import RopeParameters
+from specserve.models.shape import Shape
 
 MAX_HEAD_DIM = 512  # of the kernels: MAX_D in attention.cpp
 MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
@@ -399,18 +399,10 @@ FAMILIES = {
 }
 
 
-class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
+class DecoderConfig(Shape, frozen=True, kw_only=True):
     """All that the decoder needs of a model besides its weights."""
 
-    architecture: str
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    max_positions: int
+    implementation = "native"
     norm_eps: float
     activation: str  # of the MLP's gate: as `Ops.linear_gated` has them
     score_scale: float
@@ -428,7 +420,6 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope: tuple[bool, ...]  # by layer; whether it has rotary embedding
     rope_parameters: RopeParameters
     local_rope_parameters: RopeParameters  # of layers with a window
-    quantization: Quantization | None
     mixture: Mixture | None = None
 
     def has_experts(self, layer: int) -> bool:
@@ -478,8 +469,16 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.mixture.num_experts + 3 * self.mixture.num_active * self.mixture.width
 
 
+T = TypeVar("T")
+
+
 def load_config(folder: Path) -> DecoderConfig:
     """The decoder that a folder's config.json describes."""
+    return read_config(folder, parse)
+
+
+def read_config(folder: Path, parse: Callable[[dict[str, Any]], T]) -> T:
+    """What `parse` reads from a folder's config.json; its ValueError comes out as ConfigError."""
     path = folder / "config.json"
     try:
         return parse(read_json(path))
@@ -487,6 +486,13 @@ def load_config(folder: Path) -> DecoderConfig:
         raise ConfigError(
             f"{path}: {e}; take another checkpoint, or correct the file if it is wrong"
         ) from e
+
+
+def names_family(written: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a supported family, or does not say of which it is."""
+    named = written.get("architectures")
+    first = named[0] if isinstance(named, list) and named else None
+    return not named or (isinstance(first, str) and first in FAMILIES)
 
 
 def parse(written: dict[str, Any]) -> DecoderConfig:

@@ -28,7 +28,7 @@ class ScaledDemo:
         from specserve.models.source import Folder
 
         assert path.parent == DEMO_COST, f"{path} is no file of the package"
-        self.text = path.read_bytes()
+        self.path, self.text = path, path.read_bytes()
         self.recipe = msgspec.json.decode(self.text, type=Recipe)
         self.source = Folder(DEMO / self.recipe.source)
 
@@ -38,6 +38,12 @@ class ScaledDemo:
 
     def config(self) -> DecoderConfig:
         return self.sizes.large
+
+    def shape(self, implementation: str) -> DecoderConfig:
+        from specserve.models.source import refuse_transformers
+
+        refuse_transformers(self.path, implementation)
+        return self.config()
 
     def defaults(self) -> GenerationDefaults:
         return self.source.defaults()

@@ -5,15 +5,18 @@ Does not import torch: `Checkpoint` reads the weights of all.
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from specserve.config import DEMO_COST
 from specserve.errors import ConfigError
 from specserve.models.defaults import GenerationDefaults, load_defaults
-from specserve.models.families import DecoderConfig, load_config
+from specserve.models.families import DecoderConfig, load_config, read_config
 from specserve.models.folder import Scaled, check_regular, check_tokenizer, scaled_from
+from specserve.models.shape import Shape
 from specserve.models.tokenizer import Tokenizer, load_tokenizer
+from specserve.models.transformers_config import parse_any
 from specserve.models.weight_files import check_is_at_home, find_weights
 
 # The files of a folder that decide the text, beside its weights.
@@ -27,7 +30,13 @@ SAMPLES, SAMPLE = 512, 1 << 12
 class Source(Protocol):
     """All of a model but its weights. ConfigError says what is wrong with them."""
 
-    def config(self) -> DecoderConfig: ...
+    def config(self) -> DecoderConfig:
+        """As native code reads it."""
+        ...
+
+    def shape(self, implementation: str) -> Shape:
+        """As the implementation reads it: auto, native or transformers."""
+        ...
 
     def defaults(self) -> GenerationDefaults: ...
 
@@ -50,6 +59,9 @@ class Folder:
 
     def config(self) -> DecoderConfig:
         return load_config(self.path)
+
+    def shape(self, implementation: str) -> Shape:
+        return read_config(self.path, partial(parse_any, implementation=implementation))
 
     def defaults(self) -> GenerationDefaults:
         return load_defaults(self.path)
@@ -97,6 +109,15 @@ def samples(file: Path, beginning: int) -> Iterator[bytes]:
         for i in range(1, SAMPLES + 1):
             data.seek(max(0, size * i // SAMPLES - SAMPLE))
             yield data.read(SAMPLE)
+
+
+def refuse_transformers(path: Path, implementation: str) -> None:
+    """ConfigError where transformers is to compute a model that it cannot read."""
+    if implementation == "transformers":
+        raise ConfigError(
+            f"{path}: model.implementation = 'transformers' reads folders in the Hugging Face "
+            "layout alone; leave it out, or take the model in that form"
+        )
 
 
 def open_source(path: Path) -> Source:

@@ -39,6 +39,9 @@ class ModelCard(Struct):
     """The served model; the fields after `max_model_len` come once it is loaded.
 
     max_model_len   tokens of prompt and answer together; null while the model is being loaded
+    implementation  whose code computes the target: native or transformers
+    row_invariant   whether that gives a row the same bits in every step, of code that may not; if
+                    false, there are neither guesses nor prefix hits
     drafter         who guesses: `drafter.name` of the server's config
     max_nodes       most guesses of a request in a step
     sources         the names of those that guess
@@ -57,6 +60,8 @@ class ModelCard(Struct):
     root: str
     parent: None
     max_model_len: int | None
+    implementation: str | UnsetType = UNSET
+    row_invariant: bool | UnsetType = UNSET
     drafter: str | UnsetType = UNSET
     max_nodes: int | UnsetType = UNSET
     sources: list[str] | UnsetType = UNSET
@@ -165,7 +170,10 @@ class SpeculativeDecoding(Struct):
 
 
 class Metrics(Struct):
-    """vLLM's names."""
+    """vLLM's names.
+
+    row_invariant  as in the entry of the model
+    """
 
     time_to_first_token_ms: float
     generation_time_ms: float
@@ -173,6 +181,7 @@ class Metrics(Struct):
     mean_itl_ms: float | None
     tokens_per_second: float | None
     speculative_decoding: SpeculativeDecoding | None
+    row_invariant: bool | UnsetType = UNSET
 
 
 class Timings(Struct):

@@ -287,8 +287,12 @@ class LiveCompletion:
             "draft_n_accepted": sum(g.num_accepted for g in self.generations),
         }
 
-    def statistics(self, drafter: str, max_nodes: int) -> dict[str, Any]:
-        """vLLM's names. A step counts whether or not anything was drafted for it."""
+    def statistics(
+        self, drafter: str, max_nodes: int, row_invariant: bool | None = None
+    ) -> dict[str, Any]:
+        """vLLM's names, and row_invariant where it is known. A step counts whether or not anything
+        was drafted for it.
+        """
         gaps = sum(max(0, len(g.token_ids) - 1) for g in self.generations)
         spread = sum(g.last_token_at - g.first_token_at for g in self.generations)
         return {
@@ -300,6 +304,7 @@ class LiveCompletion:
             "speculative_decoding": None
             if drafter == "none"
             else {"drafter": drafter} | self.speculation(max_nodes),
+            **({} if row_invariant is None else {"row_invariant": row_invariant}),
         }
 
     def speculation(self, max_nodes: int) -> dict[str, Any]:

@@ -355,7 +355,9 @@ class CompletionWriter:
     def statistics(self) -> dict[str, Any]:
         completion, served = self.completion, self.served
         return {
-            "metrics": completion.statistics(served.drafter, served.max_nodes),
+            "metrics": completion.statistics(
+                served.drafter, served.max_nodes, served.row_invariant
+            ),
             "timings": completion.timings(),
         }
 

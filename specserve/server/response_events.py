@@ -290,7 +290,9 @@ class ResponseWriter:
     def statistics(self) -> dict[str, Any]:
         completion, served = self.completion, self.served
         return {
-            "metrics": completion.statistics(served.drafter, served.max_nodes),
+            "metrics": completion.statistics(
+                served.drafter, served.max_nodes, served.row_invariant
+            ),
             "timings": completion.timings(),
         }
 

@@ -59,11 +59,15 @@ def card(service: Service) -> dict[str, Any]:
 
 
 def details(served: ServedModel) -> dict[str, Any]:
-    """Fields that OpenAI lacks: the drafter, its limit and sources, the forms of weights and KV,
-    how tool calls and reasoning are read, and which models are scaled demos.
+    """Fields that OpenAI lacks: whose code computes the model, the drafter, its limit and sources,
+    the forms of weights and KV, how tool calls and reasoning are read, and which models are scaled
+    demos.
     """
     kept = {"weights": served.weights, "kv_dtype": served.kv_dtype}
-    fields = {"drafter": served.drafter, "max_nodes": served.max_nodes, **kept}
+    fields: dict[str, Any] = {"implementation": served.implementation}
+    if served.row_invariant is not None:
+        fields["row_invariant"] = served.row_invariant
+    fields |= {"drafter": served.drafter, "max_nodes": served.max_nodes, **kept}
     fields["sources"] = served.sources
     fields["tool_parser"] = served.formats.tools
     fields["reasoning_parser"] = served.formats.reasoning

@@ -133,19 +133,28 @@ async def load(service: Service, start: Start) -> Ready:
     """Read the tokenizer while the engine process loads, and open the service."""
     phases = Phases()
     phases.note("imports", f"{perf_counter() - start.started_at:.2f} s")
-    folders, max_nodes = start.folders, start.config.max_nodes
+    folders = start.folders
     with LoadProgress(sys.stderr.isatty()) as bar:
         service.engine.on_loading = bar
         with phases.phase("tokenizer"):
             files = await asyncio.to_thread(load_text_files, *folders)
         service.start_templates(files.tokenizer.chat_template)
         ready = await service.engine.ready
-    identity, scaled = fingerprint(folders.target, ready), scaled_models(folders)
-    names = service.name, identity, ready.drafter
-    kept = ready.kv_dtype, ready.weights, ready.draft_weights
-    formats = formats_of(service.limits, files.tokenizer)
-    named = ready.sources, formats, [*ready.known_sources]
-    served = ServedModel(*names, max_nodes, scaled, *kept, *named)
+    served = ServedModel(
+        model=service.name,
+        fingerprint=fingerprint(folders.target, ready),
+        drafter=ready.drafter,
+        max_nodes=0 if ready.drafter == "none" else start.config.max_nodes,
+        scaled=scaled_models(folders),
+        kv_dtype=ready.kv_dtype,
+        weights=ready.weights,
+        draft_weights=ready.draft_weights,
+        sources=ready.sources,
+        formats=formats_of(service.limits, files.tokenizer),
+        implementation=ready.implementation,
+        row_invariant=ready.row_invariant,
+        known_sources=[*ready.known_sources],
+    )
     limits = ready.vocab_size, ready.max_model_len
     service.open(make_input_processor(files, *limits, ready.sources), served, ready)
     service.start_grammars(folders.target)
@@ -270,6 +279,13 @@ def url_of(address: Sequence[object], scheme: str) -> str:
     return f"{scheme}://{f'[{shown}]' if ':' in shown else shown}:{port}"
 
 
+IMPLEMENTED = "computed by transformers' modules, run eagerly"
+VARIANT = (
+    "a row has other bits in other steps: no guesses and no prefix hits, as the text might depend "
+    "on them"
+)
+
+
 def introduction(service: Service, ready: Ready, url: str, seconds: float) -> list[str]:
     """The start-up message: model, drafter, memory, URL, and a curl command to try."""
     config, told = service.config, service.served
@@ -286,6 +302,8 @@ def introduction(service: Service, ready: Ready, url: str, seconds: float) -> li
         f"serving {config.target} as {service.name}",
         *(f"a demo: {scaled.source} at the cost of {scaled.like}" for scaled in told.scaled),
         f"drafter {ready.drafter}{guesses if ready.drafter != 'none' else ', no guesses'}",
+        *([IMPLEMENTED] if ready.implementation == "transformers" else []),
+        *([VARIANT] if ready.row_invariant is False else []),
         *([told.formats.words] if has_chat else []),
         f"memory {ready.phases['pool'].partition(': ')[2]}; up to "
         f"{service.input_processor.max_model_len} tokens a request",

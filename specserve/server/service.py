@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
 
@@ -61,6 +62,8 @@ class ServedModel(NamedTuple):
     draft_weights: WeightForms | None = None
     sources: tuple[str, ...] = ()  # of guesses
     formats: Formats = Formats()
+    implementation: str = "native"
+    row_invariant: bool | None = None  # as in Ready
     # All that there have been, by their bits in details: a list that grows while answers come.
     known_sources: list[str] = []  # noqa: RUF012
 
@@ -410,6 +413,8 @@ def served_name(config: Config) -> str:
 def fingerprint(folder: Path, ready: Ready) -> str:
     """A hash of all that texts depend on besides the request; equal for every drafter."""
     resolved = f"{VERSION} {ready.dtype} {ready.weights} {ready.kv_dtype} {ready.arithmetic}"
+    if ready.implementation == "transformers":
+        resolved += f" transformers {version('transformers')}"
     digest = hashlib.sha256(resolved.encode())
     for part in open_source(folder).identity():
         digest.update(part)

@@ -19,7 +19,7 @@ from specserve.models.gguf.names import ROPE_FACTORS, checkpoint_name, file_name
 from specserve.models.gguf.tokenizer import build_tokenizer, check_tokenizer
 from specserve.models.gguf.vocabulary import Vocabulary
 from specserve.models.quantized.config import Quantization
-from specserve.models.source import BEGINNING, samples
+from specserve.models.source import BEGINNING, refuse_transformers, samples
 from specserve.models.tokenizer import Tokenizer
 
 SAMPLING = {  # general.sampling.* -> generation_config.json
@@ -52,6 +52,10 @@ class GgufFile:
         if all(tensor.type.is_plain for tensor in header.tensors.values()):
             return config
         return msgspec.structs.replace(config, quantization=Quantization(method="gguf"))
+
+    def shape(self, implementation: str) -> DecoderConfig:
+        refuse_transformers(self.path, implementation)
+        return self.config()
 
     def scaled(self) -> Scaled | None:
         return None

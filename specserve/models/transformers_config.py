@@ -1,0 +1,179 @@
+"""The shape of a model that transformers' own modules compute, and what of them is refused.
+
+Does not import transformers, which would slow down every start: its table of models is read as
+text.
+"""
+
+import ast
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import distribution, version
+from pathlib import Path
+from typing import Any
+
+from specserve.models import families
+from specserve.models.families import FAMILIES, MAX_LAYERS, head_shape, positive
+from specserve.models.shape import Shape
+
+FILE, TABLE = "transformers/models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+OTHER_NAMES = {  # of the same fields in older models' configs
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("n_embd", "d_model"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "max_position_embeddings": ("n_positions", "n_ctx"),
+    "intermediate_size": ("n_inner", "ffn_dim"),
+}
+ATTENTION = ("full_attention", "sliding_attention")  # layer types that have KV of their own
+# Fields of models that carry a state from token to token: a guess could not be taken back.
+STATES = (
+    "attn_layer_period",
+    "conv_kernel",
+    "hybrid_override_pattern",
+    "layers_block_type",
+    "linear_attn_config",
+    "linear_num_value_heads",
+    "mamba_d_conv",
+    "mamba_d_state",
+    "state_size",
+)
+RECURRENT = ("mamba", "recurrent", "rwkv", "xlstm")  # parts of model types
+PARTS = ("text_config", "vision_config", "audio_config")
+# Kinds of rotary embedding that transformers chooses by the longest row of a step.
+STEPWISE_ROPE = ("dynamic", "longrope", "su")
+
+
+class TransformersShape(Shape, frozen=True, kw_only=True):
+    """Of a model that transformers computes: all else is up to its modules."""
+
+    implementation = "transformers"
+
+
+@cache
+def causal_models() -> Mapping[str, str]:
+    """The class of each type of model that transformers continues texts with. Empty where the
+    table is not where it was: then loading tells.
+    """
+    path = Path(str(distribution("transformers").locate_file(FILE)))
+    for node in ast.parse(path.read_text(encoding="utf-8")).body if path.exists() else ():
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if isinstance(target, ast.Name) and target.id == TABLE:
+                return dict(ast.literal_eval(node.value.args[0]))
+    return {}
+
+
+def parse(written: Mapping[str, Any]) -> TransformersShape:
+    """The shape that a config.json describes; ValueError says what cannot be served, and why."""
+    architecture = find_architecture(written)
+    refuse(written)
+    fields = dict(written)
+    for name, others in OTHER_NAMES.items():
+        known = [fields[other] for other in (name, *others) if fields.get(other) is not None]
+        fields[name] = known[0] if known else None
+    for name in ("head_dim", "num_key_value_heads"):
+        fields.setdefault(name, None)
+    heads, kv_heads, head_dim = head_shape(fields)
+    hidden = positive(fields, "hidden_size")
+    if fields["intermediate_size"] is None:
+        fields["intermediate_size"] = 4 * hidden
+    return TransformersShape(
+        architecture=architecture,
+        num_layers=positive(fields, "num_hidden_layers", MAX_LAYERS),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=positive(fields, "intermediate_size"),
+        vocab_size=positive({"vocab_size": None, **fields}, "vocab_size"),
+        max_positions=positive(fields, "max_position_embeddings"),
+        quantization=None,
+    )
+
+
+def find_architecture(written: Mapping[str, Any]) -> str:
+    named, kind = written.get("architectures"), written.get("model_type")
+    architecture = named[0] if isinstance(named, list) and named else named
+    if not isinstance(architecture, str) or not isinstance(kind, str):
+        raise ValueError(
+            f"architectures = {named!r} and model_type = {kind!r} have to name the model's kind"
+        )
+    known = causal_models()
+    if known and known.get(kind) != architecture:
+        raise ValueError(
+            f"architectures = {named!r} is not supported: there is native code for "
+            f"{', '.join(FAMILIES)}, and {without(written)}"
+        )
+    return architecture
+
+
+def without(written: Mapping[str, Any]) -> str:
+    """Why transformers has no code for a model."""
+    if written.get("is_encoder_decoder"):
+        return "a model with an encoder is more than a decoder of text"
+    if any(part in written for part in PARTS):
+        return "a model of images or sound is more than a decoder of text"
+    if "auto_map" in written:
+        return "its own code (auto_map), which comes with the checkpoint, is never run"
+    return (
+        f"transformers {version('transformers')} has no decoder of this name for "
+        f"model_type = {written['model_type']!r}"
+    )
+
+
+def refuse(written: Mapping[str, Any]) -> None:
+    """ValueError for what can be seen to be out of reach, before any weights are read."""
+    kind, types = str(written["model_type"]), written.get("layer_types") or ()
+    if written.get("is_encoder_decoder"):
+        raise ValueError("is_encoder_decoder = true: only decoders are supported")
+    for part in PARTS:
+        if part in written:
+            raise ValueError(f"{part}: models of more than text are not supported")
+    if other := [name for name in types if name not in ATTENTION]:
+        raise ValueError(f"layer type {other[0]!r} is not supported: {' and '.join(ATTENTION)} are")
+    states = [name for name in STATES if written.get(name) is not None]
+    if states or any(part in kind for part in RECURRENT):
+        told = states[0] if states else f"model_type = {kind!r}"
+        raise ValueError(f"{told}: layers with a state beside KV are not supported")
+    refuse_attention(written)
+    if "quantization_config" in written:
+        raise ValueError(
+            "quantization_config: quantized weights are read for the architectures of native code "
+            "alone; take the model that is not quantized, and set model.quantize"
+        )
+
+
+def refuse_attention(written: Mapping[str, Any]) -> None:
+    """ValueError for attention that the kernels do not have."""
+    if written.get("kv_lora_rank") is not None:
+        raise ValueError("kv_lora_rank: latent attention (MLA) is not supported")
+    values, keys = written.get("v_head_dim"), written.get("head_dim")
+    if values is not None and values != keys:
+        raise ValueError(f"v_head_dim = {values!r} differs from head_dim = {keys!r}")
+    if written.get("attention_chunk_size") is not None:
+        raise ValueError("attention_chunk_size: attention in chunks is not supported")
+    for name in ("rope_parameters", "rope_scaling"):
+        if kind := stepwise_rope(written.get(name)):
+            raise ValueError(
+                f"{name}: rope_type {kind!r} depends on the longest text of a step, and is "
+                "supported by native code alone"
+            )
+
+
+def stepwise_rope(parameters: Any) -> str | None:
+    """The name of such a kind, if there is one; parameters may be grouped by layer type."""
+    if not isinstance(parameters, Mapping):
+        return None
+    kind = parameters.get("rope_type", parameters.get("type"))
+    if kind in STEPWISE_ROPE:
+        return str(kind)
+    return next(filter(None, map(stepwise_rope, parameters.values())), None)
+
+
+def parse_any(written: dict[str, Any], implementation: str) -> Shape:
+    """The shape for the implementation that is asked for; auto is native where that has the
+    architecture.
+    """
+    is_native = implementation == "native" or families.names_family(written)
+    if is_native and implementation != "transformers":
+        return families.parse(written)
+    return parse(written)

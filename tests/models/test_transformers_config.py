@@ -1,0 +1,119 @@
+"""What config.json alone says of a model that transformers is to compute."""
+
+import json
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from specserve.errors import ConfigError
+from specserve.models import families, transformers_config
+from specserve.models.source import open_source
+from specserve.models.transformers_config import causal_models
+from tests.checkpoints import FAMILIES, tiny_checkpoint
+from tests.models.gguf_files import write
+from tests.models.transformers_models import CASES, foreign_checkpoint
+
+
+def test_the_table_of_transformers_is_read_without_importing_it():
+    assert causal_models() == dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+@pytest.mark.parametrize("overrides", CASES.values(), ids=CASES)
+def test_sizes_are_those_of_the_checkpoint(overrides, tmp_path):
+    shape = open_source(foreign_checkpoint(tmp_path, **overrides)).shape("transformers")
+    sizes = shape.num_layers, shape.hidden_size, shape.num_heads, shape.vocab_size
+    assert sizes == (2, 64, 4, 320)
+    assert (shape.max_positions, shape.implementation) == (512, "transformers")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_implementations_find_the_same_sizes(family, tmp_path):
+    source = open_source(tiny_checkpoint(tmp_path, family))
+    native, other = source.shape("native"), source.shape("transformers")
+    shared = other.__struct_fields__
+    assert [getattr(native, name) for name in shared] == [getattr(other, name) for name in shared]
+
+
+def test_auto_is_native_where_that_has_the_architecture(tmp_path):
+    folders = {
+        kind: foreign_checkpoint(tmp_path / kind, model_type=kind) for kind in ("llama", "olmo")
+    }
+    chosen = {kind: open_source(f).shape("auto").implementation for kind, f in folders.items()}
+    assert chosen == {"llama": "native", "olmo": "transformers"}
+    with pytest.raises(ConfigError, match="'OlmoForCausalLM'"):
+        open_source(folders["olmo"]).shape("native")
+
+
+OLMO = {"architectures": ["OlmoForCausalLM"], "model_type": "olmo"}
+REFUSED = {  # changes of olmo's config.json, words of the complaint
+    "code of its own": (
+        {"architectures": ["NewForCausalLM"], "auto_map": {"AutoModelForCausalLM": "new.New"}},
+        "comes with the checkpoint, is never run",
+    ),
+    "a name that transformers lacks": (
+        {"architectures": ["NewForCausalLM"]},
+        "has no decoder of this name for model_type = 'olmo'",
+    ),
+    "another type's name": ({"model_type": "granite"}, "for model_type = 'granite'"),
+    "no type": ({"model_type": None}, "model_type = None have to name"),
+    "an encoder": (
+        {
+            "architectures": ["T5ForConditionalGeneration"],
+            "model_type": "t5",
+            "is_encoder_decoder": True,
+        },
+        "a model with an encoder",
+    ),
+    "an encoder under a decoder's name": ({"is_encoder_decoder": True}, "only decoders"),
+    "images": (
+        {"architectures": ["LlavaForConditionalGeneration"], "vision_config": {}},
+        "images or sound",
+    ),
+    "images under a decoder's name": ({"vision_config": {}}, "vision_config: models of more than"),
+    "linear attention": ({"layer_types": ["linear_attention"] * 2}, "'linear_attention' is not"),
+    "mamba": (
+        {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
+        "model_type = 'mamba': layers with a state",
+    ),
+    "mamba layers": ({"mamba_d_state": 16}, "mamba_d_state: layers with a state"),
+    "chunked attention": ({"attention_chunk_size": 8}, "attention in chunks"),
+    "latent attention": ({"kv_lora_rank": 8}, r"\(MLA\)"),
+    "values of their own size": ({"head_dim": 16, "v_head_dim": 32}, "v_head_dim = 32 differs"),
+    "rope by length": ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic' depends on"),
+    "rope by length of a layer type": (
+        {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}},
+        "'longrope' depends on",
+    ),
+    "rope by length, old style": ({"rope_scaling": {"type": "su"}}, "rope_scaling: rope_type 'su'"),
+    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: "),
+    "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
+    "no positions": ({"max_position_embeddings": None}, "max_position_embeddings = None"),
+    "no vocabulary": ({"vocab_size": None}, "vocab_size = None"),
+    "heads beyond the kernels": ({"head_dim": 514}, "head_dim = 514.*512"),
+}
+
+
+@pytest.mark.parametrize(("changes", "complaint"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_served_is_refused_before_it_is_loaded(tmp_path, changes, complaint):
+    folder = foreign_checkpoint(tmp_path, **OLMO)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ConfigError, match=complaint) as error:
+        open_source(folder).shape("auto")
+    assert str(error.value).startswith(str(path))
+
+
+def test_a_gguf_file_is_for_native_code(tmp_path):
+    write(tmp_path / "m")
+    file = tmp_path / "m/model.gguf"
+    assert open_source(file).shape("auto").implementation == "native"
+    with pytest.raises(ConfigError, match="reads folders in the Hugging Face layout alone"):
+        open_source(file).shape("transformers")
+
+
+def test_where_the_table_is_not_found_loading_tells(monkeypatch):
+    monkeypatch.setattr(transformers_config, "causal_models", dict)
+    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "vocab_size": 9}
+    written = {**OLMO, **sizes, "architectures": ["NewForCausalLM"], "max_position_embeddings": 9}
+    assert transformers_config.parse(written).architecture == "NewForCausalLM"
+    assert not families.names_family(written)
