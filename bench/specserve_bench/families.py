@@ -1,4 +1,4 @@
-"""Steps of every family beside Llama's, with the same linear maps: what their flags cost."""
+"""Steps of every dense family beside Llama's, with the same linear maps: what their flags cost."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,6 +16,7 @@ from specserve_kernels import Ops, QKNorm, load
 
 ROUNDS = 7
 BASE = "LlamaForCausalLM"
+DENSE = [name for name, family in FAMILIES.items() if family.experts is None]
 SIZES = (Size("1 row at 512", (512,), 1), Size("8 rows at 512", (512,), 8))
 SHAPE: dict[str, Any] = {  # Qwen3 0.6B's
     "head_dim": 128,
@@ -41,7 +42,7 @@ def family_figures(
     """Milliseconds by family and size, over interleaved rounds, and their ratio to Llama's."""
     ops = load(torch.device("cpu"))
     maps = RandomMaps(parsed(BASE, shape), ops)
-    steps = {name: Steps(maps.decoder(parsed(name, shape)), name, sizes) for name in FAMILIES}
+    steps = {name: Steps(maps.decoder(parsed(name, shape)), name, sizes) for name in DENSE}
     for size in sizes:
         for each in steps.values():
             for _ in range(WARM_UP):
@@ -145,7 +146,7 @@ def table(result: Mapping[str, Any]) -> str:
         "| family | " + " | ".join(f"{s['step']}, ms | / Llama" for s in steps) + " |",
         "|" + " --- |" * (1 + 2 * len(steps)),
     ]
-    for name in FAMILIES:
+    for name in DENSE:
         cells = [f"{s[name]['ms']['median']:.1f} | {words(s[name]['over_llama'])}" for s in steps]
         lines.append(f"| {name.removesuffix('ForCausalLM')} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

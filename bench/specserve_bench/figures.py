@@ -23,10 +23,12 @@ from specserve_bench.fairness import fairness_figures
 from specserve_bench.families import family_figures
 from specserve_bench.harness import figure
 from specserve_bench.host import host_figures
+from specserve_bench.implementations import implementation_figures
 from specserve_bench.kv import kv_figures
 from specserve_bench.maps import map_figures
 from specserve_bench.memory import memory_figures
 from specserve_bench.merged import merged_figures
+from specserve_bench.mixtures import mixture_figures
 from specserve_bench.pairs import demo_pair, large_pair
 from specserve_bench.plots import draw
 from specserve_bench.prompts import PROMPTS
@@ -63,6 +65,9 @@ OF_PAIR: dict[str, Callable[[Path], dict[str, Any]]] = {
 OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "steps": lambda: step_figures(random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)),
     "families": family_figures,
+    "implementations": lambda: implementation_figures(
+        random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)
+    ),
     "kv": kv_figures,
     "sampling": lambda: sampling_figures(random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)),
     "memory": lambda: memory_figures(random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)),
@@ -70,6 +75,7 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "host": host_figures,
     "maps": map_figures,
     "merged": merged_figures,
+    "mixtures": mixture_figures,
     "targets": target_figures,
     "restart": restart_figures,
     "swap": swap_figures,
@@ -79,12 +85,14 @@ PARTS = {  # what they measure
     "server": "the HTTP server with the pair: start-up, CPU time, idle connections, a newcomer",
     "steps": "steps of a random 0.6B model against the least time that they could take",
     "families": "steps of every family of models beside Llama's, with the same linear maps",
+    "implementations": "steps of a model by transformers' modules beside those of native code",
     "kv": "attention over KV of 8 bits and of bf16",
     "sampling": "what penalties, masks, filters and log-probabilities take of a 0.6B model's step",
     "memory": "what the block pool brings: prefix hits, choices that share blocks",
     "fairness": "how long a small request waits for its first token beside a large one",
     "host": "the host's share of a step",
     "maps": "linear maps of 4 and 8 bits beside the same maps in bf16",
+    "mixtures": "steps of a mixture of experts against the bytes that its rows need",
     "merged": "one tree of all sources beside the draft model's, at as many guesses",
     "targets": "long prompts that arrive beside streams with a target for the time per token",
     "restart": "how long 16 streams pause when their engine process is killed",

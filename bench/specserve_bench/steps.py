@@ -15,7 +15,7 @@ from specserve.engine.loading import Model, ModelKey
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.engine.tuning import tune
 from specserve.memory import BlockTable
-from specserve.models.decoder import Decoder
+from specserve.models.loaded import LoadedModel
 from specserve.models.loader import load_decoder
 from specserve.models.shape import Shape
 from specserve_bench.bound import Bound, Rates
@@ -122,7 +122,7 @@ def step_figures(
 class Steps:
     """A model, and KV for steps of any of the sizes."""
 
-    def __init__(self, decoder: Decoder, name: str, sizes: Sequence[Size]) -> None:
+    def __init__(self, decoder: LoadedModel, name: str, sizes: Sequence[Size]) -> None:
         """The choice of threads is kept under this name."""
         longest = longest_context(sizes)
         self.config = decoder.config

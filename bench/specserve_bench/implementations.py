@@ -1,0 +1,91 @@
+"""Steps of one model by transformers' modules, beside native code, op by op and recorded."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specserve.models.loaded import LoadedModel
+from specserve.models.loader import load_decoder
+from specserve.models.source import open_source
+from specserve.models.transformers_loader import load_transformers
+from specserve_bench.steps import (
+    WARM_UP,
+    Size,
+    Steps,
+    longest_context,
+    spread,
+    typical,
+    words,
+)
+from specserve_kernels import load
+from specserve_kernels.program import EagerProgram
+
+ROUNDS = 7
+SIZES = tuple(Size(f"{n} rows at 512", (512,), n) for n in (1, 4, 16, 64))
+EAGER = "native, op by op"
+NAMES = (EAGER, "native, recorded", "transformers")
+
+
+@torch.inference_mode()
+def implementation_figures(
+    folder: Path, sizes: Sequence[Size] = SIZES, rounds: int = ROUNDS
+) -> dict[str, Any]:
+    """Milliseconds by implementation and size, over interleaved rounds, and their ratio to native
+    code op by op.
+    """
+    steps = contenders(folder, sizes)
+    for size in sizes:
+        for each in steps.values():
+            for _ in range(WARM_UP):
+                each.run(size)
+    times: dict[tuple[str, str], list[float]] = {}
+    for _ in range(rounds):
+        for size in sizes:
+            for name, each in steps.items():
+                taken = 1e3 * typical(partial(each.run, size))
+                times.setdefault((name, size.label), []).append(taken)
+    figures = [
+        figure(size.label, {name: times[name, size.label] for name in steps}) for size in sizes
+    ]
+    result = {"rounds": rounds, "threads": torch.get_num_threads(), "steps": figures}
+    print(table(result))
+    return result
+
+
+def contenders(folder: Path, sizes: Sequence[Size]) -> dict[str, Steps]:
+    ops, longest = load(torch.device("cpu")), longest_context(sizes)
+    native = load_decoder(folder, "bf16", ops, longest)
+    shape = open_source(folder).shape("transformers")
+    foreign = load_transformers(folder, shape, "bf16", ops, longest)
+    models: dict[str, LoadedModel] = dict(zip(NAMES, (native, native, foreign), strict=True))
+    steps = {name: Steps(model, f"{folder} {name}", sizes) for name, model in models.items()}
+    runner = steps[EAGER].runner
+    runner.program = EagerProgram(native, runner.kv)
+    return steps
+
+
+def figure(label: str, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Medians over rounds, and ratios within a round."""
+    base = times[EAGER]
+    return {"step": label} | {
+        name: {
+            "ms": spread(own),
+            "over_eager": spread([a / b for a, b in zip(own, base, strict=True)]),
+        }
+        for name, own in times.items()
+    }
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Markdown: native code's milliseconds op by op, and the others' share of them."""
+    lines = [
+        f"| step | {EAGER}, ms | " + " | ".join(f"{name}, / it" for name in NAMES[1:]) + " |",
+        "|" + " --- |" * (1 + len(NAMES)),
+    ]
+    for step in result["steps"]:
+        shares = " | ".join(words(step[name]["over_eager"]) for name in NAMES[1:])
+        lines.append(f"| {step['step']} | {step[EAGER]['ms']['median']:.1f} | {shares} |")
+    return "\n".join(lines)
