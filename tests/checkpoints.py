@@ -30,7 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the 
     },
     "gemma3": {
         "model_type": "gemma3_text",
-        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window_pattern": 2,
         "query_pre_attn_scalar": 24,
         "sliding_window": 7,
     },
@@ -45,13 +45,13 @@ FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the 
     "glm4": {"model_type": "glm4", "attention_bias": True},
     "cohere2": {
         "model_type": "cohere2",
-        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window_pattern": 2,
         "logit_scale": 0.6,
         "sliding_window": 7,
     },
     "exaone4": {
         "model_type": "exaone4",
-        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window_pattern": 2,
         "sliding_window": 7,
     },
     "qwen3_moe": {

@@ -15,6 +15,7 @@ CASES = {  # family, what departs from its tiny checkpoint
     "smollm, odd vocabulary": ("smollm", {"vocab_size": 307}),
     "qwen3_moe": ("qwen3_moe", {}),
     "mixtral": ("mixtral", {}),
+    "olmoe": ("olmoe", {}),
     "phi3, a window, half of a head rotates": (
         "phi3",
         {"sliding_window": 9, "partial_rotary_factor": 0.5},
@@ -28,7 +29,7 @@ CASES |= {
 FOREIGN = {
     "starcoder2, a window": ("llama", {"model_type": "starcoder2", "sliding_window": 9}),
     "gemma3_text": ("llama", {"model_type": "gemma3_text", "sliding_window": 9}),
-    "cohere2": ("llama", {"model_type": "cohere2", "sliding_window": 9}),
+    "cohere2 by transformers": ("llama", {"model_type": "cohere2", "sliding_window": 9}),
     "gpt2": ("llama", {"model_type": "gpt2", "num_key_value_heads": 4}),
     "qwen3 by transformers": ("qwen3", {}),
 }

@@ -503,6 +503,8 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         raise ValueError(
             "use_bidirectional_attention = true is not supported: tokens see earlier ones"
         )
+    if fields.get("clip_qkv") is not None:
+        raise ValueError(f"clip_qkv = {fields['clip_qkv']!r} is not supported: only null is")
     heads, kv_heads, head_dim = head_shape(fields)
     max_positions, rotates = positive(fields, "max_position_embeddings"), named_to_rotate(fields)
     seen = windows(fields, family, rotates)

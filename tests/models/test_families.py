@@ -130,6 +130,10 @@ REFUSED = {  # what is wrong -> the change, the complaint
         {"use_bidirectional_attention": True},
         "use_bidirectional_attention = true",
     ),
+    "clipped queries": (
+        {"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0},
+        "clip_qkv = 8.0 is not supported",
+    ),
     "an endless logit": (
         {"architectures": ["GraniteForCausalLM"], "logits_scaling": 0},
         "logits_scaling = 0 must be a number",

@@ -47,6 +47,8 @@ CASES = {  # family, what departs from its tiny checkpoint
     "qwen3_moe, one expert a row": ("qwen3_moe", {"num_experts_per_tok": 1}),
     "mixtral": ("mixtral", {}),
     "mixtral with a window": ("mixtral", {"sliding_window": 7}),
+    "olmoe": ("olmoe", {}),
+    "olmoe, weights that are normalized": ("olmoe", {"norm_topk_prob": True}),
     "phi3 with a window": ("phi3", {"sliding_window": 7}),
     "phi3, three quarters of a head rotate": ("phi3", {"partial_rotary_factor": 0.75}),
     "phi3, texts beyond the first length": (
