@@ -16,7 +16,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=24)
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    variant = foreign_checkpoint(root / "variant", **CASES["mixtral, experts"])
+    variant = foreign_checkpoint(root / "variant", **CASES["gpt_oss, sinks"])
     return variant, foreign_checkpoint(root / "invariant", model_type="olmo")
 
 

@@ -9,7 +9,7 @@ from tests.server.in_process import server_threads
 
 @pytest.mark.parametrize(
     ("kind", "drafter", "is_invariant"),
-    [("mixtral, experts", "none", False), ("olmo", "ngram", True)],
+    [("gpt_oss, sinks", "none", False), ("olmo", "ngram", True)],
 )
 def test_the_model_and_every_answer_tell_of_its_rows(tmp_path, kind, drafter, is_invariant):
     folder = foreign_checkpoint(tmp_path, **CASES[kind])
