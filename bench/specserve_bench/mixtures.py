@@ -25,7 +25,8 @@ from specserve_bench.steps import (
 from specserve_kernels import Ops, load
 
 ROUNDS = 7
-SIZES = tuple(Size(f"{n} rows at 128", (128,), n) for n in (1, 2, 4, 8, 16))
+# A row a request, as rows over the same context have nearly the same experts in a random model.
+SIZES = tuple(Size(f"{n} requests at 128", (128,) * n, 1) for n in (1, 2, 4, 8, 16))
 SHAPE: dict[str, Any] = {  # 8 of 64 experts: a row reads 0.4 GB
     "architectures": ["Qwen3MoeForCausalLM"],
     "head_dim": 128,
@@ -51,6 +52,7 @@ def mixture_figures(
     config = families.parse(dict(shape))
     model, bound = random_mixture(config, load(torch.device("cpu"))), Bound()
     steps = Steps(model, "mixture", sizes)
+    steps.runner.arena.blocks.view(torch.bfloat16).normal_()
     for size in sizes:
         for _ in range(WARM_UP):
             steps.run(size)

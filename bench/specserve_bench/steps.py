@@ -142,8 +142,9 @@ class Steps:
     def run(self, size: Size) -> None:
         """Roots, each with rows - 1 guesses in a chain, as a verification has them."""
         masks = [(2 << k) - 1 for k in range(size.rows)]
+        token_ids = list(range(7, 7 + size.rows))
         groups = [
-            RowGroup(table, [7] * size.rows, context, size.rows, context, masks)
+            RowGroup(table, token_ids, context, size.rows, context, masks)
             for table, context in zip(self.tables, size.contexts, strict=False)
         ]
         launched = self.runner.launch(build_step_input(groups, self.pool.updates))
