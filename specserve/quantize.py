@@ -60,10 +60,18 @@ def quantize(
         fields["tie_word_embeddings"] = False
     with new_folder(target) as folder:
         copy_companions(source, folder)
-        sizes = {name: reader.expected_bytes(name) for name in reader.shapes}
+        sizes = {name: written_bytes(reader, name) for name in reader.shapes}
         write_weights(folder, sizes, lambda name: tensors_of(reader, name))
         write_json(folder / "config.json", fields)
     return sum(sizes.values()), reader.num_odd
+
+
+def written_bytes(reader: Reader, name: str) -> int:
+    """Of a tensor in the new folder: one that is not rounded stays as it is stored."""
+    if reader.bits(name) is not None:
+        return reader.expected_bytes(name)
+    module, _, suffix = name.rpartition(".")
+    return reader.checkpoint.tensors(module, [suffix])[suffix].nbytes
 
 
 def tensors_of(reader: Reader, name: str) -> Mapping[str, Tensor]:

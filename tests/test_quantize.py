@@ -164,7 +164,7 @@ TARGETS = {  # flags -> which maps have which bits, and which are left
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_head_is_named_as_others_take_it_for_no_linear_map(tmp_path, name):
     """vLLM does."""
-    source = tiny_checkpoint(tmp_path / "source")
+    source = tiny_checkpoint(tmp_path / "source", dtype=torch.bfloat16)
     target = quantize(source, tmp_path / "target", *TO[name][0])
     told = json.loads((target / "config.json").read_text())["quantization_config"]
     groups = told["config_groups"].values()
@@ -175,7 +175,7 @@ def test_the_head_is_named_as_others_take_it_for_no_linear_map(tmp_path, name):
 
 
 def test_a_large_model_is_written_in_shards(tmp_path, monkeypatch):
-    source = tiny_checkpoint(tmp_path / "source")
+    source = tiny_checkpoint(tmp_path / "source", dtype=torch.bfloat16)
     whole = load_file(quantize(source, tmp_path / "whole", "--to", "w4") / "model.safetensors")
     monkeypatch.setattr(writing, "SHARD_BYTES", 20_000)
     target = quantize(source, tmp_path / "target", "--to", "w4")
