@@ -1,7 +1,6 @@
 """Steps of every dense family beside Llama's, with the same linear maps: what their flags cost."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from specserve.models import families
 from specserve.models.decoder import Decoder, Layer, Weights
 from specserve.models.families import FAMILIES, DecoderConfig
 from specserve.models.loader import Tables, rotary_tables, table_of
-from specserve_bench.steps import WARM_UP, Size, Steps, spread, typical, words
+from specserve_bench.steps import Size, Steps, beside, words
 from specserve_kernels import Ops, QKNorm, load
 
 ROUNDS = 7
@@ -43,19 +42,7 @@ def family_figures(
     ops = load(torch.device("cpu"))
     maps = RandomMaps(parsed(BASE, shape), ops)
     steps = {name: Steps(maps.decoder(parsed(name, shape)), name, sizes) for name in DENSE}
-    for size in sizes:
-        for each in steps.values():
-            for _ in range(WARM_UP):
-                each.run(size)
-    times: dict[tuple[str, str], list[float]] = {}
-    for _ in range(rounds):
-        for size in sizes:
-            for name, each in steps.items():
-                taken = 1e3 * typical(partial(each.run, size))
-                times.setdefault((name, size.label), []).append(taken)
-    figures = [
-        figure(size.label, {name: times[name, size.label] for name in steps}) for size in sizes
-    ]
+    figures = beside(steps, sizes, rounds, BASE, "over_llama")
     result = {"shape": dict(shape), "rounds": rounds, "steps": figures}
     print(table(result))
     return result
@@ -125,18 +112,6 @@ def qk_norm(config: DecoderConfig) -> QKNorm | None:
         return None
     q, k = map(torch.ones, config.qk_norm_widths)
     return QKNorm(q, k, config.norm_eps)
-
-
-def figure(label: str, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Medians over rounds, and ratios within a round."""
-    base = times[BASE]
-    return {"step": label} | {
-        name: {
-            "ms": spread(own),
-            "over_llama": spread([a / b for a, b in zip(own, base, strict=True)]),
-        }
-        for name, own in times.items()
-    }
 
 
 def table(result: Mapping[str, Any]) -> str:

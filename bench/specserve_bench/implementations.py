@@ -1,7 +1,6 @@
 """Steps of one model by transformers' modules, beside native code, op by op and recorded."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,7 @@ from specserve.models.loaded import LoadedModel
 from specserve.models.loader import load_decoder
 from specserve.models.source import open_source
 from specserve.models.transformers_loader import load_transformers
-from specserve_bench.steps import (
-    WARM_UP,
-    Size,
-    Steps,
-    longest_context,
-    spread,
-    typical,
-    words,
-)
+from specserve_bench.steps import Size, Steps, beside, longest_context, words
 from specserve_kernels import load
 from specserve_kernels.program import EagerProgram
 
@@ -37,19 +28,7 @@ def implementation_figures(
     code op by op.
     """
     steps = contenders(folder, sizes)
-    for size in sizes:
-        for each in steps.values():
-            for _ in range(WARM_UP):
-                each.run(size)
-    times: dict[tuple[str, str], list[float]] = {}
-    for _ in range(rounds):
-        for size in sizes:
-            for name, each in steps.items():
-                taken = 1e3 * typical(partial(each.run, size))
-                times.setdefault((name, size.label), []).append(taken)
-    figures = [
-        figure(size.label, {name: times[name, size.label] for name in steps}) for size in sizes
-    ]
+    figures = beside(steps, sizes, rounds, EAGER, "over_eager")
     result = {"rounds": rounds, "threads": torch.get_num_threads(), "steps": figures}
     print(table(result))
     return result
@@ -65,18 +44,6 @@ def contenders(folder: Path, sizes: Sequence[Size]) -> dict[str, Steps]:
     runner = steps[EAGER].runner
     runner.program = EagerProgram(native, runner.kv)
     return steps
-
-
-def figure(label: str, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Medians over rounds, and ratios within a round."""
-    base = times[EAGER]
-    return {"step": label} | {
-        name: {
-            "ms": spread(own),
-            "over_eager": spread([a / b for a, b in zip(own, base, strict=True)]),
-        }
-        for name, own in times.items()
-    }
 
 
 def table(result: Mapping[str, Any]) -> str:

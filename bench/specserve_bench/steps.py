@@ -151,6 +151,35 @@ class Steps:
         assert launched.logits.shape[0] == size.rows * len(size.contexts)
 
 
+def beside(
+    steps: Mapping[str, Steps], sizes: Sequence[Size], rounds: int, base: str, ratio: str
+) -> list[dict[str, Any]]:
+    """For each size: milliseconds of each model, over interleaved rounds, and under `ratio` what
+    they are of those of `base` in the same round.
+    """
+    for size in sizes:
+        for each in steps.values():
+            for _ in range(WARM_UP):
+                each.run(size)
+    times: dict[str, dict[str, list[float]]] = {size.label: {} for size in sizes}
+    for _ in range(rounds):
+        for size in sizes:
+            for name, each in steps.items():
+                taken = 1e3 * typical(partial(each.run, size))
+                times[size.label].setdefault(name, []).append(taken)
+    return [
+        {"step": label}
+        | {
+            name: {
+                "ms": spread(own),
+                ratio: spread([a / b for a, b in zip(own, of_size[base], strict=True)]),
+            }
+            for name, own in of_size.items()
+        }
+        for label, of_size in times.items()
+    ]
+
+
 def settings(kv_bytes: int, num_requests: int) -> dict[str, Any]:
     return {
         "memory.kv_bytes": kv_bytes,
