@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specserve.models import families
+from specserve.models import decoder_config
 from specserve.models.decoder import Decoder, Layer, Weights
-from specserve.models.families import FAMILIES, DecoderConfig
+from specserve.models.decoder_config import DecoderConfig
+from specserve.models.families import FAMILIES
 from specserve.models.loader import Tables, rotary_tables, table_of
 from specserve_bench.steps import Size, Steps, beside, words
 from specserve_kernels import Ops, QKNorm, load
@@ -49,7 +50,7 @@ def family_figures(
 
 
 def parsed(architecture: str, shape: Mapping[str, Any]) -> DecoderConfig:
-    return families.parse({"architectures": [architecture], **FIELDS, **shape})
+    return decoder_config.parse({"architectures": [architecture], **FIELDS, **shape})
 
 
 class RandomMaps:

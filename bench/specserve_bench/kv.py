@@ -8,7 +8,7 @@ import torch
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.memory import Arena, BlockPool, BlockTable, KVLayout
 from specserve.memory.arena import used_bytes
-from specserve.models.families import DecoderConfig
+from specserve.models.decoder_config import DecoderConfig
 from specserve.models.loader import KV_DTYPES
 from specserve.models.shapes import shape_config
 from specserve_bench.steps import BLOCK_SIZE, spread, typical, words

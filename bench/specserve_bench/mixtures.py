@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from specserve.models import families
+from specserve.models import decoder_config
 from specserve.models.decoder import Decoder, Experts, Weights
-from specserve.models.families import DecoderConfig
+from specserve.models.decoder_config import DecoderConfig
 from specserve.models.loader import rotary_tables
 from specserve_bench.bound import Bound
 from specserve_bench.families import RandomMaps
@@ -49,7 +49,7 @@ def mixture_figures(
     shape: Mapping[str, Any] = SHAPE, sizes: Sequence[Size] = SIZES, rounds: int = ROUNDS
 ) -> dict[str, Any]:
     """Milliseconds by rows over interleaved rounds, and what reading takes that one row needs."""
-    config = families.parse(dict(shape))
+    config = decoder_config.parse(dict(shape))
     model, bound = random_mixture(config, load(torch.device("cpu"))), Bound()
     steps = Steps(model, "mixture", sizes)
     steps.runner.arena.blocks.view(torch.bfloat16).normal_()

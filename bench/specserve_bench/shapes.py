@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from specserve.models import families
+from specserve.models import decoder_config
 from specserve.models.shapes import SHAPES, shape_config
 
 
@@ -18,7 +18,7 @@ def random_checkpoint(shape: str, folder: Path) -> Path:
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.empty(size, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
-        for name, size in families.tensor_shapes(shape_config(shape)).items()
+        for name, size in decoder_config.tensor_shapes(shape_config(shape)).items()
     }
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(SHAPES[shape]))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specserve.memory import KVLayout
-from specserve.models.families import DecoderConfig
+from specserve.models.decoder_config import DecoderConfig
 from specserve.models.weight import Weight
 from specserve.models.weight_forms import WeightForms
 from specserve_kernels import KVCache, KVLayer, Ops, Program, QKNorm, Rotary, Rows

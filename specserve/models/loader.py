@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from specserve.errors import ConfigError
-from specserve.models import families, rotary
+from specserve.models import decoder_config, rotary
 from specserve.models.checkpoint import Checkpoint
 from specserve.models.decoder import Decoder, Experts, Layer, Weights
-from specserve.models.families import DecoderConfig
+from specserve.models.decoder_config import DecoderConfig
 from specserve.models.quantized.config import Quantization
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve.models.rope import RopeParameters
@@ -115,7 +115,7 @@ def open_reader(
 ) -> "Reader":
     """ConfigError unless the checkpoint is what config.json says."""
     checkpoint = Checkpoint(folder)
-    shapes = families.tensor_shapes(config)
+    shapes = decoder_config.tensor_shapes(config)
     if "lm_head" in checkpoint.suffixes:  # used even where config.json says that it is tied
         shapes[HEAD] = shapes[EMBEDDING]
     maps = QuantizedMaps(checkpoint, shapes, config.quantization)

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from specserve.config import DEMO, DEMO_COST
+from specserve.models.decoder_config import DecoderConfig
 from specserve.models.defaults import GenerationDefaults
-from specserve.models.families import DecoderConfig
 from specserve.models.folder import Scaled
 from specserve.models.scaled_shape import NOTE, Sizes, sizes
 from specserve.models.tokenizer import Tokenizer

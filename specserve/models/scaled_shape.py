@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specserve.errors import ConfigError
-from specserve.models import families
-from specserve.models.families import DecoderConfig, load_config
+from specserve.models import decoder_config
+from specserve.models.decoder_config import DecoderConfig, load_config
 from specserve.models.folder import SCALED, read_json
 from specserve.models.shapes import SHAPES, shape_config
 
@@ -36,7 +36,7 @@ def sizes(source: Path, shape: str, dtype: str, name: str) -> Sizes:
     refuse_smaller(source, small, shape, like)
     fields = scaled_fields(read_json(source / "config.json"), small, like, dtype)
     fields[SCALED] = {"source": name, "like": shape_name(shape), "note": NOTE}
-    return Sizes(small, families.parse(fields), fields)
+    return Sizes(small, decoder_config.parse(fields), fields)
 
 
 def read_shape(shape: str) -> DecoderConfig:

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from specserve.errors import ConfigError
-from specserve.models import families
+from specserve.models import decoder_config
 from specserve.models.checkpoint import Checkpoint, unquantized
-from specserve.models.families import DecoderConfig
+from specserve.models.decoder_config import DecoderConfig
 from specserve.models.gguf.tensors import Slice
 from specserve.models.rotary import frequencies
 from specserve.models.scaled_demo import ScaledDemo
@@ -47,7 +47,7 @@ def open_checkpoint(source: Path, scaled: Sizes) -> Checkpoint:
     """ConfigError for weights that cannot be scaled."""
     small, large = scaled.small, scaled.large
     checkpoint = Checkpoint(source)
-    shapes = families.tensor_shapes(small)
+    shapes = decoder_config.tensor_shapes(small)
     if HEAD in checkpoint:  # it counts even where config.json calls it tied
         shapes[HEAD] = shapes[EMBEDDING]
     checkpoint.check(unquantized(shapes))
@@ -91,9 +91,9 @@ class Scaling:
         self.small, self.large = small, large = scaled.small, scaled.large
         self.checkpoint = open_checkpoint(source, scaled)
         self.dtype, self.seed = dtype, seed
-        self.source_shapes = families.tensor_shapes(small)
+        self.source_shapes = decoder_config.tensor_shapes(small)
         self.source_shapes[HEAD] = self.source_shapes[EMBEDDING]
-        self.shapes = families.tensor_shapes(large)
+        self.shapes = decoder_config.tensor_shapes(large)
         self.axes, self.factors = axes(small, large), factors(small, large)
 
     def tensor(self, name: str) -> Tensor:

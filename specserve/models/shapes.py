@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from specserve.models import families
-from specserve.models.families import DecoderConfig
+from specserve.models import decoder_config
+from specserve.models.decoder_config import DecoderConfig
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -63,4 +63,4 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def shape_config(shape: str) -> DecoderConfig:
-    return families.parse(SHAPES[shape])
+    return decoder_config.parse(SHAPES[shape])

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from specserve.config import DEMO_COST
 from specserve.errors import ConfigError
+from specserve.models.decoder_config import DecoderConfig, load_config, read_config
 from specserve.models.defaults import GenerationDefaults, load_defaults
-from specserve.models.families import DecoderConfig, load_config, read_config
 from specserve.models.folder import Scaled, check_regular, check_tokenizer, scaled_from
 from specserve.models.shape import Shape
 from specserve.models.tokenizer import Tokenizer, load_tokenizer

@@ -11,8 +11,9 @@ from importlib.metadata import distribution, version
 from pathlib import Path
 from typing import Any
 
-from specserve.models import families
-from specserve.models.families import FAMILIES, MAX_LAYERS, head_shape, positive
+from specserve.models import decoder_config
+from specserve.models.decoder_config import MAX_LAYERS, head_shape, positive
+from specserve.models.families import FAMILIES
 from specserve.models.shape import Shape
 
 FILE, TABLE = "transformers/models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
@@ -173,7 +174,7 @@ def parse_any(written: dict[str, Any], implementation: str) -> Shape:
     """The shape for the implementation that is asked for; auto is native where that has the
     architecture.
     """
-    is_native = implementation == "native" or families.names_family(written)
+    is_native = implementation == "native" or decoder_config.names_family(written)
     if is_native and implementation != "transformers":
-        return families.parse(written)
+        return decoder_config.parse(written)
     return parse(written)

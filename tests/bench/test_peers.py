@@ -15,7 +15,7 @@ import pytest
 from specserve.cli import main
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.errors import ConfigError
-from specserve.models import families
+from specserve.models import decoder_config
 from specserve.models.tokenizer import load_tokenizer
 from specserve_bench import bound
 from specserve_bench.bound import Rates
@@ -610,7 +610,7 @@ def test_the_models_without_names_are_the_demo_pair_at_cost(tmp_path, monkeypatc
 
 def test_the_draft_of_a_tenth_has_a_tenth_of_the_weights():
     target, draft = (
-        families.parse(models.SHAPES[models.LIKE] | {"vocab_size": 8192} | changes)
+        decoder_config.parse(models.SHAPES[models.LIKE] | {"vocab_size": 8192} | changes)
         for changes in ({}, models.TENTH)
     )
     assert num_linear_weights(draft) / num_linear_weights(target) == pytest.approx(0.1, rel=0.02)

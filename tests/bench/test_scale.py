@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from specserve import LLM, SamplingParams
 from specserve.errors import ConfigError
 from specserve.models.checkpoint import Checkpoint, unquantized
-from specserve.models.families import load_config, tensor_shapes
+from specserve.models.decoder_config import load_config, tensor_shapes
 from specserve.models.folder import scaled_from
 from specserve.models.rounding import Rounding
 from specserve.models.shapes import SHAPES, shape_config

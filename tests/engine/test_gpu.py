@@ -19,7 +19,7 @@ from specserve.engine.step_input import RowGroup
 from specserve.exchange.sampling_params import Sampling
 from specserve.input_processor import load_text_files, make_input_processor
 from specserve.memory import BlockTable
-from specserve.models.families import load_config
+from specserve.models.decoder_config import load_config
 from specserve.models.loader import load_decoder
 from specserve.models.tokenizer import load_tokenizer
 from specserve_bench.workloads import workload

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specserve.models.checkpoint import Checkpoint
-from specserve.models.families import load_config, tensor_shapes
+from specserve.models.decoder_config import load_config, tensor_shapes
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve_kernels import Codes
 from tests.checkpoints import tiny_checkpoint

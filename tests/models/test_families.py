@@ -4,7 +4,8 @@ import pytest
 from safetensors.torch import load_file
 
 from specserve.errors import ConfigError
-from specserve.models.families import FAMILIES, load_config
+from specserve.models.decoder_config import load_config
+from specserve.models.families import FAMILIES
 from tests.checkpoints import tiny_checkpoint
 
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from specserve.models import checkpoint
-from specserve.models.families import load_config, tensor_shapes
+from specserve.models.decoder_config import load_config, tensor_shapes
 from specserve.models.quantized.config import parse
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve_kernels import Codes

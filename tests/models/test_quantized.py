@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from specserve import cli
 from specserve.errors import ConfigError
-from specserve.models.families import load_config
+from specserve.models.decoder_config import load_config
 from specserve.models.loader import load_decoder
 from specserve.models.quantized import config
 from specserve_kernels import cpu, reference

@@ -14,6 +14,8 @@ from specserve.models.chat_template import ChatTemplate
 from specserve.server.processes import NUM_PROCESSES, TemplateProcesses
 from tests.server.test_leaving import resident_bytes
 
+pytestmark = pytest.mark.timed  # of each process: the deadlines here are below half a second
+
 TEMPLATE = """
 {%- set said = messages[0].content -%}
 {%- if said == "power" -%}{{ (8 + messages | length) ** (9 ** 9) }}

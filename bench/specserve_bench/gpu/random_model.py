@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from specserve.models import families, rotary
+from specserve.models import decoder_config, rotary
 from specserve.models.decoder import Decoder, Layer, Weights
 from specserve.models.shapes import SHAPES
 from specserve_drafters.tree import TREE_SLOTS
@@ -20,7 +20,7 @@ def random_decoder(
     shape: str, ops: Ops, max_len: int, dtype: torch.dtype = torch.bfloat16, **overrides: Any
 ) -> Decoder:
     fields = SHAPES[shape] | {"max_position_embeddings": max_len} | overrides
-    config = families.parse(CONFIG_MAPPING[fields["model_type"]](**fields).to_dict() | fields)
+    config = decoder_config.parse(CONFIG_MAPPING[fields["model_type"]](**fields).to_dict() | fields)
     device = ops.place(torch.empty(0)).device
 
     def weight(*size: int) -> Tensor:
@@ -59,7 +59,7 @@ def random_decoder(
 
 def streamed_bytes(decoder: Decoder) -> int:
     """Bytes of the weights that a step of few rows reads: all but an untied embedding."""
-    shapes = families.tensor_shapes(decoder.config)
+    shapes = decoder_config.tensor_shapes(decoder.config)
     numbers = sum(map(math.prod, shapes.values()))
     if not decoder.config.tied:
         numbers -= math.prod(shapes["model.embed_tokens.weight"])

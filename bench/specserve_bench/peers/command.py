@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from specserve.errors import ConfigError
-from specserve.models import families
+from specserve.models import decoder_config
 from specserve.models.folder import resolve
 from specserve_bench import outputs, suite
 from specserve_bench.bound import Bound
@@ -162,7 +162,7 @@ def described(
 
 
 def step_costs(target: Path, sizes: Sizes, quantize: str | None) -> dict[str, Cost]:
-    config = families.load_config(target)
+    config = decoder_config.load_config(target)
     steps = {figure.name: bound_size(figure.name, sizes) for figure in FIGURES}
     return {name: cost(config, size, quantize) for name, size in steps.items() if size is not None}
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from specserve.errors import ConfigError
-from specserve.models import families
+from specserve.models import decoder_config
 from specserve.models.checkpoint import Checkpoint, unquantized
-from specserve.models.families import DecoderConfig
+from specserve.models.decoder_config import DecoderConfig
 from specserve.models.gguf.names import file_name, is_turned
 
 ARCHITECTURES = {
@@ -29,11 +29,11 @@ def write_gguf(folder: Path, file: Path) -> None:
         from gguf import GGMLQuantizationType, GGUFWriter
     except ImportError as e:
         raise ConfigError("gguf is not installed: pip install 'specserve[bench]'") from e
-    config = families.load_config(folder)
+    config = decoder_config.load_config(folder)
     architecture = architecture_of(folder, config)
     writer = GGUFWriter(file, architecture)
     add_shape(writer, config)
-    shapes = families.tensor_shapes(config)
+    shapes = decoder_config.tensor_shapes(config)
     checkpoint = Checkpoint(folder)
     checkpoint.check(unquantized(shapes))
     for name, shape in shapes.items():

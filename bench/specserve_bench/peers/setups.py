@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from specserve.models import families
+from specserve.models import decoder_config
 from specserve_bench.peers.cases import Case
 from specserve_bench.peers.gguf_file import write_gguf
 from specserve_bench.peers.protocol import Setup
@@ -51,5 +51,5 @@ class Setups:
 
 
 def kv_token_bytes(folder: Path) -> int:
-    c = families.load_config(folder)
+    c = decoder_config.load_config(folder)
     return 2 * c.num_layers * c.num_kv_heads * c.head_dim * BF16_BYTES

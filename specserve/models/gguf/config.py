@@ -4,7 +4,7 @@ import struct
 from math import prod
 from typing import Any
 
-from specserve.models.families import MAX_HEAD_DIM, MAX_LAYERS
+from specserve.models.decoder_config import MAX_HEAD_DIM, MAX_LAYERS
 from specserve.models.gguf.header import Header, Tensor
 from specserve.models.gguf.names import EMBEDDING, HEAD, ROPE_FACTORS
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 
 from specserve.errors import ConfigError
-from specserve.models import families
+from specserve.models import decoder_config
 from specserve.models.chat_template import ChatTemplate
+from specserve.models.decoder_config import DecoderConfig
 from specserve.models.defaults import GenerationDefaults, read_defaults
-from specserve.models.families import DecoderConfig
 from specserve.models.folder import Scaled
 from specserve.models.gguf.blocks import QUANTIZED
 from specserve.models.gguf.config import read_config
@@ -45,7 +45,7 @@ class GgufFile:
     def config(self) -> DecoderConfig:
         header = self.header
         try:
-            config = families.parse(read_config(header))
+            config = decoder_config.parse(read_config(header))
             check_factors(config)
         except ValueError as e:
             raise ConfigError(f"{self.path}: {e}; take another model, or another file of it") from e
@@ -101,7 +101,7 @@ class GgufFile:
         for a tokenizer that is not supported.
         """
         config, tensors = self.config(), self.header.tensors
-        expected = families.tensor_shapes(config)
+        expected = decoder_config.tensor_shapes(config)
         for name, shape in expected.items():
             self.check_tensor(file_name(name), shape)
         for name in tensors:

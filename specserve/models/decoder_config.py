@@ -1,0 +1,432 @@
+"""The decoder that a config.json describes: its shape, and the tensors of its checkpoint."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from specserve.errors import ConfigError
+from specserve.models import rope
+from specserve.models.experts import ExpertStyle, Mixture, number_field, sparse_layers
+from specserve.models.families import FAMILIES, Family, Keys
+from specserve.models.folder import read_json
+from specserve.models.quantized import config as quantized
+from specserve.models.rope import RopeParameters
+from specserve.models.shape import Shape
+
+MAX_HEAD_DIM = 512  # of the kernels: MAX_D in attention.cpp
+MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
+MAX_EXPERTS = 1024  # of the kernels, too: in experts.cpp
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # as `Ops.linear_gated` has them
+
+
+class DecoderConfig(Shape, frozen=True, kw_only=True):
+    """All that the decoder needs of a model besides its weights."""
+
+    implementation = "native"
+    norm_eps: float
+    activation: str  # of the MLP's gate: as `Ops.linear_gated` has them
+    score_scale: float
+    score_cap: float | None
+    embedding_scale: float
+    residual_scale: float  # what layers add to the residual stream is multiplied by it
+    logit_scale: float
+    logit_cap: float | None
+    tied: bool  # the head is the embedding table, unless the checkpoint has one of its own
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    family: Family
+    windows: tuple[int | None, ...]  # by layer; None is full attention
+    rope: tuple[bool, ...]  # by layer; whether it has rotary embedding
+    rope_parameters: RopeParameters
+    local_rope_parameters: RopeParameters  # of layers with a window
+    mixture: Mixture | None = None
+
+    def has_experts(self, layer: int) -> bool:
+        return self.mixture is not None and self.mixture.layers[layer]
+
+    @property
+    def qkv_names(self) -> list[str]:
+        """Of a layer's maps to queries, keys and values."""
+        parts = ["qkv"] if self.family.fuses_qkv else ["q", "k", "v"]
+        return [f"self_attn.{part}_proj" for part in parts]
+
+    @property
+    def gate_up_names(self) -> list[str]:
+        parts = ["gate_up"] if self.family.fuses_gate_up else ["gate", "up"]
+        return [f"mlp.{part}_proj" for part in parts]
+
+    @property
+    def norm_names(self) -> list[str]:
+        """Of a layer's norms of rows as wide as the residual stream."""
+        norms = self.family.norms
+        places = norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp
+        return [name for name in places if name is not None]
+
+    @property
+    def qk_norm_widths(self) -> tuple[int, int] | None:
+        """Of the norms of queries and of keys; None if there are none."""
+        match self.family.qk_norm:
+            case "none":
+                return None
+            case "heads":
+                return self.head_dim, self.head_dim
+            case "width":
+                return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+
+    @property
+    def num_layer_weights(self) -> int:
+        """Weights in the linear maps of all layers that a row is multiplied by."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return self.hidden_size * sum(
+            attention + self.row_width(layer) for layer in range(self.num_layers)
+        )
+
+    def row_width(self, layer: int) -> int:
+        """Of a layer's other maps: the weights that a row is multiplied by, over hidden_size."""
+        if self.mixture is None or not self.mixture.layers[layer]:
+            return 3 * self.intermediate_size
+        return self.mixture.num_experts + 3 * self.mixture.num_active * self.mixture.width
+
+
+T = TypeVar("T")
+
+
+def load_config(folder: Path) -> DecoderConfig:
+    """The decoder that a folder's config.json describes."""
+    return read_config(folder, parse)
+
+
+def read_config(folder: Path, parse: Callable[[dict[str, Any]], T]) -> T:
+    """What `parse` reads from a folder's config.json; its ValueError comes out as ConfigError."""
+    path = folder / "config.json"
+    try:
+        return parse(read_json(path))
+    except ValueError as e:
+        raise ConfigError(
+            f"{path}: {e}; take another checkpoint, or correct the file if it is wrong"
+        ) from e
+
+
+def names_family(written: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a supported family, or does not say of which it is."""
+    named = written.get("architectures")
+    first = named[0] if isinstance(named, list) and named else None
+    return not named or (isinstance(first, str) and first in FAMILIES)
+
+
+def parse(written: dict[str, Any]) -> DecoderConfig:
+    """The decoder that a config.json describes; ValueError says what cannot be served, and why."""
+    architecture, family = find_family(written)
+    fields, keys = {**family.defaults, **written}, family.keys
+    if fields.get("use_bidirectional_attention"):
+        raise ValueError(
+            "use_bidirectional_attention = true is not supported: tokens see earlier ones"
+        )
+    if fields.get("clip_qkv") is not None:
+        raise ValueError(f"clip_qkv = {fields['clip_qkv']!r} is not supported: only null is")
+    heads, kv_heads, head_dim = head_shape(fields)
+    max_positions, rotates = positive(fields, "max_position_embeddings"), named_to_rotate(fields)
+    seen = windows(fields, family, rotates)
+    if family.rotated == "windowed" or (family.rotated != "named" and fields["sliding_window"]):
+        rotates = tuple(window is not None for window in seen)
+
+    def rope_of(told: Mapping[str, Any]) -> RopeParameters:
+        shares, names = family.rotates_a_share, family.rope_names
+        return rope.parse(told, max_positions, head_dim, shares, names)
+
+    return DecoderConfig(
+        architecture=architecture,
+        num_layers=len(rotates),
+        hidden_size=positive(fields, "hidden_size"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=positive(fields, "intermediate_size"),
+        vocab_size=positive(fields, "vocab_size"),
+        max_positions=max_positions,
+        norm_eps=norm_eps(fields, keys.norm_eps),
+        activation=activation(fields, keys.activation),
+        score_scale=score_scale(fields, keys, head_dim),
+        score_cap=optional_number(fields, keys.score_cap),
+        embedding_scale=embedding_scale(fields, family),
+        residual_scale=optional_number(fields, keys.residual_scale) or 1.0,
+        logit_scale=logit_scale(fields, keys),
+        logit_cap=optional_number(fields, keys.logit_cap),
+        tied=flag(fields, "tie_word_embeddings"),
+        qkv_bias=either(family.qkv_bias, fields, "attention_bias"),
+        out_bias=either(family.out_bias, fields, "attention_bias"),
+        mlp_bias=either(family.mlp_bias, fields, "mlp_bias"),
+        family=family,
+        windows=seen,
+        rope=rotates,
+        rope_parameters=rope_of(global_rope(fields)),
+        local_rope_parameters=rope_of(local_rope(fields, keys) or global_rope(fields)),
+        quantization=quantized.parse(written),
+        mixture=parse_mixture(fields, family.experts, len(rotates)),
+    )
+
+
+def parse_mixture(
+    fields: Mapping[str, Any], style: ExpertStyle | None, num_layers: int
+) -> Mixture | None:
+    """None where no layer has experts."""
+    if style is None:
+        return None
+    name = number_field(fields)
+    number = fields.get(name, style.number)
+    if number == 0:
+        return None
+    num_experts = positive({name: number}, name, MAX_EXPERTS)
+    every, without = 1, fields.get("mlp_only_layers") or []
+    if "decoder_sparse_step" in fields:
+        every = positive(fields, "decoder_sparse_step")
+    if not isinstance(without, list):
+        raise ValueError(f"mlp_only_layers = {without!r} is no list of layers")
+    layers = sparse_layers(num_layers, every, without)
+    return (
+        None
+        if not any(layers)
+        else Mixture(
+            num_experts=num_experts,
+            num_active=positive(fields, "num_experts_per_tok", num_experts),
+            width=positive(fields, style.width),
+            normalizes=either(style.normalizes, fields, "norm_topk_prob"),
+            layers=layers,
+            module=style.module,
+            maps=style.maps,
+        )
+    )
+
+
+def find_family(fields: Mapping[str, Any]) -> tuple[str, Family]:
+    named = fields.get("architectures")
+    if not named:
+        raise ValueError(
+            f"architectures is missing or empty; it names the model's kind: {', '.join(FAMILIES)} "
+            "are supported"
+        )
+    if isinstance(named, list) and isinstance(named[0], str) and named[0] in FAMILIES:
+        return named[0], FAMILIES[named[0]]
+    raise ValueError(f"architectures = {named!r} is not supported: {', '.join(FAMILIES)} are")
+
+
+def head_shape(fields: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Query heads, KV heads, head size."""
+    heads = positive(fields, "num_attention_heads")
+    has_own = fields["num_key_value_heads"] is not None
+    kv_heads = positive(fields, "num_key_value_heads") if has_own else heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"num_attention_heads = {heads} is no multiple of num_key_value_heads = {kv_heads}"
+        )
+    head_dim = head_size(fields, heads)
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(f"head_dim = {head_dim} is not supported: rotary embedding needs pairs")
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim = {head_dim} is not supported: at most {MAX_HEAD_DIM} is")
+    return heads, kv_heads, head_dim
+
+
+def head_size(fields: Mapping[str, Any], heads: int) -> int:
+    if fields["head_dim"] is not None:
+        return positive(fields, "head_dim")
+    hidden = positive(fields, "hidden_size")
+    if hidden % heads:
+        raise ValueError(f"hidden_size = {hidden} is no multiple of num_attention_heads = {heads}")
+    return hidden // heads
+
+
+def norm_eps(fields: Mapping[str, Any], key: str) -> float:
+    eps = fields[key]
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps <= 1:
+        raise ValueError(f"{key} = {eps!r} must be a number from 0 to 1")
+    return float(eps)
+
+
+def activation(fields: Mapping[str, Any], key: str) -> str:
+    named = fields[key]
+    if not isinstance(named, str) or named not in ACTIVATIONS:
+        raise ValueError(f"{key} = {named!r} is not supported: {', '.join(ACTIVATIONS)} are")
+    return ACTIVATIONS[named]
+
+
+def score_scale(fields: Mapping[str, Any], keys: Keys, head_dim: int) -> float:
+    if keys.score_scale is not None:
+        return number(fields, keys.score_scale)
+    root = math.sqrt(number(fields, keys.query_scalar) if keys.query_scalar else head_dim)
+    return 1.0 / root
+
+
+def embedding_scale(fields: Mapping[str, Any], family: Family) -> float:
+    if family.scales_by_width:
+        return math.sqrt(positive(fields, "hidden_size"))
+    return optional_number(fields, family.keys.embedding_scale) or 1.0
+
+
+def logit_scale(fields: Mapping[str, Any], keys: Keys) -> float:
+    if keys.logit_divisor is not None:
+        return 1.0 / number(fields, keys.logit_divisor)
+    return optional_number(fields, keys.logit_scale) or 1.0
+
+
+def global_rope(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields with the rotary embedding of layers without a window, where there are two."""
+    told = fields.get("rope_parameters")
+    if not isinstance(told, dict) or "full_attention" not in told:
+        return fields
+    return {**fields, "rope_parameters": told["full_attention"]}
+
+
+def local_rope(fields: Mapping[str, Any], keys: Keys) -> Mapping[str, Any] | None:
+    """The fields with the rotary embedding of layers with a window; None: it is that of all."""
+    told = fields.get("rope_parameters")
+    if isinstance(told, dict) and "sliding_attention" in told:
+        return {**fields, "rope_scaling": None, "rope_parameters": told["sliding_attention"]}
+    if keys.local_theta is None:
+        return None
+    theta = {"rope_theta": fields[keys.local_theta]}
+    return {**fields, "rope_scaling": None, "rope_parameters": theta}
+
+
+def optional_number(fields: Mapping[str, Any], key: str | None) -> float | None:
+    return None if key is None or fields[key] is None else number(fields, key)
+
+
+def number(fields: Mapping[str, Any], key: str) -> float:
+    value = fields[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-6 <= value <= 1e6:
+        raise ValueError(f"{key} = {value!r} must be a number from 1e-6 to 1e6")
+    return float(value)
+
+
+def windows(
+    fields: Mapping[str, Any], family: Family, rotates: tuple[bool, ...]
+) -> tuple[int | None, ...]:
+    """The sliding window of each layer, in tokens; None is full attention."""
+    window, kinds = fields["sliding_window"], fields["layer_types"]
+    if family.windowed in ("upper", "asked") and not flag(fields, "use_sliding_window"):
+        window = None
+    if kinds is None:
+        names = {True: "sliding_attention", False: "full_attention"}
+        has_any = window is not None
+        kinds = [names[has_any and w] for w in windowed_layers(fields, family, rotates)]
+    if not isinstance(kinds, list) or len(kinds) != len(rotates):
+        raise ValueError(
+            f"layer_types = {kinds!r} is no list of {len(rotates)}, one for each layer"
+        )
+    return tuple(layer_window(kind, window) for kind in kinds)
+
+
+def windowed_layers(
+    fields: Mapping[str, Any], family: Family, rotates: tuple[bool, ...]
+) -> list[bool]:
+    """Which layers have the window if there is one, by the family's own rule."""
+    if family.windowed == "upper":
+        first = natural(fields, "max_window_layers")
+        return [i >= first for i in range(len(rotates))]
+    if family.windowed == "unrotated":
+        is_used = flag(fields, "use_sliding_window")
+        return [is_used and not rotating for rotating in rotates]
+    if family.windowed == "pattern":
+        every = positive(fields, "sliding_window_pattern") if fields["sliding_window"] else 1
+        return [(i + 1) % every != 0 for i in range(len(rotates))]
+    return [family.windowed in ("all", "asked")] * len(rotates)
+
+
+def layer_window(kind: Any, window: Any) -> int | None:
+    if kind == "full_attention":
+        return None
+    if kind != "sliding_attention":
+        raise ValueError(
+            f"layer type {kind!r} is not supported: full_attention and sliding_attention are"
+        )
+    if not is_int(window) or not 1 <= window <= MAX_SIZE:
+        raise ValueError(f"a layer has sliding_attention, and the sliding_window is {window!r}")
+    return int(window)
+
+
+def named_to_rotate(fields: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Whether a layer has rotary embedding, by layer, as the config names them."""
+    num_layers = positive(fields, "num_hidden_layers", MAX_LAYERS)
+    layers = fields["no_rope_layers"]  # 1 means rotary embedding, despite the name
+    if layers is None and "no_rope_layer_interval" in fields:
+        interval = positive(fields, "no_rope_layer_interval")
+        layers = [(i + 1) % interval for i in range(num_layers)]
+    if layers is None:
+        return (True,) * num_layers
+    if not isinstance(layers, list) or len(layers) < num_layers:
+        raise ValueError(
+            f"no_rope_layers = {layers!r} is no list of {num_layers}, one for each layer"
+        )
+    return tuple(bool(x) for x in layers[:num_layers])
+
+
+def either(fixed: bool | None, fields: Mapping[str, Any], key: str) -> bool:
+    return flag(fields, key) if fixed is None else fixed
+
+
+def flag(fields: Mapping[str, Any], key: str) -> bool:
+    value = fields[key]
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} = {value!r} must be true or false")
+    return value
+
+
+def positive(fields: Mapping[str, Any], key: str, most: int = MAX_SIZE) -> int:
+    value = fields[key]
+    if not is_int(value) or not 1 <= value <= most:
+        raise ValueError(f"{key} = {value!r} must be a whole number from 1 to {most}")
+    return int(value)
+
+
+def natural(fields: Mapping[str, Any], key: str) -> int:
+    return 0 if fields[key] == 0 else positive(fields, key)
+
+
+def is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint must hold, by its Hugging Face name."""
+    hidden, vocab = config.hidden_size, config.vocab_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tied:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    layers = {has: layer_shapes(config, has) for has in (False, True)}
+    for i in range(config.num_layers):
+        layer = layers[config.has_experts(i)]
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def layer_shapes(config: DecoderConfig, has_experts: bool) -> dict[str, tuple[int, ...]]:
+    hidden, inner, D = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_heads * D, config.num_kv_heads * D
+    qkv, gate_up = [q, kv, kv], [inner, inner]
+    qkv = [sum(qkv)] if config.family.fuses_qkv else qkv
+    gate_up = [sum(gate_up)] if config.family.fuses_gate_up else gate_up
+    linears = dict[str, tuple[int, int, bool]]()  # name -> output width, input width, has a bias
+    for name, out in zip(config.qkv_names, qkv, strict=True):
+        linears[name] = out, hidden, config.qkv_bias
+    linears["self_attn.o_proj"] = hidden, q, config.out_bias
+    if config.mixture is not None and has_experts:
+        for name, (out, width) in config.mixture.shapes(hidden):
+            linears[name] = out, width, False
+    else:
+        for name, out in zip(config.gate_up_names, gate_up, strict=True):
+            linears[name] = out, hidden, config.mlp_bias
+        linears["mlp.down_proj"] = hidden, inner, config.mlp_bias
+    shapes: dict[str, tuple[int, ...]] = {f"{n}.weight": (hidden,) for n in config.norm_names}
+    for part, width in zip("qk", config.qk_norm_widths or (), strict=False):
+        shapes[f"self_attn.{part}_norm.weight"] = (width,)
+    for name, (out, width, has_bias) in linears.items():
+        shapes[f"{name}.weight"] = (out, width)
+        if has_bias:
+            shapes[f"{name}.bias"] = (out,)
+    return shapes
