@@ -110,7 +110,7 @@ class LinearMaps:
     """
 
     def __init__(
-        self, hook: Hook, ops: Ops, packed: Any, bias: Tensor | None, widths: Sequence[int]
+        self, hook: Hook, ops: Ops, packed: Any, bias: Tensor | None, widths: list[int]
     ) -> None:
         self.hook, self.ops, self.packed, self.bias, self.widths = hook, ops, packed, bias, widths
         self.x: Tensor | None = None
@@ -121,7 +121,7 @@ class LinearMaps:
         if x is not self.x or i not in self.parts:
             flat = x.reshape(-1, x.shape[-1]).contiguous()
             out = self.hook.run(self.ops.linear, flat, self.packed, self.bias)
-            parts = out.view(*x.shape[:-1], -1).split(self.widths, -1)
+            parts = torch.split_with_sizes(out.view(*x.shape[:-1], -1), self.widths, -1)
             self.x, self.parts = x, dict(enumerate(parts))
         part = self.parts.pop(i)
         if not self.parts:

@@ -136,8 +136,8 @@ def put(
     widths = [len(weight_of(part)) for part in parts]
     maps = LinearMaps(hook, ops, ops.prepack(weight), bias, widths)
     for i, name in enumerate(names):
-        packed = PackedLinear(maps, i)
-        packed.specserve_hook = hook
+        packed: Any = PackedLinear(maps, i)
+        packed.specserve_hook = hook  # as all modules of the model have it
         causal.set_submodule(name, packed)
 
 
@@ -195,7 +195,7 @@ def norm_of(module: Any, target: Target) -> Norm | None:
     """The same as our op computes it, in one pass where torch takes six; None for any other module.
     Its epsilon is among its floats, and 1 may be added to its weight.
     """
-    weights = list(module.parameters(recurse=False))
+    weights: list[Any] = list(module.parameters(recurse=False))
     if len(weights) != 1 or weights[0].dim() != 1 or weights[0] is not getattr(module, "weight", 0):
         return None
     takes = inspect.signature(module.forward).parameters

@@ -51,6 +51,10 @@ async def told(request: Request) -> Response:
     draft_model = None if served.draft_weights is None else name_of(str(config.draft))
     options = {k: v for k, v in config.drafter.options.items() if k != "sources"}
     chosen = {"drafter": config.drafter.name, "draft_model": draft_model, "options": options}
+    if served.row_invariant is not None:
+        chosen["row_invariant"] = served.row_invariant
+    if served.row_invariant is False:  # whoever was to guess does not
+        chosen |= {"drafter": "none", "options": {}}
     targets = {"ttft_ms": config.scheduler.ttft_ms, "tpot_ms": config.scheduler.tpot_ms}
     targets["min_tpot_ms"] = config.min_tpot_ms
     return json_response({"object": "speculation"} | chosen | state | {"slo": targets})
