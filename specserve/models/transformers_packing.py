@@ -195,13 +195,14 @@ def norm_of(module: Any, target: Target) -> Norm | None:
     """The same as our op computes it, in one pass where torch takes six; None for any other module.
     Its epsilon is among its floats, and 1 may be added to its weight.
     """
-    weights: list[Any] = list(module.parameters(recurse=False))
-    if len(weights) != 1 or weights[0].dim() != 1 or weights[0] is not getattr(module, "weight", 0):
+    parameters = dict(module.named_parameters(recurse=False))
+    weight: Tensor | None = parameters.get("weight")
+    if weight is None or len(parameters) > 1 or weight.dim() != 1:
         return None
     takes = inspect.signature(module.forward).parameters
-    if len(takes) != 1 or any(module.children()) or weights[0].dtype not in NORM_TOLERANCE:
+    if len(takes) != 1 or any(module.children()) or weight.dtype not in NORM_TOLERANCE:
         return None
-    weight = weights[0].float()
+    weight = weight.float()
     candidates = [value for value in vars(module).values() if type(value) is float]
     norms = (
         Norm(*target, module, weight + added, eps) for eps in candidates for added in (0.0, 1.0)
