@@ -20,6 +20,10 @@ MAX_EXPERTS = 1024  # of the kernels, too: in experts.cpp
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # as `Ops.linear_gated` has them
 
 
+class Unsupported(ValueError):
+    """What native code lacks, and transformers' modules may have."""
+
+
 class DecoderConfig(Shape, frozen=True, kw_only=True):
     """All that the decoder needs of a model besides its weights."""
 
@@ -125,7 +129,7 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
             "use_bidirectional_attention = true is not supported: tokens see earlier ones"
         )
     if fields.get("clip_qkv") is not None:
-        raise ValueError(f"clip_qkv = {fields['clip_qkv']!r} is not supported: only null is")
+        raise Unsupported(f"clip_qkv = {fields['clip_qkv']!r} is not supported: only null is")
     heads, kv_heads, head_dim = head_shape(fields)
     max_positions, rotates = positive(fields, "max_position_embeddings"), named_to_rotate(fields)
     seen = windows(fields, family, rotates)
@@ -248,7 +252,7 @@ def norm_eps(fields: Mapping[str, Any], key: str) -> float:
 def activation(fields: Mapping[str, Any], key: str) -> str:
     named = fields[key]
     if not isinstance(named, str) or named not in ACTIVATIONS:
-        raise ValueError(f"{key} = {named!r} is not supported: {', '.join(ACTIVATIONS)} are")
+        raise Unsupported(f"{key} = {named!r} is not supported: {', '.join(ACTIVATIONS)} are")
     return ACTIVATIONS[named]
 
 

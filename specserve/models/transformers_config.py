@@ -175,6 +175,12 @@ def parse_any(written: dict[str, Any], implementation: str) -> Shape:
     architecture.
     """
     is_native = implementation == "native" or decoder_config.names_family(written)
-    if is_native and implementation != "transformers":
+    if not is_native or implementation == "transformers":
+        return parse(written)
+    try:
         return decoder_config.parse(written)
-    return parse(written)
+    except decoder_config.Unsupported as e:
+        parse(written)  # what transformers cannot compute either is told instead
+        raise ValueError(
+            f"{e}; model.implementation = 'transformers' may compute it, by transformers' modules"
+        ) from e

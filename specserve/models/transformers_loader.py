@@ -3,41 +3,35 @@ transformers would.
 """
 
 import logging
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from specserve.errors import ConfigError
 from specserve.models.checkpoint import IGNORED, Checkpoint
 from specserve.models.loader import DTYPES, LONGEST, Progress
-from specserve.models.rounding import AS_STORED, HEAD, Rounding
+from specserve.models.rounding import AS_STORED, Rounding
 from specserve.models.row_probe import rows_of, small_program
 from specserve.models.shape import Shape
 from specserve.models.transformers_model import (
     NAME,
     Call,
     Hook,
-    PackedLinear,
     TransformersModel,
 )
-from specserve.models.weight import Weight, form_of, num_bytes
-from specserve.models.weight_forms import MapForm, WeightForms
+from specserve.models.transformers_packing import Target, pack, recording, take_norms, together
 from specserve_drafters.tree import TREE_SLOTS
 from specserve_kernels import Ops, Rotary
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of a row's logits, relative
 CHECKED = 5  # rows that transformers' own attention computes, too
 FIRST = 2  # of these, those that a step of their own computes
-LINEAR = torch.nn.Linear, Conv1D
 REMEDY = "take another checkpoint"
 
 log = logging.getLogger("specserve")
@@ -71,12 +65,13 @@ def load_transformers(
     hook = Hook()
     for module in causal.modules():
         module.specserve_hook = hook
-    forms = pack(folder, causal, ops, rounding, progress)
-    device = ops.place(torch.empty(0)).device
-    causal.to(device)
-    with refusing(folder):
-        layers = describe(causal, hook, device)
+    with refusing(folder), recording(causal) as readings:
+        layers = describe(causal, hook)
     refuse_unfit(folder, shape, layers, causal.config)
+    groups = together(causal, readings, rounding)
+    forms = pack(folder, causal, Target(hook, ops), rounding, groups, progress)
+    causal.to(ops.place(torch.empty(0)).device)
+    take_norms(causal, Target(hook, ops))
     table = torch.ones(context + TREE_SLOTS, layers[0].key.shape[3] // 2)
     still = Rotary(ops.place(table), ops.place(torch.zeros_like(table)))
     model = TransformersModel(shape, ops, causal, layers, hook, still, forms)
@@ -147,62 +142,7 @@ def refuse_other_sizes(folder: Path, shape: Shape, config: Any) -> None:
             )
 
 
-def pack(
-    folder: Path, causal: Any, ops: Ops, rounding: Rounding, progress: Progress | None
-) -> WeightForms:
-    """Have the ops compute every linear map; a map's unpacked weights are freed as it is packed."""
-    head = causal.get_output_embeddings()
-    forms, num_odd, num_packed, done = Counter[MapForm](), 0, 0, 0
-    names = [name for name, module in causal.named_modules() if type(module) in LINEAR]
-    size = sum(causal.get_submodule(name).weight.nbytes for name in names)
-    for name in names:
-        linear = causal.get_submodule(name)
-        is_head = linear is head
-        of = HEAD if is_head else name, width(linear)
-        done += linear.weight.nbytes
-        weight = rounded(folder, name, weight_of(linear), rounding, of, ops)
-        num_odd += rounding.is_odd(*of)
-        forms[form_of(weight, is_head)] += 1
-        num_packed += num_bytes(weight)
-        bias = None if linear.bias is None else ops.place(linear.bias.data)
-        causal.set_submodule(name, PackedLinear(ops, ops.prepack(weight), bias))
-        head = None if is_head else head
-        del linear, weight  # before the next one is packed
-        if progress is not None:
-            progress(done, size)
-    num_packed += sum(parameter.nbytes for parameter in causal.parameters())
-    maps = (msgspec.structs.replace(form, number=number) for form, number in forms.items())
-    ordered = tuple(sorted(maps, key=lambda form: (form.is_head, form.bits)))
-    return WeightForms(ordered, num_packed, num_odd)
-
-
-def weight_of(linear: Any) -> Tensor:
-    """[out, in]; a Conv1D, GPT-2's name for a linear map, has it the other way round."""
-    weight: Tensor = linear.weight.data
-    return weight.t().contiguous() if type(linear) is Conv1D else weight
-
-
-def width(linear: Any) -> int:
-    return int(linear.weight.shape[0 if type(linear) is Conv1D else 1])
-
-
-def rounded(
-    folder: Path, name: str, weight: Tensor, rounding: Rounding, of: tuple[str, int], ops: Ops
-) -> Weight:
-    """A map's weight, as codes where it is to be rounded; `of` is its name and width there."""
-    bits = rounding.bits(*of)
-    if bits is None:
-        return weight
-    codes = ops.quantize(weight, bits)
-    if not codes.scale.isfinite().all():
-        raise ConfigError(
-            f"{folder}: {name} has numbers that are not finite and cannot be rounded to codes; "
-            "download the model again, or take another checkpoint"
-        )
-    return codes._replace(rounds_rows=ops.rounds_rows and rounding.rounds_rows(*of))
-
-
-def describe(causal: Any, hook: Hook, device: torch.device) -> list[Call]:
+def describe(causal: Any, hook: Hook) -> list[Call]:
     """What each layer asks of attention, by layer, as a forward of two tokens shows it."""
     calls: list[Call] = []
 
@@ -211,7 +151,7 @@ def describe(causal: Any, hook: Hook, device: torch.device) -> list[Call]:
         return call.query[0].transpose(0, 1).flatten(1)
 
     hook.attend = attend
-    causal.base_model(input_ids=torch.tensor([[1, 2]], device=device), use_cache=False)
+    causal.base_model(input_ids=torch.tensor([[1, 2]]), use_cache=False)
     return sorted(calls, key=lambda call: call.layer)
 
 

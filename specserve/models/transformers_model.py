@@ -1,9 +1,10 @@
-"""A model whose forward is that of transformers' own modules, with attention over our paged KV and
-our linear maps in them.
+"""A model whose forward is that of transformers' own modules, with attention over our paged KV, our
+linear maps and our norms in them.
 """
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
@@ -43,12 +44,40 @@ class Call(NamedTuple):
 
 
 class Hook:
-    """What the attention of all of a model's layers calls. A field of theirs leads to it: some
-    models drop keyword arguments that they do not know.
+    """What all modules of a model reach while it computes.
+
+    attend   what the attention of its layers calls. A field of theirs leads to it: some models drop
+             keyword arguments that they do not know
+    threads  of our ops, while torch's own run on one; None: both on those that torch has
     """
 
     def __init__(self) -> None:
         self.attend: Callable[[Call], Tensor] | None = None
+        self.threads: int | None = None
+
+    @contextmanager
+    def sparing_torch(self) -> Iterator[None]:
+        """Within it torch's ops have one thread. OpenMP's others would gain little on a step's
+        small tensors, and spin beside our threads for milliseconds after each, unless the
+        environment told OpenMP otherwise before torch was imported.
+        """
+        self.threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(self.threads)
+            self.threads = None
+
+    def run(self, op: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Call one of our ops, with the step's threads."""
+        if self.threads is None:
+            return op(*args)
+        torch.set_num_threads(self.threads)  # half a microsecond
+        try:
+            return op(*args)
+        finally:
+            torch.set_num_threads(1)
 
 
 def attention(
@@ -75,16 +104,55 @@ def attention(
 AttentionInterface.register(NAME, attention)
 
 
-class PackedLinear(torch.nn.Module):
-    """A linear map that the ops compute."""
+class LinearMaps:
+    """Linear maps that read the same tensor. The first one that is called computes all of them as
+    one, so that few rows take one list of ops; each of the others finds its part.
+    """
 
-    def __init__(self, ops: Ops, packed: Any, bias: Tensor | None) -> None:
+    def __init__(
+        self, hook: Hook, ops: Ops, packed: Any, bias: Tensor | None, widths: list[int]
+    ) -> None:
+        self.hook, self.ops, self.packed, self.bias, self.widths = hook, ops, packed, bias, widths
+        self.x: Tensor | None = None
+        self.parts: dict[int, Tensor] = {}  # of x, by map: those that were not called for it
+
+    def part(self, x: Tensor, i: int) -> Tensor:
+        """What map `i` makes of x."""
+        if x is not self.x or i not in self.parts:
+            flat = x.reshape(-1, x.shape[-1]).contiguous()
+            out = self.hook.run(self.ops.linear, flat, self.packed, self.bias)
+            parts = torch.split_with_sizes(out.view(*x.shape[:-1], -1), self.widths, -1)
+            self.x, self.parts = x, dict(enumerate(parts))
+        part = self.parts.pop(i)
+        if not self.parts:
+            self.x = None
+        return part.contiguous()  # torch's bits and a module's views may depend on gaps
+
+
+class PackedLinear(torch.nn.Module):
+    """One of them."""
+
+    def __init__(self, maps: LinearMaps, i: int) -> None:
         super().__init__()
-        self.ops, self.packed, self.bias = ops, packed, bias
+        self.maps, self.i = maps, i
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.maps.part(x, self.i)
+
+
+class Norm:
+    """What an RMSNorm's module computes, by our op: `weight` [D] float32, and rows of `dtype`."""
+
+    def __init__(self, hook: Hook, ops: Ops, module: Any, weight: Tensor, eps: float) -> None:
+        self.hook, self.ops, self.module, self.weight, self.eps = hook, ops, module, weight, eps
+        self.dtype = module.weight.dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype != self.dtype:
+            usual: Tensor = type(self.module).forward(self.module, x)
+            return usual
         flat = x.reshape(-1, x.shape[-1]).contiguous()
-        return self.ops.linear(flat, self.packed, self.bias).view(*x.shape[:-1], -1)
+        return self.hook.run(self.ops.rms_norm, flat, self.weight, self.eps).view(x.shape)
 
 
 @dataclass
@@ -132,6 +200,13 @@ class TransformersModel:
         forms: WeightForms,
     ) -> None:
         """`layers` are examples of what each layer asks; `still` rotates nothing."""
+        # Weights of experts that torch multiplies by are worth all threads.
+        self.spares_torch = all(
+            parameter.dim() == 1
+            for module in causal.modules()
+            if not isinstance(module, torch.nn.Embedding)
+            for parameter in module.parameters(recurse=False)
+        )
         self.config, self.ops, self.causal, self.still = shape, ops, causal, still
         self.hook, self.forms = hook, forms
         self.body, self.head = causal.base_model, head_of(causal)
@@ -166,8 +241,15 @@ class TransformersModel:
         *others, placed = plan.also
         return StepPlan(plan, placed[None], others)
 
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around whatever modules compute."""
+        with self.lock, self.hook.sparing_torch() if self.spares_torch else nullcontext():
+            yield
+
     def embed(self, token_ids: Tensor) -> Tensor:
-        embedded: Tensor = self.causal.get_input_embeddings()(token_ids)
+        with self.computing():
+            embedded: Tensor = self.causal.get_input_embeddings()(token_ids)
         return embedded
 
     def forward(
@@ -175,7 +257,7 @@ class TransformersModel:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         if taps:
             raise ValueError(f"no layers {sorted(taps)} to tap: transformers' modules have no taps")
-        with self.lock:
+        with self.computing():
             self.hook.attend = partial(self.attend, kv, plan.of_ops)
             out = self.body(
                 inputs_embeds=residual[None], position_ids=plan.positions, use_cache=False
@@ -187,12 +269,14 @@ class TransformersModel:
         layer = kv.layers[call.layer]
         heads = call.query, call.key, call.value
         qkv = torch.cat([x[0].transpose(0, 1).flatten(1) for x in heads], dim=1)
-        q = self.ops.rope_write_kv(qkv, self.still, None, layer, plan)
+        run = self.hook.run
+        q = run(self.ops.rope_write_kv, qkv, self.still, None, layer, plan)
         sinks = None if call.sinks is None else call.sinks.float()
         asked = call.scale, call.window, call.soft_cap, sinks
-        return self.ops.attention(q, layer, plan, *asked)
+        return run(self.ops.attention, q, layer, plan, *asked)
 
     def logits(self, residual: Tensor, rows: Tensor) -> Tensor:
         hidden = residual.index_select(0, rows)
-        found: Tensor = self.head(inputs_embeds=hidden[None], use_cache=False).logits[0]
-        return found.to(self.dtype).contiguous()
+        with self.computing():
+            found: Tensor = self.head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+            return found.to(self.dtype).contiguous()

@@ -90,6 +90,7 @@ class Speculation(Struct):
     """What guesses are chosen by.
 
     drafter         auto, none, ngram, model or a package.module:Class
+    row_invariant   as in the entry of the model; if false, that is why there are no guesses
     draft_model     its name, if there is one
     options         of the drafter, those that are not as usual
     sources         who may guess
@@ -114,6 +115,7 @@ class Speculation(Struct):
     calibration: dict[str, list[GuessKind]]
     plan: PlanState | None
     slo: Targets
+    row_invariant: bool | UnsetType = UNSET
 
 
 class Tokens(Struct):

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -50,7 +50,15 @@ async def told(request: Request) -> Response:
     config, served = service.guessing.config, service.served
     draft_model = None if served.draft_weights is None else name_of(str(config.draft))
     options = {k: v for k, v in config.drafter.options.items() if k != "sources"}
-    chosen = {"drafter": config.drafter.name, "draft_model": draft_model, "options": options}
+    chosen: dict[str, Any] = {
+        "drafter": config.drafter.name,
+        "draft_model": draft_model,
+        "options": options,
+    }
+    if served.row_invariant is not None:
+        chosen["row_invariant"] = served.row_invariant
+    if served.row_invariant is False:  # whoever was to guess does not
+        chosen |= {"drafter": "none", "options": {}}
     targets = {"ttft_ms": config.scheduler.ttft_ms, "tpot_ms": config.scheduler.tpot_ms}
     targets["min_tpot_ms"] = config.min_tpot_ms
     return json_response({"object": "speculation"} | chosen | state | {"slo": targets})

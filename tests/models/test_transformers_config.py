@@ -44,6 +44,20 @@ def test_auto_is_native_where_that_has_the_architecture(tmp_path):
         open_source(folders["olmo"]).shape("native")
 
 
+def test_what_native_code_lacks_names_the_implementation_that_may_have_it(tmp_path):
+    remedy = "model.implementation = 'transformers' may compute it"
+    folder = tiny_checkpoint(tmp_path / "gelu", "llama", hidden_act="gelu")
+    with pytest.raises(ConfigError, match=f"hidden_act = 'gelu' is not supported.*{remedy}"):
+        open_source(folder).shape("auto")
+    assert open_source(folder).shape("transformers").implementation == "transformers"
+    path = folder / "config.json"
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps(written | {"attention_chunk_size": 8}))
+    with pytest.raises(ConfigError, match="attention_chunk_size") as e:
+        open_source(folder).shape("auto")
+    assert remedy not in str(e.value)
+
+
 OLMO = {"architectures": ["OlmoForCausalLM"], "model_type": "olmo"}
 REFUSED = {  # changes of olmo's config.json, words of the complaint
     "code of its own": (

@@ -9,11 +9,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specserve.errors import ConfigError
+from specserve.models import transformers_loader
 from specserve.models.rounding import Rounding
 from specserve.models.row_probe import differing_rows
 from specserve.models.source import open_source
 from specserve.models.transformers_loader import TOLERANCE, refuse_other_sizes
-from specserve_kernels import Rows
+from specserve.models.transformers_model import Hook, Norm, PackedLinear
+from specserve.models.transformers_packing import Target, linears, norm_of
+from specserve_kernels import Rows, cpu
 from tests.models.forward import builds, causal_rows, empty_kv, logits, prompt
 from tests.models.transformers_models import CASES, foreign_checkpoint, load_foreign
 
@@ -137,6 +140,118 @@ def test_the_unpacked_weights_of_linear_maps_are_let_go(tmp_path):
     model = load_foreign(folder)
     left = {name for name, _ in model.causal.named_parameters()}
     assert left == {"model.embed_tokens.weight"}  # olmo's norms have no weights
+
+
+def parts_of(model):
+    """How many linear maps are computed together, by place."""
+    return [len(m.maps.widths) for m in model.body.modules() if isinstance(m, PackedLinear)]
+
+
+def test_maps_that_read_the_same_tensor_are_computed_as_one_with_the_same_bits(
+    tmp_path, monkeypatch
+):
+    folder, ids = foreign_checkpoint(tmp_path, model_type="starcoder2"), prompt(320, 37)
+    wide = load_foreign(folder, "bf16")
+    monkeypatch.setattr(transformers_loader, "together", lambda causal, *_: each_alone(causal))
+    alone = load_foreign(folder, "bf16")
+    layers = wide.config.num_layers
+    assert parts_of(wide) == [3, 3, 3, 1, 1, 1] * layers
+    assert parts_of(alone) == [1] * 6 * layers
+    assert sum(form.number for form in wide.forms.maps) == 4 * layers + 1
+    assert torch.equal(logits(wide, ids), logits(alone, ids))
+
+
+def each_alone(causal):
+    return [[name] for name, _ in linears(causal)]
+
+
+def test_a_parallel_mlp_joins_queries_keys_and_values(tmp_path):
+    model = load_foreign(foreign_checkpoint(tmp_path, model_type="cohere2", sliding_window=7))
+    assert parts_of(model)[:7] == [5, 5, 5, 1, 5, 5, 1]
+
+
+def test_a_tensor_that_is_changed_between_two_maps_is_read_by_each(tmp_path, monkeypatch):
+    from transformers.models.olmo.modeling_olmo import OlmoMLP
+
+    def forward(self, x):
+        gate = self.gate_proj(x)
+        x.mul_(2.0)
+        return self.down_proj(self.act_fn(gate) * self.up_proj(x))
+
+    monkeypatch.setattr(OlmoMLP, "forward", forward)
+    folder, ids = foreign_checkpoint(tmp_path, model_type="olmo"), prompt(320, 37)
+    model = load_foreign(folder)
+    assert parts_of(model)[:7] == [3, 3, 3, 1, 1, 1, 1]
+    assert error(logits(model, ids), eager(folder, ids)) < 1e-4
+
+
+def test_rounded_maps_are_joined_only_with_those_of_the_same_form(tmp_path):
+    folder = foreign_checkpoint(tmp_path, model_type="starcoder2")
+    model = load_foreign(folder, rounding=Rounding(4, 8))
+    assert parts_of(model)[:3] == [3, 3, 3]
+    assert {(form.bits, form.is_head) for form in model.forms.maps} == {(4, False), (8, True)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "per_layer"), [("qwen3", 4), ("gemma3_text", 6), ("olmo", 0), ("gpt2", 0)]
+)
+def test_what_proves_to_be_an_rms_norm_is_computed_by_our_op(kind, per_layer, tmp_path):
+    """Gemma adds one to its weights; olmo's and GPT-2's norms are others."""
+    heads = {"num_key_value_heads": 4} if kind == "gpt2" else {}
+    model = load_foreign(foreign_checkpoint(tmp_path, model_type=kind, **heads))
+    norms = [m for m in model.body.modules() if isinstance(vars(m).get("forward"), Norm)]
+    assert len(norms) == per_layer * model.config.num_layers + (per_layer > 0)
+
+
+class Almost(torch.nn.Module):
+    """An RMSNorm with one difference."""
+
+    def __init__(self, spoil):
+        super().__init__()
+        self.weight, self.eps, self.spoil = torch.nn.Parameter(torch.rand(64)), 1e-6, spoil
+
+    def forward(self, x):
+        eps, weight = self.spoil.get("eps", self.eps), self.weight + self.spoil.get("added", 0)
+        x = x - self.spoil.get("mean", 0) * x.mean(-1, keepdim=True)
+        return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "is_norm"),
+    [({}, True), ({"added": 1}, True), ({"added": 0.01}, False), ({"eps": 1e-5}, False),
+     ({"mean": 1}, False)],
+)  # fmt: skip
+def test_a_module_that_is_almost_an_rms_norm_is_left_alone(spoil, is_norm):
+    assert (norm_of(Almost(spoil), Target(Hook(), cpu)) is not None) is is_norm
+
+
+def test_torch_has_one_thread_and_our_ops_have_all(tmp_path, monkeypatch):
+    """But for experts, which torch multiplies by."""
+    found = {"llama": set(), "mixtral": set()}
+    usual = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for kind, seen in found.items():
+            model = load_foreign(foreign_checkpoint(tmp_path / kind, model_type=kind))
+            note = lambda name, seen=seen: seen.add((name, torch.get_num_threads()))  # noqa: E731
+            model.body.layers[0].register_forward_hook(lambda *_, note=note: note("torch"))
+            monkeypatch.setattr(cpu.ops, "run", noting(cpu.ops.run, note))
+            logits(model, prompt(320, 37))
+            monkeypatch.undo()
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(usual)
+    assert found["llama"] == {("torch", 1), ("linear", 2), ("norm", 2), ("attention", 2)}
+    assert ("torch", 2) in found["mixtral"]
+
+
+def noting(run, note):
+    def noted(name, *args, **kwargs):
+        if name in ("linear", "norm", "attention"):
+            note(name)
+        return run(name, *args, **kwargs)
+
+    return noted
 
 
 # What is found while it is loaded

@@ -19,6 +19,9 @@ def test_the_model_and_every_answer_tell_of_its_rows(tmp_path, kind, drafter, is
         assert (card["implementation"], card["drafter"]) == ("transformers", drafter)
         assert card["row_invariant"] is is_invariant
         assert (card["max_nodes"] == 0) is not is_invariant
+        guesses = server.get("/v1/speculation").body
+        assert (guesses["drafter"], guesses["row_invariant"]) == (drafter, is_invariant)
+        assert (guesses["max_nodes"] == 0) is not is_invariant
         answer = server.post(COMPLETIONS, completion_body()).body
         assert answer["metrics"]["row_invariant"] is is_invariant
         assert (answer["metrics"]["speculative_decoding"] is None) is not is_invariant
@@ -28,5 +31,6 @@ def test_native_models_have_no_such_field(tmp_path):
     with server_threads(foreign_checkpoint(tmp_path, model_type="llama")) as server:
         [card] = server.get("/v1/models").body["data"]
         assert card["implementation"] == "native" and "row_invariant" not in card
+        assert "row_invariant" not in server.get("/v1/speculation").body
         answer = server.post(COMPLETIONS, completion_body()).body
         assert "row_invariant" not in answer["metrics"]
