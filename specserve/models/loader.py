@@ -177,7 +177,9 @@ class Reader:
         return self.ops.place(self.read_into(memory, [name]))
 
     def read_norm(self, name: str, adds_one: bool, factor: float = 1.0) -> Tensor:
-        """The weight of a norm, as float32: 1 + weight would lose bits in another dtype. Or sinks."""
+        """The weight of a norm, as float32: 1 + weight would lose bits in another dtype. Or a
+        layer's sinks.
+        """
         weight = torch.empty(self.shapes[name], dtype=torch.float32)
         self.num_bytes += weight.nbytes
         self.read_into(weight, [name])

@@ -34,5 +34,5 @@ class Mxfp4:
         positive = torch.tensor(TWICE, dtype=torch.uint8)
         codes = torch.cat([middle + positive, middle - positive])
         nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1)
-        scale = torch.ldexp(torch.tensor(0.5), exponents.int() - BIAS)
+        scale = torch.ldexp(torch.full(exponents.shape, 0.5), exponents.int() - BIAS)
         return Codes(BITS, GROUP, codes[nibbles.int()].view(shape), scale)
