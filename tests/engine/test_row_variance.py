@@ -8,12 +8,7 @@ from specserve import LLM, SamplingParams
 from specserve.errors import ConfigError
 from tests.models.transformers_models import CASES, foreign_checkpoint
 
-SETTINGS = {
-    "memory.kv_bytes": 1 << 26,
-    "model.implementation": "transformers",
-    "model.threads": 1,
-    "scheduler.max_batched_tokens": 140,
-}
+SETTINGS = {"model.threads": 1, "memory.kv_bytes": 1 << 26, "scheduler.max_batched_tokens": 140}
 PROMPT = [9, 8, 7, 6] * 10  # n-grams would guess, and a second time most of it would be a hit
 PARAMS = SamplingParams(temperature=0, max_tokens=24)
 
