@@ -11,6 +11,7 @@ from specserve.models.experts import ExpertStyle, Mixture, number_field, sparse_
 from specserve.models.families import FAMILIES, Family, Keys
 from specserve.models.folder import read_json
 from specserve.models.quantized import config as quantized
+from specserve.models.quantized.config import Quantization
 from specserve.models.rope import RopeParameters
 from specserve.models.shape import Shape
 
@@ -165,9 +166,17 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         rope=rotates,
         rope_parameters=rope_of(global_rope(fields)),
         local_rope_parameters=rope_of(local_rope(fields, keys) or global_rope(fields)),
-        quantization=quantized.parse(written),
+        quantization=parse_quantization(written, family),
         mixture=parse_mixture(fields, family.experts, len(rotates)),
     )
+
+
+def parse_quantization(written: Mapping[str, Any], family: Family) -> Quantization | None:
+    found = quantized.parse(written)
+    is_stacked = family.experts is not None and family.experts.is_stacked
+    if found is not None and found.method == "mxfp4" and not is_stacked:
+        raise ValueError("quantization_config.quant_method = 'mxfp4' is supported of gpt-oss alone")
+    return found
 
 
 def parse_mixture(

@@ -17,6 +17,7 @@ from tests.checkpoints import tiny_checkpoint
 from tests.models.forward import logits, prompt
 
 EXPERTS = "model.layers.{}.mlp.experts"
+MXFP4 = {"quant_method": "mxfp4"}
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 
 
@@ -41,7 +42,7 @@ def folders(tmp_path):
             del tensors[key]
     save_file(tensors, coded / "model.safetensors")
     save_file(wide, plain / "model.safetensors")
-    change_config(coded, quantization_config={"quant_method": "mxfp4"})
+    change_config(coded, quantization_config=MXFP4)
     return coded, plain
 
 
@@ -146,11 +147,15 @@ def test_spoiled_tensors_are_refused(folders, name, change, words):
     ("changes", "words"),
     [
         ({"swiglu_alpha": 1.5}, r"swiglu_alpha = 1\.5 is not supported: only 1\.702 is"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "quantization_config": MXFP4},
+            "quant_method = 'mxfp4' is supported of gpt-oss alone",
+        ),
         ({"swiglu_limit": None}, "swiglu_limit = None must be a number"),
         ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act = 'gelu_pytorch_tanh' is not supported"),
     ],
 )
-def test_other_gates_are_refused(folders, changes, words):
+def test_what_no_code_computes_is_refused(folders, changes, words):
     change_config(folders[1], **changes)
     with pytest.raises(ConfigError, match=words):
         load_config(folders[1])
