@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from specserve.errors import ConfigError
 from specserve.models.experts import is_router
 from specserve.models.folder import read_json
 from specserve.models.loader import HEAD, Progress, Reader, open_reader
@@ -51,6 +52,11 @@ def quantize(
     maps that have 8 bits instead of 4, as no group divides their width.
     """
     config = open_source(source).config()
+    if config.mixture is not None and config.mixture.style.is_stacked:
+        raise ConfigError(
+            f"{source}: experts that share tensors cannot be written rounded, as nothing else "
+            "would read them: set model.quantize when it is served"
+        )
     reader = open_reader(source, config, "auto", load("cpu"), rounding)
     if progress is not None:
         reader.report = progress

@@ -63,6 +63,20 @@ FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the 
     },
     "olmoe": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 2},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 80,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 7,
+        "swiglu_limit": 1.0,  # low enough that it clamps some gates of these weights
+    },
 }
 
 SIZES: dict[str, Any] = {

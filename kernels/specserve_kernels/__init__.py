@@ -101,13 +101,26 @@ class Ops(Protocol):
         self, x: Tensor, packed: Any, bias: Tensor | None = None, gate: str = "silu"
     ) -> Tensor: ...
 
-    def prepack_experts(self, weights: Iterable[Tensor | Codes], is_gated: bool = False) -> Any: ...
+    def prepack_experts(
+        self,
+        weights: Iterable[Tensor | Codes],
+        is_gated: bool = False,
+        bias: Tensor | None = None,
+    ) -> Any: ...
 
     def route(self, logits: Tensor, k: int, normalizes: bool) -> Any: ...
 
     def experts(
-        self, x: Tensor, routing: Any, gate_up: Any, down: Any, residual: Tensor
+        self,
+        x: Tensor,
+        routing: Any,
+        gate_up: Any,
+        down: Any,
+        residual: Tensor,
+        limit: float | None = None,
     ) -> Tensor: ...
+
+    def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor: ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 

@@ -43,8 +43,13 @@ class Checkpoint:
             self.files = dict.fromkeys(file.keys(), file)
         else:
             self.open_shards(shards)
+        self.show(self.files)
+
+    def show(self, files: dict[str, Any]) -> None:
+        """Have these tensors, each in the file that holds it."""
+        self.files = files
         self.suffixes: dict[str, list[str]] = {}  # by module, what follows its name
-        for name in self.files:
+        for name in files:
             module, _, suffix = name.rpartition(".")
             self.suffixes.setdefault(module, []).append(suffix)
 
@@ -121,8 +126,8 @@ class Checkpoint:
         done = 0
         for part, rows in zip(torch.split(source, height), torch.split(out, height), strict=True):
             rows.copy_(part)
-            done += part.nbytes
-            drop_pages(source.data_ptr(), done)
+            done += len(part)
+            drop_tensor(source[:done])
 
 
 def open_single(path: Path) -> Any:
@@ -142,6 +147,13 @@ def open_file(path: Path) -> Any:
         raise ConfigError(
             f"{path}: no readable safetensors file, cut short or damaged ({e}); download it again"
         ) from e
+
+
+def drop_tensor(mapped: Tensor) -> None:
+    """Drop the pages of a tensor, which may be a view with gaps."""
+    steps = zip(mapped.shape, mapped.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in steps)
+    drop_pages(mapped.data_ptr(), span * mapped.itemsize)
 
 
 def drop_pages(start: int, size: int) -> None:

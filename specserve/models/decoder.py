@@ -13,6 +13,14 @@ from specserve.models.weight_forms import WeightForms
 from specserve_kernels import KVCache, KVLayer, Ops, Program, QKNorm, Rotary, Rows
 
 
+class SharedExpert(NamedTuple):
+    """The expert that all rows have, with a weight of each row's own; maps are packed."""
+
+    gate: Any  # [1, hidden]
+    gate_up: Any
+    down: Any
+
+
 class Experts(NamedTuple):
     """A layer's mixture of experts, in place of the MLP."""
 
@@ -21,6 +29,9 @@ class Experts(NamedTuple):
     down: Any
     num_active: int
     normalizes: bool
+    router_bias: Tensor | None = None
+    limit: float | None = None  # as of `Ops.experts`
+    shared: SharedExpert | None = None
 
 
 class Layer(NamedTuple):
@@ -197,5 +208,10 @@ def rounded(number: float, dtype: torch.dtype) -> float:
 
 def add_experts(ops: Ops, h: Tensor, layer: Experts, residual: Tensor) -> Tensor:
     """Add to the residual what each row's experts make of it."""
-    routing = ops.route(ops.linear(h, layer.router), layer.num_active, layer.normalizes)
-    return ops.experts(h, routing, layer.gate_up, layer.down, residual)
+    logits = ops.linear(h, layer.router, layer.router_bias)
+    routing = ops.route(logits, layer.num_active, layer.normalizes)
+    residual = ops.experts(h, routing, layer.gate_up, layer.down, residual, layer.limit)
+    if layer.shared is None:
+        return residual
+    found = ops.linear(ops.linear_gated(h, layer.shared.gate_up), layer.shared.down)
+    return ops.add_gated(found, ops.linear(h, layer.shared.gate), residual)

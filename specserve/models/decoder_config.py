@@ -11,12 +11,15 @@ from specserve.models.experts import ExpertStyle, Mixture, number_field, sparse_
 from specserve.models.families import FAMILIES, Family, Keys
 from specserve.models.folder import read_json
 from specserve.models.quantized import config as quantized
+from specserve.models.quantized.config import Quantization
 from specserve.models.rope import RopeParameters
 from specserve.models.shape import Shape
 
 MAX_HEAD_DIM = 512  # of the kernels: MAX_D in attention.cpp
 MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
 MAX_EXPERTS = 1024  # of the kernels, too: in experts.cpp
+ALPHA = 1.702  # of clamped gates, as of `Ops.experts`
+SINKS = "self_attn.sinks"  # of a layer
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # as `Ops.linear_gated` has them
 
 
@@ -91,7 +94,7 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
         """Of a layer's other maps: the weights that a row is multiplied by, over hidden_size."""
         if self.mixture is None or not self.mixture.layers[layer]:
             return 3 * self.intermediate_size
-        return self.mixture.num_experts + 3 * self.mixture.num_active * self.mixture.width
+        return self.mixture.row_width
 
 
 T = TypeVar("T")
@@ -159,7 +162,7 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         logit_scale=logit_scale(fields, keys),
         logit_cap=optional_number(fields, keys.logit_cap),
         tied=flag(fields, "tie_word_embeddings"),
-        qkv_bias=either(family.qkv_bias, fields, "attention_bias"),
+        qkv_bias=either(family.qkv_bias, fields, keys.qkv_bias),
         out_bias=either(family.out_bias, fields, "attention_bias"),
         mlp_bias=either(family.mlp_bias, fields, "mlp_bias"),
         family=family,
@@ -167,9 +170,17 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         rope=rotates,
         rope_parameters=rope_of(global_rope(fields)),
         local_rope_parameters=rope_of(local_rope(fields, keys) or global_rope(fields)),
-        quantization=quantized.parse(written),
+        quantization=parse_quantization(written, family),
         mixture=parse_mixture(fields, family.experts, len(rotates)),
     )
+
+
+def parse_quantization(written: Mapping[str, Any], family: Family) -> Quantization | None:
+    found = quantized.parse(written)
+    is_stacked = family.experts is not None and family.experts.is_stacked
+    if found is not None and found.method == "mxfp4" and not is_stacked:
+        raise ValueError("quantization_config.quant_method = 'mxfp4' is supported of gpt-oss alone")
+    return found
 
 
 def parse_mixture(
@@ -189,19 +200,33 @@ def parse_mixture(
     if not isinstance(without, list):
         raise ValueError(f"mlp_only_layers = {without!r} is no list of layers")
     layers = sparse_layers(num_layers, every, without)
-    return (
-        None
-        if not any(layers)
-        else Mixture(
-            num_experts=num_experts,
-            num_active=positive(fields, "num_experts_per_tok", num_experts),
-            width=positive(fields, style.width),
-            normalizes=either(style.normalizes, fields, "norm_topk_prob"),
-            layers=layers,
-            module=style.module,
-            maps=style.maps,
-        )
+    if not any(layers):
+        return None
+    check_gate(fields, style)
+    return Mixture(
+        num_experts=num_experts,
+        num_active=positive(fields, "num_experts_per_tok", num_experts),
+        width=positive(fields, style.width),
+        normalizes=either(style.normalizes, fields, "norm_topk_prob"),
+        layers=layers,
+        style=style,
+        limit=optional_number(fields, style.limit),
+        shared_width=positive(fields, style.shared_width) if style.shared_width else 0,
     )
+
+
+def check_gate(fields: Mapping[str, Any], style: ExpertStyle) -> None:
+    if fields["hidden_act"] != "silu":
+        raise ValueError(
+            f"hidden_act = {fields['hidden_act']!r} is not supported of experts: only 'silu' is"
+        )
+    if style.limit is None:
+        return
+    if fields["swiglu_alpha"] != ALPHA:
+        raise ValueError(
+            f"swiglu_alpha = {fields['swiglu_alpha']!r} is not supported: only {ALPHA} is"
+        )
+    number(fields, style.limit)
 
 
 def find_family(fields: Mapping[str, Any]) -> tuple[str, Family]:
@@ -330,6 +355,10 @@ def windowed_layers(
     if family.windowed == "upper":
         first = natural(fields, "max_window_layers")
         return [i >= first for i in range(len(rotates))]
+    if family.windowed == "lower":
+        behind = natural(fields, "max_window_layers")
+        is_used = flag(fields, "use_sliding_window")
+        return [is_used and i < behind and i % 2 == 0 for i in range(len(rotates))]
     if family.windowed == "unrotated":
         is_used = flag(fields, "use_sliding_window")
         return [is_used and not rotating for rotating in rotates]
@@ -420,13 +449,14 @@ def layer_shapes(config: DecoderConfig, has_experts: bool) -> dict[str, tuple[in
         linears[name] = out, hidden, config.qkv_bias
     linears["self_attn.o_proj"] = hidden, q, config.out_bias
     if config.mixture is not None and has_experts:
-        for name, (out, width) in config.mixture.shapes(hidden):
-            linears[name] = out, width, False
+        linears |= config.mixture.shapes(hidden)
     else:
         for name, out in zip(config.gate_up_names, gate_up, strict=True):
             linears[name] = out, hidden, config.mlp_bias
         linears["mlp.down_proj"] = hidden, inner, config.mlp_bias
     shapes: dict[str, tuple[int, ...]] = {f"{n}.weight": (hidden,) for n in config.norm_names}
+    if config.family.has_sinks:
+        shapes[SINKS] = (config.num_heads,)
     for part, width in zip("qk", config.qk_norm_widths or (), strict=False):
         shapes[f"self_attn.{part}_norm.weight"] = (width,)
     for name, (out, width, has_bias) in linears.items():

@@ -5,7 +5,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from specserve.models.experts import MIXTRAL_STYLE, OLMOE_STYLE, QWEN3_STYLE, ExpertStyle
+from specserve.models.experts import (
+    GPT_OSS_STYLE,
+    MIXTRAL_STYLE,
+    OLMOE_STYLE,
+    QWEN2_STYLE,
+    QWEN3_STYLE,
+    ExpertStyle,
+)
 
 LLAMA: dict[str, Any] = {  # values of missing fields
     "attention_bias": False,
@@ -76,6 +83,49 @@ QWEN3_MOE = LLAMA | {
     "sliding_window": 4096,
     "use_sliding_window": False,
     "vocab_size": 151936,
+}
+QWEN2_MOE = LLAMA | {
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "mlp_only_layers": None,
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+    "qkv_bias": True,
+    "shared_expert_intermediate_size": 5632,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+GPT_OSS = LLAMA | {
+    "attention_bias": True,
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+    "rope_theta": 150_000.0,
+    "sliding_window": 128,
+    "sliding_window_pattern": 2,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "vocab_size": 201088,
 }
 MIXTRAL = LLAMA | {
     "intermediate_size": 14336,
@@ -197,6 +247,7 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
     """A family's names of fields in config.json; None: it has none."""
 
     activation: str = "hidden_act"
+    qkv_bias: str = "attention_bias"
     norm_eps: str = "rms_norm_eps"
     query_scalar: str | None = None  # scores are divided by its root
     score_scale: str | None = None  # scores are multiplied by it; both None: by 1 / sqrt(head_dim)
@@ -223,10 +274,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     models: str  # known ones, for the documentation
     defaults: Mapping[str, Any]
     keys: Keys = Keys()
-    qkv_bias: bool | None = None  # None: attention_bias
+    qkv_bias: bool | None = None  # None: attention_bias, or what the family calls it
     out_bias: bool | None = None  # None: attention_bias
     mlp_bias: bool | None = None  # None: mlp_bias
     qk_norm: Literal["none", "heads", "width"] = "none"  # of each head, or of all of them together
+    has_sinks: bool = False  # each head has one more score, of nothing
     norms: Norms = Norms()
     adds_one: bool = False  # to the weights of norms
     is_centered: bool = False  # norms are LayerNorm
@@ -239,8 +291,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     rope_names: Mapping[str, str] = {}  # its own for kinds of rotary embedding
     # Which layers have the sliding_window where there are no layer_types: all, or all but each
     # sliding_window_pattern-th; or, if use_sliding_window says so, all, those from
-    # max_window_layers on, or those without rotary embedding.
-    windowed: Literal["none", "all", "asked", "upper", "unrotated", "pattern"] = "none"
+    # max_window_layers on, every second one below it, or those without rotary embedding.
+    windowed: Literal["none", "all", "asked", "upper", "lower", "unrotated", "pattern"] = "none"
     # Which layers rotate: as no_rope_layers says, or those with a window, or these, but all where
     # there is no sliding_window.
     rotated: Literal["named", "windowed", "windowed if any"] = "named"
@@ -375,5 +427,21 @@ FAMILIES = {
     ),
     "OlmoeForCausalLM": Family(
         models="OLMoE", defaults=OLMOE, qk_norm="width", experts=OLMOE_STYLE
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        models="Qwen 1.5 and Qwen 2 with experts: A2.7B, 57B-A14B",
+        defaults=QWEN2_MOE,
+        keys=Keys(qkv_bias="qkv_bias"),
+        out_bias=False,
+        mlp_bias=False,
+        windowed="lower",
+        experts=QWEN2_STYLE,
+    ),
+    "GptOssForCausalLM": Family(
+        models="gpt-oss 20B and 120B, in MXFP4 or bf16",
+        defaults=GPT_OSS,
+        has_sinks=True,
+        windowed="pattern",
+        experts=GPT_OSS_STYLE,
     ),
 }

@@ -4,7 +4,7 @@ import logging
 import math
 import mmap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,13 +15,15 @@ from torch import Tensor
 from specserve.errors import ConfigError
 from specserve.models import decoder_config, rotary
 from specserve.models.checkpoint import Checkpoint
-from specserve.models.decoder import Decoder, Experts, Layer, Weights
-from specserve.models.decoder_config import DecoderConfig
+from specserve.models.decoder import Decoder, Experts, Layer, SharedExpert, Weights
+from specserve.models.decoder_config import SINKS, DecoderConfig
+from specserve.models.experts import Mixture
 from specserve.models.quantized.config import Quantization
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve.models.rope import RopeParameters
 from specserve.models.rounding import AS_STORED, Rounding
 from specserve.models.source import open_source
+from specserve.models.stacked import part_experts
 from specserve.models.weight import Weight, form_of, fuse, num_bytes, table_bytes, take
 from specserve.models.weight_forms import MapForm, WeightForms
 from specserve_drafters.tree import TREE_SLOTS
@@ -115,6 +117,8 @@ def open_reader(
 ) -> "Reader":
     """ConfigError unless the checkpoint is what config.json says."""
     checkpoint = Checkpoint(folder)
+    if config.mixture is not None and config.mixture.style.is_stacked:
+        part_experts(checkpoint)
     shapes = decoder_config.tensor_shapes(config)
     if "lm_head" in checkpoint.suffixes:  # used even where config.json says that it is tied
         shapes[HEAD] = shapes[EMBEDDING]
@@ -173,7 +177,9 @@ class Reader:
         return self.ops.place(self.read_into(memory, [name]))
 
     def read_norm(self, name: str, adds_one: bool, factor: float = 1.0) -> Tensor:
-        """The weight of a norm, as float32: 1 + weight would lose bits in another dtype."""
+        """The weight of a norm, as float32: 1 + weight would lose bits in another dtype. Or a
+        layer's sinks.
+        """
         weight = torch.empty(self.shapes[name], dtype=torch.float32)
         self.num_bytes += weight.nbytes
         self.read_into(weight, [name])
@@ -199,11 +205,13 @@ class Reader:
         self.count(weight, is_head=modules == ("lm_head",))
         return self.ops.prepack(weight, is_gated)
 
-    def read_experts(self, experts: Iterable[Sequence[str]], is_gated: bool = False) -> Any:
+    def read_experts(self, experts: Sequence[Sequence[str]], is_gated: bool = False) -> Any:
         """One of the maps of each expert, packed; each is made of some that are fused."""
-        return self.ops.prepack_experts(self.expert_weights(experts), is_gated)
+        each = [bias for modules in experts if (bias := self.read_bias(*modules)) is not None]
+        bias = torch.stack(each) if each else None
+        return self.ops.prepack_experts(self.expert_weights(experts), is_gated, bias)
 
-    def expert_weights(self, experts: Iterable[Sequence[str]]) -> Iterator[Weight]:
+    def expert_weights(self, experts: Sequence[Sequence[str]]) -> Iterator[Weight]:
         forms = set[tuple[MapForm, bool]]()
         for modules in experts:
             weight = self.weight(*modules)
@@ -280,7 +288,8 @@ class Reader:
             stored = self.maps.num_bytes(self.source(name), self.dtype)
             return max(stored, num_elements) if name == EMBEDDING else stored
         if bits is None:
-            dtype = torch.float32 if name.endswith("norm.weight") else self.dtype
+            is_wide = name.endswith(("norm.weight", SINKS))
+            dtype = torch.float32 if is_wide else self.dtype
             return num_elements * dtype.itemsize
         group = GROUP if bits == 4 else self.shapes[name][1]
         return num_elements * bits // 8 + num_elements // group * torch.float32.itemsize
@@ -367,6 +376,7 @@ def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary)
         after_attention=norm(norms.after_attention),
         mlp_norm=norm(norms.before_mlp),
         after_mlp=norm(norms.after_mlp),
+        sinks=reader.read_norm(f"{layer}.{SINKS}", False) if config.family.has_sinks else None,
         **mlp(reader, config, layer),
     )
 
@@ -386,16 +396,29 @@ def read_mixture(reader: Reader, config: DecoderConfig, layer: str) -> dict[str,
     mixture = config.mixture
     assert mixture is not None, "a layer without experts"
     each = range(mixture.num_experts)
-    gate_up = ([f"{layer}.{name}" for name in mixture.gate_up_names(e)] for e in each)
+    gate_up = [[f"{layer}.{name}" for name in mixture.gate_up_names(e)] for e in each]
+    router = f"{layer}.{mixture.router}"
     experts = Experts(
-        router=reader.read_weight(f"{layer}.{mixture.router}"),
+        router=reader.read_weight(router),
         gate_up=reader.read_experts(gate_up, is_gated=True),
-        down=reader.read_experts([f"{layer}.{mixture.down_name(e)}"] for e in each),
+        down=reader.read_experts([[f"{layer}.{mixture.down_name(e)}"] for e in each]),
         num_active=mixture.num_active,
         normalizes=mixture.normalizes,
+        router_bias=reader.read_bias(router),
+        limit=mixture.limit,
+        shared=read_shared(reader, mixture, layer) if mixture.shared_width else None,
     )
     none = dict.fromkeys(("gate_up", "gate_up_bias", "down", "down_bias"))
     return none | {"experts": experts}
+
+
+def read_shared(reader: Reader, mixture: Mixture, layer: str) -> SharedExpert:
+    shared = f"{layer}.{mixture.shared}"
+    return SharedExpert(
+        gate=reader.read_weight(f"{layer}.{mixture.shared_gate}"),
+        gate_up=reader.read_weight(f"{shared}.gate_proj", f"{shared}.up_proj", is_gated=True),
+        down=reader.read_weight(f"{shared}.down_proj"),
+    )
 
 
 def rows_of_qkv(config: DecoderConfig) -> Tensor | None:

@@ -57,14 +57,15 @@ def sources(*dtypes):
             **dict.fromkeys(("K", "x_stride", "out_stride"), "i32"),
             eps="fp32",
         )
-        fixed = {"IS_GELU": True, "BLOCK": gated.BLOCK}
-        yield source(gated._gated, fixed, gate_up=t, out=t, F="i32")
+        for gate in ("gelu_tanh", "clamped"):
+            fixed = {"GATE": gate, "BLOCK": gated.BLOCK}
+            yield source(gated._gated, fixed, gate_up=t, out=t, F="i32", limit="fp32")
         for out in {t, "*fp32"}:
             sizes = {"TILE": experts.TILE, "OUTPUTS": experts.OUTPUTS, "COLUMNS": experts.COLUMNS}
             yield source(
                 experts._multiply,
-                {"EACH": 8, "DOT": dot} | sizes,
-                **dict.fromkeys(("x", "weight"), t),
+                {"EACH": 8, "DOT": dot, "HAS_BIAS": True} | sizes,
+                **dict.fromkeys(("x", "weight", "bias"), t),
                 **dict.fromkeys(("pairs", "expert", "first", "behind"), "*i64"),
                 out=out,
                 N="i32",

@@ -79,14 +79,19 @@ def test_a_row_of_nan_spoils_no_other():
 class Mixture:
     """Random experts of a form, packed by a build, and rows for them."""
 
-    def __init__(self, ops, E=6, K=70, F=50, N=90, dtype=torch.float32, form=None):
-        self.ops, self.dtype = ops, dtype
+    def __init__(self, ops, E=6, K=70, F=50, N=90, dtype=torch.float32, form=None, limit=None):
+        """With a limit, they have biases and clamped gates."""
+        self.ops, self.dtype, self.limit = ops, dtype, limit
         self.num_experts, self.K, self.N = E, K, N
         make = self.plain if form is None else self.codes
         gate_up = [make(2 * F, K, form, e) for e in range(E)]
         down = [make(N, F, form, 50 + e) for e in range(E)]
-        self.gate_up = ops.prepack_experts(gate_up, is_gated=True)
-        self.down = ops.prepack_experts(down)
+        biases = None, None
+        if limit is not None:
+            biases = [random_tensor(E, n, dtype=dtype, seed=90 + n) for n in (2 * F, N)]
+        self.biases = biases
+        self.gate_up = ops.prepack_experts(gate_up, is_gated=True, bias=biases[0])
+        self.down = ops.prepack_experts(down, bias=biases[1])
         # Each as a linear map of its own.
         self.each = [
             (ops.prepack(g, is_gated=True), ops.prepack(d))
@@ -110,7 +115,8 @@ class Mixture:
 
     def run(self, x, logits, residual, k=3):
         routing = self.ops.route(logits, k, True)
-        return self.ops.experts(x, routing, self.gate_up, self.down, residual.clone())
+        packed = self.gate_up, self.down
+        return self.ops.experts(x, routing, *packed, residual.clone(), self.limit)
 
     def one_by_one(self, x, logits, residual, k=3):
         """The same from linear maps of single rows, in float32."""
@@ -127,6 +133,7 @@ class Mixture:
 
 FORMS = {"plain": None, "4 bits": (4, False), "8 bits": (8, False), "rounded rows": (8, True)}
 FORM = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+LIMIT = pytest.mark.parametrize("limit", [None, 7.0], ids=["plain gate", "biases and a limit"])
 
 
 def test_the_sum_over_a_rows_experts_is_added_to_the_residual():
@@ -137,27 +144,48 @@ def test_the_sum_over_a_rows_experts_is_added_to_the_residual():
         want = residual[r].double()
         weights, chosen = logits[r].double().softmax(0).topk(2)
         for weight, e in zip(weights / weights.sum(), chosen.tolist(), strict=True):
-            gate, up = (mixture.gate_up[e].double() @ row).chunk(2)
-            want = want + weight * (mixture.down[e].double() @ (gate * gate.sigmoid() * up))
+            gate, up = (mixture.gate_up.each[e].double() @ row).chunk(2)
+            want = want + weight * (mixture.down.each[e].double() @ (gate * gate.sigmoid() * up))
         torch.testing.assert_close(got[r].double(), want, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("limit", [7.0, 30.0])
+def test_experts_may_have_biases_and_clamped_gates(limit):
+    mixture = Mixture(reference, limit=limit)
+    x, logits, residual = mixture.rows(7)
+    got, sums = mixture.run(x, logits, residual, k=2), []
+    for r, row in enumerate(x.double()):
+        want = residual[r].double()
+        weights, chosen = logits[r].double().topk(2)
+        for weight, e in zip(weights.softmax(0), chosen.tolist(), strict=True):
+            first, second = (bias[e].double() for bias in mixture.biases)
+            sums.append(mixture.gate_up.each[e].double() @ row + first)
+            gate, up = sums[-1].chunk(2)
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            want = want + weight * (mixture.down.each[e].double() @ inner + second)
+        torch.testing.assert_close(got[r].double(), want, rtol=1e-5, atol=1e-3)
+    assert torch.stack(sums).abs().amax() > limit > torch.stack(sums).abs().median()
 
 
 @DTYPES
 @FORM
-def test_the_build_adds_what_the_reference_adds(gemm, form, dtype):
-    compare(gemm, form, dtype)
+@LIMIT
+def test_the_build_adds_what_the_reference_adds(gemm, form, dtype, limit):
+    compare(gemm, form, dtype, limit)
 
 
 @BUILDS
 @DTYPES
+@LIMIT
 @pytest.mark.parametrize("form", [None, (4, False)], ids=["plain", "4 bits"])
-def test_every_build_adds_what_the_reference_adds(ops, form, dtype):
-    compare(ops, form, dtype, roundings=2)
+def test_every_build_adds_what_the_reference_adds(ops, form, dtype, limit):
+    compare(ops, form, dtype, limit, roundings=2)
 
 
-def compare(ops, form, dtype, R=45, roundings=1):
+def compare(ops, form, dtype, limit, R=45, roundings=1):
     """A GPU rounds what each map makes."""
-    mixtures = [Mixture(each, dtype=dtype, form=form) for each in (ops, reference)]
+    mixtures = [Mixture(each, dtype=dtype, form=form, limit=limit) for each in (ops, reference)]
     given = mixtures[1].rows(R)
     got, want = (mixture.run(*given) for mixture in mixtures)
     assert got.dtype == dtype
@@ -173,9 +201,10 @@ def test_a_rows_bits_are_those_of_linear_maps(gemm, form):
 
 @DTYPES
 @FORM
+@LIMIT
 @pytest.mark.parametrize("shape", [(6, 70, 50, 90), (3, 2100, 170, 40)], ids=["small", "wide"])
-def test_a_rows_bits_depend_on_no_other_row_and_no_thread(gemm, form, shape, dtype):
-    mixture = Mixture(gemm, *shape, dtype=dtype, form=form)
+def test_a_rows_bits_depend_on_no_other_row_and_no_thread(gemm, form, shape, dtype, limit):
+    mixture = Mixture(gemm, *shape, dtype=dtype, form=form, limit=limit)
     sizes = EVERY if form is None and shape[1] < 100 else EDGES
     x, logits, residual = mixture.rows(max(sizes))
     want = mixture.run(x, logits, residual)
@@ -188,8 +217,9 @@ def test_a_rows_bits_depend_on_no_other_row_and_no_thread(gemm, form, shape, dty
 
 
 @DTYPES
-def test_a_rows_bits_of_the_reference_depend_on_no_other_row(dtype):
-    mixture = Mixture(reference, dtype=dtype)
+@LIMIT
+def test_a_rows_bits_of_the_reference_depend_on_no_other_row(dtype, limit):
+    mixture = Mixture(reference, dtype=dtype, limit=limit)
     x, logits, residual = mixture.rows(31)
     want = mixture.run(x, logits, residual)
     for rows in ([3], [30, 0, 7], list(range(30, -1, -1))):
@@ -208,10 +238,11 @@ def test_all_rows_may_have_the_same_experts(gemm, form):
 
 
 @BUILDS
+@LIMIT
 @pytest.mark.parametrize("R", [1, 16, 37])
-def test_experts_may_have_all_rows_or_none(ops, R):
+def test_experts_may_have_all_rows_or_none(ops, R, limit):
     """Beside some that share the others; rows of one expert make several tiles on a GPU."""
-    mixtures = [Mixture(each) for each in (ops, reference)]
+    mixtures = [Mixture(each, limit=limit) for each in (ops, reference)]
     x, logits, residual = mixtures[1].rows(R)
     logits[:, 2] += 100
     logits[:, [0, 5]] -= 100
@@ -223,6 +254,19 @@ def test_experts_may_have_all_rows_or_none(ops, R):
 def test_no_rows_are_no_error(ops):
     mixture = Mixture(ops)
     assert mixture.run(*mixture.rows(0)).shape == (0, 90)
+
+
+@BUILDS
+@DTYPES
+def test_rows_are_added_with_a_gate_for_each(ops, dtype):
+    R, K = 45, 600
+    x, gate, residual = (random_tensor(R, n, dtype=dtype, seed=n) for n in (K, 1, K + 1))
+    residual = residual[:, :K].contiguous()
+    want = residual.double() + gate.double().sigmoid() * x.double()
+    got = ops.add_gated(x, gate, residual.clone())
+    torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[dtype], atol=1e-5)
+    for rows in ([3], [44, 0, 7]):
+        assert torch.equal(ops.add_gated(x[rows], gate[rows], residual[rows]), got[rows])
 
 
 def test_experts_of_different_forms_are_refused():
@@ -237,12 +281,13 @@ STEP = RandomStep([Req(20, 40)])
 class Sparse:
     """A model of two layers that are mixtures."""
 
-    def __init__(self, ops, dtype, form):
-        self.ops, self.dtype = ops, dtype
-        self.made = dtype, form
+    def __init__(self, ops, dtype, form, limit):
+        self.ops, self.dtype, self.limit = ops, dtype, limit
+        self.made = dtype, form, limit
         self.table = random_tensor(50, 90, dtype=dtype)
-        self.layers = [Mixture(cpu, 6, 90, 50, 90, dtype, form) for _ in range(2)]
+        self.layers = [Mixture(cpu, 6, 90, 50, 90, dtype, form, limit) for _ in range(2)]
         self.router = cpu.prepack(random_tensor(6, 90, dtype=dtype, seed=3))
+        self.gate = cpu.prepack(random_tensor(1, 90, dtype=dtype, seed=4))
 
     def on(self, ops):
         return Sparse(ops, *self.made)
@@ -257,7 +302,8 @@ class Sparse:
         for layer in self.layers:
             h = self.ops.rms_norm(x, self.table[0].float(), 1e-6)
             routing = self.ops.route(self.ops.linear(h, self.router), 2, True)
-            x = self.ops.experts(h, routing, layer.gate_up, layer.down, x)
+            x = self.ops.experts(h, routing, layer.gate_up, layer.down, x, self.limit)
+            x = self.ops.add_gated(h, self.ops.linear(h, self.gate), x)
         return x, {}
 
     def logits(self, residual, rows):
@@ -266,8 +312,9 @@ class Sparse:
 
 @DTYPES
 @FORM
-def test_a_recorded_forward_has_the_bits_of_its_ops(gemm, form, dtype):
-    model = Sparse(gemm, dtype, form)
+@LIMIT
+def test_a_recorded_forward_has_the_bits_of_its_ops(gemm, form, dtype, limit):
+    model = Sparse(gemm, dtype, form, limit)
     program, eager = cpu.program(model, STEP.kv, 40, 4), EagerProgram(model, STEP.kv)
     assert program.host_ops == []
     for n in (1, 5, 40, 17, 1):

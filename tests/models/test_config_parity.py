@@ -30,6 +30,8 @@ MODEL_TYPES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "MixtralForCausalLM": "mixtral",
     "OlmoeForCausalLM": "olmoe",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "GptOssForCausalLM": "gpt_oss",
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -144,6 +146,31 @@ OWN = {
     },
     "Glm4ForCausalLM": {"a share of the head rotates": {"partial_rotary_factor": 0.75}},
     "Cohere2ForCausalLM": {"one window in two": SMALL | {"sliding_window_pattern": 2}},
+    "Qwen2MoeForCausalLM": {
+        "windows below a layer": SMALL
+        | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3},
+    },
+    "GptOssForCausalLM": {
+        "as it is published": {
+            "head_dim": 64,
+            "initial_context_length": 4096,
+            "max_position_embeddings": 131072,
+            "quantization_config": {
+                "modules_to_not_convert": ["lm_head"],
+                "quant_method": "mxfp4",
+            },
+            "rope_scaling": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "rope_type": "yarn",
+                "truncate": False,
+            },
+            "rope_theta": 150000,
+            "swiglu_limit": 7.0,
+        },
+    },
     "Exaone4ForCausalLM": {
         "no window at all": SMALL | {"sliding_window": None, "layer_types": ["full_attention"] * 4},
         "one window in two": SMALL | {"sliding_window": 8, "sliding_window_pattern": 2},
@@ -161,6 +188,8 @@ REFUSED = {  # by transformers
     "Glm4ForCausalLM": re.compile("as many KV heads|longrope"),
     "Exaone4ForCausalLM": re.compile("as many KV heads|no window"),
     "Qwen3MoeForCausalLM": re.compile("as many KV heads"),
+    "Qwen2MoeForCausalLM": re.compile("as many KV heads"),
+    "GptOssForCausalLM": re.compile("as many KV heads"),
     "MixtralForCausalLM": re.compile("as many KV heads|yarn"),  # the head size must be there
 }
 TABLE = {

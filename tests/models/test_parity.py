@@ -47,6 +47,15 @@ CASES = {  # family, what departs from its tiny checkpoint
     "qwen3_moe, one expert a row": ("qwen3_moe", {"num_experts_per_tok": 1}),
     "mixtral": ("mixtral", {}),
     "mixtral with a window": ("mixtral", {"sliding_window": 7}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe, a layer without experts": ("qwen2_moe", {"mlp_only_layers": [1]}),
+    "qwen2_moe, weights that are normalized": ("qwen2_moe", {"norm_topk_prob": True}),
+    "qwen2_moe without biases": ("qwen2_moe", {"qkv_bias": False}),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss, another limit, no attention biases": (
+        "gpt_oss",
+        {"swiglu_limit": 7.0, "attention_bias": False, "num_experts_per_tok": 1},
+    ),
     "olmoe": ("olmoe", {}),
     "olmoe, weights that are normalized": ("olmoe", {"norm_topk_prob": True}),
     "phi3 with a window": ("phi3", {"sliding_window": 7}),
@@ -174,9 +183,11 @@ def ops_of(config):
         *("rope_write_kv", "attention", "linear", *when(norms.after_attention, "norm")),
         *when(norms.before_mlp, "norm"),
     ]
+    has_shared = config.mixture is not None and config.mixture.shared_width
+    shared = when(has_shared, "linear", "linear", "linear", "add_gated")
     maps = {
         False: ("linear", "linear", *when(norms.after_mlp, "norm")),
-        True: ("linear", "route", "expert_maps", "expert_maps", "add_experts"),
+        True: ("linear", "route", "expert_maps", "expert_maps", "add_experts", *shared),
     }
     layers = ((*attention, *maps[config.has_experts(i)]) for i in range(config.num_layers))
     return [

@@ -13,7 +13,11 @@ from tests.server.in_process import server_threads
 )
 def test_the_model_and_every_answer_tell_of_its_rows(tmp_path, kind, drafter, is_invariant):
     folder = foreign_checkpoint(tmp_path, **CASES[kind])
-    settings = {"scheduler.max_batched_tokens": 140, "drafter.name": "ngram"}
+    settings = {
+        "drafter.name": "ngram",
+        "model.implementation": "transformers",
+        "scheduler.max_batched_tokens": 140,
+    }
     with server_threads(folder, **settings) as server:
         [card] = server.get("/v1/models").body["data"]
         assert (card["implementation"], card["drafter"]) == ("transformers", drafter)

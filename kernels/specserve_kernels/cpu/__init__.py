@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 from specserve_kernels.cpu.build import level, library
 from specserve_kernels.cpu.compiler import BuildError
-from specserve_kernels.cpu.experts import experts, prepack_experts, route
+from specserve_kernels.cpu.experts import add_gated, experts, prepack_experts, route
 from specserve_kernels.cpu.ops import (
     attention,
     copy,
@@ -39,6 +39,7 @@ from specserve_kernels.host import (
 
 __all__ = [
     "BuildError",
+    "add_gated",
     "allocate",
     "arithmetic",
     "attention",

@@ -13,7 +13,7 @@ from specserve_kernels.cpu import native
 from specserve_kernels.types import KVCache, KVLayer, QKNorm, Rotary
 
 MAX_HEAD_DIM, MAX_TOKEN = 512, 1 << 15  # as in rows.h and layouts.h
-PLAIN, ADD, FLOATS, SILU_MUL, GELU_MUL = range(5)  # Epilogue in linear.h
+PLAIN, ADD, FLOATS, SILU_MUL, GELU_MUL, CLAMPED_MUL = range(6)  # Epilogue in linear.h
 GATES = {"silu": SILU_MUL, "gelu_tanh": GELU_MUL}
 SCALE, SOFT_CAP = range(2)  # Curve in layers.cpp
 MAX_EXPERTS = 1024  # as in experts.cpp
@@ -50,6 +50,7 @@ class PackedExperts(NamedTuple):
 
     each: tuple[Packed, ...]
     addresses: Tensor  # [E] int64  of their words
+    bias: Tensor | None  # [E, N], [E, 2 N] if gated, of the dtype of rows
 
 
 class AttentionPlan:
@@ -91,15 +92,23 @@ def route(domain: int, logits: Tensor, routing: Any, normalizes: bool) -> Struct
 
 
 def expert_maps(
-    x: Tensor, order: Tensor | None, experts: "PackedExperts", begins: Tensor, out: Tensor
+    x: Tensor,
+    order: Tensor | None,
+    experts: "PackedExperts",
+    begins: Tensor,
+    out: Tensor,
+    limit: float | None = None,
 ) -> Structure:
     """One of the maps of each expert. Its rows of x are in the order of places, or `order` has the
     row at each place; those of `out` are in the order of places.
     """
     assert len(begins) == len(experts.each) + 1, "a routing to another number of experts"
-    first = experts.each[0]
-    args = linear(0, x, first, None, out, SILU_MUL if first.is_gated else FLOATS)
+    first, bias = experts.each[0], experts.bias
+    assert bias is None or bias.dtype == x.dtype, "rows and biases of different dtypes"
+    gate = SILU_MUL if limit is None else CLAMPED_MUL
+    args = linear(0, x, first, bias, out, gate if first.is_gated else FLOATS)
     args.order = None if order is None else order.data_ptr()
+    args.limit = limit or 0.0
     pointers = experts.addresses.data_ptr(), begins.data_ptr()
     return native.ExpertMaps(args, *pointers, len(experts.each))
 
@@ -110,6 +119,13 @@ def add_experts(
     pointers = sums.data_ptr(), weights.data_ptr(), places.data_ptr(), residual.data_ptr()
     shape = residual.shape[1], weights.shape[1]
     return native.AddExperts(native.is_bf16(residual), domain, *pointers, *shape)
+
+
+def add_gated(domain: int, x: Tensor, gate: Tensor, residual: Tensor) -> Structure:
+    assert x.shape == residual.shape and x.dtype == gate.dtype == residual.dtype, "other rows"
+    assert gate.shape == (len(x), 1), "no gate for each row"
+    pointers = x.data_ptr(), gate.data_ptr(), residual.data_ptr()
+    return native.AddGated(native.is_bf16(residual), domain, *pointers, x.shape[1])
 
 
 def gather_codes(table: Codes, out: Tensor) -> Structure:

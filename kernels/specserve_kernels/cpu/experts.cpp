@@ -88,6 +88,13 @@ struct AddExperts {
   int64_t N, k;
 };
 
+struct AddGated {
+  int64_t is_bf16, domain;
+  const void *x, *gate;  // [R, N], [R]
+  void* residual;        // [R, N]
+  int64_t N;
+};
+
 constexpr int64_t COLUMNS_AT_ONCE = 256;
 
 template <class T>
@@ -104,13 +111,29 @@ static void add_columns(const AddExperts& a, int64_t r, int64_t begin, int64_t e
   }
 }
 
-template <class T> static void add_experts(const AddExperts& a, int64_t R, Team& team) {
+template <class T>
+static void add_columns(const AddGated& a, int64_t r, int64_t begin, int64_t end) {
+  vf share = 1.0f / (1.0f + exp(-splat(to_float(((const T*)a.gate)[r]))));
+  for (int64_t i = begin; i < end; i += LANES) {
+    int n = std::min<int64_t>(end - i, LANES);
+    T* to = (T*)a.residual + r * a.N + i;
+    store_up_to(to, load_up_to(to, n) + load_up_to((const T*)a.x + r * a.N + i, n) * share, n);
+  }
+}
+
+template <class T, class Args> static void add_pieces(const Args& a, int64_t R, Team& team) {
   int64_t pieces = divide_up(a.N, COLUMNS_AT_ONCE);
   Range part = team.part(R * pieces);
   for (int64_t i = part.begin; i < part.end; i++) {
     int64_t begin = i % pieces * COLUMNS_AT_ONCE;
     add_columns<T>(a, i / pieces, begin, std::min(begin + COLUMNS_AT_ONCE, a.N));
   }
+}
+
+template <class Args> static void add_pieces(const void* args, const Step& step, Team& team) {
+  const Args& a = *(const Args*)args;
+  int64_t R = step.num_rows[a.domain];
+  a.is_bf16 ? add_pieces<bf16>(a, R, team) : add_pieces<float>(a, R, team);
 }
 
 extern "C" {
@@ -126,8 +149,10 @@ void specserve_expert_maps(const void* args, const Step&, Team& team) {
 }
 
 void specserve_add_experts(const void* args, const Step& step, Team& team) {
-  const AddExperts& a = *(const AddExperts*)args;
-  int64_t R = step.num_rows[a.domain];
-  a.is_bf16 ? add_experts<bf16>(a, R, team) : add_experts<float>(a, R, team);
+  add_pieces<AddExperts>(args, step, team);
+}
+
+void specserve_add_gated(const void* args, const Step& step, Team& team) {
+  add_pieces<AddGated>(args, step, team);
 }
 }

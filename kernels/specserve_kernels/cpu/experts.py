@@ -30,12 +30,16 @@ class Routing(NamedTuple):
     begins: Tensor
 
 
-def prepack_experts(weights: Iterable[Tensor | Codes], is_gated: bool = False) -> PackedExperts:
+def prepack_experts(
+    weights: Iterable[Tensor | Codes], is_gated: bool = False, bias: Tensor | None = None
+) -> PackedExperts:
     each = tuple(ops.prepack(weight, is_gated) for weight in weights)
     forms = {packed._replace(words=None) for packed in each}  # type: ignore[arg-type]
     assert len(forms) == 1, f"experts of different forms: {forms}"
     addresses = torch.tensor([packed.words.data_ptr() for packed in each])
-    return PackedExperts(each, addresses)
+    outputs = each[0].N * (2 if is_gated else 1)
+    assert bias is None or bias.shape == (len(each), outputs), "no bias for each expert"
+    return PackedExperts(each, addresses, None if bias is None else bias.contiguous())
 
 
 def route(logits: Tensor, k: int, normalizes: bool) -> Routing:
@@ -48,14 +52,20 @@ def route(logits: Tensor, k: int, normalizes: bool) -> Routing:
 
 
 def experts(
-    x: Tensor, routing: Routing, gate_up: PackedExperts, down: PackedExperts, residual: Tensor
+    x: Tensor,
+    routing: Routing,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    residual: Tensor,
+    limit: float | None = None,
 ) -> Tensor:
     R, k = routing.weights.shape
     assert len(x) == len(residual) == R, "a routing or a residual of another number of rows"
     inner, sums = (x.new_empty(R * k, gate_up.each[0].N), torch.empty(R * k, residual.shape[1]))
+    rows, begins = routing.rows, routing.begins
     calls: list[tuple[str, Any]] = [
-        ("expert_maps", arguments.expert_maps(x, routing.rows, gate_up, routing.begins, inner)),
-        ("expert_maps", arguments.expert_maps(inner, None, down, routing.begins, sums)),
+        ("expert_maps", arguments.expert_maps(x, rows, gate_up, begins, inner, limit)),
+        ("expert_maps", arguments.expert_maps(inner, None, down, begins, sums)),
         (
             "add_experts",
             arguments.add_experts(0, sums, routing.weights, routing.places, residual),
@@ -63,4 +73,10 @@ def experts(
     ]
     for name, args in calls:
         ops.run(name, args, R, x.numel() * inner.shape[1])
+    return residual
+
+
+def add_gated(x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
+    args = arguments.add_gated(0, x, gate, residual)
+    ops.run("add_gated", args, len(x), x.numel())
     return residual

@@ -4,12 +4,13 @@
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <type_traits>
 
 #include "gemm.h"
 #include "op.h"
 
 // FLOATS: sums of bf16 rows stay float.
-enum Epilogue : int64_t { PLAIN, ADD, FLOATS, SILU_MUL, GELU_MUL };
+enum Epilogue : int64_t { PLAIN, ADD, FLOATS, SILU_MUL, GELU_MUL, CLAMPED_MUL };
 
 struct Linear {
   int64_t is_bf16, domain;
@@ -20,6 +21,7 @@ struct Linear {
   int64_t rounds_rows;                          // whether rows become codes, too
   float factor;                                 // of what is added to the residual
   const int32_t* order;  // [R]  which rows of x are multiplied; null: all of them, as they are
+  float limit;           // of CLAMPED_MUL
 
   bool is_gated() const { return epilogue >= SILU_MUL; }
   template <class T> const T* row(int64_t r) const {
@@ -39,7 +41,7 @@ struct Linear {
 // Maps of one shape, each of which multiplies rows of its own, one after the other: those of
 // experts. Or a single map.
 struct Maps {
-  const Linear& each;                   // all rows are its own; of several maps it has no weight
+  const Linear& each;  // all rows are its own; of several maps it has no weight, and all biases
   int64_t num_rows;                     // of a single map
   const void* const* packed = nullptr;  // [num_maps]  the weights; null for a single map
   const int32_t* begins = nullptr;      // [num_maps + 1]  the first row of each, and the end
@@ -52,6 +54,8 @@ struct Maps {
   Linear of(int64_t map) const {
     Linear one = begins ? each.from(begins[map]) : each;
     one.packed = packed_of(map);
+    int64_t outputs = each.is_gated() ? 2 * each.N : each.N;
+    if (each.bias) one.bias = (const char*)each.bias + map * outputs * (each.is_bf16 ? 2 : 4);
     return one;
   }
   int64_t num_used() const {
@@ -74,6 +78,14 @@ template <int64_t EPILOGUE> static INLINE vf gate(vf x) {
   return x / (1.0f + exp(-at));
 }
 
+// What the experts of gpt-oss have in its place: up gets 1 more, and both are clamped. NaN stays,
+// as it is the second argument.
+static INLINE vf clamped(vf x, vf up, float limit) {
+  x = min(splat(limit), x);
+  up = min(splat(limit), max(splat(-limit), up));
+  return (up + 1.0f) * (x / (1.0f + exp(-1.702f * x)));
+}
+
 // Write 16 columns of some rows, or the n that exist, rounded once. Inlined, as n is mostly 16.
 template <class T, int64_t EPILOGUE>
 static INLINE void finish_columns(const Linear& a, const float* sums, int64_t column, int n,
@@ -81,10 +93,14 @@ static INLINE void finish_columns(const Linear& a, const float* sums, int64_t co
   const T* bias = (const T*)a.bias;
   vf first = bias ? load_up_to(bias + column, n) : vf{}, second{};
   if (EPILOGUE >= SILU_MUL && bias) second = load_up_to(bias + a.N + column, n);
-  T* out = (T*)a.out + rows.begin * a.N + column;
+  using Out = std::conditional_t<EPILOGUE == FLOATS, float, T>;
+  Out* out = (Out*)a.out + rows.begin * a.N + column;
   for (int64_t r = rows.begin; r < rows.end; r++, out += a.N, sums += COLUMNS) {
     vf y = load(sums) + first;
-    if (EPILOGUE >= SILU_MUL) y = gate<EPILOGUE>(y) * (load(sums + COLUMNS / 2) + second);
+    if (EPILOGUE >= SILU_MUL) {
+      vf up = load(sums + COLUMNS / 2) + second;
+      y = EPILOGUE == CLAMPED_MUL ? clamped(y, up, a.limit) : gate<EPILOGUE>(y) * up;
+    }
     if (EPILOGUE == ADD) y = load_up_to(out, n) + y * a.factor;
     store_up_to(out, y, n);
   }
@@ -104,8 +120,9 @@ template <class T>
 static void finish(const Linear& a, const float* sums, int64_t panel, Range rows) {
   if (a.epilogue == SILU_MUL) finish_panel<T, SILU_MUL>(a, sums, panel, rows);
   else if (a.epilogue == GELU_MUL) finish_panel<T, GELU_MUL>(a, sums, panel, rows);
+  else if (a.epilogue == CLAMPED_MUL) finish_panel<T, CLAMPED_MUL>(a, sums, panel, rows);
   else if (a.epilogue == ADD) finish_panel<T, ADD>(a, sums, panel, rows);
-  else if (a.epilogue == FLOATS) finish_panel<float, PLAIN>(a, sums, panel, rows);
+  else if (a.epilogue == FLOATS) finish_panel<T, FLOATS>(a, sums, panel, rows);
   else finish_panel<T, PLAIN>(a, sums, panel, rows);
 }
 

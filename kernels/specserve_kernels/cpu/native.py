@@ -92,6 +92,7 @@ class Linear(Structure):
         ("rounds_rows", c_int64),
         ("factor", c_float),
         ("order", c_void_p),
+        ("limit", c_float),
     ]
 
 
@@ -119,6 +120,14 @@ class AddExperts(Structure):
         *((name, c_int64) for name in ("is_bf16", "domain")),
         *((name, c_void_p) for name in ("sums", "weights", "places", "residual")),
         *((name, c_int64) for name in ("N", "k")),
+    ]
+
+
+class AddGated(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("is_bf16", "domain")),
+        *((name, c_void_p) for name in ("x", "gate", "residual")),
+        ("N", c_int64),
     ]
 
 

@@ -20,7 +20,6 @@ struct Quantize {
   int64_t N, K;
 };
 
-static inline vf min(vf a, vf b) { return a < b ? a : b; }
 static inline float min(vf v) { return -max(-v); }
 
 // The value of the largest magnitude; of two such the negative one.

@@ -234,12 +234,18 @@ class Recorder:
         return Routing(weights, chosen, places, rows, begins)
 
     def experts(
-        self, x: Any, routing: Any, gate_up: PackedExperts, down: PackedExperts, residual: Any
+        self,
+        x: Any,
+        routing: Any,
+        gate_up: PackedExperts,
+        down: PackedExperts,
+        residual: Any,
+        limit: float | None = None,
     ) -> Any:
         weights, k = routing.weights.tensor, routing.weights.tensor.shape[1]
         inner = self.new(x.domain, (k, gate_up.each[0].N), x.tensor.dtype)
         rows, pairs = routing.rows.tensor, inner.tensor.flatten(0, 1)
-        args = arguments.expert_maps(x.tensor, rows, gate_up, routing.begins, pairs)
+        args = arguments.expert_maps(x.tensor, rows, gate_up, routing.begins, pairs, limit)
         self.note("expert_maps", args, x.domain, gate_up)
         sums = self.new(x.domain, (k, down.each[0].N), torch.float32)
         found = sums.tensor.flatten(0, 1)
@@ -248,6 +254,11 @@ class Recorder:
         places = routing.places.tensor
         args = arguments.add_experts(x.domain, found, weights, places, residual.tensor)
         self.note("add_experts", args, x.domain)
+        return residual
+
+    def add_gated(self, x: Any, gate: Any, residual: Any) -> Any:
+        args = arguments.add_gated(x.domain, x.tensor, gate.tensor, residual.tensor)
+        self.note("add_gated", args, x.domain)
         return residual
 
     def rope_write_kv(

@@ -82,6 +82,7 @@ static inline vf fma(vf a, vf b, vf c) {
 #endif
 }
 static inline vf max(vf a, vf b) { return a > b ? a : b; }
+static inline vf min(vf a, vf b) { return a < b ? a : b; }
 
 // Over lanes, by halves: lane i takes in lane i + 8, then i + 4, i + 2, i + 1.
 template <int S> static inline vf rotate(vf v) {

@@ -36,17 +36,21 @@ def route(logits: Tensor, k: int, normalizes: bool) -> Routing:
     return Routing(weights, experts.int())
 
 
-class PlainExperts(NamedTuple):
-    weight: Tensor  # [E, N, K]
+class Experts(NamedTuple):
+    """Weights of experts: codes are maps of their own, others are together in one tensor."""
+
+    weight: Tensor | None  # [E, N, K]
+    each: Sequence[LinearMap]
+    bias: Tensor | None  # [E, N]
 
 
-Experts = PlainExperts | list[LinearMap]  # codes are maps of their own
-
-
-def packed(maps: Iterable[LinearMap]) -> Experts:
+def packed(maps: Iterable[LinearMap], bias: Tensor | None) -> Experts:
     each = [*maps]
     plain = [x.weight for x in each if isinstance(x, PlainMap)]
-    return PlainExperts(torch.stack(plain)) if len(plain) == len(each) else each
+    if len(plain) < len(each):
+        return Experts(None, each, bias)
+    weight = torch.stack(plain)
+    return Experts(weight, [PlainMap(x) for x in weight], bias)
 
 
 class Tiles(NamedTuple):
@@ -82,6 +86,7 @@ def tiles_of(experts: Tensor, num_experts: int) -> Tiles:
 def _multiply(
     x,  # [rows, K]
     weight,  # [E, N, K]
+    bias,  # [E, N]
     pairs,
     expert,
     first,
@@ -89,6 +94,7 @@ def _multiply(
     out,  # [pairs, N]
     N,
     K,
+    HAS_BIAS: tl.constexpr,
     EACH: tl.constexpr,  # pairs of a row of x
     TILE: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -102,18 +108,23 @@ def _multiply(
         is_pair = (place < end)[:, None]
         pair = tl.load(pairs + place, mask=place < end, other=0)[:, None]
         n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
-        rows, columns = x + pair // EACH * K, weight + (tl.load(expert + tile) * N + n) * K
+        output = tl.load(expert + tile) * N + n
+        rows, columns = x + pair // EACH * K, weight + output * K
         total = tl.zeros([TILE, OUTPUTS], tl.float32)
         for start in range(0, K, COLUMNS):
             k = start + tl.arange(0, COLUMNS)
             some = tl.load(rows + k[None, :], mask=is_pair & (k < K)[None, :], other=0.0)
             part = tl.load(columns + k[:, None], mask=(n < N) & (k < K)[:, None], other=0.0)
             total += tl.dot(some.to(DOT), part.to(DOT), input_precision="ieee")
+        if HAS_BIAS:
+            total += tl.load(bias + output, mask=n < N, other=0.0).to(tl.float32)
         at = out + pair * N + n
         tl.store(at, total.to(out.dtype.element_ty), mask=is_pair & (n < N))
 
 
-def multiply(x: Tensor, weight: Tensor, tiles: Tiles, dtype: torch.dtype) -> Tensor:
+def multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles, dtype: torch.dtype
+) -> Tensor:
     """What each pair's expert makes of its row of x, [pairs, N]: x has a row a pair, or for all of
     a row's.
     """
@@ -121,7 +132,8 @@ def multiply(x: Tensor, weight: Tensor, tiles: Tiles, dtype: torch.dtype) -> Ten
     _, N, K = weight.shape
     out = torch.empty(len(tiles.pairs), N, dtype=dtype, device=x.device)
     _multiply[(len(tiles.expert), triton.cdiv(N, OUTPUTS))](
-        *(x, weight, *tiles, out, N, K),
+        *(x, weight, weight if bias is None else bias, *tiles, out, N, K),
+        HAS_BIAS=bias is not None,
         EACH=len(tiles.pairs) // len(x),
         TILE=TILE,
         OUTPUTS=OUTPUTS,
@@ -139,37 +151,34 @@ def add_experts(
     gate_up: Experts,
     down: Experts,
     residual: Tensor,
-    silu_mul: Callable[[Tensor], Tensor],
+    gated: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """As the reference's; what the first map makes is rounded before `silu_mul`, too."""
-    if not isinstance(gate_up, PlainExperts) or not isinstance(down, PlainExperts):
-        maps = alone(gate_up), alone(down)
-        return add_each(x, routing, *maps, residual, silu_mul)
+    """As the reference's; what the first map makes is rounded before `gated`, too."""
+    if gate_up.weight is None or down.weight is None:
+        return add_each(x, routing, gate_up, down, residual, gated)
     if not len(x):
         return residual
     tiles = tiles_of(routing.experts, len(gate_up.weight))
-    inner = silu_mul(multiply(x, gate_up.weight, tiles, x.dtype))
-    sums = multiply(inner, down.weight, tiles, torch.float32).view(*routing.weights.shape, -1)
-    return residual.copy_(residual.float() + (routing.weights[:, :, None] * sums).sum(dim=1))
-
-
-def alone(experts: Experts) -> Sequence[LinearMap]:
-    return [*map(PlainMap, experts.weight)] if isinstance(experts, PlainExperts) else experts
+    inner = gated(multiply(x, gate_up.weight, gate_up.bias, tiles, x.dtype))
+    sums = multiply(inner, down.weight, down.bias, tiles, torch.float32)
+    shares = routing.weights[:, :, None] * sums.view(*routing.weights.shape, -1)
+    return residual.copy_(residual.float() + shares.sum(dim=1))
 
 
 def add_each(
     x: Tensor,
     routing: Routing,
-    gate_up: Sequence[LinearMap],
-    down: Sequence[LinearMap],
+    gate_up: Experts,
+    down: Experts,
     residual: Tensor,
-    silu_mul: Callable[[Tensor], Tensor],
+    gated: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """For experts of codes: right, and slow, as every expert multiplies all rows."""
     total = torch.zeros(residual.shape, device=x.device)
-    for e, (first, second) in enumerate(zip(gate_up, down, strict=True)):
+    for e, (first, second) in enumerate(zip(gate_up.each, down.each, strict=True)):
+        biases = [None if maps.bias is None else maps.bias[e] for maps in (gate_up, down)]
         is_chosen = routing.experts == e
         weight = routing.weights.where(is_chosen, 0.0).sum(dim=1, keepdim=True)
-        found = second.linear(silu_mul(first.linear(x, None)), None).float()
+        found = second.linear(gated(first.linear(x, biases[0])), biases[1]).float()
         total += torch.where(is_chosen.any(dim=1, keepdim=True), weight * found, 0.0)
     return residual.copy_(residual.float() + total)

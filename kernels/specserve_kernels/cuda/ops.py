@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -129,9 +130,12 @@ class CudaOps:
         return x.copy_(cap * torch.tanh(x.float() / cap))
 
     def prepack_experts(
-        self, weights: Iterable[Tensor | Codes], is_gated: bool = False
+        self,
+        weights: Iterable[Tensor | Codes],
+        is_gated: bool = False,
+        bias: Tensor | None = None,
     ) -> experts.Experts:
-        return experts.packed(self.prepack(weight, is_gated) for weight in weights)
+        return experts.packed((self.prepack(weight, is_gated) for weight in weights), bias)
 
     def route(self, logits: Tensor, k: int, normalizes: bool) -> experts.Routing:
         return experts.route(logits, k, normalizes)
@@ -143,8 +147,13 @@ class CudaOps:
         gate_up: experts.Experts,
         down: experts.Experts,
         residual: Tensor,
+        limit: float | None = None,
     ) -> Tensor:
-        return experts.add_experts(x, routing, gate_up, down, residual, gated.gated)
+        gate = gated.gated if limit is None else partial(gated.gated, gate="clamped", limit=limit)
+        return experts.add_experts(x, routing, gate_up, down, residual, gate)
+
+    def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
+        return residual.copy_(residual.float() + gate.float().sigmoid() * x.float())
 
     def embed(self, table: Tensor | Codes, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         if isinstance(table, Codes):

@@ -14,7 +14,7 @@ from specserve_kernels.host import (
 from specserve_kernels.program import EagerProgram, Model
 from specserve_kernels.quantize import quantize
 from specserve_kernels.reference.attention import attention, move_kv, plan, rope_write_kv
-from specserve_kernels.reference.experts import experts, prepack_experts, route
+from specserve_kernels.reference.experts import add_gated, experts, prepack_experts, route
 from specserve_kernels.reference.layers import (
     copy,
     embed,
@@ -35,6 +35,7 @@ from specserve_kernels.reference.sampling import logprobs, sample, top_children
 from specserve_kernels.types import KVCache
 
 __all__ = [
+    "add_gated",
     "allocate",
     "arithmetic",
     "attention",

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from specserve.errors import ConfigError
-from specserve.models.checkpoint import DTYPES, Checkpoint, drop_pages
+from specserve.models.checkpoint import DTYPES, Checkpoint, drop_tensor
+from specserve.models.quantized import mxfp4
 from specserve.models.quantized.config import Quantization
 from specserve.models.quantized.floats import FLOATS
 from specserve.models.quantized.readers import reader
@@ -82,7 +83,7 @@ class QuantizedMaps:
         except ValueError as e:
             raise self.refusal(module, str(e)) from e
         for tensor in tensors.values():
-            drop_pages(tensor.data_ptr(), tensor.nbytes)
+            drop_tensor(tensor)
         if isinstance(weight, Codes) and weight.may_round_rows:
             return weight._replace(rounds_rows=self.told.activations.rounds(module, weight.group))
         return weight
@@ -91,6 +92,9 @@ class QuantizedMaps:
         """Of a map in memory, where 8-bit floats are widened to `dtype`; nearly."""
         found = self.checkpoint.parts(name.removesuffix(".weight"))
         parts = [found[suffix] for suffix in self.suffixes[name]]
+        if self.told is not None and self.told.method == "mxfp4":
+            size = math.prod(self.shapes[name])
+            return size * mxfp4.BITS // 8 + size // mxfp4.GROUP * torch.float32.itemsize
         if any(part.dtypes[0] in FLOATS for part in parts):
             return math.prod(self.shapes[name]) * dtype.itemsize
         return sum(math.prod(part.shape) * SIZES[part.dtypes[0]] for part in parts)

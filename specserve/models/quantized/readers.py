@@ -8,6 +8,7 @@ from specserve.models.quantized.compressed import Compressed
 from specserve.models.quantized.config import Quantization
 from specserve.models.quantized.floats import Floats
 from specserve.models.quantized.gptq import Gptq
+from specserve.models.quantized.mxfp4 import Mxfp4
 from specserve.models.quantized.stored import Format
 
 FORMATS: dict[str, Callable[[Quantization], Format]] = {
@@ -16,6 +17,7 @@ FORMATS: dict[str, Callable[[Quantization], Format]] = {
     "fp8": Floats,
     "gguf": Gguf,
     "gptq": Gptq,
+    "mxfp4": Mxfp4,
 }
 
 
