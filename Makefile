@@ -15,6 +15,12 @@ SPECSERVE_TEST_MODELS ?= $(abspath ../shared/models)
 endif
 export SPECSERVE_TEST_MODELS
 
+# Where it is set, each of the processes that tests start would compile all of its modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+# A run collects what it is given, and to collect everything takes a quarter of a minute.
+TIMED = $(shell grep -rl --include='test_*.py' 'mark\.timed' tests)
+
 DIST := dist
 
 .PHONY: setup test check equivalence lint docs dist serve generate bench soak gpu-check
@@ -37,7 +43,7 @@ $(COMPILED): $(INSTALLED) $(KERNELS)
 
 test: setup
 	$(PY) -m pytest -m "not slow and not timed" -n 2 --dist loadfile
-	$(PY) -m pytest -m "not slow and timed"
+	$(PY) -m pytest -m "not slow and timed" $(TIMED)
 
 check: test
 	$(PY) -m pytest -m slow

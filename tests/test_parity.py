@@ -1,4 +1,4 @@
-"""Greedy tokens are those of transformers' `generate`, alone and in a mixed batch."""
+"""Greedy tokens are those that transformers' models hold likeliest, alone and in a mixed batch."""
 
 import pytest
 import torch
@@ -40,8 +40,8 @@ PROMPTS[3] = [9, 8, 7, 6] * 4  # for the lookup drafter
 
 @pytest.fixture(scope="module", params=[*CASES.values(), *FOREIGN.values()], ids=CASES | FOREIGN)
 def case(request, tmp_path_factory):
-    """A target, a draft model of the same family, whose code is to compute the target, and what
-    transformers generates.
+    """A target, a draft model of the same family, whose code is to compute the target, and
+    transformers' model.
     """
     family, overrides = request.param
     root = tmp_path_factory.mktemp("models")
@@ -49,20 +49,37 @@ def case(request, tmp_path_factory):
     draft = tiny_checkpoint(root / "draft", family, seed=1, num_hidden_layers=1, **overrides)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     asked = "transformers" if request.param in FOREIGN.values() else "auto"
-    return target, draft, asked, [generate(model, p) for p in PROMPTS]
+    return target, draft, asked, model.eval()
 
 
-def generate(model, prompt):
-    ids = torch.tensor([prompt])
+def likeliest(model, prompt, text):
+    """After each token but the last, from the prompt's last on. A text that is equal to these is
+    what `generate` says, token by token, and one forward is a text's whole work.
+    """
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *text]])).logits[0]
+    return logits[len(prompt) - 1 : -1].argmax(1).tolist()
+
+
+def ends_in_time(model, text):
+    """At the first end token, or else at the limit."""
+    end = model.config.eos_token_id
+    return end not in text[:-1] and (text[-1] == end or len(text) == NEW)
+
+
+def test_a_text_of_the_likeliest_tokens_is_what_transformers_generates(case):
+    *_, model = case
+    prompt = torch.tensor([PROMPTS[2]])
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=NEW
     )
-    return out[0, len(prompt) :].tolist()
+    text = out[0, prompt.shape[1] :].tolist()
+    assert ends_in_time(model, text) and likeliest(model, PROMPTS[2], text) == text
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
 def test_greedy_tokens_are_those_of_transformers(case, drafter):
-    target, draft, implementation, want = case
+    target, draft, implementation, model = case
     settings = {
         "model.implementation": implementation,
         "scheduler.max_batched_tokens": 65,
@@ -75,5 +92,6 @@ def test_greedy_tokens_are_those_of_transformers(case, drafter):
         assert llm.loaded.drafter == drafter
         alone = [llm.generate([p], params)[0].token_ids for p in PROMPTS]
         together = [o.token_ids for o in llm.generate(PROMPTS, params)]
-    assert alone == want
-    assert together == want
+    assert alone == [likeliest(model, p, text) for p, text in zip(PROMPTS, alone, strict=True)]
+    assert together == alone
+    assert all(ends_in_time(model, text) for text in alone)

@@ -1,7 +1,9 @@
 """One server for all tests that leave it as they found it, and one for every preset."""
 
 import tomllib
+from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -95,21 +97,39 @@ def calling(tmp_path_factory):
         yield random.url, f"http://127.0.0.1:{scripted.port}"
 
 
+class Presets(Mapping):
+    """Servers by name, each started when it is first asked for: few files ask for all."""
+
+    def __init__(self, servers, stack):
+        self.servers, self.stack, self.started = servers, stack, {}
+
+    def __getitem__(self, name):
+        if name not in self.started:
+            self.started[name] = self.stack.enter_context(self.servers[name]())
+        return self.started[name]
+
+    def __iter__(self):
+        return iter(self.servers)
+
+    def __len__(self):
+        return len(self.servers)
+
+
 @pytest.fixture(scope="session")
 def presets(plain):
     """A server for every file in configs/ that asks for no device, and one whose draft model always
-    guesses; they start side by side.
+    guesses.
     """
     servers = {}
     for name, path in PRESETS.items():
         drafts = "model" in tomllib.loads(path.read_text())["drafter"]
         flags = [f"--draft-model={plain}"] if drafts else []
         flags += ["--served-model-name=tiny", f"--config={path}"]
-        servers[name] = ServerProcess(plain, *flags)
+        servers[name] = partial(ServerProcess, plain, *flags)
     flags = [f"--draft-model={plain}", "--drafter=model", "--served-model-name=tiny"]
-    servers["model"] = ServerProcess(plain, *flags, **{"speculation.max_nodes": 8})
+    servers["model"] = partial(ServerProcess, plain, *flags, **{"speculation.max_nodes": 8})
     with ExitStack() as stack:
-        yield {name: stack.enter_context(server) for name, server in servers.items()}
+        yield Presets(servers, stack)
 
 
 @pytest.fixture(scope="session")

@@ -51,6 +51,7 @@ def server_threads(folder, **settings):
     server = ServerProcess.__new__(ServerProcess)
     with listen(config.server) as listener:
         server.port = listener.getsockname()[1]
+        server.url = f"http://127.0.0.1:{server.port}"
         with engine_thread(config) as spawned:
             thread = threading.Thread(target=speak, args=(config, spawned, listener))
             thread.start()
@@ -66,10 +67,10 @@ def speak(config, spawned, listener):
     ):
         folders = preflight.check(config)
         # A thread is the only engine: to look for another one takes 15 seconds.
-        engines = SimpleNamespace(start=None, begin_with=None)
+        engines = SimpleNamespace(start=None, begin_with=noop)
         start = serve.Start(config, folders, engines, spawned, listener, time.perf_counter())
         runner.run(serve.run(start))
 
 
-def noop():
+def noop(*_):
     pass

@@ -17,6 +17,7 @@ from specserve.errors import ConfigError
 from specserve.keys import SCOPES, read_admin_keys
 from tests.checkpoints import tiny_checkpoint
 from tests.server.asking import CHAT, COMPLETIONS, chat_body, completion_body, streamed
+from tests.server.in_process import server_threads
 from tests.server.server_process import ServerProcess, eventually
 from tests.server.test_routes import app_with
 
@@ -46,6 +47,19 @@ def admin_keys(tmp_path_factory):
 
 @pytest.fixture
 def server(folders, admin_keys):
+    """One that may be changed, in this process."""
+    with server_threads(folders["target"], **admitting(admin_keys)) as server:
+        server.headers = ADMIN
+        yield server
+
+
+def admitting(admin_keys):
+    return {"server.admin_key_file": str(admin_keys)}
+
+
+@pytest.fixture
+def replacing(folders, admin_keys):
+    """One that starts another engine process where one ends."""
     with ServerProcess(folders["target"], f"--admin-key-file={admin_keys}") as server:
         server.headers = ADMIN
         yield server
@@ -118,8 +132,8 @@ def test_requests_may_name_the_sources_that_there_are_now(server):
 
 
 def test_a_server_that_began_without_guesses_can_make_some(folders, admin_keys):
-    begun = "--drafter=none", f"--admin-key-file={admin_keys}"
-    with ServerProcess(folders["target"], *begun) as server:
+    settings = {"drafter.name": "none"} | admitting(admin_keys)
+    with server_threads(folders["target"], **settings) as server:
         server.headers = ADMIN
         want = streamed(server, COMPLETIONS, LONG)
         assert server.ask("PATCH", SPECULATION, {"drafter": "auto"}).status == 200
@@ -217,26 +231,26 @@ CHANGES = [
 ]
 
 
-def test_another_engine_process_guesses_as_the_one_before_was_told(server, folders):
-    server.post(DRAFT_MODEL, {"model": str(folders["same"]), "quantize": "w8"})
-    server.ask("PATCH", SPECULATION, {"sources": ["suffix", "model"], "max_nodes": 5})
-    before, want = state(server), streamed(server, COMPLETIONS, LONG)
-    server.kill_engines(1)
-    assert streamed(server, COMPLETIONS, LONG) == want
-    assert state(server) == before
+def test_another_engine_process_guesses_as_the_one_before_was_told(replacing, folders):
+    replacing.post(DRAFT_MODEL, {"model": str(folders["same"]), "quantize": "w8"})
+    replacing.ask("PATCH", SPECULATION, {"sources": ["suffix", "model"], "max_nodes": 5})
+    before, want = state(replacing), streamed(replacing, COMPLETIONS, LONG)
+    replacing.kill_engines(1)
+    assert streamed(replacing, COMPLETIONS, LONG) == want
+    assert state(replacing) == before
 
 
 def test_an_engine_process_that_lacks_the_draft_model_begins_as_the_first(
-    server, folders, tmp_path
+    replacing, folders, tmp_path
 ):
-    at_first, copy = state(server), tmp_path / "copy"
+    at_first, copy = state(replacing), tmp_path / "copy"
     shutil.copytree(folders["same"], copy)
-    server.post(DRAFT_MODEL, {"model": str(copy)})
+    replacing.post(DRAFT_MODEL, {"model": str(copy)})
     shutil.rmtree(copy)
-    want = streamed(server, COMPLETIONS, LONG)
-    server.kill_engines(1)
-    assert streamed(server, COMPLETIONS, LONG) == want
-    eventually(lambda: state(server) == at_first)
+    want = streamed(replacing, COMPLETIONS, LONG)
+    replacing.kill_engines(1)
+    assert streamed(replacing, COMPLETIONS, LONG) == want
+    eventually(lambda: state(replacing) == at_first)
 
 
 SCOPED = {

@@ -8,7 +8,8 @@ import pytest
 from tests.checkpoints import tiny_checkpoint
 from tests.grammars.hostile import ENDLESS, EVERY
 from tests.server.asking import CHAT, COMPLETIONS, saying, streaming
-from tests.server.server_process import ServerProcess, eventually
+from tests.server.in_process import server_threads
+from tests.server.server_process import eventually
 
 RESPONSES = "/v1/responses"
 FOREVER = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
@@ -106,7 +107,7 @@ def test_it_ends_while_its_grammar_is_compiled(server):
 def test_it_ends_while_its_prompt_is_rendered(tmp_path, stream):
     folder = tiny_checkpoint(tmp_path)
     (folder / "chat_template.jinja").write_text(FOREVER)
-    with ServerProcess(folder, **{"server.template_seconds": 30}) as server:
+    with server_threads(folder, **{"server.template_seconds": 30}) as server:
         messages = [{"role": "user", "content": "a"}]
         check_ended(server.post(CHAT, {"messages": messages, "timeout_ms": 200, "stream": stream}))
         assert refused(server) == 1
