@@ -9,7 +9,6 @@ import torch
 from specserve.models.loaded import LoadedModel
 from specserve.models.loader import load_decoder
 from specserve.models.source import open_source
-from specserve.models.transformers_loader import load_transformers
 from specserve_bench.steps import Size, Steps, beside, longest_context, words
 from specserve_kernels import load
 from specserve_kernels.program import EagerProgram
@@ -35,6 +34,8 @@ def implementation_figures(
 
 
 def contenders(folder: Path, sizes: Sequence[Size]) -> dict[str, Steps]:
+    from specserve.models.transformers_loader import load_transformers  # slow to import
+
     ops, longest = load(torch.device("cpu")), longest_context(sizes)
     native = load_decoder(folder, "bf16", ops, longest)
     shape = open_source(folder).shape("transformers")
