@@ -6,9 +6,10 @@ import pytest
 
 from specserve import LLM, SamplingParams
 from specserve.errors import ConfigError
-from tests.models.transformers_models import CASES, foreign_checkpoint
+from tests.models.transformers_models import foreign_checkpoint
 
 SETTINGS = {"model.threads": 1, "memory.kv_bytes": 1 << 26, "scheduler.max_batched_tokens": 140}
+EXPERTS = {"model_type": "granitemoe", "num_local_experts": 4, "num_experts_per_tok": 2}
 PROMPT = [9, 8, 7, 6] * 10  # n-grams would guess, and a second time most of it would be a hit
 PARAMS = SamplingParams(temperature=0, max_tokens=24)
 
@@ -16,7 +17,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=24)
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    variant = foreign_checkpoint(root / "variant", **CASES["gpt_oss, sinks"])
+    variant = foreign_checkpoint(root / "variant", **EXPERTS)
     return variant, foreign_checkpoint(root / "invariant", model_type="olmo")
 
 
