@@ -42,7 +42,7 @@ from specserve.models.scaled_shape import Sizes
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 DTYPE = torch.bfloat16  # of demos
-RANDOM = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate")  # what added parts read with
+RANDOM = ("q_proj", "k_proj", "v_proj", "gate", "gate_proj", "up_proj")  # added parts read by them
 EXPERT = re.compile(r"experts\.\d+\.")
 STD = 0.02
 REST = -1  # of a tensor's size: an axis of an MLP is as wide as an expert or as a dense layer's

@@ -130,7 +130,10 @@ def test_the_named_cells_are_measured_and_kept(measured, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("flag", "words"),
-    [("--pairs=small", "no pair 'small'; there are demo, 0.6b, mixture"), ("--rounds=0", "no whole number")],
+    [
+        ("--pairs=small", "no pair 'small'; there are demo, 0.6b, mixture"),
+        ("--rounds=0", "no whole number"),
+    ],
 )
 def test_what_cannot_be_measured_is_refused(flag, words, capsys):
     with pytest.raises(SystemExit, match="2"):

@@ -389,3 +389,21 @@ def test_rows_of_unknown_cost_are_tried_by_powers_of_two():
     planner = Planner(StepCosts(256))
     assert planner.is_tried(130) and not planner.is_tried(150), "the second waits"
     assert planner.is_tried(100), "of another power of two"
+
+
+def test_roots_alone_of_unknown_cost_are_tried_before_a_draft_model_runs():
+    """Afterwards its time is spent, and a step of more rows always looks better."""
+    costs, step = StepCosts(64), Step(1, 0, 1, 1)
+    for _ in range(KNOWN):
+        costs.observe(2, 0, 1, 0.045)
+    planner, asks = Planner(costs), [Ask(chain(), 5)]
+    levels, plans = [], []
+    for _ in range(3):
+        growth = planner.growth(asks, step, 5)
+        levels.append(growth.size([0.8], 0.7, 1, lambda rows: 0.009))
+        plans.append(planner.choose(asks, step, 5))
+    assert levels == [0, 1, 0], "the second trial waits"
+    assert [plan.rows for plan in plans] == [1, 1, 1]
+    costs.observe(1, 0, 1, 0.03)
+    for _ in range(9):
+        assert planner.growth(asks, step, 5).size([0.8], 0.7, 1, lambda rows: 0.009) == 0
