@@ -118,19 +118,23 @@ def scaled_fields(
 ) -> dict[str, Any]:
     """The source's config.json with the sizes of the shape."""
     kept = {key: value for key, value in fields.items() if key != "torch_dtype"}
-    return kept | mixture_fields(like) | {
-        "hidden_size": like.hidden_size,
-        "intermediate_size": like.intermediate_size,
-        "num_hidden_layers": like.num_layers,
-        "layer_types": ["full_attention"] * like.num_layers,
-        "num_attention_heads": like.num_heads,
-        "num_key_value_heads": like.num_kv_heads,
-        "head_dim": like.head_dim,
-        "vocab_size": like.vocab_size,
-        "tie_word_embeddings": like.tied,
-        "rms_norm_eps": small.norm_eps * small.hidden_size / like.hidden_size,
-        "dtype": dtype,
-    }
+    return (
+        kept
+        | mixture_fields(like)
+        | {
+            "hidden_size": like.hidden_size,
+            "intermediate_size": like.intermediate_size,
+            "num_hidden_layers": like.num_layers,
+            "layer_types": ["full_attention"] * like.num_layers,
+            "num_attention_heads": like.num_heads,
+            "num_key_value_heads": like.num_kv_heads,
+            "head_dim": like.head_dim,
+            "vocab_size": like.vocab_size,
+            "tie_word_embeddings": like.tied,
+            "rms_norm_eps": small.norm_eps * small.hidden_size / like.hidden_size,
+            "dtype": dtype,
+        }
+    )
 
 
 def mixture_fields(like: DecoderConfig) -> dict[str, Any]:

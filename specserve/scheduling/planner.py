@@ -225,7 +225,7 @@ class Planner:
         """The costs are the target's."""
         self.costs = costs
         self.trials = Trials(first=1, last=64)  # of rows whose cost is not known, by their bits
-        self.root_trials = Trials(first=1, last=64)  # of roots alone, by their number
+        self.root_trials = Trials()  # of roots alone, by their stair
         self.alone = 0  # rows without a guess that are tried in this step
 
     def choose(self, asks: Sequence[Ask], step: Step, most: int) -> Plan:
@@ -255,4 +255,4 @@ class Planner:
         """
         if step.prompt_rows or self.costs.is_known(step.rows):
             return False
-        return self.root_trials.is_due(step.rows)
+        return self.root_trials.is_due(self.costs.stair(step.rows))
