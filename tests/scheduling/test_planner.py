@@ -400,7 +400,7 @@ def test_roots_alone_of_unknown_cost_are_tried_before_a_draft_model_runs():
     assert planner.is_tried(1)  # so the plan's own next trial waits
 
     def size():
-        return planner.growth(asks, step, 5).size([0.8], 0.7, 1, lambda rows: 0.009)
+        return planner.growth(asks, step, 5).size([0.8], 0.7, 1, lambda rows: 0.018)
 
     for _ in range(15):
         assert size() == 1
