@@ -22,10 +22,14 @@ FILE = Path("bench/results/speculation-cpu.json")
 ROUNDS = 7
 NAMES = [name for name in WORKLOADS if name != EDIT]  # fixed settings have no use for predictions
 FIXED = ("off", *(f"{name}:{n}" for name in ("ngram", "model") for n in (4, 8, 16)))
+# More rows have more experts: so a mixture's best setting may be one of few guesses.
+FEW = tuple(f"{name}:{n}" for name in ("ngram", "model") for n in (1, 2, 3))
+FEW_TOO = ("mixture",)  # pairs
 LIKE_MODEL = ("model:8", "model:16")  # what `auto` is compared with on average over workloads
 REQUESTS = {  # by pair and concurrency
     "demo": {1: 16, 4: 32, 16: 64},
     "0.6b": {1: 8, 4: 12, 16: 16},
+    "mixture": {1: 4, 4: 8, 16: 16},
 }
 KV_BYTES = 3 << 29  # of each subject: all of them are in memory at once
 HOT = 0.8
@@ -129,7 +133,7 @@ def pairs(text: str) -> Sequence[str]:
 
 def cells(pair: str, args: argparse.Namespace) -> Iterator[Cell]:
     """Measure the cells of a pair that are asked for, one by one."""
-    contenders = load(PAIRS[pair]())
+    contenders = load(PAIRS[pair](), settings(pair))
     for place in places(pair, args.workloads, args.concurrency):
         size = args.requests or REQUESTS[pair].get(place.concurrency, 2 * place.concurrency)
         asked = workload(place.workload, size, 0, place.temperature)
@@ -148,11 +152,16 @@ def places(pair: str, names: Sequence[str], concurrencies: Sequence[int]) -> Ite
                 yield Place(pair, name, 1, HOT)
 
 
+def settings(pair: str) -> Sequence[str]:
+    """Of all subjects."""
+    return (*FIXED, *(FEW if pair in FEW_TOO else ()), "auto")
+
+
 def subjects(place: Place) -> Sequence[str]:
-    return (*(FIXED if place.temperature is None else LIKE_MODEL), "auto")
+    return settings(place.pair) if place.temperature is None else (*LIKE_MODEL, "auto")
 
 
-def load(pair: Pair) -> list[suite.Contender]:
+def load(pair: Pair, every: Sequence[str]) -> list[suite.Contender]:
     target, draft = map(str, pair)
     shared: dict[str, Any] = {
         "model.path": target,
@@ -162,7 +171,7 @@ def load(pair: Pair) -> list[suite.Contender]:
     base, loader = load_config(None, shared), suite.Loader(progress=False)
     return [
         loader.load(setting, load_config(None, shared | suite.drafting(setting, base)))
-        for setting in (*FIXED, "auto")
+        for setting in every
     ]
 
 

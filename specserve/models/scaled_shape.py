@@ -81,7 +81,7 @@ def refuse_smaller(source: Path, small: DecoderConfig, shape: str, like: Decoder
     sizes = {
         "layers": (small.num_layers, like.num_layers),
         "hidden size": (small.hidden_size, like.hidden_size),
-        "MLP size": (small.intermediate_size, like.intermediate_size),
+        "MLP size": (small.intermediate_size, mlp_size(like)),
         "KV heads": (small.num_kv_heads, like.num_kv_heads),
         "head size": (small.head_dim, like.head_dim),
         "vocabulary": (small.vocab_size, like.vocab_size),
@@ -105,21 +105,52 @@ def refuse_smaller(source: Path, small: DecoderConfig, shape: str, like: Decoder
         )
 
 
+def mlp_size(like: DecoderConfig) -> int:
+    """Of every layer's MLP, an expert's included."""
+    if like.mixture is None:
+        return like.intermediate_size
+    both = {True: like.mixture.width, False: like.intermediate_size}
+    return min(both[has_experts] for has_experts in like.mixture.layers)
+
+
 def scaled_fields(
     fields: Mapping[str, Any], small: DecoderConfig, like: DecoderConfig, dtype: str
 ) -> dict[str, Any]:
     """The source's config.json with the sizes of the shape."""
     kept = {key: value for key, value in fields.items() if key != "torch_dtype"}
-    return kept | {
-        "hidden_size": like.hidden_size,
-        "intermediate_size": like.intermediate_size,
-        "num_hidden_layers": like.num_layers,
-        "layer_types": ["full_attention"] * like.num_layers,
-        "num_attention_heads": like.num_heads,
-        "num_key_value_heads": like.num_kv_heads,
-        "head_dim": like.head_dim,
-        "vocab_size": like.vocab_size,
-        "tie_word_embeddings": like.tied,
-        "rms_norm_eps": small.norm_eps * small.hidden_size / like.hidden_size,
-        "dtype": dtype,
+    return (
+        kept
+        | mixture_fields(like)
+        | {
+            "hidden_size": like.hidden_size,
+            "intermediate_size": like.intermediate_size,
+            "num_hidden_layers": like.num_layers,
+            "layer_types": ["full_attention"] * like.num_layers,
+            "num_attention_heads": like.num_heads,
+            "num_key_value_heads": like.num_kv_heads,
+            "head_dim": like.head_dim,
+            "vocab_size": like.vocab_size,
+            "tie_word_embeddings": like.tied,
+            "rms_norm_eps": small.norm_eps * small.hidden_size / like.hidden_size,
+            "dtype": dtype,
+        }
+    )
+
+
+def mixture_fields(like: DecoderConfig) -> dict[str, Any]:
+    """Of the experts: those of a row have weights with the sum 1, as each computes the source's
+    MLP.
+    """
+    mixture = like.mixture
+    if mixture is None:
+        return {}
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": mixture.num_experts,
+        "num_experts_per_tok": mixture.num_active,
+        "moe_intermediate_size": mixture.width,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, has_experts in enumerate(mixture.layers) if not has_experts],
     }

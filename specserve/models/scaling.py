@@ -14,10 +14,16 @@ their outputs are multiplied by zero:
 * Added tokens must not win. A dimension of the padding holds a constant, which no layer reads and
   the final norm lets through, and there the head has a very negative number for added tokens.
 
-The result is a Qwen3ForCausalLM in any shape: its q/k norms cost next to nothing.
+* In a mixture of experts each expert has the source's MLP, and the weights of those that a row has
+  add up to 1. Routers are random, and read what the source's MLP reads: so which experts a row has
+  depends on its text, and differs from layer to layer.
+
+The result is a Qwen3ForCausalLM, or a Qwen3MoeForCausalLM, in any shape: its q/k norms cost next to
+nothing.
 """
 
 import math
+import re
 from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
@@ -36,8 +42,10 @@ from specserve.models.scaled_shape import Sizes
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 DTYPE = torch.bfloat16  # of demos
-RANDOM = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # what added parts read with
+RANDOM = ("q_proj", "k_proj", "v_proj", "gate", "gate_proj", "up_proj")  # added parts read by them
+EXPERT = re.compile(r"experts\.\d+\.")
 STD = 0.02
+REST = -1  # of a tensor's size: an axis of an MLP is as wide as an expert or as a dense layer's
 CONSTANT_SHARE = 2.0**-40  # of the constant's square in mean(x^2) + eps, at most
 SILENCE = 1e10  # over RMS(hidden): how far below zero the logit of an added token is
 BLOCK = 1 << 20  # random numbers, which a tensor repeats: what they are costs nothing
@@ -125,6 +133,7 @@ class Scaling:
         """The source's tensor, in float32 and scaled; None for an added layer."""
         if name == HEAD and HEAD not in self.checkpoint:
             name = EMBEDDING
+        name = EXPERT.sub("", name)
         if name not in self.source_shapes:
             return None
         out = torch.empty(self.source_shapes[name])
@@ -155,7 +164,7 @@ def part(name: str) -> str:
 def axes(small: DecoderConfig, large: DecoderConfig) -> dict[str, tuple[Axis, ...]]:
     """How a linear map or a norm is laid out, by its name."""
     hidden = Axis(small.hidden_size, large.hidden_size)
-    mlp = Axis(small.intermediate_size, large.intermediate_size)
+    mlp = Axis(small.intermediate_size, REST)
     vocab = Axis(small.vocab_size, large.vocab_size)
     kv_heads = Axis(small.num_kv_heads, large.num_kv_heads)
     heads = Axis(small.num_heads, large.num_heads, large.num_heads // large.num_kv_heads)

@@ -15,14 +15,20 @@ class Growth:
     having the right child where no candidate is it yet.
     """
 
-    def __init__(self, costs: StepCosts, step: Step, values: list[float]) -> None:
-        """`values` are those of the candidates that there are."""
+    def __init__(
+        self, costs: StepCosts, step: Step, values: list[float], is_hopeful: bool = False
+    ) -> None:
+        """`values` are those of the candidates that there are. If hopeful, a step without a guess
+        costs the least that it can: so no level may be worth its time.
+        """
         self.costs, self.step = costs, step
         self.values = sorted(values)
         self.spent = 0.0
         rows, edges = step.rows, costs.edges
         self.sizes = [0, *(edge - rows for edge in edges[bisect_right(edges, rows) :])]
         self.takes: list[float] = []  # seconds of the target with those, as far as was asked for
+        if is_hopeful:
+            self.takes.append(costs.seconds(rows, step.context, step.requests, is_hopeful))
         roots = self.target(rows - step.prompt_rows)
         self.allowed = step.allowed_with_guesses(roots)
         self.worth = 0.0  # in tokens, of the prompts' rows

@@ -225,12 +225,16 @@ class Planner:
         """The costs are the target's."""
         self.costs = costs
         self.trials = Trials(first=1, last=64)  # of rows whose cost is not known, by their bits
+        self.root_trials = Trials()  # of roots alone, by their stair
+        self.alone = 0  # rows without a guess that are tried in this step
 
     def choose(self, asks: Sequence[Ask], step: Step, most: int) -> Plan:
-        return choose(asks, step, self.costs, most, self.is_tried)
+        plan = choose(asks, step, self.costs, most, self.is_tried)
+        self.alone = 0
+        return plan
 
     def is_tried(self, rows: int) -> bool:
-        return self.trials.is_due(rows.bit_length())
+        return rows == self.alone or self.trials.is_due(rows.bit_length())
 
     def observe(self, plan: Plan, step: Step, seconds: float) -> None:
         """Learn whether a plan that was tried was worth it: the step took so long."""
@@ -242,4 +246,13 @@ class Planner:
         values = list[float]()
         for ask in asks:
             values += map(ask.trie.settle().__getitem__, ranked(ask))
-        return Growth(self.costs, step, sorted(values)[-most:] if most else [])
+        self.alone = step.rows if self.tries_roots(step) else 0
+        return Growth(self.costs, step, sorted(values)[-most:] if most else [], self.alone > 0)
+
+    def tries_roots(self, step: Step) -> bool:
+        """Whether roots alone, of unknown cost, are hoped to be cheap before a draft model runs.
+        Once it has run its time is spent, and guesses always look worth theirs.
+        """
+        if step.prompt_rows or self.costs.is_known(step.rows):
+            return False
+        return self.root_trials.is_due(self.costs.stair(step.rows))

@@ -47,6 +47,15 @@ LARGER = GQA | {
     "head_dim": 32,
     "vocab_size": 400,
 }
+MIXTURE = LARGER | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 144,
+    "mlp_only_layers": [1],
+    "norm_topk_prob": False,  # in a scaled one it is true, else the source's MLP would count less
+}
 UNTIED = {"tie_word_embeddings": False}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -65,6 +74,7 @@ CASES = {  # what departs from SOURCE, from SAME
     "all of it, to be untied": ({}, LARGER | UNTIED),
     "a Llama's": ({}, LARGER | LLAMA | {"hidden_size": 90}),
     "a Qwen2's": ({}, LARGER | QWEN2 | {"hidden_size": 90}),
+    "a mixture's": ({}, MIXTURE),
     "another eps": ({"rms_norm_eps": 0.1}, LARGER),
     "another rope": ({"rope_parameters": LLAMA3 | {"rope_theta": 100.0}}, LARGER),
     "yarn": ({"rope_parameters": YARN | {"rope_theta": 100.0}}, LARGER | {"head_dim": 16}),
@@ -127,7 +137,8 @@ def test_the_logits_are_the_sources_and_the_sizes_the_shapes(tmp_path, overrides
     target = scaled(tmp_path, source, shape=shape)
     assert_same_function(source, target)
     config, like = load_config(target), load_config(tmp_path / "shape")
-    assert config.architecture == "Qwen3ForCausalLM"
+    is_mixture = like.mixture is not None
+    assert config.architecture == f"Qwen3{'Moe' * is_mixture}ForCausalLM"
     assert config.max_positions == load_config(source).max_positions
     assert matrices(config) == matrices(like)
     Checkpoint(target).check(unquantized(tensor_shapes(config)))
@@ -305,6 +316,11 @@ REFUSED = {  # what departs from SOURCE, from SAME -> the complaint
     "fewer layers": ({}, {"num_hidden_layers": 2}, "layers: 3, .* only 2; take a larger"),
     "a smaller hidden size": ({}, {"hidden_size": 32}, "hidden size: 64, .* only 32; take"),
     "a smaller MLP": ({}, {"intermediate_size": 64}, "MLP size: 128, .* only 64; take"),
+    "smaller experts": (
+        {},
+        MIXTURE | {"moe_intermediate_size": 127},
+        "MLP size: 128, .* only 127; take",
+    ),
     "fewer KV heads": ({}, {"num_key_value_heads": 2}, "KV heads: 4, .* only 2; take"),
     "smaller heads": ({}, {"head_dim": 8}, "head size: 16, .* only 8; take"),
     "a smaller vocabulary": ({}, {"vocab_size": 300}, "vocabulary: 320, .* only 300; take"),

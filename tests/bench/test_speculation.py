@@ -79,6 +79,12 @@ def test_one_at_a_time_is_measured_at_two_temperatures():
     assert [*speculation.subjects(places[1])] == ["model:8", "model:16", "auto"]
 
 
+def test_a_mixture_is_measured_with_few_guesses_as_well():
+    more = {*speculation.settings("mixture")} - {*speculation.settings("demo")}
+    assert more == {f"{name}:{n}" for name in ("ngram", "model") for n in (1, 2, 3)}
+    assert {*speculation.subjects(Place("mixture", "agent", 4, None))} >= more
+
+
 @pytest.fixture
 def measured(monkeypatch):
     """The runs that are measured, as (subject, temperature, number of requests): of nothing."""
@@ -99,9 +105,8 @@ def measured(monkeypatch):
                 seconds=1, requests=requests, itl_ms=None, output_hash="x", speculation=told
             )
 
-    def load(pair):
-        names = [*speculation.FIXED, "auto"]
-        return [speculation.suite.Contender(name, None, Runnable(name)) for name in names]
+    def load(pair, every):
+        return [speculation.suite.Contender(name, None, Runnable(name)) for name in every]
 
     monkeypatch.setattr(speculation, "load", load)
     monkeypatch.setitem(speculation.PAIRS, "demo", lambda: None)
@@ -125,7 +130,10 @@ def test_the_named_cells_are_measured_and_kept(measured, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("flag", "words"),
-    [("--pairs=small", "no pair 'small'; there are demo, 0.6b"), ("--rounds=0", "no whole number")],
+    [
+        ("--pairs=small", "no pair 'small'; there are demo, 0.6b, mixture"),
+        ("--rounds=0", "no whole number"),
+    ],
 )
 def test_what_cannot_be_measured_is_refused(flag, words, capsys):
     with pytest.raises(SystemExit, match="2"):

@@ -62,8 +62,6 @@ def worlds():
     """All of them; a few every day."""
     for case in product(ACCEPTANCE, VERIFY, DRAFT, STEPS):
         acceptance, verify, part, load = case
-        if verify == "experts" and part == 0.3:
-            continue  # no level of such a draft model saves more than it takes
         is_everyday = (
             verify == "stairs" and part == 0.3 and load in (1, 16) and "draft" in acceptance
         )
