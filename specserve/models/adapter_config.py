@@ -52,7 +52,10 @@ HARMLESS = (
     "revision",
     "runtime_config",
 )
-MERGE = "take an adapter without it, or merge this one into its model (peft's merge_and_unload)"
+REMEDY = (
+    "take another adapter, correct the file if it is wrong, or merge the adapter into its model "
+    "(peft's merge_and_unload)"
+)
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 LARGEST = 1 << 20  # rank, and alpha: whatever is larger is a mistake
 Patterns = tuple[tuple[re.Pattern[str], Any], ...]  # the first that matches counts
@@ -100,18 +103,18 @@ def load_adapter_config(folder: Path) -> AdapterConfig:
     try:
         return parse(read_json(path))
     except ValueError as e:
-        raise ConfigError(f"{path}: {e}") from e
+        raise ConfigError(f"{path}: {e}; {REMEDY}") from e
 
 
 def parse(written: Mapping[str, Any]) -> AdapterConfig:
-    """ValueError says what cannot be served, and the remedy."""
+    """ValueError says what cannot be served."""
     fields = DEFAULTS | dict(written)
     check_fields(fields)
     targets, layers = fields["target_modules"], layers_of(fields["layers_to_transform"])
     if isinstance(targets, str) and layers is not None:
-        raise ValueError("layers_to_transform is for a list of target_modules: leave one out")
+        raise ValueError("layers_to_transform is for a list of target_modules")
     if not targets:
-        raise ValueError(f"target_modules = {targets!r} names no module: list the adapter's")
+        raise ValueError(f"target_modules = {targets!r} names no module")
     return AdapterConfig(
         rank=positive(fields, "r", LARGEST),
         alpha=number(fields, "lora_alpha"),
@@ -134,15 +137,15 @@ def check_fields(fields: Mapping[str, Any]) -> None:
             if value not in ALLOWED[key]:
                 raise ValueError(
                     f"{key} = {shortened(value)} is not supported: only "
-                    f"{' and '.join(repr(known) for known in ALLOWED[key] if known)} is; {MERGE}"
+                    f"{' and '.join(repr(known) for known in ALLOWED[key] if known)} is"
                 )
         elif value and key not in DEFAULTS and key not in HARMLESS:
-            raise ValueError(f"{key} = {shortened(value)} is not supported; {MERGE}")
+            raise ValueError(f"{key} = {shortened(value)} is not supported")
     if (beginning := fields.get("init_lora_weights")) not in BEGINNINGS:
         raise ValueError(
             f"init_lora_weights = {shortened(beginning)} is not supported, as it changes the "
-            "model's own weights; save the adapter with peft's "
-            "path_initial_model_for_weight_conversion, which writes one for the model as it was"
+            "model's own weights (peft's path_initial_model_for_weight_conversion saves an adapter "
+            "that needs no such change)"
         )
 
 
@@ -154,13 +157,13 @@ def patterns(fields: Mapping[str, Any], key: str, value_of: Any) -> Patterns:
     """Values by regular expression, which matches a module's name, or its end after a period."""
     told = fields[key] or {}
     if not isinstance(told, dict):
-        raise ValueError(f"{key} = {shortened(told)} must be an object; correct it")
+        raise ValueError(f"{key} = {shortened(told)} must be an object")
     try:
         return tuple(
             (compiled(rf"(.*\.)?({pattern})$"), value_of(told, pattern)) for pattern in told
         )
     except ValueError as e:
-        raise ValueError(f"{key}: {e}; correct it") from e
+        raise ValueError(f"{key}: {e}") from e
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
