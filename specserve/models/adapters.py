@@ -59,7 +59,7 @@ def read_adapter(folder: Path, config: DecoderConfig, max_rank: int, dtype: torc
     reader.check([part for maps in layers for parts in maps.values() for part in parts])
     rows = rows_of_qkv(config)
     read = tuple(reader.read_layer(maps, rows) for maps in layers)
-    return Adapter(reader.digest(), max(map(told.rank_of, reader.modules)), read)
+    return Adapter(reader.content.digest(), max(map(told.rank_of, reader.modules)), read)
 
 
 def adapter_bytes(config: DecoderConfig, max_rank: int, dtype: torch.dtype) -> int:
@@ -98,7 +98,7 @@ class AdapterReader:
         self.names = frozenset(self.file.keys())
         found = (TENSOR.fullmatch(name) for name in self.names)
         self.modules = {match[1] for match in found if match is not None}
-        self.digests: dict[str, bytes] = {}  # of the tensors that were read
+        self.content = hashlib.sha256()  # of the tensors that were read, in the model's order
 
     def check(self, parts: Iterable[Part]) -> None:
         """ConfigError for a tensor that is missing, wrong or would not be used."""
@@ -189,17 +189,9 @@ class AdapterReader:
                 f"{self.path}: the tensor {name} has numbers that are not finite, or not once they "
                 "are scaled; download the adapter again, or take another"
             )
-        label = f"{name} {stored.dtype} {list(stored.shape)} {scaling!r}\n".encode()
-        content = hashlib.sha256(label)
-        content.update(stored.view(torch.uint8).numpy())
-        self.digests[name] = content.digest()
+        self.content.update(f"{name} {stored.dtype} {list(stored.shape)} {scaling!r}\n".encode())
+        self.content.update(stored.view(torch.uint8).numpy())
         drop_pages(stored.data_ptr(), stored.nbytes)
-
-    def digest(self) -> bytes:
-        """Of all tensors that were read, in the order of their names."""
-        return hashlib.sha256(
-            b"".join(self.digests[name] for name in sorted(self.digests))
-        ).digest()
 
 
 def tensor_name(module: str, matrix: str) -> str:
