@@ -1,0 +1,207 @@
+"""What a LoRA adapter's adapter_config.json says of its modules, read as peft reads it."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from reprlib import repr as shortened
+from typing import Any
+
+import msgspec
+
+from specserve.errors import ConfigError
+from specserve.models.decoder_config import flag, is_int, positive
+from specserve.models.folder import read_json
+
+NAME = "adapter_config.json"
+DEFAULTS: dict[str, Any] = {  # of peft, for fields that the file lacks
+    "peft_type": None,
+    "r": 8,
+    "lora_alpha": 8,
+    "use_rslora": False,
+    "rank_pattern": None,
+    "alpha_pattern": None,
+    "target_modules": None,
+    "exclude_modules": None,
+    "layers_to_transform": None,
+}
+ALLOWED: dict[str, tuple[Any, ...]] = {  # of fields that may change what the tensors mean
+    "peft_type": ("LORA",),
+    "task_type": (None, "CAUSAL_LM"),
+    "bias": ("none",),
+    "layers_pattern": (None, "", [], "layers", ["layers"]),
+}
+# The others of peft begin by changing the model's own weights, and the tensors complete those.
+BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+# Fields that say where an adapter comes from and how it was trained, or what only counts beside a
+# field that is refused.
+HARMLESS = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "inference_mode",
+    "init_lora_weights",
+    "lora_dropout",
+    "lora_ga_config",
+    "loftq_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+)
+REMEDY = (
+    "take another adapter, correct the file if it is wrong, or merge the adapter into its model "
+    "(peft's merge_and_unload)"
+)
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+LARGEST = 1 << 20  # rank, and alpha: whatever is larger is a mistake
+Patterns = tuple[tuple[re.Pattern[str], Any], ...]  # the first that matches counts
+
+
+class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
+    rank: int
+    alpha: float
+    divides_by_root: bool
+    ranks: Patterns  # of modules that do not have `rank`
+    alphas: Patterns
+    targets: re.Pattern[str]
+    excluded: re.Pattern[str]
+    whole_names: frozenset[str]  # targets in whichever layer they are
+    layers: frozenset[int] | None  # where the other targets are; None: in all
+
+    def rank_of(self, module: str) -> int:
+        rank: int = first_match(self.ranks, module, self.rank)
+        return rank
+
+    def scaling_of(self, module: str) -> float:
+        rank, alpha = self.rank_of(module), first_match(self.alphas, module, self.alpha)
+        scaling: float = alpha / (math.sqrt(rank) if self.divides_by_root else rank)
+        return scaling
+
+    def is_target(self, module: str) -> bool:
+        if self.excluded.fullmatch(module):
+            return False
+        if module in self.whole_names:
+            return True
+        return self.targets.fullmatch(module) is not None and self.has_layer_of(module)
+
+    def has_layer_of(self, module: str) -> bool:
+        layer = LAYER.match(module)
+        return self.layers is None or (layer is not None and int(layer[1]) in self.layers)
+
+
+def load_adapter_config(folder: Path) -> AdapterConfig:
+    path = folder / NAME
+    if not path.exists():
+        raise ConfigError(
+            f"{path}: missing; an adapter is a folder as peft's save_pretrained writes it, with "
+            f"{NAME} and adapter_model.safetensors"
+        )
+    try:
+        return parse(read_json(path))
+    except ValueError as e:
+        raise ConfigError(f"{path}: {e}; {REMEDY}") from e
+
+
+def parse(written: Mapping[str, Any]) -> AdapterConfig:
+    """ValueError says what cannot be served."""
+    fields = DEFAULTS | dict(written)
+    check_fields(fields)
+    targets, layers = fields["target_modules"], layers_of(fields["layers_to_transform"])
+    if isinstance(targets, str) and layers is not None:
+        raise ValueError("layers_to_transform is for a list of target_modules")
+    if not targets:
+        raise ValueError(f"target_modules = {targets!r} names no module")
+    return AdapterConfig(
+        rank=positive(fields, "r", LARGEST),
+        alpha=number(fields, "lora_alpha"),
+        divides_by_root=flag(fields, "use_rslora"),
+        ranks=patterns(fields, "rank_pattern", lambda at, key: positive(at, key, LARGEST)),
+        alphas=patterns(fields, "alpha_pattern", number),
+        targets=names(fields, "target_modules"),
+        excluded=names(fields, "exclude_modules"),
+        whole_names=frozenset(() if isinstance(targets, str) else targets),
+        layers=layers,
+    )
+
+
+def check_fields(fields: Mapping[str, Any]) -> None:
+    """ValueError for what would be ignored. Fields of later versions of peft are off if empty, as
+    those of known ones are.
+    """
+    for key, value in fields.items():
+        if key in ALLOWED:
+            if value not in ALLOWED[key]:
+                raise ValueError(
+                    f"{key} = {shortened(value)} is not supported: only "
+                    f"{' and '.join(repr(known) for known in ALLOWED[key] if known)} is"
+                )
+        elif value and key not in DEFAULTS and key not in HARMLESS:
+            raise ValueError(f"{key} = {shortened(value)} is not supported")
+    if (beginning := fields.get("init_lora_weights")) not in BEGINNINGS:
+        raise ValueError(
+            f"init_lora_weights = {shortened(beginning)} is not supported, as it changes the "
+            "model's own weights (peft's path_initial_model_for_weight_conversion saves an adapter "
+            "that needs no such change)"
+        )
+
+
+def first_match(patterns: Patterns, module: str, otherwise: Any) -> Any:
+    return next((value for pattern, value in patterns if pattern.match(module)), otherwise)
+
+
+def patterns(fields: Mapping[str, Any], key: str, value_of: Any) -> Patterns:
+    """Values by regular expression, which matches a module's name, or its end after a period."""
+    told = fields[key] or {}
+    if not isinstance(told, dict):
+        raise ValueError(f"{key} = {shortened(told)} must be an object")
+    try:
+        return tuple(
+            (compiled(rf"(.*\.)?({pattern})$"), value_of(told, pattern)) for pattern in told
+        )
+    except ValueError as e:
+        raise ValueError(f"{key}: {e}") from e
+
+
+def compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as e:
+        raise ValueError(f"{pattern!r} is no regular expression ({e})") from e
+
+
+def names(fields: Mapping[str, Any], key: str) -> re.Pattern[str]:
+    """What the modules' whole names match: a regular expression of its own, or any of these names,
+    alone or after a period.
+    """
+    told = fields[key] or []
+    if isinstance(told, str):
+        is_all = told.lower() == "all-linear"  # in peft's words; the head is not among them
+        return compiled(r"model\.layers\..*" if is_all else told)
+    if not isinstance(told, list) or not all(isinstance(name, str) for name in told):
+        raise ValueError(f"{key} = {shortened(told)} must be names or a regular expression")
+    return re.compile(rf"(.*\.)?({any_of(told)})") if told else re.compile(r"(?!)")
+
+
+def any_of(told: Iterable[str]) -> str:
+    return "|".join(map(re.escape, told))
+
+
+def layers_of(told: Any) -> frozenset[int] | None:
+    if told is None or told == []:
+        return None
+    layers = told if isinstance(told, list) else [told]
+    if not all(is_int(layer) for layer in layers):
+        raise ValueError(f"layers_to_transform = {shortened(told)} must be numbers of layers")
+    return frozenset(layers)
+
+
+def number(fields: Mapping[str, Any], key: str) -> float:
+    value = fields[key]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not -LARGEST <= value <= LARGEST:
+        raise ValueError(f"{key} = {value!r} must be a number from {-LARGEST} to {LARGEST}")
+    return float(value)

@@ -1,0 +1,221 @@
+"""A LoRA adapter in peft's format, as changes of the decoder's fused linear maps."""
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specserve.errors import ConfigError
+from specserve.models.adapter_config import NAME, AdapterConfig, load_adapter_config
+from specserve.models.checkpoint import DTYPES, drop_pages, open_file
+from specserve.models.decoder_config import DecoderConfig, layer_shapes
+from specserve.models.folder import check_regular
+from specserve.models.loader import rows_of_qkv
+from specserve.models.weight_files import check_is_at_home
+
+WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
+TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
+OTHERS = ("model.embed_tokens", "lm_head")  # modules that peft could change, and no kernel does
+
+
+class AdapterMap(NamedTuple):
+    """The change of one fused linear map [N, K]: `up @ down`.
+
+    The map has P parts, which are modules of their own in the checkpoint. Each has `max_rank` rows
+    of `down` and columns of `up`; beyond its own rank they are zero.
+    """
+
+    down: Tensor  # [P * max_rank, K]
+    up: Tensor  # [N, P * max_rank], scaled; a part's columns are zero in the rows of other parts
+
+
+class Adapter(NamedTuple):
+    digest: bytes  # SHA-256 of what it does: equal for equal tensors, however they are stored
+    rank: int  # the largest of its modules
+    layers: tuple[Mapping[str, AdapterMap], ...]  # qkv, out, gate_up, down, where it changes them
+
+
+class Part(NamedTuple):
+    """A module that is a fused map, or a part of one."""
+
+    module: str
+    height: int
+    width: int
+
+
+FusedMaps = Mapping[str, Sequence[Part]]  # of a layer, by name
+
+
+def read_adapter(folder: Path, config: DecoderConfig, max_rank: int, dtype: torch.dtype) -> Adapter:
+    """ConfigError unless all of it can be served."""
+    check_regular(folder)
+    told = load_adapter_config(folder)
+    layers = [fused_maps(config, layer) for layer in range(config.num_layers)]
+    reader = AdapterReader(folder, told, max_rank, dtype)
+    reader.check([part for maps in layers for parts in maps.values() for part in parts])
+    rows = rows_of_qkv(config)
+    read = tuple(reader.read_layer(maps, rows) for maps in layers)
+    return Adapter(reader.content.digest(), max(map(told.rank_of, reader.modules)), read)
+
+
+def adapter_bytes(config: DecoderConfig, max_rank: int, dtype: torch.dtype) -> int:
+    """The memory of an adapter that changes every map; no other needs more."""
+    layers = (fused_maps(config, layer).values() for layer in range(config.num_layers))
+    sizes = (
+        len(parts) * max_rank * (parts[0].width + sum(part.height for part in parts))
+        for maps in layers
+        for parts in maps
+    )
+    return sum(sizes) * dtype.itemsize
+
+
+def fused_maps(config: DecoderConfig, layer: int) -> FusedMaps:
+    """A layer's maps that an adapter may change: not those of experts."""
+    maps = {"qkv": config.qkv_names, "out": ["self_attn.o_proj"]}
+    has_experts = config.has_experts(layer)
+    if not has_experts:
+        maps |= {"gate_up": config.gate_up_names, "down": ["mlp.down_proj"]}
+    shapes = layer_shapes(config, has_experts)
+    return {
+        name: [Part(f"model.layers.{layer}.{m}", *shapes[f"{m}.weight"]) for m in modules]
+        for name, modules in maps.items()
+    }
+
+
+class AdapterReader:
+    """Reads an adapter's tensors, one after the other."""
+
+    def __init__(
+        self, folder: Path, told: AdapterConfig, max_rank: int, dtype: torch.dtype
+    ) -> None:
+        self.path, self.told, self.max_rank, self.dtype = folder / WEIGHTS, told, max_rank, dtype
+        check_files(folder)
+        self.file = open_file(self.path)
+        self.names = frozenset(self.file.keys())
+        found = (TENSOR.fullmatch(name) for name in self.names)
+        self.modules = {match[1] for match in found if match is not None}
+        self.content = hashlib.sha256()  # of the tensors that were read, in the model's order
+
+    def check(self, parts: Iterable[Part]) -> None:
+        """ConfigError for a tensor that is missing, wrong or would not be used."""
+        by_module = {part.module: part for part in parts}
+        self.check_names(by_module)
+        for module, part in by_module.items():
+            self.check_is_target(module)
+            if module in self.modules:
+                self.check_part(part)
+        if not self.modules:
+            raise ConfigError(f"{self.path}: it has no tensors; download the adapter again")
+
+    def check_names(self, parts: Mapping[str, Part]) -> None:
+        for name in sorted(self.names):
+            match = TENSOR.fullmatch(name)
+            if match is None or match[1] not in parts:
+                raise ConfigError(f"{self.path}: the tensor {name} {no_place(parts)}")
+        for module in OTHERS:
+            if self.told.is_target(module):
+                raise ConfigError(
+                    f"{self.path.with_name(NAME)}: {module} of target_modules {no_place(parts)}"
+                )
+
+    def check_is_target(self, module: str) -> None:
+        has_tensors = module in self.modules
+        if self.told.is_target(module) == has_tensors:
+            return
+        mistake = "has tensors, and is not in" if has_tensors else "has no tensors, and is in"
+        raise ConfigError(
+            f"{self.path}: {module} {mistake} target_modules of {NAME}; download the adapter "
+            f"again, or correct {NAME}"
+        )
+
+    def check_part(self, part: Part) -> None:
+        rank = self.told.rank_of(part.module)
+        if rank > self.max_rank:
+            raise ConfigError(
+                f"{self.path}: {part.module} has the rank {rank}, and at most {self.max_rank} is "
+                f"served; raise lora.max_rank to {rank}"
+            )
+        self.check_tensor(tensor_name(part.module, "A"), [rank, part.width])
+        self.check_tensor(tensor_name(part.module, "B"), [part.height, rank])
+
+    def check_tensor(self, name: str, shape: list[int]) -> None:
+        if name not in self.names:
+            raise ConfigError(
+                f"{self.path}: the tensor {name} is missing, and the other one of its module is "
+                "there; download the adapter again"
+            )
+        header = self.file.get_slice(name)
+        if (found := list(header.get_shape())) != shape:
+            raise ConfigError(
+                f"{self.path}: the tensor {name} has the shape {found}, and the model and {NAME} "
+                f"ask for {shape}; take an adapter of this model, or correct r and rank_pattern"
+            )
+        if header.get_dtype() not in DTYPES:
+            raise ConfigError(
+                f"{self.path}: the tensor {name} has the type {header.get_dtype()}; supported are "
+                f"{', '.join(DTYPES)}, so save the adapter in one of these"
+            )
+
+    def read_layer(self, maps: FusedMaps, rows_of_qkv: Tensor | None) -> dict[str, AdapterMap]:
+        return {
+            name: self.read_map(parts, rows_of_qkv if name == "qkv" else None)
+            for name, parts in maps.items()
+            if any(part.module in self.modules for part in parts)
+        }
+
+    def read_map(self, parts: Sequence[Part], rows: Tensor | None) -> AdapterMap:
+        """With the rows of `up` in this order."""
+        heights, R = [part.height for part in parts], self.max_rank
+        down = torch.zeros(len(parts) * R, parts[0].width, dtype=self.dtype)
+        up = torch.zeros(sum(heights), len(parts) * R, dtype=self.dtype)
+        for i, (part, band) in enumerate(zip(parts, torch.split(up, heights), strict=True)):
+            if part.module in self.modules:
+                ranks = slice(i * R, i * R + self.told.rank_of(part.module))
+                self.read(tensor_name(part.module, "A"), down[ranks])
+                scaling = self.told.scaling_of(part.module)
+                self.read(tensor_name(part.module, "B"), band[:, ranks], scaling)
+        return AdapterMap(down, up if rows is None else up[rows])
+
+    def read(self, name: str, out: Tensor, scaling: float = 1.0) -> None:
+        """Fill `out` with a tensor, scaled in float32 and rounded once."""
+        stored = self.file.get_tensor(name)
+        out.copy_(stored.float() * scaling)
+        if not out.isfinite().all():
+            raise ConfigError(
+                f"{self.path}: the tensor {name} has numbers that are not finite, or not once they "
+                "are scaled; download the adapter again, or take another"
+            )
+        self.content.update(f"{name} {stored.dtype} {list(stored.shape)} {scaling!r}\n".encode())
+        self.content.update(stored.view(torch.uint8).numpy())
+        drop_pages(stored.data_ptr(), stored.nbytes)
+
+
+def tensor_name(module: str, matrix: str) -> str:
+    return f"base_model.model.{module}.lora_{matrix}.weight"
+
+
+def no_place(parts: Iterable[str]) -> str:
+    ends = sorted({".".join(part.split(".")[3:]) for part in parts})
+    return (
+        f"is of no module that an adapter can change here, which are {', '.join(ends)} of the "
+        "model's layers; take an adapter of this model that changes these alone, or merge this one "
+        "into its model (peft's merge_and_unload)"
+    )
+
+
+def check_files(folder: Path) -> None:
+    """ConfigError unless the folder has the tensors as a file of its own, and not as a pickle."""
+    if not (folder / WEIGHTS).exists():
+        pickled = (folder / PICKLE).exists()
+        raise ConfigError(
+            f"{folder / PICKLE}: a pickle, which can run code when it is read; save the adapter "
+            f"with peft's safe_serialization=True, as {WEIGHTS}"
+            if pickled
+            else f"{folder / WEIGHTS}: missing; download the adapter again"
+        )
+    for file in (folder / WEIGHTS, folder / NAME):
+        check_is_at_home(folder.resolve(), file)
