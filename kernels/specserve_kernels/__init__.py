@@ -14,6 +14,7 @@ from specserve_kernels.program import Model, Outputs, Program
 from specserve_kernels.threads import Threads, limit_threads
 from specserve_kernels.types import (
     NO_WINDOW,
+    AdapterRows,
     Edits,
     KVCache,
     KVLayer,
@@ -27,6 +28,7 @@ from specserve_kernels.types import (
 
 __all__ = [
     "NO_WINDOW",
+    "AdapterRows",
     "Codes",
     "DeviceError",
     "Edits",
@@ -86,7 +88,15 @@ class Ops(Protocol):
 
     def copy(self, x: Tensor) -> Tensor: ...
 
-    def linear(self, x: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor: ...
+    def adapter_slots(
+        self, num_slots: int, rank: int, N: int, K: int, dtype: torch.dtype
+    ) -> Any: ...
+
+    def adapted(self, x: Tensor, adapters: Any, plan: Any) -> Any: ...
+
+    def linear(
+        self, x: Tensor, packed: Any, bias: Tensor | None = None, added: Any = None
+    ) -> Tensor: ...
 
     def linear_add(
         self,
@@ -95,10 +105,16 @@ class Ops(Protocol):
         bias: Tensor | None,
         residual: Tensor,
         factor: float = 1.0,
+        added: Any = None,
     ) -> Tensor: ...
 
     def linear_gated(
-        self, x: Tensor, packed: Any, bias: Tensor | None = None, gate: str = "silu"
+        self,
+        x: Tensor,
+        packed: Any,
+        bias: Tensor | None = None,
+        gate: str = "silu",
+        added: Any = None,
     ) -> Tensor: ...
 
     def prepack_experts(

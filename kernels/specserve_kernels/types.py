@@ -3,7 +3,7 @@
 Shapes: B requests, R rows, L layers, H and Hk query and KV heads, D head size, V vocabulary.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -13,6 +13,31 @@ import torch
 from torch import Tensor
 
 NO_WINDOW: tuple[int | None, ...] = (None,)
+
+
+class AdapterRows(NamedTuple):
+    """Which rows of a step have an adapter, of S slots; host tensors.
+
+    order   [A]    int32  the rows that have one: by slot, and those of a slot ascending
+    begins  [S+1]  int32  slot s has the rows order[begins[s]:begins[s+1]]
+    places  [R]    int32  a row's place in `order`; -1: it has no adapter
+    """
+
+    order: Tensor
+    begins: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, slots: Sequence[int], num_slots: int) -> "AdapterRows":
+        """Of the slot of each row; -1: it has no adapter."""
+        of_rows = torch.tensor(slots, dtype=torch.int32)
+        number = torch.bincount(of_rows + 1, minlength=num_slots + 1)
+        begins = torch.zeros(num_slots + 1, dtype=torch.int32)
+        begins[1:] = number[1:].cumsum(0)
+        order = of_rows.argsort(stable=True)[number[0] :]
+        places = torch.full_like(of_rows, -1)
+        places[order] = torch.arange(len(order), dtype=torch.int32)
+        return cls(order.int(), begins, places)
 
 
 class Rows(NamedTuple):
@@ -29,7 +54,8 @@ class Rows(NamedTuple):
 
     A causal row has prefix = position + 1 and no mask. Rows of one request that have a mask share
     one prefix, and a node's ancestors stand in lower bits than the node. A request has a mask in
-    all of its rows or in none, and requests without come before those with.
+    all of its rows or in none, and requests without come before those with. `adapters` is None
+    where no row has one.
     """
 
     qo_indptr: Tensor
@@ -40,6 +66,7 @@ class Rows(NamedTuple):
     slots: Tensor
     prefix: Tensor
     mask: Tensor
+    adapters: AdapterRows | None = None
 
 
 @dataclass(slots=True, eq=False)

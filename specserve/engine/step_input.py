@@ -197,7 +197,9 @@ class StepInput(NamedTuple):
 
     def rows(self) -> Rows:
         """The rows as the ops take them; host tensors that share the arrays' memory."""
-        return Rows(*(torch.from_numpy(getattr(self, name)) for name in Rows._fields))
+        return Rows._make(
+            [*(torch.from_numpy(getattr(self, name)) for name in Rows._fields[:-1]), None]
+        )
 
 
 class Columns(NamedTuple):

@@ -12,6 +12,7 @@ from torch import Tensor
 from specserve.errors import ConfigError
 from specserve.models.adapter_config import NAME, AdapterConfig, load_adapter_config
 from specserve.models.checkpoint import DTYPES, drop_pages, open_file
+from specserve.models.decoder import Decoder, LayerAdapters
 from specserve.models.decoder_config import DecoderConfig, layer_shapes
 from specserve.models.folder import check_regular
 from specserve.models.loader import rows_of_qkv
@@ -219,3 +220,40 @@ def check_files(folder: Path) -> None:
         )
     for file in (folder / WEIGHTS, folder / NAME):
         check_is_at_home(folder.resolve(), file)
+
+
+class AdapterSlots:
+    """A decoder's slots: an adapter that is put into one counts for its rows from then on."""
+
+    def __init__(self, decoder: Decoder, num_slots: int, max_rank: int) -> None:
+        """The decoder of `self.decoder` has them, and shares all else."""
+        ops, config, dtype = decoder.ops, decoder.config, decoder.dtype
+        shapes = [fused_shapes(fused_maps(config, i), max_rank) for i in range(config.num_layers)]
+        self.layers = [
+            LayerAdapters(
+                **{name: ops.adapter_slots(num_slots, *maps[name], dtype) for name in maps}
+            )
+            for maps in shapes
+        ]
+        weights = decoder.weights
+        layers = zip(weights.layers, self.layers, strict=True)
+        with_slots = tuple(layer._replace(adapters=slots) for layer, slots in layers)
+        adapted = weights._replace(layers=with_slots)
+        self.decoder = Decoder(config, ops, decoder.rotary, adapted)
+
+    def put(self, slot: int, adapter: Adapter | None) -> None:
+        """Between two steps. None frees what was there."""
+        nothing = dict[str, AdapterMap]()
+        for i, slots in enumerate(self.layers):
+            maps = nothing if adapter is None else adapter.layers[i]
+            for name, own in slots._asdict().items():
+                if own is not None:
+                    own.put(slot, *maps.get(name, (None, None)))
+
+
+def fused_shapes(maps: FusedMaps, max_rank: int) -> dict[str, tuple[int, int, int]]:
+    """Rank, height and width of each fused map's adapters."""
+    return {
+        name: (len(parts) * max_rank, sum(part.height for part in parts), parts[0].width)
+        for name, parts in maps.items()
+    }

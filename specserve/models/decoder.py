@@ -34,6 +34,15 @@ class Experts(NamedTuple):
     shared: SharedExpert | None = None
 
 
+class LayerAdapters(NamedTuple):
+    """The slots for adapters of a layer's maps; None: no adapter changes this map."""
+
+    qkv: Any = None
+    out: Any = None
+    gate_up: Any = None
+    down: Any = None
+
+
 class Layer(NamedTuple):
     """One layer's weights and settings; linear maps are packed, what is absent is None. Norms have
     the places of `Norms`, and float32 weights.
@@ -56,6 +65,7 @@ class Layer(NamedTuple):
     after_mlp: Tensor | None = None
     sinks: Tensor | None = None  # as of `Ops.attention`
     experts: Experts | None = None  # else the MLP's maps are None
+    adapters: LayerAdapters = LayerAdapters()
 
 
 class Weights(NamedTuple):
@@ -153,17 +163,20 @@ class Decoder:
         ops, c = self.ops, self.config
         read = self.norm(residual, layer.attention_norm)
         h = self.attention(layer, read, cache, plan)
-        residual = self.add(h, layer.out, layer.out_bias, layer.after_attention, residual)
+        added = self.added(h, layer.adapters.out, plan)
+        residual = self.add(h, layer.out, layer.out_bias, layer.after_attention, residual, added)
         if not c.family.is_parallel:
             read = self.norm(residual, layer.mlp_norm)
         if layer.experts is not None:
             return add_experts(ops, read, layer.experts, residual)
-        h = ops.linear_gated(read, layer.gate_up, layer.gate_up_bias, c.activation)
-        return self.add(h, layer.down, layer.down_bias, layer.after_mlp, residual)
+        added = self.added(read, layer.adapters.gate_up, plan)
+        h = ops.linear_gated(read, layer.gate_up, layer.gate_up_bias, c.activation, added)
+        added = self.added(h, layer.adapters.down, plan)
+        return self.add(h, layer.down, layer.down_bias, layer.after_mlp, residual, added)
 
     def attention(self, layer: Layer, h: Tensor, cache: KVLayer, plan: Any) -> Tensor:
         ops, c, qk_norm = self.ops, self.config, layer.qk_norm
-        qkv = ops.linear(h, layer.qkv, layer.qkv_bias)
+        qkv = ops.linear(h, layer.qkv, layer.qkv_bias, self.added(h, layer.adapters.qkv, plan))
         if qk_norm is not None and c.family.qk_norm == "width":
             qkv = ops.rms_norm_columns(qkv, 0, qk_norm.q, qk_norm.eps)
             qkv = ops.rms_norm_columns(qkv, len(qk_norm.q), qk_norm.k, qk_norm.eps)
@@ -178,14 +191,24 @@ class Decoder:
         norm = self.ops.layer_norm if self.config.family.is_centered else self.ops.rms_norm
         return norm(residual, weight, self.config.norm_eps)
 
+    def added(self, x: Tensor, slots: Any, plan: Any) -> Any:
+        """What adapters add to a map of x."""
+        return None if slots is None else self.ops.adapted(x, slots, plan)
+
     def add(
-        self, h: Tensor, packed: Any, bias: Tensor | None, norm: Tensor | None, residual: Tensor
+        self,
+        h: Tensor,
+        packed: Any,
+        bias: Tensor | None,
+        norm: Tensor | None,
+        residual: Tensor,
+        added: Any,
     ) -> Tensor:
         """Add a linear map's result to the residual stream, normalized where there is a norm."""
         ops, c = self.ops, self.config
         if norm is None:
-            return ops.linear_add(h, packed, bias, residual, c.residual_scale)
-        return ops.rms_norm_add(ops.linear(h, packed, bias), norm, c.norm_eps, residual)
+            return ops.linear_add(h, packed, bias, residual, c.residual_scale, added)
+        return ops.rms_norm_add(ops.linear(h, packed, bias, added), norm, c.norm_eps, residual)
 
     def logits(self, residual: Tensor, rows: Tensor) -> Tensor:
         """The logits after some rows: the final norm and the head, for those rows only.

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 
+from specserve_kernels.cpu.adapters import adapted, adapter_slots
 from specserve_kernels.cpu.build import level, library
 from specserve_kernels.cpu.compiler import BuildError
 from specserve_kernels.cpu.experts import add_gated, experts, prepack_experts, route
@@ -39,6 +40,8 @@ from specserve_kernels.host import (
 
 __all__ = [
     "BuildError",
+    "adapted",
+    "adapter_slots",
     "add_gated",
     "allocate",
     "arithmetic",

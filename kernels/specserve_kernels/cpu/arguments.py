@@ -53,6 +53,17 @@ class PackedExperts(NamedTuple):
     bias: Tensor | None  # [E, N], [E, 2 N] if gated, of the dtype of rows
 
 
+class Added(NamedTuple):
+    """What is added to a linear map's sums.
+
+    sums    [A, N]  float32, [A, 2N] of a gated map
+    places  [R]     int32    a row's row of `sums`, or -1
+    """
+
+    sums: Tensor
+    places: Tensor
+
+
 class AttentionPlan:
     """What the attention of all layers of a step shares, as the op `plan_attention` fills it in."""
 
@@ -69,6 +80,7 @@ def linear(
     out: Tensor,
     epilogue: int,
     factor: float = 1.0,
+    added: Added | None = None,
 ) -> Structure:
     assert packed.is_gated == (epilogue >= SILU_MUL), "a weight that is packed for another op"
     assert x.shape[1] == packed.K, "rows of another width than the weight's"
@@ -81,7 +93,11 @@ def linear(
     native.is_bf16(out)  # which sees that it has no gaps
     pointers = x.data_ptr(), packed.words.data_ptr(), None if bias is None else bias.data_ptr()
     shape = packed.N, packed.K, epilogue
-    return native.Linear(is_bf16, domain, *pointers, out.data_ptr(), *shape, *coding, factor)
+    args = native.Linear(is_bf16, domain, *pointers, out.data_ptr(), *shape, *coding, factor)
+    if added is not None:
+        assert added.sums.shape[1] == packed.N * (1 + packed.is_gated), "an adapter's other width"
+        args.added, args.places = (part.data_ptr() for part in added)
+    return args
 
 
 def route(domain: int, logits: Tensor, routing: Any, normalizes: bool) -> Structure:
@@ -111,6 +127,17 @@ def expert_maps(
     args.limit = limit or 0.0
     pointers = experts.addresses.data_ptr(), begins.data_ptr()
     return native.ExpertMaps(args, *pointers, len(experts.each))
+
+
+def adapter_maps(
+    x: Tensor, order: Tensor | None, maps: Any, begins: Tensor, out: Tensor, epilogue: int
+) -> Structure:
+    """One of the two maps of each slot, as `expert_maps`."""
+    assert len(begins) == len(maps.addresses) + 1, "rows of another number of slots"
+    args = linear(0, x, maps.form, None, out, epilogue)
+    args.order = None if order is None else order.data_ptr()
+    pointers = maps.addresses.data_ptr(), begins.data_ptr()
+    return native.AdapterMaps(args, *pointers, len(maps.addresses))
 
 
 def add_experts(

@@ -68,7 +68,8 @@ int64_t specserve_packed_words(int64_t N, int64_t K, int64_t value_bytes, int64_
 void specserve_pack(const void* args, const Step&, Team& team) { pack(*(const Pack*)args, team); }
 
 void specserve_linear(const void* args, const Step& step, Team& team) {
-  const Linear& a = *(const Linear*)args;
+  Linear a = *(const Linear*)args;
+  if (step.num_rows[ADAPTED] == 0) a.added = nullptr;
   multiply({a, step.num_rows[a.domain]}, team);
 }
 }

@@ -21,9 +21,15 @@ struct Linear {
   int64_t rounds_rows;                          // whether rows become codes, too
   float factor;                                 // of what is added to the residual
   const int32_t* order;  // [R]  which rows of x are multiplied; null: all of them, as they are
-  float limit;           // of CLAMPED_MUL
+  const float* added;  // [A, columns]  to the sums of rows with an adapter; null: nothing
+  const int32_t* places;  // [R]  a row's row of `added`, or -1
+  float limit;            // of CLAMPED_MUL
 
   bool is_gated() const { return epilogue >= SILU_MUL; }
+  int64_t num_columns() const { return is_gated() ? 2 * N : N; }
+  const float* added_to(int64_t r) const {
+    return added && places[r] >= 0 ? added + places[r] * num_columns() : nullptr;
+  }
   template <class T> const T* row(int64_t r) const {
     return (const T*)x + (order ? order[r] : r) * K;
   }
@@ -43,11 +49,12 @@ struct Linear {
 struct Maps {
   const Linear& each;  // all rows are its own; of several maps it has no weight, and all biases
   int64_t num_rows;                     // of a single map
-  const void* const* packed = nullptr;  // [num_maps]  the weights; null for a single map
+  const void* const* packed = nullptr;  // [num_maps]  the weights; null: a map multiplies nothing
   const int32_t* begins = nullptr;      // [num_maps + 1]  the first row of each, and the end
   int64_t num_maps = 1;
 
   int64_t rows_of(int64_t map) const {
+    if (packed && !packed[map]) return 0;
     return begins ? begins[map + 1] - begins[map] : num_rows;
   }
   const void* packed_of(int64_t map) const { return packed ? packed[map] : each.packed; }
@@ -96,9 +103,12 @@ static INLINE void finish_columns(const Linear& a, const float* sums, int64_t co
   using Out = std::conditional_t<EPILOGUE == FLOATS, float, T>;
   Out* out = (Out*)a.out + rows.begin * a.N + column;
   for (int64_t r = rows.begin; r < rows.end; r++, out += a.N, sums += COLUMNS) {
+    const float* more = a.added_to(r);
     vf y = load(sums) + first;
+    if (more) y += load_up_to(more + column, n);
     if (EPILOGUE >= SILU_MUL) {
       vf up = load(sums + COLUMNS / 2) + second;
+      if (more) up += load_up_to(more + a.N + column, n);
       y = EPILOGUE == CLAMPED_MUL ? clamped(y, up, a.limit) : gate<EPILOGUE>(y) * up;
     }
     if (EPILOGUE == ADD) y = load_up_to(out, n) + y * a.factor;

@@ -91,7 +91,7 @@ class Linear(Structure):
         ),
         ("rounds_rows", c_int64),
         ("factor", c_float),
-        ("order", c_void_p),
+        *((name, c_void_p) for name in ("order", "added", "places")),
         ("limit", c_float),
     ]
 
@@ -112,6 +112,14 @@ class ExpertMaps(Structure):
         ("map", Linear),
         *((name, c_void_p) for name in ("packed", "begins")),
         ("num_experts", c_int64),
+    ]
+
+
+class AdapterMaps(Structure):
+    _fields_ = [
+        ("map", Linear),
+        *((name, c_void_p) for name in ("packed", "begins")),
+        ("num_slots", c_int64),
     ]
 
 
@@ -220,7 +228,7 @@ class GatherCodes(Structure):
 
 class Step(Structure):
     _fields_ = [
-        ("num_rows", c_int64 * 2),
+        ("num_rows", c_int64 * 3),
         *((name, c_void_p) for name in ("token_ids", "read", "rows", "attention")),
     ]
 

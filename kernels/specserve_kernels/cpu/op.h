@@ -4,9 +4,9 @@
 #include "rows.h"
 #include "team.h"
 
-// What varies from step to step. Buffers have rows of a domain: those of the step, or those of them
-// whose logits are read.
-enum Domain : int64_t { STEP, READ, DOMAINS };
+// What varies from step to step. Buffers have rows of a domain: those of the step, those of them
+// whose logits are read, or those that have an adapter.
+enum Domain : int64_t { STEP, READ, ADAPTED, DOMAINS };
 
 struct AttentionPlan;
 

@@ -15,6 +15,7 @@ from specserve_kernels.cpu.arguments import (
     PLAIN,
     SCALE,
     SOFT_CAP,
+    Added,
     AttentionPlan,
     Coding,
     Packed,
@@ -55,11 +56,12 @@ def run(
     size: int,
     plan: Plan | None = None,
     token_ids: Tensor | None = None,
+    num_adapted: int = 0,
 ) -> None:
     """Run one op on `num_rows` rows; `size` elements decide whether on all threads."""
     planned = (addressof(plan.native), plan.attention.address) if plan else (None, None)
     ids = None if token_ids is None else token_ids.data_ptr()
-    step = native.Step((num_rows, 0), ids, None, *planned)
+    step = native.Step((num_rows, 0, num_adapted), ids, None, *planned)
     ops = (native.Op * 1)(native.Op(native.address(name), addressof(args), 0))
     native.run(ops, step, torch.get_num_threads() if size >= SHORT else 1)
 
@@ -132,21 +134,32 @@ def quantize(weight: Tensor, bits: int) -> Codes:
     return Codes(bits, group, q, scale)
 
 
-def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
-    return _multiply(x, packed, bias, x.new_empty(len(x), packed.N), PLAIN)
+def linear(
+    x: Tensor, packed: Packed, bias: Tensor | None = None, added: Added | None = None
+) -> Tensor:
+    return _multiply(x, packed, bias, x.new_empty(len(x), packed.N), PLAIN, added=added)
 
 
 def linear_add(
-    x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor, factor: float = 1.0
+    x: Tensor,
+    packed: Packed,
+    bias: Tensor | None,
+    residual: Tensor,
+    factor: float = 1.0,
+    added: Added | None = None,
 ) -> Tensor:
     assert len(residual) == len(x), "a residual of another number of rows"
-    return _multiply(x, packed, bias, residual, ADD, factor)
+    return _multiply(x, packed, bias, residual, ADD, factor, added)
 
 
 def linear_gated(
-    x: Tensor, packed: Packed, bias: Tensor | None = None, gate: str = "silu"
+    x: Tensor,
+    packed: Packed,
+    bias: Tensor | None = None,
+    gate: str = "silu",
+    added: Added | None = None,
 ) -> Tensor:
-    return _multiply(x, packed, bias, x.new_empty(len(x), packed.N), GATES[gate])
+    return _multiply(x, packed, bias, x.new_empty(len(x), packed.N), GATES[gate], added=added)
 
 
 def _multiply(
@@ -156,9 +169,11 @@ def _multiply(
     out: Tensor,
     epilogue: int,
     factor: float = 1.0,
+    added: Added | None = None,
 ) -> Tensor:
-    args = arguments.linear(0, x, packed, bias, out, epilogue, factor)
-    run("linear", args, len(x), len(x) * packed.N * packed.K // 4)
+    args = arguments.linear(0, x, packed, bias, out, epilogue, factor, added)
+    num_adapted = 0 if added is None else len(added.sums)
+    run("linear", args, len(x), len(x) * packed.N * packed.K // 4, num_adapted=num_adapted)
     return out
 
 

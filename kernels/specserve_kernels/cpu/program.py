@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.cpu import arguments, native
-from specserve_kernels.cpu.recorder import READ, STEP, Hosted, Index, Native, Recorder
+from specserve_kernels.cpu.recorder import ADAPTED, READ, STEP, Hosted, Index, Native, Recorder
 from specserve_kernels.program import Model, Outputs
-from specserve_kernels.types import KVCache, Rows
+from specserve_kernels.types import AdapterRows, KVCache, Rows
 
 
 class Piece(NamedTuple):
@@ -27,7 +27,7 @@ class Recording:
     def __init__(
         self, model: Model, kv: KVCache, max_rows: tuple[int, int], taps: Collection[int]
     ) -> None:
-        recorder: Any = Recorder(max_rows)
+        recorder: Any = Recorder((*max_rows, max_rows[STEP]))
         self.max_rows = max_rows
         on: Any = model.on(recorder)
         self.entry = on.embed(Index(STEP))
@@ -40,6 +40,16 @@ class Recording:
         self.from_ids = pieces(self.calls)
         self.from_residual, self.head = pieces(self.calls[layers:]), pieces(self.calls[head:])
         self.memory, self.kept = recorder.memory, recorder.kept
+        self.adapter_rows: AdapterRows | None = recorder.adapter_rows
+
+    def take_adapters(self, told: AdapterRows | None) -> int:
+        """Put a step's rows with adapters where the ops read them; how many there are."""
+        if told is None:
+            return 0
+        assert self.adapter_rows is not None, "a model without slots for adapters"
+        for own, given in zip(self.adapter_rows, told, strict=True):
+            own[: len(given)] = given
+        return len(told.order)
 
 
 def pieces(calls: Sequence[Native | Hosted]) -> list[Piece]:
@@ -107,6 +117,7 @@ class NativeProgram:
         found, step, placed = self.recording, self.step, native.rows_of(rows)
         self.kept = rows, token_ids, read, placed
         step.num_rows[STEP], step.num_rows[READ] = R, n
+        step.num_rows[ADAPTED] = found.take_adapters(rows.adapters)
         step.read, step.rows = read.data_ptr(), addressof(placed)
         if residual is None:
             step.token_ids = given.data_ptr()

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from specserve_kernels.codes import Codes
 from specserve_kernels.cpu import arguments, native, ops
-from specserve_kernels.cpu.arguments import Packed, PackedExperts
+from specserve_kernels.cpu.adapters import Adapters
+from specserve_kernels.cpu.arguments import Added, Packed, PackedExperts
 from specserve_kernels.cpu.experts import Routing
-from specserve_kernels.types import KVCache, KVLayer, QKNorm, Rotary
+from specserve_kernels.types import AdapterRows, KVCache, KVLayer, QKNorm, Rotary
 
-STEP, READ = 0, 1  # the domains of rows, as in op.h: all of a step, or those that are read
+STEP, READ, ADAPTED = range(3)  # the domains of rows, as in op.h
 ALIGNMENT = 64  # bytes: a cache line
 
 
@@ -101,6 +102,13 @@ class Plan(NamedTuple):
     also: Sequence[Tensor] = ()
 
 
+class Adapted(NamedTuple):
+    """What adapters add, in a recording."""
+
+    sums: Any
+    places: Tensor
+
+
 @dataclass(eq=False)
 class Index:
     """Stands for a list of the step: its token ids, or the rows that are read."""
@@ -112,10 +120,11 @@ class Index:
 class Recorder:
     """The `Ops` of a recording, for steps of up to max_rows[domain] rows."""
 
-    max_rows: tuple[int, int]
+    max_rows: tuple[int, int, int]
     memory: Memory = field(default_factory=Memory)
     calls: list[Native | Hosted] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)  # what the calls hold addresses of
+    adapter_rows: AdapterRows | None = None  # where a step's are put; None: the model has no slots
 
     def new(self, domain: int, inner: Sequence[int], dtype: torch.dtype) -> Any:
         return Buffer(self.memory, domain, self.max_rows[domain], inner, dtype)
@@ -195,20 +204,33 @@ class Recorder:
         self.note("elementwise", args, x.domain)
         return x
 
-    def linear(self, x: Any, packed: Packed, bias: Tensor | None = None) -> Any:
+    def linear(
+        self, x: Any, packed: Packed, bias: Tensor | None = None, added: Adapted | None = None
+    ) -> Any:
         out = self.new(x.domain, (packed.N,), x.tensor.dtype)
-        return self.multiply(x, packed, bias, out, arguments.PLAIN)
+        return self.multiply(x, packed, bias, out, arguments.PLAIN, added=added)
 
     def linear_add(
-        self, x: Any, packed: Packed, bias: Tensor | None, residual: Any, factor: float = 1.0
+        self,
+        x: Any,
+        packed: Packed,
+        bias: Tensor | None,
+        residual: Any,
+        factor: float = 1.0,
+        added: Adapted | None = None,
     ) -> Any:
-        return self.multiply(x, packed, bias, residual, arguments.ADD, factor)
+        return self.multiply(x, packed, bias, residual, arguments.ADD, factor, added)
 
     def linear_gated(
-        self, x: Any, packed: Packed, bias: Tensor | None = None, gate: str = "silu"
+        self,
+        x: Any,
+        packed: Packed,
+        bias: Tensor | None = None,
+        gate: str = "silu",
+        added: Adapted | None = None,
     ) -> Any:
         out = self.new(x.domain, (packed.N,), x.tensor.dtype)
-        return self.multiply(x, packed, bias, out, arguments.GATES[gate])
+        return self.multiply(x, packed, bias, out, arguments.GATES[gate], added=added)
 
     def multiply(
         self,
@@ -218,10 +240,32 @@ class Recorder:
         out: Any,
         epilogue: int,
         factor: float = 1.0,
+        added: Adapted | None = None,
     ) -> Any:
-        args = arguments.linear(x.domain, x.tensor, packed, bias, out.tensor, epilogue, factor)
+        more = None if added is None else Added(added.sums.tensor, added.places)
+        args = arguments.linear(
+            x.domain, x.tensor, packed, bias, out.tensor, epilogue, factor, more
+        )
         self.note("linear", args, x.domain, packed, bias)
         return out
+
+    def adapted(self, x: Any, adapters: Adapters, plan: Plan) -> Adapted:
+        down, up = adapters.down, adapters.up
+        told = self.rows_of_adapters(len(down.addresses))
+        inner = self.new(ADAPTED, (down.form.N,), x.tensor.dtype)
+        sums = self.new(ADAPTED, (up.form.N,), torch.float32)
+        first = x.tensor, told.order, down, told.begins, inner.tensor, arguments.PLAIN
+        self.note("adapter_maps", arguments.adapter_maps(*first), ADAPTED, adapters)
+        second = inner.tensor, None, up, told.begins, sums.tensor, arguments.FLOATS
+        self.note("adapter_maps", arguments.adapter_maps(*second), ADAPTED, adapters)
+        return Adapted(sums, told.places)
+
+    def rows_of_adapters(self, num_slots: int) -> AdapterRows:
+        if self.adapter_rows is None:
+            order, places = torch.zeros(2, self.max_rows[STEP], dtype=torch.int32)
+            begins = torch.zeros(num_slots + 1, dtype=torch.int32)
+            self.adapter_rows = AdapterRows(order, begins, places)
+        return self.adapter_rows
 
     def route(self, logits: Any, k: int, normalizes: bool) -> Routing:
         # A step's row has k pairs, so that no buffer needs pairs as its rows.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specserve_kernels.codes import Codes
 from specserve_kernels.cuda import (
+    adapters,
     coded,
     experts,
     gated,
@@ -38,6 +39,7 @@ from specserve_kernels.quantize import quantize
 from specserve_kernels.threads import FixedThreads, Threads, check_threads
 from specserve_kernels.types import (
     NO_WINDOW,
+    AdapterRows,
     Edits,
     KVCache,
     KVLayer,
@@ -103,8 +105,22 @@ class CudaOps:
     def quantize(self, weight: Tensor, bits: int) -> Codes:
         return quantize(self.place(weight), bits)
 
-    def linear(self, x: Tensor, packed: LinearMap, bias: Tensor | None = None) -> Tensor:
-        return packed.linear(x, bias)
+    def adapter_slots(
+        self, num_slots: int, rank: int, N: int, K: int, dtype: torch.dtype
+    ) -> adapters.Adapters:
+        return adapters.Adapters(num_slots, rank, N, K, dtype, self.device)
+
+    def adapted(self, x: Tensor, slots: adapters.Adapters, plan: Plan) -> adapters.Added | None:
+        return None if plan.adapters is None else adapters.adapted(x, slots, plan.adapters)
+
+    def linear(
+        self,
+        x: Tensor,
+        packed: LinearMap,
+        bias: Tensor | None = None,
+        added: adapters.Added | None = None,
+    ) -> Tensor:
+        return adapters.add(packed.linear(x, bias), added)
 
     def linear_add(
         self,
@@ -113,15 +129,24 @@ class CudaOps:
         bias: Tensor | None,
         residual: Tensor,
         factor: float = 1.0,
+        added: adapters.Added | None = None,
     ) -> Tensor:
+        # What adapters add comes last, so that rows without one have their bits in any step.
         if factor == 1:
-            return packed.linear_add(x, bias, residual)
-        return residual.add_(packed.linear(x, bias), alpha=factor)
+            packed.linear_add(x, bias, residual)
+        else:
+            residual.add_(packed.linear(x, bias), alpha=factor)
+        return adapters.add(residual, added, factor)
 
     def linear_gated(
-        self, x: Tensor, packed: LinearMap, bias: Tensor | None = None, gate: str = "silu"
+        self,
+        x: Tensor,
+        packed: LinearMap,
+        bias: Tensor | None = None,
+        gate: str = "silu",
+        added: adapters.Added | None = None,
     ) -> Tensor:
-        return gated.gated(packed.linear(x, bias), gate)
+        return gated.gated(self.linear(x, packed, bias, added), gate)
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x.mul_(factor)
@@ -186,12 +211,13 @@ class CudaOps:
             (*map(torch.from_numpy, (w.pieces, w.merges)), *s.tensors())
             for s, w in zip(seen, dealt, strict=True)
         )
-        shared, placed_also, rest = self.upload(rows, also, chain(*host))
+        told = rows.adapters or ()
+        shared, placed_also, rest = self.upload(rows, also, chain(told, *host))
         work = {
             window: (d, paged.Inputs._make((*inputs, shared.indices, shared.indptr)))
-            for window, d, inputs in zip(windows, dealt, batched(rest, 5), strict=True)
+            for window, d, inputs in zip(windows, dealt, batched(rest[len(told) :], 5), strict=True)
         }
-        return Plan(placed_also, shared, [], work)
+        return Plan(placed_also, shared, [], work, adapters_of(rest, told))
 
     def flashinfer_for(
         self, kv: KVCache, windows: Sequence[int | None], has_plain_scores: bool
@@ -229,10 +255,11 @@ class CudaOps:
         also: Sequence[Tensor],
     ) -> Plan:
         masks = flashinfer.masks(rows, kv, windows)
-        shared, placed_also, rest = self.upload(rows, also, chain(*masks.values()))
-        on_device = dict(zip(masks, batched(rest, 2), strict=True))
+        told = rows.adapters or ()
+        shared, placed_also, rest = self.upload(rows, also, chain(told, *masks.values()))
+        on_device = dict(zip(masks, batched(rest[len(told) :], 2), strict=True))
         parts = flashinfer.plan(rows, shared.indices, kv, num_heads, windows, on_device)
-        return Plan(placed_also, shared, parts, {})
+        return Plan(placed_also, shared, parts, {}, adapters_of(rest, told))
 
     def upload(
         self, rows: Rows, also: Sequence[Tensor], others: Iterable[Tensor]
@@ -334,6 +361,11 @@ def changing(plain: SampleParams, V: int) -> list[SampleParams]:
         plain._replace(edits=some, masks=others)
         for some, others in ((edits, None), (None, masks), (edits, masks))
     ]
+
+
+def adapters_of(placed: list[Tensor], told: Sequence[Tensor]) -> AdapterRows | None:
+    """The fields of AdapterRows, which come first of what is on the device, if there are any."""
+    return AdapterRows(*placed[: len(told)]) if told else None
 
 
 def batched(tensors: list[Tensor], n: int) -> Iterator[Any]:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from specserve_kernels.cuda import paged
 from specserve_kernels.cuda.attention import Part
+from specserve_kernels.types import AdapterRows
 
 
 class Shared(NamedTuple):
@@ -24,3 +25,4 @@ class Plan(NamedTuple):
     shared: Shared
     parts: list[Part]
     work: dict[int | None, tuple[paged.Work, paged.Inputs]]  # by window
+    adapters: AdapterRows | None = None

@@ -13,6 +13,7 @@ from specserve_kernels.host import (
 )
 from specserve_kernels.program import EagerProgram, Model
 from specserve_kernels.quantize import quantize
+from specserve_kernels.reference.adapters import adapted, adapter_slots
 from specserve_kernels.reference.attention import attention, move_kv, plan, rope_write_kv
 from specserve_kernels.reference.experts import add_gated, experts, prepack_experts, route
 from specserve_kernels.reference.layers import (
@@ -35,6 +36,8 @@ from specserve_kernels.reference.sampling import logprobs, sample, top_children
 from specserve_kernels.types import KVCache
 
 __all__ = [
+    "adapted",
+    "adapter_slots",
     "add_gated",
     "allocate",
     "arithmetic",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.codes import Codes
+from specserve_kernels.reference.adapters import Added
 from specserve_kernels.reference.kv import quantize
 from specserve_kernels.threads import FixedThreads, Threads, check_threads
 
@@ -21,14 +22,17 @@ def prepack(weight: Tensor | Codes, is_gated: bool = False) -> Tensor | Codes:
     return weight if isinstance(weight, Codes) else weight.float()
 
 
-def linear(x: Tensor, packed: Tensor | Codes, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias.
+def linear(
+    x: Tensor, packed: Tensor | Codes, bias: Tensor | None = None, added: Added | None = None
+) -> Tensor:
+    """x W^T + bias, and what adapters add.
 
-    x     [R, K]  bfloat16 | float32
-    bias  [N]     as x
-    ->    [R, N]  as x
+    x      [R, K]  bfloat16 | float32
+    bias   [N]     as x
+    added          what `adapted` gives for these rows, as in the other two linear ops
+    ->     [R, N]  as x; rounded once
     """
-    return products(x, packed, bias).to(x.dtype)
+    return products(x, packed, bias, added).to(x.dtype)
 
 
 def linear_add(
@@ -37,6 +41,7 @@ def linear_add(
     bias: Tensor | None,
     residual: Tensor,
     factor: float = 1.0,
+    added: Added | None = None,
 ) -> Tensor:
     """Add factor * (x W^T + bias) to the residual stream, in place; the residual stream.
 
@@ -44,11 +49,15 @@ def linear_add(
     bias      [N]     as x
     residual  [R, N]  as x; the sum is rounded once
     """
-    return residual.copy_(residual.float() + factor * products(x, packed, bias))
+    return residual.copy_(residual.float() + factor * products(x, packed, bias, added))
 
 
 def linear_gated(
-    x: Tensor, packed: Tensor | Codes, bias: Tensor | None = None, gate: str = "silu"
+    x: Tensor,
+    packed: Tensor | Codes,
+    bias: Tensor | None = None,
+    gate: str = "silu",
+    added: Added | None = None,
 ) -> Tensor:
     """f(gate) * up, where gate and up are the halves of x W^T + bias (Shazeer 2002.05202). Rounded
     at the end; a build may round gate and up before, too.
@@ -60,7 +69,7 @@ def linear_gated(
     bias    [2F]    as x
     ->      [R, F]  as x
     """
-    first, up = products(x, packed, bias).chunk(2, dim=1)
+    first, up = products(x, packed, bias, added).chunk(2, dim=1)
     curve = GATES[gate]
     rows = [curve(g) * u for g, u in zip(first.clone(), up.clone(), strict=True)]
     return torch.stack(rows).to(x.dtype) if rows else up.to(x.dtype)
@@ -77,10 +86,16 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 GATES = {"silu": _silu, "gelu_tanh": _gelu_tanh}
 
 
-def products(x: Tensor, packed: Tensor | Codes, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias, not rounded."""
+def products(
+    x: Tensor, packed: Tensor | Codes, bias: Tensor | None = None, added: Added | None = None
+) -> Tensor:
+    """x W^T + bias + what is added, not rounded."""
     out = _rounded(x, packed) if _rounds_rows(packed) else _plain(x, packed)
-    return out if bias is None else out + bias.float()
+    if bias is not None:
+        out = out + bias.float()
+    if added is not None:
+        out[added.rows] += added.sums
+    return out
 
 
 def _rounds_rows(packed: Tensor | Codes) -> TypeGuard[Codes]:

@@ -1,0 +1,55 @@
+"""LoRA adapters on the CPU, op by op: see adapters.cpp."""
+
+import torch
+from torch import Tensor
+
+from specserve_kernels.cpu import arguments, ops
+from specserve_kernels.cpu.arguments import FLOATS, PLAIN, Added, Packed
+
+
+class SlotMaps:
+    """One of the two maps of the adapter in each slot. A program holds the address of `addresses`,
+    so what is put into a slot counts from the next step on.
+    """
+
+    def __init__(self, num_slots: int, N: int, K: int, dtype: torch.dtype) -> None:
+        self.packed: list[Packed | None] = [None] * num_slots
+        self.addresses = torch.zeros(num_slots, dtype=torch.int64)  # of their words; 0: none
+        self.form = ops.prepack(torch.zeros(N, K, dtype=dtype))._replace(words=self.addresses)
+
+    def put(self, slot: int, weight: Tensor | None) -> None:
+        packed = None if weight is None else ops.prepack(weight)
+        form = None if packed is None else packed._replace(words=self.addresses)
+        assert form is None or form[1:] == self.form[1:], "an adapter of another shape or dtype"
+        self.packed[slot] = packed
+        self.addresses[slot] = 0 if packed is None else packed.words.data_ptr()
+
+
+class Adapters:
+    """As the reference's."""
+
+    def __init__(self, num_slots: int, rank: int, N: int, K: int, dtype: torch.dtype) -> None:
+        self.down = SlotMaps(num_slots, rank, K, dtype)
+        self.up = SlotMaps(num_slots, N, rank, dtype)
+
+    def put(self, slot: int, down: Tensor | None, up: Tensor | None) -> None:
+        has_both = down is not None and up is not None
+        self.down.put(slot, down if has_both else None)
+        self.up.put(slot, up if has_both else None)
+
+
+def adapter_slots(num_slots: int, rank: int, N: int, K: int, dtype: torch.dtype) -> Adapters:
+    return Adapters(num_slots, rank, N, K, dtype)
+
+
+def adapted(x: Tensor, adapters: Adapters, plan: ops.Plan) -> Added | None:
+    told = plan.rows.adapters
+    if told is None:
+        return None
+    A, down, up = len(told.order), adapters.down, adapters.up
+    inner, sums = x.new_empty(A, down.form.N), torch.empty(A, up.form.N)
+    first = arguments.adapter_maps(x, told.order, down, told.begins, inner, PLAIN)
+    second = arguments.adapter_maps(inner, None, up, told.begins, sums, FLOATS)
+    ops.run("adapter_maps", first, A, A * x.shape[1] * down.form.N)
+    ops.run("adapter_maps", second, A, sums.numel() * down.form.N)
+    return Added(sums, told.places)

@@ -1,0 +1,64 @@
+"""LoRA adapters (Hu et al. 2106.09685): what those of a step's rows add to a linear map."""
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Adapters:
+    """What adapters have for one linear map [N, K]: `adapter_slots` makes it, with empty slots."""
+
+    def __init__(self, num_slots: int, rank: int, N: int, K: int) -> None:
+        self.shapes = (rank, K), (N, rank)
+        self.slots: list[tuple[Tensor, Tensor] | None] = [None] * num_slots
+
+    def put(self, slot: int, down: Tensor | None, up: Tensor | None) -> None:
+        """Put an adapter's two matrices into a slot; None: it leaves this map as it is.
+
+        down  [rank, K]  bfloat16 | float32, as the rows
+        up    [N, rank]  with all factors in it
+        """
+        if down is None or up is None:
+            self.slots[slot] = None
+            return
+        assert (down.shape, up.shape) == self.shapes, "an adapter of another shape"
+        self.slots[slot] = down.float(), up.float()
+
+
+class Added(NamedTuple):
+    """What is added to x W^T + bias before anything else is done with it.
+
+    rows  [A]     int64
+    sums  [A, N]  float32
+    """
+
+    rows: Tensor
+    sums: Tensor
+
+
+def adapter_slots(num_slots: int, rank: int, N: int, K: int, dtype: torch.dtype) -> Adapters:
+    """The slots for adapters of a linear map [N, K], all of one rank, for rows of `dtype`."""
+    return Adapters(num_slots, rank, N, K)
+
+
+def adapted(x: Tensor, adapters: Adapters, plan: Any) -> Added | None:
+    """up (down x) of each row's adapter, for `added` of a linear op; None if no row has one.
+
+    down x is rounded to x's dtype, and the result is not.
+
+    x  [R, K]  bfloat16 | float32
+    """
+    told = plan.rows.adapters
+    if told is None:
+        return None
+    sums = torch.zeros(len(told.order), adapters.shapes[1][0])
+    for maps, (begin, end) in zip(adapters.slots, pairwise(told.begins.tolist()), strict=True):
+        if maps is None:
+            continue
+        down, up = maps
+        for place in range(begin, end):
+            inner = torch.mv(down, x[told.order[place]].float()).to(x.dtype)
+            sums[place] = torch.mv(up, inner.float())
+    return Added(told.order.long(), sums)

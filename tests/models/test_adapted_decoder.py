@@ -1,0 +1,95 @@
+"""A decoder with adapters in its slots: its logits are peft's, and each row's bits its own."""
+
+import pytest
+import torch
+
+from specserve.models.adapters import AdapterSlots, read_adapter
+from specserve.models.loader import load_decoder
+from specserve_kernels import AdapterRows, cpu, reference
+from specserve_kernels.program import EagerProgram
+from tests.checkpoints import tiny_checkpoint
+from tests.models.forward import causal_rows, empty_kv, prompt
+from tests.models.test_adapters import FAMILIES, MAX_RANK, TOLD, peft_model
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+    pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match"),
+]
+NUM_SLOTS, LENGTH, BLOCK = 3, 40, 8
+SMALL = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+def adapted(folder, ops, dtype="fp32", **adapters):
+    """A decoder with an adapter in each named slot, told by peft's arguments."""
+    slots = AdapterSlots(load_decoder(folder, dtype, ops), NUM_SLOTS, MAX_RANK)
+    config, of_rows = slots.decoder.config, slots.decoder.dtype
+    for slot, told in enumerate(adapters.values()):
+        path = folder.parent / f"adapter-{slot}"
+        peft_model(folder, **told).save_pretrained(path)
+        slots.put(slot, read_adapter(path, config, MAX_RANK, of_rows))
+    return slots
+
+
+def run(program, ids, slot, start, end):
+    """The logits of some rows of one request, all of an adapter; -1: of the model itself."""
+    rows = causal_rows(range(20), start, end, BLOCK)
+    if slot >= 0:
+        rows = rows._replace(adapters=AdapterRows.of([slot] * (end - start), NUM_SLOTS))
+    return program.run(rows, ids[start:end], torch.arange(end - start)).logits.clone()
+
+
+def logits(decoder, ids, slot, chunks=(23, LENGTH)):
+    program = decoder.program(empty_kv(decoder, 20, BLOCK), LENGTH, LENGTH)
+    starts = (0, *chunks[:-1])
+    parts = [run(program, ids, slot, a, b) for a, b in zip(starts, chunks, strict=True)]
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_pefts_unmerged_model(tmp_path, family, ops):
+    folder = tiny_checkpoint(tmp_path / "base", family, **FAMILIES[family])
+    slots = adapted(folder, ops, first=TOLD)
+    ids = prompt(slots.decoder.config.vocab_size, LENGTH)
+    model = peft_model(folder, **TOLD).float().eval()
+    with torch.no_grad():
+        want = model(ids[None]).logits[0]
+        with model.disable_adapter():
+            base = model(ids[None]).logits[0]
+    with torch.inference_mode():
+        got, without = (logits(slots.decoder, ids, slot) for slot in (0, -1))
+    scale = want.abs().max()
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * scale)
+    torch.testing.assert_close(without, base, rtol=1e-4, atol=1e-4 * base.abs().max())
+    assert (want - base).abs().max() > 0.01 * scale, "the adapter changes too little to be seen"
+
+
+def test_a_program_has_the_bits_of_the_forward_op_by_op(tmp_path):
+    folder = tiny_checkpoint(tmp_path / "base", "llama")
+    decoder = adapted(folder, cpu, "bf16", first=TOLD, second=SMALL).decoder
+    ids = prompt(decoder.config.vocab_size, LENGTH)
+    with torch.inference_mode():
+        for slot in (0, 1, -1):
+            eager = EagerProgram(decoder, empty_kv(decoder, 20, BLOCK))
+            want = run(eager, ids, slot, 0, LENGTH)
+            assert torch.equal(logits(decoder, ids, slot, (LENGTH,)), want)
+
+
+def test_an_adapter_that_is_replaced_or_taken_out_leaves_nothing(tmp_path):
+    folder = tiny_checkpoint(tmp_path / "base", "llama")
+    slots = adapted(folder, cpu, "bf16", first=TOLD, second=SMALL)
+    ids = prompt(slots.decoder.config.vocab_size, LENGTH)
+    second = read_adapter(tmp_path / "adapter-1", slots.decoder.config, MAX_RANK, torch.bfloat16)
+    with torch.inference_mode():
+        want, base = (logits(slots.decoder, ids, slot) for slot in (1, -1))
+        assert not torch.equal(logits(slots.decoder, ids, 0), want)
+        slots.put(0, second)
+        assert torch.equal(logits(slots.decoder, ids, 0), want)
+        slots.put(0, None)
+        assert torch.equal(logits(slots.decoder, ids, 0), base)
+
+
+def test_a_model_without_slots_refuses_rows_with_an_adapter(tmp_path):
+    decoder = load_decoder(tiny_checkpoint(tmp_path), "fp32", cpu)
+    with pytest.raises(AssertionError, match="without slots"), torch.inference_mode():
+        logits(decoder, prompt(decoder.config.vocab_size, LENGTH), 0)
