@@ -359,7 +359,7 @@ def blocks_of(size):
 
 
 REFUSED = {  # quantization_config -> the complaint
-    "no method": ({"bits": 4}, "quant_method = None.*compressed-tensors, gptq, awq, fp8 are"),
+    "no method": ({"bits": 4}, "quant_method = None.*gptq, awq, fp8, mxfp4 are"),
     "another method": ({"quant_method": "bitsandbytes"}, "'bitsandbytes'.*take another"),
     "a method that is no name": ({"quant_method": ["awq"]}, "quant_method = .'awq'. is not"),
     "no object": ("gptq", "quantization_config = 'gptq' is no object"),
