@@ -118,7 +118,7 @@ def open_reader(
     """ConfigError unless the checkpoint is what config.json says."""
     checkpoint = Checkpoint(folder)
     if config.mixture is not None and config.mixture.style.is_stacked:
-        part_experts(checkpoint)
+        part_experts(checkpoint, config.mixture.num_experts)
     shapes = decoder_config.tensor_shapes(config)
     if "lm_head" in checkpoint.suffixes:  # used even where config.json says that it is tied
         shapes[HEAD] = shapes[EMBEDDING]

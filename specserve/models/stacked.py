@@ -49,23 +49,33 @@ class Part(NamedTuple):
         return (one.T if self.is_transposed else one)[self.outputs]
 
 
-def part_experts(checkpoint: Checkpoint) -> None:
+def part_experts(checkpoint: Checkpoint, num_experts: int) -> None:
     """Have each expert's tensors in place of those that all experts share."""
     parted: dict[str, Any] = {}
     for name, file in checkpoint.files.items():
         found = STACKED.fullmatch(name)
-        parted |= {name: file} if found is None else dict(parts_of(checkpoint, name, found))
+        if found is None:
+            parted[name] = file
+        else:
+            check_stacked(checkpoint, name, (num_experts, NUM_DIMS[found[3]]))
+            parted.update(parts_of(checkpoint, name, found))
     checkpoint.show(parted)
+
+
+def check_stacked(checkpoint: Checkpoint, name: str, wanted: tuple[int, int]) -> None:
+    """ConfigError unless a tensor has so many experts and dimensions."""
+    shape = checkpoint.stored(name).shape
+    if (shape[:1], len(shape)) != ((wanted[0],), wanted[1]):
+        raise ConfigError(
+            f"{checkpoint.folder}: the tensor {name} has the shape {list(shape)}, and that of all "
+            f"experts has {wanted[1]} dimensions, the first of {wanted[0]} experts; correct "
+            "config.json, or download the model again"
+        )
 
 
 def parts_of(checkpoint: Checkpoint, name: str, found: re.Match[str]) -> Iterator[tuple[str, Part]]:
     module, which, suffix = found.groups()
     stored = checkpoint.stored(name)
-    if len(stored.shape) != NUM_DIMS[suffix]:
-        raise ConfigError(
-            f"{checkpoint.folder}: the tensor {name} has the shape {list(stored.shape)}, and that "
-            f"of all experts has {NUM_DIMS[suffix]} dimensions; download the model again"
-        )
     whole = torch.empty(stored.shape, device="meta")
     halves = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
     each = halves if which == "gate_up" else {"down": slice(None)}
