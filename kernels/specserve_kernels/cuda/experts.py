@@ -72,14 +72,19 @@ def tiles_of(experts: Tensor, num_experts: int) -> Tiles:
     flat = experts.flatten().long()
     num = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
     num.scatter_add_(0, flat, torch.ones_like(flat))
+    return tiles(flat.argsort(stable=True), num)
+
+
+def tiles(pairs: Tensor, num: Tensor) -> Tiles:
+    """Of pairs in the order of experts, which have so many, [E] int64."""
     ends, num_tiles = num.cumsum(0), (num + TILE - 1) // TILE
     tile_ends = num_tiles.cumsum(0)
-    most = min(num_experts, len(flat)) + len(flat) // TILE
-    tile = torch.arange(most, device=flat.device)
-    expert = torch.searchsorted(tile_ends, tile, right=True).clamp(max=num_experts - 1)
+    most = min(len(num), len(pairs)) + len(pairs) // TILE
+    tile = torch.arange(most, device=pairs.device)
+    expert = torch.searchsorted(tile_ends, tile, right=True).clamp(max=len(num) - 1)
     # Tiles behind the last are taken to be the last expert's, and begin behind its pairs.
     first = (ends - num)[expert] + (tile - (tile_ends - num_tiles)[expert]) * TILE
-    return Tiles(flat.argsort(stable=True), expert, first, ends[expert])
+    return Tiles(pairs, expert, first, ends[expert])
 
 
 @triton.jit
@@ -123,18 +128,23 @@ def _multiply(
 
 
 def multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles, dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tiles: Tiles,
+    dtype: torch.dtype,
+    each: int = 1,
 ) -> Tensor:
-    """What each pair's expert makes of its row of x, [pairs, N]: x has a row a pair, or for all of
-    a row's.
+    """What each pair's expert makes of its row of x, [pairs, N]: a row has `each` pairs. What is of
+    a row without pairs is not written.
     """
     assert x.is_contiguous() and weight.is_contiguous(), "rows with gaps"
     _, N, K = weight.shape
-    out = torch.empty(len(tiles.pairs), N, dtype=dtype, device=x.device)
+    out = torch.empty(len(x) * each, N, dtype=dtype, device=x.device)
     _multiply[(len(tiles.expert), triton.cdiv(N, OUTPUTS))](
         *(x, weight, weight if bias is None else bias, *tiles, out, N, K),
         HAS_BIAS=bias is not None,
-        EACH=len(tiles.pairs) // len(x),
+        EACH=each,
         TILE=TILE,
         OUTPUTS=OUTPUTS,
         COLUMNS=COLUMNS,
@@ -158,9 +168,9 @@ def add_experts(
         return add_each(x, routing, gate_up, down, residual, gated)
     if not len(x):
         return residual
-    tiles = tiles_of(routing.experts, len(gate_up.weight))
-    inner = gated(multiply(x, gate_up.weight, gate_up.bias, tiles, x.dtype))
-    sums = multiply(inner, down.weight, down.bias, tiles, torch.float32)
+    work, k = tiles_of(routing.experts, len(gate_up.weight)), routing.experts.shape[1]
+    inner = gated(multiply(x, gate_up.weight, gate_up.bias, work, x.dtype, k))
+    sums = multiply(inner, down.weight, down.bias, work, torch.float32)
     shares = routing.weights[:, :, None] * sums.view(*routing.weights.shape, -1)
     return residual.copy_(residual.float() + shares.sum(dim=1))
 
