@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from specserve.grammars.asked import StructuredOutputsParams
     from specserve.llm import LLM
     from specserve.logprobs import Logprob
+    from specserve.lora import LoRARequest
     from specserve.vllm_arguments import AsyncEngineArgs, EngineArgs, TextPrompt, TokensPrompt
 
 process.prepare()  # before any module of this package imports torch
@@ -28,6 +29,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "EngineArgs",
+    "LoRARequest",
     "Logprob",
     "Output",
     "RequestError",
@@ -48,6 +50,7 @@ MODULES = {
     "ConfigError": "specserve.errors",
     "EngineArgs": "specserve.vllm_arguments",
     "LLM": "specserve.llm",
+    "LoRARequest": "specserve.lora",
     "Logprob": "specserve.logprobs",
     "Output": "specserve.generation",
     "RequestError": "specserve.errors",

@@ -15,6 +15,7 @@ from specserve import preflight
 from specserve.block_keys import Keys, prompt_keys
 from specserve.config import Config, python_config
 from specserve.errors import EngineDied, RequestError, SpecserveError, of_failure
+from specserve.exchange.adapter import AdapterRef, digest_of
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Ready
 from specserve.exchange.sampling_params import SamplingParams, choices_of, seeded
@@ -31,12 +32,16 @@ from specserve.input_processor import (
     one_of,
     unwrapped,
 )
+from specserve.lora import AdapterNames, LoRARequest, asked_adapters, is_known, modules_of
 from specserve.models.chat_template import ChatOptions, Message
+from specserve.models.folder import resolve
 from specserve.models.tokenizer import Tokenizer
+from specserve.selection import served_name
 from specserve.vllm_arguments import EngineArgs, check_call, known_arguments, seeds_from
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Read = Callable[[InputProcessor, int | None], tuple[list[int], str | None]]
+Lora = str | LoRARequest | None
 
 
 class Engine:
@@ -55,11 +60,13 @@ class Engine:
         """RequestError for parameters that cannot be served."""
         self.grammars.check(self.input_processor.resolve(params))
 
-    def read(self, read: Read, params: SamplingParams) -> tuple[list[int], str | None, Keys]:
-        """A prompt's ids, its text, and the keys of its blocks."""
+    def read(
+        self, read: Read, params: SamplingParams, adapter: str
+    ) -> tuple[list[int], str | None, Keys]:
+        """A prompt's ids, its text, and the keys of its blocks with an adapter of this digest."""
         ids, text = read(self.input_processor, self.input_processor.num_kept(params))
         self.input_processor.check_length(ids)
-        return ids, text, prompt_keys(self.ready.kv_formats, ids, params.cache_salt)
+        return ids, text, prompt_keys(self.ready.kv_formats, ids, params.cache_salt, adapter)
 
 
 class AsyncLLM:
@@ -81,8 +88,10 @@ class AsyncLLM:
         draft_quantize: str | None = None,
         *,
         seed: int | None = None,
+        lora_modules: Mapping[str, str | Path] | None = None,
         **vllm: Any,
     ) -> None:
+        vllm |= {} if lora_modules is None else {"lora_modules": lora_modules}
         given = {
             **known_arguments("AsyncLLM", model, vllm),
             "model": model,
@@ -94,6 +103,8 @@ class AsyncLLM:
         }
         self.config = python_config("AsyncLLM", given, config, set)
         self.guessing = Guessing(self.config)
+        self.adapters = AdapterNames(self.config, served_name(self.config))
+        self.adapter_changes = asyncio.Lock()  # one at a time
         self.seeds = seeds_from("AsyncLLM", seed)
         self.starting: asyncio.Task[Engine] | None = None
         self.live: dict[str, Answer] = {}
@@ -111,11 +122,14 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         sampling_params: SamplingParams | None = None,
+        lora: Lora = None,
+        lora_request: Lora = None,
         **vllm: Any,
     ) -> AsyncGenerator[Output, None]:
         """Outputs as tokens come, each with all of the text so far; the last one is `finished`.
 
-        Who leaves the iteration aborts the request. `vllm` as for `LLM.generate`.
+        Who leaves the iteration aborts the request. `lora`, `lora_request` and `vllm` as for
+        `LLM.generate`.
         """
         check_call("AsyncLLM.generate", vllm)
         plain, text = unwrapped(prompt)
@@ -123,7 +137,8 @@ class AsyncLLM:
         def read(processor: InputProcessor, kept: int | None) -> tuple[list[int], str | None]:
             return processor.read(plain, kept), text
 
-        return self.answer(read, one_of(params, sampling_params), request_id)
+        [chosen] = asked_adapters(lora, lora_request, 1)
+        return self.answer(read, one_of(params, sampling_params), request_id, chosen)
 
     def chat(
         self,
@@ -136,6 +151,8 @@ class AsyncLLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        lora: Lora = None,
+        lora_request: Lora = None,
         **vllm: Any,
     ) -> AsyncGenerator[Output, None]:
         """The same for a conversation, through the model's chat template."""
@@ -147,10 +164,11 @@ class AsyncLLM:
             text = processor.written(messages, options)
             return processor.encode(text, False, kept), text
 
-        return self.answer(read, one_of(params, sampling_params), request_id)
+        [chosen] = asked_adapters(lora, lora_request, 1)
+        return self.answer(read, one_of(params, sampling_params), request_id, chosen)
 
     async def answer(
-        self, read: Read, params: SamplingParams | None, request_id: str | None
+        self, read: Read, params: SamplingParams | None, request_id: str | None, lora: Lora
     ) -> AsyncGenerator[Output, None]:
         arrived = perf_counter()
         engine = await self.start()
@@ -164,10 +182,11 @@ class AsyncLLM:
                 "best_of",
             )
         asked = seeded(asked, self.seeds)
-        ids, text, keys = await asyncio.to_thread(engine.read, read, asked)
+        adapter = None if lora is None else await self.adapter_of(lora)
+        ids, text, keys = await asyncio.to_thread(engine.read, read, asked, digest_of(adapter))
         self.check_open(engine)
         id = self.new_id(request_id)
-        answer = self.live[id] = Answer(engine, ids, keys, asked, arrived)
+        answer = self.live[id] = Answer(engine, ids, keys, asked, arrived, adapter)
         try:
             is_finished = False
             while not is_finished:
@@ -227,6 +246,39 @@ class AsyncLLM:
 
         await (await self.start()).client.change(checked)
 
+    async def load_lora_adapter(
+        self, name: str, path: str | Path, *, load_inplace: bool = False
+    ) -> None:
+        """As `LLM.load_lora_adapter`; it is read beside the steps."""
+        await self.name_adapter(await self.start(), name, path, load_inplace)
+
+    async def name_adapter(
+        self, engine: Engine, name: str, path: str | Path, in_place: bool = False
+    ) -> None:
+        async with self.adapter_changes:
+            self.adapters.check_new(name, in_place)
+            folder = await asyncio.to_thread(resolve, str(path))
+            ref = await engine.client.load_adapter(str(folder))
+            unnamed = self.adapters.put(name, ref)
+            if unnamed is not None:
+                engine.client.forget_adapter(unnamed)
+
+    async def unload_lora_adapter(self, name: str) -> None:
+        """As `LLM.unload_lora_adapter`."""
+        engine = await self.start()
+        async with self.adapter_changes:
+            self.adapters.find(name)
+            unnamed = self.adapters.remove(name)
+            if unnamed is not None:
+                engine.client.forget_adapter(unnamed)
+
+    async def adapter_of(self, asked: str | LoRARequest) -> AdapterRef:
+        if isinstance(asked, str):
+            return self.adapters.find(asked)
+        if not is_known(asked, self.adapters):
+            await self.load_lora_adapter(asked.lora_name, asked.lora_path, load_inplace=True)
+        return self.adapters.find(asked.lora_name)
+
     async def reset_cache(self) -> None:
         """Empty the prefix cache: later prompts are computed from their first token."""
         await (await self.start()).client.reset_cache()
@@ -240,6 +292,7 @@ class AsyncLLM:
 
     async def load(self) -> Engine:
         folders = await asyncio.to_thread(preflight.check, self.config)
+        modules = modules_of(self.config, self.adapters.model)
         # In the loop's thread: the process ends with the thread that starts it.
         engines = ForkServer(self.config)
         client = EngineClient(engines.start(), engines.start)
@@ -247,12 +300,14 @@ class AsyncLLM:
             await client.connect()
             files = await asyncio.to_thread(load_text_files, *folders)
             ready = await client.ready
+            limits = ready.vocab_size, ready.max_model_len
+            processor = make_input_processor(files, *limits, ready.sources)
+            engine = Engine(client, ready, processor)
+            for name, folder in modules.items():
+                await self.name_adapter(engine, name, folder)
         except BaseException:
             client.close()
             raise
-        limits = ready.vocab_size, ready.max_model_len
-        processor = make_input_processor(files, *limits, ready.sources)
-        engine = Engine(client, ready, processor)
 
         def take_change(config: Config | None, ready: Ready) -> None:
             self.guessing.settle(self.config if config is None else config)
@@ -306,7 +361,13 @@ class Answer:
     """The choices of one prompt, while their tokens come."""
 
     def __init__(
-        self, engine: Engine, ids: list[int], keys: Keys, params: SamplingParams, arrived: float
+        self,
+        engine: Engine,
+        ids: list[int],
+        keys: Keys,
+        params: SamplingParams,
+        arrived: float,
+        adapter: AdapterRef | None,
     ) -> None:
         self.client, self.changed = engine.client, asyncio.Event()
         self.error: SpecserveError | None = None
@@ -314,7 +375,7 @@ class Answer:
         samplings = choices_of(sampling, params.n)
         listeners = [ChoiceListener(self, index) for index in range(params.n)]
         tokenizer = engine.input_processor.tokenizer
-        numbers = self.client.add(ids, samplings, listeners, keys)
+        numbers = self.client.add(ids, samplings, listeners, keys, adapter=adapter)
         make = partial(Generation, prompt=ids, tokenizer=tokenizer)
         both = zip(numbers, samplings, strict=True)
         self.generations = [make(id=number, sampling=its) for number, its in both]

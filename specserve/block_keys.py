@@ -40,11 +40,21 @@ class KVFormat(msgspec.Struct, frozen=True):
     name: str  # the model, and the dtype of its KV
     block_size: int  # tokens
 
-    def hasher(self, salt: str) -> BlockHasher:
-        return BlockHasher(root_key(self.name, salt), self.block_size)
+    def hasher(self, salt: str, adapter: str = "") -> BlockHasher:
+        """`adapter` is the digest of what changes the model, if anything does."""
+        parts = (salt, adapter) if adapter else (salt,)
+        return BlockHasher(root_key(self.name, *parts), self.block_size)
 
 
-def prompt_keys(formats: Mapping[str, KVFormat], token_ids: Sequence[int], salt: str) -> Keys:
-    """The keys of a prompt's full blocks for every model with a prefix cache."""
+def prompt_keys(
+    formats: Mapping[str, KVFormat], token_ids: Sequence[int], salt: str, adapter: str = ""
+) -> Keys:
+    """The keys of a prompt's full blocks for every model with a prefix cache. Adapters change the
+    target alone.
+    """
     tokens = array("i", token_ids)
-    return {f.name: f.hasher(salt).extend(tokens, len(tokens)) for f in formats.values()}
+    hashers = {
+        of.name: of.hasher(salt, adapter if model == "target" else "")
+        for model, of in formats.items()
+    }
+    return {name: hasher.extend(tokens, len(tokens)) for name, hasher in hashers.items()}

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from specserve.config import TLS_FILES, Config, Setting, load_config, parse_override, to_toml
+from specserve.config import (
+    TLS_FILES,
+    USUAL_LORAS,
+    Config,
+    Setting,
+    load_config,
+    parse_override,
+    to_toml,
+)
 from specserve.errors import ConfigError, RequestError, SpecserveError
 from specserve.process import ensure_streams, keep_stderr_from_failing, raising_signals
 from specserve.version import VERSION
@@ -139,6 +147,7 @@ def add_serve(p: argparse.ArgumentParser) -> None:
         help="vLLM's switch; it is on in any case, unless --tool-parser is none",
     )
     p.add_argument("--reasoning-parser", metavar="NAME", help="auto (the default), think or none")
+    add_adapters(p)
     add_settings(p)
     p.set_defaults(action=serve, command=p)
 
@@ -161,6 +170,24 @@ def add_chat(p: argparse.ArgumentParser) -> None:
     add_sampling(p)
     add_settings(p)
     p.set_defaults(action=chat, command=p)
+
+
+def add_adapters(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--enable-lora",
+        action="store_true",
+        help="take LoRA adapters; --lora-modules and --max-loras do so, too",
+    )
+    p.add_argument(
+        "--lora-modules",
+        nargs="+",
+        metavar="NAME=PATH",
+        help="adapters, as requests name them, and their folders or hub ids",
+    )
+    p.add_argument(
+        "--max-loras", type=int, help="adapters whose requests run at once; default: 4, or all"
+    )
+    p.add_argument("--max-lora-rank", type=int, help="the largest rank; default: 16")
 
 
 def add_sampling(p: argparse.ArgumentParser) -> None:
@@ -302,6 +329,8 @@ def serve(args: argparse.Namespace) -> int:
     from specserve import logs, preflight
     from specserve.exchange.spawn import ForkServer
     from specserve.keys import read_admin_keys, read_keys
+    from specserve.lora import modules_of
+    from specserve.selection import served_name
     from specserve.server.listen import listen
     from specserve.server.tls import tls_of
 
@@ -312,6 +341,7 @@ def serve(args: argparse.Namespace) -> int:
         read_admin_keys(Path(config.server.admin_key_file))
     tls = tls_of(config.server)
     folders = preflight.check(config)
+    modules_of(config, served_name(config))
     with listen(config.server) as listener:
         engines = ForkServer(config)
         spawned = engines.start()  # it imports and loads while this process does
@@ -442,8 +472,32 @@ def configured(args: argparse.Namespace) -> Config:
             "reasoning_parser",
         ):
             flags[f"--{key.replace('_', '-')}"] = f"server.{key}", getattr(args, key)
+        flags |= {
+            "--lora-modules": ("lora.modules", named_paths(args.lora_modules)),
+            "--max-loras": ("lora.max_loras", args.max_loras),
+            "--max-lora-rank": ("lora.max_rank", args.max_lora_rank),
+        }
     given = [Setting(flag, *setting) for flag, setting in flags.items() if setting[1] is not None]
-    return load_config(args.config, dict(map(parse_override, args.set)), given)
+    config = load_config(args.config, dict(map(parse_override, args.set)), given)
+    if args.action is serve and args.enable_lora and config.lora.num_slots == 0:
+        given.append(Setting("--enable-lora", "lora.max_loras", USUAL_LORAS))
+        config = load_config(args.config, dict(map(parse_override, args.set)), given)
+    return config
+
+
+def named_paths(given: Sequence[str] | None) -> dict[str, str] | None:
+    """From NAME=PATH, each name once."""
+    if given is None:
+        return None
+    found = dict[str, str]()
+    for text in given:
+        name, _, path = text.partition("=")
+        if not (name and path) or text.startswith("{"):
+            raise ConfigError(f"--lora-modules {text}: write NAME=PATH")
+        if name in found:
+            raise ConfigError(f"--lora-modules {text}: the name {name!r} is there twice")
+        found[name] = path
+    return found
 
 
 def print_stream(steps: "Generator[tuple[str, list[int]], None, Output]") -> "Output":

@@ -21,6 +21,7 @@ from specserve_drafters.tree import MAX_NODES
 DEMO = Path(__file__).parent / "demo" / "weights"
 DEMO_TARGET, DEMO_DRAFT = DEMO / "specserve-demo", DEMO / "specserve-demo-draft"
 STREAM_INTERVAL = 50.0  # milliseconds
+USUAL_LORAS = 4  # adapters whose requests run at once
 TLS_FILES = "tls_certificate_file", "tls_key_file"
 DEMO_COST = DEMO.parent / "at_cost"  # files that say how the pair is scaled
 Positive = Annotated[int, Meta(ge=1)]
@@ -196,6 +197,51 @@ class DrafterConfig(Section, frozen=True):
                 f"drafter.name = {self.name!r} is neither a built-in name (auto, none, ngram, "
                 "model) nor 'package.module:Class'"
             )
+
+
+class LoraConfig(Section, frozen=True):
+    """LoRA adapters of the target, which requests choose by name."""
+
+    max_loras: Annotated[
+        Natural | None,
+        about(
+            "adapters whose requests run at once, 0 or more; 0: there are none; unset: as many as "
+            "modules has, but 4 at least, and 0 where nothing else of [lora] is set"
+        ),
+    ] = None
+    max_rank: Annotated[
+        Annotated[int, Meta(ge=1, le=512)],
+        about("the largest rank of an adapter, 1 to 512; every slot takes memory for it"),
+    ] = 16
+    modules: Annotated[
+        dict[Name, Name],
+        about("adapters that are there from the start: name -> folder or hub id"),
+    ] = {}
+    folder: Annotated[
+        Name | None,
+        about(
+            "where the adapters are that callers with an admin key may load while the server runs; "
+            "unset: none"
+        ),
+    ] = None
+    allow_hub: Annotated[bool, about("whether these callers may name hub ids, too")] = False
+
+    def __post_init__(self) -> None:
+        names = "modules", "folder", "allow_hub"
+        given = [name for name in names if getattr(self, name)]
+        if self.max_loras == 0 and given:
+            raise ValueError(
+                f"lora.{given[0]} is of no use where lora.max_loras = 0: raise that, or leave the "
+                "first out"
+            )
+
+    @property
+    def num_slots(self) -> int:
+        """Adapters that the target has room for."""
+        if self.max_loras is not None:
+            return self.max_loras
+        is_asked = bool(self.modules or self.folder or self.allow_hub)
+        return max(len(self.modules), USUAL_LORAS) if is_asked else 0
 
 
 class ServerConfig(Section, frozen=True):
@@ -379,6 +425,7 @@ class Config(Section, frozen=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     drafter: DrafterConfig = DrafterConfig()
+    lora: LoraConfig = LoraConfig()
     server: ServerConfig = ServerConfig()
 
     def __post_init__(self) -> None:
@@ -535,6 +582,9 @@ ARGUMENTS = {  # of the Python API
     "max_model_len": "scheduler.max_model_len",
     "max_num_batched_tokens": "scheduler.max_batched_tokens",
     "max_num_seqs": "scheduler.max_running",
+    "lora_modules": "lora.modules",
+    "max_lora_rank": "lora.max_rank",
+    "max_loras": "lora.max_loras",
 }
 DTYPES = {"auto": None, "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}  # others' names
 
@@ -550,6 +600,8 @@ def python_config(
     settings = [Setting(f"{owner}(set)", key, value) for key, value in (given or {}).items()]
     for name, value in arguments.items():
         plain = str(value) if isinstance(value, Path) else value
+        if name == "lora_modules" and isinstance(value, Mapping):
+            plain = {key: str(path) for key, path in value.items()}
         plain = DTYPES.get(plain, plain) if name == "dtype" else plain
         if plain is not None:
             settings.append(Setting(f"{owner}({name})", ARGUMENTS[name], plain))

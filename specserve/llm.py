@@ -6,7 +6,7 @@ from numbers import Integral
 from pathlib import Path
 from threading import Lock, RLock
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from msgspec.structs import replace
 
@@ -17,6 +17,7 @@ from specserve.engine.control import Control
 from specserve.engine.loading import Model, Weights, check_device
 from specserve.engine.processors import LogitsProcessor
 from specserve.errors import RequestError, of_failure
+from specserve.exchange.adapter import AdapterRef, digest_of
 from specserve.exchange.caller import Caller
 from specserve.exchange.sampling_params import SamplingParams, choices_of, seeded
 from specserve.exchange.speculation_state import SpeculationState
@@ -31,14 +32,27 @@ from specserve.input_processor import (
     unwrapped,
 )
 from specserve.interrupts import interrupts_held
+from specserve.lora import AdapterNames, LoRARequest, asked_adapters, is_known, modules_of
 from specserve.models.chat_template import ChatOptions, Message
+from specserve.models.folder import resolve
 from specserve.models.tokenizer import Tokenizer
 from specserve.phases import Phases
 from specserve.progress import LoadProgress, show_phases, track
+from specserve.selection import served_name
 from specserve.vllm_arguments import check_call, known_arguments, seeds_from
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
+Lora = str | LoRARequest | Sequence[str | LoRARequest | None] | None
+
+
+class Checked(NamedTuple):
+    """A prompt that can be served."""
+
+    ids: list[int]
+    params: SamplingParams
+    text: str | None
+    adapter: AdapterRef | None
 
 
 class LLM:
@@ -48,9 +62,10 @@ class LLM:
     win over `set` ("section.key" -> value), and `set` wins over the file `config`. `weights`
     are those of other LLMs: a model that is among them is not loaded again. `quantize` and
     `draft_quantize`, "w8a8", "w8" or "w4", round the models' weights as they are loaded. Requests
-    that give no seed have theirs from `seed`, in order. `vllm` are arguments of vLLM's own, of
-    which those are taken that have an equal setting or no effect. Errors: ConfigError for anything
-    wrong here, RequestError for a prompt or its parameters.
+    that give no seed have theirs from `seed`, in order. `lora_modules`, name -> folder or hub id,
+    are adapters that prompts may choose. `vllm` are arguments of vLLM's own, of which those are
+    taken that have an equal setting or no effect. Errors: ConfigError for anything wrong here,
+    RequestError for a prompt or its parameters.
     """
 
     def __init__(
@@ -67,8 +82,10 @@ class LLM:
         draft_quantize: str | None = None,
         *,
         seed: int | None = None,
+        lora_modules: Mapping[str, str | Path] | None = None,
         **vllm: Any,
     ) -> None:
+        vllm |= {} if lora_modules is None else {"lora_modules": lora_modules}
         given = {
             **known_arguments("LLM", model, vllm),
             "model": model,
@@ -84,6 +101,7 @@ class LLM:
         phases = Phases()
         check_device(self.config)
         self.folders = preflight.check(self.config)
+        modules = modules_of(self.config, served_name(self.config))
         with phases.phase("tokenizer"):
             files = load_text_files(*self.folders)
         with LoadProgress(progress) as bar:
@@ -104,6 +122,9 @@ class LLM:
         self.live: dict[int, Generation] = {}
         self.lock = RLock()  # threads may share an LLM: a step by any thread advances all requests
         self.is_stepping = False  # a logits processor is called by a step
+        self.adapters = AdapterNames(self.config, served_name(self.config))
+        for name, folder in modules.items():
+            self.load_lora_adapter(name, folder)
 
     def generate(
         self,
@@ -113,37 +134,44 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool = True,
         logits_processors: Sequence[LogitsProcessor] | None = (),
+        lora: Lora = None,
+        lora_request: Lora = None,
         **vllm: Any,
     ) -> list[Output]:
         """Run all prompts together; outputs are in order. All are checked before any runs.
 
         `sampling_params` is vLLM's name of `params`; `use_tqdm` false shows no progress. Functions
         in `logits_processors` (see `LogitsProcessors`) change the logits of every token, one after
-        the other; these prompts have no guesses, as their outputs' `speculation` tells. `vllm` are
-        arguments of vLLM's own, which are taken where they have no effect (`lora_request=None`).
+        the other; these prompts have no guesses, as their outputs' `speculation` tells. `lora` is
+        the name of an adapter that was loaded, or one for each prompt, or None; `lora_request` is
+        vLLM's name of it. `vllm` are arguments of vLLM's own, which are taken where they have no
+        effect.
         """
         check_call("LLM.generate", vllm)
         processors = read_processors(logits_processors)
         given: list[Any] = [prompts] if is_one(prompts) else list(prompts)
         asked = [unwrapped(prompt) for prompt in given]
         each = self.check_each(one_of(params, sampling_params), len(asked))
-        checked = [self.check(p, q) for (p, _), q in zip(asked, each, strict=True)]
-        return self.run(checked, [text for _, text in asked], use_tqdm, processors)
+        refs = self.adapters_of(lora, lora_request, len(asked))
+        checked = [
+            Checked(*self.check(prompt, its), text, ref)
+            for (prompt, text), its, ref in zip(asked, each, refs, strict=True)
+        ]
+        return self.run(checked, use_tqdm, processors)
 
     def run(
         self,
-        checked: Sequence[tuple[list[int], SamplingParams]],
-        texts: Sequence[str | None],
+        checked: Sequence[Checked],
         is_shown: bool,
         processors: Sequence[LogitsProcessor] = (),
     ) -> list[Output]:
-        """Run prompts, each with its parameters, together; outputs are in order."""
+        """Run prompts together; outputs are in order."""
         each_choices: list[list[Generation]] = []
         generations: list[Generation] = []
         try:
-            for ids, asked_for in checked:
+            for asked in checked:
                 call = each_choices[0][0].id if each_choices else None
-                each_choices.append(self.start(ids, asked_for, call, processors))
+                each_choices.append(self.start(asked, call, processors))
                 generations += each_choices[-1]
             is_shown = is_shown and self.progress and len(generations) > 1
             for _ in track(generations, enabled=is_shown):
@@ -151,8 +179,8 @@ class LLM:
         finally:
             self.end(generations)
         refuse_failed(generations)
-        each = zip(each_choices, checked, texts, strict=True)
-        return [output(c, self.loaded.drafter, params, text) for c, (_, params), text in each]
+        each = zip(each_choices, checked, strict=True)
+        return [output(c, self.loaded.drafter, of.params, of.text) for c, of in each]
 
     def stream(
         self,
@@ -161,19 +189,21 @@ class LLM:
         *,
         sampling_params: SamplingParams | None = None,
         logits_processors: Sequence[LogitsProcessor] | None = (),
+        lora: str | LoRARequest | None = None,
     ) -> Generator[tuple[str, list[int]], None, Output]:
         """(text, token_ids) of every step that emits tokens; the generator's value is the Output,
         which also has the details of speculation, where they were asked for.
 
         The prompt is checked at once, and starts to run when the first step is asked for.
         """
-        return pairs(self.watch(prompt, one_of(params, sampling_params), logits_processors))
+        return pairs(self.watch(prompt, one_of(params, sampling_params), logits_processors, lora))
 
     def watch(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
         logits_processors: Sequence[LogitsProcessor] | None = (),
+        lora: str | LoRARequest | None = None,
     ) -> Generator[tuple[str, list[int], list[StepDetails]], None, Output]:
         """As `stream`, with the details of speculation of each step, where they are asked for."""
         asked, text = unwrapped(prompt)
@@ -182,16 +212,14 @@ class LLM:
             name = "n" if params.n != 1 else "best_of"
             message = f"{name}: a stream is one choice's; leave it out, or call generate"
             raise RequestError(message, name)
-        return self.watch_checked(ids, text, params, read_processors(logits_processors))
+        [ref] = self.adapters_of(lora, None, 1)
+        checked = Checked(ids, params, text, ref)
+        return self.watch_checked(checked, read_processors(logits_processors))
 
     def watch_checked(
-        self,
-        ids: list[int],
-        prompt: str | None,
-        params: SamplingParams,
-        processors: Sequence[LogitsProcessor],
+        self, checked: Checked, processors: Sequence[LogitsProcessor]
     ) -> Generator[tuple[str, list[int], list[StepDetails]], None, Output]:
-        [generation] = self.start(ids, params, processors=processors)
+        [generation] = self.start(checked, processors=processors)
         num_characters = num_tokens = num_steps = 0  # that have been yielded
         is_done = False
         try:
@@ -211,7 +239,7 @@ class LLM:
         finally:
             self.end([generation])
         refuse_failed([generation])
-        return output([generation], self.loaded.drafter, params, prompt)
+        return output([generation], self.loaded.drafter, checked.params, checked.text)
 
     def chat(
         self,
@@ -225,13 +253,15 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         logits_processors: Sequence[LogitsProcessor] | None = (),
+        lora: Lora = None,
+        lora_request: Lora = None,
         **vllm: Any,
     ) -> list[Output]:
         """The answers to one conversation, or to several, through the model's chat template.
 
         An assistant's last message is continued if `continue_final_message` is set. The template
         reads `chat_template_kwargs` by their names, and describes `tools` to the model; calls of
-        these are text here. `logits_processors` and `vllm` as for `generate`.
+        these are text here. `logits_processors`, `lora` and `vllm` as for `generate`.
         """
         check_call("LLM.chat", vllm)
         processors = read_processors(logits_processors)
@@ -242,10 +272,46 @@ class LLM:
         is_single = not messages or isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_single else messages
         each = self.check_each(one_of(params, sampling_params), len(conversations))
-        both = zip(conversations, each, strict=True)
-        rendered = [(self.render(c, options, q), q) for c, q in both]
-        checked = [(ids, q) for (ids, _), q in rendered]
-        return self.run(checked, [text for (_, text), _ in rendered], use_tqdm, processors)
+        refs = self.adapters_of(lora, lora_request, len(conversations))
+        checked = list[Checked]()
+        for conversation, its, ref in zip(conversations, each, refs, strict=True):
+            ids, text = self.render(conversation, options, its)
+            checked.append(Checked(ids, its, text, ref))
+        return self.run(checked, use_tqdm, processors)
+
+    def load_lora_adapter(self, name: str, path: str | Path, *, load_inplace: bool = False) -> None:
+        """Let prompts choose an adapter in peft's format, a folder or a hub id, by this name;
+        `load_inplace`: instead of the one that has the name, which running prompts keep. Other
+        threads may step while it is read. ConfigError, with nothing changed, if it cannot be used.
+        """
+        self.adapters.check_new(name, load_inplace)
+        folder, adapters = resolve(str(path)), self.engine.adapters
+        assert adapters is not None, "names are refused where there are no slots"
+        adapter = adapters.read(folder)
+        with self.lock, interrupts_held():
+            unnamed = self.adapters.put(name, adapters.welcome(str(folder), adapter))
+            if unnamed is not None:
+                adapters.forget(unnamed)
+
+    def unload_lora_adapter(self, name: str) -> None:
+        """Let no more prompts choose an adapter; the last one that has it frees its memory."""
+        with self.lock, interrupts_held():
+            self.adapters.find(name)
+            unnamed = self.adapters.remove(name)
+            if unnamed is not None and self.engine.adapters is not None:
+                self.engine.adapters.forget(unnamed)
+
+    def adapters_of(self, lora: Any, lora_request: Any, number: int) -> list[AdapterRef | None]:
+        """Those of so many prompts. RequestError for a name that is not known."""
+        asked = asked_adapters(lora, lora_request, number)
+        return [None if one is None else self.adapter_of(one) for one in asked]
+
+    def adapter_of(self, asked: str | LoRARequest) -> AdapterRef:
+        if isinstance(asked, str):
+            return self.adapters.find(asked)
+        if not is_known(asked, self.adapters):
+            self.load_lora_adapter(asked.lora_name, asked.lora_path, load_inplace=True)
+        return self.adapters.find(asked.lora_name)
 
     def get_tokenizer(self) -> Tokenizer:
         """With `encode`, `decode`, `get_vocab` and `apply_chat_template`."""
@@ -353,21 +419,21 @@ class LLM:
 
     def start(
         self,
-        ids: list[int],
-        params: SamplingParams,
+        checked: Checked,
         call: int | None = None,
         processors: Sequence[LogitsProcessor] = (),
     ) -> list[Generation]:
         """Queue a prompt's choices. `call` is the first id of the same call, if there is one."""
-        params = seeded(params, self.seeds)
+        ids, _, _, adapter = checked
+        params = seeded(checked.params, self.seeds)
         resolved = self.input_processor.resolve(params, len(ids))
         samplings = choices_of(resolved, params.num_choices)
         # Outside the lock, so that other threads may step meanwhile.
-        keys = self.engine.prompt_keys(ids, samplings[0].cache_salt)
+        keys = self.engine.prompt_keys(ids, samplings[0].cache_salt, digest_of(adapter))
         caller = None if call is None else Caller(call)
         with self.lock, interrupts_held():
             requests = self.engine.add_choices(
-                ids, samplings, keys=keys, caller=caller, processors=processors
+                ids, samplings, keys=keys, caller=caller, processors=processors, adapter=adapter
             )
             choices = [Generation(r.id, ids, r.sampling, self.tokenizer) for r in requests]
             for generation in choices:

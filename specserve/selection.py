@@ -7,7 +7,7 @@ from typing import Any
 
 from specserve.config import Config
 from specserve.errors import ConfigError
-from specserve.models.folder import Scaled, resolve
+from specserve.models.folder import Scaled, name_of, resolve
 from specserve.models.shape import Shape
 from specserve.models.source import open_source
 from specserve_drafters import DrafterError
@@ -19,6 +19,11 @@ from specserve_drafters.base import (
     find_proposer,
     find_source,
 )
+
+
+def served_name(config: Config) -> str:
+    """What clients call the target."""
+    return config.server.served_model_name or name_of(config.target)
 
 
 def resolve_model(config: Config) -> Path:

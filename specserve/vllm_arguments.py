@@ -11,7 +11,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any, NotRequired, TypedDict
 
-from specserve.config import ARGUMENTS
+from specserve.config import ARGUMENTS, USUAL_LORAS
 from specserve.errors import ConfigError, RequestError
 
 KV_DTYPES = {"fp8_e4m3": "fp8"}
@@ -27,7 +27,6 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # None never has one
     "disable_sliding_window": (False,),
     "enable_chunked_prefill": (True,),
     "enable_expert_parallel": (False,),
-    "enable_lora": (False,),
     "enable_prompt_embeds": (False,),
     "enable_sleep_mode": (False,),
     "enforce_eager": (False,),
@@ -50,7 +49,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # None never has one
 }
 REFUSED = {  # names whose every value is refused -> what to do instead; "" is to leave it out
     **dict.fromkeys(("additional_config", "cuda_graph_sizes", "hf_config_path"), ""),
-    **dict.fromkeys(("kv_events_config", "kv_transfer_config", "max_lora_rank", "max_loras"), ""),
+    **dict.fromkeys(("kv_events_config", "kv_transfer_config"), ""),
     **dict.fromkeys(("max_seq_len_to_capture", "num_gpu_blocks_override", "pooler_config"), ""),
     **dict.fromkeys(("rope_scaling", "rope_theta"), "change the model's files"),
     **dict.fromkeys(("reasoning_parser", "structured_outputs_config", "worker_cls"), ""),
@@ -76,7 +75,6 @@ CALLS: dict[str, tuple[tuple[Any, ...], str]] = {  # of calls: values without ef
     "data_parallel_rank": ((), "there is one engine"),
     "guided_options_request": ((), "give SamplingParams(structured_outputs=...)"),
     "logits_processors": (([], ()), "the engine is a process that lacks them; call LLM.generate"),
-    "lora_request": ((), "adapters are not supported; merge it into the model"),
     "mm_processor_kwargs": ((), "only text is read"),
     "priority": ((0,), "give SamplingParams(priority=...)"),
     "tokenization_kwargs": ((), "give SamplingParams(truncate_prompt_tokens=...)"),
@@ -108,12 +106,16 @@ def known_arguments(
     TypeError for a name that is not known.
     """
     known = dict[str, Any]()
+    others = "tokenizer", "set", "config", "seed", "enable_lora"
+    names = [*ARGUMENTS, *WITHOUT_EFFECT, *REFUSED, *others]
     for name, value in given.items():
-        names = [*ARGUMENTS, *WITHOUT_EFFECT, *REFUSED, "tokenizer", "set", "config", "seed"]
         if name not in names:
             raise unexpected(owner, name, names)
         if name in ARGUMENTS:
             known[name] = KV_DTYPES.get(str(value), value) if name == "kv_cache_dtype" else value
+        elif name == "enable_lora":
+            takes_adapters = value is True and not {"max_loras", "lora_modules"} & given.keys()
+            known |= {"max_loras": USUAL_LORAS} if takes_adapters else {}
         elif name == "enforce_eager" and value is True and not has_graphs(given.get("device")):
             continue
         elif value is not None and not is_without_effect(name, value, model):

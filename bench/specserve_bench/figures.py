@@ -19,6 +19,7 @@ import msgspec  # isort: skip
 
 from specserve.config import load_config
 from specserve_bench import open_loop, sources, speculation, structured, suite
+from specserve_bench.adapters import adapter_figures
 from specserve_bench.fairness import fairness_figures
 from specserve_bench.families import family_figures
 from specserve_bench.harness import figure
@@ -65,6 +66,7 @@ OF_PAIR: dict[str, Callable[[Path], dict[str, Any]]] = {
 OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "steps": lambda: step_figures(random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)),
     "families": family_figures,
+    "adapters": lambda: adapter_figures(random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)),
     "implementations": lambda: implementation_figures(
         random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)
     ),
@@ -85,6 +87,7 @@ PARTS = {  # what they measure
     "server": "the HTTP server with the pair: start-up, CPU time, idle connections, a newcomer",
     "steps": "steps of a random 0.6B model against the least time that they could take",
     "families": "steps of every family of models beside Llama's, with the same linear maps",
+    "adapters": "what LoRA adapters take of a 0.6B model's step",
     "implementations": "steps of a model by transformers' modules beside those of native code",
     "kv": "attention over KV of 8 bits and of bf16",
     "sampling": "what penalties, masks, filters and log-probabilities take of a 0.6B model's step",

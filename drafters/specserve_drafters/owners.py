@@ -10,8 +10,8 @@ from specserve_drafters.candidates import Candidate
 if TYPE_CHECKING:  # see base.py
     from array import array
 
-Owner = tuple[int, str]  # a tenant, and a salt of its requests
-NO_OWNER = 0, ""  # of requests without a key and a salt
+Owner = tuple[int, str, str]  # a tenant, a salt of its requests, and the digest of their adapter
+NO_OWNER = 0, "", ""  # of requests without a key, a salt and an adapter
 MOST = 256  # owners without requests that are kept, those that had some last
 
 T = TypeVar("T")

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from specserve.config import Config
+from specserve.engine.adapters import Adapters
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.engine import Engine, seconds
 from specserve.engine.grammars import Grammars, Vocabulary
@@ -19,6 +20,8 @@ from specserve.engine.tuning import model_key, tune
 from specserve.errors import ConfigError
 from specserve.exchange.step_output import SourceStats
 from specserve.grammars.compiled import vocabulary_of
+from specserve.models.adapters import AdapterSlots, read_adapter
+from specserve.models.decoder import Decoder
 from specserve.models.loaded import LoadedModel
 from specserve.models.source import open_source
 from specserve.phases import Phases
@@ -105,14 +108,33 @@ def assemble(
     known_sources: Iterable[str] = (),
 ) -> Engine:
     """An engine for models that are loaded already."""
+    adapters = build_adapters(config, target)
+    if adapters is not None:
+        target = adapters.slots.decoder
     runners, pool = build_pool(config, target, draft, max_len)
     scheduler = Scheduler(step_budget(config, target, draft), pool)
     draft_model = DraftModel(runners[1], scheduler) if len(runners) > 1 else None
     names = kv_names(config, target, draft) if config.memory.prefix_cache else None
     engine = Engine(runners[0], scheduler, draft_model, names)
+    engine.adapters = adapters
     engine.stats.sources.update({name: SourceStats() for name in known_sources})
     engine.guesses = build_guesses(config, engine, draft_model)
     return engine
+
+
+def build_adapters(config: Config, target: LoadedModel) -> Adapters | None:
+    """The target's slots for adapters; ConfigError for a model that cannot have any."""
+    num_slots, rank = config.lora.num_slots, config.lora.max_rank
+    if num_slots == 0:
+        return None
+    if not isinstance(target, Decoder):
+        raise ConfigError(
+            "lora.max_loras: a model that transformers' modules compute takes no adapters here; "
+            "leave out [lora], or merge the adapter into the model (peft's merge_and_unload)"
+        )
+    shape, dtype = target.config, target.dtype
+    slots = AdapterSlots(target, num_slots, rank)
+    return Adapters(slots, num_slots, lambda folder: read_adapter(folder, shape, rank, dtype))
 
 
 def read_vocabulary(config: Config) -> Vocabulary:

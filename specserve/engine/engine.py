@@ -11,6 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from specserve.block_keys import Keys, KVFormat, prompt_keys
+from specserve.engine.adapters import Adapters
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.grammar_state import GrammarState
 from specserve.engine.grammars import Grammars
@@ -32,6 +33,7 @@ from specserve.engine.step_input import (
 from specserve.engine.text_state import TextState
 from specserve.engine.verify import Node, Path, walk
 from specserve.errors import RequestError
+from specserve.exchange.adapter import AdapterRef, digest_of
 from specserve.exchange.caller import Caller
 from specserve.exchange.messages import NOT_BEGUN, Begun
 from specserve.exchange.sampling_params import Sampling, SpeculationParams
@@ -47,7 +49,7 @@ NOTHING_LEFT = (
     "the grammar leaves no token that could come next: ask for less, or leave out other parameters "
     "that rule tokens out"
 )
-MOMENT = 2e-3  # seconds that a step waits for a grammar where nothing else is due
+MOMENT = 2e-3  # seconds that a step waits for a grammar or adapter where nothing else is due
 LESS_MEMORY = "lower memory.kv_fraction, memory.kv_bytes or scheduler.max_batched_tokens"
 NO_GUESSES = SpeculationParams(enabled=False)
 
@@ -75,6 +77,7 @@ class Engine:
         self.states: dict[int, TextState] = {}  # of those, from the first token on
         self.processors: dict[int, LogitsProcessors] = {}  # callers' own, by request
         self.grammars: Grammars | None = None  # set where requests may have one
+        self.adapters: Adapters | None = None  # likewise
         self.telling: set[int] = set()  # of those that asked for logprobs
         self.stats = Stats()
         self.kept: list[KeptCosts] = []  # of the models
@@ -101,6 +104,11 @@ class Engine:
         return self.grammars is not None and len(self.grammars.waiting) > 0
 
     @property
+    def is_loading(self) -> bool:
+        """Whether an adapter is read that requests will name."""
+        return self.adapters is not None and len(self.adapters.loading) > 0
+
+    @property
     def is_idle(self) -> bool:
         return not self.requests
 
@@ -109,10 +117,11 @@ class Engine:
         """Run one forward of the target; the outputs of all requests that have new tokens."""
         start = perf_counter()
         refused = self.admit_compiled() if self.is_compiling else []
+        if self.adapters is not None and self.adapters.waiting:
+            refused += self.admit_adapted(self.adapters)
         scheduled = self.scheduler.plan()
         if not scheduled:
-            if self.grammars is not None and self.is_compiling:
-                self.grammars.wait(MOMENT)
+            self.wait_a_moment()
             return refused
         try:
             with self.target.ops.lock:  # engines on one device share the buffers of a forward
@@ -144,8 +153,35 @@ class Engine:
             for request in choices:  # each has its own, as any of them may end before the others
                 self.states[request.id] = first if request is choices[0] else first.fork()
                 self.follow(request)
+            self.queue(choices)
+        return refused
+
+    def queue(self, choices: list[Request]) -> None:
+        """Queue a prompt's choices, at once or when their adapter is there."""
+        if choices[0].adapter is not None:
+            assert self.adapters is not None, "this engine takes no adapters"
+            self.adapters.ask(choices)
+            return
+        for request in choices:
+            self.scheduler.add(request)
+
+    def admit_adapted(self, adapters: Adapters) -> list[StepOutput]:
+        """Queue the requests whose adapter is there by now; error outputs where it cannot be."""
+        refused: list[StepOutput] = []
+        for choices, failure in adapters.ready():
+            if failure:
+                refused += [self.fail(request, f"the adapter: {failure}") for request in choices]
+                continue
+            for request in choices:
                 self.scheduler.add(request)
         return refused
+
+    def wait_a_moment(self) -> None:
+        """For what requests wait for before they can be planned."""
+        if self.grammars is not None and self.is_compiling:
+            self.grammars.wait(MOMENT)
+        elif self.adapters is not None and (self.adapters.waiting or self.adapters.loading):
+            self.adapters.wait(MOMENT)
 
     def follow(self, request: Request) -> None:
         """Have guesses obey a request's grammar."""
@@ -180,7 +216,8 @@ class Engine:
             draws = draws._replace(processors=self.processors_of(sampled))
         groups, size = [rows_of(s) for s in scheduled], self.target.decoder.config.vocab_size
         logprobs = asked_logprobs(scheduled, sampled, size) if self.telling else None
-        return build_step_input(groups, self.pool.updates, draws, logprobs)
+        num_slots = 0 if self.adapters is None else self.adapters.num_slots
+        return build_step_input(groups, self.pool.updates, draws, logprobs, num_slots)
 
     def state_of(self, request: Request) -> TextState | None:
         """What a request's text makes of its logits. It is made once the prompt is computed, as
@@ -353,20 +390,21 @@ class Engine:
         caller: Caller | None = None,
         processors: Sequence[LogitsProcessor] = (),
         begun: Begun = NOT_BEGUN,
+        adapter: AdapterRef | None = None,
     ) -> list[Request]:
         """Queue requests with one prompt, which is computed once; ids count up from `id`.
 
         `keys` are the prompt's block keys from `prompt_keys`. They are computed here if missing, so
         that no step hashes a prompt. Without a `caller` the requests count as a call of their own.
         `processors` change the logits: their requests have no guesses. A single request that has
-        `begun` elsewhere goes on here, with the text that it would have had there. RequestError for
-        a prompt that is empty or has an id outside of the vocabulary.
+        `begun` elsewhere goes on here, with the text that it would have had there. An `adapter` is
+        waited for. RequestError for a prompt that is empty or has an id outside of the vocabulary.
         """
         assert not begun.output or len(samplings) == 1, "each choice has an output of its own"
         prompt = self.checked(token_ids)
         ids = [next(self.ids) if id is None else id + i for i in range(len(samplings))]
-        salt = samplings[0].cache_salt
-        known = keys or self.prompt_keys(prompt, salt)
+        salt, digest = samplings[0].cache_salt, digest_of(adapter)
+        known = keys or self.prompt_keys(prompt, salt, digest)
         if processors:
             samplings = [replace(s, speculation=NO_GUESSES) for s in samplings]
             self.processors |= {id: LogitsProcessors(processors, prompt) for id in ids}
@@ -379,12 +417,13 @@ class Engine:
                 num_scored=begun.num_scored,
                 first_token_at=now if begun.output else 0.0,
                 sampling=sampling,
-                table=self.table("target", salt, known),
+                table=self.table("target", salt, known, digest),
                 draft_table=self.table("draft", salt, known),
                 caller=caller or Caller(ids[0]),
                 arrived_at=now,
                 ttft=seconds(sampling.slo.ttft_ms, budget.ttft),
                 tpot=seconds(sampling.slo.tpot_ms, budget.tpot),
+                adapter=adapter,
             )
             for own, sampling in zip(ids, samplings, strict=True)
         ]
@@ -403,9 +442,8 @@ class Engine:
         if leader.sampling.grammar:
             assert self.grammars is not None, "this engine takes no grammars"
             self.grammars.ask([*choices])
-            return choices
-        for request in choices:
-            self.scheduler.add(request)
+        else:
+            self.queue([*choices])
         return choices
 
     def checked(self, token_ids: Sequence[int]) -> "array[int]":
@@ -432,16 +470,20 @@ class Engine:
             runners["draft"] = self.draft_model.runner
         return {m: KVFormat(names[m], r.kv.block_size) for m, r in runners.items() if m in names}
 
-    def prompt_keys(self, token_ids: Sequence[int], salt: str) -> Keys:
+    def prompt_keys(self, token_ids: Sequence[int], salt: str, adapter: str = "") -> Keys:
         """A prompt's block keys for `add_choices`; safe in any thread, also during a step."""
-        return prompt_keys(self.formats, token_ids, salt)
+        return prompt_keys(self.formats, token_ids, salt, adapter)
 
-    def table(self, model: str, salt: str, keys: Keys | None = None) -> BlockTable:
-        """An empty block table for the KV of "target" or "draft"; `keys` are its prompt's."""
+    def table(
+        self, model: str, salt: str, keys: Keys | None = None, adapter: str = ""
+    ) -> BlockTable:
+        """An empty block table for the KV of "target" or "draft"; `keys` are its prompt's, and
+        `adapter` is the digest of what changes the model.
+        """
         draft = self.draft_model if model == "draft" else None
         size = (draft.runner if draft is not None else self.target).kv.block_size
         of = self.formats.get(model)
-        hasher = None if of is None else of.hasher(salt)
+        hasher = None if of is None else of.hasher(salt, adapter)
         if of is not None and hasher is not None and keys:
             hasher.keys = list(keys.get(of.name, ()))
         return BlockTable(self.pool, size, model, hasher)
@@ -500,6 +542,8 @@ class Engine:
         self.telling.discard(id)
         if self.grammars is not None and self.is_compiling:
             self.grammars.drop(request)
+        if self.adapters is not None:
+            self.adapters.release(request)
         self.scheduler.remove(request)
         if self.guesses is not None:
             self.guesses.forget(id)
@@ -548,6 +592,8 @@ class Engine:
             costs.write()
         if self.grammars is not None:
             self.grammars.close()
+        if self.adapters is not None:
+            self.adapters.close()
 
     def check(self) -> None:
         """Assert that every block is free, cached, or held by as many tables as it counts."""
@@ -579,11 +625,11 @@ def rows_of(item: ScheduledRequest) -> RowGroup:
     r, draft = item.request, item.draft
     tokens = r.token_ids[item.start : item.end]
     if not draft.tokens:
-        return RowGroup(r.table, tokens, item.start, int(item.is_sampled))
+        return RowGroup(r.table, tokens, item.start, int(item.is_sampled), slot=r.slot)
     nodes = tokens.tolist() + draft.tokens
     if draft.is_chain:
-        return RowGroup(r.table, nodes, item.start, len(nodes))
-    return RowGroup(r.table, nodes, item.start, len(nodes), item.start, draft.masks())
+        return RowGroup(r.table, nodes, item.start, len(nodes), slot=r.slot)
+    return RowGroup(r.table, nodes, item.start, len(nodes), item.start, draft.masks(), r.slot)
 
 
 def part_of_prompt(item: ScheduledRequest) -> StepOutput:

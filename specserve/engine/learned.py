@@ -3,6 +3,7 @@
 from collections import defaultdict
 
 from specserve.engine.source import Pace
+from specserve.exchange.adapter import digest_of
 from specserve.scheduling import Request
 from specserve.scheduling.cost import Step
 from specserve.scheduling.planner import Plan
@@ -17,7 +18,7 @@ DOUBT = 1 / 2048  # of what they are worth less: by each step it is forgotten
 
 
 def owner_of(request: Request) -> Owner:
-    return request.caller.tenant, request.sampling.cache_salt
+    return request.caller.tenant, request.sampling.cache_salt, digest_of(request.adapter)
 
 
 class Learned:

@@ -1,6 +1,6 @@
 """The engine process: it reads commands from a socket, runs a step, and sends a report."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from specserve.engine.build import Loaded, build
@@ -9,11 +9,14 @@ from specserve.engine.engine import Engine
 from specserve.engine.grammars import Vocabulary
 from specserve.engine.loading import Model, Progress
 from specserve.errors import ConfigError, RequestError
+from specserve.exchange.adapter import AdapterRef
 from specserve.exchange.frames import Link
 from specserve.exchange.messages import (
+    AdapterLoaded,
     Add,
     Begin,
     Changed,
+    EngineCommands,
     Failed,
     Loading,
     Ready,
@@ -68,7 +71,8 @@ def serve(link: Link, control: Control) -> None:
         refused: list[StepOutput] = []
         if engine.is_idle:
             engine.rest()
-        for payload in link.receive(wait=engine.is_idle and not control.is_preparing):
+        is_preparing = control.is_preparing or engine.is_loading
+        for payload in link.receive(wait=engine.is_idle and not is_preparing):
             commands = decode_commands(payload)
             for asked in commands.add:
                 refused += add(engine, asked)
@@ -80,11 +84,31 @@ def serve(link: Link, control: Control) -> None:
                 link.send(engine.speculation(tenant))
             if commands.change is not None:
                 control.ask(commands.change)
+            change_adapters(engine, commands)
         if control.is_preparing and engine.is_idle:
             control.wait(MOMENT)
         if control.is_due:
             link.send(change(control))
+        for answer in loaded_adapters(engine):
+            link.send(answer)
         link.send(report(engine, refused + engine.step()))
+
+
+def change_adapters(engine: Engine, commands: EngineCommands) -> None:
+    if not (commands.load_adapters or commands.forget_adapters):
+        return
+    assert engine.adapters is not None, "the server knows whether there can be adapters"
+    for digest in commands.forget_adapters:
+        engine.adapters.forget(digest)
+    for folder in commands.load_adapters:
+        engine.adapters.load(folder)
+
+
+def loaded_adapters(engine: Engine) -> Iterator[AdapterLoaded]:
+    """Those that have been read since the last step, if any."""
+    for folder, found in () if engine.adapters is None else engine.adapters.loaded():
+        is_there = isinstance(found, AdapterRef)
+        yield AdapterLoaded(folder, found) if is_there else AdapterLoaded(folder, None, found)
 
 
 def change(control: Control) -> Changed:
@@ -100,7 +124,13 @@ def add(engine: Engine, asked: Add) -> list[StepOutput]:
     """Queue a prompt's choices; if the prompt is refused, an error output for each of them."""
     try:
         engine.add_choices(
-            asked.token_ids, asked.samplings, asked.id, asked.keys, asked.caller, begun=asked.begun
+            asked.token_ids,
+            asked.samplings,
+            asked.id,
+            asked.keys,
+            asked.caller,
+            begun=asked.begun,
+            adapter=asked.adapter,
         )
     except RequestError as e:
         ids = range(asked.id, asked.id + len(asked.seeds))

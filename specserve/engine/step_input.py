@@ -20,7 +20,7 @@ from specserve.engine.text_state import (
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory import BlockTable, KVUpdates, PendingUpdates
 from specserve_drafters import Draft
-from specserve_kernels import Edits, Masks, Rows, SampleParams
+from specserve_kernels import AdapterRows, Edits, Masks, Rows, SampleParams
 
 Processor = Callable[[Tensor], Tensor]
 
@@ -168,6 +168,7 @@ class RowGroup(NamedTuple):
     num_read: int  # rows at the end whose logits are read
     prefix: int = 0
     masks: list[int] | None = None
+    slot: int = -1  # that the request's adapter is in; -1: it has none
 
 
 class StepInput(NamedTuple):
@@ -179,6 +180,7 @@ class StepInput(NamedTuple):
     read       [n]  int64  the rows whose logits are read, ascending
     draws      how the token after each of these is drawn; None where the logits alone are wanted
     logprobs   what is to be told of tokens; None: nothing
+    adapters   which rows have an adapter; None: none has
     """
 
     updates: KVUpdates
@@ -194,12 +196,12 @@ class StepInput(NamedTuple):
     read: NDArray[np.int64]
     draws: Draws | None
     logprobs: AskedLogprobs | None = None
+    adapters: AdapterRows | None = None
 
     def rows(self) -> Rows:
         """The rows as the ops take them; host tensors that share the arrays' memory."""
-        return Rows._make(
-            [*(torch.from_numpy(getattr(self, name)) for name in Rows._fields[:-1]), None]
-        )
+        arrays = (getattr(self, name) for name in Rows._fields[:-1])
+        return Rows(*map(torch.from_numpy, arrays), self.adapters)
 
 
 class Columns(NamedTuple):
@@ -224,8 +226,9 @@ def build_step_input(
     pending: PendingUpdates,
     draws: Draws | None = None,
     logprobs: AskedLogprobs | None = None,
+    num_slots: int = 0,
 ) -> StepInput:
-    """One step of all the groups' rows, in order.
+    """One step of all the groups' rows, in order, with adapters in so many slots.
 
     The pending updates are taken last, when hardly anything can fail any more: from then on they
     are lost unless the step is launched.
@@ -246,7 +249,15 @@ def build_step_input(
         read=np.frombuffer(columns.read, np.int64),
         draws=draws,
         logprobs=logprobs,
+        adapters=adapter_rows(groups, num_slots) if num_slots else None,
     )
+
+
+def adapter_rows(groups: Sequence[RowGroup], num_slots: int) -> AdapterRows | None:
+    if all(group.slot < 0 for group in groups):
+        return None
+    slots = [group.slot for group in groups for _ in group.token_ids]
+    return AdapterRows.of(slots, num_slots)
 
 
 def empty_columns() -> Columns:
@@ -268,7 +279,7 @@ def add_groups(columns: Columns, groups: Sequence[RowGroup]) -> None:
     token_ids, qo_indptr, indptr, indices, last_page_len, *by_row, read = columns
     positions, slots, prefix, mask = by_row
     for group in groups:
-        table, tokens, start, num_read, _, masks = group
+        table, tokens, start, num_read, _, masks, _ = group
         end = start + len(tokens)
         block, offset = divmod(end - 1, table.block_size)
         if end == start + 1 and masks is None:  # most groups: to append is faster than to extend
@@ -289,7 +300,7 @@ def add_groups(columns: Columns, groups: Sequence[RowGroup]) -> None:
 
 def add_rows(columns: Columns, group: RowGroup) -> None:
     """A chunk of causal rows, or a tree."""
-    table, tokens, start, _, prefix, masks = group
+    table, tokens, start, _, prefix, masks, _ = group
     end = start + len(tokens)
     columns.token_ids.extend(iter(tokens))  # an array cannot be extended by one of another type
     columns.slots.extend(table.slots(start, end))

@@ -22,9 +22,11 @@ from specserve.errors import (
     Overloaded,
     SpecserveError,
 )
+from specserve.exchange.adapter import AdapterRef
 from specserve.exchange.caller import Caller
 from specserve.exchange.frames import Frames
 from specserve.exchange.messages import (
+    AdapterLoaded,
     Add,
     Begun,
     Changed,
@@ -150,6 +152,9 @@ class EngineClient(asyncio.Protocol):
         self.is_reset_due = False
         self.asking: dict[asyncio.Future[SpeculationState], int] = {}  # -> the tenant
         self.is_state_due = False
+        self.loads: list[str] = []  # folders of adapters
+        self.forgets: list[str] = []  # digests of adapters
+        self.loading: dict[asyncio.Future[AdapterRef], str] = {}  # -> the folder
         self.changes = asyncio.Lock()  # one at a time
         self.change_due: Config | None = None
         self.changing: tuple[Config, asyncio.Future[Ready]] | None = None
@@ -168,6 +173,7 @@ class EngineClient(asyncio.Protocol):
         listeners: Sequence[Listener],
         keys: Keys | None = None,
         caller: Caller | None = None,
+        adapter: AdapterRef | None = None,
     ) -> list[int]:
         """Queue a prompt's choices, which differ only in their seeds, and return their ids.
 
@@ -181,7 +187,7 @@ class EngineClient(asyncio.Protocol):
         first = samplings[0]
         shared = msgspec.structs.replace(first, stop=()) if first.stop else first
         seeds = [s.seed for s in samplings]
-        add = Add(id, packed(token_ids), shared, seeds, keys or {}, caller)
+        add = Add(id, packed(token_ids), shared, seeds, keys or {}, caller, adapter=adapter)
         asked = [Live(add, index, each) for index, each in enumerate(listeners)]
         self.live.update(zip(ids, asked, strict=True))
         if self.is_up and not self.held:
@@ -228,6 +234,36 @@ class EngineClient(asyncio.Protocol):
             self.flush_soon()
             self.is_state_due = True
 
+    async def load_adapter(self, folder: str) -> AdapterRef:
+        """Read an adapter; ConfigError if it cannot be used, and Overloaded if the engine process
+        ends before that is known.
+        """
+        if self.died.is_set():
+            raise EngineDied("the engine process has ended")
+        if not self.is_up:
+            raise Overloaded(REPLACED)
+        self.flush_soon()
+        self.loads.append(folder)
+        future: asyncio.Future[AdapterRef] = self.loop.create_future()
+        self.loading[future] = folder
+        return await future
+
+    def forget_adapter(self, digest: str) -> None:
+        """Say that no request will have it. Another engine process has not heard of it anyway."""
+        if self.is_up:
+            self.flush_soon()
+            self.forgets.append(digest)
+
+    def adapter_loaded(self, told: AdapterLoaded) -> None:
+        future = next(asked for asked, folder in self.loading.items() if folder == told.folder)
+        del self.loading[future]
+        if future.done():  # the caller was cancelled
+            return
+        if told.adapter is None:
+            future.set_exception(ConfigError(told.refusal))
+        else:
+            future.set_result(told.adapter)
+
     async def change(self, find: Callable[[], Awaitable[Config]]) -> Ready:
         """Have the engine guess by the config that is found once the change before is done: what it
         is then. ConfigError if it cannot, and Overloaded if the process ends meanwhile: then it
@@ -262,7 +298,8 @@ class EngineClient(asyncio.Protocol):
     def flush_soon(self) -> None:
         """Send everything that is queued in one turn of the event loop as one message."""
         due = self.is_reset_due, self.is_state_due, self.change_due
-        if not (self.adds or self.finishes or any(due)):
+        due += self.adds, self.finishes, self.loads, self.forgets
+        if not any(due):
             self.loop.call_soon(self.flush)
 
     def flush(self) -> None:
@@ -272,12 +309,16 @@ class EngineClient(asyncio.Protocol):
             self.owed_since = self.loop.time()
         tenants = sorted({*self.asking.values()}) if self.is_state_due else []
         due = self.is_reset_due, tenants, self.change_due
-        commands = EngineCommands(self.adds, self.finishes, *due)
+        commands = EngineCommands(self.adds, self.finishes, *due, self.loads, self.forgets)
         self.num_resets += self.is_reset_due
-        self.adds, self.finishes = [], []
-        self.is_reset_due, self.is_state_due, self.change_due = False, False, None
+        self.clear_queue()
         if self.transport is not None and not self.died.is_set():
             self.transport.write(frame(commands))
+
+    def clear_queue(self) -> None:
+        """Of what the next message would have told."""
+        self.adds, self.finishes, self.loads, self.forgets = [], [], [], []
+        self.is_reset_due, self.is_state_due, self.change_due = False, False, None
 
     async def leave(self) -> None:
         """`close`, without blocking the event loop while the engine process ends by itself."""
@@ -320,6 +361,8 @@ class EngineClient(asyncio.Protocol):
                     self.tell(state)
                 case Changed() as told:
                     self.changed(told)
+                case AdapterLoaded() as told:
+                    self.adapter_loaded(told)
                 case Loading(name, done, total):
                     self.on_loading(name, done, total)
                 case Ready() as ready:
@@ -363,11 +406,14 @@ class EngineClient(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         had_requests, self.is_up, self.owed_since = self.is_up, False, None
         self.deaths.append(self.loop.time())
-        self.adds, self.finishes = [], []
-        self.is_reset_due, self.is_state_due, self.change_due = False, False, None
+        self.clear_queue()
         if self.changing is not None:
             (_, future), self.changing = self.changing, None
             future.set_exception(Overloaded(REPLACED))
+        loading, self.loading = self.loading, {}
+        for asked in loading:
+            if not asked.done():
+                asked.set_exception(Overloaded(REPLACED))
         if not self.ready.done():
             self.ready.set_exception(EngineDied("the engine process ended while it was loading"))
         is_known = not self.ready.cancelled() and self.ready.exception() is None

@@ -7,6 +7,7 @@ import msgspec
 
 from specserve.block_keys import Keys, KVFormat
 from specserve.config import Config
+from specserve.exchange.adapter import AdapterRef
 from specserve.exchange.caller import Caller
 from specserve.exchange.frames import pack
 from specserve.exchange.sampling_params import Sampling
@@ -42,6 +43,7 @@ class Add(msgspec.Struct, frozen=True, array_like=True):
     keys: Keys = {}  # of the prompt's blocks; if empty, the engine hashes the prompt
     caller: Caller | None = None
     begun: Begun = NOT_BEGUN  # of a single choice
+    adapter: AdapterRef | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -67,6 +69,8 @@ class EngineCommands(msgspec.Struct, frozen=True):
     reset_cache: bool = False
     tell_speculation: list[int] = []  # tenants: the answer to each is a `SpeculationState`
     change: Config | None = None  # who guesses; the answer, some steps later, is a `Changed`
+    load_adapters: list[str] = []  # folders: each is answered, some steps later, by AdapterLoaded
+    forget_adapters: list[str] = []  # digests of those that no request names any more
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -110,6 +114,14 @@ class Changed(msgspec.Struct, frozen=True, tag=True):
     refusal: str = ""
 
 
+class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
+    """An adapter that requests may have; without it, `refusal` says why not."""
+
+    folder: str
+    adapter: AdapterRef | None
+    refusal: str = ""
+
+
 class Report(msgspec.Struct, frozen=True, tag=True):
     """The engine's state, sent after every step and whenever requests have been removed."""
 
@@ -121,7 +133,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     stats: Stats
 
 
-FromEngine = Loading | Failed | Ready | Report | SpeculationState | Changed
+FromEngine = Loading | Failed | Ready | Report | SpeculationState | Changed | AdapterLoaded
 
 encode = msgspec.msgpack.Encoder().encode
 decode_commands = msgspec.msgpack.Decoder(EngineCommands).decode

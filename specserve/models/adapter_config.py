@@ -5,9 +5,11 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from reprlib import repr as shortened
+from time import perf_counter
 from typing import Any
 
 import msgspec
+import regex
 
 from specserve.errors import ConfigError
 from specserve.models.decoder_config import flag, is_int, positive
@@ -58,7 +60,38 @@ REMEDY = (
 )
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 LARGEST = 1 << 20  # rank, and alpha: whatever is larger is a mistake
-Patterns = tuple[tuple[re.Pattern[str], Any], ...]  # the first that matches counts
+SECONDS = 2.0  # that all matches of an adapter's regular expressions may take
+
+
+class Pattern:
+    """A regular expression of an adapter's file. As it may be one that never ends, there is a limit
+    of time, and other threads run meanwhile: `re` has neither.
+    """
+
+    def __init__(self, text: str, left: list[float]) -> None:
+        """`left` holds the seconds that it and others may take."""
+        self.text, self.left = text, left
+        try:
+            self.compiled = regex.compile(text)
+        except (regex.error, RecursionError, OverflowError) as e:
+            raise ValueError(f"{text!r:.200} is no regular expression ({e})") from e
+
+    def matches(self, module: str, whole: bool = True) -> bool:
+        """Whether it matches all of a module's name, or how that begins; ConfigError once there is
+        no time left.
+        """
+        find, start = self.compiled.fullmatch if whole else self.compiled.match, perf_counter()
+        try:
+            found = find(module, timeout=max(self.left[0], 1e-3), concurrent=True)
+        except TimeoutError as e:
+            raise ConfigError(
+                f"{NAME}: the regular expression {self.text!r:.200} takes too long; {REMEDY}"
+            ) from e
+        self.left[0] -= perf_counter() - start
+        return found is not None
+
+
+Patterns = tuple[tuple[Pattern, Any], ...]  # the first that matches counts
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,8 +100,8 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
     divides_by_root: bool
     ranks: Patterns  # of modules that do not have `rank`
     alphas: Patterns
-    targets: re.Pattern[str]
-    excluded: re.Pattern[str]
+    targets: Pattern
+    excluded: Pattern
     whole_names: frozenset[str]  # targets in whichever layer they are
     layers: frozenset[int] | None  # where the other targets are; None: in all
 
@@ -82,11 +115,11 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
         return scaling
 
     def is_target(self, module: str) -> bool:
-        if self.excluded.fullmatch(module):
+        if self.excluded.matches(module):
             return False
         if module in self.whole_names:
             return True
-        return self.targets.fullmatch(module) is not None and self.has_layer_of(module)
+        return self.targets.matches(module) and self.has_layer_of(module)
 
     def has_layer_of(self, module: str) -> bool:
         layer = LAYER.match(module)
@@ -115,14 +148,15 @@ def parse(written: Mapping[str, Any]) -> AdapterConfig:
         raise ValueError("layers_to_transform is for a list of target_modules")
     if not targets:
         raise ValueError(f"target_modules = {targets!r} names no module")
+    left = [SECONDS]
     return AdapterConfig(
         rank=positive(fields, "r", LARGEST),
         alpha=number(fields, "lora_alpha"),
         divides_by_root=flag(fields, "use_rslora"),
-        ranks=patterns(fields, "rank_pattern", lambda at, key: positive(at, key, LARGEST)),
-        alphas=patterns(fields, "alpha_pattern", number),
-        targets=names(fields, "target_modules"),
-        excluded=names(fields, "exclude_modules"),
+        ranks=patterns(fields, "rank_pattern", lambda at, key: positive(at, key, LARGEST), left),
+        alphas=patterns(fields, "alpha_pattern", number, left),
+        targets=names(fields, "target_modules", left),
+        excluded=names(fields, "exclude_modules", left),
         whole_names=frozenset(() if isinstance(targets, str) else targets),
         layers=layers,
     )
@@ -150,40 +184,34 @@ def check_fields(fields: Mapping[str, Any]) -> None:
 
 
 def first_match(patterns: Patterns, module: str, otherwise: Any) -> Any:
-    return next((value for pattern, value in patterns if pattern.match(module)), otherwise)
+    matching = (value for pattern, value in patterns if pattern.matches(module, whole=False))
+    return next(matching, otherwise)
 
 
-def patterns(fields: Mapping[str, Any], key: str, value_of: Any) -> Patterns:
+def patterns(fields: Mapping[str, Any], key: str, value_of: Any, left: list[float]) -> Patterns:
     """Values by regular expression, which matches a module's name, or its end after a period."""
     told = fields[key] or {}
     if not isinstance(told, dict):
         raise ValueError(f"{key} = {shortened(told)} must be an object")
     try:
         return tuple(
-            (compiled(rf"(.*\.)?({pattern})$"), value_of(told, pattern)) for pattern in told
+            (Pattern(rf"(.*\.)?({pattern})$", left), value_of(told, pattern)) for pattern in told
         )
     except ValueError as e:
         raise ValueError(f"{key}: {e}") from e
 
 
-def compiled(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as e:
-        raise ValueError(f"{pattern!r} is no regular expression ({e})") from e
-
-
-def names(fields: Mapping[str, Any], key: str) -> re.Pattern[str]:
+def names(fields: Mapping[str, Any], key: str, left: list[float]) -> Pattern:
     """What the modules' whole names match: a regular expression of its own, or any of these names,
     alone or after a period.
     """
     told = fields[key] or []
     if isinstance(told, str):
         is_all = told.lower() == "all-linear"  # in peft's words; the head is not among them
-        return compiled(r"model\.layers\..*" if is_all else told)
+        return Pattern(r"model\.layers\..*" if is_all else told, left)
     if not isinstance(told, list) or not all(isinstance(name, str) for name in told):
         raise ValueError(f"{key} = {shortened(told)} must be names or a regular expression")
-    return re.compile(rf"(.*\.)?({any_of(told)})") if told else re.compile(r"(?!)")
+    return Pattern(rf"(.*\.)?({any_of(told)})" if told else r"(?!)", left)
 
 
 def any_of(told: Iterable[str]) -> str:

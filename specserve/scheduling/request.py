@@ -5,6 +5,7 @@ from bisect import bisect_left
 
 import msgspec
 
+from specserve.exchange.adapter import AdapterRef
 from specserve.exchange.caller import Caller
 from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.step_output import TokenLogprobs
@@ -32,6 +33,8 @@ class Request(msgspec.Struct, eq=False):
     leader: "Request | None" = None
     followers: "list[Request]" = []
     num_scored: int = 0  # tokens of the prompt whose successor's logprob was told
+    adapter: AdapterRef | None = None
+    slot: int = -1  # that its adapter is in; -1: it has none, or waits for it
 
     def __post_init__(self) -> None:
         self.num_prompt = self.num_prompt or len(self.token_ids)

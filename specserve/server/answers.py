@@ -35,6 +35,11 @@ class Version(Struct):
     version: str
 
 
+class AdapterDetails(Struct):
+    digest: str
+    rank: int
+
+
 class ModelCard(Struct):
     """The served model; the fields after `max_model_len` come once it is loaded.
 
@@ -51,6 +56,8 @@ class ModelCard(Struct):
     weights         forms of the target's weights in memory
     draft_weights   the same of the draft model, if there is one
     scaled          models that were made for demonstrations, if there are any
+    parent          of an adapter, the model that it changes
+    adapter         of an adapter: the SHA-256 of what it does to the model, and its rank
     """
 
     id: str
@@ -58,7 +65,7 @@ class ModelCard(Struct):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int | None
     implementation: str | UnsetType = UNSET
     row_invariant: bool | UnsetType = UNSET
@@ -71,6 +78,13 @@ class ModelCard(Struct):
     weights: WeightForms | UnsetType = UNSET
     draft_weights: WeightForms | UnsetType = UNSET
     scaled: list[Scaled] | UnsetType = UNSET
+    adapter: AdapterDetails | UnsetType = UNSET
+
+
+class Deleted(Struct):
+    id: str
+    object: Literal["model"]
+    deleted: Literal[True]
 
 
 class ModelList(Struct):

@@ -202,7 +202,7 @@ async def begin(
     of the text is content.
     """
     service: Service = request.app.state.service
-    service.check_model(asked.model)
+    arrived = arrived._replace(adapter=service.check_model(asked.model))
     checking = service.check_asked(asked.params, 1, "messages", asked.form_field)
     await while_connected(request, checking)
     if tools.tools:

@@ -85,7 +85,7 @@ async def begin(
 ) -> tuple[LiveCompletion, Sequence[str]]:
     """Queue the prompts; with the texts that the choices begin with."""
     service: Service = request.app.state.service
-    service.check_model(asked.model)
+    arrived = arrived._replace(adapter=service.check_model(asked.model))
     checking = service.check_asked(asked.params, len(prompts), "prompt", asked.form_field)
     await while_connected(request, checking)
     kept = service.input_processor.num_kept(asked.params)

@@ -20,6 +20,7 @@ from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.step_output import StepDetails, StepOutput
 from specserve.generation import Generation, proposing, sums_of
 from specserve.logs import request_id
+from specserve.lora import NamedAdapter
 from specserve.server.deadline import Deadline
 from specserve.server.metrics import Metrics
 from specserve.server.refusal import DeadlineExceeded
@@ -38,6 +39,7 @@ class Arrival(NamedTuple):
     asked: "list[LiveCompletion] | None" = None  # what is asked for is noted here, for the log
     deadline: Deadline | None = None
     account: "Account | None" = None  # of its API key, where keys have limits
+    adapter: NamedAdapter | None = None  # that it chooses
 
 
 def set_tenant(scope: Scope, tenant: int) -> None:
@@ -129,7 +131,8 @@ class LiveCompletion:
         """
         begin, prompt = len(self.generations), array("i", prompt)  # far smaller than a list
         listeners = [ChoiceListener(self, begin + i) for i in range(len(samplings))]
-        ids = self.engine.add(prompt, samplings, listeners, keys, self.caller)
+        adapter = None if self.arrived.adapter is None else self.arrived.adapter.ref
+        ids = self.engine.add(prompt, samplings, listeners, keys, self.caller, adapter)
         for id, sampling in zip(ids, samplings, strict=True):
             generation = Generation(id, prompt, sampling, tokenizer)
             generation.arrived = self.arrived.at

@@ -557,7 +557,8 @@ async def respond(
 ) -> Response:
     """The response to a queued completion: a stream, or one JSON object."""
     service: Service = request.app.state.service
-    writer = CompletionWriter(schema, service.served, asked, completion, echoed, reader)
+    served = service.served_to(completion.arrived)
+    writer = CompletionWriter(schema, served, asked, completion, echoed, reader)
     if asked.stream:
         return EventStream(completion, writer, service, asked)
     return await answer_whole(request, completion, writer, asked.headers)

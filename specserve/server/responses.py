@@ -175,7 +175,7 @@ async def responses(request: Request) -> Response:
     except RequestError as e:
         e.param = "input" if e.param == "messages" else e.param
         raise
-    writer = ResponseWriter(service.served, asked, completion, reader)
+    writer = ResponseWriter(service.served_to(completion.arrived), asked, completion, reader)
     if asked.stream:
         return EventStream(completion, writer, service, asked)
     return await answer_whole(request, completion, writer, asked.headers)

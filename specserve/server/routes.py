@@ -11,6 +11,13 @@ from starlette.responses import Response
 
 from specserve.guessing import Change
 from specserve.server import answers
+from specserve.server.adapters import (
+    LoadAdapterBody,
+    UnloadAdapterBody,
+    adapter_card,
+    load_adapter,
+    unload_adapter,
+)
 from specserve.server.chat import ChatBody, Message, chat
 from specserve.server.completions import CompletionBody, completions
 from specserve.server.control import (
@@ -36,13 +43,14 @@ LIVENESS = "/health/live"
 
 async def list_models(request: Request) -> Response:
     service: Service = request.app.state.service
-    return json_response({"object": "list", "data": [card(service)]})
+    adapters = [adapter_card(service, *each) for each in service.adapters.known.items()]
+    return json_response({"object": "list", "data": [card(service), *adapters]})
 
 
 async def show_model(request: Request) -> Response:
     service: Service = request.app.state.service
-    service.check_model(request.path_params["id"])
-    return json_response(card(service))
+    adapter = service.check_model(request.path_params["id"])
+    return json_response(card(service) if adapter is None else adapter_card(service, *adapter))
 
 
 def card(service: Service) -> dict[str, Any]:
@@ -163,12 +171,18 @@ OPERATIONS = (
         required=["input"],
         statuses=GENERATING,
     ),
-    Operation("GET", "/v1/models", list_models, "The one model that is served", answers.ModelList),
+    Operation(
+        "GET",
+        "/v1/models",
+        list_models,
+        "The model that is served, and its adapters",
+        answers.ModelList,
+    ),
     Operation(
         "GET",
         "/v1/models/{id:path}",
         show_model,
-        "The same model, by its name",
+        "One of them, by its name",
         answers.ModelCard,
         statuses=[404],
     ),
@@ -209,6 +223,28 @@ OPERATIONS = (
         answers.Speculation,
         statuses=WITH_ENGINE,
         scope="speculation",
+    ),
+    Operation(
+        "POST",
+        "/v1/load_lora_adapter",
+        load_adapter,
+        "Read a LoRA adapter beside the steps, and let requests choose it by name",
+        answers.ModelCard,
+        LoadAdapterBody,
+        required=["lora_name", "lora_path"],
+        statuses=WITH_ENGINE,
+        scope="adapters",
+    ),
+    Operation(
+        "POST",
+        "/v1/unload_lora_adapter",
+        unload_adapter,
+        "Let no more requests choose a LoRA adapter; the last one that has it frees its memory",
+        answers.Deleted,
+        UnloadAdapterBody,
+        required=["lora_name"],
+        statuses=[*WITH_ENGINE, 404],
+        scope="adapters",
     ),
     Operation(
         "POST",

@@ -24,6 +24,7 @@ from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Ready
 from specserve.exchange.spawn import ForkServer, Spawned
 from specserve.input_processor import load_text_files, make_input_processor
+from specserve.lora import modules_of
 from specserve.models.tokenizer import Tokenizer
 from specserve.phases import Phases
 from specserve.preflight import Folders
@@ -140,6 +141,9 @@ async def load(service: Service, start: Start) -> Ready:
             files = await asyncio.to_thread(load_text_files, *folders)
         service.start_templates(files.tokenizer.chat_template)
         ready = await service.engine.ready
+        modules = await asyncio.to_thread(modules_of, service.config, service.name)
+        for name, folder in modules.items():
+            service.adapters.put(name, await service.engine.load_adapter(str(folder)))
     served = ServedModel(
         model=service.name,
         fingerprint=fingerprint(folders.target, ready),
@@ -302,6 +306,7 @@ def introduction(service: Service, ready: Ready, url: str, seconds: float) -> li
         f"serving {config.target} as {service.name}",
         *(f"a demo: {scaled.source} at the cost of {scaled.like}" for scaled in told.scaled),
         f"drafter {ready.drafter}{guesses if ready.drafter != 'none' else ', no guesses'}",
+        *([f"adapters {', '.join(service.adapters.known)}"] if service.adapters.known else []),
         *([IMPLEMENTED] if ready.implementation == "transformers" else []),
         *([VARIANT] if ready.row_invariant is False else []),
         *([told.formats.words] if has_chat else []),

@@ -16,6 +16,7 @@ from specserve.answer.formats import AnswerReader, Formats
 from specserve.block_keys import Keys, KVFormat, prompt_keys
 from specserve.config import Config
 from specserve.errors import Overloaded, RequestError
+from specserve.exchange.adapter import AdapterRef, digest_of
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Ready
 from specserve.exchange.sampling_params import (
@@ -27,11 +28,13 @@ from specserve.exchange.sampling_params import (
 )
 from specserve.guessing import Guesses, Guessing, guesses_of
 from specserve.input_processor import InputProcessor, last
+from specserve.lora import AdapterNames, NamedAdapter
 from specserve.models.chat_template import ChatOptions, ChatTemplate, Message
-from specserve.models.folder import Scaled, name_of
+from specserve.models.folder import Scaled
 from specserve.models.source import open_source
 from specserve.models.weight_forms import WeightForms
-from specserve.selection import resolve_draft, resolve_model, scaled_models
+from specserve.selection import resolve_draft, resolve_model, scaled_models, served_name
+from specserve.server.adapter_metrics import AdapterMetrics
 from specserve.server.body import BodyReader
 from specserve.server.deadline import Deadline
 from specserve.server.grammar_process import Tokens
@@ -84,7 +87,11 @@ class Service:
         self.templates: TemplateProcesses | None = None
         self.grammars: GrammarProcesses | None = None
         self.completions: set[LiveCompletion] = set()
+        adapters = AdapterMetrics(config.lora.num_slots, self.completions)
+        self.metrics.registry.register(adapters)
         self.guessing = Guessing(config)
+        self.adapters = AdapterNames(config, self.name)
+        self.adapter_changes = asyncio.Lock()  # one at a time
         self.is_draining = False
         self.loaded: tuple[InputProcessor, ServedModel] | None = None
         self.kv_formats: dict[str, KVFormat] = {}  # of the models with a prefix cache
@@ -161,14 +168,34 @@ class Service:
             self.reject("loading")
             raise Overloaded("the model is still being loaded: ask again in a moment")
 
-    def check_model(self, name: str | None) -> None:
-        """NotFound for a name other than the served model's; None means that model."""
-        if name is not None and name != self.name:
-            error = NotFound(
-                f"the model {cut(name)!r} is not served here; {self.name!r} is", "model"
-            )
-            error.code = "model_not_found"
-            raise error
+    def check_model(self, name: str | None) -> NamedAdapter | None:
+        """The adapter that a request chooses by its `model`; None where it names the model or
+        nothing. NotFound for any other name.
+        """
+        if name is None or name == self.name:
+            return None
+        if name in self.adapters.known:
+            return NamedAdapter(name, self.adapters.known[name])
+        error = NotFound(f"the model {cut(name)!r} is not served here; {self.name!r} is", "model")
+        error.code = "model_not_found"
+        raise error
+
+    def name_adapter(self, name: str, ref: AdapterRef) -> None:
+        """Let requests choose it from now on."""
+        if (unnamed := self.adapters.put(name, ref)) is not None:
+            self.engine.forget_adapter(unnamed)
+
+    def forget_adapter(self, name: str) -> None:
+        if (unnamed := self.adapters.remove(name)) is not None:
+            self.engine.forget_adapter(unnamed)
+
+    def served_to(self, arrived: Arrival) -> ServedModel:
+        """What is told of the model with the adapter that a request chose."""
+        if arrived.adapter is None:
+            return self.served
+        name, ref = arrived.adapter
+        own = fingerprint_with(self.served.fingerprint, ref.digest)
+        return self.served._replace(model=name, fingerprint=own)
 
     @asynccontextmanager
     async def timed(self, arrived: Arrival, asked: float | None) -> AsyncIterator[Arrival]:
@@ -202,7 +229,8 @@ class Service:
         samplings = await self.resolved(params, lambda: [*resolve_all(params, lengths)])
         if grammar:
             samplings = await self.ruled(samplings, grammar, params)
-        keys = await self.hash(prompts, params.cache_salt)
+        adapter = None if arrived.adapter is None else arrived.adapter.ref
+        keys = await self.hash(prompts, params.cache_salt, digest_of(adapter))
         self.check_open()  # again: a drain may have begun while the body was read
         self.check_choices(len(prompts), params, field)
         self.check_tokens(sum(lengths), field)
@@ -307,11 +335,11 @@ class Service:
         """Parse a body; a large one in a thread."""
         return await self.in_thread(read, raw) if len(raw) > LARGE else read(raw)
 
-    async def hash(self, prompts: Sequence[list[int]], salt: str) -> list[Keys]:
+    async def hash(self, prompts: Sequence[list[int]], salt: str, adapter: str) -> list[Keys]:
         """The keys of each prompt's blocks; many tokens are hashed in a thread."""
 
         def hash_all() -> list[Keys]:
-            return [prompt_keys(self.kv_formats, prompt, salt) for prompt in prompts]
+            return [prompt_keys(self.kv_formats, prompt, salt, adapter) for prompt in prompts]
 
         is_long = sum(map(len, prompts)) > LONG
         return await self.in_thread(hash_all) if is_long else hash_all()
@@ -406,10 +434,6 @@ def demos(config: Config, has_draft_model: bool) -> list[Scaled]:
     return scaled_models(folders)
 
 
-def served_name(config: Config) -> str:
-    return config.server.served_model_name or name_of(config.target)
-
-
 def fingerprint(folder: Path, ready: Ready) -> str:
     """A hash of all that texts depend on besides the request; equal for every drafter."""
     resolved = f"{VERSION} {ready.dtype} {ready.weights} {ready.kv_dtype} {ready.arithmetic}"
@@ -419,3 +443,8 @@ def fingerprint(folder: Path, ready: Ready) -> str:
     for part in open_source(folder).identity():
         digest.update(part)
     return f"fp_{digest.hexdigest()[:12]}"
+
+
+def fingerprint_with(fingerprint: str, digest: str) -> str:
+    """That of the model with an adapter of this digest."""
+    return f"fp_{hashlib.sha256(f'{fingerprint} {digest}'.encode()).hexdigest()[:12]}"

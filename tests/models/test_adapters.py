@@ -291,6 +291,13 @@ def test_a_config_is_refused_by_the_name_of_its_field(config, tmp_path, told, me
         digest(config, tmp_path)
 
 
+def test_an_expression_that_never_ends_is_refused_after_a_while(config, tmp_path):
+    for field in ("target_modules", "exclude_modules"):
+        write_adapter(tmp_path, **{field: "([a-z_.0-9]+)+!"})
+        with pytest.raises(ConfigError, match=r"adapter_config.json: .* takes too long; take an"):
+            digest(config, tmp_path)
+
+
 def named(module, matrix="A"):
     return f"base_model.model.{module}.lora_{matrix}.weight"
 

@@ -1,0 +1,194 @@
+"""Adapters in the target's slots: read beside the steps, put in place between two of them."""
+
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+import torch
+
+from specserve.errors import ConfigError
+from specserve.exchange.adapter import AdapterRef
+from specserve.models.adapters import Adapter, AdapterSlots
+from specserve.scheduling import Request
+
+log = logging.getLogger("specserve")
+
+YIELDING = 19  # niceness of the thread: steps come first
+AHEAD = 2  # adapters that are read while they have no slot; each takes memory
+
+Read = Callable[[Path], Adapter]  # ConfigError says what is wrong with its files
+
+
+class Resident:
+    """An adapter in a slot, and the requests that have it."""
+
+    def __init__(self, slot: int) -> None:
+        self.slot, self.users = slot, set[int]()
+
+
+class Adapters:
+    """Requests wait here until their adapter is in a slot, which stays its own until they end.
+
+    An adapter that comes takes a free slot, or that of the one without requests which was used
+    least recently. If all have requests, the one with the fewest gets no new ones: theirs wait as
+    well, so that everyone has a turn.
+    """
+
+    def __init__(self, slots: AdapterSlots, num_slots: int, read: Read) -> None:
+        self.slots, self.num_slots, self.read = slots, num_slots, read
+        self.free = [*reversed(range(num_slots))]
+        self.residents: OrderedDict[str, Resident] = OrderedDict()  # by digest, the last used last
+        self.forgotten = set[str]()  # that no request will name: the last one frees it
+        self.waiting: OrderedDict[int, list[Request]] = OrderedDict()  # choices by the first's id
+        self.thread = ThreadPoolExecutor(1, "adapters", stand_back)
+        self.coming: dict[str, Future[Adapter]] = {}  # by digest
+        self.loading: list[tuple[str, Future[Adapter]]] = []  # by folder, for requests to come
+
+    def ask(self, choices: list[Request]) -> None:
+        """Have choices of one prompt wait for their adapter."""
+        self.waiting[choices[0].id] = choices
+
+    def ready(self) -> Iterator[tuple[list[Request], str]]:
+        """Choices whose adapter is in a slot by now; or what is wrong with it, if anything."""
+        leaving = set[str]()  # residents that get no new requests
+        for id, choices in [*self.waiting.items()]:
+            ref = choices[0].adapter
+            assert ref is not None, "without an adapter there is nothing to wait for"
+            if ref.digest in leaving:
+                continue
+            try:
+                resident = self.find(ref, leaving)
+            except Exception as e:  # as there is no memory for it: it is these requests' alone
+                if not isinstance(e, ConfigError):
+                    log.exception("%s: the adapter could not be read", ref.folder)
+                del self.waiting[id]
+                yield choices, str(e) or type(e).__name__
+                continue
+            if resident is not None:
+                del self.waiting[id]
+                self.use(ref.digest, resident, choices)
+                yield choices, ""
+
+    def find(self, ref: AdapterRef, leaving: set[str]) -> Resident | None:
+        """The adapter in its slot, or None as long as it is not there; ConfigError where its files
+        are not what they were.
+        """
+        if (resident := self.residents.get(ref.digest)) is not None:
+            return resident
+        if ref.digest not in self.coming:
+            if len(self.coming) < AHEAD:
+                self.coming[ref.digest] = self.thread.submit(self.read, Path(ref.folder))
+            return None
+        if not self.coming[ref.digest].done() or not self.has_room(leaving):
+            return None
+        adapter = self.coming.pop(ref.digest).result()
+        if adapter.digest.hex() != ref.digest:
+            raise ConfigError(
+                f"{ref.folder}: the adapter has other weights than when it was loaded; load it "
+                "again, in place of what was there (load_inplace)"
+            )
+        return self.put(adapter)
+
+    def has_room(self, leaving: set[str]) -> bool:
+        """Whether a slot is free or can be freed; else one more resident is leaving."""
+        if self.free or any(not resident.users for resident in self.residents.values()):
+            return True
+        staying = [digest for digest in self.residents if digest not in leaving]
+        if staying:
+            leaving.add(min(staying, key=lambda digest: len(self.residents[digest].users)))
+        return False
+
+    def put(self, adapter: Adapter) -> Resident:
+        """Put an adapter into a slot, where there is room; between two steps."""
+        if not self.free:
+            self.drop(next(d for d, resident in self.residents.items() if not resident.users))
+        resident = Resident(self.free.pop())
+        self.slots.put(resident.slot, adapter)
+        self.residents[adapter.digest.hex()] = resident
+        return resident
+
+    def use(self, digest: str, resident: Resident, choices: list[Request]) -> None:
+        self.residents.move_to_end(digest)
+        for request in choices:
+            request.slot = resident.slot
+            resident.users.add(request.id)
+
+    def load(self, folder: str) -> None:
+        """Read an adapter that requests are to name."""
+        self.loading.append((folder, self.thread.submit(self.read, Path(folder))))
+
+    def loaded(self) -> Iterator[tuple[str, AdapterRef | str]]:
+        """Folders that have been read: how requests name the adapter, or what is wrong with it."""
+        while self.loading and self.loading[0][1].done():
+            folder, future = self.loading.pop(0)
+            try:
+                yield folder, self.welcome(folder, future.result())
+            except Exception as e:  # as there is no memory for it
+                if not isinstance(e, ConfigError):
+                    log.exception("%s: the adapter could not be read", folder)
+                yield folder, str(e) or type(e).__name__
+
+    def welcome(self, folder: str, adapter: Adapter) -> AdapterRef:
+        """Put an adapter that requests may name from now on into a slot, if one is free."""
+        digest = adapter.digest.hex()
+        self.forgotten.discard(digest)
+        if self.free and digest not in self.residents:
+            self.put(adapter)
+        return AdapterRef(folder, digest, adapter.rank)
+
+    def forget(self, digest: str) -> None:
+        """Free the slot of an adapter that no new request names, once its last one ends."""
+        self.forgotten.add(digest)
+        self.drop_if_forgotten(digest)
+
+    def release(self, request: Request) -> None:
+        """Of a request that has ended, whether it waited or ran."""
+        if request.adapter is None:
+            return
+        for id, choices in [*self.waiting.items()]:
+            if request in choices:
+                choices.remove(request)
+                if not choices:
+                    del self.waiting[id]
+        digest = request.adapter.digest
+        if digest in self.residents:
+            self.residents[digest].users.discard(request.id)
+        elif digest in self.coming and not self.is_wanted(digest):
+            self.coming.pop(digest).cancel()
+        self.drop_if_forgotten(digest)
+
+    def drop_if_forgotten(self, digest: str) -> None:
+        resident = self.residents.get(digest)
+        is_used = self.is_wanted(digest) or (resident is not None and bool(resident.users))
+        if digest in self.forgotten and not is_used:
+            self.forgotten.remove(digest)
+            if resident is not None:
+                self.drop(digest)
+
+    def is_wanted(self, digest: str) -> bool:
+        """Whether a request waits for it."""
+        each = (choices[0].adapter for choices in self.waiting.values())
+        return any(ref is not None and ref.digest == digest for ref in each)
+
+    def drop(self, digest: str) -> None:
+        slot = self.residents.pop(digest).slot
+        self.slots.put(slot, None)
+        self.free.append(slot)
+
+    def wait(self, seconds: float) -> None:
+        """Until one has been read, but no longer."""
+        loading = (future for _, future in self.loading)
+        wait([*self.coming.values(), *loading], seconds, FIRST_COMPLETED)
+
+    def close(self) -> None:
+        self.thread.shutdown(wait=False, cancel_futures=True)
+
+
+def stand_back() -> None:
+    """Take only time that steps leave."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), YIELDING)
+    torch.set_num_threads(1)  # of this thread

@@ -1,0 +1,115 @@
+"""Adapters that come and go while the server runs."""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from specserve.config import LoraConfig
+from specserve.errors import ConfigError, RequestError
+from specserve.exchange.adapter import AdapterRef
+from specserve.logs import escaped
+from specserve.models.folder import name_of, resolve
+from specserve.server.body import read_fields
+from specserve.server.refusal import NotFound, cut
+from specserve.server.response import json_response
+from specserve.server.service import Service
+
+log = logging.getLogger("specserve")
+
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+
+
+class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter in peft's format.
+
+    lora_name     what requests call it, as their `model`
+    lora_path     its folder, below lora.folder of the server, or a hub id where lora.allow_hub is
+    load_inplace  in place of the adapter that has the name, if one has: its requests go on with it
+    """
+
+    lora_name: Text | None = None
+    lora_path: Text | None = None
+    load_inplace: bool = False
+
+
+class UnloadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Which adapter requests can no longer choose; those that have it go on."""
+
+    lora_name: Text | None = None
+
+
+async def load_adapter(request: Request) -> Response:
+    service: Service = request.app.state.service
+    service.check_open()
+    asked = read_fields(await service.bodies.read(request), LoadAdapterBody)
+    name, path = given("lora_name", asked.lora_name), given("lora_path", asked.lora_path)
+    try:
+        async with service.adapter_changes:  # one at a time
+            service.adapters.check_new(name, asked.load_inplace)
+            folder = await asyncio.to_thread(find_folder, service.config.lora, path)
+            ref = await service.engine.load_adapter(str(folder))
+            service.check_open()
+            service.name_adapter(name, ref)
+    except (ConfigError, OSError) as e:  # a path may be one that the system refuses
+        log.info("the adapter is not loaded: %s", escaped(cut(str(e))))
+        raise RequestError(str(e), "lora_path") from e
+    log.info("the adapter %s is loaded (SHA-256 %s)", escaped(cut(name)), ref.digest)
+    return json_response(adapter_card(service, name, ref))
+
+
+async def unload_adapter(request: Request) -> Response:
+    service: Service = request.app.state.service
+    service.check_open()
+    asked = read_fields(await service.bodies.read(request), UnloadAdapterBody)
+    name = given("lora_name", asked.lora_name)
+    async with service.adapter_changes:
+        if name not in service.adapters.known:
+            raise NotFound(f"lora_name: there is no adapter {cut(name)!r}", "lora_name")
+        service.forget_adapter(name)
+    log.info("the adapter %s is unloaded", escaped(cut(name)))
+    return json_response({"id": name, "object": "model", "deleted": True})
+
+
+def adapter_card(service: Service, name: str, ref: AdapterRef) -> dict[str, Any]:
+    """As `/v1/models` lists it."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started_at,
+        "owned_by": "specserve",
+        "root": name_of(ref.folder),
+        "parent": service.name,
+        "max_model_len": service.input_processor.max_model_len,
+        "adapter": {"digest": ref.digest, "rank": ref.rank},
+    }
+
+
+def given(field: str, value: str | None) -> str:
+    if value is None:
+        raise RequestError(f"{field}: it is missing", field)
+    return value
+
+
+def find_folder(lora: LoraConfig, path: str) -> Path:
+    """The folder that a caller's path names; ConfigError for one that is not to be read, whether it
+    is there or not.
+    """
+    if lora.folder is not None:
+        home = Path(lora.folder).resolve()
+        folder = (home / path).resolve()
+        if folder != home and folder.is_relative_to(home) and folder.is_dir():
+            return folder
+    is_hub_id = path.count("/") == 1 and not path.startswith(("/", ".", "~"))
+    if lora.allow_hub and is_hub_id:
+        return resolve(path)
+    where = "no folder at all" if lora.folder is None else "no folder below lora.folder"
+    hub = " and no hub id" if lora.allow_hub else ""
+    raise ConfigError(
+        f"lora_path: {cut(path)!r} names {where}{hub} that this server may read; put the adapter "
+        "there, or have its operator set lora.folder or lora.allow_hub"
+    )
