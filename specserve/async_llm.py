@@ -15,7 +15,7 @@ from specserve import preflight
 from specserve.block_keys import Keys, prompt_keys
 from specserve.config import Config, python_config
 from specserve.errors import EngineDied, RequestError, SpecserveError, of_failure
-from specserve.exchange.adapter import AdapterRef, digest_of
+from specserve.exchange.adapter import AdapterRef
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Ready
 from specserve.exchange.sampling_params import SamplingParams, choices_of, seeded
@@ -183,7 +183,8 @@ class AsyncLLM:
             )
         asked = seeded(asked, self.seeds)
         adapter = None if lora is None else await self.adapter_of(lora)
-        ids, text, keys = await asyncio.to_thread(engine.read, read, asked, digest_of(adapter))
+        digest = "" if adapter is None else adapter.digest
+        ids, text, keys = await asyncio.to_thread(engine.read, read, asked, digest)
         self.check_open(engine)
         id = self.new_id(request_id)
         answer = self.live[id] = Answer(engine, ids, keys, asked, arrived, adapter)

@@ -17,7 +17,7 @@ from specserve.engine.control import Control
 from specserve.engine.loading import Model, Weights, check_device
 from specserve.engine.processors import LogitsProcessor
 from specserve.errors import RequestError, of_failure
-from specserve.exchange.adapter import AdapterRef, digest_of
+from specserve.exchange.adapter import AdapterRef
 from specserve.exchange.caller import Caller
 from specserve.exchange.sampling_params import SamplingParams, choices_of, seeded
 from specserve.exchange.speculation_state import SpeculationState
@@ -171,7 +171,8 @@ class LLM:
         try:
             for asked in checked:
                 call = each_choices[0][0].id if each_choices else None
-                each_choices.append(self.start(asked, call, processors))
+                ids, its, _, adapter = asked
+                each_choices.append(self.start(ids, its, call, processors, adapter))
                 generations += each_choices[-1]
             is_shown = is_shown and self.progress and len(generations) > 1
             for _ in track(generations, enabled=is_shown):
@@ -219,7 +220,8 @@ class LLM:
     def watch_checked(
         self, checked: Checked, processors: Sequence[LogitsProcessor]
     ) -> Generator[tuple[str, list[int], list[StepDetails]], None, Output]:
-        [generation] = self.start(checked, processors=processors)
+        ids, params, text, adapter = checked
+        [generation] = self.start(ids, params, None, processors, adapter)
         num_characters = num_tokens = num_steps = 0  # that have been yielded
         is_done = False
         try:
@@ -239,7 +241,7 @@ class LLM:
         finally:
             self.end([generation])
         refuse_failed([generation])
-        return output([generation], self.loaded.drafter, checked.params, checked.text)
+        return output([generation], self.loaded.drafter, params, text)
 
     def chat(
         self,
@@ -419,17 +421,19 @@ class LLM:
 
     def start(
         self,
-        checked: Checked,
+        ids: list[int],
+        params: SamplingParams,
         call: int | None = None,
         processors: Sequence[LogitsProcessor] = (),
+        adapter: AdapterRef | None = None,
     ) -> list[Generation]:
         """Queue a prompt's choices. `call` is the first id of the same call, if there is one."""
-        ids, _, _, adapter = checked
-        params = seeded(checked.params, self.seeds)
+        params = seeded(params, self.seeds)
         resolved = self.input_processor.resolve(params, len(ids))
         samplings = choices_of(resolved, params.num_choices)
         # Outside the lock, so that other threads may step meanwhile.
-        keys = self.engine.prompt_keys(ids, samplings[0].cache_salt, digest_of(adapter))
+        digest = "" if adapter is None else adapter.digest
+        keys = self.engine.prompt_keys(ids, samplings[0].cache_salt, digest)
         caller = None if call is None else Caller(call)
         with self.lock, interrupts_held():
             requests = self.engine.add_choices(

@@ -147,7 +147,7 @@ def check_call(owner: str, given: Mapping[str, Any]) -> None:
     """
     for name, value in given.items():
         if name not in CALLS:
-            raise unexpected(owner, name, [*CALLS])
+            raise unexpected(owner, name, [*CALLS, "lora_request"])
         without_effect, why = CALLS[name]
         if value is not None and not is_one_of(value, without_effect):
             raise RequestError(f"{name}={value!r:.50}: {why}; leave {name} out", name)

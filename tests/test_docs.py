@@ -42,6 +42,7 @@ from specserve_bench.peers import table as peers_table
 from specserve_bench.report import markdown
 from specserve_bench.results import Result, Subject, read
 from specserve_bench.workloads import WORKLOADS
+from tests.adapters import write_adapter
 from tests.checkpoints import tiny_checkpoint
 from tests.fake_llm import FakeLLM, FakeParams
 
@@ -93,8 +94,11 @@ def test_every_make_target_that_is_named_exists(target):
 def folders(tmp_path_factory):
     """What README calls path/to/model and path/to/draft."""
     top = tmp_path_factory.mktemp("models")
-    there = {f"path/to/{name}": str(tiny_checkpoint(top / name)) for name in ("model", "draft")}
-    return there | {"path/to/rounded": str(top / "rounded")}
+    there = {f"path/to/{name}": tiny_checkpoint(top / name) for name in ("model", "draft")}
+    for name in ("sql-adapter", "legal-adapter"):
+        there[f"path/to/{name}"] = write_adapter(top / name, top / "model")
+    there["path/to/rounded"] = top / "rounded"
+    return {name: str(folder) for name, folder in there.items()}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -246,7 +250,9 @@ PYTHON = [(name, text) for name, text in PYTHON if "from specserve import" in te
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, code", PYTHON, ids=lambda text: text[:20])
-def test_every_python_example_runs_as_a_script(name, code, tmp_path):
+def test_every_python_example_runs_as_a_script(name, code, folders, tmp_path):
+    for its, folder in folders.items():
+        code = code.replace(its, folder)
     (tmp_path / "example.py").write_text(code)
     command = [sys.executable, "example.py"]
     told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)

@@ -23,6 +23,7 @@ LAYERS = [  # ground floor first
     ("specserve.phases", "specserve.selection", "specserve.preflight", "specserve.quantize"),
     ("specserve.guessing",),
     ("specserve.exchange",),
+    ("specserve.lora",),
     ("specserve.scheduling",),
     ("specserve.engine",),
     ("specserve.input_processor", "specserve.generation", "specserve.logprobs"),

@@ -102,15 +102,17 @@ def started(
     config = load_config(None, settings | slots)
     engine = assemble(config, decoder, None, max_len)
     tune(model, engine.target, engine.pool, config, max_len)
-    refs: list[AdapterRef | None] = [None]
+    refs = list[AdapterRef | None]()
     if engine.adapters is not None:
         welcome, read = engine.adapters.welcome, engine.adapters.read
-        refs = [welcome(str(folder), read(folder)) for folder in folders] + refs
+        refs += [welcome(str(folder), read(folder)) for folder in folders]
+    refs.append(None)
+    how = Sampling(max_tokens=1 << 20, temperature=0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
     chance = Random(1)
     for i in range(number):
         prompt = [chance.randrange(decoder.config.vocab_size) for _ in range(PROMPT)]
         own = refs[(chosen or (-1,))[i % len(chosen or (-1,))]]
-        engine.add_choices(prompt, [Sampling(max_tokens=1 << 20)], adapter=own)
+        engine.add_choices(prompt, [how], adapter=own)
     while len(engine.step()) < number:
         pass
     for _ in range(WARM_UP):

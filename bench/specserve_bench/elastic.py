@@ -130,8 +130,8 @@ def split(llm: LLM, draft_share: float) -> None:
     pool.free, pool.num_blocks = list(range(kept - 1, -1, -1)), kept
     make_table, lend = engine.table, draft_model.lend
 
-    def table(model: str, salt: str, keys: Keys | None = None) -> BlockTable:
-        made = make_table(model, salt, keys)
+    def table(model: str, salt: str, keys: Keys | None = None, adapter: str = "") -> BlockTable:
+        made = make_table(model, salt, keys, adapter)
         if model == "draft":
             made.pool = drafts
         return made

@@ -205,7 +205,7 @@ class SuffixSource:
     def drop(self) -> None:
         """Of the tenant that has most: the scope that was used least of late."""
         held = Counter[Hashable]()
-        for (tenant, _), scope in self.scopes.items():
+        for (tenant, *_), scope in self.scopes.items():
             held[tenant] += scope.num_bytes
         [(most, _)] = held.most_common(1)
         dropped = next(owner for owner in self.scopes if owner[0] == most)

@@ -33,7 +33,7 @@ from specserve.engine.step_input import (
 from specserve.engine.text_state import TextState
 from specserve.engine.verify import Node, Path, walk
 from specserve.errors import RequestError
-from specserve.exchange.adapter import AdapterRef, digest_of
+from specserve.exchange.adapter import AdapterRef
 from specserve.exchange.caller import Caller
 from specserve.exchange.messages import NOT_BEGUN, Begun
 from specserve.exchange.sampling_params import Sampling, SpeculationParams
@@ -403,7 +403,7 @@ class Engine:
         assert not begun.output or len(samplings) == 1, "each choice has an output of its own"
         prompt = self.checked(token_ids)
         ids = [next(self.ids) if id is None else id + i for i in range(len(samplings))]
-        salt, digest = samplings[0].cache_salt, digest_of(adapter)
+        salt, digest = samplings[0].cache_salt, "" if adapter is None else adapter.digest
         known = keys or self.prompt_keys(prompt, salt, digest)
         if processors:
             samplings = [replace(s, speculation=NO_GUESSES) for s in samplings]

@@ -3,7 +3,6 @@
 from collections import defaultdict
 
 from specserve.engine.source import Pace
-from specserve.exchange.adapter import digest_of
 from specserve.scheduling import Request
 from specserve.scheduling.cost import Step
 from specserve.scheduling.planner import Plan
@@ -18,7 +17,8 @@ DOUBT = 1 / 2048  # of what they are worth less: by each step it is forgotten
 
 
 def owner_of(request: Request) -> Owner:
-    return request.caller.tenant, request.sampling.cache_salt, digest_of(request.adapter)
+    digest = "" if request.adapter is None else request.adapter.digest
+    return request.caller.tenant, request.sampling.cache_salt, digest
 
 
 class Learned:

@@ -511,7 +511,7 @@ class PlannedGuesses:
         self.rules.pop(id, None)
 
     def tell(self, state: SpeculationState) -> SpeculationState:
-        learned = self.learned.find((state.tenant, "")) or Learned()
+        learned = self.learned.find((state.tenant, "", "")) or Learned()
         return msgspec.structs.replace(
             state,
             calibration=calibration_state(learned.calibration),

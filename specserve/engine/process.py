@@ -107,8 +107,10 @@ def change_adapters(engine: Engine, commands: EngineCommands) -> None:
 def loaded_adapters(engine: Engine) -> Iterator[AdapterLoaded]:
     """Those that have been read since the last step, if any."""
     for folder, found in () if engine.adapters is None else engine.adapters.loaded():
-        is_there = isinstance(found, AdapterRef)
-        yield AdapterLoaded(folder, found) if is_there else AdapterLoaded(folder, None, found)
+        if isinstance(found, AdapterRef):
+            yield AdapterLoaded(folder, found)
+        else:
+            yield AdapterLoaded(folder, None, found)
 
 
 def change(control: Control) -> Changed:

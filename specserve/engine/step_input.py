@@ -200,8 +200,8 @@ class StepInput(NamedTuple):
 
     def rows(self) -> Rows:
         """The rows as the ops take them; host tensors that share the arrays' memory."""
-        arrays = (getattr(self, name) for name in Rows._fields[:-1])
-        return Rows(*map(torch.from_numpy, arrays), self.adapters)
+        arrays = (torch.from_numpy(getattr(self, name)) for name in Rows._fields[:-1])
+        return Rows._make([*arrays, self.adapters])
 
 
 class Columns(NamedTuple):

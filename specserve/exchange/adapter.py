@@ -9,8 +9,3 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
     folder: str  # where it can be read, for as long as its content is this
     digest: str  # SHA-256 of what it does to the model, in hexadecimal
     rank: int
-
-
-def digest_of(adapter: AdapterRef | None) -> str:
-    """Empty without one."""
-    return "" if adapter is None else adapter.digest

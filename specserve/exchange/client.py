@@ -297,9 +297,8 @@ class EngineClient(asyncio.Protocol):
 
     def flush_soon(self) -> None:
         """Send everything that is queued in one turn of the event loop as one message."""
-        due = self.is_reset_due, self.is_state_due, self.change_due
-        due += self.adds, self.finishes, self.loads, self.forgets
-        if not any(due):
+        lists = self.adds, self.finishes, self.loads, self.forgets
+        if not any((*lists, self.is_reset_due, self.is_state_due, self.change_due)):
             self.loop.call_soon(self.flush)
 
     def flush(self) -> None:

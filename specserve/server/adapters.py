@@ -99,7 +99,7 @@ def find_folder(lora: LoraConfig, path: str) -> Path:
     """The folder that a caller's path names; ConfigError for one that is not to be read, whether it
     is there or not.
     """
-    if lora.folder is not None:
+    if lora.folder is not None and path.isprintable():
         home = Path(lora.folder).resolve()
         folder = (home / path).resolve()
         if folder != home and folder.is_relative_to(home) and folder.is_dir():

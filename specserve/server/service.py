@@ -16,7 +16,7 @@ from specserve.answer.formats import AnswerReader, Formats
 from specserve.block_keys import Keys, KVFormat, prompt_keys
 from specserve.config import Config
 from specserve.errors import Overloaded, RequestError
-from specserve.exchange.adapter import AdapterRef, digest_of
+from specserve.exchange.adapter import AdapterRef
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Ready
 from specserve.exchange.sampling_params import (
@@ -229,8 +229,8 @@ class Service:
         samplings = await self.resolved(params, lambda: [*resolve_all(params, lengths)])
         if grammar:
             samplings = await self.ruled(samplings, grammar, params)
-        adapter = None if arrived.adapter is None else arrived.adapter.ref
-        keys = await self.hash(prompts, params.cache_salt, digest_of(adapter))
+        digest = "" if arrived.adapter is None else arrived.adapter.ref.digest
+        keys = await self.hash(prompts, params.cache_salt, digest)
         self.check_open()  # again: a drain may have begun while the body was read
         self.check_choices(len(prompts), params, field)
         self.check_tokens(sum(lengths), field)

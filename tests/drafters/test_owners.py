@@ -6,9 +6,10 @@ from specserve_drafters.owners import Owners
 def test_requests_of_an_owner_share_what_others_do_not_see():
     owners = Owners(list)
     mine, too, salted, other = (
-        owners.begin(id, owner) for id, owner in enumerate([(0, ""), (0, ""), (0, "a"), (1, "")])
+        owners.begin(id, owner)
+        for id, owner in enumerate([(0, "", ""), (0, "", ""), (0, "a", ""), (1, "", "")])
     )
-    assert mine is too is owners.of(0) is owners.find((0, ""))
+    assert mine is too is owners.of(0) is owners.find((0, "", ""))
     assert len({id(each) for each in (mine, salted, other)}) == 3
     assert owners.find((1, "a")) is None
 
@@ -29,9 +30,9 @@ def test_those_with_requests_are_kept_and_the_last_ones_without():
 def test_requests_go_on_with_new_objects_after_a_reset():
     owners = Owners(list)
     for id in (0, 1):
-        owners.begin(id, (0, "")).append(id)
+        owners.begin(id, (0, "", "")).append(id)
     owners.reset()
     assert owners.of(0) == [] and owners.of(0) is owners.of(1)
     owners.forget(0)
     owners.forget(1)
-    assert [*owners.idle] == [(0, "")]
+    assert [*owners.idle] == [(0, "", "")]

@@ -12,7 +12,7 @@ from specserve_drafters.recycle import NUM_SLOTS, OLD, WAYS, RecycleSource, Succ
 AFTER = {1: ([2, 3], [0.5, 0.25]), 2: ([4, 1], [0.9, 0.1]), 3: ([5], [1.0])}
 
 
-def source_of(owner=(0, ""), id=1, is_learnt=True, after=AFTER):
+def source_of(owner=(0, "", ""), id=1, is_learnt=True, after=AFTER):
     source = RecycleSource()
     source.begin(id, owner, is_learnt)
     for token, (ids, p) in after.items():
@@ -88,7 +88,7 @@ def test_an_owner_that_was_forgotten_comes_back_as_a_new_one(monkeypatch):
         source.begin(2, (0, str(salt)), True)
         source.enter(2, 1, [salt], [1.0])
         source.forget(2)
-    source.begin(1, (0, ""), True)
+    source.begin(1, (0, "", ""), True)
     assert asked(source, 1) == []
     source.begin(2, (0, "299"), True)
     assert paths(asked(source, 1, id=2))[0] == (299,), "of the last ones all is kept"

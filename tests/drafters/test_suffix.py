@@ -104,7 +104,7 @@ def test_there_are_no_guesses_of_another_scope_nor_its_odds():
 def test_an_output_is_learnt_when_its_request_ends_unless_it_asked_not_to_be():
     source = SuffixSource()
     for id, is_learnt in ((1, False), (2, True)):
-        source.begin(id, array("i", [50, 51, *TEXT]), 2, (0, ""), is_learnt)
+        source.begin(id, array("i", [50, 51, *TEXT]), 2, (0, "", ""), is_learnt)
         source.forget(id)
         assert bool(asked(source, TEXT[:10], id=9)) == is_learnt
     assert asked(source, [9, 50], id=9) == []  # the prompt is none of it
@@ -113,7 +113,7 @@ def test_an_output_is_learnt_when_its_request_ends_unless_it_asked_not_to_be():
 
 def test_the_beginning_of_an_output_is_found_by_the_end_of_its_prompt():
     source, prompt = SuffixSource(), [*range(30)]
-    source.begin(1, array("i", prompt + TEXT), len(prompt), (0, ""), True)
+    source.begin(1, array("i", prompt + TEXT), len(prompt), (0, "", ""), True)
     source.forget(1)
     assert [guess.token for guess in asked(source, prompt, id=2)] == TEXT[:8]
     held = [part.tokens for part in source.scopes[0, ""].parts]
@@ -122,7 +122,7 @@ def test_the_beginning_of_an_output_is_found_by_the_end_of_its_prompt():
 
 def test_what_it_promises_follows_the_text_and_falls_after_a_difference():
     source, text = learnt(TEXT), array("i", TEXT[:4])
-    source.begin(1, text, 0, (0, ""), False)
+    source.begin(1, text, 0, (0, "", ""), False)
     first = source.promise(1, text)
     text.extend(TEXT[4:20])
     assert source.promise(1, text) > first > 0
@@ -174,7 +174,7 @@ def test_a_lookup_visits_a_bounded_number_of_places():
 
 def test_all_is_forgotten_on_reset():
     source, text = learnt(TEXT), array("i", TEXT[:8])
-    source.begin(1, text, 0, (0, ""), True)
+    source.begin(1, text, 0, (0, "", ""), True)
     assert source.promise(1, text) > 0
     source.reset()
     assert source.promise(1, text) == 0 and asked(source, TEXT[:8], id=2) == []

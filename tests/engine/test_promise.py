@@ -162,7 +162,7 @@ def test_text_is_the_targets_own_with_all_sources_in_one_tree(
     users = UserSource("scripted", Scripted(script, truth_by_id(scenario, want)), VOCAB)
     earlier = SuffixSource()
     for text in want:
-        earlier.learn(array("i", text), (0, ""))
+        earlier.learn(array("i", text), (0, "", ""))
     sources = ngram_source(), users, PredictionSource(), earlier, recycling(want)
     engine.guesses = planned(engine, *sources, model=engine.guesses.model)
     if is_random:
@@ -228,7 +228,7 @@ def edited(tokens, chance):
 def recycling(texts):
     """A source of successors that knows those of the texts, each before the one that came last."""
     source = RecycleSource()
-    source.begin(-1, (0, ""), True)
+    source.begin(-1, (0, "", ""), True)
     for text in texts:
         after = {}
         for token, next_one in pairwise(text):

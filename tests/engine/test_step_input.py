@@ -1,6 +1,7 @@
 """A step as plain arrays, against a builder that goes row by row, and what a runner makes of it."""
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ def random_groups(seed):
 
 def row_by_row(groups):
     """The same step, built row by row."""
-    out = {name: [] for name in StepInput._fields[1:-2]}
+    out = {name: [] for name in StepInput._fields[1:-3]}
     out["qo_indptr"], out["indptr"] = [0], [0]
     for g in groups:
         size, end = g.table.block_size, g.start + len(g.token_ids)
@@ -59,6 +60,22 @@ def row_by_row(groups):
                 out["read"].append(len(out["token_ids"]) - 1)
         out["qo_indptr"].append(len(out["token_ids"]))
     return out
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_are_listed_by_the_slot_of_their_request_s_adapter(seed):
+    rng = random.Random(seed)
+    groups = [g._replace(slot=rng.randrange(-1, 3)) for g in random_groups(seed)]
+    told = build_step_input(groups, PendingUpdates(), num_slots=3).rows().adapters
+    slots = [g.slot for g in groups for _ in g.token_ids]
+    want = [[row for row, own in enumerate(slots) if own == slot] for slot in range(3)]
+    if max(slots) < 0:
+        assert told is None
+        return
+    begins = told.begins.tolist()
+    assert [told.order[a:b].tolist() for a, b in pairwise(begins)] == want
+    places = [told.order.tolist().index(i) if slot >= 0 else -1 for i, slot in enumerate(slots)]
+    assert told.places.tolist() == places
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -293,7 +293,7 @@ def test_a_config_is_refused_by_the_name_of_its_field(config, tmp_path, told, me
 
 def test_an_expression_that_never_ends_is_refused_after_a_while(config, tmp_path):
     for field in ("target_modules", "exclude_modules"):
-        write_adapter(tmp_path, **{field: "([a-z_.0-9]+)+!"})
+        write_adapter(tmp_path, **{field: "(.*)" * 9 + r"\1\2[!?]"})
         with pytest.raises(ConfigError, match=r"adapter_config.json: .* takes too long; take an"):
             digest(config, tmp_path)
 

@@ -1,6 +1,5 @@
 """LoRA adapters over HTTP: chosen by `model`, loaded and unloaded while the server runs."""
 
-import json
 import os
 import re
 import shutil
@@ -152,7 +151,7 @@ def test_other_content_at_the_same_path_and_name_is_another_adapter(server, root
         ("x", ".", "no folder below lora.folder"),
         ("x", "link", "no folder below lora.folder"),
         ("x", "org/name", "no folder below lora.folder"),
-        ("x", "a\0b", "null"),
+        ("x", "a\0b", "no folder below lora.folder"),
         ("x", "a" * 4000, "File name too long"),
         ("tiny", "adapter-0", "the model itself has it"),
         ("sql", "adapter-0", "an adapter has it"),
@@ -178,7 +177,7 @@ def test_what_cannot_be_loaded_is_refused_and_changes_nothing(server, root, name
         "dora": lambda at: write_adapter(at, base, use_dora=True),
         "biased": lambda at: write_adapter(at, base, bias="all"),
         "saving": lambda at: write_adapter(at, base, modules_to_save=["lm_head"]),
-        "forever": lambda at: write_adapter(at, base, rank_pattern={"([a-z_.0-9]+)+!": 2}),
+        "forever": lambda at: write_adapter(at, base, rank_pattern={"(.*)" * 9 + r"\3\4[!?]": 2}),
         "link": lambda at: at.symlink_to(root / "outside"),
     }
     if path in makes and not (home / path).exists():
@@ -224,11 +223,11 @@ def test_the_running_request_keeps_what_was_unloaded(server):
     load(server, "one", "adapter-1")
     want = text(server, "one")
     with server.open_stream(COMPLETIONS, LONG | {"model": "one"}) as events:
-        got = json.loads(next(events))["choices"][0]["text"]
+        got = next(events)["choices"][0]["text"]
         server.post(UNLOAD, {"lora_name": "one"})
         for event in events:
             if event != "[DONE]":
-                got += json.loads(event)["choices"][0]["text"]
+                got += event["choices"][0]["text"]
     assert got == want
 
 
@@ -272,11 +271,11 @@ def test_another_engine_process_goes_on_with_adapters(root):
         server.headers = ADMIN
         want = text(server, "sql", max_tokens=300)
         with server.open_stream(COMPLETIONS, LONG | {"model": "sql", "max_tokens": 300}) as events:
-            got = json.loads(next(events))["choices"][0]["text"]
+            got = next(events)["choices"][0]["text"]
             os.kill(server.engine_pid, 9)
             for event in events:
                 if event != "[DONE]":
-                    got += json.loads(event)["choices"][0]["text"]
+                    got += event["choices"][0]["text"]
         assert got == want
 
 
