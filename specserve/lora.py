@@ -98,15 +98,16 @@ def asked_adapters(lora: Any, lora_request: Any, number: int) -> list[str | LoRA
     """What chooses the adapter of each of so many prompts."""
     if lora is not None and lora_request is not None:
         raise RequestError("lora and lora_request: they choose the same; give one", "lora")
-    given = lora if lora_request is None else lora_request
+    field, given = ("lora", lora) if lora_request is None else ("lora_request", lora_request)
     if not isinstance(given, list | tuple):
         given = [given] * number
     if len(given) != number:
-        raise RequestError(f"lora: {number} prompts and {len(given)} names: give one each", "lora")
+        raise RequestError(f"{field}: {number} prompts and {len(given)}: give one each", field)
     for name in given:
         if name is not None and not isinstance(name, str | LoRARequest):
             raise RequestError(
-                f"lora: {name!r:.100} is no name of an adapter; load one, and give its name", "lora"
+                f"{field}: {name!r:.100} is no name of an adapter: load one, and give its name",
+                field,
             )
     return [*given]
 

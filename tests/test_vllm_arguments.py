@@ -139,7 +139,7 @@ def call(request, folder, llm):
 
 
 CALLS = {
-    "an adapter": ({"lora_request": 1}, "lora: 1 is no name of an adapter"),
+    "an adapter": ({"lora_request": 1}, "lora_request: 1 is no name of an adapter"),
     "a template": ({"chat_template": "{{ 1 }}"}, "put chat_template.jinja"),
     "priorities": ({"priority": [1]}, r"SamplingParams\(priority=\.\.\.\)"),
     "a function by itself": ({"logits_processors": print}, "logits_processors"),

@@ -16,12 +16,12 @@ TEXT = [*range(100, 160)]
 def learnt(*outputs, salt=""):
     source = SuffixSource()
     for output in outputs:
-        source.learn(array("i", output), (0, salt))
+        source.learn(array("i", output), (0, salt, ""))
     return source
 
 
 def asked(source, known, limit=8, id=1, salt=""):
-    source.begin(id, array("i", known), 0, (0, salt), False)
+    source.begin(id, array("i", known), 0, (0, salt, ""), False)
     (guesses,) = source.candidates([DraftItem(id, array("i", known), limit, 0.0, 0)])
     return guesses
 
@@ -89,16 +89,16 @@ def test_there_are_no_guesses_of_another_scope_nor_its_odds():
     source = learnt(TEXT, salt="a")
     assert asked(source, TEXT[:20], salt="") == [] == asked(source, TEXT[:20], salt="b")
     assert asked(source, TEXT[:20], salt="a")
-    source.begin(5, array("i", TEXT[:20]), 0, (0, "b"), True)
+    source.begin(5, array("i", TEXT[:20]), 0, (0, "b", ""), True)
     assert source.promise(5, array("i", TEXT[:20])) == 0.0
-    source.learn(array("i", TEXT), (0, "b"))
-    odds = [*source.odds[0, "b"].expected]
-    source.begin(6, array("i", TEXT[:20]), 0, (0, "a"), True)
+    source.learn(array("i", TEXT), (0, "b", ""))
+    odds = [*source.odds[0, "b", ""].expected]
+    source.begin(6, array("i", TEXT[:20]), 0, (0, "a", ""), True)
     for size in range(20, 60):
         source.promise(6, array("i", TEXT[:size]))
     for each in source.odds.values():
         each.sum()
-    assert [*source.odds[0, "b"].expected] == odds != [*source.odds[0, "a"].expected]
+    assert [*source.odds[0, "b", ""].expected] == odds != [*source.odds[0, "a", ""].expected]
 
 
 def test_an_output_is_learnt_when_its_request_ends_unless_it_asked_not_to_be():
@@ -116,7 +116,7 @@ def test_the_beginning_of_an_output_is_found_by_the_end_of_its_prompt():
     source.begin(1, array("i", prompt + TEXT), len(prompt), (0, "", ""), True)
     source.forget(1)
     assert [guess.token for guess in asked(source, prompt, id=2)] == TEXT[:8]
-    held = [part.tokens for part in source.scopes[0, ""].parts]
+    held = [part.tokens for part in source.scopes[0, "", ""].parts]
     assert held == [array("i", [suffix.END, *prompt[-LENGTHS[-1] :], *TEXT, suffix.END])]
 
 
@@ -139,7 +139,7 @@ def test_memory_stays_in_its_bound_over_a_million_tokens(monkeypatch, num_scopes
     source = SuffixSource()
     for n in range(1000):
         output = array("i", ((n * 1000 + i) * 7919 % 5003 for i in range(1000)))
-        source.learn(output, (0, str(n % num_scopes)))
+        source.learn(output, (0, str(n % num_scopes), ""))
         assert source.num_bytes <= 4 << 20
         held = sum(len(p.tokens) for s in source.scopes.values() for p in s.parts)
         assert 4 * held <= source.num_bytes
