@@ -12,7 +12,7 @@ import torch
 
 from specserve.errors import ConfigError
 from specserve.exchange.adapter import AdapterRef
-from specserve.models.adapters import Adapter, AdapterSlots
+from specserve.models.adapters import AdapterSlots, PackedAdapter
 from specserve.scheduling import Request
 
 log = logging.getLogger("specserve")
@@ -20,7 +20,7 @@ log = logging.getLogger("specserve")
 YIELDING = 19  # niceness of the thread: steps come first
 AHEAD = 2  # adapters that are read while they have no slot; each takes memory
 
-Read = Callable[[Path], Adapter]  # ConfigError says what is wrong with its files
+Read = Callable[[Path], PackedAdapter]  # ConfigError says what is wrong with its files
 
 
 class Resident:
@@ -45,8 +45,10 @@ class Adapters:
         self.forgotten = set[str]()  # that no request will name: the last one frees it
         self.waiting: OrderedDict[int, list[Request]] = OrderedDict()  # choices by the first's id
         self.thread = ThreadPoolExecutor(1, "adapters", stand_back)
-        self.coming: dict[str, Future[Adapter]] = {}  # by digest
-        self.loading: list[tuple[str, Future[Adapter]]] = []  # by folder, for requests to come
+        self.coming: dict[str, Future[PackedAdapter]] = {}  # by digest
+        self.loading: list[
+            tuple[str, Future[PackedAdapter]]
+        ] = []  # of no request yet
 
     def ask(self, choices: list[Request]) -> None:
         """Have choices of one prompt wait for their adapter."""
@@ -86,7 +88,7 @@ class Adapters:
         if not self.coming[ref.digest].done() or not self.has_room(leaving):
             return None
         adapter = self.coming.pop(ref.digest).result()
-        if adapter.digest.hex() != ref.digest:
+        if adapter.digest != ref.digest:
             raise ConfigError(
                 f"{ref.folder}: the adapter has other weights than when it was loaded; load it "
                 "again, in place of what was there (load_inplace)"
@@ -102,13 +104,13 @@ class Adapters:
             leaving.add(min(staying, key=lambda digest: len(self.residents[digest].users)))
         return False
 
-    def put(self, adapter: Adapter) -> Resident:
+    def put(self, adapter: PackedAdapter) -> Resident:
         """Put an adapter into a slot, where there is room; between two steps."""
         if not self.free:
             self.drop(next(d for d, resident in self.residents.items() if not resident.users))
         resident = Resident(self.free.pop())
         self.slots.put(resident.slot, adapter)
-        self.residents[adapter.digest.hex()] = resident
+        self.residents[adapter.digest] = resident
         return resident
 
     def use(self, digest: str, resident: Resident, choices: list[Request]) -> None:
@@ -132,13 +134,12 @@ class Adapters:
                     log.exception("%s: the adapter could not be read", folder)
                 yield folder, str(e) or type(e).__name__
 
-    def welcome(self, folder: str, adapter: Adapter) -> AdapterRef:
+    def welcome(self, folder: str, adapter: PackedAdapter) -> AdapterRef:
         """Put an adapter that requests may name from now on into a slot, if one is free."""
-        digest = adapter.digest.hex()
-        self.forgotten.discard(digest)
-        if self.free and digest not in self.residents:
+        self.forgotten.discard(adapter.digest)
+        if self.free and adapter.digest not in self.residents:
             self.put(adapter)
-        return AdapterRef(folder, digest, adapter.rank)
+        return AdapterRef(folder, adapter.digest, adapter.rank)
 
     def forget(self, digest: str) -> None:
         """Free the slot of an adapter that no new request names, once its last one ends."""

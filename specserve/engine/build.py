@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from specserve.config import Config
@@ -20,7 +21,7 @@ from specserve.engine.tuning import model_key, tune
 from specserve.errors import ConfigError
 from specserve.exchange.step_output import SourceStats
 from specserve.grammars.compiled import vocabulary_of
-from specserve.models.adapters import AdapterSlots, read_adapter
+from specserve.models.adapters import AdapterSlots, PackedAdapter, read_adapter
 from specserve.models.decoder import Decoder
 from specserve.models.loaded import LoadedModel
 from specserve.models.source import open_source
@@ -134,7 +135,11 @@ def build_adapters(config: Config, target: LoadedModel) -> Adapters | None:
         )
     shape, dtype = target.config, target.dtype
     slots = AdapterSlots(target, num_slots, rank)
-    return Adapters(slots, num_slots, lambda folder: read_adapter(folder, shape, rank, dtype))
+
+    def read(folder: Path) -> PackedAdapter:
+        return slots.packed(read_adapter(folder, shape, rank, dtype))
+
+    return Adapters(slots, num_slots, read)
 
 
 def read_vocabulary(config: Config) -> Vocabulary:

@@ -4,7 +4,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,14 @@ class Adapter(NamedTuple):
     digest: bytes  # SHA-256 of what it does: equal for equal tensors, however they are stored
     rank: int  # the largest of its modules
     layers: tuple[Mapping[str, AdapterMap], ...]  # qkv, out, gate_up, down, where it changes them
+
+
+class PackedAdapter(NamedTuple):
+    """As `AdapterSlots.put` takes it: the maps are as kernels read them."""
+
+    digest: str  # in hexadecimal
+    rank: int
+    layers: tuple[Mapping[str, Any], ...]
 
 
 class Part(NamedTuple):
@@ -241,14 +249,23 @@ class AdapterSlots:
         adapted = weights._replace(layers=with_slots)
         self.decoder = Decoder(config, ops, decoder.rotary, adapted)
 
-    def put(self, slot: int, adapter: Adapter | None) -> None:
+    def packed(self, adapter: Adapter) -> PackedAdapter:
+        """May be called beside steps."""
+        each = zip(self.layers, adapter.layers, strict=True)
+        layers = (
+            {name: getattr(slots, name).packed(*map) for name, map in maps.items()}
+            for slots, maps in each
+        )
+        return PackedAdapter(adapter.digest.hex(), adapter.rank, tuple(layers))
+
+    def put(self, slot: int, adapter: PackedAdapter | None) -> None:
         """Between two steps. None frees what was there."""
-        nothing = dict[str, AdapterMap]()
+        nothing = dict[str, Any]()
         for i, slots in enumerate(self.layers):
             maps = nothing if adapter is None else adapter.layers[i]
             for name, own in slots._asdict().items():
                 if own is not None:
-                    own.put(slot, *maps.get(name, (None, None)))
+                    own.put(slot, maps.get(name))
 
 
 def fused_shapes(maps: FusedMaps, max_rank: int) -> dict[str, tuple[int, int, int]]:

@@ -41,7 +41,7 @@ class Map:
             for s in range(NUM_SLOTS)
         ]
         for s, pair in enumerate(self.pairs):
-            self.slots.put(s, *((None, None) if s == EMPTY else pair))
+            self.slots.put(s, None if s == EMPTY else self.slots.packed(*pair))
 
     def weight(self, columns, form):
         if form is None:
@@ -161,11 +161,11 @@ def test_what_is_put_into_a_slot_replaces_what_was_there(ops):
     one = Map(ops, "plain", torch.float32)
     x, residual = one.rows(4)
     before = one.run(x, residual, [0, 0, 1, -1])
-    one.slots.put(0, *one.pairs[1])
+    one.slots.put(0, one.slots.packed(*one.pairs[1]))
     assert torch.equal(one.run(x, residual, [0, 0, 1, -1]), one.run(x, residual, [1, 1, 1, -1]))
-    one.slots.put(0, *one.pairs[0])
+    one.slots.put(0, one.slots.packed(*one.pairs[0]))
     assert torch.equal(one.run(x, residual, [0, 0, 1, -1]), before)
-    one.slots.put(0, None, None)
+    one.slots.put(0, None)
     assert torch.equal(one.run(x, residual, [0, 0, 1, -1])[:2], one.run(x, residual, [-1] * 4)[:2])
 
 

@@ -26,7 +26,7 @@ def adapted(folder, ops, dtype="fp32", **adapters):
     for slot, told in enumerate(adapters.values()):
         path = folder.parent / f"adapter-{slot}"
         peft_model(folder, **told).save_pretrained(path)
-        slots.put(slot, read_adapter(path, config, MAX_RANK, of_rows))
+        slots.put(slot, slots.packed(read_adapter(path, config, MAX_RANK, of_rows)))
     return slots
 
 
@@ -83,7 +83,7 @@ def test_an_adapter_that_is_replaced_or_taken_out_leaves_nothing(tmp_path):
     with torch.inference_mode():
         want, base = (logits(slots.decoder, ids, slot) for slot in (1, -1))
         assert not torch.equal(logits(slots.decoder, ids, 0), want)
-        slots.put(0, second)
+        slots.put(0, slots.packed(second))
         assert torch.equal(logits(slots.decoder, ids, 0), want)
         slots.put(0, None)
         assert torch.equal(logits(slots.decoder, ids, 0), base)

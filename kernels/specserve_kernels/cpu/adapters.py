@@ -17,10 +17,12 @@ class SlotMaps:
         self.addresses = torch.zeros(num_slots, dtype=torch.int64)  # of their words; 0: none
         self.form = ops.prepack(torch.zeros(N, K, dtype=dtype))._replace(words=self.addresses)
 
-    def put(self, slot: int, weight: Tensor | None) -> None:
-        packed = None if weight is None else ops.prepack(weight)
-        form = None if packed is None else packed._replace(words=self.addresses)
-        assert form is None or form[1:] == self.form[1:], "an adapter of another shape or dtype"
+    def pack(self, weight: Tensor) -> Packed:
+        packed = ops.prepack(weight)
+        assert packed[1:] == self.form[1:], "an adapter of another shape or dtype"
+        return packed
+
+    def put(self, slot: int, packed: Packed | None) -> None:
         self.packed[slot] = packed
         self.addresses[slot] = 0 if packed is None else packed.words.data_ptr()
 
@@ -32,10 +34,13 @@ class Adapters:
         self.down = SlotMaps(num_slots, rank, K, dtype)
         self.up = SlotMaps(num_slots, N, rank, dtype)
 
-    def put(self, slot: int, down: Tensor | None, up: Tensor | None) -> None:
-        has_both = down is not None and up is not None
-        self.down.put(slot, down if has_both else None)
-        self.up.put(slot, up if has_both else None)
+    def packed(self, down: Tensor, up: Tensor) -> tuple[Packed, Packed]:
+        return self.down.pack(down), self.up.pack(up)
+
+    def put(self, slot: int, packed: tuple[Packed, Packed] | None) -> None:
+        down, up = packed or (None, None)
+        self.down.put(slot, down)
+        self.up.put(slot, up)
 
 
 def adapter_slots(num_slots: int, rank: int, N: int, K: int, dtype: torch.dtype) -> Adapters:

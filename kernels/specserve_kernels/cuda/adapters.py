@@ -22,12 +22,16 @@ class Adapters:
         self.down = torch.zeros(num_slots, rank, K, dtype=dtype, device=device)
         self.up = torch.zeros(num_slots, N, rank, dtype=dtype, device=device)
 
-    def put(self, slot: int, down: Tensor | None, up: Tensor | None) -> None:
-        for own, given in ((self.down, down), (self.up, up)):
-            if down is None or up is None:
+    def packed(self, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        shapes = self.down.shape[1:], self.up.shape[1:]
+        assert (down.shape, up.shape) == shapes, "an adapter of another shape"
+        return down.to(self.down.device), up.to(self.up.device)
+
+    def put(self, slot: int, packed: tuple[Tensor, Tensor] | None) -> None:
+        for own, given in zip((self.down, self.up), packed or (None, None), strict=True):
+            if given is None:
                 own[slot].zero_()
             else:
-                assert given is not None and given.shape == own[slot].shape, "another shape"
                 own[slot].copy_(given)
 
 

@@ -14,17 +14,18 @@ class Adapters:
         self.shapes = (rank, K), (N, rank)
         self.slots: list[tuple[Tensor, Tensor] | None] = [None] * num_slots
 
-    def put(self, slot: int, down: Tensor | None, up: Tensor | None) -> None:
-        """Put an adapter's two matrices into a slot; None: it leaves this map as it is.
+    def packed(self, down: Tensor, up: Tensor) -> Any:
+        """An adapter's two matrices, as `put` takes them. May be called beside steps.
 
         down  [rank, K]  bfloat16 | float32, as the rows
         up    [N, rank]  with all factors in it
         """
-        if down is None or up is None:
-            self.slots[slot] = None
-            return
         assert (down.shape, up.shape) == self.shapes, "an adapter of another shape"
-        self.slots[slot] = down.float(), up.float()
+        return down.float(), up.float()
+
+    def put(self, slot: int, packed: Any | None) -> None:
+        """Put it into a slot; None: an adapter that leaves this map as it is."""
+        self.slots[slot] = packed
 
 
 class Added(NamedTuple):
