@@ -32,7 +32,7 @@ from specserve.input_processor import (
     unwrapped,
 )
 from specserve.interrupts import interrupts_held
-from specserve.lora import AdapterNames, LoRARequest, asked_adapters, is_known, modules_of
+from specserve.lora import AdapterNames, LoRARequest, asked_adapters, is_to_be_loaded, modules_of
 from specserve.models.chat_template import ChatOptions, Message
 from specserve.models.folder import resolve
 from specserve.models.tokenizer import Tokenizer
@@ -311,7 +311,7 @@ class LLM:
     def adapter_of(self, asked: str | LoRARequest) -> AdapterRef:
         if isinstance(asked, str):
             return self.adapters.find(asked)
-        if not is_known(asked, self.adapters):
+        if is_to_be_loaded(asked, self.adapters):
             self.load_lora_adapter(asked.lora_name, asked.lora_path, load_inplace=True)
         return self.adapters.find(asked.lora_name)
 

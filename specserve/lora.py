@@ -112,10 +112,10 @@ def asked_adapters(lora: Any, lora_request: Any, number: int) -> list[str | LoRA
     return [*given]
 
 
-def is_known(asked: LoRARequest, names: AdapterNames) -> bool:
-    """Whether its name stands for what is at its path, as far as that was read."""
+def is_to_be_loaded(asked: LoRARequest, names: AdapterNames) -> bool:
+    """Whether its name stands for nothing yet, or for what was read at another path."""
     ref = names.known.get(asked.lora_name)
-    return ref is not None and asked.lora_path in ("", ref.folder)
+    return asked.lora_path != "" and (ref is None or asked.lora_path != ref.folder)
 
 
 def worded(known: Mapping[str, Any] | Sequence[str]) -> str:

@@ -303,3 +303,40 @@ def test_an_adapter_of_the_start_that_is_broken_ends_the_start_with_one_line(roo
     _, said = process.process.communicate(timeout=60)
     assert process.process.returncode == 1
     assert said.strip().splitlines()[-1].startswith("error: ") and "a pickle" in said
+
+
+@pytest.mark.slow
+def test_loading_and_unloading_200_times_under_eight_streams_leaves_memory_flat(root):
+    flags = [f"--admin-key-file={root / 'admin-keys'}", f"--lora-modules=sql={root / 'outside'}"]
+    settings = {"lora.folder": str(root / "adapters"), "lora.max_loras": 2}
+    with ServerProcess(root / "tiny", *flags, **settings) as server:
+        server.headers = ADMIN
+        want = {name: text(server, name) for name in ("tiny", "sql")}
+        done, wrong, sizes = threading.Event(), [], []
+
+        def ask_on(name):
+            while not done.is_set():
+                if streamed_text(server, name) != want[name]:
+                    wrong.append(name)
+
+        threads = [threading.Thread(target=ask_on, args=(n,)) for n in ["tiny", "sql"] * 4]
+        for thread in threads:
+            thread.start()
+        for turn in range(200):
+            assert load(server, "one", f"adapter-{turn % 4}").status == 200
+            assert text(server, "one", max_tokens=2)
+            assert server.post(UNLOAD, {"lora_name": "one"}).status == 200
+            if turn % 50 == 49:
+                pids = server.engine_pid, server.process.pid
+                sizes.append([resident_mib(pid) for pid in pids])
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+    growth = [after - before for before, after in zip(sizes[1], sizes[-1], strict=True)]
+    assert max(growth) < 8, f"MiB of engine and HTTP process: {sizes}"
+
+
+def resident_mib(pid):
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
