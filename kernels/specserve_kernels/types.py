@@ -6,7 +6,7 @@ Shapes: B requests, R rows, L layers, H and Hk query and KV heads, D head size, 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -30,14 +30,16 @@ class AdapterRows(NamedTuple):
     @classmethod
     def of(cls, slots: Sequence[int], num_slots: int) -> "AdapterRows":
         """Of the slot of each row; -1: it has no adapter."""
-        of_rows = torch.tensor(slots, dtype=torch.int32)
-        number = torch.bincount(of_rows + 1, minlength=num_slots + 1)
-        begins = torch.zeros(num_slots + 1, dtype=torch.int32)
-        begins[1:] = number[1:].cumsum(0)
-        order = of_rows.argsort(stable=True)[number[0] :]
-        places = torch.full_like(of_rows, -1)
-        places[order] = torch.arange(len(order), dtype=torch.int32)
-        return cls(order.int(), begins, places)
+        by_slot: list[list[int]] = [[] for _ in range(num_slots)]
+        for row, slot in enumerate(slots):
+            if slot >= 0:
+                by_slot[slot].append(row)
+        order = [row for rows in by_slot for row in rows]
+        places = [-1] * len(slots)
+        for place, row in enumerate(order):
+            places[row] = place
+        begins = [0, *accumulate(map(len, by_slot))]
+        return cls._make(torch.tensor(x, dtype=torch.int32) for x in (order, begins, places))
 
 
 class Rows(NamedTuple):

@@ -168,7 +168,7 @@ def report(engine: Engine, outputs: list[StepOutput]) -> Report:
     return Report(
         outputs=outputs,
         num_running=len(scheduler.running),
-        num_waiting=len(scheduler.waiting),
+        num_waiting=len(engine.requests) - len(scheduler.running),
         num_preempted=scheduler.num_preempted,
         blocks=engine.memory(),
         stats=engine.stats,

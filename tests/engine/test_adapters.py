@@ -9,6 +9,7 @@ import torch
 
 from specserve.config import load_config
 from specserve.engine.build import assemble
+from specserve.engine.process import report
 from specserve.errors import ConfigError
 from specserve.exchange.messages import Begun
 from specserve.exchange.sampling_params import Sampling
@@ -178,6 +179,7 @@ def test_more_adapters_than_slots_take_turns(models, root):
     ids = [
         engine.add_choices(*(p, [s]), adapter=refs[i % 4])[0].id for i, (p, s) in enumerate(cases)
     ]
+    assert report(engine, []).num_waiting == len(cases)  # routers are told of those, too
     outputs = finish(engine)
     for i, (id, case) in enumerate(zip(ids, cases, strict=True)):
         assert told(outputs[id]) == alone(models, refs[i % 4], *case)
