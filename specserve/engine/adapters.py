@@ -55,10 +55,11 @@ class Adapters:
     def ready(self) -> Iterator[tuple[list[Request], str]]:
         """Choices whose adapter is in a slot by now; or what is wrong with it, if anything."""
         leaving = set[str]()  # residents that get no new requests
+        absent = set[str]()  # adapters that are not in a slot
         for id, choices in [*self.waiting.items()]:
             ref = choices[0].adapter
             assert ref is not None, "without an adapter there is nothing to wait for"
-            if ref.digest in leaving:
+            if ref.digest in leaving or ref.digest in absent:
                 continue
             try:
                 resident = self.find(ref, leaving)
@@ -68,10 +69,12 @@ class Adapters:
                 del self.waiting[id]
                 yield choices, str(e) or type(e).__name__
                 continue
-            if resident is not None:
-                del self.waiting[id]
-                self.use(ref.digest, resident, choices)
-                yield choices, ""
+            if resident is None:
+                absent.add(ref.digest)
+                continue
+            del self.waiting[id]
+            self.use(ref.digest, resident, choices)
+            yield choices, ""
 
     def find(self, ref: AdapterRef, leaving: set[str]) -> Resident | None:
         """The adapter in its slot, or None as long as it is not there; ConfigError where its files

@@ -203,6 +203,24 @@ def test_an_adapter_with_a_stream_of_requests_makes_room_for_another(models, roo
     finish(engine)
 
 
+def test_one_adapter_that_waits_for_a_slot_holds_up_one_other(models, root):
+    engine = engine_with(models, num_slots=2)
+    fewer, more, other = (load(engine, root / f"adapter-{i}") for i in (0, 1, 2))
+    prompt, how = asked(0, length=60)
+    for ref in (fewer, more, more):
+        engine.add_choices(prompt, [how], adapter=ref)
+    engine.step()
+    for _ in range(3):
+        engine.add_choices(prompt, [how], adapter=other)
+    while engine.adapters.coming == {} or not engine.adapters.coming[other.digest].done():
+        engine.step()
+    held, free = (engine.add_choices(prompt, [how], adapter=ref)[0] for ref in (fewer, more))
+    engine.step()
+    engine.step()
+    assert (held.slot, free.num_output > 0) == (-1, True)
+    finish(engine)
+
+
 def test_requests_without_an_adapter_do_not_wait_for_those_of_others(models, root):
     engine = engine_with(models, num_slots=1)
     busy, other = (load(engine, root / f"adapter-{i}") for i in (0, 1))
