@@ -206,18 +206,18 @@ def test_an_adapter_with_a_stream_of_requests_makes_room_for_another(models, roo
 def test_one_adapter_that_waits_for_a_slot_holds_up_one_other(models, root):
     engine = engine_with(models, num_slots=2)
     fewer, more, other = (load(engine, root / f"adapter-{i}") for i in (0, 1, 2))
-    prompt, how = asked(0, length=60)
+    prompt, how = asked(0, length=250)
     for ref in (fewer, more, more):
         engine.add_choices(prompt, [how], adapter=ref)
     engine.step()
     for _ in range(3):
-        engine.add_choices(prompt, [how], adapter=other)
+        last = engine.add_choices(prompt, [how], adapter=other)[0]
     while engine.adapters.coming == {} or not engine.adapters.coming[other.digest].done():
         engine.step()
     held, free = (engine.add_choices(prompt, [how], adapter=ref)[0] for ref in (fewer, more))
     engine.step()
     engine.step()
-    assert (held.slot, free.num_output > 0) == (-1, True)
+    assert (last.slot, held.slot, free.num_output > 0) == (-1, -1, True)
     finish(engine)
 
 
@@ -254,6 +254,17 @@ def test_an_idle_adapter_that_is_forgotten_is_freed_at_once(models, root):
     ref = load(engine, root / "adapter-0")
     engine.adapters.forget(ref.digest)
     assert not engine.adapters.residents and not engine.adapters.forgotten
+
+
+def test_an_adapter_that_was_forgotten_and_loaded_again_stays(models, root):
+    engine = engine_with(models, num_slots=2)
+    ref = load(engine, root / "adapter-0")
+    engine.add_choices([1, 2], [sampling(5)], adapter=ref)
+    engine.step()
+    engine.adapters.forget(ref.digest)
+    assert load(engine, root / "adapter-0") == ref
+    finish(engine)
+    assert ref.digest in engine.adapters.residents
 
 
 def test_files_that_have_changed_end_their_own_requests_alone(models, root, tmp_path):

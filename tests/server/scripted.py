@@ -34,7 +34,7 @@ class ScriptedEngine:
         self.loop = asyncio.get_running_loop()
         self.silence = 0.0
 
-    def add(self, token_ids, samplings, listeners, keys=None, caller=None):
+    def add(self, token_ids, samplings, listeners, keys=None, caller=None, adapter=None):
         ids = [*range(self.next_id, self.next_id + len(samplings))]
         self.next_id += len(samplings)
         self.added.append(SimpleNamespace(prompt=token_ids, sampling=samplings[0]))
