@@ -212,8 +212,8 @@ def test_one_adapter_that_waits_for_a_slot_holds_up_one_other(models, root):
     engine.step()
     for _ in range(3):
         last = engine.add_choices(prompt, [how], adapter=other)[0]
-    while engine.adapters.coming == {} or not engine.adapters.coming[other.digest].done():
-        engine.step()
+    engine.step()
+    engine.adapters.wait(60)
     held, free = (engine.add_choices(prompt, [how], adapter=ref)[0] for ref in (fewer, more))
     engine.step()
     engine.step()
