@@ -46,9 +46,7 @@ class Adapters:
         self.waiting: OrderedDict[int, list[Request]] = OrderedDict()  # choices by the first's id
         self.thread = ThreadPoolExecutor(1, "adapters", stand_back)
         self.coming: dict[str, Future[PackedAdapter]] = {}  # by digest
-        self.loading: list[
-            tuple[str, Future[PackedAdapter]]
-        ] = []  # of no request yet
+        self.loading: list[tuple[str, Future[PackedAdapter]]] = []  # of no request yet
 
     def ask(self, choices: list[Request]) -> None:
         """Have choices of one prompt wait for their adapter."""
