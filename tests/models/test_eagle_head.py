@@ -1,15 +1,20 @@
 """An EAGLE-3 head computes what plain torch and speculators compute, in any company of rows."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from specserve.errors import ConfigError
 from specserve.models.eagle_loader import load_eagle_head
 from specserve_kernels import cpu
+from specserve_kernels.cuda.graphs import GraphProgram
 from specserve_kernels.program import EagerProgram
+from tests.kernels.builds import interpreted
+from tests.kernels.rerun import Rerun
 from tests.models.eagle_heads import (
     SPECULATORS,
     TAPS,
@@ -24,6 +29,8 @@ from tests.models.forward import builds, prompt
 
 BUILDS = pytest.mark.parametrize("ops", builds(), ids=lambda m: m.__name__.rpartition(".")[2])
 N = 37
+FIXTURES = Path(__file__).parent / "fixtures"  # write_eagle.py made them
+SHAPE_OF_FIXTURES = {"hidden_size": 16, "vocab_size": 64}
 CASES = {  # how the head is written
     "layers.0": {},
     "midlayer": {"first": "midlayer"},
@@ -54,6 +61,12 @@ def taps_and_ids(n=N, width=64):
     return torch.randn(n, len(TAPS) * width, generator=generator), prompt(320, n)
 
 
+def read_fixture(name):
+    """The tensors, and the head's config.json."""
+    with safe_open(FIXTURES / f"eagle-{name}.safetensors", framework="pt") as file:
+        return {key: file.get_tensor(key) for key in sorted(file.keys())}, file.metadata()["config"]
+
+
 def close(got, want):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
@@ -63,6 +76,7 @@ def test_logits_and_next_features_are_those_of_plain_torch(case, ops, tmp_path):
     tensors, flags = case
     target = load_target(tmp_path / "target", ops)
     head = load_eagle_head(tmp_path / "head", target)
+    assert head.body.num_positions == target.num_positions
     taps, ids = taps_and_ids()
     features = fused(tensors, taps)
     close(head.fuse(taps), features)
@@ -99,6 +113,18 @@ def test_a_draft_step_continues_with_its_own_rows(ops, tmp_path):
         logits, hidden = run.step(hidden[-1:], token)
         want, _ = outputs(tensors, features, ids, norms_residual=True, norms_output=True)
         close(logits, want[-1:])
+
+
+@pytest.mark.skipif(interpreted is None, reason="Triton compiles for the GPU here")
+def test_the_build_for_the_gpu_gives_them_too(tmp_path):
+    head, tensors = load(tmp_path, interpreted)
+    taps, ids = taps_and_ids(5)
+    run = Run(head, lambda model, kv, *_: GraphProgram(interpreted, model, kv, (), Rerun()))
+    logits, hidden = run.step(head.fuse(taps), ids)
+    flags = {"norms_residual": True, "norms_output": True}
+    want, want_hidden = outputs(tensors, fused(tensors, taps), ids, **flags)
+    close(logits, want)
+    close(hidden, want_hidden)
 
 
 @BUILDS
@@ -203,7 +229,7 @@ def edit_shape(tensors):
 
 
 def edit_offsets(tensors):
-    tensors["d2t"][-1] = 320
+    tensors["d2t"][-1] = 320 - 199
 
 
 def edit_number(tensors):
@@ -217,7 +243,7 @@ def edit_type(tensors):
 EDITED = {
     edit_no_norm: r"the tensor fc_norm.0.weight has no place",
     edit_shape: r"q_proj.weight has the shape \[64, 64\], and config.json asks for \[64, 128\]",
-    edit_offsets: "d2t names tokens that the target lacks, from .* to 519 of 320; download",
+    edit_offsets: "d2t names tokens that the target lacks, from .* to 320 of 320; download",
     edit_number: r"d2t has the shape \[199\] and the type I64, and config.json asks for 200",
     edit_type: r"d2t has the shape \[200\] and the type F32, and config.json asks for 200 integers",
 }
@@ -230,3 +256,23 @@ def test_a_tensor_that_does_not_fit_is_refused_with_the_reason(edit, complaint, 
     save_file(tensors, tmp_path / "head" / "model.safetensors")
     with pytest.raises(ConfigError, match=complaint):
         load_eagle_head(tmp_path / "head", load_target(tmp_path / "target", cpu))
+
+
+@BUILDS
+@pytest.mark.parametrize("name", ["llama", "qwen3", "llama-3.1"])
+def test_logits_and_next_features_are_those_of_speculators(ops, name, tmp_path):
+    """Of tokens, and of the draft steps after them, which read the text's own next tokens."""
+    kept, config = read_fixture(name)
+    own = {key.removeprefix("head."): x for key, x in kept.items() if key.startswith("head.")}
+    (tmp_path / "config.json").write_text(config)
+    save_file(own, tmp_path / "model.safetensors")
+    head = load_eagle_head(tmp_path, load_target(tmp_path / "target", ops, **SHAPE_OF_FIXTURES))
+    features, ids = head.fuse(kept["taps"]), torch.cat([kept["ids"], torch.zeros(2).long()])
+    for last in (0, 5, 11):
+        run = Run(head)
+        logits, hidden = run.step(features[: last + 1], ids[: last + 1])
+        for i, (want, want_hidden) in enumerate(zip(kept["logits"], kept["features"], strict=True)):
+            if i > 0:
+                logits, hidden = run.step(hidden[-1:], ids[last + i : last + i + 1])
+            close(logits[-1], want[last])
+            close(hidden[-1], want_hidden[last])
