@@ -17,6 +17,7 @@ from specserve.models.loader import (
     EMBEDDING,
     HEAD,
     Reader,
+    Tables,
     read_layer,
     rotary_tables,
     rows_of_qkv,
@@ -70,23 +71,27 @@ def load_eagle_head(folder: Path, target: Decoder) -> EagleHead:
     reader = Reader(checkpoint, shapes, QuantizedMaps(checkpoint, shapes, None), target.dtype, ops)
     tables = rotary_tables(config.layers, target.num_positions - TREE_SLOTS, ops)
     own = read_own(reader, config, ops.place(targets))
-    has_table = EMBEDDING in shapes
-    body = Weights(
-        embedding=reader.read_embedding() if has_table else target.weights.embedding,
-        layers=tuple(
-            read_layer(reader, config.layers, i, table_of(config.layers, i, tables))
-            for i in range(config.layers.num_layers)
-        ),
-        norm=reader.read_norm(f"{MODEL}norm.weight", adds_one=False),
-        head=reader.read_weight("lm_head"),
-        dtype=target.dtype,
-        forms=reader.forms,
-    )
+    body = read_body(reader, config, tables, target)
     if config.norm_before_residual:
         first, *others = body.layers
         own = own._replace(feature_norm=first.attention_norm)
         body = body._replace(layers=(first._replace(attention_norm=None), *others))
     return EagleHead(config, Decoder(config.layers, ops, tables.all_positions, body), own)
+
+
+def read_body(reader: Reader, config: EagleConfig, tables: Tables, target: Decoder) -> Weights:
+    layers, has_table = config.layers, EMBEDDING in reader.shapes
+    return Weights(
+        head=reader.read_weight("lm_head"),
+        embedding=reader.read_embedding() if has_table else target.weights.embedding,
+        layers=tuple(
+            read_layer(reader, layers, i, table_of(layers, i, tables))
+            for i in range(layers.num_layers)
+        ),
+        norm=reader.read_norm(f"{MODEL}norm.weight", adds_one=False),
+        dtype=reader.dtype,
+        forms=reader.forms,
+    )
 
 
 def check_target(folder: Path, config: EagleConfig, target: Shape) -> None:
