@@ -19,11 +19,15 @@ for server in 1 2; do
 done
 
 # --cache-threshold: a prompt of which less than this share is known goes to the server that has seen
-# the least. It has to be above the share of what all conversations begin with, as a system prompt or
-# a file is, in their first prompts: all would go to one server otherwise.
+#   the least. It has to be above the share of what all conversations begin with, as a system prompt
+#   or a file is, in their first prompts: all would go to one server otherwise.
+# --cb-*: a server that has failed three times gets nothing for ten seconds. A request is tried five
+#   times, so one that is for a dead server reaches another.
 vllm-router --host 127.0.0.1 --port "$port" --prometheus-port $((port + 3)) \
     --worker-urls "http://127.0.0.1:$((port + 1))" "http://127.0.0.1:$((port + 2))" \
-    --policy cache_aware --cache-threshold 0.5 &
+    --policy cache_aware --cache-threshold 0.5 \
+    --cb-failure-threshold 3 --cb-timeout-duration-secs 10 \
+    --health-check-interval-secs 5 --worker-startup-check-interval 1 &
 router=$!
 pids="$pids $router"
 wait $router
