@@ -158,6 +158,23 @@ def router(request, tmp_path_factory):
         yield router
 
 
+def test_the_chart_and_the_examples_name_options_and_versions_that_there_are():
+    script = (EXAMPLES / "vllm-router/start.sh").read_text()
+    [behind] = re.findall(r"^vllm-router (.*?)&$", script, re.MULTILINE | re.DOTALL)
+    chart = EXAMPLES.parent / "deploy/helm/specserve/templates/router.yaml"
+    pods = "\n".join(re.findall(r"^ +- --.*$", chart.read_text(), re.MULTILINE))
+    python = python_with("vllm_router")
+    command = [python, "-m", "vllm_router.launch_router", "--help"]
+    told = subprocess.run(command, capture_output=True, text=True).stdout
+    options = {*re.findall(r"--[a-z-]+", f"{pods}\n{behind}")}
+    assert len(options) > 10 and options <= {*re.findall(r"--[a-z-]+", told)}
+    pinned = (Path(__file__).parent / "python/vllm_router.txt").read_text().splitlines()
+    assert {*(EXAMPLES / "vllm-router/requirements.txt").read_text().splitlines()} <= {*pinned}
+    ray = (Path(__file__).parent / "python/ray_serve.txt").read_text().splitlines()
+    [version] = re.findall(r"ray\[serve\]==([\d.]+)", (EXAMPLES / "ray_serve.py").read_text())
+    assert f"ray=={version}" in ray
+
+
 def test_answers_and_streams_are_those_of_a_server(router):
     server, _ = router.servers()
     for path, body in ((CHAT, chat_body()), (COMPLETIONS, completion_body())):
