@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import repeat
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from specserve.errors import ConfigError
 from specserve_bench import outputs, suite
 from specserve_bench.commands import at_least_1
+from specserve_bench.demo import held_out
 from specserve_bench.open_loop import free_port
 from specserve_bench.report import ratio_words
 from specserve_bench.results import Ratio, ratio
@@ -30,13 +33,15 @@ from specserve_bench.workloads import NUM_TURNS, beginning, says
 FILE = Path("bench/results/replicas-cpu.json")
 COMMAND = "python -m specserve_bench.figures replicas"
 ROUNDS, CONVERSATIONS = 3, 8
-FILE_CHARACTERS = 500  # of the file that all conversations begin with
+SHARED, FILE_CHARACTERS = "queue.py", 400  # the file that all conversations begin with
 TURN_CHARACTERS = 600  # of what a turn adds
 MAX_TOKENS = 8
+AT_A_TIME = 4  # at equal loads the router sends every new conversation to the same server
 MAX_LEN = 4096  # a conversation is shorter, and a pool has room for the longest request
 ROOM = 1 << 30  # bytes of KV where everything fits
 RANDOM, AWARE = "random", "cache_aware"
-# A first prompt of which less is known goes to the emptier server: the file is 0.4 of it.
+# A prompt of which less is known goes to the server with the least to do. The file is less of a first
+# prompt, and what a second one repeats is more.
 POLICIES = {RANDOM: ["--policy=random"], AWARE: ["--policy=cache_aware", "--cache-threshold=0.5"]}
 SECONDS = 60  # until the router is ready
 WANTED = {"all": 1.15, "half": 1.5}
@@ -44,8 +49,8 @@ HELD = {"all": "all conversations", "half": "the file and half of the conversati
 
 DESCRIPTION = f"""
 Hold {CONVERSATIONS} conversations of {NUM_TURNS} turns, which begin with the same file, with two
-demo servers behind vllm-router, one request at a time, and count the prompt tokens that were found
-in a server's prefix cache: with random and with cache-aware routing, where each pool has room for
+demo servers behind vllm-router, {AT_A_TIME} requests at a time, and count the prompt tokens that were
+found in a server's prefix cache: with random and with cache-aware routing, where each pool has room for
 everything, and where it holds half of the conversations.
 """
 
@@ -164,18 +169,24 @@ def one_round(
         post(f"{url_of(server)}/v1/cache/reset", {})
     with routed(router, policy, servers) as url:
         usages = [usage for turn in talk(url, seed) for usage in turn]
-    print(f"{policy[0]}, {seed}: {len(usages)} requests", file=sys.stderr)
+    cached, size = (sum(counts) for counts in zip(*map(counted, usages), strict=True))
+    print(f"{policy[0]}: {cached} of {size} prompt tokens cached", file=sys.stderr)
     return usages
 
 
+def counted(usage: Usage) -> tuple[int, int]:
+    return usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens
+
+
 def talk(url: str, seed: int) -> Iterator[list[Usage]]:
-    """A turn of every conversation, in any order; then the next one."""
+    """A turn of every conversation, in any order, some at a time; then the next one."""
     source = random.Random(f"replicas {seed}")
-    file = beginning(source, FILE_CHARACTERS)
+    file = held_out.source_files()[SHARED][:FILE_CHARACTERS]
     conversations = [Conversation(source, file) for _ in range(CONVERSATIONS)]
-    for number in range(NUM_TURNS):
-        order = source.sample(conversations, CONVERSATIONS)
-        yield [each.turn(url, number) for each in order]
+    with ThreadPoolExecutor(AT_A_TIME) as threads:
+        for number in range(NUM_TURNS):
+            order = source.sample(conversations, CONVERSATIONS)
+            yield [*threads.map(Conversation.turn, order, repeat(url), repeat(number))]
 
 
 def bytes_of_half() -> int:
@@ -184,7 +195,7 @@ def bytes_of_half() -> int:
         first, *_ = talk(url_of(server), 0)
         [(_, taken)] = series(server, "specserve_kv_blocks", holder="cached")
         pool = pool_of(server)
-    shared = first[1].prompt_tokens_details.cached_tokens  # all that a second conversation finds
+    shared = max(u.prompt_tokens_details.cached_tokens for u in first)  # others find only the file
     blocks = (int(taken) + shared // int(pool["block_size"])) // 2
     return blocks * ROOM // int(pool["num_gpu_blocks"])
 
