@@ -40,8 +40,8 @@ AT_A_TIME = 4  # at equal loads the router sends every new conversation to the s
 MAX_LEN = 4096  # a conversation is shorter, and a pool has room for the longest request
 ROOM = 1 << 30  # bytes of KV where everything fits
 RANDOM, AWARE = "random", "cache_aware"
-# A prompt of which less is known goes to the server with the least to do. The file is less of a first
-# prompt, and what a second one repeats is more.
+# A prompt of which less is known goes to the server with the least to do. The file is less of a
+# first prompt, and what a second one repeats is more.
 POLICIES = {RANDOM: ["--policy=random"], AWARE: ["--policy=cache_aware", "--cache-threshold=0.5"]}
 SECONDS = 60  # until the router is ready
 WANTED = {"all": 1.15, "half": 1.5}
@@ -49,9 +49,9 @@ HELD = {"all": "all conversations", "half": "the file and half of the conversati
 
 DESCRIPTION = f"""
 Hold {CONVERSATIONS} conversations of {NUM_TURNS} turns, which begin with the same file, with two
-demo servers behind vllm-router, {AT_A_TIME} requests at a time, and count the prompt tokens that were
-found in a server's prefix cache: with random and with cache-aware routing, where each pool has room for
-everything, and where it holds half of the conversations.
+demo servers behind vllm-router, {AT_A_TIME} requests at a time, and count the prompt tokens that
+were found in a server's prefix cache: with random and with cache-aware routing, where each pool has
+room for everything, and where it holds half of the conversations.
 """
 
 

@@ -18,9 +18,9 @@ for server in 1 2; do
     pids="$pids $!"
 done
 
-# --cache-threshold: a prompt of which less than this share is known goes to the server that has seen
-#   the least. It has to be above the share of what all conversations begin with, as a system prompt
-#   or a file is, in their first prompts: all would go to one server otherwise.
+# --cache-threshold: a prompt of which less than this share is known goes to the server with the least
+#   to do. It has to be above the share of what all conversations begin with, as a system prompt or a
+#   file is, in their first prompts: all would go to one server otherwise.
 # --cb-*: a server that has failed three times gets nothing for ten seconds. A request is tried five
 #   times, so one that is for a dead server reaches another.
 vllm-router --host 127.0.0.1 --port "$port" --prometheus-port $((port + 3)) \

@@ -61,7 +61,7 @@ class Router(ServerProcess):
 
     def __enter__(self):
         try:
-            eventually(self.is_ready, seconds=60)
+            eventually(self.is_ready, seconds=240)
         except BaseException:
             self.__exit__()
             raise
