@@ -30,6 +30,7 @@ from specserve_bench import (
     memory,
     perplexity,
     reference,
+    replicas,
     restart,
     scale,
     sources,
@@ -183,6 +184,12 @@ def test_the_table_of_sources_is_that_of_the_kept_result():
 def test_the_table_of_swaps_is_that_of_the_kept_result():
     kept = json.loads((ROOT / "bench/results/swap-cpu.json").read_text())
     assert swap.table(kept["rows"]) in MANUAL
+
+
+def test_the_table_of_replicas_is_that_of_the_kept_result():
+    kept = json.loads((ROOT / "bench/results/replicas-cpu.json").read_text())
+    rows = msgspec.convert(kept["rows"], type=list[replicas.Row])
+    assert replicas.table(rows) in PAGES["docs/replicas.md"]
 
 
 def test_the_table_of_steps_against_their_bound_is_that_of_the_kept_result():
