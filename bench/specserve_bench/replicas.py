@@ -180,9 +180,10 @@ def counted(usage: Usage) -> tuple[int, int]:
 
 def talk(url: str, seed: int) -> Iterator[list[Usage]]:
     """A turn of every conversation, in any order, some at a time; then the next one."""
-    source = random.Random(f"replicas {seed}")
+    source = random.Random("replicas")  # a pool of half the conversations is that in every round
     file = held_out.source_files()[SHARED][:FILE_CHARACTERS]
     conversations = [Conversation(source, file) for _ in range(CONVERSATIONS)]
+    source.seed(seed)
     with ThreadPoolExecutor(AT_A_TIME) as threads:
         for number in range(NUM_TURNS):
             order = source.sample(conversations, CONVERSATIONS)
