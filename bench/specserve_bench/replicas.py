@@ -32,7 +32,7 @@ from specserve_bench.workloads import NUM_TURNS, beginning, says
 
 FILE = Path("bench/results/replicas-cpu.json")
 COMMAND = "python -m specserve_bench.figures replicas"
-ROUNDS, CONVERSATIONS = 2, 8
+ROUNDS, CONVERSATIONS = 3, 12
 SHARED, FILE_CHARACTERS = "queue.py", 400  # the file that all conversations begin with
 TURN_CHARACTERS = 600  # of what a turn adds
 MAX_TOKENS = 8
