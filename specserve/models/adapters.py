@@ -207,7 +207,7 @@ class AdapterReader:
                 "are scaled; download the adapter again, or take another"
             )
         self.content.update(f"{name} {stored.dtype} {list(stored.shape)} {scaling!r}\n".encode())
-        self.content.update(stored.view(torch.uint8).numpy())
+        self.content.update(stored.view(torch.uint8).numpy().data)
 
 
 def load_tensors(path: Path, most: int) -> dict[str, Tensor]:
