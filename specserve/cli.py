@@ -479,6 +479,8 @@ def configured(args: argparse.Namespace) -> Config:
         }
     given = [Setting(flag, *setting) for flag, setting in flags.items() if setting[1] is not None]
     config = load_config(args.config, dict(map(parse_override, args.set)), given)
+    if args.action is serve and args.enable_lora and config.lora.max_loras == 0:
+        raise ConfigError("--enable-lora: lora.max_loras = 0: leave out one of them")
     if args.action is serve and args.enable_lora and config.lora.num_slots == 0:
         given.append(Setting("--enable-lora", "lora.max_loras", USUAL_LORAS))
         config = load_config(args.config, dict(map(parse_override, args.set)), given)
@@ -493,7 +495,9 @@ def named_paths(given: Sequence[str] | None) -> dict[str, str] | None:
     for text in given:
         name, _, path = text.partition("=")
         if not (name and path) or text.startswith("{"):
-            raise ConfigError(f"--lora-modules {text}: write NAME=PATH")
+            raise ConfigError(
+                f"--lora-modules {text}: write NAME=PATH; the model comes before this flag"
+            )
         if name in found:
             raise ConfigError(f"--lora-modules {text}: the name {name!r} is there twice")
         found[name] = path

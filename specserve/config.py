@@ -583,6 +583,7 @@ ARGUMENTS = {  # of the Python API
     "max_num_batched_tokens": "scheduler.max_batched_tokens",
     "max_num_seqs": "scheduler.max_running",
     "lora_modules": "lora.modules",
+    "model_impl": "model.implementation",
     "max_lora_rank": "lora.max_rank",
     "max_loras": "lora.max_loras",
 }

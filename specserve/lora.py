@@ -15,6 +15,10 @@ from specserve.models.folder import resolve
 log = logging.getLogger("specserve")
 
 MAX_NAME = 256  # characters
+NO_SLOTS = (
+    "there can be no adapters here: start with lora.max_loras (--max-loras, or max_loras of LLM), "
+    "the number of those whose requests run at once"
+)
 
 
 class LoRARequest(msgspec.Struct, frozen=True):
@@ -42,6 +46,8 @@ class AdapterNames:
 
     def find(self, name: str) -> AdapterRef:
         """RequestError for a name that is not known."""
+        if self.lora.num_slots == 0:
+            raise RequestError(f"there is no adapter {name!r:.100}: {NO_SLOTS}", "lora")
         if name not in self.known:
             raise RequestError(
                 f"there is no adapter {name!r:.100}: {worded(self.known)}; load it first", "lora"
@@ -51,14 +57,13 @@ class AdapterNames:
     def check_new(self, name: str, in_place: bool = False) -> None:
         """ConfigError unless an adapter may have the name; `in_place` of one that has it."""
         if self.lora.num_slots == 0:
-            raise ConfigError(
-                "there can be no adapters here: start with lora.max_loras (--max-loras), the "
-                "number of those whose requests run at once"
-            )
+            raise ConfigError(NO_SLOTS)
         if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MAX_NAME:
             raise ConfigError(
                 f"the name {name!r:.100}: it has 1 to {MAX_NAME} characters that can be shown"
             )
+        if "," in name:
+            raise ConfigError(f"the name {name!r:.100}: leave out commas, as metrics list names")
         if name == self.model:
             raise ConfigError(f"the name {name!r}: the model itself has it; take another one")
         if name in self.known and not in_place:
@@ -86,7 +91,9 @@ def modules_of(config: Config, model: str) -> dict[str, Path]:
     """The folders of adapters that are there from the start; those that hub ids name are
     downloaded. ConfigError for a name or a folder that cannot be.
     """
-    names = AdapterNames(config, model)
+    names, home = AdapterNames(config, model), config.lora.folder
+    if home is not None and not Path(home).is_dir():
+        raise ConfigError(f"lora.folder = {home!r}: no such folder; check the path")
     found = dict[str, Path]()
     for name, path in config.lora.modules.items():
         names.check_new(name)

@@ -30,6 +30,7 @@ from specserve_bench import (
     memory,
     perplexity,
     reference,
+    replicas,
     restart,
     scale,
     sources,
@@ -70,7 +71,9 @@ ELSEWHERE = {  # beginnings of lines -> the tests that run them, or why none doe
     "curl ": "tests/server/test_readme.py",
     "guidellm ": "tests/server/test_recipes.py",
     "lm_eval ": "tests/server/test_recipes.py",
-    "vllm-router ": "tests/server/test_recipes.py",
+    "vllm-router ": "tests/server/test_recipes.py, tests/server/test_replicas.py",
+    "examples/vllm-router/start.sh ": "tests/server/test_replicas.py",
+    "cd examples && serve run ": "tests/server/test_replicas.py, by a file with the same options",
     "docker ": "tests/deploy/test_images.py, without a daemon",
     "cp deploy/systemd/": "tests/deploy/test_systemd.py checks the unit",
     "systemctl ": "needs a booted systemd",
@@ -185,6 +188,12 @@ def test_the_table_of_sources_is_that_of_the_kept_result():
 def test_the_table_of_swaps_is_that_of_the_kept_result():
     kept = json.loads((ROOT / "bench/results/swap-cpu.json").read_text())
     assert swap.table(kept["rows"]) in MANUAL
+
+
+def test_the_table_of_replicas_is_that_of_the_kept_result():
+    kept = json.loads((ROOT / "bench/results/replicas-cpu.json").read_text())
+    rows = msgspec.convert(kept["rows"], type=list[replicas.Row])
+    assert replicas.table(rows) in PAGES["docs/replicas.md"]
 
 
 def test_the_table_of_steps_against_their_bound_is_that_of_the_kept_result():

@@ -24,6 +24,7 @@ from specserve.models.decoder_config import DecoderConfig
 from specserve.models.loader import load_decoder
 from specserve_bench.results import ratio
 from specserve_bench.steps import BLOCK_SIZE, kv_token_bytes, spread, words
+from specserve_drafters.tree import TREE_SLOTS
 from specserve_kernels import load
 
 ROUNDS, WARM_UP = 7, 12
@@ -93,7 +94,7 @@ def started(
     decoder = model.decoder
     slots = {} if chosen is None else {"lora.max_loras": SLOTS, "lora.max_rank": rank}
     settings = {
-        "memory.kv_bytes": number * (max_len + BLOCK_SIZE) * kv_token_bytes(decoder.config),
+        "memory.kv_bytes": number * (max_len + TREE_SLOTS + BLOCK_SIZE) * kv_token_bytes(decoder.config),
         "memory.block_size": BLOCK_SIZE,
         "memory.prefix_cache": False,
         "scheduler.max_running": number,

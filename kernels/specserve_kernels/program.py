@@ -30,7 +30,11 @@ class Model(Protocol):
 
     def forward(
         self, residual: Tensor, kv: KVCache, plan: Any, taps: Collection[int] = ()
-    ) -> tuple[Tensor, Mapping[int, Tensor]]: ...
+    ) -> tuple[Tensor, Mapping[int, Tensor]]:
+        """`plan.also` begins with the token ids, where a run has any, so that a forward can read
+        them beside the residual.
+        """
+        ...
 
     def logits(self, residual: Tensor, rows: Tensor) -> Tensor: ...
 
@@ -68,7 +72,8 @@ class Program(Protocol):
     ) -> Outputs:
         """One forward, from token ids or from a residual.
 
-        token_ids  [R]          int64            host tensor
+        token_ids  [R]          int64            host tensor; beside a residual they are for a model
+                                                 whose forward reads them, too
         read       [n]          int64            host tensor: the rows whose logits are wanted
         also       host tensors that later ops of the step take
         residual   [R, hidden]  the model's dtype  on the ops' device, in the embeddings' place
@@ -98,13 +103,10 @@ class EagerProgram:
         residual: Tensor | None = None,
     ) -> Outputs:
         ids = [] if token_ids is None else [token_ids]
-        plan = self.model.plan(rows, self.kv, [read, *ids, *also])
-        read, *also = plan.also
-        if residual is None:
-            token_ids, *also = also
-            entry = self.model.embed(token_ids)
-        else:
-            entry = residual.clone()  # the layers add to it in place
+        plan = self.model.plan(rows, self.kv, [*ids, read, *also])
+        ids, (read, *also) = plan.also[: len(ids)], plan.also[len(ids) :]
+        # The layers add to it in place.
+        entry = self.model.embed(*ids) if residual is None else residual.clone()
         self.residual, taps = self.model.forward(entry, self.kv, plan, self.taps)
         logits = self.model.logits(self.residual, read) if len(read) else None
         return Outputs(self.residual, logits, taps, also)

@@ -12,6 +12,7 @@ import torch
 
 from specserve.errors import ConfigError
 from specserve.exchange.adapter import AdapterRef
+from specserve.logs import escaped
 from specserve.models.adapters import AdapterSlots, PackedAdapter
 from specserve.scheduling import Request
 
@@ -19,6 +20,12 @@ log = logging.getLogger("specserve")
 
 YIELDING = 19  # niceness of the thread: steps come first
 AHEAD = 2  # adapters that are read while they have no slot; each takes memory
+
+GONE = (
+    "model: the files of this adapter are gone or have changed since it was loaded; the server's "
+    "operator has to load it again (the log says more)"
+)
+LONGEST = 1000  # characters of an error, which may repeat what a file says
 
 Read = Callable[[Path], PackedAdapter]  # ConfigError says what is wrong with its files
 
@@ -64,10 +71,9 @@ class Adapters:
             try:
                 resident = self.find(ref, leaving)
             except Exception as e:  # as there is no memory for it: it is these requests' alone
-                if not isinstance(e, ConfigError):
-                    log.exception("%s: the adapter could not be read", ref.folder)
+                log.error("an adapter cannot be read again: %s", words_of(e))
                 del self.waiting[id]
-                yield choices, str(e) or type(e).__name__
+                yield choices, GONE
                 continue
             if resident is None:
                 absent.add(ref.digest)
@@ -109,6 +115,8 @@ class Adapters:
         """Put an adapter into a slot, where there is room; between two steps."""
         if not self.free:
             self.drop(next(d for d, resident in self.residents.items() if not resident.users))
+        if (future := self.coming.pop(adapter.digest, None)) is not None:  # it came another way
+            future.cancel()
         resident = Resident(self.free.pop())
         self.slots.put(resident.slot, adapter)
         self.residents[adapter.digest] = resident
@@ -132,8 +140,8 @@ class Adapters:
                 yield folder, self.welcome(folder, future.result())
             except Exception as e:  # as there is no memory for it
                 if not isinstance(e, ConfigError):
-                    log.exception("%s: the adapter could not be read", folder)
-                yield folder, str(e) or type(e).__name__
+                    log.exception("%s: the adapter could not be read", escaped(folder))
+                yield folder, words_of(e)
 
     def welcome(self, folder: str, adapter: PackedAdapter) -> AdapterRef:
         """Put an adapter that requests may name from now on into a slot, if one is free."""
@@ -188,6 +196,11 @@ class Adapters:
 
     def close(self) -> None:
         self.thread.shutdown(wait=False, cancel_futures=True)
+
+
+def words_of(error: Exception) -> str:
+    """What is wrong, as text that can be sent and shown, whatever was in a file."""
+    return escaped(str(error) or type(error).__name__)[:LONGEST]
 
 
 def stand_back() -> None:

@@ -170,7 +170,7 @@ class Engine:
         refused: list[StepOutput] = []
         for choices, failure in adapters.ready():
             if failure:
-                refused += [self.fail(request, f"the adapter: {failure}") for request in choices]
+                refused += [self.fail(request, failure, "model") for request in choices]
                 continue
             for request in choices:
                 self.scheduler.add(request)

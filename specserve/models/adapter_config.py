@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from reprlib import repr as shortened
 from time import perf_counter
@@ -60,7 +61,8 @@ REMEDY = (
 )
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 LARGEST = 1 << 20  # rank, and alpha: whatever is larger is a mistake
-SECONDS = 2.0  # that all matches of an adapter's regular expressions may take
+SECONDS = 5.0  # that an adapter's regular expressions may take
+MOST_BYTES = 1 << 20  # of the file
 
 
 class Pattern:
@@ -71,24 +73,31 @@ class Pattern:
     def __init__(self, text: str, left: list[float]) -> None:
         """`left` holds the seconds that it and others may take."""
         self.text, self.left = text, left
-        try:
-            self.compiled = regex.compile(text)
-        except (regex.error, RecursionError, OverflowError) as e:
-            raise ValueError(f"{text!r:.200} is no regular expression ({e})") from e
+        with self.timed():
+            try:
+                self.compiled = regex.compile(text, cache_pattern=False)
+            except (regex.error, RecursionError, OverflowError) as e:
+                raise ValueError(f"{text!r:.200} is no regular expression ({e!s:.200})") from e
 
     def matches(self, module: str, whole: bool = True) -> bool:
-        """Whether it matches all of a module's name, or how that begins; ConfigError once there is
+        """Whether it matches all of a module's name, or how that begins; TimeoutError once there is
         no time left.
         """
-        find, start = self.compiled.fullmatch if whole else self.compiled.match, perf_counter()
+        find = self.compiled.fullmatch if whole else self.compiled.match
+        with self.timed() as left:
+            return find(module, timeout=left, concurrent=True) is not None
+
+    @contextmanager
+    def timed(self) -> Iterator[float]:
+        """A block that takes of the time that is left, which it is given."""
+        start = perf_counter()
         try:
-            found = find(module, timeout=max(self.left[0], 1e-3), concurrent=True)
+            yield max(self.left[0], 1e-3)
         except TimeoutError as e:
-            raise ConfigError(
-                f"{NAME}: the regular expression {self.text!r:.200} takes too long; {REMEDY}"
-            ) from e
+            raise TimeoutError(f"the regular expression {self.text!r:.200} takes too long") from e
         self.left[0] -= perf_counter() - start
-        return found is not None
+        if self.left[0] < 0:
+            raise TimeoutError("its regular expressions take too long")
 
 
 Patterns = tuple[tuple[Pattern, Any], ...]  # the first that matches counts
@@ -133,9 +142,11 @@ def load_adapter_config(folder: Path) -> AdapterConfig:
             f"{path}: missing; an adapter is a folder as peft's save_pretrained writes it, with "
             f"{NAME} and adapter_model.safetensors"
         )
+    if path.stat().st_size > MOST_BYTES:
+        raise ConfigError(f"{path}: more than {MOST_BYTES} bytes; download the adapter again")
     try:
         return parse(read_json(path))
-    except ValueError as e:
+    except (ValueError, TimeoutError) as e:
         raise ConfigError(f"{path}: {e}; {REMEDY}") from e
 
 

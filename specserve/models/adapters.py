@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
 from specserve.errors import ConfigError
-from specserve.models.adapter_config import NAME, AdapterConfig, load_adapter_config
-from specserve.models.checkpoint import DTYPES, drop_pages, open_file
+from specserve.models.adapter_config import NAME, REMEDY, AdapterConfig, load_adapter_config
+from specserve.models.checkpoint import DTYPES
 from specserve.models.decoder import Decoder, LayerAdapters
 from specserve.models.decoder_config import DecoderConfig, layer_shapes
 from specserve.models.folder import check_regular
@@ -20,6 +22,7 @@ from specserve.models.weight_files import check_is_at_home
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
+HEADER_BYTES = 4 << 20  # of a file, at most
 OTHERS = ("model.embed_tokens", "lm_head")  # modules that peft could change, and no kernel does
 
 
@@ -62,13 +65,18 @@ FusedMaps = Mapping[str, Sequence[Part]]  # of a layer, by name
 def read_adapter(folder: Path, config: DecoderConfig, max_rank: int, dtype: torch.dtype) -> Adapter:
     """ConfigError unless all of it can be served."""
     check_regular(folder)
+    check_files(folder)
     told = load_adapter_config(folder)
     layers = [fused_maps(config, layer) for layer in range(config.num_layers)]
-    reader = AdapterReader(folder, told, max_rank, dtype)
-    reader.check([part for maps in layers for parts in maps.values() for part in parts])
-    rows = rows_of_qkv(config)
-    read = tuple(reader.read_layer(maps, rows) for maps in layers)
-    return Adapter(reader.content.digest(), max(map(told.rank_of, reader.modules)), read)
+    most = adapter_bytes(config, max_rank, torch.float32) + HEADER_BYTES
+    try:
+        reader = AdapterReader(folder / WEIGHTS, told, max_rank, dtype, most)
+        reader.check([part for maps in layers for parts in maps.values() for part in parts])
+        rows = rows_of_qkv(config)
+        read = tuple(reader.read_layer(maps, rows) for maps in layers)
+        return Adapter(reader.content.digest(), max(map(told.rank_of, reader.modules)), read)
+    except TimeoutError as e:  # of a regular expression
+        raise ConfigError(f"{folder / NAME}: {e}; {REMEDY}") from e
 
 
 def adapter_bytes(config: DecoderConfig, max_rank: int, dtype: torch.dtype) -> int:
@@ -99,13 +107,12 @@ class AdapterReader:
     """Reads an adapter's tensors, one after the other."""
 
     def __init__(
-        self, folder: Path, told: AdapterConfig, max_rank: int, dtype: torch.dtype
+        self, path: Path, told: AdapterConfig, max_rank: int, dtype: torch.dtype, most: int
     ) -> None:
-        self.path, self.told, self.max_rank, self.dtype = folder / WEIGHTS, told, max_rank, dtype
-        check_files(folder)
-        self.file = open_file(self.path)
-        self.names = frozenset(self.file.keys())
-        found = (TENSOR.fullmatch(name) for name in self.names)
+        """ConfigError for a file of more than `most` bytes."""
+        self.path, self.told, self.max_rank, self.dtype = path, told, max_rank, dtype
+        self.tensors = load_tensors(path, most)
+        found = (TENSOR.fullmatch(name) for name in self.tensors)
         self.modules = {match[1] for match in found if match is not None}
         self.content = hashlib.sha256()  # of the tensors that were read, in the model's order
 
@@ -121,7 +128,7 @@ class AdapterReader:
             raise ConfigError(f"{self.path}: it has no tensors; download the adapter again")
 
     def check_names(self, parts: Mapping[str, Part]) -> None:
-        for name in sorted(self.names):
+        for name in sorted(self.tensors):
             match = TENSOR.fullmatch(name)
             if match is None or match[1] not in parts:
                 raise ConfigError(f"{self.path}: the tensor {name} {no_place(parts)}")
@@ -152,21 +159,22 @@ class AdapterReader:
         self.check_tensor(tensor_name(part.module, "B"), [part.height, rank])
 
     def check_tensor(self, name: str, shape: list[int]) -> None:
-        if name not in self.names:
+        if name not in self.tensors:
             raise ConfigError(
                 f"{self.path}: the tensor {name} is missing, and the other one of its module is "
                 "there; download the adapter again"
             )
-        header = self.file.get_slice(name)
-        if (found := list(header.get_shape())) != shape:
+        tensor = self.tensors[name]
+        if (found := list(tensor.shape)) != shape:
             raise ConfigError(
                 f"{self.path}: the tensor {name} has the shape {found}, and the model and {NAME} "
                 f"ask for {shape}; take an adapter of this model, or correct r and rank_pattern"
             )
-        if header.get_dtype() not in DTYPES:
+        if tensor.dtype not in DTYPES.values():
             raise ConfigError(
-                f"{self.path}: the tensor {name} has the type {header.get_dtype()}; supported are "
-                f"{', '.join(DTYPES)}, so save the adapter in one of these"
+                f"{self.path}: the tensor {name} has the type {name_of(tensor.dtype)}; supported "
+                f"are {', '.join(map(name_of, DTYPES.values()))}, so save the adapter in one of "
+                "these"
             )
 
     def read_layer(self, maps: FusedMaps, rows_of_qkv: Tensor | None) -> dict[str, AdapterMap]:
@@ -191,7 +199,7 @@ class AdapterReader:
 
     def read(self, name: str, out: Tensor, scaling: float = 1.0) -> None:
         """Fill `out` with a tensor, scaled in float32 and rounded once."""
-        stored = self.file.get_tensor(name)
+        stored = self.tensors[name]
         out.copy_(stored.float() * scaling)
         if not out.isfinite().all():
             raise ConfigError(
@@ -199,8 +207,33 @@ class AdapterReader:
                 "are scaled; download the adapter again, or take another"
             )
         self.content.update(f"{name} {stored.dtype} {list(stored.shape)} {scaling!r}\n".encode())
-        self.content.update(stored.view(torch.uint8).numpy())
-        drop_pages(stored.data_ptr(), stored.nbytes)
+        self.content.update(stored.view(torch.uint8).numpy().data)
+
+
+def load_tensors(path: Path, most: int) -> dict[str, Tensor]:
+    """Those of a file, which is read and not mapped, as it may be written to while it is used."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(most + 1)
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read ({e.strerror}); check the file") from e
+    if len(data) > most:
+        raise ConfigError(
+            f"{path}: more than {most} bytes, which an adapter with the largest rank has at most; "
+            "take a smaller one, or raise lora.max_rank"
+        )
+    if int.from_bytes(data[:8], "little") > HEADER_BYTES:
+        raise ConfigError(f"{path}: its header is too large; download the adapter again")
+    try:
+        return load(data)
+    except (SafetensorError, ValueError, KeyError, RuntimeError) as e:
+        raise ConfigError(
+            f"{path}: no readable safetensors file, cut short or damaged ({e}); download it again"
+        ) from e
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def tensor_name(module: str, matrix: str) -> str:

@@ -159,10 +159,18 @@ class Decoder:
             residual = self.layer(layer, residual, cache, plan)
         return residual, tapped
 
-    def layer(self, layer: Layer, residual: Tensor, cache: KVLayer, plan: Any) -> Tensor:
+    def layer(
+        self,
+        layer: Layer,
+        residual: Tensor,
+        cache: KVLayer,
+        plan: Any,
+        qkv: Tensor | None = None,
+    ) -> Tensor:
+        """The residual after a layer; `qkv` is what its queries, keys and values are added to."""
         ops, c = self.ops, self.config
         read = self.norm(residual, layer.attention_norm)
-        h = self.attention(layer, read, cache, plan)
+        h = self.attention(layer, read, cache, plan, qkv)
         added = self.added(h, layer.adapters.out, plan)
         residual = self.add(h, layer.out, layer.out_bias, layer.after_attention, residual, added)
         if not c.family.is_parallel:
@@ -174,9 +182,15 @@ class Decoder:
         added = self.added(h, layer.adapters.down, plan)
         return self.add(h, layer.down, layer.down_bias, layer.after_mlp, residual, added)
 
-    def attention(self, layer: Layer, h: Tensor, cache: KVLayer, plan: Any) -> Tensor:
+    def attention(
+        self, layer: Layer, h: Tensor, cache: KVLayer, plan: Any, qkv: Tensor | None
+    ) -> Tensor:
         ops, c, qk_norm = self.ops, self.config, layer.qk_norm
-        qkv = ops.linear(h, layer.qkv, layer.qkv_bias, self.added(h, layer.adapters.qkv, plan))
+        added = self.added(h, layer.adapters.qkv, plan)
+        if qkv is None:
+            qkv = ops.linear(h, layer.qkv, layer.qkv_bias, added)
+        else:
+            qkv = ops.linear_add(h, layer.qkv, layer.qkv_bias, qkv, added=added)
         if qk_norm is not None and c.family.qk_norm == "width":
             qkv = ops.rms_norm_columns(qkv, 0, qk_norm.q, qk_norm.eps)
             qkv = ops.rms_norm_columns(qkv, len(qk_norm.q), qk_norm.k, qk_norm.eps)

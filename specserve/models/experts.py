@@ -107,6 +107,11 @@ def is_router(module: str) -> bool:
 
 def number_field(fields: Mapping[str, Any]) -> str:
     """Which field has the number of experts."""
+    first, second = (fields.get(name) for name in ("num_local_experts", "num_experts"))
+    if None not in (first, second) and first != second:
+        raise ValueError(
+            f"num_local_experts = {first!r:.50} and num_experts = {second!r:.50} mean the same"
+        )
     return "num_local_experts" if "num_local_experts" in fields else "num_experts"
 
 

@@ -47,6 +47,11 @@ def resolve(path: str) -> Path:
         raise ConfigError(f"{path}: no such file; check the path")
     if path.startswith(("/", ".", "~")) or path.count("/") > 1:
         raise ConfigError(f"{path}: no such folder; check the path, or give a hub id like org/name")
+    return download(path)
+
+
+def download(path: str) -> Path:
+    """The folder of a hub repository, downloaded if need be."""
     from huggingface_hub import snapshot_download  # slow to import, and only needed to download
 
     try:

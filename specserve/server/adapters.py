@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ from specserve.config import LoraConfig
 from specserve.errors import ConfigError, RequestError
 from specserve.exchange.adapter import AdapterRef
 from specserve.logs import escaped
-from specserve.models.folder import name_of, resolve
+from specserve.models.folder import download, name_of
 from specserve.server.body import read_fields
 from specserve.server.refusal import NotFound, cut
 from specserve.server.response import json_response
@@ -21,6 +22,7 @@ from specserve.server.service import Service
 
 log = logging.getLogger("specserve")
 
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 
 
@@ -48,16 +50,18 @@ async def load_adapter(request: Request) -> Response:
     service.check_open()
     asked = read_fields(await service.bodies.read(request), LoadAdapterBody)
     name, path = given("lora_name", asked.lora_name), given("lora_path", asked.lora_path)
+    field = "lora_name"
     try:
         async with service.adapter_changes:  # one at a time
             service.adapters.check_new(name, asked.load_inplace)
+            field = "lora_path"
             folder = await asyncio.to_thread(find_folder, service.config.lora, path)
             ref = await service.engine.load_adapter(str(folder))
             service.check_open()
             service.name_adapter(name, ref)
     except (ConfigError, OSError) as e:  # a path may be one that the system refuses
         log.info("the adapter is not loaded: %s", escaped(cut(str(e))))
-        raise RequestError(str(e), "lora_path") from e
+        raise RequestError(str(e), field) from e
     log.info("the adapter %s is loaded (SHA-256 %s)", escaped(cut(name)), ref.digest)
     return json_response(adapter_card(service, name, ref))
 
@@ -102,11 +106,11 @@ def find_folder(lora: LoraConfig, path: str) -> Path:
     if lora.folder is not None and path.isprintable():
         home = Path(lora.folder).resolve()
         folder = (home / path).resolve()
-        if folder != home and folder.is_relative_to(home) and folder.is_dir():
+        is_below = folder != home and folder.is_relative_to(home)
+        if is_below and str(folder).isprintable() and folder.is_dir():
             return folder
-    is_hub_id = path.count("/") == 1 and not path.startswith(("/", ".", "~"))
-    if lora.allow_hub and is_hub_id:
-        return resolve(path)
+    if lora.allow_hub and HUB_ID.fullmatch(path):
+        return download(path)
     where = "no folder at all" if lora.folder is None else "no folder below lora.folder"
     hub = " and no hub id" if lora.allow_hub else ""
     raise ConfigError(

@@ -20,6 +20,7 @@ from specserve import logs
 from specserve.answer.formats import Formats, find_formats
 from specserve.config import Config, ServerConfig
 from specserve.errors import EngineDied, Overloaded
+from specserve.exchange.adapter import AdapterRef
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Ready
 from specserve.exchange.spawn import ForkServer, Spawned
@@ -143,7 +144,7 @@ async def load(service: Service, start: Start) -> Ready:
         ready = await service.engine.ready
         modules = await asyncio.to_thread(modules_of, service.config, service.name)
         for name, folder in modules.items():
-            service.adapters.put(name, await service.engine.load_adapter(str(folder)))
+            service.adapters.put(name, await load_adapter(service.engine, str(folder)))
     served = ServedModel(
         model=service.name,
         fingerprint=fingerprint(folders.target, ready),
@@ -168,6 +169,21 @@ async def load(service: Service, start: Start) -> Ready:
         show_phases(phases.table | ready.phases)
     keep_objects()
     return ready
+
+
+async def load_adapter(engine: EngineClient, folder: str) -> AdapterRef:
+    """An adapter of the start; another engine process reads it where one dies."""
+    while True:
+        try:
+            return await engine.load_adapter(folder)
+        except Overloaded:
+            await asyncio.sleep(0.5)
+
+
+def adapters_words(service: Service) -> str:
+    lora, known = service.config.lora, service.adapters.known
+    slots = f"up to {lora.num_slots} at once, of ranks up to {lora.max_rank}"
+    return f"adapters {', '.join(known) or 'may be loaded'}, {slots}"
 
 
 def formats_of(asked: ServerConfig, tokenizer: Tokenizer) -> Formats:
@@ -306,7 +322,7 @@ def introduction(service: Service, ready: Ready, url: str, seconds: float) -> li
         f"serving {config.target} as {service.name}",
         *(f"a demo: {scaled.source} at the cost of {scaled.like}" for scaled in told.scaled),
         f"drafter {ready.drafter}{guesses if ready.drafter != 'none' else ', no guesses'}",
-        *([f"adapters {', '.join(service.adapters.known)}"] if service.adapters.known else []),
+        *([adapters_words(service)] if config.lora.num_slots else []),
         *([IMPLEMENTED] if ready.implementation == "transformers" else []),
         *([VARIANT] if ready.row_invariant is False else []),
         *([told.formats.words] if has_chat else []),

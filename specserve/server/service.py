@@ -176,7 +176,9 @@ class Service:
             return None
         if name in self.adapters.known:
             return NamedAdapter(name, self.adapters.known[name])
-        error = NotFound(f"the model {cut(name)!r} is not served here; {self.name!r} is", "model")
+        known = f", with the adapters {cut(', '.join(self.adapters.known))}"
+        known = f"{self.name!r} is{known if self.adapters.known else ''}"
+        error = NotFound(f"the model {cut(name)!r} is not served here; {known}", "model")
         error.code = "model_not_found"
         raise error
 

@@ -175,6 +175,48 @@ def test_what_the_page_says_to_install_is_a_chart():
     assert container["image"] == f"registry.example/specserve:{VERSION}-cpu"
 
 
+ROUTED = "--set=auth.allowNoKeys=true", "--set=router.enabled=true", "--set=router.image=a/router"
+
+
+@pytest.mark.slow
+def test_a_router_finds_the_pods_and_its_service_finds_the_router_alone():
+    told = yaml.safe_load_all(template(*ROUTED, "--set=replicas=3").stdout)
+    named = {(each["kind"], each["metadata"]["name"]): each for each in told}
+    pods, router = (
+        named["Deployment", name]["spec"] for name in ("mine-specserve", "mine-specserve-router")
+    )
+    assert pods["replicas"] == 3
+    [container] = router["template"]["spec"]["containers"]
+    args = container["args"]
+    looked_for = dict(each.split("=") for each in args[args.index("--selector") + 1 :])
+    assert looked_for.items() <= pods["template"]["metadata"]["labels"].items()
+    [port] = [each["containerPort"] for each in pods["template"]["spec"]["containers"][0]["ports"]]
+    assert f"--service-discovery-port={port}" in args
+    assert "--service-discovery-namespace=ns" in args
+    labels = [each["template"]["metadata"]["labels"] for each in (pods, router)]
+    for name, found in (("mine-specserve", 0), ("mine-specserve-router", 1)):
+        chosen = named["Service", name]["spec"]["selector"].items()
+        assert [chosen <= each.items() for each in labels] == [found == 0, found == 1]
+
+
+@pytest.mark.slow
+def test_kubernetes_takes_the_router_and_an_ingress_leads_to_it(tmp_path):
+    told = template(*ROUTED, "--set=ingress.enabled=true", "--set=ingress.host=a.example")
+    (tmp_path / "manifests.yaml").write_text(told.stdout)
+    command = [
+        program("kubernetes-validate"),
+        "--strict",
+        "-k",
+        "1.37",
+        tmp_path / "manifests.yaml",
+    ]
+    checked = subprocess.run(command, capture_output=True, text=True)
+    assert checked.returncode == 0 and "passed for resource rolebinding" in checked.stdout
+    [ingress] = [m for m in yaml.safe_load_all(told.stdout) if m["kind"] == "Ingress"]
+    [path] = ingress["spec"]["rules"][0]["http"]["paths"]
+    assert path["backend"]["service"]["name"] == "mine-specserve-router"
+
+
 REFUSED = {
     "no word about keys": (["auth.allowNoKeys=false"], "set exactly one of auth.keys"),
     "two ways to keys": (["auth.existingSecret=mine"], "set exactly one of auth.keys"),
@@ -194,6 +236,11 @@ REFUSED = {
     "more pods at least than at most": (
         ["autoscaling.kind=hpa", "autoscaling.minReplicas=9"],
         "exceeds autoscaling.maxReplicas",
+    ),
+    "a router without an image": (["router.enabled=true"], "set router.image"),
+    "a router before keys": (
+        ["router.enabled=true", "router.image=a", "auth.allowNoKeys=false", "auth.keys={a}"],
+        "router.enabled needs servers without keys",
     ),
     "an ingress without a host": (["ingress.enabled=true"], "set ingress.host"),
     "a certificate": (["config.server.tls_certificate_file=a"], "TLS is the ingress's"),

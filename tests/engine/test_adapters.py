@@ -1,6 +1,7 @@
 """Adapters of requests: each has the text that it has alone, whatever comes and goes beside it."""
 
 import gc
+import json
 import shutil
 from random import Random
 
@@ -8,10 +9,11 @@ import pytest
 import torch
 
 from specserve.config import load_config
+from specserve.engine.adapters import GONE
 from specserve.engine.build import assemble
-from specserve.engine.process import report
+from specserve.engine.process import loaded_adapters, report
 from specserve.errors import ConfigError
-from specserve.exchange.messages import Begun
+from specserve.exchange.messages import Begun, frame
 from specserve.exchange.sampling_params import Sampling
 from tests.adapters import write_adapter
 from tests.checkpoints import tiny_checkpoint
@@ -267,7 +269,7 @@ def test_an_adapter_that_was_forgotten_and_loaded_again_stays(models, root):
     assert ref.digest in engine.adapters.residents
 
 
-def test_files_that_have_changed_end_their_own_requests_alone(models, root, tmp_path):
+def test_files_that_have_changed_end_their_own_requests_alone(models, root, tmp_path, caplog):
     folder = shutil.copytree(root / "adapter-0", tmp_path / "adapter")
     engine = engine_with(models, num_slots=1)
     ref, prompt = load(engine, folder), [1, 2, 3]
@@ -277,11 +279,37 @@ def test_files_that_have_changed_end_their_own_requests_alone(models, root, tmp_
     bad, gone = (engine.add_choices(prompt, [sampling(5)], adapter=ref)[0], None)
     good = engine.add_choices(prompt, [sampling(5)], adapter=other)[0]
     outputs = finish(engine)
-    assert "other weights than when it was loaded" in outputs[bad.id][-1].failure
+    assert outputs[bad.id][-1].failure == GONE and "other weights" in caplog.text
+    assert outputs[bad.id][-1].blamed == "model"
     assert good.num_output == 5
     shutil.rmtree(folder)
     gone = engine.add_choices(prompt, [sampling(5)], adapter=ref)[0]
-    assert "missing" in finish(engine)[gone.id][-1].failure
+    assert finish(engine)[gone.id][-1].failure == GONE and "missing" in caplog.text
+
+
+def test_an_adapter_that_is_loaded_while_a_request_s_own_reading_waits_is_read_once(models, root):
+    engine = engine_with(models, num_slots=2)
+    refs = [load(engine, root / f"adapter-{i}") for i in range(4)]
+    for ref in refs:
+        engine.adapters.forget(ref.digest)
+    for i in range(3):  # each leaves its slot, is asked for, and is loaded meanwhile
+        request = engine.add_choices([1, 2], [sampling(5)], adapter=refs[i])[0]
+        engine.step()
+        load(engine, root / f"adapter-{i}")
+        finish(engine)
+        assert request.num_output == 5 and not engine.adapters.coming
+        engine.adapters.forget(refs[i].digest)
+
+
+@pytest.mark.parametrize("text", ["\ud800x", "a" * 10_000])
+def test_what_a_file_says_can_be_told_whatever_it_is(models, root, tmp_path, text):
+    folder = shutil.copytree(root / "adapter-0", tmp_path / "adapter")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", text: 1}))
+    engine = engine_with(models)
+    engine.adapters.load(str(folder))
+    engine.adapters.wait(60)
+    [answer] = loaded_adapters(engine)
+    assert answer.adapter is None and len(frame(answer)) < 2000
 
 
 def test_a_request_that_leaves_while_its_adapter_is_read_leaves_nothing(models, root):

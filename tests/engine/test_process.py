@@ -94,12 +94,13 @@ def test_what_an_order_says_of_its_caller_and_its_blocks_reaches_the_request(tar
     asks, caller, keys = [], Caller(7, 3), {"target": [b"key"]}
     order = structs.replace(asked(7, 1), keys=keys, caller=caller, begun=Begun([3], 1))
 
-    def add_choices(engine, *args, begun):
-        asks.append((*args, begun))
+    def add_choices(engine, *args, begun, adapter):
+        asks.append((*args, begun, adapter))
 
     monkeypatch.setattr(Engine, "add_choices", add_choices)
     run(target, [EngineCommands([order], [])])
-    assert asks == [([5, 17, 42], order.samplings, 7, keys, caller, order.begun)]
+    each = order.samplings, 7, keys, caller, order.begun, order.adapter
+    assert asks == [([5, 17, 42], *each)]
 
 
 class FreezeCounts:

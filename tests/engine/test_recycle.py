@@ -86,7 +86,7 @@ def test_successors_are_of_raw_logits_whatever_a_request_bans(engine, target):
     text, _ = run(engine)
     first = text[len(PROMPT)]
     run(engine, cache_salt="b", logit_bias={first: -100.0})
-    known = source_of(engine).owners.find((0, "b"))
+    known = source_of(engine).owners.find((0, "b", ""))
     slot = source_of(engine).table.find(known.number, PROMPT[-1])
     assert source_of(engine).table.best(slot)[0] == first
 

@@ -90,6 +90,30 @@ def test_a_step_with_more_rows_than_reserved_is_recorded_anew():
     both(program, eager, [1], [0])
 
 
+class Reads(Small):
+    """Adds the tokens' embeddings to the residual that it begins with."""
+
+    def on(self, ops):
+        return Reads(ops)
+
+    def forward(self, x, kv, plan, taps=()):
+        embedded = self.embed(plan.also[0])
+        return self.ops.rms_norm_add(embedded, self.weight, 1e-6, x), {}
+
+
+@pytest.mark.parametrize("make", [cpu.program, lambda model, kv, *_: EagerProgram(model, kv)])
+def test_a_forward_may_read_token_ids_beside_its_residual(make):
+    model, residual = Reads(cpu), random_tensor(3, WIDTH, seed=2)
+    kept, program, read = residual.clone(), make(model, STEP.kv, 8, 4), torch.tensor([2])
+    further = [torch.tensor([9])]
+    for ids in (torch.tensor([1, 2, 3]), torch.tensor([4, 0, 4])):
+        got = program.run(STEP.rows(), ids, read, further, residual)
+        want = cpu.rms_norm_add(model.embed(ids), model.weight, 1e-6, residual.clone())
+        assert torch.equal(got.residual, want) and torch.equal(residual, kept)
+        assert torch.equal(got.logits, model.logits(want, read))
+        assert list(got.also) == further
+
+
 def negate(x):
     return -x
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from specserve.errors import ConfigError
-from specserve.models import adapter_config
+from specserve.models import adapter_config, adapters
 from specserve.models.adapters import adapter_bytes, fused_maps, read_adapter
 from specserve.models.decoder_config import load_config
 from specserve.models.loader import load_decoder, rows_of_qkv
@@ -294,8 +294,68 @@ def test_a_config_is_refused_by_the_name_of_its_field(config, tmp_path, told, me
 def test_an_expression_that_never_ends_is_refused_after_a_while(config, tmp_path):
     for field in ("target_modules", "exclude_modules"):
         write_adapter(tmp_path, **{field: "(.*)" * 9 + r"\1\2[!?]"})
-        with pytest.raises(ConfigError, match=r"adapter_config.json: .* takes too long; take an"):
+        with pytest.raises(ConfigError, match=r"adapter_config.json: .* takes? too long; take an"):
             digest(config, tmp_path)
+
+
+def test_a_file_is_read_as_far_as_an_adapter_can_be_large(config, tmp_path, monkeypatch):
+    write_adapter(tmp_path, r=2)
+    size = (tmp_path / "adapter_model.safetensors").stat().st_size
+    with (tmp_path / "adapter_model.safetensors").open("ab") as file:
+        file.truncate(1 << 33)  # of which nothing is on the disk
+    with pytest.raises(ConfigError, match=r"more than \d+ bytes, which an adapter .* has at most"):
+        digest(config, tmp_path)
+    with (tmp_path / "adapter_model.safetensors").open("r+b") as file:
+        file.truncate(size - 10)
+    with pytest.raises(ConfigError, match="no readable safetensors file, cut short"):
+        digest(config, tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
+    with pytest.raises(ConfigError, match="its header is too large"):
+        digest(config, tmp_path)
+
+
+def test_a_config_is_read_as_far_as_one_can_be_large(config, tmp_path):
+    write_adapter(tmp_path)
+    with (tmp_path / "adapter_config.json").open("a") as file:
+        file.write(" " * (1 << 20))
+    with pytest.raises(ConfigError, match=r"adapter_config\.json: more than 1048576 bytes"):
+        digest(config, tmp_path)
+
+
+def test_many_expressions_take_no_longer_than_one(config, tmp_path):
+    write_adapter(
+        tmp_path, rank_pattern={f"(a|b{i})*[c-{chr(100 + i % 20)}]": 2 for i in range(20000)}
+    )
+    with pytest.raises(ConfigError, match="take too long"):
+        digest(config, tmp_path)
+
+
+def test_a_config_outside_of_the_folder_is_not_read(config, tmp_path):
+    write_adapter(tmp_path / "adapter")
+    secret = tmp_path / "secret.json"
+    secret.write_text('{"peft_type": "LORA", "password": "123"}')
+    (tmp_path / "adapter" / "adapter_config.json").unlink()
+    (tmp_path / "adapter" / "adapter_config.json").symlink_to(secret)
+    with pytest.raises(ConfigError, match="a link that leaves the folder") as refused:
+        digest(config, tmp_path / "adapter")
+    assert "123" not in str(refused.value)
+
+
+def test_what_is_hashed_is_what_is_used(config, tmp_path, monkeypatch):
+    """Also where the file is written to in between."""
+    write_adapter(tmp_path)
+    want = read_adapter(tmp_path, config, MAX_RANK, torch.float32)
+    load = adapters.load
+
+    def load_and_change(data):
+        tensors = load(data)
+        (tmp_path / "adapter_model.safetensors").write_bytes(b"0" * len(data))
+        return tensors
+
+    monkeypatch.setattr(adapters, "load", load_and_change)
+    got = read_adapter(tmp_path, config, MAX_RANK, torch.float32)
+    assert got.digest == want.digest
+    assert torch.equal(got.layers[0]["out"].up, want.layers[0]["out"].up)
 
 
 def named(module, matrix="A"):
@@ -322,8 +382,12 @@ def named(module, matrix="A"):
         (A, torch.zeros(3, 64), r"_A\.weight has the shape \[3, 64\], and .* ask for \[2, 64\]"),
         (B, torch.zeros(63, 2), r"_B\.weight has the shape \[63, 2\], and .* ask for \[64, 2\]"),
         (A, torch.zeros(128), r"_A\.weight has the shape \[128\]"),
-        (B, torch.zeros(64, 2).double(), r"_B\.weight has the type F64; supported are F32, F16"),
-        (A, torch.zeros(2, 64).int(), r"_A\.weight has the type I32; supported are F32, F16, BF16"),
+        (
+            B,
+            torch.zeros(64, 2).double(),
+            r"_B\.weight has the type float64; supported are float32, ",
+        ),
+        (A, torch.zeros(2, 64).int(), r"_A\.weight has the type int32; supported are float32"),
         (A, torch.full((2, 64), float("nan")), r"_A\.weight has numbers that are not finite"),
         (B, torch.full((64, 2), 3e38), "not finite, or not once they are scaled; download"),
         (

@@ -96,7 +96,7 @@ def begun(server, body, path=COMPLETIONS):
     """A connection on which a request has been sent; its answer is not awaited."""
     connection = HTTPConnection("127.0.0.1", server.port, timeout=10)
     with contextlib.closing(connection):
-        connection.request("POST", path, json.dumps(body).encode())
+        connection.request("POST", path, json.dumps(body).encode(), dict(server.headers))
         yield connection
 
 

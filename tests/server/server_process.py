@@ -147,7 +147,13 @@ def with_paths(env):
 
 
 def children_of(pid):
-    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+    """Of all its threads."""
+    lists = [Path(f"/proc/{pid}/task", thread, "children") for thread in threads_of(pid)]
+    return [int(child) for each in lists for child in each.read_text().split()]
+
+
+def threads_of(pid):
+    return os.listdir(f"/proc/{pid}/task")
 
 
 def payloads(response):

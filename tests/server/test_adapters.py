@@ -4,10 +4,14 @@ import os
 import re
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 
 from specserve import cli
+from specserve.config import LoraConfig
+from specserve.errors import ConfigError
+from specserve.server import adapters
 from tests.adapters import write_adapter
 from tests.checkpoints import tiny_checkpoint
 from tests.server.asking import CHAT, COMPLETIONS, chat_body, completion_body, streamed
@@ -110,7 +114,9 @@ def test_an_adapter_is_loaded_used_and_unloaded(server):
     assert answer.status == 200 and answer.body["deleted"] is True
     assert names(server) == ["tiny", "sql"]
     answer = server.post(COMPLETIONS, LONG | {"model": "one"})
-    assert answer.status == 404 and answer.body["error"]["code"] == "model_not_found"
+    error = answer.body["error"]
+    assert answer.status == 404 and error["code"] == "model_not_found"
+    assert error["message"].endswith("'tiny' is, with the adapters sql")
     assert server.post(UNLOAD, {"lora_name": "one"}).status == 404
 
 
@@ -156,6 +162,8 @@ def test_other_content_at_the_same_path_and_name_is_another_adapter(server, root
         ("tiny", "adapter-0", "the model itself has it"),
         ("sql", "adapter-0", "an adapter has it"),
         ("a\nb", "adapter-0", "characters that can be shown"),
+        ("a,b", "adapter-0", "leave out commas"),
+        ("x", "strange", "no folder below lora.folder"),
         ("pickled", "pickled", "a pickle, which can run code"),
         ("wide", "wide", "rank 32, and at most 16"),
         ("wrong", "wrong", "has the shape"),
@@ -178,6 +186,7 @@ def test_what_cannot_be_loaded_is_refused_and_changes_nothing(server, root, name
         "biased": lambda at: write_adapter(at, base, bias="all"),
         "saving": lambda at: write_adapter(at, base, modules_to_save=["lm_head"]),
         "forever": lambda at: write_adapter(at, base, rank_pattern={"(.*)" * 9 + r"\3\4[!?]": 2}),
+        "strange": lambda at: strange(at, base),
         "link": lambda at: at.symlink_to(root / "outside"),
     }
     if path in makes and not (home / path).exists():
@@ -187,9 +196,30 @@ def test_what_cannot_be_loaded_is_refused_and_changes_nothing(server, root, name
     assert answer.status == 400
     error = answer.body["error"]
     assert error["type"] == "invalid_request_error"
+    is_of_name = path == "adapter-0"
+    assert error["param"] == ("lora_name" if is_of_name else "lora_path")
     assert re.search(message, error["message"]), error["message"]
     assert names(server) == before
     assert text(server, "sql")
+
+
+def strange(link, base):
+    """A link to a folder whose name is no text."""
+    folder = Path(os.fsdecode(os.fsencode(link.parent) + b"/\xff"))
+    write_adapter(folder, base)
+    link.symlink_to(folder)
+
+
+def test_a_hub_id_is_never_a_folder(root, monkeypatch):
+    monkeypatch.chdir(root)
+    asked = []
+    monkeypatch.setattr(adapters, "download", lambda path: asked.append(path) or Path("hub"))
+    lora = LoraConfig(allow_hub=True)
+    assert adapters.find_folder(lora, "adapters/adapter-0") == Path("hub")
+    assert asked == ["adapters/adapter-0"]
+    for path in ("../tiny", "adapters/..", "/etc/x", "a/b/c", "a", "~/b", "a/b\n"):
+        with pytest.raises(ConfigError, match="and no hub id that this server may read"):
+            adapters.find_folder(lora, path)
 
 
 def pickled(folder, base):
@@ -288,6 +318,8 @@ def test_another_engine_process_goes_on_with_adapters(root):
         (["--lora-modules", "tiny=."], "the model itself has it"),
         (["--lora-modules", "a=.", "--max-loras", "0"], "lora.modules is of no use"),
         (["--max-lora-rank", "0"], "lora.max_rank = 0 is refused"),
+        (["--enable-lora", "--max-loras", "0"], "--enable-lora: lora.max_loras = 0"),
+        (["--set", "lora.folder=/missing"], "lora.folder = '/missing': no such folder"),
     ],
 )
 def test_flags_that_are_wrong_are_one_line(root, capsys, flags, message):

@@ -1,4 +1,4 @@
-"""vllm-router before two servers: answers, prefix hits, and a server that leaves."""
+"""vllm-router before two servers: its policies, and a server that leaves."""
 
 import contextlib
 import socket
@@ -102,6 +102,20 @@ def test_a_prompt_goes_where_its_prefix_is(servers, routed):
     assert all(cached(f"{prompt}And then") >= 64 for prompt in prompts)
     # Each of the two has one of the prompts.
     assert all(server.metric(HITS) >= n + 64 for server, n in zip(servers, before, strict=True))
+
+
+def test_a_session_stays_with_its_server(servers, routed):
+    router = routed("consistent_hash", servers)
+
+    def answering(session):
+        before = [server.metric(GENERATED) for server in servers]
+        for number in range(3):
+            body = completion_body(prompt=f"{number} cats", max_tokens=5)
+            assert router.post(COMPLETIONS, body, headers={"X-Session-Id": session}).status == 200
+        return [server.metric(GENERATED) - n for server, n in zip(servers, before, strict=True)]
+
+    found = [answering(f"session {number}") for number in range(8)]
+    assert {tuple(each) for each in found} == {(15, 0), (0, 15)}
 
 
 def test_a_server_that_leaves_ends_its_streams_and_gets_no_more(folder, routed):

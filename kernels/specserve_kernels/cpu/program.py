@@ -119,8 +119,8 @@ class NativeProgram:
         step.num_rows[STEP], step.num_rows[READ] = R, n
         step.num_rows[ADAPTED] = found.take_adapters(rows.adapters)
         step.read, step.rows = read.data_ptr(), addressof(placed)
+        step.token_ids = None if token_ids is None else token_ids.data_ptr()
         if residual is None:
-            step.token_ids = given.data_ptr()
             self.run_pieces(found.from_ids)
         else:
             found.entry.tensor[:R].copy_(residual)

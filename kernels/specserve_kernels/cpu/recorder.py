@@ -99,7 +99,7 @@ class Plan(NamedTuple):
 
     num_heads: int
     head_dim: int
-    also: Sequence[Tensor] = ()
+    also: "tuple[Index, Index]"  # a step's token ids, and the rows that are read
 
 
 class Adapted(NamedTuple):
@@ -144,7 +144,7 @@ class Recorder:
     ) -> Plan:
         args, lengths = arguments.plan_attention(kv, num_heads, windows)
         self.note("plan_attention", args, STEP, lengths)
-        return Plan(num_heads, kv.layers[0].k.shape[3])
+        return Plan(num_heads, kv.layers[0].k.shape[3], (Index(STEP), Index(READ)))
 
     def embed(self, table: Tensor | Codes, token_ids: Any, dtype: torch.dtype) -> Any:
         if isinstance(table, Tensor):

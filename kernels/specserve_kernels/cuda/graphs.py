@@ -1,8 +1,8 @@
 """Forwards recorded as CUDA graphs: a step of few rows is one launch in place of some hundred.
 
 A graph is recorded for some numbers of rows, and takes steps of up to so many: unused rows are
-written nowhere, and nobody reads what comes of them. Steps of more rows, and those that have rows
-with adapters, run op by op.
+written nowhere, and nobody reads what comes of them. Steps of more rows, those that have rows with
+adapters, and those that begin with a residual run op by op.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -84,7 +84,7 @@ class GraphProgram:
         residual: Tensor | None = None,
     ) -> Outputs:
         R = len(rows.positions)
-        is_recorded = rows.adapters is None
+        is_recorded = rows.adapters is None and residual is None
         size = next((size for size in SIZES if size >= R and is_recorded), None)
         if size is None or token_ids is None or not self.inputs_of(size).fits(rows, also):
             outputs = self.eager.run(rows, token_ids, read, also, residual)

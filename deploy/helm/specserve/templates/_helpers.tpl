@@ -122,6 +122,12 @@ timeoutSeconds: 5
 {{- if and (eq .Values.autoscaling.kind "keda") (not .Values.autoscaling.prometheusAddress) -}}
 {{- fail "autoscaling.kind = keda asks Prometheus: set autoscaling.prometheusAddress" -}}
 {{- end -}}
+{{- if and .Values.router.enabled (not $auth.allowNoKeys) -}}
+{{- fail "router.enabled needs servers without keys, as vllm-router asks /health without one: set auth.allowNoKeys = true instead of keys, and check them before the router" -}}
+{{- end -}}
+{{- if and .Values.router.enabled (not .Values.router.image) -}}
+{{- fail "router.enabled needs an image that has vllm-router: set router.image" -}}
+{{- end -}}
 {{- if and .Values.ingress.enabled (not .Values.ingress.host) -}}
 {{- fail "ingress.enabled needs a host name: set ingress.host" -}}
 {{- end -}}

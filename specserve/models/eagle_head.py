@@ -1,0 +1,122 @@
+"""An EAGLE-3 head (Li et al. 2503.01840): guesses tokens from what the target's layers had of the
+token before, and from its own last rows where the target has none yet.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specserve.memory import KVLayout
+from specserve.models.decoder import Decoder
+from specserve.models.eagle_config import EagleConfig
+from specserve_kernels import KVCache, Ops, Program, Rows
+
+
+class EagleWeights(NamedTuple):
+    """What a head has beside a decoder's weights; linear maps are packed, norms are float32.
+
+    fuse            [hidden, width of the taps]
+    taps_norm       [width of the taps]   None: they are not normalized together
+    tap_norms       [target's hidden] each; none: they are not normalized one by one
+    feature_norm    [hidden]              before the first layer; None: its own norm is as others'
+    embedding_norm  [hidden]
+    embedding_qkv   [(H + 2 Hk) D, hidden]  the embedding's part of the first layer's map
+    targets         [draft V] int64       the target's id of each token that the head knows
+    """
+
+    fuse: Any
+    taps_norm: Tensor | None
+    tap_norms: Sequence[Tensor]
+    feature_norm: Tensor | None
+    embedding_norm: Tensor
+    embedding_qkv: Any
+    targets: Tensor
+
+
+class EagleHead:
+    """Features and token ids in, logits out; the KV of every row is written on the way.
+
+    The row at position i has the feature of token i and the id of token i + 1, and its logits are
+    of token i + 2. A feature is made of the target's taps by `fuse`, or it is the row that an
+    earlier draft step gave: the residual of the program's outputs. A program's run takes features
+    as its residual, and token ids beside them. The logits are of the head's own vocabulary.
+
+    `body` is a decoder of the head's layers. The first layer's map to queries, keys and values
+    takes embedding and feature side by side: here it is two maps, whose results are added.
+    """
+
+    def __init__(self, config: EagleConfig, body: Decoder, weights: EagleWeights) -> None:
+        self.config, self.body, self.weights = config, body, weights
+
+    def on(self, ops: Ops) -> "EagleHead":
+        """As of `Decoder`, and so are the methods that are not described here."""
+        return EagleHead(self.config, self.body.on(ops), self.weights)
+
+    @property
+    def ops(self) -> Ops:
+        return self.body.ops
+
+    @property
+    def num_heads(self) -> int:
+        return self.body.num_heads
+
+    @property
+    def windows(self) -> Sequence[int | None]:
+        return self.body.windows
+
+    def kv_layouts(self, dtype: torch.dtype | None = None) -> tuple[KVLayout, ...]:
+        return self.body.kv_layouts(dtype)
+
+    def program(self, kv: KVCache, max_rows: int, max_read: int) -> Program:
+        return self.ops.program(self, kv, max_rows, max_read)
+
+    def plan(self, rows: Rows, kv: KVCache, also: Sequence[Tensor] = ()) -> Any:
+        """`also` begins with the token ids."""
+        return self.body.plan(rows, kv, also)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self.body.embed(token_ids)
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        """Features [R, hidden] of the target's taps side by side, [R, n * its hidden]."""
+        ops, weights, eps = self.ops, self.weights, self.config.layers.norm_eps
+        if weights.taps_norm is not None:
+            taps = ops.rms_norm(taps, weights.taps_norm, eps)
+        if weights.tap_norms:
+            taps = ops.copy(taps)
+        for i, norm in enumerate(weights.tap_norms):
+            taps = ops.rms_norm_columns(taps, i * len(norm), norm, eps)
+        return ops.linear(taps, weights.fuse)
+
+    def forward(
+        self, features: Tensor, kv: KVCache, plan: Any, taps: Collection[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """What the next draft step takes as features, and no taps.
+
+        features  [R, hidden]  they are written to
+        ->        [R, hidden]  what `logits` takes
+        """
+        assert not taps, "a head's layers cannot be tapped"
+        body, weights = self.body, self.weights
+        first, *others = zip(body.weights.layers, kv.layers, strict=True)
+        embedding = body.norm(body.embed(plan.also[0]), weights.embedding_norm)
+        qkv = self.ops.linear(embedding, weights.embedding_qkv)
+        residual = body.norm(features, weights.feature_norm)
+        residual = body.layer(first[0], residual, first[1], plan, qkv)
+        for layer, cache in others:
+            residual = body.layer(layer, residual, cache, plan)
+        if self.config.norm_output:
+            residual = body.norm(residual, body.weights.norm)
+        return residual, {}
+
+    def logits(self, residual: Tensor, rows: Tensor) -> Tensor:
+        """The logits [n, draft V] after some rows of what `forward` gave, [n] int64, ascending."""
+        if not self.config.norm_output:
+            return self.body.logits(residual, rows)
+        return self.ops.linear(self.ops.take_rows(residual, rows), self.body.weights.head)
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """The target's ids of tokens of the head's own vocabulary, both int64."""
+        return self.weights.targets[draft_ids]

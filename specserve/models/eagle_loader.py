@@ -1,0 +1,224 @@
+"""Loading an EAGLE-3 head from a folder, for the target whose taps it reads."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specserve.errors import ConfigError
+from specserve.models.checkpoint import Checkpoint, unquantized
+from specserve.models.decoder import Decoder, Weights
+from specserve.models.decoder_config import tensor_shapes
+from specserve.models.eagle_config import TAPS, EagleConfig, load_eagle_config
+from specserve.models.eagle_head import EagleHead, EagleWeights
+from specserve.models.loader import (
+    EMBEDDING,
+    HEAD,
+    Reader,
+    Tables,
+    read_layer,
+    rotary_tables,
+    rows_of_qkv,
+    table_of,
+)
+from specserve.models.quantized.maps import QuantizedMaps
+from specserve.models.shape import Shape
+from specserve_drafters.tree import TREE_SLOTS
+
+MODEL, FIRST, OTHER_FIRST = "model.", "layers.0", "midlayer"  # files name the first layer so or so
+EMBEDDED, EMBEDDING_NORM = "embedded", "embedding_norm.weight"  # see `places`
+OFFSETS, KNOWN = "d2t", "t2d"
+INTEGERS = ("I64", "I32")
+ALL = slice(None)
+
+
+class Part(NamedTuple):
+    """A tensor's columns, in the manner of safetensors' files: of names, it has but its own."""
+
+    file: Any
+    name: str
+    columns: slice
+
+    def get_slice(self, name: str) -> "Part":
+        return self
+
+    def get_shape(self) -> list[int]:
+        whole = torch.empty(self.file.get_slice(self.name).get_shape(), device="meta")
+        return list(whole[..., self.columns].shape)
+
+    def get_dtype(self) -> str:
+        return str(self.file.get_slice(self.name).get_dtype())
+
+    def get_tensor(self, name: str) -> Tensor:
+        """A view of the file's."""
+        tensor: Tensor = self.file.get_tensor(self.name)
+        return tensor[..., self.columns]
+
+
+def load_eagle_head(folder: Path, target: Decoder) -> EagleHead:
+    """The folder's head, in the target's dtype, for as many positions as the target has."""
+    config, ops = load_eagle_config(folder), target.ops
+    check_target(folder, config, target.config)
+    checkpoint = Checkpoint(folder)
+    targets = read_targets(checkpoint, config)
+    shapes = shown_shapes(config)
+    if EMBEDDING.removeprefix(MODEL) not in checkpoint:
+        check_same_width(folder, config)
+        del shapes[EMBEDDING]
+    show(checkpoint, config, shapes)
+    reader = Reader(checkpoint, shapes, QuantizedMaps(checkpoint, shapes, None), target.dtype, ops)
+    tables = rotary_tables(config.layers, target.num_positions - TREE_SLOTS, ops)
+    own = read_own(reader, config, ops.place(targets))
+    body = read_body(reader, config, tables, target)
+    if config.norm_before_residual:
+        first, *others = body.layers
+        own = own._replace(feature_norm=first.attention_norm)
+        body = body._replace(layers=(first._replace(attention_norm=None), *others))
+    return EagleHead(config, Decoder(config.layers, ops, tables.all_positions, body), own)
+
+
+def read_body(reader: Reader, config: EagleConfig, tables: Tables, target: Decoder) -> Weights:
+    layers, has_table = config.layers, EMBEDDING in reader.shapes
+    return Weights(
+        head=reader.read_weight("lm_head"),
+        embedding=reader.read_embedding() if has_table else target.weights.embedding,
+        layers=tuple(
+            read_layer(reader, layers, i, table_of(layers, i, tables))
+            for i in range(layers.num_layers)
+        ),
+        norm=reader.read_norm(f"{MODEL}norm.weight", adds_one=False),
+        dtype=reader.dtype,
+        forms=reader.forms,
+    )
+
+
+def check_target(folder: Path, config: EagleConfig, target: Shape) -> None:
+    """ConfigError unless the head was made for such a target."""
+    sizes = {
+        "target_hidden_size": (config.target_hidden_size, "hidden_size", target.hidden_size),
+        "vocab_size": (config.layers.vocab_size, "vocab_size", target.vocab_size),
+    }
+    for key, (has, name, wanted) in sizes.items():
+        if has != wanted:
+            raise ConfigError(
+                f"{folder}/config.json: {key} = {has}, and the target's {name} is {wanted}; take a "
+                "head that was trained for this target"
+            )
+    if config.taps[-1] >= target.num_layers:
+        raise ConfigError(
+            f"{folder}/config.json: {TAPS} = {list(config.taps)}, and the target has the layers 0 "
+            f"to {target.num_layers - 1}; take a head that was trained for this target"
+        )
+
+
+def check_same_width(folder: Path, config: EagleConfig) -> None:
+    """ConfigError where the target's embedding cannot be the head's."""
+    hidden, target = config.layers.hidden_size, config.target_hidden_size
+    if hidden != target:
+        raise ConfigError(
+            f"{folder}: the tensor embed_tokens.weight is missing, and the target's has {target} "
+            f"columns in place of {hidden}; download the head again"
+        )
+
+
+def shown_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors of a head under the names that a decoder's have, where it has such."""
+    layers, hidden = config.layers, config.layers.hidden_size
+    shapes = tensor_shapes(layers) | {
+        HEAD: (config.draft_vocab_size, hidden),
+        "fc.weight": (hidden, config.width),
+        EMBEDDING_NORM: (hidden,),
+    }
+    for name in layers.qkv_names:
+        shapes[f"{EMBEDDED}.{name}.weight"] = shapes[f"{MODEL}{FIRST}.{name}.weight"]
+    if config.norm_before_fc:
+        shapes["input_norm.weight"] = (config.width,)
+    if config.fc_norm:
+        norms = (f"fc_norm.{i}.weight" for i in range(len(config.taps)))
+        shapes |= dict.fromkeys(norms, (config.target_hidden_size,))
+    return shapes
+
+
+def places(config: EagleConfig, first: str) -> dict[str, tuple[str, slice]]:
+    """Where a file has what is shown under another name: a tensor's name, and its columns.
+
+    The first layer's queries, keys and values are made of embedding and feature side by side. Shown
+    are a layer that reads the feature, as others read the residual, and maps of the embedding.
+    """
+    hidden, shown = config.layers.hidden_size, f"{MODEL}{FIRST}"
+    found = {
+        EMBEDDING_NORM: (f"{first}.input_layernorm.weight", ALL),
+        f"{shown}.input_layernorm.weight": (f"{first}.hidden_norm.weight", ALL),
+    }
+    for name in config.layers.qkv_names:
+        found[f"{EMBEDDED}.{name}.weight"] = f"{first}.{name}.weight", slice(hidden)
+        found[f"{shown}.{name}.weight"] = f"{first}.{name}.weight", slice(hidden, None)
+    return found
+
+
+def show(
+    checkpoint: Checkpoint, config: EagleConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Have the tensors under the names that `shapes` has; ConfigError unless they are all there."""
+    has_other = any(name.startswith(f"{OTHER_FIRST}.") for name in checkpoint.files)
+    first = OTHER_FIRST if has_other else FIRST
+    placed, expected = places(config, first), {}
+    for name, shape in shapes.items():
+        own = name.removeprefix(MODEL)
+        if own.startswith(f"{FIRST}."):
+            own = first + own.removeprefix(FIRST)
+        own, columns = placed.setdefault(name, (own, ALL))
+        expected[own] = shape if columns == ALL else (shape[0], 2 * shape[1])
+    checkpoint.check(unquantized(expected))
+    checkpoint.show(
+        {name: Part(checkpoint.files[placed[name][0]], *placed[name]) for name in shapes}
+    )
+
+
+def read_own(reader: Reader, config: EagleConfig, targets: Tensor) -> EagleWeights:
+    maps = [f"{EMBEDDED}.{name}" for name in config.layers.qkv_names]
+
+    def norm(name: str) -> Tensor:
+        return reader.read_norm(name, adds_one=False)
+
+    return EagleWeights(
+        fuse=reader.read_weight("fc"),
+        taps_norm=norm("input_norm.weight") if config.norm_before_fc else None,
+        tap_norms=[norm(f"fc_norm.{i}.weight") for i in range(len(config.taps)) if config.fc_norm],
+        feature_norm=None,
+        embedding_norm=norm(EMBEDDING_NORM),
+        embedding_qkv=reader.read_weight(*maps, rows=rows_of_qkv(config.layers)),
+        targets=targets,
+    )
+
+
+def read_targets(checkpoint: Checkpoint, config: EagleConfig) -> Tensor:
+    """The target's id of each of the head's tokens, [draft V] int64; they are taken out of the
+    checkpoint, with the list of those that the head knows, which says the same.
+    """
+    files, size = checkpoint.files, config.draft_vocab_size
+    own = torch.arange(size)
+    if OFFSETS in files:
+        stored = checkpoint.stored(OFFSETS)
+        if stored.shape != (size,) or stored.dtypes[0] not in INTEGERS:
+            raise ConfigError(
+                f"{checkpoint.folder}: the tensor {OFFSETS} has the shape {list(stored.shape)} and "
+                f"the type {stored.dtypes[0]}, and config.json asks for {size} integers; correct "
+                "its draft_vocab_size, or download the head again"
+            )
+        own += files[OFFSETS].get_tensor(OFFSETS)
+    elif size != config.layers.vocab_size:
+        raise ConfigError(
+            f"{checkpoint.folder}: the tensor {OFFSETS} is missing, so that nothing says which of "
+            f"the target's {config.layers.vocab_size} tokens the head's {size} are; download the "
+            "head again"
+        )
+    if own.min() < 0 or own.max() >= config.layers.vocab_size:
+        raise ConfigError(
+            f"{checkpoint.folder}: the tensor {OFFSETS} names tokens that the target lacks, from "
+            f"{own.min()} to {own.max()} of {config.layers.vocab_size}; download the head again"
+        )
+    checkpoint.show({name: file for name, file in files.items() if name not in (OFFSETS, KNOWN)})
+    return own
