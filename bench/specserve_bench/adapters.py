@@ -93,8 +93,9 @@ def started(
     """An engine with so many requests, all in midst of their outputs."""
     decoder = model.decoder
     slots = {} if chosen is None else {"lora.max_loras": SLOTS, "lora.max_rank": rank}
+    held = number * (max_len + TREE_SLOTS + BLOCK_SIZE)  # tokens
     settings = {
-        "memory.kv_bytes": number * (max_len + TREE_SLOTS + BLOCK_SIZE) * kv_token_bytes(decoder.config),
+        "memory.kv_bytes": held * kv_token_bytes(decoder.config),
         "memory.block_size": BLOCK_SIZE,
         "memory.prefix_cache": False,
         "scheduler.max_running": number,
