@@ -260,7 +260,7 @@ class AsyncLLM:
             self.adapters.check_new(name, in_place)
             folder = await asyncio.to_thread(resolve, str(path))
             ref = await engine.client.load_adapter(str(folder))
-            unnamed = self.adapters.put(name, ref)
+            unnamed = self.adapters.put(name, ref, str(path))
             if unnamed is not None:
                 engine.client.forget_adapter(unnamed)
 

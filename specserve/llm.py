@@ -291,7 +291,7 @@ class LLM:
         assert adapters is not None, "names are refused where there are no slots"
         adapter = adapters.read(folder)
         with self.lock, interrupts_held():
-            unnamed = self.adapters.put(name, adapters.welcome(str(folder), adapter))
+            unnamed = self.adapters.put(name, adapters.welcome(str(folder), adapter), str(path))
             if unnamed is not None:
                 adapters.forget(unnamed)
 

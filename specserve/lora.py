@@ -1,6 +1,5 @@
 """The adapters that requests choose by name. Does not import torch."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,8 +10,6 @@ from specserve.config import Config
 from specserve.errors import ConfigError, RequestError
 from specserve.exchange.adapter import AdapterRef
 from specserve.models.folder import resolve
-
-log = logging.getLogger("specserve")
 
 MAX_NAME = 256  # characters
 NO_SLOTS = (
@@ -43,6 +40,7 @@ class AdapterNames:
         """`model` is the name of the model without an adapter."""
         self.lora, self.model = config.lora, model
         self.known: dict[str, AdapterRef] = {}
+        self.paths: dict[str, str] = {}  # as they were given
 
     def find(self, name: str) -> AdapterRef:
         """RequestError for a name that is not known."""
@@ -72,10 +70,10 @@ class AdapterNames:
                 "(load_inplace)"
             )
 
-    def put(self, name: str, ref: AdapterRef) -> str | None:
+    def put(self, name: str, ref: AdapterRef, path: str = "") -> str | None:
         """Have the name stand for this from now on; the digest that no name has any more."""
         before = self.known.get(name)
-        self.known[name] = ref
+        self.known[name], self.paths[name] = ref, path
         return self.unnamed(before)
 
     def remove(self, name: str) -> str | None:
@@ -121,8 +119,8 @@ def asked_adapters(lora: Any, lora_request: Any, number: int) -> list[str | LoRA
 
 def is_to_be_loaded(asked: LoRARequest, names: AdapterNames) -> bool:
     """Whether its name stands for nothing yet, or for what was read at another path."""
-    ref = names.known.get(asked.lora_name)
-    return asked.lora_path != "" and (ref is None or asked.lora_path != ref.folder)
+    known = names.paths.get(asked.lora_name) if asked.lora_name in names.known else None
+    return asked.lora_path not in ("", known)
 
 
 def worded(known: Mapping[str, Any] | Sequence[str]) -> str:

@@ -73,6 +73,16 @@ def test_vllms_request_loads_what_is_at_its_path(llm, root):
     llm.unload_lora_adapter("two")
 
 
+def test_what_is_at_a_path_is_read_once_however_the_path_is_written(llm, root, monkeypatch):
+    read, folders = llm.engine.adapters.read, []
+    monkeypatch.setattr(llm.engine.adapters, "read", lambda at: folders.append(at) or read(at))
+    monkeypatch.chdir(root)
+    for path in ("./two/", "./two/", "two", "two"):
+        llm.generate(PROMPT, GREEDY, lora_request=LoRARequest("three", 3, path))
+    llm.unload_lora_adapter("three")
+    assert len(folders) == 2
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
