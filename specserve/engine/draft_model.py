@@ -2,25 +2,22 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from specserve.engine.executor import ModelExecutor
 from specserve.engine.runner import Runner
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.memory import BlockTable
-from specserve.scheduling import Request, ScheduledRequest, Scheduler
-from specserve.scheduling.cost import StepCosts
+from specserve.scheduling import Request, Scheduler
 from specserve_drafters import ROOT, Draft, DraftItem, Nodes
-from specserve_drafters.candidates import Rules
-from specserve_drafters.tree import MAX_NODES, TREE_SLOTS
 
 # Known tokens that a step usually leaves to the draft model: the bonus token, and the last accepted
 # guess if the draft model had not run it.
 USUAL_LAG = 2
 
 
-class DraftModel:
+class DraftModel(ModelExecutor):
     """An Executor: gives a drafter access to the draft model for the requests of a step.
 
     Slots [0, T) of a request's draft table hold the KV of its known tokens; node e of the step has
@@ -28,35 +25,17 @@ class DraftModel:
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
-        self.runner, self.ops, self.scheduler = runner, runner.ops, scheduler
-        self.costs = StepCosts(scheduler.budget.max_batched_tokens)
-        room = runner.decoder.num_positions - TREE_SLOTS
-        self.max_len = min(runner.decoder.config.max_positions, room)
-        self.requests: dict[int, Request] = {}  # of this step
-        self.masks: dict[int, list[int]] = {}  # by request; of its nodes in this step
-        self.nodes: dict[int, list[tuple[int, int]]] = {}  # their tokens and parents
-        self.spare = 0  # blocks that draft KV may take in this step
-        self.num_rows = 0  # that it has run in all
-        self.asked: set[int] = set()  # requests of this step that are to be run
-        self.rules: dict[int, Rules] = {}  # by request, until `forget`
+        super().__init__(runner, scheduler)
+        self.max_len = min(runner.decoder.config.max_positions, self.max_len)
 
-    def forget(self, id: int) -> None:
-        """Drop what is kept of a request: it has ended."""
-        self.rules.pop(id, None)
+    def table(self, request: Request) -> BlockTable:
+        return request.draft_table
 
-    def lend(self, requests: Sequence[Request]) -> None:
-        """Begin a step in which the drafter may run these requests.
+    def usual_rows(self, request: Request) -> int:
+        return min(request.draft_gap, USUAL_LAG)
 
-        Draft KV takes only blocks that are not reserved for running requests, and leaves one more
-        free for each of them.
-        """
-        self.requests = {r.id: r for r in requests}
-        self.masks, self.nodes, self.asked = {}, {}, set()
-        self.spare = self.scheduler.num_unreserved - len(self.scheduler.running)
-
-    def take_back(self) -> None:
-        """End executor access: a later `extend` or `expand` of a request raises KeyError."""
-        self.requests = {}
+    def missing(self, request: Request) -> int:
+        return max(0, request.draft_gap - USUAL_LAG)
 
     def extend(self, items: Sequence[DraftItem]) -> tuple[list[int], Tensor]:
         """Executor.extend. A request is left out until its first token is known: nothing of the
@@ -84,8 +63,7 @@ class DraftModel:
         for group in groups:
             group.table.num_computed += len(group.token_ids)
         ready = [r.id for r in ahead if r.draft_gap == 0]
-        for id in ready:
-            self.masks[id], self.nodes[id] = [], []
+        self.begin_nodes(ready)
         place = {item.id: i for i, item in enumerate(items)}
         return [place[id] for id in ready], self.masked(logits, [(id, ROOT) for id in ready])
 
@@ -103,57 +81,17 @@ class DraftModel:
     def begin(self, request: Request) -> None:
         """Take the cached draft KV of the request's known tokens, within the spare blocks."""
         if request.draft_gap > USUAL_LAG and not self.waits(request):
-            before = self.scheduler.pool.num_available
             request.find_draft_prefix(self.spare)
-            self.spare -= before - self.scheduler.pool.num_available
 
     def expand(self, nodes: Sequence[Nodes]) -> tuple[list[int], Tensor]:
-        groups, fit, rows = [], [], self.scheduler.budget.max_batched_tokens
-        for i, (id, tokens, parents) in enumerate(nodes):
-            self.check_ids(tokens)
-            masks, table = self.masks[id], self.requests[id].draft_table
-            known, first = table.num_computed, len(masks)
-            end = known + first + len(tokens)
-            is_full = first + len(tokens) > MAX_NODES or end > self.max_len
-            if len(tokens) > rows or is_full or not self.try_reserve(table, end):
-                continue
-            rows -= len(tokens)
-            for parent in parents:
-                above = masks[parent - 1] if parent != ROOT else 0
-                masks.append(above | 1 << len(masks))
-            size, start = len(tokens), known + first
-            groups.append(RowGroup(table, tokens, start, size, known, masks[first:]))
-            fit.append(i)
-        logits, rows_of = self.forward([groups]), list[tuple[int, int]]()
-        for id, tokens, parents in (nodes[i] for i in fit):
-            first = len(self.nodes[id]) + 1
-            self.nodes[id] += zip(tokens, parents, strict=True)
-            rows_of += [(id, first + k) for k in range(len(tokens))]
-        return fit, self.masked(logits, rows_of)
-
-    def masked(self, logits: Tensor, nodes: Sequence[tuple[int, int]]) -> Tensor:
-        """Logits after nodes of requests, in place without ids that the request's rules forbid."""
-        for row, (id, node) in enumerate(nodes) if self.rules else ():
-            if id in self.rules:
-                is_allowed = self.allowed(id, node)[: logits.shape[1]]
-                logits[row].masked_fill_(~is_allowed.to(logits.device), float("-inf"))
-        return logits
-
-    def allowed(self, id: int, node: int) -> Tensor:
-        """[V] bool: which ids may come after a node; all where none may, as nothing follows it."""
-        path = list[int]()
-        while node != ROOT:
-            token, node = self.nodes[id][node - 1]
-            path.insert(0, token)
-        words = self.rules[id].mask(path)
-        is_allowed = np.unpackbits(words.view(np.uint8), bitorder="little").view(np.bool_)
-        return torch.from_numpy(is_allowed if is_allowed.any() else ~is_allowed)
-
-    def check_ids(self, tokens: Sequence[int]) -> None:
-        """IndexError for a token that the draft model's embedding does not have."""
-        vocab_size = self.runner.decoder.config.vocab_size
-        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-            raise IndexError(f"a node's token is no id: ids lie in [0, {vocab_size})")
+        fit, groups, rows_of = self.number(nodes), list[RowGroup](), list[tuple[int, int]]()
+        for i, before in fit:
+            id, tokens, _ = nodes[i]
+            table, size = self.requests[id].draft_table, len(tokens)
+            known, masks = table.num_computed, self.masks[id][before : before + size]
+            groups.append(RowGroup(table, tokens, known + before, size, known, masks))
+            rows_of += [(id, before + k) for k in range(1, size + 1)]
+        return [i for i, _ in fit], self.masked(self.forward([groups]), rows_of)
 
     def forward(self, launches: list[list[RowGroup]]) -> Tensor:
         """The logits of the rows that are read, in order; all of them are in the last launch. An
@@ -170,13 +108,6 @@ class DraftModel:
             self.take_back()
             raise
         return logits
-
-    def try_reserve(self, table: BlockTable, num_slots: int) -> bool:
-        missing = table.missing(num_slots)
-        if missing > max(0, self.spare) or not table.try_reserve(num_slots):
-            return False
-        self.spare -= missing
-        return True
 
     def waits(self, request: Request) -> bool:
         """Whether the leader, lent as well, is still computing the draft KV of their prompt."""
@@ -200,10 +131,6 @@ class DraftModel:
             and r.draft_table.key(r.token_ids, place) == key
             for r in ahead
         )
-
-    def is_catching_up(self, item: ScheduledRequest) -> bool:
-        """Whether a root had no guesses of the draft model, as its draft KV was incomplete."""
-        return item.request.id in self.asked and item.request.id not in self.masks
 
     def keep(self, request: Request, draft: Draft, nodes: Sequence[int]) -> None:
         """Keep the draft KV of the accepted nodes that the draft model has run; the next launch
