@@ -20,6 +20,7 @@ from specserve_drafters.tree import MAX_NODES
 # A small pair of models in the package, used where none is named.
 DEMO = Path(__file__).parent / "demo" / "weights"
 DEMO_TARGET, DEMO_DRAFT = DEMO / "specserve-demo", DEMO / "specserve-demo-draft"
+DEMO_HEAD = DEMO / "specserve-demo-head"
 STREAM_INTERVAL = 50.0  # milliseconds
 USUAL_LORAS = 4  # adapters whose requests run at once
 TLS_FILES = "tls_certificate_file", "tls_key_file"
@@ -171,14 +172,24 @@ class DrafterConfig(Section, frozen=True):
     name: Annotated[
         Name,
         about(
-            'auto, none, ngram, model or a "package.module:Class"; auto asks n-grams and, where '
-            "there is one, the draft model, and verifies the guesses that it expects to save time; "
-            "the others verify all that they guess, up to the limits of [speculation]"
+            'auto, none, ngram, model, eagle or a "package.module:Class"; auto asks n-grams and, '
+            "where there are such, a draft model and a head of the target, and verifies the "
+            "guesses that it expects to save time; the others verify all that they guess, up to "
+            "the limits of [speculation]"
         ),
     ] = "auto"
     model: Annotated[
         Name | None,
-        about("the draft model, as model.path; unset: none, or the demo pair's own"),
+        about(
+            "the draft model, as model.path, or an EAGLE-3 head; unset: none, or the demo pair's"
+        ),
+    ] = None
+    head: Annotated[
+        Name | None,
+        about(
+            "an EAGLE-3 head of the target, a local folder or a hub id; unset: drafter.model where "
+            "that is one, or the target's own MTP layers, or the demo's head"
+        ),
     ] = None
     quantize: Annotated[
         Literal["w8a8", "w8", "w4"] | None, about("as model.quantize, for the draft model")
@@ -195,7 +206,7 @@ class DrafterConfig(Section, frozen=True):
         if "." in self.name and ":" not in self.name:
             raise ValueError(
                 f"drafter.name = {self.name!r} is neither a built-in name (auto, none, ngram, "
-                "model) nor 'package.module:Class'"
+                "model, eagle) nor 'package.module:Class'"
             )
 
 
@@ -439,12 +450,19 @@ class Config(Section, frozen=True):
                 f"drafter.quantize = {self.drafter.quantize!r} needs a draft model: set "
                 "drafter.model (--draft-model), or leave it out"
             )
+        if self.drafter.name in ("none", "ngram", "model") and self.drafter.head is not None:
+            raise ValueError(
+                f"drafter.name = {self.drafter.name!r} has no use for drafter.head = "
+                f"{self.drafter.head!r}: drop one of them"
+            )
         if self.drafter.name in ("none", "ngram") and self.drafter.quantize is not None:
             raise ValueError(
                 f"drafter.name = {self.drafter.name!r} has no use for drafter.quantize = "
                 f"{self.drafter.quantize!r}: drop one of them"
             )
-        for key, named in ("model.path", self.model.path), ("drafter.model", self.drafter.model):
+        drafter = self.drafter
+        others = "model.path", "drafter.model", "drafter.head"
+        for key, named in zip(others, (self.model.path, drafter.model, drafter.head), strict=True):
             if self.model.demo_cost is not None and named is not None:
                 raise ValueError(
                     f"model.demo_cost = {self.model.demo_cost!r} is of the demo pair, and {key} = "
@@ -491,6 +509,13 @@ class Config(Section, frozen=True):
         """The draft model, if there is any."""
         demo = str(self.demo(DEMO_DRAFT)) if self.model.path is None else None
         return self.drafter.model or demo
+
+    @property
+    def head(self) -> str | None:
+        """The draft head that is named, or the demo's; drafter.model may name one, too."""
+        if self.drafter.head is not None or self.model.path is not None or self.drafter.model:
+            return self.drafter.head
+        return str(self.demo(DEMO_HEAD)) if DEMO_HEAD.is_dir() else None
 
     @property
     def drafter_name(self) -> str:
@@ -570,6 +595,7 @@ ARGUMENTS = {  # of the Python API
     "dtype": "model.dtype",
     "quantize": "model.quantize",
     "draft_model": "drafter.model",
+    "draft_head": "drafter.head",
     "draft_quantize": "drafter.quantize",
     "drafter": "drafter.name",
     # vLLM's own names

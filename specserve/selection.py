@@ -7,11 +7,13 @@ from typing import Any
 
 from specserve.config import Config
 from specserve.errors import ConfigError
+from specserve.models.eagle_config import is_head
 from specserve.models.folder import Scaled, name_of, resolve
+from specserve.models.mtp_config import has_mtp
 from specserve.models.shape import Shape
 from specserve.models.source import open_source
 from specserve_drafters import DrafterError
-from specserve_drafters.auto import BUILT_IN
+from specserve_drafters.auto import BUILT_IN, EAGLE
 from specserve_drafters.base import (
     BUILTIN,
     drafter_options,
@@ -36,16 +38,58 @@ def resolve_draft(config: Config) -> Path:
             f"drafter {config.drafter_name!r} needs a draft model: set drafter.model, or say "
             "--draft-model"
         )
+    if names_head(config):
+        raise ConfigError(
+            f"drafter {config.drafter_name!r} needs a draft model, and drafter.model = "
+            f"{config.draft!r} is a head: take drafter.name = {EAGLE!r}, or name the head as "
+            "drafter.head (--draft-head) beside a draft model"
+        )
     return resolve(config.draft)
+
+
+def names_head(config: Config) -> bool:
+    """Whether drafter.model names a head of the target."""
+    named = config.drafter.model
+    return named is not None and is_head(resolve(named))
+
+
+def resolve_head(config: Config) -> Path | None:
+    """The folder of the head that a drafter may run, which may be the target's own; None if there
+    is none.
+    """
+    if config.drafter.head is not None and names_head(config):
+        raise ConfigError(
+            f"drafter.model = {config.drafter.model!r} is a head, and so is drafter.head = "
+            f"{config.drafter.head!r}: name one of them"
+        )
+    named = config.drafter.model if names_head(config) else config.head
+    if named is not None:
+        return resolve(named)
+    target = resolve_model(config)
+    return target if has_mtp(target) else None
+
+
+def needs_head(config: Config) -> bool:
+    """Whether the drafter runs a head of the target. ConfigError where it has to, and none is
+    there.
+    """
+    if config.drafter_name == EAGLE and resolve_head(config) is None:
+        raise ConfigError(
+            f"drafter {EAGLE!r} needs a head of the target: set drafter.head, or say --draft-model "
+            "and the head's folder"
+        )
+    is_source = config.drafter_name == "auto" and EAGLE in auto_options(config).sources
+    return config.drafter_name == EAGLE or (is_source and resolve_head(config) is not None)
 
 
 def needs_draft_model(config: Config) -> bool:
     """Whether the drafter uses a draft model; imports the drafter's module."""
-    if config.drafter_name == "none":
+    if config.drafter_name in ("none", EAGLE):
         return False
     try:
         if config.drafter_name == "auto":
-            return config.draft is not None and runs_draft_model(auto_options(config).sources)
+            is_there = config.draft is not None and not names_head(config)
+            return is_there and runs_draft_model(auto_options(config).sources)
         return bool(getattr(find_drafter(config.drafter_name), "needs_executor", False))
     except DrafterError as e:
         raise ConfigError(f"drafter.name: {e}") from e
@@ -104,11 +148,13 @@ def check_sources(
         )
     if [*names] == ["model"] and config.draft is None:
         raise DrafterError("drafter.options.sources has model alone: set drafter.model, too")
-    if config.drafter.model is not None and not runs_draft_model(names):
-        raise DrafterError(
-            f"drafter.model = {config.drafter.model!r} is of no use: drafter.options.sources has "
-            "no source that runs it, as model does"
-        )
+    runs = {"model": runs_draft_model(names) or EAGLE in names, "head": EAGLE in names}
+    for key, is_used in runs.items():
+        if (named := getattr(config.drafter, key)) is not None and not is_used:
+            raise DrafterError(
+                f"drafter.{key} = {named!r} is of no use: drafter.options.sources has no source "
+                f"that runs it, as {'model' if key == 'model' else EAGLE} does"
+            )
 
 
 def check_drafter_name(config: Config) -> None:

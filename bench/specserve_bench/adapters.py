@@ -16,6 +16,7 @@ from specserve.config import load_config
 from specserve.engine.build import assemble
 from specserve.engine.engine import Engine
 from specserve.engine.loading import Model, ModelKey
+from specserve.engine.pool_plan import Models
 from specserve.engine.tuning import tune
 from specserve.exchange.adapter import AdapterRef
 from specserve.exchange.sampling_params import Sampling
@@ -102,7 +103,7 @@ def started(
         "drafter.name": "none",
     }
     config = load_config(None, settings | slots)
-    engine = assemble(config, decoder, None, max_len)
+    engine = assemble(config, Models(decoder), max_len)
     tune(model, engine.target, engine.pool, config, max_len)
     refs = list[AdapterRef | None]()
     if engine.adapters is not None:

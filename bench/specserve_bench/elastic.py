@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from specserve import LLM, SamplingParams
 from specserve.block_keys import Keys
 from specserve.config import DEMO_DRAFT
+from specserve.engine.draft_model import DraftModel
 from specserve.memory import BlockPool, BlockTable
-from specserve.scheduling import Request
 from specserve_bench.scale import scale_model
 from specserve_bench.workloads import source_tokens
 
@@ -128,7 +128,7 @@ def split(llm: LLM, draft_share: float) -> None:
     drafts.updates = pool.updates
     drafts.free = list(range(total - 1, kept - 1, -1))
     pool.free, pool.num_blocks = list(range(kept - 1, -1, -1)), kept
-    make_table, lend = engine.table, draft_model.lend
+    make_table = engine.table
 
     def table(model: str, salt: str, keys: Keys | None = None, adapter: str = "") -> BlockTable:
         made = make_table(model, salt, keys, adapter)
@@ -136,9 +136,11 @@ def split(llm: LLM, draft_share: float) -> None:
             made.pool = drafts
         return made
 
-    def lend_all(requests: Sequence[Request]) -> None:
-        lend(requests)
-        draft_model.spare = drafts.num_available
+    class Apart(DraftModel):
+        @property
+        def spare(self) -> int:
+            return drafts.num_available
 
-    engine.table, draft_model.lend = table, lend_all  # type: ignore[method-assign]
+    draft_model.__class__ = Apart
+    engine.table = table  # type: ignore[method-assign]
     scheduler.reclaim = lambda keeper: False  # type: ignore[method-assign]

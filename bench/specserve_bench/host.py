@@ -209,9 +209,9 @@ def planning_parts(guesses: PlannedGuesses) -> list[tuple[Any, str, str]]:
         (guesses, "learn", "learn"),
     ]
     parts += [(source, "candidates", "draft") for source in guesses.sources]
-    if guesses.model is not None:
-        named = ("grow", "draft"), ("branch", "merge"), ("best", "choose")
-        parts += [(guesses.model, name, phase) for name, phase in named]
+    named = ("grow", "draft"), ("branch", "merge"), ("best", "choose")
+    for grower in guesses.growers:
+        parts += [(grower.source, name, phase) for name, phase in named]
     parts += [(Levels, name, "choose") for name in ("first", "next", "ran")]
     parts += [(Trie, name, "merge") for name in ("merge", "draft")]
     return parts

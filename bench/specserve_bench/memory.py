@@ -12,6 +12,7 @@ import torch
 from specserve import LLM, SamplingParams
 from specserve.config import load_config
 from specserve.engine.build import assemble
+from specserve.engine.pool_plan import Models
 from specserve.engine.tuning import choose_threads
 from specserve.exchange.sampling_params import Sampling
 from specserve.models.loader import load_decoder
@@ -203,7 +204,7 @@ def overhead(shape: Path) -> dict[str, Any]:
         "drafter.name": "none",
     }
     config = load_config(None, settings)
-    engine = assemble(config, decoder, None, 512)
+    engine = assemble(config, Models(decoder), 512)
     engine.target.threads, _ = choose_threads(engine.target, engine.pool, config, 512)
     rng = random.Random(0)
     beginning = [rng.randrange(decoder.config.vocab_size) for _ in range(prompt // 2)]

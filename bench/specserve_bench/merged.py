@@ -1,5 +1,6 @@
 """What one tree of all sources brings: tokens a step, at as many guesses as a drafter verifies."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -122,7 +123,8 @@ def one_round(llm: LLM, asked: Workload, price: float = 0.0) -> Tree:
     llm.engine.reset_learned()
     guesses = llm.engine.guesses
     if isinstance(guesses, PlannedGuesses) and guesses.draft_model is not None:
-        guesses.planner.costs, guesses.draft_model.costs = RowCosts(price), NoCosts(0.0)
+        guesses.planner.costs, model = RowCosts(price), guesses.draft_model
+        model.costs = model.first_costs = NoCosts(0.0)
         guesses.learned = Owners(asked_always)
     told = Local(llm, is_warm=True).run(asked, Load(concurrency=1)).speculation
     assert told is not None and told.steps, "an engine of this process tells of its steps"
@@ -131,7 +133,7 @@ def one_round(llm: LLM, asked: Workload, price: float = 0.0) -> Tree:
 
 def asked_always() -> Learned:
     learned = Learned()
-    learned.turns = learned.model_turns = EveryTurn()
+    learned.turns, learned.level_turns = EveryTurn(), defaultdict(EveryTurn)
     return learned
 
 

@@ -18,6 +18,7 @@ from specserve.engine.build import assemble
 from specserve.engine.engine import Engine
 from specserve.engine.loading import Model, ModelKey
 from specserve.engine.logprobs import asked_logprobs, tell_drawn
+from specserve.engine.pool_plan import Models
 from specserve.engine.step_input import Draws, draws_of, plain_draws
 from specserve.engine.text_state import TextState
 from specserve.engine.tuning import tune
@@ -149,7 +150,7 @@ def load_engines(folder: Path, rounds: int) -> dict[tuple[int, str], Engine]:
 def started(model: Model, guesses: int, asked: str, max_len: int) -> Engine:
     decoder = model.decoder
     config = load_config(None, settings(decoder, guesses, max_len))
-    engine = assemble(config, decoder, None, max_len)
+    engine = assemble(config, Models(decoder), max_len)
     tune(model, engine.target, engine.pool, config, max_len)
     vocab_size = decoder.config.vocab_size
     chance = random.Random(1)

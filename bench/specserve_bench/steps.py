@@ -12,6 +12,7 @@ import torch
 from specserve.config import load_config
 from specserve.engine.build import assemble
 from specserve.engine.loading import Model, ModelKey
+from specserve.engine.pool_plan import Models
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.engine.tuning import tune
 from specserve.memory import BlockTable
@@ -130,7 +131,7 @@ class Steps:
         num_tokens = sum(length + 2 * BLOCK_SIZE for length in lengths) + TREE_SLOTS
         kv_bytes = num_tokens * kv_token_bytes(self.config)
         config = load_config(None, settings(kv_bytes, len(lengths)))
-        engine = assemble(config, decoder, None, longest)
+        engine = assemble(config, Models(decoder), longest)
         self.runner, self.pool = engine.target, engine.pool
         self.runner.arena.blocks.fill_(0x3F)  # numbers near 0.7: pages of zeros would be one page
         key = ModelKey(name, "cpu", "auto", "bf16", longest)

@@ -7,7 +7,8 @@ from msgspec import Meta, field
 from specserve_drafters import base
 from specserve_drafters.tree import MAX_NODES
 
-USUAL = "ngram", "model", "grammar", "prediction"
+EAGLE = "eagle"  # the source that is a head of the target
+USUAL = "ngram", "model", EAGLE, "grammar", "prediction"
 BUILT_IN = *USUAL, "suffix", "recycle"
 
 
@@ -15,11 +16,11 @@ class Auto:
     """The options of the sources that the engine asks and plans by itself."""
 
     class Options(base.Options, frozen=True):
-        # ngram, model (where there is a draft model), grammar, prediction, suffix, recycle, and
-        # drafters as package.module:Class
+        # ngram, model (where there is a draft model), eagle (where there is a head), grammar,
+        # prediction, suffix, recycle, and drafters as package.module:Class
         sources: Annotated[tuple[str, ...], Meta(min_length=1, max_length=16)] = USUAL
         # of the drafters among them, by these names
         source_options: dict[str, dict[str, Any]] = field(default_factory=dict)
-        max_depth: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 16  # levels of the draft model
+        max_depth: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 16  # levels of a model
         width: Annotated[int, Meta(ge=1, le=16)] = 4  # nodes run a level, and children a node
         tau: Annotated[float, Meta(gt=0, le=4)] = 1.0  # see Ops.top_children

@@ -18,6 +18,7 @@ BUILTIN = {
     "auto": "specserve_drafters.auto:Auto",
     "ngram": "specserve_drafters.ngram:NgramDrafter",
     "model": "specserve_drafters.model:ModelDrafter",
+    "eagle": "specserve_drafters.model:ModelDrafter",  # with a head as its model
 }
 
 
@@ -133,8 +134,8 @@ def find_source(name: str) -> Any:
     """The class of a user's drafter that is one of the sources of `auto`."""
     if name in BUILTIN or ":" not in name:
         raise DrafterError(
-            f"drafter.options.sources: no source {name!r}; there are ngram, model, grammar, "
-            "prediction, suffix, recycle and package.module:Class"
+            f"drafter.options.sources: no source {name!r}; there are ngram, model, eagle, "
+            "grammar, prediction, suffix, recycle and package.module:Class"
         )
     cls = find_drafter(name)
     if not any(callable(getattr(cls, method, None)) for method in ("propose", "candidates")):

@@ -1,4 +1,4 @@
-"""A draft model as one of several sources: it adds children to the likeliest candidates.
+"""A model as one of several sources: it adds children to the likeliest candidates.
 
 Each level is a forward of the draft model over the candidates that are worth it. Its children are
 ranked with the noise that the target will draw with.
@@ -50,15 +50,24 @@ class Grown(NamedTuple):
 
 
 class ModelSource:
-    """A draft model's guesses, added level by level to what other sources have proposed."""
+    """A model's guesses, added level by level to what other sources have proposed."""
 
-    name = "model"
-
-    def __init__(self, executor: base.Executor, max_depth: int, width: int, tau: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        executor: base.Executor,
+        max_depth: int,
+        width: int,
+        tau: float,
+        is_kept: bool = True,
+    ) -> None:
         """`width` is the most nodes run of a request and level, and the most children of a node;
-        `tau` see Ops.top_children.
+        `tau` see Ops.top_children; `is_kept`: the model keeps the KV of accepted nodes, so drafts
+        have its numbers.
         """
-        self.executor, self.max_depth, self.width, self.tau = executor, max_depth, width, tau
+        self.name, self.executor, self.is_kept = name, executor, is_kept
+        self.max_depth, self.width, self.tau = max_depth, width, tau
+        self.numbers: dict[Place, int] = {}  # the model's own, of the nodes that it has run
 
     def grow(
         self, grown: Sequence[Grown], levels: Levels, grammar: GrammarSource | None = None
@@ -71,7 +80,8 @@ class ModelSource:
             return
         ready, logits = self.executor.extend([grown[i].item for i in chosen])
         rows: list[Place] = [(chosen[i], ROOT) for i in ready]
-        run = dict.fromkeys(chosen, 0)  # nodes that the draft model has run
+        run = dict.fromkeys(chosen, 0)  # nodes that the model has run
+        self.numbers = {}
         for depth in range(1, self.max_depth + 1):
             before = self.branch(rows, grown, logits) if rows else []
             ends = children(rows, grown)
@@ -130,6 +140,17 @@ class ModelSource:
         size = levels.next([reach for reach, _, _ in fit])
         return [(i, node) for _, i, node in fit[:size]]
 
+    def with_those_above(self, i: int, trie: Trie, nodes: Sequence[int]) -> list[int]:
+        """Nodes and, before each, those above it that the model has not run."""
+        found: dict[int, None] = {}
+        for node in nodes:
+            path = []
+            while node != ROOT and (i, node) not in self.numbers and node not in found:
+                path.append(node)
+                node = trie.parents[node]
+            found |= dict.fromkeys(reversed(path))
+        return [*found]
+
     def expand(
         self, rows: Sequence[Place], grown: Sequence[Grown], run: dict[int, int]
     ) -> "tuple[list[Place], Tensor]":
@@ -142,10 +163,10 @@ class ModelSource:
         asked, every = list[base.Nodes](), list[list[int]]()
         for i, nodes in by_request.items():
             item, trie, _ = grown[i]
-            every.append(with_those_above(trie, nodes))
+            every.append(self.with_those_above(i, trie, nodes))
             numbers = {node: k for k, node in enumerate(every[-1], run[i] + 1)}
             above = [trie.parents[node] for node in every[-1]]
-            parents = [numbers.get(node, trie.expanded[node]) for node in above]
+            parents = [numbers.get(node, self.numbers.get((i, node), ROOT)) for node in above]
             asked.append(base.Nodes(item.id, [trie.tokens[node] for node in every[-1]], parents))
         fit, logits = self.executor.expand(asked)
         requests, ran, read = [*by_request], list[Place](), list[bool]()
@@ -153,24 +174,14 @@ class ModelSource:
             i = requests[place]
             for node in every[place]:
                 run[i] += 1
-                grown[i].trie.expanded[node] = run[i]
+                self.numbers[i, node] = run[i]
+                if self.is_kept:
+                    grown[i].trie.expanded[node] = run[i]
                 read.append(node in by_request[i])
                 ran += [(i, node)] if read[-1] else []
         return ran, logits if all(read) else logits[
             [k for k, is_read in enumerate(read) if is_read]
         ]
-
-
-def with_those_above(trie: Trie, nodes: Sequence[int]) -> list[int]:
-    """Nodes and, before each, those above it that the draft model has not run."""
-    found: dict[int, None] = {}
-    for node in nodes:
-        path = []
-        while node != ROOT and not trie.expanded[node] and node not in found:
-            path.append(node)
-            node = trie.parents[node]
-        found |= dict.fromkeys(reversed(path))
-    return [*found]
 
 
 def forced_end(trie: Trie, node: int) -> int:

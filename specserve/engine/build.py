@@ -10,11 +10,13 @@ from specserve.engine.adapters import Adapters
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.engine import Engine, seconds
 from specserve.engine.grammars import Grammars, Vocabulary
+from specserve.engine.grower import Grower
 from specserve.engine.guesses import FixedGuesses, Guesses
+from specserve.engine.head_model import HeadModel
 from specserve.engine.kept_costs import KeptCosts, costs_file
 from specserve.engine.loading import Model, Progress, Weights, load_weights, settled
 from specserve.engine.planned_guesses import PlannedGuesses
-from specserve.engine.pool_plan import build_pool, pool_words
+from specserve.engine.pool_plan import Models, build_pool, pool_words
 from specserve.engine.runner import Runner
 from specserve.engine.source import Source, UserCode, UserSource
 from specserve.engine.tuning import model_key, tune
@@ -31,7 +33,7 @@ from specserve.scheduling.cost import StepCosts
 from specserve.scheduling.scheduler import StepBudget
 from specserve.selection import check_drafter, context_length, resolve_model
 from specserve_drafters import DrafterError, make_drafter
-from specserve_drafters.auto import BUILT_IN
+from specserve_drafters.auto import BUILT_IN, EAGLE
 from specserve_drafters.base import drafter_options
 from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model_source import ModelSource
@@ -78,17 +80,20 @@ def build(
     if is_served:
         grammars.prepare()
     weights = load_weights(config, progress, phases, known)
-    target, draft = weights
+    target, draft, head = weights
     config = settled(config, target)
     max_len = context_length(config, target.decoder.config)
     with phases.phase("pool"):
         decoders = target.decoder, draft.decoder if draft else None
-        engine = assemble(config, *decoders, max_len, known_sources)
+        models = Models(*decoders, weights.draft_head)
+        engine = assemble(config, models, max_len, known_sources)
         phases.note("pool", pool_words(config, engine.pool))
     engine.grammars = grammars
     runners = {"target threads": (target, engine.target)}
     if engine.draft_model is not None and draft is not None:
         runners["draft threads"] = draft, engine.draft_model.runner
+    if engine.head is not None and head is not None:
+        runners["head threads"] = head, engine.head.runner
     for name, (model, runner) in runners.items():
         phases.note(name.replace("threads", "forward"), runner.program.words)
         with phases.phase(name):
@@ -102,21 +107,20 @@ def build(
 
 
 def assemble(
-    config: Config,
-    target: LoadedModel,
-    draft: LoadedModel | None,
-    max_len: int,
-    known_sources: Iterable[str] = (),
+    config: Config, models: Models, max_len: int, known_sources: Iterable[str] = ()
 ) -> Engine:
     """An engine for models that are loaded already."""
-    adapters = build_adapters(config, target)
+    adapters = build_adapters(config, models.target)
     if adapters is not None:
-        target = adapters.slots.decoder
-    runners, pool = build_pool(config, target, draft, max_len)
+        models = models._replace(target=adapters.slots.decoder)
+    target, draft, _ = models
+    runners, pool = build_pool(config, models, max_len)
     scheduler = Scheduler(step_budget(config, target, draft), pool)
-    draft_model = DraftModel(runners[1], scheduler) if len(runners) > 1 else None
+    draft_model = DraftModel(runners.draft, scheduler) if runners.draft else None
     names = kv_names(config, target, draft) if config.memory.prefix_cache else None
-    engine = Engine(runners[0], scheduler, draft_model, names)
+    engine = Engine(runners.target, scheduler, draft_model, names)
+    if runners.head is not None and models.head is not None:
+        engine.head = HeadModel(runners.head, models.head, runners.target, scheduler)
     engine.adapters = adapters
     engine.stats.sources.update({name: SourceStats() for name in known_sources})
     engine.guesses = build_guesses(config, engine, draft_model)
@@ -153,7 +157,9 @@ def read_vocabulary(config: Config) -> Vocabulary:
 def kept_costs(config: Config, engine: Engine) -> list[KeptCosts]:
     """The costs of both models' steps, which begin with what earlier starts have shown."""
     target = kept_costs_of_model(config, engine.target, engine.scheduler.costs)
-    return [target, *kept_costs_of(config, engine.draft_model)]
+    head = engine.head
+    of_head = [] if head is None else [kept_costs_of_model(config, head.runner, head.costs)]
+    return [target, *of_head, *kept_costs_of(config, engine.draft_model)]
 
 
 def kept_costs_of(config: Config, draft_model: DraftModel | None) -> list[KeptCosts]:
@@ -193,11 +199,12 @@ def build_guesses(
         if config.drafter_name == "auto":
             earlier = before if isinstance(before, PlannedGuesses) else None
             return planned_guesses(config, engine, draft_model, earlier)
-        drafter = make_drafter(config.drafter_name, config.drafter.options, draft_model)
+        name = config.drafter_name
+        lent = engine.head if name == EAGLE else draft_model
+        drafter = make_drafter(name, config.drafter.options, lent)
     except DrafterError as e:
         raise ConfigError(str(e)) from e
-    name = config.drafter_name
-    return FixedGuesses(name, drafter, engine.scheduler, draft_model, vocab_size, user_code)
+    return FixedGuesses(name, drafter, engine.scheduler, lent, vocab_size, user_code)
 
 
 def planned_guesses(
@@ -207,31 +214,38 @@ def planned_guesses(
     before: PlannedGuesses | None = None,
 ) -> PlannedGuesses:
     """From all sources of `drafter.options`; the draft model is one where there is one."""
-    options, model = drafter_options("auto", config.drafter.options), None
-    if draft_model is not None and "model" in options.sources:
-        model = ModelSource(draft_model, options.max_depth, options.width, options.tau)
-    names = [n for n in dict.fromkeys(options.sources) if n != "model" or model is not None]
+    options = drafter_options("auto", config.drafter.options)
+    sizes = options.max_depth, options.width, options.tau
+    # The cheaper one first: what it finds, the other need not.
+    run = {EAGLE: engine.head, "model": draft_model}
+    growers = [
+        Grower(ModelSource(name, model, *sizes, is_kept=model is draft_model), model)
+        for name, model in run.items()
+        if model is not None and name in options.sources
+    ]
+    there = {grower.name for grower in growers}
+    names = [n for n in dict.fromkeys(options.sources) if n not in run or n in there]
     known = {} if before is None else {source.name: source for source in before.sources}
     sources = [
         known[name]
         if name in known and name in BUILT_IN
         else build_source(name, options.source_options.get(name, {}), engine, draft_model)
         for name in names
-        if name != "model"
+        if name not in run
     ]
-    refuse_second_executor([s.name for s in sources if lent_to(s)], model)
+    refuse_second_executor([s.name for s in sources if lent_to(s)], "model" in there)
     user_code = UserCode(engine.stats)
     lent = engine.scheduler, draft_model, user_code
-    return PlannedGuesses(sources, model, *lent, names, before)
+    return PlannedGuesses(sources, growers, *lent, names, before)
 
 
 def lent_to(source: Source) -> bool:
     return bool(getattr(getattr(source, "drafter", None), "needs_executor", False))
 
 
-def refuse_second_executor(names: Sequence[str], model: ModelSource | None) -> None:
+def refuse_second_executor(names: Sequence[str], is_run: bool) -> None:
     """The draft model runs a request's known tokens for one source in a step, and no other."""
-    every = [*names, *(["model"] if model else [])]
+    every = [*names, *(["model"] if is_run else [])]
     if len(every) > 1:
         raise ConfigError(
             f"drafter.options.sources: {' and '.join(every)} would run the draft model in the same "

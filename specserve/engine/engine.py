@@ -13,9 +13,11 @@ from msgspec.structs import replace
 from specserve.block_keys import Keys, KVFormat, prompt_keys
 from specserve.engine.adapters import Adapters
 from specserve.engine.draft_model import DraftModel
+from specserve.engine.executor import ModelExecutor
 from specserve.engine.grammar_state import GrammarState
 from specserve.engine.grammars import Grammars
 from specserve.engine.guesses import Guesses
+from specserve.engine.head_model import HeadModel
 from specserve.engine.kept_costs import KeptCosts
 from specserve.engine.ledger import Told
 from specserve.engine.logprobs import asked_logprobs, tell_drawn, tell_prompts
@@ -41,6 +43,7 @@ from specserve.exchange.speculation_state import SpeculationState
 from specserve.exchange.step_output import Stats, StepOutput
 from specserve.memory import BlockPool, BlockTable
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
+from specserve_drafters.auto import EAGLE
 from specserve_kernels import is_out_of_memory
 
 log = logging.getLogger("specserve")
@@ -70,6 +73,7 @@ class Engine:
         """`names` identifies each model's KV in block keys; without it there is no prefix cache."""
         self.target, self.scheduler = target, scheduler
         self.draft_model = draft_model
+        self.head: HeadModel | None = None  # set where the target has one
         self.guesses: Guesses | None = None  # set where there is a drafter
         self.formats = self.kv_formats(names or {})  # of the models with a prefix cache
         self.requests: dict[int, Request] = {}  # all that have not ended
@@ -93,6 +97,11 @@ class Engine:
     def known_sources(self) -> tuple[str, ...]:
         """All that could ever guess, in the order of the bits in `Tree.sources`."""
         return tuple(self.stats.sources)
+
+    @property
+    def draft_models(self) -> list[ModelExecutor]:
+        """What runs guesses: the draft model and the target's head, where there are such."""
+        return [model for model in (self.draft_model, self.head) if model is not None]
 
     @property
     def pool(self) -> BlockPool:
@@ -119,6 +128,11 @@ class Engine:
         refused = self.admit_compiled() if self.is_compiling else []
         if self.adapters is not None and self.adapters.waiting:
             refused += self.admit_adapted(self.adapters)
+        if self.head is not None and self.head.steps:
+            try:
+                self.run_head(self.head)
+            except KVLost as e:
+                return refused + self.give_up([], e)
         scheduled = self.scheduler.plan()
         if not scheduled:
             self.wait_a_moment()
@@ -152,7 +166,7 @@ class Engine:
             first = self.text_state(choices[0], state)
             for request in choices:  # each has its own, as any of them may end before the others
                 self.states[request.id] = first if request is choices[0] else first.fork()
-                self.follow(request)
+                self.obey(request)
             self.queue(choices)
         return refused
 
@@ -183,13 +197,27 @@ class Engine:
         elif self.adapters is not None and (self.adapters.waiting or self.adapters.loading):
             self.adapters.wait(MOMENT)
 
-    def follow(self, request: Request) -> None:
+    def run_head(self, head: HeadModel) -> None:
+        """Have a head run the rows of the step before: its tokens have been told, and no block was
+        given to another request since. It may raise KVLost.
+        """
+        start = perf_counter()
+        with self.target.ops.lock:
+            head.follow()
+        seconds = perf_counter() - start
+        self.stats.draft_seconds += seconds
+        if (sums := self.stats.sources.get(EAGLE)) is not None:
+            sums.seconds += seconds
+            sums.saved_seconds -= seconds
+
+    def obey(self, request: Request) -> None:
         """Have guesses obey a request's grammar."""
         grammar = self.states[request.id].grammar
         if grammar is not None and self.guesses is not None:
             self.guesses.follow(request, grammar)
-        if grammar is not None and self.draft_model is not None:
-            self.draft_model.rules[request.id] = grammar
+        if grammar is not None:
+            for model in self.draft_models:
+                model.rules[request.id] = grammar
 
     def draft(self, scheduled: list[ScheduledRequest]) -> None:
         """Give the step's roots their drafts."""
@@ -299,6 +327,9 @@ class Engine:
         for item, path in zip(sampled, paths, strict=True):
             if path.nodes:
                 self.keep_kv(item, path)
+        if self.head is not None:
+            by_request = {s.request.id: path for s, path in zip(sampled, paths, strict=True)}
+            self.head.note(scheduled, by_request)
         for item in scheduled:
             if not item.is_sampled:
                 item.request.publish()
@@ -496,8 +527,9 @@ class Engine:
     def reset_learned(self) -> None:
         """Forget what steps have shown of costs and guesses; running requests go on."""
         self.scheduler.costs.reset()
-        if self.draft_model is not None:
-            self.draft_model.costs.reset()
+        for model in self.draft_models:
+            model.costs.reset()
+            model.first_costs.reset()
         if self.guesses is not None:
             self.guesses.reset()
 
@@ -547,8 +579,8 @@ class Engine:
         self.scheduler.remove(request)
         if self.guesses is not None:
             self.guesses.forget(id)
-        if self.draft_model is not None:
-            self.draft_model.forget(id)
+        for model in self.draft_models:
+            model.forget(id)
         assert not self.is_idle or self.pool.is_whole, "no request is left, but blocks are held"
 
     def give_up(self, scheduled: list[ScheduledRequest], error: Exception) -> list[StepOutput]:
@@ -559,6 +591,8 @@ class Engine:
         any request may be damaged: all requests end, and the prefix cache is emptied.
         """
         requests = [s.request for s in scheduled]
+        if self.head is not None:
+            self.head.drop()
         cause = error.__cause__ if isinstance(error, KVLost) else error
         if cause is None or not is_out_of_memory(cause):
             raise error
@@ -583,6 +617,9 @@ class Engine:
 
     def rest(self) -> None:
         """Do what takes a moment, as no request waits for a step."""
+        if self.head is not None and self.head.steps:
+            with torch.inference_mode():
+                self.run_head(self.head)
         for costs in self.kept:
             costs.keep()
 
@@ -605,6 +642,8 @@ class Engine:
         budget, costs = self.scheduler.budget, {"target": self.scheduler.costs}
         if self.draft_model is not None:
             costs["draft"] = self.draft_model.costs
+        if self.head is not None:
+            costs["head"] = self.head.costs
         state = SpeculationState(
             sources=self.sources,
             known_sources=self.known_sources,

@@ -18,8 +18,8 @@ from specserve_drafters.tree import MAX_NODES, TREE_SLOTS
 class ModelExecutor:
     """The part of an Executor that does not depend on how its model works.
 
-    Node e of a request's step has slot `known` + e - 1 of the table that the model's KV is in, where
-    `known` tokens of the request have KV of the model.
+    Node e of a request's step has the slot `num_computed` + e - 1 of the table that the model's KV
+    is in.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Protocol
 
-from specserve.engine.draft_model import DraftModel
+from specserve.engine.executor import ModelExecutor
 from specserve.engine.ledger import DraftSources, Ledger, Told
 from specserve.engine.runner import Answers, KVLost
 from specserve.engine.source import UserCode, UserSource, draft_item
@@ -74,7 +74,7 @@ class FixedGuesses:
         name: str,
         drafter: Drafter,
         scheduler: Scheduler,
-        draft_model: DraftModel | None,
+        draft_model: ModelExecutor | None,
         vocab_size: int,
         user_code: UserCode,
     ) -> None:

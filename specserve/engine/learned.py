@@ -28,11 +28,12 @@ class Learned:
 
     def __init__(self) -> None:
         self.calibration = Calibration()
-        self.turns, self.model_turns = Turns(), Turns()  # of planning what sources say; of levels
-        self.trials = Trials(last=LAST_TRIAL)  # of sources that are late, and of the draft model
+        self.turns = Turns()  # of planning what sources say
+        self.level_turns: dict[str, Turns] = defaultdict(Turns)  # of levels, by the model's source
+        self.trials = Trials(last=LAST_TRIAL)  # of sources that are late, and of models
         self.paces: dict[str, Pace] = defaultdict(Pace)  # by source
         self.share = 1.0  # of the seconds that sources promise to save, which guesses lately did
-        # Usual seconds of a request's guesses, without the draft model's. Which sources are asked,
+        # Usual seconds of a request's guesses, without those of models. Which sources are asked,
         # and how many guesses there are to plan, depends on what texts have shown.
         self.planning = 0.0
         self.is_warm = False  # the first guesses take far longer
@@ -49,7 +50,8 @@ class Learned:
     def next_step(self) -> None:
         self.num_roots = 0
         self.turns.next_step()
-        self.model_turns.next_step()
+        for turns in self.level_turns.values():
+            turns.next_step()
         self.share += (1 - self.share) * DOUBT
 
     def is_promising(self, seconds: float) -> bool:
@@ -86,15 +88,16 @@ class Learned:
         for each in (self.taken, self.saved, self.might_save, self.tried):
             each.clear()
 
-    def forget_model(self) -> None:
-        """Drop what was learnt of the draft model: another one takes its place."""
-        self.model_turns = Turns()
-        self.trials.worked("model")
-        for name in ("model", CHILDREN_BY + "model"):
-            self.calibration.drop(name)
+    def forget_model(self, name: str) -> None:
+        """Drop what was learnt of a model: another one takes its place."""
+        self.level_turns.pop(name, None)
+        self.trials.worked(name)
+        for judged in (name, CHILDREN_BY + name):
+            self.calibration.drop(judged)
 
     def forget(self, id: int) -> None:
         """Drop what was learnt for a request alone."""
         self.calibration.forget(id)
         self.turns.forget(id)
-        self.model_turns.forget(id)
+        for turns in self.level_turns.values():
+            turns.forget(id)

@@ -1,12 +1,13 @@
-"""How far the draft model runs in a step."""
+"""How far a model that guesses runs in a step."""
 
 from collections.abc import Sequence
 from itertools import accumulate
 from time import perf_counter
 
-from specserve.engine.draft_model import USUAL_LAG, DraftModel
+from specserve.engine.executor import ModelExecutor
 from specserve.engine.learned import Learned
 from specserve.scheduling import Request
+from specserve.scheduling.cost import StepCosts
 from specserve.scheduling.growth import Growth
 
 HOLD = 0.7  # of a level's reach that the next one has, as far as is known beforehand
@@ -14,7 +15,6 @@ HOLD = 0.7  # of a level's reach that the next one has, as far as is known befor
 LEAST_USE = 8
 # Levels of a trial: one alone, after a pause, takes up to three times as long as the next ones.
 TRIED = 3
-KEY = "model"  # of trials: one request of an owner, as what it shows holds for the others, too
 
 
 class Levels:
@@ -24,13 +24,13 @@ class Levels:
         self,
         growth: Growth,
         learned: Sequence[Learned],
-        draft_model: DraftModel,
+        name: str,
+        model: ModelExecutor,
         requests: Sequence[Request],
         max_depth: int,
     ) -> None:
-        """`learned` is by request."""
-        self.growth, self.draft_model, self.learned = growth, draft_model, learned
-        self.costs = draft_model.costs
+        """`name` is the model's as a source; `learned` is by request."""
+        self.growth, self.name, self.model, self.learned = growth, name, model, learned
         self.requests, self.max_depth = requests, max_depth
         self.context = sum(len(r.token_ids) for r in requests)
         self.tried: list[int] = []  # ids of requests that it was run for only as a trial
@@ -41,12 +41,11 @@ class Levels:
 
     def first(self, reach: Sequence[float]) -> list[int]:
         order = sorted(range(len(reach)), key=lambda i: reach[i], reverse=True)
-        lags = [min(self.requests[i].draft_gap, USUAL_LAG) for i in order]
-        rows = [0, *accumulate(lags)]
+        rows = [0, *accumulate(self.model.usual_rows(self.requests[i]) for i in order)]
         behind = sum(self.catching_up(self.requests[i]) for i in order)
 
         def seconds(n: int) -> float:
-            return behind + self.level_seconds(rows[n], n)
+            return behind + self.first_seconds(rows[n], n)
 
         gains = [reach[i] for i in order]
         size = self.growth.first_size(gains, HOLD, self.max_depth, seconds)
@@ -54,19 +53,22 @@ class Levels:
         tried = self.due(left)
         self.tried = [self.requests[i].id for i in tried]
         self.is_trial_alone = size == 0 and len(tried) > 0
-        return self.begin(order[:size] + tried, rows[size] + len(tried) * USUAL_LAG)
+        usual = sum(self.model.usual_rows(self.requests[i]) for i in tried)
+        return self.begin(order[:size] + tried, rows[size] + usual)
 
     def due(self, left: Sequence[int]) -> list[int]:
         """Of each owner's places that are left out the first, where its trial is due."""
         first: dict[Learned, int] = {}
         for place in left:
             first.setdefault(self.learned[place], place)
-        return [i for learned, i in first.items() if learned.trials.is_due(KEY, learned.passed)]
+        # One request of an owner: what it shows holds for the others, too.
+        each = first.items()
+        return [i for learned, i in each if learned.trials.is_due(self.name, learned.passed)]
 
     def catching_up(self, request: Request) -> float:
         """Seconds of a request's missing rows, spread over the tokens that they are of use for."""
-        missing = request.draft_gap - USUAL_LAG
-        if missing <= 0:
+        missing = self.model.missing(request)
+        if missing == 0:
             return 0.0
         seconds = self.level_seconds(missing, 1)
         return seconds / max(LEAST_USE, request.num_left)
@@ -81,15 +83,17 @@ class Levels:
 
     def begin(self, chosen: list[int], usual: int) -> list[int]:
         self.num_levels += 1
-        self.started, self.before = perf_counter(), self.draft_model.num_rows
+        self.started, self.before = perf_counter(), self.model.num_rows
         self.usual = usual
         return chosen
 
     def ran(self, values: Sequence[float], before: Sequence[float]) -> None:
         """What catching up took is not charged to this step: it was weighed beforehand."""
-        seconds, rows = perf_counter() - self.started, self.draft_model.num_rows - self.before
-        if 0 < rows <= self.costs.edges[-1]:
-            self.costs.observe(rows, self.context, len(self.requests), seconds)
+        seconds, rows = perf_counter() - self.started, self.model.num_rows - self.before
+        is_first = self.num_levels == 1
+        costs = self.model.first_costs if is_first else self.model.costs
+        if 0 < rows <= costs.edges[-1]:
+            costs.observe(rows, self.context, len(self.requests), seconds)
         if rows > self.usual:
             usual = min(seconds, self.level_seconds(self.usual, 1))
             self.catching_up_took += seconds - usual
@@ -97,7 +101,13 @@ class Levels:
         self.growth.add(values, seconds, before)
 
     def level_seconds(self, rows: int, requests: int) -> float:
-        """Nothing until one was run: what a draft model takes can only be seen by running it."""
-        if not self.costs.has_steps:
+        return self.seconds(self.model.costs, rows, requests)
+
+    def first_seconds(self, rows: int, requests: int) -> float:
+        return self.seconds(self.model.first_costs, rows, requests)
+
+    def seconds(self, costs: StepCosts, rows: int, requests: int) -> float:
+        """Nothing until one was run: what a model takes can only be seen by running it."""
+        if not costs.has_steps:
             return 0.0
-        return self.costs.seconds(rows, self.context, requests, is_hopeful=True)
+        return costs.seconds(rows, self.context, requests, is_hopeful=True)

@@ -1,7 +1,7 @@
 """Loading the models that a config names, each once, to be shared between engines."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +10,11 @@ import torch
 from msgspec.structs import replace
 
 from specserve.config import Config
+from specserve.engine.tap_watch import tap_words
 from specserve.errors import ConfigError
+from specserve.models.decoder import Decoder
+from specserve.models.draft_head import DraftHead
+from specserve.models.eagle_loader import load_eagle_head
 from specserve.models.loaded import LoadedModel
 from specserve.models.loader import load_decoder, weight_bytes
 from specserve.models.rounding import AS_STORED, Rounding
@@ -18,7 +22,14 @@ from specserve.models.row_probe import differing_rows
 from specserve.models.shape import Shape
 from specserve.models.source import open_source
 from specserve.phases import Phases
-from specserve.selection import context_length, needs_draft_model, resolve_draft, resolve_model
+from specserve.selection import (
+    context_length,
+    needs_draft_model,
+    needs_head,
+    resolve_draft,
+    resolve_head,
+    resolve_model,
+)
 from specserve_kernels import DeviceError, Ops, Threads, load
 
 log = logging.getLogger("specserve")
@@ -69,6 +80,13 @@ class Model:
 class Weights(NamedTuple):
     target: Model
     draft: Model | None
+    head: Model | None = None
+
+    @property
+    def draft_head(self) -> DraftHead | None:
+        head = None if self.head is None else self.head.decoder
+        assert head is None or isinstance(head, DraftHead)
+        return head
 
 
 def load_weights(
@@ -97,9 +115,39 @@ def load_weights(
     context_length(config, target.decoder.config)  # may raise, so before the next load
     if target.key.implementation == "transformers":  # other code promises nothing about its rows
         probe(target, config.scheduler.max_batched_tokens, phases)
-    if not needs_draft_model(settled(config, target)):
-        return Weights(target, None)
-    return Weights(target, get("draft model", resolve_draft(config), config.drafter.quantize))
+    guessing, draft = settled(config, target), None
+    if needs_draft_model(guessing):
+        draft = get("draft model", resolve_draft(config), config.drafter.quantize)
+    if not needs_head(guessing):
+        return Weights(target, draft)
+    return Weights(target, draft, get_head(config, target, loaded, phases))
+
+
+def get_head(
+    config: Config, target: Model, loaded: Mapping[ModelKey, Model], phases: Phases
+) -> Model:
+    """The target's head, unless it is loaded already."""
+    folder = resolve_head(config)
+    assert folder is not None, "a head is needed, so there is one"
+    key = target.key._replace(
+        folder=str(folder.resolve()), implementation=f"head of {target.key.folder}"
+    )
+    if key in loaded:
+        return loaded[key]
+    if not isinstance(target.decoder, Decoder):
+        raise ConfigError(
+            f"{folder}: a head reads the layers of a target that native code computes, and "
+            "transformers computes this one; leave the head out"
+        )
+    with phases.phase("head"):
+        head = load_head(folder, target.decoder)
+        phases.note("head", f"{tap_words(head.taps)}; {head.draft_vocab_size} tokens")
+    return Model(head, key)
+
+
+def load_head(folder: Path, target: Decoder) -> DraftHead:
+    """An EAGLE-3 head, or the target's own MTP layers."""
+    return load_eagle_head(folder, target)
 
 
 def probe(target: Model, rows: int, phases: Phases) -> None:

@@ -7,10 +7,12 @@ from typing import NamedTuple
 import msgspec
 
 from specserve.engine.draft_model import DraftModel
+from specserve.engine.executor import ModelExecutor
+from specserve.engine.grower import Grower
 from specserve.engine.harvest import Harvester, reached
 from specserve.engine.learned import Learned, owner_of
 from specserve.engine.ledger import DraftSources, Ledger, Told
-from specserve.engine.levels import KEY, Levels
+from specserve.engine.levels import Levels
 from specserve.engine.runner import Answers, KVLost
 from specserve.engine.source import Foreseen, Source, UserCode, draft_item
 from specserve.engine.state import calibration_state, plan_state
@@ -18,12 +20,13 @@ from specserve.engine.verify import Path
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import Step
+from specserve.scheduling.growth import Growth
 from specserve.scheduling.planner import Ask, Plan, Planner, tokens_behind
 from specserve.scheduling.trials import Turn, Turns
 from specserve_drafters import DraftItem
 from specserve_drafters.candidates import Rules, Trie
 from specserve_drafters.grammar import GrammarSource
-from specserve_drafters.model_source import Grown, ModelSource
+from specserve_drafters.model_source import Grown
 from specserve_drafters.owners import Owners, OwnSources
 from specserve_drafters.prediction import PredictionSource
 from specserve_drafters.recycle import RecycleSource
@@ -43,11 +46,11 @@ class Asked(NamedTuple):
 
     is_promised: bool  # those that foresee their guesses
     turn: Turn | None  # others; None: they are not
-    model_turn: Turn | None  # the draft model, in the same way
+    level_turns: dict[str, Turn]  # models, by their sources: those that are not asked are left out
 
     @property
     def is_any(self) -> bool:
-        """Of those beside the draft model."""
+        """Of those beside models."""
         return self.is_promised or self.turn is not None
 
 
@@ -61,9 +64,9 @@ class Root(msgspec.Struct, eq=False):
     proposed: dict[str, int]  # by source
     asked: Asked
     nodes: list[int] = []
-    is_tried: bool = False  # the draft model was run for it as a trial
-    saved: float | None = None  # seconds by guesses that others than the draft model made, too
-    saved_by_model: float | None = None  # and by others; None while the draft model catches up
+    tried: set[str] = set()  # models that were run for it as a trial
+    saved: float | None = None  # seconds by guesses that others than models made, too
+    saved_by: dict[str, float] = {}  # and by others; without models that are catching up
 
     @property
     def trie(self) -> Trie:
@@ -83,7 +86,7 @@ class PlannedGuesses:
     def __init__(
         self,
         sources: Sequence[Source],
-        model: ModelSource | None,
+        growers: Sequence[Grower],
         scheduler: Scheduler,
         draft_model: DraftModel | None,
         user_code: UserCode,
@@ -93,9 +96,12 @@ class PlannedGuesses:
         """`names` are those of all sources, in the order in which they are told. What guesses
         `before` have shown is gone on with.
         """
-        self.sources, self.model = sources, model
+        self.sources, self.growers = sources, growers
         self.scheduler, self.draft_model, self.user_code = scheduler, draft_model, user_code
-        self.names = (*names,) or (*(s.name for s in sources), *([model.name] if model else []))
+        self.names = (*names,) or (*(s.name for s in sources), *(g.name for g in growers))
+        self.models: list[ModelExecutor] = [grower.model for grower in growers]  # and others' one
+        if draft_model is not None and draft_model not in self.models:
+            self.models.append(draft_model)
         self.ledger = Ledger(self.names, user_code.stats)
         self.planner = Planner(scheduler.costs)
         self.learned = Owners(Learned)
@@ -119,9 +125,6 @@ class PlannedGuesses:
         self.saved_by_guess = self.row_seconds = 0.0  # of an accepted guess, and of each
         self.verified = 0.0  # seconds that the target took
         self.making = 0.0  # seconds of making guesses and of learning from them
-        self.growing = 0.0  # those of the draft model's levels among them
-        self.catching_up = 0.0  # seconds of the draft model that are not charged to the step
-        self.is_trial_alone = False  # its levels were run for no other request than a trial's
         if before is not None:
             self.go_on_from(before)
 
@@ -131,7 +134,7 @@ class PlannedGuesses:
         self.planner, self.learned, self.lately = before.planner, before.learned, before.lately
         if self.draft_model is not before.draft_model:
             for learned in self.learned.every:
-                learned.forget_model()
+                learned.forget_model("model")
 
     def draft(self, scheduled: Sequence[ScheduledRequest]) -> None:
         asked_before = bool(self.roots)
@@ -142,8 +145,8 @@ class PlannedGuesses:
         part, self.promised = self.part(self.scheduler.step), {}
         due = [(s, self.asked(s.request, part)) for s in scheduled if s.draft_limit]
         due = [(s, asked) for s, asked in due if any(asked)]
-        if self.draft_model is not None and (due or asked_before):
-            self.draft_model.lend([s.request for s, _ in due])
+        for model in self.models if due or asked_before else ():
+            model.lend([s.request for s, _ in due])
         if not due:
             return
         start = perf_counter()
@@ -152,7 +155,7 @@ class PlannedGuesses:
         for learned in {root.learned for root in self.roots.values()}:
             learned.passed = learned.turns.passed()
         self.make([*self.roots.values()])
-        self.making = perf_counter() - start - self.catching_up
+        self.making = perf_counter() - start - sum(g.catching_up for g in self.growers)
 
     def next_step(self, scheduled: Sequence[ScheduledRequest]) -> None:
         each = [(self.learned_of(s.request), s.is_root) for s in scheduled]
@@ -175,13 +178,17 @@ class PlannedGuesses:
 
     def asked(self, request: Request, part: float) -> Asked:
         """Part: what a right guess saves, in seconds."""
-        id, may_grow = request.id, self.model is not None and request.num_output > 0
-        may_grow = may_grow and request.sampling.speculation.allows("model")
+        id, allows = request.id, request.sampling.speculation.allows
         is_promised, learned = self.is_promising(request, part), self.learned_of(request)
         is_asked = self.has_unforeseen and learned.turns.is_due(id)
-        is_grown = may_grow and learned.model_turns.is_due(id)
         turn = learned.turns.of(id) if is_asked else None
-        return Asked(is_promised, turn, learned.model_turns.of(id) if is_grown else None)
+        growing = self.growers if request.num_output > 0 else ()
+        turns = {g.name: learned.level_turns[g.name] for g in growing if allows(g.name)}
+        return Asked(
+            is_promised,
+            turn,
+            {name: each.of(id) for name, each in turns.items() if each.is_due(id)},
+        )
 
     def is_promising(self, request: Request, part: float) -> bool:
         """Whether right guesses are likely to save the time of planning them."""
@@ -203,8 +210,9 @@ class PlannedGuesses:
     def make(self, roots: Sequence[Root]) -> None:
         """Ask the sources, and choose what is verified."""
         self.note_targets(roots)
-        self.growing, self.catching_up, spent = 0.0, 0.0, 0.0
-        self.is_trial_alone = False
+        spent = 0.0
+        for grower in self.growers:
+            grower.begin()
         try:
             for source in self.sources:
                 asked = [root for root in roots if root.asked.turn is not None]
@@ -213,10 +221,10 @@ class PlannedGuesses:
                 asked = [root for root in asked if self.knows(source, root.item.id)]
                 spent += self.ask(source, [root for root in asked if root.may_ask(source.name)])
             spent += self.force(roots)
-            spent += self.grow([root for root in roots if root.asked.model_turn is not None])
+            spent += self.grow(roots)
         finally:
-            if self.draft_model is not None:
-                self.draft_model.take_back()
+            for model in self.models:
+                model.take_back()
         self.step = msgspec.structs.replace(self.step, spent=spent)
         asks = [root.ask for root in roots]
         self.plan = self.planner.choose(asks, self.step, self.scheduler.guess_rows)
@@ -234,26 +242,39 @@ class PlannedGuesses:
             learned.settle()
         if self.plan is not None and self.saved_by_guess:
             num_asked = sum(root.asked.is_any for root in roots)
-            growing = self.growing if num_asked else self.making
+            growing = sum(grower.seconds for grower in self.growers)
             planning = (self.making - growing) / max(num_asked, 1)
             if num_asked and not any(root.asked.turn for root in roots):
                 self.note_promises(roots)
                 for learned in by_owner:
                     learned.note_planning(planning)
-            # Levels for one request alone, as a trial, take about as long as for all, and say
-            # nothing of the others: it bears the part that it would have then.
-            grown = [r for r in roots if r.asked.model_turn]
-            run = [r for r in grown if r.is_tried] if self.is_trial_alone else grown
-            level = growing / max(len(grown), 1)
-            lost = (self.catching_up + growing - level * len(run)) / max(len(run), 1)
             for learned, own in by_owner.items():
-                num_roots = learned.num_roots
                 others = [(r.asked.turn, r.saved) for r in own if r.asked.turn]
-                self.turn(learned.turns, num_roots, others, planning, 0.0)
-                mine = [r for r in run if r.learned is learned]
-                model = [(r.asked.model_turn, r.saved_by_model) for r in mine]
-                self.turn(learned.model_turns, num_roots, model, level, lost)
+                self.turn(learned.turns, learned.num_roots, others, planning, 0.0)
+            beside = 0.0 if num_asked else self.making - growing  # what levels alone have caused
+            asked = [g for g in self.growers if any(g.name in r.asked.level_turns for r in roots)]
+            for grower in asked:
+                self.turn_levels(grower, roots, beside / len(asked))
         self.roots = {}
+
+    def turn_levels(self, grower: Grower, roots: Sequence[Root], beside: float) -> None:
+        """Note what a model's levels have saved of the step's time, which took so many seconds more
+        for them than they did.
+        """
+        name = grower.name
+        # Levels for one request alone, as a trial, take about as long as for all, and say nothing
+        # of the others: it bears the part that it would have then.
+        grown = [root for root in roots if name in root.asked.level_turns]
+        run = [root for root in grown if name in root.tried] if grower.is_trial_alone else grown
+        seconds = grower.seconds + beside
+        level = seconds / len(grown)
+        lost = (grower.catching_up + seconds - level * len(run)) / max(len(run), 1)
+        by_owner = dict[Learned, list[tuple[Turn | None, float | None]]]()
+        for root in run:
+            turned = root.asked.level_turns[name], root.saved_by.get(name)
+            by_owner.setdefault(root.learned, []).append(turned)
+        for learned, own in by_owner.items():
+            self.turn(learned.level_turns[name], learned.num_roots, own, level, lost)
 
     def note_promises(self, roots: Sequence[Root]) -> None:
         """Learn what came of promises in a step in which only such sources were asked."""
@@ -362,30 +383,38 @@ class PlannedGuesses:
         return [root for root in roots if root.learned in asked]
 
     def grow(self, roots: Sequence[Root]) -> float:
-        """Let the draft model add what is worth its time; the seconds to charge for it."""
-        if self.model is None or self.draft_model is None or not roots:
+        """Let models add what is worth its time, one after the other; the seconds to charge."""
+        asked = {name for root in roots for name in root.asked.level_turns}
+        if not asked:
             return 0.0
-        start = perf_counter()
         asks = [root.ask for root in self.roots.values()]
         growth = self.planner.growth(asks, self.step, self.scheduler.guess_rows)
+        for grower in self.growers:
+            if grower.name in asked:
+                own = [root for root in roots if grower.name in root.asked.level_turns]
+                self.grow_by(grower, own, growth)
+        return growth.spent
+
+    def grow_by(self, grower: Grower, roots: Sequence[Root], growth: Growth) -> None:
+        start, source, name = perf_counter(), grower.source, grower.name
         requests = [root.scheduled.request for root in roots]
-        depth = self.model.max_depth
-        levels = Levels(growth, [r.learned for r in roots], self.draft_model, requests, depth)
+        learned = [root.learned for root in roots]
+        levels = Levels(growth, learned, name, grower.model, requests, source.max_depth)
         try:
             grown = [Grown(root.item, root.trie, root.proposed) for root in roots]
-            self.model.grow(grown, levels, self.grammar)
+            source.grow(grown, levels, self.grammar)
         except KVLost:
             raise
         except Exception:  # as it has too little memory
-            self.user_code.failed("model")
+            self.user_code.failed(name)
         for root in roots:
-            root.is_tried = root.item.id in levels.tried
-        self.is_trial_alone = levels.is_trial_alone
-        self.catching_up = levels.catching_up_took
+            if root.item.id in levels.tried:
+                root.tried = root.tried | {name}
         taken = perf_counter() - start
-        self.growing = taken - self.catching_up
-        self.ledger.took("model", taken)
-        return growth.spent
+        grower.is_trial_alone = levels.is_trial_alone
+        grower.catching_up = levels.catching_up_took
+        grower.seconds = taken - grower.catching_up
+        self.ledger.took(name, taken)
 
     def cut(self, roots: Sequence[Root], plan: Plan) -> None:
         """Make the plan's drafts, and reserve their slots."""
@@ -445,8 +474,8 @@ class PlannedGuesses:
         if learned.tried:
             for name in trie.sources(right):
                 learned.might_save[name] += self.saved_by_guess
-        if root.is_tried and "model" in trie.sources(right):
-            learned.trials.worked(KEY)
+        for name in root.tried.intersection(trie.sources(right)):
+            learned.trials.worked(name)
 
     def count(self, root: Root, accepted: Sequence[int]) -> Told:
         """Tell of the draft's guesses by source, and tell the sources."""
@@ -465,22 +494,22 @@ class PlannedGuesses:
     def note_savings(
         self, root: Root, sources: Sequence[Sequence[str]], accepted: Sequence[int]
     ) -> None:
-        """Note what the draft's guesses have saved: those of the draft model alone, and others.
-        What was promised would have been guessed anyway: a turn beside it is for what else there
-        was.
+        """Note what the draft's guesses have saved: those of models alone, and others. What was
+        promised would have been guessed anyway: a turn beside it is for what else there was.
         """
         is_beside = root.asked.is_promised and root.asked.turn is not None
-        counts = {False: [0, 0], True: [0, 0]}  # by whether the model's alone: accepted, verified
-        right = set(accepted)
+        each, row, right = self.saved_by_guess, self.row_seconds, set(accepted)
+        saved = dict.fromkeys(root.asked.level_turns, 0.0)
+        root.saved = 0.0
         for node, names in enumerate(sources, 1):
-            if not is_beside or self.foreseen_names.isdisjoint(names):
-                counted = counts[names == ["model"]]
-                counted[0] += node in right
-                counted[1] += 1
-        each, row = self.saved_by_guess, self.row_seconds
-        root.saved, by_model = (n * each - size * row for n, size in counts.values())
-        if self.draft_model is None or not self.draft_model.is_catching_up(root.scheduled):
-            root.saved_by_model = by_model
+            gain = each * (node in right) - row
+            if saved.keys() >= set(names):
+                for name in names:
+                    saved[name] += gain / len(names)
+            elif not is_beside or self.foreseen_names.isdisjoint(names):
+                root.saved += gain
+        late = [g.name for g in self.growers if g.model.is_catching_up(root.scheduled)]
+        root.saved_by = {name: gain for name, gain in saved.items() if name not in late}
 
     def follow(self, request: Request, rules: Rules) -> None:
         self.rules[request.id] = rules

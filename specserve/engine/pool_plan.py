@@ -1,5 +1,7 @@
 """How much memory the KV pool gets, and how target and draft model divide it into blocks."""
 
+from typing import NamedTuple
+
 import torch
 
 from specserve.config import Config
@@ -8,25 +10,42 @@ from specserve.engine.runner import Runner
 from specserve.errors import ConfigError
 from specserve.memory import Arena, BlockPool
 from specserve.memory.arena import block_bytes, tokens_that_fit
+from specserve.models.draft_head import DraftHead
 from specserve.models.loaded import LoadedModel
 from specserve.models.loader import KV_DTYPES
 from specserve_drafters.tree import TREE_SLOTS
-from specserve_kernels import DeviceError, Ops
+from specserve_kernels import DeviceError, KVCache, Ops
+
+
+class Models(NamedTuple):
+    """What shares a pool."""
+
+    target: LoadedModel
+    draft: LoadedModel | None = None
+    head: DraftHead | None = None
+
+
+class Runners(NamedTuple):
+    target: Runner
+    draft: Runner | None = None
+    head: Runner | None = None
 
 
 class PoolPlan:
     """The sizes of the arena that all models share, for requests of up to `max_len` tokens.
 
-    layouts      of each layer's KV, by model, the target first
+    layouts      of each layer's KV, by whose blocks they are in: the target's, with a head's layers
+                 behind its own, and the draft model's
     block_bytes  bytes of a block, the same for all models
     block_sizes  tokens in a block, by model
     per_request  blocks of a request of full length and its tree, by model
     num_blocks   no more than `max_running` such requests need, and no more than memory allows
     """
 
-    def __init__(self, config: Config, models: list[LoadedModel], max_len: int) -> None:
-        dtype = KV_DTYPES.get(config.memory.kv_dtype)
-        self.layouts = [model.kv_layouts(dtype) for model in models]
+    def __init__(self, config: Config, models: Models, max_len: int) -> None:
+        dtype, head = KV_DTYPES.get(config.memory.kv_dtype), models.head
+        layouts = [*models.target.kv_layouts(dtype), *(head.kv_layouts(dtype) if head else ())]
+        self.layouts = [layouts, *([models.draft.kv_layouts(dtype)] if models.draft else [])]
         target, *drafts = self.layouts
         others = [layout for draft in drafts for layout in draft]
         self.block_bytes = block_bytes(target, config.memory.block_size, others)
@@ -36,7 +55,7 @@ class PoolPlan:
             self.block_sizes.append(draft_block_size(config.memory.draft_block_size, fits))
         self.max_len = max_len
         self.per_request = [-(-(max_len + TREE_SLOTS) // size) for size in self.block_sizes]
-        self.allowed = kv_bytes(config, models[0].ops)
+        self.allowed = kv_bytes(config, models.target.ops)
         needed = sum(self.per_request) * config.scheduler.max_running
         self.num_blocks = min(self.allowed // self.block_bytes, needed)
 
@@ -54,18 +73,22 @@ class PoolPlan:
         )
 
 
-def build_pool(
-    config: Config, target: LoadedModel, draft: LoadedModel | None, max_len: int
-) -> tuple[list[Runner], BlockPool]:
+def build_pool(config: Config, models: Models, max_len: int) -> tuple[Runners, BlockPool]:
     """A runner for each model, and the pool that they share."""
-    models = [target] if draft is None else [target, draft]
     plan = PoolPlan(config, models, max_len)
     plan.check()
-    arena = allocate(plan, target.ops)
-    runners = []
-    for i, (name, model) in enumerate(zip(("target", "draft"), models, strict=False)):
-        kv = arena.add_view(name, plan.layouts[i], plan.block_sizes[i])
-        runners.append(Runner(model, arena, kv, *rows_of_steps(config)))
+    arena, (target, draft, head) = allocate(plan, models.target.ops), models
+    both = arena.view(plan.layouts[0], plan.block_sizes[0]).layers
+    sizes, num_layers = rows_of_steps(config), target.config.num_layers
+    # Only the target's KV is moved: a head runs accepted guesses again.
+    arena.views["target"] = of_target = KVCache(both[:num_layers])
+    taps = () if head is None else [tap for tap in head.taps if tap < num_layers]
+    runners = Runners(Runner(target, arena, of_target, *sizes, taps))
+    if draft is not None:
+        kv = arena.add_view("draft", plan.layouts[1], plan.block_sizes[1])
+        runners = runners._replace(draft=Runner(draft, arena, kv, *sizes))
+    if head is not None:
+        runners = runners._replace(head=Runner(head, arena, KVCache(both[num_layers:]), *sizes))
     return runners, BlockPool(plan.num_blocks, plan.block_bytes)
 
 

@@ -1,6 +1,6 @@
 """One model, target or draft, with its KV: a StepInput in, logits or tokens out."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from specserve.engine.step_input import AskedLogprobs, Draws, StepInput
 from specserve.memory import Arena, KVUpdates
 from specserve.models.loaded import LoadedModel
 from specserve_kernels import KVCache, Logprobs, Ops, SampleParams, Threads
+from specserve_kernels.program import Outputs
 
 HEAD_ROWS = 64  # rows whose logits are in memory at a time
 
@@ -71,41 +72,50 @@ class Runner:
     """
 
     def __init__(
-        self, decoder: LoadedModel, arena: Arena, kv: KVCache, max_rows: int = 1, max_read: int = 1
+        self,
+        decoder: LoadedModel,
+        arena: Arena,
+        kv: KVCache,
+        max_rows: int = 1,
+        max_read: int = 1,
+        taps: Collection[int] = (),
     ) -> None:
         """`kv` is the model's view of the arena. Memory is reserved for steps of up to so many rows
-        and rows that are read.
+        and rows that are read. What comes into the layers in `taps` is among `outputs`.
         """
         self.decoder, self.ops, self.arena = decoder, decoder.ops, arena
         self.kv, self.head_rows = kv, min(max_read, HEAD_ROWS)
-        self.program = decoder.program(self.kv, max_rows, self.head_rows)
+        self.program = decoder.program(self.kv, max_rows, self.head_rows, taps)
         self.threads: Threads | None = None  # None keeps torch's number
+        self.outputs: Outputs | None = None  # of the last launch
 
-    def launch(self, step: StepInput) -> Launched:
+    def launch(self, step: StepInput, residual: Tensor | None = None) -> Launched:
         """Do the step's KV updates, write the KV of all its rows, compute the logits that are
-        read. KVLost where the updates fail.
+        read. KVLost where the updates fail. A step that draws nothing may start from a residual.
         """
         if step.updates:
             self.update(step.updates)
         if self.threads is None:
-            return self.compute(step)
+            return self.compute(step, residual)
         rows, start = len(step.token_ids), perf_counter()
         self.threads.use(rows)
-        launched = self.compute(step)
+        launched = self.compute(step, residual)
         self.threads.observe(rows, perf_counter() - start)
         return launched
 
-    def compute(self, step: StepInput) -> Launched:
+    def compute(self, step: StepInput, residual: Tensor | None = None) -> Launched:
         token_ids, read = torch.from_numpy(step.token_ids), torch.from_numpy(step.read)
         if step.draws is not None and self.is_sliced(step, step.draws):
             return self.compute_in_slices(step, token_ids, read, step.draws)
         if not self.ops.samples_ahead or step.draws is None or len(read) == 0:
-            logits = self.program.run(step.rows(), token_ids, read).logits
+            self.outputs = self.program.run(step.rows(), token_ids, read, residual=residual)
+            logits = self.outputs.logits
             return Launched(torch.empty(0, 0) if logits is None else logits, None)
         each, params = torch.arange(len(read)), step.draws.params()
         # Columns go along with the step's inputs. Lists and masks may take more room than there is.
         also: Sequence[Tensor] = [each, *params.columns] if params.is_plain else []
-        _, logits, _, also = self.program.run(step.rows(), token_ids, read, also)
+        self.outputs = self.program.run(step.rows(), token_ids, read, also)
+        _, logits, _, also = self.outputs
         assert logits is not None, "rows were to be read"
         if also:
             each, *columns = also
@@ -124,7 +134,8 @@ class Runner:
         """As `compute`, with the logits of HEAD_ROWS rows at a time; their tokens are all drawn."""
         tokens, told = [torch.empty(0, dtype=torch.int64)], []
         asked = step.logprobs
-        logits = self.program.run(step.rows(), token_ids, read[:HEAD_ROWS]).logits
+        self.outputs = self.program.run(step.rows(), token_ids, read[:HEAD_ROWS])
+        logits = self.outputs.logits
         for first in range(0, len(read), HEAD_ROWS):
             some = read[first : first + HEAD_ROWS]
             if first > 0:

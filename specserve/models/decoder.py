@@ -127,9 +127,11 @@ class Decoder:
         c = self.config
         return (KVLayout(c.num_kv_heads, c.head_dim, dtype or self.dtype),) * c.num_layers
 
-    def program(self, kv: KVCache, max_rows: int, max_read: int) -> Program:
+    def program(
+        self, kv: KVCache, max_rows: int, max_read: int, taps: Collection[int] = ()
+    ) -> Program:
         """The build's, which may record the forward."""
-        return self.ops.program(self, kv, max_rows, max_read)
+        return self.ops.program(self, kv, max_rows, max_read, taps)
 
     def plan(self, rows: Rows, kv: KVCache, also: Sequence[Tensor] = ()) -> Any:
         """The plan that all layers share; `plan.also` are the given tensors on the ops' device."""

@@ -22,6 +22,7 @@ from specserve.models.decoder_config import (
     read_config,
 )
 from specserve.models.families import FAMILIES
+from specserve.models.folder import read_json
 
 KIND, LAYERS, NESTED = "speculators_model_type", "transformer_layer_config", "eagle_config"
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
@@ -87,6 +88,16 @@ class EagleConfig(msgspec.Struct, frozen=True, kw_only=True):
     def width(self) -> int:
         """Of the taps side by side."""
         return len(self.taps) * self.target_hidden_size
+
+
+def is_head(folder: Path) -> bool:
+    """Whether a folder holds a head, as far as its config.json says."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return False
+    fields = read_json(file)
+    named = fields.get("architectures")
+    return KIND in fields or (isinstance(named, list) and named[:1] in [[a] for a in ARCHITECTURES])
 
 
 def load_eagle_config(folder: Path) -> EagleConfig:

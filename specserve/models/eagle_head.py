@@ -10,7 +10,9 @@ from torch import Tensor
 
 from specserve.memory import KVLayout
 from specserve.models.decoder import Decoder
+from specserve.models.decoder_config import DecoderConfig
 from specserve.models.eagle_config import EagleConfig
+from specserve.models.weight_forms import WeightForms
 from specserve_kernels import KVCache, Ops, Program, Rows
 
 
@@ -47,16 +49,41 @@ class EagleHead:
     takes embedding and feature side by side: here it is two maps, whose results are added.
     """
 
-    def __init__(self, config: EagleConfig, body: Decoder, weights: EagleWeights) -> None:
-        self.config, self.body, self.weights = config, body, weights
+    def __init__(self, settings: EagleConfig, body: Decoder, weights: EagleWeights) -> None:
+        self.settings, self.body, self.weights = settings, body, weights
 
     def on(self, ops: Ops) -> "EagleHead":
         """As of `Decoder`, and so are the methods that are not described here."""
-        return EagleHead(self.config, self.body.on(ops), self.weights)
+        return EagleHead(self.settings, self.body.on(ops), self.weights)
 
     @property
     def ops(self) -> Ops:
         return self.body.ops
+
+    @property
+    def config(self) -> DecoderConfig:
+        """Of its layers."""
+        return self.body.config
+
+    @property
+    def forms(self) -> WeightForms:
+        return self.body.forms
+
+    @property
+    def num_positions(self) -> int:
+        return self.body.num_positions
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.body.dtype
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.settings.taps
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.settings.draft_vocab_size
 
     @property
     def num_heads(self) -> int:
@@ -69,8 +96,10 @@ class EagleHead:
     def kv_layouts(self, dtype: torch.dtype | None = None) -> tuple[KVLayout, ...]:
         return self.body.kv_layouts(dtype)
 
-    def program(self, kv: KVCache, max_rows: int, max_read: int) -> Program:
-        return self.ops.program(self, kv, max_rows, max_read)
+    def program(
+        self, kv: KVCache, max_rows: int, max_read: int, taps: Collection[int] = ()
+    ) -> Program:
+        return self.ops.program(self, kv, max_rows, max_read, taps)
 
     def plan(self, rows: Rows, kv: KVCache, also: Sequence[Tensor] = ()) -> Any:
         """`also` begins with the token ids."""
@@ -81,7 +110,7 @@ class EagleHead:
 
     def fuse(self, taps: Tensor) -> Tensor:
         """Features [R, hidden] of the target's taps side by side, [R, n * its hidden]."""
-        ops, weights, eps = self.ops, self.weights, self.config.layers.norm_eps
+        ops, weights, eps = self.ops, self.weights, self.settings.layers.norm_eps
         if weights.taps_norm is not None:
             taps = ops.rms_norm(taps, weights.taps_norm, eps)
         if weights.tap_norms:
@@ -107,13 +136,13 @@ class EagleHead:
         residual = body.layer(first[0], residual, first[1], plan, qkv)
         for layer, cache in others:
             residual = body.layer(layer, residual, cache, plan)
-        if self.config.norm_output:
+        if self.settings.norm_output:
             residual = body.norm(residual, body.weights.norm)
         return residual, {}
 
     def logits(self, residual: Tensor, rows: Tensor) -> Tensor:
         """The logits [n, draft V] after some rows of what `forward` gave, [n] int64, ascending."""
-        if not self.config.norm_output:
+        if not self.settings.norm_output:
             return self.body.logits(residual, rows)
         return self.ops.linear(self.ops.take_rows(residual, rows), self.body.weights.head)
 

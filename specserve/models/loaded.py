@@ -18,7 +18,8 @@ class LoadedModel(Protocol):
     The methods that are not described here are those of `Decoder`.
     """
 
-    ops: Ops
+    @property
+    def ops(self) -> Ops: ...
 
     @property
     def config(self) -> Shape: ...
@@ -46,7 +47,9 @@ class LoadedModel(Protocol):
 
     def kv_layouts(self, dtype: torch.dtype | None = None) -> tuple[KVLayout, ...]: ...
 
-    def program(self, kv: KVCache, max_rows: int, max_read: int) -> Program:
+    def program(
+        self, kv: KVCache, max_rows: int, max_read: int, taps: Collection[int] = ()
+    ) -> Program:
         """Its forward, prepared for steps of up to so many rows, and rows that are read."""
         ...
 

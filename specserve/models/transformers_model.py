@@ -229,8 +229,10 @@ class TransformersModel:
     def kv_layouts(self, dtype: torch.dtype | None = None) -> tuple[KVLayout, ...]:
         return tuple(KVLayout(heads, D, dtype or self.dtype) for heads, D in self.kv_shapes)
 
-    def program(self, kv: KVCache, max_rows: int, max_read: int) -> EagerProgram:
-        return EagerProgram(self, kv, words=WORDS)
+    def program(
+        self, kv: KVCache, max_rows: int, max_read: int, taps: Collection[int] = ()
+    ) -> EagerProgram:
+        return EagerProgram(self, kv, taps, WORDS)
 
     def plan(self, rows: Rows, kv: KVCache, also: Sequence[Tensor] = ()) -> StepPlan:
         # Only nodes of a tree stand behind the last position, and no text depends on those. A

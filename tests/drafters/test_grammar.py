@@ -115,7 +115,7 @@ def test_it_guesses_no_further_than_the_limit(trie, grammar):
 
 def test_the_draft_model_runs_a_forced_path_at_once_and_guesses_behind_it(trie, grammar):
     script, grown = Chains(alike), Grown(ask(limit=8), trie, {})
-    ModelSource(script, 3, 4, 1.0).grow([grown], EveryLevel(), grammar)
+    ModelSource("model", script, 3, 4, 1.0).grow([grown], EveryLevel(), grammar)
     [[first], *_] = script.calls
     assert first.tokens == [3, 3, 0, 1, 2, 3] and first.parents == [0, 1, 0, 3, 4, 5]
     assert [0, 1, 2, 3, 1] in texts_of(trie) and [0, 1, 2, 3, 2] in texts_of(trie)

@@ -34,7 +34,7 @@ def test_it_goes_on_from_guesses_that_only_others_make():
         EveryLevel(),
     )
     trie.merge([Candidate(3, ROOT, 0.9, "ngram")])
-    ModelSource(script, 2, 3, 1.0).grow([Grown(ask(limit=4), trie, {})], levels)
+    ModelSource("model", script, 2, 3, 1.0).grow([Grown(ask(limit=4), trie, {})], levels)
     assert sorted(script.calls[0][0].tokens) == [0, 1, 3]
     below = trie.children[trie.children[ROOT][3]]
     assert [trie.sources(node) for node in below.values()] == [["model"], ["model"]]
@@ -49,7 +49,7 @@ def test_a_level_is_told_what_guesses_were_worth_before_it_agreed():
         EveryLevel(),
     )
     below, last = trie.merge([Candidate(1, ROOT, 0.9, "ngram"), Candidate(1, 1, 0.5, "ngram")])
-    ModelSource(script, 2, 2, 1.0).grow([Grown(ask(limit=4), trie, {})], levels)
+    ModelSource("model", script, 2, 2, 1.0).grow([Grown(ask(limit=4), trie, {})], levels)
     (first, before), (second, later) = levels.values
     assert before == [pytest.approx(0.9)] and later == [pytest.approx(0.45)]
     assert first[0] == path_value(trie, below) > 0.9 and second[0] == path_value(trie, last) > 0.5

@@ -13,6 +13,7 @@ from specserve.config import load_config
 from specserve.engine.build import assemble
 from specserve.engine.guesses import FixedGuesses
 from specserve.engine.planned_guesses import PlannedGuesses
+from specserve.engine.pool_plan import Models
 from specserve.engine.source import UserCode
 from specserve.engine.step_input import build_step_input
 from specserve.exchange.sampling_params import Sampling, choices_of
@@ -59,7 +60,7 @@ def in_chunks(rows, max_running=8):
     return {"max_batched_tokens": rows, "prefill_chunk": rows, "max_running": max_running}
 
 
-def engine_for(target, draft=None, drafter="none", max_len=MAX_LEN, **overrides):
+def engine_for(target, draft=None, drafter="none", max_len=MAX_LEN, head=None, **overrides):
     """An engine with settings like max_nodes=4; drafter is a name, or an object put in place."""
     name = drafter if isinstance(drafter, str) else "ngram"
     sections = {
@@ -76,7 +77,7 @@ def engine_for(target, draft=None, drafter="none", max_len=MAX_LEN, **overrides)
     settings = {"memory.kv_bytes": 1 << 26, "drafter.name": name, **settings}
     if draft is not None:
         settings["drafter.model"] = "loaded"
-    engine = assemble(load_config(None, settings), target, draft, max_len)
+    engine = assemble(load_config(None, settings), Models(target, draft, head), max_len)
     if not isinstance(drafter, str):
         engine.guesses = fixed(engine, drafter)
     return engine
@@ -94,10 +95,10 @@ def ask_always(engine):
     guesses.is_promising = lambda request, part: promising(request, part) or True
 
 
-def planned(engine, *sources, model=None):
+def planned(engine, *sources, growers=()):
     """The planner's choice of what these sources say."""
     lent = engine.scheduler, engine.draft_model
-    return PlannedGuesses(sources, model, *lent, UserCode(engine.stats))
+    return PlannedGuesses(sources, growers, *lent, UserCode(engine.stats))
 
 
 def fixed(engine, drafter):
@@ -245,11 +246,14 @@ class Watch:
             self.arena.blocks[block].fill_(255)  # NaN, in any dtype
         self.poisoned = free
         kv = {"target": self.engine.target.kv, "draft": draft.runner.kv if draft else None}
+        layers = {owner: each.layers for owner, each in kv.items() if each is not None}
+        if self.engine.head is not None:
+            layers["target"] += self.engine.head.runner.kv.layers
         for r in self.engine.requests.values():
             for table in (r.table, r.draft_table):
                 place, offset = divmod(table.num_computed, table.block_size)
                 if place < len(table.blocks) and not table.is_copy_due:
-                    for layer in kv[table.owner].layers:
+                    for layer in layers[table.owner]:
                         for part in layer.parts:
                             broken = float("nan") if part.is_floating_point() else 99
                             part[table.blocks[place], offset:] = broken
@@ -304,14 +308,13 @@ class Watch:
 
 
 def runners_of(engine):
-    draft = engine.draft_model
-    return [engine.target] if draft is None else [engine.target, draft.runner]
+    return [engine.target, *(model.runner for model in engine.draft_models)]
 
 
 def on_launch(runner, hear):
     """Let `hear(step)` see every StepInput that is launched, and maybe give another for it."""
     launch = runner.launch
-    runner.launch = lambda step: launch(hear(step) or step)
+    runner.launch = lambda step, residual=None: launch(hear(step) or step, residual)
 
 
 def row_counts(runner):

@@ -11,6 +11,7 @@ import torch
 from specserve.config import load_config
 from specserve.engine.adapters import GONE
 from specserve.engine.build import assemble
+from specserve.engine.pool_plan import Models
 from specserve.engine.process import loaded_adapters, report
 from specserve.errors import ConfigError
 from specserve.exchange.messages import Begun, frame
@@ -52,7 +53,7 @@ def engine_with(models, num_slots=4, sources=None, **overrides):
     if sources is not None:
         settings |= {"drafter.model": "loaded", "drafter.options": {"sources": sources}}
     draft = draft if sources else None
-    return assemble(load_config(None, settings), target, draft, MAX_LEN)
+    return assemble(load_config(None, settings), Models(target, draft), MAX_LEN)
 
 
 def sampling(max_tokens, **own):
@@ -373,4 +374,4 @@ def test_loading_and_unloading_beside_streams_changes_no_text_and_keeps_memory_f
 
 def test_a_model_of_transformers_takes_no_adapters(tmp_path):
     with pytest.raises(ConfigError, match="takes no adapters here; leave out"):
-        assemble(load_config(None, {"lora.max_loras": 2}), object(), None, MAX_LEN)
+        assemble(load_config(None, {"lora.max_loras": 2}), Models(object()), MAX_LEN)

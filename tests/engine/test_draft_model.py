@@ -270,11 +270,11 @@ def test_a_drafter_that_goes_on_after_a_failed_launch_is_refused(target, failing
     runner, launches = engine.draft_model.runner, []
     compute = runner.compute
 
-    def fail_once(step):
+    def fail_once(step, residual):
         launches.append(step)
         if len(launches) == failing:
             raise MemoryError
-        return compute(step)
+        return compute(step, residual)
 
     runner.compute = fail_once
     engine.step()

@@ -84,12 +84,12 @@ class Known:
 def engine_of(target, clock, text, draft=None, names=()):
     """With costs that nothing changes, and sources that take time."""
     engine = engine_for(target, draft, "auto", max_nodes=16)
-    model = engine.guesses.model
+    growers = engine.guesses.growers
     every = Predicted(), Repeated(ngram_source, "ngram"), Known(clock, text), Recycled()
     for source in every:
         source.clock = clock
     sources = [source for source in every if source.name in names]
-    engine.guesses = planned(engine, *sources, model=model)
+    engine.guesses = planned(engine, *sources, growers=growers)
     engine.scheduler.timed = lambda rows, seconds: None
     if draft is not None:
         engine.draft_model.costs.observe = lambda *step: None

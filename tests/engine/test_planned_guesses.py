@@ -137,7 +137,7 @@ def test_a_draft_model_that_fails_costs_its_own_guesses_only(target, what):
     case = Case(PROMPT, greedy(60))
     (truth,) = plain(target, [case])
     engine = engine_for(target, target, "auto", max_nodes=16)
-    engine.guesses = planned(engine, Next("good", truth, 0.3), model=engine.guesses.model)
+    engine.guesses = planned(engine, Next("good", truth, 0.3), growers=engine.guesses.growers)
 
     def fail(nodes):
         raise MemoryError
@@ -152,8 +152,9 @@ def test_levels_that_do_not_pay_stop_no_other_source(target, other, clock):
     case = Case(PROMPT, greedy(200))
     (truth,) = plain(target, [case])
     engine, asked = engine_for(target, other, "auto", max_nodes=16), Counter()
-    model = engine.guesses.model
-    engine.guesses = planned(engine, source := Next("good", truth), model=model)
+    growers = engine.guesses.growers
+    model = growers[0].source
+    engine.guesses = planned(engine, source := Next("good", truth), growers=growers)
     grow, candidates = model.grow, source.candidates
 
     def slow(grown, levels, grammar):
@@ -508,7 +509,7 @@ def num_requests_of(launches):
 def run_draft(target, draft, max_tokens=250, num_requests=1, tell=num_requests_of):
     """The steps in which the draft model ran, as the only source, and what its launches tell."""
     engine = engine_for(target, draft, "auto", max_nodes=4)
-    engine.guesses = planned(engine, model=engine.guesses.model)
+    engine.guesses = planned(engine, growers=engine.guesses.growers)
     launches, found = row_counts(engine.draft_model.runner), {}
     for id in range(num_requests):
         engine.add([id + 1, *PROMPT], greedy(max_tokens))
@@ -554,13 +555,13 @@ def test_a_trial_for_one_request_says_nothing_of_others_and_costs_it_its_part(
     """Levels for four requests take as long as those for one, and would pay for all together."""
     clock.draft = lambda rows: 10 * STEP
     engine = engine_for(target, target, "auto", max_nodes=4)
-    guesses = engine.guesses = planned(engine, model=engine.guesses.model)
+    guesses = engine.guesses = planned(engine, growers=engine.guesses.growers)
     requests = [engine.add([id + 1, *PROMPT], greedy(120)) for id in range(4)]
-    turns, seen = guesses.learned.begin(99, NO_OWNER).model_turns, []
+    turns, seen = guesses.learned.begin(99, NO_OWNER).level_turns["model"], []
     while not engine.is_idle:
         before = {r.id: turns.of(r.id).saved for r in requests}
-        is_alone = guesses.is_trial_alone and len(guesses.roots) == 4
-        tried = [id for id, root in guesses.roots.items() if root.is_tried]
+        is_alone = guesses.growers[0].is_trial_alone and len(guesses.roots) == 4
+        tried = [id for id, root in guesses.roots.items() if root.tried]
         engine.step()
         changed = [id for id, saved in before.items() if turns.of(id).saved != saved]
         if is_alone and all(r.id in engine.requests for r in requests):

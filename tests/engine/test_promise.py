@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from specserve.engine.source import UserSource
 from specserve.exchange.sampling_params import Sampling, SpeculationParams
+from specserve.models.eagle_loader import load_eagle_head
 from specserve.models.tokenizer import load_tokenizer
 from specserve_drafters.native_lookup import ngram_source
 from specserve_drafters.prediction import PredictionSource
@@ -36,6 +37,7 @@ from tests.engine.engines import (
     planned,
     wrong_later,
 )
+from tests.models.eagle_heads import write_head
 
 VOCAB = 320
 SEEN = Counter()
@@ -49,6 +51,14 @@ def pair(tmp_path_factory):
         load_small(tiny_checkpoint(root / "target", seed=1, tie_word_embeddings=False)),
         load_small(tiny_checkpoint(root / "draft", seed=1, num_hidden_layers=1)),
     )
+
+
+@pytest.fixture(scope="module")
+def head(pair, tmp_path_factory):
+    """A random one of the target, with some of its tokens only."""
+    folder = tmp_path_factory.mktemp("models") / "head"
+    write_head(folder, eagle_aux_hidden_state_layer_ids=[0, 1])
+    return load_eagle_head(folder, pair[0])
 
 
 PARAMETERS = {  # what changes logits after a text
@@ -147,6 +157,32 @@ def test_text_is_the_targets_own_whatever_is_planned(pair, model, seed, scenario
     SEEN["repeated"] += sum(engine.stats.sources["ngram"].accepted)
 
 
+@settings(max_examples=15)
+@given(**scenarios)
+def test_text_is_the_targets_own_with_a_head(pair, head, scenario, events, **limits):
+    options = {"min_gain": 0.0, "min_value": 0.0}
+    engine = engine_for(pair[0], None, "eagle", head=head, options=options, **stretched(limits))
+    check(engine, scenario, events, plain(pair[0], scenario))
+
+
+@pytest.mark.parametrize("has_model", [False, True])
+@settings(max_examples=15)
+@given(script=st.sampled_from(SCRIPTS), seed=st.integers(0, 10**6), **scenarios)
+def test_text_is_the_targets_own_with_a_head_beside_others(
+    pair, head, has_model, script, seed, scenario, events, **limits
+):
+    """Beside a drafter that knows the text, so that the head's guesses are below right ones."""
+    target, draft = pair
+    want = plain(target, scenario)
+    draft = draft if has_model else None
+    engine = engine_for(target, draft, "auto", head=head, **stretched(limits))
+    users = UserSource("scripted", Scripted(script, truth_by_id(scenario, want)), VOCAB)
+    engine.guesses = planned(engine, users, growers=engine.guesses.growers)
+    engine.guesses.planner = RandomPlanner(engine.scheduler, seed)
+    check(engine, scenario, events, want)
+    SEEN["proposed by the head"] += engine.stats.sources["eagle"].proposed
+
+
 @pytest.mark.parametrize("is_random", [False, True])
 @settings(max_examples=15)
 @given(script=st.sampled_from(SCRIPTS), seed=st.integers(0, 10**6), **scenarios)
@@ -164,7 +200,7 @@ def test_text_is_the_targets_own_with_all_sources_in_one_tree(
     for text in want:
         earlier.learn(array("i", text), (0, "", ""))
     sources = ngram_source(), users, PredictionSource(), earlier, recycling(want)
-    engine.guesses = planned(engine, *sources, model=engine.guesses.model)
+    engine.guesses = planned(engine, *sources, growers=engine.guesses.growers)
     if is_random:
         engine.guesses.planner = RandomPlanner(engine.scheduler, seed)
     check(engine, predicting(scenario, want, seed), events, want)
@@ -274,6 +310,7 @@ def test_the_runs_above_met_what_is_hard():
         "predicted",
         "known",
         "recycled",
+        "proposed by the head",
     ):
         assert SEEN[what] >= 50, (what, SEEN)
 

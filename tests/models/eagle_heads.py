@@ -56,7 +56,8 @@ def write_head(folder, first="layers.0", without=(), fields=LLAMA, **changes):
 
 def random_tensors(fields, first):
     h, inner, draft = fields["hidden_size"], fields["intermediate_size"], fields["draft_vocab_size"]
-    target, n = fields.get("target_hidden_size") or h, len(TAPS)
+    target = fields.get("target_hidden_size") or h
+    n = len(fields["eagle_aux_hidden_state_layer_ids"])
     q, kv = (fields["head_dim"] * fields[f"num_{x}_heads"] for x in ("attention", "key_value"))
     shapes = {"fc": (h, n * target), "lm_head": (draft, h), "norm": (h,)}
     shapes["embed_tokens"] = fields["vocab_size"], h

@@ -1,0 +1,44 @@
+"""Whether a draft head reads what it was trained on: wrong taps show in nothing but bad guesses."""
+
+import logging
+from collections.abc import Iterable, Sequence
+
+STEPS = 200
+LEAST = 0.2  # of its likeliest tokens that are right: the share of heads that fit is 0.4 to 0.8
+
+log = logging.getLogger("specserve")
+
+
+class TapWatch:
+    """Compares a head's likeliest next token with the target's, in the first steps."""
+
+    def __init__(self, taps: Sequence[int]) -> None:
+        self.taps = taps
+        self.expected: dict[int, int] = {}  # by request
+        self.num_steps = self.num_right = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_steps >= STEPS
+
+    def expect(self, ids: Iterable[int], tokens: Iterable[int]) -> None:
+        """Of the step to come."""
+        self.expected = dict(zip(ids, tokens, strict=True))
+
+    def see(self, id: int, token: int) -> None:
+        """The target's token; after the last of the steps a warning, if there is need."""
+        if self.is_over or id not in self.expected:
+            return
+        self.num_steps += 1
+        self.num_right += self.expected.pop(id) == token
+        if self.is_over and self.num_right < LEAST * STEPS:
+            log.warning(
+                "the draft head's likeliest next token was right in %d of %d steps, where heads "
+                "that fit are right in 80 to 160. It reads %s: check that it was trained for this "
+                "target, and on these layers (eagle_aux_hidden_state_layer_ids in its config.json)",
+                *(self.num_right, STEPS, tap_words(self.taps)),
+            )
+
+
+def tap_words(taps: Sequence[int]) -> str:
+    return f"what comes into the target's layers {', '.join(map(str, taps))}"

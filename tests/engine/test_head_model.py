@@ -1,0 +1,181 @@
+"""A head's KV and features are those of the text, whatever happened to it on the way."""
+
+import pytest
+import torch
+
+from specserve.exchange.sampling_params import Sampling
+from specserve.models.eagle_loader import load_eagle_head
+from specserve_drafters import ROOT, Draft, Nodes
+from specserve_kernels.program import EagerProgram
+from tests.checkpoints import tiny_checkpoint
+from tests.engine.engines import (
+    SCRIPTS,
+    Case,
+    Scripted,
+    Watch,
+    engine_for,
+    fixed,
+    load_small,
+    plain,
+)
+from tests.models.eagle_heads import Run, write_head
+from tests.models.forward import causal_rows, empty_kv
+
+PROMPT = [(7 * i) % 300 for i in range(90)]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return load_small(tiny_checkpoint(root / "target", seed=1, num_hidden_layers=4))
+
+
+@pytest.fixture(scope="module")
+def head(target, tmp_path_factory):
+    """Of two layers, with some of the target's tokens only."""
+    folder = tmp_path_factory.mktemp("models") / "head"
+    write_head(folder, num_hidden_layers=2, norm_before_residual=True)
+    return load_eagle_head(folder, target)
+
+
+class Oracle:
+    """The head over a whole text, without an engine, and then over guesses after it."""
+
+    def __init__(self, target, head, tokens):
+        n, blocks = len(tokens) - 1, list(range(20))
+        with torch.inference_mode():
+            program = EagerProgram(target, empty_kv(target, len(blocks), 16), head.taps)
+            ids = torch.tensor(tokens)
+            rows = causal_rows(blocks, 0, n, 16)
+            taps = program.run(rows, ids[:-1], torch.arange(0)).taps
+            self.run = Run(head, lambda model, kv, *_: EagerProgram(model, kv), max_rows=512)
+            self.run.table, self.run.kv = blocks, empty_kv(head, len(blocks), 16)
+            self.run.program = EagerProgram(head, self.run.kv)
+            features = head.fuse(torch.cat([taps[i] for i in head.taps], dim=1))
+        logits, hidden = self.run.step(features, ids[1:])
+        self.logits, self.hidden = logits[-1], hidden[-1:]
+
+    def guess(self, token):
+        logits, self.hidden = self.run.step(self.hidden, torch.tensor([token]))
+        return logits[-1]
+
+
+def close(got, want):
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def in_all(head, logits):
+    """The head's logits among those of all of the target's tokens."""
+    wide = torch.full((320,), float("-inf"))
+    wide[head.target_ids(torch.arange(head.draft_vocab_size))] = logits
+    return wide
+
+
+def sampling(n=30, temperature=0.0, seed=3):
+    return Sampling(max_tokens=n, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
+
+
+EVENTS = dict(zip(range(6, 40, 3), ["preempt", "squeeze", "reset"] * 4, strict=True))
+CASES = [
+    Case(PROMPT, sampling()),
+    Case(PROMPT[:70], sampling(20, 1.0), arrives=3, n=4),
+    Case([*PROMPT[:50], *PROMPT], sampling(25), arrives=14),
+    Case(PROMPT, sampling(12, 0.7, seed=8), arrives=20, leaves=24),
+    Case([*PROMPT[:33], 5, 6], sampling(40), arrives=22),
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    ("block_size", "max_batched_tokens", "events"), [(16, 512, {}), (17, 48, EVENTS), (4, 40, {})]
+)
+def test_what_a_head_goes_on_from_is_what_the_target_had(
+    target, head, script, block_size, max_batched_tokens, events
+):
+    """Of trees of which some nodes are right, chunked prompts, hits, forks, and what was preempted:
+    in every step the logits after the newest token are those of the whole text.
+    """
+    texts = iter(plain(target, CASES))
+    each = [[next(texts) for _ in range(case.n)] for case in CASES]
+    order = sorted(range(len(CASES)), key=lambda i: (CASES[i].arrives, i))
+    truth = dict(enumerate(text for i in order for text in each[i]))
+    engine = engine_for(
+        target,
+        None,
+        Scripted(script, truth),
+        head=head,
+        block_size=block_size,
+        max_batched_tokens=max_batched_tokens,
+        max_running=5,
+        max_nodes=9,
+    )
+    model, seen = engine.head, []
+    follow = model.follow
+
+    def checked():
+        follow()
+        for id, row in model.last.items():
+            request = engine.requests.get(id)
+            if request is not None:
+                close(
+                    model.logits([row])[0], Oracle(target, head, request.token_ids.tolist()).logits
+                )
+            seen.append(id)
+
+    model.follow = checked
+    watch = Watch(engine)
+    got = watch.run(CASES, events)
+    assert len(seen) > 20 and watch.seen["found"] and (not events or watch.seen["preempted"])
+    said = [request.token_ids.tolist() for request in got]
+    whole = [text for texts in each for text in texts]
+    assert [s == w[: len(s)] for s, w in zip(said, whole, strict=True)] == [True] * len(said)
+
+
+class Asks:
+    """Runs a tree of fixed shape level by level, and compares every node with the oracle."""
+
+    needs_executor = True
+
+    def __init__(self, target, head, executor):
+        self.target, self.head, self.executor, self.num_seen = target, head, executor, 0
+
+    def propose(self, items):
+        ready, logits = self.executor.extend(items)
+        texts = {i: items[i].token_ids.tolist() for i in ready}
+        for i, row in zip(ready, logits, strict=True):
+            close(row, in_all(self.head, Oracle(self.target, self.head, texts[i]).logits))
+        # The third node is below the first, and the fourth below the third of the same call.
+        levels = [([11, 12], [ROOT, ROOT]), ([13, 14, 15], [1, 3, 2])]
+        paths = [[11], [12], [11, 13], [11, 13, 14], [12, 15]]
+        for tokens, parents in levels:
+            asked = [Nodes(items[i].id, tokens, parents) for i in ready]
+            fit, logits = self.executor.expand(asked)
+            rows = iter(logits)
+            first = 0 if tokens[0] == 11 else 2
+            for place in fit:
+                for path in paths[first : first + len(tokens)]:
+                    oracle = Oracle(self.target, self.head, texts[ready[place]])
+                    want = [oracle.guess(token) for token in path][-1]
+                    close(next(rows), in_all(self.head, want))
+                    self.num_seen += 1
+        trees = Draft([11, 12, 13, 14, 15], [0, 0, 1, 3, 2], [1, 2, 3, 4, 5])
+        return [trees.head(item.limit) if i in ready else Draft() for i, item in enumerate(items)]
+
+    def observe(self, id, draft, accepted):
+        pass
+
+    def forget(self, id):
+        pass
+
+
+@pytest.mark.parametrize("block_size", [16, 3])
+def test_guesses_have_the_logits_of_their_paths(target, head, block_size):
+    engine = engine_for(target, None, "ngram", head=head, block_size=block_size, max_nodes=8)
+    asks = Asks(target, head, engine.head)
+    engine.guesses = fixed(engine, asks)
+    engine.guesses.draft_model = engine.head
+    cases = [Case(PROMPT[:n], sampling(10), arrives=n % 3) for n in (5, 34, 50)]
+    got = Watch(engine).run(cases)
+    assert asks.num_seen > 50
+    assert not engine.stats.sources["scripted"].errors
+    assert [r.token_ids.tolist() for r in got] == plain(target, cases)
