@@ -20,7 +20,7 @@ from specserve_drafters.tree import MAX_NODES
 # A small pair of models in the package, used where none is named.
 DEMO = Path(__file__).parent / "demo" / "weights"
 DEMO_TARGET, DEMO_DRAFT = DEMO / "specserve-demo", DEMO / "specserve-demo-draft"
-DEMO_HEAD = DEMO / "specserve-demo-head"
+DEMO_HEAD = DEMO / "specserve-demo-head"  # EAGLE-3, of the pair's target
 STREAM_INTERVAL = 50.0  # milliseconds
 USUAL_LORAS = 4  # adapters whose requests run at once
 TLS_FILES = "tls_certificate_file", "tls_key_file"

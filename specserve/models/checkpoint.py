@@ -135,8 +135,12 @@ def open_single(path: Path) -> Any:
     source = open_source(path)
     if not isinstance(source, ScaledDemo):
         return GgufTensors(path)
-    from specserve.models.scaling import ScaledTensors  # it reads its source by a `Checkpoint`
+    # They read their source by a `Checkpoint`.
+    from specserve.models.scaled_head import HeadTensors
+    from specserve.models.scaling import ScaledTensors
 
+    if source.is_head:
+        return HeadTensors(source.source.path, source.head_sizes)
     return ScaledTensors(source)
 
 

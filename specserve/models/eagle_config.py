@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from specserve.config import DEMO_COST
 from specserve.models import decoder_config
 from specserve.models.decoder_config import (
     MAX_SIZE,
@@ -90,24 +91,35 @@ class EagleConfig(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.taps) * self.target_hidden_size
 
 
-def is_head(folder: Path) -> bool:
-    """Whether a folder holds a head, as far as its config.json says."""
-    file = folder / "config.json"
-    if not file.is_file():
-        return False
-    fields = read_json(file)
-    named = fields.get("architectures")
-    return KIND in fields or (isinstance(named, list) and named[:1] in [[a] for a in ARCHITECTURES])
+def is_head(path: Path) -> bool:
+    """Whether a folder, or a scaled demo's file, is of a head, as far as its config.json says."""
+    if path.parent == DEMO_COST:
+        from specserve.models.scaled_demo import ScaledDemo
+
+        return ScaledDemo(path).is_head
+    file = path / "config.json"
+    return file.is_file() and names_head(read_json(file))
 
 
-def load_eagle_config(folder: Path) -> EagleConfig:
-    """The head that a folder's config.json describes."""
-    return read_config(folder, parse)
+def load_eagle_config(path: Path) -> EagleConfig:
+    """The head that a folder's config.json describes, or a scaled demo's file."""
+    if path.parent == DEMO_COST:
+        from specserve.models.scaled_demo import ScaledDemo  # it reads its source's config here
+
+        return ScaledDemo(path).head_sizes.large
+    return read_config(path, parse)
+
+
+def names_head(written: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of an EAGLE-3 head, supported or not."""
+    named = written.get("architectures")
+    is_listed = isinstance(named, list) and bool(named) and named[0] in ARCHITECTURES
+    return KIND in written or is_listed
 
 
 def parse(written: Mapping[str, Any]) -> EagleConfig:
     """ValueError says what cannot be served, and why."""
-    fields, of_layers = (of_speculators if KIND in written else of_llama)(written)
+    fields, of_layers = parts(written)
     layers = decoder_config.parse(of_layers)
     flags = {name: flag({name: False} | fields, name) for name in FLAGS}
     if flags["norm_before_fc"] and flags["fc_norm"]:
@@ -126,8 +138,13 @@ def parse(written: Mapping[str, Any]) -> EagleConfig:
     )
 
 
-def of_speculators(written: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def parts(written: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The fields of the head, and those of its layers with the name of their family."""
+    return (of_speculators if KIND in written else of_llama)(written)
+
+
+def of_speculators(written: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """As `parts`."""
     if written[KIND] != "eagle3":
         raise ValueError(f"{KIND} = {written[KIND]!r} is not supported: only 'eagle3' is")
     check_fields(written, (*OWN, KIND, LAYERS, "tie_word_embeddings"))
@@ -146,17 +163,16 @@ def of_speculators(written: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 
 
 def of_llama(written: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """As `of_speculators`."""
-    named = written.get("architectures")
-    if not isinstance(named, list) or not named or named[0] not in ARCHITECTURES:
+    """As `parts`."""
+    if not names_head(written):
         raise ValueError(
-            f"architectures = {shortened(named)} names no EAGLE-3 head: "
+            f"architectures = {shortened(written.get('architectures'))} names no EAGLE-3 head: "
             f"{' and '.join(ARCHITECTURES)} do, or {KIND} = 'eagle3'"
         )
     if written.get("model_type", "llama") != "llama":
         raise ValueError(
-            f"model_type = {written['model_type']!r} is not supported of {named[0]}: only 'llama' "
-            "is"
+            f"model_type = {written['model_type']!r} is not supported of "
+            f"{written['architectures'][0]}: only 'llama' is"
         )
     nested = table(written, NESTED) if written.get(NESTED) else {}
     check_fields(nested, OWN)

@@ -1,6 +1,6 @@
 """Loading an EAGLE-3 head from a folder, for the target whose taps it reads."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from specserve_drafters.tree import TREE_SLOTS
 
 MODEL, FIRST, OTHER_FIRST = "model.", "layers.0", "midlayer"  # files name the first layer so or so
 EMBEDDED, EMBEDDING_NORM = "embedded", "embedding_norm.weight"  # see `places`
-OFFSETS, KNOWN = "d2t", "t2d"
+FUSE, OFFSETS, KNOWN = "fc.weight", "d2t", "t2d"
 INTEGERS = ("I64", "I32")
 ALL = slice(None)
 
@@ -58,7 +58,9 @@ class Part(NamedTuple):
 
 
 def load_eagle_head(folder: Path, target: Decoder) -> EagleHead:
-    """The folder's head, in the target's dtype, for as many positions as the target has."""
+    """The head of a folder or a scaled demo, in the target's dtype, for as many positions as that
+    has.
+    """
     config, ops = load_eagle_config(folder), target.ops
     check_target(folder, config, target.config)
     checkpoint = Checkpoint(folder)
@@ -128,7 +130,7 @@ def shown_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     layers, hidden = config.layers, config.layers.hidden_size
     shapes = tensor_shapes(layers) | {
         HEAD: (config.draft_vocab_size, hidden),
-        "fc.weight": (hidden, config.width),
+        FUSE: (hidden, config.width),
         EMBEDDING_NORM: (hidden,),
     }
     for name in layers.qkv_names:
@@ -141,12 +143,16 @@ def shown_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def places(config: EagleConfig, first: str) -> dict[str, tuple[str, slice]]:
-    """Where a file has what is shown under another name: a tensor's name, and its columns.
+def places(
+    checkpoint: Checkpoint, config: EagleConfig, shapes: Iterable[str]
+) -> dict[str, tuple[str, slice]]:
+    """Where the files have what is shown: a tensor's name, and its columns.
 
     The first layer's queries, keys and values are made of embedding and feature side by side. Shown
     are a layer that reads the feature, as others read the residual, and maps of the embedding.
     """
+    has_other = any(name.startswith(f"{OTHER_FIRST}.") for name in checkpoint.files)
+    first = OTHER_FIRST if has_other else FIRST
     hidden, shown = config.layers.hidden_size, f"{MODEL}{FIRST}"
     found = {
         EMBEDDING_NORM: (f"{first}.input_layernorm.weight", ALL),
@@ -155,23 +161,31 @@ def places(config: EagleConfig, first: str) -> dict[str, tuple[str, slice]]:
     for name in config.layers.qkv_names:
         found[f"{EMBEDDED}.{name}.weight"] = f"{first}.{name}.weight", slice(hidden)
         found[f"{shown}.{name}.weight"] = f"{first}.{name}.weight", slice(hidden, None)
+    for name in shapes:
+        own = name.removeprefix(MODEL)
+        if own.startswith(f"{FIRST}."):
+            own = first + own.removeprefix(FIRST)
+        found.setdefault(name, (own, ALL))
     return found
+
+
+def stored_shapes(
+    shapes: Mapping[str, tuple[int, ...]], placed: Mapping[str, tuple[str, slice]]
+) -> dict[str, tuple[int, ...]]:
+    """Of the files' tensors, by their own names."""
+    stored = {}
+    for name, shape in shapes.items():
+        own, columns = placed[name]
+        stored[own] = shape if columns == ALL else (shape[0], 2 * shape[1])
+    return stored
 
 
 def show(
     checkpoint: Checkpoint, config: EagleConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Have the tensors under the names that `shapes` has; ConfigError unless they are all there."""
-    has_other = any(name.startswith(f"{OTHER_FIRST}.") for name in checkpoint.files)
-    first = OTHER_FIRST if has_other else FIRST
-    placed, expected = places(config, first), {}
-    for name, shape in shapes.items():
-        own = name.removeprefix(MODEL)
-        if own.startswith(f"{FIRST}."):
-            own = first + own.removeprefix(FIRST)
-        own, columns = placed.setdefault(name, (own, ALL))
-        expected[own] = shape if columns == ALL else (shape[0], 2 * shape[1])
-    checkpoint.check(unquantized(expected))
+    placed = places(checkpoint, config, shapes)
+    checkpoint.check(unquantized(stored_shapes(shapes, placed)))
     checkpoint.show(
         {name: Part(checkpoint.files[placed[name][0]], *placed[name]) for name in shapes}
     )

@@ -12,8 +12,9 @@ import msgspec
 from specserve.config import DEMO, DEMO_COST
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.defaults import GenerationDefaults
-from specserve.models.folder import Scaled
-from specserve.models.scaled_shape import NOTE, Sizes, sizes
+from specserve.models.eagle_config import names_head
+from specserve.models.folder import Scaled, read_json
+from specserve.models.scaled_shape import NOTE, HeadSizes, Sizes, head_sizes, sizes
 from specserve.models.tokenizer import Tokenizer
 
 
@@ -35,6 +36,15 @@ class ScaledDemo:
     @cached_property
     def sizes(self) -> Sizes:
         return sizes(self.source.path, self.recipe.like, "bfloat16", self.recipe.source)
+
+    @cached_property
+    def head_sizes(self) -> HeadSizes:
+        return head_sizes(self.source.path, self.recipe.like)
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it is an EAGLE-3 head, which has `head_sizes`; other models have `sizes`."""
+        return names_head(read_json(self.source.path / "config.json"))
 
     def config(self) -> DecoderConfig:
         return self.sizes.large

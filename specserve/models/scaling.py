@@ -24,6 +24,7 @@ nothing.
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
@@ -108,11 +109,7 @@ class Scaling:
         out = self.added(name)
         given = self.given(name)
         if given is not None:
-            layout = self.axes[part(name)]
-            view = out.view([axis.size for axis in layout])
-            view[layout[0].place] = 0  # the source's own heads and units read the source's alone
-            sizes = [axis.num for axis in layout]
-            view[tuple(axis.place for axis in layout)] = given.view(sizes).to(self.dtype)
+            put(given, out, self.axes[part(name)])
         if self.large.vocab_size > self.small.vocab_size:
             self.silence(name, out)
         return out
@@ -121,11 +118,7 @@ class Scaling:
         """The entries of a tensor that the source does not have."""
         out = torch.zeros(self.shapes[name], dtype=self.dtype)
         if part(name) in RANDOM:
-            generator = torch.Generator().manual_seed(self.seed ^ crc32(name.encode()))
-            block = torch.empty(BLOCK, dtype=self.dtype).normal_(0, STD, generator=generator)
-            for piece in torch.split(out.view(-1), BLOCK):
-                piece.copy_(block[: len(piece)])
-            return out
+            return fill(out, self.seed ^ crc32(name.encode()))
         is_norm_of_added_layer = out.dim() == 1 and name not in self.source_shapes
         return out.fill_(1) if is_norm_of_added_layer else out
 
@@ -147,13 +140,35 @@ class Scaling:
         of that. In a tied table a adds a^2/RMS as well, to all logits of the source's alike.
         """
         known, at = self.small.vocab_size, self.small.hidden_size
-        a = math.sqrt(CONSTANT_SHARE * self.small.norm_eps * self.small.hidden_size)
+        a = constant(self.small)
         if name == EMBEDDING:
             out[:known, at] = a
         if name == (EMBEDDING if self.large.tied else HEAD):
             out[known:, at] = -SILENCE / a
         if name == NORM:
             out[at] = 1
+
+
+def fill(out: Tensor, seed: int) -> Tensor:
+    """The same, with random numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    block = torch.empty(BLOCK, dtype=out.dtype).normal_(0, STD, generator=generator)
+    for piece in torch.split(out.view(-1), BLOCK):
+        piece.copy_(block[: len(piece)])
+    return out
+
+
+def put(given: Tensor, out: Tensor, layout: Sequence[Axis]) -> None:
+    """Write the source's tensor to its places; its own heads and units read the source's alone."""
+    view = out.view([axis.size for axis in layout])
+    view[layout[0].place] = 0
+    sizes = [axis.num for axis in layout]
+    view[tuple(axis.place for axis in layout)] = given.view(sizes).to(out.dtype)
+
+
+def constant(small: DecoderConfig) -> float:
+    """Of the padding of the larger model's residual."""
+    return math.sqrt(CONSTANT_SHARE * small.norm_eps * small.hidden_size)
 
 
 def part(name: str) -> str:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specserve import LLM, SamplingParams, preflight
-from specserve.config import DEMO_COST, DEMO_DRAFT, DEMO_TARGET, load_config
+from specserve.config import DEMO_COST, DEMO_DRAFT, DEMO_HEAD, DEMO_TARGET, load_config
 from specserve.models.checkpoint import Checkpoint
 from specserve.models.folder import name_of
 from specserve.models.shapes import SHAPES
@@ -41,7 +41,9 @@ def test_its_weights_are_those_of_a_scaled_folder(tmp_path):
 def test_every_cost_has_a_pair():
     costs = [name for name in SHAPES if not name.endswith("-draft")]
     assert {f.name for f in DEMO_COST.iterdir()} == {
-        f"{model.name}-{cost}.json" for model in (DEMO_TARGET, DEMO_DRAFT) for cost in costs
+        f"{model.name}-{cost}.json"
+        for model in (DEMO_TARGET, DEMO_DRAFT, DEMO_HEAD)
+        for cost in costs
     }
     for cost in costs:
         config = load_config(None, {"model.demo_cost": cost})
@@ -52,7 +54,7 @@ def test_every_cost_has_a_pair():
 
 def test_a_costs_identity_is_its_own():
     identities = {b"".join(open_source(file).identity()) for file in DEMO_COST.iterdir()}
-    assert len(identities) == 4
+    assert len(identities) == 6
 
 
 @pytest.mark.slow
