@@ -80,6 +80,7 @@ class AsyncLLM:
         self,
         model: str | Path | None = None,
         draft_model: str | Path | None = None,
+        draft_head: str | Path | None = None,
         drafter: str | None = None,
         dtype: str = "auto",
         config: str | Path | None = None,
@@ -98,6 +99,7 @@ class AsyncLLM:
             "dtype": dtype,
             "quantize": quantize,
             "draft_model": draft_model,
+            "draft_head": draft_head,
             "draft_quantize": draft_quantize,
             "drafter": drafter,
         }
@@ -299,7 +301,7 @@ class AsyncLLM:
         client = EngineClient(engines.start(), engines.start)
         try:
             await client.connect()
-            files = await asyncio.to_thread(load_text_files, *folders)
+            files = await asyncio.to_thread(load_text_files, folders.target, folders.draft)
             ready = await client.ready
             limits = ready.vocab_size, ready.max_model_len
             processor = make_input_processor(files, *limits, ready.sources)

@@ -207,7 +207,10 @@ def add_drafting(p: argparse.ArgumentParser) -> None:
         metavar="w8a8|w8|w4",
         help="round the weights to 8 or 4 bits; w8a8: to 8 bits, and activations, too",
     )
-    p.add_argument("--draft-model", help="a small draft model with the same vocabulary")
+    p.add_argument(
+        "--draft-model", help="a small draft model with the same vocabulary, or an EAGLE-3 head"
+    )
+    p.add_argument("--draft-head", help="an EAGLE-3 head of the model, beside a draft model")
     p.add_argument("--draft-quantize", metavar="w8a8|w8|w4", help="the same for the draft model")
     p.add_argument(
         "--drafter",
@@ -400,6 +403,7 @@ def refuse_with_url(args: argparse.Namespace) -> None:
         "demo_cost",
         "quantize",
         "draft_model",
+        "draft_head",
         "draft_quantize",
         "drafter",
         "config",
@@ -445,6 +449,7 @@ def checked(args: argparse.Namespace) -> dict[str, Any]:
         "model": config.model.path,
         "quantize": args.quantize,
         "draft_model": args.draft_model,
+        "draft_head": args.draft_head,
         "draft_quantize": args.draft_quantize,
         "drafter": args.drafter,
         "set": dict(map(parse_override, args.set)) | cost,
@@ -458,6 +463,7 @@ def configured(args: argparse.Namespace) -> Config:
         "--demo-cost": ("model.demo_cost", args.demo_cost),
         "--quantize": ("model.quantize", args.quantize),
         "--draft-model": ("drafter.model", args.draft_model),
+        "--draft-head": ("drafter.head", args.draft_head),
         "--draft-quantize": ("drafter.quantize", args.draft_quantize),
         "--drafter": ("drafter.name", args.drafter),
     }

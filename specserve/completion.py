@@ -27,7 +27,8 @@ KEYS = {  # of options whose values are those of a knob
     "reasoning_parser": "server.reasoning_parser",
 }
 # Where a name may be a file's.
-FILES = "model", "draft_model", "source", "subjects", "api_key_file", "admin_key_file", *TLS_FILES
+MODELS = "model", "draft_model", "draft_head"
+FILES = *MODELS, "source", "subjects", "api_key_file", "admin_key_file", *TLS_FILES
 
 
 def script(shell: str) -> str:

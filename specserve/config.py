@@ -506,16 +506,18 @@ class Config(Section, frozen=True):
 
     @property
     def draft(self) -> str | None:
-        """The draft model, if there is any."""
-        demo = str(self.demo(DEMO_DRAFT)) if self.model.path is None else None
-        return self.drafter.model or demo
+        """The draft model, if there is any; drafter.model may name a head instead."""
+        return str(self.demo(DEMO_DRAFT)) if self.names_nothing else self.drafter.model
 
     @property
     def head(self) -> str | None:
-        """The draft head that is named, or the demo's; drafter.model may name one, too."""
-        if self.drafter.head is not None or self.model.path is not None or self.drafter.model:
-            return self.drafter.head
-        return str(self.demo(DEMO_HEAD)) if DEMO_HEAD.is_dir() else None
+        """The head of the target that is named as such, or the demo's."""
+        return str(self.demo(DEMO_HEAD)) if self.names_nothing else self.drafter.head
+
+    @property
+    def names_nothing(self) -> bool:
+        """Whether all models are the demo's."""
+        return not (self.model.path or self.drafter.model or self.drafter.head)
 
     @property
     def drafter_name(self) -> str:

@@ -8,11 +8,15 @@ import msgspec
 
 from specserve.config import Config, DrafterConfig, SpeculationConfig
 from specserve.errors import ConfigError
-from specserve.selection import check_drafter, runs_draft_model
-from specserve_drafters.auto import BUILT_IN, USUAL
+from specserve.selection import check_drafter, names_head, resolve_head, runs_draft_model
+from specserve_drafters.auto import BUILT_IN, EAGLE, USUAL
 from specserve_drafters.base import BUILTIN, DrafterError
 
 MODEL = "model"  # the source that is a draft model
+NO_HEAD = (
+    "there is no head of the target: its KV lies in the target's blocks, so that it has to be there "
+    "from the start (--draft-head)"
+)
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,11 +70,14 @@ class Guessing:
         named = [config.drafter.name, *config.drafter.options.get("sources", ())]
         self.foreign = frozenset(named) - {*BUILTIN, *BUILT_IN, "none"}  # users' own code
         self.draft = config.drafter.model, config.drafter.quantize
+        self.head = config.drafter.head  # that the engine has had from the start on
+        if names_head(config):
+            self.head, self.draft = config.drafter.model, (None, None)
 
     def settle(self, config: Config) -> None:
         """The engine goes by this config now."""
         self.config = config
-        if config.drafter.model is not None:
+        if config.drafter.model not in (None, self.head):
             self.draft = config.drafter.model, config.drafter.quantize
 
     def changed(self, change: Change) -> Config:
@@ -98,6 +105,9 @@ class Guessing:
                 f"sources: there is no draft model for {MODEL!r}: load one first "
                 "(POST /v1/speculation/draft-model)"
             )
+        is_run = drafter.name == EAGLE or EAGLE in (change.sources or ())
+        if is_run and resolve_head(config) is None:
+            raise ConfigError(NO_HEAD)
         check_options(config)
         return config
 
@@ -148,12 +158,15 @@ class Guessing:
         """The config with these sections, and with a draft model where the drafter runs one."""
         name, sources = drafter["name"], drafter["options"].get("sources", USUAL)
         try:
-            runs = runs_draft_model(sources) if name == "auto" else name not in ("none", "ngram")
+            without = "none", "ngram", EAGLE
+            runs = runs_draft_model(sources) if name == "auto" else name not in without
         except DrafterError as e:
             raise ConfigError(str(e)) from e
-        if not runs:
+        is_head_run = name == EAGLE or (name == "auto" and EAGLE in sources)
+        drafter["head"] = self.head if is_head_run else None
+        if drafter["model"] == self.head or not runs:
             drafter |= {"model": None, "quantize": None}
-        elif drafter["model"] is None:
+        if runs and drafter["model"] is None:
             drafter["model"], drafter["quantize"] = self.draft
         try:
             sections = {

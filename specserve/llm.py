@@ -72,6 +72,7 @@ class LLM:
         self,
         model: str | Path | None = None,
         draft_model: str | Path | None = None,
+        draft_head: str | Path | None = None,
         drafter: str | None = None,
         dtype: str = "auto",
         config: str | Path | None = None,
@@ -92,6 +93,7 @@ class LLM:
             "dtype": dtype,
             "quantize": quantize,
             "draft_model": draft_model,
+            "draft_head": draft_head,
             "draft_quantize": draft_quantize,
             "drafter": drafter,
         }
@@ -103,7 +105,7 @@ class LLM:
         self.folders = preflight.check(self.config)
         modules = modules_of(self.config, served_name(self.config))
         with phases.phase("tokenizer"):
-            files = load_text_files(*self.folders)
+            files = load_text_files(self.folders.target, self.folders.draft)
         with LoadProgress(progress) as bar:
             self.loaded = build(self.config, bar, phases, weights)
         self.input_processor = make_input_processor(

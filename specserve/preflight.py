@@ -5,13 +5,18 @@ from typing import NamedTuple
 
 from specserve.config import Config
 from specserve.errors import ConfigError
+from specserve.models.eagle_config import load_eagle_config
 from specserve.models.shape import Shape
 from specserve.models.source import open_source
+from specserve.models.weight_files import find_weights
 from specserve.selection import (
     check_drafter_name,
     context_length,
     may_need_draft_model,
+    names_head,
+    needs_head,
     resolve_draft,
+    resolve_head,
     resolve_model,
 )
 
@@ -21,6 +26,7 @@ class Folders(NamedTuple):
 
     target: Path
     draft: Path | None  # None where no drafter could use one
+    head: Path | None = None
 
 
 def check(config: Config) -> Folders:
@@ -30,13 +36,27 @@ def check(config: Config) -> Folders:
     shape = check_model(target, config.model.implementation)
     context_length(config, shape)
     check_quantize("model.quantize", config.model.quantize, target, shape)
-    is_needed = may_need_draft_model(config)
-    if is_needed or config.drafter.model is not None:  # named beside speculation.max_nodes = 0
+    head, is_needed = resolve_head(config), may_need_draft_model(config)
+    if head is not None and head != target:
+        check_head(config, head)
+    # It may be named beside speculation.max_nodes = 0.
+    if is_needed or (config.drafter.model is not None and not names_head(config)):
         draft = resolve_draft(config)
         draft_shape = check_model(draft)
         check_vocabulary_size(shape, draft, draft_shape)
         check_quantize("drafter.quantize", config.drafter.quantize, draft, draft_shape)
-    return Folders(target, draft if is_needed else None)
+    return Folders(target, draft if is_needed else None, head if needs_head(config) else None)
+
+
+def check_head(config: Config, folder: Path) -> None:
+    """ConfigError for a head that cannot be read, or that is no head. No weights are read."""
+    if names_head(config) and config.drafter.quantize is not None:
+        raise ConfigError(
+            f"drafter.quantize = {config.drafter.quantize!r}: a head is not rounded; leave it out"
+        )
+    load_eagle_config(folder)
+    if folder.is_dir():
+        find_weights(folder)
 
 
 def check_model(path: Path, implementation: str = "auto") -> Shape:

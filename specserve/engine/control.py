@@ -23,6 +23,7 @@ from specserve.engine.loading import Model, Weights, load_weights, settled
 from specserve.engine.pool_plan import another_draft
 from specserve.engine.tuning import tune
 from specserve.errors import ConfigError
+from specserve.guessing import NO_HEAD
 from specserve.phases import Phases
 from specserve.selection import check_drafter
 from specserve_kernels import is_out_of_memory
@@ -91,6 +92,8 @@ class Control:
                 "row_invariant in GET /v1/models), so that they might change the text"
             )
         weights = load_weights(config, None, Phases(), [*self.known, *self.loaded.weights])
+        if weights.head not in (None, self.loaded.weights.head):
+            raise ConfigError(NO_HEAD)
         if weights.draft is None or weights.draft is self.loaded.weights.draft:
             kept = None if weights.draft is None else self.engine.draft_model
             return Prepared(config, weights.draft, kept)
@@ -114,8 +117,10 @@ class Control:
                 runner, most = draft_model.runner, self.loaded.max_model_len
                 tune(draft, runner, engine.pool, config, most)
             names = kv_names(config, weights.target.decoder, draft.decoder if draft else None)
+            before = None if engine.draft_model is None else engine.draft_model.costs
+            others = [kept for kept in engine.kept if kept.costs is not before]
             engine.change_draft_model(draft_model, names if config.memory.prefix_cache else {})
-            engine.kept = [engine.kept[0], *kept_costs_of(config, draft_model)]
+            engine.kept = [*others, *kept_costs_of(config, draft_model)]
         decoders = weights.target.decoder, None if draft is None else draft.decoder
         engine.scheduler.budget = step_budget(config, *decoders)
         engine.change_guesses(guesses)

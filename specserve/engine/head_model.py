@@ -12,7 +12,7 @@ from torch import Tensor
 from specserve.engine.executor import ModelExecutor
 from specserve.engine.runner import KVLost, Runner
 from specserve.engine.step_input import RowGroup, build_step_input
-from specserve.engine.tap_watch import TapWatch
+from specserve.engine.tap_watch import TapWatch, tap_words
 from specserve.engine.verify import Path
 from specserve.memory import BlockTable
 from specserve.models.draft_head import DraftHead
@@ -54,7 +54,8 @@ class HeadModel(ModelExecutor):
         super().__init__(runner, scheduler)
         self.head, self.target = head, target
         self.first_costs = StepCosts(scheduler.budget.max_batched_tokens)  # logits alone
-        self.watch: TapWatch | None = TapWatch(head.taps)
+        words = tap_words(head.taps, target.decoder.config.num_layers)
+        self.watch: TapWatch | None = TapWatch(words)
         self.steps: list[Followed] = []  # what `follow` is to run
         self.last: dict[int, int] = {}  # by request: the row that `follow` ran of its last token
         # Of this step: what nodes left behind them, [N, hidden], and the rows of each request's.

@@ -141,7 +141,10 @@ def get_head(
         )
     with phases.phase("head"):
         head = load_head(folder, target.decoder)
-        phases.note("head", f"{tap_words(head.taps)}; {head.draft_vocab_size} tokens")
+        phases.note(
+            "head",
+            f"{tap_words(head.taps, target.decoder.config.num_layers)}; {head.draft_vocab_size} tokens",
+        )
     return Model(head, key)
 
 

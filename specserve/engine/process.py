@@ -7,7 +7,7 @@ from specserve.engine.build import Loaded, build
 from specserve.engine.control import Control
 from specserve.engine.engine import Engine
 from specserve.engine.grammars import Vocabulary
-from specserve.engine.loading import Model, Progress
+from specserve.engine.loading import Model, Progress, Weights
 from specserve.errors import ConfigError, RequestError
 from specserve.exchange.adapter import AdapterRef
 from specserve.exchange.frames import Link
@@ -16,6 +16,7 @@ from specserve.exchange.messages import (
     Add,
     Begin,
     Changed,
+    DraftHeadCard,
     EngineCommands,
     Failed,
     Loading,
@@ -24,6 +25,7 @@ from specserve.exchange.messages import (
     decode_commands,
 )
 from specserve.exchange.step_output import StepOutput
+from specserve.models.folder import name_of
 from specserve.models.loader import name_of_dtype
 from specserve.phases import Phases
 from specserve.process import keep_objects
@@ -160,7 +162,17 @@ def ready(loaded: Loaded) -> Ready:
         sources=engine.sources,
         known_sources=engine.known_sources,
         draft_weights=None if draft is None else draft.decoder.forms,
+        draft_head=draft_head_card(loaded.weights),
     )
+
+
+def draft_head_card(weights: Weights) -> DraftHeadCard | None:
+    head = weights.draft_head
+    if weights.head is None or head is None:
+        return None
+    folder = weights.head.key.folder
+    name = "mtp" if folder == weights.target.key.folder else name_of(folder)
+    return DraftHeadCard(name, head.taps, head.draft_vocab_size, head.forms)
 
 
 def report(engine: Engine, outputs: list[StepOutput]) -> Report:

@@ -12,8 +12,9 @@ log = logging.getLogger("specserve")
 class TapWatch:
     """Compares a head's likeliest next token with the target's, in the first steps."""
 
-    def __init__(self, taps: Sequence[int]) -> None:
-        self.taps = taps
+    def __init__(self, words: str) -> None:
+        """`words` say what the head reads."""
+        self.words = words
         self.expected: dict[int, int] = {}  # by request
         self.num_steps = self.num_right = 0
 
@@ -36,9 +37,12 @@ class TapWatch:
                 "the draft head's likeliest next token was right in %d of %d steps, where heads "
                 "that fit are right in 80 to 160. It reads %s: check that it was trained for this "
                 "target, and on these layers (eagle_aux_hidden_state_layer_ids in its config.json)",
-                *(self.num_right, STEPS, tap_words(self.taps)),
+                *(self.num_right, STEPS, self.words),
             )
 
 
-def tap_words(taps: Sequence[int]) -> str:
+def tap_words(taps: Sequence[int], num_layers: int) -> str:
+    """What of a target with so many layers is read."""
+    if [*taps] == [num_layers]:
+        return "what comes out of the target's last layer"
     return f"what comes into the target's layers {', '.join(map(str, taps))}"

@@ -541,6 +541,7 @@ def same_text(ready: Ready) -> Ready:
     """What has to be the same of two engines for them to give the same texts."""
     target = {model: of for model, of in ready.kv_formats.items() if model != "draft"}
     guesses = {"drafter": "", "sources": (), "known_sources": (), "draft_weights": None}
+    guesses["draft_head"] = None
     return msgspec.structs.replace(ready, phases={}, num_blocks=0, kv_formats=target, **guesses)
 
 

@@ -85,6 +85,18 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
+class DraftHeadCard(msgspec.Struct, frozen=True):
+    """What is told of the target's draft head.
+
+    taps  the layers of the target of which it reads what comes in; their number: what comes out
+    """
+
+    name: str  # "mtp" where it came with the target
+    taps: tuple[int, ...]
+    draft_vocab_size: int
+    weights: WeightForms
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The engine is loaded: what the HTTP process has to know about it and its model."""
 
@@ -105,6 +117,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     sources: tuple[str, ...] = ()  # of guesses
     known_sources: tuple[str, ...] = ()  # all that there have been, by their bits in `Tree.sources`
     draft_weights: WeightForms | None = None  # None without a draft model
+    draft_head: DraftHeadCard | None = None
 
 
 class Changed(msgspec.Struct, frozen=True, tag=True):

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from specserve.exchange.messages import DraftHeadCard
 from specserve.exchange.speculation_state import CostState, GuessKind, PlanState
 from specserve.exchange.step_output import SourceCounts, StepDetails
 from specserve.logprobs import Logprob
@@ -55,6 +56,7 @@ class ModelCard(Struct):
     kv_dtype        bf16, fp32, int8 or fp8
     weights         forms of the target's weights in memory
     draft_weights   the same of the draft model, if there is one
+    draft_head      the target's head that guesses, if there is one, and what it reads
     scaled          models that were made for demonstrations, if there are any
     parent          of an adapter, the model that it changes
     adapter         of an adapter: the SHA-256 of what it does to the model, and its rank
@@ -77,6 +79,7 @@ class ModelCard(Struct):
     kv_dtype: str | UnsetType = UNSET
     weights: WeightForms | UnsetType = UNSET
     draft_weights: WeightForms | UnsetType = UNSET
+    draft_head: DraftHeadCard | UnsetType = UNSET
     scaled: list[Scaled] | UnsetType = UNSET
     adapter: AdapterDetails | UnsetType = UNSET
 
@@ -106,6 +109,7 @@ class Speculation(Struct):
     drafter         auto, none, ngram, model or a package.module:Class
     row_invariant   as in the entry of the model; if false, that is why there are no guesses
     draft_model     its name, if there is one
+    draft_head      the same of the target's head
     options         of the drafter, those that are not as usual
     sources         who may guess
     known_sources   all that there have been since the start
@@ -120,6 +124,7 @@ class Speculation(Struct):
     object: Literal["speculation"]
     drafter: str
     draft_model: str | None
+    draft_head: str | None
     options: dict[str, Any]
     sources: list[str]
     known_sources: list[str]

@@ -53,6 +53,7 @@ async def told(request: Request) -> Response:
     chosen: dict[str, Any] = {
         "drafter": config.drafter.name,
         "draft_model": draft_model,
+        "draft_head": None if served.draft_head is None else served.draft_head.name,
         "options": options,
     }
     if served.row_invariant is not None:

@@ -68,7 +68,7 @@ def card(service: Service) -> dict[str, Any]:
 
 def details(served: ServedModel) -> dict[str, Any]:
     """Fields that OpenAI lacks: whose code computes the model, the drafter, its limit and sources,
-    the forms of weights and KV, how tool calls and reasoning are read, and which models are scaled
+    its head, the forms of weights and KV, how tool calls and reasoning are read, and which models are scaled
     demos.
     """
     kept = {"weights": served.weights, "kv_dtype": served.kv_dtype}
@@ -81,6 +81,8 @@ def details(served: ServedModel) -> dict[str, Any]:
     fields["reasoning_parser"] = served.formats.reasoning
     if served.draft_weights is not None:
         fields["draft_weights"] = served.draft_weights
+    if served.draft_head is not None:
+        fields["draft_head"] = served.draft_head
     if served.scaled:
         fields["scaled"] = served.scaled
     return fields

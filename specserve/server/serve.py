@@ -139,7 +139,7 @@ async def load(service: Service, start: Start) -> Ready:
     with LoadProgress(sys.stderr.isatty()) as bar:
         service.engine.on_loading = bar
         with phases.phase("tokenizer"):
-            files = await asyncio.to_thread(load_text_files, *folders)
+            files = await asyncio.to_thread(load_text_files, folders.target, folders.draft)
         service.start_templates(files.tokenizer.chat_template)
         ready = await service.engine.ready
         modules = await asyncio.to_thread(modules_of, service.config, service.name)
@@ -154,6 +154,7 @@ async def load(service: Service, start: Start) -> Ready:
         kv_dtype=ready.kv_dtype,
         weights=ready.weights,
         draft_weights=ready.draft_weights,
+        draft_head=ready.draft_head,
         sources=ready.sources,
         formats=formats_of(service.limits, files.tokenizer),
         implementation=ready.implementation,

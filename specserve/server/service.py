@@ -18,7 +18,7 @@ from specserve.config import Config
 from specserve.errors import Overloaded, RequestError
 from specserve.exchange.adapter import AdapterRef
 from specserve.exchange.client import EngineClient
-from specserve.exchange.messages import Ready
+from specserve.exchange.messages import DraftHeadCard, Ready
 from specserve.exchange.sampling_params import (
     Sampling,
     SamplingParams,
@@ -33,7 +33,13 @@ from specserve.models.chat_template import ChatOptions, ChatTemplate, Message
 from specserve.models.folder import Scaled
 from specserve.models.source import open_source
 from specserve.models.weight_forms import WeightForms
-from specserve.selection import resolve_draft, resolve_model, scaled_models, served_name
+from specserve.selection import (
+    resolve_draft,
+    resolve_head,
+    resolve_model,
+    scaled_models,
+    served_name,
+)
 from specserve.server.adapter_metrics import AdapterMetrics
 from specserve.server.body import BodyReader
 from specserve.server.deadline import Deadline
@@ -63,6 +69,7 @@ class ServedModel(NamedTuple):
     kv_dtype: str
     weights: WeightForms = WeightForms()
     draft_weights: WeightForms | None = None
+    draft_head: DraftHeadCard | None = None
     sources: tuple[str, ...] = ()  # of guesses
     formats: Formats = Formats()
     implementation: str = "native"
@@ -149,7 +156,8 @@ class Service:
             max_nodes=asked.max_nodes,
             sources=ready.sources,
             draft_weights=ready.draft_weights,
-            scaled=demos(asked, ready.draft_weights is not None),
+            draft_head=ready.draft_head,
+            scaled=demos(asked, ready),
         )
         self.loaded = msgspec.structs.replace(processor, sources=ready.sources), served
 
@@ -428,12 +436,13 @@ def blaming(field: str) -> Iterator[None]:
         raise
 
 
-def demos(config: Config, has_draft_model: bool) -> list[Scaled]:
+def demos(config: Config, ready: Ready) -> list[Scaled]:
     """Those of the served models that are scaled demos."""
     if config.model.demo_cost is None:
         return []
-    folders = resolve_model(config), resolve_draft(config) if has_draft_model else None
-    return scaled_models(folders)
+    draft = None if ready.draft_weights is None else resolve_draft(config)
+    head = None if ready.draft_head is None else resolve_head(config)
+    return scaled_models([resolve_model(config), draft, head])
 
 
 def fingerprint(folder: Path, ready: Ready) -> str:
