@@ -14,8 +14,8 @@ from specserve_drafters.base import BUILTIN, DrafterError
 
 MODEL = "model"  # the source that is a draft model
 NO_HEAD = (
-    "there is no head of the target: its KV lies in the target's blocks, so that it has to be there "
-    "from the start (--draft-head)"
+    "there is no head of the target: its KV lies in the target's blocks, so that it has to be "
+    "there from the start (--draft-head)"
 )
 
 

@@ -141,10 +141,8 @@ def get_head(
         )
     with phases.phase("head"):
         head = load_head(folder, target.decoder)
-        phases.note(
-            "head",
-            f"{tap_words(head.taps, target.decoder.config.num_layers)}; {head.draft_vocab_size} tokens",
-        )
+        words = tap_words(head.taps, target.decoder.config.num_layers)
+        phases.note("head", f"reads {words}; {head.draft_vocab_size} tokens")
     return Model(head, key)
 
 

@@ -68,8 +68,8 @@ def card(service: Service) -> dict[str, Any]:
 
 def details(served: ServedModel) -> dict[str, Any]:
     """Fields that OpenAI lacks: whose code computes the model, the drafter, its limit and sources,
-    its head, the forms of weights and KV, how tool calls and reasoning are read, and which models are scaled
-    demos.
+    the head, the forms of weights and KV, how tool calls and reasoning are read, and which models
+    are scaled demos.
     """
     kept = {"weights": served.weights, "kv_dtype": served.kv_dtype}
     fields: dict[str, Any] = {"implementation": served.implementation}
