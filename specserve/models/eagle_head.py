@@ -36,12 +36,7 @@ class EagleWeights(NamedTuple):
 
 
 class EagleHead:
-    """Features and token ids in, logits out; the KV of every row is written on the way.
-
-    The row at position i has the feature of token i and the id of token i + 1, and its logits are
-    of token i + 2. A feature is made of the target's taps by `fuse`, or it is the row that an
-    earlier draft step gave: the residual of the program's outputs. A program's run takes features
-    as its residual, and token ids beside them. The logits are of the head's own vocabulary.
+    """A `DraftHead` whose logits are of a vocabulary of its own.
 
     `body` is a decoder of the head's layers. The first layer's map to queries, keys and values
     takes embedding and feature side by side: here it is two maps, whose results are added.
@@ -51,7 +46,6 @@ class EagleHead:
         self.config, self.body, self.weights = config, body, weights
 
     def on(self, ops: Ops) -> "EagleHead":
-        """As of `Decoder`, and so are the methods that are not described here."""
         return EagleHead(self.config, self.body.on(ops), self.weights)
 
     @property
@@ -65,6 +59,20 @@ class EagleHead:
     @property
     def windows(self) -> Sequence[int | None]:
         return self.body.windows
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.taps
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.config.draft_vocab_size
+
+    @property
+    def num_layer_weights(self) -> int:
+        config = self.config.layers
+        qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        return config.num_layer_weights + config.hidden_size * (qkv + self.config.width)
 
     def kv_layouts(self, dtype: torch.dtype | None = None) -> tuple[KVLayout, ...]:
         return self.body.kv_layouts(dtype)
@@ -80,7 +88,6 @@ class EagleHead:
         return self.body.embed(token_ids)
 
     def fuse(self, taps: Tensor) -> Tensor:
-        """Features [R, hidden] of the target's taps side by side, [R, n * its hidden]."""
         ops, weights, eps = self.ops, self.weights, self.config.layers.norm_eps
         if weights.taps_norm is not None:
             taps = ops.rms_norm(taps, weights.taps_norm, eps)
@@ -118,5 +125,4 @@ class EagleHead:
         return self.ops.linear(self.ops.take_rows(residual, rows), self.body.weights.head)
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """The target's ids of tokens of the head's own vocabulary, both int64."""
         return self.weights.targets[draft_ids]
