@@ -58,4 +58,5 @@ class DraftHead(Model, Protocol):
         ...
 
 
+# mypy checks here that these are such heads.
 KINDS: tuple[type[DraftHead], ...] = EagleHead, MtpHead

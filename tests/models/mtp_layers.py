@@ -121,7 +121,9 @@ class Oracle:
         joined = linear(torch.cat(both[::-1] if self.is_mimo else both, dim=1), join)
         # Granite's code multiplies what comes in place of its embeddings.
         last = self.donor.model(inputs_embeds=joined[None] / factor).last_hidden_state[0]
-        return linear(last, self.head) / self.fields.get("logits_scaling", 1), last
+        logits = linear(last, self.head) / self.fields.get("logits_scaling", 1)
+        cap = self.fields.get("final_logit_softcapping")
+        return (cap * torch.tanh(logits / cap) if cap else logits), last
 
     def normed(self, x, weight):
         has_one = "gemma" in self.fields["model_type"]

@@ -59,6 +59,7 @@ CASES = {  # how the target is written
     "experts that share tensors": {"family": "gpt_oss"} | FULL,
     "turned heads and fused maps": {"family": "glm4"},
     "norms that add one": {"family": "gemma3"} | FULL,
+    "capped logits": {"family": "gemma3", "final_logit_softcapping": 3.0} | FULL,
     "scales": {"family": "granite"},
 }
 
