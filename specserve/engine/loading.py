@@ -14,9 +14,11 @@ from specserve.engine.tap_watch import tap_words
 from specserve.errors import ConfigError
 from specserve.models.decoder import Decoder
 from specserve.models.draft_head import DraftHead
+from specserve.models.eagle_config import is_head
 from specserve.models.eagle_loader import load_eagle_head
 from specserve.models.loaded import LoadedModel
 from specserve.models.loader import load_decoder, weight_bytes
+from specserve.models.mtp_loader import load_mtp_head
 from specserve.models.rounding import AS_STORED, Rounding
 from specserve.models.row_probe import differing_rows
 from specserve.models.shape import Shape
@@ -148,7 +150,7 @@ def get_head(
 
 def load_head(folder: Path, target: Decoder) -> DraftHead:
     """An EAGLE-3 head, or the target's own MTP layers."""
-    return load_eagle_head(folder, target)
+    return load_eagle_head(folder, target) if is_head(folder) else load_mtp_head(folder, target)
 
 
 def probe(target: Model, rows: int, phases: Phases) -> None:

@@ -16,7 +16,7 @@ from specserve.models.gguf.tensors import GgufTensors
 from specserve.models.quantized.stored import Stored
 from specserve.models.scaled_demo import ScaledDemo
 from specserve.models.source import open_source
-from specserve.models.weight_files import INDEX, SINGLE, find_weights
+from specserve.models.weight_files import INDEX, SINGLE, find_weights, unreadable
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 READ_BYTES = 4 << 20  # of a file that are resident at a time
@@ -148,9 +148,7 @@ def open_file(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as e:
-        raise ConfigError(
-            f"{path}: no readable safetensors file, cut short or damaged ({e}); download it again"
-        ) from e
+        raise unreadable(path, e) from e
 
 
 def drop_tensor(mapped: Tensor) -> None:

@@ -20,6 +20,8 @@ MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
 MAX_EXPERTS = 1024  # of the kernels, too: in experts.cpp
 ALPHA = 1.702  # of clamped gates, as of `Ops.experts`
 SINKS = "self_attn.sinks"  # of a layer
+# How many layers predict tokens beyond the next one: DeepSeek's, GLM's and MiMo's name, and Qwen's.
+MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # as `Ops.linear_gated` has them
 
 
@@ -49,6 +51,7 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
     rope_parameters: RopeParameters
     local_rope_parameters: RopeParameters  # of layers with a window
     mixture: Mixture | None = None
+    num_mtp_layers: int = 0  # that may come with the model: mtp_config.py
 
     def has_experts(self, layer: int) -> bool:
         return self.mixture is not None and self.mixture.layers[layer]
@@ -172,7 +175,15 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         local_rope_parameters=rope_of(local_rope(fields, keys) or global_rope(fields)),
         quantization=parse_quantization(written, family),
         mixture=parse_mixture(fields, family.experts, len(rotates)),
+        num_mtp_layers=num_mtp_layers(written),
     )
+
+
+def num_mtp_layers(fields: Mapping[str, Any]) -> int:
+    for key in MTP_LAYERS:
+        if fields.get(key):
+            return positive(fields, key, MAX_LAYERS)
+    return 0
 
 
 def parse_quantization(written: Mapping[str, Any], family: Family) -> Quantization | None:

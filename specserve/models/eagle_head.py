@@ -5,15 +5,12 @@ token before, and from its own last rows where the target has none yet.
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from specserve.memory import KVLayout
 from specserve.models.decoder import Decoder
-from specserve.models.decoder_config import DecoderConfig
+from specserve.models.draft_head import OverDecoder
 from specserve.models.eagle_config import EagleConfig
-from specserve.models.weight_forms import WeightForms
-from specserve_kernels import KVCache, Ops, Program, Rows
+from specserve_kernels import KVCache, Ops, Program
 
 
 class EagleWeights(NamedTuple):
@@ -37,45 +34,19 @@ class EagleWeights(NamedTuple):
     targets: Tensor
 
 
-class EagleHead:
-    """Features and token ids in, logits out; the KV of every row is written on the way.
-
-    The row at position i has the feature of token i and the id of token i + 1, and its logits are
-    of token i + 2. A feature is made of the target's taps by `fuse`, or it is the row that an
-    earlier draft step gave: the residual of the program's outputs. A program's run takes features
-    as its residual, and token ids beside them. The logits are of the head's own vocabulary.
+class EagleHead(OverDecoder):
+    """A `DraftHead` whose logits are of a vocabulary of its own.
 
     `body` is a decoder of the head's layers. The first layer's map to queries, keys and values
     takes embedding and feature side by side: here it is two maps, whose results are added.
     """
 
     def __init__(self, settings: EagleConfig, body: Decoder, weights: EagleWeights) -> None:
-        self.settings, self.body, self.weights = settings, body, weights
+        super().__init__(body)
+        self.settings, self.weights = settings, weights
 
     def on(self, ops: Ops) -> "EagleHead":
-        """As of `Decoder`, and so are the methods that are not described here."""
         return EagleHead(self.settings, self.body.on(ops), self.weights)
-
-    @property
-    def ops(self) -> Ops:
-        return self.body.ops
-
-    @property
-    def config(self) -> DecoderConfig:
-        """Of its layers."""
-        return self.body.config
-
-    @property
-    def forms(self) -> WeightForms:
-        return self.body.forms
-
-    @property
-    def num_positions(self) -> int:
-        return self.body.num_positions
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.body.dtype
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -86,30 +57,17 @@ class EagleHead:
         return self.settings.draft_vocab_size
 
     @property
-    def num_heads(self) -> int:
-        return self.body.num_heads
-
-    @property
-    def windows(self) -> Sequence[int | None]:
-        return self.body.windows
-
-    def kv_layouts(self, dtype: torch.dtype | None = None) -> tuple[KVLayout, ...]:
-        return self.body.kv_layouts(dtype)
+    def num_layer_weights(self) -> int:
+        config = self.config
+        qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        return config.num_layer_weights + config.hidden_size * (qkv + self.settings.width)
 
     def program(
         self, kv: KVCache, max_rows: int, max_read: int, taps: Collection[int] = ()
     ) -> Program:
         return self.ops.program(self, kv, max_rows, max_read, taps)
 
-    def plan(self, rows: Rows, kv: KVCache, also: Sequence[Tensor] = ()) -> Any:
-        """`also` begins with the token ids."""
-        return self.body.plan(rows, kv, also)
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return self.body.embed(token_ids)
-
     def fuse(self, taps: Tensor) -> Tensor:
-        """Features [R, hidden] of the target's taps side by side, [R, n * its hidden]."""
         ops, weights, eps = self.ops, self.weights, self.settings.layers.norm_eps
         if weights.taps_norm is not None:
             taps = ops.rms_norm(taps, weights.taps_norm, eps)
@@ -147,5 +105,4 @@ class EagleHead:
         return self.ops.linear(self.ops.take_rows(residual, rows), self.body.weights.head)
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """The target's ids of tokens of the head's own vocabulary, both int64."""
         return self.weights.targets[draft_ids]

@@ -1,14 +1,13 @@
 """Loading an EAGLE-3 head from a folder, for the target whose taps it reads."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specserve.errors import ConfigError
-from specserve.models.checkpoint import Checkpoint, unquantized
+from specserve.models.checkpoint import Checkpoint
 from specserve.models.decoder import Decoder, Weights
 from specserve.models.decoder_config import tensor_shapes
 from specserve.models.eagle_config import TAPS, EagleConfig, load_eagle_config
@@ -23,6 +22,7 @@ from specserve.models.loader import (
     rows_of_qkv,
     table_of,
 )
+from specserve.models.places import ALL, Place, show
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve.models.shape import Shape
 from specserve_drafters.tree import TREE_SLOTS
@@ -31,30 +31,6 @@ MODEL, FIRST, OTHER_FIRST = "model.", "layers.0", "midlayer"  # files name the f
 EMBEDDED, EMBEDDING_NORM = "embedded", "embedding_norm.weight"  # see `places`
 FUSE, OFFSETS, KNOWN = "fc.weight", "d2t", "t2d"
 INTEGERS = ("I64", "I32")
-ALL = slice(None)
-
-
-class Part(NamedTuple):
-    """A tensor's columns, in the manner of safetensors' files: of names, it has but its own."""
-
-    file: Any
-    name: str
-    columns: slice
-
-    def get_slice(self, name: str) -> "Part":
-        return self
-
-    def get_shape(self) -> list[int]:
-        whole = torch.empty(self.file.get_slice(self.name).get_shape(), device="meta")
-        return list(whole[..., self.columns].shape)
-
-    def get_dtype(self) -> str:
-        return str(self.file.get_slice(self.name).get_dtype())
-
-    def get_tensor(self, name: str) -> Tensor:
-        """A view of the file's."""
-        tensor: Tensor = self.file.get_tensor(self.name)
-        return tensor[..., self.columns]
 
 
 def load_eagle_head(folder: Path, target: Decoder) -> EagleHead:
@@ -69,7 +45,7 @@ def load_eagle_head(folder: Path, target: Decoder) -> EagleHead:
     if EMBEDDING.removeprefix(MODEL) not in checkpoint:
         check_same_width(folder, config)
         del shapes[EMBEDDING]
-    show(checkpoint, config, shapes)
+    show(checkpoint, shapes, places(checkpoint, config, shapes))
     reader = Reader(checkpoint, shapes, QuantizedMaps(checkpoint, shapes, None), target.dtype, ops)
     tables = rotary_tables(config.layers, target.num_positions - TREE_SLOTS, ops)
     own = read_own(reader, config, ops.place(targets))
@@ -143,10 +119,8 @@ def shown_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def places(
-    checkpoint: Checkpoint, config: EagleConfig, shapes: Iterable[str]
-) -> dict[str, tuple[str, slice]]:
-    """Where the files have what is shown: a tensor's name, and its columns.
+def places(checkpoint: Checkpoint, config: EagleConfig, shapes: Iterable[str]) -> dict[str, Place]:
+    """Where the file has what `shapes` names.
 
     The first layer's queries, keys and values are made of embedding and feature side by side. Shown
     are a layer that reads the feature, as others read the residual, and maps of the embedding.
@@ -154,10 +128,14 @@ def places(
     has_other = any(name.startswith(f"{OTHER_FIRST}.") for name in checkpoint.files)
     first = OTHER_FIRST if has_other else FIRST
     hidden, shown = config.layers.hidden_size, f"{MODEL}{FIRST}"
-    found = {
-        EMBEDDING_NORM: (f"{first}.input_layernorm.weight", ALL),
-        f"{shown}.input_layernorm.weight": (f"{first}.hidden_norm.weight", ALL),
-    }
+    found = {}
+    for name in shapes:
+        own = name.removeprefix(MODEL)
+        if own.startswith(f"{FIRST}."):
+            own = first + own.removeprefix(FIRST)
+        found[name] = own, ALL
+    found[EMBEDDING_NORM] = f"{first}.input_layernorm.weight", ALL
+    found[f"{shown}.input_layernorm.weight"] = f"{first}.hidden_norm.weight", ALL
     for name in config.layers.qkv_names:
         found[f"{EMBEDDED}.{name}.weight"] = f"{first}.{name}.weight", slice(hidden)
         found[f"{shown}.{name}.weight"] = f"{first}.{name}.weight", slice(hidden, None)
@@ -167,28 +145,6 @@ def places(
             own = first + own.removeprefix(FIRST)
         found.setdefault(name, (own, ALL))
     return found
-
-
-def stored_shapes(
-    shapes: Mapping[str, tuple[int, ...]], placed: Mapping[str, tuple[str, slice]]
-) -> dict[str, tuple[int, ...]]:
-    """Of the files' tensors, by their own names."""
-    stored = {}
-    for name, shape in shapes.items():
-        own, columns = placed[name]
-        stored[own] = shape if columns == ALL else (shape[0], 2 * shape[1])
-    return stored
-
-
-def show(
-    checkpoint: Checkpoint, config: EagleConfig, shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Have the tensors under the names that `shapes` has; ConfigError unless they are all there."""
-    placed = places(checkpoint, config, shapes)
-    checkpoint.check(unquantized(stored_shapes(shapes, placed)))
-    checkpoint.show(
-        {name: Part(checkpoint.files[placed[name][0]], *placed[name]) for name in shapes}
-    )
 
 
 def read_own(reader: Reader, config: EagleConfig, targets: Tensor) -> EagleWeights:

@@ -328,6 +328,14 @@ FAMILIES = {
         qk_norm="heads",
         windowed="upper",
     ),
+    "MiMoForCausalLM": Family(
+        models="MiMo 7B",
+        defaults=QWEN2,
+        qkv_bias=True,
+        out_bias=False,
+        mlp_bias=False,
+        windowed="upper",
+    ),
     "SmolLM3ForCausalLM": Family(models="SmolLM3", defaults=SMOLLM3, windowed="unrotated"),
     "Phi3ForCausalLM": Family(
         models="Phi-3 mini and medium, Phi-3.5 mini, Phi-4, Phi-4 mini",

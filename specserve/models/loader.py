@@ -18,6 +18,7 @@ from specserve.models.checkpoint import Checkpoint
 from specserve.models.decoder import Decoder, Experts, Layer, SharedExpert, Weights
 from specserve.models.decoder_config import SINKS, DecoderConfig
 from specserve.models.experts import Mixture
+from specserve.models.mtp_config import without_mtp
 from specserve.models.quantized.config import Quantization
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve.models.rope import RopeParameters
@@ -117,6 +118,7 @@ def open_reader(
 ) -> "Reader":
     """ConfigError unless the checkpoint is what config.json says."""
     checkpoint = Checkpoint(folder)
+    checkpoint.show(without_mtp(checkpoint.files, config))
     if config.mixture is not None and config.mixture.style.is_stacked:
         part_experts(checkpoint, config.mixture.num_experts)
     shapes = decoder_config.tensor_shapes(config)

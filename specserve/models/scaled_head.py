@@ -25,10 +25,10 @@ from specserve.models.eagle_loader import (
     places,
     read_targets,
     shown_shapes,
-    stored_shapes,
 )
 from specserve.models.gguf.tensors import Slice
 from specserve.models.loader import EMBEDDING, HEAD
+from specserve.models.places import stored_shapes
 from specserve.models.scaled_shape import HeadSizes
 from specserve.models.scaling import (
     DTYPE,

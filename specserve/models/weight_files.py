@@ -1,5 +1,7 @@
-"""Which files of a folder hold a model's weights; none of them is opened."""
+"""Which files of a folder hold a model's weights, and their tensors' names; no tensor is read."""
 
+import json
+from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
 from specserve.errors import ConfigError
@@ -7,6 +9,7 @@ from specserve.models.folder import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth")
+LONGEST_HEADER = 100_000_000  # bytes that safetensors allows
 
 
 def find_weights(folder: Path) -> dict[str, str] | None:
@@ -16,6 +19,33 @@ def find_weights(folder: Path) -> dict[str, str] | None:
     if (folder / INDEX).exists():
         return weight_map(folder)
     raise ConfigError(f"{folder}: {missing_weights(folder)}")
+
+
+def tensor_names(folder: Path) -> Collection[str]:
+    """Of all weights. safetensors itself would import numpy for that."""
+    shards = find_weights(folder)
+    return read_header(folder / SINGLE) if shards is None else shards
+
+
+def read_header(path: Path) -> Collection[str]:
+    """What the JSON object at the beginning of a safetensors file describes; 8 bytes before it have
+    its length.
+    """
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(size, LONGEST_HEADER)))
+    except (OSError, ValueError, RecursionError) as e:
+        raise unreadable(path, e) from e
+    if not isinstance(header, dict):
+        raise unreadable(path, "its header is no object")
+    return header.keys()
+
+
+def unreadable(path: Path, reason: object) -> ConfigError:
+    return ConfigError(
+        f"{path}: no readable safetensors file, cut short or damaged ({reason}); download it again"
+    )
 
 
 def weight_map(folder: Path) -> dict[str, str]:

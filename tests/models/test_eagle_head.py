@@ -135,6 +135,14 @@ def test_tokens_of_the_head_are_the_target_s_by_their_offsets(ops, tmp_path):
     assert torch.equal(head.target_ids(torch.tensor([7, 0])), known[[7, 0]])
 
 
+def test_weights_are_counted_as_the_checkpoint_has_them(tmp_path):
+    head, tensors = load(tmp_path, cpu)
+    ends = ("embed_tokens.weight", "lm_head.weight")
+    maps = (x.numel() for name, x in tensors.items() if x.ndim == 2 and name not in ends)
+    assert head.num_layer_weights == sum(maps)
+    assert (head.taps, head.draft_vocab_size) == ((1, 2, 3), 200)
+
+
 def test_a_recorded_step_has_the_bits_of_the_eager_one(dtype, tmp_path):
     """And all of it is recorded: nothing is left to Python."""
     head, _ = load(tmp_path, cpu, dtype)

@@ -1,0 +1,111 @@
+"""Layers for multi-token prediction (DeepSeek-AI 2412.19437, section 2.2) that come with a model:
+what a checkpoint calls their tensors, and whether it has them.
+
+Does not import torch.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from specserve.models.decoder_config import (
+    MAX_LAYERS,
+    DecoderConfig,
+    names_family,
+    num_mtp_layers,
+    positive,
+    read_config,
+)
+from specserve.models.weight_files import tensor_names
+
+T = TypeVar("T")
+
+
+class MtpStyle(msgspec.Struct, frozen=True, kw_only=True):
+    """The names of the first such layer's tensors, and what else its makers' code fixes."""
+
+    module: str  # of all others but `layer`
+    layer: str  # a decoder layer of the model's own family
+    embedding_norm: str
+    feature_norm: str
+    join: str  # the map of embedding and feature side by side
+    norm: str  # before the head; what the next draft step reads has it, too
+    embedding: str | None = None  # the model's where there is none
+    head: str | None = None  # likewise
+    has_feature_first: bool = False  # in the columns of `join`
+    reads_normed: bool = True  # the feature has the model's last norm
+
+    def owns(self, name: str) -> bool:
+        """Whether a tensor belongs to it, and not to a further layer."""
+        if name.startswith(f"{self.layer}."):
+            return True
+        return name.startswith(f"{self.module}.") and not name.startswith(FURTHER)
+
+
+FURTHER = "mtp.layers."
+QWEN = MtpStyle(
+    module="mtp",
+    layer=f"{FURTHER}0",
+    embedding_norm="pre_fc_norm_embedding",
+    feature_norm="pre_fc_norm_hidden",
+    join="fc",
+    norm="norm",
+)
+# MiMo's makers hand the residual over as it is (vLLM's mimo.py).
+MIMO = MtpStyle(
+    module="model.mtp_layers.0",
+    layer="model.mtp_layers.0",
+    embedding_norm="token_layernorm",
+    feature_norm="hidden_layernorm",
+    join="input_proj",
+    norm="final_layernorm",
+    has_feature_first=True,
+    reads_normed=False,
+)
+
+
+def styles(num_layers: int) -> tuple[MtpStyle, ...]:
+    """All there are, for a model of so many layers."""
+    behind = f"model.layers.{num_layers}"
+    deepseek = MtpStyle(
+        module=behind,
+        layer=behind,
+        embedding_norm="enorm",
+        feature_norm="hnorm",
+        join="eh_proj",
+        norm="shared_head.norm",
+        embedding="embed_tokens",
+        head="shared_head.head",
+    )
+    return deepseek, QWEN, MIMO
+
+
+def find_style(names: Iterable[str], num_layers: int) -> MtpStyle | None:
+    """That of a checkpoint's tensors; None: no such layer is among them."""
+    names = list(names)
+    return next((s for s in styles(num_layers) if any(map(s.owns, names))), None)
+
+
+def has_mtp(folder: Path) -> bool:
+    """Whether a model has such layers, and native code for their kind."""
+    if folder.is_file():
+        return False
+    num_layers = read_config(folder, layers_before)
+    return num_layers > 0 and find_style(tensor_names(folder), num_layers) is not None
+
+
+def layers_before(written: Mapping[str, Any]) -> int:
+    """The layers of a model whose config.json tells of others behind them; 0 of any other."""
+    if not names_family(written) or num_mtp_layers(written) == 0:
+        return 0
+    return positive({"num_hidden_layers": None} | dict(written), "num_hidden_layers", MAX_LAYERS)
+
+
+def without_mtp(files: Mapping[str, T], config: DecoderConfig) -> dict[str, T]:
+    """A checkpoint's tensors but those of all such layers that its config.json tells of."""
+    first, number = config.num_layers, config.num_mtp_layers
+    behind = [f"model.layers.{first + i}." for i in range(number)]
+    others = (*behind, "mtp.", "model.mtp_layers.") if number else ()
+    return {name: file for name, file in files.items() if not name.startswith(others)}
