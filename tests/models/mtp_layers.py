@@ -48,9 +48,7 @@ def write_target(folder, style="deepseek", family="qwen3", edit=lambda tensors: 
     told, shape = STYLES[style], {"tie_word_embeddings": False} | overrides
     folder.mkdir(exist_ok=True)
     target = tiny_checkpoint(folder / "target", family, **shape)
-    donor = tiny_checkpoint(
-        folder / "donor", family, seed=5, num_hidden_layers=1, **one_layer(shape)
-    )
+    donor = tiny_checkpoint(folder / "donor", family, seed=5, **one_layer(shape))
     tensors = mtp_tensors(told, load_file(donor / WEIGHTS))
     edit(tensors)
     save_file(load_file(target / WEIGHTS) | tensors, target / WEIGHTS, {"format": "pt"})
@@ -59,10 +57,8 @@ def write_target(folder, style="deepseek", family="qwen3", edit=lambda tensors: 
 
 
 def one_layer(shape):
-    kinds = shape.get("layer_types")
-    return {key: x for key, x in shape.items() if key != "layer_types"} | (
-        {"layer_types": kinds[:1]} if kinds else {}
-    )
+    kinds = {key: x[:1] for key, x in shape.items() if key == "layer_types"}
+    return shape | kinds | {"num_hidden_layers": 1}
 
 
 def mtp_tensors(told, donor):

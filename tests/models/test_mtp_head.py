@@ -22,7 +22,7 @@ from tests.checkpoints import tiny_checkpoint
 from tests.kernels.builds import interpreted
 from tests.kernels.rerun import Rerun
 from tests.models.eagle_heads import Run, single_rows
-from tests.models.formats import change_config
+from tests.models.formats import FORMATS, change_config, quantized
 from tests.models.forward import builds, logits, prompt
 from tests.models.mtp_layers import (
     OWN_EMBEDDING,
@@ -193,6 +193,15 @@ def test_a_target_loads_as_if_it_had_none(style, tmp_path):
     ids = prompt(320, 30)
     assert torch.equal(logits(got, ids), logits(want, ids))
     assert weight_bytes(tmp_path / "target", "fp32", cpu) == weight_bytes(bare, "fp32", cpu)
+
+
+def test_a_quantized_target_may_have_a_layer_that_is_not(tmp_path):
+    head, _, oracle = load(tmp_path, cpu, style="qwen", **FORMATS["gptq-v1"]["shape"])
+    folder = quantized(tmp_path / "quantized", "gptq-v1", lambda x: x.update(oracle.tensors))
+    change_config(folder, mtp_num_hidden_layers=1)
+    other = load_mtp_head(folder, load_decoder(folder, "fp32", cpu))
+    got, want = (Run(x).step(*features_and_ids(width=32)) for x in (other, head))
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("style", STYLES)
