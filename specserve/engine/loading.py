@@ -32,6 +32,7 @@ from specserve.selection import (
     resolve_head,
     resolve_model,
 )
+from specserve_drafters.auto import EAGLE
 from specserve_kernels import DeviceError, Ops, Threads, load
 
 log = logging.getLogger("specserve")
@@ -120,17 +121,22 @@ def load_weights(
     guessing, draft = settled(config, target), None
     if needs_draft_model(guessing):
         draft = get("draft model", resolve_draft(config), config.drafter.quantize)
-    if not needs_head(guessing):
+    folder = resolve_head(guessing) if needs_head(guessing) else None
+    if folder is None:
         return Weights(target, draft)
-    return Weights(target, draft, get_head(config, target, loaded, phases))
+    try:
+        return Weights(target, draft, get_head(folder, target, loaded, phases))
+    except ConfigError as e:
+        if str(folder.resolve()) != target.key.folder or config.drafter_name == EAGLE:
+            raise
+        log.warning("%s: nothing guesses by the layers that came with the target", e)
+        return Weights(target, draft)
 
 
 def get_head(
-    config: Config, target: Model, loaded: Mapping[ModelKey, Model], phases: Phases
+    folder: Path, target: Model, loaded: Mapping[ModelKey, Model], phases: Phases
 ) -> Model:
     """The target's head, unless it is loaded already."""
-    folder = resolve_head(config)
-    assert folder is not None, "a head is needed, so there is one"
     key = target.key._replace(
         folder=str(folder.resolve()), implementation=f"head of {target.key.folder}"
     )

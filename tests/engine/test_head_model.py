@@ -5,6 +5,7 @@ import torch
 
 from specserve.exchange.sampling_params import Sampling
 from specserve.models.eagle_loader import load_eagle_head
+from specserve.models.mtp_loader import load_mtp_head
 from specserve_drafters import ROOT, Draft, Nodes
 from specserve_kernels.program import EagerProgram
 from tests.checkpoints import tiny_checkpoint
@@ -20,22 +21,35 @@ from tests.engine.engines import (
 )
 from tests.models.eagle_heads import Run, write_head
 from tests.models.forward import causal_rows, empty_kv
+from tests.models.mtp_layers import write_target
 
 PROMPT = [(7 * i) % 300 for i in range(90)]
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    root = tmp_path_factory.mktemp("models")
-    return load_small(tiny_checkpoint(root / "target", seed=1, num_hidden_layers=4))
+def target(pairs):
+    return pairs["eagle"][0]
 
 
 @pytest.fixture(scope="module")
-def head(target, tmp_path_factory):
-    """Of two layers, with some of the target's tokens only."""
-    folder = tmp_path_factory.mktemp("models") / "head"
-    write_head(folder, num_hidden_layers=2, norm_before_residual=True)
-    return load_eagle_head(folder, target)
+def head(pairs):
+    return pairs["eagle"][1]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """A target and its head: one of two layers, with some of the target's tokens only, and one that
+    came with the target.
+    """
+    root = tmp_path_factory.mktemp("models")
+    target = load_small(tiny_checkpoint(root / "target", seed=1, num_hidden_layers=4))
+    write_head(root / "head", num_hidden_layers=2, norm_before_residual=True)
+    write_target(root / "mtp")
+    other = load_small(root / "mtp" / "target")
+    return {
+        "eagle": (target, load_eagle_head(root / "head", target)),
+        "mtp": (other, load_mtp_head(root / "mtp" / "target", other)),
+    }
 
 
 class Oracle:
@@ -44,14 +58,16 @@ class Oracle:
     def __init__(self, target, head, tokens):
         n, blocks = len(tokens) - 1, list(range(20))
         with torch.inference_mode():
-            program = EagerProgram(target, empty_kv(target, len(blocks), 16), head.taps)
+            layers = [i for i in head.taps if i < target.config.num_layers]
+            program = EagerProgram(target, empty_kv(target, len(blocks), 16), layers)
             ids = torch.tensor(tokens)
             rows = causal_rows(blocks, 0, n, 16)
-            taps = program.run(rows, ids[:-1], torch.arange(0)).taps
+            out = program.run(rows, ids[:-1], torch.arange(0))
+            taps = [out.taps.get(i, out.residual) for i in head.taps]
             self.run = Run(head, lambda model, kv, *_: EagerProgram(model, kv), max_rows=512)
             self.run.table, self.run.kv = blocks, empty_kv(head, len(blocks), 16)
             self.run.program = EagerProgram(head, self.run.kv)
-            features = head.fuse(torch.cat([taps[i] for i in head.taps], dim=1))
+            features = head.fuse(torch.cat(taps, dim=1))
         logits, hidden = self.run.step(features, ids[1:])
         self.logits, self.hidden = logits[-1], hidden[-1:]
 
@@ -168,8 +184,10 @@ class Asks:
         pass
 
 
+@pytest.mark.parametrize("kind", ["eagle", "mtp"])
 @pytest.mark.parametrize("block_size", [16, 3])
-def test_guesses_have_the_logits_of_their_paths(target, head, block_size):
+def test_guesses_have_the_logits_of_their_paths(pairs, kind, block_size):
+    target, head = pairs[kind]
     engine = engine_for(target, None, "ngram", head=head, block_size=block_size, max_nodes=8)
     asks = Asks(target, head, engine.head)
     engine.guesses = fixed(engine, asks)
