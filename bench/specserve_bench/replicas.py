@@ -35,6 +35,7 @@ COMMAND = "python -m specserve_bench.figures replicas"
 ROUNDS, CONVERSATIONS = 3, 12
 SHARED, FILE_CHARACTERS = "queue.py", 400  # the file that all conversations begin with
 TURN_CHARACTERS = 600  # of what a turn adds
+PASTED_CHARACTERS = 2400  # of a text of its own that a longer conversation begins with
 MAX_TOKENS = 8
 AT_A_TIME = 4  # at equal loads the router sends every new conversation to the same server
 MAX_LEN = 4096  # a conversation is shorter, and a pool has room for the longest request
@@ -44,14 +45,19 @@ RANDOM, AWARE = "random", "cache_aware"
 # first prompt, and what a second one repeats is more.
 POLICIES = {RANDOM: ["--policy=random"], AWARE: ["--policy=cache_aware", "--cache-threshold=0.5"]}
 SECONDS = 60  # until the router is ready
-WANTED = {"all": 1.15, "half": 1.5}
-HELD = {"all": "all conversations", "half": "the file and half of the conversations"}
+WANTED = {"all": 1.15, "half": 1.5, "half, pasted": 1.5}
+HELD = {
+    "all": "all conversations",
+    "half": "the file and half of the conversations",
+    "half, pasted": "the same, of conversations that begin with a longer text",
+}
 
 DESCRIPTION = f"""
 Hold {CONVERSATIONS} conversations of {NUM_TURNS} turns, which begin with the same file, with two
 demo servers behind vllm-router, {AT_A_TIME} requests at a time, and count the prompt tokens that
 were found in a server's prefix cache: with random and with cache-aware routing, where each pool has
-room for everything, and where it holds half of the conversations.
+room for everything, and where it holds half of the conversations; the latter with conversations
+that begin with a text of {PASTED_CHARACTERS} characters of their own, too.
 """
 
 
@@ -69,8 +75,11 @@ class Row(msgspec.Struct, kw_only=True):
 class Conversation:
     """What its client sends: it grows by a turn and by what was answered."""
 
-    def __init__(self, source: random.Random, file: str) -> None:
+    def __init__(self, source: random.Random, file: str, pasted: int) -> None:
+        """It begins with the file, and with so many characters of its own text."""
         self.turns = [beginning(source, TURN_CHARACTERS) for _ in range(NUM_TURNS)]
+        if pasted:
+            self.turns[0] = beginning(source, pasted)
         self.turns[0] = f"Here is a file.\n\n{file}\n\n{self.turns[0]}"
         self.messages: list[dict[str, str]] = []
 
@@ -97,7 +106,9 @@ def main(argv: Sequence[str]) -> int:
     router = checked_router(args.router)
     outputs.check_file("--out", args.out)
     rows = [measured("all", router, ROOM, args.rounds)]
-    rows.append(measured("half", router, bytes_of_half(), args.rounds))
+    rows.append(measured("half", router, bytes_of_half(0), args.rounds))
+    pasted = PASTED_CHARACTERS
+    rows.append(measured("half, pasted", router, bytes_of_half(pasted), args.rounds, pasted))
     machine = suite.machine(COMMAND) | {"vllm-router": version(router)}
     held = {"conversations": CONVERSATIONS, "turns": NUM_TURNS}
     result = {"machine": machine, **held, "rows": rows}
@@ -139,13 +150,13 @@ def served(kv_bytes: int) -> Served:
     return Served("--drafter=none", "--set=server.access_log=false", *bounds)
 
 
-def measured(pool: str, router: str, kv_bytes: int, rounds: int) -> Row:
+def measured(pool: str, router: str, kv_bytes: int, rounds: int, pasted: int = 0) -> Row:
     cached: dict[str, list[int]] = {name: [] for name in POLICIES}
     sizes = []
     with served(kv_bytes) as first, served(kv_bytes) as second:
         for seed in range(rounds):
             for name in POLICIES:
-                usages = one_round(router, POLICIES[name], [first, second], seed)
+                usages = one_round(router, POLICIES[name], [first, second], seed, pasted)
                 cached[name].append(sum(u.prompt_tokens_details.cached_tokens for u in usages))
             sizes.append(sum(u.prompt_tokens for u in usages))
         num_blocks = int(pool_of(first)["num_gpu_blocks"])
@@ -162,13 +173,13 @@ def measured(pool: str, router: str, kv_bytes: int, rounds: int) -> Row:
 
 
 def one_round(
-    router: str, policy: Sequence[str], servers: Sequence[Served], seed: int
+    router: str, policy: Sequence[str], servers: Sequence[Served], seed: int, pasted: int
 ) -> list[Usage]:
     """Of all requests; servers and router have seen none of them."""
     for server in servers:
         post(f"{url_of(server)}/v1/cache/reset", {})
     with routed(router, policy, servers) as url:
-        usages = [usage for turn in talk(url, seed) for usage in turn]
+        usages = [usage for turn in talk(url, seed, pasted) for usage in turn]
     cached, size = (sum(counts) for counts in zip(*map(counted, usages), strict=True))
     print(f"{policy[0]}: {cached} of {size} prompt tokens cached", file=sys.stderr)
     return usages
@@ -178,11 +189,11 @@ def counted(usage: Usage) -> tuple[int, int]:
     return usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens
 
 
-def talk(url: str, seed: int) -> Iterator[list[Usage]]:
+def talk(url: str, seed: int, pasted: int) -> Iterator[list[Usage]]:
     """A turn of every conversation, in any order, some at a time; then the next one."""
     source = random.Random("replicas")  # a pool of half the conversations is that in every round
     file = held_out.source_files()[SHARED][:FILE_CHARACTERS]
-    conversations = [Conversation(source, file) for _ in range(CONVERSATIONS)]
+    conversations = [Conversation(source, file, pasted) for _ in range(CONVERSATIONS)]
     source.seed(seed)
     with ThreadPoolExecutor(AT_A_TIME) as threads:
         for number in range(NUM_TURNS):
@@ -190,10 +201,10 @@ def talk(url: str, seed: int) -> Iterator[list[Usage]]:
             yield [*threads.map(Conversation.turn, order, repeat(url), repeat(number))]
 
 
-def bytes_of_half() -> int:
+def bytes_of_half(pasted: int) -> int:
     """KV of the file and of half of the conversations, at their ends."""
     with served(ROOM) as server:
-        first, *_ = talk(url_of(server), 0)
+        first, *_ = talk(url_of(server), 0, pasted)
         [(_, taken)] = series(server, "specserve_kv_blocks", holder="cached")
         pool = pool_of(server)
     shared = max(u.prompt_tokens_details.cached_tokens for u in first)  # others find only the file

@@ -40,7 +40,7 @@ Measure auto beside {", ".join(FIXED)}, and keep every cell: a pair of models, a
 requests at a time. A cell takes the place of the same one measured before, so a measurement can be
 done in parts. On two cores all takes about ten minutes for the demo pair and three hours for the
 pair at a 0.6B model's cost. Workloads one at a time are measured at temperature {HOT} as well,
-beside {" and ".join(LIKE_MODEL)} alone.
+beside {" and ".join(LIKE_MODEL)} alone. A round begins with nothing learnt unless --warm is given.
 """
 
 
@@ -51,6 +51,7 @@ class Place(NamedTuple):
     workload: str
     concurrency: int
     temperature: float | None  # None: the workload's
+    is_warm: bool = False  # rounds begin with what earlier ones have shown of costs and guesses
 
 
 class Cell(msgspec.Struct, kw_only=True):
@@ -60,6 +61,7 @@ class Cell(msgspec.Struct, kw_only=True):
     workload: str
     concurrency: int
     temperature: float | None
+    is_warm: bool = False
     requests: int
     tpot_ms: dict[str, list[float]]  # means over the requests of a round
     acceptance_length: dict[str, float]
@@ -69,7 +71,7 @@ class Cell(msgspec.Struct, kw_only=True):
 
     @property
     def place(self) -> Place:
-        return Place(self.pair, self.workload, self.concurrency, self.temperature)
+        return Place(*(getattr(self, name) for name in Place._fields))
 
     def over(self, subject: str) -> Ratio | None:
         """TPOT of `auto` over the subject's in the same round."""
@@ -116,6 +118,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--pairs", type=pairs, default=[*PAIRS], metavar="P,...", help=", ".join(PAIRS))
     p.add_argument("--concurrency", type=whole, default=(1, 4, 16), metavar="N,...")
     p.add_argument("--workloads", type=words, default=NAMES, metavar="W,...")
+    p.add_argument(
+        "--warm",
+        action="store_true",
+        help="let rounds begin with what those before have shown, as a server that has run a while",
+    )
     p.add_argument("--rounds", type=at_least_1, default=ROUNDS, help=f"default: {ROUNDS}")
     p.add_argument(
         "--requests", type=at_least_1, metavar="N", help="of a cell; default: by pair and load"
@@ -133,8 +140,9 @@ def pairs(text: str) -> Sequence[str]:
 
 def cells(pair: str, args: argparse.Namespace) -> Iterator[Cell]:
     """Measure the cells of a pair that are asked for, one by one."""
-    contenders = load(PAIRS[pair](), settings(pair))
+    contenders = load(PAIRS[pair](), settings(pair), args.warm)
     for place in places(pair, args.workloads, args.concurrency):
+        place = place._replace(is_warm=args.warm)
         size = args.requests or REQUESTS[pair].get(place.concurrency, 2 * place.concurrency)
         asked = workload(place.workload, size, 0, place.temperature)
         those = subjects(place)
@@ -161,7 +169,7 @@ def subjects(place: Place) -> Sequence[str]:
     return settings(place.pair) if place.temperature is None else (*LIKE_MODEL, "auto")
 
 
-def load(pair: Pair, every: Sequence[str]) -> list[suite.Contender]:
+def load(pair: Pair, every: Sequence[str], is_warm: bool) -> list[suite.Contender]:
     target, draft = map(str, pair)
     shared: dict[str, Any] = {
         "model.path": target,
@@ -169,10 +177,13 @@ def load(pair: Pair, every: Sequence[str]) -> list[suite.Contender]:
         "memory.kv_bytes": KV_BYTES,
     }
     base, loader = load_config(None, shared), suite.Loader(progress=False)
-    return [
-        loader.load(setting, load_config(None, shared | suite.drafting(setting, base)))
-        for setting in every
-    ]
+    found = []
+    for setting in every:
+        loader.is_warm = is_warm and setting == "auto"  # the others learn nothing of costs
+        found.append(
+            loader.load(setting, load_config(None, shared | suite.drafting(setting, base)))
+        )
+    return found
 
 
 def measured(
@@ -241,7 +252,7 @@ def averages(cells: Sequence[Cell]) -> Iterator[Average]:
 
 def averaged(cells: Sequence[Cell], pair: str, temperature: float | None) -> list[Cell]:
     """One at a time; `random` has one temperature, and counts at both."""
-    alone = [c for c in cells if (c.pair, c.concurrency) == (pair, 1)]
+    alone = [c for c in cells if (c.pair, c.concurrency, c.is_warm) == (pair, 1, False)]
     own = [c for c in alone if c.workload != "random" and c.temperature == temperature]
     return [*own, *(c for c in alone if c.workload == "random")] if own else []
 
@@ -273,10 +284,10 @@ def table(cells: Sequence[Cell]) -> str:
     return "\n\n".join([*texts, note])
 
 
-def order(place: Place) -> tuple[int, int, float, int]:
+def order(place: Place) -> tuple[int, int, float, int, bool]:
     names = [*PAIRS], [*WORKLOADS]
     pair, name = names[0].index(place.pair), names[1].index(place.workload)
-    return pair, place.concurrency, place.temperature or 0.0, name
+    return pair, place.concurrency, place.temperature or 0.0, name, place.is_warm
 
 
 def row(cell: Cell) -> list[str]:
@@ -284,7 +295,9 @@ def row(cell: Cell) -> list[str]:
     has_off = "off" in ms
     return [
         cell.pair,
-        cell.workload + ("" if cell.is_same else " (OUTPUTS DIFFER)"),
+        cell.workload
+        + (", warm" if cell.is_warm else "")
+        + ("" if cell.is_same else " (OUTPUTS DIFFER)"),
         str(cell.concurrency),
         "-" if cell.temperature is None else f"{cell.temperature:g}",
         shown(ms.get("off")),
