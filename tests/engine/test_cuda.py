@@ -14,6 +14,7 @@ from specserve.engine.tuning import choose_threads
 from specserve.errors import ConfigError
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory import BlockPool, BlockTable
+from specserve.models.eagle_loader import load_eagle_head
 from specserve.models.loader import load_decoder
 from specserve_kernels import DeviceError, cpu
 from specserve_kernels.cuda import ops as cuda_ops
@@ -36,10 +37,12 @@ from tests.engine.engines import (
     logits_of,
     plain,
 )
+from tests.engine.heads import Oracle, close
 from tests.kernels.builds import interpreted
 from tests.kernels.fake_flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from tests.kernels.random_steps import row_errors
 from tests.kernels.rerun import Rerun, rerun
+from tests.models.eagle_heads import write_head
 
 pytestmark = pytest.mark.skipif(interpreted is None, reason="Triton compiles for the GPU here")
 MAX_LEN = 288
@@ -111,6 +114,32 @@ def test_recorded_steps_draw_from_edited_and_masked_rows_beside_others(models, r
     how = {"presence_penalty": 2.0, "logit_bias": {9: 8.0}, "allowed_ids": (9, *range(80, 320))}
     first = msgspec.structs.replace(first, sampling=msgspec.structs.replace(first.sampling, **how))
     engine = the_text_is_the_cpus_own(models, bush, [first, second])
+    assert engine.target.program.eager.residual is None, "a step was not recorded"
+
+
+def test_a_head_goes_on_from_what_the_cpus_has(models, recorded, tmp_path):
+    """In recorded steps, with guesses that are run level by level."""
+    on_cpu, target, _ = models
+    write_head(tmp_path / "head", eagle_aux_hidden_state_layer_ids=[0, 1])
+    head, on_gpu = (load_eagle_head(tmp_path / "head", x) for x in (on_cpu, target))
+    options = {"width": 2, "max_depth": 2, "min_gain": 0.0, "min_value": 0.0}
+    engine = engine_for(target, None, "eagle", head=on_gpu, max_nodes=4, options=options)
+    model, seen = engine.head, []
+    follow = model.follow
+
+    def checked():
+        follow()
+        for row in (row for id, row in model.last.items() if id in engine.requests):
+            [request] = engine.requests.values()
+            tokens = request.token_ids.tolist()
+            close(model.logits([row])[0], Oracle(on_cpu, head, tokens).logits)
+            seen.append(row)
+
+    model.follow = checked
+    asked = cases()[1:2]
+    assert [r.token_ids.tolist() for r in Watch(engine).run(asked)] == plain(on_cpu, asked)
+    assert len(seen) >= 3 and engine.stats.num_drafted > 0
+    assert not engine.stats.sources["eagle"].errors
     assert engine.target.program.eager.residual is None, "a step was not recorded"
 
 
