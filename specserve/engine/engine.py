@@ -128,7 +128,7 @@ class Engine:
         refused = self.admit_compiled() if self.is_compiling else []
         if self.adapters is not None and self.adapters.waiting:
             refused += self.admit_adapted(self.adapters)
-        if self.head is not None and self.head.steps:
+        if self.head is not None and self.head.seen:
             try:
                 self.run_head(self.head)
             except KVLost as e:
@@ -198,8 +198,8 @@ class Engine:
             self.adapters.wait(MOMENT)
 
     def run_head(self, head: HeadModel) -> None:
-        """Have a head run the rows of the step before: its tokens have been told, and no block was
-        given to another request since. It may raise KVLost.
+        """Have a head follow the step before: its tokens have been told, and no block was given to
+        another request since. It may raise KVLost.
         """
         start = perf_counter()
         with self.target.ops.lock:
@@ -329,7 +329,7 @@ class Engine:
                 self.keep_kv(item, path)
         if self.head is not None:
             by_request = {s.request.id: path for s, path in zip(sampled, paths, strict=True)}
-            self.head.note(scheduled, by_request)
+            self.head.see(scheduled, by_request)
         for item in scheduled:
             if not item.is_sampled:
                 item.request.publish()
@@ -617,7 +617,7 @@ class Engine:
 
     def rest(self) -> None:
         """Do what takes a moment, as no request waits for a step."""
-        if self.head is not None and self.head.steps:
+        if self.head is not None and self.head.seen:
             with torch.inference_mode():
                 self.run_head(self.head)
         for costs in self.kept:

@@ -3,9 +3,10 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -23,10 +24,10 @@ from specserve_drafters import ROOT, DraftItem, Nodes
 log = logging.getLogger("specserve")
 
 
-class Followed(NamedTuple):
-    """Rows of a request in the target's last step that the head has to run.
+class Seen(NamedTuple):
+    """Rows of a request in the target's last step.
 
-    table  that the rows' KV is in, as it was then: the request may have ended since
+    table  that their KV is in, as it was then: the request may have ended since
     start  position of the first row
     rows   theirs in the step, in order of position
     """
@@ -35,6 +36,26 @@ class Followed(NamedTuple):
     table: BlockTable
     start: int
     rows: list[int]
+    is_prompt: bool
+
+
+class Backlog(msgspec.Struct):
+    """Rows of a request that the head has yet to run: their positions, and the target's taps."""
+
+    request: Request
+    start: int
+    taps: list[Tensor]
+    end: int
+
+
+Rest = tuple[int, RowGroup, list[Tensor]]  # of a backlog: the request, its rows and their taps
+
+
+class Last(NamedTuple):
+    """What the head has left behind the last token of so many known ones, [1, hidden]."""
+
+    num_tokens: int
+    hidden: Tensor
 
 
 class HeadModel(ModelExecutor):
@@ -43,9 +64,11 @@ class HeadModel(ModelExecutor):
     The head's layers lie in the target's own blocks, behind the target's. Its row at position i
     has what the target's layers had of token i and the id of token i + 1: so of T known tokens it
     has KV in the slots [0, T - 1), and node e of a step is in slot T + e - 2. The target cannot be
-    asked for its taps again: so `follow` runs all rows of the step before, whoever guesses. That
-    writes over the KV of guesses, which was made of the head's own rows. The last slot of a block
-    that is found in the cache may have been made with another next token, which costs guesses.
+    asked for its taps again: so they are kept until the head has run their rows. It runs those of
+    prompts, and all others once a block is full, before the next step is planned; else when it is
+    to guess. That writes over the KV of guesses, which was made of the head's own rows. The last
+    slot of a block that is found in the cache may have been made with another next token, which
+    costs guesses.
     """
 
     def __init__(
@@ -53,11 +76,13 @@ class HeadModel(ModelExecutor):
     ) -> None:
         super().__init__(runner, scheduler)
         self.head, self.target = head, target
-        self.first_costs = StepCosts(scheduler.budget.max_batched_tokens)  # logits alone
+        self.first_costs = StepCosts(scheduler.budget.max_batched_tokens)  # of known tokens
         words = tap_words(head.taps, target.decoder.config.num_layers)
         self.watch: TapWatch | None = TapWatch(words)
-        self.steps: list[Followed] = []  # what `follow` is to run
-        self.last: dict[int, int] = {}  # by request: the row that `follow` ran of its last token
+        self.seen: list[Seen] = []
+        self.backlogs: dict[int, Backlog] = {}  # by request
+        self.last: dict[int, Last] = {}  # likewise
+        self.ended: set[int] = set()  # requests, since the last step
         # Of this step: what nodes left behind them, [N, hidden], and the rows of each request's.
         self.features = torch.empty(0, 0)
         self.rows: dict[int, dict[int, int]] = {}  # by request and node; the root is one
@@ -70,11 +95,12 @@ class HeadModel(ModelExecutor):
         return request.table
 
     def usual_rows(self, request: Request) -> int:
-        return 1
+        backlog = self.backlogs.get(request.id)
+        return 1 if backlog is None else backlog.end - backlog.start
 
-    def note(self, scheduled: Sequence[ScheduledRequest], paths: Mapping[int, Path]) -> None:
-        """Note which rows of a step the head has to run: those of known tokens and, by request,
-        those of the paths. Before blocks are given back or shared.
+    def see(self, scheduled: Sequence[ScheduledRequest], paths: Mapping[int, Path]) -> None:
+        """Note a step's rows of known tokens and, by request, of the paths. Before blocks are given
+        back or shared.
         """
         sizes = [s.end - s.start + len(s.draft) for s in scheduled]
         for item, begin in zip(scheduled, accumulate(sizes, initial=0), strict=False):
@@ -84,88 +110,130 @@ class HeadModel(ModelExecutor):
             table = copy(request.table)
             table.blocks = table.blocks[:]
             rows = [*range(begin, end), *(end - 1 + node for node in nodes)]
-            self.steps.append(Followed(request, table, item.start, rows))
+            self.seen.append(Seen(request, table, item.start, rows, not item.is_root))
             if path is not None and path.tokens and self.watch is not None:
                 self.watch.see(request.id, path.tokens[0])
 
     def drop(self) -> None:
-        """Forget the last step, which has failed."""
-        self.steps, self.last = [], {}
+        """Forget all that was not run: a step has failed."""
+        self.seen, self.backlogs, self.last = [], {}, {}
 
     def follow(self) -> None:
-        """Run the rows of the target's last step. Whatever fails costs guesses only, unless it is
-        KVLost.
+        """Keep the taps of the target's last step, and run the rows that cannot wait: before its
+        blocks are given to others. Whatever fails costs guesses only, unless it is KVLost.
         """
-        steps, self.steps, self.last = self.steps, [], {}
+        seen, self.seen = self.seen, []
         try:
-            if steps:
-                self.run(steps)
+            self.keep_taps(seen)
+            if any(self.is_due(each) for each in seen):
+                tables = {each.request.id: each.table for each in seen}
+                self.run([*self.backlogs.values()], tables)
+            for id in self.ended:  # its last block is not full, so that nobody will find it
+                self.backlogs.pop(id, None)
+                self.last.pop(id, None)
+            self.ended.clear()
+            if self.watch is not None:
+                self.expect(self.watch)
         except KVLost:
             raise
         except Exception:  # as there is too little memory
+            self.drop()
             log.exception("a draft head could not follow a step; the text does not change")
 
-    def run(self, steps: Sequence[Followed]) -> None:
-        groups, rows = list[RowGroup](), list[int]()
-        for request, table, start, of_step in steps:
-            tokens = request.token_ids[start + 1 : start + 1 + len(of_step)]
-            if not tokens:  # the request has failed
-                continue
-            groups.append(RowGroup(table, tokens, start, 0))
-            rows += of_step[: len(tokens)]
-            if start + 1 + len(tokens) == len(request.token_ids):
-                self.last[request.id] = len(rows) - 1
-        if groups:
-            step = build_step_input(groups, self.scheduler.pool.updates)
-            self.runner.launch(step, self.head.fuse(self.taps(rows)))
-            if self.watch is not None:
-                self.expect(self.watch)
+    def keep_taps(self, seen: Sequence[Seen]) -> None:
+        kept = [
+            (each, min(len(each.rows), len(each.request.token_ids) - each.start - 1))
+            for each in seen
+        ]
+        taps = self.taps([row for each, size in kept for row in each.rows[:size]])
+        for (request, _, start, *_), size in kept:
+            own, taps = taps[:size], taps[size:]
+            backlog = self.backlogs.get(request.id)
+            if backlog is None or backlog.end != start:  # it was preempted
+                backlog = self.backlogs[request.id] = Backlog(request, start, [], start)
+            backlog.taps.append(own)
+            backlog.end += size
+
+    def is_due(self, seen: Seen) -> bool:
+        """Whether a block with rows of the backlog is full, or others wait for the prompt's."""
+        backlog, size = self.backlogs[seen.request.id], seen.table.block_size
+        is_full = backlog.start // size < backlog.end // size
+        return self.watch is not None or seen.is_prompt or is_full
 
     def taps(self, rows: Sequence[int]) -> Tensor:
         """What the target's layers had in some rows of its last step, side by side."""
         outputs = self.target.outputs
         assert outputs is not None, "no step has been run"
-        at = torch.tensor(rows, device=outputs.residual.device)
+        at = torch.tensor(rows, dtype=torch.int64, device=outputs.residual.device)
         every = (outputs.taps.get(layer, outputs.residual) for layer in self.head.taps)
         return torch.cat([tap[at] for tap in every], dim=1)
 
+    def run(self, backlogs: Sequence[Backlog], tables: Mapping[int, BlockTable]) -> None:
+        """Run rows of backlogs, in launches of no more rows than a step has. `tables` are those of
+        requests that may have ended.
+        """
+        most, part, rows = self.scheduler.budget.max_batched_tokens, list[Rest](), 0
+        for backlog in backlogs:
+            request, start, taps, end = msgspec.structs.astuple(backlog)
+            del self.backlogs[request.id]
+            table = tables.get(request.id, request.table)
+            if start == end or table.num_computed < end:  # it has failed, or was preempted
+                continue
+            if part and rows + end - start > most:
+                self.run_together(part)
+                part, rows = [], 0
+            group = RowGroup(table, request.token_ids[start + 1 : end + 1], start, 0)
+            part.append((request.id, group, taps))
+            rows += end - start
+        if part:
+            self.run_together(part)
+
+    def run_together(self, rest: Sequence[Rest]) -> None:
+        ids, groups, taps = zip(*rest, strict=True)
+        step = build_step_input(groups, self.scheduler.pool.updates)
+        self.runner.launch(step, self.head.fuse(torch.cat([*chain.from_iterable(taps)])))
+        assert self.runner.outputs is not None, "rows were run"
+        self.num_rows += len(step.token_ids)
+        ends = torch.from_numpy(step.qo_indptr[1:] - 1).long()
+        hidden = self.runner.outputs.residual[ends.to(self.runner.outputs.residual.device)]
+        for row, (id, group) in enumerate(zip(ids, groups, strict=True)):
+            num_known = group.start + len(group.token_ids) + 1
+            self.last[id] = Last(num_known, hidden[row : row + 1])
+
     def expect(self, watch: TapWatch) -> None:
         """Note the likeliest next token of each request, to be compared with the target's."""
-        likeliest = self.head.target_ids(self.logits([*self.last.values()]).argmax(dim=1))
-        watch.expect(self.last, likeliest.tolist())
         if watch.is_over:
             self.watch = None
+        elif self.last:
+            hidden = torch.cat([last.hidden for last in self.last.values()])
+            likeliest = self.head.target_ids(self.logits(hidden).argmax(dim=1))
+            watch.expect(self.last, likeliest.tolist())
 
-    def logits(self, rows: Sequence[int]) -> Tensor:
-        """After rows that `follow` ran, which ascend: [n, draft V], until the next launch."""
-        at, most = torch.tensor(rows, dtype=torch.int64), self.runner.head_rows
-        if len(rows) <= most:
-            return self.runner.program.logits(at)
-        parts = torch.split(at, most)
-        return torch.cat([self.runner.program.logits(part).clone() for part in parts])
+    def logits(self, hidden: Tensor) -> Tensor:
+        """After what rows have left, [n, draft V]."""
+        return self.head.logits(hidden, torch.arange(len(hidden), device=hidden.device))
 
     def forget(self, id: int) -> None:
         super().forget(id)
-        self.last.pop(id, None)
+        self.ended.add(id)
 
     def extend(self, items: Sequence[DraftItem]) -> tuple[list[int], Tensor]:
         """Executor.extend. A request is left out where the target's last step had none of it, or
         nothing that the head could go on from.
         """
         lent = [self.requests[item.id] for item in items]
-        self.asked |= {r.id for r in lent if r.num_output > 0}
-        at = {r.id: self.last[r.id] for r in lent if r.id in self.asked and r.id in self.last}
-        ready = sorted(at, key=at.__getitem__)
+        asked = [request for request in lent if request.num_output > 0]
+        self.asked |= {request.id for request in asked}
+        self.run([self.backlogs[r.id] for r in asked if r.id in self.backlogs], {})
+        known = {r.id: self.last[r.id] for r in asked if r.id in self.last}
+        lengths = {request.id: len(request.token_ids) for request in asked}
+        ready = [id for id, last in known.items() if last.num_tokens == lengths[id]]
         if not ready:
             return [], torch.empty(0, 0)
         self.begin_nodes(ready)
-        rows = [at[id] for id in ready]
-        logits = self.of_target(self.logits(rows))
-        self.num_rows += len(rows)
+        self.features = torch.cat([known[id].hidden for id in ready])
         self.rows = {id: {ROOT: row} for row, id in enumerate(ready)}
-        assert self.runner.outputs is not None, "rows were run"
-        residual = self.runner.outputs.residual
-        self.features = residual[torch.tensor(rows, device=residual.device)]
+        logits = self.of_target(self.logits(self.features))
         place = {item.id: i for i, item in enumerate(items)}
         return [place[id] for id in ready], self.masked(logits, [(id, ROOT) for id in ready])
 

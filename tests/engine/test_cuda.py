@@ -129,11 +129,11 @@ def test_a_head_goes_on_from_what_the_cpus_has(models, recorded, tmp_path):
 
     def checked():
         follow()
-        for row in (row for id, row in model.last.items() if id in engine.requests):
-            [request] = engine.requests.values()
-            tokens = request.token_ids.tolist()
-            close(model.logits([row])[0], Oracle(on_cpu, head, tokens).logits)
-            seen.append(row)
+        for request in engine.requests.values():
+            hidden = model.last[request.id].hidden
+            oracle = Oracle(on_cpu, head, request.token_ids.tolist())
+            close(model.logits(hidden)[0], oracle.logits)
+            seen.append(request.id)
 
     model.follow = checked
     asked = cases()[1:2]
