@@ -18,7 +18,7 @@ from specserve import LLM, SamplingParams  # first: it configures the process be
 import msgspec  # isort: skip
 
 from specserve.config import load_config
-from specserve_bench import open_loop, replicas, sources, speculation, structured, suite
+from specserve_bench import heads, open_loop, replicas, sources, speculation, structured, suite
 from specserve_bench.adapters import adapter_figures
 from specserve_bench.fairness import fairness_figures
 from specserve_bench.families import family_figures
@@ -107,6 +107,7 @@ LONG: dict[str, Callable[[Sequence[str]], int]] = {
     "speculation": speculation.main,
     "open-loop": open_loop.main,
     "replicas": replicas.main,
+    "heads": heads.main,
     "lm-eval": figure.main,
     "structured": structured.main,
     "sources": sources.main,

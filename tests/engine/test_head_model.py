@@ -154,19 +154,19 @@ class Asks:
         # The third node is below the first, and the fourth below the third of the same call.
         levels = [([11, 12], [ROOT, ROOT]), ([13, 14, 15], [1, 3, 2])]
         paths = [[11], [12], [11, 13], [11, 13, 14], [12, 15]]
-        for tokens, parents in levels:
-            asked = [Nodes(items[i].id, tokens, parents) for i in ready]
-            fit, logits = self.executor.expand(asked)
+        for number, (tokens, parents) in enumerate(levels):
+            grown = [i for i in ready if number < items[i].id % 3]  # of some requests one, or none
+            fit, logits = self.executor.expand([Nodes(items[i].id, tokens, parents) for i in grown])
             rows = iter(logits)
-            first = 0 if tokens[0] == 11 else 2
             for place in fit:
-                for path in paths[first : first + len(tokens)]:
-                    oracle = Oracle(self.target, self.head, texts[ready[place]])
+                for path in paths[2 * number : 2 * number + len(tokens)]:
+                    oracle = Oracle(self.target, self.head, texts[grown[place]])
                     want = [oracle.guess(token) for token in path][-1]
                     close(next(rows), in_all(self.head, want))
                     self.num_seen += 1
         trees = Draft([11, 12, 13, 14, 15], [0, 0, 1, 3, 2], [1, 2, 3, 4, 5])
-        return [trees.head(item.limit) if i in ready else Draft() for i, item in enumerate(items)]
+        sizes = [(1, 2, 5)[item.id % 3] if i in ready else 0 for i, item in enumerate(items)]
+        return [trees.head(min(n, x.limit)) for n, x in zip(sizes, items, strict=True)]
 
     def observe(self, id, draft, accepted):
         pass
@@ -177,13 +177,14 @@ class Asks:
 
 @pytest.mark.parametrize("kind", ["eagle", "mtp"])
 @pytest.mark.parametrize("block_size", [16, 3])
-def test_guesses_have_the_logits_of_their_paths(pairs, kind, block_size):
+def test_guesses_in_a_batch_of_other_trees_have_the_logits_of_their_paths(pairs, kind, block_size):
     target, head = pairs[kind]
     engine = engine_for(target, None, "ngram", head=head, block_size=block_size, max_nodes=8)
     asks = Asks(target, head, engine.head)
     engine.guesses = fixed(engine, asks)
     engine.guesses.draft_model = engine.head
-    cases = [Case(PROMPT[:n], sampling(10), arrives=n % 3) for n in (5, 34, 50)]
+    sizes = 5, 34, 50, 7, 19, 40, 82, 53
+    cases = [Case(PROMPT[:n], sampling(6), arrives=i % 3) for i, n in enumerate(sizes)]
     got = Watch(engine).run(cases)
     assert asks.num_seen > 50
     assert not engine.stats.sources["scripted"].errors
