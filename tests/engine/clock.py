@@ -19,10 +19,10 @@ class Clock:
         launch = Runner.launch
         patch.setattr(kept_costs, "kept_file", lambda *key: None)
 
-        def timed(runner, step):
+        def timed(runner, step, residual=None):
             seconds = self.draft if step.draws is None else self.target
             self.now += seconds(len(step.token_ids))
-            return launch(runner, step)
+            return launch(runner, step, residual)
 
         patch.setattr(Runner, "launch", timed)
         for module in TIMED:

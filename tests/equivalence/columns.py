@@ -21,6 +21,7 @@ COLUMNS = {  # drafter, guesses of a request, the drafter's options
     "ngram": ("ngram", 8, {"min_ngram": 1}),
     "model chain": ("model", 4, CHAIN),
     "model tree of 16": ("model", 16, TREE),
+    "head tree of 16": ("eagle", 16, TREE),
     "auto": ("auto", 16, {}),
 }
 OTHERS, BLOCK_SIZE = 8, 8
@@ -73,6 +74,7 @@ class Column:
             pair.target,
             draft_of(pair.draft, drafter),
             drafter,
+            head=pair.head if drafter in ("eagle", "auto") else None,
             max_len=512,
             max_nodes=max_nodes,
             max_step_nodes=16 * max_nodes,

@@ -1,16 +1,19 @@
-"""A random target and a draft of it, both peaked enough for texts that repeat and for guesses that
-are right at times.
+"""A random target, a draft and a head of it, all peaked enough for texts that repeat and for
+guesses that are right at times.
 """
 
 from functools import cache
 from typing import NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
+from specserve.models.mtp_loader import load_mtp_head
 from specserve.models.tokenizer import Tokenizer, load_tokenizer
 from tests.checkpoints import EOS, FAMILIES, SIZES, random_model, save_quietly, tiny_tokenizer
 from tests.engine.engines import load_small
+from tests.models.formats import change_config
 
 VOCAB = SIZES["vocab_size"]
 END = tiny_tokenizer().convert_tokens_to_ids(EOS)
@@ -23,6 +26,7 @@ class Pair(NamedTuple):
     model: object  # the target, as transformers runs it
     target: object
     draft: object
+    head: object
     tokenizer: Tokenizer
 
 
@@ -44,8 +48,30 @@ def random_pair(folder):
     for name, each in (("target", model), ("draft", draft)):
         save_quietly(each, folder / name)
         tiny_tokenizer().save_pretrained(folder / name)
+    add_head(folder / "target", model)
     target, draft = (load_small(folder / name, max_len=512) for name in ("target", "draft"))
-    return Pair(model, target, draft, load_tokenizer(folder / "target"))
+    head = load_mtp_head(folder / "target", target)
+    return Pair(model, target, draft, head, load_tokenizer(folder / "target"))
+
+
+def add_head(folder, model):
+    """Give the target a layer for multi-token prediction: its own first, which reads embeddings and
+    hardly any features.
+    """
+    embedding = model.get_input_embeddings().weight
+    hidden = embedding.shape[1]
+    tensors = {
+        "mtp.fc.weight": torch.cat([torch.eye(hidden), 0.02 * torch.eye(hidden)], dim=1),
+        "mtp.pre_fc_norm_embedding.weight": embedding.square().mean().sqrt().expand(hidden),
+        "mtp.pre_fc_norm_hidden.weight": torch.ones(hidden),
+        "mtp.norm.weight": model.model.norm.weight,
+    }
+    layer = model.model.layers[0].state_dict()
+    tensors |= {f"mtp.layers.0.{name}": tensor for name, tensor in layer.items()}
+    file = folder / "model.safetensors"
+    copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    save_file(load_file(file) | copies, file, {"format": "pt"})
+    change_config(folder, mtp_num_hidden_layers=1)
 
 
 @cache

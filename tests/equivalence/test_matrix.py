@@ -17,7 +17,7 @@ def test_a_tenth_of_the_matrix_is_what_it_is_without_a_drafter():
 
 
 def test_the_tenth_is_spread_over_all_of_the_matrix():
-    assert len(CELLS) == 5 * 3 * 19 * 4 and round(len(TENTH) / len(CELLS), 1) == 0.1
+    assert len(CELLS) == 6 * 3 * 19 * 4 and round(len(TENTH) / len(CELLS), 1) == 0.1
     pairs = Counter((c.column, c.asked) for c in TENTH)
     pairs += Counter((c.drawn, c.situation) for c in TENTH)
     assert len(pairs) == len(COLUMNS) * len(ASKED) + len(DRAWN) * len(TOGETHER)
