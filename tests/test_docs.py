@@ -38,6 +38,8 @@ from specserve_bench import (
     suite,
     swap,
 )
+from specserve_bench.demo import commands as demo
+from specserve_bench.demo.head_config import HeadConfig
 from specserve_bench.peers import command as peers
 from specserve_bench.peers import table as peers_table
 from specserve_bench.report import markdown
@@ -66,7 +68,9 @@ MANUAL = PAGES["docs/bench.md"]
 BENCH = sorted({line for line in LINES if line.startswith("specserve bench ")})
 FIGURES = sorted({line for line in LINES if line.startswith("python -m specserve_bench.figures")})
 DOCTOR = sorted({line for line in LINES if line.startswith("specserve doctor ")})
-COMMANDS = sorted({line for line in LINES if line.startswith("specserve ")} - {*BENCH, *DOCTOR})
+DEMO = sorted({line for line in LINES if line.startswith("specserve demo ")})
+KNOWN = {*BENCH, *DOCTOR, *DEMO}
+COMMANDS = sorted({line for line in LINES if line.startswith("specserve ")} - KNOWN)
 ELSEWHERE = {  # beginnings of lines -> the tests that run them, or why none does
     "curl ": "tests/server/test_readme.py",
     "guidellm ": "tests/server/test_recipes.py",
@@ -245,6 +249,21 @@ def test_every_command_for_figures_is_understood(command, capsys):
 @pytest.mark.parametrize("command", DOCTOR)
 def test_every_line_with_doctor_is_understood(command, folders):
     assert doctor.parser().parse_args(shlex.split(command)[2:]).model == "path/to/model"
+
+
+@pytest.mark.parametrize("command", DEMO)
+def test_every_line_with_demo_is_understood(command):
+    """tests/demo checks what they do."""
+    assert demo.parser().parse_args(shlex.split(command)[2:]).out
+
+
+def test_the_config_that_the_manual_shows_for_heads_is_one_and_its_table_has_every_field():
+    page = PAGES["docs/heads.md"]
+    [text] = re.findall(r"^```json\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert msgspec.json.decode(text, type=HeadConfig).draft_steps == 5
+    table = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", page, re.MULTILINE))))
+    of_the_demo = {"own_tokens", "max_files", "max_symbols", "ask_every"}
+    assert table == set(HeadConfig.__struct_fields__) - of_the_demo
 
 
 def test_extras_that_are_installed_by_name_exist():
