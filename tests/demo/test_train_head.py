@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from specserve.config import DEMO, DEMO_TARGET
 from specserve.errors import ConfigError
 from specserve.models.decoder_config import load_config
 from specserve.models.eagle_loader import load_eagle_head
@@ -30,11 +31,12 @@ from specserve_bench.demo.head_model import (
 )
 from specserve_bench.demo.head_text import draft_vocabulary, held_out, marked, read_files
 from specserve_bench.demo.train_head import usual_taps
-from specserve_kernels import reference
+from specserve_kernels import cpu, reference
 from tests.checkpoints import TEXT, save_quietly, tiny_checkpoint, tiny_tokenizer
 from tests.models.eagle_heads import Run
 
 ROOT = Path(__file__).parents[2]
+DEMO_HEAD = DEMO / f"{DEMO_TARGET.name}-head"
 TAPS = (1, 2, 3)
 CONFIG = {
     "tokens": 6 * 64,
@@ -287,6 +289,18 @@ def test_a_guess_counts_where_the_ones_before_it_were_right():
     found = rightness([torch.tensor(hits, dtype=torch.bool) for hits in texts])
     assert (found.texts, found.chains, found.right) == (2, 5, [0.6, 0.6667, 0.5])
     assert found.acceptance_length == pytest.approx(1 + 0.6 + 0.4 + 0.2, abs=1e-3)
+
+
+def test_the_demos_head_fits_its_target_and_its_card_says_what_it_is():
+    card = read_head_card(DEMO_HEAD)
+    assert (DEMO_HEAD / "README.md").read_text() == head_words(card)
+    assert card.training.target == DEMO_TARGET.name and card.training.taps == list(TAPS)
+    assert card.figures.keys() == {"files", "questions"}
+    assert min(figures.right[0] for figures in card.figures.values()) > 0.3  # a floor
+    served = load_eagle_head(DEMO_HEAD, load_decoder(DEMO_TARGET, "bf16", cpu))
+    assert served.config.taps == TAPS and served.config.layers.num_layers == 1
+    assert len(served.weights.targets) == card.config.draft_vocab_size == 4096
+    assert sum(file.stat().st_size for file in DEMO_HEAD.iterdir()) < 12e6
 
 
 def test_the_command_is_registered():

@@ -45,7 +45,7 @@ def end_ids(model: Any) -> list[int]:
     return told if isinstance(told, list) else [] if told is None else [told]
 
 
-def rightness(hits: Sequence[Tensor]) -> Rightness:
+def rightness(hits: list[Tensor]) -> Rightness:
     reached = torch.cat(hits, dim=1).long().cumprod(0).sum(1)
     chains = sum(each.shape[1] for each in hits)
     of = [chains, *reached.tolist()]

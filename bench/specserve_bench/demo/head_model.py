@@ -146,8 +146,10 @@ def attended(q: Tensor, past: KV) -> Tensor:
     pairs = [(lowered(k, step - m), lowered(v, step - m)) for m, (k, v) in enumerate(later, 1)]
     own = [(q * k).sum(-1, keepdim=True) for k, _ in pairs]
     weights = torch.cat([scores, *own], dim=-1).mul(q.shape[3] ** -0.5).softmax(-1)
-    first, *shares = weights.split([length, *[1] * step], dim=-1)
-    return sum((share * v for share, (_, v) in zip(shares, pairs, strict=True)), start=first @ v)
+    found = weights[..., :length] @ v
+    for n, (_, v) in enumerate(pairs, length):
+        found = found + weights[..., n, None] * v
+    return found
 
 
 def lowered(rows: Tensor, count: int) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.errors import ConfigError
@@ -17,33 +18,36 @@ CONVERSATIONS = ".jsonl"
 BEGINNING, GAP = 64, 512  # tokens of a beginning that is held out, and from one to the next
 MAX_HELD_OUT = 64  # beginnings of each kind
 
+Bools = NDArray[np.bool_]
 Marked = list[tuple[str, bool]]  # parts of a conversation, and whether the model says them
 
 
 def read_files(files: Sequence[Path], tokenizer: Any) -> Corpus:
     """Plain texts, and conversations by the model's chat template; ConfigError names a mistake."""
-    talks, ids, dtype = list[Marked](), list[int](), np.min_scalar_type(len(tokenizer))
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    source, talk, is_answer, starts = list[Ids](), list[Ids](), list[Bools](), [0]
+    end = encoded(tokenizer, tokenizer.eos_token or "")
     for file in files:
         text = read_file(file)
-        if file.suffix == CONVERSATIONS:
-            talks += conversations(file, text, tokenizer)
-        else:
-            ids += [*encoded(tokenizer, text), *end]
-    parts = [[(encoded(tokenizer, part), is_said) for part, is_said in talk] for talk in talks]
-    lengths = [sum(len(part) for part, _ in talk) for talk in parts]
+        if file.suffix != CONVERSATIONS:
+            source += [encoded(tokenizer, text), end]
+            continue
+        for parts in conversations(file, text, tokenizer):
+            ids = [encoded(tokenizer, part) for part, _ in parts]
+            talk += ids
+            is_answer += [np.full(len(i), said) for i, (_, said) in zip(ids, parts, strict=True)]
+            starts.append(starts[-1] + sum(map(len, ids)))
     return Corpus(
-        source=np.array(ids, dtype=dtype),
-        talk=np.array([t for talk in parts for part, _ in talk for t in part], dtype=dtype),
-        is_answer=np.array([said for talk in parts for p, said in talk for _ in p], dtype=np.bool_),
-        starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        source=np.concatenate([end[:0], *source]),
+        talk=np.concatenate([end[:0], *talk]),
+        is_answer=np.concatenate([np.zeros(0, np.bool_), *is_answer]),
+        starts=np.array(starts, dtype=np.int64),
         python="",
     )
 
 
-def encoded(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
+def encoded(tokenizer: Any, text: str) -> Ids:
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return np.array(ids, dtype=np.min_scalar_type(len(tokenizer)))
 
 
 def read_file(file: Path) -> str:

@@ -78,7 +78,7 @@ def by_parts(model: Any, drawn: Labelled, sum_of: Callable[[Tensor, slice], Tens
 
 
 def of_parts(
-    hidden: Tensor, head: Any, count: int, sum_of: Callable[[Tensor, slice], Tensor]
+    hidden: Tensor, head: Any, count: float, sum_of: Callable[[Tensor, slice], Tensor]
 ) -> tuple[Tensor, Tensor | None]:
     """The sums over `count`, and the gradients of `hidden`; adds those of the head."""
     total = torch.zeros((), device=hidden.device)

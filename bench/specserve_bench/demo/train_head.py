@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from specserve.config import DEMO_TARGET  # first: it configures the process
 
 import msgspec  # isort: skip
-import numpy as np  # isort: skip
 import torch  # isort: skip
 from transformers import AutoModelForCausalLM, AutoTokenizer  # isort: skip
 
@@ -191,10 +190,7 @@ def evaluation(tokenizer: Any, config: HeadConfig) -> dict[str, list[Ids]]:
     asked = [[{"role": "user", "content": q.question}] for q in questions()[:: config.ask_every]]
     prompts = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
     kinds = {"files": texts, "questions": prompts}
-    return {
-        kind: [np.array(encoded(tokenizer, text), dtype=np.uint16) for text in each]
-        for kind, each in kinds.items()
-    }
+    return {kind: [encoded(tokenizer, text) for text in each] for kind, each in kinds.items()}
 
 
 def read_tokenizer(folder: Path, shape: DecoderConfig) -> Any:
@@ -209,7 +205,7 @@ def read_tokenizer(folder: Path, shape: DecoderConfig) -> Any:
 
 def read_target(folder: Path, device: torch.device) -> Any:
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     return model.to(device).eval().requires_grad_(False)
 
 
