@@ -11,7 +11,6 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from specserve.config import DEMO, DEMO_TARGET
 from specserve.errors import ConfigError
 from specserve.models.decoder_config import load_config
 from specserve.models.eagle_loader import load_eagle_head
@@ -31,12 +30,12 @@ from specserve_bench.demo.head_model import (
 )
 from specserve_bench.demo.head_text import draft_vocabulary, held_out, marked, read_files
 from specserve_bench.demo.train_head import usual_taps
-from specserve_kernels import cpu, reference
+from specserve_kernels import reference
 from tests.checkpoints import TEXT, save_quietly, tiny_checkpoint, tiny_tokenizer
 from tests.models.eagle_heads import Run
+from tests.models.formats import FORMATS, quantized
 
 ROOT = Path(__file__).parents[2]
-DEMO_HEAD = DEMO / f"{DEMO_TARGET.name}-head"
 TAPS = (1, 2, 3)
 CONFIG = {
     "tokens": 6 * 64,
@@ -233,7 +232,20 @@ def test_a_mistake_is_named_before_anything_is_computed(
     words = command(tmp_path, target, texts) + [flag.format(tmp=tmp_path) for flag in flags]
     with pytest.raises(ConfigError, match=told) as raised:
         commands.main(words)
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(raised.value) and not (tmp_path / "out").exists()
+
+
+def test_a_target_that_no_head_is_for_is_named(texts, tmp_path):
+    tiny_checkpoint(tmp_path / "stablelm", "llama", model_type="stablelm")
+    quantized(tmp_path / "rounded", next(iter(FORMATS)))
+    (tmp_path / "some.gguf").write_bytes(b"")
+    for name, told in [
+        ("stablelm", "transformers computes it"),
+        ("rounded", "quantized; take the model that it was made of"),
+        ("some.gguf", "a file; take the folder"),
+    ]:
+        with pytest.raises(ConfigError, match=f"{name}: {told}"):
+            commands.main(command(tmp_path, tmp_path / name, texts))
 
 
 def test_a_target_of_others_needs_a_text(target, tmp_path):
@@ -289,18 +301,6 @@ def test_a_guess_counts_where_the_ones_before_it_were_right():
     found = rightness([torch.tensor(hits, dtype=torch.bool) for hits in texts])
     assert (found.texts, found.chains, found.right) == (2, 5, [0.6, 0.6667, 0.5])
     assert found.acceptance_length == pytest.approx(1 + 0.6 + 0.4 + 0.2, abs=1e-3)
-
-
-def test_the_demos_head_fits_its_target_and_its_card_says_what_it_is():
-    card = read_head_card(DEMO_HEAD)
-    assert (DEMO_HEAD / "README.md").read_text() == head_words(card)
-    assert card.training.target == DEMO_TARGET.name and card.training.taps == list(TAPS)
-    assert card.figures.keys() == {"files", "questions"}
-    assert min(figures.right[0] for figures in card.figures.values()) > 0.3  # a floor
-    served = load_eagle_head(DEMO_HEAD, load_decoder(DEMO_TARGET, "bf16", cpu))
-    assert served.config.taps == TAPS and served.config.layers.num_layers == 1
-    assert len(served.weights.targets) == card.config.draft_vocab_size == 4096
-    assert sum(file.stat().st_size for file in DEMO_HEAD.iterdir()) < 12e6
 
 
 def test_the_command_is_registered():

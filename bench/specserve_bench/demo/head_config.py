@@ -13,7 +13,7 @@ class HeadConfig(Course, frozen=True, forbid_unknown_fields=True):
     own_tokens: Annotated[int, Meta(ge=512)] = 400_000  # of the demo target's own continuations
     step_tokens: Positive = 1024
     long_length: Positive = 512
-    tokens: Positive = 850_000
+    tokens: Positive = 540_000
     draft_vocab_size: Positive = 4096  # the tokens that are most frequent in the text
     mlp: Positive | None = None  # width of the head's MLP; the target's
     draft_steps: Annotated[int, Meta(ge=1, le=16)] = 3  # of the training-time test

@@ -109,6 +109,8 @@ class Lessons(NamedTuple):
 
 def checked_shape(folder: Path, config: HeadConfig) -> DecoderConfig:
     """ConfigError unless a head for it could be served."""
+    if folder.is_file():
+        raise ConfigError(f"{folder}: a file; take the folder that it was made of")
     shape = check_model(folder)
     if not isinstance(shape, DecoderConfig):
         raise ConfigError(
@@ -149,9 +151,8 @@ def train_head(out: Path, job: Job, shape: DecoderConfig, device: torch.device) 
     """The head's folder; what is there already is not made again."""
     config, source = job.config, Path(job.target)
     folder = out / f"{source.name}-head"
-    check_config(out / "training.json", job)
-    torch.set_num_threads(config.threads or allowed_threads())
     lessons = prepare(out, job, read_tokenizer(source, shape))
+    torch.set_num_threads(config.threads or allowed_threads())
     if folder.exists():
         return folder
     target = read_target(source, device)
@@ -173,15 +174,23 @@ def train_head(out: Path, job: Job, shape: DecoderConfig, device: torch.device) 
 def prepare(out: Path, job: Job, tokenizer: Any) -> Lessons:
     """Of the texts as they were when OUT was begun."""
     config, file = job.config, out / "corpus.npz"
+    corpus = load_corpus(file) if file.exists() else read_text(job, tokenizer)
+    lessons = (
+        Lessons(*held_out(corpus, config.held_out))
+        if job.texts
+        else Lessons(corpus, evaluation(tokenizer, config))
+    )
+    check_length(lessons.corpus, config)
+    check_config(out / "training.json", job)  # where none is, this begins OUT: all is checked
     if not file.exists():
-        texts = [Path(text) for text in job.texts]
-        corpus = read_files(texts, tokenizer) if texts else encode(tokenizer, *read_corpus(config))
-        check_length(held_out(corpus, config.held_out)[0] if texts else corpus, config)
         save_corpus(file, corpus)
-    corpus = load_corpus(file)
+    return lessons
+
+
+def read_text(job: Job, tokenizer: Any) -> Corpus:
     if job.texts:
-        return Lessons(*held_out(corpus, config.held_out))
-    return Lessons(corpus, evaluation(tokenizer, config))
+        return read_files([Path(text) for text in job.texts], tokenizer)
+    return encode(tokenizer, *read_corpus(job.config))
 
 
 def evaluation(tokenizer: Any, config: HeadConfig) -> dict[str, list[Ids]]:
