@@ -8,9 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from specserve.config import DEMO, DEMO_TARGET
 from specserve.errors import ConfigError
 from specserve.models.decoder_config import load_config
 from specserve.models.eagle_loader import load_eagle_head
@@ -19,7 +21,7 @@ from specserve_bench.demo import commands, learning, losses, train_head
 from specserve_bench.demo.batches import IGNORED, Batch, Corpus
 from specserve_bench.demo.head_card import head_words, read_head_card
 from specserve_bench.demo.head_config import HeadConfig
-from specserve_bench.demo.head_figures import rightness
+from specserve_bench.demo.head_figures import measure, rightness
 from specserve_bench.demo.head_loss import Teacher, head_loss
 from specserve_bench.demo.head_model import (
     Head,
@@ -30,12 +32,13 @@ from specserve_bench.demo.head_model import (
 )
 from specserve_bench.demo.head_text import draft_vocabulary, held_out, marked, read_files
 from specserve_bench.demo.train_head import usual_taps
-from specserve_kernels import reference
+from specserve_kernels import cpu, reference
 from tests.checkpoints import TEXT, save_quietly, tiny_checkpoint, tiny_tokenizer
 from tests.models.eagle_heads import Run
 from tests.models.formats import FORMATS, quantized
 
 ROOT = Path(__file__).parents[2]
+DEMO_HEAD = DEMO / f"{DEMO_TARGET.name}-head"
 TAPS = (1, 2, 3)
 CONFIG = {
     "tokens": 6 * 64,
@@ -301,6 +304,33 @@ def test_a_guess_counts_where_the_ones_before_it_were_right():
     found = rightness([torch.tensor(hits, dtype=torch.bool) for hits in texts])
     assert (found.texts, found.chains, found.right) == (2, 5, [0.6, 0.6667, 0.5])
     assert found.acceptance_length == pytest.approx(1 + 0.6 + 0.4 + 0.2, abs=1e-3)
+
+
+def test_the_demos_head_fits_its_target_and_its_card_says_what_it_is():
+    card = read_head_card(DEMO_HEAD)
+    assert (DEMO_HEAD / "README.md").read_text() == head_words(card)
+    assert card.training.target == DEMO_TARGET.name and card.training.taps == list(TAPS)
+    assert card.figures.keys() == {"files", "questions"}
+    assert min(figures.right[0] for figures in card.figures.values()) > 0.3  # a floor
+    served = load_eagle_head(DEMO_HEAD, load_decoder(DEMO_TARGET, "bf16", cpu))
+    assert served.config.taps == TAPS and served.config.layers.num_layers == 1
+    assert len(served.weights.targets) == card.config.draft_vocab_size == 4096
+    assert sum(file.stat().st_size for file in DEMO_HEAD.iterdir()) < 12e6
+
+
+@pytest.mark.slow
+def test_the_figures_of_the_demos_head_are_measured_again():
+    card, tensors = read_head_card(DEMO_HEAD), load_file(DEMO_HEAD / "model.safetensors")
+    vocabulary = tensors.pop("d2t") + torch.arange(4096)
+    assert torch.equal(tensors.pop("t2d").nonzero()[:, 0], vocabulary)
+    shape = load_config(DEMO_TARGET)
+    head = Head(shape_like(shape, TAPS, card.config))
+    head.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    target = train_head.read_target(DEMO_TARGET, torch.device("cpu"))
+    texts = train_head.evaluation(train_head.read_tokenizer(DEMO_TARGET, shape), card.config)
+    figures = measure(head, Teacher(target, TAPS, vocabulary), texts, 3)
+    for kind, told in card.figures.items():
+        assert figures[kind].right == pytest.approx(told.right, abs=0.02)
 
 
 def test_the_command_is_registered():
