@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from specserve.errors import ConfigError
+from specserve_drafters.auto import EAGLE
 from specserve_drafters.tree import MAX_NODES
 
 # A small pair of models in the package, used where none is named.
@@ -188,7 +189,7 @@ class DrafterConfig(Section, frozen=True):
         Name | None,
         about(
             "an EAGLE-3 head of the target, a local folder or a hub id; unset: drafter.model where "
-            "that is one, or the target's own MTP layers, or the demo's head"
+            "that is one, or the target's own MTP layers, or the demo's where eagle is named"
         ),
     ] = None
     quantize: Annotated[
@@ -511,8 +512,10 @@ class Config(Section, frozen=True):
 
     @property
     def head(self) -> str | None:
-        """The head of the target that is named as such, or the demo's."""
-        return str(self.demo(DEMO_HEAD)) if self.names_nothing else self.drafter.head
+        """The head of the target that is named as such; the demo's where `eagle` is asked for."""
+        sources = self.drafter.options.get("sources", ())
+        is_asked = self.drafter.name == EAGLE or EAGLE in sources
+        return str(self.demo(DEMO_HEAD)) if self.names_nothing and is_asked else self.drafter.head
 
     @property
     def names_nothing(self) -> bool:

@@ -15,7 +15,7 @@ import pytest
 
 import specserve
 from specserve import LLM, SamplingParams, cli
-from specserve.config import KNOBS, description
+from specserve.config import DEMO, KNOBS, description
 from specserve.models.families import FAMILIES
 from specserve.models.shapes import SHAPES
 from specserve.server import body
@@ -38,6 +38,9 @@ from specserve_bench import (
     suite,
     swap,
 )
+from specserve_bench.demo import commands as demo
+from specserve_bench.demo.head_card import read_head_card
+from specserve_bench.demo.head_config import HeadConfig
 from specserve_bench.peers import command as peers
 from specserve_bench.peers import table as peers_table
 from specserve_bench.report import markdown
@@ -66,7 +69,9 @@ MANUAL = PAGES["docs/bench.md"]
 BENCH = sorted({line for line in LINES if line.startswith("specserve bench ")})
 FIGURES = sorted({line for line in LINES if line.startswith("python -m specserve_bench.figures")})
 DOCTOR = sorted({line for line in LINES if line.startswith("specserve doctor ")})
-COMMANDS = sorted({line for line in LINES if line.startswith("specserve ")} - {*BENCH, *DOCTOR})
+HEADS = sorted({line for line in LINES if line.startswith("specserve demo ")})
+KNOWN = {*BENCH, *DOCTOR, *HEADS}
+COMMANDS = sorted({line for line in LINES if line.startswith("specserve ")} - KNOWN)
 ELSEWHERE = {  # beginnings of lines -> the tests that run them, or why none does
     "curl ": "tests/server/test_readme.py",
     "guidellm ": "tests/server/test_recipes.py",
@@ -245,6 +250,23 @@ def test_every_command_for_figures_is_understood(command, capsys):
 @pytest.mark.parametrize("command", DOCTOR)
 def test_every_line_with_doctor_is_understood(command, folders):
     assert doctor.parser().parse_args(shlex.split(command)[2:]).model == "path/to/model"
+
+
+@pytest.mark.parametrize("command", HEADS)
+def test_every_line_with_demo_is_understood(command):
+    """tests/demo checks what they do."""
+    assert demo.parser().parse_args(shlex.split(command)[2:]).out
+
+
+def test_the_page_on_heads_has_every_field_a_valid_config_and_the_cards_figures():
+    page = PAGES["docs/heads.md"]
+    [text] = re.findall(r"^```json\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert msgspec.json.decode(text, type=HeadConfig).draft_steps == 5
+    table = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", page, re.MULTILINE))))
+    figures = read_head_card(DEMO / "specserve-demo-head").figures
+    assert all(f"{100 * figures[kind].right[0]:.0f} %" in page for kind in ("files", "questions"))
+    of_the_demo = {"own_tokens", "max_files", "max_symbols", "ask_every"}
+    assert table == set(HeadConfig.__struct_fields__) - of_the_demo
 
 
 def test_extras_that_are_installed_by_name_exist():

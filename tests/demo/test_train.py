@@ -177,7 +177,7 @@ def test_a_training_is_not_continued_with_another_config(tmp_path):
 def test_a_config_with_a_mistake_is_named(tmp_path, text):
     (tmp_path / "mine.json").write_text(text)
     with pytest.raises(ConfigError, match=r"--config .*mine\.json"):
-        read_config(tmp_path / "mine.json")
+        read_config(tmp_path / "mine.json", TrainingConfig)
 
 
 def test_every_other_row_is_continued_greedily_and_the_rest_at_temperature_1(pair):

@@ -23,11 +23,14 @@ class Batch(NamedTuple):
     labels: Tensor
 
 
+Ids = NDArray[np.unsignedinteger[Any]]
+
+
 class Corpus(NamedTuple):
     """All source and all conversations, concatenated; conversation n starts at starts[n]."""
 
-    source: NDArray[np.uint16]
-    talk: NDArray[np.uint16]
+    source: Ids
+    talk: Ids
     is_answer: NDArray[np.bool_]  # of each token of `talk`
     starts: NDArray[np.int64]  # [conversations + 1]
     python: str  # the version whose library it is
@@ -73,9 +76,9 @@ def batch(corpus: Corpus, seed: int, step: int, size: int, length: int, talk_sha
     """Each row is conversations with probability `talk_share`, else a window of source."""
     random = np.random.default_rng((seed, step))
     num_talks = int(random.binomial(size, talk_share))
-    talks = talk_rows(corpus, random, num_talks, length)
-    sources = source_rows(corpus, random, size - num_talks, length)
-    tokens, labels = (np.concatenate(pair) for pair in zip(talks, sources, strict=True))
+    kinds = [(talk_rows, num_talks), (source_rows, size - num_talks)]
+    rows = [draw(corpus, random, count, length) for draw, count in kinds if count]
+    tokens, labels = (np.concatenate(parts) for parts in zip(*rows, strict=True))
     return Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from specserve_bench.demo.batches import Batch, Corpus, batch
 from specserve_bench.demo.losses import Loss
-from specserve_bench.demo.training_config import TrainingConfig
+from specserve_bench.demo.training_config import Course
 
 SAVE_SECONDS = 300.0  # between saved states: the work that a killed process loses
 LOG_STEPS = 20  # of a line of the log: reading a loss waits for the device
@@ -31,14 +31,12 @@ class Stage(NamedTuple):
     talk_share: float
     peak_rate: float
     weight_decay: float
+    is_rounded: bool = True  # products in bf16, sums and weights in float32
+    has_muon: bool = True  # it multiplies in bf16, whatever the weights are
 
 
-def learn(
-    stage: Stage, model: nn.Module, config: TrainingConfig, corpus: Corpus, loss: Loss
-) -> None:
-    """Train from the step after the saved state's last, in bf16 autocast: Muon (Jordan et al. 2024)
-    for the layers' matrices, AdamW (Loshchilov and Hutter 2019) for the rest.
-    """
+def learn(stage: Stage, model: nn.Module, config: Course, corpus: Corpus, loss: Loss) -> None:
+    """Train from the step after the saved state's last."""
     folder, num_steps = stage.folder, max(1, stage.num_tokens // config.step_tokens)
     optimizers = build_optimizers(model, stage)
     first = load_state(folder, model, optimizers)
@@ -49,7 +47,7 @@ def learn(
         length = config.length_of(step)
         num_rows = config.step_tokens // length
         drawn = batch(corpus, config.seed, step, num_rows, length, stage.talk_share)
-        values.append(take_step(model, optimizers, loss, drawn))
+        values.append(take_step(stage, model, optimizers, loss, drawn))
         is_saved = step + 1 == num_steps or monotonic() - saved_at > SAVE_SECONDS
         if is_saved or len(values) == LOG_STEPS:
             log(folder, summary(step, values, started_at))
@@ -59,9 +57,12 @@ def learn(
             saved_at = started_at = monotonic()
 
 
-def take_step(model: nn.Module, optimizers: Optimizers, loss: Loss, drawn: Batch) -> Tensor:
+def take_step(
+    stage: Stage, model: nn.Module, optimizers: Optimizers, loss: Loss, drawn: Batch
+) -> Tensor:
     model.zero_grad()
-    with torch.autocast(next(model.parameters()).device.type, torch.bfloat16):
+    device = next(model.parameters()).device.type
+    with torch.autocast(device, torch.bfloat16, enabled=stage.is_rounded):
         value = loss(drawn)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
@@ -76,13 +77,17 @@ def set_rate(optimizers: Optimizers, value: float) -> None:
 
 
 def build_optimizers(model: nn.Module, stage: Stage) -> Optimizers:
-    """Muon's steps are scaled so that AdamW's rate and decay suit both (Liu et al. 2025)."""
+    """Muon (Jordan et al. 2024) for the layers' matrices, AdamW (Loshchilov and Hutter 2019) for
+    the rest. Muon's steps are scaled so that AdamW's rate and decay suit both (Liu et al. 2025).
+    """
     rate, decay = stage.peak_rate, stage.weight_decay
     named = list(model.named_parameters())
-    matrices = [p for name, p in named if ".layers." in name and p.ndim == 2]
-    others = [p for name, p in named if not (".layers." in name and p.ndim == 2)]
-    muon = torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+    matrices = [p for name, p in named if stage.has_muon and ".layers." in name and p.ndim == 2]
+    others = [p for name, p in named if not any(p is matrix for matrix in matrices)]
     adamw = torch.optim.AdamW(others, lr=rate, weight_decay=decay, betas=(0.9, 0.95), fused=True)
+    if not matrices:
+        return [adamw]
+    muon = torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
     return [muon, adamw]
 
 

@@ -69,26 +69,38 @@ def by_parts(model: Any, drawn: Labelled, sum_of: Callable[[Tensor, slice], Tens
     All logits at once would take gigabytes. Zeros fill the last part to PART rows: libraries cache
     buffers by shape, and many shapes fragment the heap.
     """
-    total = torch.zeros((), device=model.device)
     if not len(drawn.labels):  # short rows may lie within questions
-        return total
+        return torch.zeros((), device=model.device)
     hidden = hidden_of_labels(model, drawn)
+    total, gradient = of_parts(hidden, model.lm_head, len(drawn.labels), sum_of)
+    torch.autograd.backward(hidden, gradient)
+    return total
+
+
+def of_parts(
+    hidden: Tensor, head: Any, count: float, sum_of: Callable[[Tensor, slice], Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """The sums over `count`, and the gradients of `hidden`; adds those of the head."""
+    total = torch.zeros((), device=hidden.device)
     leaf = hidden.detach().requires_grad_()
     rows = PART[hidden.device.type]
     for start in range(0, len(leaf), rows):
         part = slice(start, start + rows)
-        value = sum_of(model.lm_head(leaf[part]).float(), part) / len(drawn.labels)
+        value = sum_of(head(leaf[part]).float(), part) / count
         torch.autograd.backward(value)
         total += value.detach()
-    torch.autograd.backward(hidden, leaf.grad)
-    return total
+    return total, leaf.grad
 
 
 def hidden_of_labels(model: Any, drawn: Labelled) -> Tensor:
-    """[n, hidden] of the positions that have a label, filled up to a multiple of PART with zeros.
+    """[n, hidden] of the positions that have a label, filled up.
 
     Zeros make uniform logits of any model, so they add nothing to a divergence.
     """
     out = model.model(drawn.token_ids, attention_mask=CAUSAL)
-    hidden: Tensor = out.last_hidden_state.flatten(0, 1).index_select(0, drawn.places)
-    return F.pad(hidden, (0, 0, 0, -len(hidden) % PART[hidden.device.type]))
+    return filled(out.last_hidden_state.flatten(0, 1).index_select(0, drawn.places))
+
+
+def filled(rows: Tensor) -> Tensor:
+    """Up to a multiple of PART, with rows of zeros."""
+    return F.pad(rows, (0, 0, 0, -len(rows) % PART[rows.device.type]))

@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from specserve_bench.demo.batches import Corpus
-from specserve_bench.demo.training_config import OWN_LENGTH, TrainingConfig
+from specserve_bench.demo.training_config import OWN_LENGTH, Course
 
 BEGINNING = 160  # tokens of source that the target continues, at most
 ROWS = {"cpu": 64, "cuda": 4096}  # continued together: caches, and launches, are few
 
 
-def own_text(file: Path, config: TrainingConfig, corpus: Corpus, target: Any) -> NDArray[np.uint16]:
+def own_text(file: Path, config: Course, corpus: Corpus, target: Any) -> NDArray[np.uint16]:
     if not file.exists():
         half = file.with_suffix(".part")
         with half.open("wb") as opened:
@@ -30,7 +30,7 @@ def own_text(file: Path, config: TrainingConfig, corpus: Corpus, target: Any) ->
     return own
 
 
-def continue_source(target: Any, config: TrainingConfig, corpus: Corpus) -> NDArray[np.uint16]:
+def continue_source(target: Any, config: Course, corpus: Corpus) -> NDArray[np.uint16]:
     """Beginnings and continuations in turn. Rows that are continued together begin equally long."""
     random = np.random.default_rng(config.seed)
     noise = torch.Generator(target.device).manual_seed(config.seed)

@@ -6,7 +6,6 @@ was copied to; on the same one and the same torch it ends with the weights that 
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from statistics import median
@@ -28,7 +27,7 @@ from specserve_bench.demo.losses import distillation_loss, next_token_loss
 from specserve_bench.demo.models import begin_as, build, export, read
 from specserve_bench.demo.own_text import own_text
 from specserve_bench.demo.tokenizer import load, train_tokenizer
-from specserve_bench.demo.training_config import TrainingConfig, check_config, read_config
+from specserve_bench.demo.training_config import Course, TrainingConfig, check_config, read_config
 from specserve_kernels.threads import allowed_threads
 
 
@@ -44,7 +43,7 @@ def main(argv: list[str]) -> int:
         help="leave evaluation and card to the same command without it, maybe on another machine",
     )
     args = parser.parse_args(argv)
-    config = read_config(args.config)
+    config = read_config(args.config, TrainingConfig)
     training = train(args.out, config, device_named(args.device))
     if args.no_card:
         return 0
@@ -122,7 +121,7 @@ def prepare(out: Path, config: TrainingConfig) -> tuple[Any, Corpus]:
     return load(out / "tokenizer"), load_corpus(out / "corpus.npz")
 
 
-def read_corpus(config: TrainingConfig) -> tuple[list[str], list[Any]]:
+def read_corpus(config: Course) -> tuple[list[str], list[Any]]:
     folder = library()
     names = source_files(folder)[: config.max_files]
     sources = [text for name in names if (text := read_source(folder / name)) is not None]
@@ -133,26 +132,28 @@ def read_corpus(config: TrainingConfig) -> tuple[list[str], list[Any]]:
 def facts(
     out: Path, config: TrainingConfig, corpus: Corpus, device: torch.device
 ) -> dict[str, Any]:
-    """Facts for the card. Hours are steps times the median step: other load changes that little."""
-    hours = {}
-    for stage in ("target", "draft"):
-        lines = (out / stage / "log.jsonl").read_bytes().splitlines()
-        steps = [msgspec.json.decode(line, type=Step) for line in lines]
-        seconds = [step.seconds for step in steps if step.seconds is not None]
-        hours[stage] = round(median(seconds) * (1 + steps[-1].step) / 3600, 3)
+    """Facts for the card."""
     return {
-        "hours": hours,
+        "hours": {stage: hours(out / stage) for stage in ("target", "draft")},
         "tokens": {"target": config.target_tokens, "draft": config.draft_tokens},
-        "machine": machine(device),
+        "machine": machine(device, allowed_threads()),
         "python": corpus.python,
         "torch": str(torch.__version__),
     }
 
 
-def machine(device: torch.device) -> str:
+def hours(stage: Path) -> float:
+    """Steps times the median step: other load changes that little."""
+    lines = (stage / "log.jsonl").read_bytes().splitlines()
+    steps = [msgspec.json.decode(line, type=Step) for line in lines]
+    seconds = [step.seconds for step in steps if step.seconds is not None]
+    return round(median(seconds) * (1 + steps[-1].step) / 3600, 3)
+
+
+def machine(device: torch.device, cores: int) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{len(os.sched_getaffinity(0))} cores of {cpu_name()}"
+    return f"{cores} core{'s' * (cores > 1)} of {cpu_name()}"
 
 
 if __name__ == "__main__":

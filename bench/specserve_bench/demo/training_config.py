@@ -1,7 +1,7 @@
 """What a training of the demo pair is made of: sizes, tokens, rates."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -24,29 +24,14 @@ class Size(msgspec.Struct, frozen=True):
     mlp: Positive
 
 
-class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Both stages: first the target's, then the draft's.
-
-    The defaults make a pair on a few cores; the demo pair's own are in its card.
-    """
+class Course(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What every training has: its text, and how that is divided into steps."""
 
     seed: Annotated[int, Meta(ge=0, lt=2**53)] = 0
-    vocab_size: Annotated[int, Meta(ge=300, lt=2**16)] = 8192
-    target: Size = Size(4, 384, 6, 1024)
-    draft: Size = Size(1, 128, 2, 768)
-    target_tokens: Positive = 13_000_000
     own_tokens: Annotated[int, Meta(ge=4 * OWN_LENGTH)] = 1_200_000
-    draft_tokens: Positive = 15_000_000
     step_tokens: Positive = 6144
     length: Positive = 256  # of a row; longer ones cost more attention
     long_length: Positive = 1024  # in every eighth step, for long conversations
-    talk_share: Share = 0.7
-    draft_talk_share: Share = 0.6
-    peak_rate: Rate = 3e-3
-    draft_peak_rate: Rate = 6e-3
-    weight_decay: Share = 0.1
-    draft_weight_decay: Share = 0.1
-    ask_every: Positive = 1  # the evaluation asks every so many questions
     max_files: Positive | None = None  # for tests
     max_symbols: Positive | None = None
 
@@ -61,20 +46,43 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.long_length if step % 8 == 7 else self.length
 
 
-def read_config(file: Path | None) -> TrainingConfig:
+class TrainingConfig(Course, frozen=True, forbid_unknown_fields=True):
+    """Both stages: first the target's, then the draft's.
+
+    The defaults make a pair on a few cores; the demo pair's own are in its card.
+    """
+
+    vocab_size: Annotated[int, Meta(ge=300, lt=2**16)] = 8192
+    target: Size = Size(4, 384, 6, 1024)
+    draft: Size = Size(1, 128, 2, 768)
+    target_tokens: Positive = 13_000_000
+    draft_tokens: Positive = 15_000_000
+    talk_share: Share = 0.7
+    draft_talk_share: Share = 0.6
+    peak_rate: Rate = 3e-3
+    draft_peak_rate: Rate = 6e-3
+    weight_decay: Share = 0.1
+    draft_weight_decay: Share = 0.1
+    ask_every: Positive = 1  # the evaluation asks every so many questions
+
+
+C = TypeVar("C", bound=msgspec.Struct)
+
+
+def read_config(file: Path | None, kind: type[C]) -> C:
     try:
-        return msgspec.json.decode(file.read_bytes() if file else b"{}", type=TrainingConfig)
+        return msgspec.json.decode(file.read_bytes() if file else b"{}", type=kind)
     except (OSError, msgspec.MsgspecError) as e:
         raise ConfigError(f"--config {file}: {e}") from e
 
 
-def check_config(file: Path, config: TrainingConfig) -> None:
+def check_config(file: Path, config: msgspec.Struct) -> None:
     """Keep the config of a training in its folder; ConfigError where another one is there."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if not file.exists():
             file.write_bytes(msgspec.json.encode(config))
-        begun = msgspec.json.decode(file.read_bytes(), type=TrainingConfig)
+        begun = msgspec.json.decode(file.read_bytes(), type=type(config))
     except (OSError, msgspec.MsgspecError) as e:
         raise ConfigError(f"{file}: {e}; give another folder") from e
     if begun != config:

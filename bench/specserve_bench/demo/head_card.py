@@ -1,0 +1,76 @@
+"""The card of an EAGLE-3 head: how it was trained, and how often it is right."""
+
+from pathlib import Path
+
+import msgspec
+
+from specserve_bench.demo.card import JSON, TEXT
+from specserve_bench.demo.head_config import HeadConfig
+from specserve_bench.demo.head_figures import Rightness
+
+
+class Training(msgspec.Struct, frozen=True, kw_only=True):
+    target: str
+    texts: list[str]  # none: the demo target's own
+    taps: list[int]
+    hours: float
+    machine: str
+    torch: str
+    python: str  # whose library the demo's text is
+
+
+class HeadCard(msgspec.Struct, frozen=True):
+    figures: dict[str, Rightness]  # by kind of text
+    training: Training
+    config: HeadConfig
+
+
+def read_head_card(folder: Path) -> HeadCard:
+    return msgspec.json.decode((folder / JSON).read_bytes(), type=HeadCard)
+
+
+def write_head_card(folder: Path, card: HeadCard) -> None:
+    """As JSON for programs, and in words."""
+    plain = msgspec.json.format(msgspec.json.encode(card), indent=2)
+    (folder / JSON).write_bytes(plain + b"\n")
+    (folder / TEXT).write_text(head_words(card), encoding="utf-8")
+
+
+def head_words(card: HeadCard) -> str:
+    t, c = card.training, card.config
+    taps = ", ".join(map(str, t.taps))
+    steps = max(len(each.right) for each in card.figures.values()) if card.figures else 0
+    head = "".join(f" {n + 1} |" for n in range(steps))
+    rows = "\n".join(map(row, card.figures, card.figures.values()))
+    return f"""# {t.target}-head
+
+An EAGLE-3 head (Li et al. 2503.01840) for {t.target}: it guesses tokens from what came into the
+target's layers {taps}. It has one layer, knows {c.draft_vocab_size:,} tokens, and is in SpecForge's
+form.
+
+Of its first choices, the share that is the target's own greedy token, in chains of guesses whose
+earlier ones were right, on texts that it has not learnt from. The last column is what a chain of
+{steps} gives a step, the target's own token included.
+
+| text | chains |{head} tokens a step |
+|---|---|{"---|" * steps}---|
+{rows}
+
+- **Data:** {data(t, c.held_out)}
+- **Training:** {c.tokens:,} tokens, {t.hours} hours of steps on {t.machine}, torch {t.torch};
+  training-time test of {c.draft_steps} draft steps, each of {c.step_weight:g} times the weight
+  of the one before.
+"""
+
+
+def row(kind: str, figures: Rightness) -> str:
+    shares = "".join(f" {share:.1%} |" for share in figures.right)
+    return f"| {kind} | {figures.chains:,} |{shares} {figures.acceptance_length:.2f} |"
+
+
+def data(t: Training, share: float) -> str:
+    if t.texts:
+        return f"{', '.join(t.texts)}; the last {share:.0%} were held out."
+    return f"""the standard library of Python {t.python}: conversations made of its docstrings, and
+  beginnings of its source with the target's own continuations, half of them greedy, half at
+  temperature 1. Licence: PSF (`../LICENSE.txt`), for what it repeats of that."""
