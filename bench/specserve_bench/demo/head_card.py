@@ -38,15 +38,14 @@ def write_head_card(folder: Path, card: HeadCard) -> None:
 
 def head_words(card: HeadCard) -> str:
     t, c = card.training, card.config
-    taps = ", ".join(map(str, t.taps))
+    taps, size = ", ".join(map(str, t.taps)), c.draft_vocab_size
     steps = max(len(each.right) for each in card.figures.values()) if card.figures else 0
     head = "".join(f" {n + 1} |" for n in range(steps))
     rows = "\n".join(map(row, card.figures, card.figures.values()))
     return f"""# {t.target}-head
 
 An EAGLE-3 head (Li et al. 2503.01840) for {t.target}: it guesses tokens from what came into the
-target's layers {taps}. It has one layer, knows {c.draft_vocab_size:,} tokens, and is in SpecForge's
-form.
+target's layers {taps}. It has one layer, the form of SpecForge's, and {size:,} tokens.
 
 Of its first choices, the share that is the target's own greedy token, in chains of guesses whose
 earlier ones were right, on texts that it has not learnt from. The last column is what a chain of
@@ -58,8 +57,8 @@ earlier ones were right, on texts that it has not learnt from. The last column i
 
 - **Data:** {data(t, c.held_out)}
 - **Training:** {c.tokens:,} tokens, {t.hours} hours of steps on {t.machine}, torch {t.torch};
-  training-time test of {c.draft_steps} draft steps, each of {c.step_weight:g} times the weight
-  of the one before.
+  training-time test of {c.draft_steps} draft steps, each of {c.step_weight:g} times the
+  weight of the one before.
 """
 
 
