@@ -111,7 +111,8 @@ class HeadModel(ModelExecutor):
             table.blocks = table.blocks[:]
             rows = [*range(begin, end), *(end - 1 + node for node in nodes)]
             self.seen.append(Seen(request, table, item.start, rows, not item.is_root))
-            if path is not None and path.tokens and self.watch is not None:
+            is_random = request.sampling.temperature > 1  # no head is right about such a text
+            if self.watch is not None and path is not None and path.tokens and not is_random:
                 self.watch.see(request.id, path.tokens[0])
 
     def drop(self) -> None:
