@@ -66,20 +66,39 @@ def resolve_head(config: Config) -> Path | None:
     if named is not None:
         return resolve(named)
     target = resolve_model(config)
-    return target if has_mtp(target) else None
+    is_native = config.model.implementation != "transformers"
+    return target if is_native and has_mtp(target) else None
 
 
 def needs_head(config: Config) -> bool:
     """Whether the drafter runs a head of the target. ConfigError where it has to, and none is
     there.
     """
-    if config.drafter_name == EAGLE and resolve_head(config) is None:
+    sources, named = head_sources(config), config.drafter.model
+    if config.drafter_name == EAGLE and named is not None and not names_head(config):
         raise ConfigError(
-            f"drafter {EAGLE!r} needs a head of the target: set drafter.head, or say --draft-model "
-            "and the head's folder"
+            f"drafter {EAGLE!r} has no use for drafter.model = {named!r}, which is no head: take "
+            "drafter.name = 'auto', which runs both, or name the head there"
         )
-    is_source = config.drafter_name == "auto" and EAGLE in auto_options(config).sources
-    return config.drafter_name == EAGLE or (is_source and resolve_head(config) is not None)
+    is_there = resolve_head(config) is not None
+    if sources == [EAGLE] and not is_there:
+        raise ConfigError(
+            f"drafter {EAGLE!r}, or auto with that source alone, needs a head of the target: set "
+            "drafter.head (--draft-head)"
+        )
+    return is_there and EAGLE in sources
+
+
+def has_to_run_head(config: Config) -> bool:
+    """Whether a head was named, or is all that may guess, so that it is no use without one."""
+    is_named = config.head is not None or names_head(config)
+    return is_named or head_sources(config) == [EAGLE]
+
+
+def head_sources(config: Config) -> list[str]:
+    """The names of those that guess, as far as heads matter."""
+    name = config.drafter_name
+    return [*auto_options(config).sources] if name == "auto" else [name]
 
 
 def needs_draft_model(config: Config) -> bool:
