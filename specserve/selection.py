@@ -167,12 +167,13 @@ def check_sources(
         )
     if [*names] == ["model"] and config.draft is None:
         raise DrafterError("drafter.options.sources has model alone: set drafter.model, too")
-    runs = {"model": runs_draft_model(names) or EAGLE in names, "head": EAGLE in names}
-    for key, is_used in runs.items():
-        if (named := getattr(config.drafter, key)) is not None and not is_used:
+    runner = {"model": EAGLE if names_head(config) else "model", "head": EAGLE}
+    is_run = {"model": runs_draft_model(names), EAGLE: EAGLE in names}
+    for key, source in runner.items():
+        if (named := getattr(config.drafter, key)) is not None and not is_run[source]:
             raise DrafterError(
                 f"drafter.{key} = {named!r} is of no use: drafter.options.sources has no source "
-                f"that runs it, as {'model' if key == 'model' else EAGLE} does"
+                f"that runs it, as {source} does"
             )
 
 

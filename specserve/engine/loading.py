@@ -158,11 +158,7 @@ def get_head(config: Config, target: Model, known: Iterable[Model | None], phase
     )
     if (loaded := next((m for m in known if m is not None and m.key == key), None)) is not None:
         return loaded
-    if not isinstance(target.decoder, Decoder):
-        raise ConfigError(
-            f"{folder}: a head reads the layers of a target that native code computes, and "
-            "transformers computes this one; leave the head out"
-        )
+    assert isinstance(target.decoder, Decoder), "no head reads layers of other code"
     with phases.phase("head"):
         head = load_head(folder, target.decoder)
         words = tap_words(head.taps, target.decoder.config.num_layers)
