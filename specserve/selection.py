@@ -66,8 +66,7 @@ def resolve_head(config: Config) -> Path | None:
     if named is not None:
         return resolve(named)
     target = resolve_model(config)
-    is_native = config.model.implementation != "transformers"
-    return target if is_native and has_mtp(target) else None
+    return target if has_mtp(target) else None
 
 
 def needs_head(config: Config) -> bool:
