@@ -242,12 +242,12 @@ class AsyncLLM:
         await self.change(self.guessing.without_draft_model)
 
     async def change(self, find: Callable[[], Config]) -> None:
-        async def checked() -> Config:
+        def checked() -> Config:
             config = find()
-            await asyncio.to_thread(preflight.check, config)
+            preflight.check(config)
             return config
 
-        await (await self.start()).client.change(checked)
+        await (await self.start()).client.change(partial(asyncio.to_thread, checked))
 
     async def load_lora_adapter(
         self, name: str, path: str | Path, *, load_inplace: bool = False

@@ -214,7 +214,7 @@ def add_drafting(p: argparse.ArgumentParser) -> None:
     p.add_argument("--draft-quantize", metavar="w8a8|w8|w4", help="the same for the draft model")
     p.add_argument(
         "--drafter",
-        help="auto (the default), none, ngram, model or package.module:Class",
+        help="auto (the default), none, ngram, model, eagle or package.module:Class",
     )
 
 

@@ -451,7 +451,7 @@ class Config(Section, frozen=True):
                 f"drafter.quantize = {self.drafter.quantize!r} needs a draft model: set "
                 "drafter.model (--draft-model), or leave it out"
             )
-        if self.drafter.name in ("none", "ngram", "model") and self.drafter.head is not None:
+        if self.drafter.name not in ("auto", "eagle") and self.drafter.head is not None:
             raise ValueError(
                 f"drafter.name = {self.drafter.name!r} has no use for drafter.head = "
                 f"{self.drafter.head!r}: drop one of them"

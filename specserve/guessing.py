@@ -8,22 +8,26 @@ import msgspec
 
 from specserve.config import Config, DrafterConfig, SpeculationConfig
 from specserve.errors import ConfigError
-from specserve.selection import check_drafter, names_head, resolve_head, runs_draft_model
+from specserve.models.eagle_config import is_head
+from specserve.models.folder import resolve
+from specserve.selection import check_drafter, names_head, needs_head, runs_draft_model
 from specserve_drafters.auto import BUILT_IN, EAGLE, USUAL
 from specserve_drafters.base import BUILTIN, DrafterError
 
 MODEL = "model"  # the source that is a draft model
-NO_HEAD = (
-    "there is no head of the target: its KV lies in the target's blocks, so that it has to be "
-    "there from the start (--draft-head)"
+AT_START = (
+    "a head's KV lies in the target's blocks, so that it has to be there from the start "
+    "(--draft-head)"
 )
+NO_HEAD = f"no head of the target was loaded at the start, and none can be added: {AT_START}"
+WITHOUT_MODEL = "none", "ngram", EAGLE  # drafters
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is to be different; None stays as it is.
 
-    drafter         auto, none, ngram, model, or the package.module:Class of the start; another one
-                    begins with its usual options
+    drafter         auto, none, ngram, model, eagle, or the package.module:Class of the start;
+                    another one begins with its usual options
     sources         of auto
     options         other options of the drafter, by name; null: the usual value
     max_nodes       guesses of a request and step; 0 is no speculation
@@ -62,11 +66,11 @@ def change_of(
 
 class Guessing:
     """The config that an engine guesses by. The draft model is kept in mind while no drafter uses
-    it, until it is removed.
+    it, until it is removed. Its methods may read files.
     """
 
     def __init__(self, config: Config) -> None:
-        self.config = config
+        self.config = self.first = config
         named = [config.drafter.name, *config.drafter.options.get("sources", ())]
         self.foreign = frozenset(named) - {*BUILTIN, *BUILT_IN, "none"}  # users' own code
         self.draft = config.drafter.model, config.drafter.quantize
@@ -106,7 +110,7 @@ class Guessing:
                 "(POST /v1/speculation/draft-model)"
             )
         is_run = drafter.name == EAGLE or EAGLE in (change.sources or ())
-        if is_run and resolve_head(config) is None:
+        if is_run and not needs_head(self.first):
             raise ConfigError(NO_HEAD)
         check_options(config)
         return config
@@ -124,6 +128,10 @@ class Guessing:
         """With another draft model, which guesses from then on."""
         drafter = self.config.drafter
         self.check_takes_model()
+        if is_head(resolve(model)):
+            raise ConfigError(
+                f"model: {model!r} is a head of a target, and no draft model: {AT_START}"
+            )
         options = dict(drafter.options)
         if drafter.name == "auto" and MODEL not in options.get("sources", USUAL):
             options["sources"] = [*options["sources"], MODEL]
@@ -132,7 +140,7 @@ class Guessing:
 
     def check_takes_model(self) -> None:
         name = self.config.drafter.name
-        if name in ("none", "ngram"):
+        if name in WITHOUT_MODEL:
             raise ConfigError(
                 f"drafter {name!r} has no use for a draft model: change to auto first "
                 "(PATCH /v1/speculation)"
@@ -140,7 +148,7 @@ class Guessing:
 
     def without_draft_model(self) -> Config:
         drafter = self.config.drafter
-        if drafter.name in ("none", "ngram"):
+        if drafter.name in WITHOUT_MODEL:
             self.draft = None, None
             return self.config
         sources = [name for name in drafter.options.get("sources", USUAL) if name != MODEL]
@@ -158,8 +166,7 @@ class Guessing:
         """The config with these sections, and with a draft model where the drafter runs one."""
         name, sources = drafter["name"], drafter["options"].get("sources", USUAL)
         try:
-            without = "none", "ngram", EAGLE
-            runs = runs_draft_model(sources) if name == "auto" else name not in without
+            runs = runs_draft_model(sources) if name == "auto" else name not in WITHOUT_MODEL
         except DrafterError as e:
             raise ConfigError(str(e)) from e
         is_head_run = name == EAGLE or (name == "auto" and EAGLE in sources)

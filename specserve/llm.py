@@ -58,9 +58,10 @@ class Checked(NamedTuple):
 class LLM:
     """A model and a drafter, loaded once. Close it, or use it as a context manager.
 
-    drafter unset is "auto", which plans what all sources guess; "none" is off. Arguments
-    win over `set` ("section.key" -> value), and `set` wins over the file `config`. `weights`
-    are those of other LLMs: a model that is among them is not loaded again. `quantize` and
+    drafter unset is "auto", which plans what all sources guess; "none" is off. `draft_model` may
+    be an EAGLE-3 head of the model, and `draft_head` is one beside a draft model. Arguments win
+    over `set` ("section.key" -> value), and `set` wins over the file `config`. `weights` are
+    those of other LLMs: a model that is among them is not loaded again. `quantize` and
     `draft_quantize`, "w8a8", "w8" or "w4", round the models' weights as they are loaded. Requests
     that give no seed have theirs from `seed`, in order. `lora_modules`, name -> folder or hub id,
     are adapters that prompts may choose. `vllm` are arguments of vLLM's own, of which those are

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from specserve.config import Config
 from specserve.errors import ConfigError
-from specserve.models.eagle_config import load_eagle_config
+from specserve.models.eagle_config import check_target, load_eagle_config
 from specserve.models.shape import Shape
 from specserve.models.source import open_source
 from specserve.models.weight_files import find_weights
@@ -38,7 +38,7 @@ def check(config: Config) -> Folders:
     check_quantize("model.quantize", config.model.quantize, target, shape)
     head, is_needed = resolve_head(config), may_need_draft_model(config)
     if head is not None and head != target:
-        check_head(config, head)
+        check_head(config, head, shape)
     # It may be named beside speculation.max_nodes = 0.
     if is_needed or (config.drafter.model is not None and not names_head(config)):
         draft = resolve_draft(config)
@@ -48,13 +48,15 @@ def check(config: Config) -> Folders:
     return Folders(target, draft if is_needed else None, head if needs_head(config) else None)
 
 
-def check_head(config: Config, folder: Path) -> None:
-    """ConfigError for a head that cannot be read, or that is no head. No weights are read."""
+def check_head(config: Config, folder: Path, target: Shape) -> None:
+    """ConfigError for a head that cannot be read, or that is none of the target. No weights are
+    read.
+    """
     if names_head(config) and config.drafter.quantize is not None:
         raise ConfigError(
             f"drafter.quantize = {config.drafter.quantize!r}: a head is not rounded; leave it out"
         )
-    load_eagle_config(folder)
+    check_target(folder, load_eagle_config(folder), target)
     if folder.is_dir():
         find_weights(folder)
 

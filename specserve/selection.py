@@ -73,13 +73,31 @@ def needs_head(config: Config) -> bool:
     """Whether the drafter runs a head of the target. ConfigError where it has to, and none is
     there.
     """
-    if config.drafter_name == EAGLE and resolve_head(config) is None:
+    sources, named = head_sources(config), config.drafter.model
+    if config.drafter_name == EAGLE and named is not None and not names_head(config):
         raise ConfigError(
-            f"drafter {EAGLE!r} needs a head of the target: set drafter.head, or say --draft-model "
-            "and the head's folder"
+            f"drafter {EAGLE!r} has no use for drafter.model = {named!r}, which is no head: take "
+            "drafter.name = 'auto', which runs both, or name the head there"
         )
-    is_source = config.drafter_name == "auto" and EAGLE in auto_options(config).sources
-    return config.drafter_name == EAGLE or (is_source and resolve_head(config) is not None)
+    is_there = resolve_head(config) is not None
+    if sources == [EAGLE] and not is_there:
+        raise ConfigError(
+            f"drafter {EAGLE!r}, or auto with that source alone, needs a head of the target: set "
+            "drafter.head (--draft-head)"
+        )
+    return is_there and EAGLE in sources
+
+
+def has_to_run_head(config: Config) -> bool:
+    """Whether a head was named, or is all that may guess, so that it is no use without one."""
+    is_named = config.head is not None or names_head(config)
+    return is_named or head_sources(config) == [EAGLE]
+
+
+def head_sources(config: Config) -> list[str]:
+    """The names of those that guess, as far as heads matter."""
+    name = config.drafter_name
+    return [*auto_options(config).sources] if name == "auto" else [name]
 
 
 def needs_draft_model(config: Config) -> bool:
@@ -148,12 +166,13 @@ def check_sources(
         )
     if [*names] == ["model"] and config.draft is None:
         raise DrafterError("drafter.options.sources has model alone: set drafter.model, too")
-    runs = {"model": runs_draft_model(names) or EAGLE in names, "head": EAGLE in names}
-    for key, is_used in runs.items():
-        if (named := getattr(config.drafter, key)) is not None and not is_used:
+    runner = {"model": EAGLE if names_head(config) else "model", "head": EAGLE}
+    is_run = {"model": runs_draft_model(names), EAGLE: EAGLE in names}
+    for key, source in runner.items():
+        if (named := getattr(config.drafter, key)) is not None and not is_run[source]:
             raise DrafterError(
                 f"drafter.{key} = {named!r} is of no use: drafter.options.sources has no source "
-                f"that runs it, as {'model' if key == 'model' else EAGLE} does"
+                f"that runs it, as {source} does"
             )
 
 

@@ -49,8 +49,10 @@ class FakeLLM:
         progress=True,
         quantize=None,
         draft_quantize=None,
+        draft_head=None,
     ):
         self.model, self.draft_model, self.drafter = model, draft_model, drafter
+        self.draft_head = draft_head
         self.quantize, self.draft_quantize = quantize, draft_quantize
         self.config, self.set, self.progress = config, set, progress
         self.params, self.is_closed = None, False

@@ -71,6 +71,11 @@ def test_flags_reach_the_engine(fake, tmp_path):
     assert llm.is_closed
 
 
+def test_a_head_reaches_the_engine(fake):
+    assert cli.main(["generate", "a", "--model=m", "--draft-model=d", "--draft-head=h"]) == 0
+    assert (fake.last.draft_model, fake.last.draft_head) == ("d", "h")
+
+
 def test_the_model_may_stand_in_the_file(fake, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('[model]\npath = "m"')
@@ -143,6 +148,24 @@ def test_a_mistake_is_one_line_that_says_what_to_do(fake, capsys, args, complain
             "--draft-model, --drafter: drafter.name = 'none' has no use for drafter.model = 'd'",
         ),
         (["chat", "--draft-model=d", "--drafter=ngram"], "--draft-model, --drafter: drafter.name"),
+        (["serve", "m", "--draft-head="], "--draft-head: drafter.head = ''"),
+        (
+            ["chat", "--draft-head=h", "--drafter=model", "--draft-model=d"],
+            "--draft-head, --drafter: drafter.name = 'model' has no use for drafter.head = 'h'",
+        ),
+        (
+            ["generate", "a", "--draft-head=h", "--drafter=ngram"],
+            "--draft-head, --drafter: drafter.name = 'ngram' has no use for drafter.head = 'h'",
+        ),
+        (
+            ["serve", "--demo-cost=qwen3-0.6b", "--draft-head=h"],
+            "--demo-cost, --draft-head: model.demo_cost = 'qwen3-0.6b' is of the demo pair, and "
+            "drafter.head = 'h' another model",
+        ),
+        (
+            ["chat", "--draft-head=h", "--draft-quantize=w8"],
+            "--draft-quantize: drafter.quantize = 'w8' needs a draft model",
+        ),
         (["chat", "--draft-model=d", "--set=drafter.name=ngram"], "--set, --draft-model: drafter"),
     ],
 )

@@ -10,7 +10,9 @@ from time import perf_counter
 
 import pytest
 
+from specserve.models.eagle_config import TAPS
 from tests.checkpoints import tiny_checkpoint
+from tests.models.eagle_heads import write_head
 from tests.models.gguf_files import write
 
 EXCHANGE = Path(__file__).parents[1] / "specserve" / "exchange"
@@ -41,6 +43,13 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     tiny_checkpoint(folder / "whole")
     tiny_checkpoint(folder / "other_ids", vocab_size=321)
+    tiny_checkpoint(folder / "deep", num_hidden_layers=4)
+    write_head(folder / "head")
+    write_head(folder / "no_taps")
+    rewrite(**{TAPS: None})(folder / "no_taps")
+    write_head(folder / "wide_head", target_hidden_size=96)
+    write_head(folder / "empty_head")
+    (folder / "empty_head" / "model.safetensors").unlink()
     write(folder / "q8")
     for name, spoil in SPOILT.items():
         shutil.copytree(folder / "whole", folder / name)
@@ -72,6 +81,7 @@ SPOILT = {
     "pickles": lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"),
     "no_tokenizer": remove("tokenizer.json"),
 }
+DEEP = ["--model=./deep"]
 MISTAKES = {  # arguments after the command -> words of the complaint
     "no folder": (["--model=./nowhere"], "no such folder"),
     "a file": (["--model=whole/config.json"], "name the folder that holds config.json"),
@@ -123,6 +133,84 @@ MISTAKES = {  # arguments after the command -> words of the complaint
     "a draft model of other ids": (
         ["--model=./whole", "--draft-model=./other_ids"],
         "vocab_size is 321, and the target's is 320",
+    ),
+    "no head's folder": ([*DEEP, "--draft-head=./nowhere"], "./nowhere: no such folder"),
+    "no head": (
+        [*DEEP, "--draft-head=./whole"],
+        "whole/config.json: architectures = ['Qwen3ForCausalLM'] names no EAGLE-3 head",
+    ),
+    "a head without taps": ([*DEEP, "--draft-head=./no_taps"], f"no_taps/config.json: {TAPS} is"),
+    "a head without weights": ([*DEEP, "--draft-model=./empty_head"], "no weights; there must be"),
+    "a head of a deeper target": (
+        ["--model=./whole", "--draft-head=./head"],
+        f"head/config.json: {TAPS} = [1, 2, 3], and the target has the layers 0 to 1; take a head "
+        "that was trained for this target",
+    ),
+    "a head of a wider target": (
+        [*DEEP, "--draft-model=./wide_head"],
+        "wide_head/config.json: target_hidden_size = 96, and the target's hidden_size is 64; take",
+    ),
+    "a head of other ids": (
+        ["--model=./other_ids", "--draft-head=./head"],
+        "head/config.json: vocab_size = 320, and the target's vocab_size is 321; take a head",
+    ),
+    "a head for a target of other code": (
+        [*DEEP, "--draft-head=./head", "--set=model.implementation=transformers"],
+        "head: a head reads the layers of a target that native code computes, and transformers "
+        "computes this one; leave the head out",
+    ),
+    "a head in the place of a draft model": (
+        [*DEEP, "--drafter=model", "--draft-model=./head"],
+        "drafter 'model' needs a draft model, and drafter.model = './head' is a head: take "
+        "drafter.name = 'eagle', or name the head as drafter.head (--draft-head)",
+    ),
+    "a drafter without its head": (
+        [*DEEP, "--drafter=eagle"],
+        "drafter 'eagle', or auto with that source alone, needs a head of the target: set "
+        "drafter.head (--draft-head)",
+    ),
+    "a source without its head": (
+        [*DEEP, '--set=drafter.options.sources=["eagle"]'],
+        "needs a head of the target: set drafter.head (--draft-head)",
+    ),
+    "a draft model in the place of a head": (
+        [*DEEP, "--drafter=eagle", "--draft-model=./whole"],
+        "drafter 'eagle' has no use for drafter.model = './whole', which is no head: take "
+        "drafter.name = 'auto'",
+    ),
+    "two heads": (
+        [*DEEP, "--draft-model=./head", "--draft-head=./head"],
+        "drafter.model = './head' is a head, and so is drafter.head = './head': name one of them",
+    ),
+    "a head that is to be rounded": (
+        [*DEEP, "--draft-model=./head", "--draft-quantize=w8"],
+        "drafter.quantize = 'w8': a head is not rounded; leave it out",
+    ),
+    "a head that no source runs": (
+        [*DEEP, "--draft-head=./head", '--set=drafter.options.sources=["ngram"]'],
+        "drafter.head = './head' is of no use: drafter.options.sources has no source that runs it, "
+        "as eagle does",
+    ),
+    "a head in the place of a draft model that no source runs": (
+        [*DEEP, "--draft-model=./head", '--set=drafter.options.sources=["ngram", "model"]'],
+        "drafter.model = './head' is of no use: drafter.options.sources has no source that runs "
+        "it, as eagle does",
+    ),
+    "a draft model that no source runs beside a head": (
+        [
+            *(*DEEP, "--draft-model=./whole", "--draft-head=./head"),
+            '--set=drafter.options.sources=["eagle"]',
+        ],
+        "drafter.model = './whole' is of no use: drafter.options.sources has no source that runs "
+        "it, as model does",
+    ),
+    "a head beside a drafter that has no use for it": (
+        [*DEEP, "--draft-head=./head", "--drafter=none"],
+        "drafter.name = 'none' has no use for drafter.head = './head': drop one of them",
+    ),
+    "a head beside somebody's own drafter": (
+        [*DEEP, "--draft-head=./head", "--drafter=json:JSONDecoder"],
+        "drafter.name = 'json:JSONDecoder' has no use for drafter.head = './head': drop one",
     ),
     "a context that is too long": (
         ["--model=./whole", "--set=scheduler.max_model_len=513"],

@@ -66,20 +66,21 @@ def build(
     vocabulary: Callable[[], Vocabulary] | None = None,
     is_served: bool = False,
     known_sources: Iterable[str] = (),
+    first: Config | None = None,
 ) -> Loaded:
     """Load the config's models and build an engine; ConfigError says what to change.
 
     Models in `known`, those of earlier engines, are shared instead of loaded again; so is the
     `vocabulary`. An engine that is served has that read for grammars before it is ready: with a
     large one that takes a second, in which no step would run. `known_sources` are those that an
-    earlier engine's requests were told of by their bits.
+    earlier engine's requests were told of by their bits, and `first` is the first engine's config.
     """
     phases = phases or Phases()
     check_drafter(config)
     grammars = Grammars(vocabulary or partial(read_vocabulary, config))
     if is_served:
         grammars.prepare()
-    weights = load_weights(config, progress, phases, known)
+    weights = load_weights(config, progress, phases, known, first)
     target, draft, head = weights
     config = settled(config, target)
     max_len = context_length(config, target.decoder.config)

@@ -19,13 +19,14 @@ from specserve.engine.build import (
 )
 from specserve.engine.draft_model import DraftModel
 from specserve.engine.engine import Engine
-from specserve.engine.loading import Model, Weights, load_weights, settled
+from specserve.engine.loading import Model, Weights, load_models, settled
 from specserve.engine.pool_plan import another_draft
 from specserve.engine.tuning import tune
 from specserve.errors import ConfigError
 from specserve.guessing import NO_HEAD
 from specserve.phases import Phases
-from specserve.selection import check_drafter
+from specserve.selection import check_drafter, head_sources
+from specserve_drafters.auto import EAGLE
 from specserve_kernels import is_out_of_memory
 
 LEAST_PRIORITY = 19  # of a thread, as nice(1) has it: steps come first
@@ -86,14 +87,14 @@ class Control:
         run beside steps.
         """
         check_drafter(config)
+        if self.engine.head is None and head_sources(config) == [EAGLE]:
+            raise ConfigError(NO_HEAD)
         if settled(config, self.loaded.weights.target) != config and config.drafter_name != "none":
             raise ConfigError(
                 "there can be no guesses: this model's rows have other bits in other steps (see "
                 "row_invariant in GET /v1/models), so that they might change the text"
             )
-        weights = load_weights(config, None, Phases(), [*self.known, *self.loaded.weights])
-        if weights.head not in (None, self.loaded.weights.head):
-            raise ConfigError(NO_HEAD)
+        weights = load_models(config, None, Phases(), [*self.known, *self.loaded.weights])
         if weights.draft is None or weights.draft is self.loaded.weights.draft:
             kept = None if weights.draft is None else self.engine.draft_model
             return Prepared(config, weights.draft, kept)

@@ -48,10 +48,9 @@ def main(fd: int, log_format: str) -> None:
         while True:
             link = Link(next_socket(control))
             begin = msgspec.msgpack.decode(link.receive(wait=True)[0], type=Begin)
-            config = begin.config
-            if is_for_cpu(config) and shared is NOTHING:
+            if is_for_cpu(begin.config) and shared is NOTHING:
                 try:
-                    shared = read_shared(config, process.progress_to(link), phases)
+                    shared = read_shared(begin, process.progress_to(link), phases)
                 except ConfigError as e:
                     link.send(Failed(str(e)))
                     return
@@ -85,13 +84,13 @@ def is_for_cpu(config: Config) -> bool:
     return config.model.device == "cpu" or (config.model.device == "auto" and not may_be_cuda)
 
 
-def read_shared(config: Config, progress: Progress, phases: Phases) -> Shared:
+def read_shared(begin: Begin, progress: Progress, phases: Phases) -> Shared:
     """The weights and the vocabulary, read in threads of their own: the threads of OpenMP belong to
     the one that started them and end with it, and a fork could not go on with them.
     """
     with ThreadPoolExecutor(2) as threads:
-        vocabulary = threads.submit(read_vocabulary, config)
-        weights = threads.submit(load_weights, config, progress, phases, ())
+        vocabulary = threads.submit(read_vocabulary, begin.config)
+        weights = threads.submit(load_weights, begin.config, progress, phases, (), begin.first)
     is_read = vocabulary.exception() is None
     return Shared(weights.result(), vocabulary.result if is_read else None)
 

@@ -1,7 +1,7 @@
 """Loading the models that a config names, each once, to be shared between engines."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -26,13 +26,13 @@ from specserve.models.source import open_source
 from specserve.phases import Phases
 from specserve.selection import (
     context_length,
+    has_to_run_head,
     needs_draft_model,
     needs_head,
     resolve_draft,
     resolve_head,
     resolve_model,
 )
-from specserve_drafters.auto import EAGLE
 from specserve_kernels import DeviceError, Ops, Threads, load
 
 log = logging.getLogger("specserve")
@@ -93,9 +93,34 @@ class Weights(NamedTuple):
 
 
 def load_weights(
+    config: Config,
+    progress: Progress | None,
+    phases: Phases,
+    known: Iterable[Model | None],
+    first: Config | None = None,
+) -> Weights:
+    """As `load_models`, with the head that `first` needs, the config of the first engine process:
+    none can come later, and it stays while nothing runs it.
+    """
+    known = [*known]
+    weights = load_models(config, progress, phases, known)
+    begun = settled(first or config, weights.target)
+    if not needs_head(begun):
+        return weights
+    try:
+        head = get_head(begun, weights.target, known, phases)
+    except ConfigError as e:
+        if has_to_run_head(begun):
+            raise
+        log.warning("the target's own layers for multi-token prediction do not guess: %s", e)
+        return weights
+    return weights._replace(head=head)
+
+
+def load_models(
     config: Config, progress: Progress | None, phases: Phases, known: Iterable[Model | None]
 ) -> Weights:
-    """The models that the config needs; those in `known` are not loaded again."""
+    """The target and the draft model of a config; those in `known` are not loaded again."""
     loaded = {model.key: model for model in known if model is not None}
 
     def get(name: str, path: Path, quantize: str | None, implementation: str = "auto") -> Model:
@@ -121,32 +146,19 @@ def load_weights(
     guessing, draft = settled(config, target), None
     if needs_draft_model(guessing):
         draft = get("draft model", resolve_draft(config), config.drafter.quantize)
-    folder = resolve_head(guessing) if needs_head(guessing) else None
-    if folder is None:
-        return Weights(target, draft)
-    try:
-        return Weights(target, draft, get_head(folder, target, loaded, phases))
-    except ConfigError as e:
-        if str(folder.resolve()) != target.key.folder or config.drafter_name == EAGLE:
-            raise
-        log.warning("%s: nothing guesses by the layers that came with the target", e)
-        return Weights(target, draft)
+    return Weights(target, draft)
 
 
-def get_head(
-    folder: Path, target: Model, loaded: Mapping[ModelKey, Model], phases: Phases
-) -> Model:
-    """The target's head, unless it is loaded already."""
+def get_head(config: Config, target: Model, known: Iterable[Model | None], phases: Phases) -> Model:
+    """The target's head; one in `known` is not loaded again."""
+    folder = resolve_head(config)
+    assert folder is not None, "a head is needed, so there is one"
     key = target.key._replace(
         folder=str(folder.resolve()), implementation=f"head of {target.key.folder}"
     )
-    if key in loaded:
-        return loaded[key]
-    if not isinstance(target.decoder, Decoder):
-        raise ConfigError(
-            f"{folder}: a head reads the layers of a target that native code computes, and "
-            "transformers computes this one; leave the head out"
-        )
+    if (loaded := next((m for m in known if m is not None and m.key == key), None)) is not None:
+        return loaded
+    assert isinstance(target.decoder, Decoder), "no head reads layers of other code"
     with phases.phase("head"):
         head = load_head(folder, target.decoder)
         words = tap_words(head.taps, target.decoder.config.num_layers)

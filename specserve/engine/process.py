@@ -46,8 +46,8 @@ NOTHING = Shared()
 def run(link: Link, begin: Begin, phases: Phases | None = None, shared: Shared = NOTHING) -> None:
     """Make an engine, and run steps until the other end of the socket is closed: EOFError."""
     try:
-        known = begin.sources
-        loaded = build(begin.config, progress_to(link), phases, *shared, True, known)
+        began = begin.sources, begin.first
+        loaded = build(begin.config, progress_to(link), phases, *shared, True, *began)
     except ConfigError as e:
         link.send(Failed(str(e)))
         return

@@ -59,6 +59,7 @@ class Begin(msgspec.Struct, frozen=True):
 
     config: Config
     sources: tuple[str, ...] = ()  # that details have numbered so far, see `Ready.known_sources`
+    first: Config | None = None  # of the first engine process, where it may be another one
 
 
 class EngineCommands(msgspec.Struct, frozen=True):

@@ -57,7 +57,8 @@ class ForkServer:
 
     def begin_with(self, config: Config | None, sources: tuple[str, ...] = ()) -> None:
         """What the next engine process is to be; None: as the first one. `sources` see `Begin`."""
-        self.first = pack(msgspec.msgpack.encode(Begin(config or self.config, sources)))
+        begin = Begin(config or self.config, sources, first=self.config)
+        self.first = pack(msgspec.msgpack.encode(begin))
 
     def start(self) -> Spawned:
         """To be called in the main thread: processes end with the thread that starts them."""

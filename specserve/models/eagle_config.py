@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from specserve.config import DEMO_COST
+from specserve.errors import ConfigError
 from specserve.models import decoder_config
 from specserve.models.decoder_config import (
     MAX_SIZE,
@@ -24,6 +25,7 @@ from specserve.models.decoder_config import (
 )
 from specserve.models.families import FAMILIES
 from specserve.models.folder import read_json
+from specserve.models.shape import Shape
 
 KIND, LAYERS, NESTED = "speculators_model_type", "transformer_layer_config", "eagle_config"
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
@@ -115,6 +117,30 @@ def names_head(written: Mapping[str, Any]) -> bool:
     named = written.get("architectures")
     is_listed = isinstance(named, list) and bool(named) and named[0] in ARCHITECTURES
     return KIND in written or is_listed
+
+
+def check_target(folder: Path, config: EagleConfig, target: Shape) -> None:
+    """ConfigError unless the head was made for such a target, and its layers can be read."""
+    if target.implementation != "native":
+        raise ConfigError(
+            f"{folder}: a head reads the layers of a target that native code computes, and "
+            f"{target.implementation} computes this one; leave the head out"
+        )
+    sizes = {
+        "target_hidden_size": (config.target_hidden_size, "hidden_size", target.hidden_size),
+        "vocab_size": (config.layers.vocab_size, "vocab_size", target.vocab_size),
+    }
+    for key, (has, name, wanted) in sizes.items():
+        if has != wanted:
+            raise ConfigError(
+                f"{folder}/config.json: {key} = {has}, and the target's {name} is {wanted}; take a "
+                "head that was trained for this target"
+            )
+    if config.taps[-1] >= target.num_layers:
+        raise ConfigError(
+            f"{folder}/config.json: {TAPS} = {list(config.taps)}, and the target has the layers 0 "
+            f"to {target.num_layers - 1}; take a head that was trained for this target"
+        )
 
 
 def parse(written: Mapping[str, Any]) -> EagleConfig:

@@ -10,7 +10,7 @@ from specserve.errors import ConfigError
 from specserve.models.checkpoint import Checkpoint
 from specserve.models.decoder import Decoder, Weights
 from specserve.models.decoder_config import tensor_shapes
-from specserve.models.eagle_config import TAPS, EagleConfig, load_eagle_config
+from specserve.models.eagle_config import EagleConfig, check_target, load_eagle_config
 from specserve.models.eagle_head import EagleHead, EagleWeights
 from specserve.models.loader import (
     EMBEDDING,
@@ -24,7 +24,6 @@ from specserve.models.loader import (
 )
 from specserve.models.places import ALL, Place, show
 from specserve.models.quantized.maps import QuantizedMaps
-from specserve.models.shape import Shape
 from specserve_drafters.tree import TREE_SLOTS
 
 MODEL, FIRST, OTHER_FIRST = "model.", "layers.0", "midlayer"  # files name the first layer so or so
@@ -70,25 +69,6 @@ def read_body(reader: Reader, config: EagleConfig, tables: Tables, target: Decod
         dtype=reader.dtype,
         forms=reader.forms,
     )
-
-
-def check_target(folder: Path, config: EagleConfig, target: Shape) -> None:
-    """ConfigError unless the head was made for such a target."""
-    sizes = {
-        "target_hidden_size": (config.target_hidden_size, "hidden_size", target.hidden_size),
-        "vocab_size": (config.layers.vocab_size, "vocab_size", target.vocab_size),
-    }
-    for key, (has, name, wanted) in sizes.items():
-        if has != wanted:
-            raise ConfigError(
-                f"{folder}/config.json: {key} = {has}, and the target's {name} is {wanted}; take a "
-                "head that was trained for this target"
-            )
-    if config.taps[-1] >= target.num_layers:
-        raise ConfigError(
-            f"{folder}/config.json: {TAPS} = {list(config.taps)}, and the target has the layers 0 "
-            f"to {target.num_layers - 1}; take a head that was trained for this target"
-        )
 
 
 def check_same_width(folder: Path, config: EagleConfig) -> None:

@@ -106,7 +106,7 @@ class Targets(Struct):
 class Speculation(Struct):
     """What guesses are chosen by.
 
-    drafter         auto, none, ngram, model or a package.module:Class
+    drafter         auto, none, ngram, model, eagle or a package.module:Class
     row_invariant   as in the entry of the model; if false, that is why there are no guesses
     draft_model     its name, if there is one
     draft_head      the same of the target's head

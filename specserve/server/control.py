@@ -113,9 +113,13 @@ async def change(service: Service, asked: Asked) -> tuple[Guesses, Guesses]:
     """By what the engine guessed, and guesses from the next step on."""
     before: list[Guesses] = []
 
-    async def checked() -> Config:
+    def find() -> Config:
         config = asked(service.guessing)
-        await asyncio.to_thread(preflight.check, config)
+        preflight.check(config)
+        return config
+
+    async def checked() -> Config:
+        config = await asyncio.to_thread(find)
         before.append(service.guesses)  # once the changes before it are done
         return config
 

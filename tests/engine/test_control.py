@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from specserve import LLM, SamplingParams
 from specserve.engine.levels import Levels
-from specserve.engine.loading import load_weights
+from specserve.engine.loading import load_models
 from specserve.engine.planned_guesses import PlannedGuesses
 from specserve.errors import ConfigError
 from specserve.scheduling.cost import StepCosts
@@ -363,10 +363,10 @@ def test_a_draft_model_is_loaded_while_requests_step(folders, undisturbed, monke
     def slow(*args):
         loading.set()
         assert go.wait(30)
-        return load_weights(*args)
+        return load_models(*args)
 
     with load(folders) as llm:
-        monkeypatch.setattr("specserve.engine.control.load_weights", slow)
+        monkeypatch.setattr("specserve.engine.control.load_models", slow)
         thread = threading.Thread(target=llm.load_draft_model, args=(Path(folders["same"]),))
         thread.start()
         assert loading.wait(30)
