@@ -11,13 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from specserve import LLM, SamplingParams
-from specserve.engine.levels import Levels
 from specserve.engine.loading import load_models
-from specserve.engine.planned_guesses import PlannedGuesses
 from specserve.errors import ConfigError
-from specserve.scheduling.cost import StepCosts
-from specserve.scheduling.trials import Turns
 from tests.checkpoints import tiny_checkpoint
+from tests.engine.engines import let_all_guess
 from tests.models.eagle_heads import write_head
 
 SETTINGS = {"model.threads": 1, "memory.kv_bytes": 1 << 25, "scheduler.max_running": 8}
@@ -59,11 +56,7 @@ def load(folders, **settings):
 
 @pytest.fixture
 def eager(monkeypatch):
-    """Sources are asked in every step, and guesses take no time: no clock decides about them."""
-    monkeypatch.setattr(PlannedGuesses, "is_promising", lambda *_: True)
-    monkeypatch.setattr(Turns, "is_due", lambda *_: True)
-    monkeypatch.setattr(StepCosts, "seconds", lambda *_, **__: 1.0)
-    monkeypatch.setattr(Levels, "level_seconds", lambda *_: 0.0)
+    let_all_guess(monkeypatch)
 
 
 @pytest.fixture(scope="module")
