@@ -4,9 +4,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from specserve import LLM, SamplingParams
-from specserve.engine.planned_guesses import PlannedGuesses
 from specserve.errors import ConfigError
-from specserve.scheduling.trials import Turns
+from tests.engine.engines import let_all_guess
 from tests.models.eagle_heads import write_head
 from tests.models.mtp_layers import STYLES, WEIGHTS, write_target
 
@@ -43,9 +42,7 @@ def undisturbed(folder):
 
 @pytest.fixture
 def eager(monkeypatch):
-    """Sources are asked in every step."""
-    monkeypatch.setattr(PlannedGuesses, "is_promising", lambda *_: True)
-    monkeypatch.setattr(Turns, "is_due", lambda *_: True)
+    let_all_guess(monkeypatch)
 
 
 @pytest.mark.parametrize("settings", [{}, {"drafter.name": "eagle"}], ids=["auto", "eagle"])

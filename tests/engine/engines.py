@@ -12,6 +12,7 @@ import torch
 from specserve.config import load_config
 from specserve.engine.build import assemble
 from specserve.engine.guesses import FixedGuesses
+from specserve.engine.levels import Levels
 from specserve.engine.planned_guesses import PlannedGuesses
 from specserve.engine.pool_plan import Models
 from specserve.engine.source import UserCode
@@ -19,7 +20,9 @@ from specserve.engine.step_input import build_step_input
 from specserve.exchange.sampling_params import Sampling, choices_of
 from specserve.memory import PendingUpdates
 from specserve.models.loader import load_decoder
+from specserve.scheduling.cost import StepCosts
 from specserve.scheduling.planner import Plan
+from specserve.scheduling.trials import Turns
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.ngram import NgramDrafter
 from specserve_kernels import load
@@ -93,6 +96,14 @@ def ask_always(engine):
     guesses = engine.guesses
     promising = guesses.is_promising
     guesses.is_promising = lambda request, part: promising(request, part) or True
+
+
+def let_all_guess(patch):
+    """Sources are asked in every step, and guesses take no time: no clock decides about them."""
+    patch.setattr(PlannedGuesses, "is_promising", lambda *_: True)
+    patch.setattr(Turns, "is_due", lambda *_: True)
+    patch.setattr(StepCosts, "seconds", lambda *_, **__: 1.0)
+    patch.setattr(Levels, "level_seconds", lambda *_: 0.0)
 
 
 def planned(engine, *sources, growers=()):

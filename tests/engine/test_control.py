@@ -11,13 +11,11 @@ import pytest
 from msgspec.structs import replace
 
 from specserve import LLM, SamplingParams
-from specserve.engine.levels import Levels
 from specserve.engine.loading import load_models
-from specserve.engine.planned_guesses import PlannedGuesses
 from specserve.errors import ConfigError
-from specserve.scheduling.cost import StepCosts
-from specserve.scheduling.trials import Turns
 from tests.checkpoints import tiny_checkpoint
+from tests.engine.engines import let_all_guess
+from tests.models.eagle_heads import write_head
 
 SETTINGS = {"model.threads": 1, "memory.kv_bytes": 1 << 25, "scheduler.max_running": 8}
 SOURCES = ["ngram", "model", "grammar", "prediction", "suffix"]
@@ -41,7 +39,10 @@ ASKED = [
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     make = tmp_path_factory.mktemp
+    head = make("heads") / "head"
+    write_head(head, eagle_aux_hidden_state_layer_ids=[0, 1])
     return {
+        "head": head,
         "target": tiny_checkpoint(make("target"), seed=1),
         "same": tiny_checkpoint(make("same"), seed=1),
         "wide": tiny_checkpoint(make("wide"), seed=2, **WIDE),
@@ -55,11 +56,7 @@ def load(folders, **settings):
 
 @pytest.fixture
 def eager(monkeypatch):
-    """Sources are asked in every step, and guesses take no time: no clock decides about them."""
-    monkeypatch.setattr(PlannedGuesses, "is_promising", lambda *_: True)
-    monkeypatch.setattr(Turns, "is_due", lambda *_: True)
-    monkeypatch.setattr(StepCosts, "seconds", lambda *_, **__: 1.0)
-    monkeypatch.setattr(Levels, "level_seconds", lambda *_: 0.0)
+    let_all_guess(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +79,16 @@ def texts(llm, between):
 
 
 def some_change(llm, chance, folders):
-    sources = chance.sample(SOURCES, chance.randint(1, 5))
+    of_head = [] if llm.engine.head is None else ["eagle"]
+    sources = chance.sample([*SOURCES, *of_head], chance.randint(1, 5))
+    drafters = ["none", "ngram", "model", *of_head]
     return chance.choice(
         [
             lambda: llm.change_speculation(drafter="auto", sources=sources),
             lambda: llm.change_speculation(max_nodes=chance.choice([1, 4, 16, 63])),
             lambda: llm.change_speculation(max_step_nodes=chance.choice([2, 32, 256])),
             lambda: llm.change_speculation(options={"max_depth": chance.choice([1, 4, None])}),
-            lambda: llm.change_speculation(drafter=chance.choice(["none", "ngram", "model"])),
+            lambda: llm.change_speculation(drafter=chance.choice(drafters)),
             lambda: llm.load_draft_model(folders[chance.choice(["same", "wide"])]),
             lambda: llm.load_draft_model(folders["words"]),
             llm.unload_draft_model,
@@ -97,12 +96,14 @@ def some_change(llm, chance, folders):
     )
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("parts", [["model"], ["model", "head"]], ids=" ".join)
+@pytest.mark.parametrize("seed", range(4))
 def test_requests_keep_their_texts_whatever_changes_between_their_steps(
-    folders, undisturbed, eager, seed
+    folders, undisturbed, eager, seed, parts
 ):
     chance, changes, refused = random.Random(seed), [], []
-    with load(folders, **{"drafter.model": str(folders["wide"])}) as llm:
+    paths = {"model": folders["wide"], "head": folders["head"]}
+    with load(folders, **{f"drafter.{part}": str(paths[part]) for part in parts}) as llm:
 
         def change():
             if chance.random() < 0.4:

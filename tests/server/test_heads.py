@@ -4,9 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from specserve.engine.planned_guesses import PlannedGuesses
-from specserve.scheduling.trials import Turns
 from tests.checkpoints import tiny_checkpoint
+from tests.engine.engines import let_all_guess
 from tests.models.eagle_heads import LLAMA, TAPS, write_head
 from tests.models.mtp_layers import write_target
 from tests.server.asking import CHAT, COMPLETIONS, chat_body, completion_body, streamed, whole
@@ -58,10 +57,8 @@ def of(folders, **parts):
 
 @pytest.fixture(scope="module")
 def eager():
-    """All sources are asked in every step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PlannedGuesses, "is_promising", lambda *_: True)
-        patch.setattr(Turns, "is_due", lambda *_: True)
+        let_all_guess(patch)
         yield
 
 
@@ -112,7 +109,7 @@ def test_a_head_is_told_and_no_text_depends_on_it(folders, undisturbed, eager, k
         model = "small" if is_beside else None
         assert (seen["draft_head"], seen["draft_model"]) == (name, model)
         check_texts(server, undisturbed[target])
-        assert server.metric("specserve_source_proposed_tokens_total", source="eagle") > 0
+        assert server.metric("specserve_source_verified_tokens_total", source="eagle") > 0
 
 
 def check_texts(server, texts):
