@@ -16,33 +16,38 @@ from specserve_bench.commands import at_least_1, words
 from specserve_bench.local import Local
 from specserve_bench.report import ratio_words, shown
 from specserve_bench.results import Load, Ratio, ratio
-from specserve_bench.speculation import HOT, NAMES, Cell, Place, measured, order
+from specserve_bench.speculation import HOT, KV_BYTES, NAMES, Cell, Place, measured
 from specserve_bench.workloads import workload
 
 FILE = Path("bench/results/heads-cpu.json")
 COMMAND = "python -m specserve_bench.figures heads"
-ROUNDS, REQUESTS = 5, 4
+ROUNDS, REQUESTS, ASKED = 3, 2, 8  # ASKED: requests where time does not count
 COST = "qwen3-0.6b"
+TIMED = "questions", "completion", "agent"
 NODES = 8
-ALONE: dict[str, Any] = {"drafter.options": {"ngrams": False}, "speculation.max_nodes": NODES}
-BOTH = ["ngram", "eagle", "model", "grammar", "prediction"]
-SUBJECTS: dict[str, dict[str, Any]] = {
-    "off": {"drafter.name": "none"},
-    f"eagle:{NODES}": {"drafter.name": "eagle", **ALONE},
-    f"model:{NODES}": {"drafter.name": "model", **ALONE},
-    "auto, eagle": {"drafter.options.sources": [name for name in BOTH if name != "model"]},
-    "auto, model": {"drafter.options.sources": [name for name in BOTH if name != "eagle"]},
-    "auto, both": {"drafter.options.sources": BOTH},
+USUAL = ["ngram", "grammar", "prediction"]
+ALONE: dict[str, dict[str, Any]] = {
+    f"{name}:{NODES}": {
+        "drafter.name": name,
+        "drafter.options": {"ngrams": False},
+        "speculation.max_nodes": NODES,
+    }
+    for name in ("eagle", "model")
 }
-AUTO = [name for name in SUBJECTS if name.startswith("auto")]
+AUTO: dict[str, dict[str, Any]] = {
+    "auto, eagle": {"drafter.options": {"sources": ["eagle", *USUAL]}},
+    "auto, model": {"drafter.options": {"sources": ["model", *USUAL]}},
+    "auto, both": {"drafter.options": {"sources": ["eagle", "model", *USUAL]}},
+}
+OFF: dict[str, Any] = {"drafter.name": "none"}
 LEVELS = 1, 2, 4  # of a chain
 MOST = 0.15  # of a step: what drafting may take
 
 DESCRIPTION = f"""
-Measure the demo's head beside its draft model, at the cost of {COST}: each alone with {NODES} nodes
-and without n-grams, and auto with one of them and with both, by workload, at its own temperature
-and at {HOT}. Also what levels of the head take of a step. Auto begins a round with the costs that
-earlier ones have shown.
+Measure the demo's head beside its draft model. What each alone brings with {NODES} nodes and without
+n-grams, by workload, at its own temperature and at {HOT}. At the cost of {COST} what levels of the
+head take of a step, and the time of a token by auto with one of them and with both; auto begins a
+round with the costs that earlier ones have shown.
 """
 
 
@@ -56,7 +61,8 @@ class Levels(msgspec.Struct):
 
 class Kept(msgspec.Struct):
     levels: Levels
-    cells: list[Cell]
+    brought: list[Cell]
+    times: list[Cell]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,45 +70,58 @@ def main(argv: Sequence[str]) -> int:
     outputs.check_file("--out", args.out)
     for name in args.workloads:
         workload(name, 1, 0)  # refuses unknown names
-    loader = suite.Loader(progress=False)
-    levels = measured_levels(loader, args.rounds)
-    contenders = [load(loader, name, settings) for name, settings in SUBJECTS.items()]
-    cells = []
-    for name in args.workloads:
-        for temperature in (None,) if name == "random" else (None, HOT):
-            place = Place(COST, name, 1, temperature, is_warm=True)
-            print(f"{name}, T = {temperature or 'its own'}", file=sys.stderr)
-            asked = workload(name, args.requests, 0, temperature)
-            cells.append(measured(place, asked, contenders, args.rounds))
-    kept = Kept(levels, cells)
+    plain, scaled = suite.Loader(progress=False), suite.Loader(progress=False)
+    alone = [load(plain, name, settings) for name, settings in ALONE.items()]
+    places = [
+        Place("demo", name, 1, temperature)
+        for name in NAMES
+        for temperature in ((None,) if name == "random" else (None, HOT))
+    ]
+    brought = [cell(place, ASKED, alone, 1) for place in places]
+    levels = measured_levels(scaled, args.rounds)
+    scaled.is_warm = True
+    chosen = [load(scaled, name, settings, COST) for name, settings in AUTO.items()]
+    places = [Place("0.6b", name, 1, None, is_warm=True) for name in args.workloads]
+    times = [cell(place, args.requests, chosen, args.rounds) for place in places]
+    kept = Kept(levels, brought, times)
     outputs.write("--out", args.out, msgspec.json.encode(kept) + b"\n")
     print(table(kept))
     return 0
 
 
+def cell(place: Place, size: int, chosen: Sequence[suite.Contender], rounds: int) -> Cell:
+    print(f"{place.pair}, {place.workload}", file=sys.stderr)
+    asked = workload(place.workload, size, 0, place.temperature)
+    return measured(place, asked, chosen, rounds)
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog=COMMAND, description=DESCRIPTION)
-    p.add_argument("--workloads", type=words, default=NAMES, metavar="W,...")
+    p.add_argument("--workloads", type=words, default=TIMED, metavar="W,...", help="for the times")
     p.add_argument("--rounds", type=at_least_1, default=ROUNDS, help=f"default: {ROUNDS}")
     p.add_argument("--requests", type=at_least_1, default=REQUESTS, help=f"default: {REQUESTS}")
     p.add_argument("--out", type=Path, default=FILE, metavar="JSON", help=f"default: {FILE}")
     return p
 
 
-def load(loader: suite.Loader, name: str, settings: Mapping[str, Any]) -> suite.Contender:
-    loader.is_warm = name in AUTO
-    return loader.load(name, load_config(None, {"model.demo_cost": COST, **settings}))
+def load(
+    loader: suite.Loader, name: str, settings: Mapping[str, Any], cost: str | None = None
+) -> suite.Contender:
+    at_cost = {} if cost is None else {"model.demo_cost": cost}
+    return loader.load(
+        name, load_config(None, {"memory.kv_bytes": KV_BYTES, **at_cost, **settings})
+    )
 
 
 def measured_levels(loader: suite.Loader, rounds: int) -> Levels:
     """What chains of some levels take, which are verified without n-grams."""
-    asked, settings = workload("completion", 2, 0, None), dict(SUBJECTS["off"])
-    llms = {0: llm_of(load(loader, "off", settings))}
+    asked = workload("completion", 1, 0, None)
+    llms = {0: llm_of(load(loader, "off", OFF, COST))}
     for depth in LEVELS:
         options = {"ngrams": False, "width": 1, "max_depth": depth, "min_gain": 0, "min_value": 0}
         chain: dict[str, Any] = {"drafter.name": "eagle", "drafter.options": options}
         chain["speculation.max_nodes"] = depth
-        llms[depth] = llm_of(load(loader, f"chain of {depth}", chain))
+        llms[depth] = llm_of(load(loader, f"chain of {depth}", chain, COST))
     taken: dict[int, list[float]] = {depth: [] for depth in llms}
     for number in range(1 + rounds):  # the first is not counted
         for depth, llm in llms.items():
@@ -143,21 +162,21 @@ def table(kept: Kept) -> str:
         [str(depth), shown(ms), ratio_words(levels.part[depth])]
         for depth, ms in levels.drafting.items()
     ]
-    names = [f"{name}: tokens a step (right, of guesses)" for name in list(SUBJECTS)[1:3]]
-    brought = [["workload", "T", *names], ["---"] * 4]
-    times = [["workload", "T", *SUBJECTS, "both / the better one"], ["---"] * (len(SUBJECTS) + 3)]
-    for cell in sorted(kept.cells, key=lambda c: order(c.place._replace(pair="0.6b"))):
-        begin = [told(cell), "-" if cell.temperature is None else f"{cell.temperature:g}"]
-        brought.append([*begin, *(acceptance(cell, name) for name in list(SUBJECTS)[1:3])])
-        ms = [shown(median(cell.tpot_ms[name])) for name in SUBJECTS]
-        times.append([*begin, *ms, ratio_words(over_either(cell))])
+    brought = [["workload", "T", *(f"{name}: tokens a step (guesses right)" for name in ALONE)]]
+    brought += [["---"] * len(brought[0])]
+    brought += [[*told(cell), *(acceptance(cell, name) for name in ALONE)] for cell in kept.brought]
+    times = [["workload", "T", *AUTO, "both / the better one"], ["---"] * (len(AUTO) + 3)]
+    for cell in kept.times:
+        ms = [shown(median(cell.tpot_ms[name])) for name in AUTO]
+        times.append([*told(cell), *ms, ratio_words(over_either(cell))])
     return "\n\n".join(
         "\n".join(f"| {' | '.join(line)} |" for line in part) for part in (parts, brought, times)
     )
 
 
-def told(cell: Cell) -> str:
-    return cell.workload + ("" if cell.is_same else " (OUTPUTS DIFFER)")
+def told(cell: Cell) -> list[str]:
+    name = cell.workload + ("" if cell.is_same else " (OUTPUTS DIFFER)")
+    return [name, "-" if cell.temperature is None else f"{cell.temperature:g}"]
 
 
 def acceptance(cell: Cell, name: str) -> str:
