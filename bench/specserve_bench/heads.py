@@ -44,10 +44,10 @@ LEVELS = 1, 2, 4  # of a chain
 MOST = 0.15  # of a step: what drafting may take
 
 DESCRIPTION = f"""
-Measure the demo's head beside its draft model. What each alone brings with {NODES} nodes and without
-n-grams, by workload, at its own temperature and at {HOT}. At the cost of {COST} what levels of the
-head take of a step, and the time of a token by auto with one of them and with both; auto begins a
-round with the costs that earlier ones have shown.
+Measure the demo's head beside its draft model. What each alone brings with {NODES} nodes and
+without n-grams, by workload, at its own temperature and at {HOT}. At the cost of {COST} what levels
+of the head take of a step, and the time of a token by auto with one of them and with both; auto
+begins a round with the costs that earlier ones have shown.
 """
 
 
