@@ -210,7 +210,9 @@ def add_drafting(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--draft-model", help="a small draft model with the same vocabulary, or an EAGLE-3 head"
     )
-    p.add_argument("--draft-head", help="an EAGLE-3 head of the model, beside a draft model")
+    p.add_argument(
+        "--draft-head", help="an EAGLE-3 head of the model; a draft model beside it has to be named"
+    )
     p.add_argument("--draft-quantize", metavar="w8a8|w8|w4", help="the same for the draft model")
     p.add_argument(
         "--drafter",

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from specserve.config import Config
 from specserve.errors import ConfigError
-from specserve.models.eagle_config import check_target, load_eagle_config
+from specserve.models.eagle_config import check_target, is_head, load_eagle_config
+from specserve.models.folder import check_regular
 from specserve.models.shape import Shape
 from specserve.models.source import open_source
 from specserve.models.weight_files import find_weights
@@ -56,6 +57,7 @@ def check_head(config: Config, folder: Path, target: Shape) -> None:
         raise ConfigError(
             f"drafter.quantize = {config.drafter.quantize!r}: a head is not rounded; leave it out"
         )
+    check_regular(folder)
     check_target(folder, load_eagle_config(folder), target)
     if folder.is_dir():
         find_weights(folder)
@@ -63,6 +65,11 @@ def check_head(config: Config, folder: Path, target: Shape) -> None:
 
 def check_model(path: Path, implementation: str = "auto") -> Shape:
     """The model's shape; ConfigError if files are missing. No weights are read."""
+    if is_head(path):
+        raise ConfigError(
+            f"{path}: a draft head, which guesses for a model and is none: name it as "
+            "--draft-model or --draft-head, and the model that it was trained for as the model"
+        )
     source = open_source(path)
     shape = source.shape(implementation)
     source.scaled()

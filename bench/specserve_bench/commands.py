@@ -125,7 +125,8 @@ def add_subject(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--model", help="a local folder or a hub id; with --url, the server's name of it"
     )
-    p.add_argument("--draft-model", help="for the drafter `model`")
+    p.add_argument("--draft-model", help="for the drafter `model`, or a head for `eagle`")
+    p.add_argument("--draft-head", help="a head for `eagle`, beside a draft model")
     p.add_argument(
         "--drafters",
         type=words,
@@ -324,6 +325,7 @@ def configured(args: argparse.Namespace, **drafting: Any) -> Config:
     flags = {
         "--model": ("model.path", args.model),
         "--draft-model": ("drafter.model", args.draft_model),
+        "--draft-head": ("drafter.head", args.draft_head),
     }
     given = [Setting(flag, *setting) for flag, setting in flags.items() if setting[1] is not None]
     given += [Setting("--drafters", key, value) for key, value in drafting.items()]
@@ -345,7 +347,7 @@ def guessing(args: argparse.Namespace) -> list[str]:
 
 
 def refuse_with_url(args: argparse.Namespace) -> None:
-    for flag in ("draft_model", "drafters", "config", "set"):
+    for flag in ("draft_model", "draft_head", "drafters", "config", "set"):
         if getattr(args, flag):
             name = flag.replace("_", "-")
             raise ConfigError(f"--{name} is the server's own setting: leave it out with --url")

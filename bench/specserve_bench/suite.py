@@ -36,7 +36,9 @@ PATHS = (
     "drafter.model",
     "recording",
 )  # of one machine; labels have the names
-NO_DRAFT = {"drafter.model": None, "drafter.quantize": None}
+NO_MODEL = {"drafter.model": None, "drafter.quantize": None}
+NO_HEAD = {"drafter.head": None}
+NO_DRAFT = NO_MODEL | NO_HEAD
 PACKAGES = ("torch", "transformers", "numpy")
 T = TypeVar("T")
 
@@ -235,6 +237,9 @@ def drafting(setting: str, base: Config) -> dict[str, Any]:
     return (
         {"drafter.name": name}
         | (NO_DRAFT if name == "ngram" else {})
+        | (NO_HEAD if name == "model" else {})
+        # Where no head is named as such, the draft model is one.
+        | (NO_MODEL if name == "eagle" and base.drafter.head is not None else {})
         | ({} if name == base.drafter_name else {"drafter.options": {}})  # another drafter's
         | (nodes(int(rest), base) if colon else {})
     )

@@ -23,6 +23,7 @@ from specserve.engine.ledger import Told
 from specserve.engine.logprobs import asked_logprobs, tell_drawn, tell_prompts
 from specserve.engine.processors import LogitsProcessor, LogitsProcessors
 from specserve.engine.runner import Answers, KVLost, Runner
+from specserve.engine.source import UserCode
 from specserve.engine.state import cost_state
 from specserve.engine.step_input import (
     AskedLogprobs,
@@ -40,7 +41,7 @@ from specserve.exchange.caller import Caller
 from specserve.exchange.messages import NOT_BEGUN, Begun
 from specserve.exchange.sampling_params import Sampling, SpeculationParams
 from specserve.exchange.speculation_state import SpeculationState
-from specserve.exchange.step_output import Stats, StepOutput
+from specserve.exchange.step_output import SourceStats, Stats, StepOutput
 from specserve.memory import BlockPool, BlockTable
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve_drafters.auto import EAGLE
@@ -199,11 +200,18 @@ class Engine:
 
     def run_head(self, head: HeadModel) -> None:
         """Have a head follow the step before: its tokens have been told, and no block was given to
-        another request since. It may raise KVLost.
+        another request since. It may raise KVLost; any other error costs guesses only.
         """
         start = perf_counter()
-        with self.target.ops.lock:
-            head.follow()
+        try:
+            with self.target.ops.lock:
+                head.follow()
+        except KVLost:
+            raise
+        except Exception:  # as there is too little memory
+            head.drop()
+            self.stats.sources.setdefault(EAGLE, SourceStats())
+            UserCode(self.stats).failed(EAGLE)
         seconds = perf_counter() - start
         self.stats.draft_seconds += seconds
         if (sums := self.stats.sources.get(EAGLE)) is not None:

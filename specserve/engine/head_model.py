@@ -1,6 +1,5 @@
 """A draft head as drafters use it: it follows the target's steps, and runs guesses between them."""
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from itertools import accumulate, chain
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specserve.engine.executor import ModelExecutor
-from specserve.engine.runner import KVLost, Runner
+from specserve.engine.runner import Runner
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.engine.tap_watch import TapWatch, tap_words
 from specserve.engine.verify import Path
@@ -20,8 +19,6 @@ from specserve.models.draft_head import DraftHead
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import StepCosts
 from specserve_drafters import ROOT, DraftItem, Nodes
-
-log = logging.getLogger("specserve")
 
 
 class Seen(NamedTuple):
@@ -118,28 +115,23 @@ class HeadModel(ModelExecutor):
     def drop(self) -> None:
         """Forget all that was not run: a step has failed."""
         self.seen, self.backlogs, self.last = [], {}, {}
+        self.ended.clear()
 
     def follow(self) -> None:
         """Keep the taps of the target's last step, and run the rows that cannot wait: before its
-        blocks are given to others. Whatever fails costs guesses only, unless it is KVLost.
+        blocks are given to others. After an error `drop` has to be called.
         """
         seen, self.seen = self.seen, []
-        try:
-            self.keep_taps(seen)
-            if any(self.is_due(each) for each in seen):
-                tables = {each.request.id: each.table for each in seen}
-                self.run([*self.backlogs.values()], tables)
-            for id in self.ended:  # its last block is not full, so that nobody will find it
-                self.backlogs.pop(id, None)
-                self.last.pop(id, None)
-            self.ended.clear()
-            if self.watch is not None:
-                self.expect(self.watch)
-        except KVLost:
-            raise
-        except Exception:  # as there is too little memory
-            self.drop()
-            log.exception("a draft head could not follow a step; the text does not change")
+        self.keep_taps(seen)
+        if any(self.is_due(each) for each in seen):
+            tables = {each.request.id: each.table for each in seen}
+            self.run([*self.backlogs.values()], tables)
+        for id in self.ended:  # its last block is not full, so that nobody will find it
+            self.backlogs.pop(id, None)
+            self.last.pop(id, None)
+        self.ended.clear()
+        if self.watch is not None:
+            self.expect(self.watch)
 
     def keep_taps(self, seen: Sequence[Seen]) -> None:
         kept = [
@@ -191,8 +183,9 @@ class HeadModel(ModelExecutor):
 
     def run_together(self, rest: Sequence[Rest]) -> None:
         ids, groups, taps = zip(*rest, strict=True)
-        step = build_step_input(groups, self.scheduler.pool.updates)
-        self.runner.launch(step, self.head.fuse(torch.cat([*chain.from_iterable(taps)])))
+        features = self.head.fuse(torch.cat([*chain.from_iterable(taps)]))
+        step = build_step_input(groups, self.scheduler.pool.updates)  # last: it takes the updates
+        self.runner.launch(step, features)
         assert self.runner.outputs is not None, "rows were run"
         self.num_rows += len(step.token_ids)
         ends = torch.from_numpy(step.qo_indptr[1:] - 1).long()
@@ -273,9 +266,9 @@ class HeadModel(ModelExecutor):
             masks = self.masks[id][first - 1 : first - 1 + size]
             groups.append(RowGroup(table, [*tokens], known + first - 1, size, known, masks))
             parents += [self.rows[id][parent] for parent in above]
-        step = build_step_input(groups, self.scheduler.pool.updates)
-        at = torch.tensor(parents, device=self.features.device)
-        launched = self.runner.launch(step, self.features[at])
+        features = self.features[torch.tensor(parents, device=self.features.device)]
+        step = build_step_input(groups, self.scheduler.pool.updates)  # last: it takes the updates
+        launched = self.runner.launch(step, features)
         for row, (id, node) in enumerate(nodes, len(self.features)):
             self.rows[id][node] = row
         assert self.runner.outputs is not None, "rows were run"

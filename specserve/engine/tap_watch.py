@@ -36,7 +36,8 @@ class TapWatch:
             log.warning(
                 "the draft head's likeliest next token was right in %d of %d steps, where heads "
                 "that fit are right in 80 to 160. It reads %s: check that it was trained for this "
-                "target, and on these layers (eagle_aux_hidden_state_layer_ids in its config.json)",
+                "target and on these layers (an EAGLE-3 head's are "
+                "eagle_aux_hidden_state_layer_ids in its config.json), and on such texts",
                 *(self.num_right, STEPS, self.words),
             )
 

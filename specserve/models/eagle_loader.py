@@ -170,5 +170,10 @@ def read_targets(checkpoint: Checkpoint, config: EagleConfig) -> Tensor:
             f"{checkpoint.folder}: the tensor {OFFSETS} names tokens that the target lacks, from "
             f"{own.min()} to {own.max()} of {config.layers.vocab_size}; download the head again"
         )
+    if len(set(own.tolist())) < size:
+        raise ConfigError(
+            f"{checkpoint.folder}: the tensor {OFFSETS} names a token of the target twice; "
+            "download the head again"
+        )
     checkpoint.show({name: file for name, file in files.items() if name not in (OFFSETS, KNOWN)})
     return own

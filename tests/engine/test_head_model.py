@@ -17,6 +17,7 @@ from tests.engine.engines import (
     Watch,
     engine_for,
     fixed,
+    hedge,
     load_small,
     plain,
 )
@@ -136,6 +137,55 @@ def test_what_a_head_goes_on_from_is_what_the_target_had(
     said = [request.token_ids.tolist() for request in got]
     whole = [text for texts in each for text in texts]
     assert [s == w[: len(s)] for s, w in zip(said, whole, strict=True)] == [True] * len(said)
+
+
+def test_a_head_that_fails_between_steps_loses_none_of_the_targets_kv(target, head, monkeypatch):
+    """Accepted guesses of a tree are moved by the next launch: it is the target's then."""
+    cases = [Case(PROMPT[: 20 + i], sampling(24), arrives=i) for i in range(4)]
+    texts = plain(target, cases)
+    engine = engine_for(target, None, Scripted(hedge, dict(enumerate(texts))), head=head)
+    fuse, calls = head.fuse, []
+
+    def failing(taps):
+        calls.append(len(taps))
+        if len(calls) % 2:
+            raise MemoryError
+        return fuse(taps)
+
+    monkeypatch.setattr(head, "fuse", failing)
+    watch = Watch(engine)
+    assert [r.token_ids.tolist() for r in watch.run(cases)] == texts
+    assert watch.seen["moved"] and engine.stats.sources["eagle"].errors == len(calls[::2]) > 3
+
+
+def test_a_head_that_fails_among_its_guesses_loses_none_of_the_targets_kv(target, head):
+    """Blocks that choices share are copied by the next launch."""
+    cases = [Case(PROMPT[:n], sampling(12, 0.8, seed=n), n=4) for n in (37, 43)]
+    options = {"min_gain": 0.0, "min_value": 0.0}
+    engine = engine_for(target, None, "eagle", head=head, options=options)
+    model, extend = engine.head, engine.head.extend
+
+    def broken(items):
+        found = extend(items)
+        model.features = Broken()
+        return found
+
+    model.extend = broken
+    watch = Watch(engine)
+    assert [r.token_ids.tolist() for r in watch.run(cases)] == plain(target, cases)
+    assert watch.seen["copied"] and engine.stats.sources["eagle"].errors > 5
+
+
+class Broken:
+    """Features that nobody can read."""
+
+    device = torch.device("cpu")
+
+    def __getitem__(self, rows):
+        raise MemoryError
+
+    def __len__(self):
+        return 1
 
 
 class Asks:
