@@ -166,8 +166,10 @@ def check_sources(
         )
     if [*names] == ["model"] and config.draft is None:
         raise DrafterError("drafter.options.sources has model alone: set drafter.model, too")
-    runner = {"model": EAGLE if names_head(config) else "model", "head": EAGLE}
     is_run = {"model": runs_draft_model(names), EAGLE: EAGLE in names}
+    # What nothing could run need not be looked at.
+    is_head = any(is_run.values()) and names_head(config)
+    runner = {"model": EAGLE if is_head else "model", "head": EAGLE}
     for key, source in runner.items():
         if (named := getattr(config.drafter, key)) is not None and not is_run[source]:
             raise DrafterError(

@@ -46,7 +46,7 @@ def echo():
 def test_conversations_begin_with_one_file_and_grow_by_turns_and_answers(monkeypatch):
     monkeypatch.setattr(replicas, "CONVERSATIONS", 2)
     with echo() as url:
-        turns = list(replicas.talk(url, 0))
+        turns = list(replicas.talk(url, 0, 0))
     assert [u.prompt_tokens for turn in turns for u in turn] == [
         2 * number + 1 for number in range(replicas.NUM_TURNS) for _ in range(2)
     ]

@@ -105,7 +105,7 @@ def measured(monkeypatch):
                 seconds=1, requests=requests, itl_ms=None, output_hash="x", speculation=told
             )
 
-    def load(pair, every):
+    def load(pair, every, is_warm):
         return [speculation.suite.Contender(name, None, Runnable(name)) for name in every]
 
     monkeypatch.setattr(speculation, "load", load)

@@ -171,7 +171,7 @@ def test_a_head_learns_what_the_target_says_and_its_card_tells_how_well(target, 
     assert card.config.tokens == 60 * 640
     assert (folder / "README.md").read_text() == head_words(card)
     served = load_eagle_head(folder, load_decoder(target, "bf16", reference))
-    assert served.config.taps == TAPS
+    assert served.taps == TAPS
 
 
 def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(
@@ -313,7 +313,7 @@ def test_the_demos_head_fits_its_target_and_its_card_says_what_it_is():
     assert card.figures.keys() == {"files", "questions"}
     assert min(figures.right[0] for figures in card.figures.values()) > 0.3  # a floor
     served = load_eagle_head(DEMO_HEAD, load_decoder(DEMO_TARGET, "bf16", cpu))
-    assert served.config.taps == TAPS and served.config.layers.num_layers == 1
+    assert served.taps == TAPS and served.config.num_layers == 1
     assert len(served.weights.targets) == card.config.draft_vocab_size == 4096
     assert sum(file.stat().st_size for file in DEMO_HEAD.iterdir()) < 12e6
 

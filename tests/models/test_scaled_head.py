@@ -14,11 +14,12 @@ from specserve.models.eagle_config import load_eagle_config
 from specserve.models.eagle_loader import (
     check_target,
     load_eagle_head,
+    places,
     read_targets,
-    show,
     shown_shapes,
 )
 from specserve.models.loader import EMBEDDING, load_decoder
+from specserve.models.places import show
 from specserve.models.scaled_demo import ScaledDemo
 from specserve.models.scaled_head import HeadTensors
 from specserve.models.scaled_shape import head_sizes
@@ -188,7 +189,7 @@ def test_the_demo_head_has_every_cost(like):
     assert read_targets(checkpoint, config).max() < config.layers.vocab_size
     shapes = shown_shapes(config)
     del shapes[EMBEDDING]
-    show(checkpoint, config, shapes)
+    show(checkpoint, shapes, places(checkpoint, config, shapes))
 
 
 @pytest.mark.slow
