@@ -117,6 +117,7 @@ def test_recorded_steps_draw_from_edited_and_masked_rows_beside_others(models, r
     assert engine.target.program.eager.residual is None, "a step was not recorded"
 
 
+@pytest.mark.slow
 def test_a_head_goes_on_from_what_the_cpus_has(models, recorded, tmp_path):
     """In recorded steps, with guesses that are run level by level."""
     on_cpu, target, _ = models

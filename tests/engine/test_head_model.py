@@ -11,15 +11,16 @@ from specserve.models.mtp_loader import load_mtp_head
 from specserve_drafters import ROOT, Draft, Nodes
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import (
-    SCRIPTS,
     Case,
     Scripted,
     Watch,
+    bush,
     engine_for,
     fixed,
     hedge,
     load_small,
     plain,
+    wrong_later,
 )
 from tests.engine.heads import Oracle, close
 from tests.models.eagle_heads import write_head
@@ -102,7 +103,7 @@ class Checks:
         self.drafter.forget(id)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [bush, hedge, wrong_later])
 @pytest.mark.parametrize(
     ("block_size", "max_batched_tokens", "events"), [(16, 512, {}), (17, 48, EVENTS), (4, 40, {})]
 )
