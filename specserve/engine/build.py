@@ -217,7 +217,6 @@ def planned_guesses(
     """From all sources of `drafter.options`; the draft model is one where there is one."""
     options = drafter_options("auto", config.drafter.options)
     sizes = options.max_depth, options.width, options.tau
-    # The cheaper one first: what it finds, the other need not.
     run = {EAGLE: engine.head, "model": draft_model}
     growers = [
         Grower(ModelSource(name, model, *sizes, is_kept=model is draft_model), model)

@@ -1,6 +1,6 @@
 """Guesses of all sources in one tree a request, as many as raise the expected tokens a second."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
@@ -125,6 +125,8 @@ class PlannedGuesses:
         self.saved_by_guess = self.row_seconds = 0.0  # of an accepted guess, and of each
         self.verified = 0.0  # seconds that the target took
         self.making = 0.0  # seconds of making guesses and of learning from them
+        self.first: str | None = None  # of several models the one that was run first
+        self.num_tokens = 0  # that followed roots
         if before is not None:
             self.go_on_from(before)
 
@@ -235,6 +237,10 @@ class PlannedGuesses:
     def settle(self) -> None:
         """Note what an asked step has shown of the sources' pace, and of making guesses."""
         roots = [*self.roots.values()]
+        if self.first is not None and self.num_tokens and self.verified:
+            spent = self.making + self.verified + sum(g.catching_up for g in self.growers)
+            roots[0].learned.first_turns.add(self.first, self.num_tokens / len(roots) / spent)
+        self.first, self.num_tokens = None, 0
         by_owner = dict[Learned, list[Root]]()
         for root in roots:
             by_owner.setdefault(root.learned, []).append(root)
@@ -389,11 +395,18 @@ class PlannedGuesses:
             return 0.0
         asks = [root.ask for root in self.roots.values()]
         growth = self.planner.growth(asks, self.step, self.scheduler.guess_rows)
-        for grower in self.growers:
-            if grower.name in asked:
-                own = [root for root in roots if grower.name in root.asked.level_turns]
-                self.grow_by(grower, own, growth)
+        for grower in self.in_order(asked, roots[0].learned):
+            own = [root for root in roots if grower.name in root.asked.level_turns]
+            self.grow_by(grower, own, growth)
         return growth.spent
+
+    def in_order(self, asked: Collection[str], learned: Learned) -> list[Grower]:
+        """The models that are asked; first the one with which steps have lately been fastest."""
+        growers = [grower for grower in self.growers if grower.name in asked]
+        if len(growers) > 1:
+            self.first = first = learned.first_turns.choose([g.name for g in growers])
+            growers.sort(key=lambda grower: grower.name != first)
+        return growers
 
     def grow_by(self, grower: Grower, roots: Sequence[Root], growth: Growth) -> None:
         start, source, name = perf_counter(), grower.source, grower.name
@@ -456,6 +469,7 @@ class PlannedGuesses:
         if root is None:
             return Told()
         start = perf_counter()
+        self.num_tokens += len(tokens)
         root.trie.observe(tokens)
         self.note_use(root, tokens)
         told = self.count(root, accepted)
