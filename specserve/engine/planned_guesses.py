@@ -238,7 +238,7 @@ class PlannedGuesses:
         """Note what an asked step has shown of the sources' pace, and of making guesses."""
         roots = [*self.roots.values()]
         if self.first is not None and self.num_tokens and self.verified:
-            spent = self.making + self.verified + sum(g.catching_up for g in self.growers)
+            spent = self.making + self.verified  # what catching up took was weighed beforehand
             roots[0].learned.first_turns.add(self.first, self.num_tokens / len(roots) / spent)
         self.first, self.num_tokens = None, 0
         by_owner = dict[Learned, list[Root]]()
