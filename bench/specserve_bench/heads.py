@@ -41,7 +41,6 @@ AUTO: dict[str, dict[str, Any]] = {
 }
 OFF: dict[str, Any] = {"drafter.name": "none"}
 LEVELS = 1, 2, 4  # of a chain
-MOST = 0.15  # of a step: what drafting may take
 
 DESCRIPTION = f"""
 Measure the demo's head beside its draft model. What each alone brings with {NODES} nodes and

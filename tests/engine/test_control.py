@@ -97,7 +97,7 @@ def some_change(llm, chance, folders):
 
 
 @pytest.mark.parametrize("parts", [["model"], ["model", "head"]], ids=" ".join)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 def test_requests_keep_their_texts_whatever_changes_between_their_steps(
     folders, undisturbed, eager, seed, parts
 ):

@@ -146,7 +146,7 @@ def test_text_is_the_targets_own_with_every_drafter(pair, drafter, scenario, eve
 
 
 @pytest.mark.parametrize("model", [False, True])
-@settings(max_examples=15)
+@settings(max_examples=22)
 @given(seed=st.integers(0, 10**6), **scenarios)
 def test_text_is_the_targets_own_whatever_is_planned(pair, model, seed, scenario, events, **limits):
     target, draft = pair
@@ -157,7 +157,7 @@ def test_text_is_the_targets_own_whatever_is_planned(pair, model, seed, scenario
     SEEN["repeated"] += sum(engine.stats.sources["ngram"].accepted)
 
 
-@settings(max_examples=10)
+@settings(max_examples=15)
 @given(**scenarios)
 def test_text_is_the_targets_own_with_a_head(pair, head, scenario, events, **limits):
     options = {"min_gain": 0.0, "min_value": 0.0}
@@ -166,7 +166,7 @@ def test_text_is_the_targets_own_with_a_head(pair, head, scenario, events, **lim
 
 
 @pytest.mark.parametrize("has_model", [False, True])
-@settings(max_examples=10)
+@settings(max_examples=15)
 @given(script=st.sampled_from(SCRIPTS), seed=st.integers(0, 10**6), **scenarios)
 def test_text_is_the_targets_own_with_a_head_beside_others(
     pair, head, has_model, script, seed, scenario, events, **limits
@@ -312,7 +312,7 @@ def test_the_runs_above_met_what_is_hard():
         "recycled",
         "proposed by the head",
     ):
-        assert SEEN[what] >= 40, (what, SEEN)
+        assert SEEN[what] >= 50, (what, SEEN)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
