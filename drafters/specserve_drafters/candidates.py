@@ -206,6 +206,13 @@ class Trie:
             for node in nodes
         ]
 
+    def chances(self, source: str, depth: int) -> list[float]:
+        """How likely a source is to have the right child of the root where no candidate is it yet,
+        and then of each node on the path, down to a depth.
+        """
+        below = [self.childless(source, at)[3] for at in range(2, depth + 1)]
+        return [self.reach(ROOT, source), *below]
+
     def childless(self, source: str, depth: int) -> Said:
         said = self.no_child.get((source, depth))
         if said is None:

@@ -129,7 +129,7 @@ class Engine:
         refused = self.admit_compiled() if self.is_compiling else []
         if self.adapters is not None and self.adapters.waiting:
             refused += self.admit_adapted(self.adapters)
-        if self.head is not None and self.head.seen:
+        if self.head is not None and self.head.has_work:
             try:
                 self.run_head(self.head)
             except KVLost as e:
@@ -584,11 +584,11 @@ class Engine:
             self.grammars.drop(request)
         if self.adapters is not None:
             self.adapters.release(request)
+        for model in self.draft_models:
+            model.forget(request)
         self.scheduler.remove(request)
         if self.guesses is not None:
             self.guesses.forget(id)
-        for model in self.draft_models:
-            model.forget(id)
         assert not self.is_idle or self.pool.is_whole, "no request is left, but blocks are held"
 
     def give_up(self, scheduled: list[ScheduledRequest], error: Exception) -> list[StepOutput]:
@@ -625,7 +625,7 @@ class Engine:
 
     def rest(self) -> None:
         """Do what takes a moment, as no request waits for a step."""
-        if self.head is not None and self.head.seen:
+        if self.head is not None and self.head.has_work:
             with torch.inference_mode():
                 self.run_head(self.head)
         for costs in self.kept:

@@ -46,9 +46,9 @@ class ModelExecutor:
         """Rows beyond those that have to be run before the first level."""
         return 0
 
-    def forget(self, id: int) -> None:
-        """Drop what is kept of a request: it has ended."""
-        self.rules.pop(id, None)
+    def forget(self, request: Request) -> None:
+        """Drop what is kept of a request: it has ended, and its blocks are still there."""
+        self.rules.pop(request.id, None)
 
     def lend(self, requests: Sequence[Request]) -> None:
         """Begin a step in which the drafter may run these requests."""

@@ -20,6 +20,8 @@ from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import StepCosts
 from specserve_drafters import ROOT, DraftItem, Nodes
 
+MANY = 32  # rows take longer than a few do: so of those that are not read no more is computed
+
 
 class Seen(NamedTuple):
     """Rows of a request in the target's last step.
@@ -33,7 +35,6 @@ class Seen(NamedTuple):
     table: BlockTable
     start: int
     rows: list[int]
-    is_prompt: bool
 
 
 class Backlog(msgspec.Struct):
@@ -45,7 +46,7 @@ class Backlog(msgspec.Struct):
     end: int
 
 
-Rest = tuple[int, RowGroup, list[Tensor]]  # of a backlog: the request, its rows and their taps
+Rest = tuple[Request, RowGroup, list[Tensor]]  # of a backlog: its rows and their taps
 
 
 class Last(NamedTuple):
@@ -63,9 +64,10 @@ class HeadModel(ModelExecutor):
     has KV in the slots [0, T - 1), and node e of a step is in slot T + e - 2. The target cannot be
     asked for its taps again: so they are kept until the head has run their rows. It runs those of
     prompts, and all others once a block is full, before the next step is planned; else when it is
-    to guess. That writes over the KV of guesses, which was made of the head's own rows. The last
-    slot of a block that is found in the cache may have been made with another next token, which
-    costs guesses.
+    to guess. What a request alone has left may wait until it ends, as nobody else finds its blocks.
+    That writes over the KV of guesses, which was made of the head's own rows. The last slot of a
+    block that is found in the cache may have been made with another next token, which costs
+    guesses.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class HeadModel(ModelExecutor):
         self.seen: list[Seen] = []
         self.backlogs: dict[int, Backlog] = {}  # by request
         self.last: dict[int, Last] = {}  # likewise
-        self.ended: set[int] = set()  # requests, since the last step
+        self.ended: dict[int, BlockTable] = {}  # requests, since the last step
         # Of this step: what nodes left behind them, [N, hidden], and the rows of each request's.
         self.features = torch.empty(0, 0)
         self.rows: dict[int, dict[int, int]] = {}  # by request and node; the root is one
@@ -92,8 +94,20 @@ class HeadModel(ModelExecutor):
         return request.table
 
     def usual_rows(self, request: Request) -> int:
+        return min(max(self.num_late(request), 1), MANY)
+
+    def missing(self, request: Request) -> int:
+        return max(0, self.num_late(request) - MANY)
+
+    def num_late(self, request: Request) -> int:
+        """Rows of its backlog."""
         backlog = self.backlogs.get(request.id)
-        return 1 if backlog is None else backlog.end - backlog.start
+        return 0 if backlog is None else backlog.end - backlog.start
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `follow` is to be called before the next step is planned."""
+        return bool(self.seen or self.ended)
 
     def see(self, scheduled: Sequence[ScheduledRequest], paths: Mapping[int, Path]) -> None:
         """Note a step's rows of known tokens and, by request, of the paths. Before blocks are given
@@ -104,34 +118,35 @@ class HeadModel(ModelExecutor):
             request, end = item.request, begin + item.end - item.start
             path = paths.get(request.id)
             nodes = [] if path is None else path.nodes
-            table = copy(request.table)
-            table.blocks = table.blocks[:]
+            table = copy_of(request.table)
             rows = [*range(begin, end), *(end - 1 + node for node in nodes)]
-            self.seen.append(Seen(request, table, item.start, rows, not item.is_root))
-            is_random = request.sampling.temperature > 1  # no head is right about such a text
-            if self.watch is not None and path is not None and path.tokens and not is_random:
+            self.seen.append(Seen(request, table, item.start, rows))
+            if self.watch is not None and path is not None and path.tokens:
                 self.watch.see(request.id, path.tokens[0])
 
     def drop(self) -> None:
         """Forget all that was not run: a step has failed."""
         self.seen, self.backlogs, self.last = [], {}, {}
         self.ended.clear()
+        if self.watch is not None:
+            self.watch.expect([], [])
 
     def follow(self) -> None:
-        """Keep the taps of the target's last step, and run the rows that cannot wait: before its
-        blocks are given to others. After an error `drop` has to be called.
+        """Keep the taps of the target's last step, and run the rows that cannot wait: before blocks
+        are given to others. After an error `drop` has to be called.
         """
         seen, self.seen = self.seen, []
-        self.keep_taps(seen)
-        if any(self.is_due(each) for each in seen):
-            tables = {each.request.id: each.table for each in seen}
-            self.run([*self.backlogs.values()], tables)
+        if seen:
+            self.keep_taps(seen)
+        if not self.may_wait and any(map(self.is_due, self.backlogs.values())):
+            tables = {each.request.id: each.table for each in seen} | self.ended
+            self.run([*self.backlogs.values()], tables, self.watch)
         for id in self.ended:  # its last block is not full, so that nobody will find it
             self.backlogs.pop(id, None)
             self.last.pop(id, None)
         self.ended.clear()
-        if self.watch is not None:
-            self.expect(self.watch)
+        if self.watch is not None and self.watch.is_over:
+            self.watch = None
 
     def keep_taps(self, seen: Sequence[Seen]) -> None:
         kept = [
@@ -139,7 +154,7 @@ class HeadModel(ModelExecutor):
             for each in seen
         ]
         taps = self.taps([row for each, size in kept for row in each.rows[:size]])
-        for (request, _, start, *_), size in kept:
+        for (request, _, start, _), size in kept:
             own, taps = taps[:size], taps[size:]
             backlog = self.backlogs.get(request.id)
             if backlog is None or backlog.end != start:  # it was preempted
@@ -147,11 +162,21 @@ class HeadModel(ModelExecutor):
             backlog.taps.append(own)
             backlog.end += size
 
-    def is_due(self, seen: Seen) -> bool:
-        """Whether a block with rows of the backlog is full, or others wait for the prompt's."""
-        backlog, size = self.backlogs[seen.request.id], seen.table.block_size
+    @property
+    def may_wait(self) -> bool:
+        """Whether no other request can be given blocks of backlogs, or find them, before they are
+        run: and they are not too large to be kept.
+        """
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        rows = sum(self.num_late(request) for request in running)
+        is_alone = len(running) == 1 and not waiting and not self.ended
+        return is_alone and rows <= self.scheduler.budget.max_batched_tokens
+
+    def is_due(self, backlog: Backlog) -> bool:
+        """Whether a block with rows of it is full, or others wait for the prompt's."""
+        size, request = self.runner.kv.block_size, backlog.request
         is_full = backlog.start // size < backlog.end // size
-        return self.watch is not None or seen.is_prompt or is_full
+        return is_full or backlog.start < request.num_prompt
 
     def taps(self, rows: Sequence[int]) -> Tensor:
         """What the target's layers had in some rows of its last step, side by side."""
@@ -161,9 +186,14 @@ class HeadModel(ModelExecutor):
         every = (outputs.taps.get(layer, outputs.residual) for layer in self.head.taps)
         return torch.cat([tap[at] for tap in every], dim=1)
 
-    def run(self, backlogs: Sequence[Backlog], tables: Mapping[int, BlockTable]) -> None:
+    def run(
+        self,
+        backlogs: Sequence[Backlog],
+        tables: Mapping[int, BlockTable],
+        watch: TapWatch | None = None,
+    ) -> None:
         """Run rows of backlogs, in launches of no more rows than a step has. `tables` are those of
-        requests that may have ended.
+        requests that may have ended. `watch` compares what comes after the rows.
         """
         most, part, rows = self.scheduler.budget.max_batched_tokens, list[Rest](), 0
         for backlog in backlogs:
@@ -173,16 +203,17 @@ class HeadModel(ModelExecutor):
             if start == end or table.num_computed < end:  # it has failed, or was preempted
                 continue
             if part and rows + end - start > most:
-                self.run_together(part)
+                self.run_together(part, watch)
                 part, rows = [], 0
             group = RowGroup(table, request.token_ids[start + 1 : end + 1], start, 0)
-            part.append((request.id, group, taps))
+            part.append((request, group, taps))
             rows += end - start
         if part:
-            self.run_together(part)
+            self.run_together(part, watch)
 
-    def run_together(self, rest: Sequence[Rest]) -> None:
-        ids, groups, taps = zip(*rest, strict=True)
+    def run_together(self, rest: Sequence[Rest], watch: TapWatch | None) -> None:
+        rest = [self.write_most(each, watch is not None) for each in rest]
+        requests, groups, taps = zip(*rest, strict=True)
         features = self.head.fuse(torch.cat([*chain.from_iterable(taps)]))
         step = build_step_input(groups, self.scheduler.pool.updates)  # last: it takes the updates
         self.runner.launch(step, features)
@@ -190,26 +221,68 @@ class HeadModel(ModelExecutor):
         self.num_rows += len(step.token_ids)
         ends = torch.from_numpy(step.qo_indptr[1:] - 1).long()
         hidden = self.runner.outputs.residual[ends.to(self.runner.outputs.residual.device)]
-        for row, (id, group) in enumerate(zip(ids, groups, strict=True)):
+        for row, (request, group) in enumerate(zip(requests, groups, strict=True)):
             num_known = group.start + len(group.token_ids) + 1
-            self.last[id] = Last(num_known, hidden[row : row + 1])
+            self.last[request.id] = Last(num_known, hidden[row : row + 1])
+        if watch is not None:
+            self.compare(watch, requests, groups, self.runner.outputs.residual)
 
-    def expect(self, watch: TapWatch) -> None:
-        """Note the likeliest next token of each request, to be compared with the target's."""
-        if watch.is_over:
-            self.watch = None
-        elif self.last:
-            hidden = torch.cat([last.hidden for last in self.last.values()])
-            likeliest = self.head.target_ids(self.logits(hidden).argmax(dim=1))
-            watch.expect(self.last, likeliest.tolist())
+    def write_most(self, rest: Rest, is_watched: bool) -> Rest:
+        """Write the KV of a request's rows of which nothing else is read, if they are many; the
+        others.
+        """
+        request, group, taps = rest
+        size = len(group.token_ids) - 1
+        if is_watched:  # rows before tokens that the target has said are read
+            size = min(size, request.num_prompt - 2 - group.start)
+        if size < MANY:
+            return rest
+        every, ids = torch.cat(taps), group.token_ids
+        self.write(group._replace(token_ids=ids[:size]), self.head.fuse(every[:size]))
+        left = group._replace(token_ids=ids[size:], start=group.start + size)
+        return request, left, [every[size:]]
+
+    def write(self, group: RowGroup, features: Tensor) -> None:
+        step, kv = build_step_input([group], self.scheduler.pool.updates), self.runner.kv
+        if step.updates:
+            self.runner.update(step.updates)
+        with self.runner.using_threads(len(features)):
+            plan = self.head.plan(step.rows(), kv, [torch.from_numpy(step.token_ids)])
+            self.head.write(features, kv, plan)
+        self.num_rows += len(features)
+
+    def compare(
+        self,
+        watch: TapWatch,
+        requests: Sequence[Request],
+        groups: Sequence[RowGroup],
+        residual: Tensor,
+    ) -> None:
+        """Compare with what the target has said after rows that were just run."""
+        rows, tokens, before = list[int](), list[int](), 0
+        for request, (_, ids, start, *_) in zip(requests, groups, strict=True):
+            first = max(start, request.num_prompt - 2)
+            said = request.token_ids[first + 2 : start + len(ids) + 2]
+            if is_foreseeable(request):
+                tokens += said
+                rows += range(before + first - start, before + first - start + len(said))
+            before += len(ids)
+        if rows:
+            likeliest = self.likeliest(self.logits(residual[torch.tensor(rows)]))
+            watch.compare(likeliest, tokens)
+
+    def likeliest(self, logits: Tensor) -> list[int]:
+        """The target's ids of the likeliest tokens, by [n, draft V]."""
+        found: list[int] = self.head.target_ids(logits.argmax(dim=1)).tolist()
+        return found
 
     def logits(self, hidden: Tensor) -> Tensor:
         """After what rows have left, [n, draft V]."""
         return self.head.logits(hidden, torch.arange(len(hidden), device=hidden.device))
 
-    def forget(self, id: int) -> None:
-        super().forget(id)
-        self.ended.add(id)
+    def forget(self, request: Request) -> None:
+        super().forget(request)
+        self.ended[request.id] = copy_of(request.table)
 
     def extend(self, items: Sequence[DraftItem]) -> tuple[list[int], Tensor]:
         """Executor.extend. A request is left out where the target's last step had none of it, or
@@ -227,7 +300,12 @@ class HeadModel(ModelExecutor):
         self.begin_nodes(ready)
         self.features = torch.cat([known[id].hidden for id in ready])
         self.rows = {id: {ROOT: row} for row, id in enumerate(ready)}
-        logits = self.of_target(self.logits(self.features))
+        logits = self.logits(self.features)
+        if self.watch is not None:
+            likeliest = zip(ready, self.likeliest(logits), strict=True)
+            watched = {id: token for id, token in likeliest if is_foreseeable(self.requests[id])}
+            self.watch.expect(watched, watched.values())
+        logits = self.of_target(logits)
         place = {item.id: i for i, item in enumerate(items)}
         return [place[id] for id in ready], self.masked(logits, [(id, ROOT) for id in ready])
 
@@ -285,6 +363,18 @@ class HeadModel(ModelExecutor):
             size = n, self.target.decoder.config.vocab_size
             self.wide = torch.full(size, float("-inf"), dtype=logits.dtype, device=logits.device)
         return self.wide[:n].index_copy_(1, self.targets, logits)
+
+
+def copy_of(table: BlockTable) -> BlockTable:
+    """As it is now."""
+    found = copy(table)
+    found.blocks = table.blocks[:]
+    return found
+
+
+def is_foreseeable(request: Request) -> bool:
+    """Whether a head may be expected to be right about its text."""
+    return request.sampling.temperature <= 1
 
 
 def runs(nodes: Sequence[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:

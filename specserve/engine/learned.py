@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 
-from specserve.engine.grower import FirstTurns
 from specserve.engine.source import Pace
 from specserve.scheduling import Request
 from specserve.scheduling.cost import Step
@@ -31,7 +30,6 @@ class Learned:
         self.calibration = Calibration()
         self.turns = Turns()  # of planning what sources say
         self.level_turns: dict[str, Turns] = defaultdict(Turns)  # of levels, by the model's source
-        self.first_turns = FirstTurns()  # of models
         self.trials = Trials(last=LAST_TRIAL)  # of sources that are late, and of models
         self.paces: dict[str, Pace] = defaultdict(Pace)  # by source
         self.share = 1.0  # of the seconds that sources promise to save, which guesses lately did
@@ -93,7 +91,6 @@ class Learned:
     def forget_model(self, name: str) -> None:
         """Drop what was learnt of a model: another one takes its place."""
         self.level_turns.pop(name, None)
-        self.first_turns = FirstTurns()
         self.trials.worked(name)
         for judged in (name, CHILDREN_BY + name):
             self.calibration.drop(judged)

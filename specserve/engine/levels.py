@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import mul
 from time import perf_counter
 
 from specserve.engine.executor import ModelExecutor
@@ -56,6 +57,19 @@ class Levels:
         usual = sum(self.model.usual_rows(self.requests[i]) for i in tried)
         return self.begin(order[:size] + tried, rows[size] + usual)
 
+    def rate(self, chances: Sequence[Sequence[float]]) -> float:
+        """The highest that is expected with some number of levels, given how likely those find the
+        next tokens of each request, one after the other.
+        """
+        gains = [0.0] * self.max_depth
+        for each in chances:
+            for i, gain in enumerate(accumulate(each, mul)):
+                gains[i] += gain
+        n = len(self.requests)
+        level, rows = self.level_seconds(n, n), sum(map(self.model.usual_rows, self.requests))
+        first = sum(map(self.catching_up, self.requests)) + self.first_seconds(rows, n)
+        return self.growth.best_rate(gains, first - level, level)
+
     def due(self, left: Sequence[int]) -> list[int]:
         """Of each owner's places that are left out the first, where its trial is due."""
         first: dict[Learned, int] = {}
@@ -70,7 +84,7 @@ class Levels:
         missing = self.model.missing(request)
         if missing == 0:
             return 0.0
-        seconds = self.level_seconds(missing, 1)
+        seconds = self.first_seconds(missing, 1)
         return seconds / max(LEAST_USE, request.num_left)
 
     def next(self, reach: Sequence[float]) -> int:
@@ -95,7 +109,7 @@ class Levels:
         if 0 < rows <= costs.edges[-1]:
             costs.observe(rows, self.context, len(self.requests), seconds)
         if rows > self.usual:
-            usual = min(seconds, self.level_seconds(self.usual, 1))
+            usual = min(seconds, self.seconds(costs, self.usual, 1))
             self.catching_up_took += seconds - usual
             seconds = usual
         self.growth.add(values, seconds, before)

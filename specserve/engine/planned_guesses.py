@@ -1,6 +1,6 @@
 """Guesses of all sources in one tree a request, as many as raise the expected tokens a second."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import NamedTuple
 
@@ -80,6 +80,20 @@ class Root(msgspec.Struct, eq=False):
         return self.scheduled.request.sampling.speculation.allows(source)
 
 
+class Growing(NamedTuple):
+    """A model that is asked in a step."""
+
+    grower: Grower
+    roots: list[Root]  # that it is asked for
+    levels: Levels
+
+    @property
+    def rate(self) -> float:
+        """What its levels alone are expected to bring, at best."""
+        name, depth = self.grower.name, self.levels.max_depth
+        return self.levels.rate([root.trie.chances(name, depth) for root in self.roots])
+
+
 class PlannedGuesses:
     """Asks all sources, and lets the planner choose what is verified."""
 
@@ -125,8 +139,6 @@ class PlannedGuesses:
         self.saved_by_guess = self.row_seconds = 0.0  # of an accepted guess, and of each
         self.verified = 0.0  # seconds that the target took
         self.making = 0.0  # seconds of making guesses and of learning from them
-        self.first: str | None = None  # of several models the one that was run first
-        self.num_tokens = 0  # that followed roots
         if before is not None:
             self.go_on_from(before)
 
@@ -237,10 +249,6 @@ class PlannedGuesses:
     def settle(self) -> None:
         """Note what an asked step has shown of the sources' pace, and of making guesses."""
         roots = [*self.roots.values()]
-        if self.first is not None and self.num_tokens and self.verified:
-            spent = self.making + self.verified  # what catching up took was weighed beforehand
-            roots[0].learned.first_turns.add(self.first, self.num_tokens / len(roots) / spent)
-        self.first, self.num_tokens = None, 0
         by_owner = dict[Learned, list[Root]]()
         for root in roots:
             by_owner.setdefault(root.learned, []).append(root)
@@ -395,24 +403,21 @@ class PlannedGuesses:
             return 0.0
         asks = [root.ask for root in self.roots.values()]
         growth = self.planner.growth(asks, self.step, self.scheduler.guess_rows)
-        for grower in self.in_order(asked, roots[0].learned):
-            own = [root for root in roots if grower.name in root.asked.level_turns]
-            self.grow_by(grower, own, growth)
+        growing = [self.growing(g, roots, growth) for g in self.growers if g.name in asked]
+        for one in in_order(growing, roots[0].learned):
+            self.grow_by(*one)
         return growth.spent
 
-    def in_order(self, asked: Collection[str], learned: Learned) -> list[Grower]:
-        """The models that are asked; first the one with which steps have lately been fastest."""
-        growers = [grower for grower in self.growers if grower.name in asked]
-        if len(growers) > 1:
-            self.first = first = learned.first_turns.choose([g.name for g in growers])
-            growers.sort(key=lambda grower: grower.name != first)
-        return growers
+    def growing(self, grower: Grower, roots: Sequence[Root], growth: Growth) -> Growing:
+        name = grower.name
+        own = [root for root in roots if name in root.asked.level_turns]
+        requests = [root.scheduled.request for root in own]
+        learned = [root.learned for root in own]
+        levels = Levels(growth, learned, name, grower.model, requests, grower.source.max_depth)
+        return Growing(grower, own, levels)
 
-    def grow_by(self, grower: Grower, roots: Sequence[Root], growth: Growth) -> None:
+    def grow_by(self, grower: Grower, roots: Sequence[Root], levels: Levels) -> None:
         start, source, name = perf_counter(), grower.source, grower.name
-        requests = [root.scheduled.request for root in roots]
-        learned = [root.learned for root in roots]
-        levels = Levels(growth, learned, name, grower.model, requests, source.max_depth)
         try:
             grown = [Grown(root.item, root.trie, root.proposed) for root in roots]
             source.grow(grown, levels, self.grammar)
@@ -469,7 +474,6 @@ class PlannedGuesses:
         if root is None:
             return Told()
         start = perf_counter()
-        self.num_tokens += len(tokens)
         root.trie.observe(tokens)
         self.note_use(root, tokens)
         told = self.count(root, accepted)
@@ -508,8 +512,10 @@ class PlannedGuesses:
     def note_savings(
         self, root: Root, sources: Sequence[Sequence[str]], accepted: Sequence[int]
     ) -> None:
-        """Note what the draft's guesses have saved: those of models alone, and others. What was
-        promised would have been guessed anyway: a turn beside it is for what else there was.
+        """Note what the draft's guesses have saved: those of models alone, and others. What two
+        models have guessed is the merit of the one that was run first: the other has only agreed.
+        What was promised would have been guessed anyway: a turn beside it is for what else there
+        was.
         """
         is_beside = root.asked.is_promised and root.asked.turn is not None
         each, row, right = self.saved_by_guess, self.row_seconds, set(accepted)
@@ -518,8 +524,7 @@ class PlannedGuesses:
         for node, names in enumerate(sources, 1):
             gain = each * (node in right) - row
             if saved.keys() >= set(names):
-                for name in names:
-                    saved[name] += gain / len(names)
+                saved[names[0]] += gain
             elif not is_beside or self.foreseen_names.isdisjoint(names):
                 root.saved += gain
         late = [g.name for g in self.growers if g.model.is_catching_up(root.scheduled)]
@@ -568,6 +573,17 @@ class PlannedGuesses:
         for source in self.foreseen:
             source.reset()
         self.lately = {}
+
+
+def in_order(growing: Sequence[Growing], learned: Learned) -> list[Growing]:
+    """The most promising first: those after it only add what is still worth its time. Now and then
+    another one comes first, so that what is known of it is of these texts.
+    """
+    if len(growing) < 2:
+        return [*growing]
+    best, *others = sorted(growing, key=lambda one: one.rate, reverse=True)
+    tried = [o for o in others if learned.trials.is_due((o.grower.name, "first"), learned.passed)]
+    return [*tried, best, *(one for one in others if one not in tried)]
 
 
 def behind(request: Request, now: float, step_seconds: float) -> float:

@@ -1,6 +1,7 @@
 """One model, target or draft, with its KV: a StepInput in, logits or tokens out."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import NamedTuple
 
@@ -95,13 +96,19 @@ class Runner:
         """
         if step.updates:
             self.update(step.updates)
-        if self.threads is None:
+        with self.using_threads(len(step.token_ids)):
             return self.compute(step, residual)
-        rows, start = len(step.token_ids), perf_counter()
+
+    @contextmanager
+    def using_threads(self, rows: int) -> Iterator[None]:
+        """For a forward of so many rows."""
+        if self.threads is None:
+            yield
+            return
+        start = perf_counter()
         self.threads.use(rows)
-        launched = self.compute(step, residual)
+        yield
         self.threads.observe(rows, perf_counter() - start)
-        return launched
 
     def compute(self, step: StepInput, residual: Tensor | None = None) -> Launched:
         token_ids, read = torch.from_numpy(step.token_ids), torch.from_numpy(step.read)

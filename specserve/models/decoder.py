@@ -172,7 +172,9 @@ class Decoder:
         """The residual after a layer; `qkv` is what its queries, keys and values are added to."""
         ops, c = self.ops, self.config
         read = self.norm(residual, layer.attention_norm)
-        h = self.attention(layer, read, cache, plan, qkv)
+        q = self.write(layer, read, cache, plan, qkv)
+        scores = c.score_scale, layer.window, c.score_cap, layer.sinks
+        h = ops.attention(q, cache, plan, *scores)
         added = self.added(h, layer.adapters.out, plan)
         residual = self.add(h, layer.out, layer.out_bias, layer.after_attention, residual, added)
         if not c.family.is_parallel:
@@ -184,9 +186,10 @@ class Decoder:
         added = self.added(h, layer.adapters.down, plan)
         return self.add(h, layer.down, layer.down_bias, layer.after_mlp, residual, added)
 
-    def attention(
+    def write(
         self, layer: Layer, h: Tensor, cache: KVLayer, plan: Any, qkv: Tensor | None
     ) -> Tensor:
+        """Write a layer's KV of the rows; their queries [R, H, D]."""
         ops, c, qk_norm = self.ops, self.config, layer.qk_norm
         added = self.added(h, layer.adapters.qkv, plan)
         if qkv is None:
@@ -197,9 +200,7 @@ class Decoder:
             qkv = ops.rms_norm_columns(qkv, 0, qk_norm.q, qk_norm.eps)
             qkv = ops.rms_norm_columns(qkv, len(qk_norm.q), qk_norm.k, qk_norm.eps)
             qk_norm = None
-        q = ops.rope_write_kv(qkv, layer.rotary, qk_norm, cache, plan)
-        scores = c.score_scale, layer.window, c.score_cap, layer.sinks
-        return ops.attention(q, cache, plan, *scores)
+        return ops.rope_write_kv(qkv, layer.rotary, qk_norm, cache, plan)
 
     def norm(self, residual: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None:

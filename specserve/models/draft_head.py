@@ -49,6 +49,12 @@ class DraftHead(LoadedModel, Protocol):
         """
         ...
 
+    def write(self, features: Tensor, kv: KVCache, plan: Any) -> None:
+        """As `forward`, for rows of which nobody reads more than the KV: in the last layer there is
+        nothing to be done but write it.
+        """
+        ...
+
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """The target's ids of tokens as the logits count them, both int64."""
         ...

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from specserve.models.decoder import Decoder
+from specserve.models.decoder import Decoder, Layer
 from specserve.models.draft_head import OverDecoder
 from specserve.models.eagle_config import EagleConfig
-from specserve_kernels import KVCache, Ops, Program
+from specserve_kernels import KVCache, KVLayer, Ops, Program
 
 
 class EagleWeights(NamedTuple):
@@ -86,17 +86,32 @@ class EagleHead(OverDecoder):
         ->        [R, hidden]  what `logits` takes
         """
         assert not taps, "a head's layers cannot be tapped"
-        body, weights = self.body, self.weights
-        first, *others = zip(body.weights.layers, kv.layers, strict=True)
-        embedding = body.norm(body.embed(plan.also[0]), weights.embedding_norm)
-        qkv = self.ops.linear(embedding, weights.embedding_qkv)
-        residual = body.norm(features, weights.feature_norm)
-        residual = body.layer(first[0], residual, first[1], plan, qkv)
-        for layer, cache in others:
-            residual = body.layer(layer, residual, cache, plan)
+        body, layers = self.body, zip(self.body.weights.layers, kv.layers, strict=True)
+        residual, _ = self.through([*layers], features, plan)
         if self.settings.norm_output:
             residual = body.norm(residual, body.weights.norm)
         return residual, {}
+
+    def write(self, features: Tensor, kv: KVCache, plan: Any) -> None:
+        body = self.body
+        *layers, (last, cache) = zip(body.weights.layers, kv.layers, strict=True)
+        residual, qkv = self.through(layers, features, plan)
+        body.write(last, body.norm(residual, last.attention_norm), cache, plan, qkv)
+
+    def through(
+        self, layers: Sequence[tuple[Layer, KVLayer]], features: Tensor, plan: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual after the first layers, and what the next one's queries, keys and values are
+        added to.
+        """
+        body, weights = self.body, self.weights
+        embedding = body.norm(body.embed(plan.also[0]), weights.embedding_norm)
+        qkv: Tensor | None = self.ops.linear(embedding, weights.embedding_qkv)
+        residual = body.norm(features, weights.feature_norm)
+        for layer, cache in layers:
+            residual = body.layer(layer, residual, cache, plan, qkv)
+            qkv = None
+        return residual, qkv
 
     def logits(self, residual: Tensor, rows: Tensor) -> Tensor:
         """The logits [n, draft V] after some rows of what `forward` gave, [n] int64, ascending."""

@@ -72,13 +72,22 @@ class MtpHead(OverDecoder):
         ->        [R, hidden]  what `logits` takes
         """
         assert not taps, "a head's layer cannot be tapped"
+        body, [layer] = self.body, self.body.weights.layers
+        residual = body.layer(layer, self.joined(features, plan), kv.layers[0], plan)
+        return body.norm(residual, body.weights.norm), {}
+
+    def write(self, features: Tensor, kv: KVCache, plan: Any) -> None:
+        body, [layer] = self.body, self.body.weights.layers
+        read = body.norm(self.joined(features, plan), layer.attention_norm)
+        body.write(layer, read, kv.layers[0], plan, None)
+
+    def joined(self, features: Tensor, plan: Any) -> Tensor:
+        """The layer's input, [R, hidden]."""
         ops, body, weights = self.ops, self.body, self.weights
         embedding = body.norm(body.embed(plan.also[0]), weights.embedding_norm)
-        joined = ops.linear(embedding, weights.embedding_map)
+        found = ops.linear(embedding, weights.embedding_map)
         feature = body.norm(features, weights.feature_norm)
-        joined = ops.linear_add(feature, weights.feature_map, None, joined)
-        residual = body.layer(body.weights.layers[0], joined, kv.layers[0], plan)
-        return body.norm(residual, body.weights.norm), {}
+        return ops.linear_add(feature, weights.feature_map, None, found)
 
     def logits(self, residual: Tensor, rows: Tensor) -> Tensor:
         """The logits [n, V] after some rows of what `forward` gave, [n] int64, ascending."""

@@ -132,6 +132,17 @@ class Growth:
             reach = [gain * hold for gain in reach]
         return False
 
+    def best_rate(self, gains: Sequence[float], once: float, level: float) -> float:
+        """The highest rate with some number of levels, each of which brings so many tokens, as far
+        as that can be told without the rows that are verified for them.
+        """
+        tokens, seconds = self.step.num_roots + self.worth, self.spent + once + self.takes[0]
+        rates = [
+            (tokens + more) / (seconds + level * number)
+            for number, more in enumerate(accumulate(gains), 1)
+        ]
+        return max(rates, default=0.0)
+
     def add(self, values: Sequence[float], seconds: float, before: Sequence[float] = ()) -> None:
         """A level has been run, and took so long: the values of the children that its nodes have,
         and those of the children that they had before.

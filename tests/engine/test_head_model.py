@@ -140,9 +140,62 @@ def test_what_a_head_goes_on_from_is_what_the_target_had(
     assert [s == w[: len(s)] for s, w in zip(said, whole, strict=True)] == [True] * len(said)
 
 
+BLOCK = 16
+ENDS = {"by itself": {}, "when it is left": {"leaves": 30}}
+
+
+@pytest.mark.parametrize("leaves", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("kind", ["eagle", "mtp"])
+def test_what_waits_of_a_request_alone_is_run_when_it_ends(pairs, kind, leaves):
+    """Nobody is asked for guesses of the first request, and the second finds its blocks."""
+    target, head = pairs[kind]
+    engine = engine_for(target, None, "ngram", head=head, block_size=BLOCK)
+    checks = Checks(Scripted(hedge, {}), target, head)
+    engine.guesses = fixed(engine, checks)
+    engine.guesses.draft_model = checks.executor = engine.head
+    checks.rng.random = lambda: 1.0
+    watch, lengths, finish = Watch(engine), noted_lengths(engine), engine.finish
+
+    def followed(id):
+        engine.run_head(engine.head)
+        finish(id)
+
+    if leaves:
+        engine.finish = followed  # so that no more is to be done than what waits
+    [first] = watch.run([Case(PROMPT[:40], sampling(60), **leaves)], is_kept=True)
+    engine.rest()
+    assert max(lengths) > 65 and not lengths[-1] and not engine.head.ended
+    checks.rng.random = lambda: 0.0
+    watch.run([Case([*first.token_ids, 7, 8], sampling(12))])
+    assert watch.seen["found"] == 1 and checks.num_seen >= 10 and not checks.failures
+
+
+def test_what_waits_of_a_request_alone_is_run_before_another_one_begins(target, head):
+    """As it may be given the same blocks, and at the latest when there are as many rows as a step
+    has.
+    """
+    engine = engine_for(target, head=head, max_batched_tokens=48, max_running=4)
+    lengths = noted_lengths(engine)
+    Watch(engine).run([Case(PROMPT[:20], sampling(120)), Case(PROMPT, sampling(4), arrives=90)])
+    assert max(lengths[:85]) > 40 and max(lengths) <= 48, "it is run with what is full, or too much"
+    assert max(lengths[95:105]) <= 2 * BLOCK
+
+
+def noted_lengths(engine):
+    """How many rows are left each time that the head has followed."""
+    lengths, follow = [], engine.head.follow
+
+    def following():
+        follow()
+        lengths.append(sum(b.end - b.start for b in engine.head.backlogs.values()))
+
+    engine.head.follow = following
+    return lengths
+
+
 def test_a_head_that_fails_between_steps_loses_none_of_the_targets_kv(target, head, monkeypatch):
     """Accepted guesses of a tree are moved by the next launch: it is the target's then."""
-    cases = [Case(PROMPT[: 20 + i], sampling(24), arrives=i) for i in range(4)]
+    cases = [Case(PROMPT[: 20 + i], sampling(60), arrives=i) for i in range(4)]
     texts = plain(target, cases)
     engine = engine_for(target, None, Scripted(hedge, dict(enumerate(texts))), head=head)
     fuse, calls = head.fuse, []

@@ -168,6 +168,25 @@ class Run:
         return out.logits.clone(), out.residual.clone()
 
 
+def same_kv(head, features, ids, size):
+    """Whether writing alone gives the KV that the forward gives, and more rows can follow it."""
+    whole, part = Run(head), Run(head)
+    want, _ = whole.step(features, ids)
+    with torch.inference_mode():
+        rows = causal_rows(part.table, 0, size, 16)
+        plan = head.plan(rows, part.kv, [ids[:size]])
+        head.write(features[:size].clone(), part.kv, plan)
+    part.length = size
+    got, _ = part.step(features[size:], ids[size:])
+    torch.testing.assert_close(got, want[size:], rtol=1e-4, atol=1e-4)
+    pairs = [(a, b) for a, b in zip(part.kv.layers, whole.kv.layers, strict=True)]
+    return all(
+        torch.allclose(x, y, rtol=1e-4, atol=1e-4, equal_nan=True)
+        for one, other in pairs
+        for x, y in zip(one.parts, other.parts, strict=True)
+    )
+
+
 def single_rows(head, features, ids, which):
     """Logits and features of a step of requests that have one row each, after five random ones."""
     n, which = len(which), list(which)

@@ -22,6 +22,7 @@ from tests.models.eagle_heads import (
     fused,
     load_target,
     outputs,
+    same_kv,
     single_rows,
     write_head,
 )
@@ -85,6 +86,15 @@ def test_logits_and_next_features_are_those_of_plain_torch(case, ops, tmp_path):
     want, want_hidden = outputs(tensors, features, ids, table, **flags)
     close(logits, want)
     close(hidden, want_hidden)
+
+
+@BUILDS
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_rows_that_are_only_written_have_the_kv_of_the_others(ops, num_layers, tmp_path):
+    write_head(tmp_path / "head", num_hidden_layers=num_layers, norm_before_residual=True)
+    head = load_eagle_head(tmp_path / "head", load_target(tmp_path / "target", ops))
+    taps, ids = taps_and_ids()
+    assert same_kv(head, head.fuse(taps), ids, len(ids) - 2)
 
 
 @pytest.fixture(params=["fp32", "bf16"])

@@ -21,7 +21,7 @@ from specserve_kernels.program import EagerProgram
 from tests.checkpoints import tiny_checkpoint
 from tests.kernels.builds import interpreted
 from tests.kernels.rerun import Rerun
-from tests.models.eagle_heads import Run, single_rows
+from tests.models.eagle_heads import Run, same_kv, single_rows
 from tests.models.formats import FORMATS, change_config, quantized
 from tests.models.forward import builds, logits, prompt
 from tests.models.mtp_layers import (
@@ -94,6 +94,14 @@ def test_logits_and_next_features_are_those_of_transformers(ops, told, tmp_path)
     want, want_next = oracle.outputs(feature, ids[1:])
     close(got, want)
     close(got_next, want_next)
+
+
+@BUILDS
+@pytest.mark.parametrize("style", STYLES)
+def test_rows_that_are_only_written_have_the_kv_of_the_others(ops, style, tmp_path):
+    head, _, _ = load(tmp_path, ops, style=style)
+    features, ids = features_and_ids()
+    assert same_kv(head, features, ids, len(ids) - 2)
 
 
 @BUILDS
