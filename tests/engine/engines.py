@@ -132,7 +132,7 @@ def plain(target, cases, **overrides):
 
 
 class RandomGrowth:
-    """Levels of the draft model by chance."""
+    """Levels of models by chance, and which of them is first."""
 
     def __init__(self, rng):
         self.rng, self.spent = rng, 0.0
@@ -142,6 +142,9 @@ class RandomGrowth:
 
     def first_size(self, reach, hold, depth, seconds):
         return self.size(reach, hold, depth, seconds)
+
+    def best_rate(self, gains, once, level):
+        return self.rng.random()
 
     def add(self, values, seconds, before):
         pass
