@@ -21,6 +21,7 @@ from specserve.scheduling.cost import StepCosts
 from specserve_drafters import ROOT, DraftItem, Nodes
 
 MANY = 32  # rows take longer than a few do: so of those that are not read no more is computed
+KEPT, PIECE = 1024, 256  # rows of a request alone that may wait, and that are written if more do
 
 
 class Seen(NamedTuple):
@@ -44,6 +45,10 @@ class Backlog(msgspec.Struct):
     start: int
     taps: list[Tensor]
     end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
 
 
 Rest = tuple[Request, RowGroup, list[Tensor]]  # of a backlog: its rows and their taps
@@ -100,9 +105,8 @@ class HeadModel(ModelExecutor):
         return max(0, self.num_late(request) - MANY)
 
     def num_late(self, request: Request) -> int:
-        """Rows of its backlog."""
         backlog = self.backlogs.get(request.id)
-        return 0 if backlog is None else backlog.end - backlog.start
+        return 0 if backlog is None else backlog.size
 
     @property
     def has_work(self) -> bool:
@@ -138,9 +142,14 @@ class HeadModel(ModelExecutor):
         seen, self.seen = self.seen, []
         if seen:
             self.keep_taps(seen)
-        if not self.may_wait and any(map(self.is_due, self.backlogs.values())):
+        every = [*self.backlogs.values()]
+        if self.is_alone:
+            for backlog in every:
+                if backlog.size > KEPT:
+                    self.write(backlog, backlog.request.table, max(backlog.size - KEPT, PIECE))
+        elif any(map(self.is_due, every)):
             tables = {each.request.id: each.table for each in seen} | self.ended
-            self.run([*self.backlogs.values()], tables, self.watch)
+            self.run(every, tables, self.watch)
         for id in self.ended:  # its last block is not full, so that nobody will find it
             self.backlogs.pop(id, None)
             self.last.pop(id, None)
@@ -163,14 +172,10 @@ class HeadModel(ModelExecutor):
             backlog.end += size
 
     @property
-    def may_wait(self) -> bool:
-        """Whether no other request can be given blocks of backlogs, or find them, before they are
-        run: and they are not too large to be kept.
-        """
+    def is_alone(self) -> bool:
+        """Whether there is one request: nobody else can be given its blocks, or find them."""
         running, waiting = self.scheduler.running, self.scheduler.waiting
-        rows = sum(self.num_late(request) for request in running)
-        is_alone = len(running) == 1 and not waiting and not self.ended
-        return is_alone and rows <= self.scheduler.budget.max_batched_tokens
+        return len(running) == 1 and not waiting and not self.ended
 
     def is_due(self, backlog: Backlog) -> bool:
         """Whether a block with rows of it is full, or others wait for the prompt's."""
@@ -197,22 +202,26 @@ class HeadModel(ModelExecutor):
         """
         most, part, rows = self.scheduler.budget.max_batched_tokens, list[Rest](), 0
         for backlog in backlogs:
-            request, start, taps, end = msgspec.structs.astuple(backlog)
+            request, end = backlog.request, backlog.end
             del self.backlogs[request.id]
             table = tables.get(request.id, request.table)
-            if start == end or table.num_computed < end:  # it has failed, or was preempted
+            if backlog.size == 0 or table.num_computed < end:  # it has failed, or was preempted
                 continue
-            if part and rows + end - start > most:
+            # All is read of the last row, and where it is compared, of those before outputs.
+            first = end - 1 if watch is None else min(end - 1, request.num_prompt - 2)
+            if first - backlog.start >= MANY:
+                self.write(backlog, table, first - backlog.start)
+            if part and rows + backlog.size > most:
                 self.run_together(part, watch)
                 part, rows = [], 0
+            start = backlog.start
             group = RowGroup(table, request.token_ids[start + 1 : end + 1], start, 0)
-            part.append((request, group, taps))
-            rows += end - start
+            part.append((request, group, backlog.taps))
+            rows += backlog.size
         if part:
             self.run_together(part, watch)
 
     def run_together(self, rest: Sequence[Rest], watch: TapWatch | None) -> None:
-        rest = [self.write_most(each, watch is not None) for each in rest]
         requests, groups, taps = zip(*rest, strict=True)
         features = self.head.fuse(torch.cat([*chain.from_iterable(taps)]))
         step = build_step_input(groups, self.scheduler.pool.updates)  # last: it takes the updates
@@ -227,22 +236,17 @@ class HeadModel(ModelExecutor):
         if watch is not None:
             self.compare(watch, requests, groups, self.runner.outputs.residual)
 
-    def write_most(self, rest: Rest, is_watched: bool) -> Rest:
-        """Write the KV of a request's rows of which nothing else is read, if they are many; the
-        others.
-        """
-        request, group, taps = rest
-        size = len(group.token_ids) - 1
-        if is_watched:  # rows before tokens that the target has said are read
-            size = min(size, request.num_prompt - 2 - group.start)
-        if size < MANY:
-            return rest
-        every, ids = torch.cat(taps), group.token_ids
-        self.write(group._replace(token_ids=ids[:size]), self.head.fuse(every[:size]))
-        left = group._replace(token_ids=ids[size:], start=group.start + size)
-        return request, left, [every[size:]]
+    def write(self, backlog: Backlog, table: BlockTable, size: int) -> None:
+        """Write the KV of its first rows, of which nothing else is read."""
+        taps, most = torch.cat(backlog.taps), self.scheduler.budget.max_batched_tokens
+        for at in range(0, size, most):
+            rows, start = taps[at : min(at + most, size)], backlog.start
+            end = backlog.start = start + len(rows)
+            group = RowGroup(table, backlog.request.token_ids[start + 1 : end + 1], start, 0)
+            self.write_rows(group, self.head.fuse(rows))
+        backlog.taps = [taps[size:]]
 
-    def write(self, group: RowGroup, features: Tensor) -> None:
+    def write_rows(self, group: RowGroup, features: Tensor) -> None:
         step, kv = build_step_input([group], self.scheduler.pool.updates), self.runner.kv
         if step.updates:
             self.runner.update(step.updates)

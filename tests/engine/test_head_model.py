@@ -5,6 +5,7 @@ from random import Random
 import pytest
 import torch
 
+from specserve.engine import head_model
 from specserve.exchange.sampling_params import Sampling
 from specserve.models.eagle_loader import load_eagle_head
 from specserve.models.mtp_loader import load_mtp_head
@@ -145,10 +146,13 @@ ENDS = {"by itself": {}, "when it is left": {"leaves": 30}}
 
 
 @pytest.mark.parametrize("leaves", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("kept", [head_model.KEPT, 40])
 @pytest.mark.parametrize("kind", ["eagle", "mtp"])
-def test_what_waits_of_a_request_alone_is_run_when_it_ends(pairs, kind, leaves):
+def test_what_waits_of_a_request_alone_is_run_when_it_ends(pairs, kind, leaves, kept, monkeypatch):
     """Nobody is asked for guesses of the first request, and the second finds its blocks."""
     target, head = pairs[kind]
+    monkeypatch.setattr(head_model, "KEPT", kept)
+    monkeypatch.setattr(head_model, "PIECE", 16)
     engine = engine_for(target, None, "ngram", head=head, block_size=BLOCK)
     checks = Checks(Scripted(hedge, {}), target, head)
     engine.guesses = fixed(engine, checks)
@@ -164,20 +168,20 @@ def test_what_waits_of_a_request_alone_is_run_when_it_ends(pairs, kind, leaves):
         engine.finish = followed  # so that no more is to be done than what waits
     [first] = watch.run([Case(PROMPT[:40], sampling(60), **leaves)], is_kept=True)
     engine.rest()
-    assert max(lengths) > 65 and not lengths[-1] and not engine.head.ended
+    assert max(lengths) > min(65, kept - 1) and not lengths[-1] and not engine.head.ended
     checks.rng.random = lambda: 0.0
     watch.run([Case([*first.token_ids, 7, 8], sampling(12))])
     assert watch.seen["found"] == 1 and checks.num_seen >= 10 and not checks.failures
 
 
-def test_what_waits_of_a_request_alone_is_run_before_another_one_begins(target, head):
-    """As it may be given the same blocks, and at the latest when there are as many rows as a step
-    has.
-    """
-    engine = engine_for(target, head=head, max_batched_tokens=48, max_running=4)
+def test_what_waits_of_a_request_alone_is_run_before_another_one_begins(target, head, monkeypatch):
+    """As it may be given the same blocks; and of what is too much to be kept the oldest is."""
+    monkeypatch.setattr(head_model, "KEPT", 48)
+    monkeypatch.setattr(head_model, "PIECE", 16)
+    engine = engine_for(target, head=head, max_batched_tokens=40, max_running=4)
     lengths = noted_lengths(engine)
     Watch(engine).run([Case(PROMPT[:20], sampling(120)), Case(PROMPT, sampling(4), arrives=90)])
-    assert max(lengths[:85]) > 40 and max(lengths) <= 48, "it is run with what is full, or too much"
+    assert max(lengths) == 48 and min(lengths[40:85]) == 33, "not all of them, and not one by one"
     assert max(lengths[95:105]) <= 2 * BLOCK
 
 
