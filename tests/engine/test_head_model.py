@@ -21,6 +21,7 @@ from tests.engine.engines import (
     hedge,
     load_small,
     plain,
+    row_counts,
     wrong_later,
 )
 from tests.engine.heads import Oracle, close
@@ -183,6 +184,13 @@ def test_what_waits_of_a_request_alone_is_run_before_another_one_begins(target, 
     Watch(engine).run([Case(PROMPT[:20], sampling(120)), Case(PROMPT, sampling(4), arrives=90)])
     assert max(lengths) == 48 and min(lengths[40:85]) == 33, "not all of them, and not one by one"
     assert max(lengths[95:105]) <= 2 * BLOCK
+
+
+def test_of_many_rows_only_the_kv_is_computed_but_for_the_last_one(target, head):
+    engine = engine_for(target, head=head, max_batched_tokens=48, max_running=4)
+    engine.head.watch, rows = None, row_counts(engine.head.runner)
+    Watch(engine).run([Case(PROMPT[:80], sampling(3)), Case(PROMPT, sampling(3))])
+    assert engine.head.num_rows >= 90 and max(map(max, rows)) <= head_model.MANY
 
 
 def noted_lengths(engine):
