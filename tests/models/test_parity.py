@@ -210,8 +210,9 @@ def test_a_recorded_forward_over_kv_of_8_bits_does_too(case, dtype, kv_dtype):
 @pytest.mark.parametrize("ops", builds(), ids=lambda m: m.__name__.rpartition(".")[2])
 def test_bf16_stays_close_to_fp32(family, ops, tmp_path):
     # Milder weights than the other tests': these logits should not hang on a rounding.
-    every = {"num_experts_per_tok": FAMILIES[family].get("num_experts", 0)}  # nor which they are
-    sizes = every if every["num_experts_per_tok"] else {}
+    fields = FAMILIES[family]
+    num_experts = fields.get("num_experts") or fields.get("num_local_experts")
+    sizes = {"num_experts_per_tok": num_experts} if num_experts else {}  # nor which they are
     folder = tiny_checkpoint(tmp_path, family, initializer_range=0.05, **sizes)
     ids = prompt(320, 37)
     exact, rounded = (logits(load_decoder(folder, dtype, ops), ids) for dtype in ("fp32", "bf16"))
