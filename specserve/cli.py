@@ -66,7 +66,10 @@ def run(argv: list[str]) -> int:
         return command(argv[1:])
     args, unknown = parser(others).parse_known_args(argv)
     if unknown:
-        args.command.error(f"unrecognized arguments: {' '.join(unknown)}")  # with its own usage
+        from specserve.vllm_arguments import flag_words
+
+        words = f"unrecognized arguments: {' '.join(unknown)}{flag_words(unknown)}"
+        args.command.error(words)  # with its own usage
     action: Callable[[argparse.Namespace], int | None] = args.action
     code = action(args)
     sys.stdout.flush()  # here, where a broken pipe is still caught

@@ -5,7 +5,7 @@ have no effect here.
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -64,7 +64,7 @@ REFUSED = {  # names whose every value is refused -> what to do instead; "" is t
     "quantization": "the checkpoint says what its weights are; `quantize` rounds others",
     "revision": "download it and name its folder",
     "served_model_name": "it is an option of `specserve serve`",
-    "speculative_config": "say drafter and draft_model",
+    "speculative_config": "say drafter, and draft_model or draft_head",
     "tokenizer_revision": "",
 }
 WHY = {
@@ -124,6 +124,22 @@ def known_arguments(
             why = WHY.get(name) or REFUSED.get(name) or "it has no equal here"
             raise ConfigError(f"{owner}({name}={value!r:.50}): {why}; leave {name} out")
     return known
+
+
+def flag_words(flags: Iterable[str]) -> str:
+    """What to give in place of flags of `vllm serve` that are none here; nothing of others."""
+    found = ""
+    for flag in flags:
+        name, said = flag.partition("=")[0], ""
+        argument = name.removeprefix("--").replace("-", "_")
+        if not name.startswith("--"):
+            continue
+        if argument in ARGUMENTS:
+            said = f"--set {ARGUMENTS[argument]}=... is the same"
+        elif argument in REFUSED or argument in WITHOUT_EFFECT:
+            said = REFUSED.get(argument) or "it has no equal here"
+        found += f"\n{name}: {said}" if said else ""
+    return found
 
 
 def is_without_effect(name: str, value: Any, model: str | Path | None) -> bool:

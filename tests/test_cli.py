@@ -223,6 +223,20 @@ def test_an_unknown_flag_shows_the_usage_of_its_command(capsys, args):
     assert told.endswith(f"\nspecserve {args[0]}: error: unrecognized arguments: --prot=8001\n")
 
 
+FLAGS = {  # of `vllm serve`
+    ("--max-model-len=99",): "\n--max-model-len: --set scheduler.max_model_len=... is the same\n",
+    ("--speculative-config", "{}"): "\n--speculative-config: say drafter, and draft_model or ",
+    ("--pipeline-parallel-size", "2"): "\n--pipeline-parallel-size: it has no equal here\n",
+}
+
+
+@pytest.mark.parametrize(("flag", "words"), FLAGS.items(), ids=lambda given: str(given[0]))
+def test_a_flag_of_another_server_is_told_what_to_give_instead(capsys, flag, words):
+    with pytest.raises(SystemExit):
+        cli.main(["serve", *flag])
+    assert words in capsys.readouterr().err
+
+
 def test_an_interrupt_is_no_traceback_however_early_it_comes(monkeypatch):
     def interrupt():
         raise KeyboardInterrupt

@@ -95,7 +95,7 @@ REFUSED = {  # argument, value -> words
     "room to swap": ({"swap_space": 8}, "swap_space=8"),
     "another tokenizer": ({"tokenizer": "elsewhere"}, "tokenizer='elsewhere'"),
     "weights of its own": ({"quantization": "awq"}, "checkpoint says"),
-    "guesses": ({"speculative_config": {"method": "ngram"}}, "say drafter and draft_model"),
+    "guesses": ({"speculative_config": {"method": "ngram"}}, "say drafter, and draft_model"),
     "a wrong value": ({"max_model_len": "long"}, r"LLM\(max_model_len\)"),
     "a negative seed": ({"seed": -1}, r"LLM\(seed=-1\)"),
 }

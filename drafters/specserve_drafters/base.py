@@ -105,6 +105,9 @@ class DrafterError(ValueError):
     """A drafter cannot be found, or cannot be made with its options."""
 
 
+# What other engines call methods that are one drafter here, and what to do.
+HEADS = dict.fromkeys(("eagle3", "mtp"), "heads of the target, EAGLE-3 and MTP, guess as 'eagle'")
+
 # Errors of user code. SystemExit is one, so that a sys.exit() in it does not end the engine.
 ANYTHING = (Exception, SystemExit)
 
@@ -115,6 +118,8 @@ def find_drafter(name: str) -> Any:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except ANYTHING as e:
+        if name in HEADS:
+            raise DrafterError(f"no drafter {name!r}: {HEADS[name]}") from e
         if name in ("grammar", "prediction", "suffix"):
             raise DrafterError(
                 f"no drafter {name!r}: it is a source; take drafter.name = 'auto', and name it in "
@@ -132,6 +137,8 @@ def find_drafter(name: str) -> Any:
 
 def find_source(name: str) -> Any:
     """The class of a user's drafter that is one of the sources of `auto`."""
+    if name in HEADS:
+        raise DrafterError(f"drafter.options.sources: no source {name!r}: {HEADS[name]}")
     if name in BUILTIN or ":" not in name:
         raise DrafterError(
             f"drafter.options.sources: no source {name!r}; there are ngram, model, eagle, "
@@ -160,7 +167,10 @@ def drafter_options(name: str, options: Mapping[str, Any]) -> Any:
     try:
         return msgspec.convert(options, cls.Options)
     except ANYTHING as e:
-        raise DrafterError(f"drafter.options for {name!r}: {reason(e)}") from e
+        options = getattr(cls, "Options", None)
+        known = ", ".join(getattr(options, "__struct_fields__", ()))
+        words = f"; it has {known}" if known else ""
+        raise DrafterError(f"drafter.options for {name!r}: {reason(e)}{words}") from e
 
 
 def make_drafter(

@@ -13,6 +13,8 @@ WRONG = {  # name, options -> words of the refusal
     "an unknown class": ("specserve_drafters.ngram:Bigram", {}, "no drafter.*Bigram"),
     "a module alone": ("specserve_drafters.ngram", {}, "no drafter"),
     "a relative module": (".x:Y", {}, r"no drafter '\.x:Y' \(TypeError"),
+    "what a head is called elsewhere": ("eagle3", {}, "no drafter 'eagle3': .* guess as 'eagle'"),
+    "an unknown option of auto": ("auto", {"sourcs": ["ngram"]}, "`sourcs`; it has sources, "),
     "no name": ("", {}, "no drafter ''"),
     "something that is no drafter": ("collections:deque", {}, "'collections:deque'.*Options"),
     "an unknown option": ("ngram", {"max_gram": 3}, "'ngram'.*max_gram"),
@@ -103,6 +105,8 @@ def test_who_has_candidates_alone_is_a_source_of_auto(mine):
     make_drafter("a_users_own:Scored", {}, is_source=True)
     with pytest.raises(DrafterError, match="neither a method `propose` nor `candidates`"):
         make_drafter("a_users_own:Neither", {}, is_source=True)
+    with pytest.raises(DrafterError, match=r"'mtp': .* guess as 'eagle'"):
+        make_drafter("mtp", {}, is_source=True)
     with pytest.raises(DrafterError, match=r"no source .auto.; there are .*grammar, prediction"):
         make_drafter("auto", {}, is_source=True)
 
