@@ -167,8 +167,8 @@ def drafter_options(name: str, options: Mapping[str, Any]) -> Any:
     try:
         return msgspec.convert(options, cls.Options)
     except ANYTHING as e:
-        options = getattr(cls, "Options", None)
-        known = ", ".join(getattr(options, "__struct_fields__", ()))
+        struct = getattr(cls, "Options", None)
+        known = ", ".join(getattr(struct, "__struct_fields__", ()))
         words = f"; it has {known}" if known else ""
         raise DrafterError(f"drafter.options for {name!r}: {reason(e)}{words}") from e
 

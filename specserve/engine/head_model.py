@@ -21,7 +21,8 @@ from specserve.scheduling.cost import StepCosts
 from specserve_drafters import ROOT, DraftItem, Nodes
 
 MANY = 32  # rows take longer than a few do: so of those that are not read no more is computed
-KEPT, PIECE = 1024, 256  # rows of a request alone that may wait, and that are written if more do
+WATCHED = 64  # rows of a launch at most whose logits are compared: they take memory
+KEPT, PIECE = 512, 128  # rows of a request alone that may wait, and that are written if more do
 
 
 class Seen(NamedTuple):
@@ -129,7 +130,14 @@ class HeadModel(ModelExecutor):
                 self.watch.see(request.id, path.tokens[0])
 
     def drop(self) -> None:
-        """Forget all that was not run: a step has failed."""
+        """Forget all that was not run: a step has failed. Nobody shall find blocks that lack it."""
+        lost = [(each.table, each.start, each.start + len(each.rows)) for each in self.seen]
+        for id, backlog in self.backlogs.items():
+            table = self.ended.get(id, backlog.request.table)
+            lost.append((table, backlog.start, backlog.end))
+        for table, start, end in lost:
+            size = table.block_size
+            self.scheduler.pool.unpublish(table.blocks[start // size : -(-end // size)])
         self.seen, self.backlogs, self.last = [], {}, {}
         self.ended.clear()
         if self.watch is not None:
@@ -173,9 +181,15 @@ class HeadModel(ModelExecutor):
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is one request: nobody else can be given its blocks, or find them."""
-        running, waiting = self.scheduler.running, self.scheduler.waiting
-        return len(running) == 1 and not waiting and not self.ended
+        """Whether no other request can be given the blocks of the one that runs before the next
+        call, or has some of them. Those that come after it may find them: no row of theirs is run
+        before its own.
+        """
+        if len(self.scheduler.running) != 1 or self.ended:
+            return False
+        [request] = self.scheduler.running
+        waiting = self.scheduler.waiting
+        return all(r.rank > request.rank and not r.table.blocks for r in waiting)
 
     def is_due(self, backlog: Backlog) -> bool:
         """Whether a block with rows of it is full, or others wait for the prompt's."""
@@ -203,13 +217,15 @@ class HeadModel(ModelExecutor):
         most, part, rows = self.scheduler.budget.max_batched_tokens, list[Rest](), 0
         for backlog in backlogs:
             request, end = backlog.request, backlog.end
-            del self.backlogs[request.id]
             table = tables.get(request.id, request.table)
             if backlog.size == 0 or table.num_computed < end:  # it has failed, or was preempted
+                del self.backlogs[request.id]
                 continue
-            # All is read of the last row, and where it is compared, of those before outputs.
-            first = end - 1 if watch is None else min(end - 1, request.num_prompt - 2)
-            if first - backlog.start >= MANY:
+            # Only of the last row is more read than the KV, and of those that are compared.
+            first = end - 1
+            if watch is not None:
+                first = min(first, max(request.num_prompt - 2, end - min(WATCHED, most)))
+            if first - backlog.start >= min(MANY, most):
                 self.write(backlog, table, first - backlog.start)
             if part and rows + backlog.size > most:
                 self.run_together(part, watch)
@@ -230,6 +246,8 @@ class HeadModel(ModelExecutor):
         self.num_rows += len(step.token_ids)
         ends = torch.from_numpy(step.qo_indptr[1:] - 1).long()
         hidden = self.runner.outputs.residual[ends.to(self.runner.outputs.residual.device)]
+        for request in requests:
+            del self.backlogs[request.id]
         for row, (request, group) in enumerate(zip(requests, groups, strict=True)):
             num_known = group.start + len(group.token_ids) + 1
             self.last[request.id] = Last(num_known, hidden[row : row + 1])
@@ -240,11 +258,10 @@ class HeadModel(ModelExecutor):
         """Write the KV of its first rows, of which nothing else is read."""
         taps, most = torch.cat(backlog.taps), self.scheduler.budget.max_batched_tokens
         for at in range(0, size, most):
-            rows, start = taps[at : min(at + most, size)], backlog.start
-            end = backlog.start = start + len(rows)
-            group = RowGroup(table, backlog.request.token_ids[start + 1 : end + 1], start, 0)
-            self.write_rows(group, self.head.fuse(rows))
-        backlog.taps = [taps[size:]]
+            n, start = min(most, size - at), backlog.start
+            ids = backlog.request.token_ids[start + 1 : start + n + 1]
+            self.write_rows(RowGroup(table, ids, start, 0), self.head.fuse(taps[at : at + n]))
+            backlog.start, backlog.taps = start + n, [taps[at + n :]]
 
     def write_rows(self, group: RowGroup, features: Tensor) -> None:
         step, kv = build_step_input([group], self.scheduler.pool.updates), self.runner.kv
@@ -272,6 +289,7 @@ class HeadModel(ModelExecutor):
                 rows += range(before + first - start, before + first - start + len(said))
             before += len(ids)
         if rows:
+            rows, tokens = rows[:WATCHED], tokens[:WATCHED]
             likeliest = self.likeliest(self.logits(residual[torch.tensor(rows)]))
             watch.compare(likeliest, tokens)
 

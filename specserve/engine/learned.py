@@ -91,7 +91,8 @@ class Learned:
     def forget_model(self, name: str) -> None:
         """Drop what was learnt of a model: another one takes its place."""
         self.level_turns.pop(name, None)
-        self.trials.worked(name)
+        for trial in (name, (name, "first")):
+            self.trials.worked(trial)
         for judged in (name, CHILDREN_BY + name):
             self.calibration.drop(judged)
 

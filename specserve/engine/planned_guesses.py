@@ -24,7 +24,7 @@ from specserve.scheduling.growth import Growth
 from specserve.scheduling.planner import Ask, Plan, Planner, tokens_behind
 from specserve.scheduling.trials import Turn, Turns
 from specserve_drafters import DraftItem
-from specserve_drafters.candidates import Rules, Trie
+from specserve_drafters.candidates import FINDS, Rules, Trie
 from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model_source import Grown
 from specserve_drafters.owners import Owners, OwnSources
@@ -87,10 +87,13 @@ class Growing(NamedTuple):
     roots: list[Root]  # that it is asked for
     levels: Levels
 
-    @property
-    def rate(self) -> float:
-        """What its levels alone are expected to bring, at best."""
+    def rate(self, is_by_texts: bool) -> float:
+        """What its levels alone are expected to bring, at best: by what texts have shown, or only
+        by what levels take.
+        """
         name, depth = self.grower.name, self.levels.max_depth
+        if not is_by_texts:
+            return self.levels.rate([[FINDS] * depth] * len(self.roots))
         return self.levels.rate([root.trie.chances(name, depth) for root in self.roots])
 
 
@@ -404,7 +407,7 @@ class PlannedGuesses:
         asks = [root.ask for root in self.roots.values()]
         growth = self.planner.growth(asks, self.step, self.scheduler.guess_rows)
         growing = [self.growing(g, roots, growth) for g in self.growers if g.name in asked]
-        for one in in_order(growing, roots[0].learned):
+        for one in in_order(growing, self.alone):
             self.grow_by(*one)
         return growth.spent
 
@@ -575,14 +578,19 @@ class PlannedGuesses:
         self.lately = {}
 
 
-def in_order(growing: Sequence[Growing], learned: Learned) -> list[Growing]:
+def in_order(growing: Sequence[Growing], alone: Learned | None) -> list[Growing]:
     """The most promising first: those after it only add what is still worth its time. Now and then
-    another one comes first, so that what is known of it is of these texts.
+    another one is, so that what is known of it stays true. Where an owner is not alone in the step
+    no texts decide, as they would tell others of themselves.
     """
     if len(growing) < 2:
         return [*growing]
-    best, *others = sorted(growing, key=lambda one: one.rate, reverse=True)
-    tried = [o for o in others if learned.trials.is_due((o.grower.name, "first"), learned.passed)]
+    is_alone = alone is not None
+    best, *others = sorted(growing, key=lambda one: one.rate(is_alone), reverse=True)
+    tried = list[Growing]()
+    if alone is not None:
+        due, passed = alone.trials.is_due, alone.passed
+        tried = [one for one in others if due((one.grower.name, "first"), passed)]
     return [*tried, best, *(one for one in others if one not in tried)]
 
 

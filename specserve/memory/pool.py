@@ -121,6 +121,14 @@ class BlockPool:
             del self.found[key]
             self.keys[block] = None
 
+    def unpublish(self, blocks: Iterable[int]) -> None:
+        """Forget the keys of blocks, which nobody finds any more; cached ones are free."""
+        for block in blocks:
+            self.forget(block)
+            if block in self.cached:
+                del self.cached[block]
+                self.free.append(block)
+
     def hold(self, block: int) -> None:
         """Add a holder to a block that is held or cached."""
         if self.counts[block] == 0:

@@ -5,6 +5,7 @@ from itertools import accumulate
 from operator import mul
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from specserve.engine import planned_guesses
@@ -27,19 +28,30 @@ from tests.models.eagle_heads import write_head
 ROOTS, TARGET, FIRST, LEVEL = 2, 0.05, 0.009, 0.004  # requests, and seconds
 
 
-def asked(name, rate):
-    return SimpleNamespace(grower=SimpleNamespace(name=name), rate=rate)
+def asked(name, rate, by_costs=0.0):
+    grower = SimpleNamespace(name=name)
+    return SimpleNamespace(grower=grower, rate=lambda texts: rate if texts else by_costs)
+
+
+def names(order):
+    return [one.grower.name for one in order]
 
 
 def test_the_most_promising_is_first_and_the_others_now_and_then():
     learned, firsts = Learned(), []
     for _ in range(4 * LAST_TRIAL):
         order = in_order([asked("a", 40.0), asked("b", 60.0)], learned)
-        assert {one.grower.name for one in order} == {"a", "b"}
-        firsts.append(order[0].grower.name)
+        assert sorted(names(order)) == ["a", "b"]
+        firsts += names(order)[:1]
     at = [i for i, name in enumerate(firsts) if name == "a"]
     assert at[:3] == [15, 47, 111] and len(at) == 6, "ever more rarely"
-    assert [one.rate for one in in_order([asked("a", 40.0)], learned)] == [40.0]
+    assert names(in_order([asked("a", 40.0)], learned)) == ["a"]
+
+
+def test_beside_others_no_texts_decide_who_is_first():
+    for _ in range(4 * LAST_TRIAL):
+        growing = [asked("a", 40.0, by_costs=2.0), asked("b", 60.0, by_costs=1.0)]
+        assert names(in_order(growing, None)) == ["a", "b"]
 
 
 def costs_of(seconds):
@@ -111,8 +123,8 @@ def engine(tmp_path, monkeypatch):
 def test_an_engine_soon_runs_the_better_one_first_and_the_other_seldom(engine, monkeypatch):
     firsts, rows = [], []
 
-    def ordered(growing, learned):
-        order = in_order(growing, learned)
+    def ordered(growing, alone):
+        order = in_order(growing, alone)
         if len(order) > 1:
             firsts.append(order[0].grower.name)
             rows.append(engine.head.num_rows)
@@ -124,6 +136,28 @@ def test_an_engine_soon_runs_the_better_one_first_and_the_other_seldom(engine, m
     assert Counter(firsts[8:])["eagle"] <= 3, firsts
     counts = {name: sums.verified for name, sums in engine.stats.sources.items()}
     assert counts["model"] > 9 * counts["eagle"], counts
+
+
+def test_what_another_owner_has_shown_changes_nobodys_order(engine, monkeypatch):
+    """The first of them is alone; once the others are there, only what levels take decides."""
+    seen = {True: Counter(), False: Counter()}
+
+    def ordered(growing, alone):
+        order = in_order(growing, alone)
+        if len(order) > 1:
+            seen[alone is not None][order[0].grower.name] += 1
+        return order
+
+    monkeypatch.setattr(planned_guesses, "in_order", ordered)
+    engine.head.first_costs.seconds = engine.head.costs.seconds = lambda *_, **__: 1e-6
+    mine = Case(PROMPT, sampling(160))
+    others = [Case(PROMPT[i:], salted(sampling(60), "others"), arrives=5) for i in (1, 2)]
+    Watch(engine).run([mine, *others])
+    assert seen[True]["model"] > 3 and seen[False]["model"] == 0 < seen[False]["eagle"]
+
+
+def salted(sampling, salt):
+    return msgspec.structs.replace(sampling, cache_salt=salt)
 
 
 @pytest.mark.parametrize(("first", "other"), [("eagle", "model"), ("model", "eagle")])

@@ -186,6 +186,53 @@ def test_what_waits_of_a_request_alone_is_run_before_another_one_begins(target, 
     assert max(lengths[95:105]) <= 2 * BLOCK
 
 
+def test_who_comes_while_rows_wait_gets_its_first_token_before_they_are_run(target, head):
+    engine = engine_for(target, head=head, max_batched_tokens=128, max_running=4)
+    engine.head.watch = None
+    engine.add(PROMPT[:60], sampling(100))
+    for _ in range(40):
+        engine.step()
+    before, newcomer = engine.head.num_rows, engine.add(PROMPT[30:], sampling(9))
+    engine.step()
+    assert newcomer.num_output == 1 and engine.head.num_rows == before
+    engine.step()
+    assert engine.head.num_rows >= before + 60 + 39 + 60 and not engine.head.backlogs
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_watched_head_runs_no_more_rows_at_once_than_a_step_has(target, head, is_alone):
+    engine = engine_for(target, head=head, max_batched_tokens=40, max_running=4)
+    rows, logits, read = row_counts(engine.head.runner), engine.head.logits, []
+
+    def noted(hidden):
+        read.append(len(hidden))
+        return logits(hidden)
+
+    engine.head.logits = noted
+    cases = [Case(PROMPT[:20], sampling(150)), Case(PROMPT, sampling(150))]
+    Watch(engine).run(cases[: 2 - is_alone])
+    engine.rest()
+    assert max(map(sum, rows)) <= 40 and 5 < max(read) <= 40
+
+
+def test_nobody_finds_blocks_that_lack_what_a_head_has_failed_to_run(target, head, monkeypatch):
+    """Else every later text that begins alike would have worse guesses."""
+    engine = engine_for(target, None, "ngram", head=head, block_size=BLOCK)
+    checks = Checks(Scripted(hedge, {}), target, head)
+    engine.guesses = fixed(engine, checks)
+    engine.guesses.draft_model = checks.executor = engine.head
+    checks.rng.random = lambda: 1.0
+    watch, fuse = Watch(engine), head.fuse
+    [first] = watch.run([Case(PROMPT[:40], sampling(60))], is_kept=True)
+    monkeypatch.setattr(head, "fuse", lambda taps: 1 / 0)
+    engine.rest()
+    assert engine.stats.sources["eagle"].errors == 1 and not engine.head.backlogs
+    monkeypatch.setattr(head, "fuse", fuse)
+    checks.rng.random = lambda: 0.0
+    watch.run([Case([*first.token_ids, 7, 8], sampling(12))])
+    assert watch.seen["found"] == 0 and checks.num_seen >= 10 and not checks.failures
+
+
 def test_of_many_rows_only_the_kv_is_computed_but_for_the_last_one(target, head):
     engine = engine_for(target, head=head, max_batched_tokens=48, max_running=4)
     engine.head.watch, rows = None, row_counts(engine.head.runner)
