@@ -13,7 +13,7 @@ export function element(tag, { text, ...properties } = {}, ...children) {
   return made;
 }
 
-const NAMED = ["ngram", "model", "grammar", "prediction", "eagle"], NUM_SPARE = 4, NEAR = 120; // px
+const NAMED = ["ngram", "model", "grammar", "prediction"], NUM_SPARE = 4, NEAR = 120; // px
 const named = (bits, sources) => sources.filter((_, i) => bits & (1 << i));
 
 // The color of a source, by its name alone: on every server and every page the same.
