@@ -23,7 +23,7 @@ TIMED = $(shell grep -rl --include='test_*.py' 'mark\.timed' tests)
 
 DIST := dist
 
-.PHONY: setup test check equivalence lint docs dist serve generate bench soak gpu-check
+.PHONY: setup test thorough check equivalence lint docs dist serve generate bench soak gpu-check
 
 setup: $(COMPILED)
 
@@ -42,10 +42,13 @@ $(COMPILED): $(INSTALLED) $(KERNELS)
 	touch $@
 
 test: setup
+	$(PY) -m pytest -m "not slow and not timed and not thorough" -n 2 --dist loadfile
+
+thorough: setup
 	$(PY) -m pytest -m "not slow and not timed" -n 2 --dist loadfile
 	$(PY) -m pytest -m "not slow and timed" $(TIMED)
 
-check: test
+check: thorough
 	$(PY) -m pytest -m slow
 
 # The release gate: every drafter with every parameter, see docs/design.md.

@@ -11,6 +11,7 @@ from hypothesis import settings
 
 from specserve.logs import StderrHandler
 from tests.pairs import leave_pairs
+from tests.thorough import mark_thorough
 
 # Triton decides at its import: without a GPU its kernels run in its interpreter.
 if not torch.cuda.is_available():
@@ -25,9 +26,10 @@ settings.register_profile("specserve", deadline=None, derandomize=True)
 settings.load_profile("specserve")
 
 
-@pytest.hookimpl(tryfirst=True)  # `slow` is a mark by which items are left out afterwards
+@pytest.hookimpl(tryfirst=True)  # by these marks items are left out afterwards
 def pytest_collection_modifyitems(items):
     leave_pairs(items)
+    mark_thorough(items)
     for item in items:
         # A bound in seconds is broken by any busy neighbor, by a slow engine three times in a row.
         if item.get_closest_marker("timed"):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.thorough import PATHS
+
 LAYERS = [  # ground floor first
     ("specserve_kernels",),
     ("specserve_drafters",),
@@ -129,6 +131,10 @@ def test_the_folder_of_a_floor_is_no_package(folder):
 )
 def test_an_upward_import_would_be_seen(importer, imported):
     assert layer(imported) > layer(importer)
+
+
+def test_the_files_that_are_left_to_ci_are_there():
+    assert [path for path in PATHS if not path.is_file()] == []
 
 
 def test_every_module_can_be_imported_without_a_gpu():

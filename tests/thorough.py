@@ -1,0 +1,29 @@
+"""The files whose tests take longest: CI runs them, and `make test` leaves them out."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent
+FILES = {  # by folder; each took ten seconds or more of two cores' time
+    "": "async_llm completion guards parity preflight quantize start",
+    "bench": "commands gpu scale",
+    "engine": "adapters cuda fork_server",
+    "equivalence": "matrix",
+    "kernels": "coded cuda experts kv triton_sampling",
+    "models": "adapters gguf_mistakes mtp_head",
+    "scheduling": "speculation",
+    "server": (
+        "access_log adapters answers bodies canaries control deadlines ending heads responses "
+        "restart tokens tools tracing"
+    ),
+}
+PATHS = {
+    ROOT / folder / f"test_{name}.py" for folder, names in FILES.items() for name in names.split()
+}
+
+
+def mark_thorough(items):
+    for item in items:
+        if item.path in PATHS:
+            item.add_marker(pytest.mark.thorough)
