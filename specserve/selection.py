@@ -9,7 +9,7 @@ from specserve.config import Config
 from specserve.errors import ConfigError
 from specserve.models.eagle_config import is_head
 from specserve.models.folder import Scaled, name_of, resolve
-from specserve.models.mtp_config import has_mtp
+from specserve.models.mtp_config import LOST, has_lost_mtp, has_mtp
 from specserve.models.shape import Shape
 from specserve.models.source import open_source
 from specserve_drafters import DrafterError
@@ -83,9 +83,21 @@ def needs_head(config: Config) -> bool:
     if sources == [EAGLE] and not is_there:
         raise ConfigError(
             f"drafter {EAGLE!r}, or auto with that source alone, needs a head of the target: set "
-            "drafter.head (--draft-head)"
+            "drafter.head (--draft-head)" + (f". {lost}" if (lost := lost_head(config)) else "")
         )
     return is_there and EAGLE in sources
+
+
+def check_lost_head(config: Config) -> None:
+    """ConfigError where the target has lost a head of its own that the drafter would run."""
+    if EAGLE in head_sources(config) and (lost := lost_head(config)):
+        raise ConfigError(lost)
+
+
+def lost_head(config: Config) -> str:
+    """Why there is no head of the target's own that its config.json tells of; "" if it does not."""
+    target = resolve_model(config)
+    return f"{target}: {LOST}" if has_lost_mtp(target) else ""
 
 
 def has_to_run_head(config: Config) -> bool:
