@@ -75,9 +75,10 @@ def needs_head(config: Config) -> bool:
     """
     sources, named = head_sources(config), config.drafter.model
     if config.drafter_name == EAGLE and named is not None and not names_head(config):
+        remedy = "name the head there" if config.head is None else "drop drafter.model"
         raise ConfigError(
             f"drafter {EAGLE!r} has no use for drafter.model = {named!r}, which is no head: take "
-            "drafter.name = 'auto', which runs both, or name the head there"
+            f"drafter.name = 'auto', which runs both, or {remedy} (--draft-model)"
         )
     is_there = resolve_head(config) is not None
     if sources == [EAGLE] and not is_there:
