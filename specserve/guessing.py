@@ -12,7 +12,7 @@ from specserve.models.eagle_config import is_head
 from specserve.models.folder import resolve
 from specserve.selection import check_drafter, names_head, needs_head, runs_draft_model
 from specserve_drafters.auto import BUILT_IN, EAGLE, USUAL
-from specserve_drafters.base import BUILTIN, DrafterError
+from specserve_drafters.base import BUILTIN, HEADS, DrafterError
 
 MODEL = "model"  # the source that is a draft model
 AT_START = (
@@ -118,10 +118,12 @@ class Guessing:
     def refuse_code(self, names: list[str]) -> None:
         """Code is loaded at the start only: what a request names may be built in, or known."""
         for name in names:
+            if name in HEADS:
+                raise ConfigError(f"no drafter or source {name!r}: {HEADS[name]}")
             if name not in {*BUILTIN, *BUILT_IN, "none", *self.foreign}:
                 raise ConfigError(
-                    f"{name!r:.100} is neither built in nor was it there when the server was "
-                    "started: a change loads no code"
+                    f"{name!r:.100} is neither built in nor was it there at the start: a change "
+                    "loads no code"
                 )
 
     def with_draft_model(self, model: str, quantize: str | None) -> Config:

@@ -24,6 +24,7 @@ from specserve.models.chat_template import ChatOptions, ChatTemplate, Message
 from specserve.models.defaults import GenerationDefaults
 from specserve.models.source import open_source
 from specserve.models.tokenizer import Tokenizer, check_same_vocabulary
+from specserve_drafters.base import HEADS
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -328,9 +329,11 @@ class InputProcessor(msgspec.Struct, frozen=True):
         for name in names:
             if name not in self.sources:
                 known = ", ".join(self.sources) or "none, as this engine does not speculate"
+                known = (
+                    f"{HEADS[name]}; there are {known}" if name in HEADS else f"there are {known}"
+                )
                 raise RequestError(
-                    f"speculation.sources: {name!r:.50} is no source of guesses here: there are "
-                    f"{known}",
+                    f"speculation.sources: {name!r:.50} is no source of guesses here: {known}",
                     "speculation.sources",
                 )
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from specserve.config import Config
 from specserve.errors import ConfigError
-from specserve.models.eagle_config import check_target, is_head, load_eagle_config
+from specserve.models.eagle_config import check_target, head_inside, is_head, load_eagle_config
 from specserve.models.folder import check_regular
 from specserve.models.shape import Shape
 from specserve.models.source import open_source
@@ -43,6 +43,8 @@ def check(config: Config) -> Folders:
     # It may be named beside speculation.max_nodes = 0.
     if is_needed or (config.drafter.model is not None and not names_head(config)):
         draft = resolve_draft(config)
+        if (inner := head_inside(draft)) is not None:
+            raise ConfigError(f"{draft}: no draft model; name {inner}, which is a head")
         draft_shape = check_model(draft)
         check_vocabulary_size(shape, draft, draft_shape)
         check_quantize("drafter.quantize", config.drafter.quantize, draft, draft_shape)
@@ -58,6 +60,12 @@ def check_head(config: Config, folder: Path, target: Shape) -> None:
             f"drafter.quantize = {config.drafter.quantize!r}: a head is not rounded; leave it out"
         )
     check_regular(folder)
+    if folder.is_dir() and not (folder / "config.json").exists():
+        inner = head_inside(folder)
+        remedy = "check the path" if inner is None else f"name {inner}, which is one"
+        raise ConfigError(
+            f"{folder}: no head, whose folder has config.json and model.safetensors: {remedy}"
+        )
     check_target(folder, load_eagle_config(folder), target)
     if folder.is_dir():
         find_weights(folder)

@@ -9,7 +9,7 @@ from specserve.config import Config
 from specserve.errors import ConfigError
 from specserve.models.eagle_config import is_head
 from specserve.models.folder import Scaled, name_of, resolve
-from specserve.models.mtp_config import has_mtp
+from specserve.models.mtp_config import LOST, has_lost_mtp, has_mtp
 from specserve.models.shape import Shape
 from specserve.models.source import open_source
 from specserve_drafters import DrafterError
@@ -75,17 +75,30 @@ def needs_head(config: Config) -> bool:
     """
     sources, named = head_sources(config), config.drafter.model
     if config.drafter_name == EAGLE and named is not None and not names_head(config):
+        remedy = "name the head there" if config.head is None else "drop drafter.model"
         raise ConfigError(
             f"drafter {EAGLE!r} has no use for drafter.model = {named!r}, which is no head: take "
-            "drafter.name = 'auto', which runs both, or name the head there"
+            f"drafter.name = 'auto', which runs both, or {remedy} (--draft-model)"
         )
     is_there = resolve_head(config) is not None
     if sources == [EAGLE] and not is_there:
         raise ConfigError(
             f"drafter {EAGLE!r}, or auto with that source alone, needs a head of the target: set "
-            "drafter.head (--draft-head)"
+            "drafter.head (--draft-head)" + (f". {lost}" if (lost := lost_head(config)) else "")
         )
     return is_there and EAGLE in sources
+
+
+def check_lost_head(config: Config) -> None:
+    """ConfigError where the target has lost a head of its own that the drafter would run."""
+    if EAGLE in head_sources(config) and (lost := lost_head(config)):
+        raise ConfigError(lost)
+
+
+def lost_head(config: Config) -> str:
+    """Why there is no head of the target's own that its config.json tells of; "" if it does not."""
+    target = resolve_model(config)
+    return f"{target}: {LOST}" if has_lost_mtp(target) else ""
 
 
 def has_to_run_head(config: Config) -> bool:

@@ -263,6 +263,10 @@ def test_the_page_on_heads_has_every_field_a_valid_config_and_the_cards_figures(
     [text] = re.findall(r"^```json\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     assert msgspec.json.decode(text, type=HeadConfig).draft_steps == 5
     table = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", page, re.MULTILINE))))
+    defaults = HeadConfig()
+    for names, told in re.findall(r"^\| (`.*?) \| .* \| (.*?) \|$", page, re.MULTILINE):
+        values = [None if x[:4] == "none" else float(x) for x in told.split(", ")]
+        assert [getattr(defaults, name) for name in re.findall(r"`(\w+)`", names)] == values
     figures = read_head_card(DEMO / "specserve-demo-head").figures
     assert all(f"{100 * figures[kind].right[0]:.0f} %" in page for kind in ("files", "questions"))
     of_the_demo = {"own_tokens", "max_files", "max_symbols", "ask_every"}

@@ -80,10 +80,43 @@ def test_a_target_whose_mtp_layers_cannot_be_read_serves_without_them(tmp_path, 
         assert "eagle" not in llm.engine.sources and llm.engine.head is None
         with pytest.raises(ConfigError, match="no head of the target was loaded at the start"):
             llm.change_speculation(drafter="eagle")
-    [words] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    [words] = warnings(caplog)
     assert "multi-token prediction do not guess" in words and "eh_proj" in words
     with pytest.raises(ConfigError, match="eh_proj"):
         load(target, **{"drafter.name": "eagle"})
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"drafter.options.sources": ["ngram"]}], ids=str)
+def test_a_target_that_has_lost_its_mtp_layers_says_so_where_they_were_to_guess(
+    tmp_path, caplog, settings
+):
+    write_target(tmp_path, edit=lambda tensors: tensors.clear())
+    with load(tmp_path / "target", **settings) as llm:
+        assert llm.engine.head is None
+    told = [] if settings else ["of layers for multi-token prediction, and their tensors are not"]
+    assert len(warnings(caplog)) == len(told)
+    assert all(a in b for a, b in zip(told, warnings(caplog), strict=True))
+
+
+def test_a_drafter_that_lacks_mtp_layers_which_were_lost_is_refused_with_the_reason(tmp_path):
+    write_target(tmp_path, edit=lambda tensors: tensors.clear())
+    with pytest.raises(ConfigError, match=r"--draft-head\)\. .*/target: .* tensors are not there"):
+        load(tmp_path / "target", **{"drafter.name": "eagle"})
+
+
+def test_a_target_that_transformers_computes_serves_without_its_mtp_layers(tmp_path, caplog):
+    """But not where nobody else may guess."""
+    write_target(tmp_path)
+    settings = {"model.implementation": "transformers"}
+    with load(tmp_path / "target", **settings) as llm:
+        assert llm.engine.head is None and texts(llm)
+    assert any("transformers computes it, and a head" in words for words in warnings(caplog))
+    with pytest.raises(ConfigError, match="transformers computes it, and a head"):
+        load(tmp_path / "target", **settings, **{"drafter.name": "eagle"})
 
 
 @pytest.mark.parametrize(

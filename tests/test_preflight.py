@@ -50,6 +50,9 @@ def models(tmp_path_factory):
     write_head(folder / "wide_head", target_hidden_size=96)
     write_head(folder / "empty_head")
     (folder / "empty_head" / "model.safetensors").unlink()
+    for name in "empty", "out":
+        (folder / name).mkdir()
+    write_head(folder / "out" / "deep-head")
     write(folder / "q8")
     for name, spoil in SPOILT.items():
         shutil.copytree(folder / "whole", folder / name)
@@ -139,6 +142,18 @@ MISTAKES = {  # arguments after the command -> words of the complaint
         [*DEEP, "--draft-head=./whole"],
         "whole/config.json: architectures = ['Qwen3ForCausalLM'] names no EAGLE-3 head",
     ),
+    "a folder with a head in it": (
+        [*DEEP, "--draft-head=./out"],
+        "out: no head, whose folder has config.json and model.safetensors: name out/deep-head",
+    ),
+    "a folder with a head in it for a draft model": (
+        [*DEEP, "--draft-model=./out"],
+        "out: no draft model; name out/deep-head, which is a head",
+    ),
+    "a folder with nothing in it for a head": (
+        [*DEEP, "--draft-head=./empty"],
+        "empty: no head, whose folder has config.json and model.safetensors: check the path",
+    ),
     "a head without taps": ([*DEEP, "--draft-head=./no_taps"], f"no_taps/config.json: {TAPS} is"),
     "a head without weights": ([*DEEP, "--draft-model=./empty_head"], "no weights; there must be"),
     "a head of a deeper target": (
@@ -176,7 +191,11 @@ MISTAKES = {  # arguments after the command -> words of the complaint
     "a draft model in the place of a head": (
         [*DEEP, "--drafter=eagle", "--draft-model=./whole"],
         "drafter 'eagle' has no use for drafter.model = './whole', which is no head: take "
-        "drafter.name = 'auto'",
+        "drafter.name = 'auto', which runs both, or name the head there (--draft-model)",
+    ),
+    "a draft model beside a head that guesses alone": (
+        [*DEEP, "--drafter=eagle", "--draft-model=./whole", "--draft-head=./head"],
+        "'auto', which runs both, or drop drafter.model (--draft-model)",
     ),
     "two heads": (
         [*DEEP, "--draft-model=./head", "--draft-head=./head"],

@@ -15,9 +15,11 @@ from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.errors import ConfigError
 from specserve.machine import cpu_name
 from specserve.memory import BlockPool, BlockTable
+from specserve.models.shape import Shape
 from specserve_bench.bound import Bound, Rates
 from specserve_bench.commands import at_least_1
 from specserve_bench.steps import Size, cost, kv_token_bytes, typical
+from specserve_drafters.auto import EAGLE
 from specserve_kernels.cpu.compiler import BuildError
 from specserve_kernels.cpu.levels import AMX, BF16, usable_flags
 from specserve_kernels.topology import topology
@@ -28,6 +30,7 @@ AGREEING = (1, 2, 17, 33, 64)  # rows whose first ones have to have the same bit
 WARM_UP = 20  # steps
 FAR = 1.5  # times what reading or multiplying takes: then something else takes the time
 BUSY = 1.3  # times the time of a quiet machine
+PHASES = "kernels", "target", "draft model", "head", "pool"  # of the start, that are told again
 NO_COMPILER = "not measured: there is no C++ compiler"
 
 
@@ -56,6 +59,7 @@ def main(argv: Sequence[str]) -> int:
     with LLM(
         args.model,
         draft_model=args.draft_model,
+        draft_head=args.draft_head,
         drafter=args.drafter,
         quantize=args.quantize,
         config=args.config,
@@ -70,6 +74,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="specserve doctor", description=__doc__)
     p.add_argument("model", nargs="?", help="a model; default: the demo pair")
     p.add_argument("--draft-model", help="its draft model")
+    p.add_argument("--draft-head", help="a head of it, as of specserve serve")
     p.add_argument("--drafter", help="as of specserve serve")
     p.add_argument("--quantize", metavar="w8a8|w8|w4", help="as of specserve serve")
     p.add_argument("--config", type=Path, metavar="FILE")
@@ -83,7 +88,7 @@ def report(llm: LLM, rounds: int) -> Iterator[tuple[str, str]]:
     flags, machine = usable_flags(), topology()
     yield "CPU", f"{cpu_name()}, {machine.cpus} CPUs on {machine.cores} cores; {units(flags)}"
     for name, words in llm.loaded.phases.items():
-        if name in ("kernels", "target", "draft model", "pool") or name.endswith("threads"):
+        if name in PHASES or name.endswith("threads"):
             yield name, words
     rates = None if is_gpu else measured_rates()
     if rates is not None:
@@ -91,7 +96,7 @@ def report(llm: LLM, rounds: int) -> Iterator[tuple[str, str]]:
         yield "units", f"{rates.multiply / 1e12:.2f} TFLOP/s multiplied"
     else:
         yield "memory", "not measured on a GPU" if is_gpu else NO_COMPILER
-    yield "KV", f"{kv_token_bytes(shape) / 1024:.1f} KiB a token of context"
+    yield "KV", kv_words(shape, None if llm.engine.head is None else llm.engine.head.runner)
     rows = Rows(target, llm.engine.pool)
     steps = [timed(rows, n, rates, config, rounds) for n in ROWS]
     for step in steps:
@@ -104,6 +109,13 @@ def report(llm: LLM, rounds: int) -> Iterator[tuple[str, str]]:
     found = Found(config, steps, agree, slowdown, state.sources, flags, is_native, is_gpu)
     for line in advice(found) or ["nothing: this is as fast as it gets here"]:
         yield "to change", line
+
+
+def kv_words(target: Shape, head: Runner | None) -> str:
+    """Of the bytes in the target's blocks, where a head has its KV, too."""
+    of_head = 0 if head is None else kv_token_bytes(head.decoder.config)
+    words = f"{(kv_token_bytes(target) + of_head) / 1024:.1f} KiB a token of context"
+    return f"{words}, {of_head / 1024:.1f} of them the head's" if of_head else words
 
 
 def units(flags: frozenset[str]) -> str:
@@ -193,9 +205,10 @@ def advice(found: Found) -> list[str]:
     if config.draft is None and "model" not in found.sources:
         lines.append("name a draft model of the target's family: --draft-model")
     if first.seconds < 1e-3:
+        drafters = "eagle, model, ngram" if EAGLE in found.sources else "model, ngram"
         lines.append(
             "steps are so short that planning guesses takes about as long as they save: compare "
-            "--drafter model, ngram and none by specserve bench drafters"
+            f"--drafter {drafters} and none by specserve bench drafters"
         )
     if found.flags < BF16 and not found.is_gpu:
         lines.append("a CPU with AVX512-BF16 or AMX multiplies several times as fast")

@@ -125,7 +125,7 @@ def find_drafter(name: str) -> Any:
                 f"no drafter {name!r}: it is a source; take drafter.name = 'auto', and name it in "
                 "drafter.options.sources, as configs/suffix.toml does"
             ) from e
-        known = ", ".join(BUILTIN)
+        known = ", ".join(("none", *BUILTIN))
         raise DrafterError(
             f"no drafter {name!r} ({reason(e)}); built in: {known}; others as "
             "package.module:Class, installed or with their folder on PYTHONPATH"

@@ -25,6 +25,7 @@ from specserve.models.shape import Shape
 from specserve.models.source import open_source
 from specserve.phases import Phases
 from specserve.selection import (
+    check_lost_head,
     context_length,
     has_to_run_head,
     needs_draft_model,
@@ -105,9 +106,10 @@ def load_weights(
     known = [*known]
     weights = load_models(config, progress, phases, known)
     begun = settled(first or config, weights.target)
-    if not needs_head(begun):
-        return weights
     try:
+        if not needs_head(begun):
+            check_lost_head(begun)
+            return weights
         head = get_head(begun, weights.target, known, phases)
     except ConfigError as e:
         if has_to_run_head(begun):
@@ -158,7 +160,11 @@ def get_head(config: Config, target: Model, known: Iterable[Model | None], phase
     )
     if (loaded := next((m for m in known if m is not None and m.key == key), None)) is not None:
         return loaded
-    assert isinstance(target.decoder, Decoder), "no head reads layers of other code"
+    if not isinstance(target.decoder, Decoder):
+        raise ConfigError(
+            f"{folder}: {target.key.implementation} computes it, and a head reads the layers of a "
+            "target that native code computes; take another drafter"
+        )
     with phases.phase("head"):
         head = load_head(folder, target.decoder)
         words = tap_words(head.taps, target.decoder.config.num_layers)

@@ -103,6 +103,13 @@ def is_head(path: Path) -> bool:
     return file.is_file() and names_head(read_json(file))
 
 
+def head_inside(folder: Path) -> Path | None:
+    """A head in a folder that is none itself, as `specserve demo train-head` leaves one there."""
+    if (folder / "config.json").exists():
+        return None
+    return next((inner for inner in sorted(folder.glob("*")) if is_head(inner)), None)
+
+
 def load_eagle_config(path: Path) -> EagleConfig:
     """The head that a folder's config.json describes, or a scaled demo's file."""
     if path.parent == DEMO_COST:

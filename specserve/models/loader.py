@@ -118,7 +118,7 @@ def open_reader(
 ) -> "Reader":
     """ConfigError unless the checkpoint is what config.json says."""
     checkpoint = Checkpoint(folder)
-    checkpoint.show(without_mtp(checkpoint.files, config))
+    checkpoint.show(without_mtp(checkpoint.files, config.num_layers, config.num_mtp_layers))
     if config.mixture is not None and config.mixture.style.is_stacked:
         part_experts(checkpoint, config.mixture.num_experts)
     shapes = decoder_config.tensor_shapes(config)

@@ -12,7 +12,6 @@ import msgspec
 
 from specserve.models.decoder_config import (
     MAX_LAYERS,
-    DecoderConfig,
     names_family,
     num_mtp_layers,
     positive,
@@ -45,6 +44,10 @@ class MtpStyle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FURTHER = "mtp.layers."
+LOST = (
+    "config.json tells of layers for multi-token prediction, and their tensors are not there; take "
+    "a checkpoint that has kept them, or another drafter"
+)
 QWEN = MtpStyle(
     module="mtp",
     layer=f"{FURTHER}0",
@@ -90,10 +93,22 @@ def find_style(names: Iterable[str], num_layers: int) -> MtpStyle | None:
 
 def has_mtp(folder: Path) -> bool:
     """Whether a model has such layers, and native code for their kind."""
-    if folder.is_file():
-        return False
-    num_layers = read_config(folder, layers_before)
-    return num_layers > 0 and find_style(tensor_names(folder), num_layers) is not None
+    num_layers = layers_before_told(folder)
+    return num_layers > 0 and has_tensors(folder, num_layers)
+
+
+def has_lost_mtp(folder: Path) -> bool:
+    """Whether its config.json tells of such layers that its weights lack."""
+    num_layers = layers_before_told(folder)
+    return num_layers > 0 and not has_tensors(folder, num_layers)
+
+
+def layers_before_told(folder: Path) -> int:
+    return 0 if folder.is_file() else read_config(folder, layers_before)
+
+
+def has_tensors(folder: Path, num_layers: int) -> bool:
+    return find_style(tensor_names(folder), num_layers) is not None
 
 
 def layers_before(written: Mapping[str, Any]) -> int:
@@ -103,9 +118,8 @@ def layers_before(written: Mapping[str, Any]) -> int:
     return positive({"num_hidden_layers": None} | dict(written), "num_hidden_layers", MAX_LAYERS)
 
 
-def without_mtp(files: Mapping[str, T], config: DecoderConfig) -> dict[str, T]:
-    """A checkpoint's tensors but those of all such layers that its config.json tells of."""
-    first, number = config.num_layers, config.num_mtp_layers
-    behind = [f"model.layers.{first + i}." for i in range(number)]
+def without_mtp(files: Mapping[str, T], num_layers: int, number: int) -> dict[str, T]:
+    """A checkpoint's tensors but those of such layers, of which its config.json tells a number."""
+    behind = [f"model.layers.{num_layers + i}." for i in range(number)]
     others = (*behind, "mtp.", "model.mtp_layers.") if number else ()
     return {name: file for name, file in files.items() if not name.startswith(others)}

@@ -10,7 +10,7 @@ from specserve.models.checkpoint import DTYPES, Checkpoint
 from specserve.models.decoder import Decoder, Weights
 from specserve.models.decoder_config import MTP_LAYERS, DecoderConfig, tensor_shapes
 from specserve.models.loader import EMBEDDING, HEAD, Reader, read_layer
-from specserve.models.mtp_config import MtpStyle, find_style
+from specserve.models.mtp_config import LOST, MtpStyle, find_style
 from specserve.models.mtp_head import MtpHead, MtpWeights
 from specserve.models.places import ALL, Place, show
 from specserve.models.quantized.maps import QuantizedMaps
@@ -48,10 +48,7 @@ def open_layer(folder: Path, target: DecoderConfig) -> tuple[Checkpoint, MtpStyl
     checkpoint = Checkpoint(folder)
     style = find_style(checkpoint.files, target.num_layers)
     if style is None:
-        raise ConfigError(
-            f"{folder}: config.json tells of layers for multi-token prediction, and their tensors "
-            "are not there; take a checkpoint that has kept them, or another drafter"
-        )
+        raise ConfigError(f"{folder}: {LOST}")
     checkpoint.show({name: file for name, file in checkpoint.files.items() if style.owns(name)})
     for name in checkpoint.files:
         if (dtype := checkpoint.stored(name).dtypes[0]) not in DTYPES:

@@ -15,7 +15,9 @@ from transformers.utils import logging as transformers_logging
 
 from specserve.errors import ConfigError
 from specserve.models.checkpoint import IGNORED, Checkpoint
+from specserve.models.decoder_config import num_mtp_layers, read_config
 from specserve.models.loader import DTYPES, LONGEST, Progress
+from specserve.models.mtp_config import without_mtp
 from specserve.models.rounding import AS_STORED, Rounding
 from specserve.models.row_probe import rows_of, small_program
 from specserve.models.shape import Shape
@@ -103,7 +105,9 @@ def load_modules(folder: Path, shape: Shape, dtype: torch.dtype) -> Any:
             f"{folder}: the tensor {name} is missing, and config.json asks for it; download the "
             "model again, or correct config.json"
         )
-    for name in sorted(info["unexpected_keys"]):
+    number = read_config(folder, num_mtp_layers)
+    unexpected = dict.fromkeys(info["unexpected_keys"])
+    for name in sorted(without_mtp(unexpected, shape.num_layers, number)):
         if not IGNORED.fullmatch(name):
             raise ConfigError(
                 f"{folder}: the tensor {name} has no place in the model that config.json "

@@ -81,6 +81,12 @@ class Metrics:
             ["model_name", "engine", "holder"],
             registry=self.registry,
         )
+        self.drafter = Gauge(
+            "specserve_drafter_info",
+            "The drafter in use.",
+            ["model_name", "drafter"],
+            registry=self.registry,
+        )
         self.looked_up = self.counter(
             "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
         )
@@ -193,13 +199,12 @@ class Metrics:
             registry=self.registry,
         )
         info.labels(self.model, "0", str(ready.block_size), str(ready.num_blocks)).set(1)
-        drafter = Gauge(
-            "specserve_drafter_info",
-            "The drafter in use.",
-            ["model_name", "drafter"],
-            registry=self.registry,
-        )
-        drafter.labels(self.model, ready.drafter).set(1)
+        self.on_drafter(ready.drafter)
+
+    def on_drafter(self, name: str) -> None:
+        """This one guesses from now on."""
+        self.drafter.clear()
+        self.drafter.labels(self.model, name).set(1)
 
     def on_report(self, report: Report) -> None:
         before, stats = self.stats, report.stats

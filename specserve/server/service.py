@@ -149,6 +149,7 @@ class Service:
         self.guessing.settle(asked)
         self.kv_formats = ready.kv_formats
         self.metrics.make_room(asked.max_nodes)
+        self.metrics.on_drafter(ready.drafter)
         processor, served = self.input_processor, self.served
         served.known_sources[:] = ready.known_sources
         served = served._replace(

@@ -7,6 +7,7 @@ from specserve.config import load_config
 from specserve_bench import doctor
 from specserve_bench.doctor import BF16, Found, Timed, advice, main
 from tests.checkpoints import tiny_checkpoint
+from tests.models.eagle_heads import write_head
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +26,15 @@ def test_it_tells_of_machine_steps_and_bits(folder, capsys):
     assert "CPUs on" in told["CPU"] and "GB/s" in told["memory"] and "TFLOP/s" in told["units"]
     assert told["same bits"].endswith("yes")
     assert any(line.startswith("to change") and "--draft-model" in line for line in lines)
+
+
+def test_it_tells_of_a_head(tmp_path, capsys):
+    target = tiny_checkpoint(tmp_path / "target", num_hidden_layers=4)
+    write_head(tmp_path / "head")
+    main([str(target), "--draft-head", str(tmp_path / "head"), "--rounds", "1"])
+    told = {line[:10].strip(): line[11:] for line in capsys.readouterr().out.splitlines()}
+    assert told["KV"] == "0.6 KiB a token of context, 0.1 of them the head's"
+    assert "layers 1, 2, 3" in told["head"]
 
 
 def test_without_a_compiler_it_says_so(folder, capsys, monkeypatch):
@@ -79,6 +89,10 @@ QUIET = {
             "--draft-model",
         ),
         ({"steps": [Timed(1, 5e-4, 4e-4, "reading")]}, "planning guesses"),
+        (
+            {"steps": [Timed(1, 5e-4, 4e-4, "reading")], "sources": ("ngram", "eagle")},
+            "--drafter eagle, model, ngram and none",
+        ),
         ({"flags": frozenset()}, "AVX512-BF16"),
     ],
 )

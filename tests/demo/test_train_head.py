@@ -1,6 +1,7 @@
 """The training of EAGLE-3 heads, on sizes that take seconds."""
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -196,8 +197,15 @@ def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(
     assert files[0].read_bytes() == files[1].read_bytes()
     monkeypatch.setattr(train_head, "learn", None)
     assert commands.main(words) == 0
-    with pytest.raises(ConfigError, match=r"training\.json: begun by another config"):
-        commands.main([*words, "--taps", "1,2"])
+    others = command(tmp_path / "stopped", target, texts, tokens=9)
+    with pytest.raises(ConfigError, match=told_of(texts=tuple(texts), taps=TAPS, tokens=6 * 64)):
+        commands.main([*others, "--text", texts[0], "--taps", "1,2"])
+
+
+def told_of(**fields):
+    """The refusal of a folder that was begun with these."""
+    values = ", ".join(f"{key} = {value!r}" for key, value in fields.items())
+    return re.escape(f"training.json: begun by another config, with {values}; give that one")
 
 
 @pytest.mark.parametrize(
@@ -209,12 +217,13 @@ def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(
         (["--text", "{tmp}/bytes.txt"], r"bytes\.txt: .*UTF-8"),
         (["--text", "{tmp}/short.txt"], "--text: 2 tokens of plain text .* a smaller length"),
         (["--text", "{tmp}/odd.jsonl"], r"odd\.jsonl, line 2: KeyError: 'messages'"),
+        (["--text", "{tmp}/words.jsonl"], "line 1: ValueError: messages is no list of objects"),
         (["--text", "{tmp}/asked.jsonl"], "line 1: ValueError: no message is the assistant's"),
         (["--taps", "1,4"], "--taps 1,4: the target has the layers 0 to 3"),
         (["--taps", "2,1"], "--taps 2,1: give layers that ascend"),
         (["--taps", "1,x"], "--taps 1,x: give layers that ascend"),
         (["--config", "{tmp}/wide.json"], "draft_vocab_size = 400, and .* vocab_size is 320"),
-        (["--config", "{tmp}/odd.json"], r"--config .*odd\.json: .*`tokes`"),
+        (["--config", "{tmp}/odd.json"], r"--config .*odd\.json: .*`tokes`; .* step_tokens, .*"),
         (["--target", "{tmp}/foreign"], "its tokenizer has 300 tokens, .*vocab_size is 256"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
@@ -228,6 +237,7 @@ def test_a_mistake_is_named_before_anything_is_computed(
     line = json.dumps({"messages": TALK})
     (tmp_path / "odd.jsonl").write_text(f'{line}\n{{"text": 1}}\n')
     (tmp_path / "asked.jsonl").write_text(json.dumps({"messages": TALK[:1]}))
+    (tmp_path / "words.jsonl").write_text('{"messages": "x"}')
     (tmp_path / "wide.json").write_text('{"draft_vocab_size": 400}')
     (tmp_path / "odd.json").write_text('{"tokes": 400}')
     tiny_checkpoint(tmp_path / "foreign", vocab_size=256)

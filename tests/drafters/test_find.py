@@ -8,7 +8,7 @@ from specserve_drafters.model import ModelDrafter
 from specserve_drafters.ngram import NgramDrafter
 
 WRONG = {  # name, options -> words of the refusal
-    "an unknown name": ("oracle", {}, r"no drafter 'oracle'.*ngram, model.*package\.module:Class"),
+    "an unknown name": ("oracle", {}, r"'oracle'.*none, auto, ngram, model.*package\.module:Class"),
     "an unknown module": ("no_such.module:Drafter", {}, "no drafter 'no_such.module:Drafter'"),
     "an unknown class": ("specserve_drafters.ngram:Bigram", {}, "no drafter.*Bigram"),
     "a module alone": ("specserve_drafters.ngram", {}, "no drafter"),

@@ -251,7 +251,15 @@ REFUSED = {
     "another vocabulary": (lambda llm, f: llm.load_draft_model(f["words"]), "vocab_size is 640"),
     "a source that is unknown": (
         lambda llm, f: llm.change_speculation(sources=["fortune"]),
-        "'fortune' is neither built in",
+        "'fortune' is neither built in nor was it there at the start",
+    ),
+    "a source by another engine's name": (
+        lambda llm, f: llm.change_speculation(sources=["ngram", "eagle3"]),
+        "'eagle3': heads of the target, EAGLE-3 and MTP, guess as 'eagle'",
+    ),
+    "a drafter by another engine's name": (
+        lambda llm, f: llm.change_speculation(drafter="mtp"),
+        "'mtp': heads of the target, EAGLE-3 and MTP, guess as 'eagle'",
     ),
     "a source twice": (lambda llm, f: llm.change_speculation(sources=["ngram"] * 2), "twice"),
     "no source": (lambda llm, f: llm.change_speculation(sources=[]), "length >= 1"),

@@ -142,6 +142,18 @@ def test_a_server_that_began_without_guesses_can_make_some(folders, admin_keys):
         assert server.get("/v1/models").body["data"][0]["max_nodes"] == 63
 
 
+IN_USE = [({}, "auto"), ({"drafter": "ngram"}, "ngram"), ({"max_nodes": 0}, "none")]
+
+
+def test_the_metrics_tell_of_the_drafter_that_there_is_now(server):
+    for change, name in IN_USE:
+        server.ask("PATCH", SPECULATION, change)
+        series = re.findall(
+            r"^specserve_drafter_info{.*", server.get("/metrics").body, re.MULTILINE
+        )
+        assert len(series) == 1 and f'drafter="{name}"' in series[0] and series[0].endswith(" 1.0")
+
+
 BROKEN = {
     "no field of that name": ("PATCH", SPECULATION, {"source": ["ngram"]}, "source"),
     "a type": ("PATCH", SPECULATION, {"sources": "ngram"}, "sources"),

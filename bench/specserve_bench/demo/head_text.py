@@ -75,6 +75,8 @@ def conversations(file: Path, text: str, tokenizer: Any) -> Iterator[Marked]:
 
 def marked(messages: list[dict[str, Any]], tokenizer: Any) -> Marked:
     """What the template makes of it, in parts. Where it rewrites earlier turns, all is learnt."""
+    if not (isinstance(messages, list) and all(isinstance(m, dict) for m in messages)):
+        raise ValueError("messages is no list of objects")
 
     def written(count: int, asks: bool) -> str:
         text: str = tokenizer.apply_chat_template(

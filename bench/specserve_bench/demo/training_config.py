@@ -1,7 +1,8 @@
 """What a training of the demo pair is made of: sizes, tokens, rates."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -73,7 +74,9 @@ def read_config(file: Path | None, kind: type[C]) -> C:
     try:
         return msgspec.json.decode(file.read_bytes() if file else b"{}", type=kind)
     except (OSError, msgspec.MsgspecError) as e:
-        raise ConfigError(f"--config {file}: {e}") from e
+        is_unknown = "unknown field" in str(e)
+        known = f"; the fields are {', '.join(kind.__struct_fields__)}" if is_unknown else ""
+        raise ConfigError(f"--config {file}: {e}{known}") from e
 
 
 def check_config(file: Path, config: msgspec.Struct) -> None:
@@ -86,4 +89,15 @@ def check_config(file: Path, config: msgspec.Struct) -> None:
     except (OSError, msgspec.MsgspecError) as e:
         raise ConfigError(f"{file}: {e}; give another folder") from e
     if begun != config:
-        raise ConfigError(f"{file}: begun by another config; give that one, or another folder")
+        now = dict(values(config))
+        other = (f"{key} = {x!r}" for key, x in values(begun) if now[key] != x)
+        raise ConfigError(
+            f"{file}: begun by another config, with {', '.join(other)}; give that one, or another "
+            "folder"
+        )
+
+
+def values(config: msgspec.Struct) -> Iterator[tuple[str, Any]]:
+    """Of the fields, and of those of a config in them."""
+    for key, value in msgspec.structs.asdict(config).items():
+        yield from values(value) if isinstance(value, msgspec.Struct) else [(key, value)]
