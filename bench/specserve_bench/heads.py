@@ -21,7 +21,7 @@ from specserve_bench.workloads import workload
 
 FILE = Path("bench/results/heads-cpu.json")
 COMMAND = "python -m specserve_bench.figures heads"
-ROUNDS, REQUESTS, ASKED = 3, 2, 8  # ASKED: requests where time does not count
+ROUNDS, REQUESTS, ASKED = 9, 2, 8  # ASKED: requests where time does not count
 COST = "qwen3-0.6b"
 TIMED = "questions", "completion", "agent"
 NODES = 8
