@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specserve.config import load_config
-from specserve.engine import build, loading
+from specserve.engine import build, head_model, loading
 from specserve.engine.step_input import RowGroup
 from specserve.engine.tuning import choose_threads
 from specserve.errors import ConfigError
@@ -118,28 +118,32 @@ def test_recorded_steps_draw_from_edited_and_masked_rows_beside_others(models, r
 
 
 @pytest.mark.slow
-def test_a_head_goes_on_from_what_the_cpus_has(models, recorded, tmp_path):
-    """In recorded steps, with guesses that are run level by level."""
+def test_a_head_goes_on_from_what_the_cpus_has(models, recorded, tmp_path, monkeypatch):
+    """In recorded steps, with guesses that are run level by level, after rows that are written."""
+    monkeypatch.setattr(head_model, "MANY", 2)
     on_cpu, target, _ = models
     write_head(tmp_path / "head", eagle_aux_hidden_state_layer_ids=[0, 1])
     head, on_gpu = (load_eagle_head(tmp_path / "head", x) for x in (on_cpu, target))
     options = {"width": 2, "max_depth": 2, "min_gain": 0.0, "min_value": 0.0}
     engine = engine_for(target, None, "eagle", head=on_gpu, max_nodes=4, options=options)
     model, seen = engine.head, []
-    follow = model.follow
+    extend = model.extend
 
-    def checked():
-        follow()
-        for request in engine.requests.values():
-            hidden = model.last[request.id].hidden
-            oracle = Oracle(on_cpu, head, request.token_ids.tolist())
+    def checked(items):
+        found = extend(items)
+        for place in found[0]:
+            hidden = model.last[items[place].id].hidden
+            oracle = Oracle(on_cpu, head, items[place].token_ids.tolist())
             close(model.logits(hidden)[0], oracle.logits)
-            seen.append(request.id)
+            seen.append(place)
+        return found
 
-    model.follow = checked
-    asked = cases()[1:2]
+    written, write = [], model.write_rows
+    model.extend = checked
+    model.write_rows = lambda *given: (written.append(1), write(*given))
+    asked = cases()[2:3]
     assert [r.token_ids.tolist() for r in Watch(engine).run(asked)] == plain(on_cpu, asked)
-    assert len(seen) >= 3 and engine.stats.num_drafted > 0
+    assert len(seen) >= 3 and engine.stats.num_drafted > 0 < len(written)
     assert not engine.stats.sources["eagle"].errors
     assert engine.target.program.eager.residual is None, "a step was not recorded"
 
