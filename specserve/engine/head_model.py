@@ -70,7 +70,7 @@ class HeadModel(ModelExecutor):
     has KV in the slots [0, T - 1), and node e of a step is in slot T + e - 2. The target cannot be
     asked for its taps again: so they are kept until the head has run their rows. It runs those of
     prompts, and all others once a block is full, before the next step is planned; else when it is
-    to guess. What a request alone has left may wait until it ends, as nobody else finds its blocks.
+    to guess. What a request alone has left may wait until it has ended or another one has begun.
     That writes over the KV of guesses, which was made of the head's own rows. The last slot of a
     block that is found in the cache may have been made with another next token, which costs
     guesses.
@@ -147,9 +147,10 @@ class HeadModel(ModelExecutor):
         """Keep the taps of the target's last step, and run the rows that cannot wait: before blocks
         are given to others. After an error `drop` has to be called.
         """
-        seen, self.seen = self.seen, []
+        seen = self.seen
         if seen:
             self.keep_taps(seen)
+        self.seen = []
         every = [*self.backlogs.values()]
         if self.is_alone:
             for backlog in every:

@@ -215,19 +215,23 @@ def test_a_watched_head_runs_no_more_rows_at_once_than_a_step_has(target, head, 
     assert max(map(sum, rows)) <= 40 and 5 < max(read) <= 40
 
 
-def test_nobody_finds_blocks_that_lack_what_a_head_has_failed_to_run(target, head, monkeypatch):
+@pytest.mark.parametrize(("failing", "size"), [("fuse", 60), ("fuse", 1), ("taps", 1)])
+def test_nobody_finds_blocks_that_lack_what_a_head_has_failed_to_run(
+    target, head, failing, size, monkeypatch
+):
     """Else every later text that begins alike would have worse guesses."""
     engine = engine_for(target, None, "ngram", head=head, block_size=BLOCK)
     checks = Checks(Scripted(hedge, {}), target, head)
     engine.guesses = fixed(engine, checks)
     engine.guesses.draft_model = checks.executor = engine.head
     checks.rng.random = lambda: 1.0
-    watch, fuse = Watch(engine), head.fuse
-    [first] = watch.run([Case(PROMPT[:40], sampling(60))], is_kept=True)
-    monkeypatch.setattr(head, "fuse", lambda taps: 1 / 0)
-    engine.rest()
-    assert engine.stats.sources["eagle"].errors == 1 and not engine.head.backlogs
-    monkeypatch.setattr(head, "fuse", fuse)
+    watch = Watch(engine)
+    [first] = watch.run([Case(PROMPT[:40], sampling(size))], is_kept=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(head if failing == "fuse" else engine.head, failing, lambda _: 1 / 0)
+        engine.rest()
+    assert engine.stats.sources["eagle"].errors == 1
+    assert not engine.head.backlogs and not engine.head.seen
     checks.rng.random = lambda: 0.0
     watch.run([Case([*first.token_ids, 7, 8], sampling(12))])
     assert watch.seen["found"] == 0 and checks.num_seen >= 10 and not checks.failures
