@@ -13,7 +13,9 @@ from specserve_kernels.errors import DeviceError, is_out_of_memory
 from specserve_kernels.program import Model, Outputs, Program
 from specserve_kernels.threads import Threads, limit_threads
 from specserve_kernels.types import (
+    NO_TOKEN,
     NO_WINDOW,
+    NOT_FINITE,
     AdapterRows,
     Edits,
     KVCache,
@@ -27,6 +29,8 @@ from specserve_kernels.types import (
 )
 
 __all__ = [
+    "NOT_FINITE",
+    "NO_TOKEN",
     "NO_WINDOW",
     "AdapterRows",
     "Codes",
@@ -97,6 +101,8 @@ class Ops(Protocol):
     def linear(
         self, x: Tensor, packed: Any, bias: Tensor | None = None, added: Any = None
     ) -> Tensor: ...
+
+    def lm_head(self, x: Tensor, packed: Any) -> Tensor: ...
 
     def linear_add(
         self,

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 NO_WINDOW: tuple[int | None, ...] = (None,)
+# Drawn in place of a token, if a row's greatest number is not finite.
+NO_TOKEN = -1  # it is -inf: every token is ruled out
+NOT_FINITE = -2  # it is +inf, or a number of the row is NaN
 
 
 class AdapterRows(NamedTuple):

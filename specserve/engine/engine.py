@@ -45,13 +45,21 @@ from specserve.exchange.step_output import SourceStats, Stats, StepOutput
 from specserve.memory import BlockPool, BlockTable
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve_drafters.auto import EAGLE
-from specserve_kernels import is_out_of_memory
+from specserve_kernels import NOT_FINITE, is_out_of_memory
 
 log = logging.getLogger("specserve")
 
 NOTHING_LEFT = (
     "the grammar leaves no token that could come next: ask for less, or leave out other parameters "
     "that rule tokens out"
+)
+ALL_RULED_OUT = (
+    "no token is left: allowed_token_ids, bad_words, logit_bias, min_tokens and logits processors "
+    "rule out all of them together. Relax one of these"
+)
+LOGITS_NOT_FINITE = (
+    "the model's logits are not finite: its checkpoint or its LoRA adapter is damaged, or its "
+    "numbers overflow. Replace it, or set model.dtype to fp32"
 )
 MOMENT = 2e-3  # seconds that a step waits for a grammar or adapter where nothing else is due
 LESS_MEMORY = "lower memory.kv_fraction, memory.kv_bytes or scheduler.max_batched_tokens"
@@ -317,10 +325,8 @@ class Engine:
             return finish_reason(sampled[i].request, tokens) is not None
 
         paths = walk(drafts, tokens_after, is_last)
-        for item, path in zip(sampled, paths, strict=True):
-            state = self.states.get(item.request.id)
-            if state is not None and state.dead_ends:
-                path.cut(state.num_alive(path.tokens))
+        for path in paths:
+            path.cut_failure()
         return paths
 
     def commit(
@@ -365,15 +371,11 @@ class Engine:
         """Append a path's tokens to its request, and end the request if it is complete."""
         request, draft = item.request, item.draft
         processors, state = self.processors.get(request.id), self.states.get(request.id)
-        if not path.tokens:
-            assert state is not None and state.grammar is not None, "a row has a token after it"
-            return self.fail(request, f"{NOTHING_LEFT}{state.grammar.why}", "structured_outputs")
-        if processors is not None:
-            is_banned = state is not None and state.bans(path.tokens[0])
-            processors.check_drawn(path.tokens[0], is_banned)
         if processors is not None and processors.error is not None:
             log.error("a logits processor failed", exc_info=processors.error)
             return self.fail(request, f"logits_processors: {processors.failure}")
+        if not path.tokens:
+            return self.fail(request, *no_token(path.failure, state, processors is not None))
         is_fallback = self.draft_model is not None and self.draft_model.is_catching_up(item)
         reason, is_root = finish_reason(request, path.tokens), item.is_root
         if request.num_output == 0:
@@ -665,6 +667,15 @@ class Engine:
     def memory(self) -> dict[str, int]:
         """Number of blocks by holder; a shared block counts once."""
         return self.pool.holders()
+
+
+def no_token(failure: int, state: TextState | None, has_processors: bool) -> tuple[str, str]:
+    """Why a row gave no token, and the parameter that is to blame."""
+    if failure == NOT_FINITE or not (state or has_processors):
+        return LOGITS_NOT_FINITE, "model"
+    if state is not None and state.grammar is not None:
+        return f"{NOTHING_LEFT}{state.grammar.why}", "structured_outputs"
+    return ALL_RULED_OUT, "logits_processors" if has_processors else "allowed_token_ids"
 
 
 def rows_of(item: ScheduledRequest) -> RowGroup:

@@ -26,7 +26,6 @@ class LogitsProcessors:
         self.prompt = prompt
         self.error: Exception | None = None
         self.failure = ""  # the same in words
-        self.left = torch.empty(0)  # the last result
 
     def __call__(self, output: Sequence[int], logits: Tensor) -> Tensor:
         """The logits [V] float32 after all functions; those that were given where one fails."""
@@ -39,19 +38,7 @@ class LogitsProcessors:
         except Exception as e:
             self.error, self.failure = e, in_words(e)
             return logits
-        self.left = changed.float()
-        return self.left
-
-    def check_drawn(self, token: int, is_banned: bool) -> None:
-        """Note an error if the token was drawn because none was left: what the functions left, the
-        request's parameters do not allow.
-        """
-        if self.error is None and (is_banned or self.left[token] == -torch.inf):
-            self.failure = (
-                "no token is left to draw: allowed_token_ids, bad_words or min_tokens rule out all "
-                "that the functions leave"
-            )
-            self.error = ValueError(self.failure)
+        return changed.float()
 
 
 def in_words(error: Exception) -> str:

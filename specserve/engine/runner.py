@@ -168,7 +168,8 @@ class Runner:
         return joined(told)
 
     def logprobs(self, logits: Tensor, tokens: Tensor, k: int) -> Logprobs:
-        return self.ops.logprobs(logits, torch.arange(len(tokens)), tokens.cpu(), k)
+        given = tokens.cpu().clamp(min=0)  # a row may have no token
+        return self.ops.logprobs(logits, torch.arange(len(tokens)), given, k)
 
     def collect(self, step: StepInput, launched: Launched) -> Answers:
         """The target's tokens of a launched step; waits for the device where it is a GPU."""

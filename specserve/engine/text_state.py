@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.engine.grammar_state import GrammarState
@@ -113,10 +112,8 @@ class TextState:
         grammar: GrammarState | None = None,
     ) -> None:
         self.sampling, self.grammar = sampling, grammar
-        self.dead_ends: set[tuple[int, ...]] = set()  # paths of the step that nothing may follow
         self.bias = dict(sampling.logit_bias)
         self.bias |= {word[0]: BAN[0] for word in sampling.bad_words if len(word) == 1}
-        self.banned = frozenset(t for t, bias in self.bias.items() if bias == BAN[0])
         self.words = Ends()
         for word in sampling.bad_words:
             if len(word) > 1:
@@ -143,7 +140,6 @@ class TextState:
         other.base, other.places = no_edits(), dict(self.places)
         other.base.join(self.base)
         other.grammar = self.grammar and self.grammar.fork()
-        other.dead_ends = set()
         return other
 
     def edit(self, token: int) -> Edit:
@@ -167,7 +163,6 @@ class TextState:
             self.keep(token)
         if self.grammar is not None:
             self.grammar.extend(tokens)
-            self.dead_ends.clear()
 
     def advance(self, token: int) -> None:
         self.output.append(token)
@@ -180,44 +175,13 @@ class TextState:
     def is_early(self) -> bool:
         return len(self.output) < self.sampling.min_tokens
 
-    def bans(self, token: int) -> bool:
-        """Whether it must not come next."""
-        mask = self.mask
-        is_masked = mask is not None and not int(mask[token // 32]) >> token % 32 & 1
-        is_end = self.is_early and token in self.sampling.stop_ids
-        is_word = self.bias.get(token) == BAN[0] or token in self.words.after(self.output)
-        # By the mask, as for a draw: a token after the known text would be looked at as a guess.
-        rules = None if self.grammar is None else self.grammar.mask(())
-        is_wrong = rules is not None and not int(rules[token // 32]) >> token % 32 & 1
-        return is_masked or is_end or is_word or is_wrong
-
     def mask_after(self, path: Sequence[int]) -> Tensor:
         """The ids that may come after a path of guesses by grammar and mask."""
         assert self.grammar is not None, "without a grammar all nodes have one mask"
         words = self.grammar.mask(path)
         if self.mask is not None:
             words = words & self.mask.numpy()
-        if not self.has_any(words, path):
-            self.dead_ends.add((*path,))
         return torch.from_numpy(words)
-
-    def has_any(self, words: NDArray[np.int32], path: Sequence[int]) -> bool:
-        """Whether any id of a mask may be drawn after a path."""
-        bans = self.banned
-        if len(self.output) + len(path) < self.sampling.min_tokens:
-            bans |= self.sampling.stop_ids
-        if self.words.lasts:
-            bans |= {*self.words.after([*self.output[-MOST_OF_WORD:], *path])}
-        if not bans:
-            return bool(words.any())
-        bits = np.unpackbits(words.view(np.uint8), bitorder="little")
-        bits[[*bans]] = 0
-        return bool(bits.any())
-
-    def num_alive(self, path: Sequence[int]) -> int:
-        """How many tokens of a step's path may be kept: it ends where nothing may come."""
-        ends = (n for n in range(len(path)) if tuple(path[:n]) in self.dead_ends)
-        return next(ends, len(path))
 
     def own(self, path: dict[int, Edit]) -> Own:
         """The edits at a path's end: no bad word is completed there, and no end comes too early."""

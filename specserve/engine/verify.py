@@ -14,15 +14,23 @@ IsLast = Callable[[int, list[int]], bool]
 
 
 class Path(msgspec.Struct, eq=False):
-    """A request's new tokens in a step, and the nodes that guessed them, from the root down."""
+    """A request's new tokens in a step, and the nodes that proposed them, from the root down.
+
+    failure  NO_TOKEN or NOT_FINITE if the last row that was reached gave no token; else 0
+    """
 
     tokens: list[int]
     nodes: list[int]
+    failure: int = 0
     logprobs: list[TokenLogprobs] = []  # of these tokens, where the request asked for them
 
-    def cut(self, size: int) -> None:
-        """Keep the first tokens only."""
-        del self.tokens[size:], self.nodes[max(0, size - 1) :]
+    def cut_failure(self) -> None:
+        """Take out what is no token. The request fails if that comes first, so in the next step
+        after tokens: where it fails depends on no draft.
+        """
+        if self.tokens[-1] < 0:
+            self.failure = self.tokens.pop()
+            del self.nodes[len(self.tokens) - 1 :]
 
 
 def walk(drafts: Sequence[Draft], tokens_after: TokensAfter, is_last: IsLast) -> list[Path]:

@@ -232,11 +232,11 @@ class Decoder:
 
         residual  [R, hidden]  what `forward` returned
         rows      [n]          int64, ascending
-        ->        [n, V]       the model's dtype
+        ->        [n, V]       float32
         """
         ops, weights = self.ops, self.weights
         hidden = self.norm(ops.take_rows(residual, rows), weights.norm)
-        logits = ops.linear(hidden, weights.head)
+        logits = ops.lm_head(hidden, weights.head)
         cap = self.config.logit_cap
         return logits if cap is None else ops.soft_cap(logits, cap)
 

@@ -117,7 +117,7 @@ class EagleHead(OverDecoder):
         """The logits [n, draft V] after some rows of what `forward` gave, [n] int64, ascending."""
         if not self.settings.norm_output:
             return self.body.logits(residual, rows)
-        return self.ops.linear(self.ops.take_rows(residual, rows), self.body.weights.head)
+        return self.ops.lm_head(self.ops.take_rows(residual, rows), self.body.weights.head)
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         return self.weights.targets[draft_ids]

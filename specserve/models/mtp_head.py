@@ -95,7 +95,7 @@ class MtpHead(OverDecoder):
         hidden = ops.take_rows(residual, rows)
         if config.logit_scale != 1:
             hidden = ops.scale(hidden, config.logit_scale)
-        logits = ops.linear(hidden, self.body.weights.head)
+        logits = ops.lm_head(hidden, self.body.weights.head)
         return logits if config.logit_cap is None else ops.soft_cap(logits, config.logit_cap)
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:

@@ -140,6 +140,22 @@ class PackedLinear(torch.nn.Module):
         return self.maps.part(x, self.i)
 
 
+class PackedHead(torch.nn.Module):
+    """The map from hidden states to logits, which are float32."""
+
+    def __init__(self, hook: Hook, ops: Ops, packed: Any, bias: Tensor | None) -> None:
+        super().__init__()
+        self.specserve_hook, self.ops, self.packed = hook, ops, packed
+        self.bias = None if bias is None else bias.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        logits = self.specserve_hook.run(self.ops.lm_head, flat, self.packed)
+        if self.bias is not None:
+            logits += self.bias
+        return logits.view(*x.shape[:-1], -1)
+
+
 class Norm:
     """What an RMSNorm's module computes, by our op: `weight` [D] float32, and rows of `dtype`."""
 
@@ -281,4 +297,4 @@ class TransformersModel:
         hidden = residual.index_select(0, rows)
         with self.computing():
             found: Tensor = self.head(inputs_embeds=hidden[None], use_cache=False).logits[0]
-            return found.to(self.dtype).contiguous()
+            return found.float().contiguous()

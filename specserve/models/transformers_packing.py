@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from specserve.errors import ConfigError
 from specserve.models.loader import Progress
 from specserve.models.rounding import HEAD, Rounding
-from specserve.models.transformers_model import Hook, LinearMaps, Norm, PackedLinear
+from specserve.models.transformers_model import Hook, LinearMaps, Norm, PackedHead, PackedLinear
 from specserve.models.weight import Weight, form_of, fuse, num_bytes
 from specserve.models.weight_forms import MapForm, WeightForms
 from specserve_kernels import Ops
@@ -115,7 +115,7 @@ def pack(
         num_odd += rounding.is_odd(*of)
         forms[form_of(weight, is_head)] += 1
         num_packed += num_bytes(weight)
-        put(causal, target, names, parts, weight)
+        put(causal, target, names, parts, weight, is_head)
         head = None if is_head else head
         del parts, weight  # before the next ones are packed
         if progress is not None:
@@ -127,12 +127,20 @@ def pack(
 
 
 def put(
-    causal: Any, target: Target, names: Sequence[str], parts: Sequence[Any], weight: Weight
+    causal: Any,
+    target: Target,
+    names: Sequence[str],
+    parts: Sequence[Any],
+    weight: Weight,
+    is_head: bool,
 ) -> None:
     """Replace linear maps by one of this weight."""
     hook, ops = target
     has_bias = parts[0].bias is not None
     bias = ops.place(torch.cat([part.bias.data for part in parts])) if has_bias else None
+    if is_head and len(names) == 1:
+        causal.set_submodule(names[0], PackedHead(hook, ops, ops.prepack(weight), bias))
+        return
     widths = [len(weight_of(part)) for part in parts]
     maps = LinearMaps(hook, ops, ops.prepack(weight), bias, widths)
     for i, name in enumerate(names):

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from specserve.engine.engine import MOMENT, NOTHING_LEFT
 from specserve.engine.grammar_state import GrammarState
 from specserve.engine.grammars import Grammars, Vocabulary
-from specserve.engine.text_state import TextState
 from specserve.exchange.sampling_params import Sampling
 from specserve.grammars import compiled
 from specserve.models.tokenizer import load_tokenizer
@@ -564,16 +563,6 @@ def test_guesses_that_take_too_long_are_looked_at_no_more_and_the_text_goes_on(v
         token = ids_in(sound.mask(())).tolist()[0]
         state.extend([token])
         sound.extend([token])
-
-
-def test_whether_a_drawn_token_is_banned_does_not_depend_on_what_guesses_took(
-    vocabulary, sampling, end
-):
-    grammar = GrammarState(compiled.Compiled(vocabulary.tokens, GRAMMARS["regex"]), [end], VOCAB)
-    state = TextState(sampling(GRAMMARS["regex"]), PROMPT, VOCAB, grammar)
-    allowed = ids_in(grammar.mask(())).tolist()
-    grammar.patience_with_guesses = 0.0
-    assert [token for token in range(VOCAB) if not state.bans(token)] == allowed
 
 
 def test_a_grammar_that_takes_long_to_compile_is_compiled_once(vocabulary, monkeypatch):

@@ -63,8 +63,9 @@ def test_few_rows_are_multiplied_as_by_the_reference(group, K, bits, form, dtype
     for ops in (interpreted, reference):
         packed, gate_up, stream = ops.prepack(weight), ops.prepack(gated, True), residual.clone()
         assert ops.linear_add(x, packed, bias, stream) is stream
-        outputs.append((ops.linear(x, packed), stream, ops.linear_gated(x, gate_up, both)))
-    for got, want, roundings in zip(*outputs, (1, 1, 3), strict=True):
+        rounded = ops.linear(x, packed), stream, ops.linear_gated(x, gate_up, both)
+        outputs.append((*rounded, ops.lm_head(x, packed)))
+    for got, want, roundings in zip(*outputs, (1, 1, 3, 1), strict=True):
         check_close(got, want, roundings)
 
 
@@ -87,7 +88,8 @@ def test_many_rows_are_multiplied_by_the_widened_weight(group, K, bits, form, dt
     weight = packed.widen(dtype)
     check_close(weight, codes.widen(dtype))
     plain = interpreted.prepack(weight)
-    assert torch.equal(interpreted.linear(x, packed), interpreted.linear(x, plain))
+    for op in (interpreted.linear, interpreted.lm_head):
+        assert torch.equal(op(x, packed), op(x, plain))
     stream, want = (interpreted.linear_add(x, p, bias, residual.clone()) for p in (packed, plain))
     assert torch.equal(stream, want)
 

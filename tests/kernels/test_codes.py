@@ -188,7 +188,7 @@ class Coded:
         return self.ops.linear_gated(x, gated), {}
 
     def logits(self, residual, rows):
-        return self.ops.linear(self.ops.take_rows(residual, rows), self.weights[1])
+        return self.ops.lm_head(self.ops.take_rows(residual, rows), self.weights[1])
 
 
 STEP = RandomStep([Req(20, 5)])

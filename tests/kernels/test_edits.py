@@ -10,7 +10,7 @@ from specserve_kernels.reference.sampling import allowed, edited, transform
 from tests.kernels.edits import BAN, OFF, edits_of, masks_of, penalized, random_edits, random_masks
 from tests.kernels.levels import EVERY_LEVEL_AND_ARM
 from tests.kernels.random_steps import random_tensor
-from tests.kernels.test_sampling import DTYPES, MIXES, asked, mixed
+from tests.kernels.test_sampling import MIXES, asked, mixed
 
 INF = torch.inf
 EVERY = {0, 1, 2, 3}
@@ -86,12 +86,11 @@ BUILDS = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu
 
 
 @BUILDS
-@DTYPES
 @pytest.mark.parametrize(("x", "base", "own", "ids", "want"), ROWS.values(), ids=ROWS)
-def test_the_choice_is_that_of_the_row_it_becomes(ops, x, base, own, ids, want, dtype):
+def test_the_choice_is_that_of_the_row_it_becomes(ops, x, base, own, ids, want):
     """Beside a row that nothing changes."""
     edits, masks = edits_of((base, own), ({}, {})), masks_of(4, ids, None)
-    logits, rows = torch.tensor([x], dtype=dtype), torch.zeros(2).long()
+    logits, rows = torch.tensor([x]), torch.zeros(2).long()
     got = ops.sample(logits, rows, asked(2, 0)._replace(edits=edits, masks=masks))
     assert got.tolist() == [torch.tensor(want).argmax(), torch.tensor(x).argmax()]
 
@@ -114,11 +113,10 @@ def changed(V, kinds="edits and masks"):
 
 @pytest.mark.pairs
 @EVERY_LEVEL_AND_ARM
-@DTYPES
 @pytest.mark.parametrize("kinds", ["edits", "masks", "edits and masks"])
 @pytest.mark.parametrize("V", [1, 5, 64, 300, 1000])
-def test_the_build_chooses_as_the_reference(V, kinds, dtype):
-    logits = 3 * random_tensor(7, V, dtype=dtype)
+def test_the_build_chooses_as_the_reference(V, kinds):
+    logits = 3 * random_tensor(7, V)
     rows, params = torch.arange(len(MIXES)) % 7, changed(V, kinds)
     got, want = (ops.sample(logits, rows, params) for ops in (cpu, reference))
     assert torch.equal(got, want)

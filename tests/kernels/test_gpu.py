@@ -451,6 +451,9 @@ def test_linear(ops, draw, measured, N, K, has_bias, dtype):
         want = x.double() @ weight.to(DEVICE).double().T + (bias.double() if has_bias else 0)
         assert got.dtype == dtype
         measured.close("linear", got, want)
+        head = ops.lm_head(x, packed)
+        assert head.dtype == FP32
+        measured.close("lm_head", head, x.double() @ weight.to(DEVICE).double().T)
         residual = draw.normal(R, N, dtype=dtype, scale=K**0.5)
         want += residual.double()
         assert ops.linear_add(x, packed, bias if has_bias else None, residual) is residual
@@ -482,6 +485,7 @@ def test_maps_of_codes(ops, draw, measured, bits, group, N, K, form, dtype):
     for R in (1, 2, 7, 16, 17, 64, 65, 513):
         got, want = ops.linear(x[:R], packed), x[:R].double() @ (weight if R <= 64 else widened).T
         measured.close("linear of codes", got, want)
+        measured.close("lm_head of codes", ops.lm_head(x[:R], packed), want)
         if R <= 64:
             measured.same("linear of codes", got, few[:R])
         residual = draw.normal(R, N, dtype=dtype, scale=K**0.5)
@@ -634,11 +638,10 @@ def check_choices(record_property, got, want, excused):
     assert not wrong, f"{len(wrong)} of {len(want)} are wrong, the first is {wrong[0]}; seed {SEED}"
 
 
-@DTYPES
 @pytest.mark.parametrize("spread", [0.5, 8.0], ids=["flat", "peaked"])
 @pytest.mark.parametrize("odd", [0, 267], ids=["even", "odd"])
-def test_tokens_are_chosen_as_by_the_reference(ops, draw, record_property, odd, spread, dtype):
-    logits, params = draw.normal(7, VOCAB - odd, dtype=dtype, scale=spread), fresh(draw, mixed())
+def test_tokens_are_chosen_as_by_the_reference(ops, draw, record_property, odd, spread):
+    logits, params = draw.normal(7, VOCAB - odd, scale=spread), fresh(draw, mixed())
     rows = torch.tensor(draw.rng.choices(range(7), k=len(MIXES)))
     got, on_host = ops.sample(logits, rows, params).cpu(), logits.cpu()
     want = reference.sample(on_host, rows, params)
@@ -654,9 +657,8 @@ def test_tokens_are_chosen_as_by_the_reference(ops, draw, record_property, odd, 
     assert ops.staging.num_uploads == uploads
 
 
-@DTYPES
-def test_greedy_ties_go_to_the_lowest_id(ops, draw, dtype):
-    logits = draw.normal(40, VOCAB, dtype=dtype)
+def test_greedy_ties_go_to_the_lowest_id(ops, draw):
+    logits = draw.normal(40, VOCAB)
     places = [sorted(draw.rng.sample(range(VOCAB), k=5)) for _ in logits]
     for row, tied in zip(logits, places, strict=True):
         row[tied] = 9.0
@@ -664,10 +666,9 @@ def test_greedy_ties_go_to_the_lowest_id(ops, draw, dtype):
     assert got.tolist() == [tied[0] for tied in places], f"seed {SEED}"
 
 
-@DTYPES
-def test_few_levels_of_logits_are_filtered_as_by_the_reference(ops, draw, record_property, dtype):
+def test_few_levels_of_logits_are_filtered_as_by_the_reference(ops, draw, record_property):
     """Filters have to cut through thousands of ties."""
-    logits = draw.normal(7, VOCAB // 3).mul(1.5).round().to(dtype)
+    logits = draw.normal(7, VOCAB // 3).mul(1.5).round()
     params, rows = fresh(draw, mixed()), torch.arange(len(MIXES)) % 7
     got, on_host = ops.sample(logits, rows, params).cpu(), logits.cpu()
     want = reference.sample(on_host, rows, params)
@@ -679,10 +680,9 @@ def test_few_levels_of_logits_are_filtered_as_by_the_reference(ops, draw, record
     )
 
 
-@DTYPES
-def test_changed_rows_are_drawn_from_as_by_the_reference(ops, draw, record_property, dtype):
+def test_changed_rows_are_drawn_from_as_by_the_reference(ops, draw, record_property):
     n, V = len(MIXES), VOCAB - 267
-    logits, rows = draw.normal(7, V, dtype=dtype, scale=3.0), torch.arange(n) % 7
+    logits, rows = draw.normal(7, V, scale=3.0), torch.arange(n) % 7
     edits, masks = random_edits(n, V), random_masks(n, V)
     params = fresh(draw, mixed())._replace(edits=edits, masks=masks)
     got, on_host = ops.sample(logits, rows, params).cpu(), logits.cpu().float()
@@ -695,15 +695,12 @@ def test_changed_rows_are_drawn_from_as_by_the_reference(ops, draw, record_prope
     check_choices(record_property, got, want, excused)
 
 
-@DTYPES
 @pytest.mark.parametrize("tau", [0.5, 1.0])
 @pytest.mark.parametrize("odd", [0, 267], ids=["even", "odd"])
 @pytest.mark.parametrize("k", [1, 4, 16])
-def test_children_are_ranked_as_by_the_reference(
-    ops, draw, measured, record_property, k, odd, tau, dtype
-):
+def test_children_are_ranked_as_by_the_reference(ops, draw, measured, record_property, k, odd, tau):
     R = 12
-    logits = draw.normal(R, VOCAB - odd, dtype=dtype, scale=3.0)
+    logits = draw.normal(R, VOCAB - odd, scale=3.0)
     temperature = torch.tensor([0.0, 0.3, 1.0, 2.0] * 3)
     params = fresh(draw, SampleParams.greedy(R))._replace(temperature=temperature)
     got, weight = ops.top_children(logits, params, k, tau)
@@ -726,10 +723,9 @@ def test_children_are_ranked_as_by_the_reference(
     check_choices(record_property, got.flatten(), want.flatten(), excused)
 
 
-@DTYPES
 @pytest.mark.parametrize("k", [0, 1, 20])
-def test_log_probabilities_are_the_references(ops, draw, k, dtype):
-    logits, n = draw.normal(5, VOCAB - 267, dtype=dtype, scale=3.0), 40
+def test_log_probabilities_are_the_references(ops, draw, k):
+    logits, n = draw.normal(5, VOCAB - 267, scale=3.0), 40
     rows = torch.tensor(draw.rng.choices(range(5), k=n))
     tokens = torch.tensor(draw.rng.choices(range(VOCAB - 267), k=n))
     tokens[:5] = logits[rows[:5]].argmax(1).cpu()
@@ -742,7 +738,7 @@ def test_log_probabilities_are_the_references(ops, draw, k, dtype):
 
 def test_recorded_launches_find_the_children_that_others_find(draw):
     graphs = ChildGraphs(torch.device(DEVICE))
-    logits = draw.normal(4, VOCAB, dtype=BF16)
+    logits = draw.normal(4, VOCAB)
     graphs.follow(logits, 0)
     for n in (1, 4, 2, 3, 1, 4):
         logits.copy_(draw.normal(4, VOCAB, scale=3.0))

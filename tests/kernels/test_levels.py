@@ -38,7 +38,7 @@ REQS = [Req(70, parents=[0, 1, 1, 0]), Req(33, 8)]
 def some_results(ops, dtype, rows):
     """What the ops give for some of 13 rows, a tensor for each op."""
     x, w = (random_tensor(n, 331, dtype=dtype, seed=n) for n in (13, 500))
-    logits = ops.linear(x[rows], ops.prepack(w))
+    logits = ops.lm_head(x[rows], ops.prepack(w))
     temperature = torch.arange(13) % 3 / 2
     params = SampleParams.greedy(13)._replace(temperature=temperature)
     params = params.take(rows)

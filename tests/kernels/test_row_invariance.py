@@ -76,13 +76,14 @@ def linear_ops(ops, N, K, dtype):
     packed, gate_up = ops.prepack(weight), ops.prepack(gated, is_gated=True)
     return {
         "linear": lambda x, _: ops.linear(x, packed),
+        "lm_head": lambda x, _: ops.lm_head(x, packed),
         "linear with a bias": lambda x, _: ops.linear(x, packed, bias),
         "linear_add": lambda x, rows: ops.linear_add(x, packed, bias, residual[rows]),
         "linear_gated": lambda x, _: ops.linear_gated(x, gate_up, both),
     }
 
 
-OPS = ("linear", "linear with a bias", "linear_add", "linear_gated")
+OPS = ("linear", "lm_head", "linear with a bias", "linear_add", "linear_gated")
 
 
 @pytest.mark.pairs

@@ -177,7 +177,6 @@ class Moves(Structure):
 
 class Sample(Structure):
     _fields_ = [
-        ("is_bf16", c_int64),
         ("logits", c_void_p),
         ("vocab_size", c_int64),
         ("rows", c_void_p),
@@ -189,7 +188,6 @@ class Sample(Structure):
 
 class Logprobs(Structure):
     _fields_ = [
-        ("is_bf16", c_int64),
         ("logits", c_void_p),
         ("vocab_size", c_int64),
         *((name, c_void_p) for name in ("rows", "tokens")),
@@ -200,7 +198,6 @@ class Logprobs(Structure):
 
 class TopChildren(Structure):
     _fields_ = [
-        ("is_bf16", c_int64),
         ("logits", c_void_p),
         *((name, c_int64) for name in ("num_rows", "vocab_size")),
         ("params", SampleParams),

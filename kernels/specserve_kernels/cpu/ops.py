@@ -11,6 +11,7 @@ from specserve_kernels.codes import MAX_ROUNDED, Codes
 from specserve_kernels.cpu import arguments, native
 from specserve_kernels.cpu.arguments import (
     ADD,
+    FLOATS,
     GATES,
     PLAIN,
     SCALE,
@@ -138,6 +139,11 @@ def linear(
     x: Tensor, packed: Packed, bias: Tensor | None = None, added: Added | None = None
 ) -> Tensor:
     return _multiply(x, packed, bias, x.new_empty(len(x), packed.N), PLAIN, added=added)
+
+
+def lm_head(x: Tensor, packed: Packed) -> Tensor:
+    out = x.new_empty(len(x), packed.N, dtype=torch.float32)
+    return _multiply(x, packed, None, out, FLOATS)
 
 
 def linear_add(
@@ -279,11 +285,17 @@ def move_kv(kv: KVCache, source: Tensor, target: Tensor) -> None:
     run("move_kv", args, len(source), 0)
 
 
+def floats(logits: Tensor) -> int:
+    """The address of logits."""
+    assert logits.dtype == torch.float32 and logits.is_contiguous(), "logits are float32"
+    return logits.data_ptr()
+
+
 def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
     n, V = len(rows), logits.shape[1]
     out = torch.empty(n, dtype=torch.int64)
     places = rows.data_ptr(), n, native.sample_params_of(params), out.data_ptr()
-    args = native.Sample(native.is_bf16(logits), logits.data_ptr(), V, *places)
+    args = native.Sample(floats(logits), V, *places)
     run("sample", args, n, n * V if n > 1 else 0)
     return out
 
@@ -293,8 +305,8 @@ def logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Logprobs:
     assert k <= V, "more tokens than there are"
     ids = torch.empty(n, k, dtype=torch.int64)
     out = Logprobs(torch.empty(n), torch.empty(n, dtype=torch.int64), ids, torch.empty(n, k))
-    given = logits.data_ptr(), V, rows.data_ptr(), tokens.data_ptr(), n, k
-    args = native.Logprobs(native.is_bf16(logits), *given, *(x.data_ptr() for x in out))
+    given = floats(logits), V, rows.data_ptr(), tokens.data_ptr(), n, k
+    args = native.Logprobs(*given, *(x.data_ptr() for x in out))
     run("logprobs", args, n, n * V if n > 1 else 0)
     return out
 
@@ -303,6 +315,6 @@ def top_children(logits: Tensor, params: SampleParams, k: int, tau: float) -> tu
     R, V = logits.shape
     ids, weight = torch.empty(R, k, dtype=torch.int64), torch.empty(R, k)
     asked = native.sample_params_of(params), k, tau, ids.data_ptr(), weight.data_ptr()
-    args = native.TopChildren(native.is_bf16(logits), logits.data_ptr(), R, V, *asked)
+    args = native.TopChildren(floats(logits), R, V, *asked)
     run("top_children", args, R, R * V if R > 1 else 0)
     return ids, weight

@@ -210,6 +210,10 @@ class Recorder:
         out = self.new(x.domain, (packed.N,), x.tensor.dtype)
         return self.multiply(x, packed, bias, out, arguments.PLAIN, added=added)
 
+    def lm_head(self, x: Any, packed: Packed) -> Any:
+        out = self.new(x.domain, (packed.N,), torch.float32)
+        return self.multiply(x, packed, None, out, arguments.FLOATS)
+
     def linear_add(
         self,
         x: Any,

@@ -105,26 +105,40 @@ static bool may_exceed(const Words& w, float least) {
   return !(smallest * 0x1p-32f > 1.001f * std::exp(-least));
 }
 
-// The greatest of n <= BLOCK logits.
-template <class T> static float most_of(const T* x, int n) {
-  if (n == BLOCK)
-    return max(max(max(load(x), load(x + 16)), max(load(x + 32), load(x + 48))));
+// A NaN counts as infinite, so that no maximum hides it.
+static inline vf nan_to_inf(vf x) { return x == x ? x : splat(INF); }
+
+// The greatest of n <= BLOCK logits; infinite if one is NaN.
+static float most_of(const float* x, int n) {
+  if (n == BLOCK) {
+    vf a = nan_to_inf(load(x)), b = nan_to_inf(load(x + 16));
+    vf c = nan_to_inf(load(x + 32)), d = nan_to_inf(load(x + 48));
+    return max(max(max(a, b), max(c, d)));
+  }
   float most = -INF;
-  for (int i = 0; i < n; i++) most = std::max(most, to_float(x[i]));
+  for (int i = 0; i < n; i++) most = x[i] <= most ? most : x[i] == x[i] ? x[i] : INF;
   return most;
 }
 
-template <class T> static int64_t argmax(const T* x, int64_t V) {
-  int64_t best = 0;
+static float most_of_row(const float* x, int64_t V) {
+  float most = -INF;
+  for (int64_t b = 0; b < V; b += BLOCK)
+    most = std::max(most, most_of(x + b, std::min<int64_t>(BLOCK, V - b)));
+  return most;
+}
+
+constexpr int64_t NO_TOKEN = -1, NOT_FINITE = -2;  // as in types.py
+
+static int64_t argmax(const float* x, int64_t V) {
+  int64_t best = NO_TOKEN;
   float top = -INF;
   for (int64_t b = 0; b < V; b += BLOCK) {
     int n = std::min<int64_t>(BLOCK, V - b);
-    if (!(most_of(x + b, n) > top)) continue;
-    for (int i = 0; i < n; i++)
-      if (to_float(x[b + i]) > top) {
-        top = to_float(x[b + i]);
-        best = b + i;
-      }
+    float most = most_of(x + b, n);
+    if (!(most > top)) continue;
+    if (most == INF) return NOT_FINITE;
+    top = most;
+    for (best = b; x[best] != top;) best++;
   }
   return best;
 }
@@ -140,35 +154,28 @@ struct Candidate {
 using Candidates = std::vector<Candidate>;
 
 // A row over its temperature, with the greatest of each block.
-template <class T> struct Scaled {
-  const T* x;
+struct Scaled {
+  const float* x;
   int64_t V;
   float t;
   std::vector<float>& tops;
 
-  Scaled(const T* x, int64_t V, float t, std::vector<float>& tops) : x(x), V(V), t(t), tops(tops) {
+  Scaled(const float* x, int64_t V, float t, std::vector<float>& tops)
+      : x(x), V(V), t(t), tops(tops) {
     tops.resize((V + BLOCK - 1) / BLOCK);
-    for (size_t b = 0; b < tops.size(); b++) {
-      float top = most_of(x + b * BLOCK, length(b)) / t;
-      tops[b] = top == top ? top : -INF;  // to sort NaN is undefined
-    }
+    for (size_t b = 0; b < tops.size(); b++) tops[b] = most_of(x + b * BLOCK, length(b)) / t;
   }
   int length(size_t block) const { return std::min<int64_t>(BLOCK, V - block * BLOCK); }
-  float most() const {
-    float most = -INF;
-    for (float top : tops) most = top > most ? top : most;
-    return most;
-  }
+  float most() const { return *std::max_element(tops.begin(), tops.end()); }
   Candidate at(size_t block, int j) const {
     int64_t id = block * BLOCK + j;
-    return {to_float(x[id]) / t, int32_t(id), 0};
+    return {x[id] / t, int32_t(id), 0};
   }
 };
 
 // The likeliest with noise, of candidates that are not behind `last`. A block that cannot win needs
 // no noise.
-template <class T>
-static int64_t argmax_noisy(const Scaled<T>& row, uint64_t seed, uint32_t index, Candidate last) {
+static int64_t argmax_noisy(const Scaled& row, uint64_t seed, uint32_t index, Candidate last) {
   int64_t best = 0;
   float top = -INF, g[BLOCK];
   for (size_t b = 0; b < row.tops.size(); b++) {
@@ -189,8 +196,7 @@ static int64_t argmax_noisy(const Scaled<T>& row, uint64_t seed, uint32_t index,
 }
 
 // The last of the k likeliest candidates that are not behind `last`; c gets all k.
-template <class T>
-static Candidate keep_top_k(const Scaled<T>& row, size_t k, Candidate last, Candidates& c) {
+static Candidate keep_top_k(const Scaled& row, size_t k, Candidate last, Candidates& c) {
   if (k < row.tops.size()) {  // the k-th id is no less than the k-th block
     static thread_local std::vector<float> tops;
     tops = row.tops;
@@ -215,8 +221,7 @@ static Candidate keep_top_k(const Scaled<T>& row, size_t k, Candidate last, Cand
 }
 
 // c gets the candidates from `floor` on; -> the mass of the others.
-template <class T>
-static double take_above(const Scaled<T>& row, float most, float floor, Candidates& c) {
+static double take_above(const Scaled& row, float most, float floor, Candidates& c) {
   double rest = 0;
   for (size_t b = 0; b < row.tops.size(); b++) {
     int n = row.length(b);
@@ -276,8 +281,7 @@ static Candidate keep_top_p(Candidates& c, float top_p, float most, double rest)
 }
 
 // The last candidate that min_p, top_k and top_p leave.
-template <class T>
-static Candidate last_kept(const Scaled<T>& row, const SampleParams& p, int64_t i) {
+static Candidate last_kept(const Scaled& row, const SampleParams& p, int64_t i) {
   static thread_local Candidates c;
   Candidate last{std::numeric_limits<float>::lowest(), int32_t(row.V), 0};  // -inf is behind it
   float top_p = p.top_p[i], most = row.most();
@@ -297,18 +301,18 @@ static Candidate last_kept(const Scaled<T>& row, const SampleParams& p, int64_t 
   return top_p < 1 && !c.empty() ? keep_top_p(c, top_p, most, rest) : last;
 }
 
-template <class T> static int64_t choose(const T* x, int64_t V, const SampleParams& p, int64_t i) {
+static int64_t choose(const float* x, int64_t V, const SampleParams& p, int64_t i) {
   static thread_local std::vector<float> tops;
   if (p.temperature[i] == 0) return argmax(x, V);
-  Scaled<T> row(x, V, p.temperature[i], tops);
+  Scaled row(x, V, p.temperature[i], tops);
+  if (std::isinf(row.most())) return row.most() < 0 ? NO_TOKEN : NOT_FINITE;
   return argmax_noisy(row, p.seeds[i], uint32_t(p.index[i]), last_kept(row, p, i));
 }
 
 // Every edit starts from x, so that the last one of an id is the only one.
-template <class T>
-static void edit(const T* x, const SampleParams& p, Range32 edits, float* z) {
+static void edit(const float* x, const SampleParams& p, Range32 edits, float* z) {
   for (int32_t e = edits.begin; e < edits.end; e++) {
-    float y = to_float(x[p.ids[e]]) + p.bias[e];
+    float y = x[p.ids[e]] + p.bias[e];
     z[p.ids[e]] = (y > 0 ? y / p.factor[e] : y * p.factor[e]) - p.penalty[e];
   }
 }
@@ -323,11 +327,10 @@ static void forbid(const uint32_t* words, int64_t V, float* z) {
 }
 
 // A row after its edits and its mask, in memory of this thread.
-template <class T>
-static const float* edited(const T* x, int64_t V, const SampleParams& p, int64_t i) {
+static const float* edited(const float* x, int64_t V, const SampleParams& p, int64_t i) {
   static thread_local std::vector<float> z;
   z.resize(V);
-  for (int64_t v = 0; v < V; v++) z[v] = to_float(x[v]);
+  for (int64_t v = 0; v < V; v++) z[v] = x[v];
   if (p.has_edits(i)) {
     edit(x, p, p.base[i], z.data());
     edit(x, p, p.own[i], z.data());
@@ -337,8 +340,7 @@ static const float* edited(const T* x, int64_t V, const SampleParams& p, int64_t
 }
 
 struct Sample {
-  int64_t is_bf16;
-  const void* logits;
+  const float* logits;
   int64_t vocab_size;
   const int64_t* rows;
   int64_t num_rows;
@@ -346,11 +348,11 @@ struct Sample {
   int64_t* out;
 };
 
-template <class T> static void sample(const Sample& a, Team& team) {
+static void sample(const Sample& a, Team& team) {
   const SampleParams& p = a.params;
   int64_t V = a.vocab_size;
   for (int64_t i = team.take(); i < a.num_rows; i = team.take()) {
-    const T* x = (const T*)a.logits + a.rows[i] * V;
+    const float* x = a.logits + a.rows[i] * V;
     bool is_plain = !p.has_edits(i) && !p.has_mask(i);
     a.out[i] = is_plain ? choose(x, V, p, i) : choose(edited(x, V, p, i), V, p, i);
   }
@@ -368,41 +370,40 @@ static void insert(float w, int64_t id, int64_t k, float* weight, int64_t* ids) 
 }
 
 // The k greatest of a row, the greatest first; of equal ones the lowest id.
-template <class T> static void greatest(const T* x, int64_t V, int64_t k, float* z, int64_t* ids) {
-  for (int64_t v = 0; v < k; v++) insert(to_float(x[v]), v, v + 1, z, ids);
+static void greatest(const float* x, int64_t V, int64_t k, float* z, int64_t* ids) {
+  for (int64_t v = 0; v < k; v++) insert(x[v], v, v + 1, z, ids);
   if (k == 0) return;
   for (int64_t b = k; b < V; b += BLOCK) {
     int n = std::min<int64_t>(BLOCK, V - b);
     if (!(most_of(x + b, n) > z[k - 1])) continue;
     for (int j = 0; j < n; j++)
-      if (to_float(x[b + j]) > z[k - 1]) insert(to_float(x[b + j]), b + j, k, z, ids);
+      if (x[b + j] > z[k - 1]) insert(x[b + j], b + j, k, z, ids);
   }
 }
 
 // Of exp(x - most); the order of additions depends on V only.
-template <class T> static double sum_of_exp(const T* x, int64_t V, float most) {
+static double sum_of_exp(const float* x, int64_t V, float most) {
   double total = 0;
   for (int64_t begin = 0; begin < V; begin += 64 * LANES) {
     int64_t b = begin, end = std::min<int64_t>(begin + 64 * LANES, V);
     vf some{};
     for (; b + LANES <= end; b += LANES) some += exp(load(x + b) - most);
     total += sum(some);
-    for (; b < end; b++) total += std::exp(to_float(x[b]) - most);
+    for (; b < end; b++) total += std::exp(x[b] - most);
   }
   return total;
 }
 
-template <class T> static int64_t rank(const T* x, int64_t V, int64_t token) {
-  float own = to_float(x[token]);
+static int64_t rank(const float* x, int64_t V, int64_t token) {
+  float own = x[token];
   int32_t before = 0;
-  for (int64_t v = 0; v < token; v++) before += to_float(x[v]) >= own;
-  for (int64_t v = token + 1; v < V; v++) before += to_float(x[v]) > own;
+  for (int64_t v = 0; v < token; v++) before += x[v] >= own;
+  for (int64_t v = token + 1; v < V; v++) before += x[v] > own;
   return 1 + before;
 }
 
 struct Logprobs {
-  int64_t is_bf16;
-  const void* logits;
+  const float* logits;
   int64_t vocab_size;
   const int64_t *rows, *tokens;
   int64_t num_rows, k;
@@ -411,26 +412,25 @@ struct Logprobs {
   float* top;
 };
 
-template <class T> static void logprobs(const Logprobs& a, Team& team) {
+static void logprobs(const Logprobs& a, Team& team) {
   int64_t V = a.vocab_size, k = a.k;
   for (int64_t i = team.take(); i < a.num_rows; i = team.take()) {
-    const T* x = (const T*)a.logits + a.rows[i] * V;
+    const float* x = a.logits + a.rows[i] * V;
     float *top = a.top + i * k;
     greatest(x, V, k, top, a.ids + i * k);
-    float most = k > 0 ? top[0] : to_float(x[argmax(x, V)]);
+    float most = k > 0 ? top[0] : most_of_row(x, V);
     double log_total = std::log(sum_of_exp(x, V, most));
     auto log_share = [&](float z) { return float(double(z) - most - log_total); };
-    a.token[i] = log_share(to_float(x[a.tokens[i]]));
+    a.token[i] = log_share(x[a.tokens[i]]);
     a.rank[i] = rank(x, V, a.tokens[i]);
     for (int64_t j = 0; j < k; j++) top[j] = log_share(top[j]);
   }
 }
 
-template <class T>
-static void children(const T* x, int64_t V, const SampleParams& p, int64_t i, int64_t k, float tau,
-                     float* z, int64_t* ids, float* weight) {
+static void children(const float* x, int64_t V, const SampleParams& p, int64_t i, int64_t k,
+                     float tau, float* z, int64_t* ids, float* weight) {
   float t = p.temperature[i];
-  for (int64_t v = 0; v < V; v++) z[v] = t > 0 ? to_float(x[v]) / t : to_float(x[v]);
+  for (int64_t v = 0; v < V; v++) z[v] = t > 0 ? x[v] / t : x[v];
   if (t > 0) {
     float g[BLOCK];
     for (int64_t b = 0; b < V; b += BLOCK) {
@@ -458,8 +458,7 @@ static void children(const T* x, int64_t V, const SampleParams& p, int64_t i, in
 }
 
 struct TopChildren {
-  int64_t is_bf16;
-  const void* logits;
+  const float* logits;
   int64_t num_rows, vocab_size;
   SampleParams params;
   int64_t k;
@@ -468,28 +467,25 @@ struct TopChildren {
   float* weight;
 };
 
-template <class T> static void top_children(const TopChildren& a, Team& team) {
+static void top_children(const TopChildren& a, Team& team) {
   static thread_local std::vector<float> z;
   int64_t V = a.vocab_size, k = a.k;
   z.resize(V);
   for (int64_t i = team.take(); i < a.num_rows; i = team.take())
-    children((const T*)a.logits + i * V, V, a.params, i, k, a.tau, z.data(), a.ids + i * k,
+    children(a.logits + i * V, V, a.params, i, k, a.tau, z.data(), a.ids + i * k,
              a.weight + i * k);
 }
 
 extern "C" {
 void specserve_sample(const void* args, const Step&, Team& team) {
-  const Sample& a = *(const Sample*)args;
-  a.is_bf16 ? sample<bf16>(a, team) : sample<float>(a, team);
+  sample(*(const Sample*)args, team);
 }
 
 void specserve_logprobs(const void* args, const Step&, Team& team) {
-  const Logprobs& a = *(const Logprobs*)args;
-  a.is_bf16 ? logprobs<bf16>(a, team) : logprobs<float>(a, team);
+  logprobs(*(const Logprobs*)args, team);
 }
 
 void specserve_top_children(const void* args, const Step&, Team& team) {
-  const TopChildren& a = *(const TopChildren*)args;
-  a.is_bf16 ? top_children<bf16>(a, team) : top_children<float>(a, team);
+  top_children(*(const TopChildren*)args, team);
 }
 }

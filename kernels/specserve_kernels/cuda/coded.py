@@ -177,6 +177,12 @@ class CodedMap(NamedTuple):
             return PlainMap(self.widen(x.dtype)).linear_add(x, bias, residual)
         return self.multiply(x, bias, residual, adds=True)
 
+    def floats(self, x: Tensor) -> Tensor:
+        if len(x) > MAX_ROWS:
+            return PlainMap(self.widen(x.dtype)).floats(x)
+        out = x.new_empty(len(x), self.N, dtype=torch.float32)
+        return self.multiply(x, None, out, adds=False)
+
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor, adds: bool) -> Tensor:
         assert x.is_contiguous() and out.is_contiguous(), "rows with gaps"
         if len(x):

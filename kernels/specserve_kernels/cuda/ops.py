@@ -122,6 +122,9 @@ class CudaOps:
     ) -> Tensor:
         return adapters.add(packed.linear(x, bias), added)
 
+    def lm_head(self, x: Tensor, packed: LinearMap) -> Tensor:
+        return packed.floats(x)
+
     def linear_add(
         self,
         x: Tensor,

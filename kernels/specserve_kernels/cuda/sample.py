@@ -11,9 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels import types
 from specserve_kernels.cuda.noise import gumbel
 from specserve_kernels.types import Edits, Masks, SampleParams
 
+NO_TOKEN, NOT_FINITE = tl.constexpr(types.NO_TOKEN), tl.constexpr(types.NOT_FINITE)
 LOWEST = tl.constexpr(-(2**63))  # ranks below every candidate
 _SPLIT = 1024  # ids of one program: so a single row of 152k keeps a whole GPU busy
 _BLOCK = 8192  # ids of a row that one program loads at a time
@@ -184,6 +186,8 @@ def _scale(x, z, temperature, V, BLOCK: tl.constexpr):
         is_id = start + lane < V
         value = tl.load(x + start + lane, mask=is_id, other=float("-inf")).to(tl.float32)
         value = tl.div_rn(value, temperature)
+        # The searches end for finite numbers only; a row with others gives no token.
+        value = tl.where(value < float("inf"), value, float("-inf"))
         tl.store(z + start + lane, value, mask=is_id)
         least = tl.minimum(least, tl.where(value > float("-inf"), value, float("inf")))
         most = tl.maximum(most, value)
@@ -363,10 +367,13 @@ def _best_of_split(
 
 @triton.jit
 def _best_of_all(best, out, splits, BLOCK: tl.constexpr):
-    """The id of the best candidate of all splits."""
+    """The id of the best candidate of all splits; as the reference's if it is not finite."""
     i, split = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     candidate = tl.load(best + i * splits + split, mask=split < splits, other=LOWEST)
-    tl.store(out + i, ranked_id(tl.max(candidate, 0)))
+    first = tl.max(candidate, 0)
+    value = ranked_value(first)
+    neither = tl.where(value == float("-inf"), NO_TOKEN, NOT_FINITE)
+    tl.store(out + i, tl.where(tl.abs(value) < float("inf"), ranked_id(first), neither))
 
 
 @triton.jit

@@ -35,6 +35,15 @@ def linear(
     return products(x, packed, bias, added).to(x.dtype)
 
 
+def lm_head(x: Tensor, packed: Tensor | Codes) -> Tensor:
+    """Logits: x W^T, not rounded, as bfloat16 makes the two most probable tokens equal too often.
+
+    x   [R, K]  bfloat16 | float32
+    ->  [R, V]  float32
+    """
+    return products(x, packed)
+
+
 def linear_add(
     x: Tensor,
     packed: Tensor | Codes,

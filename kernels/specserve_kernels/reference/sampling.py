@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from specserve_kernels.types import Edits, Logprobs, Masks, SampleParams
+from specserve_kernels.types import NO_TOKEN, NOT_FINITE, Edits, Logprobs, Masks, SampleParams
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -13,15 +13,15 @@ _WORD = 0xFFFFFFFF
 def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
     """argmax(transform(logits) + noise) of some rows; ties go to the lowest id.
 
-    logits  [R, V]  bfloat16 | float32
+    logits  [R, V]  float32
     rows    [n]     int64  which row of the logits each token is chosen from
-    ->      [n]     int64
+    ->      [n]     int64  NO_TOKEN or NOT_FINITE if the greatest number of a row is not finite
 
     The order: edits, mask, temperature, min_p, top_k, top_p, noise. At T = 0 edits and mask alone.
     """
     out = []
     for i, r in enumerate(rows.tolist()):
-        z = allowed(edited(logits[r].float(), params.edits, i), params.masks, i)
+        z = allowed(edited(logits[r], params.edits, i), params.masks, i)
         z = transform(z, *(float(x[i]) for x in params[:4]))
         if params.temperature[i] > 0:
             z = z + gumbel(int(params.seeds[i]), int(params.token_index[i]), len(z))
@@ -32,7 +32,7 @@ def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
 def logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Logprobs:
     """Log-probabilities by the model's own logits: no edit, mask, temperature or filter counts.
 
-    logits  [R, V]  bfloat16 | float32
+    logits  [R, V]  float32
     rows    [n]     int64  the row of the logits in which each token stands
     tokens  [n]     int64  drawn from there, or given
     k       0 to V
@@ -46,7 +46,10 @@ def logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Logprobs:
 
 
 def first_argmax(z: Tensor) -> int:
-    return int((z == z.max()).nonzero()[0]) if not z.isnan().any() else 0
+    most = z.max()  # NaN if any number is
+    if not most.isfinite():
+        return NO_TOKEN if most < 0 else NOT_FINITE
+    return int((z == most).nonzero()[0])
 
 
 def edited(x: Tensor, edits: Edits | None, i: int) -> Tensor:
@@ -136,7 +139,7 @@ def _mul_hi_lo(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 def top_children(logits: Tensor, params: SampleParams, k: int, tau: float) -> tuple[Tensor, Tensor]:
     """The k likeliest draws of the target, according to a draft model with the same noise.
 
-    logits  [R, V]  bfloat16 | float32  the draft model's
+    logits  [R, V]  float32  the draft model's
     params  of R rows; temperature, seeds and token_index only
     ->      [R, k]  int64    ids, the likeliest first
     ->      [R, k]  float32  log softmax(z / tau), with z = logits / temperature + noise
@@ -146,7 +149,7 @@ def top_children(logits: Tensor, params: SampleParams, k: int, tau: float) -> tu
     the weight; at 1 and T = 0 the weights are the draft model's probabilities.
     """
     rows = []
-    for i, row in enumerate(logits.float()):
+    for i, row in enumerate(logits):
         z, t = row, float(params.temperature[i])
         if t > 0:
             z = row / t + gumbel(int(params.seeds[i]), int(params.token_index[i]), len(row))
