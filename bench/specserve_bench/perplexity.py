@@ -111,7 +111,7 @@ def window_loss(llm: LLM, ids: list[int]) -> float:
     if not table.try_reserve(len(ids)):
         raise ConfigError(f"the KV pool has no room for {len(ids)} tokens: raise memory.kv_bytes")
     group = RowGroup(table, ids, 0, num_read=len(ids))
-    logits = runner.launch(build_step_input([group], pool.updates)).logits[:-1].float()
+    logits = runner.launch(build_step_input([group], pool.updates)).logits[:-1]
     table.clear()
     told = torch.tensor(ids[1:], device=logits.device)
     return F.cross_entropy(logits, told, reduction="sum").item()

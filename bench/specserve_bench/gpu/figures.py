@@ -284,7 +284,6 @@ class ModelFigures:
         asked["T = 1, top_k, top_p"] = warm._replace(top_k=top_k, top_p=top_p)
         device, at = batches.arena.blocks.device, torch.arange(rows)
         logits = 3 * torch.randn(rows, self.decoder.config.vocab_size, device=device)
-        logits = logits.to(self.decoder.dtype)
 
         def choose(params: SampleParams) -> list[int]:
             tokens: list[int] = self.ops.sample(logits, at, params).tolist()
