@@ -592,9 +592,11 @@ def test_a_mistake_is_blamed_on_the_argument(arguments, origin):
     assert str(e.value).startswith(origin)
 
 
-def test_a_draft_model_of_another_vocabulary_is_refused(folder, tmp_path):
-    draft = tiny_checkpoint(tmp_path, vocab_size=400)
-    with pytest.raises(ConfigError, match=r"400.*320"):
+def test_a_draft_model_of_another_tokenizer_is_refused(folder, tmp_path):
+    draft = tiny_checkpoint(tmp_path)
+    path = draft / "tokenizer.json"
+    path.write_text(path.read_text().replace("<|pad|>", "<|fill|>"))
+    with pytest.raises(ConfigError, match=r"'<\|fill\|>' \(0 there, None in the target\)"):
         LLM(folder, draft, set=SETTINGS, progress=False)
 
 
