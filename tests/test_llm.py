@@ -232,7 +232,8 @@ def test_without_guesses_there_is_no_acceptance_length(folder):
     assert (o.speculation.drafter, o.speculation.steps) == ("none", 11)
 
 
-def test_acceptance_length_counts_the_bonus_token(folder):
+def test_acceptance_length_counts_the_bonus_token(tmp_path):
+    folder = tiny_checkpoint(tmp_path, seed=1, vocab_size=300)  # of which each id has a token
     options = {"drafter.options.width": 1, "drafter.options.min_gain": 0.0}
     options["drafter.options.min_value"] = 0.0
     with LLM(folder, folder, drafter="model", set=SETTINGS | options, progress=False) as llm:
