@@ -20,7 +20,9 @@ from specserve.models.weight_files import INDEX, SINGLE, find_weights, unreadabl
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 READ_BYTES = 4 << 20  # of a file that are resident at a time
-IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")  # a buffer that old versions saved
+IGNORED = re.compile(  # buffers that old versions saved, and that are computed from config.json
+    r"(.*\.)?(rotary_emb\..+|(cos|sin)_cached|inv_freq|masked_bias|position_ids)"
+)
 
 
 def unquantized(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Stored]:

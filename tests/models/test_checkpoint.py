@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from specserve.errors import ConfigError
 from specserve.models.loader import load_decoder
+from specserve.models.source import open_source
 from specserve.models.weight_files import is_at_home
 from specserve_kernels import reference
 from tests.checkpoints import tiny_checkpoint
@@ -202,7 +203,8 @@ def test_the_links_of_the_hubs_cache_are_followed(tmp_path, is_shared):
 HOME = "/c/models--org--name/snapshots/0"
 PLACES = {  # folder, file -> whether the file is one of the folder's
     "in it": ("/m", "/m/x", True),
-    "below it": ("/m", "/m/sub/x", False),
+    "below it": ("/m", "/m/sub/x", True),
+    "beside a folder of a longer name": ("/m", "/m2/x", False),
     "beside it": ("/m", "/x", False),
     "in its blobs": (HOME, "/c/models--org--name/blobs/x", True),
     "in the shared blobs": (HOME, "/c/blobs/ab/x", True),
@@ -215,6 +217,43 @@ PLACES = {  # folder, file -> whether the file is one of the folder's
 @pytest.mark.parametrize(("home", "target", "expected"), PLACES.values(), ids=PLACES)
 def test_a_file_is_at_home(home, target, expected):
     assert is_at_home(Path(home), Path(target)) is expected
+
+
+def test_links_to_files_below_the_folder_are_followed(folder):
+    (folder / "parts").mkdir()
+    for name in {*shard(folder).values(), "tokenizer.json"}:
+        (folder / name).rename(folder / "parts" / name)
+        (folder / name).symlink_to(f"parts/{name}")
+    (folder / "parts" / "chat.jinja").write_text("{{ messages }}")
+    (folder / "chat_template.jinja").symlink_to("parts/chat.jinja")
+    open_source(folder).check()
+    load(folder)
+
+
+def test_blobs_may_lie_on_another_disk(tmp_path):
+    repository, disk = tmp_path / "models--org--name", tmp_path / "disk"
+    folder = tiny_checkpoint(repository / "snapshots" / ("0" * 40))
+    disk.mkdir()
+    (repository / "blobs").symlink_to(disk)
+    for name in {*shard(folder).values(), "tokenizer.json"}:
+        (folder / name).rename(disk / name)
+        (folder / name).symlink_to(f"../../blobs/{name}")
+    open_source(folder).check()
+    load(folder)
+
+
+def test_a_folder_may_have_links_into_the_hubs_cache(folder, monkeypatch):
+    cache = folder.parent / "hub"
+    blobs = cache / "models--org--name" / "blobs"
+    blobs.mkdir(parents=True)
+    for name in {*shard(folder).values(), "tokenizer.json"}:
+        (folder / name).rename(blobs / name)
+        (folder / name).symlink_to(blobs / name)
+    with pytest.raises(ConfigError, match=r"leaves the folder, to .*, which is not in the hub's"):
+        open_source(folder).check()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    open_source(folder).check()
+    load(folder)
 
 
 def test_a_link_into_another_repository_of_the_cache_is_refused(tmp_path):
