@@ -96,9 +96,54 @@ def test_tensors_that_the_config_does_not_describe_are_refused(folder, edit, com
         load(folder)
 
 
-def test_a_buffer_of_old_checkpoints_is_ignored(folder):
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"model.layers.0.self_attn.rotary_emb.{b}" for b in ("inv_freq", "sin_cached", "x.y")),
+        "model.rotary_emb.inv_freq",
+        "model.layers.1.self_attn.cos_cached",
+        "sin_cached",
+        "model.layers.1.attn.masked_bias",
+        "model.embeddings.position_ids",
+    ],
+)
+def test_a_buffer_of_old_checkpoints_is_ignored(folder, name):
     rewrite(folder, lambda t: t.update({name: torch.zeros(8)}))
+    load(folder)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.cos_cached.weight", "my_masked_bias"])
+def test_a_weight_with_the_name_of_a_buffer_in_its_own_is_refused(folder, name):
+    rewrite(folder, lambda t: t.update({name: torch.zeros(8)}))
+    with pytest.raises(ConfigError, match=f"the tensor {name} has no place"):
+        load(folder)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 42\n"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(SINGLE, "model-2-of-2.safetensors", INDEX),
+        *("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    ],
+)
+def test_a_git_lfs_pointer_is_named_as_one(folder, name):
+    if name != SINGLE:
+        shard(folder)
+    (folder / name).write_text(POINTER)
+    with pytest.raises(ConfigError, match=rf"{name}: a Git LFS pointer, .* `git lfs pull`"):
+        source = open_source(folder)
+        source.check()
+        source.shape("auto")
+        source.tokenizer()
+
+
+def test_a_git_lfs_pointer_beside_the_model_does_no_harm(folder):
+    (folder / "consolidated.safetensors").write_text(POINTER)
+    (folder / "results.json").write_text(POINTER)
+    open_source(folder).check()
     load(folder)
 
 
@@ -224,7 +269,7 @@ def test_links_to_files_below_the_folder_are_followed(folder):
     for name in {*shard(folder).values(), "tokenizer.json"}:
         (folder / name).rename(folder / "parts" / name)
         (folder / name).symlink_to(f"parts/{name}")
-    (folder / "parts" / "chat.jinja").write_text("{{ messages }}")
+    (folder / "chat_template.jinja").rename(folder / "parts" / "chat.jinja")
     (folder / "chat_template.jinja").symlink_to("parts/chat.jinja")
     open_source(folder).check()
     load(folder)

@@ -115,7 +115,6 @@ EDITS = {  # what is wrong when it is written -> words of the complaint
         put_tokenizer(pre=("unheard-of", 8)),
         "tokenizer.ggml.pre = 'unheard-of' is not supported: deepseek-r1-qwen",
     ),
-    "no split": (put_tokenizer(pre=None), "tokenizer.ggml.pre is missing"),
 }
 TOKENIZERS = {  # as EDITS, of what is seen when the tokenizer is loaded
     "no tokens": (put_tokenizer(tokens=None), "tokenizer.ggml.tokens is missing"),
