@@ -279,7 +279,7 @@ def test_target_modules_are_those_of_peft(told):
             {"layers_to_transform": 0, "target_modules": ".*o_proj"},
             "layers_to_transform is for a list of target_modules",
         ),
-        ({"exclude_modules": "a|" * 40_000}, "the regular expression '.*' is too large"),
+        ({"exclude_modules": "a|" * 40_000}, "the regular expression '.* is too large"),
         ({"target_modules": "(?:o{1000}){999}"}, "the regular expression '.*' is too large"),
         ({"rank_pattern": {"a{2,99999999999}": 2}}, "rank_pattern: .* is too large: it may have"),
     ],
@@ -294,7 +294,7 @@ def test_modules_by_name_are_found_however_many_there_are(config, tmp_path):
     write_adapter(tmp_path)
     want = digest(config, tmp_path)
     told = json.loads((tmp_path / "adapter_config.json").read_text())
-    others = [f"layers.{i}.no_such_module" for i in range(40_000)]
+    others = [f"layers.{i}.absent" for i in range(40_000)]
     write_adapter(tmp_path, target_modules=[*others, *told["target_modules"]])
     assert digest(config, tmp_path) == want
 
