@@ -77,7 +77,7 @@ def only_gguf(folder: Path) -> Path | None:
     if any(folder.glob("*.safetensors")):
         return None
     named = sorted(f for f in folder.glob(f"*{GGUF}") if not LATER_PART.search(f.name))
-    files = named or sorted(filter(is_gguf, folder.iterdir()))
+    files = named or sorted(filter(is_gguf, folder.glob("*")))
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise ConfigError(f"{folder}: {len(files)} models, {names}; name one of the files")
