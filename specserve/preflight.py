@@ -45,9 +45,7 @@ def check(config: Config) -> Folders:
         draft = resolve_draft(config)
         if (inner := head_inside(draft)) is not None:
             raise ConfigError(f"{draft}: no draft model; name {inner}, which is a head")
-        draft_shape = check_model(draft)
-        check_vocabulary_size(shape, draft, draft_shape)
-        check_quantize("drafter.quantize", config.drafter.quantize, draft, draft_shape)
+        check_quantize("drafter.quantize", config.drafter.quantize, draft, check_model(draft))
     return Folders(target, draft if is_needed else None, head if needs_head(config) else None)
 
 
@@ -83,15 +81,6 @@ def check_model(path: Path, implementation: str = "auto") -> Shape:
     source.scaled()
     source.check()
     return shape
-
-
-def check_vocabulary_size(target: Shape, folder: Path, draft: Shape) -> None:
-    """ConfigError unless the vocabularies are of one size, as token ids must mean the same."""
-    if draft.vocab_size != target.vocab_size:
-        raise ConfigError(
-            f"draft model {folder}: vocab_size is {draft.vocab_size}, and the target's is "
-            f"{target.vocab_size}; take a draft model of the target's own family"
-        )
 
 
 def check_quantize(key: str, asked: str | None, path: Path, shape: Shape) -> None:

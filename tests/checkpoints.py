@@ -141,6 +141,15 @@ def add_token_beyond(folder: Path) -> str:
     return tokens[-1]
 
 
+def with_another_token(folder: Path) -> Path:
+    """The folder, with a tokenizer that has one more token."""
+    path = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens(["<|think|>"])
+    tokenizer.save(str(path))
+    return folder
+
+
 def random_model(config: Any, seed: int) -> Any:
     """Random weights, norms and biases included: ones and zeros would hide a missing operation."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -133,10 +133,6 @@ MISTAKES = {  # arguments after the command -> words of the complaint
         ["--model=./whole", "--draft-model=./no_weights"],
         "no weights",
     ),
-    "a draft model of other ids": (
-        ["--model=./whole", "--draft-model=./other_ids"],
-        "vocab_size is 321, and the target's is 320",
-    ),
     "no head's folder": ([*DEEP, "--draft-head=./nowhere"], "./nowhere: no such folder"),
     "no head": (
         [*DEEP, "--draft-head=./whole"],

@@ -61,6 +61,7 @@ class Executor(Protocol):
     """A draft model, lent to a drafter for the time of one `propose`."""
 
     ops: "Ops"
+    num_ids: int  # tokens of nodes are below it
 
     def extend(self, items: Sequence[DraftItem]) -> "tuple[list[int], Tensor]":
         """Run known tokens that the draft model has not seen.

@@ -71,15 +71,23 @@ class Rules(Protocol):
 
 class Trie:
     """One request's candidates, merged: equal tokens below equal parents are one node. What the
-    request's rules forbid is no candidate, nor is what comes after it.
+    request's rules forbid is no candidate, nor is what comes after it. The same holds for tokens
+    that are not below `num_ids`.
 
     Node 0 is the root, and every node comes after its parent. `p` is the calibrated probability
     that a node is right given that its parent was, `values` that of its whole path: but nodes below
     one that another source has guessed, too, keep what they had, until `settle` or `branch`.
     """
 
-    def __init__(self, calibration: Calibration, id: int, rules: Rules | None = None) -> None:
+    def __init__(
+        self,
+        calibration: Calibration,
+        id: int,
+        rules: Rules | None = None,
+        num_ids: int | None = None,
+    ) -> None:
         self.calibration, self.judges, self.rules = calibration, calibration.judges(id), rules
+        self.num_ids = num_ids
         self.tokens, self.parents, self.depths, self.expanded = [0], [ROOT], [0], [0]
         self.p, self.values, self.is_settled = [1.0], [1.0], True
         self.children: list[dict[int, int]] = [{}]  # token -> node
@@ -110,6 +118,8 @@ class Trie:
 
     def allows(self, parent: int, token: int) -> bool:
         rules = self.rules
+        if self.num_ids is not None and token >= self.num_ids:
+            return False
         return (
             rules is None
             or token in self.children[parent]
@@ -151,7 +161,7 @@ class Trie:
         """
         weigh, depth = self.judges[source].weigh, self.depths[node] + 1
         children = self.children[node]
-        if self.rules is not None:
+        if self.rules is not None or self.num_ids is not None:
             scored = [(token, p) for token, p in scored if self.allows(node, token)]
         if not children:
             for token, p in scored:

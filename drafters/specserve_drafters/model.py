@@ -65,7 +65,9 @@ class ModelDrafter:
         tree = Tree(item)
         if self.options.ngrams:
             trust = self.trust.get(item.id, FIRST_TRUST)
-            tree.look_up(self.lookup.look_up(item.known, item.limit).trunk(), -log(trust))
+            found = self.lookup.look_up(item.known, item.limit)
+            found = found.cut(item.limit, self.executor.num_ids)
+            tree.look_up(found.trunk(), -log(trust))
         return tree
 
     def harvest(self, tree: "Tree") -> Draft:

@@ -86,7 +86,7 @@ def build(
     max_len = context_length(config, target.decoder.config)
     with phases.phase("pool"):
         decoders = target.decoder, draft.decoder if draft else None
-        models = Models(*decoders, weights.draft_head)
+        models = Models(*decoders, weights.draft_head, weights.num_ids)
         engine = assemble(config, models, max_len, known_sources)
         phases.note("pool", pool_words(config, engine.pool))
     engine.grammars = grammars
@@ -114,10 +114,13 @@ def assemble(
     adapters = build_adapters(config, models.target)
     if adapters is not None:
         models = models._replace(target=adapters.slots.decoder)
-    target, draft, _ = models
+    target, draft, _, num_ids = models
     runners, pool = build_pool(config, models, max_len)
     scheduler = Scheduler(step_budget(config, target, draft), pool)
-    draft_model = DraftModel(runners.draft, scheduler) if runners.draft else None
+    draft_model = None
+    if runners.draft is not None and draft is not None:
+        num_ids = num_ids or min(target.config.vocab_size, draft.config.vocab_size)
+        draft_model = DraftModel(runners.draft, scheduler, num_ids)
     names = kv_names(config, target, draft) if config.memory.prefix_cache else None
     engine = Engine(runners.target, scheduler, draft_model, names)
     if runners.head is not None and models.head is not None:
@@ -195,7 +198,9 @@ def build_guesses(
     """As the config says; sources that guessed `before` go on with what they know."""
     if config.drafter_name == "none":
         return None
-    vocab_size, user_code = engine.target.decoder.config.vocab_size, UserCode(engine.stats)
+    user_code, num_ids = UserCode(engine.stats), engine.target.decoder.config.vocab_size
+    if draft_model is not None:
+        num_ids = draft_model.num_ids
     try:
         if config.drafter_name == "auto":
             earlier = before if isinstance(before, PlannedGuesses) else None
@@ -205,7 +210,7 @@ def build_guesses(
         drafter = make_drafter(name, config.drafter.options, lent)
     except DrafterError as e:
         raise ConfigError(str(e)) from e
-    return FixedGuesses(name, drafter, engine.scheduler, lent, vocab_size, user_code)
+    return FixedGuesses(name, drafter, engine.scheduler, lent, num_ids, user_code)
 
 
 def planned_guesses(

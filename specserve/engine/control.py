@@ -105,7 +105,8 @@ class Control:
             if not is_out_of_memory(e):
                 raise
             raise ConfigError(f"drafter.model = {config.draft!r}: too little memory ({e})") from e
-        draft_model = DraftModel(runner, self.engine.scheduler)
+        assert weights.num_ids is not None, "there is a draft model"
+        draft_model = DraftModel(runner, self.engine.scheduler, weights.num_ids)
         return Prepared(config, weights.draft, draft_model)
 
     def put(self, prepared: Prepared) -> None:

@@ -24,8 +24,10 @@ class DraftModel(ModelExecutor):
     slot T + e - 1.
     """
 
-    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+    def __init__(self, runner: Runner, scheduler: Scheduler, num_ids: int) -> None:
+        """`num_ids`: ids below it are the same tokens as the target's, and are in its embedding."""
         super().__init__(runner, scheduler)
+        self.vocab_size, self.num_ids = self.num_ids, num_ids
         self.max_len = min(runner.decoder.config.max_positions, self.max_len)
 
     def table(self, request: Request) -> BlockTable:
@@ -69,13 +71,17 @@ class DraftModel(ModelExecutor):
 
     def known_rows(self, request: Request, rows: int) -> RowGroup | None:
         """Rows of the known tokens that the draft model lacks; no more than `rows` of them, unless
-        they are the usual ones. The last one is read. None where there are none, or no blocks.
+        they are the usual ones. The last one is read. None where there are none, or no blocks. The
+        rows end before a token that the draft model's embedding lacks: it proposes nothing then.
         """
         table, gap, known = request.draft_table, request.draft_gap, len(request.token_ids)
         start, size = table.num_computed, gap if gap <= USUAL_LAG else min(gap, rows)
+        tokens = request.token_ids[start : start + size]
+        if tokens and max(tokens) >= self.vocab_size:
+            size = next(i for i, token in enumerate(tokens) if token >= self.vocab_size)
+            tokens = tokens[:size]
         if size == 0 or known > self.max_len or not self.try_reserve(table, start + size):
             return None
-        tokens = request.token_ids[start : start + size]
         return RowGroup(table, tokens, start, num_read=int(size == gap))
 
     def begin(self, request: Request) -> None:

@@ -26,6 +26,7 @@ class ModelExecutor:
         self.runner, self.ops, self.scheduler = runner, runner.ops, scheduler
         # Of its levels. The first may be another kind of work, and is counted apart then.
         self.costs = self.first_costs = StepCosts(scheduler.budget.max_batched_tokens)
+        self.num_ids = runner.decoder.config.vocab_size  # that nodes may have
         self.max_len = runner.decoder.num_positions - TREE_SLOTS
         self.requests: dict[int, Request] = {}  # of this step
         self.masks: dict[int, list[int]] = {}  # by request; of its nodes in this step
@@ -102,25 +103,30 @@ class ModelExecutor:
         return fit
 
     def check_ids(self, tokens: Sequence[int]) -> None:
-        """IndexError for a token that the model's embedding does not have."""
-        vocab_size = self.runner.decoder.config.vocab_size
-        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-            raise IndexError(f"a node's token is no id: ids lie in [0, {vocab_size})")
+        """IndexError for a token that the model must not run."""
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.num_ids:
+            raise IndexError(f"a node's token is no id: ids lie in [0, {self.num_ids})")
 
     def masked(self, logits: Tensor, nodes: Sequence[tuple[int, int]]) -> Tensor:
-        """Logits after nodes of requests, in place without ids that the request's rules forbid."""
+        """Logits after nodes of requests, in place without ids that no node may have, and without
+        those that the request's rules forbid.
+        """
+        if self.num_ids < logits.shape[1]:
+            logits[:, self.num_ids :] = float("-inf")
         for row, (id, node) in enumerate(nodes) if self.rules else ():
             if id in self.rules:
-                is_allowed = self.allowed(id, node)[: logits.shape[1]]
-                logits[row].masked_fill_(~is_allowed.to(logits.device), float("-inf"))
+                is_allowed = self.allowed(id, node).to(logits.device)
+                logits[row, : self.num_ids].masked_fill_(~is_allowed, float("-inf"))
         return logits
 
     def allowed(self, id: int, node: int) -> Tensor:
-        """[V] bool: which ids may come after a node; all where none may, as nothing follows it."""
+        """[num_ids] bool: which ids may follow a node; all if none may, as nothing follows it."""
         path = list[int]()
         while node != ROOT:
             token, node = self.nodes[id][node - 1]
             path.insert(0, token)
         words = self.rules[id].mask(path)
-        is_allowed = np.unpackbits(words.view(np.uint8), bitorder="little").view(np.bool_)
+        is_allowed = np.unpackbits(words.view(np.uint8), bitorder="little").view(np.bool_)[
+            : self.num_ids
+        ]
         return torch.from_numpy(is_allowed if is_allowed.any() else ~is_allowed)

@@ -75,12 +75,13 @@ class FixedGuesses:
         drafter: Drafter,
         scheduler: Scheduler,
         draft_model: ModelExecutor | None,
-        vocab_size: int,
+        num_ids: int,
         user_code: UserCode,
     ) -> None:
+        """Draft tokens are below `num_ids`."""
         self.scheduler, self.draft_model = scheduler, draft_model
-        self.vocab_size, self.user_code = vocab_size, user_code
-        self.source = UserSource(name, drafter, vocab_size)
+        self.num_ids, self.user_code = num_ids, user_code
+        self.source = UserSource(name, drafter, num_ids)
         self.names: tuple[str, ...] = (name,)
         self.ledger = Ledger(self.names, user_code.stats)
         self.rules: dict[int, Rules] = {}  # by request
@@ -106,7 +107,7 @@ class FixedGuesses:
                 items = [item.copy() for item in items]
             drafts = self.drafter.propose(items)
             for item, draft in zip(roots, drafts, strict=True):
-                draft = Draft.cut(draft, item.draft_limit, self.vocab_size)
+                draft = Draft.cut(draft, item.draft_limit, self.num_ids)
                 draft = draft.shallow(item.request.sampling.speculation.max_depth)
                 item.draft = legal(draft, self.rules.get(item.request.id))
         except KVLost:

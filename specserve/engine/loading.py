@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from specserve.models.rounding import AS_STORED, Rounding
 from specserve.models.row_probe import differing_rows
 from specserve.models.shape import Shape
 from specserve.models.source import open_source
+from specserve.models.tokenizer import check_same_vocabulary
 from specserve.phases import Phases
 from specserve.selection import (
     check_lost_head,
@@ -60,6 +62,7 @@ class Model:
         self.threads: tuple[Threads, str] | None = None  # the choice, and its description
         self.probed = 0  # rows of the largest step that has been probed
         self.differing: int | None = None  # what `differing_rows` found
+        self.num_ids: int | None = None  # of a draft model: ids that it shares with the target
 
     @property
     def is_row_invariant(self) -> bool | None:
@@ -85,6 +88,11 @@ class Weights(NamedTuple):
     target: Model
     draft: Model | None
     head: Model | None = None
+
+    @property
+    def num_ids(self) -> int | None:
+        """The number of ids that a drafter may propose; None without a draft model: all are."""
+        return None if self.draft is None else self.draft.num_ids
 
     @property
     def draft_head(self) -> DraftHead | None:
@@ -147,8 +155,18 @@ def load_models(
         probe(target, config.scheduler.max_batched_tokens, phases)
     guessing, draft = settled(config, target), None
     if needs_draft_model(guessing):
-        draft = get("draft model", resolve_draft(config), config.drafter.quantize)
+        path = resolve_draft(config)
+        num_ids = num_common_ids(resolve_model(config), path)  # may raise, so before the load
+        draft = get("draft model", path, config.drafter.quantize)
+        sizes = (model.decoder.config.vocab_size for model in (target, draft))
+        draft.num_ids = min(num_ids, *sizes)
     return Weights(target, draft)
+
+
+@lru_cache(maxsize=8)
+def num_common_ids(target: Path, draft: Path) -> int:
+    """The number of ids of the tokenizer that both models have; ConfigError if theirs differ."""
+    return check_same_vocabulary(*(open_source(path).tokenizer() for path in (target, draft)))
 
 
 def get_head(config: Config, target: Model, known: Iterable[Model | None], phases: Phases) -> Model:

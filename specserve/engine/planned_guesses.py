@@ -335,7 +335,8 @@ class PlannedGuesses:
         depth = request.sampling.speculation.max_depth or MAX_NODES
         limit = min(scheduled.draft_limit, depth, max(lately, LEAST_ASKED // num_roots))
         learned = self.learned_of(request)
-        trie = Trie(learned.calibration, request.id, self.rules.get(request.id))
+        num_ids = None if self.draft_model is None else self.draft_model.num_ids
+        trie = Trie(learned.calibration, request.id, self.rules.get(request.id), num_ids)
         ask = Ask(trie, scheduled.draft_limit, max_depth=depth)
         item = draft_item(scheduled, limit)
         return Root(scheduled, item, ask, learned, {}, asked)

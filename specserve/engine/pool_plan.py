@@ -23,6 +23,7 @@ class Models(NamedTuple):
     target: LoadedModel
     draft: LoadedModel | None = None
     head: DraftHead | None = None
+    num_ids: int | None = None  # that a drafter may propose; None: all that both models have
 
 
 class Runners(NamedTuple):
@@ -77,7 +78,7 @@ def build_pool(config: Config, models: Models, max_len: int) -> tuple[Runners, B
     """A runner for each model, and the pool that they share."""
     plan = PoolPlan(config, models, max_len)
     plan.check()
-    arena, (target, draft, head) = allocate(plan, models.target.ops), models
+    arena, (target, draft, head, _) = allocate(plan, models.target.ops), models
     both = arena.view(plan.layouts[0], plan.block_sizes[0]).layers
     sizes, num_layers = rows_of_steps(config), target.config.num_layers
     # Only the target's KV is moved: a head runs accepted guesses again.

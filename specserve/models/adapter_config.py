@@ -62,6 +62,8 @@ REMEDY = (
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 LARGEST = 1 << 20  # rank, and alpha: whatever is larger is a mistake
 SECONDS = 5.0  # that an adapter's regular expressions may take
+LARGEST_PATTERN = 1 << 16  # characters times all counts of its repetitions: compiling has no limit
+COUNT = re.compile(r"\{(\d*),?(\d*)\}")
 MOST_BYTES = 1 << 20  # of the file
 
 
@@ -73,6 +75,12 @@ class Pattern:
     def __init__(self, text: str, left: list[float]) -> None:
         """`left` holds the seconds that it and others may take."""
         self.text, self.left = text, left
+        if size_of(text) > LARGEST_PATTERN:
+            raise ValueError(
+                f"the regular expression {text!r:.200} is too large: it may have "
+                f"{LARGEST_PATTERN} characters, times the counts of its repetitions. List the "
+                "names of the modules instead"
+            )
         with self.timed():
             try:
                 self.compiled = regex.compile(text, cache_pattern=False)
@@ -100,6 +108,23 @@ class Pattern:
             raise TimeoutError("its regular expressions take too long")
 
 
+class Names:
+    """Modules whose name is one of these, or ends with one of these after a period."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = frozenset(names)
+
+    def matches(self, module: str) -> bool:
+        parts = module.split(".")
+        return any(".".join(parts[i:]) in self.names for i in range(len(parts)))
+
+
+def size_of(pattern: str) -> int:
+    """About how many nodes a regular expression compiles to: repetitions are written out."""
+    counts = (max(1, *(int(n[:9] or 1) for n in found)) for found in COUNT.findall(pattern))
+    return len(pattern) * math.prod(counts)
+
+
 Patterns = tuple[tuple[Pattern, Any], ...]  # the first that matches counts
 
 
@@ -109,8 +134,8 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
     divides_by_root: bool
     ranks: Patterns  # of modules that do not have `rank`
     alphas: Patterns
-    targets: Pattern
-    excluded: Pattern
+    targets: Pattern | Names
+    excluded: Pattern | Names
     whole_names: frozenset[str]  # targets in whichever layer they are
     layers: frozenset[int] | None  # where the other targets are; None: in all
 
@@ -184,6 +209,11 @@ def check_fields(fields: Mapping[str, Any]) -> None:
                     f"{key} = {shortened(value)} is not supported: only "
                     f"{' and '.join(repr(known) for known in ALLOWED[key] if known)} is"
                 )
+        elif value and key == "modules_to_save":
+            raise ValueError(
+                f"{key} = {shortened(value)} is not supported: it replaces whole modules, and an "
+                "adapter changes the linear maps of layers here"
+            )
         elif value and key not in DEFAULTS and key not in HARMLESS:
             raise ValueError(f"{key} = {shortened(value)} is not supported")
     if (beginning := fields.get("init_lora_weights")) not in BEGINNINGS:
@@ -212,7 +242,7 @@ def patterns(fields: Mapping[str, Any], key: str, value_of: Any, left: list[floa
         raise ValueError(f"{key}: {e}") from e
 
 
-def names(fields: Mapping[str, Any], key: str, left: list[float]) -> Pattern:
+def names(fields: Mapping[str, Any], key: str, left: list[float]) -> Pattern | Names:
     """What the modules' whole names match: a regular expression of its own, or any of these names,
     alone or after a period.
     """
@@ -222,11 +252,7 @@ def names(fields: Mapping[str, Any], key: str, left: list[float]) -> Pattern:
         return Pattern(r"model\.layers\..*" if is_all else told, left)
     if not isinstance(told, list) or not all(isinstance(name, str) for name in told):
         raise ValueError(f"{key} = {shortened(told)} must be names or a regular expression")
-    return Pattern(rf"(.*\.)?({any_of(told)})" if told else r"(?!)", left)
-
-
-def any_of(told: Iterable[str]) -> str:
-    return "|".join(map(re.escape, told))
+    return Names(told)
 
 
 def layers_of(told: Any) -> frozenset[int] | None:

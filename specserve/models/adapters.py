@@ -1,6 +1,7 @@
 """A LoRA adapter in peft's format, as changes of the decoder's fused linear maps."""
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from specserve.models.adapter_config import NAME, REMEDY, AdapterConfig, load_ad
 from specserve.models.checkpoint import DTYPES
 from specserve.models.decoder import Decoder, LayerAdapters
 from specserve.models.decoder_config import DecoderConfig, layer_shapes
-from specserve.models.folder import check_regular
+from specserve.models.folder import check_pointer, check_regular
 from specserve.models.loader import rows_of_qkv
 from specserve.models.weight_files import check_is_at_home
 
@@ -24,6 +25,11 @@ WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
 HEADER_BYTES = 4 << 20  # of a file, at most
 OTHERS = ("model.embed_tokens", "lm_head")  # modules that peft could change, and no kernel does
+WHOLE = re.compile(r"embed_tokens|lm_head|modules_to_save")  # in a tensor's name
+ONLY_LAYERS = (
+    "An adapter changes the linear maps of layers here; merge this one into its model (peft's "
+    "merge_and_unload), or train it without embed_tokens, lm_head and modules_to_save"
+)
 
 
 class AdapterMap(NamedTuple):
@@ -130,12 +136,13 @@ class AdapterReader:
     def check_names(self, parts: Mapping[str, Part]) -> None:
         for name in sorted(self.tensors):
             match = TENSOR.fullmatch(name)
+            refuse_whole(self.path, name)
             if match is None or match[1] not in parts:
                 raise ConfigError(f"{self.path}: the tensor {name} {no_place(parts)}")
         for module in OTHERS:
             if self.told.is_target(module):
                 raise ConfigError(
-                    f"{self.path.with_name(NAME)}: {module} of target_modules {no_place(parts)}"
+                    f"{self.path.with_name(NAME)}: target_modules has {module}. {ONLY_LAYERS}"
                 )
 
     def check_is_target(self, module: str) -> None:
@@ -217,19 +224,38 @@ def load_tensors(path: Path, most: int) -> dict[str, Tensor]:
             data = file.read(most + 1)
     except OSError as e:
         raise ConfigError(f"{path}: cannot be read ({e.strerror}); check the file") from e
+    size = int.from_bytes(data[:8], "little")
+    if size > HEADER_BYTES:
+        raise ConfigError(f"{path}: its header is too large; download the adapter again")
     if len(data) > most:
+        for name in names_in(data[8 : 8 + size]):
+            refuse_whole(path, name)
         raise ConfigError(
             f"{path}: more than {most} bytes, which an adapter with the largest rank has at most; "
             "take a smaller one, or raise lora.max_rank"
         )
-    if int.from_bytes(data[:8], "little") > HEADER_BYTES:
-        raise ConfigError(f"{path}: its header is too large; download the adapter again")
     try:
         return load(data)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as e:
         raise ConfigError(
             f"{path}: no readable safetensors file, cut short or damaged ({e}); download it again"
         ) from e
+
+
+def names_in(header: bytes) -> list[str]:
+    """Of tensors; none of a header that is damaged."""
+    try:
+        return sorted(json.loads(header))
+    except (ValueError, RecursionError, TypeError):
+        return []
+
+
+def refuse_whole(path: Path, name: str) -> None:
+    """ConfigError for a tensor of the embedding table or of the head."""
+    if WHOLE.search(name):
+        raise ConfigError(
+            f"{path}: the tensor {name} changes the embedding table or the head. {ONLY_LAYERS}"
+        )
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -261,6 +287,7 @@ def check_files(folder: Path) -> None:
         )
     for file in (folder / WEIGHTS, folder / NAME):
         check_is_at_home(folder.resolve(), file)
+        check_pointer(file)
 
 
 class AdapterSlots:

@@ -13,14 +13,16 @@ from torch import Tensor
 
 from specserve.errors import ConfigError
 from specserve.models.gguf.tensors import GgufTensors
-from specserve.models.quantized.stored import Stored
+from specserve.models.quantized.stored import Stored, is_finite
 from specserve.models.scaled_demo import ScaledDemo
 from specserve.models.source import open_source
 from specserve.models.weight_files import INDEX, SINGLE, find_weights, unreadable
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 READ_BYTES = 4 << 20  # of a file that are resident at a time
-IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")  # a buffer that old versions saved
+IGNORED = re.compile(  # buffers that old versions saved, and that are computed from config.json
+    r"(.*\.)?(rotary_emb\..+|(cos|sin)_cached|inv_freq|masked_bias|position_ids)"
+)
 
 
 def unquantized(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Stored]:
@@ -37,13 +39,19 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files: dict[str, Any] = {}  # tensor name -> the open file that holds it
+        self.paths: dict[int, Path] = {}  # by the open file's id
         shards = None if folder.is_file() else find_weights(folder)
         if shards is None:
-            file = open_single(folder) if folder.is_file() else open_file(folder / SINGLE)
+            file = open_single(folder) if folder.is_file() else self.open(folder / SINGLE)
             self.files = dict.fromkeys(file.keys(), file)
         else:
             self.open_shards(shards)
         self.show(self.files)
+
+    def open(self, path: Path) -> Any:
+        file = open_file(path)
+        self.paths[id(file)] = path
+        return file
 
     def show(self, files: dict[str, Any]) -> None:
         """Have these tensors, each in the file that holds it."""
@@ -57,7 +65,7 @@ class Checkpoint:
         return name in self.files
 
     def open_shards(self, shards: Mapping[str, str]) -> None:
-        opened = {shard: open_file(self.folder / shard) for shard in set(shards.values())}
+        opened = {shard: self.open(self.folder / shard) for shard in set(shards.values())}
         held = {shard: set(file.keys()) for shard, file in opened.items()}
         for name, shard in shards.items():
             if name not in held[shard]:
@@ -120,14 +128,35 @@ class Checkpoint:
         return DTYPES.get(self.stored(name).dtypes[0]) if name in self.files else None
 
     def read(self, name: str, out: Tensor) -> None:
-        """Copy a tensor into `out`, of the same shape and any dtype, and drop its mapped pages."""
+        """Copy a tensor into `out`, of the same shape and any dtype, and drop its mapped pages.
+        ConfigError for numbers that are not finite there.
+        """
         source = self.files[name].get_tensor(name)
         height = max(1, READ_BYTES * len(source) // source.nbytes)
         done = 0
         for part, rows in zip(torch.split(source, height), torch.split(out, height), strict=True):
             rows.copy_(part)
+            if not is_finite(rows):  # while they are in the processor's cache
+                raise self.not_finite(name)
             done += len(part)
             drop_tensor(source[:done])
+
+    def not_finite(self, name: str) -> ConfigError:
+        path, stored_name = self.origin(name)
+        return ConfigError(
+            f"{path}: the tensor {stored_name} has numbers that are not finite (NaN or infinity); "
+            "download the model again, or take another checkpoint"
+        )
+
+    def origin(self, name: str) -> tuple[Path, str]:
+        """The file that holds a tensor, and the tensor's name there."""
+        file: Any = self.files.get(name)  # None: transformers has another name for it
+        while hasattr(file, "name"):  # a part of a tensor
+            file, name = file.file, file.name
+        if isinstance(file, GgufTensors):
+            stored_name, tensor = file.tensors[name]
+            return tensor.file, stored_name
+        return self.paths.get(id(file), self.folder), name
 
 
 def open_single(path: Path) -> Any:

@@ -155,7 +155,7 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         head_dim=head_dim,
         intermediate_size=positive(fields, "intermediate_size"),
         vocab_size=positive(fields, "vocab_size"),
-        max_positions=max_positions,
+        max_positions=rope.longest_text(global_rope(fields), max_positions, family.rope_names),
         norm_eps=norm_eps(fields, keys.norm_eps),
         activation=activation(fields, keys.activation),
         score_scale=score_scale(fields, keys, head_dim),

@@ -3,6 +3,7 @@
 import json
 import re
 import stat
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ SCALED = "specserve_scaled"  # key in config.json of a demo that costs as much a
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 # Mistral's hub repositories hold their weights twice, Llama's keep another copy in a folder.
 UNWANTED = ["consolidated*", "*/*"]
-GGUF = ".gguf"
+GGUF, MAGIC = ".gguf", b"GGUF"  # how names of such files may end, and how the files begin
+LFS = b"version https://git-lfs.github.com/spec/"  # how a Git LFS pointer begins
 FIRST_PART, LATER_PART = (
     re.compile(r"-00001-of-\d{5}$"),
     re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$"),
@@ -37,11 +39,13 @@ def resolve(path: str) -> Path:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return only_gguf(folder) or folder
-    if folder.exists() and (folder.suffix == GGUF or folder.parent == DEMO_COST):
+    if folder.exists() and (is_gguf(folder) or folder.parent == DEMO_COST):
         return folder
     if folder.exists():
+        check_pointer(folder)
         raise ConfigError(
-            f"{path}: a file; name the folder that holds config.json, or a {GGUF} file"
+            f"{path}: a file that does not begin with GGUF; name the folder that holds "
+            "config.json, or a GGUF file"
         )
     if folder.suffix == GGUF:
         raise ConfigError(f"{path}: no such file; check the path")
@@ -65,17 +69,42 @@ def download(path: str) -> Path:
 
 
 def only_gguf(folder: Path) -> Path | None:
-    """The GGUF file of a folder without safetensors; of a split one the first part.
+    """The GGUF file of a folder without safetensors; of a split one the first part. Files of
+    another name count if none is named *.gguf.
 
     ConfigError if there are several.
     """
     if any(folder.glob("*.safetensors")):
         return None
-    files = sorted(f for f in folder.glob(f"*{GGUF}") if not LATER_PART.search(f.name))
+    named = sorted(f for f in folder.glob(f"*{GGUF}") if not LATER_PART.search(f.name))
+    files = named or sorted(filter(is_gguf, folder.glob("*")))
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise ConfigError(f"{folder}: {len(files)} models, {names}; name one of the files")
     return files[0] if files else None
+
+
+def is_gguf(file: Path) -> bool:
+    """By the file's first bytes. A file named *.gguf is meant to be one, whatever it holds."""
+    return file.suffix == GGUF or beginning(file, len(MAGIC)) == MAGIC
+
+
+def beginning(file: Path, size: int) -> bytes:
+    """The first bytes of a regular file; none if it cannot be read: whoever opens it says why."""
+    try:
+        with file.open("rb") if file.is_file() else BytesIO() as opened:
+            return opened.read(size)
+    except OSError:
+        return b""
+
+
+def check_pointer(file: Path) -> None:
+    """ConfigError for a Git LFS pointer, which stands for a file that was not fetched."""
+    if beginning(file, len(LFS)) == LFS:
+        raise ConfigError(
+            f"{file}: a Git LFS pointer, not the file itself. Run `git lfs pull` in its "
+            "repository, or download the file"
+        )
 
 
 def name_of(path: str) -> str:
@@ -83,8 +112,8 @@ def name_of(path: str) -> str:
     file = Path(path).expanduser()
     if file.parent == DEMO_COST:
         return file.name.removesuffix(".json")
-    if file.suffix == GGUF:
-        return FIRST_PART.sub("", file.stem)
+    if file.suffix == GGUF or is_gguf(file):
+        return FIRST_PART.sub("", file.name.removesuffix(GGUF))
     return file.resolve().name if file.is_dir() else path
 
 
@@ -114,6 +143,8 @@ def check_tokenizer(folder: Path) -> None:
             f"{folder}: no tokenizer ({', '.join(TOKENIZERS)}); copy the tokenizer's files of the "
             "original model into the folder"
         )
+    for name in (*TOKENIZERS, "merges.txt"):
+        check_pointer(folder / name)
 
 
 def scaled_from(folder: Path) -> Scaled | None:
@@ -137,6 +168,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as e:
         raise ConfigError(f"{path}: cannot be read ({e.strerror}); check its permissions") from e
     except (ValueError, RecursionError) as e:
+        check_pointer(path)
         raise ConfigError(f"{path}: no valid JSON ({e}); download the file again") from e
     if not isinstance(fields, dict):
         raise ConfigError(f"{path}: holds no JSON object; download the file again")

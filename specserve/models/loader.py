@@ -266,11 +266,6 @@ class Reader:
             return self.read_plain(names, self.dtype)
         self.num_odd += self.rounding.is_odd(modules[0], self.shapes[names[0]][1])
         codes = self.ops.quantize(self.read_plain(names, self.stored_dtype(names)), bits)
-        if not codes.scale.isfinite().all():
-            raise ConfigError(
-                f"{self.checkpoint.folder}: {names[0]} has numbers that are not finite and cannot "
-                "be rounded to codes; download the model again, or take another checkpoint"
-            )
         width = self.shapes[names[0]][1]
         rounds_rows = self.ops.rounds_rows and self.rounding.rounds_rows(modules[0], width)
         return codes._replace(rounds_rows=rounds_rows)

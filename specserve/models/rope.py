@@ -8,6 +8,7 @@ import msgspec
 
 SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope")
 LENGTH_BOUND = ("dynamic",)
+ORIGINAL = "original_max_position_embeddings"
 FACTORS = "factors"  # of each frequency: a GGUF file has what llama3 gives, and no config.json this
 LEAST, MOST = 1e-6, 1e18  # of any number here: frequencies are then finite in float32
 
@@ -55,22 +56,39 @@ def parse(
     which wins where both are there, as in transformers). `other_names` are those that a family has
     for kinds.
     """
-    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"rope_parameters = {rope!r} is no table")
-    outer = {key: fields[key] for key in ("rope_theta", "partial_rotary_factor") if key in fields}
-    rope = outer | rope
-    named = rope.get("rope_type", rope.get("type", "default"))
-    kind = other_names.get(str(named), str(named))
+    kind, rope = table(fields, max_positions, other_names)
     refuse_unsupported(kind, rope, may_rotate_a_share)
-    if "original_max_position_embeddings" in fields:
-        rope["original_max_position_embeddings"] = fields["original_max_position_embeddings"]
-    rope.setdefault("original_max_position_embeddings", max_positions)
     found = of_kind(kind, rope, max_positions)
     if may_rotate_a_share:
         found = msgspec.structs.replace(found, share=number(rope, "partial_rotary_factor", 1.0))
     check_dimensions(found, head_dim)
     return found
+
+
+def longest_text(
+    fields: Mapping[str, Any], max_positions: int, other_names: Mapping[str, str]
+) -> int:
+    """The context length of a config.json, in tokens. YaRN multiplies the original length by its
+    factor, as in vLLM: Qwen's recipe leaves max_position_embeddings as it was.
+    """
+    kind, rope = table(fields, max_positions, other_names)
+    if kind != "yarn" or not rope.get("factor"):
+        return max_positions
+    return int(length(rope) * number(rope, "factor"))
+
+
+def table(
+    fields: Mapping[str, Any], max_positions: int, other_names: Mapping[str, str]
+) -> tuple[str, dict[str, Any]]:
+    """The kind of rotary embedding that a config.json names, and its numbers."""
+    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters = {rope!r} is no table")
+    outer = {key: fields[key] for key in ("rope_theta", "partial_rotary_factor") if key in fields}
+    inner = {key: fields[key] for key in (ORIGINAL,) if key in fields}
+    rope = {ORIGINAL: max_positions} | outer | rope | inner
+    named = rope.get("rope_type", rope.get("type", "default"))
+    return other_names.get(str(named), str(named)), rope
 
 
 def of_kind(kind: str, rope: Mapping[str, Any], max_positions: int) -> RopeParameters:
@@ -216,4 +234,4 @@ def numbers(rope: Mapping[str, Any], key: str) -> tuple[float, ...]:
 
 
 def length(rope: Mapping[str, Any]) -> int:
-    return int(number(rope, "original_max_position_embeddings"))
+    return int(number(rope, ORIGINAL))

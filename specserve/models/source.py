@@ -13,7 +13,13 @@ from specserve.config import DEMO_COST
 from specserve.errors import ConfigError
 from specserve.models.decoder_config import DecoderConfig, load_config, read_config
 from specserve.models.defaults import GenerationDefaults, load_defaults
-from specserve.models.folder import Scaled, check_regular, check_tokenizer, scaled_from
+from specserve.models.folder import (
+    Scaled,
+    check_pointer,
+    check_regular,
+    check_tokenizer,
+    scaled_from,
+)
 from specserve.models.shape import Shape
 from specserve.models.tokenizer import Tokenizer, load_tokenizer
 from specserve.models.transformers_config import parse_any
@@ -79,6 +85,8 @@ class Folder:
         for file in self.files(*WORDS):
             if file.resolve() != home / file.relative_to(self.path):
                 check_is_at_home(home, file)
+            if file.suffix == ".jinja":  # any text is a template
+                check_pointer(file)
 
     def identity(self) -> Iterator[bytes]:
         try:

@@ -217,8 +217,10 @@ def convert_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(made.backend_tokenizer, str(folder), template, written)
 
 
-def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
-    """ConfigError unless token ids mean the same in both models."""
+def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> int:
+    """The number of ids that both tokenizers have. ConfigError unless each id is the same token in
+    both; rows of the embedding tables beyond these ids are padding, and may differ in number.
+    """
     ids, draft_ids = target.get_vocab(), draft.get_vocab()
     if draft_ids != ids:
         token, _ = min(ids.items() ^ draft_ids.items(), key=lambda item: (item[1], item[0]))
@@ -227,3 +229,4 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
             f"token {token!r} ({draft_ids.get(token)} there, {ids.get(token)} in the target); "
             "take a draft model of the target's own family"
         )
+    return 1 + max(ids.values(), default=-1)

@@ -11,7 +11,7 @@ from importlib.metadata import distribution, version
 from pathlib import Path
 from typing import Any
 
-from specserve.models import decoder_config
+from specserve.models import decoder_config, rope
 from specserve.models.decoder_config import MAX_LAYERS, head_shape, positive
 from specserve.models.families import FAMILIES
 from specserve.models.shape import Shape
@@ -74,6 +74,7 @@ def parse(written: Mapping[str, Any]) -> TransformersShape:
     for name in ("head_dim", "num_key_value_heads"):
         fields.setdefault(name, None)
     heads, kv_heads, head_dim = head_shape(fields)
+    max_positions = positive(fields, "max_position_embeddings")
     hidden = positive(fields, "hidden_size")
     if fields["intermediate_size"] is None:
         fields["intermediate_size"] = 4 * hidden
@@ -86,7 +87,7 @@ def parse(written: Mapping[str, Any]) -> TransformersShape:
         head_dim=head_dim,
         intermediate_size=positive(fields, "intermediate_size"),
         vocab_size=positive({"vocab_size": None, **fields}, "vocab_size"),
-        max_positions=positive(fields, "max_position_embeddings"),
+        max_positions=rope.longest_text(fields, max_positions, {}),
         quantization=None,
     )
 

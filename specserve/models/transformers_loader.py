@@ -18,6 +18,7 @@ from specserve.models.checkpoint import IGNORED, Checkpoint
 from specserve.models.decoder_config import num_mtp_layers, read_config
 from specserve.models.loader import DTYPES, LONGEST, Progress
 from specserve.models.mtp_config import without_mtp
+from specserve.models.quantized.stored import is_finite
 from specserve.models.rounding import AS_STORED, Rounding
 from specserve.models.row_probe import rows_of, small_program
 from specserve.models.shape import Shape
@@ -71,7 +72,7 @@ def load_transformers(
         layers = describe(causal, hook)
     refuse_unfit(folder, shape, layers, causal.config)
     groups = together(causal, readings, rounding)
-    forms = pack(folder, causal, Target(hook, ops), rounding, groups, progress)
+    forms = pack(causal, Target(hook, ops), rounding, groups, progress)
     causal.to(ops.place(torch.empty(0)).device)
     take_norms(causal, Target(hook, ops))
     table = torch.ones(context + TREE_SLOTS, layers[0].key.shape[3] // 2)
@@ -113,6 +114,9 @@ def load_modules(folder: Path, shape: Shape, dtype: torch.dtype) -> Any:
                 f"{folder}: the tensor {name} has no place in the model that config.json "
                 "describes; correct config.json, or take another checkpoint"
             )
+    for name, weight in causal.named_parameters():
+        if not is_finite(weight):
+            raise Checkpoint(folder).not_finite(name)
     return causal.eval().requires_grad_(False)
 
 

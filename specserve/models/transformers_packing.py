@@ -7,7 +7,6 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from specserve.errors import ConfigError
 from specserve.models.loader import Progress
 from specserve.models.rounding import HEAD, Rounding
 from specserve.models.transformers_model import Hook, LinearMaps, Norm, PackedHead, PackedLinear
@@ -93,7 +91,6 @@ def kind(name: str, linear: Any, rounding: Rounding) -> Any:
 
 
 def pack(
-    folder: Path,
     causal: Any,
     target: Target,
     rounding: Rounding,
@@ -111,7 +108,7 @@ def pack(
         is_head = parts[0] is head
         of = HEAD if is_head else names[0], width(parts[0])
         done += sum(part.weight.nbytes for part in parts)
-        weight = fused_weight(folder, names, parts, rounding, of, target.ops)
+        weight = fused_weight(parts, rounding, of, target.ops)
         num_odd += rounding.is_odd(*of)
         forms[form_of(weight, is_head)] += 1
         num_packed += num_bytes(weight)
@@ -150,18 +147,13 @@ def put(
 
 
 def fused_weight(
-    folder: Path,
-    names: Sequence[str],
     parts: Sequence[Any],
     rounding: Rounding,
     of: tuple[str, int],
     ops: Ops,
 ) -> Weight:
     """The weights of maps, one below the other; of a map alone, no copy."""
-    weights = [
-        rounded(folder, name, weight_of(part), rounding, of, ops)
-        for name, part in zip(names, parts, strict=True)
-    ]
+    weights = [rounded(weight_of(part), rounding, of, ops) for part in parts]
     return weights[0] if len(weights) == 1 else fuse(weights, parts[0].weight.dtype)
 
 
@@ -175,19 +167,12 @@ def width(linear: Any) -> int:
     return int(linear.weight.shape[0 if type(linear) is Conv1D else 1])
 
 
-def rounded(
-    folder: Path, name: str, weight: Tensor, rounding: Rounding, of: tuple[str, int], ops: Ops
-) -> Weight:
+def rounded(weight: Tensor, rounding: Rounding, of: tuple[str, int], ops: Ops) -> Weight:
     """A map's weight, as codes where it is to be rounded; `of` is its name and width there."""
     bits = rounding.bits(*of)
     if bits is None:
         return weight
     codes = ops.quantize(weight, bits)
-    if not codes.scale.isfinite().all():
-        raise ConfigError(
-            f"{folder}: {name} has numbers that are not finite and cannot be rounded to codes; "
-            "download the model again, or take another checkpoint"
-        )
     return codes._replace(rounds_rows=ops.rounds_rows and rounding.rounds_rows(*of))
 
 

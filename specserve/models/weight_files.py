@@ -5,7 +5,7 @@ from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
 from specserve.errors import ConfigError
-from specserve.models.folder import read_json
+from specserve.models.folder import check_pointer, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth")
@@ -15,6 +15,7 @@ LONGEST_HEADER = 100_000_000  # bytes that safetensors allows
 def find_weights(folder: Path) -> dict[str, str] | None:
     """Which shard holds each tensor; None where SINGLE holds all. ConfigError for no weights."""
     if (folder / SINGLE).exists():
+        check_pointer(folder / SINGLE)
         return None
     if (folder / INDEX).exists():
         return weight_map(folder)
@@ -71,19 +72,23 @@ def check_shard(folder: Path, shard: str) -> None:
             f"{folder / shard}: missing, and {INDEX} asks for it; download the model again"
         )
     check_is_at_home(folder.resolve(), folder / shard)
+    check_pointer(folder / shard)
 
 
 def check_is_at_home(home: Path, file: Path) -> None:
-    """ConfigError for a link out of a folder: not the operator but the model names its files."""
-    if not is_at_home(home, target := file.resolve()):
+    """ConfigError for a link out of a folder: not the operator but the model names its files. The
+    operator's own cache of the hub may hold them.
+    """
+    target = file.resolve()
+    if not is_at_home(home, target) and not links_into_cache(home, target):
         raise ConfigError(
-            f"{file}: a link that leaves the folder, to {target}; put the file itself into the "
-            "folder"
+            f"{file}: a link that leaves the folder, to {target}, which is not in the hub's cache. "
+            "Put the file itself into the folder"
         )
 
 
 def is_at_home(home: Path, target: Path) -> bool:
-    """Whether a file lies in a folder, or where the hub's cache keeps the files of this one.
+    """Whether a file lies below a folder, or where the hub's cache keeps the files of this one.
 
     There snapshots/<revision>/* are links into blobs/ of the repository, which may be links
     in their turn, into a blobs/ that all repositories share.
@@ -91,7 +96,19 @@ def is_at_home(home: Path, target: Path) -> bool:
     repository = home.parent.parent
     stores = repository / "blobs", repository.parent / "blobs"
     is_cached = home.parent.name == "snapshots" and repository.name.startswith("models--")
-    return target.parent == home or (is_cached and any(s in target.parents for s in stores))
+    below = [home, *(store.resolve() for store in stores if is_cached)]
+    return any(folder in target.parents for folder in below)
+
+
+def links_into_cache(home: Path, target: Path) -> bool:
+    """Whether a folder outside of the hub's cache has a link to a file there, as older clients of
+    the hub wrote them into a local folder.
+    """
+    from huggingface_hub.constants import HF_HUB_CACHE  # few folders need it
+
+    cache = Path(HF_HUB_CACHE).resolve()
+    is_blob = target.parent.name == "blobs" and cache in target.parents
+    return is_blob and cache not in home.parents
 
 
 def missing_weights(folder: Path) -> str:

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specserve.errors import ConfigError
@@ -279,16 +279,24 @@ def test_target_modules_are_those_of_peft(told):
             {"layers_to_transform": 0, "target_modules": ".*o_proj"},
             "layers_to_transform is for a list of target_modules",
         ),
-        (
-            {"target_modules": ["o_proj", "lm_head"]},
-            "lm_head of target_modules is of no module that an adapter can change here",
-        ),
+        ({"exclude_modules": "a|" * 40_000}, "the regular expression '.* is too large"),
+        ({"target_modules": "(?:o{1000}){999}"}, "the regular expression '.*' is too large"),
+        ({"rank_pattern": {"a{2,99999999999}": 2}}, "rank_pattern: .* is too large: it may have"),
     ],
 )
 def test_a_config_is_refused_by_the_name_of_its_field(config, tmp_path, told, message):
     write_adapter(tmp_path, **told)
     with pytest.raises(ConfigError, match=rf"adapter_config\.json: {message}.*; take an"):
         digest(config, tmp_path)
+
+
+def test_modules_by_name_are_found_however_many_there_are(config, tmp_path):
+    write_adapter(tmp_path)
+    want = digest(config, tmp_path)
+    told = json.loads((tmp_path / "adapter_config.json").read_text())
+    others = [f"layers.{i}.absent" for i in range(40_000)]
+    write_adapter(tmp_path, target_modules=[*others, *told["target_modules"]])
+    assert digest(config, tmp_path) == want
 
 
 def test_an_expression_that_never_ends_is_refused_after_a_while(config, tmp_path):
@@ -311,6 +319,45 @@ def test_a_file_is_read_as_far_as_an_adapter_can_be_large(config, tmp_path, monk
         digest(config, tmp_path)
     (tmp_path / "adapter_model.safetensors").write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
     with pytest.raises(ConfigError, match="its header is too large"):
+        digest(config, tmp_path)
+
+
+WHOLE = r"An adapter changes the linear maps of layers here; merge this one"
+
+
+@pytest.mark.parametrize("rows", [2, 60_000], ids=["small", "larger than any adapter"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "base_model.model.lm_head.lora_A.weight",
+        "base_model.model.lm_head.weight",
+        "base_model.model.model.embed_tokens.lora_embedding_A",
+        "base_model.model.model.embed_tokens.base_layer.weight",
+        "base_model.model.model.norm.modules_to_save.weight",
+    ],
+)
+def test_an_adapter_of_the_embedding_or_head_is_refused_with_this_reason(
+    config, tmp_path, name, rows
+):
+    write_adapter(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    save_file(load_file(file) | {name: torch.zeros(rows, 64)}, file)
+    with pytest.raises(ConfigError, match=rf"the tensor {name} changes the .*\. {WHOLE}"):
+        digest(config, tmp_path)
+
+
+@pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
+def test_target_modules_beyond_layers_are_refused_with_this_reason(config, tmp_path, module):
+    write_adapter(tmp_path, target_modules=["o_proj", module])
+    with pytest.raises(ConfigError, match=rf"json: target_modules has .*{module}\. {WHOLE}"):
+        digest(config, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_a_git_lfs_pointer_of_an_adapter_is_named_as_one(config, tmp_path, name):
+    write_adapter(tmp_path)
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\nsize 9\n")
+    with pytest.raises(ConfigError, match=rf"{name}: a Git LFS pointer"):
         digest(config, tmp_path)
 
 
@@ -372,8 +419,6 @@ def named(module, matrix="A"):
                 named("model.layers.0.mlp.experts.3.up_proj"),
                 named("model.layers.2.self_attn.o_proj"),
                 named("model.layers.0.self_attn.qkv_proj"),
-                named("lm_head"),
-                "base_model.model.model.embed_tokens.lora_embedding_A",
                 f"base_model.model.{OUT}.lora_magnitude_vector",
                 f"{OUT}.lora_A.weight",
             )

@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from specserve.errors import ConfigError
 from specserve.models.loader import load_decoder
+from specserve.models.source import open_source
 from specserve.models.weight_files import is_at_home
 from specserve_kernels import reference
 from tests.checkpoints import tiny_checkpoint
@@ -95,9 +96,54 @@ def test_tensors_that_the_config_does_not_describe_are_refused(folder, edit, com
         load(folder)
 
 
-def test_a_buffer_of_old_checkpoints_is_ignored(folder):
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"model.layers.0.self_attn.rotary_emb.{b}" for b in ("inv_freq", "sin_cached", "x.y")),
+        "model.rotary_emb.inv_freq",
+        "model.layers.1.self_attn.cos_cached",
+        "sin_cached",
+        "model.layers.1.attn.masked_bias",
+        "model.embeddings.position_ids",
+    ],
+)
+def test_a_buffer_of_old_checkpoints_is_ignored(folder, name):
     rewrite(folder, lambda t: t.update({name: torch.zeros(8)}))
+    load(folder)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.cos_cached.weight", "my_masked_bias"])
+def test_a_weight_with_the_name_of_a_buffer_in_its_own_is_refused(folder, name):
+    rewrite(folder, lambda t: t.update({name: torch.zeros(8)}))
+    with pytest.raises(ConfigError, match=f"the tensor {name} has no place"):
+        load(folder)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 42\n"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(SINGLE, "model-2-of-2.safetensors", INDEX),
+        *("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    ],
+)
+def test_a_git_lfs_pointer_is_named_as_one(folder, name):
+    if name != SINGLE:
+        shard(folder)
+    (folder / name).write_text(POINTER)
+    with pytest.raises(ConfigError, match=rf"{name}: a Git LFS pointer, .* `git lfs pull`"):
+        source = open_source(folder)
+        source.check()
+        source.shape("auto")
+        source.tokenizer()
+
+
+def test_a_git_lfs_pointer_beside_the_model_does_no_harm(folder):
+    (folder / "consolidated.safetensors").write_text(POINTER)
+    (folder / "results.json").write_text(POINTER)
+    open_source(folder).check()
     load(folder)
 
 
@@ -202,7 +248,8 @@ def test_the_links_of_the_hubs_cache_are_followed(tmp_path, is_shared):
 HOME = "/c/models--org--name/snapshots/0"
 PLACES = {  # folder, file -> whether the file is one of the folder's
     "in it": ("/m", "/m/x", True),
-    "below it": ("/m", "/m/sub/x", False),
+    "below it": ("/m", "/m/sub/x", True),
+    "beside a folder of a longer name": ("/m", "/m2/x", False),
     "beside it": ("/m", "/x", False),
     "in its blobs": (HOME, "/c/models--org--name/blobs/x", True),
     "in the shared blobs": (HOME, "/c/blobs/ab/x", True),
@@ -215,6 +262,43 @@ PLACES = {  # folder, file -> whether the file is one of the folder's
 @pytest.mark.parametrize(("home", "target", "expected"), PLACES.values(), ids=PLACES)
 def test_a_file_is_at_home(home, target, expected):
     assert is_at_home(Path(home), Path(target)) is expected
+
+
+def test_links_to_files_below_the_folder_are_followed(folder):
+    (folder / "parts").mkdir()
+    for name in {*shard(folder).values(), "tokenizer.json"}:
+        (folder / name).rename(folder / "parts" / name)
+        (folder / name).symlink_to(f"parts/{name}")
+    (folder / "chat_template.jinja").rename(folder / "parts" / "chat.jinja")
+    (folder / "chat_template.jinja").symlink_to("parts/chat.jinja")
+    open_source(folder).check()
+    load(folder)
+
+
+def test_blobs_may_lie_on_another_disk(tmp_path):
+    repository, disk = tmp_path / "models--org--name", tmp_path / "disk"
+    folder = tiny_checkpoint(repository / "snapshots" / ("0" * 40))
+    disk.mkdir()
+    (repository / "blobs").symlink_to(disk)
+    for name in {*shard(folder).values(), "tokenizer.json"}:
+        (folder / name).rename(disk / name)
+        (folder / name).symlink_to(f"../../blobs/{name}")
+    open_source(folder).check()
+    load(folder)
+
+
+def test_a_folder_may_have_links_into_the_hubs_cache(folder, monkeypatch):
+    cache = folder.parent / "hub"
+    blobs = cache / "models--org--name" / "blobs"
+    blobs.mkdir(parents=True)
+    for name in {*shard(folder).values(), "tokenizer.json"}:
+        (folder / name).rename(blobs / name)
+        (folder / name).symlink_to(blobs / name)
+    with pytest.raises(ConfigError, match=r"leaves the folder, to .*, which is not in the hub's"):
+        open_source(folder).check()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    open_source(folder).check()
+    load(folder)
 
 
 def test_a_link_into_another_repository_of_the_cache_is_refused(tmp_path):

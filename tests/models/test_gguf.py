@@ -27,6 +27,7 @@ from specserve.models.gguf.header import read_header
 from specserve.models.loader import load_decoder
 from specserve.models.quantized.config import Quantization
 from specserve.models.quantized.readers import reader
+from specserve.models.quantized.stored import NotFinite
 from specserve.models.rotary import frequencies
 from specserve.models.source import open_source
 from specserve.models.weight_forms import MapForm
@@ -81,7 +82,7 @@ def test_the_middle_of_the_codes_that_occur_is_that_of_all_codes(name):
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_scales_that_are_not_finite_are_refused(name):
     blocks = np.full((2, 3, BY_NAME[name].size), 255, dtype=np.uint8)
-    with pytest.raises(ValueError, match="a scale that is not finite"):
+    with pytest.raises(NotFinite, match=name):
         read(name, blocks)
 
 
@@ -349,6 +350,45 @@ def test_a_folder_may_hold_one_file(tmp_path):
         resolve(str(file.parent))
     parts = write(tmp_path / "b", parts=8).file
     assert resolve(str(parts.parent)) == parts
+
+
+@pytest.mark.parametrize("name", ["model.bin", "sha256-0f1e", "weights.GGUF", "v1.5-Q4"])
+def test_a_file_is_recognised_by_its_first_bytes(tmp_path, name):
+    written = write(tmp_path / "a", "llama").file
+    shutil.rmtree(tmp_path / "a" / "plain")
+    file = written.rename(written.with_name(name))
+    (file.parent / "README").write_text("no model")
+    assert resolve(str(file)) == resolve(str(file.parent)) == file
+    assert name_of(str(file)) == name
+    open_source(file).check()
+    assert load_decoder(file, "fp32", reference).config.num_layers == 2
+    shutil.copy(file, file.with_name("z"))
+    with pytest.raises(ConfigError, match=rf"2 models, {name}, z; name one"):
+        resolve(str(file.parent))
+    shutil.copy(file, file.with_name("model.gguf"))
+    assert resolve(str(file.parent)) == file.with_name("model.gguf")
+
+
+def test_a_git_lfs_pointer_in_the_place_of_a_file_is_named_as_one(tmp_path):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 42\n"
+    for name in "model.gguf", "model":
+        (tmp_path / name).write_text(pointer)
+        with pytest.raises(ConfigError, match=rf"{name}: a Git LFS pointer, .* `git lfs pull`"):
+            open_source(resolve(str(tmp_path / name))).check()
+
+
+def test_a_part_that_is_a_git_lfs_pointer_is_named_as_one(tmp_path):
+    first = write(tmp_path, "llama", parts=8).file
+    second(first).write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ConfigError, match=r"00002-of-00003\.gguf: a Git LFS pointer"):
+        open_source(first).check()
+
+
+def test_yarn_raises_the_context_of_a_file(tmp_path):
+    rope = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 200}
+    file, plain = write(tmp_path, "qwen2", rope_parameters=rope, max_position_embeddings=250)
+    assert open_source(file).config().max_positions == 800
+    assert open_source(plain).config().max_positions == 800
 
 
 def test_a_folder_with_safetensors_is_a_checkpoint(tmp_path):

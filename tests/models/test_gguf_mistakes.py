@@ -115,7 +115,6 @@ EDITS = {  # what is wrong when it is written -> words of the complaint
         put_tokenizer(pre=("unheard-of", 8)),
         "tokenizer.ggml.pre = 'unheard-of' is not supported: deepseek-r1-qwen",
     ),
-    "no split": (put_tokenizer(pre=None), "tokenizer.ggml.pre is missing"),
 }
 TOKENIZERS = {  # as EDITS, of what is seen when the tokenizer is loaded
     "no tokens": (put_tokenizer(tokens=None), "tokenizer.ggml.tokens is missing"),
@@ -225,11 +224,22 @@ def test_a_file_that_is_not_there_is_told(tmp_path):
     assert "gone.gguf: no such file" in refusal(tmp_path, "serve", "gone.gguf")
 
 
+def swap_tokens(i, j):
+    def edit(writer):
+        tokens = writer.kv_data[0]["tokenizer.ggml.tokens"].value
+        tokens[i], tokens[j] = tokens[j], tokens[i]
+
+    return edit
+
+
 def test_a_draft_model_of_other_ids_is_told(tmp_path):
     write(tmp_path / "a", "llama")
-    write(tmp_path / "b", "llama", vocab_size=352)
-    told = refusal(tmp_path, "serve", "a/model.gguf", "--draft-model=b/model.gguf")
-    assert "draft model b/model.gguf: vocab_size is 352" in told
+    folder = tmp_path / "b"
+    write(folder, "llama", edit=swap_tokens(7, 8), vocab_size=352)
+    with pytest.raises(
+        ConfigError, match=r"b/model.gguf: its tokenizer differs .* \(8 there, 7 in"
+    ):
+        load_text_files(tmp_path / "a" / "model.gguf", folder / "model.gguf")
 
 
 def test_the_text_of_a_file_needs_neither_torch_nor_numpy(tmp_path):

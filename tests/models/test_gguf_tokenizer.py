@@ -1,6 +1,7 @@
 """A GGUF file's tokenizer gives the tokens of the tokenizer that it was made of."""
 
 import json
+from random import Random
 
 import pytest
 from gguf import GGUFValueType
@@ -242,6 +243,59 @@ def test_what_a_file_says_of_its_tokenizer_is_done(tmp_path, pre, make, edit):
     ours, theirs = (open_source(path).tokenizer() for path in files)
     for text in TRICKY:
         check_equal(ours, theirs, text)
+
+
+def test_a_file_without_a_split_has_llama_cpps_default_and_a_warning(tmp_path, caplog):
+    """`default` is llama.cpp's own; the other file names it."""
+    sizes = {"vocab_size": 600, "eos_token_id": 3}
+    edit = put_tokenizer(pre=None)
+    nameless = write(tmp_path / "a", "llama", pre="default", edit=edit, **sizes).file
+    named = write(tmp_path / "b", "llama", pre="default", **sizes).file
+    for file in nameless, named:
+        open_source(file).check()
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(f"{nameless}: tokenizer.ggml.pre is missing, so the tokenizer splits")
+    ours, theirs = (open_source(file).tokenizer() for file in (nameless, named))
+    for text in [*TRICKY, "12345 is $5+5"]:
+        assert ours.encode(text) == theirs.encode(text)
+
+
+def merges_by_every_cut(ids, scores):
+    """By definition; slow for long tokens."""
+    found = [
+        (scores[id], i, len(token) - i, token)
+        for token, id in ids.items()
+        for i in range(1, len(token))
+        if token[:i] in ids and token[i:] in ids
+    ]
+    found.sort(key=lambda merge: merge[:3], reverse=True)
+    return [(token[:i], token[i:]) for _, i, _, token in found]
+
+
+def test_merges_are_those_of_every_cut():
+    random = Random(0)
+    for _ in range(50):
+        texts = {"".join(random.choices("abc", k=random.randint(1, 7))) for _ in range(60)}
+        ids = {text: id for id, text in enumerate(sorted(texts, key=lambda _: random.random()))}
+        scores = [float(random.randint(-5, 0)) for _ in ids]
+        assert merges_by_score(ids, scores) == merges_by_every_cut(ids, scores)
+
+
+def test_a_token_of_a_megabyte_is_cut_only_where_parts_may_be_tokens():
+    """At each place it would take minutes."""
+
+    class Counted(str):
+        cuts = 0
+
+        def __getitem__(self, place):
+            Counted.cuts += 1
+            return str.__getitem__(self, place)
+
+    long = Counted("ab" * 500_000)
+    ids = {text: id for id, text in enumerate(("a", "b", long[1:], long))}
+    Counted.cuts = 0
+    assert merges_by_score(ids, [0.0] * 4) == [("a", long[1:])]
+    assert Counted.cuts <= 8
 
 
 def test_merges_win_over_scores(tmp_path):

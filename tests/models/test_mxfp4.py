@@ -75,7 +75,8 @@ def test_maps_have_the_values_of_transformers(folders):
 def test_every_scale_is_read(folders):
     coded, plain = folders
     blocks, _ = random_blocks(192, 64)
-    scales = (torch.arange(6 * 192 * 2) % 255).to(torch.uint8).view(6, 192, 2)
+    # The last two make floats of 32 bits overflow.
+    scales = (torch.arange(6 * 192 * 2) % 253).to(torch.uint8).view(6, 192, 2)
     key = f"{EXPERTS.format(0)}.gate_up_proj"
     change_tensor(coded, f"{key}_blocks", lambda _: blocks)
     change_tensor(coded, f"{key}_scales", lambda _: scales)
@@ -116,7 +117,7 @@ SPOILED = {  # tensor, what is made of it, words of the complaint
     "a scale that is no number": (
         "gate_up_proj_scales",
         lambda x: torch.full_like(x, 255),
-        r"experts\.0\.gate_proj: scales has 255, which is no number",
+        r"experts\.gate_up_proj_scales has numbers that are not finite",
     ),
     "too few dimensions": (
         "down_proj_blocks",

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from specserve.models.loader import load_decoder
 from specserve_kernels import cpu
 from tests.checkpoints import FAMILIES, tiny_checkpoint
+from tests.models.formats import change_config
 from tests.models.forward import (
     builds,
     causal_rows,
@@ -152,6 +153,25 @@ def test_logits_are_those_of_transformers(case, ops, block_size):
     folder, ids, want, _ = case
     got = logits(load_decoder(folder, "fp32", ops), ids, block_size=block_size)
     error = (got - want).norm(dim=1) / want.norm(dim=1)
+    assert error.max() < 1e-4, error
+
+
+def test_yarn_by_qwens_recipe_raises_the_context(tmp_path):
+    """And texts beyond max_position_embeddings have transformers' logits."""
+    folder = tiny_checkpoint(tmp_path, "qwen2", max_position_embeddings=40)
+    change_config(
+        folder,
+        rope_parameters=None,
+        rope_theta=1e4,
+        rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    )
+    ids = prompt(320, 126)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        want = model(ids[None]).logits[0]
+    decoder = load_decoder(folder, "fp32", cpu)
+    assert decoder.config.max_positions == 128
+    error = (logits(decoder, ids) - want).norm(dim=1) / want.norm(dim=1)
     assert error.max() < 1e-4, error
 
 

@@ -205,7 +205,7 @@ def spoil(name, value):
     return lambda tensors: tensors[name].view(-1)[-1:].fill_(value)
 
 
-NOT_FINITE = "has values that are not finite"
+NOT_FINITE = "has numbers that are not finite"
 BROKEN = {  # fixture, what happened to its tensors -> the complaint
     "no scales": ("gptq-v1", drop(f"{UP}.scales"), f"{UP}.scales is missing"),
     "no zero points": ("awq", drop(f"{UP}.qzeros"), f"{UP}.qzeros is missing"),
@@ -259,17 +259,27 @@ BROKEN = {  # fixture, what happened to its tensors -> the complaint
     "a scale that is no number": (
         "compressed-w4a16",
         spoil(f"{UP}.weight_scale", float("nan")),
-        f"{UP}: weight_scale {NOT_FINITE}",
+        rf"model\.safetensors: the tensor {UP}.weight_scale {NOT_FINITE}",
     ),
     "an infinite scale": (
         "gptq-v1",
         spoil(f"{UP}.scales", float("inf")),
-        f"{UP}: scales {NOT_FINITE}",
+        f"{UP}.scales {NOT_FINITE}",
     ),
     "an infinite scale of a block": (
         "fp8-block",
         spoil(f"{UP}.weight_scale_inv", float("inf")),
-        f"{UP}: weight_scale_inv {NOT_FINITE}",
+        f"{UP}.weight_scale_inv {NOT_FINITE}",
+    ),
+    "a float of 8 bits that is no number": (
+        "fp8-block",
+        lambda tensors: tensors[f"{UP}.weight"].view(torch.uint8)[0, :1].fill_(0x7F),
+        f"{UP}.weight {NOT_FINITE}",
+    ),
+    "a float of 8 bits that overflows with its scale": (
+        "fp8-block",
+        spoil(f"{UP}.weight_scale_inv", 3e38),
+        f"{UP}.weight {NOT_FINITE}",
     ),
     "no map at all": (
         "gptq-v1",
@@ -300,7 +310,9 @@ def test_broken_maps_are_refused(tmp_path, name, edit, complaint):
     folder = quantized(tmp_path / "model", name, edit)
     with pytest.raises(ConfigError, match=complaint) as refusal:
         load_decoder(folder, "fp32", reference)
-    assert str(refusal.value).startswith(f"{folder}: ") and "; " in str(refusal.value)
+    assert str(refusal.value).startswith((f"{folder}: ", f"{folder}/model")) and "; " in str(
+        refusal.value
+    )
 
 
 def shorten(folder):

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from specserve.config import ServerConfig
 from specserve.errors import ConfigError
 from specserve.keys import SCOPES, read_admin_keys
-from tests.checkpoints import tiny_checkpoint
+from tests.checkpoints import tiny_checkpoint, with_another_token
 from tests.server.asking import CHAT, COMPLETIONS, chat_body, completion_body, streamed
 from tests.server.in_process import server_threads
 from tests.server.server_process import ServerProcess, eventually
@@ -34,7 +34,7 @@ def folders(tmp_path_factory):
         "target": tiny_checkpoint(make("target"), seed=1),
         "same": tiny_checkpoint(make("same"), seed=1),
         "other": tiny_checkpoint(make("other"), seed=2, hidden_size=96, num_hidden_layers=3),
-        "words": tiny_checkpoint(make("words"), seed=2, vocab_size=640),
+        "words": with_another_token(tiny_checkpoint(make("words"), seed=2)),
     }
 
 

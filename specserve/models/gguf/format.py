@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specserve.models.gguf.blocks import QUANTIZED, TYPES
 from specserve.models.quantized.config import Quantization
-from specserve.models.quantized.stored import Stored
+from specserve.models.quantized.stored import NotFinite, Stored, is_finite
 from specserve_kernels import Codes
 
 BY_NAME = {type.name: type for type in TYPES.values()}
@@ -29,7 +29,10 @@ class Gguf:
 
     def read(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
         name = type_of(tensors)
-        return CODES[name](tensors[name].view(shape[0], -1, BY_NAME[name].size))
+        try:
+            return CODES[name](tensors[name].view(shape[0], -1, BY_NAME[name].size))
+        except NotFinite as e:
+            raise NotFinite(name) from e
 
 
 def type_of(parts: Mapping[str, object]) -> str:
@@ -106,8 +109,8 @@ def affine(width: int, q: Tensor, scale: Tensor, offset: Tensor) -> Codes:
 def half(blocks: Tensor, start: int) -> Tensor:
     """A float16 of every block, [N, blocks, 1] float32."""
     values = blocks[..., start : start + 2].contiguous().view(torch.float16).float()
-    if not values.isfinite().all():
-        raise ValueError("a block has a scale that is not finite")
+    if not is_finite(values):
+        raise NotFinite("a block's scale")
     return values
 
 

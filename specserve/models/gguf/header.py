@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specserve.errors import ConfigError
+from specserve.models.folder import MAGIC, check_pointer
 from specserve.models.gguf.blocks import Type, find_type
 from specserve.models.gguf.cursor import MAX_KEY, U32, U64, Array, Cursor, Value
 from specserve.models.weight_files import check_is_at_home
 
-MAGIC, VERSIONS = b"GGUF", (2, 3)
+VERSIONS = 2, 3
 MAX_KEYS, MAX_TENSORS, MAX_DIMENSIONS, MAX_SIZE = 1 << 16, 1 << 18, 4, 1 << 40
 PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
@@ -128,6 +129,7 @@ def parse(path: Path, data: mmap.mmap) -> Header:
 def check_version(path: Path, head: bytes) -> None:
     version, swapped = (int.from_bytes(head[4:], order) for order in ("little", "big"))
     if head[:4] != MAGIC:
+        check_pointer(path)
         raise ConfigError(
             f"{path}: no GGUF file, as it does not begin with GGUF; name a .gguf file, or the "
             "folder that holds config.json"

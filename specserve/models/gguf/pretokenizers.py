@@ -48,9 +48,12 @@ PRE_TOKENIZERS = {
 
 
 def find_pre_tokenizer(name: object) -> PreTokenizer:
-    """ValueError for a name that is not known, as a guess would split text in another way."""
+    """llama.cpp's default for a file without a name. ValueError for a name that is not known: text
+    might be split in another way than in training.
+    """
+    if name is None:
+        return PRE_TOKENIZERS["default"]
     if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
-        said = "is missing" if name is None else f"= {name!r} is not supported"
-        raise ValueError(f"tokenizer.ggml.pre {said}: {known} are supported")
+        raise ValueError(f"tokenizer.ggml.pre = {name!r} is not supported: {known} are supported")
     return PRE_TOKENIZERS[name]

@@ -1,5 +1,6 @@
 """A model in a GGUF file, or in the parts of a split one. Does not import torch."""
 
+import logging
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +18,7 @@ from specserve.models.gguf.config import read_config
 from specserve.models.gguf.header import Header, read_header
 from specserve.models.gguf.names import ROPE_FACTORS, checkpoint_name, file_name
 from specserve.models.gguf.tokenizer import build_tokenizer, check_tokenizer
-from specserve.models.gguf.vocabulary import Vocabulary
+from specserve.models.gguf.vocabulary import PREFIX, Vocabulary, find_model
 from specserve.models.quantized.config import Quantization
 from specserve.models.source import BEGINNING, refuse_transformers, samples
 from specserve.models.tokenizer import Tokenizer
@@ -30,6 +31,8 @@ SAMPLING = {  # general.sampling.* -> generation_config.json
     "top_p": "top_p",
 }
 TEMPLATE = "tokenizer.chat_template"
+
+log = logging.getLogger("specserve")
 
 
 class GgufFile:
@@ -114,6 +117,13 @@ class GgufFile:
             check_tokenizer(self.header.metadata)
         except ValueError as e:
             raise self.refusal(e) from e
+        metadata = self.header.metadata
+        if find_model(metadata) == "gpt2" and f"{PREFIX}pre" not in metadata:
+            log.warning(
+                "%s: %spre is missing, so the tokenizer splits text as llama.cpp's default. If the "
+                "output is poor, convert the model again",
+                *(self.path, PREFIX),
+            )
 
     def check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
         found = self.header.tensors.get(name)

@@ -83,10 +83,12 @@ def merges_by_score(ids: Mapping[str, int], scores: Sequence[float]) -> list[tup
 
     Equal ones are ordered as in the tokenizer.json that transformers writes.
     """
+    lengths = {len(token) for token in ids}  # few: to cut at every place of a long token is slow
     found = [
         (scores[id], i, len(token) - i, token)
         for token, id in ids.items()
         for i in range(1, len(token))
+        if i in lengths and len(token) - i in lengths
         if token[:i] in ids and token[i:] in ids
     ]
     found.sort(key=lambda merge: merge[:3], reverse=True)

@@ -12,7 +12,7 @@ from specserve.models.quantized import mxfp4
 from specserve.models.quantized.config import Quantization
 from specserve.models.quantized.floats import FLOATS
 from specserve.models.quantized.readers import reader
-from specserve.models.quantized.stored import SCALES, UNUSED, Stored
+from specserve.models.quantized.stored import SCALES, UNUSED, NotFinite, Stored, is_finite
 from specserve_kernels import Codes
 
 PLAIN = {"weight", "bias"}
@@ -73,13 +73,19 @@ class QuantizedMaps:
         self.expected |= {f"{module}.{suffix}": wanted for suffix, wanted in parts.items()}
 
     def read(self, name: str) -> Codes | Tensor:
-        """The weight, [N, K]; values are in float32. The pages of the file are dropped."""
+        """The weight, [N, K]; values are in float32. The pages of the file are dropped. ConfigError
+        for numbers that are not finite.
+        """
         assert self.format is not None and self.told is not None
         module = name.removesuffix(".weight")
         tensors = self.checkpoint.tensors(module, self.suffixes[name])
         try:
             check_numbers(tensors)
             weight = self.format.read(self.shapes[name], tensors)
+            if isinstance(weight, Tensor) and "weight" in tensors and not is_finite(weight):
+                raise NotFinite("weight")
+        except NotFinite as e:
+            raise self.checkpoint.not_finite(f"{module}.{e}") from e
         except ValueError as e:
             raise self.refusal(module, str(e)) from e
         for tensor in tensors.values():
@@ -106,7 +112,7 @@ class QuantizedMaps:
 def check_numbers(tensors: Mapping[str, Tensor]) -> None:
     """ValueError for numbers that no map can be made of."""
     for suffix, tensor in tensors.items():
-        if "scale" in suffix and not tensor.float().isfinite().all():
-            raise ValueError(f"{suffix} has values that are not finite")
+        if "scale" in suffix and not is_finite(tensor.float()):
+            raise NotFinite(suffix)
     if "bias" in tensors and tensors["bias"].any():
         raise ValueError("it has a bias, and config.json asks for none")

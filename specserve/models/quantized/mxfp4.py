@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specserve.models.quantized.config import Quantization
-from specserve.models.quantized.stored import Stored, divided
+from specserve.models.quantized.stored import NotFinite, Stored, divided
 from specserve_kernels import Codes
 
 GROUP = 32
@@ -29,7 +29,7 @@ class Mxfp4:
     def read(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
         blocks, exponents = tensors["blocks"], tensors["scales"]
         if (exponents == NAN).any():
-            raise ValueError(f"scales has {NAN}, which is no number")
+            raise NotFinite("scales")
         middle = 1 << BITS - 1
         positive = torch.tensor(TWICE, dtype=torch.uint8)
         codes = torch.cat([middle + positive, middle - positive])

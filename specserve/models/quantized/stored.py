@@ -21,6 +21,10 @@ class Stored(NamedTuple):
     dtypes: tuple[str, ...]  # safetensors' names; what it has to be is one of them
 
 
+class NotFinite(ValueError):
+    """A map's tensor of this suffix has numbers that are not finite."""
+
+
 class Format(Protocol):
     """Reads the linear maps of one format. A map of shape [N, K] has tensors `name.suffix`."""
 
@@ -32,6 +36,14 @@ class Format(Protocol):
         ...
 
     def read(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes | Tensor: ...
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether none of the numbers is NaN or infinite. Their sum shows this in one fast pass; only a
+    sum that overflows needs a closer look.
+    """
+    total = values.sum(dtype=torch.float32 if values.dtype == torch.float16 else None)
+    return bool(total.isfinite()) or bool(values.isfinite().all())
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
