@@ -91,7 +91,7 @@ def written(schema: Mapping[str, Any] | bool, whitespace: str | None, is_strict:
 
 def as_json(value: Any) -> str:
     try:
-        return json.dumps(value, allow_nan=False)
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as e:
         raise GrammarError(f"no JSON: {e!s:.200}") from e
 

@@ -8,6 +8,8 @@ from specserve.grammars.patterns import string_form, without_look_around
 
 Node = Mapping[str, Any]
 
+OLD = "disallow", "divisibleBy", "extends"  # keywords of JSON Schema's draft 3
+NO_EFFECT = {"propertyNames": True, "uniqueItems": False}
 NOTES = {"binary", "directory-path", "file-path", "password", "path"}  # formats of any string
 # Formats that zod writes next to a pattern, which says the same.
 PATTERNED = {
@@ -25,19 +27,22 @@ def mapping(value: Any) -> Node:
 def rewritten(schema: Node, is_strict: bool) -> dict[str, Any]:
     """The schema with equivalent keywords. `is_strict` refuses objects that are open.
 
-    GrammarError for look-around and for an open object.
+    GrammarError for look-around, for an open object, and for keywords that llguidance reads past.
     """
+    if unsupported := [keyword for keyword in schema if keyword in OLD]:
+        raise GrammarError(f"these keywords are not supported: {', '.join(unsupported)}")
     node = with_names(with_pattern(without_notes(schema)))
     return strict(node) if is_strict else node
 
 
 def without_notes(schema: Node) -> dict[str, Any]:
-    """Drop a format that any string has, or that a pattern repeats."""
+    """Drop keywords without effect, and a format that any string has or that a pattern repeats."""
     format = schema.get("format")
     has_pattern = "pattern" in schema or "allOf" in schema
     known = NOTES | PATTERNED if has_pattern else NOTES
     is_note = isinstance(format, str) and format in known
-    return {k: v for k, v in schema.items() if k != "format" or not is_note}
+    dropped = {k for k, off in NO_EFFECT.items() if k in schema and schema[k] is off}
+    return {k: v for k, v in schema.items() if k not in dropped and (k != "format" or not is_note)}
 
 
 def with_pattern(schema: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +59,7 @@ def with_pattern(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_names(schema: dict[str, Any]) -> dict[str, Any]:
-    """Write `propertyNames` of strings, of some names or of a pattern in other keywords."""
+    """Write `propertyNames` in other keywords: any string, some names, a pattern or a length."""
     names = schema.get("propertyNames")
     if not isinstance(names, Mapping) or names.get("type", "string") != "string":
         return schema
@@ -65,12 +70,21 @@ def with_names(schema: dict[str, Any]) -> dict[str, Any]:
     closed = {"additionalProperties": False}
     if not rule:
         return kept
-    if rule.keys() == {"pattern"} and not has_own:
-        return kept | {"patternProperties": {without_look_around(rule["pattern"]): value}} | closed
+    if (pattern := pattern_of(rule)) is not None and not has_own:
+        return kept | {"patternProperties": {pattern: value}} | closed
     allowed = [rule["const"]] if "const" in rule else rule.get("enum")
     if len(rule) == 1 and isinstance(allowed, list) and not has_own:
         return kept | {"properties": {n: value for n in allowed if isinstance(n, str)}} | closed
     return schema
+
+
+def pattern_of(names: Node) -> str | None:
+    """The pattern of names that a schema of strings allows, if that is all that it says."""
+    if names.keys() == {"pattern"} and isinstance(names["pattern"], str):
+        return without_look_around(names["pattern"])
+    least, most = names.get("minLength", 0), names.get("maxLength", "")
+    is_length = names.keys() <= {"minLength", "maxLength"} and isinstance(least, int)
+    return f"^[\\s\\S]{{{least},{most}}}$" if is_length and isinstance(most, int | str) else None
 
 
 def strict(schema: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,8 @@ NOTES = DEFINITIONS | {  # keywords that change no value
     *("description", "discriminator", "example", "examples", "externalDocs", "id"),
     *("nullable", "readOnly", "title", "writeOnly", "xml"),
 }
-MAX_WORK = 1 << 22  # characters of schemas that are composed, and 32 for each schema that is read
+MAX_WORK = 1 << 22  # characters of composed schemas, and SCHEMA or PART for each that is read
+SCHEMA, PART = 32, 512
 MAX_INLINE = 8  # composed schemas, each within the one before
 MAX_DEPTH = 200  # of schemas that describe one value
 NO_SCHEMA = "a schema is an object or a boolean"
@@ -52,7 +53,7 @@ class Simplifier:
         self.num_left = MAX_WORK
         self.unions = Unions(self.options)
         self.own = {**mapping(root.get("definitions")), **mapping(root.get("$defs"))}
-        self.names: dict[str, str] = {}  # of definitions, by the schema as JSON
+        self.names: dict[str, str] = {}  # of definitions, by the reference or the schema as JSON
         self.pending: list[tuple[str, Any]] = []  # definitions that are not written yet
         self.seen: set[str] = set()  # composed schemas, as JSON
         self.depth = 0  # of composed schemas, each within the one before
@@ -69,24 +70,19 @@ class Simplifier:
 
     def simplified(self, schema: Any) -> Any:
         """The schema of a value, or a list of schemas."""
-        self.spend(32)
+        self.spend(SCHEMA)
         if is_list(schema):
             return [self.simplified(item) for item in schema]
         if not isinstance(schema, Mapping):
             return schema
-        is_again = is_composed(schema) and self.is_repeated(schema)
-        return self.reference(schema) if is_again else self.written(schema)
-
-    def is_repeated(self, schema: Node) -> bool:
-        key = self.key_of(schema)
-        is_seen = key in self.seen
-        self.seen.add(key)
-        return is_seen or self.depth > MAX_INLINE
-
-    def key_of(self, schema: Any) -> str:
+        if not is_composed(schema):
+            return self.written(schema)
         key = json.dumps(schema)
         self.spend(len(key))
-        return key
+        if key in self.seen or self.depth > MAX_INLINE:
+            return self.reference(key, schema)
+        self.seen.add(key)
+        return self.written(schema)
 
     def written(self, schema: Node) -> dict[str, Any]:
         self.depth += is_composed(schema)
@@ -110,11 +106,10 @@ class Simplifier:
         """A schema that is not composed, whose reference is to a definition."""
         node = closed(rewritten(schema, self.is_strict))
         target = self.target(schema)
-        return node if target is None else {**node, **self.reference(target)}
+        return node if target is None else {**node, **self.reference(node["$ref"], target)}
 
-    def reference(self, schema: Any) -> dict[str, str]:
+    def reference(self, key: str, schema: Any) -> dict[str, str]:
         """To the definition of a schema."""
-        key = self.key_of(schema)
         if key not in self.names:
             number = len(self.names)
             self.names[key] = next(n for n in (f"{number}", f"{number}-") if n not in self.own)
@@ -132,7 +127,7 @@ class Simplifier:
 
     def parts(self, schema: Any, depth: int = 0) -> tuple[list[Node], list[tuple[str, Any]]]:
         """The schemas, without compositions, and the unions that a value has to obey."""
-        self.spend(32)
+        self.spend(PART)
         if depth > MAX_DEPTH or not isinstance(schema, Mapping | bool):
             raise GrammarError(TOO_MUCH if depth > MAX_DEPTH else NO_SCHEMA)
         if isinstance(schema, bool):

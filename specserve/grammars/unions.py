@@ -10,7 +10,7 @@ from specserve.grammars.keywords import Node, mapping
 # Read for all unions of a schema, which may refer to the same ones again and again. The largest
 # schema has fewer of its own.
 MAX_STRINGS = 1 << 17
-MAX_PAIRS = 1 << 12  # of schemas of a union, which are compared
+MAX_OPTIONS = 64  # schemas of a union without a tag; each is compared with the others
 
 
 class Unions:
@@ -36,16 +36,15 @@ class Unions:
 
     def pairs(self, each: Sequence[list[Node]]) -> list[tuple[Node, Node]]:
         """Options of two different choices."""
-        found = [(a, b) for x, y in combinations(each, 2) for a in x for b in y]
-        if len(found) > MAX_PAIRS:
-            raise GrammarError(f"oneOf: too many schemas to compare: {ONE_OF}")
-        return found
+        if sum(map(len, each)) > MAX_OPTIONS:
+            raise GrammarError(ONE_OF)
+        return [(a, b) for x, y in combinations(each, 2) for a in x for b in y]
 
     def differ(self, a: Node, b: Node) -> bool:
         if (x := kinds(a)) and (y := kinds(b)) and not x & y:
             return True
         if (p := self.values_of(a)) is not None and (q := self.values_of(b)) is not None:
-            return not any(value in q for value in p)
+            return are_scalars(p) and are_scalars(q) and {*p}.isdisjoint(q)
         if kinds(a) != {"object"} or kinds(b) != {"object"}:
             return False
         shared = required(a) & required(b) & names(a) & names(b)
@@ -90,6 +89,10 @@ def have_a_tag(strings: Sequence[Mapping[str, set[str]]]) -> bool:
 
 def are_disjoint(sets: Sequence[set[str]]) -> bool:
     return len(set().union(*sets)) == sum(map(len, sets))
+
+
+def are_scalars(values: Sequence[Any]) -> bool:
+    return not any(isinstance(value, Mapping | list) for value in values)
 
 
 def kinds(schema: Node) -> set[str]:
