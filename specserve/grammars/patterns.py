@@ -50,8 +50,8 @@ def without_look_around(pattern: str) -> str:
     for form, write in FORMS.items():
         if (found := form.fullmatch(pattern)) and (same := write(found)):
             return same
-    if same := SAME.get(pattern):
-        return same
+    if pattern in SAME:
+        return SAME[pattern]
     raise GrammarError(
         f"the pattern {pattern!r:.300} has look-around, which is not supported: write it without "
         "(?=, (?!, (?<= and (?<!"

@@ -152,7 +152,7 @@ class Simplifier:
     def inner(self, schema: Node, key: str, value: Any) -> Sequence[Any] | None:
         """The schemas of a keyword that the same value has to obey."""
         if key == "allOf" and is_list(value):
-            return value
+            return [*value]
         target = self.target(schema) if key == "$ref" else None
         return None if target is None else [target]
 

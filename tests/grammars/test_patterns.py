@@ -2,7 +2,7 @@
 
 import json
 import re
-from datetime import date, datetime
+from datetime import date
 from decimal import Decimal
 from enum import Enum
 from itertools import product
@@ -207,7 +207,6 @@ class Dog(BaseModel):
 class Order(BaseModel):
     id: UUID
     day: date
-    at: datetime
     parts: list[Part] = Field(max_length=2, description="none or a few")
     main: Part = Field(description="a reference with a description")
     pair: tuple[bool, Literal["x", 1]]
