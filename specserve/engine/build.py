@@ -119,7 +119,8 @@ def assemble(
     scheduler = Scheduler(step_budget(config, target, draft), pool)
     draft_model = DraftModel(runners.draft, scheduler) if runners.draft else None
     names = kv_names(config, target, draft) if config.memory.prefix_cache else None
-    engine = Engine(runners.target, scheduler, draft_model, names)
+    is_per_tenant = not config.memory.share_prefix_cache
+    engine = Engine(runners.target, scheduler, draft_model, names, is_per_tenant)
     if runners.head is not None and models.head is not None:
         engine.head = HeadModel(runners.head, models.head, runners.target, scheduler)
     engine.adapters = adapters
