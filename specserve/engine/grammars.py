@@ -59,11 +59,8 @@ class Grammars:
     def ask(self, choices: list[Request]) -> None:
         """Compile the grammar of a prompt's choices."""
         asked = choices[0].sampling
-        key = (
-            choices[0].caller.tenant,
-            asked.cache_salt,
-            asked.grammar,
-        )  # nobody learns what others have sent
+        # The time that a grammar takes shows no tenant what another tenant has sent.
+        key = choices[0].caller.tenant, asked.cache_salt, asked.grammar
         if key not in self.compiled:
             vocabulary = self.prepare()
             self.compiled[key] = self.thread.submit(
