@@ -195,6 +195,30 @@ def test_an_answer_is_calls_or_of_a_form(name, tokenizer, vocabulary):
     assert accepts(tokenizer, vocabulary, free, bad)
 
 
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_arguments_are_closed_and_those_of_strict_tools_at_every_depth(
+    tokenizers, vocabularies, is_strict
+):
+    point = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    schema = {"properties": {"at": point, "tags": {"type": "object"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    strict = frozenset(["f"] if is_strict else [])
+    grammar = calls_of(Formats("hermes"), tokenizers[0], (tool,), strict=strict).enforced()
+    called = '<tool_call>\n{{"name": "f", "arguments": {}}}\n</tool_call>'
+    texts = ['{"at": {"x": 1}, "tags": {}}', '{"tags": {"a": 1}}', '{"at": {"y": 1}}', '{"y": 1}']
+    allowed = [accepts(tokenizers[0], vocabularies[0], grammar, called.format(t)) for t in texts]
+    assert allowed == [True, not is_strict, False, False]
+
+
+def test_a_strict_tool_that_is_open_is_refused_by_name(tokenizers):
+    schema = {"properties": {"a": {"type": "object", "additionalProperties": True}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    calls = calls_of(Formats("hermes"), tokenizers[0], (tool,), strict=frozenset(["f"]))
+    with pytest.raises(GrammarError, match="parameters of f: additionalProperties: a strict"):
+        calls.triggered()
+    assert calls_of(Formats("hermes"), tokenizers[0], (tool,)).enforced()
+
+
 @each_tokenizer
 def test_a_model_that_thinks_may_do_so_first(tokenizer, vocabulary):
     formats, good = FORMATS["thinking"], WRITTEN["hermes"].format(GOOD)
