@@ -28,11 +28,11 @@ def joined(members: Sequence[Node]) -> dict[str, Any]:
     whole = [m for m in members if len(members) > 1 and is_whole(m)]
     parts = [m for m in members if m not in whole]
     rests = [{k: v for k, v in m.items() if k not in OBJECT} for m in parts]
-    first, *others = [rest for i, rest in enumerate(rests) if rest and rest not in rests[:i]] or [
-        {}
-    ]
-    more = [*others, *(closed(m) for m in whole)]
-    node = first | merged(parts, whole)
+    first, *others = distinct([rest for rest in rests if rest]) or [{}]
+    more = [*others, *whole]
+    node = first | merged(parts)
+    if whole:  # these decide which others there may be
+        node.setdefault("additionalProperties", True)
     return closed(node | ({"allOf": more} if more else {}))
 
 
@@ -42,8 +42,8 @@ def is_whole(member: Node) -> bool:
     return is_limit and bool(member.get("patternProperties"))
 
 
-def merged(members: Sequence[Node], whole: Sequence[Node]) -> dict[str, Any]:
-    """The keywords of objects that obey all members; `whole` are others, whose names are known."""
+def merged(members: Sequence[Node]) -> dict[str, Any]:
+    """The keywords of objects that obey all members."""
     named: dict[str, list[Any]] = {}
     matched: dict[str, list[Any]] = {}
     for member in members:
@@ -51,9 +51,6 @@ def merged(members: Sequence[Node], whole: Sequence[Node]) -> dict[str, Any]:
             named.setdefault(name, []).append(schema)
         for pattern, schema in mapping(member.get("patternProperties")).items():
             matched.setdefault(pattern, []).append(schema)
-    for member in whole:
-        named |= {n: [True] for n in mapping(member.get("properties")) if n not in named}
-        matched |= {p: [True] for p in mapping(member["patternProperties"]) if p not in matched}
     limits = [m for m in members if m.get("additionalProperties", True) is not True]
     for member in limits:
         for names, key in ((named, "properties"), (matched, "patternProperties")):
@@ -77,9 +74,13 @@ def keywords(
     return node
 
 
+def distinct(schemas: Sequence[Any]) -> list[Any]:
+    return [schema for i, schema in enumerate(schemas) if schema not in schemas[:i]]
+
+
 def both(schemas: Sequence[Any]) -> Any:
     """A schema of the values that obey all of these."""
     if False in schemas:
         return False
-    rules = [s for i, s in enumerate(schemas) if s is not True and s not in schemas[:i]]
+    rules = distinct([schema for schema in schemas if schema is not True])
     return (rules[0] if len(rules) == 1 else {"allOf": rules}) if rules else True

@@ -25,6 +25,7 @@ NOTES = DEFINITIONS | {  # keywords that change no value
 MAX_WORK = 1 << 22  # characters of composed schemas, and SCHEMA or PART for each that is read
 SCHEMA, PART = 32, 512
 MAX_INLINE = 8  # composed schemas, each within the one before
+MAX_PARTS = 1000  # schemas that describe one value
 MAX_DEPTH = 200  # of schemas that describe one value
 NO_SCHEMA = "a schema is an object or a boolean"
 TOO_MUCH = "it is too complex: use fewer allOf, anyOf and $ref together"
@@ -119,6 +120,8 @@ class Simplifier:
     def composed(self, schema: Node) -> dict[str, Any]:
         """A union of schemas that are not written yet, or a schema without compositions."""
         members, unions = self.parts(schema)
+        if len(members) > MAX_PARTS:
+            raise GrammarError(TOO_MUCH)
         if not unions:
             return joined(members)
         (key, choices), *others = sorted(unions, key=lambda union: union[0])  # anyOf, then oneOf

@@ -827,10 +827,10 @@ def test_the_two_models_and_every_salt_have_keys_of_their_own(pair):
     assert "loaded" in engine.formats["draft"].name, "the model's name"
 
 
-def asked_by(engine, tenant, prompt=PROMPT, **more):
+def asked_by(engine, tenant, prompt=PROMPT, max_tokens=8, **more):
     """A request of a tenant, to its end."""
-    caller = Caller(next(engine.ids), tenant)
-    [request] = engine.add_choices(prompt, [sampling()], caller=caller, **more)
+    caller, asked = Caller(next(engine.ids), tenant), sampling(max_tokens)
+    [request] = engine.add_choices(prompt, [asked], caller=caller, **more)
     while not engine.is_idle:
         engine.step()
         engine.check()
@@ -844,12 +844,13 @@ def test_a_tenant_finds_no_kv_of_another_unless_tenants_share_it(pair, is_shared
     assert found == ([0, 96, 96, 96, 96] if is_shared else [0, 0, 0, 96, 96])
 
 
+@pytest.mark.parametrize("known", [100, 10])
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_blocks_of_both_models_are_of_one_tenant(pair, is_shared):
+def test_blocks_of_both_models_are_of_one_tenant(pair, is_shared, known):
     engine = engine_for(*pair, "model", max_nodes=4, share_prefix_cache=is_shared)
-    asked_by(engine, 1)
+    tokens = asked_by(engine, 1, PROMPT[:known], max_tokens=70).token_ids
     for of in engine.formats.values():
-        keys = [engine.prompt_keys(PROMPT, "", tenant=tenant)[of.name] for tenant in (0, 1, 2)]
+        keys = [engine.prompt_keys(tokens, "", tenant=tenant)[of.name] for tenant in (0, 1, 2)]
         assert [bool(engine.pool.find(each)) for each in keys] == [is_shared, True, is_shared]
 
 

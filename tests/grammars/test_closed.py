@@ -13,7 +13,7 @@ STRINGS = {"type": "object", "propertyNames": {"type": "string"}, "additionalPro
 
 
 def an_object(*names, **more):
-    return {"type": "object", "properties": {name: NUMBER for name in names}, **more}
+    return {"type": "object", "properties": {name: NUMBER for name in names}} | more
 
 
 BASE = {"$defs": {"Base": an_object("a", required=["a"])}}
@@ -126,6 +126,16 @@ SCHEMAS = {  # texts that a schema allows, and texts that it does not
         {"allOf": [an_object("a"), {"patternProperties": {"^x": NUMBER}}]},
         ['{"a": 1, "xy": 2}'],
         ['{"y": 1}'],
+    ),
+    "allOf with patterns and other properties": (
+        {
+            "allOf": [
+                {"patternProperties": {"^x": NUMBER}, "additionalProperties": {"type": "null"}},
+                an_object("x1", "y", required=["x1"]),
+            ]
+        },
+        ['{"x1": 1}', '{"x1": 1, "x2": 2, "z": null}'],
+        ['{"x1": 1, "y": 1}', '{"x1": 1, "x2": null}', '{"x1": 1, "z": 1}'],
     ),
     "anyOf": (
         {"anyOf": [an_object("a", required=["a"]), an_object("b")]},
@@ -283,6 +293,15 @@ def test_a_composition_that_never_ends_is_refused():
     }
     with pytest.raises(RequestError, match=TOO_MUCH.split(":")[0]):
         compiled(schema)
+
+
+def test_a_long_chain_of_compositions_is_written():
+    defs = {
+        f"d{i}": an_object(properties={"n": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}, {}]}})
+        for i in range(400)
+    }
+    schema = {"$ref": "#/$defs/d0", "$defs": defs | {"d400": an_object("a")}}
+    check(compiled(schema), ['{"n": {"n": {}}}'], ['{"n": {"m": {}}}'])
 
 
 def test_compositions_that_repeat_are_written_once():

@@ -50,6 +50,7 @@ OPEN = without("additionalProperties", CAT)
 NOT_APART = [
     {"oneOf": [OPEN, without("additionalProperties", animal({"enum": ["cat", "lion"]}))]},
     {"oneOf": [OPEN, without("additionalProperties", animal({"type": "string"}))]},
+    {"oneOf": [without("additionalProperties", animal({"enum": ["cat", "lion"]})), OPEN]},
     {"oneOf": [animal({"const": 1}), animal({"const": 1.0})]},
     {"oneOf": [{"$ref": "#/$defs/None"}, CAT]},
     {  # a pointer's ~1 is a slash, so that both are cats
