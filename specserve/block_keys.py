@@ -9,7 +9,7 @@ import msgspec
 Keys = dict[str, list[bytes]]  # of a prompt's full blocks, by the name of the KV's format
 
 
-def root_key(*parts: str) -> bytes:
+def root_key(*parts: str | int) -> bytes:
     """The first key of a chain, over what KV depends on besides the tokens."""
     return hashlib.sha256(msgspec.json.encode(parts)).digest()
 
@@ -39,22 +39,29 @@ class KVFormat(msgspec.Struct, frozen=True):
 
     name: str  # the model, and the dtype of its KV
     block_size: int  # tokens
+    is_per_tenant: bool = False  # each API key finds only blocks of its own requests
 
-    def hasher(self, salt: str, adapter: str = "") -> BlockHasher:
+    def hasher(self, salt: str, adapter: str = "", tenant: int = 0) -> BlockHasher:
         """`adapter` is the digest of what changes the model, if anything does."""
-        parts = (salt, adapter) if adapter else (salt,)
+        parts: list[str | int] = [salt, adapter] if adapter else [salt]
+        if self.is_per_tenant and tenant:
+            parts.append(tenant)  # a number, as an adapter is a text
         return BlockHasher(root_key(self.name, *parts), self.block_size)
 
 
 def prompt_keys(
-    formats: Mapping[str, KVFormat], token_ids: Sequence[int], salt: str, adapter: str = ""
+    formats: Mapping[str, KVFormat],
+    token_ids: Sequence[int],
+    salt: str,
+    adapter: str = "",
+    tenant: int = 0,
 ) -> Keys:
     """The keys of a prompt's full blocks for every model with a prefix cache. Adapters change the
     target alone.
     """
     tokens = array("i", token_ids)
     hashers = {
-        of.name: of.hasher(salt, adapter if model == "target" else "")
+        of.name: of.hasher(salt, adapter if model == "target" else "", tenant)
         for model, of in formats.items()
     }
     return {name: hasher.extend(tokens, len(tokens)) for name, hasher in hashers.items()}

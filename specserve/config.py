@@ -116,6 +116,13 @@ class MemoryConfig(Section, frozen=True):
     prefix_cache: Annotated[bool, about("whether prompts that begin alike are computed once")] = (
         True
     )
+    share_prefix_cache: Annotated[
+        bool,
+        about(
+            "whether requests of all API keys share KV of prompts that begin alike; then "
+            "cached_tokens and the time to first token show a key what other keys have sent"
+        ),
+    ] = False
 
 
 class SchedulerConfig(Section, frozen=True):

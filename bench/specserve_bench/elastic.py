@@ -130,8 +130,10 @@ def split(llm: LLM, draft_share: float) -> None:
     pool.free, pool.num_blocks = list(range(kept - 1, -1, -1)), kept
     make_table = engine.table
 
-    def table(model: str, salt: str, keys: Keys | None = None, adapter: str = "") -> BlockTable:
-        made = make_table(model, salt, keys, adapter)
+    def table(
+        model: str, salt: str, keys: Keys | None = None, adapter: str = "", tenant: int = 0
+    ) -> BlockTable:
+        made = make_table(model, salt, keys, adapter, tenant)
         if model == "draft":
             made.pool = drafts
         return made

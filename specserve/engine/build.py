@@ -122,7 +122,8 @@ def assemble(
         num_ids = num_ids or min(target.config.vocab_size, draft.config.vocab_size)
         draft_model = DraftModel(runners.draft, scheduler, num_ids)
     names = kv_names(config, target, draft) if config.memory.prefix_cache else None
-    engine = Engine(runners.target, scheduler, draft_model, names)
+    is_per_tenant = not config.memory.share_prefix_cache
+    engine = Engine(runners.target, scheduler, draft_model, names, is_per_tenant)
     if runners.head is not None and models.head is not None:
         engine.head = HeadModel(runners.head, models.head, runners.target, scheduler)
     engine.adapters = adapters

@@ -78,8 +78,12 @@ class Engine:
         scheduler: Scheduler,
         draft_model: DraftModel | None = None,
         names: Mapping[str, str] | None = None,
+        is_per_tenant: bool = False,
     ) -> None:
-        """`names` identifies each model's KV in block keys; without it there is no prefix cache."""
+        """`names` identifies each model's KV in block keys; without it there is no prefix cache.
+        `is_per_tenant`: no tenant finds KV of another one's requests.
+        """
+        self.is_per_tenant = is_per_tenant
         self.target, self.scheduler = target, scheduler
         self.draft_model = draft_model
         self.head: HeadModel | None = None  # set where the target has one
@@ -445,7 +449,8 @@ class Engine:
         prompt = self.checked(token_ids)
         ids = [next(self.ids) if id is None else id + i for i in range(len(samplings))]
         salt, digest = samplings[0].cache_salt, "" if adapter is None else adapter.digest
-        known = keys or self.prompt_keys(prompt, salt, digest)
+        tenant = 0 if caller is None else caller.tenant
+        known = keys or self.prompt_keys(prompt, salt, digest, tenant)
         if processors:
             samplings = [replace(s, speculation=NO_GUESSES) for s in samplings]
             self.processors |= {id: LogitsProcessors(processors, prompt) for id in ids}
@@ -458,8 +463,8 @@ class Engine:
                 num_scored=begun.num_scored,
                 first_token_at=now if begun.output else 0.0,
                 sampling=sampling,
-                table=self.table("target", salt, known, digest),
-                draft_table=self.table("draft", salt, known),
+                table=self.table("target", salt, known, digest, tenant),
+                draft_table=self.table("draft", salt, known, tenant=tenant),
                 caller=caller or Caller(ids[0]),
                 arrived_at=now,
                 ttft=seconds(sampling.slo.ttft_ms, budget.ttft),
@@ -509,14 +514,25 @@ class Engine:
         runners = {"target": self.target}
         if self.draft_model is not None:
             runners["draft"] = self.draft_model.runner
-        return {m: KVFormat(names[m], r.kv.block_size) for m, r in runners.items() if m in names}
+        return {
+            model: KVFormat(names[model], runner.kv.block_size, self.is_per_tenant)
+            for model, runner in runners.items()
+            if model in names
+        }
 
-    def prompt_keys(self, token_ids: Sequence[int], salt: str, adapter: str = "") -> Keys:
+    def prompt_keys(
+        self, token_ids: Sequence[int], salt: str, adapter: str = "", tenant: int = 0
+    ) -> Keys:
         """A prompt's block keys for `add_choices`; safe in any thread, also during a step."""
-        return prompt_keys(self.formats, token_ids, salt, adapter)
+        return prompt_keys(self.formats, token_ids, salt, adapter, tenant)
 
     def table(
-        self, model: str, salt: str, keys: Keys | None = None, adapter: str = ""
+        self,
+        model: str,
+        salt: str,
+        keys: Keys | None = None,
+        adapter: str = "",
+        tenant: int = 0,
     ) -> BlockTable:
         """An empty block table for the KV of "target" or "draft"; `keys` are its prompt's, and
         `adapter` is the digest of what changes the model.
@@ -524,7 +540,7 @@ class Engine:
         draft = self.draft_model if model == "draft" else None
         size = (draft.runner if draft is not None else self.target).kv.block_size
         of = self.formats.get(model)
-        hasher = None if of is None else of.hasher(salt, adapter)
+        hasher = None if of is None else of.hasher(salt, adapter, tenant)
         if of is not None and hasher is not None and keys:
             hasher.keys = list(keys.get(of.name, ()))
         return BlockTable(self.pool, size, model, hasher)

@@ -41,7 +41,7 @@ class Grammars:
         self.read = read
         self.thread = ThreadPoolExecutor(1, "grammars", be_nice)
         self.vocabulary: Future[Vocabulary] | None = None
-        self.compiled: OrderedDict[tuple[str, str], Future[Compiled]] = OrderedDict()
+        self.compiled: OrderedDict[tuple[int, str, str], Future[Compiled]] = OrderedDict()
         self.waiting: dict[int, tuple[Future[Compiled], list[Request]]] = {}  # by the first's id
 
     def prepare(self) -> Future[Vocabulary]:
@@ -59,7 +59,8 @@ class Grammars:
     def ask(self, choices: list[Request]) -> None:
         """Compile the grammar of a prompt's choices."""
         asked = choices[0].sampling
-        key = asked.cache_salt, asked.grammar  # nobody learns what others have sent
+        # The time that a grammar takes shows no tenant what another tenant has sent.
+        key = choices[0].caller.tenant, asked.cache_salt, asked.grammar
         if key not in self.compiled:
             vocabulary = self.prepare()
             self.compiled[key] = self.thread.submit(

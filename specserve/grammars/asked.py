@@ -27,6 +27,7 @@ class StructuredOutputsParams(
     grammar             a grammar in Lark, in llguidance's dialect
     json_object         true: any JSON object
     structural_tag      text with parts of a form, as an object or as JSON
+    strict              of json; true: all objects are closed, and an open one is an error
     whitespace_pattern  of json and json_object; a regex of the space that may be within JSON
     disable_any_whitespace  of json and json_object; true: there is none
     """
@@ -37,6 +38,7 @@ class StructuredOutputsParams(
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: dict[str, Any] | str | None = None
+    strict: bool = False
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
 
@@ -63,7 +65,7 @@ def grammar_of(asked: StructuredOutputsParams, field: str | None = None) -> str:
     if len(asked.kinds) != 1:
         given = " and ".join(asked.kinds) or "none"
         raise RequestError(f"{FIELD}: exactly one of {', '.join(KINDS)}, not {given}", FIELD)
-    check_whitespace(asked, asked.kinds[0])
+    check_options(asked, asked.kinds[0])
     path = field or asked.field
     try:
         return written(asked, asked.kinds[0])
@@ -74,14 +76,14 @@ def grammar_of(asked: StructuredOutputsParams, field: str | None = None) -> str:
 def json_form(asked: StructuredOutputsParams) -> str:
     """JSON that is asked for, as a part of a Lark rule."""
     schema = {"type": "object"} if asked.json is None else read_schema(asked.json)
-    return forms.json_part(schema, asked.whitespace)
+    return forms.json_part(schema, asked.whitespace, asked.strict)
 
 
 def written(asked: StructuredOutputsParams, kind: str) -> str:
     value = getattr(asked, kind)
     match kind:
         case "json":
-            return forms.json_schema(read_schema(value), asked.whitespace)
+            return forms.json_schema(read_schema(value), asked.whitespace, asked.strict)
         case "json_object":
             return forms.json_schema({"type": "object"}, asked.whitespace)
         case "regex":
@@ -101,9 +103,11 @@ def read_schema(given: Any) -> Mapping[str, Any] | bool:
     return schema
 
 
-def check_whitespace(asked: StructuredOutputsParams, kind: str) -> None:
-    """RequestError for options about whitespace that would have no effect."""
-    if asked.disable_any_whitespace and asked.whitespace_pattern is not None:
+def check_options(asked: StructuredOutputsParams, kind: str) -> None:
+    """RequestError for options that would have no effect."""
+    if asked.strict and kind != "json":
+        name, why = "strict", f"it is of json, not of {kind}: leave it out"
+    elif asked.disable_any_whitespace and asked.whitespace_pattern is not None:
         name = "whitespace_pattern"
         why = "there is no whitespace with disable_any_whitespace: send one of the two"
     elif kind in ("json", "json_object"):

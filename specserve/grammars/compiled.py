@@ -24,6 +24,10 @@ AHEAD = 8  # tokens
 AGAIN = 2  # times the usual limits of a step, of a matcher that is made anew in the midst of a text
 LONG = 0.1  # seconds: a grammar that takes longer is compiled once, as steps wait
 SLOW_MS = 30  # of CPU time: a step of streams takes about as long
+ONE_OF = (
+    "oneOf: more than one of its schemas may fit the same value: use anyOf, or let each require a "
+    "property that has strings of its own"
+)
 NO_TEXT = "it allows no text, not even an empty one"
 TOO_COMPLEX = re.compile(r"\b(fuel|too (big|large|many|deeply)|max is|limits?)\b", re.IGNORECASE)
 LISTING = re.compile(r"\n *\d+ \| ")  # lines of the grammar, which are not the caller's text
@@ -158,10 +162,7 @@ def in_words(error: str) -> str:
         names = unsupported[1].replace('"', "")
         return f"these keywords are not supported: {names}"
     if "oneOf constraints are not supported" in told:
-        return (
-            "oneOf: more than one of its schemas may fit the same value: use anyOf, or let each "
-            "require a property that has strings of its own"
-        )
+        return ONE_OF
     if "NoExtension" in told:
         return NO_TEXT
     return f"it is too complex: {told}" if TOO_COMPLEX.search(told) else told

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from specserve.grammars.compiled import GrammarError
+from specserve.grammars.patterns import without_look_around
 from specserve.grammars.simplify import simplified
 
 MAX_BYTES = 1 << 18  # of a grammar; larger ones take more than a second to compile
@@ -34,19 +35,23 @@ def lark(text: str) -> str:
     return checked(json.dumps({"grammars": [{"lark_grammar": text}]}))
 
 
-def json_schema(schema: Mapping[str, Any] | bool, whitespace: str | None = None) -> str:
-    """The grammar of JSON values that obey a schema.
+def json_schema(
+    schema: Mapping[str, Any] | bool, whitespace: str | None = None, is_strict: bool = False
+) -> str:
+    """The grammar of JSON values that obey a schema, whose objects are closed (`simplify.py`).
 
     `whitespace` is a regex of what may stand behind `{`, `[`, `,` and `:`, and before `}` and `]`,
     once in each place; "" is none, and None a space behind `,` and `:`. GrammarError for a schema
-    that is no JSON, or too deep.
+    that is no JSON, too deep, or, if `is_strict`, open.
     """
-    return checked(f'{{"grammars": [{{"json_schema": {written(schema, whitespace)}}}]}}')
+    return checked(f'{{"grammars": [{{"json_schema": {written(schema, whitespace, is_strict)}}}]}}')
 
 
-def json_part(schema: Mapping[str, Any] | bool, whitespace: str | None = None) -> str:
+def json_part(
+    schema: Mapping[str, Any] | bool, whitespace: str | None = None, is_strict: bool = False
+) -> str:
     """The same as a part of a Lark rule."""
-    return f"%json {written(schema, whitespace)}"
+    return f"%json {written(schema, whitespace, is_strict)}"
 
 
 def quoted(text: str) -> str:
@@ -56,7 +61,7 @@ def quoted(text: str) -> str:
 
 def regex(pattern: str) -> str:
     """The grammar of texts that match from their beginning to their end."""
-    escaped = ESCAPED.sub(escape, checked(pattern))
+    escaped = ESCAPED.sub(escape, without_look_around(checked(pattern)))
     return lark(f"start: /{escaped}/" if pattern else 'start: ""')
 
 
@@ -71,7 +76,7 @@ def escape(found: re.Match[str]) -> str:
     return {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}.get(found[0], found[0])
 
 
-def written(schema: Mapping[str, Any] | bool, whitespace: str | None) -> str:
+def written(schema: Mapping[str, Any] | bool, whitespace: str | None, is_strict: bool) -> str:
     """The schema's JSON, with what llguidance has to know of the text's form."""
     if schema is False:
         raise GrammarError("false allows no value")
@@ -81,12 +86,12 @@ def written(schema: Mapping[str, Any] | bool, whitespace: str | None) -> str:
     check_depth(given)
     checked(as_json(given))
     form = {None: ONE_LINE, "": COMPACT}.get(whitespace, {"whitespace_pattern": whitespace})
-    return as_json({**simplified(given, given), "x-guidance": form})
+    return as_json({**simplified(given, is_strict), "x-guidance": form})
 
 
 def as_json(value: Any) -> str:
     try:
-        return json.dumps(value, allow_nan=False)
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as e:
         raise GrammarError(f"no JSON: {e!s:.200}") from e
 

@@ -8,6 +8,7 @@ import msgspec
 
 from specserve.answer import llama3, mistral, reasoning
 from specserve.answer.formats import MARKERS, Formats
+from specserve.grammars.compiled import GrammarError
 from specserve.grammars.forms import json_part, lark, quoted
 from specserve.models.tokenizer import Tokenizer
 
@@ -22,6 +23,7 @@ GAP: /\n{0,2}/
 class CallGrammar(msgspec.Struct, frozen=True):
     """How calls of some tools are written, as rules of Lark.
 
+    strict       names of tools whose schemas are strict
     special      ids of tokens that are no text to llguidance, by their texts
     thinks       there may be reasoning before the answer
     is_inside    the prompt has begun it
@@ -32,6 +34,7 @@ class CallGrammar(msgspec.Struct, frozen=True):
     special: Mapping[str, int]
     thinks: bool = False
     is_inside: bool = False
+    strict: frozenset[str] = frozenset()
 
     def enforced(self, is_parallel: bool = True) -> str:
         """A grammar of one call, or of one or more, and nothing else but reasoning before them.
@@ -39,12 +42,12 @@ class CallGrammar(msgspec.Struct, frozen=True):
         """
         return self.lark(f"start: {self.thought} {self.only_calls(is_parallel)}", *self.calls())
 
-    def or_form(self, form: str, strict: frozenset[str], is_parallel: bool = True) -> str:
+    def or_form(self, form: str, is_parallel: bool = True) -> str:
         """The same, or a text of a form, which is a part of a rule. Arguments of others than the
         strict tools are any object.
         """
         start = f"start: {self.thought} ({self.only_calls(is_parallel)} | form)"
-        return self.lark(start, f"form: {form}", *self.calls(strict))
+        return self.lark(start, f"form: {form}", *self.calls(is_free=True))
 
     def form_alone(self, form: str) -> str:
         """A grammar of a text of a form alone."""
@@ -56,7 +59,7 @@ class CallGrammar(msgspec.Struct, frozen=True):
         more = f"({self.literal(separator)} call)*" if is_parallel else ""
         return f"{begin} call {more} {end}"
 
-    def triggered(self, strict: frozenset[str]) -> str:
+    def triggered(self) -> str:
         """A grammar of any text, whose calls are of these tools; arguments of the strict ones obey
         their schemas. Errors: as above.
         """
@@ -67,7 +70,7 @@ class CallGrammar(msgspec.Struct, frozen=True):
                 has_tag = llama3.TAG in self.special
                 tagged = f"({self.literal(llama3.TAG)} calls)?" if has_tag else ""
                 start = f"start: {self.thought} (calls | OTHER? {tagged})"
-                return self.lark(start, f"calls: call {more}", *self.calls(strict))
+                return self.lark(start, f"calls: call {more}", *self.calls(is_free=True))
             case "mistral" if not self.formats.has_args:
                 trigger = mistral.BEGIN
                 calls = f"{begin.removeprefix(self.literal(trigger))} call {more} {end}"
@@ -76,7 +79,7 @@ class CallGrammar(msgspec.Struct, frozen=True):
             case _:
                 trigger, calls = self.pieces(self.frame[0])[0].rstrip(), "call"
         start = f"start: {self.thought} (triggered {calls})* TEXT"
-        return self.lark(start, *self.up_to("triggered", trigger), *self.calls(strict, trigger))
+        return self.lark(start, *self.up_to("triggered", trigger), *self.calls(True, trigger))
 
     def lark(self, *rules: str) -> str:
         thoughts = self.up_to("thought", reasoning.END) if self.thinks else ()
@@ -100,19 +103,27 @@ class CallGrammar(msgspec.Struct, frozen=True):
                 return f"{self.literal(mistral.BEGIN)} / ?\\[/", ", ", '"]"'
         return "", "\n", ""
 
-    def calls(self, strict: frozenset[str] | None = None, trigger: str = "") -> Iterator[str]:
-        """The rule of a call, and each tool's, without the trigger, which has been written. Of
-        others than the strict ones arguments are any object; None is all.
+    def calls(self, is_free: bool = False, trigger: str = "") -> Iterator[str]:
+        """The rule of a call, and each tool's, without the trigger, which has been written.
+        `is_free`: the arguments of tools that are not strict are any object.
         """
         names = [f"call_{i}" for i in range(len(self.tools))]
         yield f"call: {' | '.join(names)}"
         for rule, tool in zip(names, self.tools, strict=True):
             function = tool["function"]
-            is_free = strict is not None and function["name"] not in strict
-            schema = {"type": "object"} if is_free else parameters_of(function)
+            is_strict = function["name"] in self.strict
+            arguments = self.arguments(function, is_strict or not is_free, is_strict)
             before, after = self.written(function["name"])
             before = self.literal(before.removeprefix(trigger))
-            yield f"{rule}: {before} {json_part(schema)} {self.literal(after)}"
+            yield f"{rule}: {before} {arguments} {self.literal(after)}"
+
+    def arguments(self, function: Mapping[str, Any], is_held: bool, is_strict: bool) -> str:
+        """Any object, or one that obeys the function's schema."""
+        schema = parameters_of(function) if is_held else {"type": "object"}
+        try:
+            return json_part(schema, is_strict=is_strict)
+        except GrammarError as e:
+            raise GrammarError(f"parameters of {function['name']}: {e}") from e
 
     def written(self, name: str) -> tuple[str, str]:
         """What stands before and after a call's arguments."""

@@ -105,7 +105,7 @@ class StreamOptions(PaddingOptions, frozen=True, forbid_unknown_fields=True):
 
 
 class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Texts obey the schema, whatever `strict` is; `name` and `description` mean nothing here."""
+    """Texts obey the schema. `strict` closes all objects; `name` and `description` do nothing."""
 
     schema: dict[str, Any] | bool | None = None
     name: str | None = None
@@ -146,7 +146,8 @@ class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             case "structural_tag":
                 return StructuredOutputsParams(structural_tag={"type": self.type, **self.tag})
         assert self.json_schema is not None
-        return StructuredOutputsParams(json=self.json_schema.schema)
+        is_strict = bool(self.json_schema.strict)
+        return StructuredOutputsParams(json=self.json_schema.schema, strict=is_strict)
 
 
 class Body(SamplingParams, frozen=True, kw_only=True):

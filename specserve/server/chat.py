@@ -295,15 +295,16 @@ def call_grammar(
     formats = service.served.formats
     special = special_tokens(service.input_processor.tokenizer, formats)
     thinks = reader.reasoning == "think"
-    calls = CallGrammar(formats, asked.callable, special, thinks, thinks and reader.is_inside)
+    is_inside = thinks and reader.is_inside
+    calls = CallGrammar(formats, asked.callable, special, thinks, is_inside, asked.strict)
     try:
         if form is not None and not asked.tools:
             return calls.form_alone(json_form(form))
         if form is not None:
-            return calls.or_form(json_form(form), asked.strict, asked.is_parallel)
+            return calls.or_form(json_form(form), asked.is_parallel)
         if asked.is_enforced:
             return calls.enforced(asked.is_parallel and not asked.is_named)
-        return calls.triggered(asked.strict)
+        return calls.triggered()
     except GrammarError as e:
         raise RequestError(f"tools: {e}", "tools") from e
 

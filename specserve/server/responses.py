@@ -32,7 +32,8 @@ class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The form of the answer.
 
     schema          a JSON schema, of type json_schema
-    strict          read past, as a text always fits the schema, and so are name and description
+    strict          true: all objects of the schema are closed
+    name            has no effect, nor has description
     """
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -51,7 +52,7 @@ class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             return None
         if self.schema is None:
             return StructuredOutputsParams(json_object=True)
-        return StructuredOutputsParams(json=self.schema)
+        return StructuredOutputsParams(json=self.schema, strict=bool(self.strict))
 
     @property
     def told(self) -> dict[str, Any]:

@@ -241,7 +241,7 @@ class Service:
         if grammar:
             samplings = await self.ruled(samplings, grammar, params)
         digest = "" if arrived.adapter is None else arrived.adapter.ref.digest
-        keys = await self.hash(prompts, params.cache_salt, digest)
+        keys = await self.hash(prompts, params.cache_salt, digest, arrived.tenant)
         self.check_open()  # again: a drain may have begun while the body was read
         self.check_choices(len(prompts), params, field)
         self.check_tokens(sum(lengths), field)
@@ -346,11 +346,14 @@ class Service:
         """Parse a body; a large one in a thread."""
         return await self.in_thread(read, raw) if len(raw) > LARGE else read(raw)
 
-    async def hash(self, prompts: Sequence[list[int]], salt: str, adapter: str) -> list[Keys]:
+    async def hash(
+        self, prompts: Sequence[list[int]], salt: str, adapter: str, tenant: int
+    ) -> list[Keys]:
         """The keys of each prompt's blocks; many tokens are hashed in a thread."""
 
         def hash_all() -> list[Keys]:
-            return [prompt_keys(self.kv_formats, prompt, salt, adapter) for prompt in prompts]
+            formats = self.kv_formats
+            return [prompt_keys(formats, prompt, salt, adapter, tenant) for prompt in prompts]
 
         is_long = sum(map(len, prompts)) > LONG
         return await self.in_thread(hash_all) if is_long else hash_all()

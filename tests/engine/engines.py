@@ -72,6 +72,7 @@ def engine_for(target, draft=None, drafter="none", max_len=MAX_LEN, head=None, *
         "kv_bytes": "memory",
         "prefix_cache": "memory",
         "kv_dtype": "memory",
+        "share_prefix_cache": "memory",
         "max_nodes": "speculation",
         "max_step_nodes": "speculation",
         "options": "drafter",

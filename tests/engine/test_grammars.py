@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from specserve.engine.engine import MOMENT, NOTHING_LEFT
 from specserve.engine.grammar_state import GrammarState
 from specserve.engine.grammars import Grammars, Vocabulary
+from specserve.exchange.caller import Caller
 from specserve.exchange.sampling_params import Sampling
 from specserve.grammars import compiled
 from specserve.models.tokenizer import load_tokenizer
@@ -320,6 +321,13 @@ def test_a_text_that_breaks_off_does_so_at_the_same_token(engine_with, sampling,
     expected = run(engine_with(), PROMPT, asked)
     engine = engine_with(Scripted(wrong_later, {0: [*expected[0][0], *truth[6:]]}))
     assert run(engine, PROMPT, asked) == expected
+
+
+def test_a_grammar_is_compiled_once_for_each_tenant(engine_with, sampling):
+    engine, asked = engine_with(), sampling(GRAMMARS["choice"])
+    for call, tenant in enumerate((0, 1, 1, 0)):
+        engine.add_choices(PROMPT, [asked], caller=Caller(call, tenant))
+    assert len(engine.grammars.compiled) == 2
 
 
 def test_steps_go_on_while_a_grammar_is_compiled(engine_with, sampling, monkeypatch):

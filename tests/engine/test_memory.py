@@ -8,7 +8,9 @@ from collections import Counter
 import pytest
 import torch
 
-from specserve.block_keys import BlockHasher
+from specserve.block_keys import BlockHasher, KVFormat
+from specserve.exchange.caller import Caller
+from specserve.exchange.messages import Begun
 from specserve.exchange.sampling_params import Sampling, mix64
 from specserve_drafters import Draft, Nodes
 from tests.checkpoints import tiny_checkpoint
@@ -823,6 +825,59 @@ def test_the_two_models_and_every_salt_have_keys_of_their_own(pair):
     assert len(roots) == 6
     assert all(str(pair[0].dtype) in kv.name for kv in engine.formats.values())
     assert "loaded" in engine.formats["draft"].name, "the model's name"
+
+
+def asked_by(engine, tenant, prompt=PROMPT, max_tokens=8, **more):
+    """A request of a tenant, to its end."""
+    caller, asked = Caller(next(engine.ids), tenant), sampling(max_tokens)
+    [request] = engine.add_choices(prompt, [asked], caller=caller, **more)
+    while not engine.is_idle:
+        engine.step()
+        engine.check()
+    return request
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_tenant_finds_no_kv_of_another_unless_tenants_share_it(pair, is_shared):
+    engine = engine_for(*pair, "model", max_nodes=4, share_prefix_cache=is_shared)
+    found = [asked_by(engine, tenant).num_cached for tenant in (1, 0, 2, 0, 1)]
+    assert found == ([0, 96, 96, 96, 96] if is_shared else [0, 0, 0, 96, 96])
+
+
+@pytest.mark.parametrize("known", [100, 10])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_blocks_of_both_models_are_of_one_tenant(pair, is_shared, known):
+    engine = engine_for(*pair, "model", max_nodes=4, share_prefix_cache=is_shared)
+    tokens = asked_by(engine, 1, PROMPT[:known], max_tokens=70).token_ids
+    for of in engine.formats.values():
+        keys = [engine.prompt_keys(tokens, "", tenant=tenant)[of.name] for tenant in (0, 1, 2)]
+        assert [bool(engine.pool.find(each)) for each in keys] == [is_shared, True, is_shared]
+
+
+def test_blocks_of_tenants_salts_and_adapters_have_keys_of_their_own(pair):
+    of = engine_for(*pair, "model").formats["target"]
+    asked = [(s, a, t) for s in ("", "1") for a in ("", "1", "2") for t in (0, 1, 2)]
+    assert len({of.hasher(*each).root for each in asked}) == len(asked)
+    shared = KVFormat(of.name, of.block_size)
+    assert shared.hasher("", "1", 2).root == shared.hasher("", "1").root == of.hasher("", "1").root
+
+
+@pytest.mark.parametrize("known", [100, 10])
+def test_a_request_that_goes_on_in_another_engine_stays_with_its_tenant(target, known):
+    engine, begun = off(target), Begun(output=PROMPT[known : known + 40])
+    keys = engine.prompt_keys(PROMPT[:known], "", tenant=1)
+    asked_by(engine, 1, PROMPT[:known], keys=keys, begun=begun)
+    others = asked_by(engine, 0, PROMPT), asked_by(engine, 2, PROMPT)
+    assert [r.num_cached for r in others] == [0, 0]
+    assert asked_by(engine, 1, PROMPT).num_cached >= 48
+
+
+def test_no_request_waits_for_the_same_prompt_of_another_tenant(target):
+    engine = off(target, **in_chunks(16))
+    callers = [Caller(i, tenant) for i, tenant in enumerate((0, 1, 1))]
+    requests = [r for c in callers for r in engine.add_choices(PROMPT, [sampling()], caller=c)]
+    engine.step()
+    assert [r.num_computed > 0 for r in requests] == [True, True, False]
 
 
 def test_blocks_of_one_size_are_not_found_by_the_other_model(pair, conversation):

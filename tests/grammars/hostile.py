@@ -175,7 +175,11 @@ WRITTEN = {  # what takes long, or much memory, to write as a grammar unless car
         "json": {"oneOf": [kind_of({"const": f"x{i}"}) for i in range(14_000)]}
     },
     "json: 200 kB of a union": {
-        "json": {"oneOf": [kind_of({"const": f"x{i}"}) for i in range(2500)]}
+        "json": {"oneOf": [kind_of({"const": f"x{i}"}) for i in range(2400)]}
+    },
+    "json: allOf of many": {"json": {"allOf": [{"minLength": i} for i in range(8000)]}},
+    "json: allOf of a thousand": {
+        "json": {"allOf": [{"properties": {f"p{i}": {}}, "minProperties": i} for i in range(1000)]}
     },
     "json: a union of references": {"json": referring(kind_of({"enum": MANY}), 1200)},
     "json: unions of references": {

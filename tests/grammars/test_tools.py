@@ -169,7 +169,8 @@ def test_of_strict_tools_only_calls_are_held_to_schemas(name, tokenizer, vocabul
     formats, good, bad = FORMATS[name], *(WRITTEN[name].format(a) for a in (GOOD, BAD))
     strict, free = ({"weather"}, {"node"})
     held, other = (
-        calls_of(formats, tokenizer).triggered(frozenset(names)) for names in (strict, free)
+        calls_of(formats, tokenizer, strict=frozenset(names)).triggered()
+        for names in (strict, free)
     )
     texts = ["", "No {calls} [at] <all>.", good, bad, "Well. " + good, "Well. " + bad]
     if name == "llama3" and "<|python_tag|>" in tokenizer.get_vocab():
@@ -185,27 +186,51 @@ def test_of_strict_tools_only_calls_are_held_to_schemas(name, tokenizer, vocabul
 @each_tokenizer
 def test_an_answer_is_calls_or_of_a_form(name, tokenizer, vocabulary):
     form, strict = json_form(StructuredOutputsParams(json=NODE)), frozenset(["weather"])
-    grammar = calls_of(FORMATS[name], tokenizer).or_form(form, strict)
+    grammar = calls_of(FORMATS[name], tokenizer, strict=strict).or_form(form)
     good, bad = (WRITTEN[name].format(a) for a in (GOOD, BAD))
     texts = ['{"at": true}', good, bad, '{"at": 1}', "Well.", f'{{"at": true}}{good}', ""]
     allowed = [accepts(tokenizer, vocabulary, grammar, text) for text in texts]
     assert allowed == [True, True, False, False, False, False, False]
-    free = calls_of(FORMATS[name], tokenizer).or_form(form, frozenset())
+    free = calls_of(FORMATS[name], tokenizer).or_form(form)
     assert accepts(tokenizer, vocabulary, free, bad)
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_arguments_are_closed_and_those_of_strict_tools_at_every_depth(
+    tokenizers, vocabularies, is_strict
+):
+    point = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    schema = {"properties": {"at": point, "tags": {"type": "object"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    strict = frozenset(["f"] if is_strict else [])
+    grammar = calls_of(Formats("hermes"), tokenizers[0], (tool,), strict=strict).enforced()
+    called = '<tool_call>\n{{"name": "f", "arguments": {}}}\n</tool_call>'
+    texts = ['{"at": {"x": 1}, "tags": {}}', '{"tags": {"a": 1}}', '{"at": {"y": 1}}', '{"y": 1}']
+    allowed = [accepts(tokenizers[0], vocabularies[0], grammar, called.format(t)) for t in texts]
+    assert allowed == [True, not is_strict, False, False]
+
+
+def test_a_strict_tool_that_is_open_is_refused_by_name(tokenizers):
+    schema = {"properties": {"a": {"type": "object", "additionalProperties": True}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    calls = calls_of(Formats("hermes"), tokenizers[0], (tool,), strict=frozenset(["f"]))
+    with pytest.raises(GrammarError, match="parameters of f: additionalProperties: a strict"):
+        calls.triggered()
+    assert calls_of(Formats("hermes"), tokenizers[0], (tool,)).enforced()
 
 
 @each_tokenizer
 def test_a_model_that_thinks_may_do_so_first(tokenizer, vocabulary):
     formats, good = FORMATS["thinking"], WRITTEN["hermes"].format(GOOD)
     thought = "<think>\nA {call}?\n</think>\n\n"
-    outside = calls_of(formats, tokenizer, thinks=True)
-    inside = calls_of(formats, tokenizer, thinks=True, is_inside=True)
     strict = frozenset(["weather"])
-    for grammar in (outside.enforced(), outside.triggered(strict)):
+    outside = calls_of(formats, tokenizer, thinks=True, strict=strict)
+    inside = calls_of(formats, tokenizer, thinks=True, is_inside=True, strict=strict)
+    for grammar in (outside.enforced(), outside.triggered()):
         assert accepts(tokenizer, vocabulary, grammar, thought + good)
         assert accepts(tokenizer, vocabulary, grammar, good)
         assert not accepts(tokenizer, vocabulary, grammar, thought + good.replace("Oslo", "Rome"))
-    for grammar in (inside.enforced(), inside.triggered(strict)):
+    for grammar in (inside.enforced(), inside.triggered()):
         assert accepts(tokenizer, vocabulary, grammar, thought.removeprefix("<think>") + good)
     assert not accepts(tokenizer, vocabulary, inside.enforced(), "A call?")
 

@@ -5,6 +5,7 @@ from threading import get_ident
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 from starlette.requests import Request
 
 from specserve.block_keys import KVFormat, prompt_keys
@@ -95,6 +96,15 @@ def test_prompts_are_sent_with_the_keys_of_their_blocks(num_tokens):
     [add] = asked((0, [prompt]))
     assert add.keys == prompt_keys(FORMATS, prompt, "salt")
     assert [len(keys) for keys in add.keys.values()] == [num_tokens // 16, num_tokens // 20]
+
+
+def test_prompts_of_each_key_have_block_keys_of_their_own(monkeypatch):
+    formats = {name: replace(of, is_per_tenant=True) for name, of in FORMATS.items()}
+    monkeypatch.setitem(globals(), "FORMATS", formats)
+    first, second = asked((0, [[1] * 40]), (1, [[1] * 40]))
+    assert first.keys == prompt_keys(formats, [1] * 40, "salt")
+    assert second.keys == prompt_keys(formats, [1] * 40, "salt", tenant=1)
+    assert not {*first.keys["target"]} & {*second.keys["target"]}
 
 
 def test_long_prompts_are_hashed_beside_the_event_loop(monkeypatch):

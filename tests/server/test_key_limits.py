@@ -10,7 +10,7 @@ from specserve.config import load_config
 from specserve.errors import ConfigError, RequestError
 from specserve.server.key_limits import Account
 from specserve.server.refusal import RateLimited
-from tests.server.asking import CHAT, COMPLETIONS, chat_body, saying
+from tests.server.asking import CHAT, COMPLETIONS, chat_body, completion_body, saying
 from tests.server.server_process import eventually, payloads
 
 FIRST, SECOND = ({"Authorization": f"Bearer {key}"} for key in ("first", "second"))
@@ -65,6 +65,14 @@ def check_limited(answer, kind, limit):
     error = answer.body["error"]
     assert answer.status == 429 and error["code"] == "rate_limit_exceeded"
     assert error["type"] == kind and limit in error["message"] and error["param"] is None
+
+
+def test_a_key_is_not_shown_what_another_key_has_in_the_prefix_cache(two):
+    body = completion_body(prompt="one two three. " * 20, max_tokens=2)
+    answers = [two.post(COMPLETIONS, body, headers=key) for key in (FIRST, SECOND, SECOND, FIRST)]
+    told = [a.body["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers]
+    assert told[:2] == [0, 0] and min(told[2:]) > 0
+    assert len({a.body["choices"][0]["text"] for a in answers}) == 1
 
 
 def test_a_key_has_so_many_requests_at_once_and_another_key_as_many(two):

@@ -26,6 +26,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 OPENAI = {"type": "json_schema", "json_schema": {"name": "s", "strict": True, "schema": SCHEMA}}
+OPEN = {"type": "object", "additionalProperties": {"type": "integer"}}
 TAGS = {"structures": [{"begin": "<n>", "schema": {"type": "integer"}, "end": "</n>"}]}
 SECOND = 1 + 0.5  # and what other load adds
 PACE = 0.02  # seconds of a step
@@ -166,6 +167,16 @@ WRONG = {  # what is sent, the field that is wrong, words of the reason
         schema(const=eval("[" * 70 + "]" * 70)),
         "response_format.json_schema.schema",
         "nested more than 64",
+    ),
+    "an open object": (
+        {"response_format": OPENAI | {"json_schema": OPENAI["json_schema"] | {"schema": OPEN}}},
+        "response_format.json_schema.schema",
+        "additionalProperties: a strict schema",
+    ),
+    "look-around": (
+        schema(type="string", pattern="^(?!a)b"),
+        "response_format.json_schema.schema",
+        "'^(?!a)b' has look-around",
     ),
     "a regex": ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed"),
     "two of them": (
