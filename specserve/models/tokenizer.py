@@ -31,11 +31,13 @@ class Tokenizer:
         name: str = "",
         chat_template: ChatTemplate | None = None,
         response_template: Any = None,
+        eos_token: str | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self.backend, self.name, self.chat_template = backend, name, chat_template
         self.response_template = response_template  # as it is written, unchecked
+        self.eos_token = eos_token
         self.kept_ids: frozenset[int] = frozenset()
 
     def keeping(self, texts: Collection[str] | None) -> "Tokenizer":
@@ -75,6 +77,10 @@ class Tokenizer:
         options = ChatOptions(*asked, None if tools is None else [dict(tool) for tool in tools])
         text = self.chat_template.render(conversation, options)
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return None if self.eos_token is None else self.backend.token_to_id(self.eos_token)
 
     def id_to_token(self, token: int) -> str | None:
         return self.backend.id_to_token(token)
@@ -195,7 +201,8 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     backend.add_tokens(special.to_add(known))
     source = find_chat_template(folder, config)
     template = ChatTemplate(source, special.variables) if source else None
-    return Tokenizer(backend, str(folder), template, config.get("response_template"))
+    written = config.get("response_template")
+    return Tokenizer(backend, str(folder), template, written, special.variables.get("eos_token"))
 
 
 def convert_tokenizer(folder: Path) -> Tokenizer:
@@ -214,7 +221,7 @@ def convert_tokenizer(folder: Path) -> Tokenizer:
     source = source.get("default") if isinstance(source, dict) else source
     template = ChatTemplate(source, made.special_tokens_map) if source else None
     written = getattr(made, "response_template", None)
-    return Tokenizer(made.backend_tokenizer, str(folder), template, written)
+    return Tokenizer(made.backend_tokenizer, str(folder), template, written, made.eos_token)
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:

@@ -21,7 +21,9 @@ from transformers import Qwen2Tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.tokenization_utils_base import generate_merges
 
+from specserve.models.end_tokens import find_end_tokens
 from specserve.models.gguf.tokenizer import merges_by_score, split_merge
+from specserve.models.gguf.vocabulary import Kind, Vocabulary
 from specserve.models.source import open_source
 from tests.models.gguf_files import put_tokenizer, write
 from tests.models.test_tokenizer_parity import TEXTS, check_bytes
@@ -285,7 +287,37 @@ def test_an_answer_ends_at_the_files_ends_and_at_control_tokens_that_are_called_
     file, _ = model(tmp_path, "gpt-2", gpt_2(), edit)
     source = open_source(file)
     ids = [token if isinstance(token, int) else source.vocabulary.ids[token] for token in want]
-    assert source.defaults().eos_token_ids == tuple(ids)
+    assert [*find_end_tokens(source, source.tokenizer())] == ids
+
+
+def vocabulary(*tokens, **ids):
+    """A vocabulary of control tokens, and metadata."""
+    metadata = {f"tokenizer.ggml.{key}": id for key, id in ids.items()}
+    metadata["tokenizer.ggml.model"] = "gpt2"
+    made = Vocabulary.__new__(Vocabulary)
+    made.metadata, made.model, made.tokens = metadata, "gpt2", ["x", *tokens]
+    made.kinds = [Kind.NORMAL] + [Kind.CONTROL] * len(tokens)
+    made.ids = {token: id for id, token in enumerate(made.tokens)}
+    return made
+
+
+KEY = "tokenizer.ggml.eos_token_id"
+KNOWN_ENDS = {  # control tokens, the eos -> ends by the place that names them
+    "gemma": (("<bos>", "<eos>", "<end_of_turn>"), 2, {KEY: [2], "known text": [3]}),
+    "command r": (("<|END_OF_TURN_TOKEN|>",), 1, {KEY: [1], "known text": [1]}),
+    "gpt-oss ends messages": (
+        ("<|return|>", "<|end|>", "<|call|>", "<|endoftext|>"),
+        1,
+        {KEY: [1], "known text": [3, 4, 1]},
+    ),
+    "phi": (("<|end|>", "<|endoftext|>"), 2, {KEY: [2], "known text": [1, 2]}),
+    "none": (("<|start|>",), None, {}),
+}
+
+
+@pytest.mark.parametrize(("tokens", "eos", "want"), KNOWN_ENDS.values(), ids=KNOWN_ENDS)
+def test_control_tokens_of_known_texts_end_a_text(tokens, eos, want):
+    assert vocabulary(*tokens, eos_token_id=eos).ends() == want
 
 
 def test_a_template_gets_the_named_tokens(tmp_path):

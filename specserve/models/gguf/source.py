@@ -67,11 +67,13 @@ class GgufFile:
             for key, field in SAMPLING.items()
             if f"general.sampling.{key}" in metadata
         }
+        return read_defaults(self.path, written)
+
+    def ends(self) -> dict[str, list[int]]:
         try:
-            ends = self.vocabulary.ends()
+            return self.vocabulary.ends()
         except ValueError as e:
             raise self.refusal(e) from e
-        return read_defaults(self.path, written, ends)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
