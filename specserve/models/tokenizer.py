@@ -44,6 +44,7 @@ class Tokenizer:
         """The same, but `decode` does not skip special tokens of these texts; None is all."""
         ids = self.special_ids if texts is None else {self.backend.token_to_id(t) for t in texts}
         kept = copy.copy(self)
+        kept.__dict__.pop("skipped_ids", None)
         kept.kept_ids = self.special_ids & ids
         return kept if kept.kept_ids else self
 
@@ -56,8 +57,7 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text, spaces unchanged; an id without a token gives no text."""
         if skip_special_tokens and self.kept_ids:
-            skipped = self.special_ids - self.kept_ids
-            token_ids = [token for token in token_ids if token not in skipped]
+            token_ids = [token for token in token_ids if token not in self.skipped_ids]
             skip_special_tokens = False
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
@@ -143,9 +143,31 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Those whose text `decode` skips."""
+        """Those whose text `decode` skips, unless it is kept."""
         added = self.backend.get_added_tokens_decoder()
         return frozenset(id for id, token in added.items() if token.special)
+
+    @cached_property
+    def skipped_ids(self) -> frozenset[int]:
+        return self.special_ids - self.kept_ids
+
+    @cached_property
+    def special_texts(self) -> frozenset[str]:
+        return frozenset(filter(None, map(self.id_to_token, self.special_ids)))
+
+    @cached_property
+    def special_sizes(self) -> dict[str, set[int]]:
+        """Lengths of special tokens by their first characters."""
+        sizes = dict[str, set[int]]()
+        for text in self.special_texts:
+            sizes.setdefault(text[0], set()).add(len(text))
+        return sizes
+
+    def has_special(self, text: str) -> bool:
+        """Whether the text contains a special token's."""
+        sizes, texts = self.special_sizes, self.special_texts
+        starts = ((i, sizes[c]) for i, c in enumerate(text) if c in sizes)
+        return any(text[i : i + size] in texts for i, of_c in starts for size in of_c)
 
 
 def types(state: bytes) -> Iterator[str]:
