@@ -11,7 +11,13 @@ from typing import Any
 import tokenizers
 
 from specserve.errors import ConfigError, RequestError
-from specserve.models.chat_template import ChatOptions, ChatTemplate, Message, find_chat_template
+from specserve.models.chat_template import (
+    ChatOptions,
+    ChatTemplate,
+    Message,
+    chat_template_of,
+    find_chat_template,
+)
 from specserve.models.folder import check_tokenizer, read_json
 from specserve.models.special_tokens import read_special_tokens
 
@@ -221,8 +227,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     special = read_special_tokens(folder, config, known)
     backend.encode_special_tokens = bool(config.get("split_special_tokens"))
     backend.add_tokens(special.to_add(known))
-    source = find_chat_template(folder, config)
-    template = ChatTemplate(source, special.variables) if source else None
+    template = find_chat_template(folder, config, special.variables)
     written = config.get("response_template")
     return Tokenizer(backend, str(folder), template, written, special.variables.get("eos_token"))
 
@@ -239,9 +244,7 @@ def convert_tokenizer(folder: Path) -> Tokenizer:
             f"{folder}: {type(made).__name__} cannot be written as tokenizer.json; take a model "
             "that comes with this file"
         )
-    source = made.chat_template
-    source = source.get("default") if isinstance(source, dict) else source
-    template = ChatTemplate(source, made.special_tokens_map) if source else None
+    template = chat_template_of(made.chat_template, made.special_tokens_map)
     written = getattr(made, "response_template", None)
     return Tokenizer(made.backend_tokenizer, str(folder), template, written, made.eos_token)
 

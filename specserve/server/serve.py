@@ -192,7 +192,7 @@ def formats_of(asked: ServerConfig, tokenizer: Tokenizer) -> Formats:
     return find_formats(
         asked.tool_parser,
         asked.reasoning_parser,
-        "" if template is None else template.source,
+        "" if template is None else "\n".join(template.sources),
         tokenizer.get_vocab(),
         tokenizer.response_template,
     )

@@ -326,6 +326,14 @@ def test_a_template_gets_the_named_tokens(tmp_path):
     assert variables == {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "</s>"}
 
 
+def test_a_file_may_have_a_template_for_tools(tmp_path):
+    def edit(writer):
+        writer.add_string("tokenizer.chat_template.tool_use", "tools")
+
+    template = open_source(write(tmp_path, edit=edit).file).tokenizer().chat_template
+    assert template.tool_use == "tools" and template.source != "tools"
+
+
 def test_a_file_without_a_template_has_none(tmp_path):
     edit = lambda writer: writer.kv_data[0].pop("tokenizer.chat_template")  # noqa: E731
     assert open_source(write(tmp_path, edit=edit).file).tokenizer().chat_template is None

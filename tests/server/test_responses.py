@@ -450,11 +450,6 @@ REFUSED = {
         "tool_choice",
         "none, auto, required or",
     ),
-    "a call that is no JSON": (
-        {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}]},
-        "input[0].arguments",
-        "no JSON object",
-    ),
     "a schema that is not there": (
         {"text": {"format": {"type": "json_schema", "name": "a"}}},
         "text.format",

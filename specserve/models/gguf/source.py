@@ -8,7 +8,7 @@ import msgspec
 
 from specserve.errors import ConfigError
 from specserve.models import decoder_config
-from specserve.models.chat_template import ChatTemplate
+from specserve.models.chat_template import chat_template_of
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.defaults import GenerationDefaults, read_defaults
 from specserve.models.folder import Scaled
@@ -84,13 +84,15 @@ class GgufFile:
             raise self.refusal(e) from e
 
     def tokenizer(self) -> Tokenizer:
-        vocabulary, source = self.vocabulary, self.header.metadata.get(TEMPLATE)
+        vocabulary, metadata = self.vocabulary, self.header.metadata
         try:
             backend, named = build_tokenizer(vocabulary), vocabulary.named()
         except Exception as e:  # the library raises errors of many types
             raise self.refusal(e) from e
-        template = ChatTemplate(source, named) if isinstance(source, str) and source else None
-        return Tokenizer(backend, str(self.path), template)
+        keys = {"default": TEMPLATE, "tool_use": f"{TEMPLATE}.tool_use"}
+        sources = {name: metadata.get(key) for name, key in keys.items()}
+        written = {name: source for name, source in sources.items() if isinstance(source, str)}
+        return Tokenizer(backend, str(self.path), chat_template_of(written, named))
 
     def refusal(self, e: Exception) -> ConfigError:
         return ConfigError(
