@@ -56,6 +56,10 @@ class ModelConfig(Section, frozen=True):
             "shape; unset: the pair as it is"
         ),
     ] = None
+    chat_template: Annotated[
+        Name | None,
+        about("a file with the chat template, in jinja; unset: the model's own"),
+    ] = None
     implementation: Annotated[
         Literal["auto", "native", "transformers"],
         about(
@@ -599,6 +603,7 @@ ARGUMENTS = {  # of the Python API
     "model": "model.path",
     "dtype": "model.dtype",
     "quantize": "model.quantize",
+    "chat_template": "model.chat_template",
     "draft_model": "drafter.model",
     "draft_head": "drafter.head",
     "draft_quantize": "drafter.quantize",

@@ -66,10 +66,14 @@ class TextFiles(NamedTuple):
     ends: EndTokens = {}  # noqa: RUF012
 
 
-def load_text_files(model: Path, draft: Path | None = None) -> TextFiles:
-    """Load a model's text files; ConfigError if broken, or if the draft's vocabulary differs."""
+def load_text_files(
+    model: Path, draft: Path | None = None, chat_template: str | None = None
+) -> TextFiles:
+    """Load a model's text files; ConfigError if broken, or if the draft's vocabulary differs.
+    `chat_template` is a file with a template that the model gets instead of its own.
+    """
     source = open_source(model)
-    tokenizer = source.tokenizer()
+    tokenizer = source.tokenizer().templated(chat_template)
     ends = find_end_tokens(source, tokenizer)
     defaults = msgspec.structs.replace(source.defaults(), eos_token_ids=tuple(ends))
     if draft is not None:
@@ -218,8 +222,8 @@ class InputProcessor(msgspec.Struct, frozen=True):
         """The model's chat template; RequestError where it has none."""
         if self.tokenizer.chat_template is None:
             raise RequestError(
-                "the model has no chat template: complete plain text instead, or add "
-                "chat_template.jinja to its folder"
+                "the model has no chat template: complete plain text instead, start with "
+                "--chat-template FILE, or add chat_template.jinja to its folder"
             )
         return self.tokenizer.chat_template
 

@@ -152,7 +152,7 @@ def read_vocabulary(config: Config) -> Vocabulary:
     """The target's, as grammars need it."""
     source = open_source(resolve_model(config))
     size = source.shape(config.model.implementation).vocab_size
-    tokenizer = source.tokenizer()
+    tokenizer = source.tokenizer().templated(config.model.chat_template)
     ends = [token for token in find_end_tokens(source, tokenizer) if token < size]
     return Vocabulary(vocabulary_of(tokenizer, size, ends), size, ends)
 

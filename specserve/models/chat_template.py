@@ -201,14 +201,19 @@ def find_chat_template(
     folder: Path, config: Mapping[str, Any], variables: dict[str, str]
 ) -> ChatTemplate | None:
     """The files' templates if there are any, else tokenizer_config.json's."""
-    files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
-    if (path := folder / "chat_template.jinja").exists():
-        files.setdefault("default", path)
+    files = template_files(folder)
     if files:
         named: Any = {name: read_template(files[name]) for name in USED if name in files}
     else:
         named = config.get("chat_template")
     return chat_template_of(named, variables)
+
+
+def template_files(folder: Path) -> dict[str, Path]:
+    files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    if (path := folder / "chat_template.jinja").exists():
+        files.setdefault("default", path)
+    return files
 
 
 def chat_template_of(written: Any, variables: dict[str, str]) -> ChatTemplate | None:

@@ -18,15 +18,15 @@ def find_end_tokens(source: Source, tokenizer: Tokenizer) -> EndTokens:
     for name, ids in named(source, tokenizer):
         known = {*found, *tokenizer.special_ids} if found and name == CONFIG else {*ids}
         for token in ids:
-            if token in known:
-                found.setdefault(token, []).append(name)
+            if token in known and name not in found.setdefault(token, []):
+                found[token].append(name)
     return found
 
 
 def named(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[str, Sequence[int]]]:
     yield from source.ends().items()
     if (token := tokenizer.eos_token_id) is not None:
-        yield "tokenizer_config.json", [token]
+        yield "eos_token", [token]
     if (token := end_of_turn(tokenizer)) is not None:
         yield "chat template", [token]
 

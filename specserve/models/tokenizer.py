@@ -17,6 +17,7 @@ from specserve.models.chat_template import (
     Message,
     chat_template_of,
     find_chat_template,
+    read_template,
 )
 from specserve.models.folder import check_tokenizer, read_json
 from specserve.models.special_tokens import read_special_tokens
@@ -37,13 +38,14 @@ class Tokenizer:
         name: str = "",
         chat_template: ChatTemplate | None = None,
         response_template: Any = None,
-        eos_token: str | None = None,
+        variables: dict[str, str] | None = None,
     ) -> None:
+        """`variables` are special tokens by their names, for a chat template that comes later."""
         backend.no_truncation()
         backend.no_padding()
         self.backend, self.name, self.chat_template = backend, name, chat_template
         self.response_template = response_template  # as it is written, unchecked
-        self.eos_token = eos_token
+        self.variables = variables or {}
         self.kept_ids: frozenset[int] = frozenset()
 
     def keeping(self, texts: Collection[str] | None) -> "Tokenizer":
@@ -84,9 +86,19 @@ class Tokenizer:
         text = self.chat_template.render(conversation, options)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
+    def templated(self, path: str | None) -> "Tokenizer":
+        """The same with the chat template in a file; None changes nothing."""
+        if path is None:
+            return self
+        changed = copy.copy(self)
+        source = read_template(Path(path).expanduser())
+        changed.chat_template = ChatTemplate(source, self.variables)
+        return changed
+
     @property
     def eos_token_id(self) -> int | None:
-        return None if self.eos_token is None else self.backend.token_to_id(self.eos_token)
+        text = self.variables.get("eos_token")
+        return None if text is None else self.backend.token_to_id(text)
 
     def id_to_token(self, token: int) -> str | None:
         return self.backend.id_to_token(token)
@@ -229,7 +241,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     backend.add_tokens(special.to_add(known))
     template = find_chat_template(folder, config, special.variables)
     written = config.get("response_template")
-    return Tokenizer(backend, str(folder), template, written, special.variables.get("eos_token"))
+    return Tokenizer(backend, str(folder), template, written, special.variables)
 
 
 def convert_tokenizer(folder: Path) -> Tokenizer:
@@ -244,9 +256,10 @@ def convert_tokenizer(folder: Path) -> Tokenizer:
             f"{folder}: {type(made).__name__} cannot be written as tokenizer.json; take a model "
             "that comes with this file"
         )
-    template = chat_template_of(made.chat_template, made.special_tokens_map)
+    variables = made.special_tokens_map
+    template = chat_template_of(made.chat_template, variables)
     written = getattr(made, "response_template", None)
-    return Tokenizer(made.backend_tokenizer, str(folder), template, written, made.eos_token)
+    return Tokenizer(made.backend_tokenizer, str(folder), template, written, variables)
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:

@@ -43,7 +43,7 @@ PLACES = {  # config.json, generation_config.json, tokenizer's eos, template -> 
         None,
         {
             "</s>": ["generation_config.json", "config.json"],
-            "<|im_end|>": ["tokenizer_config.json"],
+            "<|im_end|>": ["eos_token"],
         },
     ),
     "only the template": (
@@ -62,7 +62,7 @@ PLACES = {  # config.json, generation_config.json, tokenizer's eos, template -> 
             "<|im_end|>": [
                 "generation_config.json",
                 "config.json",
-                "tokenizer_config.json",
+                "eos_token",
                 "chat template",
             ]
         },

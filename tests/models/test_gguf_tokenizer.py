@@ -21,10 +21,12 @@ from transformers import Qwen2Tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.tokenization_utils_base import generate_merges
 
+from specserve.errors import ConfigError
 from specserve.models.end_tokens import find_end_tokens
 from specserve.models.gguf.tokenizer import merges_by_score, split_merge
 from specserve.models.gguf.vocabulary import Kind, Vocabulary
 from specserve.models.source import open_source
+from tests.checkpoints import EOS
 from tests.models.gguf_files import put_tokenizer, write
 from tests.models.test_tokenizer_parity import TEXTS, check_bytes
 
@@ -301,7 +303,7 @@ def vocabulary(*tokens, **ids):
     return made
 
 
-KEY = "tokenizer.ggml.eos_token_id"
+KEY = "eos_token"
 KNOWN_ENDS = {  # control tokens, the eos -> ends by the place that names them
     "gemma": (("<bos>", "<eos>", "<end_of_turn>"), 2, {KEY: [2], "known text": [3]}),
     "command r": (("<|END_OF_TURN_TOKEN|>",), 1, {KEY: [1], "known text": [1]}),
@@ -334,6 +336,35 @@ def test_a_file_may_have_a_template_for_tools(tmp_path):
     assert template.tool_use == "tools" and template.source != "tools"
 
 
-def test_a_file_without_a_template_has_none(tmp_path):
-    edit = lambda writer: writer.kv_data[0].pop("tokenizer.chat_template")  # noqa: E731
-    assert open_source(write(tmp_path, edit=edit).file).tokenizer().chat_template is None
+def without_template(writer):
+    writer.kv_data[0].pop("tokenizer.chat_template")
+
+
+def test_a_file_without_a_template_takes_the_one_in_its_folder(tmp_path):
+    source = open_source(write(tmp_path, edit=without_template).file)
+    assert source.tokenizer().chat_template is None
+    (tmp_path / "chat_template.jinja").write_text("folder {{ eos_token }}")
+    assert source.tokenizer().chat_template.render([{"role": "user"}]) == f"folder {EOS}"
+    source.check()
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "text").write_text("x")
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.jinja").symlink_to(tmp_path / "outside" / "text")
+    with pytest.raises(ConfigError, match="a link that leaves the folder"):
+        open_source(source.path).check()
+
+
+def test_a_file_with_a_template_does_not_take_the_one_in_its_folder(tmp_path):
+    """A folder may hold files of several models."""
+    source = open_source(write(tmp_path).file)
+    (tmp_path / "chat_template.jinja").write_text("folder")
+    assert source.tokenizer().chat_template.source != "folder"
+
+
+def test_a_named_file_replaces_any_template(tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ eos_token }} own")
+    for edit in (without_template, None):
+        tokenizer = open_source(write(tmp_path / str(edit), edit=edit).file).tokenizer()
+        template = tokenizer.templated(str(file)).chat_template
+        assert template.render([{"role": "user"}]) == f"{EOS} own"

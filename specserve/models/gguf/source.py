@@ -8,7 +8,7 @@ import msgspec
 
 from specserve.errors import ConfigError
 from specserve.models import decoder_config
-from specserve.models.chat_template import chat_template_of
+from specserve.models.chat_template import chat_template_of, find_chat_template, template_files
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.defaults import GenerationDefaults, read_defaults
 from specserve.models.folder import Scaled
@@ -21,6 +21,7 @@ from specserve.models.gguf.vocabulary import Vocabulary
 from specserve.models.quantized.config import Quantization
 from specserve.models.source import BEGINNING, refuse_transformers, samples
 from specserve.models.tokenizer import Tokenizer
+from specserve.models.weight_files import check_is_at_home
 
 SAMPLING = {  # general.sampling.* -> generation_config.json
     "min_p": "min_p",
@@ -92,7 +93,10 @@ class GgufFile:
         keys = {"default": TEMPLATE, "tool_use": f"{TEMPLATE}.tool_use"}
         sources = {name: metadata.get(key) for name, key in keys.items()}
         written = {name: source for name, source in sources.items() if isinstance(source, str)}
-        return Tokenizer(backend, str(self.path), chat_template_of(written, named))
+        template = chat_template_of(written, named)
+        if template is None:
+            template = find_chat_template(self.path.parent, {}, named)
+        return Tokenizer(backend, str(self.path), template, variables=named)
 
     def refusal(self, e: Exception) -> ConfigError:
         return ConfigError(
@@ -114,6 +118,9 @@ class GgufFile:
                     f"{self.path}: the tensor {name!r:.80} has no place in a "
                     f"{config.architecture}; take a file of a supported architecture"
                 )
+        home = self.path.parent.resolve()
+        for file in template_files(home).values() if TEMPLATE not in self.header.metadata else ():
+            check_is_at_home(home, file)
         try:
             check_tokenizer(self.header.metadata)
         except ValueError as e:

@@ -117,8 +117,8 @@ class Vocabulary:
 
     def ends(self) -> dict[str, list[int]]:
         """The tokens that end a text, by the key that names them or as known texts."""
-        named = {key: self.token_at(key) for key in ENDS}
-        found = {PREFIX + key: [self.ids[text]] for key, text in named.items() if text is not None}
+        named = {key.removesuffix("_id"): self.token_at(key) for key in ENDS}
+        found = {key: [self.ids[text]] for key, text in named.items() if text is not None}
         control = {*self.of_kind(Kind.CONTROL)}
         left_out = {"<|end|>"} if control >= HARMONY else set()
         known = [text for text in END_TEXTS if text in control - left_out]
