@@ -142,7 +142,7 @@ def add_serve(p: argparse.ArgumentParser) -> None:
         "--tool-parser",
         "--tool-call-parser",
         metavar="NAME",
-        help="auto (the default), hermes, llama3_json, mistral, template or none",
+        help="auto (the default), hermes, llama3_json, mistral, command_r, template or none",
     )
     p.add_argument(
         "--enable-auto-tool-choice",

@@ -270,10 +270,11 @@ class ServerConfig(Section, frozen=True):
         about("what clients call the model; unset: its folder's or file's name, or its hub id"),
     ] = None
     tool_parser: Annotated[
-        Literal["auto", "hermes", "llama3_json", "mistral", "template", "none"],
+        Literal["auto", "hermes", "llama3_json", "mistral", "command_r", "template", "none"],
         about(
-            "how the model writes tool calls: auto, hermes, llama3_json, mistral, template (its "
-            "tokenizer's own response template) or none; auto looks at its chat template"
+            "how the model writes tool calls: auto, hermes, llama3_json, mistral, command_r, "
+            "template (its tokenizer's own response template) or none; auto looks at its chat "
+            "template"
         ),
     ] = "auto"
     reasoning_parser: Annotated[

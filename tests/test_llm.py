@@ -412,6 +412,30 @@ def test_a_chat_shows_its_tools_to_the_template(folder, tmp_path):
             assert written == text
 
 
+def test_a_chat_template_may_be_a_file(folder, tmp_path):
+    (tmp_path / "own").write_text("own {{ messages[0].content }}<|end|>")
+    with LLM(folder, chat_template=tmp_path / "own", set=SETTINGS, progress=False) as llm:
+        (chat,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY)
+        assert chat.prompt == "own hi<|end|>"
+
+
+def test_a_text_ends_at_a_stop_string_that_is_a_special_token(folder):
+    """The model says it among other text, and nothing of it is shown."""
+    bias = SamplingParams(seed=7, max_tokens=60, temperature=1, logit_bias={1: 12}, ignore_eos=True)
+    with load(folder) as llm:
+        (free,) = llm.generate("the cat", bias)
+        end = free.token_ids.index(1)
+        before = llm.tokenizer.decode(free.token_ids[:end])
+        for drafter in ("none", "ngram"):
+            with load(folder, **{"drafter.name": drafter}) as other:
+                (cut,) = other.generate("the cat", bias.clone(stop=["<|end|>"]))
+                assert cut.token_ids == free.token_ids[: end + 1]
+                assert (cut.text, cut.finish_reason) == (before, "stop")
+                assert cut.stop_reason == "<|end|>"
+        streamed = "".join(text for text, _ in llm.stream("the cat", bias.clone(stop=["<|end|>"])))
+        assert streamed == before
+
+
 def test_a_stream_ends_when_the_llm_is_closed(folder):
     with load(folder) as llm:
         stream = llm.stream("the cat", SamplingParams(max_tokens=400, ignore_eos=True))

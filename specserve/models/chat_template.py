@@ -11,13 +11,13 @@ from specserve.errors import ConfigError, RequestError
 from specserve.models.special_tokens import NAMES
 from specserve.models.template_messages import (
     Fields,
-    Message,
     Needs,
     fitted,
     plain,
     read_message,
     with_written_arguments,
 )
+from specserve.models.template_messages import Message as Message  # callers import it from here
 
 if TYPE_CHECKING:
     from jinja2 import Template
