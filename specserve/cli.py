@@ -460,16 +460,19 @@ def checked(args: argparse.Namespace) -> dict[str, Any]:
 
     config = configured(args)
     preflight.check(config)
-    cost = {} if args.demo_cost is None else {"model.demo_cost": args.demo_cost}
+    flags = {
+        "model.demo_cost": args.demo_cost,
+        "model.chat_template": getattr(args, "chat_template", None),
+    }
+    own = {key: value for key, value in flags.items() if value is not None}
     return {
         "model": config.model.path,
         "quantize": args.quantize,
-        "chat_template": getattr(args, "chat_template", None),
         "draft_model": args.draft_model,
         "draft_head": args.draft_head,
         "draft_quantize": args.draft_quantize,
         "drafter": args.drafter,
-        "set": dict(map(parse_override, args.set)) | cost,
+        "set": dict(map(parse_override, args.set)) | own,
     }
 
 
