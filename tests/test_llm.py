@@ -1,5 +1,6 @@
 """The offline API: what comes back, in which order, and what is refused."""
 
+import json
 import shutil
 import signal
 from array import array
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from specserve import LLM, SamplingParams, Slo, SpeculationParams
+from specserve import LLM, SamplingParams, Slo, SpeculationParams, StructuredOutputsParams
 from specserve.errors import ConfigError, Overloaded, PromptTooLong, RequestError
 from specserve.generation import Generation
 from tests.checkpoints import EOS, tiny_checkpoint, tiny_tokenizer
@@ -417,6 +418,22 @@ def test_a_chat_template_may_be_a_file(folder, tmp_path):
     with LLM(folder, chat_template=tmp_path / "own", set=SETTINGS, progress=False) as llm:
         (chat,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY)
         assert chat.prompt == "own hi<|end|>"
+
+
+def test_a_form_ends_where_only_the_chat_template_names_an_end(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "model", dirs_exist_ok=True)
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        path = tmp_path / "model" / name
+        fields = json.loads(path.read_text())
+        fields |= {"eos_token_id": None, "eos_token": None}
+        path.write_text(json.dumps(fields))
+    (tmp_path / "own").write_text("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
+    form = StructuredOutputsParams(choice=["cat", "dog"])
+    said = [{"role": "user", "content": "hi"}]
+    given = {"set": SETTINGS, "progress": False}
+    with LLM(tmp_path / "model", chat_template=tmp_path / "own", **given) as llm:
+        (chat,) = llm.chat(said, SamplingParams(structured_outputs=form, max_tokens=20))
+        assert chat.text in ("cat", "dog") and chat.finish_reason == "stop"
 
 
 def test_a_text_ends_at_a_stop_string_that_is_a_special_token(folder):

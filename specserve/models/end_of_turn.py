@@ -33,7 +33,7 @@ def text_of(encoded: bytes) -> str:
     command = [sys.executable, "-m", __name__]
     try:
         done = subprocess.run(command, input=encoded, capture_output=True, timeout=MAX_WAIT)
-    except subprocess.TimeoutExpired:
+    except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.decode() if done.returncode == 0 else ""
 

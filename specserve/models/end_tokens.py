@@ -1,5 +1,6 @@
 """The tokens that end a text, and what of a model names each of them."""
 
+import re
 from collections.abc import Iterator, Sequence
 
 from specserve.models.defaults import CONFIG
@@ -7,6 +8,7 @@ from specserve.models.end_of_turn import text_after_answer
 from specserve.models.source import Source
 from specserve.models.tokenizer import Tokenizer
 
+BRACKETS = re.compile(r"<.+>|\[.+\]")
 EndTokens = dict[int, list[str]]  # id -> what names it: a file, a key or the chat template
 
 
@@ -32,13 +34,19 @@ def named(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[str, Sequence[
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
-    """The special token that the chat template writes after an assistant's message."""
+    """The token that the chat template writes after an assistant's message: a special one, or one
+    that was added in brackets, as some models have <|im_end|>.
+    """
     if tokenizer.chat_template is None:
         return None
     after = text_after_answer(tokenizer.chat_template)
-    texts = {tokenizer.id_to_token(id) or "": id for id in tokenizer.special_ids}
-    fitting = [text for text in texts if text and after.startswith(text)]
-    return texts[max(fitting, key=len)] if fitting else None
+    added = tokenizer.backend.get_added_tokens_decoder().items()
+    fitting = [
+        (len(token.content), id)
+        for id, token in added
+        if (token.special or BRACKETS.fullmatch(token.content)) and after.startswith(token.content)
+    ]
+    return max(fitting)[1] if fitting else None
 
 
 def report(ends: EndTokens, tokenizer: Tokenizer) -> str:

@@ -129,6 +129,18 @@ def test_the_longest_special_token_is_taken(tmp_path):
     assert [*ends(tmp_path, template=CHATML)] == ["<|im_end|>"]
 
 
+@pytest.mark.parametrize(("text", "is_end"), [("<|im_stop|>", True), ("stop", False)])
+def test_an_added_token_ends_a_text_if_it_is_in_brackets(tmp_path, text, is_end):
+    template = CHATML.replace("<|im_end|>", text)
+    source = model(tmp_path, template=template)
+    backend = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_tokens([AddedToken(text, special=False)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = source.tokenizer()
+    ends = find_end_tokens(source, tokenizer)
+    assert ends == ({tokenizer.backend.token_to_id(text): ["chat template"]} if is_end else {})
+
+
 def test_text_that_is_no_special_token_ends_nothing(tmp_path):
     assert ends(tmp_path, template=LOOP.replace("BODY", "{{ m.content }} b a")) == {}
 

@@ -322,6 +322,12 @@ def test_control_tokens_of_known_texts_end_a_text(tokens, eos, want):
     assert vocabulary(*tokens, eos_token_id=eos).ends() == want
 
 
+def test_an_added_token_of_a_known_text_ends_a_text_unless_it_is_html():
+    made = vocabulary("<|im_end|>", "</s>")
+    made.kinds = [Kind.NORMAL, Kind.USER_DEFINED, Kind.USER_DEFINED]
+    assert made.ends() == {"known text": [1]}
+
+
 def test_a_template_gets_the_named_tokens(tmp_path):
     file, _ = model(tmp_path, "gpt-2", gpt_2())
     variables = open_source(file).tokenizer().chat_template.variables

@@ -18,7 +18,7 @@ SENTENCEPIECE_IDS = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 NEEDED = ("bos_token_id", *ENDS)  # wrong ids of others, as some files have, do no harm
 KNOWN = "known text"  # as a place that names an end token
-# Control tokens that end a text, whatever the metadata name; llama.cpp ends at them, too.
+# Control or added tokens that end a text, whatever the metadata name; llama.cpp ends at them, too.
 END_TEXTS = (
     "</s>",
     "<EOT>",
@@ -120,6 +120,7 @@ class Vocabulary:
         named = {key.removesuffix("_id"): self.token_at(key) for key in ENDS}
         found = {key: [self.ids[text]] for key, text in named.items() if text is not None}
         control = {*self.of_kind(Kind.CONTROL)}
+        added = {*self.of_kind(Kind.USER_DEFINED)} - {"</s>"}  # Gemma has this tag of HTML
         left_out = {"<|end|>"} if control >= HARMONY else set()
-        known = [text for text in END_TEXTS if text in control - left_out]
+        known = [text for text in END_TEXTS if text in (control | added) - left_out]
         return found | ({KNOWN: [self.ids[text] for text in known]} if known else {})
