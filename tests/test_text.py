@@ -167,6 +167,18 @@ def test_min_tokens_holds_for_stop_strings_with_special_tokens():
         assert "".join(stream(ids, [], (), [PAD], min_tokens=least)[0]) == text
 
 
+def test_min_tokens_counts_shown_and_hidden_text_by_itself():
+    ids = tokens_of([PAD, "a", "b", "c"])
+    for least, want in ((2, ""), (3, "abc")):
+        assert "".join(stream(ids, [], (), [f"{PAD}ax", "ab"], min_tokens=least)[0]) == want
+    [end] = tokens_of([EOS])
+    for least, want in ((2, ("a", f"b{EOS}")), (3, ("ab", None))):
+        text = TextStream(tiny_tokenizer(), [], [f"b{EOS}"], min_tokens=least)
+        shown = text.push(tokens_of(["a", "b"])).text
+        rest, found = text.finish(end)
+        assert (shown + rest, found) == want
+
+
 def test_a_special_token_that_is_shown_ends_the_text_at_the_same_place():
     ids, kept = tokens_of(["a", PAD, "b", EOS]), tiny_tokenizer().keeping([PAD])
     for stream in (
