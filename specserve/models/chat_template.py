@@ -128,6 +128,7 @@ class ChatTemplate(msgspec.Struct, frozen=True):
         for source in self.sources:
             with suppress(Exception):
                 compiled(source)
+                needs_of(source)
 
 
 def compiled(source: str) -> "Template":
