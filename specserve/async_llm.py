@@ -301,7 +301,8 @@ class AsyncLLM:
         client = EngineClient(engines.start(), engines.start)
         try:
             await client.connect()
-            files = await asyncio.to_thread(load_text_files, folders.target, folders.draft)
+            paths = folders.target, folders.draft, self.config.model.chat_template
+            files = await asyncio.to_thread(load_text_files, *paths)
             ready = await client.ready
             limits = ready.vocab_size, ready.max_model_len
             processor = make_input_processor(files, *limits, ready.sources)

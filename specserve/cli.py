@@ -142,7 +142,7 @@ def add_serve(p: argparse.ArgumentParser) -> None:
         "--tool-parser",
         "--tool-call-parser",
         metavar="NAME",
-        help="auto (the default), hermes, llama3_json, mistral, template or none",
+        help="auto (the default), hermes, llama3_json, mistral, command_r, template or none",
     )
     p.add_argument(
         "--enable-auto-tool-choice",
@@ -150,6 +150,7 @@ def add_serve(p: argparse.ArgumentParser) -> None:
         help="vLLM's switch; it is on in any case, unless --tool-parser is none",
     )
     p.add_argument("--reasoning-parser", metavar="NAME", help="auto (the default), think or none")
+    add_template(p)
     add_adapters(p)
     add_settings(p)
     p.set_defaults(action=serve, command=p)
@@ -165,6 +166,7 @@ def add_chat(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="with --url: a file with the API key"
     )
+    add_template(p)
     add_drafting(p)
     p.add_argument("--system", metavar="TEXT", help="the system message")
     p.add_argument(
@@ -220,6 +222,14 @@ def add_drafting(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--drafter",
         help="auto (the default), none, ngram, model, eagle or package.module:Class",
+    )
+
+
+def add_template(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="the chat template, in jinja; default: the model's own",
     )
 
 
@@ -407,6 +417,7 @@ def refuse_with_url(args: argparse.Namespace) -> None:
     for flag in (
         "demo_cost",
         "quantize",
+        "chat_template",
         "draft_model",
         "draft_head",
         "draft_quantize",
@@ -449,7 +460,11 @@ def checked(args: argparse.Namespace) -> dict[str, Any]:
 
     config = configured(args)
     preflight.check(config)
-    cost = {} if args.demo_cost is None else {"model.demo_cost": args.demo_cost}
+    flags = {
+        "model.demo_cost": args.demo_cost,
+        "model.chat_template": getattr(args, "chat_template", None),
+    }
+    own = {key: value for key, value in flags.items() if value is not None}
     return {
         "model": config.model.path,
         "quantize": args.quantize,
@@ -457,7 +472,7 @@ def checked(args: argparse.Namespace) -> dict[str, Any]:
         "draft_head": args.draft_head,
         "draft_quantize": args.draft_quantize,
         "drafter": args.drafter,
-        "set": dict(map(parse_override, args.set)) | cost,
+        "set": dict(map(parse_override, args.set)) | own,
     }
 
 
@@ -467,6 +482,7 @@ def configured(args: argparse.Namespace) -> Config:
         "MODEL" if args.action is serve else "--model": ("model.path", args.model),
         "--demo-cost": ("model.demo_cost", args.demo_cost),
         "--quantize": ("model.quantize", args.quantize),
+        "--chat-template": ("model.chat_template", getattr(args, "chat_template", None)),
         "--draft-model": ("drafter.model", args.draft_model),
         "--draft-head": ("drafter.head", args.draft_head),
         "--draft-quantize": ("drafter.quantize", args.draft_quantize),

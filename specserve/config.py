@@ -56,6 +56,10 @@ class ModelConfig(Section, frozen=True):
             "shape; unset: the pair as it is"
         ),
     ] = None
+    chat_template: Annotated[
+        Name | None,
+        about("a file with the chat template, in jinja; unset: the model's own"),
+    ] = None
     implementation: Annotated[
         Literal["auto", "native", "transformers"],
         about(
@@ -273,10 +277,11 @@ class ServerConfig(Section, frozen=True):
         about("what clients call the model; unset: its folder's or file's name, or its hub id"),
     ] = None
     tool_parser: Annotated[
-        Literal["auto", "hermes", "llama3_json", "mistral", "template", "none"],
+        Literal["auto", "hermes", "llama3_json", "mistral", "command_r", "template", "none"],
         about(
-            "how the model writes tool calls: auto, hermes, llama3_json, mistral, template (its "
-            "tokenizer's own response template) or none; auto looks at its chat template"
+            "how the model writes tool calls: auto, hermes, llama3_json, mistral, command_r, "
+            "template (its tokenizer's own response template) or none; auto looks at its chat "
+            "template"
         ),
     ] = "auto"
     reasoning_parser: Annotated[
@@ -606,6 +611,7 @@ ARGUMENTS = {  # of the Python API
     "model": "model.path",
     "dtype": "model.dtype",
     "quantize": "model.quantize",
+    "chat_template": "model.chat_template",
     "draft_model": "drafter.model",
     "draft_head": "drafter.head",
     "draft_quantize": "drafter.quantize",

@@ -209,7 +209,7 @@ class Generation:
         if is_stop and output.tokens[-1] not in self.sampling.eos_ids:
             self.stop_reason = output.tokens[-1]
         if self.is_done:
-            rest, stop = self.stream.finish()
+            rest, stop = self.stream.finish(output.tokens[-1] if is_silent else None)
             text += rest
             if stop is not None and self.finish_reason != "error":
                 self.finish_reason, self.stop_reason = "stop", stop

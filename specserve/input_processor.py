@@ -1,5 +1,6 @@
 """Turns a caller's prompts and parameters into checked token ids and parameters."""
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
@@ -22,6 +23,7 @@ from specserve.grammars.compiled import GrammarError, compile_grammar, vocabular
 from specserve.grammars.verdicts import Verdicts
 from specserve.models.chat_template import ChatOptions, ChatTemplate, Message
 from specserve.models.defaults import GenerationDefaults
+from specserve.models.end_tokens import EndTokens, find_end_tokens, report
 from specserve.models.source import open_source
 from specserve.models.tokenizer import Tokenizer, check_same_vocabulary
 from specserve_drafters.base import HEADS
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 Words = tuple[tuple[int, ...], ...]
 MAX_WORD_TOKENS = 64
+log = logging.getLogger("specserve")
 PIECE = 16  # characters per token of the context: four times what English text has
 
 
@@ -60,23 +63,33 @@ class TextFiles(NamedTuple):
 
     tokenizer: Tokenizer
     defaults: GenerationDefaults
+    ends: EndTokens = {}  # noqa: RUF012
 
 
-def load_text_files(model: Path, draft: Path | None = None) -> TextFiles:
-    """Load a model's text files; ConfigError if broken, or if the draft's vocabulary differs."""
+def load_text_files(
+    model: Path, draft: Path | None = None, chat_template: str | None = None
+) -> TextFiles:
+    """Load a model's text files; ConfigError if broken, or if the draft's vocabulary differs.
+    `chat_template` is a file with a template that the model gets instead of its own.
+    """
     source = open_source(model)
-    tokenizer, defaults = source.tokenizer(), source.defaults()
+    tokenizer = source.tokenizer().templated(chat_template)
+    ends = find_end_tokens(source, tokenizer)
+    defaults = msgspec.structs.replace(source.defaults(), eos_token_ids=tuple(ends))
     if draft is not None:
         check_same_vocabulary(tokenizer, open_source(draft).tokenizer())
-    return TextFiles(tokenizer, defaults)
+    return TextFiles(tokenizer, defaults, ends)
 
 
 def make_input_processor(
     files: TextFiles, vocab_size: int, max_model_len: int, sources: tuple[str, ...] = ()
 ) -> "InputProcessor":
-    """Drops end-of-text ids beyond `vocab_size`, which the model cannot emit."""
+    """Logs the end tokens, without the ids beyond `vocab_size`, which the model cannot emit."""
     ends = tuple(token for token in files.defaults.eos_token_ids if token < vocab_size)
     defaults = msgspec.structs.replace(files.defaults, eos_token_ids=ends)
+    log.info(
+        "%s", report({id: names for id, names in files.ends.items() if id in ends}, files.tokenizer)
+    )
     return InputProcessor(files.tokenizer, defaults, max_model_len, vocab_size, sources)
 
 
@@ -209,8 +222,8 @@ class InputProcessor(msgspec.Struct, frozen=True):
         """The model's chat template; RequestError where it has none."""
         if self.tokenizer.chat_template is None:
             raise RequestError(
-                "the model has no chat template: complete plain text instead, or add "
-                "chat_template.jinja to its folder"
+                "the model has no chat template: complete plain text instead, start with "
+                "--chat-template FILE, or add chat_template.jinja to its folder"
             )
         return self.tokenizer.chat_template
 

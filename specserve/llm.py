@@ -106,7 +106,8 @@ class LLM:
         self.folders = preflight.check(self.config)
         modules = modules_of(self.config, served_name(self.config))
         with phases.phase("tokenizer"):
-            files = load_text_files(self.folders.target, self.folders.draft)
+            paths = self.folders.target, self.folders.draft, self.config.model.chat_template
+            files = load_text_files(*paths)
         with LoadProgress(progress) as bar:
             self.loaded = build(self.config, bar, phases, weights)
         self.input_processor = make_input_processor(

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from specserve.config import Config
 from specserve.errors import ConfigError
+from specserve.models.chat_template import read_template
 from specserve.models.eagle_config import check_target, head_inside, is_head, load_eagle_config
 from specserve.models.folder import check_regular
 from specserve.models.shape import Shape
@@ -34,6 +35,7 @@ def check(config: Config) -> Folders:
     """ConfigError for the first mistake. A model that a hub id names is downloaded."""
     check_drafter_name(config)
     target, draft = resolve_model(config), None
+    check_template(config.model.chat_template)
     shape = check_model(target, config.model.implementation)
     context_length(config, shape)
     check_quantize("model.quantize", config.model.quantize, target, shape)
@@ -47,6 +49,13 @@ def check(config: Config) -> Folders:
             raise ConfigError(f"{draft}: no draft model; name {inner}, which is a head")
         check_quantize("drafter.quantize", config.drafter.quantize, draft, check_model(draft))
     return Folders(target, draft if is_needed else None, head if needs_head(config) else None)
+
+
+def check_template(path: str | None) -> None:
+    """ConfigError for a chat template that cannot be read."""
+    if path is not None:
+        check_regular(file := Path(path).expanduser())
+        read_template(file)
 
 
 def check_head(config: Config, folder: Path, target: Shape) -> None:

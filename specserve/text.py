@@ -1,6 +1,7 @@
 """Streaming detokenization, and the search for stop strings."""
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Sequence, Set
 from typing import NamedTuple
 
 from specserve.models.tokenizer import UNFINISHED, Tokenizer
@@ -36,9 +37,8 @@ class TextStream:
         min_tokens: int = 0,
     ) -> None:
         """A stop string counts if it ends in the text of a token after the first `min_tokens`."""
-        self.tokenizer, self.stop, self.min_tokens = tokenizer, tuple(stop), min_tokens
-        self.keeps_stop, self.skips_special = keeps_stop, skips_special
-        self.longest = max(map(len, self.stop), default=0)
+        self.tokenizer, self.min_tokens, self.skips_special = tokenizer, min_tokens, skips_special
+        self.held = HeldText(stop, {s for s in stop if tokenizer.has_special(s)}, keeps_stop)
         # Tokens whose text has been taken, kept as left context; then those whose has not.
         self.context, self.unread = list(prompt[-CONTEXT:]), list[int]()
         self.before = self.decode(self.context)
@@ -46,8 +46,6 @@ class TextStream:
             self.context, self.before = [], ""
         self.num_tokens = 0
         self.num_taken = 0  # characters of all tokens so far, the unread ones left out
-        # May be the beginning of a stop string: [0, early) of the first `min_tokens` tokens | rest
-        self.held, self.early = "", 0
 
     def push(self, token_ids: Sequence[int]) -> Piece:
         """Take a step's tokens, in order, up to the one that completes a stop string."""
@@ -56,29 +54,38 @@ class TextStream:
             starts.append(self.num_taken)
             self.num_tokens += 1
             text = self.read(token)
-            if not self.stop:
+            if not self.held.stop:
                 shown += text
                 ends.append(len(shown))
                 continue
-            self.hold(text)
-            if (stop := self.find_stop()) is not None:
-                text, self.held = shown + self.until(stop), ""
+            self.hold(text, self.left_out(token))
+            if (stop := self.held.find_stop()) is not None:
+                text = shown + self.held.until(stop)
                 return Piece(text, n, stop, [*ends, len(text)], starts)
-            shown += self.release()
+            shown += self.held.release()
             ends.append(len(shown))
         return Piece(shown, len(token_ids), None, ends, starts)
 
-    def finish(self) -> tuple[str, str | None]:
-        """The text that was held back, for after the last token, and a stop string that ends it."""
+    def finish(self, end: int | None = None) -> tuple[str, str | None]:
+        """The text that was held back, for after the last token, and a stop string that ends it.
+        `end` is an end token that adds no text, but may complete a stop string.
+        """
         self.hold(self.take(is_last=True))
-        stop = self.find_stop()
-        return self.until(stop), stop
+        if end is not None and end in self.tokenizer.special_ids:
+            self.num_tokens += 1
+            self.hold("", self.tokenizer.id_to_token(end) or "")
+        stop = self.held.find_stop()
+        return self.held.until(stop), stop
 
-    def hold(self, text: str) -> None:
-        """Add text of the latest token."""
-        self.held += text
-        if self.num_tokens <= self.min_tokens:
-            self.early = len(self.held)
+    def hold(self, text: str, hidden: str = "") -> None:
+        """Add text of the latest token, shown or hidden."""
+        self.held.add(text, hidden, is_early=self.num_tokens <= self.min_tokens)
+
+    def left_out(self, token: int) -> str:
+        """A special token as a stop string has it, if the text does not."""
+        if not self.skips_special or token not in self.tokenizer.skipped_ids:
+            return ""
+        return self.tokenizer.id_to_token(token) or ""
 
     def read(self, token: int) -> str:
         """The text of unread tokens and this one, once it ends with a complete character."""
@@ -103,29 +110,68 @@ class TextStream:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, self.skips_special)
 
+
+class HeldText:
+    """Text that may be the beginning of a stop string.
+
+    Special tokens that the output leaves out are hidden parts of it. Only stop strings that contain
+    a special token see these parts.
+    """
+
+    def __init__(self, stop: Sequence[str], special: Set[str], keeps_stop: bool = False) -> None:
+        self.stop, self.special, self.keeps_stop = tuple(stop), special, keeps_stop
+        self.plain = [s for s in self.stop if s not in special]
+        self.text = ""
+        self.shown = list[int]()  # places in the text of characters that are not hidden
+        self.early = 0  # [0, early) of the first `min_tokens` tokens | rest
+
+    def add(self, text: str, hidden: str, is_early: bool) -> None:
+        self.shown += range(len(self.text), len(self.text) + len(text))
+        self.text += text + (hidden if self.special else "")
+        if is_early:
+            self.early = len(self.text)
+
     def find_stop(self) -> str | None:
-        """The stop string that begins first in the held text; the shortest, if several do."""
+        """The stop string that begins first in the text; the shortest, if several do."""
         found = [(at, len(s), s) for s in self.stop if (at := self.place(s)) >= 0]
         return min(found)[2] if found else None
 
     def place(self, stop: str) -> int:
         """Where a stop string begins that ends after the first `min_tokens` tokens; -1: nowhere."""
-        return self.held.find(stop, max(0, self.early - len(stop) + 1))
+        if stop in self.special:
+            return self.text.find(stop, max(0, self.early - len(stop) + 1))
+        early = bisect_left(self.shown, self.early)
+        at = self.visible().find(stop, max(0, early - len(stop) + 1))
+        return at if at < 0 else self.shown[at]
+
+    def visible(self) -> str:
+        if len(self.shown) == len(self.text):
+            return self.text
+        return "".join(self.text[at] for at in self.shown)
 
     def until(self, stop: str | None) -> str:
-        """The held text up to a stop string in it; None is all."""
+        """The visible text up to a stop string in it; None is all."""
         if stop is None:
-            return self.held
-        return self.held[: self.place(stop) + (len(stop) if self.keeps_stop else 0)]
+            return self.visible()
+        before = self.visible()[: bisect_left(self.shown, self.place(stop))]
+        return before + stop if self.keeps_stop else before
 
     def release(self) -> str:
-        """The held text without its longest suffix that begins a stop string."""
-        for size in range(min(self.longest - 1, len(self.held)), 0, -1):
-            if any(s.startswith(self.held[-size:]) for s in self.stop):
-                break
-        else:
-            size = 0
-        cut = len(self.held) - size
-        self.early = max(0, self.early - cut)
-        text, self.held = self.held[:cut], self.held[cut:]
+        """The visible text without the longest suffix that begins a stop string."""
+        places = [*self.shown, len(self.text)]
+        cut = places[begin_of_stop(self.visible(), self.plain)]
+        cut = min(cut, begin_of_stop(self.text, self.special))
+        num_shown = bisect_left(self.shown, cut)
+        text = self.visible()[:num_shown]
+        self.shown = [at - cut for at in self.shown[num_shown:]]
+        self.text, self.early = self.text[cut:], max(0, self.early - cut)
         return text
+
+
+def begin_of_stop(text: str, stop: Collection[str]) -> int:
+    """Where the longest suffix of the text begins that begins a stop string."""
+    longest = max(map(len, stop), default=1)
+    for size in range(min(longest - 1, len(text)), 0, -1):
+        if any(s.startswith(text[-size:]) for s in stop):
+            return len(text) - size
+    return len(text)

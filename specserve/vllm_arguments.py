@@ -58,7 +58,6 @@ REFUSED = {  # names whose every value is refused -> what to do instead; "" is t
     **dict.fromkeys(("attention_config", "compilation_config", "distributed_executor_backend"), ""),
     **dict.fromkeys(("download_dir", "hf_token"), "download the model first"),
     **dict.fromkeys(("hf_overrides", "override_generation_config"), "change the model's files"),
-    "chat_template": "put chat_template.jinja into the model's folder",
     "max_cpu_loras": "an adapter that is in no slot is read from its files again",
     "logits_processors": "give them to LLM.generate(..., logits_processors=[...])",
     "quantization": "the checkpoint says what its weights are; `quantize` rounds others",
@@ -72,7 +71,7 @@ WHY = {
     "generation_config": "the model's own is read; give a SamplingParams what shall be otherwise",
 }
 CALLS: dict[str, tuple[tuple[Any, ...], str]] = {  # of calls: values without effect, what to do
-    "chat_template": ((), "put chat_template.jinja into the model's folder"),
+    "chat_template": ((), "name a file with LLM(chat_template=...)"),
     "chat_template_content_format": (("auto",), "the model's template decides"),
     "data_parallel_rank": ((), "there is one engine"),
     "guided_options_request": ((), "give SamplingParams(structured_outputs=...)"),

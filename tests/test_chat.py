@@ -469,7 +469,7 @@ def test_a_model_in_this_process_answers_through_its_template(llm, folder, talk)
 def test_ctrl_c_in_a_step_gives_the_blocks_back_and_the_model_answers_again(
     llm, monkeypatch, capsys
 ):
-    chat = Chat(Local(llm, SamplingParams(temperature=0, max_tokens=200)))
+    chat = Chat(Local(llm, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)))
     with monkeypatch.context() as patched:
         step, calls = llm.engine.step, []
         patched.setattr(llm.engine, "step", lambda: interrupted(step, calls))

@@ -360,6 +360,7 @@ def test_the_source_that_contributing_shows_guesses(tmp_path, monkeypatch, caplo
     given = {"model.threads": 1, "memory.kv_bytes": 1 << 24}
     folder = tiny_checkpoint(tmp_path / "model")
     file = tmp_path / "sources.toml"
+    caplog.set_level("WARNING", "specserve")
     with LLM(folder, config=file, set=given, progress=False) as llm:
         llm.generate("the cat", SamplingParams(temperature=0, max_tokens=9))
         name = "repeat_drafter:Repeat"

@@ -9,7 +9,7 @@ from specserve.exchange.step_output import StepOutput, TokenLogprobs
 from specserve.generation import Generation
 from specserve.logprobs import Logprob, prompt_tables
 from specserve.models.tokenizer import Tokenizer
-from tests.checkpoints import tiny_tokenizer
+from tests.checkpoints import EOS, tiny_tokenizer
 
 TOKENIZER = Tokenizer(tiny_tokenizer().backend_tokenizer)
 PLAIN = {"max_tokens": 9, "temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "seed": 0}
@@ -31,6 +31,24 @@ def test_a_stop_string_in_what_was_held_back_ends_the_text(reason, told):
     tokens = [*TOKENIZER.encode("a"), *HALF, *(END if reason == "stop" else [])]
     assert ended(tokens, reason) == (f"a{UNFINISHED}", reason, told)
     assert ended(tokens, reason, stop=(UNFINISHED,)) == ("a", "stop", UNFINISHED)
+
+
+EOS_ID = TOKENIZER.get_vocab()[EOS]
+
+
+@pytest.mark.parametrize(
+    ("asked", "want"),
+    [
+        ({"eos_ids": frozenset([EOS_ID])}, ("ab", "stop", None)),
+        ({"eos_ids": frozenset([EOS_ID]), "stop": (EOS,)}, ("ab", "stop", EOS)),
+        ({"eos_ids": frozenset([EOS_ID]), "stop": (f"b{EOS}",)}, ("a", "stop", f"b{EOS}")),
+        ({"stop": ("z",)}, ("ab", "stop", EOS_ID)),
+        ({"stop": (EOS,), "include_stop_str_in_output": True}, (f"ab{EOS}", "stop", EOS)),
+        ({"include_stop_str_in_output": True}, ("ab", "stop", EOS_ID)),
+    ],
+)
+def test_a_stop_string_may_contain_the_token_that_ends_the_text(asked, want):
+    assert ended([*TOKENIZER.encode("ab"), EOS_ID], "stop", **asked) == want
 
 
 def test_a_failure_stays_one():

@@ -1,5 +1,6 @@
 """The offline API: what comes back, in which order, and what is refused."""
 
+import json
 import shutil
 import signal
 from array import array
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from specserve import LLM, SamplingParams, Slo, SpeculationParams
+from specserve import LLM, SamplingParams, Slo, SpeculationParams, StructuredOutputsParams
 from specserve.errors import ConfigError, Overloaded, PromptTooLong, RequestError
 from specserve.generation import Generation
 from tests.checkpoints import EOS, tiny_checkpoint, tiny_tokenizer
@@ -411,6 +412,46 @@ def test_a_chat_shows_its_tools_to_the_template(folder, tmp_path):
             assert llm.tokenizer.decode(chat.prompt_token_ids) == text
             written = llm.tokenizer.apply_chat_template(**asked, tools=given, tokenize=False)
             assert written == text
+
+
+def test_a_chat_template_may_be_a_file(folder, tmp_path):
+    (tmp_path / "own").write_text("own {{ messages[0].content }}<|end|>")
+    with LLM(folder, chat_template=tmp_path / "own", set=SETTINGS, progress=False) as llm:
+        (chat,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY)
+        assert chat.prompt == "own hi<|end|>"
+
+
+def test_a_form_ends_where_only_the_chat_template_names_an_end(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "model", dirs_exist_ok=True)
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        path = tmp_path / "model" / name
+        fields = json.loads(path.read_text())
+        fields |= {"eos_token_id": None, "eos_token": None}
+        path.write_text(json.dumps(fields))
+    (tmp_path / "own").write_text("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
+    form = StructuredOutputsParams(choice=["cat", "dog"])
+    said = [{"role": "user", "content": "hi"}]
+    given = {"set": SETTINGS, "progress": False}
+    with LLM(tmp_path / "model", chat_template=tmp_path / "own", **given) as llm:
+        (chat,) = llm.chat(said, SamplingParams(structured_outputs=form, max_tokens=20))
+        assert chat.text in ("cat", "dog") and chat.finish_reason == "stop"
+
+
+def test_a_text_ends_at_a_stop_string_that_is_a_special_token(folder):
+    """The model says it among other text, and nothing of it is shown."""
+    bias = SamplingParams(seed=7, max_tokens=60, temperature=1, logit_bias={1: 12}, ignore_eos=True)
+    with load(folder) as llm:
+        (free,) = llm.generate("the cat", bias)
+        end = free.token_ids.index(1)
+        before = llm.tokenizer.decode(free.token_ids[:end])
+        for drafter in ("none", "ngram"):
+            with load(folder, **{"drafter.name": drafter}) as other:
+                (cut,) = other.generate("the cat", bias.clone(stop=["<|end|>"]))
+                assert cut.token_ids == free.token_ids[: end + 1]
+                assert (cut.text, cut.finish_reason) == (before, "stop")
+                assert cut.stop_reason == "<|end|>"
+        streamed = "".join(text for text, _ in llm.stream("the cat", bias.clone(stop=["<|end|>"])))
+        assert streamed == before
 
 
 def test_a_stream_ends_when_the_llm_is_closed(folder):

@@ -89,6 +89,10 @@ MISTAKES = {  # arguments after the command -> words of the complaint
     "no folder": (["--model=./nowhere"], "no such folder"),
     "a file": (["--model=whole/config.json"], "name the folder that holds config.json"),
     "no config.json": (["--model=./no_config"], "config.json: missing"),
+    "no chat template": (
+        ["--model=./whole", "--chat-template=nowhere.jinja"],
+        "nowhere.jinja: the chat template cannot be read",
+    ),
     "a broken config.json": (["--model=./broken_config"], "no valid JSON"),
     "another architecture": (["--model=./other_family"], "'GemmaForCausalLM'"),
     "code of its own": (["--model=./own_code"], "comes with the checkpoint, is never run"),

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from specserve.models.tokenizer import Tokenizer as TextTokenizer
 from specserve.text import TextStream
-from tests.checkpoints import EOS
+from tests.checkpoints import EOS, PAD
 from tests.checkpoints import tiny_tokenizer as made_by_transformers
 from tests.models.test_tokenizer_parity import KINDS
 
@@ -128,6 +128,118 @@ def test_a_stop_may_stand(letters, stop, text, count, at_once):
     assert is_stopped == any(s in letters for s in stop)
 
 
+SPECIAL_STOPS = {  # tokens as they come, stops -> text, tokens that count, the stop
+    "a token that the text leaves out": (["a", PAD, "b"], [PAD], "a", 2, PAD),
+    "the first token": ([EOS, "b"], [EOS], "", 1, EOS),
+    "behind text": (["a", ".", PAD, "b"], [f".{PAD}"], "a", 3, f".{PAD}"),
+    "before text": (["a", PAD, "b", "c"], [f"{PAD}b"], "a", 3, f"{PAD}b"),
+    "between text": (["x", "a", PAD, "b"], [f"a{PAD}b"], "x", 4, f"a{PAD}b"),
+    "two of them": (["a", PAD, EOS], [PAD + EOS], "a", 3, PAD + EOS),
+    "another one between": (["a", EOS, PAD], [f"a{PAD}"], "a", 3, None),
+    "only begun": (["a", ".", EOS, "b"], [f".{PAD}"], "a.b", 4, None),
+    "plain text across one": (["x", "a", PAD, "b"], ["ab"], "x", 4, "ab"),
+    "the one that begins first": (["x", "a", PAD, "b"], [f"{PAD}b", "ab"], "x", 4, "ab"),
+    "the one complete first": (["x", "a", PAD, "b"], [f"a{PAD}", "ab"], "x", 3, f"a{PAD}"),
+    "letters that spell one": ([*PAD, "b"], [PAD], "", len(PAD), PAD),
+}
+
+
+def tokens_of(each):
+    ids = tiny_tokenizer().get_vocab()
+    return [ids[text] if text in (PAD, EOS) else encode(text)[0] for text in each]
+
+
+@pytest.mark.parametrize("size", [1, 2, 99])
+@pytest.mark.parametrize(
+    ("each", "stop", "text", "count", "found"), SPECIAL_STOPS.values(), ids=SPECIAL_STOPS
+)
+def test_a_stop_string_may_contain_special_tokens(each, stop, text, count, found, size):
+    ids = tokens_of(each)
+    pieces, num_tokens, is_stopped = stream(ids, [size] * len(ids), (), stop)
+    assert ("".join(pieces), num_tokens, is_stopped) == (text, count, found is not None)
+    pieces, num_tokens, _ = stream(ids, [size] * len(ids), (), stop, keeps_stop=True)
+    assert ("".join(pieces), num_tokens) == (text + (found or ""), count)
+
+
+def test_min_tokens_holds_for_stop_strings_with_special_tokens():
+    ids = tokens_of(["a", PAD, "b", PAD, "c"])
+    for least, text in enumerate(["a", "a", "ab", "ab", "abc"]):
+        assert "".join(stream(ids, [], (), [PAD], min_tokens=least)[0]) == text
+
+
+def test_min_tokens_counts_shown_and_hidden_text_by_itself():
+    ids = tokens_of([PAD, "a", "b", "c"])
+    for least, want in ((2, ""), (3, "abc")):
+        assert "".join(stream(ids, [], (), [f"{PAD}ax", "ab"], min_tokens=least)[0]) == want
+    [end] = tokens_of([EOS])
+    for least, want in ((2, ("a", f"b{EOS}")), (3, ("ab", None))):
+        text = TextStream(tiny_tokenizer(), [], [f"b{EOS}"], min_tokens=least)
+        shown = text.push(tokens_of(["a", "b"])).text
+        rest, found = text.finish(end)
+        assert (shown + rest, found) == want
+
+
+def test_a_special_token_that_is_shown_ends_the_text_at_the_same_place():
+    ids, kept = tokens_of(["a", PAD, "b", EOS]), tiny_tokenizer().keeping([PAD])
+    for stream in (
+        TextStream(tiny_tokenizer(), [], [f"b{EOS}"], skips_special=False),
+        TextStream(kept, [], [f"b{EOS}"]),
+    ):
+        assert stream.push(ids)[:3] == (f"a{PAD}", 4, f"b{EOS}")
+
+
+@pytest.mark.parametrize(
+    ("stop", "want"),
+    [
+        ([EOS], ("ab", EOS)),
+        ([f"b{EOS}"], ("a", f"b{EOS}")),
+        ([PAD], ("ab", None)),
+        (["b"], ("a", "b")),
+    ],
+)
+def test_an_end_token_without_text_completes_a_stop_string(stop, want):
+    [end] = tokens_of([EOS])
+    for skips in (True, False):
+        text = TextStream(tiny_tokenizer(), [], stop, skips_special=skips)
+        piece = text.push(tokens_of(["a", "b"]))
+        rest, found = text.finish(end) if piece.stop is None else ("", piece.stop)
+        assert (piece.text + rest, found) == want
+
+
+@settings(max_examples=200)
+@given(
+    each=st.lists(st.sampled_from(["a", "b", PAD, EOS]), max_size=12),
+    stops=st.lists(
+        st.lists(st.sampled_from(["a", "b", PAD, EOS]), min_size=1, max_size=3).map("".join),
+        min_size=1,
+        max_size=3,
+    ),
+    sizes=sizes,
+)
+def test_stop_strings_with_special_tokens_are_found_wherever_they_are(each, stops, sizes):
+    special = [s for s in stops if "<" in s]
+
+    def places(n):
+        """Where stops begin in n tokens with special ones."""
+        text = "".join(each[:n])
+        shown = [i for i, t in enumerate(each[:n]) if len(t) == 1]
+        starts = [sum(map(len, each[:i])) for i in shown]
+        visible = "".join(each[i] for i in shown)
+        found = [(text.find(s), len(s), s) for s in special]
+        plain = [(visible.find(s), s) for s in stops if s not in special]
+        return sorted(
+            [f for f in found if f[0] >= 0]
+            + [(starts[at], len(s), s) for at, s in plain if at >= 0]
+        )
+
+    n = next((n for n in range(1, len(each) + 1) if places(n)), None)
+    pieces, count, is_stopped = stream(tokens_of(each), sizes, (), stops)
+    cut = None if n is None else places(n)[0][0]
+    want = "".join(each)[:cut].replace(PAD, "").replace(EOS, "")
+    assert "".join(pieces) == want
+    assert (count, is_stopped) == (n or len(each), n is not None)
+
+
 KEPT = {  # letters as they come, stops -> text
     "alone": ("abc", ["b"], "ab"),
     "the earliest of several": ("xbbaa", ["aa", "bb"], "xbb"),
@@ -241,6 +353,11 @@ def test_a_stop_beside_a_character_never_finished_is_none_the_less_cut():
     """A token may hold a whole letter and half a character, and be the last one."""
 
     class Pair:
+        special_ids = skipped_ids = frozenset()
+
+        def has_special(self, text):
+            return False
+
         def whole_text(self, token):
             return ""
 

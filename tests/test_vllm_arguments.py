@@ -140,7 +140,7 @@ def call(request, folder, llm):
 
 CALLS = {
     "an adapter": ({"lora_request": 1}, "lora_request: 1 is no name of an adapter"),
-    "a template": ({"chat_template": "{{ 1 }}"}, "put chat_template.jinja"),
+    "a template": ({"chat_template": "{{ 1 }}"}, r"name a file with LLM\(chat_template"),
     "priorities": ({"priority": [1]}, r"SamplingParams\(priority=\.\.\.\)"),
     "a function by itself": ({"logits_processors": print}, "logits_processors"),
 }

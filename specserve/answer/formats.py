@@ -5,7 +5,8 @@ from typing import Any
 
 import msgspec
 
-from specserve.answer import hermes, llama3, mistral, reasoning
+from specserve.answer import command_r, hermes, llama3, mistral, reasoning
+from specserve.answer.command_r import CommandRParser
 from specserve.answer.events import (
     AnswerParser,
     CallArguments,
@@ -30,30 +31,38 @@ from specserve.errors import ConfigError
 
 DEFAULT = "hermes"  # of calls that a grammar enforces, where the model's own format is not known
 MARKERS = {  # those that may be special tokens, which a text leaves out
+    "command_r": (command_r.BEGIN, command_r.END),
     "hermes": (hermes.BEGIN, hermes.END),
     "llama3_json": (llama3.TAG,),
     "mistral": (mistral.BEGIN, mistral.CALL_ID, mistral.ARGS),
     "none": (),
     "think": (reasoning.BEGIN, reasoning.END),
 }
+CHANNELS = {"<|channel|>", "<|message|>"}  # tokens of gpt-oss
+CHANNELS_SHOWN = (
+    "the channels of this model (analysis, commentary, final) arrive as content, because their "
+    "format is not parsed"
+)
 OTHERS = ("<function=", "<arg_key>")  # of formats that begin as Hermes', and are no JSON
 
 
 class Formats(msgspec.Struct, frozen=True):
-    """How a model writes: tool calls as "hermes", "llama3_json", "mistral", "template" or "none",
-    reasoning as "think", "template" or "none".
+    """How a model writes: tool calls as "hermes", "llama3_json", "mistral", "command_r", "template"
+    or "none", reasoning as "think", "template" or "none".
     """
 
     tools: str = "none"
     reasoning: str = "none"
     template: ResponseTemplate | None = None
     has_args: bool = False  # "mistral": with [ARGS]
+    has_actions: bool = False  # "command_r": with <|START_ACTION|>
+    has_channels: bool = False  # gpt-oss's, which are not parsed
 
     @property
     def enforced(self) -> str:
         """The format of calls that a grammar enforces."""
-        is_known = self.tools != "none" and (self.tools != "template" or self.frame is not None)
-        return self.tools if is_known else DEFAULT
+        is_framed = self.tools != "template" or self.frame is not None
+        return self.tools if is_framed and self.tools not in ("none", "command_r") else DEFAULT
 
     @property
     def frame(self) -> tuple[str, str] | None:
@@ -64,7 +73,9 @@ class Formats(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        return f"tool calls {self.tools}, reasoning {self.reasoning}"
+        words = f"tool calls {self.tools}, reasoning {self.reasoning}"
+        is_shown = self.has_channels and self.reasoning != "template"
+        return f"{words}; {CHANNELS_SHOWN}" if is_shown else words
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -134,6 +145,8 @@ class AnswerReader:
                 return Llama3Parser({tool["function"]["name"] for tool in tools})
             case "mistral":
                 return MistralParser()
+            case "command_r":
+                return CommandRParser(self.formats.has_actions)
         if "template" not in (self.tools, self.reasoning) or self.template is None:
             return PlainParser()
         return TemplateParser(self.template.of_kinds(self.kinds), self.prompt, tools)
@@ -220,7 +233,8 @@ def find_formats(
     if think == "auto":
         has_tag = reasoning.BEGIN in tokens or reasoning.END in source
         think = "template" if template is not None else "think" if has_tag else "none"
-    return Formats(tools, think, template, mistral.ARGS in source)
+    has = mistral.ARGS in source, command_r.BEGIN in source, {*tokens} >= CHANNELS
+    return Formats(tools, think, template, *has)
 
 
 def unusable(reason: str) -> ConfigError:
@@ -235,6 +249,8 @@ def tool_format(source: str, tokens: Collection[str]) -> str:
         return "hermes"
     if mistral.BEGIN in source:
         return "mistral"
+    if "tool_name" in source and (command_r.BEGIN in source or command_r.ACTION in source):
+        return "command_r"
     if "tools" in source and (llama3.TAG in source or llama3.TAG in tokens):
         return "llama3_json"
     return "none"

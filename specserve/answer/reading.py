@@ -23,7 +23,7 @@ OUTSIDE, INSIDE = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')  # of a string:
 SCALAR_END = re.compile(r"[,\]}\s]")
 # The keys of a call: a JSON object that has another one before it is known to be a call is none.
 ARGUMENTS = ("arguments", "parameters")
-KEYS = ("name", "id", "type", *ARGUMENTS)
+KEYS = ("name", "id", "type", "tool_call_id", *ARGUMENTS)
 
 
 class End(Exception):
@@ -139,6 +139,8 @@ class CallParser(TextParser):
     `kept`: it is content if it is no call after all, or if the text ends before that is known.
     """
 
+    name_key = "name"  # of a call's JSON
+
     def __init__(self) -> None:
         super().__init__()
         self.kept: list[str] | None = None
@@ -196,7 +198,7 @@ class CallParser(TextParser):
             key = yield from self.string()
             yield from self.expect(":")
             yield from self.space()
-            if key == "name" and name is None:
+            if key == self.name_key and name is None:
                 name = yield from self.string()
                 if not is_name(name) or (names is not None and name not in names):
                     raise NoCall

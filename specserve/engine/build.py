@@ -25,6 +25,7 @@ from specserve.exchange.step_output import SourceStats
 from specserve.grammars.compiled import vocabulary_of
 from specserve.models.adapters import AdapterSlots, PackedAdapter, read_adapter
 from specserve.models.decoder import Decoder
+from specserve.models.end_tokens import find_end_tokens
 from specserve.models.loaded import LoadedModel
 from specserve.models.source import open_source
 from specserve.phases import Phases
@@ -155,8 +156,9 @@ def read_vocabulary(config: Config) -> Vocabulary:
     """The target's, as grammars need it."""
     source = open_source(resolve_model(config))
     size = source.shape(config.model.implementation).vocab_size
-    ends = [token for token in source.defaults().eos_token_ids if token < size]
-    return Vocabulary(vocabulary_of(source.tokenizer(), size, ends), size, ends)
+    tokenizer = source.tokenizer().templated(config.model.chat_template)
+    ends = [token for token in find_end_tokens(source, tokenizer) if token < size]
+    return Vocabulary(vocabulary_of(tokenizer, size, ends), size, ends)
 
 
 def kept_costs(config: Config, engine: Engine) -> list[KeptCosts]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,15 +9,20 @@ import msgspec
 
 from specserve.errors import ConfigError, RequestError
 from specserve.models.special_tokens import NAMES
+from specserve.models.template_messages import (
+    Fields,
+    Needs,
+    fitted,
+    plain,
+    read_message,
+    with_written_arguments,
+)
+from specserve.models.template_messages import Message as Message  # callers import it from here
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
-Message = Mapping[str, Any]
-# Names that clients use; the first one present is taken.
-REASONING = ("reasoning_content", "thinking", "reasoning")
-
-
+USED = "default", "tool_use"  # of templates with names
 # Arguments of every template; nobody else may give them.
 OWN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of a message; a template may trim its space
@@ -44,6 +48,7 @@ class ChatTemplate(msgspec.Struct, frozen=True):
 
     source: str
     variables: dict[str, str]  # special tokens by their names: "bos_token" -> "<s>"
+    tool_use: str | None = None  # source of the template for requests with tools; None: the same
 
     def render(self, messages: Iterable[Message], options: ChatOptions | None = None) -> str:
         """The conversation as text, up to where the answer begins; RequestError if it is refused.
@@ -57,16 +62,37 @@ class ChatTemplate(msgspec.Struct, frozen=True):
         continued = continued_text(chat, asked) if asked.continue_final_message else None
         if continued is not None:
             chat[-1] = tagged(chat[-1])
-        text = self.run(chat, asked)
+        source = self.source_for(asked)
+        text = self.run_either(source, fitted(chat, needs_of(source)), asked)
         return text if continued is None else up_to_tag(text, continued)
 
-    def run(self, chat: list[dict[str, Any]], options: ChatOptions) -> str:
+    @property
+    def sources(self) -> list[str]:
+        return [self.source] if self.tool_use is None else [self.source, self.tool_use]
+
+    def source_for(self, options: ChatOptions) -> str:
+        return self.sources[-1] if options.tools else self.source
+
+    def run_either(self, source: str, chat: list[Fields], options: ChatOptions) -> str:
+        """With the arguments of calls as objects or, if the template refuses these, as text."""
         try:
-            given = self.read_kwargs(options.chat_template_kwargs)
+            return self.run(source, chat, options)
+        except RequestError as e:
+            written = with_written_arguments(chat)
+            if written == chat:
+                raise
+            try:
+                return self.run(source, written, options)
+            except RequestError:
+                raise e from None
+
+    def run(self, source: str, chat: list[Fields], options: ChatOptions) -> str:
+        try:
+            given = self.read_kwargs(source, options.chat_template_kwargs)
             adds_prompt = options.add_generation_prompt
             if adds_prompt is None:
                 adds_prompt = not options.continue_final_message
-            return compiled(self.source).render(
+            return compiled(source).render(
                 self.variables | given,
                 messages=chat,
                 tools=plain(options.tools or None),
@@ -81,11 +107,11 @@ class ChatTemplate(msgspec.Struct, frozen=True):
             reason = str(e) or type(e).__name__
             raise RequestError(f"the chat template refuses these messages: {reason:.200}") from e
 
-    def read_kwargs(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def read_kwargs(self, source: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """The values as templates see them; RequestError for a name that is not the template's."""
         if not given:
             return {}
-        names = sorted(names_read(self.source) - OWN - {*NAMES, *self.variables})
+        names = sorted(names_read(source) - OWN - {*NAMES, *self.variables})
         for name in given:
             if name not in names:
                 known = ", ".join(names) or "none"
@@ -99,8 +125,10 @@ class ChatTemplate(msgspec.Struct, frozen=True):
 
     def prepare(self) -> None:
         """Compile ahead of the first rendering, which raises any error again."""
-        with suppress(Exception):
-            compiled(self.source)
+        for source in self.sources:
+            with suppress(Exception):
+                compiled(source)
+                needs_of(source)
 
 
 def compiled(source: str) -> "Template":
@@ -113,6 +141,15 @@ def names_read(source: str) -> frozenset[str]:
     from specserve.models.template_sandbox import names_read
 
     return names_read(source)
+
+
+def needs_of(source: str) -> Needs:
+    from specserve.models.template_sandbox import needs_of
+
+    try:
+        return needs_of(source)
+    except Exception:  # rendering raises it again
+        return Needs()
 
 
 def continued_text(chat: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:
@@ -161,52 +198,39 @@ def up_to_tag(text: str, continued: str) -> str:
     return text[:at] if text[at:].startswith(TAG) else text[:at].rstrip()
 
 
-def read_message(message: Any) -> dict[str, Any]:
-    """A message as templates expect it: no null field, its reasoning under both usual names."""
-    if not isinstance(message, Mapping):
-        raise RequestError(f"a message is a mapping with role and content, not {message!r:.50}")
-    fields = {key: plain(value) for key, value in message.items() if value is not None}
-    reasoning = next((fields[name] for name in REASONING if name in fields), None)
-    if reasoning is None:
-        return fields
-    return {"thinking": reasoning} | fields | {"reasoning_content": reasoning}
+def find_chat_template(
+    folder: Path, config: Mapping[str, Any], variables: dict[str, str]
+) -> ChatTemplate | None:
+    """The files' templates if there are any, else tokenizer_config.json's."""
+    files = template_files(folder)
+    if files:
+        named: Any = {name: read_template(files[name]) for name in USED if name in files}
+    else:
+        named = config.get("chat_template")
+    return chat_template_of(named, variables)
 
 
-def plain(value: Any) -> Any:
-    """The value in JSON's types: the sandbox does not restrict methods of other types."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)  # also of a subclass, only the characters
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        return float(value)
-    if isinstance(value, Mapping):
-        return {plain(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return f"<{type(value).__name__}>"
-
-
-def find_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The default template's source: the files' where there are any, else tokenizer_config.json's.
-
-    A model may have several, by name; the others are not used.
-    """
+def template_files(folder: Path) -> dict[str, Path]:
     files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
     if (path := folder / "chat_template.jinja").exists():
         files.setdefault("default", path)
-    if files:
-        return read_template(files["default"]) if "default" in files else None
-    written = config.get("chat_template")
+    return files
+
+
+def chat_template_of(written: Any, variables: dict[str, str]) -> ChatTemplate | None:
+    """Of a text, or of templates by name, of which the default and the one for tools are used."""
     if isinstance(written, Sequence) and not isinstance(written, str):
         written = {entry["name"]: entry["template"] for entry in written}
-    return written.get("default") if isinstance(written, Mapping) else written
+    named = written if isinstance(written, Mapping) else {"default": written}
+    source, tool_use = (named.get(name) or None for name in USED)
+    return None if source is None else ChatTemplate(source, variables, tool_use)
 
 
 def read_template(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as e:
-        raise ConfigError(f"{path}: cannot be read ({e}); download the file again") from e
+        raise ConfigError(
+            f"{path}: the chat template cannot be read ({e}); name a text file, or download the "
+            "file again"
+        ) from e

@@ -16,7 +16,7 @@ TopK = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 RepetitionPenalty = Annotated[float, Meta(ge=1e-4, le=1e4)]  # logits times it stay finite
-FILE = "generation_config.json"
+FILE, CONFIG = "generation_config.json", "config.json"
 MIN_TEMPERATURE = 1e-4  # below it, logits divided by it could overflow float32
 NOT_APPLIED: dict[str, Any] = {  # applied by transformers, but not here -> the value without effect
     "bad_words_ids": None,
@@ -68,19 +68,32 @@ def check_temperature(temperature: float) -> None:
 
 
 def load_defaults(folder: Path) -> GenerationDefaults:
-    """The values in generation_config.json, with config.json's eos_token_id as fallback.
+    """The values in generation_config.json, except for end tokens.
 
     Read directly, because transformers' GenerationConfig would fill in values of its own.
     """
     path = folder / FILE
-    written = read_json(path) if path.exists() else {}
-    return read_defaults(path, written, eos(written) or eos(read_json(folder / "config.json")))
+    return read_defaults(path, read_json(path) if path.exists() else {})
 
 
-def read_defaults(path: Path, written: dict[str, Any], eos_token_ids: Any) -> GenerationDefaults:
+def load_ends(folder: Path) -> dict[str, list[int]]:
+    """The end tokens of generation_config.json and of config.json, by file."""
+    paths = [path for name in (FILE, CONFIG) if (path := folder / name).exists()]
+    return {path.name: ends for path in paths if (ends := read_ends(path, read_json(path)))}
+
+
+def read_ends(path: Path, fields: dict[str, Any]) -> list[int]:
+    ids = fields.get("eos_token_id")
+    try:
+        return msgspec.convert([ids] if isinstance(ids, int) else ids or [], list[TokenId])
+    except msgspec.ValidationError as e:
+        raise ConfigError(f"{path}: eos_token_id: {e}; correct the file, or remove the key") from e
+
+
+def read_defaults(path: Path, written: dict[str, Any]) -> GenerationDefaults:
     """The values in a generation_config.json; `path` is where they are written."""
-    values = {key: written.get(key) for key in GenerationDefaults.__struct_fields__}
-    values["eos_token_ids"] = eos_token_ids
+    names = {*GenerationDefaults.__struct_fields__} - {"eos_token_ids"}
+    values = {key: written.get(key) for key in names}
     if written.get("do_sample") is False:
         values["temperature"] = 0.0
     warn_of_what_is_not_applied(path, written)
@@ -96,8 +109,3 @@ def warn_of_what_is_not_applied(path: Path, written: dict[str, Any]) -> None:
     keys = [k for k, off in NOT_APPLIED.items() if written.get(k) not in (None, [], {}, off)]
     if keys:
         log.warning("%s: not applied, though the text may depend on it: %s", path, ", ".join(keys))
-
-
-def eos(fields: dict[str, Any]) -> Any:
-    ids = fields.get("eos_token_id")
-    return [ids] if isinstance(ids, int) else ids

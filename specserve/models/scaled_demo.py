@@ -58,6 +58,9 @@ class ScaledDemo:
     def defaults(self) -> GenerationDefaults:
         return self.source.defaults()
 
+    def ends(self) -> dict[str, list[int]]:
+        return self.source.ends()
+
     def tokenizer(self) -> Tokenizer:
         return self.source.tokenizer()
 

@@ -12,7 +12,7 @@ from typing import Protocol
 from specserve.config import DEMO_COST
 from specserve.errors import ConfigError
 from specserve.models.decoder_config import DecoderConfig, load_config, read_config
-from specserve.models.defaults import GenerationDefaults, load_defaults
+from specserve.models.defaults import GenerationDefaults, load_defaults, load_ends
 from specserve.models.folder import (
     Scaled,
     check_pointer,
@@ -46,6 +46,10 @@ class Source(Protocol):
 
     def defaults(self) -> GenerationDefaults: ...
 
+    def ends(self) -> dict[str, list[int]]:
+        """End tokens, by the file or key that names them."""
+        ...
+
     def tokenizer(self) -> Tokenizer: ...
 
     def scaled(self) -> Scaled | None: ...
@@ -71,6 +75,9 @@ class Folder:
 
     def defaults(self) -> GenerationDefaults:
         return load_defaults(self.path)
+
+    def ends(self) -> dict[str, list[int]]:
+        return load_ends(self.path)
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.path)

@@ -1,6 +1,7 @@
 """What a chat template may use: jinja2's sandbox, with the names that templates expect."""
 
 import json
+from collections.abc import Iterable
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -8,8 +9,13 @@ from typing import Any, NoReturn
 from jinja2 import Template, TemplateError, meta, nodes, utils
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import do_items
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from specserve.models.template_messages import Needs, WrittenArguments
+
+LENGTH = "length", "count"  # names of one filter
 
 
 @lru_cache(maxsize=8)
@@ -25,11 +31,38 @@ def names_read(source: str) -> frozenset[str]:
     return frozenset(meta.find_undeclared_variables(sandbox.parse(source)) - {*sandbox.globals})
 
 
+@lru_cache(maxsize=8)
+def needs_of(source: str) -> Needs:
+    """What the template's code shows that it needs of messages."""
+    code = environment().parse(source)
+    tested = [test.node for test in code.find_all(nodes.Test) if test.name == "none"]
+    lengths = False
+    for compared in code.find_all(nodes.Compare):
+        others = [operand.expr for operand in compared.ops]
+        values = [other.value for other in others if isinstance(other, nodes.Const)]
+        tested += [compared.expr] if None in values else []
+        is_length = isinstance(compared.expr, nodes.Filter) and compared.expr.name in LENGTH
+        lengths |= is_length and 9 in values
+    return Needs(any(map(is_content, tested)), lengths)
+
+
+def is_content(node: nodes.Node) -> bool:
+    """Whether an expression reads a message's content."""
+    match node:
+        case nodes.Name(name="content") | nodes.Getattr(attr="content"):
+            return True
+        case nodes.Getitem(arg=nodes.Const(value="content")):
+            return True
+        case nodes.Call(node=nodes.Getattr(attr="get"), args=[nodes.Const(value="content"), *_]):
+            return True
+    return False
+
+
 def environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
-    environment.filters["tojson"] = tojson
+    environment.filters |= {"tojson": tojson, "items": items}
     environment.globals |= {
         "raise_exception": raise_exception,
         "strftime_now": strftime_now,
@@ -87,9 +120,15 @@ def tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON as it stands in a prompt: jinja2's own filter escapes it for HTML."""
+    if isinstance(value, WrittenArguments):
+        return str(value)
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+def items(value: Any) -> Iterable[tuple[Any, Any]]:
+    return value.items() if isinstance(value, WrittenArguments) else do_items(value)
 
 
 def raise_exception(message: str) -> NoReturn:

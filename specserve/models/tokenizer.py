@@ -11,7 +11,14 @@ from typing import Any
 import tokenizers
 
 from specserve.errors import ConfigError, RequestError
-from specserve.models.chat_template import ChatOptions, ChatTemplate, Message, find_chat_template
+from specserve.models.chat_template import (
+    ChatOptions,
+    ChatTemplate,
+    Message,
+    chat_template_of,
+    find_chat_template,
+    read_template,
+)
 from specserve.models.folder import check_tokenizer, read_json
 from specserve.models.special_tokens import read_special_tokens
 
@@ -31,17 +38,21 @@ class Tokenizer:
         name: str = "",
         chat_template: ChatTemplate | None = None,
         response_template: Any = None,
+        variables: dict[str, str] | None = None,
     ) -> None:
+        """`variables` are special tokens by their names, for a chat template that comes later."""
         backend.no_truncation()
         backend.no_padding()
         self.backend, self.name, self.chat_template = backend, name, chat_template
         self.response_template = response_template  # as it is written, unchecked
+        self.variables = variables or {}
         self.kept_ids: frozenset[int] = frozenset()
 
     def keeping(self, texts: Collection[str] | None) -> "Tokenizer":
         """The same, but `decode` does not skip special tokens of these texts; None is all."""
         ids = self.special_ids if texts is None else {self.backend.token_to_id(t) for t in texts}
         kept = copy.copy(self)
+        kept.__dict__.pop("skipped_ids", None)
         kept.kept_ids = self.special_ids & ids
         return kept if kept.kept_ids else self
 
@@ -54,8 +65,7 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text, spaces unchanged; an id without a token gives no text."""
         if skip_special_tokens and self.kept_ids:
-            skipped = self.special_ids - self.kept_ids
-            token_ids = [token for token in token_ids if token not in skipped]
+            token_ids = [token for token in token_ids if token not in self.skipped_ids]
             skip_special_tokens = False
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
@@ -75,6 +85,20 @@ class Tokenizer:
         options = ChatOptions(*asked, None if tools is None else [dict(tool) for tool in tools])
         text = self.chat_template.render(conversation, options)
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def templated(self, path: str | None) -> "Tokenizer":
+        """The same with the chat template in a file; None changes nothing."""
+        if path is None:
+            return self
+        changed = copy.copy(self)
+        source = read_template(Path(path).expanduser())
+        changed.chat_template = ChatTemplate(source, self.variables)
+        return changed
+
+    @property
+    def eos_token_id(self) -> int | None:
+        text = self.variables.get("eos_token")
+        return None if text is None else self.backend.token_to_id(text)
 
     def id_to_token(self, token: int) -> str | None:
         return self.backend.id_to_token(token)
@@ -137,9 +161,31 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Those whose text `decode` skips."""
+        """Those whose text `decode` skips, unless it is kept."""
         added = self.backend.get_added_tokens_decoder()
         return frozenset(id for id, token in added.items() if token.special)
+
+    @cached_property
+    def skipped_ids(self) -> frozenset[int]:
+        return self.special_ids - self.kept_ids
+
+    @cached_property
+    def special_texts(self) -> frozenset[str]:
+        return frozenset(filter(None, map(self.id_to_token, self.special_ids)))
+
+    @cached_property
+    def special_sizes(self) -> dict[str, set[int]]:
+        """Lengths of special tokens by their first characters."""
+        sizes = dict[str, set[int]]()
+        for text in self.special_texts:
+            sizes.setdefault(text[0], set()).add(len(text))
+        return sizes
+
+    def has_special(self, text: str) -> bool:
+        """Whether the text contains a special token's."""
+        sizes, texts = self.special_sizes, self.special_texts
+        starts = ((i, sizes[c]) for i, c in enumerate(text) if c in sizes)
+        return any(text[i : i + size] in texts for i, of_c in starts for size in of_c)
 
 
 def types(state: bytes) -> Iterator[str]:
@@ -193,9 +239,9 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     special = read_special_tokens(folder, config, known)
     backend.encode_special_tokens = bool(config.get("split_special_tokens"))
     backend.add_tokens(special.to_add(known))
-    source = find_chat_template(folder, config)
-    template = ChatTemplate(source, special.variables) if source else None
-    return Tokenizer(backend, str(folder), template, config.get("response_template"))
+    template = find_chat_template(folder, config, special.variables)
+    written = config.get("response_template")
+    return Tokenizer(backend, str(folder), template, written, special.variables)
 
 
 def convert_tokenizer(folder: Path) -> Tokenizer:
@@ -210,11 +256,10 @@ def convert_tokenizer(folder: Path) -> Tokenizer:
             f"{folder}: {type(made).__name__} cannot be written as tokenizer.json; take a model "
             "that comes with this file"
         )
-    source = made.chat_template
-    source = source.get("default") if isinstance(source, dict) else source
-    template = ChatTemplate(source, made.special_tokens_map) if source else None
+    variables = made.special_tokens_map
+    template = chat_template_of(made.chat_template, variables)
     written = getattr(made, "response_template", None)
-    return Tokenizer(made.backend_tokenizer, str(folder), template, written)
+    return Tokenizer(made.backend_tokenizer, str(folder), template, written, variables)
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> int:

@@ -398,7 +398,8 @@ def for_template(message: Message, path: str) -> dict[str, Any]:
         content = "\n".join(texts)
     # Templates skip unknown roles, and OpenAI's developer role stands for system.
     role = "system" if message.role == "developer" else message.role
-    fields: dict[str, Any] = {"role": role, "content": content or ""}
+    nothing = None if message.tool_calls else ""
+    fields: dict[str, Any] = {"role": role, "content": content or nothing}
     if reasoning := message.reasoning_content or message.reasoning:
         fields["reasoning_content"] = reasoning
     if message.tool_calls:

@@ -123,7 +123,7 @@ def add(messages: list[Message], item: Item, path: str) -> None:
             else:
                 messages.append({"role": role, "content": text})
         case CallItem(call_id=id, name=name, arguments=arguments):
-            function = {"name": name, "arguments": read_json(arguments, f"{path}.arguments")}
+            function = {"name": name, "arguments": arguments}
             calls = unfinished(messages).setdefault("tool_calls", [])
             calls.append({"id": id, "type": "function", "function": function})
         case CallOutputItem(call_id=id, output=output):
@@ -133,13 +133,6 @@ def add(messages: list[Message], item: Item, path: str) -> None:
             answer = unfinished(messages, "content", "tool_calls", "reasoning_content")
             where = f"{path}.{'content' if content else 'summary'}"
             answer["reasoning_content"] = text_of(content or summary, where)
-
-
-def read_json(text: str, path: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(text or "{}", type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as e:
-        raise RequestError(f"{path}: no JSON object: {cut(str(e))}", path) from e
 
 
 def unfinished(messages: list[Message], *lacking: str) -> Message:

@@ -139,7 +139,8 @@ async def load(service: Service, start: Start) -> Ready:
     with LoadProgress(sys.stderr.isatty()) as bar:
         service.engine.on_loading = bar
         with phases.phase("tokenizer"):
-            files = await asyncio.to_thread(load_text_files, folders.target, folders.draft)
+            paths = folders.target, folders.draft, service.config.model.chat_template
+            files = await asyncio.to_thread(load_text_files, *paths)
         service.start_templates(files.tokenizer.chat_template)
         ready = await service.engine.ready
         modules = await asyncio.to_thread(modules_of, service.config, service.name)
@@ -147,7 +148,7 @@ async def load(service: Service, start: Start) -> Ready:
             service.adapters.put(name, await load_adapter(service.engine, str(folder)))
     served = ServedModel(
         model=service.name,
-        fingerprint=fingerprint(folders.target, ready),
+        fingerprint=fingerprint(folders.target, ready, files.tokenizer.chat_template),
         drafter=ready.drafter,
         max_nodes=0 if ready.drafter == "none" else start.config.max_nodes,
         scaled=scaled_models(folders),
@@ -192,7 +193,7 @@ def formats_of(asked: ServerConfig, tokenizer: Tokenizer) -> Formats:
     return find_formats(
         asked.tool_parser,
         asked.reasoning_parser,
-        "" if template is None else template.source,
+        "" if template is None else "\n".join(template.sources),
         tokenizer.get_vocab(),
         tokenizer.response_template,
     )

@@ -449,12 +449,14 @@ def demos(config: Config, ready: Ready) -> list[Scaled]:
     return scaled_models([resolve_model(config), draft, head])
 
 
-def fingerprint(folder: Path, ready: Ready) -> str:
+def fingerprint(folder: Path, ready: Ready, template: ChatTemplate | None = None) -> str:
     """A hash of all that texts depend on besides the request; equal for every drafter."""
     resolved = f"{VERSION} {ready.dtype} {ready.weights} {ready.kv_dtype} {ready.arithmetic}"
     if ready.implementation == "transformers":
         resolved += f" transformers {version('transformers')}"
     digest = hashlib.sha256(resolved.encode())
+    for source in template.sources if template is not None else ():
+        digest.update(source.encode())
     for part in open_source(folder).identity():
         digest.update(part)
     return f"fp_{digest.hexdigest()[:12]}"

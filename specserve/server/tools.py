@@ -1,6 +1,7 @@
 """Tools in the body of a chat: the functions that a model may call, and which it has to."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 import msgspec
@@ -159,7 +160,9 @@ def read_choice(choice: Any, names: Sequence[str]) -> tuple[str, bool]:
 
 
 def read_calls(calls: Any, path: str) -> list[dict[str, Any]]:
-    """Calls of an assistant's message, for a template: their arguments as objects."""
+    """Calls of an assistant's message, for a template: their arguments as objects or, if they are
+    none, as the text that was sent.
+    """
     each = convert(calls, list[dict[str, Any]], path)
     return [read_call(call, f"{path}[{i}]") for i, call in enumerate(each)]
 
@@ -172,10 +175,8 @@ def read_call(call: dict[str, Any], path: str) -> dict[str, Any]:
     where = f"{path}.function.arguments"
     arguments = function.arguments
     if isinstance(arguments, str):
-        try:
+        with suppress(msgspec.MsgspecError, UnicodeError, RecursionError):  # max_tokens may cut it
             arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as e:
-            raise RequestError(f"{where}: no JSON object: {cut(str(e))}", where) from e
     check_depth(arguments, MAX_DEPTH, where)
     id = {"id": convert(call["id"], str, f"{path}.id")} if call.get("id") is not None else {}
     named = {"name": function.name, "arguments": arguments}

@@ -90,6 +90,35 @@ MISTRAL = [
     ('[TOOL_CALLS][{"name": "now"}, oops', [*call(0, "now", "{}"), Content(", oops")]),
 ]
 
+COMMAND_R = [
+    (
+        'Plan: I look.\nAction: ```json\n[\n    {\n        "tool_name": "get_weather",\n'
+        f'        "parameters": {WEATHER}\n    }},\n    {{"tool_name": "now"}}\n]```\nDone.',
+        [Content("Plan: I look."), *TWO, Content("Done.")],
+    ),
+    ('Action: ```json\n[{"tool_name": "directly_answer", "parameters": {}}]\n```', []),
+    (
+        'Action:```json[{"tool_name": "directly-answer", "parameters": {"a": 1}},'
+        '{"parameters": {}, "tool_name": "now"}]',
+        call(0, "now", "{}"),
+    ),
+    ("Action: jump", None),
+    ("Action: ```python\n[1]```", None),
+    ("Action: ```json\n[]\n```", None),
+    ('Action: ```json\n{"tool_name": "now"}```', None),
+    ('Action: ```json\n[{"name": "now"}]```', None),
+    ('Action: ```json\n[{"tool_name": "now"} oops', [*call(0, "now", "{}"), Content("oops")]),
+]
+COMMAND_R7B = [
+    (
+        'I look.<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", '
+        f'"parameters": {WEATHER}}},\n    {{"tool_call_id": "1", "tool_name": "now", '
+        '"parameters": {}}\n]<|END_ACTION|>',
+        [Content("I look."), *TWO],
+    ),
+    ('Action: ```json\n[{"tool_name": "now"}]```', None),
+]
+
 THINK = [
     (
         '<think>\nHm, <tool_call> or not?\n</think>\n\nYes.<tool_call>{"name": "now"}</tool_call>',
@@ -212,6 +241,8 @@ CASES = {
     "hermes": (Formats("hermes"), HERMES, ""),
     "llama3": (Formats("llama3_json"), LLAMA3, ""),
     "mistral": (Formats("mistral"), MISTRAL, ""),
+    "command_r": (Formats("command_r"), COMMAND_R, ""),
+    "command_r7b": (Formats("command_r", has_actions=True), COMMAND_R7B, ""),
     "think": (Formats("hermes", "think"), THINK, "user: hi\nassistant: "),
     "inside": (Formats("hermes", "think"), INSIDE, "user: hi\nassistant: <think>\n"),
     **{

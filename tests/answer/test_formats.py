@@ -14,6 +14,9 @@ SOURCES = {  # what chat templates of model families have in them
     "Qwen3-Coder": ("{{ tools }}<tool_call>\n<function=", (), "none", "none"),
     "GLM": ("{{ tools }}<tool_call>{name}<arg_key><think></think>", (), "none", "think"),
     "Mistral": ("{{ tools }}[TOOL_CALLS][ARGS]", ("[TOOL_CALLS]",), "mistral", "none"),
+    "Command R": ("{{ tools }}Action: ```json {'tool_name'}", (), "command_r", "none"),
+    "Command R7B": ('{{ tools }}<|START_ACTION|>{"tool_name"}', (), "command_r", "none"),
+    "a plan": ("{{ tools }}Action: think", (), "none", "none"),
     "Hermes on Mistral": (QWEN, ("[TOOL_CALLS]",), "hermes", "none"),
     "Llama 3.1": ("{{ tools }}<|python_tag|>", ("<|python_tag|>",), "llama3_json", "none"),
     "Llama 3.2": ("{{ tools }}", ("<|python_tag|>",), "llama3_json", "none"),
@@ -28,6 +31,25 @@ def test_formats_are_found(source, tokens, tools, think):
     assert (found.tools, found.reasoning) == (tools, think)
     assert find_formats("none", "none", source, tokens).words == "tool calls none, reasoning none"
     assert find_formats("mistral", "think", source, tokens).tools == "mistral"
+
+
+def test_the_channels_of_gpt_oss_are_reported():
+    tokens = ("<|start|>", "<|channel|>", "<|message|>")
+    found = find_formats("auto", "auto", "{{ tools }}<|channel|>analysis", tokens)
+    assert "(analysis, commentary, final) arrive as content" in found.words
+    for other in (
+        find_formats("auto", "auto", "{{ tools }}", tokens[:2]),
+        find_formats("auto", "auto", "{{ tools }}", tokens, XML_TEMPLATE),
+    ):
+        assert "arrive as content" not in other.words
+
+
+def test_calls_of_command_r_are_enforced_in_another_format():
+    assert Formats("command_r").enforced == DEFAULT
+    assert {*AnswerReader(Formats("command_r", has_actions=True), Wanted(TOOLS), "").markers} == {
+        "<|START_ACTION|>",
+        "<|END_ACTION|>",
+    }
 
 
 def test_a_response_template_comes_first():

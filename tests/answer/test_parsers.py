@@ -32,6 +32,7 @@ each = pytest.mark.parametrize(
 )
 MARKERS = [
     *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    *("Action: ```json\n[", '{"tool_name": "now"}', "```", "<|START_ACTION|>", "<|END_ACTION|>"),
     *("<|python_tag|>", "<|im_end|>", '{"name": "now", "arguments": {}}', '{"name": "now"'),
     *("<|channel|>final<|message|>", "<function=now>", "</function>", "<|tool_call>call:", "{}"),
     *(' "', "\\", ",", ";", "]", "[", "{", "}", ":", "\n", " ", "é", "now", "a"),
@@ -78,7 +79,7 @@ def test_any_text_means_the_same_in_any_pieces(name, text, cuts):
     assert without_ids(whole) == without_ids(in_pieces)
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "command_r7b"])
 @given(text=texts)
 def test_no_character_is_lost_where_there_is_no_call(name, text):
     events, _ = read(CASES[name][0], "", [text])

@@ -255,10 +255,35 @@ def test_without_a_default_there_is_no_template(tmp_path, config, files):
     assert load_tokenizer(write(tmp_path, {"chat_template": config}, files)).chat_template is None
 
 
+BOTH = [{"name": "tool_use", "template": "two"}, {"name": "default", "template": "one"}]
+TOOL_PLACES = {  # chat_template of tokenizer_config.json, files -> what a request with tools gets
+    "a list": (BOTH, {}, "two"),
+    "names": ({each["name"]: each["template"] for each in BOTH}, {}, "two"),
+    "none of its own": ([BOTH[1], {"name": "rag", "template": "three"}], {}, "one"),
+    "a folder": (
+        "config",
+        {"chat_template.jinja": "one", "additional_chat_templates/tool_use.jinja": "file"},
+        "file",
+    ),
+    "a file hides the config's": (BOTH, {"chat_template.jinja": "one"}, "one"),
+}
+
+
+@pytest.mark.parametrize(("config", "files", "want"), TOOL_PLACES.values(), ids=TOOL_PLACES)
+def test_the_template_for_tools_is_the_one_that_transformers_takes(tmp_path, config, files, want):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    template = load_tokenizer(write(tmp_path, {"chat_template": config}, files)).chat_template
+    theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    for asked in (tools, None):
+        text = template.render(CHAT, ChatOptions(tools=asked))
+        assert text == theirs.apply_chat_template(CHAT, tools=asked, tokenize=False)
+        assert text == (want if asked else "one")
+
+
 def test_a_template_file_that_is_no_text_is_refused_by_name(tmp_path):
     write(tmp_path, {})
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(ConfigError, match=r"chat_template\.jinja: cannot be read"):
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja: the chat template cannot"):
         load_tokenizer(tmp_path)
 
 

@@ -3,18 +3,10 @@ import json
 import pytest
 
 from specserve.errors import ConfigError
-from specserve.models.defaults import GenerationDefaults, load_defaults
+from specserve.models.defaults import GenerationDefaults, load_defaults, load_ends
 
 CASES = {  # config.json, generation_config.json -> the defaults
     "nothing said": ({}, None, {}),
-    "eos of the config": ({"eos_token_id": 2}, None, {"eos_token_ids": (2,)}),
-    "eos of generation first": (
-        {"eos_token_id": 2},
-        {"eos_token_id": [7, 5]},
-        {"eos_token_ids": (7, 5)},
-    ),
-    "eos 0 is one": ({"eos_token_id": 2}, {"eos_token_id": 0}, {"eos_token_ids": (0,)}),
-    "null is unset": ({"eos_token_id": 2}, {"eos_token_id": None}, {"eos_token_ids": (2,)}),
     "as written": (
         {},
         {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "do_sample": True},
@@ -39,6 +31,30 @@ def test_defaults_are_what_the_files_say(tmp_path, config, generation, want):
     assert load_defaults(tmp_path) == GenerationDefaults(**want)
 
 
+ENDS = {  # eos_token_id of config.json, of generation_config.json -> by file
+    "one": (2, None, {"config.json": [2]}),
+    "several": (None, [7, 5], {"generation_config.json": [7, 5]}),
+    "of both": (2, 7, {"generation_config.json": [7], "config.json": [2]}),
+    "0 is one": (None, 0, {"generation_config.json": [0]}),
+    "none": (None, None, {}),
+}
+
+
+@pytest.mark.parametrize(("config", "generation", "want"), ENDS.values(), ids=ENDS)
+def test_both_files_name_end_tokens(tmp_path, config, generation, want):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": config}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    assert load_ends(tmp_path) == want
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("ids", ["</s>", [-1], {"a": 1}, [1.5]])
+def test_an_end_token_is_an_id(tmp_path, file, ids):
+    (tmp_path / file).write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(ConfigError, match=rf"{file}: eos_token_id: .*correct the file"):
+        load_ends(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -53,7 +69,6 @@ def test_defaults_are_what_the_files_say(tmp_path, config, generation, want):
         ("min_p", -0.1),
         ("repetition_penalty", 0),
         ("repetition_penalty", float("inf")),
-        ("eos_token_id", ["</s>"]),
     ],
 )
 def test_a_value_that_makes_no_sense_is_refused_by_name(tmp_path, key, value):

@@ -182,6 +182,7 @@ def test_defaults_are_those_of_the_metadata(tmp_path):
 def test_defaults_and_chat_template_are_those_of_the_checkpoint(tmp_path):
     file, plain = map(open_source, write(tmp_path))
     assert file.defaults() == plain.defaults()
+    assert [1] in file.ends().values() and plain.ends()["generation_config.json"] == [1]
     assert file.defaults().temperature == 0.5
     assert file.tokenizer().chat_template == plain.tokenizer().chat_template
 
@@ -447,6 +448,7 @@ def test_a_damaged_file_is_refused_and_nothing_else_happens(tmp_path):
         try:
             source = open_source(broken)
             source.config(), source.check(), source.tokenizer(), source.defaults()
+            source.ends()
         except ConfigError as e:
             assert str(e).startswith(str(broken)) and "\n" not in str(e)
         else:

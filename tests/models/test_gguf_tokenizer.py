@@ -22,8 +22,12 @@ from transformers import Qwen2Tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.tokenization_utils_base import generate_merges
 
+from specserve.errors import ConfigError
+from specserve.models.end_tokens import find_end_tokens
 from specserve.models.gguf.tokenizer import merges_by_score, split_merge
+from specserve.models.gguf.vocabulary import Kind, Vocabulary
 from specserve.models.source import open_source
+from tests.checkpoints import EOS
 from tests.models.gguf_files import put_tokenizer, write
 from tests.models.test_tokenizer_parity import TEXTS, check_bytes
 
@@ -339,7 +343,43 @@ def test_an_answer_ends_at_the_files_ends_and_at_control_tokens_that_are_called_
     file, _ = model(tmp_path, "gpt-2", gpt_2(), edit)
     source = open_source(file)
     ids = [token if isinstance(token, int) else source.vocabulary.ids[token] for token in want]
-    assert source.defaults().eos_token_ids == tuple(ids)
+    assert [*find_end_tokens(source, source.tokenizer())] == ids
+
+
+def vocabulary(*tokens, **ids):
+    """A vocabulary of control tokens, and metadata."""
+    metadata = {f"tokenizer.ggml.{key}": id for key, id in ids.items()}
+    metadata["tokenizer.ggml.model"] = "gpt2"
+    made = Vocabulary.__new__(Vocabulary)
+    made.metadata, made.model, made.tokens = metadata, "gpt2", ["x", *tokens]
+    made.kinds = [Kind.NORMAL] + [Kind.CONTROL] * len(tokens)
+    made.ids = {token: id for id, token in enumerate(made.tokens)}
+    return made
+
+
+KEY = "eos_token"
+KNOWN_ENDS = {  # control tokens, the eos -> ends by the place that names them
+    "gemma": (("<bos>", "<eos>", "<end_of_turn>"), 2, {KEY: [2], "known text": [3]}),
+    "command r": (("<|END_OF_TURN_TOKEN|>",), 1, {KEY: [1], "known text": [1]}),
+    "gpt-oss ends messages": (
+        ("<|return|>", "<|end|>", "<|call|>", "<|endoftext|>"),
+        1,
+        {KEY: [1], "known text": [3, 4, 1]},
+    ),
+    "phi": (("<|end|>", "<|endoftext|>"), 2, {KEY: [2], "known text": [1, 2]}),
+    "none": (("<|start|>",), None, {}),
+}
+
+
+@pytest.mark.parametrize(("tokens", "eos", "want"), KNOWN_ENDS.values(), ids=KNOWN_ENDS)
+def test_control_tokens_of_known_texts_end_a_text(tokens, eos, want):
+    assert vocabulary(*tokens, eos_token_id=eos).ends() == want
+
+
+def test_an_added_token_of_a_known_text_ends_a_text_unless_it_is_html():
+    made = vocabulary("<|im_end|>", "</s>")
+    made.kinds = [Kind.NORMAL, Kind.USER_DEFINED, Kind.USER_DEFINED]
+    assert made.ends() == {"known text": [1]}
 
 
 def test_a_template_gets_the_named_tokens(tmp_path):
@@ -348,6 +388,43 @@ def test_a_template_gets_the_named_tokens(tmp_path):
     assert variables == {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "</s>"}
 
 
-def test_a_file_without_a_template_has_none(tmp_path):
-    edit = lambda writer: writer.kv_data[0].pop("tokenizer.chat_template")  # noqa: E731
-    assert open_source(write(tmp_path, edit=edit).file).tokenizer().chat_template is None
+def test_a_file_may_have_a_template_for_tools(tmp_path):
+    def edit(writer):
+        writer.add_string("tokenizer.chat_template.tool_use", "tools")
+
+    template = open_source(write(tmp_path, edit=edit).file).tokenizer().chat_template
+    assert template.tool_use == "tools" and template.source != "tools"
+
+
+def without_template(writer):
+    writer.kv_data[0].pop("tokenizer.chat_template")
+
+
+def test_a_file_without_a_template_takes_the_one_in_its_folder(tmp_path):
+    source = open_source(write(tmp_path, edit=without_template).file)
+    assert source.tokenizer().chat_template is None
+    (tmp_path / "chat_template.jinja").write_text("folder {{ eos_token }}")
+    assert source.tokenizer().chat_template.render([{"role": "user"}]) == f"folder {EOS}"
+    source.check()
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "text").write_text("x")
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.jinja").symlink_to(tmp_path / "outside" / "text")
+    with pytest.raises(ConfigError, match="a link that leaves the folder"):
+        open_source(source.path).check()
+
+
+def test_a_file_with_a_template_does_not_take_the_one_in_its_folder(tmp_path):
+    """A folder may hold files of several models."""
+    source = open_source(write(tmp_path).file)
+    (tmp_path / "chat_template.jinja").write_text("folder")
+    assert source.tokenizer().chat_template.source != "folder"
+
+
+def test_a_named_file_replaces_any_template(tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ eos_token }} own")
+    for edit in (without_template, None):
+        tokenizer = open_source(write(tmp_path / str(edit), edit=edit).file).tokenizer()
+        template = tokenizer.templated(str(file)).chat_template
+        assert template.render([{"role": "user"}]) == f"{EOS} own"

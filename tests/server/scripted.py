@@ -143,6 +143,6 @@ def scripted(tokenizer, engine=ScriptedEngine, **settings):
     return ScriptedServer(tokenizer, config, engine)
 
 
-def with_template(backend, source, response_template=None):
-    template = ChatTemplate(source, {"eos_token": EOS})
+def with_template(backend, source, response_template=None, tool_use=None):
+    template = ChatTemplate(source, {"eos_token": EOS}, tool_use)
     return Tokenizer(backend, "scripted", template, response_template)

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 import pytest
 
 from specserve.exchange.messages import Ready
+from specserve.models.chat_template import ChatTemplate
 from specserve.models.weight_forms import MapForm, WeightForms
 from specserve.server import serve
 from specserve.server.service import fingerprint
@@ -65,6 +66,11 @@ OTHERS = {  # what the engine process says -> whether the text may differ by it
 def test_the_fingerprint_tells_what_the_text_depends_on(folder, changes, differs):
     ready = Ready(**{name: getattr(READY, name) for name in Ready.__struct_fields__} | changes)
     assert (fingerprint(folder, ready) != fingerprint(folder, READY)) == differs
+
+
+def test_another_chat_template_has_another_fingerprint(folder):
+    templates = ChatTemplate("a", {}), ChatTemplate("b", {}), ChatTemplate("a", {}, "c"), None
+    assert len({fingerprint(folder, READY, template) for template in templates}) == 4
 
 
 def test_other_weights_have_another_fingerprint(folder, tmp_path):

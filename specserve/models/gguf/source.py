@@ -9,7 +9,7 @@ import msgspec
 
 from specserve.errors import ConfigError
 from specserve.models import decoder_config
-from specserve.models.chat_template import ChatTemplate
+from specserve.models.chat_template import chat_template_of, find_chat_template, template_files
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.defaults import GenerationDefaults, read_defaults
 from specserve.models.folder import Scaled
@@ -22,6 +22,7 @@ from specserve.models.gguf.vocabulary import PREFIX, Vocabulary, find_model
 from specserve.models.quantized.config import Quantization
 from specserve.models.source import BEGINNING, refuse_transformers, samples
 from specserve.models.tokenizer import Tokenizer
+from specserve.models.weight_files import check_is_at_home
 
 SAMPLING = {  # general.sampling.* -> generation_config.json
     "min_p": "min_p",
@@ -70,11 +71,13 @@ class GgufFile:
             for key, field in SAMPLING.items()
             if f"general.sampling.{key}" in metadata
         }
+        return read_defaults(self.path, written)
+
+    def ends(self) -> dict[str, list[int]]:
         try:
-            ends = self.vocabulary.ends()
+            return self.vocabulary.ends()
         except ValueError as e:
             raise self.refusal(e) from e
-        return read_defaults(self.path, written, ends)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -85,13 +88,18 @@ class GgufFile:
             raise self.refusal(e) from e
 
     def tokenizer(self) -> Tokenizer:
-        vocabulary, source = self.vocabulary, self.header.metadata.get(TEMPLATE)
+        vocabulary, metadata = self.vocabulary, self.header.metadata
         try:
             backend, named = build_tokenizer(vocabulary), vocabulary.named()
         except Exception as e:  # the library raises errors of many types
             raise self.refusal(e) from e
-        template = ChatTemplate(source, named) if isinstance(source, str) and source else None
-        return Tokenizer(backend, str(self.path), template)
+        keys = {"default": TEMPLATE, "tool_use": f"{TEMPLATE}.tool_use"}
+        sources = {name: metadata.get(key) for name, key in keys.items()}
+        written = {name: source for name, source in sources.items() if isinstance(source, str)}
+        template = chat_template_of(written, named)
+        if template is None:
+            template = find_chat_template(self.path.parent, {}, named)
+        return Tokenizer(backend, str(self.path), template, variables=named)
 
     def refusal(self, e: Exception) -> ConfigError:
         return ConfigError(
@@ -113,6 +121,9 @@ class GgufFile:
                     f"{self.path}: the tensor {name!r:.80} has no place in a "
                     f"{config.architecture}; take a file of a supported architecture"
                 )
+        home = self.path.parent.resolve()
+        for file in template_files(home).values() if TEMPLATE not in self.header.metadata else ():
+            check_is_at_home(home, file)
         try:
             check_tokenizer(self.header.metadata)
         except ValueError as e:

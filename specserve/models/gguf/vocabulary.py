@@ -17,17 +17,28 @@ NAMED = {  # as chat templates know them -> their keys in the file
 SENTENCEPIECE_IDS = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # by default
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 NEEDED = ("bos_token_id", *ENDS)  # wrong ids of others, as some files have, do no harm
-# Control tokens that end an answer, whatever the file says of them; llama.cpp stops at them, too.
+KNOWN = "known text"  # as a place that names an end token
+# Control or added tokens that end a text, whatever the metadata name; llama.cpp ends at them, too.
 END_TEXTS = (
     "</s>",
     "<EOT>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<|call|>",
     "<|end_of_text|>",
+    "<|end_of_turn|>",
     "<|end|>",
     "<|endoftext|>",
     "<|eom_id|>",
     "<|eot_id|>",
     "<|im_end|>",
+    "<|return|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "[EOS]",
+    "[EOT]",
 )
+HARMONY = {"<|return|>", "<|call|>"}  # ends of gpt-oss's texts, whose <|end|> ends only a message
 
 
 class Kind(IntEnum):
@@ -104,8 +115,12 @@ class Vocabulary:
             raise ValueError(f"{PREFIX}{key} = {id!r} is none of its {len(self.tokens)} tokens")
         return None
 
-    def ends(self) -> list[int]:
-        """The tokens that end an answer, the one that the file names first."""
-        control = set(self.of_kind(Kind.CONTROL))
-        found = [self.token_at(key) for key in ENDS] + [t for t in END_TEXTS if t in control]
-        return list(dict.fromkeys(self.ids[token] for token in found if token is not None))
+    def ends(self) -> dict[str, list[int]]:
+        """The tokens that end a text, by the key that names them or as known texts."""
+        named = {key.removesuffix("_id"): self.token_at(key) for key in ENDS}
+        found = {key: [self.ids[text]] for key, text in named.items() if text is not None}
+        control = {*self.of_kind(Kind.CONTROL)}
+        added = {*self.of_kind(Kind.USER_DEFINED)} - {"</s>"}  # Gemma has this tag of HTML
+        left_out = {"<|end|>"} if control >= HARMONY else set()
+        known = [text for text in END_TEXTS if text in (control | added) - left_out]
+        return found | ({KNOWN: [self.ids[text] for text in known]} if known else {})
