@@ -25,6 +25,7 @@ from specserve_bench.families import family_figures
 from specserve_bench.harness import figure
 from specserve_bench.host import host_figures
 from specserve_bench.implementations import implementation_figures
+from specserve_bench.key_isolation import key_isolation_figures
 from specserve_bench.kv import kv_figures
 from specserve_bench.maps import map_figures
 from specserve_bench.memory import memory_figures
@@ -74,6 +75,7 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "sampling": lambda: sampling_figures(random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)),
     "memory": lambda: memory_figures(random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)),
     "fairness": fairness_figures,
+    "key-isolation": key_isolation_figures,
     "host": host_figures,
     "maps": map_figures,
     "merged": merged_figures,
@@ -93,6 +95,7 @@ PARTS = {  # what they measure
     "sampling": "what penalties, masks, filters and log-probabilities take of a 0.6B model's step",
     "memory": "what the block pool brings: prefix hits, choices that share blocks",
     "fairness": "how long a small request waits for its first token beside a large one",
+    "key-isolation": "how long a request takes while another API key sends expensive ones",
     "host": "the host's share of a step",
     "maps": "linear maps of 4 and 8 bits beside the same maps in bf16",
     "merged": "one tree of all sources beside the draft model's, at as many guesses",
