@@ -101,12 +101,11 @@ class FairQueue(Generic[T]):
         self.forget_idle()
 
     def forget_idle(self) -> None:
-        """Drop owners without a job, unless they have used more than those with jobs."""
+        """Drop owners without a job, if there are many."""
         active = self.waiting.keys() | self.held.keys()
         self.floor = max(self.floor, min((self.spent[o] for o in active), default=0.0))
-        limit = self.floor if len(self.spent) < MAX_IDLE + len(active) else float("inf")
-        for idle in [o for o, spent in self.spent.items() if o not in active and spent <= limit]:
-            del self.spent[idle]
+        if len(self.spent) > MAX_IDLE + len(active):
+            self.spent = {o: self.spent[o] for o in active}
 
 
 class Turns:

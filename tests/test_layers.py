@@ -17,6 +17,7 @@ LAYERS = [  # ground floor first
     ("specserve.machine",),
     ("specserve.keys",),
     ("specserve.interrupts",),
+    ("specserve.fair_queue",),
     ("specserve.progress",),
     ("specserve.block_keys",),
     ("specserve.answer",),
