@@ -95,6 +95,20 @@ def test_imports_run_downward(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_thread_has_a_low_priority(path):
+    """A niced thread that holds the GIL stalls all others while it gets no CPU. Processes may be
+    niced.
+    """
+    used = {
+        ast.unparse(n)
+        for n in ast.walk(ast.parse(path.read_text()))
+        if isinstance(n, ast.Attribute)
+    }
+    assert "os.setpriority" not in used
+    assert "os.nice" not in used or path.stem.endswith("_process")
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_nothing_unpickles(path):
     """A model file or a socket that is unpickled runs whatever its author wrote into it."""
     tree = ast.parse(path.read_text())

@@ -27,6 +27,7 @@ from specserve_bench.host import host_figures
 from specserve_bench.implementations import implementation_figures
 from specserve_bench.key_isolation import key_isolation_figures
 from specserve_bench.kv import kv_figures
+from specserve_bench.load_gaps import load_gap_figures
 from specserve_bench.maps import map_figures
 from specserve_bench.memory import memory_figures
 from specserve_bench.merged import merged_figures
@@ -83,6 +84,7 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "targets": target_figures,
     "restart": restart_figures,
     "swap": swap_figures,
+    "load-gaps": load_gap_figures,
 }
 PARTS = {  # what they measure
     "engine": "every drafter with the trained pair: TPOT, acceptance, the parts of a step",
@@ -103,6 +105,7 @@ PARTS = {  # what they measure
     "targets": "long prompts that arrive beside streams with a target for the time per token",
     "restart": "how long 16 streams pause when their engine process is killed",
     "swap": "how long 8 streams wait while another draft model takes the place of theirs",
+    "load-gaps": "the longest gap of streams while adapters or draft models load on a busy host",
     "demo": "every drafter with the demo pair, and scaled to a larger model's cost; draws plots",
 }
 # With arguments of their own. They take long, and are measured only if they come first.

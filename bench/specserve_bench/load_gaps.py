@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from threading import Barrier
+from threading import Barrier, Event
 from time import perf_counter, sleep
 from typing import Any
 
@@ -18,10 +18,10 @@ from specserve.config import load_config
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.decoder_config import load_config as load_shape
 from specserve_bench.adapters import random_adapter
-from specserve_bench.restart import stream
+from specserve_bench.restart import events
 from specserve_bench.served import Served, settings
 
-STREAMS, TOKENS = 4, 2500
+STREAMS, TOKENS = 4, 7000
 ROUNDS, SECONDS = 5, 2.0  # interleaved; of each kind of load in a round
 BUSY = 2  # processes that keep a core busy
 RANK, ADAPTERS = 64, 2
@@ -84,7 +84,8 @@ def one_round(server: Served, load: Load | None) -> tuple[float, int]:
     """Milliseconds of the longest gap within SECONDS, and how often something was loaded."""
     begun = Barrier(STREAMS + 1)
     with ThreadPoolExecutor(STREAMS) as threads:
-        streams = [threads.submit(stream, server, TOKENS, n, begun) for n in range(STREAMS)]
+        ended = Event()
+        streams = [threads.submit(stream_until, ended, server, n, begun) for n in range(STREAMS)]
         begun.wait()
         sleep(0.2)
         start, loaded = perf_counter(), 0
@@ -94,10 +95,27 @@ def one_round(server: Served, load: Load | None) -> tuple[float, int]:
             else:
                 load(loaded)
                 loaded += 1
-        end = perf_counter()
-        times = [each.result()[0] for each in streams]
-    gaps = [b - a for each in times for a, b in pairwise(each) if a < end and b > start]
-    return 1e3 * max(gaps, default=0.0), loaded
+        ended.set()
+        times = [each.result() for each in streams]
+    gaps = [b - a for each in times for a, b in pairwise(each) if b > start]
+    return 1e3 * max(gaps), loaded
+
+
+def stream_until(ended: Event, server: Served, seed: int, begun: Barrier) -> list[float]:
+    """When the events of a stream came, up to the first one after `ended` is set."""
+    body = {"prompt": "import os\n\n\ndef ", "seed": seed, "temperature": 0.8, "stream": True}
+    body |= {"max_tokens": TOKENS, "ignore_eos": True}
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=300)
+    connection.request("POST", "/v1/completions", json.dumps(body))
+    times = list[float]()
+    for _ in events(connection.getresponse()):
+        times.append(perf_counter())
+        if len(times) == 1:
+            begun.wait()
+        if ended.is_set():
+            break
+    connection.close()
+    return times
 
 
 @contextmanager
