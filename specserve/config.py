@@ -344,6 +344,7 @@ class ServerConfig(Section, frozen=True):
     ] = 2048
     max_header_bytes: Annotated[Positive, about("bytes of a request's line and headers")] = 65536
     max_body_bytes: Annotated[Positive, about("bytes of a request's body")] = 4 << 20
+    max_body_items: Annotated[Positive, about("objects and lists in a request's body")] = 16384
     max_incoming_bytes: Annotated[
         Positive, about("bytes of all incomplete bodies, beyond 64 KiB each; more get a 503")
     ] = 256 << 20

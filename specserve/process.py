@@ -16,6 +16,7 @@ from typing import Any
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 PR_SET_PDEATHSIG = 1  # prctl(2)
+SWITCH_SECONDS = 1e-4  # that a thread may run Python code while another one waits for the GIL
 ENDING = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
 
 
@@ -49,6 +50,15 @@ def set_malloc(mmap_threshold: int, trim_threshold: int) -> None:
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, mmap_threshold)
         mallopt(M_TRIM_THRESHOLD, trim_threshold)
+
+
+def switch_threads_often() -> None:
+    """Bound how long the thread of steps, or of the event loop, waits for Python code of others.
+
+    The other threads have the usual priority. A niced thread keeps the GIL while it gets no CPU,
+    which stalls streams on a busy host for up to 1.3 s.
+    """
+    sys.setswitchinterval(SWITCH_SECONDS)
 
 
 def keep_objects() -> None:

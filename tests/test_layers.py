@@ -17,6 +17,7 @@ LAYERS = [  # ground floor first
     ("specserve.machine",),
     ("specserve.keys",),
     ("specserve.interrupts",),
+    ("specserve.fair_queue",),
     ("specserve.progress",),
     ("specserve.block_keys",),
     ("specserve.answer",),
@@ -91,6 +92,20 @@ def test_imports_run_downward(path):
     assert is_listed(own) or own == "specserve.__init__", f"{own} has no layer: give it one"
     up = [m for m in imports(ast.parse(path.read_text())) if (layer(m) or 0) > layer(own)]
     assert not up, f"{own} imports {up} from a layer above it"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_thread_has_a_low_priority(path):
+    """A niced thread that holds the GIL stalls all others while it gets no CPU. Processes may be
+    niced.
+    """
+    used = {
+        ast.unparse(n)
+        for n in ast.walk(ast.parse(path.read_text()))
+        if isinstance(n, ast.Attribute)
+    }
+    assert "os.setpriority" not in used
+    assert "os.nice" not in used or path.stem.endswith("_process")
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

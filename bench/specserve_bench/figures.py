@@ -34,7 +34,9 @@ from specserve_bench.families import family_figures
 from specserve_bench.harness import figure
 from specserve_bench.host import host_figures
 from specserve_bench.implementations import implementation_figures
+from specserve_bench.key_isolation import key_isolation_figures
 from specserve_bench.kv import kv_figures
+from specserve_bench.load_gaps import load_gap_figures
 from specserve_bench.maps import map_figures
 from specserve_bench.memory import memory_figures
 from specserve_bench.merged import merged_figures
@@ -83,6 +85,7 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "sampling": lambda: sampling_figures(random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)),
     "memory": lambda: memory_figures(random_checkpoint("qwen3-0.6b", RANDOM_SHAPE)),
     "fairness": fairness_figures,
+    "key-isolation": key_isolation_figures,
     "host": host_figures,
     "maps": map_figures,
     "merged": merged_figures,
@@ -90,6 +93,7 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "targets": target_figures,
     "restart": restart_figures,
     "swap": swap_figures,
+    "load-gaps": load_gap_figures,
 }
 PARTS = {  # what they measure
     "engine": "every drafter with the trained pair: TPOT, acceptance, the parts of a step",
@@ -102,6 +106,7 @@ PARTS = {  # what they measure
     "sampling": "what penalties, masks, filters and log-probabilities take of a 0.6B model's step",
     "memory": "what the block pool brings: prefix hits, choices that share blocks",
     "fairness": "how long a small request waits for its first token beside a large one",
+    "key-isolation": "how long a request takes while another API key sends expensive ones",
     "host": "the host's share of a step",
     "maps": "linear maps of 4 and 8 bits beside the same maps in bf16",
     "merged": "one tree of all sources beside the draft model's, at as many guesses",
@@ -109,6 +114,7 @@ PARTS = {  # what they measure
     "targets": "long prompts that arrive beside streams with a target for the time per token",
     "restart": "how long 16 streams pause when their engine process is killed",
     "swap": "how long 8 streams wait while another draft model takes the place of theirs",
+    "load-gaps": "the longest gap of streams while adapters or draft models load on a busy host",
     "demo": "every drafter with the demo pair, and scaled to a larger model's cost; draws plots",
 }
 # With arguments of their own. They take long, and are measured only if they come first.

@@ -1,9 +1,7 @@
 """Adapters in the target's slots: read beside the steps, put in place between two of them."""
 
 import logging
-import os
-import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -18,8 +16,7 @@ from specserve.scheduling import Request
 
 log = logging.getLogger("specserve")
 
-YIELDING = 19  # niceness of the thread: steps come first
-AHEAD = 2  # adapters that are read while they have no slot; each takes memory
+AHEAD = 3  # adapters that are read while they have no slot; each takes memory
 
 GONE = (
     "model: the files of this adapter are gone or have changed since it was loaded; the server's "
@@ -51,7 +48,8 @@ class Adapters:
         self.residents: OrderedDict[str, Resident] = OrderedDict()  # by digest, the last used last
         self.forgotten = set[str]()  # that no request will name: the last one frees it
         self.waiting: OrderedDict[int, list[Request]] = OrderedDict()  # choices by the first's id
-        self.thread = ThreadPoolExecutor(1, "adapters", stand_back)
+        # Of the usual priority: steps would wait for a niced thread that holds the GIL, but no CPU.
+        self.thread = ThreadPoolExecutor(1, "adapters", use_one_core)
         self.coming: dict[str, Future[PackedAdapter]] = {}  # by digest
         self.loading: list[tuple[str, Future[PackedAdapter]]] = []  # of no request yet
 
@@ -63,13 +61,13 @@ class Adapters:
         """Choices whose adapter is in a slot by now; or what is wrong with it, if anything."""
         leaving = set[str]()  # residents that get no new requests
         absent = set[str]()  # adapters that are not in a slot
-        for id, choices in [*self.waiting.items()]:
+        for place, id, choices in self.in_turn():
             ref = choices[0].adapter
             assert ref is not None, "without an adapter there is nothing to wait for"
             if ref.digest in leaving or ref.digest in absent:
                 continue
             try:
-                resident = self.find(ref, leaving)
+                resident = self.find(ref, leaving, AHEAD if place == 0 else AHEAD - 1)
             except Exception as e:  # as there is no memory for it: it is these requests' alone
                 log.error("an adapter cannot be read again: %s", words_of(e))
                 del self.waiting[id]
@@ -82,14 +80,25 @@ class Adapters:
             self.use(ref.digest, resident, choices)
             yield choices, ""
 
-    def find(self, ref: AdapterRef, leaving: set[str]) -> Resident | None:
+    def in_turn(self) -> list[tuple[int, int, list[Request]]]:
+        """What waits, as (place in its tenant's line, id, choices): the first of each tenant, then
+        the second of each.
+        """
+        lengths, found = Counter[int](), []
+        for id, choices in self.waiting.items():
+            tenant = choices[0].caller.tenant
+            found.append((lengths[tenant], id, choices))
+            lengths[tenant] += 1
+        return sorted(found, key=lambda each: each[0])
+
+    def find(self, ref: AdapterRef, leaving: set[str], ahead: int = AHEAD) -> Resident | None:
         """The adapter in its slot, or None as long as it is not there; ConfigError where its files
-        are not what they were.
+        are not what they were. `ahead` adapters may be read at most.
         """
         if (resident := self.residents.get(ref.digest)) is not None:
             return resident
         if ref.digest not in self.coming:
-            if len(self.coming) < AHEAD:
+            if len(self.coming) < ahead:
                 self.coming[ref.digest] = self.thread.submit(self.read, Path(ref.folder))
             return None
         if not self.coming[ref.digest].done() or not self.has_room(leaving):
@@ -203,7 +212,5 @@ def words_of(error: Exception) -> str:
     return escaped(str(error) or type(error).__name__)[:LONGEST]
 
 
-def stand_back() -> None:
-    """Take only time that steps leave."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), YIELDING)
+def use_one_core() -> None:
     torch.set_num_threads(1)  # of this thread

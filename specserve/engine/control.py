@@ -1,7 +1,5 @@
 """Other guesses for an engine that runs: loaded beside its steps, put in place between two."""
 
-import os
-import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -29,8 +27,6 @@ from specserve.selection import check_drafter, head_sources
 from specserve_drafters.auto import EAGLE
 from specserve_kernels import is_out_of_memory
 
-LEAST_PRIORITY = 19  # of a thread, as nice(1) has it: steps come first
-
 
 class Prepared(NamedTuple):
     """Guesses that can be put in place."""
@@ -54,7 +50,9 @@ class Control:
         return self.loaded.engine
 
     def ask(self, config: Config) -> None:
-        """Prepare what the config asks for in a thread that takes only time that steps leave."""
+        """Prepare what the config asks for in a thread that uses one core. A niced one would hold
+        up steps while it holds the GIL and gets no CPU.
+        """
         assert self.preparing is None, "a change comes after the one before is done"
         self.preparing = self.thread.submit(self.prepare_beside_steps, config)
 
@@ -78,7 +76,6 @@ class Control:
         self.put(prepared.result())
 
     def prepare_beside_steps(self, config: Config) -> Prepared:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
         torch.set_num_threads(1)  # of this thread
         return self.prepare(config)
 

@@ -27,7 +27,12 @@ from specserve.exchange.frames import Link
 from specserve.exchange.messages import Begin, Failed
 from specserve.exchange.spawn import NUMBER
 from specserve.phases import Phases
-from specserve.process import die_with_parent, keep_objects, keep_stderr_from_failing
+from specserve.process import (
+    die_with_parent,
+    keep_objects,
+    keep_stderr_from_failing,
+    switch_threads_often,
+)
 
 NVIDIA = Path("/dev/nvidiactl")  # of the driver
 
@@ -38,6 +43,7 @@ def main(fd: int, log_format: str) -> None:
     """
     die_with_parent()
     keep_stderr_from_failing()
+    switch_threads_often()
     logs.configure(log_format)
     # A service manager sends SIGTERM to all processes of a service. The parent process alone acts
     # on it: it finishes its requests first, for which the engine process has to go on stepping.

@@ -1,14 +1,13 @@
 """Compiles requests' grammars beside the steps."""
 
 import logging
-import os
-import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING, NamedTuple
 
 from specserve.engine.grammar_state import GrammarState
+from specserve.fair_queue import FairThreads
 from specserve.grammars.compiled import Compiled, GrammarError
 from specserve.scheduling import Request
 
@@ -18,7 +17,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("specserve")
 
 KEPT = 64  # compiled grammars, for requests that bring the same again
-YIELDING = 10  # niceness of the thread: steps come first
+# Of the usual priority: the steps would wait for a niced thread that holds the GIL but gets no CPU.
+NUM_THREADS = 2  # one tenant's grammars take one of them
+
+
+Key = tuple[int, str, str]  # tenant, salt, grammar
 
 
 class Vocabulary(NamedTuple):
@@ -39,37 +42,41 @@ class Grammars:
     def __init__(self, read: Callable[[], Vocabulary]) -> None:
         """`read` is called when the first grammar comes, unless `prepare` was."""
         self.read = read
-        self.thread = ThreadPoolExecutor(1, "grammars", be_nice)
+        self.threads = FairThreads(NUM_THREADS, "grammars")
         self.vocabulary: Future[Vocabulary] | None = None
-        self.compiled: OrderedDict[tuple[int, str, str], Future[Compiled]] = OrderedDict()
+        self.compiled: OrderedDict[Key, Future[Compiled]] = OrderedDict()
         self.waiting: dict[int, tuple[Future[Compiled], list[Request]]] = {}  # by the first's id
 
     def prepare(self) -> Future[Vocabulary]:
-        """Read the vocabulary, in the thread."""
+        """Read the vocabulary, in a thread."""
         if self.vocabulary is None:
-            self.vocabulary = self.thread.submit(self.read)
+            self.vocabulary = self.threads.submit(None, self.read)
         return self.vocabulary
 
     def wait_until_prepared(self) -> None:
         wait([self.prepare()])
 
     def close(self) -> None:
-        self.thread.shutdown(wait=False, cancel_futures=True)
+        self.threads.close()
 
     def ask(self, choices: list[Request]) -> None:
         """Compile the grammar of a prompt's choices."""
-        asked = choices[0].sampling
-        # The time that a grammar takes shows no tenant what another tenant has sent.
-        key = choices[0].caller.tenant, asked.cache_salt, asked.grammar
+        asked, tenant = choices[0].sampling, choices[0].caller.tenant
+        key = tenant, asked.cache_salt, asked.grammar  # nobody learns what others have sent
         if key not in self.compiled:
             vocabulary = self.prepare()
-            self.compiled[key] = self.thread.submit(
-                lambda: Compiled(vocabulary.result().tokens, asked.grammar)
+            self.compiled[key] = self.threads.submit(
+                tenant, lambda: Compiled(vocabulary.result().tokens, asked.grammar)
             )
-            if len(self.compiled) > KEPT:
-                self.compiled.popitem(last=False)
+            self.drop_one_beyond_limit()
         self.compiled.move_to_end(key)
         self.waiting[choices[0].id] = self.compiled[key], choices
+
+    def drop_one_beyond_limit(self) -> None:
+        """Drop the oldest grammar of the tenant that has most of those that are kept."""
+        if len(self.compiled) > KEPT:
+            [(largest, _)] = Counter(tenant for tenant, _, _ in self.compiled).most_common(1)
+            del self.compiled[next(key for key in self.compiled if key[0] == largest)]
 
     def ready(self) -> Iterator[tuple[list[Request], GrammarState | str]]:
         """Choices that need not wait any more, and the state of the first or what is wrong."""
@@ -93,12 +100,16 @@ class Grammars:
 
     def drop(self, request: Request) -> None:
         """Of a request that has ended."""
-        for id, (_, choices) in [*self.waiting.items()]:
+        for id, (future, choices) in [*self.waiting.items()]:
             if request in choices:
                 choices.remove(request)
                 if not choices:
                     del self.waiting[id]
+                    self.drop_if_unwanted(future)
 
-
-def be_nice() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), YIELDING)
+    def drop_if_unwanted(self, future: Future[Compiled]) -> None:
+        """Forget a grammar that no request waits for and that is not being compiled yet."""
+        if not any(future is other for other, _ in self.waiting.values()) and future.cancel():
+            self.compiled = OrderedDict(
+                (key, kept) for key, kept in self.compiled.items() if kept is not future
+            )

@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor
 
@@ -235,7 +236,7 @@ def load_tensors(path: Path, most: int) -> dict[str, Tensor]:
             "take a smaller one, or raise lora.max_rank"
         )
     try:
-        return load(data)
+        return tensors_of(data)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as e:
         raise ConfigError(
             f"{path}: no readable safetensors file, cut short or damaged ({e}); download it again"
@@ -256,6 +257,18 @@ def refuse_whole(path: Path, name: str) -> None:
         raise ConfigError(
             f"{path}: the tensor {name} changes the embedding table or the head. {ONLY_LAYERS}"
         )
+
+
+def tensors_of(data: bytes) -> dict[str, Tensor]:
+    """As safetensors' `load`, which copies all tensors in one call that holds the GIL."""
+    if not hasattr(os, "memfd_create"):
+        return load(data)
+    with open(os.memfd_create("adapter"), "wb", buffering=0) as file:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[file.write(rest) :]
+        with safe_open(f"/proc/self/fd/{file.fileno()}", framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
 
 
 def name_of(dtype: torch.dtype) -> str:

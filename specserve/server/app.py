@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specserve.errors import RequestError, SpecserveError
+from specserve.fair_queue import owner
 from specserve.keys import read_admin_keys, read_keys
 from specserve.server.access_log import AccessLog, Ended, Observed
 from specserve.server.key_limits import KeyLimits
@@ -152,6 +153,7 @@ class KeyGuard:
         tenant, admin = place(scope, self.keys), place(scope, self.admins)
         if tenant is not None:
             set_tenant(scope, tenant)
+        owner.set(scope.get("client") if tenant is None else tenant)
         needed = SCOPES.get((scope["method"], scope["path"]))
         if admin is not None and needed is not None:
             return None if needed in self.scopes[admin] else lacking(needed)

@@ -24,14 +24,20 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
+class Data(msgspec.Struct, frozen=True, tag=True):
+    content: bytes
+
+
 class Refused(msgspec.Struct, frozen=True, tag=True):
     message: str
     param: str | None = None  # the field that is wrong; None: the one that is asked about
+    code: str | None = None  # of the error
     is_last: bool = False  # the process ends with this reply
 
 
-Do = Callable[[bytes], Done | Refused]
-FromProcess = Started | Done | Refused
+Reply = Done | Data | Refused
+Do = Callable[[bytes], Reply]
+FromProcess = Started | Reply
 
 
 Prepare = Callable[[bytes, Callable[[], None]], Do]

@@ -25,6 +25,7 @@ from specserve.server.body import (
     read,
     refuse_unknown,
 )
+from specserve.server.body_kind import BodyKind
 from specserve.server.live_completion import Arrival, LiveCompletion, arrival
 from specserve.server.logprobs import chat_form
 from specserve.server.refusal import cut
@@ -189,7 +190,7 @@ async def chat(request: Request) -> Response:
     service: Service = request.app.state.service
     arrived = arrival(request)
     service.check_open()
-    asked, tools = await service.parse(await service.bodies.read(request), read_chat)
+    asked, tools = await service.parse(await service.bodies.read(request), CHAT)
     async with service.timed(arrived, asked.timeout_ms) as arrived:
         completion, reader = await begin(request, asked, tools, arrived)
     return await respond(request, SCHEMA, asked, completion, reader=reader)
@@ -329,6 +330,9 @@ def read_chat(raw: bytes) -> tuple[ChatBody, ToolsAsked]:
     if body.tools is not None or body.tool_choice is not None:
         tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
     return msgspec.structs.replace(body, messages=tuple(read_messages(body.messages))), tools
+
+
+CHAT = BodyKind("chat", read_chat, tuple[ChatBody, ToolsAsked])
 
 
 def read_options(

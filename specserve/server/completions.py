@@ -1,7 +1,6 @@
 """POST /v1/completions: one or several prompts, as text or as token ids."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -13,6 +12,7 @@ from specserve.answer.events import Content
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import SamplingParams
 from specserve.server.body import REFUSED, FormattedBody, convert, read
+from specserve.server.body_kind import BodyKind
 from specserve.server.live_completion import Arrival, LiveCompletion, arrival
 from specserve.server.logprobs import completion_form
 from specserve.server.response import RouteSchema, respond, while_connected
@@ -74,7 +74,8 @@ async def completions(request: Request) -> Response:
     arrived = arrival(request)
     service.check_open()
     raw = await service.bodies.read(request)
-    asked, prompts = await service.parse(raw, partial(read_completion, service.limits.max_prompts))
+    asked, prompts = await service.parse(raw, COMPLETION)
+    check_prompts(prompts, service.limits.max_prompts)
     async with service.timed(arrived, asked.timeout_ms) as arrived:
         completion, echoed = await begin(request, asked, prompts, arrived)
     return await respond(request, SCHEMA, asked, completion, echoed)
@@ -127,7 +128,7 @@ def check_told(params: SamplingParams, prompts: Sequence[list[int]]) -> None:
         )
 
 
-def read_completion(max_prompts: int, raw: bytes) -> tuple[CompletionBody, list[Prompt]]:
+def read_completion(raw: bytes) -> tuple[CompletionBody, list[Prompt]]:
     body = read(raw, CompletionBody)
     if body.logprobs is True:
         raise RequestError(
@@ -141,10 +142,13 @@ def read_completion(max_prompts: int, raw: bytes) -> tuple[CompletionBody, list[
             f"min_tokens = {body.min_tokens} is more than max_tokens = 0: send a smaller one",
             "min_tokens",
         )
-    return body, read_prompts(body.prompt, max_prompts)
+    return body, read_prompts(body.prompt)
 
 
-def read_prompts(prompt: str | list[Any] | None, most: int) -> list[Prompt]:
+COMPLETION = BodyKind("completion", read_completion, tuple[CompletionBody, list[Prompt]])
+
+
+def read_prompts(prompt: str | list[Any] | None) -> list[Prompt]:
     """The prompts, from any of the four forms that the field may have."""
     if prompt is None or prompt == []:
         raise RequestError(
@@ -154,8 +158,11 @@ def read_prompts(prompt: str | list[Any] | None, most: int) -> list[Prompt]:
         return [prompt]
     if isinstance(prompt[0], int):
         return [convert(prompt, list[int], "prompt")]
-    if len(prompt) > most:
-        raise RequestError(f"prompt: {len(prompt)} prompts, and {most} are allowed", "prompt")
     kind = list[str] if isinstance(prompt[0], str) else list[list[int]]
     prompts: list[Prompt] = convert(prompt, kind, "prompt")
     return prompts
+
+
+def check_prompts(prompts: Sequence[Prompt], most: int) -> None:
+    if len(prompts) > most:
+        raise RequestError(f"prompt: {len(prompts)} prompts, and {most} are allowed", "prompt")

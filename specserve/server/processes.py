@@ -1,29 +1,34 @@
-"""Chat templates and grammars, in bounded processes that do one thing each at a time: so a slow one
-delays only its own.
+"""Bodies, chat templates and grammars, in bounded processes that do one thing each at a time: so a
+slow one delays only its own.
 """
 
 import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from specserve.errors import Overloaded, RequestError
 from specserve.exchange.frames import Frames, pack
 from specserve.exchange.spawn import start_process
+from specserve.fair_queue import Turns, owner
 from specserve.grammars.verdicts import Verdicts
 from specserve.models.chat_template import ChatOptions, ChatTemplate, Message
 from specserve.server import grammar_process, template_process
-from specserve.server.bounded_process import Done, FromProcess, Refused, Started
+from specserve.server.body_kind import LARGE, BodyKind
+from specserve.server.bounded_process import Data, Done, FromProcess, Refused, Reply, Started
 from specserve.server.grammar_process import SECONDS, TOO_MUCH, Tokens
 
+READER = "specserve.server.body_process"  # it imports the routes, and these this module
+T = TypeVar("T")
 NUM_PROCESSES = 2  # while one runs to its deadline, the other does all else
 SOON = 1.0  # seconds from the server's start to that of the first process for grammars
 PATIENCE = 4 * SECONDS  # for a grammar, on the clock: other processes may need the CPU, too
+BODY_PATIENCE = 8.0  # seconds to read a body, on the clock
 FAULTS = -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS  # where memory or a stack ends
 
 log = logging.getLogger("specserve")
@@ -39,10 +44,10 @@ class Ended(Exception):
 
 
 class Processes:
-    """What is asked waits for a free process, in order.
+    """What is asked waits for a free process, in the order of a fair queue.
 
-    So it waits for no longer than a deadline and the start of a process, unless several that run to
-    their deadlines are ahead of it.
+    So it waits for no longer than a deadline and the start of a process, unless others of its owner
+    that run to their deadlines are ahead of it.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class Processes:
         self.module, self.first, self.seconds, self.name = module, first, seconds, name
         self.num_asked = 0  # that are done or wait for it
         self.is_closed = False
+        self.turns = Turns(NUM_PROCESSES)
         self.free: asyncio.Queue[Process] = asyncio.Queue()
         self.processes = [self.begun() for _ in range(at_start)]
         self.replaced: list[Process] = []  # those that have not ended yet
@@ -69,8 +75,12 @@ class Processes:
         finally:
             self.num_asked -= 1
 
-    async def ask(self, payload: bytes) -> Done | Refused:
+    async def ask(self, payload: bytes) -> Reply:
         """TimeoutError after the deadline, `Ended` if the process has ended."""
+        async with self.turns.turn(is_large=len(payload) > LARGE):
+            return await self.ask_now(payload)
+
+    async def ask_now(self, payload: bytes) -> Reply:
         if not self.processes:
             self.begin_another()
         process = await self.free.get()
@@ -143,7 +153,7 @@ class Process(asyncio.Protocol):
         self.connecting = self.loop.create_task(self.connect(sock))
         self.transport: asyncio.WriteTransport | None = None
         self.frames = Frames()
-        self.reply: asyncio.Future[Done | Refused] | None = None
+        self.reply: asyncio.Future[Reply] | None = None
         self.started, self.ended = asyncio.Event(), asyncio.Event()
         self.has_ended = False  # or has been killed
 
@@ -154,7 +164,7 @@ class Process(asyncio.Protocol):
     def is_at_work(self) -> bool:
         return self.reply is not None
 
-    async def ask(self, payload: bytes, seconds: float) -> Done | Refused:
+    async def ask(self, payload: bytes, seconds: float) -> Reply:
         """The reply; TimeoutError after `seconds`, which exclude the process's start."""
         await self.started.wait()
         if self.has_ended or self.transport is None:
@@ -220,9 +230,12 @@ class TemplateProcesses(Processes):
             ) from e
         except Ended as e:
             raise Overloaded("the process of the chat template ended: ask again") from e
-        if isinstance(reply, Refused):
-            raise RequestError(reply.message, reply.param or "messages")
-        return reply.text
+        match reply:
+            case Done(text):
+                return text
+            case Refused(message, param):
+                raise RequestError(message, param or "messages")
+        raise TypeError(reply)
 
 
 class Check(msgspec.Struct):
@@ -232,16 +245,14 @@ class Check(msgspec.Struct):
     num_waiting: int = 0
 
 
-class GrammarProcesses(Processes):
-    def __init__(self, tokens: Tokens) -> None:
-        first = msgspec.msgpack.encode(tokens)
-        super().__init__(grammar_process.__name__, first, PATIENCE, "grammar", at_start=0)
-        self.verdicts = Verdicts()
-        self.checks: dict[tuple[str, str], Check] = {}  # that run or wait, by grammar and salt
+class LaterProcesses(Processes):
+    """Processes of which the first starts before it is needed, but after the server's own start."""
+
+    def __init__(self, module: str, first: bytes, seconds: float, name: str) -> None:
+        super().__init__(module, first, seconds, name, at_start=0)
         self.timer = asyncio.get_running_loop().call_later(SOON, self.begin_first)
 
     def begin_first(self) -> None:
-        """Before it is needed, but after the server's own start."""
         if not self.processes:
             with suppress(Overloaded):  # whoever needs it tries again
                 self.begin_another()
@@ -249,6 +260,42 @@ class GrammarProcesses(Processes):
     async def close(self) -> None:
         self.timer.cancel()
         await super().close()
+
+
+class BodyProcesses(LaterProcesses):
+    def __init__(self, max_items: int) -> None:
+        """Bodies have at most so many items."""
+        super().__init__(READER, encode(max_items), BODY_PATIENCE, "request body")
+
+    async def read(self, raw: bytes, kind: BodyKind[T]) -> T:
+        """RequestError for a body that is refused, or takes too long."""
+        try:
+            with self.counted():
+                reply = await self.ask(encode((kind.name, raw)))
+        except TimeoutError as e:
+            raise Overloaded("other processes need the CPU: ask again") from e
+        except Ended as e:
+            if e.status == -signal.SIGPROF:
+                raise RequestError("the body takes too long to read: send fewer items") from e
+            raise Overloaded("the process that reads the body ended: ask again") from e
+        match reply:
+            case Data(content):
+                value: T = msgspec.json.decode(content, type=kind.result)
+                return value
+            case Refused(message, param, code):
+                error = RequestError(message, param)
+                error.code = code
+                raise error
+        raise TypeError(reply)
+
+
+class GrammarProcesses(LaterProcesses):
+    def __init__(self, tokens: Tokens) -> None:
+        first = msgspec.msgpack.encode(tokens)
+        super().__init__(grammar_process.__name__, first, PATIENCE, "grammar")
+        self.verdicts = Verdicts()
+        # That run or wait, by owner, grammar and salt.
+        self.checks: dict[tuple[Hashable, str, str], Check] = {}
 
     async def check(self, grammar: str, field: str, salt: str) -> None:
         """RequestError for a grammar that cannot be compiled, or not in time; Overloaded if that
@@ -263,10 +310,10 @@ class GrammarProcesses(Processes):
             raise RequestError(f"{field}: {wrong}", field)
 
     async def shared(self, grammar: str, salt: str) -> str:
-        """What is wrong with it; who asks for the same meanwhile waits for the same check, which is
-        given up when nobody waits for it.
+        """What is wrong with it; an owner's other requests for the same wait for the same check,
+        which is given up when nobody waits for it.
         """
-        key = grammar, salt
+        key = owner.get(), grammar, salt
         if key not in self.checks:
             self.checks[key] = Check(asyncio.create_task(self.compile(grammar)))
         check = self.checks[key]

@@ -13,6 +13,7 @@ from specserve.exchange.sampling_params import NumTop, SamplingParams
 from specserve.grammars.asked import StructuredOutputsParams
 from specserve.models.chat_template import ChatOptions
 from specserve.server.body import NO_OP, REFUSED, Body, read
+from specserve.server.body_kind import BodyKind
 from specserve.server.chat import begin, read_message, read_options
 from specserve.server.live_completion import arrival
 from specserve.server.response import EventStream, answer_whole
@@ -169,7 +170,7 @@ async def responses(request: Request) -> Response:
     service: Service = request.app.state.service
     arrived = arrival(request)
     service.check_open()
-    asked, tools = await service.parse(await service.bodies.read(request), read_responses)
+    asked, tools = await service.parse(await service.bodies.read(request), RESPONSES)
     try:
         async with service.timed(arrived, asked.timeout_ms) as arrived:
             completion, reader = await begin(request, asked, tools, arrived)
@@ -191,3 +192,6 @@ def read_responses(raw: bytes) -> tuple[ResponsesBody, ToolsAsked]:
     said = read_input(body.input, body.instructions)
     messages = tuple(read_message(message, "input") for message in said)
     return msgspec.structs.replace(body, messages=messages), read_flat_tools(body)
+
+
+RESPONSES = BodyKind("responses", read_responses, tuple[ResponsesBody, ToolsAsked])

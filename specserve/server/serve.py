@@ -33,6 +33,7 @@ from specserve.process import (
     keep_objects,
     keep_stderr_from_blocking,
     return_freed_memory,
+    switch_threads_often,
     tell,
 )
 from specserve.progress import LoadProgress, show_phases
@@ -76,6 +77,7 @@ class Start(NamedTuple):
 def serve(start: Start) -> int:
     """Serve until a signal comes or the engine dies; returns the exit code."""
     return_freed_memory()
+    switch_threads_often()
     keep_stderr_from_blocking()
     logs.configure(start.config.server.log_format)
     raise_file_limit(start.config.server.max_connections)

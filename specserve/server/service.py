@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +25,7 @@ from specserve.exchange.sampling_params import (
     choices_of,
     ruled,
 )
+from specserve.fair_queue import FairThreads, owner
 from specserve.guessing import Guesses, Guessing, guesses_of
 from specserve.input_processor import InputProcessor, last
 from specserve.lora import AdapterNames, NamedAdapter
@@ -42,15 +42,20 @@ from specserve.selection import (
 )
 from specserve.server.adapter_metrics import AdapterMetrics
 from specserve.server.body import BodyReader
+from specserve.server.body_kind import BodyKind, is_short
 from specserve.server.deadline import Deadline
 from specserve.server.grammar_process import Tokens
 from specserve.server.live_completion import Arrival, LiveCompletion
 from specserve.server.metrics import Metrics
-from specserve.server.processes import GrammarProcesses, Processes, TemplateProcesses
+from specserve.server.processes import (
+    BodyProcesses,
+    GrammarProcesses,
+    Processes,
+    TemplateProcesses,
+)
 from specserve.server.refusal import DeadlineExceeded, NotFound, cut
 from specserve.version import VERSION
 
-LARGE = 1 << 15  # bytes of a body from which parsing takes a millisecond or more
 LONG = 1 << 12  # tokens of prompts from which hashing takes a good part of a millisecond
 HUNG_SECONDS = 300  # an engine process without a report for so long counts as hung
 
@@ -88,9 +93,10 @@ class Service:
         self.metrics = Metrics(self.name, config.max_nodes)
         self.bodies = BodyReader(self.limits, self.reject)
         # Threads are enough: tokenizing releases the GIL.
-        self.text_threads = ThreadPoolExecutor(2, thread_name_prefix="text")
-        # One more, as no prompt should wait for a long answer to be written.
-        self.writing_thread = ThreadPoolExecutor(1, thread_name_prefix="writing")
+        self.text_threads = FairThreads(2, "text")
+        # Others, as no prompt should wait for a long answer to be written.
+        self.writing_threads = FairThreads(2, "writing")
+        self.readers: BodyProcesses | None = None
         self.templates: TemplateProcesses | None = None
         self.grammars: GrammarProcesses | None = None
         self.completions: set[LiveCompletion] = set()
@@ -138,7 +144,8 @@ class Service:
             self.grammars = GrammarProcesses(tokens)
 
     def open(self, input_processor: InputProcessor, served: ServedModel, ready: Ready) -> None:
-        """Accept requests, once everything is loaded."""
+        """Accept requests, once everything is loaded. Call this in the event loop's thread, too."""
+        self.readers = BodyProcesses(self.limits.max_body_items)
         self.metrics.on_ready(ready)
         self.kv_formats = ready.kv_formats
         self.loaded = input_processor, served
@@ -330,8 +337,8 @@ class Service:
 
     async def in_thread(self, do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run work on text in a thread, so that a long prompt does not delay streams."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.text_threads, lambda: do(*args, **kwargs))
+        future = self.text_threads.submit(owner.get(), lambda: do(*args, **kwargs))
+        return await asyncio.wrap_future(future)
 
     async def write(
         self, is_long: bool, do: Callable[P, T], *args: P.args, **kwargs: P.kwargs
@@ -339,12 +346,15 @@ class Service:
         """Write an answer, or a part of it; a long one in a thread, where streams go on."""
         if not is_long:
             return do(*args, **kwargs)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.writing_thread, lambda: do(*args, **kwargs))
+        future = self.writing_threads.submit(owner.get(), lambda: do(*args, **kwargs))
+        return await asyncio.wrap_future(future)
 
-    async def parse(self, raw: bytes, read: Callable[[bytes], T]) -> T:
-        """Parse a body; a large one in a thread."""
-        return await self.in_thread(read, raw) if len(raw) > LARGE else read(raw)
+    async def parse(self, raw: bytes, kind: BodyKind[T]) -> T:
+        """Read a body; one that may take long in a process."""
+        if is_short(raw):
+            return kind.read(raw)
+        assert self.readers is not None, "a route reads only after check_open"
+        return await self.readers.read(raw, kind)
 
     async def hash(
         self, prompts: Sequence[list[int]], salt: str, adapter: str, tenant: int
@@ -415,7 +425,7 @@ class Service:
 
     @property
     def processes(self) -> list[Processes]:
-        return [each for each in (self.templates, self.grammars) if each is not None]
+        return [each for each in (self.readers, self.templates, self.grammars) if each is not None]
 
     def reject(self, reason: str) -> None:
         self.metrics.on_rejection(reason)
@@ -423,6 +433,8 @@ class Service:
     async def close(self) -> None:
         for processes in self.processes:
             await processes.close()
+        for threads in (self.text_threads, self.writing_threads):
+            threads.close()
 
     async def drained(self) -> None:
         """Wait until no completion is left."""

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from specserve.errors import RequestError
 from specserve.server.body import read_fields
+from specserve.server.body_kind import BodyKind
 from specserve.server.chat import SOME, AnyMessage, encode, read_messages, read_options
 from specserve.server.response import json_response, while_connected
 from specserve.server.service import Service
@@ -40,18 +41,24 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 T = TypeVar("T", TokenizeBody, DetokenizeBody)
 
 
-async def asked_of(request: Request, kind: type[T]) -> T:
+def kind_of(name: str, body: type[T]) -> BodyKind[T]:
+    return BodyKind(name, lambda raw: read_fields(raw, body), body)
+
+
+TOKENIZE, DETOKENIZE = kind_of("tokenize", TokenizeBody), kind_of("detokenize", DetokenizeBody)
+
+
+async def asked_of(request: Request, kind: BodyKind[T]) -> T:
     service: Service = request.app.state.service
     service.check_open()
-    raw = await service.bodies.read(request)
-    asked = await service.parse(raw, lambda raw: read_fields(raw, kind))
+    asked = await service.parse(await service.bodies.read(request), kind)
     service.check_model(asked.model)
     return asked
 
 
 async def tokenize(request: Request) -> Response:
     service: Service = request.app.state.service
-    asked = await asked_of(request, TokenizeBody)
+    asked = await asked_of(request, TOKENIZE)
     if (asked.prompt is None) == (asked.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
     if asked.messages is not None:
@@ -70,7 +77,7 @@ async def tokenize(request: Request) -> Response:
 
 async def detokenize(request: Request) -> Response:
     service: Service = request.app.state.service
-    asked = await asked_of(request, DetokenizeBody)
+    asked = await asked_of(request, DETOKENIZE)
     if asked.tokens is None:
         raise RequestError("tokens: give a list of token ids", "tokens")
     most = service.input_processor.max_model_len

@@ -2,20 +2,25 @@
 
 import gc
 import json
+import os
 import shutil
+import threading
+from concurrent.futures import wait
 from random import Random
 
 import pytest
 import torch
 
 from specserve.config import load_config
-from specserve.engine.adapters import GONE
+from specserve.engine.adapters import AHEAD, GONE
 from specserve.engine.build import assemble
 from specserve.engine.pool_plan import Models
 from specserve.engine.process import loaded_adapters, report
 from specserve.errors import ConfigError
+from specserve.exchange.caller import Caller
 from specserve.exchange.messages import Begun, frame
 from specserve.exchange.sampling_params import Sampling
+from specserve.models.adapters import PackedAdapter
 from tests.adapters import write_adapter
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import RandomPlanner, ask_always, load_small
@@ -375,3 +380,46 @@ def test_loading_and_unloading_beside_streams_changes_no_text_and_keeps_memory_f
 def test_a_model_of_transformers_takes_no_adapters(tmp_path):
     with pytest.raises(ConfigError, match="takes no adapters here; leave out"):
         assemble(load_config(None, {"lora.max_loras": 2}), Models(object()), MAX_LEN)
+
+
+class Held:
+    """Reads no adapter until `go` is set; notes which were asked for."""
+
+    def __init__(self, engine):
+        self.read, self.go, self.asked = engine.adapters.read, threading.Event(), []
+        engine.adapters.read = self
+
+    def __call__(self, folder):
+        self.asked.append(folder.name)
+        assert self.go.wait(10)
+        return self.read(folder)
+
+
+def test_adapters_of_one_tenant_hold_up_no_other_tenants(models, root):
+    plain = engine_with(models)
+    refs = [load(plain, root / f"adapter-{i}") for i in range(4)]
+    engine, (prompt, how) = engine_with(models), asked(0, length=4)
+    held = Held(engine)
+    for number, ref in enumerate(refs[:3]):
+        engine.add_choices(prompt, [how], adapter=ref, caller=Caller(number, tenant=1))
+    engine.step()
+    assert len(engine.adapters.coming) == AHEAD - 1, "one place stays for other tenants"
+    engine.add_choices(prompt, [how], adapter=refs[3], caller=Caller(9, tenant=2))
+    engine.step()
+    held.go.set()
+    finish(engine)
+    assert held.asked == ["adapter-0", "adapter-1", "adapter-3", "adapter-2"]
+
+
+def test_the_thread_that_reads_has_the_usual_priority(models, root):
+    """A niced thread that holds the GIL holds up steps for as long as it gets no CPU."""
+    engine, found = engine_with(models), []
+
+    def read(folder):
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return PackedAdapter("", 1, ())
+
+    engine.adapters.read = read
+    engine.adapters.load(str(root / "adapter-0"))
+    wait([future for _, future in engine.adapters.loading])
+    assert found == [os.getpriority(os.PRIO_PROCESS, 0)]

@@ -353,6 +353,68 @@ def test_steps_go_on_while_a_grammar_is_compiled(engine_with, sampling, monkeypa
     assert late.num_output > 0
 
 
+@pytest.fixture
+def held_up(monkeypatch):
+    """An event until which grammars with this mark are not compiled."""
+    go, compile_grammar = threading.Event(), compiled.compile_grammar
+
+    def slow(vocabulary, grammar):
+        if "held" in grammar:
+            go.wait(10)
+        return compile_grammar(vocabulary, grammar)
+
+    monkeypatch.setattr("specserve.grammars.compiled.compile_grammar", slow)
+    yield go
+    go.set()
+
+
+def held(number):
+    return LLMatcher.grammar_from_regex(f"held {number}")
+
+
+def test_grammars_of_one_tenant_hold_up_no_other_tenant(engine_with, sampling, held_up):
+    engine = engine_with()
+    many = [
+        engine.add_choices(PROMPT, [sampling(held(n))], caller=Caller(n, tenant=1))[0]
+        for n in range(5)
+    ]
+    asked = [sampling(GRAMMARS["choice"])]
+    [other] = engine.add_choices(PROMPT, asked, caller=Caller(9, tenant=2))
+    while other.id in engine.requests:
+        engine.step()
+    assert other.num_output > 0 and not any(request.num_output for request in many)
+    held_up.set()
+    while not engine.is_idle:
+        engine.step()
+    assert all(request.num_output for request in many)
+
+
+def test_a_grammar_that_no_request_waits_for_is_not_compiled(engine_with, sampling, held_up):
+    engine = engine_with()
+    requests = [engine.add(PROMPT, sampling(held(n))) for n in (0, 1, 2, 1)]
+    for gone in requests[1:3]:
+        engine.finish(gone.id)
+    engine.step()
+    kept = [grammar for _, _, grammar in engine.grammars.compiled]
+    assert kept == [held(0), held(1)]
+    held_up.set()
+    while not engine.is_idle:
+        engine.step()
+    assert requests[3].num_output > 0
+
+
+def test_the_tenant_with_most_grammars_loses_its_oldest_one(engine_with, sampling, monkeypatch):
+    monkeypatch.setattr("specserve.engine.grammars.KEPT", 4)
+    engine = engine_with()
+    for tenant, number in [(1, 0), (2, 1), (2, 2), (2, 3), (2, 4), (2, 5)]:
+        asked = [sampling(LLMatcher.grammar_from_regex(f"a{number}"))]
+        engine.add_choices(PROMPT, asked, caller=Caller(number, tenant))
+        while not engine.is_idle:
+            engine.step()
+    assert [tenant for tenant, _, _ in engine.grammars.compiled] == [1, 2, 2, 2]
+    assert LLMatcher.grammar_from_regex("a5") in {g for _, _, g in engine.grammars.compiled}
+
+
 def test_requests_may_end_while_their_grammar_is_compiled(engine_with, sampling, monkeypatch):
     engine, go = engine_with(), threading.Event()
     compile_grammar = compiled.compile_grammar

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from specserve.errors import Overloaded, RequestError
+from specserve.fair_queue import owner
 from specserve.models.chat_template import ChatTemplate
 from specserve.server.processes import NUM_PROCESSES, TemplateProcesses
 from tests.server.test_leaving import resident_bytes
@@ -212,3 +213,22 @@ def test_closing_ends_every_process():
     with_templates(test)
     assert len(pids) == NUM_PROCESSES
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_stuck_templates_of_one_key_delay_no_other_key():
+    async def test(templates):
+        async def stuck_chat():
+            owner.set("one")
+            await refusal(templates, "power")
+
+        stuck = [asyncio.create_task(stuck_chat()) for _ in range(2 * NUM_PROCESSES)]
+        await asyncio.sleep(0)
+        owner.set("other")
+        for i in range(20):
+            assert await templates.render(messages(f"{i}")) == f"<s>{i}"
+        assert not any(task.done() for task in stuck)
+        for task in stuck:
+            task.cancel()
+        await asyncio.wait(stuck)
+
+    with_templates(test, seconds=60)

@@ -1,0 +1,176 @@
+"""Jobs of several owners that share a few places: an owner's long jobs delay no other owner's."""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
+from threading import Lock
+from time import perf_counter
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+MAX_IDLE = 1024  # owners without a job whose seconds are kept
+
+# The API key or, without keys, the connection that a request came from. None: each job has its own.
+owner: ContextVar[Hashable | None] = ContextVar("owner", default=None)
+
+
+class Job(Generic[T]):
+    """One job, from `FairQueue.add` to `FairQueue.end`."""
+
+    def __init__(self, owner: Hashable, item: T, is_large: bool, number: int) -> None:
+        self.owner, self.item, self.is_large, self.number = owner, item, is_large, number
+        self.began: float | None = None  # while it has a place
+
+
+class Waiting(Generic[T]):
+    """One owner's waiting jobs: small and large ones in turn, each kind in order of arrival."""
+
+    def __init__(self) -> None:
+        self.kinds: tuple[deque[Job[T]], deque[Job[T]]] = deque(), deque()  # small, large
+        self.last = True  # whether the last job that was taken is large
+
+    def first(self, allows_large: bool) -> Job[T] | None:
+        small, large = self.kinds
+        if large and allows_large and not (small and self.last):
+            return large[0]
+        return small[0] if small else None
+
+    def __len__(self) -> int:
+        return sum(map(len, self.kinds))
+
+
+class FairQueue(Generic[T]):
+    """The next job is of the owner with the fewest places; of equals, of the one that has used the
+    fewest seconds; then the earliest.
+
+    If there are several places, one of them stays free of large jobs, and one owner never has all.
+    An owner that comes begins with the seconds of the one that has used the fewest.
+    """
+
+    def __init__(self, num_places: int, clock: Callable[[], float] = perf_counter) -> None:
+        self.num_places, self.most, self.clock = num_places, max(1, num_places - 1), clock
+        self.waiting: dict[Hashable, Waiting[T]] = {}  # none is empty
+        self.held = Counter[Hashable]()  # places, by owner
+        self.num_large = 0  # large jobs with a place
+        self.spent: dict[Hashable, float] = {}  # seconds
+        self.floor = 0.0  # the fewest seconds of an owner with a job
+        self.num_jobs = 0
+
+    def add(self, owner: Hashable | None, item: T, is_large: bool = False) -> Job[T]:
+        self.num_jobs += 1
+        job = Job(object() if owner is None else owner, item, is_large, self.num_jobs)
+        self.spent[job.owner] = max(self.spent.get(job.owner, 0.0), self.floor)
+        self.waiting.setdefault(job.owner, Waiting()).kinds[is_large].append(job)
+        return job
+
+    def take(self) -> Job[T] | None:
+        """Give a place to the next job; None if none may have one."""
+        if self.held.total() >= self.num_places:
+            return None
+        allows_large = self.num_large < self.most
+        open_to = (w for o, w in self.waiting.items() if self.held[o] < self.most)
+        firsts = [job for w in open_to if (job := w.first(allows_large)) is not None]
+        if not firsts:
+            return None
+        job = min(firsts, key=lambda j: (self.held[j.owner], self.spent[j.owner], j.number))
+        self.remove(job)
+        self.held[job.owner] += 1
+        self.num_large += job.is_large
+        job.began = self.clock()
+        return job
+
+    def remove(self, job: Job[T]) -> None:
+        """Take a waiting job out of the queue."""
+        waiting = self.waiting[job.owner]
+        waiting.kinds[job.is_large].remove(job)
+        waiting.last = job.is_large
+        if not waiting:
+            del self.waiting[job.owner]
+
+    def end(self, job: Job[T]) -> None:
+        """End a job, whether it has a place or waits; its owner is charged the seconds."""
+        if job.began is None:
+            self.remove(job)
+        else:
+            self.spent[job.owner] += self.clock() - job.began
+            self.held -= Counter({job.owner: 1})  # drops zeros
+            self.num_large -= job.is_large
+        self.forget_idle()
+
+    def forget_idle(self) -> None:
+        """Drop owners without a job, if there are many."""
+        active = self.waiting.keys() | self.held.keys()
+        self.floor = max(self.floor, min((self.spent[o] for o in active), default=0.0))
+        if len(self.spent) > MAX_IDLE + len(active):
+            self.spent = {o: self.spent[o] for o in active}
+
+
+class Turns:
+    """A fair queue for tasks of an event loop."""
+
+    def __init__(self, num_places: int) -> None:
+        self.queue = FairQueue[asyncio.Future[None]](num_places)
+
+    @asynccontextmanager
+    async def turn(self, is_large: bool = False) -> AsyncIterator[None]:
+        """A block that runs while it has a place; the context's `owner` is charged for it."""
+        future = asyncio.get_running_loop().create_future()
+        job = self.queue.add(owner.get(), future, is_large)
+        self.begin()
+        try:
+            await future
+            yield
+        finally:
+            self.queue.end(job)
+            self.begin()
+
+    def begin(self) -> None:
+        while (job := self.queue.take()) is not None:
+            if not job.item.done():  # else its task is about to end the job
+                job.item.set_result(None)
+
+
+class FairThreads:
+    """Threads that run jobs in the order of a fair queue."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self.queue = FairQueue[tuple[Future[object], Callable[[], object]]](num_threads)
+        self.lock = Lock()
+
+    def submit(
+        self, owner: Hashable | None, do: Callable[[], T], is_large: bool = False
+    ) -> "Future[T]":
+        future: Future[T] = Future()
+        with self.lock:
+            self.queue.add(owner, (future, do), is_large)  # type: ignore[arg-type]
+        self.begin()
+        return future
+
+    def begin(self) -> None:
+        with self.lock, suppress(RuntimeError):  # the threads are shut down
+            while (job := self.queue.take()) is not None:
+                self.threads.submit(self.run, job)
+
+    def run(self, job: Job[tuple[Future[object], Callable[[], object]]]) -> None:
+        future, do = job.item
+        try:
+            if future.set_running_or_notify_cancel():
+                future.set_result(do())
+        except BaseException as e:
+            future.set_exception(e)
+        finally:
+            with self.lock:
+                self.queue.end(job)
+            self.begin()
+
+    def close(self) -> None:
+        """Cancel what waits. A job that runs is not waited for."""
+        with self.lock:
+            waiting = [job for w in self.queue.waiting.values() for kind in w.kinds for job in kind]
+        for job in waiting:
+            job.item[0].cancel()
+        self.threads.shutdown(wait=False, cancel_futures=True)

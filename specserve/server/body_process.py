@@ -1,0 +1,53 @@
+"""A process that reads large request bodies."""
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+from specserve.errors import RequestError
+from specserve.server.body_kind import BodyKind, check_items
+from specserve.server.bounded_process import (
+    Data,
+    Do,
+    Refused,
+    address_space,
+    bound_memory,
+    bounded_time,
+    main,
+)
+from specserve.server.chat import CHAT
+from specserve.server.completions import COMPLETION
+from specserve.server.responses import RESPONSES
+from specserve.server.texts import DETOKENIZE, TOKENIZE
+
+SECONDS = 2.0  # of CPU time to read one body
+MAX_MEMORY = 1 << 29  # bytes of address space for a body
+TOO_MUCH = "reading the body needs too much memory: send a smaller one"
+YIELDING = 10  # niceness: the steps of streams come first
+KINDS = {kind.name: kind for kind in (CHAT, COMPLETION, RESPONSES, TOKENIZE, DETOKENIZE)}
+
+
+def prepare(first: bytes, start: Callable[[], None]) -> Do:
+    """The first frame is the most items of a body; each other one is a kind's name and a body."""
+    with suppress(OSError):
+        os.nice(YIELDING)
+    most = msgspec.msgpack.decode(first, type=int)
+    bound_memory(address_space() + MAX_MEMORY)
+    start()
+    return lambda asked: read(most, *msgspec.msgpack.decode(asked, type=tuple[str, bytes]))
+
+
+def read(most: int, name: str, raw: bytes) -> Data | Refused:
+    kind: BodyKind[object] = KINDS[name]  # type: ignore[assignment]
+    try:
+        with bounded_time(SECONDS):
+            check_items(raw, most)
+            return Data(msgspec.json.encode(kind.read(raw)))
+    except RequestError as e:
+        return Refused(str(e), e.param, e.code)
+
+
+if __name__ == "__main__":
+    main(prepare, TOO_MUCH)
