@@ -426,13 +426,13 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 def checked_sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters for a model in this process; ConfigError if one is refused."""
-    from specserve.exchange.sampling_params import MAX_SEED, SamplingParams, check
+    from specserve.exchange.sampling_params import SamplingParams, check
 
     given = sampling(args)
     ranges = {
         "max_tokens": "1 or more",
         "temperature": "0, or 0.0001 to 10000",
-        "seed": f"0 to {MAX_SEED - 1}",
+        "seed": "-2^63 to 2^63 - 1",
     }
     for name, value in given.items():
         try:

@@ -353,8 +353,9 @@ class ServerConfig(Section, frozen=True):
     ] = 1 << 20
     max_prompts: Annotated[Positive, about("prompts in one completions request")] = 128
     max_stop_strings: Annotated[
-        int, Meta(ge=0, le=16), about("stop strings of a request, 0 to 16")
-    ] = 16
+        Natural | None,
+        about("stop strings of a request, 0 or more; unset: any number, within 16 KiB in all"),
+    ] = None
     min_priority: Annotated[
         int,
         Meta(ge=-(2**31), le=0),

@@ -1,6 +1,8 @@
 """Streaming detokenization, and the search for stop strings."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from specserve.models.tokenizer import UNFINISHED, Tokenizer
@@ -17,6 +19,30 @@ class Piece(NamedTuple):
     stop: str | None
     ends: list[int]  # characters of the text, up to and with each of those tokens'
     starts: list[int]  # characters of all tokens before each of those, held back or not
+
+
+class StopStrings(NamedTuple):
+    """Stop strings, arranged so that a token costs little however many there are."""
+
+    known: frozenset[str]
+    ordered: list[str]  # alphabetically
+    lengths: list[int]  # that occur, the smallest first
+
+    @property
+    def longest(self) -> int:
+        return self.lengths[-1] if self.lengths else 0
+
+    def begins_one(self, text: str) -> bool:
+        """Whether a stop string begins with the text."""
+        place = bisect_left(self.ordered, text)
+        return place < len(self.ordered) and self.ordered[place].startswith(text)
+
+
+@lru_cache(maxsize=16)
+def stop_strings(stop: tuple[str, ...]) -> StopStrings:
+    """One arrangement for all choices of a request."""
+    known = frozenset(stop)
+    return StopStrings(known, sorted(known), sorted({*map(len, known)}))
 
 
 class TextStream:
@@ -36,9 +62,9 @@ class TextStream:
         min_tokens: int = 0,
     ) -> None:
         """A stop string counts if it ends in the text of a token after the first `min_tokens`."""
-        self.tokenizer, self.stop, self.min_tokens = tokenizer, tuple(stop), min_tokens
+        self.tokenizer, self.min_tokens = tokenizer, min_tokens
+        self.stop = stop_strings(tuple(stop))
         self.keeps_stop, self.skips_special = keeps_stop, skips_special
-        self.longest = max(map(len, self.stop), default=0)
         # Tokens whose text has been taken, kept as left context; then those whose has not.
         self.context, self.unread = list(prompt[-CONTEXT:]), list[int]()
         self.before = self.decode(self.context)
@@ -48,6 +74,7 @@ class TextStream:
         self.num_taken = 0  # characters of all tokens so far, the unread ones left out
         # May be the beginning of a stop string: [0, early) of the first `min_tokens` tokens | rest
         self.held, self.early = "", 0
+        self.num_searched = 0  # characters of it; no stop string ends in them
 
     def push(self, token_ids: Sequence[int]) -> Piece:
         """Take a step's tokens, in order, up to the one that completes a stop string."""
@@ -56,14 +83,14 @@ class TextStream:
             starts.append(self.num_taken)
             self.num_tokens += 1
             text = self.read(token)
-            if not self.stop:
+            if not self.stop.known:
                 shown += text
                 ends.append(len(shown))
                 continue
             self.hold(text)
-            if (stop := self.find_stop()) is not None:
-                text, self.held = shown + self.until(stop), ""
-                return Piece(text, n, stop, [*ends, len(text)], starts)
+            if (found := self.find_stop()) is not None:
+                text, self.held = shown + self.until(found), ""
+                return Piece(text, n, found[1], [*ends, len(text)], starts)
             shown += self.release()
             ends.append(len(shown))
         return Piece(shown, len(token_ids), None, ends, starts)
@@ -71,11 +98,12 @@ class TextStream:
     def finish(self) -> tuple[str, str | None]:
         """The text that was held back, for after the last token, and a stop string that ends it."""
         self.hold(self.take(is_last=True))
-        stop = self.find_stop()
-        return self.until(stop), stop
+        found = self.find_stop()
+        return self.until(found), found and found[1]
 
     def hold(self, text: str) -> None:
         """Add text of the latest token."""
+        self.num_searched = len(self.held)
         self.held += text
         if self.num_tokens <= self.min_tokens:
             self.early = len(self.held)
@@ -103,25 +131,31 @@ class TextStream:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, self.skips_special)
 
-    def find_stop(self) -> str | None:
-        """The stop string that begins first in the held text; the shortest, if several do."""
-        found = [(at, len(s), s) for s in self.stop if (at := self.place(s)) >= 0]
-        return min(found)[2] if found else None
+    def find_stop(self) -> tuple[int, str] | None:
+        """The stop string that begins first in the held text, and where; the shortest, if several
+        do. It ends in the latest token's text, and after the first `min_tokens` tokens.
+        """
+        first = max(self.num_searched, self.early) + 1
+        found = [
+            (start, text)
+            for end in range(first, len(self.held) + 1)
+            for length in self.stop.lengths
+            if (start := end - length) >= 0
+            and (text := self.held[start:end]) in self.stop.known
+        ]
+        return min(found, default=None)
 
-    def place(self, stop: str) -> int:
-        """Where a stop string begins that ends after the first `min_tokens` tokens; -1: nowhere."""
-        return self.held.find(stop, max(0, self.early - len(stop) + 1))
-
-    def until(self, stop: str | None) -> str:
+    def until(self, found: tuple[int, str] | None) -> str:
         """The held text up to a stop string in it; None is all."""
-        if stop is None:
+        if found is None:
             return self.held
-        return self.held[: self.place(stop) + (len(stop) if self.keeps_stop else 0)]
+        start, stop = found
+        return self.held[: start + (len(stop) if self.keeps_stop else 0)]
 
     def release(self) -> str:
         """The held text without its longest suffix that begins a stop string."""
-        for size in range(min(self.longest - 1, len(self.held)), 0, -1):
-            if any(s.startswith(self.held[-size:]) for s in self.stop):
+        for size in range(min(self.stop.longest - 1, len(self.held)), 0, -1):
+            if self.stop.begins_one(self.held[-size:]):
                 break
         else:
             size = 0

@@ -182,8 +182,8 @@ def test_a_mistake_is_blamed_on_what_was_typed(capsys, args, origin):
         ("--temperature", "-1.0", "0, or 0.0001 to 10000"),
         ("--temperature", "1e-05", "0, or 0.0001 to 10000"),
         ("--temperature", "nan", "0, or 0.0001 to 10000"),
-        ("--seed", "-1", f"0 to {2**53 - 1}"),
-        ("--seed", str(2**53), f"0 to {2**53 - 1}"),
+        ("--seed", str(2**63), "-2^63 to 2^63 - 1"),
+        ("--seed", str(-(2**63) - 1), "-2^63 to 2^63 - 1"),
     ],
 )
 def test_a_sampling_parameter_is_refused_before_a_model_is_loaded(

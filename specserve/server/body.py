@@ -71,7 +71,7 @@ REFUSED = {
 }
 
 # Numbers that other servers write as -1 where they are left out.
-UNSET = dict.fromkeys(("max_completion_tokens", "max_output_tokens", "max_tokens", "seed"), -1)
+UNSET = dict.fromkeys(("max_completion_tokens", "max_output_tokens", "max_tokens"), -1)
 
 SMALL = 1 << 16  # bytes of a body that are not counted: the limit on connections bounds their sum
 
@@ -87,7 +87,7 @@ REMEDIES = {  # hints for fields whose values are often wrong
     "prompt_logprobs": "up to 20 likeliest tokens",
     "repetition_penalty": "1 is off",
     "role": "it is system, developer, user, assistant or tool",
-    "seed": "leave it out, and one is drawn",
+    "seed": "it has 64 bits, with a sign; leave it out, and one is drawn",
     "timeout_ms": "milliseconds, 0.001 or more",
     "top_k": "0 is off",
     "top_logprobs": "up to 20 likeliest tokens",

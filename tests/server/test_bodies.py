@@ -279,7 +279,7 @@ RIGHT = {  # together, too
     "allowed_token_ids": st.lists(IDS, min_size=20, unique=True),
     "bad_words": st.lists(st.text("the cat", min_size=1).map("a".__add__), max_size=4),
     "min_tokens": st.integers(0, 2),
-    "seed": st.integers(0, 2**53 - 1),
+    "seed": st.integers(-(2**63), 2**63 - 1),
     "stop": st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
     | st.lists(st.text("the cat", min_size=1), max_size=4),
     "stop_token_ids": st.lists(IDS, max_size=4),
