@@ -2,6 +2,20 @@
 // all but the instructions can be tested on any CPU.
 #pragma once
 
+#include <cstdint>
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t num_rows[16] = {};
+
+  // A tile without rows has no bytes either: the CPU refuses any other.
+  void set(int tile, int rows, int bytes) {
+    num_rows[tile] = rows;
+    row_bytes[tile] = rows ? bytes : 0;
+  }
+};
+
 #if defined(EMULATE_AMX)
 #define HAS_TILES 1
 #include "gemm_emulation.h"
@@ -10,14 +24,6 @@
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-
-#include <cstdint>
-
-struct alignas(64) TileConfig {
-  uint8_t palette, start_row, reserved[14];
-  uint16_t row_bytes[16];
-  uint8_t num_rows[16];
-};
 
 // Linux lets a process use the tiles once it has asked.
 static inline bool request_tiles() {

@@ -42,12 +42,12 @@ struct CodeTiles {
   static void configure(int rows, int depth) {
     if (rows == configured.rows && depth == configured.depth) return;
     TileConfig config{};
-    config.palette = 1;
-    for (int t = 0; t < 8; t++) config.row_bytes[t] = t == 4 || t == 5 ? depth * 4 : 64;
     uint8_t first = std::min(rows, 16), second = rows - first;
-    for (int t : {0, 1, 4}) config.num_rows[t] = first;
-    for (int t : {2, 3, 5}) config.num_rows[t] = second;
-    for (int t : {6, 7}) config.num_rows[t] = depth;
+    for (int t : {0, 1}) config.set(t, first, 64);
+    for (int t : {2, 3}) config.set(t, second, 64);
+    config.set(4, first, depth * 4);
+    config.set(5, second, depth * 4);
+    for (int t : {6, 7}) config.set(t, depth, 64);
     configure_tiles(&config);
     configured = {rows, depth};
   }

@@ -5,12 +5,6 @@
 
 #include "vec.h"
 
-struct TileConfig {
-  uint8_t palette, start_row, reserved[14];
-  uint16_t row_bytes[16];
-  uint8_t num_rows[16];
-};
-
 struct Tile {
   int num_rows, row_bytes;
   uint8_t bytes[16][64];
@@ -18,17 +12,23 @@ struct Tile {
 static thread_local Tile tile[8];
 
 static inline bool request_tiles() { return true; }
+// The CPU raises an exception if a tile that is not configured is used, or one of another shape, or
+// if a configuration is invalid.
+static inline void check(bool is_valid) {
+  if (!is_valid) abort();
+}
+
 static inline void configure_tiles(const TileConfig* config) {
-  for (int t = 0; t < 8; t++) tile[t] = {config->num_rows[t], config->row_bytes[t], {}};
+  check(config->palette == 1);
+  for (int t = 0; t < 8; t++) {
+    int rows = config->num_rows[t], bytes = config->row_bytes[t];
+    check(rows <= 16 && bytes <= 64 && (rows == 0) == (bytes == 0));
+    tile[t] = {rows, bytes, {}};
+  }
 }
 static inline void release_tiles() {
   TileConfig none{};
   configure_tiles(&none);
-}
-
-// The CPU raises an exception if a tile that is not configured is used, or one of another shape.
-static inline void check(bool is_valid) {
-  if (!is_valid) abort();
 }
 
 static inline void zero_tile(int t) {

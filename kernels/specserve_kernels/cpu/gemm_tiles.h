@@ -44,12 +44,10 @@ template <class T> struct TilesOf {
   // Tiles 0 to 3 are sums, rows by columns; 4 and 5 rows; 6 and 7 words of the panel.
   static void configure(int rows) {
     TileConfig config{};
-    config.palette = 1;
-    for (int t = 0; t < 8; t++) config.row_bytes[t] = 64;
     uint8_t first = std::min(rows, 16), second = rows - first;
-    for (int t : {0, 1, 4}) config.num_rows[t] = first;
-    for (int t : {2, 3, 5}) config.num_rows[t] = second;
-    for (int t : {6, 7}) config.num_rows[t] = TILE_WORDS;
+    for (int t : {0, 1, 4}) config.set(t, first, 64);
+    for (int t : {2, 3, 5}) config.set(t, second, 64);
+    for (int t : {6, 7}) config.set(t, TILE_WORDS, 64);
     configure_tiles(&config);
     configured = rows;
   }

@@ -22,11 +22,7 @@ struct TileUse {
   explicit TileUse(bool is_on) : is_on(is_on) {
     if (!is_on) return;
     TileConfig config{};
-    config.palette = 1;
-    for (int t = 0; t < 8; t++) {
-      config.row_bytes[t] = 64;
-      config.num_rows[t] = TILE_ROWS;
-    }
+    for (int t = 0; t < 8; t++) config.set(t, TILE_ROWS, 64);
     configure_tiles(&config);
   }
   TileUse(const TileUse&) = delete;
