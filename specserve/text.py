@@ -140,8 +140,7 @@ class TextStream:
             (start, text)
             for end in range(first, len(self.held) + 1)
             for length in self.stop.lengths
-            if (start := end - length) >= 0
-            and (text := self.held[start:end]) in self.stop.known
+            if (start := end - length) >= 0 and (text := self.held[start:end]) in self.stop.known
         ]
         return min(found, default=None)
 

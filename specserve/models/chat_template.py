@@ -97,6 +97,12 @@ class ChatTemplate(msgspec.Struct, frozen=True):
                 )
         return {name: plain(value) for name, value in given.items()}
 
+    def reads(self, name: str) -> bool:
+        """Whether a request can give this name a value."""
+        with suppress(Exception):  # a template that is no valid program reads none
+            return name in names_read(self.source) - OWN - {*NAMES, *self.variables}
+        return False
+
     def prepare(self) -> None:
         """Compile ahead of the first rendering, which raises any error again."""
         with suppress(Exception):

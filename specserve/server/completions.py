@@ -75,6 +75,8 @@ async def completions(request: Request) -> Response:
     service.check_open()
     raw = await service.bodies.read(request)
     asked, prompts = await service.parse(raw, partial(read_completion, service.limits.max_prompts))
+    if asked.reasoning_effort not in (None, "none"):  # no template could read it
+        asked = msgspec.structs.replace(asked, read_past=(*asked.read_past, "reasoning_effort"))
     async with service.timed(arrived, asked.timeout_ms) as arrived:
         completion, echoed = await begin(request, asked, prompts, arrived)
     return await respond(request, SCHEMA, asked, completion, echoed)
