@@ -1,6 +1,7 @@
 """Which files of a folder hold a model's weights, and their tensors' names; no tensor is read."""
 
 import json
+import os
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
@@ -75,7 +76,7 @@ def check_shard(folder: Path, shard: str) -> None:
 
 def check_is_at_home(home: Path, file: Path) -> None:
     """ConfigError for a link out of a folder: not the operator but the model names its files."""
-    if not is_at_home(home, target := file.resolve()):
+    if not is_at_home(home, target := Path(os.path.realpath(file))):
         raise ConfigError(
             f"{file}: a link that leaves the folder, to {target}; put the file itself into the "
             "folder"

@@ -61,7 +61,7 @@ def guards(service: Service, tracer: Tracer | None) -> Iterable[Middleware]:
     yield Middleware(CanonicalPath, service=service)
     observers: list[Callable[[Ended], None]] = [] if tracer is None else [tracer.record]
     if limits.access_log:
-        observers.append(AccessLog(POLLED, limits.log_texts))
+        observers.append(AccessLog(POLLED, limits.log_texts, lambda: service.loaded is None))
     if observers:
         yield Middleware(Observed, observers=observers)
     yield Middleware(OriginGuard, origins=limits.cors_origins, host=limits.host)

@@ -358,7 +358,7 @@ COUNTS += ["prompt_logprobs", "priority", "truncate_prompt_tokens", "thinking_to
 # More than fits is the rest of the context; -1 is off or left out, and cuts a prompt to what fits.
 LEGAL = {
     "max_tokens": [-1, 2**63],
-    "seed": [-1],
+    "seed": [-1, -(2**63)],
     "top_k": [-1],
     "truncate_prompt_tokens": [-1],
 }
