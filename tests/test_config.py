@@ -42,7 +42,7 @@ def test_the_preset_of_the_default_has_every_option_at_its_default():
 
 def test_several_files_are_merged_in_order(tmp_path):
     texts = {
-        "base": '[scheduler]\nmax_running = 4\nprefill_chunk = 32\n[lora]\nmodules = {a="1", b="1"}',
+        "base": '[scheduler]\nmax_running=4\nprefill_chunk=32\n[lora]\nmodules={a="1", b="1"}',
         "mine": '[scheduler]\nmax_running = 8\n[lora.modules]\nb = "2"\nc = "2"',
     }
     files = [tmp_path / f"{name}.toml" for name in texts]
