@@ -54,10 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python flushes stdout again at exit: send that to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
-    except OSError as e:
+    except Exception as e:  # safetensors has an error of its own for a full disk
         if not is_full(e):
             raise
-        print(f"error: {e.filename or 'the output'}: a disk is full; free space", file=sys.stderr)
+        place = getattr(e, "filename", None) or "the output"
+        print(f"error: {place}: a disk is full; free space", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
