@@ -34,7 +34,7 @@ def redirected(request: Request) -> Response | None:
     """To the same page without slashes at its end, as its links are relative. So is this one: it
     leads to no other server.
     """
-    given: str = request.scope["raw_path"].decode()
+    given: str = request.scope.get("raw_path", b"").decode()  # optional in ASGI
     bare = given.rstrip("/")
     up = "../" * (len(given) - len(bare))
     return RedirectResponse(up + bare.rpartition("/")[2]) if up and bare else None
