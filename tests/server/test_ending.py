@@ -88,10 +88,13 @@ OTHERS = signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM
 
 def test_other_signals_begin_a_drain_and_do_not_end_it(paced):
     with paced() as server, streaming(server, saying(40, ms=20)) as events:
-        children = children_of(server.process.pid)
-        for pid in [*children, *map(int, server.engines())]:  # as a service manager does
+        children = [*children_of(server.process.pid), *server.engines()]
+        for pid in children:  # as a service manager does
             for number in (*OTHERS, signal.SIGINT):
                 os.kill(pid, number)
+        for _ in range(10):
+            next(events)
+        assert not any(map(is_gone, children))
         for number in OTHERS:
             server.signal(number)
         assert ended_well(list(events))
