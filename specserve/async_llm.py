@@ -82,7 +82,7 @@ class AsyncLLM:
         draft_model: str | Path | None = None,
         drafter: str | None = None,
         dtype: str = "auto",
-        config: str | Path | None = None,
+        config: str | Path | Sequence[str | Path] | None = None,
         set: Mapping[str, Any] | None = None,
         quantize: str | None = None,
         draft_quantize: str | None = None,

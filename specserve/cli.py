@@ -19,9 +19,10 @@ from specserve.config import (
     Config,
     Setting,
     load_config,
-    parse_override,
+    parse_overrides,
     to_toml,
 )
+from specserve.disk import is_full
 from specserve.errors import ConfigError, RequestError, SpecserveError
 from specserve.process import ensure_streams, keep_stderr_from_failing, raising_signals
 from specserve.version import VERSION
@@ -53,6 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python flushes stdout again at exit: send that to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+    except Exception as e:  # safetensors has an error of its own for a full disk
+        if not is_full(e):
+            raise
+        place = getattr(e, "filename", None) or "the output"
+        print(f"error: {place}: a disk is full; free space", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def run(argv: list[str]) -> int:
@@ -186,6 +194,7 @@ def add_adapters(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--lora-modules",
         nargs="+",
+        action="extend",
         metavar="NAME=PATH",
         help="adapters, as requests name them, and their folders or hub ids",
     )
@@ -257,19 +266,25 @@ def add_quantize(p: argparse.ArgumentParser) -> None:
 
 
 def add_settings(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")
+    p.add_argument(
+        "--config",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="settings in TOML; of several files a later one wins",
+    )
     p.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="one setting, which overrides the file's; without VALUE, the default; `specserve "
-        "config show` lists the keys",
+        help="one setting, which overrides the file's; without VALUE, the default; mappings of one "
+        "key are merged; `specserve config show` lists the keys",
     )
 
 
 def show_config(args: argparse.Namespace) -> None:
-    config = load_config(args.config, dict(map(parse_override, args.set)))
+    config = load_config(args.config, parse_overrides(args.set))
     if args.what == "show":
         print(to_toml(config), end="")
         return
@@ -296,7 +311,7 @@ def quantize(args: argparse.Namespace) -> None:
         raise ConfigError(f"{source}: a file; take the folder that it was made of")
     if args.target.suffix.lower() == GGUF:
         raise ConfigError(f"{args.target}: a folder is written, no GGUF file; name a folder")
-    if source.resolve() in args.target.resolve().parents:
+    if source.resolve() in Path(os.path.realpath(args.target)).parents:
         raise ConfigError(f"{args.target}: is in the folder that is read; name another folder")
     if (told := preflight.check_model(source).quantization) is not None:
         raise ConfigError(
@@ -437,13 +452,13 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 def checked_sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters for a model in this process; ConfigError if one is refused."""
-    from specserve.exchange.sampling_params import MAX_SEED, SamplingParams, check
+    from specserve.exchange.sampling_params import SamplingParams, check
 
     given = sampling(args)
     ranges = {
         "max_tokens": "1 or more",
         "temperature": "0, or 0.0001 to 10000",
-        "seed": f"0 to {MAX_SEED - 1}",
+        "seed": "-2^63 to 2^63 - 1",
     }
     for name, value in given.items():
         try:
@@ -472,7 +487,7 @@ def checked(args: argparse.Namespace) -> dict[str, Any]:
         "draft_head": args.draft_head,
         "draft_quantize": args.draft_quantize,
         "drafter": args.drafter,
-        "set": dict(map(parse_override, args.set)) | own,
+        "set": parse_overrides(args.set) | own,
     }
 
 
@@ -505,12 +520,12 @@ def configured(args: argparse.Namespace) -> Config:
             "--max-lora-rank": ("lora.max_rank", args.max_lora_rank),
         }
     given = [Setting(flag, *setting) for flag, setting in flags.items() if setting[1] is not None]
-    config = load_config(args.config, dict(map(parse_override, args.set)), given)
+    config = load_config(args.config, parse_overrides(args.set), given)
     if args.action is serve and args.enable_lora and config.lora.max_loras == 0:
         raise ConfigError("--enable-lora: lora.max_loras = 0: leave out one of them")
     if args.action is serve and args.enable_lora and config.lora.num_slots == 0:
         given.append(Setting("--enable-lora", "lora.max_loras", USUAL_LORAS))
-        config = load_config(args.config, dict(map(parse_override, args.set)), given)
+        config = load_config(args.config, parse_overrides(args.set), given)
     return config
 
 

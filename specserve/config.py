@@ -6,7 +6,7 @@ Does not import torch, which would slow down `specserve --help`.
 import difflib
 import json
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -366,8 +366,9 @@ class ServerConfig(Section, frozen=True):
     ] = 1 << 20
     max_prompts: Annotated[Positive, about("prompts in one completions request")] = 128
     max_stop_strings: Annotated[
-        int, Meta(ge=0, le=16), about("stop strings of a request, 0 to 16")
-    ] = 16
+        Natural | None,
+        about("stop strings of a request, 0 or more; unset: any number, within 16 KiB in all"),
+    ] = None
     min_priority: Annotated[
         int,
         Meta(ge=-(2**31), le=0),
@@ -573,15 +574,17 @@ class Setting(NamedTuple):
 
 
 def load_config(
-    path: Path | None = None,
+    path: Path | Sequence[Path] | None = None,
     overrides: Mapping[str, Any] | None = None,
     arguments: Iterable[Setting] = (),
 ) -> Config:
-    """The file's settings, overridden by --set's, overridden by arguments of other names.
+    """The files' settings, overridden by --set's, overridden by arguments of other names.
 
-    `overrides` are --set's ("section.key" -> value). Each setting is checked as it comes.
+    Of several files a later one wins, and its mappings add to those before. `overrides` are --set's
+    ("section.key" -> value). Each setting is checked as it comes.
     """
-    settings = list(read_file(path)) if path else []
+    paths = [path] if isinstance(path, Path) else path or ()
+    settings = merged(setting for each in paths for setting in read_file(each))
     settings += [Setting("--set", key, value) for key, value in (overrides or {}).items()]
     settings += arguments
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
@@ -592,6 +595,17 @@ def load_config(
         return Config(**sections)
     except ValueError as e:
         raise ConfigError(f"{origins(settings, str(e))}: {e}") from e
+
+
+def merged(settings: Iterable[Setting]) -> list[Setting]:
+    """One setting per key: the last, and a mapping with the entries of those before."""
+    found = dict[str, Setting]()
+    for setting in settings:
+        before, value = found.get(setting.key), setting.value
+        if before is not None and isinstance(before.value, dict) and isinstance(value, dict):
+            setting = setting._replace(value=before.value | value)
+        found[setting.key] = setting
+    return list(found.values())
 
 
 def read_file(path: Path) -> Iterator[Setting]:
@@ -636,10 +650,13 @@ DTYPES = {"auto": None, "bfloat16": "bf16", "float32": "fp32", "float": "fp32"} 
 
 
 def python_config(
-    owner: str, arguments: Mapping[str, Any], file: str | Path | None, given: Any
+    owner: str,
+    arguments: Mapping[str, Any],
+    files: str | Path | Sequence[str | Path] | None,
+    given: Any,
 ) -> Config:
     """The config of a class of the Python API: its arguments win over its mapping `set`, which wins
-    over the file.
+    over the files.
     """
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError(f"set = {given!r} is no mapping: give {{'section.key': value}}")
@@ -651,7 +668,27 @@ def python_config(
         plain = DTYPES.get(plain, plain) if name == "dtype" else plain
         if plain is not None:
             settings.append(Setting(f"{owner}({name})", ARGUMENTS[name], plain))
-    return load_config(None if file is None else Path(file), None, settings)
+    each = [files] if isinstance(files, str | Path) else files or ()
+    return load_config([*map(Path, each)], None, settings)
+
+
+def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
+    """What --set's say. Mappings of one key are merged; two lists are refused, as either the first
+    or their sum could be meant.
+    """
+    found = dict[str, Any]()
+    for text in texts:
+        key, value = parse_override(text)
+        before = found.get(key)
+        if isinstance(before, list) and isinstance(value, list) and before != value:
+            raise ConfigError(f"--set {key}: there are two lists, {before} and {value}; give one")
+        if isinstance(value, dict):
+            options = {n: found.pop(n) for n in [*found] if n.startswith(f"{key}.")}
+            kept = {n: v for n, v in options.items() if n.removeprefix(f"{key}.") not in value}
+            found |= {key: (before if isinstance(before, dict) else {}) | value, **kept}
+        else:
+            found[key] = value
+    return found
 
 
 def parse_override(text: str) -> tuple[str, Any]:

@@ -34,13 +34,16 @@ class RequestError(SpecserveError, ValueError):
 
 
 class PromptTooLong(RequestError):
+    """Clients find it by its code, or by OpenAI's first sentence, and compact the conversation."""
+
     code = "context_length_exceeded"
 
-    def __init__(self, num_tokens: int, limit: int, is_at_least: bool = False) -> None:
+    def __init__(self, num_tokens: int, max_model_len: int, is_at_least: bool = False) -> None:
         count = f"at least {num_tokens}" if is_at_least else num_tokens
         super().__init__(
-            f"the prompt has {count} tokens and at most {limit} fit: shorten it, or raise "
-            "scheduler.max_model_len if the model allows more"
+            f"This model's maximum context length is {max_model_len} tokens. However, the prompt "
+            f"has {count} tokens, and the response needs at least 1. Shorten the prompt, or raise "
+            "scheduler.max_model_len if the model allows more."
         )
 
 

@@ -143,7 +143,7 @@ class InputProcessor(msgspec.Struct, frozen=True):
             piece = self.tokenizer.encode(text[start : start + size], add_special_tokens=False)
             num_tokens += len(piece)
             if num_tokens > 2 * self.max_model_len:
-                raise PromptTooLong(num_tokens // 2, self.max_model_len - 1, is_at_least=True)
+                raise PromptTooLong(num_tokens // 2, self.max_model_len, is_at_least=True)
 
     def end_of(self, text: str) -> str:
         """All of the text, or an end of it that has at least as many tokens as fit, as above."""
@@ -212,11 +212,10 @@ class InputProcessor(msgspec.Struct, frozen=True):
 
     def check_length(self, ids: Sequence[int]) -> None:
         """RequestError unless there is a token, and room for one output token."""
-        limit = self.max_model_len - 1
         if not ids:
             raise RequestError("the prompt has no tokens: give at least one")
-        if len(ids) > limit:
-            raise PromptTooLong(len(ids), limit)
+        if len(ids) >= self.max_model_len:
+            raise PromptTooLong(len(ids), self.max_model_len)
 
     def check_chat(self) -> ChatTemplate:
         """The model's chat template; RequestError where it has none."""

@@ -75,7 +75,7 @@ class LLM:
         draft_model: str | Path | None = None,
         drafter: str | None = None,
         dtype: str = "auto",
-        config: str | Path | None = None,
+        config: str | Path | Sequence[str | Path] | None = None,
         set: Mapping[str, Any] | None = None,
         progress: bool = True,
         weights: Iterable[Model | None] = (),

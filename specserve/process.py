@@ -17,7 +17,9 @@ from typing import Any
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 PR_SET_PDEATHSIG = 1  # prctl(2)
 SWITCH_SECONDS = 1e-4  # that a thread may run Python code while another one waits for the GIL
-ENDING = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
+AT_ONCE = signal.SIGTERM, signal.SIGINT  # the second one ends a server without a drain
+# What terminals, batch systems and `timeout --signal` send; each ends a process by default.
+ENDING = *AT_ONCE, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM
 
 
 def prepare() -> None:
@@ -193,9 +195,16 @@ def raising_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def ignore_signals() -> None:
+    """Those that end a process. A service manager sends them to all processes of a service, and the
+    parent alone acts on them.
+    """
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def end(number: int, frame: FrameType | None) -> None:
-    for each in ENDING:
-        signal.signal(each, signal.SIG_IGN)
+    ignore_signals()
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + number)  # as shells report a command that a signal ended

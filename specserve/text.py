@@ -1,7 +1,8 @@
 """Streaming detokenization, and the search for stop strings."""
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Sequence, Set
+from functools import lru_cache
 from typing import NamedTuple
 
 from specserve.models.tokenizer import UNFINISHED, Tokenizer
@@ -18,6 +19,41 @@ class Piece(NamedTuple):
     stop: str | None
     ends: list[int]  # characters of the text, up to and with each of those tokens'
     starts: list[int]  # characters of all tokens before each of those, held back or not
+
+
+class StopStrings(NamedTuple):
+    """Stop strings, arranged so that a token costs little however many there are."""
+
+    known: frozenset[str]
+    ordered: list[str]  # alphabetically
+    lengths: list[int]  # that occur, the smallest first
+
+    def find(self, text: str, searched: int) -> tuple[int, str] | None:
+        """The stop string that begins first, and where; the shortest, if several do. It ends after
+        the first `searched` characters.
+        """
+        found = [
+            (start, part)
+            for end in range(searched + 1, len(text) + 1)
+            for length in self.lengths
+            if (start := end - length) >= 0 and (part := text[start:end]) in self.known
+        ]
+        return min(found, default=None)
+
+    def begin(self, text: str) -> int:
+        """Where the longest suffix of the text begins that begins a stop string."""
+        longest = self.lengths[-1] if self.lengths else 1
+        for size in range(min(longest - 1, len(text)), 0, -1):
+            place = bisect_left(self.ordered, text[-size:])
+            if place < len(self.ordered) and self.ordered[place].startswith(text[-size:]):
+                return len(text) - size
+        return len(text)
+
+
+@lru_cache(maxsize=16)
+def stop_strings(stop: frozenset[str]) -> StopStrings:
+    """One arrangement for all choices of a request."""
+    return StopStrings(stop, sorted(stop), sorted({*map(len, stop)}))
 
 
 class TextStream:
@@ -54,14 +90,14 @@ class TextStream:
             starts.append(self.num_taken)
             self.num_tokens += 1
             text = self.read(token)
-            if not self.held.stop:
+            if not self.held.has_stop:
                 shown += text
                 ends.append(len(shown))
                 continue
             self.hold(text, self.left_out(token))
-            if (stop := self.held.find_stop()) is not None:
-                text = shown + self.held.until(stop)
-                return Piece(text, n, stop, [*ends, len(text)], starts)
+            if (found := self.held.find_stop()) is not None:
+                text = shown + self.held.until(found)
+                return Piece(text, n, found.stop, [*ends, len(text)], starts)
             shown += self.held.release()
             ends.append(len(shown))
         return Piece(shown, len(token_ids), None, ends, starts)
@@ -71,11 +107,12 @@ class TextStream:
         `end` is an end token that adds no text, but may complete a stop string.
         """
         self.hold(self.take(is_last=True))
-        if end is not None and end in self.tokenizer.special_ids:
+        found = self.held.find_stop()
+        if found is None and end is not None and end in self.tokenizer.special_ids:
             self.num_tokens += 1
             self.hold("", self.tokenizer.id_to_token(end) or "")
-        stop = self.held.find_stop()
-        return self.held.until(stop), stop
+            found = self.held.find_stop()
+        return self.held.until(found), found and found.stop
 
     def hold(self, text: str, hidden: str = "") -> None:
         """Add text of the latest token, shown or hidden."""
@@ -111,6 +148,13 @@ class TextStream:
         return self.tokenizer.decode(token_ids, self.skips_special)
 
 
+class Found(NamedTuple):
+    """A stop string, and where in the held text it begins."""
+
+    place: int
+    stop: str
+
+
 class HeldText:
     """Text that may be the beginning of a stop string.
 
@@ -119,59 +163,50 @@ class HeldText:
     """
 
     def __init__(self, stop: Sequence[str], special: Set[str], keeps_stop: bool = False) -> None:
-        self.stop, self.special, self.keeps_stop = tuple(stop), special, keeps_stop
-        self.plain = [s for s in self.stop if s not in special]
+        self.has_stop, self.keeps_stop = bool(stop), keeps_stop
+        self.plain = stop_strings(frozenset(stop) - special)
+        self.special = stop_strings(frozenset(special))
         self.text = ""
         self.shown = list[int]()  # places in the text of characters that are not hidden
-        self.early = 0  # [0, early) of the first `min_tokens` tokens | rest
+        self.searched = 0  # no stop string ends in [0, searched), the first `min_tokens` tokens
 
     def add(self, text: str, hidden: str, is_early: bool) -> None:
-        self.shown += range(len(self.text), len(self.text) + len(text))
-        self.text += text + (hidden if self.special else "")
-        if is_early:
-            self.early = len(self.text)
+        """Add text of one token; no stop string ends in it if it is early."""
+        before = len(self.text)
+        self.shown += range(before, before + len(text))
+        self.text += text + (hidden if self.special.known else "")
+        self.searched = len(self.text) if is_early else before
 
-    def find_stop(self) -> str | None:
-        """The stop string that begins first in the text; the shortest, if several do."""
-        found = [(at, len(s), s) for s in self.stop if (at := self.place(s)) >= 0]
-        return min(found)[2] if found else None
-
-    def place(self, stop: str) -> int:
-        """Where a stop string begins that ends after the first `min_tokens` tokens; -1: nowhere."""
-        if stop in self.special:
-            return self.text.find(stop, max(0, self.early - len(stop) + 1))
-        early = bisect_left(self.shown, self.early)
-        at = self.visible().find(stop, max(0, early - len(stop) + 1))
-        return at if at < 0 else self.shown[at]
+    def find_stop(self) -> Found | None:
+        """The stop string that begins first, of those that end in the latest token's text; the
+        shortest, if several do.
+        """
+        found = []
+        plain = self.plain.find(self.visible(), bisect_left(self.shown, self.searched))
+        if plain is not None:
+            found.append(Found(self.shown[plain[0]], plain[1]))
+        if (special := self.special.find(self.text, self.searched)) is not None:
+            found.append(Found(*special))
+        return min(found, default=None)
 
     def visible(self) -> str:
         if len(self.shown) == len(self.text):
             return self.text
         return "".join(self.text[at] for at in self.shown)
 
-    def until(self, stop: str | None) -> str:
+    def until(self, found: Found | None) -> str:
         """The visible text up to a stop string in it; None is all."""
-        if stop is None:
+        if found is None:
             return self.visible()
-        before = self.visible()[: bisect_left(self.shown, self.place(stop))]
-        return before + stop if self.keeps_stop else before
+        before = self.visible()[: bisect_left(self.shown, found.place)]
+        return before + found.stop if self.keeps_stop else before
 
     def release(self) -> str:
         """The visible text without the longest suffix that begins a stop string."""
         places = [*self.shown, len(self.text)]
-        cut = places[begin_of_stop(self.visible(), self.plain)]
-        cut = min(cut, begin_of_stop(self.text, self.special))
+        cut = min(places[self.plain.begin(self.visible())], self.special.begin(self.text))
         num_shown = bisect_left(self.shown, cut)
         text = self.visible()[:num_shown]
         self.shown = [at - cut for at in self.shown[num_shown:]]
-        self.text, self.early = self.text[cut:], max(0, self.early - cut)
+        self.text = self.text[cut:]
         return text
-
-
-def begin_of_stop(text: str, stop: Collection[str]) -> int:
-    """Where the longest suffix of the text begins that begins a stop string."""
-    longest = max(map(len, stop), default=1)
-    for size in range(min(longest - 1, len(text)), 0, -1):
-        if any(s.startswith(text[-size:]) for s in stop):
-            return len(text) - size
-    return len(text)

@@ -178,6 +178,9 @@ def unexpected(owner: str, name: str, known: list[str]) -> TypeError:
 
 def seeds_from(owner: str, seed: int | None) -> Random | None:
     """Where requests that give no seed get theirs from, one after the other."""
-    if seed is not None and (type(seed) is not int or seed < 0):
-        raise ConfigError(f"{owner}(seed={seed!r:.50}): give a number, 0 or more, or leave it out")
-    return None if seed is None else Random(seed)
+    if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**63):
+        raise ConfigError(
+            f"{owner}(seed={seed!r:.50}): give an integer of 64 bits with a sign, or leave it out"
+        )
+    # Random takes the absolute value of a negative number.
+    return None if seed in (None, -1) else Random(seed % 2**64)

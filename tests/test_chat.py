@@ -367,7 +367,9 @@ def test_a_message_that_does_not_fit_costs_one_line(server, talk):
     )
     assert code == 0 and out
     refused, answered = err.splitlines()
-    assert refused.startswith("error: the prompt has ") and answered.startswith("[1 tokens")
+    assert refused.startswith(
+        "error: This model's maximum context length is "
+    ) and answered.startswith("[1 tokens")
 
 
 PIPES = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)

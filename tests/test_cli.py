@@ -66,7 +66,7 @@ def test_flags_reach_the_engine(fake, tmp_path):
     llm = fake.last
     assert (llm.model, llm.draft_model, llm.drafter) == ("m", "d", "model")
     assert (llm.quantize, llm.draft_quantize) == ("w4", "w8")
-    assert (llm.config, llm.set) == (path, {"speculation.max_nodes": 4})
+    assert (llm.config, llm.set) == ([path], {"speculation.max_nodes": 4})
     assert llm.params == FakeParams(max_tokens=3, temperature=0.5, seed=9)
     assert llm.is_closed
 
@@ -182,8 +182,8 @@ def test_a_mistake_is_blamed_on_what_was_typed(capsys, args, origin):
         ("--temperature", "-1.0", "0, or 0.0001 to 10000"),
         ("--temperature", "1e-05", "0, or 0.0001 to 10000"),
         ("--temperature", "nan", "0, or 0.0001 to 10000"),
-        ("--seed", "-1", f"0 to {2**53 - 1}"),
-        ("--seed", str(2**53), f"0 to {2**53 - 1}"),
+        ("--seed", str(2**63), "-2^63 to 2^63 - 1"),
+        ("--seed", str(-(2**63) - 1), "-2^63 to 2^63 - 1"),
     ],
 )
 def test_a_sampling_parameter_is_refused_before_a_model_is_loaded(
@@ -192,6 +192,13 @@ def test_a_sampling_parameter_is_refused_before_a_model_is_loaded(
     monkeypatch.setattr(fake, "__init__", lambda *_, **__: pytest.fail("it is loaded"))
     assert cli.main([*command, "--model=m", f"{flag}={value}"]) == 1
     assert capsys.readouterr().err == f"error: {flag}: {value} is refused; give {range}\n"
+
+
+def test_an_output_on_a_full_disk_asks_for_space():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "specserve", "config", "show"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: the output: a disk is full; free space\n")
 
 
 @pytest.mark.parametrize("how", [["--json"], []])

@@ -3,7 +3,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from specserve.config import KNOBS, Config, load_config, parse_override, to_toml
+from specserve import cli
+from specserve.config import (
+    KNOBS,
+    Config,
+    load_config,
+    parse_override,
+    parse_overrides,
+    python_config,
+    to_toml,
+)
 from specserve.errors import ConfigError
 from specserve_drafters.auto import Auto
 
@@ -29,6 +38,52 @@ def test_the_preset_of_the_default_has_every_option_at_its_default():
     written = load_config(CONFIGS / "auto.toml").drafter.options
     assert msgspec.convert(written, Auto.Options) == Auto.Options()
     assert written.keys() == {*Auto.Options.__struct_fields__}
+
+
+def test_several_files_are_merged_in_order(tmp_path):
+    texts = {
+        "base": '[scheduler]\nmax_running=4\nprefill_chunk=32\n[lora]\nmodules={a="1", b="1"}',
+        "mine": '[scheduler]\nmax_running = 8\n[lora.modules]\nb = "2"\nc = "2"',
+    }
+    files = [tmp_path / f"{name}.toml" for name in texts]
+    for file, text in zip(files, texts.values(), strict=True):
+        file.write_text(text)
+    for config in (load_config(files), python_config("LLM", {}, [*map(str, files)], None)):
+        assert (config.scheduler.max_running, config.scheduler.prefill_chunk) == (8, 32)
+        assert config.lora.modules == {"a": "1", "b": "2", "c": "2"}
+    assert load_config(files[::-1]).scheduler.max_running == 4
+
+
+MERGED = {  # --set's -> the setting
+    "two mappings": (["lora.modules={a='1', b='1'}", "lora.modules={b='2'}"], {"a": "1", "b": "2"}),
+    "an option before": (["drafter.options.k=2", "drafter.options={n=3}"], {"n": 3, "k": 2}),
+    "an option twice": (["drafter.options.k=2", "drafter.options={k=3}"], {"k": 3}),
+    "an option after": (["drafter.options={k=3}", "drafter.options.k=2"], {"k": 2}),
+    "the default after": (["lora.modules={a='1'}", "lora.modules="], {}),
+}
+
+
+@pytest.mark.parametrize(("texts", "want"), MERGED.values(), ids=MERGED)
+def test_mappings_of_one_key_are_merged(texts, want):
+    config = load_config(None, parse_overrides(texts))
+    assert want in (config.lora.modules, config.drafter.options)
+    assert (config.lora.modules or config.drafter.options) == want
+
+
+def test_of_single_values_the_last_counts_and_two_lists_are_refused():
+    assert parse_overrides(["model.threads=1", "model.threads=2"]) == {"model.threads": 2}
+    same = 'server.cors_origins=["https://a.example"]'
+    assert len(parse_overrides([same, same])) == 1
+    with pytest.raises(ConfigError, match=r"--set server\.cors_origins: there are two lists"):
+        parse_overrides([same, 'server.cors_origins=["https://b.example"]'])
+
+
+def test_lora_modules_of_several_flags_are_all_kept(monkeypatch):
+    asked = []
+    monkeypatch.setattr(cli, "serve", lambda args: asked.append(args.lora_modules))
+    flags = ["--lora-modules", "a=x", "b=y", "--max-loras=3", "--lora-modules", "c=z"]
+    assert cli.main(["serve", "model", *flags]) == 0
+    assert asked == [["a=x", "b=y", "c=z"]]
 
 
 def test_no_preset_goes_untested():

@@ -13,6 +13,7 @@ LAYERS = [  # ground floor first
     ("specserve_kernels",),
     ("specserve_drafters",),
     ("specserve.errors", "specserve.config", "specserve.version", "specserve.process"),
+    ("specserve.disk",),
     ("specserve.logs",),
     ("specserve.machine",),
     ("specserve.keys",),

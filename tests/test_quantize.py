@@ -229,7 +229,9 @@ def test_what_fails_on_the_way_leaves_nothing(tmp_path, monkeypatch, capsys, err
     monkeypatch.setattr(writing, "save_file", full)
     source = tiny_checkpoint(tmp_path / "source")
     assert cli.main(["quantize", str(source), str(tmp_path / "target"), "--to", "w8"]) == 1
-    assert "target: cannot be written (No space left on device)" in capsys.readouterr().err
+    assert (
+        "target: cannot be written (No space left on device); free space" in capsys.readouterr().err
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

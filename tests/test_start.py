@@ -75,20 +75,6 @@ pwd.getpwuid = {{}}.__getitem__
 """
 
 
-@pytest.mark.parametrize(
-    ("code", "folder"),
-    [
-        pytest.param(LOAD, "/dev/null/x", id="below a file"),
-        pytest.param(LOAD, "/proc/1/x", id="where nobody may write", marks=pytest.mark.slow),
-        pytest.param(HOMELESS, "", id="no home"),
-    ],
-)
-def test_without_a_cache_folder_the_reference_serves_with_one_warning_line(code, folder):
-    done = run(code, XDG_CACHE_HOME=folder)
-    assert done.stdout == "specserve_kernels.reference\n"
-    assert done.stderr.count("\n") == 1 and "set XDG_CACHE_HOME" in done.stderr
-
-
 COPYING_COMPILER = """#!/bin/sh
 [ "$1" = --version ] && exec {compiler} --version
 while [ "$1" != -o ]; do shift; done
@@ -96,16 +82,52 @@ cp {library} "$2"
 """
 
 
+@pytest.fixture
+def copying(tmp_path):
+    """A compiler that copies: compiling what has been compiled once takes seconds."""
+    path, whole = tmp_path / "c++", cpu.library()._name
+    path.write_text(COPYING_COMPILER.format(compiler=" ".join(compiler()), library=whole))
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("code", "folder"),
+    [
+        pytest.param(LOAD, "/dev/null/x", id="below a file"),
+        pytest.param(LOAD, "/proc/1/x", id="where nobody may write", marks=pytest.mark.slow),
+        pytest.param(HOMELESS, "", id="no home", marks=pytest.mark.slow),
+    ],
+)
+def test_without_a_cache_folder_a_private_temporary_one_has_the_kernels(
+    tmp_path, copying, code, folder
+):
+    env = {"XDG_CACHE_HOME": folder, "TMPDIR": str(tmp_path), "CXX": copying}
+    for said in 1, 0:  # lines: the second start finds what the first has compiled
+        done = run(code, **env)
+        assert done.stdout == "specserve_kernels.cpu\n"
+        assert done.stderr.count("set XDG_CACHE_HOME to keep them elsewhere") == said
+    own = tmp_path / f"specserve-{os.geteuid()}"
+    assert own.stat().st_mode & 0o777 == 0o700
+
+
+def test_without_a_private_folder_the_reference_serves_with_one_warning_line(tmp_path, copying):
+    own = tmp_path / f"specserve-{os.geteuid()}"
+    own.mkdir()
+    own.chmod(0o770)
+    done = run(LOAD, XDG_CACHE_HOME="/dev/null/x", TMPDIR=str(tmp_path), CXX=copying)
+    assert done.stdout == "specserve_kernels.reference\n"
+    assert done.stderr.count("\n") == 1 and "set XDG_CACHE_HOME" in done.stderr
+    assert list(own.iterdir()) == []
+
+
 @pytest.mark.parametrize("kept", [0.5, 0.0], ids=["half of it", "a few zeros"])
-def test_a_spoilt_library_in_the_cache_is_compiled_afresh(tmp_path, kept):
+def test_a_spoilt_library_in_the_cache_is_compiled_afresh(tmp_path, copying, kept):
     whole = Path(cpu.library()._name)
-    copying = tmp_path / "c++"  # compiling what has been compiled once takes seconds
-    copying.write_text(COPYING_COMPILER.format(compiler=" ".join(compiler()), library=whole))
-    copying.chmod(0o755)
     path = tmp_path / "specserve" / whole.name
     path.parent.mkdir()
     path.write_bytes(whole.read_bytes()[: int(kept * whole.stat().st_size)] or bytes(99))
-    done = run(LOAD, CXX=str(copying), XDG_CACHE_HOME=str(tmp_path))
+    done = run(LOAD, CXX=copying, XDG_CACHE_HOME=str(tmp_path))
     said = "compiling the C++ kernels for this CPU, once: about 15 s\n"
     assert (done.stdout, done.stderr) == ("specserve_kernels.cpu\n", said)
     assert path.stat().st_size == whole.stat().st_size

@@ -294,6 +294,35 @@ def test_of_stops_that_begin_together_the_shortest_is_told_and_kept():
         assert text.push([token])[:3] == ("th", 1, "th")
 
 
+@settings(max_examples=200)
+@given(
+    text=st.text("ab", max_size=30),
+    stops=st.sets(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=40),
+    least=st.integers(0, 12),
+)
+def test_among_many_stops_the_first_to_end_cuts_the_text(text, stops, least):
+    got, kept = TextStream(tiny_tokenizer(), [], [*stops], min_tokens=least), ""
+    found = None
+    for letter in text:
+        piece = got.push(encode(letter))
+        kept += piece.text
+        if (found := piece.stop) is not None:
+            break
+    ends = [n for n in range(least + 1, len(text) + 1) if text[:n].endswith(tuple(stops))]
+    end = min(ends, default=None)
+    want = max((s for s in stops if end and text[:end].endswith(s)), key=len, default=None)
+    assert found == want
+    assert kept + ("" if found else got.finish()[0]) == (text[: end - len(want)] if end else text)
+
+
+def test_a_token_costs_little_beside_thousands_of_stops():
+    """Counted, not timed: each search looks once per length that occurs."""
+    stops = [chr(0x400 + i) + "x" * (i % 3) for i in range(5000)]
+    text = TextStream(tiny_tokenizer(), [], stops)
+    assert text.held.plain.lengths == [1, 2, 3]
+    assert text.push(encode("abc" * 50)).text == "abc" * 50
+
+
 def test_special_tokens_are_written_out_where_they_are_not_skipped():
     end = tiny_tokenizer().get_vocab()[EOS]
     ids = [*encode("a"), end, end, *encode("b")]

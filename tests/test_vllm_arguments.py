@@ -62,8 +62,15 @@ def test_a_script_for_vllm_runs(folder):
     assert (llm.config.scheduler.max_model_len, llm.config.scheduler.max_running) == (64, 3)
     seeds = seeds_from("LLM", 0)
     assert [o.seed for o in outputs] == [seeds.randrange(2**53) for _ in range(2)]
-    assert llm.generate(["a"], SamplingParams(seed=4, max_tokens=1))[0].seed == 4
+    for seed in (4, 2**63 - 1, -(2**63)):
+        assert llm.generate(["a"], SamplingParams(seed=seed, max_tokens=1))[0].seed == seed
     llm.close()
+
+
+def test_a_negative_seed_of_a_model_gives_other_seeds_than_a_positive_one():
+    drawn = [seeds_from("LLM", seed).randrange(2**53) for seed in (5, -5, -(2**63), -6)]
+    assert len({*drawn}) == 4
+    assert seeds_from("LLM", -1) is None
 
 
 TAKEN = {  # vLLM's argument, its value -> what the config has
@@ -97,7 +104,7 @@ REFUSED = {  # argument, value -> words
     "weights of its own": ({"quantization": "awq"}, "checkpoint says"),
     "guesses": ({"speculative_config": {"method": "ngram"}}, "say drafter, and draft_model"),
     "a wrong value": ({"max_model_len": "long"}, r"LLM\(max_model_len\)"),
-    "a negative seed": ({"seed": -1}, r"LLM\(seed=-1\)"),
+    "a seed of 65 bits": ({"seed": 2**63}, f"LLM\\(seed={2**63}\\)"),
 }
 
 

@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from specserve.config import Config, Setting, load_config, parse_override
+from specserve.config import Config, Setting, load_config, parse_overrides
 from specserve.errors import ConfigError
 from specserve.keys import read_keys
 from specserve_bench import outputs, perplexity, results, scale, scripted, suite
 from specserve_bench.local import Local
+from specserve_bench.once import Once
 from specserve_bench.peers import command as peers
 from specserve_bench.report import markdown, report
 from specserve_bench.results import Goals, Load, Result
@@ -84,10 +85,11 @@ def add_load(p: argparse.ArgumentParser) -> None:
     add_workloads(p, ("mixed",))
     kind = p.add_mutually_exclusive_group()
     kind.add_argument(
-        "--rate", type=numbers, metavar="R,...", help="requests a second, each in turn"
+        "--rate", action=Once, type=numbers, metavar="R,...", help="requests a second, each in turn"
     )
     kind.add_argument(
         "--concurrency",
+        action=Once,
         type=whole,
         metavar="N,...",
         help="so many at a time, each in turn; 1,2,4,8",
@@ -105,7 +107,7 @@ def add_load(p: argparse.ArgumentParser) -> None:
 def add_drafters(p: argparse.ArgumentParser) -> None:
     add_subject(p)
     add_workloads(p, ("questions",))
-    p.add_argument("--nodes", type=whole, metavar="N,...", help="default: 4,8,16")
+    p.add_argument("--nodes", action=Once, type=whole, metavar="N,...", help="default: 4,8,16")
     add_run(p)
     p.set_defaults(action=drafters)
 
@@ -113,7 +115,9 @@ def add_drafters(p: argparse.ArgumentParser) -> None:
 def add_compare(p: argparse.ArgumentParser) -> None:
     p.add_argument("subjects", nargs="+", metavar="CONFIG_OR_URL", help="a TOML file or http://...")
     p.add_argument("--api-key-file", type=Path, metavar="FILE", help="the key that servers want")
-    p.add_argument("--concurrency", type=whole, default=(1,), metavar="N", help="default: 1")
+    p.add_argument(
+        "--concurrency", action=Once, type=whole, default=(1,), metavar="N", help="default: 1"
+    )
     add_workloads(p, TRIED)
     add_run(p)
     p.set_defaults(action=compare)
@@ -129,12 +133,19 @@ def add_subject(p: argparse.ArgumentParser) -> None:
     p.add_argument("--draft-head", help="a head for `eagle`, beside a draft model")
     p.add_argument(
         "--drafters",
+        action=Once,
         type=words,
         metavar="D,...",
         help="each in turn, the first as the base of ratios: off, ngram:8, model:16, "
         "auto, scripted:0.9/0.8 (right so often by depth)",
     )
-    p.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")
+    p.add_argument(
+        "--config",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="settings in TOML; of several files a later one wins",
+    )
     p.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any other knob"
     )
@@ -143,6 +154,7 @@ def add_subject(p: argparse.ArgumentParser) -> None:
 def add_workloads(p: argparse.ArgumentParser, usual: Sequence[str]) -> None:
     p.add_argument(
         "--workloads",
+        action=Once,
         type=names,
         default=usual,
         metavar="W,...",
@@ -329,7 +341,7 @@ def configured(args: argparse.Namespace, **drafting: Any) -> Config:
     }
     given = [Setting(flag, *setting) for flag, setting in flags.items() if setting[1] is not None]
     given += [Setting("--drafters", key, value) for key, value in drafting.items()]
-    return load_config(args.config, dict(map(parse_override, args.set)), given)
+    return load_config(args.config, parse_overrides(args.set), given)
 
 
 def guessing(args: argparse.Namespace) -> list[str]:

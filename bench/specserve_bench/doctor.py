@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--draft-head", help="a head of it, as of specserve serve")
     p.add_argument("--drafter", help="as of specserve serve")
     p.add_argument("--quantize", metavar="w8a8|w8|w4", help="as of specserve serve")
-    p.add_argument("--config", type=Path, metavar="FILE")
+    p.add_argument("--config", type=Path, action="append", metavar="FILE")
     p.add_argument("--rounds", type=at_least_1, default=5, help="of each measurement")
     return p
 

@@ -14,6 +14,7 @@ from specserve.config import load_config
 from specserve_bench import outputs, suite
 from specserve_bench.commands import at_least_1, words
 from specserve_bench.local import Local
+from specserve_bench.once import Once
 from specserve_bench.report import ratio_words, shown
 from specserve_bench.results import Load, Ratio, ratio
 from specserve_bench.speculation import HOT, KV_BYTES, NAMES, Cell, Place, measured
@@ -96,7 +97,9 @@ def cell(place: Place, size: int, chosen: Sequence[suite.Contender], rounds: int
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog=COMMAND, description=DESCRIPTION)
-    p.add_argument("--workloads", type=words, default=TIMED, metavar="W,...", help="for the times")
+    p.add_argument(
+        "--workloads", action=Once, type=words, default=TIMED, metavar="W,...", help="for the times"
+    )
     p.add_argument("--rounds", type=at_least_1, default=ROUNDS, help=f"default: {ROUNDS}")
     p.add_argument("--requests", type=at_least_1, default=REQUESTS, help=f"default: {REQUESTS}")
     p.add_argument("--out", type=Path, default=FILE, metavar="JSON", help=f"default: {FILE}")

@@ -20,6 +20,7 @@ import msgspec
 from specserve.errors import ConfigError
 from specserve_bench import outputs, suite
 from specserve_bench.commands import above_0, at_least_1, numbers, words
+from specserve_bench.once import Once
 from specserve_bench.pairs import PAIRS
 from specserve_bench.peers.peer import environment
 from specserve_bench.peers.pythons import checked_python
@@ -147,8 +148,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="JSON",
         help="vLLM's speculative config; default: no guesses",
     )
-    p.add_argument("--workloads", type=words, default=("mixed",), metavar="W,...")
-    p.add_argument("--shares", type=numbers, default=SHARES, metavar="S,...", help="of capacity")
+    p.add_argument("--workloads", action=Once, type=words, default=("mixed",), metavar="W,...")
+    p.add_argument(
+        "--shares", action=Once, type=numbers, default=SHARES, metavar="S,...", help="of capacity"
+    )
     p.add_argument("--capacity", type=above_0, metavar="R", help="requests a second; else measured")
     p.add_argument("--requests", type=at_least_1, default=REQUESTS, help="of a workload")
     p.add_argument("--rounds", type=at_least_1, default=ROUNDS)

@@ -3,6 +3,7 @@
 import tempfile
 from pathlib import Path
 
+from specserve.disk import not_written
 from specserve.errors import ConfigError
 
 
@@ -48,4 +49,4 @@ def write(flag: str, file: Path, content: bytes) -> None:
 
 
 def refusal(flag: str, path: Path, e: OSError) -> ConfigError:
-    return ConfigError(f"{flag} {path}: cannot be written ({e.strerror}); name another")
+    return not_written(f"{flag} {path}", e)

@@ -13,13 +13,14 @@ import torch
 from torch.nn import functional as F
 
 from specserve import LLM
-from specserve.config import parse_override
+from specserve.config import parse_overrides
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.errors import ConfigError
 from specserve.memory import BlockTable
 from specserve.models.folder import resolve
 from specserve.models.source import open_source
 from specserve_bench.demo.held_out import source_files
+from specserve_bench.once import Once
 
 WINDOW = 512
 STORED = "stored"  # the name of weights that are not rounded
@@ -35,20 +36,26 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--quantize",
+        action=Once,
         type=names,
         metavar="Q,...",
         help="each in turn, ratios are to the first; default: all of stored,w8,w8a8,w4, or stored "
         "alone where the weights are quantized already",
     )
     parser.add_argument(
-        "--text", nargs="+", type=Path, metavar="FILE", help="default: the demo's held-out files"
+        "--text",
+        nargs="+",
+        action="extend",
+        type=Path,
+        metavar="FILE",
+        help="default: the demo's held-out files",
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any other knob"
     )
     args = parser.parse_args(argv)
     texts = [read(file) for file in args.text] if args.text else list(source_files().values())
-    settings = dict(map(parse_override, args.set))
+    settings = parse_overrides(args.set)
     if "model.quantize" in settings:
         raise ConfigError("--set model.quantize: say it with --quantize")
     show(args.model, args.quantize or default_names(args.model), texts, settings)

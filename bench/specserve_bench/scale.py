@@ -10,8 +10,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import track
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from specserve.disk import not_written
 from specserve.errors import ConfigError
 from specserve.models.folder import name_of, resolve
 from specserve.models.loader import DTYPES
@@ -42,8 +44,8 @@ def main(argv: Sequence[str]) -> int:
     dtype, name = DTYPES[args.dtype], name_of(args.source)
     try:
         scale_model(source, args.target, args.like, dtype=dtype, seed=args.seed, name=name)
-    except OSError as e:
-        raise ConfigError(f"{e.filename or args.target}: cannot be written ({e.strerror})") from e
+    except (OSError, SafetensorError) as e:
+        raise not_written(getattr(e, "filename", None) or args.target, e) from e
     rounded = "" if args.dtype == "fp32" else f", as far as {args.dtype} goes"
     print(f"{args.target}: computes what {name} does{rounded}, at the cost of {args.like}")
     return 0

@@ -13,6 +13,7 @@ from specserve.config import load_config
 from specserve.errors import ConfigError
 from specserve_bench import outputs, suite
 from specserve_bench.commands import at_least_1, whole, words
+from specserve_bench.once import Once
 from specserve_bench.pairs import PAIRS, Pair
 from specserve_bench.report import ratio_words, shown
 from specserve_bench.results import Goals, Load, Ratio, Result, Round, ratio, spread_of
@@ -115,9 +116,11 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m specserve_bench.figures speculation", description=DESCRIPTION
     )
-    p.add_argument("--pairs", type=pairs, default=[*PAIRS], metavar="P,...", help=", ".join(PAIRS))
-    p.add_argument("--concurrency", type=whole, default=(1, 4, 16), metavar="N,...")
-    p.add_argument("--workloads", type=words, default=NAMES, metavar="W,...")
+    p.add_argument(
+        "--pairs", action=Once, type=pairs, default=[*PAIRS], metavar="P,...", help=", ".join(PAIRS)
+    )
+    p.add_argument("--concurrency", action=Once, type=whole, default=(1, 4, 16), metavar="N,...")
+    p.add_argument("--workloads", action=Once, type=words, default=NAMES, metavar="W,...")
     p.add_argument(
         "--warm",
         action="store_true",

@@ -169,7 +169,7 @@ class SampleParams(NamedTuple):
     top_k        [n]  int32    0 is off
     top_p        [n]  float32  1 is off
     min_p        [n]  float32  0 is off
-    seeds        [n]  int64    0 <= seed < 2**53
+    seeds        [n]  int64    all 64 bits are the noise's key
     token_index  [n]  int64    the token's place in its request's token_ids
     edits, masks               None where no row has any
     """

@@ -6,7 +6,6 @@ GPU cannot be forked, so there each engine process reads the weights by itself.
 """
 
 import os
-import signal
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +28,7 @@ from specserve.exchange.spawn import NUMBER
 from specserve.phases import Phases
 from specserve.process import (
     die_with_parent,
+    ignore_signals,
     keep_objects,
     keep_stderr_from_failing,
     switch_threads_often,
@@ -45,9 +45,7 @@ def main(fd: int, log_format: str) -> None:
     keep_stderr_from_failing()
     switch_threads_often()
     logs.configure(log_format)
-    # A service manager sends SIGTERM to all processes of a service. The parent process alone acts
-    # on it: it finishes its requests first, for which the engine process has to go on stepping.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_signals()  # the parent finishes its requests, for which engines have to go on stepping
     control = socket.socket(fileno=fd)
     shared, phases = NOTHING, Phases()
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):

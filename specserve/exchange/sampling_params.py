@@ -31,7 +31,8 @@ OTHER_NAMES = {  # of other servers' and libraries' parameters -> ours
     "random_seed": "seed",
     "stop_sequences": "stop",
 }
-MAX_SEED = 2**53  # exclusive: a JavaScript client can hold it exactly
+MAX_SEED = 2**53  # exclusive, of seeds that are drawn: JavaScript clients hold them exactly
+MAX_STOP_BYTES = 1 << 14  # of all stop strings of a request, in UTF-8
 NO_OP: dict[str, tuple[Any, ...]] = {  # of vLLM's SamplingParams -> values without effect here
     "detokenize": (True,),
     "extra_args": (None, {}),
@@ -150,8 +151,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=Named)
                     the other
     min_tokens      no end of text, stop id or stop string ends the text before so many tokens, up
                     to max_tokens and the rest of the context
-    seed            the same seed gives the same text; drawn, and reported, when unset
-    stop            up to 16 strings; the text ends before the first
+    seed            -2^63 to 2^63 - 1; the same seed gives the same text; drawn, and reported, when
+                    unset or -1
+    stop            strings of up to 1024 characters and 16 KiB in all; the text ends before the
+                    first
     stop_token_ids  ids that end the text; they add none to it
     include_stop_str_in_output  the text ends after the stop string, or with the stop id's own text
     skip_special_tokens  false: the text has special tokens, too, as they are written
@@ -188,8 +191,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=Named)
     allowed_token_ids: Annotated[tuple[int, ...], Meta(min_length=1, max_length=4096)] | None = None
     bad_words: Annotated[tuple[BadWord, ...], Meta(max_length=256)] | None = ()
     min_tokens: Limit = 0
-    seed: Annotated[int, Meta(ge=0, lt=MAX_SEED)] | None = None
-    stop: StopString | Annotated[tuple[StopString, ...], Meta(max_length=16)] | None = ()
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopString | tuple[StopString, ...] | None = ()
     stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=1024)] | None = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -211,6 +214,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=Named)
     def clone(self, **changes: Any) -> Self:
         """A copy, with these parameters instead."""
         return type(self)(**({k: getattr(self, k) for k in self.__struct_fields__} | changes))
+
+    @property
+    def own_seed(self) -> int | None:
+        """The caller's seed; None if one has to be drawn."""
+        return None if self.seed == -1 else self.seed
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else self.stop or ()
 
     @property
     def num_choices(self) -> int:
@@ -294,8 +306,8 @@ def id_set(ids: tuple[int, ...]) -> frozenset[int]:
 
 
 def mix64(seed: int, choice: int) -> int:
-    """A choice's own seed, in [0, 2^53): the request's for choice 0, else SplitMix64 (Steele, Lea
-    and Flood 2014) of seed + choice golden gammas.
+    """A choice's own seed: the request's for choice 0, else SplitMix64 (Steele, Lea and Flood 2014)
+    of seed + choice golden gammas, in [0, 2^53).
     """
     if choice == 0:
         return seed
@@ -334,6 +346,7 @@ def check(params: SamplingParams) -> SamplingParams:
         param = path.lstrip(".") or None
         where = f"{param}: " if param else ""
         raise RequestError(f"sampling parameters: {where}{reason}", param) from e
+    check_stop(given.stop_strings)
     try:
         if given.temperature:
             check_temperature(given.temperature)
@@ -358,6 +371,17 @@ def check(params: SamplingParams) -> SamplingParams:
     return given
 
 
+def check_stop(strings: Sequence[str]) -> None:
+    """RequestError for more bytes than may be searched for at each token."""
+    num_bytes = sum(len(string.encode(errors="surrogatepass")) for string in strings)
+    if num_bytes > MAX_STOP_BYTES:
+        raise RequestError(
+            f"sampling parameters: stop: {len(strings)} strings have {num_bytes} bytes, and "
+            f"{MAX_STOP_BYTES} are allowed: send fewer or shorter ones",
+            "stop",
+        )
+
+
 def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> Sampling:
     """Check the parameters and fill in what is unset; `room` is the rest of the context.
 
@@ -379,8 +403,8 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
         logit_bias=given.logit_bias or {},
         allowed_ids=given.allowed_token_ids,
         min_tokens=given.min_tokens,
-        seed=pick(given.seed, secrets.randbelow(MAX_SEED)),
-        stop=(given.stop,) if isinstance(given.stop, str) else given.stop or (),
+        seed=pick(given.own_seed, secrets.randbelow(MAX_SEED)),
+        stop=given.stop_strings,
         include_stop_str_in_output=given.include_stop_str_in_output,
         skip_special_tokens=given.skip_special_tokens,
         stop_ids=own | {*given.stop_token_ids} if given.stop_token_ids else own,
@@ -455,7 +479,7 @@ def check_room(params: SamplingParams, defaults: GenerationDefaults, room: int) 
 
 def seeded(params: SamplingParams, seeds: Random | None) -> SamplingParams:
     """The parameters with the next of the seeds, if there are any and the caller gave none."""
-    if seeds is None or params.seed is not None:
+    if seeds is None or params.own_seed is not None:
         return params
     return msgspec.structs.replace(params, seed=seeds.randrange(MAX_SEED))
 
@@ -468,7 +492,7 @@ def in_room(
     """
     check_room(params, defaults, room)
     most = most_tokens(params, defaults, room)
-    seed = pick(params.seed, secrets.randbelow(MAX_SEED))
+    seed = pick(params.own_seed, secrets.randbelow(MAX_SEED))
     return msgspec.structs.replace(resolved, max_tokens=most, seed=seed)
 
 

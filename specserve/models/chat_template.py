@@ -123,6 +123,13 @@ class ChatTemplate(msgspec.Struct, frozen=True):
                 )
         return {name: plain(value) for name, value in given.items()}
 
+    def reads(self, name: str) -> bool:
+        """Whether a request can give this name a value."""
+        with suppress(Exception):  # a template that is no valid program reads none
+            known = OWN | {*NAMES, *self.variables}
+            return name not in known and any(name in names_read(s) for s in self.sources)
+        return False
+
     def prepare(self) -> None:
         """Compile ahead of the first rendering, which raises any error again."""
         for source in self.sources:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from specserve.config import DEMO_COST
+from specserve.disk import is_full
 from specserve.errors import ConfigError
 
 SCALED = "specserve_scaled"  # key in config.json of a demo that costs as much as a larger model
@@ -36,7 +37,23 @@ class Scaled(msgspec.Struct, frozen=True):
 
 def resolve(path: str) -> Path:
     """A model's folder or GGUF file: `path`, or a hub repository, downloaded if need be."""
-    folder = Path(path).expanduser()
+    try:
+        return found(path, expanded(path))
+    except OSError as e:  # the system may refuse to look for a path
+        raise ConfigError(f"{path}: cannot be read ({e.strerror}); check the path") from e
+
+
+def expanded(path: str) -> Path:
+    """With the home folder of its user in place of `~` or `~user`."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as e:
+        raise ConfigError(f"{path}: no such user, or no home folder; check the path") from e
+
+
+def found(path: str, folder: Path) -> Path:
+    if folder.is_symlink() and not folder.exists():
+        raise ConfigError(f"{path}: a link that leads nowhere, or to itself; check the link")
     if folder.is_dir():
         return only_gguf(folder) or folder
     if folder.exists() and (is_gguf(folder) or folder.parent == DEMO_COST):
@@ -62,6 +79,11 @@ def download(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=WANTED, ignore_patterns=UNWANTED))
     except Exception as e:  # the hub's client lets through whatever its transport raises
         reason = str(e).partition("\n")[0]
+        if is_full(e):
+            raise ConfigError(
+                f"{path}: cannot be downloaded ({reason}); free space on the disk of the hub's "
+                "cache, or set HF_HOME to a folder on another one"
+            ) from e
         raise ConfigError(
             f"{path}: neither a local folder nor a model that the hub gives out ({reason}); check "
             "the name, the network and, for a gated model, `hf auth login`"
@@ -109,7 +131,7 @@ def check_pointer(file: Path) -> None:
 
 def name_of(path: str) -> str:
     """A model's name: that of its folder, that of its GGUF file without ending, or its hub id."""
-    file = Path(path).expanduser()
+    file = expanded(path)
     if file.parent == DEMO_COST:
         return file.name.removesuffix(".json")
     if file.suffix == GGUF or is_gguf(file):

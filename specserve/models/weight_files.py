@@ -1,6 +1,7 @@
 """Which files of a folder hold a model's weights, and their tensors' names; no tensor is read."""
 
 import json
+import os
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
@@ -79,7 +80,7 @@ def check_is_at_home(home: Path, file: Path) -> None:
     """ConfigError for a link out of a folder: not the operator but the model names its files. The
     operator's own cache of the hub may hold them.
     """
-    target = file.resolve()
+    target = Path(os.path.realpath(file))
     if not is_at_home(home, target) and not links_into_cache(home, target):
         raise ConfigError(
             f"{file}: a link that leaves the folder, to {target}, which is not in the hub's cache. "

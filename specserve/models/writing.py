@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specserve.disk import not_written
 from specserve.errors import ConfigError
 from specserve.models.weight_files import INDEX, PICKLES, SINGLE
 
@@ -38,10 +39,8 @@ def new_folder(target: Path) -> Iterator[Path]:
             for file in folder.iterdir():
                 file.chmod(folder.stat().st_mode & 0o666)
             os.rename(folder, target)
-    except OSError as e:
-        raise ConfigError(f"{target}: cannot be written ({e.strerror}); name another folder") from e
-    except SafetensorError as e:
-        raise ConfigError(f"{target}: cannot be written ({e}); name another folder") from e
+    except (OSError, SafetensorError) as e:
+        raise not_written(target, e) from e
 
 
 def write_json(file: Path, fields: Mapping[str, Any]) -> None:

@@ -64,15 +64,25 @@ class Observed:
 
 
 class AccessLog:
-    """Logs a line for a request that has ended; for what is polled, only if it failed."""
+    """Logs a line for a request that has ended; for what is polled, only if it failed. While the
+    model loads, clients poll any route: each has one line for its first 503 then.
+    """
 
-    def __init__(self, polled: Collection[str], has_texts: bool) -> None:
-        self.polled, self.has_texts = polled, has_texts
+    def __init__(
+        self, polled: Collection[str], has_texts: bool, is_loading: Callable[[], bool]
+    ) -> None:
+        self.polled, self.has_texts, self.is_loading = polled, has_texts, is_loading
+        self.waiting: set[tuple[str, str]] = set()  # methods and paths that had their line
 
     def __call__(self, ended: Ended) -> None:
         path, status = ended.scope["path"], ended.status
         if path in self.polled and status in (200, 304):
             return
+        if status == 503 and self.is_loading():
+            route = ended.scope["method"], path
+            if route in self.waiting:
+                return
+            self.waiting.add(route)
         tenant = ended.scope.get(TENANT)  # unset without keys, and without a valid one
         told: dict[str, Any] = {} if tenant is None else {"key": tenant + 1}
         for completion in ended.asked:

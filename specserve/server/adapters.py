@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -105,7 +106,7 @@ def find_folder(lora: LoraConfig, path: str) -> Path:
     """
     if lora.folder is not None and path.isprintable():
         home = Path(lora.folder).resolve()
-        folder = (home / path).resolve()
+        folder = Path(os.path.realpath(home / path))  # unlike resolve, takes links to themselves
         is_below = folder != home and folder.is_relative_to(home)
         if is_below and str(folder).isprintable() and folder.is_dir():
             return folder

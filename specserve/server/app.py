@@ -19,6 +19,7 @@ from specserve.errors import RequestError, SpecserveError
 from specserve.fair_queue import owner
 from specserve.keys import read_admin_keys, read_keys
 from specserve.server.access_log import AccessLog, Ended, Observed
+from specserve.server.canonical_path import CanonicalPath
 from specserve.server.key_limits import KeyLimits
 from specserve.server.live_completion import set_tenant
 from specserve.server.pages import PAGES, PARTS, ROUTES
@@ -58,9 +59,10 @@ def make_app(service: Service, tracer: Tracer | None = None) -> Starlette:
 def guards(service: Service, tracer: Tracer | None) -> Iterable[Middleware]:
     """Middleware, outermost first: CORS before keys, as preflight requests carry no key."""
     limits = service.limits
+    yield Middleware(CanonicalPath, service=service)
     observers: list[Callable[[Ended], None]] = [] if tracer is None else [tracer.record]
     if limits.access_log:
-        observers.append(AccessLog(POLLED, limits.log_texts))
+        observers.append(AccessLog(POLLED, limits.log_texts, lambda: service.loaded is None))
     if observers:
         yield Middleware(Observed, observers=observers)
     yield Middleware(OriginGuard, origins=limits.cors_origins, host=limits.host)

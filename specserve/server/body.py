@@ -3,7 +3,7 @@
 import asyncio
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
@@ -15,6 +15,7 @@ from specserve.config import Milliseconds, ServerConfig
 from specserve.errors import Overloaded, RequestError
 from specserve.exchange.sampling_params import OTHER_NAMES, SamplingParams, reason_and_path
 from specserve.grammars.asked import FIELD, StructuredOutputsParams, grammar_of
+from specserve.server.ignored_fields import drop_ignored
 from specserve.server.refusal import TimedOut, TooLarge, cut
 
 # OpenAI's fields that have no meaning here: accepted with any value, and ignored.
@@ -25,7 +26,15 @@ HARMLESS = {
 
 # What chat frontends send for their own servers: read past, and told in a header of the answer.
 FRONTENDS = {
-    *("background_tasks", "chat_id", "conversation_id", "features", "filter_ids", "id"),
+    *(
+        "background_tasks",
+        "cache_control",
+        "chat_id",
+        "conversation_id",
+        "features",
+        "filter_ids",
+        "id",
+    ),
     *("message_id", "model_item", "parent_id", "parent_message_id", "session_id", "thread_id"),
     "variables",
 }
@@ -42,7 +51,6 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "no_stop_trim": (False,),
     "parallel_tool_calls": (True, False),
-    "reasoning_effort": ("none",),
     "request_id": (),
     "return_hidden_states": (False,),
     "separate_reasoning": (True,),
@@ -71,9 +79,11 @@ REFUSED = {
 }
 
 # Numbers that other servers write as -1 where they are left out.
-UNSET = dict.fromkeys(("max_completion_tokens", "max_output_tokens", "max_tokens", "seed"), -1)
+UNSET = dict.fromkeys(("max_completion_tokens", "max_output_tokens", "max_tokens"), -1)
 
 SMALL = 1 << 16  # bytes of a body that are not counted: the limit on connections bounds their sum
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 T = TypeVar("T", bound="Body")
 S = TypeVar("S", bound=msgspec.Struct)
@@ -87,7 +97,7 @@ REMEDIES = {  # hints for fields whose values are often wrong
     "prompt_logprobs": "up to 20 likeliest tokens",
     "repetition_penalty": "1 is off",
     "role": "it is system, developer, user, assistant or tool",
-    "seed": "leave it out, and one is drawn",
+    "seed": "it has 64 bits, with a sign; leave it out, and one is drawn",
     "timeout_ms": "milliseconds, 0.001 or more",
     "top_k": "0 is off",
     "top_logprobs": "up to 20 likeliest tokens",
@@ -158,6 +168,7 @@ class Body(SamplingParams, frozen=True, kw_only=True):
     return_token_ids  tell the ids of the answer's tokens, and of the prompt's
     return_tokens_as_token_ids  name tokens by their ids where logprobs are told
     timeout_ms      milliseconds from its arrival, after which it ends with an error
+    reasoning_effort  how much the model is to think, if its chat template reads that
     stream          answer with server-sent events
     stream_options  include_obfuscation: whether events are padded to sizes that tell little
     """
@@ -170,15 +181,20 @@ class Body(SamplingParams, frozen=True, kw_only=True):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     timeout_ms: Milliseconds | None = None
+    reasoning_effort: Effort | None = None
     stream: bool = False
     stream_options: PaddingOptions | None = None
-    read_past: tuple[str, ...] = ()  # those of FRONTENDS that came; no field of clients
+    read_past: tuple[str, ...] = ()  # fields without effect that came; no field of clients
 
     @property
     def headers(self) -> dict[str, str]:
         """Of the answer: what was read past."""
-        told = ", ".join(self.read_past)
-        return {"Warning": f'299 specserve "read past: {told}"'} if told else {}
+        return warning(self.read_past)
+
+    @property
+    def effort(self) -> tuple[str, str | None]:
+        """The field that has it, and its value."""
+        return "reasoning_effort", self.reasoning_effort
 
     @property
     def params(self) -> SamplingParams:
@@ -218,6 +234,12 @@ class FormattedBody(Body, frozen=True, kw_only=True):
             return super().form_field
         has_schema = self.response_format.json_schema is not None
         return f"response_format{'.json_schema.schema' if has_schema else ''}"
+
+
+def warning(read_past: Sequence[str]) -> dict[str, str]:
+    """The header that names fields without effect."""
+    told = ", ".join(read_past)
+    return {"Warning": f'299 specserve "read past: {told}"'} if told else {}
 
 
 class BodyReader:
@@ -285,13 +307,14 @@ def decode_object(raw: bytes) -> dict[str, Any]:
 def read(raw: bytes, kind: type[T]) -> T:
     """Decode and check the body of a completion request."""
     given, known = decode_object(raw), own_fields(kind)
+    inside = drop_ignored(given)
     for key in UNSET.keys() & given.keys() & known.keys():
         given[key] = None if is_same(given[key], UNSET[key]) else given[key]
     for key, value in given.items():
         if key not in known and key not in HARMLESS and key not in FRONTENDS:
             check_no_op(key, value, kind)
     body = one_limit(from_fields({k: v for k, v in given.items() if k in known}, kind))
-    if past := [key for key in given if key in FRONTENDS and key not in known]:
+    if past := [*(key for key in given if key in FRONTENDS and key not in known), *inside]:
         body = msgspec.structs.replace(body, read_past=tuple(past))
     check_form(body)
     if body.stream_options is not None and not body.stream:
@@ -336,7 +359,10 @@ def one_limit(body: T) -> T:
 
 def read_fields(raw: bytes, kind: type[S]) -> S:
     """Decode a body; a field that `kind` lacks is refused."""
-    given = decode_object(raw)
+    return checked_fields(decode_object(raw), kind)
+
+
+def checked_fields(given: dict[str, Any], kind: type[S]) -> S:
     for key in given:
         if key not in fields(kind):
             refuse_unknown(key, [*fields(kind)])

@@ -13,7 +13,7 @@ import msgspec
 
 from specserve import logs
 from specserve.exchange.frames import Link
-from specserve.process import die_with_parent, return_freed_memory
+from specserve.process import die_with_parent, ignore_signals, return_freed_memory
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -56,7 +56,7 @@ def main(
     """
     die_with_parent()
     logs.configure(sys.argv[2])
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent handles it, and ends this process
+    ignore_signals()  # the parent handles them, and ends this process
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # for bounded_time
     return_freed_memory()
     link = Link(socket.socket(fileno=int(sys.argv[1])))

@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: messages, rendered by the model's chat template."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -18,6 +18,7 @@ from specserve.grammars.tools import CallGrammar, special_tokens
 from specserve.models.chat_template import ChatOptions
 from specserve.server.body import (
     REFUSED,
+    Body,
     FormattedBody,
     convert,
     fields,
@@ -36,13 +37,14 @@ from specserve.server.tools import NO_TOOLS, ToolsAsked, read_calls, read_tools
 # Fields of answers, which clients send back in messages -> the values without effect: only they
 # are accepted.
 NO_OP: dict[str, tuple[Any, ...]] = {
-    "annotations": ([],),
     "audio": (),
     "function_call": (),
-    "refusal": (),
+    "images": ([],),
 }
 
 
+B = TypeVar("B", bound=Body)
+EFFORT = "reasoning_effort"  # as templates name it
 MAX_DEPTH = 32  # of values for a template
 JSON_KINDS = "json", "json_object"  # of forms that may stand beside tools, or after reasoning
 
@@ -191,9 +193,25 @@ async def chat(request: Request) -> Response:
     arrived = arrival(request)
     service.check_open()
     asked, tools = await service.parse(await service.bodies.read(request), CHAT)
+    asked = await with_effort(service, asked, asked.chat_template_kwargs)
     async with service.timed(arrived, asked.timeout_ms) as arrived:
         completion, reader = await begin(request, asked, tools, arrived)
     return await respond(request, SCHEMA, asked, completion, reader=reader)
+
+
+async def with_effort(service: Service, asked: B, kwargs: dict[str, Any] | None) -> B:
+    """The same body, whose template gets the effort as one of its names. Without such a name the
+    effort is read past.
+    """
+    name, effort = asked.effort
+    if effort is None:
+        return asked
+    given, template = kwargs or {}, service.input_processor.tokenizer.chat_template
+    is_free = template is not None and EFFORT not in given
+    if template is not None and is_free and await service.in_thread(template.reads, EFFORT):
+        return msgspec.structs.replace(asked, chat_template_kwargs={**given, EFFORT: effort})
+    past = () if effort == "none" else (name,)
+    return msgspec.structs.replace(asked, read_past=(*asked.read_past, *past))
 
 
 async def begin(

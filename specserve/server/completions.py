@@ -76,6 +76,8 @@ async def completions(request: Request) -> Response:
     raw = await service.bodies.read(request)
     asked, prompts = await service.parse(raw, COMPLETION)
     check_prompts(prompts, service.limits.max_prompts)
+    if asked.reasoning_effort not in (None, "none"):  # no template could read it
+        asked = msgspec.structs.replace(asked, read_past=(*asked.read_past, "reasoning_effort"))
     async with service.timed(arrived, asked.timeout_ms) as arrived:
         completion, echoed = await begin(request, asked, prompts, arrived)
     return await respond(request, SCHEMA, asked, completion, echoed)

@@ -21,6 +21,7 @@ from specserve.errors import Overloaded, RequestError
 from specserve.logs import request_id
 from specserve.process import empty_free_lists
 from specserve.server.access_log import write
+from specserve.server.canonical_path import canonical
 from specserve.server.live_completion import ENDS
 from specserve.server.refusal import (
     HeadersTooLarge,
@@ -33,6 +34,7 @@ from specserve.server.uvicorn_interface import FlowControl, HttpToolsProtocol, R
 
 GRACE = 5.0  # seconds beyond the application's own timeout, whose error says what was too slow
 SPARE = 128  # connections beyond the limit that get a 503; further ones are aborted
+CHUNKS = "1.1"  # the first version of HTTP that has them
 CONNECTION = "specserve.connection"  # key of the ASGI scope: a `Connection` that takes streams over
 SEPARATORS = len(": \r\n")  # bytes of a header beside its name and value
 LARGE = 1 << 18  # bytes of a body that may have become so many objects that memory is given back
@@ -53,8 +55,9 @@ class Streaming(RequestResponseCycle):
 
     body, response_started, message_event = bytearray(), True, Event()
 
-    def __init__(self, keep_alive: bool) -> None:
+    def __init__(self, keep_alive: bool, chunked: bool) -> None:
         self.keep_alive, self.response_complete, self.disconnected = keep_alive, False, False
+        self.chunked_encoding = chunked  # else the stream ends where the connection does
 
 
 class Flow(FlowControl):
@@ -199,7 +202,11 @@ class Connection(HttpToolsProtocol):
         else:
             self.num_body = 0
             self.timer = self.loop.call_later(self.limits.body_seconds + GRACE, self.cut)
+            is_old = self.parser.get_http_version() < CHUNKS
+            self.expect_100_continue = self.expect_100_continue and not is_old
             super().on_headers_complete()
+            if is_old:  # uvicorn closes such a connection, even if the client wants to keep it
+                self.cycle.keep_alive = self.parser.should_keep_alive()
 
     def on_body(self, body: bytes) -> None:
         self.num_pending = 0
@@ -223,9 +230,10 @@ class Connection(HttpToolsProtocol):
     ) -> None:
         """Send event streams without `Connection: close`, even if the client asked for it: with
         that header a client takes a broken connection for the end of the stream. Every answer has
-        the id of its request.
+        the id of its request. HTTP/1.0 gets no chunks, and a header if its connection is kept.
         """
 
+        is_old = scope["http_version"] < CHUNKS
         id = id_of(scope["headers"])
         request_id.set(id)  # until this task ends, which is the request's own
 
@@ -233,9 +241,13 @@ class Connection(HttpToolsProtocol):
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (HEADER, id.encode())]
             if not is_begin_of_events(message):
+                if is_old and message["type"] == "http.response.start" and cycle.keep_alive:
+                    message["headers"].append((b"connection", b"keep-alive"))
                 await send(message)
                 return
-            is_kept, cycle.keep_alive = cycle.keep_alive, True
+            is_kept, cycle.keep_alive = cycle.keep_alive and not is_old, True
+            if is_old:
+                cycle.chunked_encoding = False
             await send(message)
             cycle.keep_alive = is_kept and not self.is_input_closed
 
@@ -254,7 +266,7 @@ class Connection(HttpToolsProtocol):
         of each piece.
         """
         self.cycle.response_complete = True  # for uvicorn
-        self.cycle = Streaming(self.cycle.keep_alive)
+        self.cycle = Streaming(self.cycle.keep_alive, self.cycle.chunked_encoding is True)
         self.leave, self.ends = leave, ends
         if self.is_in_headers and not self.num_pending:  # nothing has come of another request
             self.scope, self.parser = None, None  # type: ignore[assignment]
@@ -273,7 +285,8 @@ class Connection(HttpToolsProtocol):
         """
         if self.stalled is not None or self.transport.is_closing():
             return False
-        self.transport.write(b"%x\r\n%b\r\n" % (len(events), events))
+        is_chunked = self.cycle.chunked_encoding
+        self.transport.write(b"%x\r\n%b\r\n" % (len(events), events) if is_chunked else events)
         return True
 
     async def send_events(self, events: bytes) -> None:
@@ -285,7 +298,8 @@ class Connection(HttpToolsProtocol):
         """End the stream."""
         self.cycle.response_complete, self.leave = True, None
         if not self.transport.is_closing():
-            self.transport.write(b"0\r\n\r\n")
+            if self.cycle.chunked_encoding:
+                self.transport.write(b"0\r\n\r\n")
             if not self.cycle.keep_alive:
                 self.transport.close()
             self.on_response_complete()
@@ -366,7 +380,8 @@ class Connection(HttpToolsProtocol):
     def log(self, status: int, id: str) -> None:
         """The line of a request that the application has not seen, with what is known of it."""
         url = getattr(self, "url", b"")
-        path = unquote(url.partition(b"?")[0].decode("latin-1")) or "-"
+        given = unquote(url.partition(b"?")[0].decode("latin-1"))
+        path = canonical(given) if given else "-"
         method = self.parser.get_method().decode() if url else "-"
         write(method, path, status, perf_counter() - self.begun, {}, id)
 

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 FOLDER = Path(__file__).parent / "page"
@@ -30,11 +30,23 @@ def headers(allowed: str) -> dict[str, str]:
 HEADERS = headers("script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'")
 
 
+def redirected(request: Request) -> Response | None:
+    """To the same page without slashes at its end, as its links are relative. So is this one: it
+    leads to no other server.
+    """
+    given: str = request.scope.get("raw_path", b"").decode()  # optional in ASGI
+    bare = given.rstrip("/")
+    up = "../" * (len(given) - len(bare))
+    return RedirectResponse(up + bare.rpartition("/")[2]) if up and bare else None
+
+
 def serving(name: str) -> Callable[[Request], Awaitable[Response]]:
     body = (FOLDER / name).read_bytes()  # at start: all files are of one version
     tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
 
     async def send(request: Request) -> Response:
+        if (away := redirected(request)) is not None:
+            return away
         told = HEADERS | {"ETag": tag, "Cache-Control": "no-cache"}
         if tag in request.headers.get("if-none-match", ""):  # W/"..." too, and in a list
             return Response(status_code=304, headers=told)

@@ -16,8 +16,6 @@ State = Literal["in_progress", "completed", "incomplete"]
 TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text")
 PART_FIELDS = ["type", "text"]
 NULL_ONLY = "async", "caller", "encrypted_content", "namespace"  # fields of items at OpenAI
-# Fields of parts that were answers -> the values without effect: only they are accepted.
-NO_OP_OF_PARTS: dict[str, tuple[Any, ...]] = {"annotations": ([],), "logprobs": ([],)}
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,9 +152,7 @@ def read_part(part: dict[str, Any], path: str) -> str:
         raise RequestError(
             f"{path}.type: only text is read, not {cut(str(kind))!r}", f"{path}.type"
         )
-    for key, value in part.items():
-        if key in NO_OP_OF_PARTS and (value is None or value in NO_OP_OF_PARTS[key]):
-            continue
+    for key in part:
         if key not in PART_FIELDS:
             refuse_unknown(key, PART_FIELDS, f"{path}.")
     return str(convert(part.get("text"), str, f"{path}.text"))

@@ -12,9 +12,9 @@ from specserve.errors import RequestError
 from specserve.exchange.sampling_params import NumTop, SamplingParams
 from specserve.grammars.asked import StructuredOutputsParams
 from specserve.models.chat_template import ChatOptions
-from specserve.server.body import NO_OP, REFUSED, Body, read
+from specserve.server.body import NO_OP, REFUSED, Body, Effort, read
 from specserve.server.body_kind import BodyKind
-from specserve.server.chat import begin, read_message, read_options
+from specserve.server.chat import begin, read_message, read_options, with_effort
 from specserve.server.live_completion import arrival
 from specserve.server.response import EventStream, answer_whole
 from specserve.server.response_events import ResponseWriter
@@ -72,7 +72,7 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """summary is read past: the reasoning itself is told."""
 
-    effort: Literal["none"] | None = None
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -99,7 +99,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     """
 
     no_op: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **{k: v for k, v in NO_OP.items() if k != "reasoning_effort"},
+        **NO_OP,
         "access_programs": (),
         "background": (False,),
         "context_management": ([],),
@@ -148,6 +148,10 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     add_special_tokens: ClassVar[bool] = False  # the template writes its own
 
     @property
+    def effort(self) -> tuple[str, str | None]:
+        return "reasoning.effort", self.reasoning.effort
+
+    @property
     def params(self) -> SamplingParams:
         num_top = (self.top_logprobs or 0) if LOGPROBS in self.include else None
         most = self.max_output_tokens
@@ -171,6 +175,7 @@ async def responses(request: Request) -> Response:
     arrived = arrival(request)
     service.check_open()
     asked, tools = await service.parse(await service.bodies.read(request), RESPONSES)
+    asked = await with_effort(service, asked, asked.chat_template_kwargs)
     try:
         async with service.timed(arrived, asked.timeout_ms) as arrived:
             completion, reader = await begin(request, asked, tools, arrived)

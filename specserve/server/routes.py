@@ -29,7 +29,7 @@ from specserve.server.control import (
 )
 from specserve.server.docs_page import HEADERS, page
 from specserve.server.openapi import GENERATING, WITH_ENGINE, Operation, document
-from specserve.server.pages import PAGES, PARTS
+from specserve.server.pages import PAGES, PARTS, redirected
 from specserve.server.response import json_response
 from specserve.server.response_items import ITEMS
 from specserve.server.response_tools import FunctionTool
@@ -135,6 +135,8 @@ async def openapi(request: Request) -> Response:
 
 
 async def docs(request: Request) -> Response:
+    if (away := redirected(request)) is not None:
+        return away
     _, html = await asyncio.to_thread(documents)
     return Response(html, headers=HEADERS, media_type="text/html")
 

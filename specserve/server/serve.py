@@ -5,10 +5,12 @@ import logging
 import os
 import resource
 import shlex
+import signal
 import socket
 import sys
 from collections.abc import Sequence
 from functools import partial
+from threading import current_thread, main_thread
 from time import perf_counter
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -30,6 +32,8 @@ from specserve.models.tokenizer import Tokenizer
 from specserve.phases import Phases
 from specserve.preflight import Folders
 from specserve.process import (
+    AT_ONCE,
+    ENDING,
     keep_objects,
     keep_stderr_from_blocking,
     return_freed_memory,
@@ -207,7 +211,7 @@ async def drain(service: Service, server: "Server") -> int:
     seconds = service.limits.drain_seconds
     if number := len(service.completions):
         answers = "1 answer has" if number == 1 else f"{number} answers have"
-        log.info("%s %g s to end; another signal ends the server at once", answers, seconds)
+        log.info("%s %g s to end; another SIGTERM or SIGINT ends them at once", answers, seconds)
     drained = asyncio.create_task(service.drained())
     again = asyncio.create_task(server.signals.get())
     await asyncio.wait((drained, again), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -247,12 +251,14 @@ class Server(uvicorn.Server):
         handshakes_log.disabled = not service.limits.access_log
         self.limits = service.limits
         self.signals: asyncio.Queue[int] = asyncio.Queue()
+        self.is_signalled = False
         self.running_loop = asyncio.get_running_loop()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn's, except that a TLS handshake has as long as headers have, and that one that
         fails is logged.
         """
+        self.handle_other_signals()
         await self.lifespan.startup()
         its, loop = self.config, asyncio.get_running_loop()
         kind: Any = its.http_protocol_class
@@ -268,7 +274,18 @@ class Server(uvicorn.Server):
                 self.servers.append(Handshakes(each, its.ssl, *limits, made))
         self.started = True
 
+    def handle_other_signals(self) -> None:
+        """Those besides SIGTERM and SIGINT that end a process, unless they are ignored (nohup)."""
+        if current_thread() is main_thread():  # else Python allows no handlers
+            for number in ENDING:
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    signal.signal(number, self.handle_exit)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The others only begin a drain: systemd sends SIGHUP right after SIGTERM."""
+        if self.is_signalled and sig not in AT_ONCE:
+            return
+        self.is_signalled = True
         self.running_loop.call_soon_threadsafe(self.signals.put_nowait, sig)
 
     async def leave(self, serving: "asyncio.Task[None]") -> None:

@@ -303,11 +303,9 @@ class Service:
 
     def check_params(self, params: SamplingParams) -> None:
         """Refuse parameters that the engine supports but the operator's limits exclude."""
-        num_stop = 1 if isinstance(params.stop, str) else len(params.stop or ())
-        if num_stop > self.limits.max_stop_strings:
-            raise RequestError(
-                f"stop: {num_stop} strings, and {self.limits.max_stop_strings} are allowed", "stop"
-            )
+        num_stop, most = len(params.stop_strings), self.limits.max_stop_strings
+        if most is not None and num_stop > most:
+            raise RequestError(f"stop: {num_stop} strings, and {most} are allowed", "stop")
         if params.priority < self.limits.min_priority:
             raise RequestError(
                 f"priority: {params.priority} is below {self.limits.min_priority}, the most urgent "

@@ -7,9 +7,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specserve.errors import RequestError
-from specserve.server.body import read_fields
+from specserve.server.body import checked_fields, decode_object, warning
 from specserve.server.body_kind import BodyKind
 from specserve.server.chat import SOME, AnyMessage, encode, read_messages, read_options
+from specserve.server.ignored_fields import drop_ignored
 from specserve.server.response import json_response, while_connected
 from specserve.server.service import Service
 from specserve.server.tools import read_tools
@@ -41,24 +42,34 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 T = TypeVar("T", TokenizeBody, DetokenizeBody)
 
 
-def kind_of(name: str, body: type[T]) -> BodyKind[T]:
-    return BodyKind(name, lambda raw: read_fields(raw, body), body)
+def read_body(raw: bytes, kind: type[T]) -> tuple[T, tuple[str, ...]]:
+    """With the paths of fields without effect."""
+    given = decode_object(raw)
+    past = drop_ignored(given)
+    return checked_fields(given, kind), past
+
+
+def kind_of(name: str, body: type[T]) -> BodyKind[tuple[T, tuple[str, ...]]]:
+    result: Any = tuple[body, tuple[str, ...]]  # type: ignore[valid-type]
+    return BodyKind(name, lambda raw: read_body(raw, body), result)
 
 
 TOKENIZE, DETOKENIZE = kind_of("tokenize", TokenizeBody), kind_of("detokenize", DetokenizeBody)
 
 
-async def asked_of(request: Request, kind: BodyKind[T]) -> T:
+async def asked_of(
+    request: Request, kind: BodyKind[tuple[T, tuple[str, ...]]]
+) -> tuple[T, tuple[str, ...]]:
     service: Service = request.app.state.service
     service.check_open()
-    asked = await service.parse(await service.bodies.read(request), kind)
+    asked, past = await service.parse(await service.bodies.read(request), kind)
     service.check_model(asked.model)
-    return asked
+    return asked, past
 
 
 async def tokenize(request: Request) -> Response:
     service: Service = request.app.state.service
-    asked = await asked_of(request, TOKENIZE)
+    asked, past = await asked_of(request, TOKENIZE)
     if (asked.prompt is None) == (asked.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
     if asked.messages is not None:
@@ -72,12 +83,13 @@ async def tokenize(request: Request) -> Response:
         adds_special = asked.add_special_tokens is not False
         ids = await service.tokenize(asked.prompt or "", "prompt", adds_special)
     limit = service.input_processor.max_model_len
-    return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids})
+    told = {"count": len(ids), "max_model_len": limit, "tokens": ids}
+    return json_response(told, headers=warning(past))
 
 
 async def detokenize(request: Request) -> Response:
     service: Service = request.app.state.service
-    asked = await asked_of(request, DETOKENIZE)
+    asked, _ = await asked_of(request, DETOKENIZE)
     if asked.tokens is None:
         raise RequestError("tokens: give a list of token ids", "tokens")
     most = service.input_processor.max_model_len

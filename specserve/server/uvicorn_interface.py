@@ -68,7 +68,8 @@ ATTRIBUTES: dict[type, str] = {
     ),
     FlowControl: "_is_writable_event _transport read_paused write_paused",
     RequestResponseCycle: (
-        "body disconnected keep_alive message_event response_complete response_started"
+        "body chunked_encoding disconnected keep_alive message_event response_complete "
+        "response_started"
     ),
     Server: "force_exit lifespan server_state servers should_exit started",
     ServerState: "connections",

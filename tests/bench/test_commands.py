@@ -481,3 +481,10 @@ def test_subjects_without_a_draft_model_do_not_round_one(setting):
     pair = {"model.path": "m", "drafter.model": "d", "drafter.quantize": "w8"}
     chosen = suite.drafting(setting, load_config(None, pair))
     assert load_config(None, pair | chosen).drafter.quantize is None
+
+
+@pytest.mark.parametrize("flag", ["--drafters=off", "--workloads=questions"])
+def test_a_list_that_is_given_twice_is_refused(flag, capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "latency", flag, flag])
+    assert "is there twice; give one list, with commas" in capsys.readouterr().err

@@ -62,7 +62,10 @@ def test_the_unit_runs_what_specserve_takes():
     program, *words = command.split()
     args = cli.parser({}).parse_args([word for word in words if word != "$SPECSERVE_ARGS"])
     assert program == PROGRAM
-    assert (str(args.config), args.api_key_file) == ("/etc/specserve/config.toml", "%d/api-keys")
+    assert (*map(str, args.config), args.api_key_file) == (
+        "/etc/specserve/config.toml",
+        "%d/api-keys",
+    )
     assert settings()["LoadCredential"] == ["api-keys:/etc/specserve/api-keys"]
 
 

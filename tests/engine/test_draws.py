@@ -77,7 +77,8 @@ def test_seed_and_index_are_all_that_makes_a_draw_another(ops):
 
 
 @BUILDS
-@pytest.mark.parametrize("seed", [0, 2**32, 2**53 - 1])
+@pytest.mark.parametrize("seed", [0, 2**32, 2**53 - 1, 2**63 - 1, -(2**63), -2])
 def test_the_largest_seeds_reach_the_kernel_whole(ops, seed):
-    a, b = draw(ops, torch.zeros(2, 1000), [asks(seed=s) for s in (seed, seed ^ 2**52)], [0, 0])
-    assert a != b
+    others = seed ^ 2**52, ~seed
+    a, *bs = draw(ops, torch.zeros(3, 1000), [asks(seed=s) for s in (seed, *others)], [0, 0, 0])
+    assert a not in bs

@@ -69,6 +69,7 @@ def test_what_cannot_be_written_leaves_nothing_behind(cache):
 
 def test_without_a_place_nothing_is_kept(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/x")
+    monkeypatch.setattr("tempfile.tempdir", "/dev/null")
     file = costs_file("model", "cpu", "2")
     assert file is None and read_costs(file) is None
     keep_costs(file, costs())

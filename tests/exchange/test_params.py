@@ -61,13 +61,13 @@ WRONG = {  # a parameter's value -> words of the refusal
     "a bad word for several": ({"bad_words": "cat"}, "bad_words"),
     "fewer tokens than none": ({"min_tokens": -1}, "min_tokens"),
     "more tokens at least than at most": ({"min_tokens": 6, "max_tokens": 5}, "min_tokens = 6"),
-    "a negative seed": ({"seed": -1}, "seed"),
-    "a seed that JavaScript would round": ({"seed": 2**53}, "seed"),
+    "a seed of 65 bits": ({"seed": 2**63}, "seed"),
+    "a negative seed of 65 bits": ({"seed": -(2**63) - 1}, "seed"),
     "a yes for a seed": ({"seed": True}, "seed"),
     "an empty stop": ({"stop": ""}, "stop"),
     "an empty stop among others": ({"stop": ("a", "")}, "stop"),
     "a stop that is no string": ({"stop": 5}, "stop"),
-    "too many stops": ({"stop": ("a",) * 17}, "stop"),
+    "too many bytes of stops": ({"stop": ("é" * 1024,) * 9}, "stop: 9 strings have 18432 bytes"),
     "a stop longer than a page": ({"stop": "a" * 1025}, "stop"),
     "a stop id in words": ({"stop_token_ids": ("3",)}, "stop_token_ids"),
     "a stop kept by a number": ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
@@ -142,9 +142,19 @@ def test_a_top_k_that_others_call_off_is_off_also_where_the_model_has_one():
     assert resolved(GenerationDefaults(top_k=20), top_k=-1).top_k == 0
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**53 - 1])
+@pytest.mark.parametrize("seed", [0, 1, 2**53, 2**63 - 1, -2, -(2**63)])
 def test_a_seed_is_kept_as_given(seed):
     assert resolved(seed=seed).seed == seed
+
+
+def test_a_seed_of_minus_one_is_drawn():
+    seeds = {resolved(seed=-1).seed for _ in range(9)}
+    assert len(seeds) == 9 and min(seeds) >= 0
+
+
+def test_many_stop_strings_are_kept_as_given():
+    stop = tuple(f"<{i}>" for i in range(1000))
+    assert resolved(stop=stop).stop == stop
 
 
 def test_a_drawn_seed_is_new_every_time_and_a_valid_one():

@@ -1,6 +1,7 @@
 """Which library of kernels a process uses: one that came in the wheel, or one compiled here."""
 
 import _ctypes
+import errno
 import fcntl
 import os
 import shutil
@@ -99,6 +100,65 @@ def test_no_compiler_at_all_is_told_with_what_to_install(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(cpu.BuildError, match=r"no C\+\+ compiler found: install g\+\+"):
         compiler.compiler()
+
+
+@pytest.fixture
+def no_cache(tmp_path, monkeypatch):
+    """The usual cache folder cannot be made; returns the folder for temporary files."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/x")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+FOREIGN = {  # what is in the place of the private folder
+    "a link": lambda path: (path.with_name("other").mkdir(), path.symlink_to("other")),
+    "a file": lambda path: path.write_text(""),
+    "a folder for a group": lambda path: (path.mkdir(), path.chmod(0o750)),
+    "a folder for all": lambda path: (path.mkdir(), path.chmod(0o703)),
+}
+
+
+@pytest.mark.parametrize("put", FOREIGN.values(), ids=FOREIGN)
+def test_a_temporary_folder_that_others_can_change_has_no_kernels(no_cache, put):
+    put(no_cache / f"specserve-{os.geteuid()}")
+    with pytest.raises(cpu.BuildError, match="is not private to this user: set XDG_CACHE_HOME"):
+        compiler.cache_folder()
+
+
+def test_a_temporary_folder_of_another_user_has_no_kernels(no_cache, monkeypatch):
+    compiler.cache_folder()
+    name, other = f"specserve-{os.geteuid()}", os.geteuid() + 1
+    (no_cache / name).rename(no_cache / f"specserve-{other}")
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    with pytest.raises(cpu.BuildError, match="is not private to this user"):
+        compiler.cache_folder()
+
+
+def test_a_cache_that_is_read_only_serves_what_it_has(tmp_path, compiled, monkeypatch):
+    found = compiler.compiled(("-O1",))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, _: tmp_path / "specserve" != path)
+    assert compiler.compiled(("-O1",)) == found
+    other = compiler.compiled(("-O2",))
+    assert other.parent == tmp_path / f"specserve-{os.geteuid()}"
+    assert compiled == [("-O1",), ("-O2",)]
+
+
+def test_a_full_disk_asks_for_space(tmp_path, monkeypatch):
+    failing = tmp_path / "c++"
+    failing.write_text("#!/bin/sh\necho 'as: x.o: No space left on device' >&2\nexit 1\n")
+    failing.chmod(0o755)
+    monkeypatch.setenv("CXX", str(failing))
+    with pytest.raises(cpu.BuildError, match=r"a disk is full: free space in .*, or set XDG_CACHE"):
+        build.library()
+    monkeypatch.delenv("CXX")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(compiler, "keep", full)
+    with pytest.raises(cpu.BuildError, match="free space on its disk, or set XDG_CACHE_HOME"):
+        build.library()
 
 
 def native():

@@ -14,7 +14,7 @@ KNOWN = [  # Random123's kat_vectors for philox4x32-10: counter, key -> words
     ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0",
      "d16cfe09 94fdcceb 5001e420 24126ea1"),
 ]  # fmt: skip
-SEEDS = [0, 1, 12345, 2**32 - 1, 2**32, 2**53 - 1]
+SEEDS = [0, 1, 12345, 2**32 - 1, 2**32, 2**53 - 1, 2**63 - 1, -(2**63), -2]
 
 
 def ints(words):
@@ -40,6 +40,16 @@ def test_the_counter_is_id_and_index_and_the_key_is_the_seed():
     u = (torch.tensor(ints(KNOWN[0][2]), dtype=torch.float64) + 0.5) / 2**32
     want = -(-(-u).log1p()).log()
     torch.testing.assert_close(gumbel(0, 0, 4).double(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_negative_seed_has_the_key_of_its_64_bits():
+    """The key of the second published block is that of the seed -1."""
+    zero = torch.zeros(1).long()
+    words = philox((zero, zero, zero, zero), (2**32 - 1, 2**32 - 1))
+    u = (torch.cat(words).double() + 0.5) / 2**32
+    torch.testing.assert_close(
+        gumbel(-1, 0, 4).double(), -(-(-u).log1p()).log(), rtol=1e-5, atol=1e-6
+    )
 
 
 EXTREMES = [  # found by search: seed, index, id -> word, noise

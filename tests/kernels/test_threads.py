@@ -232,6 +232,7 @@ def test_a_file_that_is_read_is_in_use(tmp_path):
 @pytest.mark.parametrize("folder", ["/dev/null/x", "/proc/1/x"])
 def test_without_a_place_for_the_cache_threads_are_settled_all_the_same(folder, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", folder)
+    monkeypatch.setattr("tempfile.tempdir", "/dev/null")
     threads, _ = cpu.tune(untimed, 512, None, "model")
     run(threads, lambda number: float(number))
     assert threads.is_settled(4)

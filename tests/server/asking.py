@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from tests.checkpoints import tiny_tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES = "/v1/responses"
 MESSAGES = [
     {"role": "system", "content": "Answer with café."},
     {"role": "user", "content": "the cat sat on the mat"},

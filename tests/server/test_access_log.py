@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from specserve import process
+from specserve.server.access_log import AccessLog, Ended
 from tests.server.asking import CHAT, COMPLETIONS, begun, chat_body, is_running, saying, streaming
 from tests.server.server_process import ServerProcess, eventually
 
@@ -79,6 +80,28 @@ def test_what_is_polled_is_a_line_only_where_it_failed(server, lines):
     server.post("/metrics", {})
     server.get("/v1/models")
     assert lines(2) == ["POST /metrics 405 N ms", "GET /v1/models 200 N ms"]
+
+
+def test_clients_that_wait_for_the_model_are_one_line_each_way(caplog):
+    """Refused requests of a server that loads, and those of the same server later."""
+    loading = [True]
+    log = AccessLog(["/health"], False, lambda: loading[0])
+    caplog.set_level("INFO")
+
+    def ask(path, status, number=50):
+        for _ in range(number):
+            log(Ended({"method": "GET", "path": path}, [], 0.0, status))
+        lines = [" ".join(r.getMessage().split()[1:3]) for r in caplog.records]
+        caplog.clear()
+        return lines
+
+    assert ask("/health", 503) == ["/health 503"]
+    assert ask(COMPLETIONS, 503) == [f"{COMPLETIONS} 503"]
+    assert ask("/health", 503) == []
+    assert ask("/metrics", 401, 2) == ["/metrics 401"] * 2
+    loading[0] = False
+    assert ask("/health", 200) == []
+    assert ask("/health", 503, 2) == ["/health 503"] * 2
 
 
 def test_no_text_key_or_query_is_written(server, lines, log):

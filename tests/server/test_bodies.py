@@ -279,7 +279,7 @@ RIGHT = {  # together, too
     "allowed_token_ids": st.lists(IDS, min_size=20, unique=True),
     "bad_words": st.lists(st.text("the cat", min_size=1).map("a".__add__), max_size=4),
     "min_tokens": st.integers(0, 2),
-    "seed": st.integers(0, 2**53 - 1),
+    "seed": st.integers(-(2**63), 2**63 - 1),
     "stop": st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
     | st.lists(st.text("the cat", min_size=1), max_size=4),
     "stop_token_ids": st.lists(IDS, max_size=4),
@@ -358,7 +358,7 @@ COUNTS += ["prompt_logprobs", "priority", "truncate_prompt_tokens", "thinking_to
 # More than fits is the rest of the context; -1 is off or left out, and cuts a prompt to what fits.
 LEGAL = {
     "max_tokens": [-1, 2**63],
-    "seed": [-1],
+    "seed": [-1, -(2**63)],
     "top_k": [-1],
     "truncate_prompt_tokens": [-1],
 }
@@ -511,10 +511,13 @@ HOSTILE = {
         "set stream",
     ),
     "options of no stream": (with_field(stream_options={"include_usage": True}), "set stream"),
-    "a prompt longer than the model": (with_field(prompt=[1] * 300), "300 tokens and at most 127"),
+    "a prompt longer than the model": (
+        with_field(prompt=[1] * 300),
+        "length is 128 tokens. However, the prompt has 300 tokens",
+    ),
     "a text far too long": (with_field(prompt="the cat " * 30_000), "at least"),
-    "a text of nothing but spaces": (with_field(prompt=" " * 250_000), "tokens and at most 127"),
-    "a talk longer than the model": (saying("a" * 400), "at most 127"),
+    "a text of nothing but spaces": (with_field(prompt=" " * 250_000), "length is 128 tokens"),
+    "a talk longer than the model": (saying("a" * 400), "length is 128 tokens"),
     "neither prompt nor messages": (("/tokenize", {}), "either prompt or messages"),
     "a surrogate": (with_field(prompt="\ud800 and so on"), "no valid JSON"),
     "a surrogate as a key": (with_field(**{"\udfff and so on": 1}), "no valid JSON"),

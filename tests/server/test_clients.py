@@ -112,9 +112,9 @@ ERRORS = {
         "unknown_parameter",
     ),
     "what is not built": (
-        {"reasoning_effort": "high"},
+        {"extra_body": {"use_beam_search": True}},
         openai.BadRequestError,
-        "reasoning_effort",
+        "use_beam_search",
         None,
     ),
     "a model": ({"model": "x"}, openai.NotFoundError, "model", "model_not_found"),

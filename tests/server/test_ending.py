@@ -1,5 +1,6 @@
 """Signals and killed processes, while loading and under load: messages, exit codes, leftovers."""
 
+import asyncio
 import contextlib
 import os
 import re
@@ -8,13 +9,15 @@ import signal
 import socket
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from openai import APIError, OpenAI
 
-from specserve.config import Config
+from specserve.config import Config, ServerConfig
 from specserve.exchange.spawn import ForkServer
-from specserve.server.serve import ENGINE_DIED
+from specserve.process import ENDING
+from specserve.server.serve import ENGINE_DIED, Server
 from specserve_kernels.cpu.compiler import cache_folder
 from tests.server.asking import (
     COMPLETIONS,
@@ -25,7 +28,7 @@ from tests.server.asking import (
     saying,
     streaming,
 )
-from tests.server.server_process import ServerProcess, eventually
+from tests.server.server_process import ServerProcess, children_of, eventually
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"  # as lines of the log begin
 
@@ -77,7 +80,64 @@ def test_a_second_signal_ends_the_server_at_once(paced):
         assert server.exit_code(3) == 128 + signal.SIGTERM
         eventually(lambda: is_gone(engine), seconds=1)
         said = server.process.communicate()[1]
-        assert re.search(rf"^{TIME} 1 answer has 30 s to end; another signal", said, re.M), said
+        assert re.search(rf"^{TIME} 1 answer has 30 s to end; another SIGTERM", said, re.M), said
+
+
+OTHERS = signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM
+
+
+def test_other_signals_begin_a_drain_and_do_not_end_it(paced):
+    with paced() as server, streaming(server, saying(40, ms=20)) as events:
+        children = [*children_of(server.process.pid), *server.engines()]
+        for pid in children:  # as a service manager does
+            for number in (*OTHERS, signal.SIGINT):
+                os.kill(pid, number)
+        for _ in range(10):
+            next(events)
+        assert not any(map(is_gone, children))
+        for number in OTHERS:
+            server.signal(number)
+        assert ended_well(list(events))
+        assert server.exit_code() == 0
+
+
+@pytest.mark.parametrize("number", OTHERS)
+def test_each_signal_that_would_end_a_process_drains(folder, number):
+    """In this process, as a server of its own takes seconds to start."""
+
+    async def sent():
+        server = Server(SimpleNamespace(limits=ServerConfig(), name="tiny"))
+        before = {each: signal.getsignal(each) for each in ENDING}
+        try:
+            server.handle_other_signals()
+            signal.raise_signal(number)
+            async with asyncio.timeout(5):
+                assert await server.signals.get() == number
+            signal.raise_signal(number)
+            server.handle_exit(signal.SIGTERM, None)
+            async with asyncio.timeout(5):
+                assert await server.signals.get() == signal.SIGTERM
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+    asyncio.run(sent())
+
+
+def test_a_signal_that_is_ignored_stays_so(paced):
+    with nohup(paced) as server, streaming(server, saying(20, ms=20)) as events:
+        server.signal(signal.SIGHUP)
+        assert ended_well(list(events))
+        assert server.get("/health").status == 200
+
+
+def nohup(paced):
+    """A server that was started with SIGHUP ignored, which it inherits."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        return paced()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_drain_does_not_need_anybody_to_read_what_is_said_of_it(paced):

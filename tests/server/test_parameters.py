@@ -1,5 +1,7 @@
 """What a body may ask for, what it may leave, and what it may not say."""
 
+import re
+
 import pytest
 
 from specserve import SamplingParams
@@ -8,6 +10,7 @@ from tests.server.asking import (
     CHAT,
     COMPLETIONS,
     MESSAGES,
+    RESPONSES,
     chat_body,
     completion_body,
     in_process,
@@ -23,6 +26,7 @@ from tests.server.asking import (
         {"max_tokens": 5},
         {"stop": "in"},
         {"stop": ["never", *"aeiou"]},
+        {"stop": [*(f"never {i}" for i in range(300)), "in"]},
         {"stop_token_ids": [150, 280, 281, 282, 319]},
         {"stop": "in", "include_stop_str_in_output": True},
         {"skip_special_tokens": False, "max_tokens": 300},
@@ -33,6 +37,8 @@ from tests.server.asking import (
         {"temperature": 0.3},
         {"temperature": 3},
         {"seed": 0},
+        {"seed": 2**63 - 1},
+        {"seed": -(2**63)},
         {"presence_penalty": 2},
         {"frequency_penalty": -2},
         {"repetition_penalty": 1.5},
@@ -284,6 +290,125 @@ def test_what_frontends_send_for_themselves_is_read_past_and_told(server):
         assert (refused.status, refused.body["error"]["param"]) == (400, "read_past")
 
 
+TALK = [{"role": "user", "content": "a"}]
+MESSAGE_FIELDS = {  # what clients send -> the paths that the header names
+    "a cached message": ([TALK[0] | {"cache_control": {"type": "ephemeral"}}], ["cache_control"]),
+    "a cached part": (
+        [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a", "cache_control": {}, "id": 1}],
+            }
+        ],
+        ["content.id"],
+    ),
+    "Anthropic's thoughts": (
+        [*TALK, {"role": "assistant", "content": "b", "thinking_blocks": [{}], "id": "x"}, *TALK],
+        ["id", "thinking_blocks"],
+    ),
+    "an answer of the openai package": (
+        [
+            *TALK,
+            {"role": "assistant", "content": "b", "refusal": None, "annotations": [{"type": "u"}]}
+            | {"audio": None, "function_call": None, "tool_calls": None, "images": []},
+            *TALK,
+        ],
+        ["annotations"],
+    ),
+    "a call with a signature": (
+        [
+            *TALK,
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {
+                        "id": "call_1",
+                        "type": "function",
+                        "extra_content": {"google": {"thought_signature": "x"}},
+                        "function": {"name": "f", "arguments": "{}", "thought_signature": "x"},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": "call_1", "content": "1", "status": "success"},
+        ],
+        ["status", "tool_calls.extra_content", "tool_calls.function.thought_signature"],
+    ),
+    "an earlier beginning": (
+        [*TALK, {"role": "assistant", "content": "b", "prefix": True}, *TALK],
+        ["prefix"],
+    ),
+    "no beginning": ([*TALK, {"role": "assistant", "content": "b", "prefix": False}], []),
+}
+
+
+@pytest.mark.parametrize(("messages", "paths"), MESSAGE_FIELDS.values(), ids=MESSAGE_FIELDS)
+def test_fields_of_messages_for_other_servers_are_read_past_and_told(server, messages, paths):
+    told = ", ".join(f"messages.{path}" for path in paths)
+    want = f'299 specserve "read past: {told}"' if paths else None
+    for path, body in ((CHAT, {"max_tokens": 1}), ("/tokenize", {})):
+        answer = server.post(path, {"messages": messages} | body)
+        assert (answer.status, answer.headers.get("warning")) == (200, want)
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user", "content": "a", "images": ["iVBO"]}, "messages[0].images"),
+        ({"role": "user", "content": "a", "cache_contrl": {}}, "messages[0].cache_contrl"),
+        ({"role": "user", "content": "a", "audio": {"id": "x"}}, "messages[0].audio"),
+        (
+            {"role": "user", "content": [{"text": "a", "cache_control": {}}]},
+            "messages[0].content[0].type",
+        ),
+    ],
+    ids=["images", "a typing error", "audio", "no type"],
+)
+def test_other_fields_of_messages_are_refused_by_name(server, message, param):
+    answer = server.post(CHAT, {"messages": [message]})
+    assert (answer.status, answer.body["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("field", ["prefix", "partial"])
+def test_a_last_message_that_is_a_beginning_is_continued(server, field):
+    begun = [*TALK, {"role": "assistant", "content": "once upon"}]
+    want = server.post("/tokenize", {"messages": begun, "continue_final_message": True}).body
+    begun[-1][field] = True
+    got = server.post("/tokenize", {"messages": begun})
+    assert (got.body, got.headers.get("warning")) == (want, None)
+    asked = {"max_tokens": 5, "temperature": 0}
+    continued = server.post(CHAT, {"messages": begun} | asked)
+    assert continued.status == 200
+    assert continued.body["usage"]["prompt_tokens"] == want["count"]
+
+
+def test_the_fields_of_items_for_other_servers_are_read_past_and_told(server):
+    part = {"type": "input_text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    item = {"role": "user", "content": [part], "timestamp": 5}
+    answer = server.post(RESPONSES, {"input": [item], "max_output_tokens": 1})
+    told = '299 specserve "read past: input.content.cache_control, input.timestamp"'
+    assert (answer.status, answer.headers["warning"]) == (200, told)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "told"),
+    [
+        (CHAT, {"messages": TALK, "reasoning_effort": "high"}, "reasoning_effort"),
+        (COMPLETIONS, {"prompt": "a", "reasoning_effort": "low"}, "reasoning_effort"),
+        (RESPONSES, {"input": "a", "reasoning": {"effort": "minimal"}}, "reasoning.effort"),
+        (CHAT, {"messages": TALK, "reasoning_effort": "none"}, None),
+        (CHAT, {"messages": TALK, "cache_control": {"type": "ephemeral"}}, "cache_control"),
+    ],
+    ids=range(5),
+)
+def test_an_effort_that_no_template_reads_is_told(server, path, asked, told):
+    most = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    for stream in (False, True):
+        answer = server.post(path, asked | {most: 1, "stream": stream})
+        want = told and f'299 specserve "read past: {told}"'
+        assert (answer.status, answer.headers.get("warning")) == (200, want)
+
+
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 def test_minus_one_leaves_a_limit_out(server, field):
     for path, body in ((CHAT, chat_body(seed=1)), (COMPLETIONS, completion_body(seed=1))):
@@ -308,7 +433,7 @@ def test_a_seed_of_minus_one_is_drawn(server):
         ("function_call", "none"),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
-        ("reasoning_effort", "high"),
+        ("reasoning_effort", "enormous"),
         ("suffix", "x"),
         ("guided_json", {}),
         ("chat_template", "x"),
@@ -362,9 +487,9 @@ def test_an_unknown_field_is_told_the_nearest_name(server, field, near):
         ({"top_p": 0}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"seed": 2**53}, "seed"),
+        ({"seed": 2**63}, "seed"),
         ({"stop": ""}, "stop"),
-        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ["x" * 1000] * 17}, "stop"),
         ({"stop_token_ids": [320]}, "stop_token_ids"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"frequency_penalty": "1"}, "frequency_penalty"),
@@ -404,10 +529,24 @@ def test_a_wrong_value_is_refused_before_the_first_byte(server, asked, param):
         (CHAT, {"messages": [{"role": "user", "content": "the cat " * 300}]}),
         (COMPLETIONS, {"prompt": [7] * 512}),
         (COMPLETIONS, {"prompt": ["the cat", "the cat " * 300]}),
+        (COMPLETIONS, {"prompt": "the cat " * 30_000}),
+        (RESPONSES, {"input": "the cat " * 300}),
     ],
+    ids=range(5),
 )
-def test_a_prompt_longer_than_the_context_is_refused(server, path, body):
-    answer = server.post(path, body | {"stream": True})
-    assert answer.status == 400
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_longer_than_the_context_is_refused_in_openais_words(server, path, body, stream):
+    answer = server.post(path, body | {"stream": stream})
     error = answer.body["error"]
+    assert (answer.status, error["type"]) == (400, "invalid_request_error")
     assert (error["code"], error["param"]) == ("context_length_exceeded", next(iter(body)))
+    # As opencode reads it; LiteLLM and LangChain look for a part of it, or for the code.
+    numbers = (
+        r"This model's maximum context length is 512 tokens\. .* has (?:at least )?(\d+) tokens"
+    )
+    assert int(re.match(numbers, error["message"])[1]) >= 512
+
+
+def test_a_prompt_that_leaves_room_for_one_token_is_answered(server):
+    answer = server.post(COMPLETIONS, {"prompt": [7] * 511, "seed": 1})
+    assert (answer.status, answer.body["usage"]["completion_tokens"]) == (200, 1)

@@ -13,6 +13,7 @@ import pytest
 from specserve.config import ServerConfig
 from specserve.server.app import make_app
 from specserve.server.body import FRONTENDS, HARMLESS
+from specserve.server.ignored_fields import IGNORED
 from specserve.server.pages import PARTS
 
 ROOT = Path(__file__).parents[2]
@@ -77,5 +78,7 @@ def test_the_manual_names_every_route():
 def test_the_manual_names_every_field_that_is_read_past():
     [listed] = re.findall(r"Read past.*?: (.*?), and `name`", MANUAL, re.DOTALL)
     assert set(re.findall(r"`(\w+)`", listed)) == HARMLESS
+    [table] = re.findall(r"inside of \| fields \|\n.*?\n(.*?)\n\n", MANUAL, re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", table)) - {"input"} == set().union(*IGNORED.values())
     [listed] = re.findall(r"Read past as well.*?: (.*?)\n\n", MANUAL, re.DOTALL)
     assert set(re.findall(r"`(\w+)`", listed)) == FRONTENDS

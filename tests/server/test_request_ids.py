@@ -110,6 +110,12 @@ REFUSALS = {
         408,
         0,
     ),
+    "too large headers of a path with more slashes": (
+        f"GET //version//?x HTTP/1.1\r\n{NAME}: mine\r\nX: {'a' * 3000}\r\n\r\n".encode(),
+        "GET /version",
+        431,
+        0,
+    ),
     "a tunnel": (f"CONNECT a:1 HTTP/1.1\r\n{NAME}: mine\r\n\r\n".encode(), "CONNECT a:1", 405, 0),
 }
 

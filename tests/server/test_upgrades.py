@@ -165,7 +165,8 @@ def test_a_second_request_ends_the_connection_though_it_comes_as_a_stream_begins
         # Meanwhile, as it waits for the client to read:
         connection.is_input_closed, cycle.keep_alive = True, False
 
-    asyncio.run(Connection.run_app(connection, cycle, app, {"headers": []}, None, send))
+    scope = {"headers": [], "http_version": "1.1"}
+    asyncio.run(Connection.run_app(connection, cycle, app, scope, None, send))
     assert not cycle.keep_alive
 
 

@@ -43,7 +43,7 @@ def test_another_parameter_is_told(monkeypatch):
 def test_an_attribute_that_no_method_sets_is_told(monkeypatch):
     def without_keep_alive(self):
         self.body, self.message_event, self.disconnected = b"", None, False
-        self.response_complete = self.response_started = False
+        self.response_complete = self.response_started = self.chunked_encoding = False
 
     for name in ("__init__", "send", "receive", "run_asgi"):
         monkeypatch.setattr(RequestResponseCycle, name, without_keep_alive)

@@ -64,6 +64,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         "--text",
         type=Path,
         nargs="+",
+        action="extend",
         default=[],
         metavar="FILE",
         help='plain text, or .jsonl with a line {"messages": [...]} for each conversation',

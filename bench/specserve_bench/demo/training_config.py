@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from specserve.disk import not_written
 from specserve.errors import ConfigError
 
 OWN_LENGTH = 128  # tokens that the target continues a beginning with
@@ -86,7 +87,9 @@ def check_config(file: Path, config: msgspec.Struct) -> None:
         if not file.exists():
             file.write_bytes(msgspec.json.encode(config))
         begun = msgspec.json.decode(file.read_bytes(), type=type(config))
-    except (OSError, msgspec.MsgspecError) as e:
+    except OSError as e:
+        raise not_written(file, e) from e
+    except msgspec.MsgspecError as e:
         raise ConfigError(f"{file}: {e}; give another folder") from e
     if begun != config:
         now = dict(values(config))

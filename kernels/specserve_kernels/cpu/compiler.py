@@ -4,6 +4,7 @@ Imports nothing outside the standard library: a wheel is built where nothing els
 """
 
 import ctypes
+import errno
 import fcntl
 import hashlib
 import logging
@@ -11,6 +12,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import struct
 import subprocess
 import tempfile
@@ -31,6 +33,7 @@ FLAGS = (
 )
 # The C++ runtime becomes part of the library: the process may have loaded an older one.
 STATIC = ("-static-libstdc++", "-static-libgcc", "-Wl,--gc-sections", "-Wl,--exclude-libs,ALL")
+FULL = errno.ENOSPC, errno.EDQUOT  # of a disk, or of a user's share of one
 REMEDY = "set CXX to g++ 11 or later"
 UNUSED_SECONDS = 30 * 24 * 3600  # what no process has used for so long is removed from the cache
 KEPT = "kernels", "threads", "costs"  # how the names of what is kept there begin
@@ -48,22 +51,35 @@ def compiled(flags: tuple[str, ...]) -> Path:
     The name has a hash of all that shapes it: -march=native code must not run on another CPU.
     """
     try:
-        return compiled_in(cache_folder(), flags, loads)
+        usual, folder = usual_folder(), cache_folder()
+        if usual not in (None, folder) and loads(path := usual / library_name(flags)):
+            return path
+        return compiled_in(folder, flags, loads)
     except OSError as e:
-        raise BuildError(f"the compiled kernels cannot be kept ({e}): set XDG_CACHE_HOME") from e
+        remedy = "free space on its disk, or set" if e.errno in FULL else "set"
+        raise BuildError(
+            f"the compiled kernels cannot be kept ({e}): {remedy} XDG_CACHE_HOME"
+        ) from e
 
 
 def compiled_in(folder: Path, flags: tuple[str, ...], is_good: Callable[[Path], bool]) -> Path:
-    path = folder / f"kernels-{build_hash(flags)}.so"
+    path = folder / library_name(flags)
     mark_used(path)
     if is_good(path):
         return path
     with locked(folder):
         if not is_good(path):  # it is, if this process has waited for one that compiled it
-            log.warning("compiling the C++ kernels for this CPU, once: about 15 s")
+            log.warning("compiling the C++ kernels for this CPU, once: about 15 s%s", note(folder))
             keep(path, flags, is_good)
             remove_unused(folder)
     return path
+
+
+def note(folder: Path) -> str:
+    """Where the kernels are kept, unless that is the usual place."""
+    if folder == usual_folder():
+        return ""
+    return f"; they are kept in {folder}: set XDG_CACHE_HOME to keep them elsewhere"
 
 
 @contextmanager
@@ -120,7 +136,7 @@ def is_whole(path: Path) -> bool:
     """
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
+    except OSError:
         return False
     if len(data) < 64:
         return False
@@ -130,16 +146,39 @@ def is_whole(path: Path) -> bool:
 
 
 def cache_folder() -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "specserve"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder
+    """The user's, or one of the user's own among temporary files if that cannot be written."""
+    usual = usual_folder()
+    if usual is not None:
+        with suppress(OSError):
+            usual.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if os.access(usual, os.W_OK | os.X_OK):
+                return usual
+    return private_folder(usual)
 
 
-def home() -> Path:
+def usual_folder() -> Path | None:
+    """None for a user without a home folder."""
     try:
-        return Path.home()
-    except RuntimeError as e:
-        raise BuildError("no home folder to keep the kernels in: set XDG_CACHE_HOME") from e
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specserve"
+    except RuntimeError:
+        return None
+
+
+def private_folder(instead_of: Path | None) -> Path:
+    """A folder among temporary files that nobody else can write to. BuildError if another user has
+    made it, or can change it: its libraries would run in this process.
+    """
+    folder = Path(tempfile.gettempdir()) / f"specserve-{os.geteuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if not is_own or stat.S_IMODE(found.st_mode) & 0o077:
+        raise BuildError(
+            f"no folder to keep the kernels in: {instead_of or 'a home folder'} cannot be written, "
+            f"and {folder} is not private to this user: set XDG_CACHE_HOME"
+        )
+    return folder
 
 
 def cpu_name() -> bytes:
@@ -170,6 +209,10 @@ def source_hash() -> str:
     """Changes with every source of the kernels."""
     sources = [path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]*"))]
     return hashlib.sha256(b"\0".join(sources)).hexdigest()[:16]
+
+
+def library_name(flags: Iterable[str]) -> str:
+    return f"kernels-{build_hash(flags)}.so"
 
 
 def build_hash(flags: Iterable[str]) -> str:
@@ -212,6 +255,12 @@ def run_compiler(*args: str) -> None:
     done = call_compiler(*args)
     if done.returncode != 0:
         failed = f"{shlex.join(compiler())} could not compile the kernels"
+        if any(os.strerror(number) in done.stderr for number in FULL):
+            where = {args[-1].rpartition("/")[0], tempfile.gettempdir()}
+            raise BuildError(
+                f"{failed}, as a disk is full: free space in {' or '.join(sorted(where))}, or set "
+                "XDG_CACHE_HOME and TMPDIR to folders on other disks"
+            )
         said = next((f"; {line}" for line in done.stderr.splitlines() if "error" in line), "")
         details = f"(exit code {done.returncode}{said}): {REMEDY}\n{done.stderr[:2000]}"
         raise BuildError(f"{failed} {details}")

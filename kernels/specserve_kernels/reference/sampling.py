@@ -105,13 +105,14 @@ def gumbel(seed: int, index: int, V: int) -> Tensor:
 
     ->  [V]  float32
 
-    Philox4x32-10 (Salmon et al., SC'11) with key = seed and counter = (id // 4, index, 0, 0); id
-    takes the word id % 4. Large noise comes from u near 0, where float32 is dense, so that rounding
-    never gives 0: u in (0, 1 - 2^-24], G = -log(-log1p(-u)) <= 22.9.
+    Philox4x32-10 (Salmon et al., SC'11) with the 64 bits of the seed as key and
+    counter = (id // 4, index, 0, 0); id takes the word id % 4. Large noise comes from u near 0,
+    where float32 is dense, so that rounding never gives 0: u in (0, 1 - 2^-24], and
+    G = -log(-log1p(-u)) <= 22.9.
     """
     quad = torch.arange((V + 3) // 4, dtype=torch.int64)
     zero = torch.zeros_like(quad)
-    words = philox((quad, zero + index, zero, zero), (seed & _WORD, seed >> 32))
+    words = philox((quad, zero + index, zero, zero), (seed & _WORD, seed >> 32 & _WORD))
     r = torch.stack(words, dim=1).flatten()[:V].float()
     u = torch.clamp((r + 0.5) * 2.0**-32, max=1 - 2.0**-24)
     return -torch.log(-torch.log1p(-u))
