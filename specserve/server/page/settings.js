@@ -18,7 +18,7 @@ form.oninput = ({ target }) => {
   put(KEPT, { values: Object.fromEntries(told), off: [...refused] });
 };
 
-export const model = { card: null, plain: null }; // plain: seconds of a step of one row, by context
+export const model = { card: null, plain: null }; // plain: seconds of a step without draft tokens, by context
 
 export async function connect() {
   const { data } = await get("v1/models");
@@ -35,15 +35,14 @@ export async function connect() {
   await learnCosts();
 }
 
-// What a step of one row takes, as the server's own steps have shown.
+// What a step without draft tokens takes, as measured with about the same context.
 export async function learnCosts() {
-  const { costs } = await get("v1/speculation");
-  const target = costs.target ?? Object.values(costs)[0];
-  const first = target?.steps[0];
-  model.plain = first?.rows === 1 && first.is_known
-    ? (context) => target.slowdown
-      * (first.seconds + target.seconds_per_token * context + target.seconds_per_request)
-    : null;
+  const { plain_steps: measured = [] } = await get("v1/speculation");
+  const apart = (step, context) => Math.abs(Math.log2(step.context / context));
+  model.plain = (context) => {
+    const [nearest] = [...measured].sort((a, b) => apart(a, context) - apart(b, context));
+    return nearest && apart(nearest, context) <= 1 ? nearest.seconds : null;
+  };
 }
 
 const labelOf = (control) => control.labels[0].textContent.trim();
