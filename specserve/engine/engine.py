@@ -158,7 +158,8 @@ class Engine:
         self.stats.num_steps += 1
         seconds = perf_counter() - start
         self.stats.step_seconds += seconds
-        self.plain_steps.observe(scheduled, seconds - (self.stats.draft_seconds - drafting))
+        drafting = self.stats.draft_seconds - drafting
+        self.plain_steps.observe(self.scheduler.step, len(step.token_ids), seconds - drafting)
         return refused + outputs
 
     def admit_compiled(self) -> list[StepOutput]:

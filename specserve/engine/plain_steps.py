@@ -1,11 +1,10 @@
 """What steps of one request without draft tokens take: the base of an estimated gain."""
 
 from collections import deque
-from collections.abc import Sequence
 from statistics import median
 
 from specserve.exchange.speculation_state import PlainStep
-from specserve.scheduling import ScheduledRequest
+from specserve.scheduling.cost import Step
 
 LATEST = 16  # steps whose median counts
 
@@ -18,13 +17,12 @@ class PlainSteps:
     def __init__(self) -> None:
         self.steps: dict[int, deque[tuple[int, float]]] = {}
 
-    def observe(self, scheduled: Sequence[ScheduledRequest], seconds: float) -> None:
-        """Count a step if it has one request's last token alone."""
-        if len(scheduled) != 1 or not scheduled[0].is_root or scheduled[0].draft.tokens:
+    def observe(self, step: Step, rows: int, seconds: float) -> None:
+        """Count a step of so many rows, draft tokens included, if its one row is a request's."""
+        if rows != 1 or step.num_roots != 1:
             return
-        context = scheduled[0].end
-        latest = self.steps.setdefault(context.bit_length(), deque(maxlen=LATEST))
-        latest.append((context, seconds))
+        latest = self.steps.setdefault(step.context.bit_length(), deque(maxlen=LATEST))
+        latest.append((step.context, seconds))
 
     def reset(self) -> None:
         self.steps = {}

@@ -1,47 +1,42 @@
 """Measured steps without draft tokens."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from specserve.engine.plain_steps import LATEST, PlainSteps
 from specserve.exchange.speculation_state import PlainStep
-from specserve.scheduling import ScheduledRequest
-from specserve_drafters import Draft
+from specserve.scheduling.cost import Step
 
 
-def scheduled(end, rows=1, known=None, draft=()):
-    request = SimpleNamespace(token_ids=[0] * (end if known is None else known))
-    return ScheduledRequest(request, end - rows, end, draft=Draft.chain([*draft]))
+def plain(context):
+    return Step(1, context, 1, 1)
 
 
 def test_steps_of_about_the_same_context_are_counted_together():
-    plain = PlainSteps()
+    steps = PlainSteps()
     for context, seconds in ((70, 0.002), (90, 0.004), (100, 0.003), (900, 0.01)):
-        plain.observe([scheduled(context)], seconds)
-    assert plain.state == [PlainStep(90, 0.003, 3), PlainStep(900, 0.01, 1)]
-    plain.reset()
-    assert plain.state == []
+        steps.observe(plain(context), 1, seconds)
+    assert steps.state == [PlainStep(90, 0.003, 3), PlainStep(900, 0.01, 1)]
+    steps.reset()
+    assert steps.state == []
 
 
 def test_only_the_latest_steps_count():
-    plain = PlainSteps()
+    steps = PlainSteps()
     for seconds in [9.0] * LATEST + [0.1] * LATEST:
-        plain.observe([scheduled(100)], seconds)
-    assert plain.state == [PlainStep(100, 0.1, LATEST)]
+        steps.observe(plain(100), 1, seconds)
+    assert steps.state == [PlainStep(100, 0.1, LATEST)]
 
 
 OTHERS = {
-    "a step with draft tokens": [scheduled(90, draft=(1, 2))],
-    "a step of a prompt": [scheduled(90, rows=20)],
-    "a row of a prompt that has more": [scheduled(90, known=200)],
-    "a step of two requests": [scheduled(90), scheduled(80)],
-    "a step without requests": [],
+    "a step with draft tokens": (plain(90), 3),
+    "a step of a prompt": (Step(20, 90, 1, 0, prompt_rows=20), 20),
+    "a row of a prompt that has more": (Step(1, 90, 1, 0, prompt_rows=1), 1),
+    "a step of two requests": (Step(2, 170, 2, 2), 2),
 }
 
 
-@pytest.mark.parametrize("each", OTHERS.values(), ids=OTHERS)
-def test_other_steps_are_not_counted(each):
-    plain = PlainSteps()
-    plain.observe(each, 0.1)
-    assert plain.state == []
+@pytest.mark.parametrize(("step", "rows"), OTHERS.values(), ids=OTHERS)
+def test_other_steps_are_not_counted(step, rows):
+    steps = PlainSteps()
+    steps.observe(step, rows, 0.1)
+    assert steps.state == []

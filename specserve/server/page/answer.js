@@ -73,6 +73,13 @@ export class Answer {
   }
 }
 
+// The measured seconds of a step without draft tokens, at half to twice this context; else null.
+export function plainSeconds(measured, context) {
+  const apart = (step) => Math.abs(Math.log2(step.context / context));
+  const [nearest] = [...measured].sort((a, b) => apart(a) - apart(b));
+  return nearest && apart(nearest) <= 1 ? nearest.seconds : null;
+}
+
 export const inMs = (ms) => (ms == null ? undefined : `${ms.toFixed(ms < 10 ? 2 : 0)} ms`);
 
 // Stream an answer; onChange(answer) is called as it grows.

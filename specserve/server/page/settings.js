@@ -1,5 +1,6 @@
 // The model that is served, and what the page's controls ask of it.
 
+import { plainSeconds } from "./answer.js";
 import { Refusal, get } from "./api.js";
 import { put, take } from "./kept.js";
 import { element } from "./view.js";
@@ -35,14 +36,10 @@ export async function connect() {
   await learnCosts();
 }
 
-// What a step without draft tokens takes, as measured with about the same context.
+// What a step without draft tokens takes, as measured.
 export async function learnCosts() {
-  const { plain_steps: measured = [] } = await get("v1/speculation");
-  const apart = (step, context) => Math.abs(Math.log2(step.context / context));
-  model.plain = (context) => {
-    const [nearest] = [...measured].sort((a, b) => apart(a, context) - apart(b, context));
-    return nearest && apart(nearest, context) <= 1 ? nearest.seconds : null;
-  };
+  const { plain_steps: measured } = await get("v1/speculation");
+  model.plain = (context) => plainSeconds(measured ?? [], context);
 }
 
 const labelOf = (control) => control.labels[0].textContent.trim();
