@@ -94,7 +94,7 @@ class Cell:
         self.samples.append(sample)
         if self.num_new == KNOWN:
             self.samples = deque([*self.samples][-KNOWN:], WINDOW)
-        if self.point is None and self.num_new < KNOWN:
+        if self.point is None and len(self.samples) < KNOWN:
             return False
         before, rank = self.point, len(self.samples) * RANK // WINDOW
         found = sorted(self.samples, key=lambda s: s.seconds - s.added(by))[rank]
@@ -187,30 +187,35 @@ def fitted(stairs: Iterable[Stair], before: Sequence[float]) -> list[float]:
     """
     sums = [[0.0] * 4 for _ in range(3)]
     for stair in stairs:
-        cells = [cell for cell in stair.cells.values() if cell.point is not None]
-        if len(cells) > 1:
-            add_differences(sums, cells)
+        known = [(len(c.samples), c.point) for c in stair.cells.values() if c.point is not None]
+        if len(known) > 1:
+            add_differences(sums, known)
     reading, attending, asking = (sums[i][i] for i in range(3))
     prior = PRIOR * (reading + attending / RIDGE**2)
     for i, more in enumerate((prior, prior * RIDGE**2, PRIOR * asking)):
         sums[i][i] += more
-    kept = [i for i in range(3) if sums[i][i] > 0]
-    found = [before[i] if i not in kept else 0.0 for i in range(3)]
-    while kept:
-        solved = np.linalg.solve(
-            [[sums[i][k] for k in kept] for i in kept], [sums[i][3] for i in kept]
-        )
-        if solved.min() >= 0:
-            for i, value in zip(kept, solved.tolist(), strict=True):
-                found[i] = value
-            break
-        del kept[int(solved.argmin())]
+    shown = [i for i in range(3) if sums[i][i] > 0]
+    found = [0.0 if i in shown else before[i] for i in range(3)]
+    for i, value in solved(sums, shown).items():
+        found[i] = value
     return found
 
 
-def add_differences(sums: list[list[float]], cells: Sequence[Cell]) -> None:
-    """Add a stair's part of the normal equations; cells of more steps count for more."""
-    each = [(len(c.samples) / c.point.seconds**2, c.point) for c in cells if c.point is not None]
+def solved(sums: list[list[float]], kept: list[int]) -> dict[int, float]:
+    """The solution of these equations; those that would be below 0 are left out."""
+    while kept:
+        left = np.array([[sums[i][k] for k in kept] for i in kept])
+        found = np.linalg.solve(left, [sums[i][3] for i in kept])
+        if found.min() >= 0:
+            return dict(zip(kept, found.tolist(), strict=True))
+        worst = kept[int(found.argmin())]
+        kept = [i for i in kept if i != worst]
+    return {}
+
+
+def add_differences(sums: list[list[float]], known: Sequence[tuple[int, Sample]]) -> None:
+    """Add a stair's part of the normal equations: each sample stands for so many steps."""
+    each = [(number / point.seconds**2, point) for number, point in known]
     whole = sum(weight for weight, _ in each)
     usual = [sum(w * point[i] for w, point in each) / whole for i in range(4)]
     for weight, point in each:
