@@ -184,6 +184,24 @@ def test_a_stale_estimate_above_that_of_more_rows_is_not_used():
     assert costs.seconds(8, 0, 1) == costs.seconds(16, 0, 1)
 
 
+def test_where_edges_contradict_each_other_the_one_measured_last_is_right():
+    costs = StepCosts(64)
+    for rows, seconds in ((16, 0.02), (32, 0.03), (8, 0.04)):
+        for _ in range(KNOWN):
+            costs.observe(rows, 0, 1, seconds)
+    assert [costs.seconds(rows, 0, 1) for rows in (8, 16, 32)] == [0.04] * 3
+
+
+def test_rows_are_taken_to_share_the_reading_of_context_until_steps_tell_them_apart():
+    costs = StepCosts(64)
+    for context in (300, 5000):
+        for _ in range(KNOWN):
+            costs.observe(1, context, 1, 0.002 + 1e-7 * context)
+    reading, attending, _ = costs.added
+    assert reading + attending == pytest.approx(1e-7, rel=0.05)
+    assert 0 < attending < reading / 10
+
+
 steps = st.lists(
     st.tuples(st.integers(1, 100), st.integers(0, 9000), st.floats(1e-4, 10.0)), max_size=60
 )
