@@ -18,7 +18,7 @@ answer.last = {
   usage: { prompt_tokens: context - 50.5 },
   metrics: {},
 };
-const figures = answer.figures(measured && ((at) => plainSeconds(measured, at)));
+const figures = answer.figures((at) => plainSeconds(measured, at));
 console.log(figures["Estimated gain"] ?? "none");
 """
 SHORT, LONG = {"context": 300, "seconds": 0.004}, {"context": 5000, "seconds": 0.01}

@@ -51,7 +51,7 @@ export class Answer {
     return !this.thought && this.steps.length > 0;
   }
 
-  // `plain` returns the seconds of a step without draft tokens, by context; null if none was measured.
+  // `plain(context)`: seconds of a step without draft tokens, if measured.
   figures(plain) {
     const { timings, metrics, usage } = this.last ?? {};
     if (!timings) return {};
@@ -59,8 +59,7 @@ export class Answer {
     const perToken = timings.predicted_per_second ? 1000 / timings.predicted_per_second : null;
     const steps = guesses?.mean_acceptance_length;
     const context = (usage?.prompt_tokens ?? timings.prompt_n) + timings.predicted_n / 2;
-    const step = plain?.(context) ?? null;
-    const without = step && 1000 * step * (timings.predicted_n - 1); // the first is the prompt's
+    const without = 1000 * plain(context) * (timings.predicted_n - 1); // the first is the prompt's
     return {
       TTFT: inMs(metrics.time_to_first_token_ms),
       TPOT: inMs(perToken),
@@ -73,12 +72,9 @@ export class Answer {
   }
 }
 
-// The measured seconds of a step without draft tokens, at half to twice this context; else null.
-export function plainSeconds(measured, context) {
-  const apart = (step) => Math.abs(Math.log2(step.context / context));
-  const [nearest] = [...measured].sort((a, b) => apart(a) - apart(b));
-  return nearest && apart(nearest) <= 1 ? nearest.seconds : null;
-}
+// Measured seconds of a step without draft tokens, at half to twice this context.
+export const plainSeconds = (measured, context) =>
+  measured?.find((step) => Math.abs(Math.log2(step.context / context)) <= 1)?.seconds;
 
 export const inMs = (ms) => (ms == null ? undefined : `${ms.toFixed(ms < 10 ? 2 : 0)} ms`);
 

@@ -19,7 +19,7 @@ form.oninput = ({ target }) => {
   put(KEPT, { values: Object.fromEntries(told), off: [...refused] });
 };
 
-export const model = { card: null, plain: null }; // plain: seconds of a step without draft tokens, by context
+export const model = { card: null, plain() {} }; // see figures()
 
 export async function connect() {
   const { data } = await get("v1/models");
@@ -36,10 +36,10 @@ export async function connect() {
   await learnCosts();
 }
 
-// What a step without draft tokens takes, as measured.
+// Learn what a step without draft tokens takes.
 export async function learnCosts() {
   const { plain_steps: measured } = await get("v1/speculation");
-  model.plain = (context) => plainSeconds(measured ?? [], context);
+  model.plain = (context) => plainSeconds(measured, context);
 }
 
 const labelOf = (control) => control.labels[0].textContent.trim();
