@@ -44,20 +44,41 @@ class RowCosts(StepCosts):
         super().__init__(1)
         self.edges, self.price = [*range(1, 2 * LIMIT)], price
 
-    def seconds(self, rows: int, context: int, requests: int, is_hopeful: bool = False) -> float:
+    def seconds(
+        self,
+        rows: int,
+        context: float,
+        requests: int,
+        is_hopeful: bool = False,
+        attended: float | None = None,
+    ) -> float:
         return 1.0 + self.price * rows
 
     def is_known(self, rows: int) -> bool:
         return True
 
-    def observe(self, rows: int, context: int, requests: int, seconds: float) -> None:
+    def observe(
+        self,
+        rows: int,
+        context: float,
+        requests: int,
+        seconds: float,
+        attended: float | None = None,
+    ) -> None:
         pass
 
 
 class NoCosts(RowCosts):
     """A draft model's levels take no time: so every one is run that may be of use."""
 
-    def seconds(self, rows: int, context: int, requests: int, is_hopeful: bool = False) -> float:
+    def seconds(
+        self,
+        rows: int,
+        context: float,
+        requests: int,
+        is_hopeful: bool = False,
+        attended: float | None = None,
+    ) -> float:
         return 0.0
 
 

@@ -16,10 +16,11 @@ import msgspec
 from specserve import LLM, SamplingParams
 from specserve.engine.planned_guesses import PlannedGuesses, Root
 from specserve.exchange.sampling_params import SpeculationParams
-from specserve.exchange.speculation_state import PlanState, SpeculationState
+from specserve.exchange.speculation_state import CostState, PlanState, RowCost, SpeculationState
 from specserve.exchange.step_output import StepDetails
 from specserve.generation import Output
 from specserve.models.chat_template import ChatOptions, Message
+from specserve.scheduling.cost import Step
 from specserve.scheduling.planner import ranked
 from specserve_bench.demo.held_out import questions
 
@@ -168,17 +169,21 @@ def step_of(
         return step
     p, costs, at = found.trie.values, state.costs["target"], guesses.step
     each = zip(tree.tokens, tree.parents, tree.sources, found.nodes, strict=False)
-    added = costs.seconds_per_token * at.context + costs.seconds_per_request * at.requests
     return msgspec.structs.replace(
         step,
         nodes=[Node(t, text_of(llm, t), above, bits, round(p[n], 4)) for t, above, bits, n in each],
         plan=llm.speculation().plan,
         draft_ms=round(1e3 * at.spent, 2),
         candidates=[round(p[node], 4) for node in ranked(found.ask)],
-        cost_ms={
-            row.rows: round(1e3 * (row.seconds + added) * costs.slowdown, 2) for row in costs.steps
-        },
+        cost_ms={row.rows: round(1e3 * row_cost(row, costs, at), 2) for row in costs.steps},
     )
+
+
+def row_cost(row: RowCost, costs: CostState, step: Step) -> float:
+    """Seconds of a step with draft tokens up to so many rows."""
+    attended = step.attended_with(max(row.rows - step.rows, 0))
+    added = costs.seconds_per_token * step.context + costs.seconds_per_row_token * attended
+    return (row.seconds + added + costs.seconds_per_request * step.requests) * costs.slowdown
 
 
 def text_of(llm: LLM, token: int) -> str:

@@ -21,6 +21,7 @@ from specserve.engine.head_model import HeadModel
 from specserve.engine.kept_costs import KeptCosts
 from specserve.engine.ledger import Told
 from specserve.engine.logprobs import asked_logprobs, tell_drawn, tell_prompts
+from specserve.engine.plain_steps import PlainSteps
 from specserve.engine.processors import LogitsProcessor, LogitsProcessors
 from specserve.engine.runner import Answers, KVLost, Runner
 from specserve.engine.source import UserCode
@@ -97,6 +98,7 @@ class Engine:
         self.adapters: Adapters | None = None  # likewise
         self.telling: set[int] = set()  # of those that asked for logprobs
         self.stats = Stats()
+        self.plain_steps = PlainSteps()
         self.kept: list[KeptCosts] = []  # of the models
         self.is_replaceable = False  # another process can go on with the requests
         self.ids = count()
@@ -137,7 +139,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """Run one forward of the target; the outputs of all requests that have new tokens."""
-        start = perf_counter()
+        start, drafting = perf_counter(), self.stats.draft_seconds
         refused = self.admit_compiled() if self.is_compiling else []
         if self.adapters is not None and self.adapters.waiting:
             refused += self.admit_adapted(self.adapters)
@@ -166,7 +168,10 @@ class Engine:
             return refused + self.give_up(scheduled, e)
         outputs = self.commit(scheduled, sampled, paths)
         self.stats.num_steps += 1
-        self.stats.step_seconds += perf_counter() - start
+        seconds = perf_counter() - start
+        self.stats.step_seconds += seconds
+        drafting = self.stats.draft_seconds - drafting
+        self.plain_steps.observe(self.scheduler.step, len(step.token_ids), seconds - drafting)
         return refused + outputs
 
     def admit_compiled(self) -> list[StepOutput]:
@@ -553,6 +558,7 @@ class Engine:
     def reset_learned(self) -> None:
         """Forget what steps have shown of costs and guesses; running requests go on."""
         self.scheduler.costs.reset()
+        self.plain_steps.reset()
         for model in self.draft_models:
             model.costs.reset()
             model.first_costs.reset()
@@ -676,6 +682,7 @@ class Engine:
             max_nodes=budget.max_nodes,
             max_step_nodes=budget.max_step_nodes,
             costs={model: cost_state(of_model) for model, of_model in costs.items()},
+            plain_steps=self.plain_steps.state,
             tenant=tenant,
         )
         return state if self.guesses is None else self.guesses.tell(state)

@@ -10,7 +10,7 @@ from specserve_kernels.cpu.kept import keep, kept_file, read_kept
 from specserve_kernels.topology import topology
 
 EVERY = 60.0  # seconds: while the engine runs, the file is written no more often
-FORMAT = "2"  # of the file: change it with what its numbers mean
+FORMAT = "3"  # of the file: change it with what its numbers mean
 
 
 class KeptCosts:

@@ -190,8 +190,7 @@ class PlannedGuesses:
 
     def part(self, step: Step) -> float:
         """A request's part of the seconds of a step, which is what a right guess saves."""
-        seconds = self.planner.costs.seconds(step.rows, step.context, step.requests)
-        return seconds / max(step.num_roots, 1)
+        return self.planner.costs.of(step) / max(step.num_roots, 1)
 
     def asked(self, request: Request, part: float) -> Asked:
         """Part: what a right guess saves, in seconds."""
@@ -349,7 +348,7 @@ class PlannedGuesses:
         if not late:
             return
         now, step = perf_counter(), self.step
-        takes = self.planner.costs.seconds(step.rows, step.context, step.requests)
+        takes = self.planner.costs.of(step)
         for root in late:
             root.ask.behind = behind(root.scheduled.request, now, takes)
         priorities = [root.priority for root in late if root.ask.behind > 0]
@@ -394,8 +393,7 @@ class PlannedGuesses:
     def in_time(self, name: str, roots: Sequence[Root]) -> list[Root]:
         """The roots whose owners' requests a source takes no more time for than it saves."""
         step = self.step
-        seconds = self.planner.costs.seconds(step.rows, step.context, step.requests)
-        part = seconds / max(step.num_roots, 1)
+        part = self.part(step)
         owners = {root.learned for root in roots}
         asked = {learned for learned in owners if learned.may_ask(name, part * learned.num_roots)}
         return [root for root in roots if root.learned in asked]
@@ -452,7 +450,7 @@ class PlannedGuesses:
         if plan is None:
             return
         self.planner.observe(plan, step, seconds)
-        without = self.planner.costs.seconds(step.rows, step.context, step.requests)
+        without = self.planner.costs.of(step)
         # No estimate of the first steps may be absurd: guesses took time, but no more a row.
         without = min(max(without, seconds * step.rows / plan.rows), seconds)
         guesses = plan.rows - step.rows

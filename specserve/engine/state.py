@@ -10,8 +10,8 @@ from specserve_drafters.calibration import Calibration
 
 def cost_state(costs: StepCosts) -> CostState:
     steps = [RowCost(rows, s, costs.is_known(rows)) for rows, s in costs.table().items()]
-    per_token, per_request = costs.added
-    return CostState(steps, per_token, per_request, costs.slowdown)
+    per_token, per_row, per_request = costs.added
+    return CostState(steps, per_token, per_row, per_request, costs.slowdown)
 
 
 def calibration_state(calibration: Calibration) -> dict[str, list[GuessKind]]:

@@ -15,9 +15,18 @@ class CostState(msgspec.Struct, frozen=True):
     """What a model's steps take on this machine."""
 
     steps: list[RowCost]
-    seconds_per_token: float  # of context
+    seconds_per_token: float  # of context, once for each request
+    seconds_per_row_token: float  # of context, for each row that attends to it
     seconds_per_request: float
     slowdown: float  # by other load, at present: all seconds are to be multiplied by it
+
+
+class PlainStep(msgspec.Struct, frozen=True):
+    """Measured steps of one request without draft tokens, of about the same context."""
+
+    context: int  # tokens; the median
+    seconds: float  # of a whole step without the time of drafting; the median
+    steps: int  # how many: the latest
 
 
 class GuessKind(msgspec.Struct, frozen=True):
@@ -48,6 +57,7 @@ class SpeculationState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_nodes: int = 0  # guesses of a request and step
     max_step_nodes: int = 0  # guesses of a step, over all requests
     costs: dict[str, CostState] = {}  # by model, "target" and "draft"
+    plain_steps: list[PlainStep] = []  # by rising context
     tenant: int = 0  # whose requests without a salt `calibration` is learnt from
     calibration: dict[str, list[GuessKind]] = {}  # by source
     plan: PlanState | None = None  # of that tenant's latest step without others' requests

@@ -1,16 +1,22 @@
 """How long a model's steps take, by rows, context and requests: learnt from the steps themselves.
 
-Rows cost in stairs: kernels and graphs work on tiles of them. Other load makes some steps slower
-and none faster, so what a step costs is read off the fastest of the latest steps, and what slows
-down all of them alike is kept apart.
+Rows cost in stairs: kernels and graphs work on tiles of them. Attention adds to that: a step reads
+the KV of each request once, and each of its rows attends to all of it. Other load makes some steps
+slower and none faster, so what a step costs is read off the fastest of the latest steps, and what
+slows down all of them alike is kept apart.
+
+Estimates are bounded by measurements. Only steps of equally many rows show what context and
+requests add, and a stair's estimate goes through its own latest steps.
 """
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from threading import Lock
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 # Steps of an edge that are remembered; their third best is the estimate, of fewer a better one: the
 # first steps are often slow.
@@ -23,7 +29,12 @@ FIRST = 1e-3  # seconds of a step of one row, before there was any step
 RIDGE = 16  # rows whose work takes as long as reading the weights, until steps show it
 HOPED = 0.8  # of the seconds of an edge's few steps: what it might come down to
 HOPE = 2  # times the most rows that are known: more are not tried yet
-RATE, QUANTILE = 0.005, RANK / WINDOW  # of the fit of what context and requests add
+BAND = 256  # tokens: steps with about as much context a row, up to the next power of two, are alike
+LONG_AGO = 256  # steps: what was measured before says nothing of how busy the machine is
+FIT_EVERY = 8  # steps from a fit of what context and requests add to the next, at least
+# Of a fit: how much is given to what steps have not told apart. Until they have, attending of RIDGE
+# rows takes as long as reading the KV.
+PRIOR = 1e-3
 LEAST_SHARE = 0.05  # of a step's time that its rows account for
 CHANGED = 0.02  # of an edge's estimate: less does not recompute the stairs
 STALE = 1024  # steps without one of an edge, after which its few steps are forgotten
@@ -43,26 +54,122 @@ def edges(most: int) -> list[int]:
     return found[: bisect_left(found, most) + 1]
 
 
-class Stair:
-    """The latest steps of up to so many rows, without what context and requests added."""
+class Sample(NamedTuple):
+    """A measured step, as long as it would have taken without other load."""
+
+    context: float  # tokens whose KV was read
+    attended: float  # the same, summed over rows
+    requests: int
+    seconds: float
+
+    def added(self, by: Sequence[float]) -> float:
+        """What context, rows that attend to it and requests added."""
+        return by[0] * self.context + by[1] * self.attended + by[2] * self.requests
+
+    def of_rows(self, by: Sequence[float]) -> float:
+        """What its rows alone took."""
+        return max(self.seconds - self.added(by), LEAST_SHARE * self.seconds)
+
+
+class Cell:
+    """The latest steps of a stair with about the same context a row, and as many requests."""
 
     def __init__(self) -> None:
-        self.seconds: deque[float] = deque(maxlen=WINDOW)
-        self.estimate = 0.0  # 0 until it is known
-        self.last = 0  # number of the step that it was last added to
+        self.samples: deque[Sample] = deque(maxlen=WINDOW)
+        self.point: Sample | None = None  # the estimate, once it is known
+        self.last = -LONG_AGO  # number of the step that it was last added to
+        self.num_new = 0  # samples since the last one that came long after the one before it
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether it was measured lately: a step that differs shows how busy the machine is."""
+        return self.num_new >= KNOWN
+
+    def add(self, sample: Sample, by: Sequence[float], number: int) -> bool:
+        """Whether what is known has changed. Old samples go as soon as as many new ones are there
+        as make it known.
+        """
+        self.num_new = self.num_new + 1 if number - self.last < LONG_AGO else 1
+        self.last = number
+        self.samples.append(sample)
+        if self.num_new == KNOWN:
+            self.samples = deque([*self.samples][-KNOWN:], WINDOW)
+        if self.point is None and len(self.samples) < KNOWN:
+            return False
+        before, rank = self.point, len(self.samples) * RANK // WINDOW
+        found = sorted(self.samples, key=lambda s: s.seconds - s.added(by))[rank]
+        if before is not None:
+            change = found.of_rows(by) - before.of_rows(by)
+            if abs(change) <= CHANGED * before.of_rows(by):
+                return False
+        self.point = found
+        return True
+
+    def scale(self, factor: float) -> None:
+        scaled = [s._replace(seconds=s.seconds * factor) for s in self.samples]
+        self.samples = deque(scaled, WINDOW)
+        if self.point is not None:
+            self.point = self.point._replace(seconds=self.point.seconds * factor)
+
+
+Key = tuple[int, int]  # of a cell: what steps with about the same context and requests share
+
+
+def key_of(rows: int, sample: Sample) -> Key:
+    return (int(sample.attended / rows) // BAND).bit_length(), int(sample.requests).bit_length()
+
+
+class Stair:
+    """The latest steps of up to so many rows."""
+
+    def __init__(self) -> None:
+        self.cells: dict[Key, Cell] = {}
+        self.latest: Cell | None = None  # of those that are known
+        self.estimate = 0.0  # of the rows alone; 0 until it is known
+        self.last = 0  # number of the step that `latest` was last added to
         self.kept = 0.0  # the estimate of an earlier start
         self.unproven = 0  # more steps that it takes to contradict it
 
-    def add(self, seconds: float) -> bool:
-        """Whether what is known has changed."""
-        self.seconds.append(seconds)
-        if len(self.seconds) < KNOWN:
-            return True
-        found = sorted(self.seconds)[len(self.seconds) * RANK // WINDOW]
-        if abs(found - self.estimate) <= CHANGED * self.estimate:
-            return False
-        self.estimate = found
-        return True
+    def point(self, key: Key) -> Sample | None:
+        return self.cells[key].point if key in self.cells else None
+
+    def add(self, key: Key, sample: Sample, by: Sequence[float], number: int) -> bool:
+        """Whether what is known has changed, by the step of this number."""
+        cell = self.cells.setdefault(key, Cell())
+        has_changed = cell.add(sample, by, number)
+        if cell.point is None:
+            return self.latest is None  # a few steps may count, see `StepCosts.fill`
+        has_changed |= cell is not self.latest
+        self.latest, self.last = cell, number
+        return has_changed
+
+    def begin_with(self, key: Key, sample: Sample) -> None:
+        """Take a step of an earlier start."""
+        self.latest = self.cells[key] = cell = Cell()
+        cell.samples.append(sample)
+        cell.point = sample
+
+    @property
+    def points(self) -> list[Sample]:
+        return [cell.point for cell in self.cells.values() if cell.point is not None]
+
+    def settle(self, by: Sequence[float]) -> None:
+        """Estimate it anew, from the steps that it has had lately."""
+        point = None if self.latest is None else self.latest.point
+        self.estimate = 0.0 if point is None else point.of_rows(by)
+
+    def least(self, by: Sequence[float]) -> float:
+        """The fastest of its steps; 0 if there was none."""
+        each = (s.of_rows(by) for cell in self.cells.values() for s in cell.samples)
+        return min(each, default=0.0)
+
+    def forget_stale(self, number: int) -> None:
+        """Forget few steps that were long before this one."""
+        for key, cell in [*self.cells.items()]:
+            if len(cell.samples) < WINDOW and number - cell.last >= STALE:
+                del self.cells[key]
+        known = [cell for cell in self.cells.values() if cell.point is not None]
+        self.latest = max(known, key=lambda cell: cell.last, default=None)
 
     def contradicts(self, ratio: float) -> bool:
         """Whether this step, like all since the start, is far from what was kept."""
@@ -72,9 +179,50 @@ class Stair:
         self.unproven = self.unproven - 1 if is_far else 0
         return is_far and self.unproven == 0
 
-    def scale(self, factor: float) -> None:
-        self.seconds = deque((s * factor for s in self.seconds), WINDOW)
-        self.estimate *= factor
+
+def fitted(stairs: Iterable[Stair], before: Sequence[float]) -> list[float]:
+    """What a token of context, a row's attending to it, and a request add: by least squares of
+    relative errors, none below 0. Only steps of one stair are compared, so that what rows cost is
+    none of it. `before` is what is kept of any that no stair shows.
+    """
+    sums = [[0.0] * 4 for _ in range(3)]
+    for stair in stairs:
+        known = [(len(c.samples), c.point) for c in stair.cells.values() if c.point is not None]
+        if len(known) > 1:
+            add_differences(sums, known)
+    reading, attending, asking = (sums[i][i] for i in range(3))
+    prior = PRIOR * (reading + attending / RIDGE**2)
+    for i, more in enumerate((prior, prior * RIDGE**2, PRIOR * asking)):
+        sums[i][i] += more
+    shown = [i for i in range(3) if sums[i][i] > 0]
+    found = [0.0 if i in shown else before[i] for i in range(3)]
+    for i, value in solved(sums, shown).items():
+        found[i] = value
+    return found
+
+
+def solved(sums: list[list[float]], kept: list[int]) -> dict[int, float]:
+    """The solution of these equations; those that would be below 0 are left out."""
+    while kept:
+        left = np.array([[sums[i][k] for k in kept] for i in kept])
+        found = np.linalg.solve(left, [sums[i][3] for i in kept])
+        if found.min() >= 0:
+            return dict(zip(kept, found.tolist(), strict=True))
+        worst = kept[int(found.argmin())]
+        kept = [i for i in kept if i != worst]
+    return {}
+
+
+def add_differences(sums: list[list[float]], known: Sequence[tuple[int, Sample]]) -> None:
+    """Add a stair's part of the normal equations: each sample stands for so many steps."""
+    each = [(number / point.seconds**2, point) for number, point in known]
+    whole = sum(weight for weight, _ in each)
+    usual = [sum(w * point[i] for w, point in each) / whole for i in range(4)]
+    for weight, point in each:
+        more = [point[i] - usual[i] for i in range(4)]
+        for i in range(3):
+            for k in range(4):
+                sums[i][k] += weight * more[i] * more[k]
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -85,8 +233,35 @@ class Step(msgspec.Struct, frozen=True):
     requests: int
     num_roots: int
     prompt_rows: int = 0
+    attended: int = 0  # tokens of context, summed over rows
+    root_context: int = 0  # of all roots: each row of a draft attends to that of its root
     spent: float = 0.0  # seconds of drafting, expected until it is done
     allowed: float = float("inf")  # seconds until the tightest target is missed
+
+    def attended_with(self, drafts: int) -> float:
+        """As `attended`, with so many draft tokens."""
+        return self.attended + drafts * self.root_context / max(self.num_roots, 1)
+
+    def with_prompt(self, rows: int, context: int) -> "Step":
+        """With so many rows of another prompt, each of which attends to so many tokens."""
+        return msgspec.structs.replace(
+            self,
+            rows=self.rows + rows,
+            context=self.context + context,
+            requests=self.requests + 1,
+            prompt_rows=self.prompt_rows + rows,
+            attended=self.attended + rows * context,
+        )
+
+    @property
+    def without_prompts(self) -> "Step":
+        """Its roots alone."""
+        if not self.prompt_rows:
+            return self
+        rows, context = self.rows - self.prompt_rows, self.root_context
+        return msgspec.structs.replace(
+            self, rows=rows, context=context, requests=rows, prompt_rows=0, attended=context
+        )
 
     def allowed_with_guesses(self, roots: float) -> float:
         """As `allowed`, where the roots alone take so long. A target that they miss binds no
@@ -108,8 +283,7 @@ def worth_of_prompts(prompts: float, tokens: Sequence[float], seconds: Sequence[
 class KnownCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a `StepCosts` knows, to begin with it again."""
 
-    stairs: dict[int, float]  # right edge -> seconds
-    added: tuple[float, float]
+    stairs: dict[int, list[Sample]]  # right edge -> a step for each context and number of requests
 
 
 class StepCosts:
@@ -132,23 +306,41 @@ class StepCosts:
         self.stairs = {edge: Stair() for edge in self.edges}
         self.has_steps = False  # whether anything is known of the model's steps
         self.num_steps = 0
-        self.added = [self.seconds_per_token, 0.0]  # seconds by token of context, and by request
-        self.sizes = [0.0, 0.0]  # usual ones of context and requests
+        # Seconds by token of context, by row and token of its context, and by request.
+        self.added = [self.seconds_per_token, 0.0, 0.0]
+        self.is_fitted = True  # whether they are as the steps that are known show
+        self.fit_at = 0  # number of the step from which on they may be fitted again
         self.ratios: deque[float] = deque(maxlen=RECENT)  # of the latest steps to their estimates
         self.slowdown = 1.0  # by other load, at present
         self.fill()
 
-    def seconds(self, rows: int, context: int, requests: int, is_hopeful: bool = False) -> float:
-        """Of a step with these rows, at present. `context` counts the tokens whose KV is read.
+    def seconds(
+        self,
+        rows: int,
+        context: float,
+        requests: int,
+        is_hopeful: bool = False,
+        attended: float | None = None,
+    ) -> float:
+        """Of a step with these rows, at present. `context` counts the tokens whose KV is read, and
+        `attended` sums that over rows: of requests with rows and context alike, if it is left out.
 
         If hopeful, an edge that is not known costs the least that it can: so it gets tried.
         """
         if rows == 0:
             return 0.0
-        per_token, per_request = self.added
+        if attended is None:
+            attended = alike(rows, context, requests)
         by_edge = self.least_by_edge if is_hopeful else self.by_edge
         place = self.places[rows] if rows < len(self.places) else -1
-        return (by_edge[place] + per_token * context + per_request * requests) * self.slowdown
+        per_token, per_row, per_request = self.added
+        added = per_token * context + per_row * attended + per_request * requests
+        return (by_edge[place] + added) * self.slowdown
+
+    def of(self, step: "Step", drafts: int = 0, is_hopeful: bool = False) -> float:
+        """Seconds of a step with so many draft tokens, at present."""
+        rows, attended = step.rows + drafts, step.attended_with(drafts)
+        return self.seconds(rows, step.context, step.requests, is_hopeful, attended)
 
     def is_known(self, rows: int) -> bool:
         return self.stairs[self.edges[self.stair(rows)]].estimate > 0
@@ -157,41 +349,55 @@ class StepCosts:
         """The place of the stair; rows beyond the last edge are taken to be there."""
         return self.places[rows] if rows < len(self.places) else len(self.edges) - 1
 
-    def observe(self, rows: int, context: int, requests: int, seconds: float) -> None:
+    def observe(
+        self,
+        rows: int,
+        context: float,
+        requests: int,
+        seconds: float,
+        attended: float | None = None,
+    ) -> None:
         """Learn from a step that took so long."""
+        if attended is None:
+            attended = alike(rows, context, requests)
         with self.lock:
-            if self.is_wrong(rows, context, requests, seconds):
+            sample = Sample(context, attended, requests, seconds)
+            if self.is_wrong(rows, sample):
                 self.reset()
             self.has_steps = True
             self.num_steps += 1
             if self.num_steps % STALE == 0:
                 self.forget_stale()
-            stair = self.stairs[self.edges[self.stair(rows)]]
-            if stair.estimate:
-                self.compare(seconds * self.slowdown / self.seconds(rows, context, requests))
-            quiet = seconds / self.slowdown
-            if stair.estimate:
-                is_slow = seconds > self.seconds(rows, context, requests)
-                self.fit(is_slow, context, requests, quiet)
-            added = self.added[0] * context + self.added[1] * requests
-            stair.last = self.num_steps
-            if stair.add(max(quiet - added, LEAST_SHARE * quiet)):
-                self.fill()
+            self.learn(rows, sample)
 
-    def is_wrong(self, rows: int, context: int, requests: int, seconds: float) -> bool:
+    def learn(self, rows: int, sample: Sample) -> None:
+        stair, key = self.stairs[self.edges[self.stair(rows)]], key_of(rows, sample)
+        cell, before = stair.cells.get(key), stair.point(key)
+        if cell is not None and cell.is_trusted:  # else it shows what context adds
+            expected = self.seconds(rows, sample.context, sample.requests, attended=sample.attended)
+            self.compare(sample.seconds * self.slowdown / expected)
+        sample = sample._replace(seconds=sample.seconds / self.slowdown)
+        has_changed = stair.add(key, sample, self.added, self.num_steps)
+        self.is_fitted &= not has_changed
+        is_new = before is None and stair.point(key) is not None
+        if not self.is_fitted and (is_new or self.num_steps >= self.fit_at):
+            self.fit()
+            has_changed = True
+        if has_changed:
+            self.fill()
+
+    def is_wrong(self, rows: int, sample: Sample) -> bool:
         """Whether a step shows that costs of an earlier start do not hold here."""
         stair = self.stairs[self.edges[self.stair(rows)]]
-        kept = stair.kept + self.added[0] * context + self.added[1] * requests
-        return stair.contradicts(seconds / kept) if kept else False
+        kept = stair.kept + sample.added(self.added)
+        return stair.contradicts(sample.seconds / kept) if stair.kept else False
 
     def forget_stale(self) -> None:
-        """Forget edges of few steps, the last of them long ago. If these were slow by chance, plans
-        have kept away from them since, and nothing else would show it.
+        """Forget few steps, the last of them long ago. If these were slow by chance, plans have
+        kept away from them since, and nothing else would show it.
         """
-        for edge, stair in self.stairs.items():
-            is_few = 0 < len(stair.seconds) < WINDOW
-            if is_few and self.num_steps - stair.last >= STALE:
-                self.stairs[edge] = Stair()
+        for stair in self.stairs.values():
+            stair.forget_stale(self.num_steps)
         self.fill()
 
     def compare(self, ratio: float) -> None:
@@ -206,38 +412,44 @@ class StepCosts:
             return
         latest = [*self.ratios][-KNOWN:]
         if len(latest) == KNOWN and max(latest) < TOO_HIGH:
-            for stair in self.stairs.values():
-                stair.scale(max(latest))
-            self.added = [a * max(latest) for a in self.added]
+            self.scale(max(latest))
             self.ratios.clear()
             self.fill()
 
-    def fit(self, is_slow: bool, context: int, requests: int, seconds: float) -> None:
-        """Move what context and requests add, towards the quantile that the stairs are, too."""
-        step = seconds * RATE * (QUANTILE if is_slow else QUANTILE - 1)
-        for i, size in enumerate((context, requests)):
-            usual = self.sizes[i] or size  # else the first steps would move it by far too much
-            self.sizes[i] = usual + (size - usual) / 64
-            if size:
-                more = step * size / (self.sizes[i] ** 2 + size)
-                self.added[i] = max(0.0, self.added[i] + more)
+    def scale(self, factor: float) -> None:
+        for stair in self.stairs.values():
+            for cell in stair.cells.values():
+                cell.scale(factor)
+        self.added = [a * factor for a in self.added]
+
+    def fit(self) -> None:
+        """Fit what context and requests add. It is no more than any measured step leaves beside its
+        rows.
+        """
+        self.fit_at, self.is_fitted = self.num_steps + FIT_EVERY, True
+        stairs = self.stairs.values()
+        found = fitted(stairs, self.added)
+        points = [cell.point for stair in stairs for cell in stair.cells.values()]
+        most = 1.0
+        for point in points:
+            if point is not None and (added := point.added(found)) > 0:
+                most = min(most, (1 - LEAST_SHARE) * point.seconds / added)
+        self.added = [a * most for a in found]
 
     def fill(self) -> None:
         """Estimate every edge: known, between its neighbors, or beyond the last by RIDGE. Below the
         first that is known a few steps count, too: roots alone are fewer rows than steps of
         prompts, which tell little of them.
-
-        As other load makes nothing faster, an estimate above that of more rows is too high.
         """
-        found, has_known = dict[int, float](), False
+        found, last, has_known = dict[int, float](), dict[int, int](), False
         for edge, stair in self.stairs.items():
+            stair.settle(self.added)
             if stair.estimate:
-                found[edge], has_known = stair.estimate, True
-            elif stair.seconds and not has_known:
-                found[edge] = min(stair.seconds)
-        known, least = [*found], float("inf")
-        for edge in reversed(known):
-            least = found[edge] = min(least, found[edge])
+                found[edge], last[edge], has_known = stair.estimate, stair.last, True
+            elif not has_known and (least := stair.least(self.added)):
+                found[edge], last[edge] = least, self.num_steps
+        found = in_order(found, last)
+        known = [*found]
         if not known:
             found, known = {1: FIRST}, [1]
         self.by_edge = [self.between(edge, known, found) for edge in self.edges]
@@ -267,7 +479,7 @@ class StepCosts:
         it. The stairs are climbed one by one: far above what is known nothing is hoped for.
         """
         place = bisect_right(known, edge)
-        seen = min(self.stairs[edge].seconds, default=0.0) * HOPED
+        seen = self.stairs[edge].least(self.added) * HOPED
         if place == 0:
             return max(seen, found[known[0]] * edge / known[0])
         below = known[place - 1]
@@ -284,22 +496,23 @@ class StepCosts:
         return max(seen, found[below] + slope / 2 * (edge - below))
 
     def begin_with(self, known: KnownCosts) -> None:
-        """Take the estimates of an earlier start, as of a few steps each; ignores absurd ones. All
-        are forgotten if the first steps of any size contradict them.
+        """Take the steps of an earlier start, until there are as few new ones; ignores absurd ones.
+        All are forgotten if the first steps of any size contradict them.
         """
-        for edge, seconds in known.stairs.items():
-            if edge in self.stairs and 0 < seconds < 1e6:
-                self.has_steps = True
-                for _ in range(KNOWN):
-                    self.stairs[edge].add(seconds)
-                self.stairs[edge].kept, self.stairs[edge].unproven = seconds, KNOWN
-        if all(0 <= seconds < 1 for seconds in known.added):
-            self.added = [*known.added]
+        for edge, samples in known.stairs.items():
+            for sample in samples if edge in self.stairs else ():
+                if is_sound(sample):
+                    self.has_steps = True
+                    self.stairs[edge].begin_with(key_of(edge, sample), sample)
+        self.fit()
         self.fill()
+        for stair in self.stairs.values():
+            if stair.estimate:
+                stair.kept, stair.unproven = stair.estimate, KNOWN
 
     def known(self) -> KnownCosts:
-        stairs = {edge: s.estimate for edge, s in self.stairs.items() if s.estimate}
-        return KnownCosts(stairs, (self.added[0], self.added[1]))
+        each = {edge: stair.points for edge, stair in self.stairs.items()}
+        return KnownCosts({edge: points for edge, points in each.items() if points})
 
     def table(self) -> dict[int, float]:
         """Right edge -> seconds of the rows alone, on a machine that nothing else slows down."""
@@ -309,3 +522,27 @@ class StepCosts:
 def shape(rows: int) -> float:
     """How the time of a step grows with rows, until steps have shown it."""
     return 1 + rows / RIDGE
+
+
+def alike(rows: int, context: float, requests: int) -> float:
+    """Tokens of context summed over rows, of requests that have rows and context alike."""
+    return rows * context / max(requests, 1)
+
+
+def is_sound(sample: Sample) -> bool:
+    return all(0 <= value < 1e15 for value in sample) and 0 < sample.seconds < 1e6
+
+
+def in_order(found: dict[int, float], last: dict[int, int]) -> dict[int, float]:
+    """Seconds by edge that never fall with rows. As other load makes nothing faster, an estimate
+    above that of more rows is too high, and one below that of fewer rows too low: where two differ,
+    that which was measured last is right.
+    """
+    edges, right = list[int](), dict[int, float]()
+    for edge in sorted(found, key=lambda edge: last[edge], reverse=True):
+        place = bisect_left(edges, edge)
+        least = right[edges[place - 1]] if place else 0.0
+        most = right[edges[place]] if place < len(edges) else float("inf")
+        right[edge] = min(max(found[edge], least), most)
+        edges.insert(place, edge)
+    return {edge: right[edge] for edge in edges}

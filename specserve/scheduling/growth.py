@@ -28,8 +28,8 @@ class Growth:
         self.sizes = [0, *(edge - rows for edge in edges[bisect_right(edges, rows) :])]
         self.takes: list[float] = []  # seconds of the target with those, as far as was asked for
         if is_hopeful:
-            self.takes.append(costs.seconds(rows, step.context, step.requests, is_hopeful))
-        roots = self.target(rows - step.prompt_rows)
+            self.takes.append(costs.of(step, 0, is_hopeful))
+        roots = costs.of(step.without_prompts)
         self.allowed = step.allowed_with_guesses(roots)
         self.worth = 0.0  # in tokens, of the prompts' rows
         if step.prompt_rows:
@@ -37,15 +37,11 @@ class Growth:
             self.worth = worth_of_prompts(self.takes[0] - roots, tokens, takes)
         self.look()
 
-    def target(self, rows: int) -> float:
-        """Seconds of the target."""
-        return self.costs.seconds(rows, self.step.context, self.step.requests)
-
     def place(self, num: int) -> int:
         """Of the right edge that so many guesses reach; its seconds are known then."""
         place = min(bisect_left(self.sizes, num), len(self.sizes) - 1)
         while len(self.takes) <= place:
-            self.takes.append(self.target(self.step.rows + self.sizes[len(self.takes)]))
+            self.takes.append(self.costs.of(self.step, self.sizes[len(self.takes)]))
         return place
 
     def tokens(self, values: Sequence[float]) -> tuple[list[float], list[float]]:

@@ -168,13 +168,10 @@ def best_of(
 ) -> Size:
     """The size with the highest rate; `tokens` are those that each is expected to bring."""
 
-    def seconds(rows: int) -> float:
-        return costs.seconds(rows, step.context, step.requests, is_hopeful)
-
-    takes = [step.spent + seconds(step.rows + size) for size in sizes]
-    roots, worth = seconds(step.rows - step.prompt_rows), 0.0
+    takes = [step.spent + costs.of(step, size, is_hopeful) for size in sizes]
+    roots, worth = costs.of(step.without_prompts, 0, is_hopeful), 0.0
     if step.prompt_rows and step.num_roots:
-        worth = worth_of_prompts(seconds(step.rows) - roots, tokens, takes)
+        worth = worth_of_prompts(costs.of(step, 0, is_hopeful) - roots, tokens, takes)
     allowed = step.allowed_with_guesses(roots)
     each = zip(tokens, takes, strict=True)
     rates = [(t + worth) / s if s <= allowed else 0.0 for t, s in each]
@@ -182,11 +179,11 @@ def best_of(
     return Size(sizes[best], takes[best], tokens[best] / takes[best])
 
 
-def prompt_rows(step: Step, costs: StepCosts, waiting: int, most: int) -> int:
+def prompt_rows(step: Step, costs: StepCosts, waiting: int, most: int, context: int = 0) -> int:
     """Rows for waiting prompts beside the step's roots: the most that keep it within `allowed`.
 
     Without a root all that fit: no stream waits for them. `most` bounds them, also where no target
-    does.
+    does. `context` counts the tokens before the rows of a prompt.
     """
     most = min(waiting, most)
     if not step.num_roots or most <= LEAST_CHUNK:
@@ -194,7 +191,7 @@ def prompt_rows(step: Step, costs: StepCosts, waiting: int, most: int) -> int:
     found = min(LEAST_CHUNK, most)
     ends = [edge - step.rows for edge in costs.edges if found < edge - step.rows < most]
     for rows in (*ends, most):
-        if step.spent + costs.seconds(step.rows + rows, step.context, step.requests) > step.allowed:
+        if step.spent + costs.of(step.with_prompt(rows, context + rows)) > step.allowed:
             break
         found = rows
     return found

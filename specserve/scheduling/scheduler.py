@@ -95,8 +95,10 @@ class Scheduler:
         if not roots:
             return left
         most = left if all(r.request.tpot for r in roots) else min(self.budget.prefill_chunk, left)
-        waiting = sum(r.num_uncomputed for r in self.computing)
-        return prompt_rows(self.step_of(roots), self.costs, waiting, most)
+        computing = self.computing
+        waiting = sum(r.num_uncomputed for r in computing)
+        context = max((len(r.token_ids) - r.num_uncomputed for r in computing), default=0)
+        return prompt_rows(self.step_of(roots), self.costs, waiting, most, context)
 
     def slack(self, computing: Sequence[Request]) -> dict[int, float]:
         """Seconds that prompts have left beyond what computing them takes, by request id: of those
@@ -106,10 +108,14 @@ class Scheduler:
         if not with_target:
             return {}
         now, most = perf_counter(), self.budget.prefill_chunk
-        by_row = self.costs.seconds(most, 0, 1) / most
-        takes = {r.id: r.num_uncomputed * by_row for r in with_target}
+        takes = {r.id: r.num_uncomputed * self.prompt_row(r, most) for r in with_target}
         left = {r.id: r.due_at - now - takes[r.id] for r in with_target}
         return {id: seconds for id, seconds in left.items() if 0 <= seconds < PRESSED * takes[id]}
+
+    def prompt_row(self, request: Request, rows: int) -> float:
+        """Seconds of a row of a prompt's uncomputed part, in steps of so many, on average."""
+        context = len(request.token_ids) - request.num_uncomputed // 2
+        return self.costs.seconds(rows, context, 1) / rows
 
     def step_of(self, scheduled: Sequence[ScheduledRequest]) -> Step:
         """The step without guesses, and how long it may take."""
@@ -127,7 +133,9 @@ class Scheduler:
 
     def timed(self, rows: int, seconds: float) -> None:
         """Learn what the planned step took, with so many rows."""
-        self.costs.observe(rows, self.step.context, self.step.requests, seconds)
+        step = self.step
+        attended = step.attended_with(rows - step.rows)
+        self.costs.observe(rows, step.context, step.requests, seconds, attended)
 
     def max_catch_up(
         self, roots: Sequence[ScheduledRequest], chunks: Sequence[ScheduledRequest]
@@ -334,11 +342,13 @@ class Scheduler:
 def step_of(scheduled: Sequence[ScheduledRequest]) -> Step:
     """The step without guesses."""
     sizes = [s.end - s.start for s in scheduled]
-    roots = [s.is_root for s in scheduled]
+    roots = [s.end for s in scheduled if s.is_root]
     return Step(
         rows=sum(sizes),
         context=sum(s.end for s in scheduled),
         requests=len(scheduled),
-        num_roots=sum(roots),
-        prompt_rows=sum(size for size, is_root in zip(sizes, roots, strict=True) if not is_root),
+        num_roots=len(roots),
+        prompt_rows=sum(sizes) - len(roots),
+        attended=sum(size * s.end for size, s in zip(sizes, scheduled, strict=True)),
+        root_context=sum(roots),
     )

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from specserve.exchange.messages import DraftHeadCard
-from specserve.exchange.speculation_state import CostState, GuessKind, PlanState
+from specserve.exchange.speculation_state import CostState, GuessKind, PlainStep, PlanState
 from specserve.exchange.step_output import SourceCounts, StepDetails
 from specserve.logprobs import Logprob
 from specserve.models.folder import Scaled
@@ -116,6 +116,7 @@ class Speculation(Struct):
     max_nodes       most guesses of a request and step
     max_step_nodes  most guesses of a step
     costs           by model: what its steps take
+    plain_steps     measured steps of one request without draft tokens, by rising context
     calibration     by source: how often its guesses were right, in requests without a salt and with
                     the API key that asks
     plan            of the latest step that could have guesses, and had such requests alone
@@ -131,6 +132,7 @@ class Speculation(Struct):
     max_nodes: int
     max_step_nodes: int
     costs: dict[str, CostState]
+    plain_steps: list[PlainStep]
     calibration: dict[str, list[GuessKind]]
     plan: PlanState | None
     slo: Targets

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.scheduling.cost import KNOWN, STALE, KnownCosts, StepCosts, edges
+from specserve.scheduling.cost import (
+    KNOWN,
+    STALE,
+    KnownCosts,
+    Sample,
+    Step,
+    StepCosts,
+    edges,
+)
 
 
 def true_seconds(rows, context=0, requests=1):
@@ -176,6 +184,24 @@ def test_a_stale_estimate_above_that_of_more_rows_is_not_used():
     assert costs.seconds(8, 0, 1) == costs.seconds(16, 0, 1)
 
 
+def test_where_edges_contradict_each_other_the_one_measured_last_is_right():
+    costs = StepCosts(64)
+    for rows, seconds in ((16, 0.02), (32, 0.03), (8, 0.04)):
+        for _ in range(KNOWN):
+            costs.observe(rows, 0, 1, seconds)
+    assert [costs.seconds(rows, 0, 1) for rows in (8, 16, 32)] == [0.04] * 3
+
+
+def test_rows_are_taken_to_share_the_reading_of_context_until_steps_tell_them_apart():
+    costs = StepCosts(64)
+    for context in (300, 5000):
+        for _ in range(KNOWN):
+            costs.observe(1, context, 1, 0.002 + 1e-7 * context)
+    reading, attending, _ = costs.added
+    assert reading + attending == pytest.approx(1e-7, rel=0.05)
+    assert 0 < attending < reading / 10
+
+
 steps = st.lists(
     st.tuples(st.integers(1, 100), st.integers(0, 9000), st.floats(1e-4, 10.0)), max_size=60
 )
@@ -189,7 +215,8 @@ def test_more_rows_never_cost_less(steps, context):
     for is_hopeful in False, True:
         found = [costs.seconds(rows, context, 1, is_hopeful) for rows in range(1, 80)]
         assert all(0 < a <= b * (1 + 1e-9) for a, b in pairwise(found))
-    assert costs.seconds(9, context, 1) <= costs.seconds(9, context + 1, 2)
+    assert costs.seconds(9, context, 1) <= costs.seconds(9, context + 1, 1)
+    assert costs.seconds(9, context, 1) <= costs.seconds(9, 2 * context, 2)
     for rows in 1, 8, 64:
         assert costs.seconds(rows, 0, 1, True) <= costs.seconds(rows, 0, 1) * (1 + 1e-9)
 
@@ -224,9 +251,12 @@ def test_what_was_known_is_known_at_the_next_start():
 
 
 def test_absurd_numbers_of_an_earlier_start_are_ignored():
-    costs = StepCosts(64, 1e-6, KnownCosts({8: -1.0, 9: 0.1, 16: 1e9}, (-1.0, 0.0)))
-    assert not costs.is_known(8) and not costs.is_known(16)
-    assert costs.added == [1e-6, 0.0]
+    absurd = {8: -1.0, 9: 0.1, 16: 1e9, 24: float("nan"), 32: float("inf")}
+    samples = {edge: [Sample(0, 0, 1, seconds)] for edge, seconds in absurd.items()}
+    samples[12] = [Sample(-5.0, 0, 1, 0.1), Sample(0, float("nan"), 1, 0.1)]
+    costs = StepCosts(64, 1e-6, KnownCosts(samples))
+    assert not any(costs.is_known(edge) for edge in costs.edges)
+    assert costs.added == [1e-6, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("factor", [0.25, 0.5, 2, 4])
@@ -245,3 +275,132 @@ def test_one_first_step_that_is_slow_contradicts_nothing():
     for slowed in (20, 1, 20, 20, 20):
         costs.observe(8, 1000, 1, true_seconds(8, 1000) * slowed)
     assert costs.is_known(64)
+
+
+class Decoder:
+    """A machine whose steps read the KV of each request once, and whose rows attend to it."""
+
+    def __init__(self, seed=0, known=None, row=2e-3, width=24, reading=1e-7, attending=4e-8):
+        self.costs, self.random = StepCosts(512, known=known), Random(seed)
+        self.row, self.width, self.reading, self.attending = row, width, reading, attending
+        self.slowed = lambda: 1.0
+
+    def true(self, rows, context):
+        more = self.reading * context + self.attending * rows * context
+        return self.row * (1 + max(0, rows - 4) / self.width) + more
+
+    def step(self, rows, context):
+        seconds = self.true(rows, context) * (1 + self.random.expovariate(20)) * self.slowed()
+        self.costs.observe(rows, context, 1, seconds)
+
+    def respond(self, prompt, tokens, sizes=(1, 1, 1, 8)):
+        for end in range(512, prompt, 512):
+            self.step(512, end)
+        self.step((prompt - 1) % 512 + 1, prompt)
+        for i in range(tokens):
+            self.step(self.random.choice(sizes), prompt + i)
+
+    def loaded(self, least, most):
+        self.slowed = lambda: self.random.uniform(least, most)
+
+    def ratios(self, *steps):
+        return [self.costs.seconds(*step, 1) / self.true(*step) for step in steps]
+
+
+SHORT, LONG = ((1, 400), (8, 400)), ((1, 6000), (8, 6000))
+EXACT = pytest.approx([1.0] * 2, abs=0.15)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_long_prompts_leave_no_trace_in_the_costs_of_rows(seed):
+    """The attention of a prompt's many rows is no cost of each token of context."""
+    machine = Decoder(seed)
+    for prompt in (4100, 7300, 5600):
+        machine.respond(prompt, 100)
+        assert machine.ratios((1, prompt), (8, prompt)) == EXACT
+        table = machine.costs.table()
+        assert table[1] > machine.row and table[8] > table[1]
+        assert min(machine.ratios(*SHORT)) > 0.9
+    machine.respond(400, 20)
+    assert machine.ratios(*SHORT) == EXACT and machine.ratios(*LONG) == EXACT
+
+
+def test_each_row_of_a_draft_costs_more_at_a_long_context():
+    machine = Decoder()
+    for prompt in (400, 6000):
+        machine.respond(prompt, 100)
+    costs = machine.costs
+    assert costs.added[:2] == pytest.approx([machine.reading, machine.attending], rel=0.3)
+    short, long = (Step(1, n, 1, 1, attended=n, root_context=n) for n in (100, 16_000))
+    more = [costs.of(step, 15) - costs.of(step, 7) for step in (short, long)]
+    assert more[1] - more[0] == pytest.approx(8 * machine.attending * 15_900, rel=0.3)
+
+
+def test_rows_are_priced_by_the_context_that_each_attends_to():
+    """A chunk of a short prompt beside a stream of long context attends to little."""
+    costs = StepCosts(512)
+    costs.added = [0.0, 1e-7, 0.0]
+    step = Step(101, 8200, 2, 1, prompt_rows=100, attended=8000 + 100 * 200, root_context=8000)
+    assert costs.of(step) - costs.seconds(101, 0, 2) == pytest.approx(1e-7 * 28_000)
+    more = costs.of(step, 3) - costs.seconds(104, 0, 2)
+    assert more == pytest.approx(1e-7 * (28_000 + 3 * 8000))
+    assert costs.of(step.without_prompts) == costs.seconds(1, 8000, 1)
+    wider = Step(1, 8000, 1, 1, attended=8000, root_context=8000).with_prompt(100, 200)
+    assert costs.of(wider) == pytest.approx(costs.of(step))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("least", "most"), [(2, 2.2), (1.5, 4), (3, 9)])
+def test_the_table_recovers_in_20_steps_when_other_load_ends_or_begins(least, most, seed):
+    machine = Decoder(seed)
+    machine.respond(400, 100)
+    machine.loaded(least, most)
+    for _ in range(15):
+        machine.respond(400, 150)
+        machine.respond(6000, 50)
+    assert min(machine.ratios(*LONG)) > 0.8 * least
+    machine.loaded(1, 1)
+    machine.respond(6000, 20)
+    assert machine.ratios(*LONG) == EXACT
+    machine.respond(400, 20)
+    assert machine.ratios(*SHORT) == EXACT
+    machine.loaded(least, most)
+    machine.respond(400, 20)
+    assert all(0.7 * least < ratio < most for ratio in machine.ratios(*SHORT))
+
+
+OTHERS = {
+    "faster": {"row": 1e-3, "reading": 5e-8, "attending": 2e-8},
+    "slower": {"row": 5e-3, "reading": 2.5e-7, "attending": 1e-7},
+    "far slower": {"row": 20e-3, "reading": 1e-6, "attending": 4e-7},
+    "rows are dearer": {"width": 6},
+    "context is dearer": {"reading": 5e-7, "attending": 2e-7},
+    "context is free": {"reading": 0.0, "attending": 0.0},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_kept_costs_of_another_state_of_the_machine_are_corrected_in_20_steps(other):
+    before = Decoder(1, **other)
+    for prompt in (400, 6000, 400, 6000):
+        before.respond(prompt, 100)
+    machine = Decoder(2, known=before.costs.known())
+    machine.respond(400, 20)
+    assert machine.ratios(*SHORT) == EXACT
+    machine.respond(6000, 20)
+    assert machine.ratios(*LONG) == EXACT
+    assert min(machine.ratios(*SHORT)) > 0.7
+
+
+def test_no_estimate_is_below_the_fastest_measured_steps_of_its_bucket():
+    """Whatever other steps showed, and however unlike any machine they are."""
+    random = Random(5)
+    for _ in range(50):
+        costs = StepCosts(64)
+        for _ in range(random.randrange(10, 200)):
+            costs.observe(random.choice(SIZES), random.choice((50, 900, 7000)), 1, random.random())
+        rows, context = random.choice(SIZES), random.choice((50, 900, 7000))
+        seconds = [random.uniform(0.1, 0.2) for _ in range(8)]
+        for each in seconds:
+            costs.observe(rows, context, 1, each)
+        assert costs.seconds(rows, context, 1) >= min(seconds) * 0.999 / 1.02

@@ -281,6 +281,14 @@ def test_the_state_is_told_while_requests_run_and_while_none_does(server):
         assert server.get("/v1/speculation").body.keys() == state.keys()
 
 
+def test_steps_without_draft_tokens_are_told_as_measured(server):
+    server.post(COMPLETIONS, completion_body(speculation={"enabled": False}))
+    plain = server.get("/v1/speculation").body["plain_steps"]
+    assert all(step["seconds"] == pytest.approx(0.0101) for step in plain)  # the clock's one row
+    assert sum(step["steps"] for step in plain) > 10
+    assert [step["context"] for step in plain] == sorted(step["context"] for step in plain)
+
+
 @pytest.mark.usefixtures("server")  # whose clock is that of all engines
 def test_a_key_is_told_of_its_own_requests_alone(tmp_path, monkeypatch):
     (tmp_path / "keys").write_text("first\nsecond\n")

@@ -51,7 +51,7 @@ export class Answer {
     return !this.thought && this.steps.length > 0;
   }
 
-  // `plain` tells the seconds of a step without guesses, by context; null where it is not known.
+  // `plain(context)`: seconds of a step without draft tokens, if measured.
   figures(plain) {
     const { timings, metrics, usage } = this.last ?? {};
     if (!timings) return {};
@@ -59,7 +59,7 @@ export class Answer {
     const perToken = timings.predicted_per_second ? 1000 / timings.predicted_per_second : null;
     const steps = guesses?.mean_acceptance_length;
     const context = (usage?.prompt_tokens ?? timings.prompt_n) + timings.predicted_n / 2;
-    const without = plain && 1000 * plain(context) * (timings.predicted_n - 1); // the first is the prompt's
+    const without = 1000 * plain(context) * (timings.predicted_n - 1); // the first is the prompt's
     return {
       TTFT: inMs(metrics.time_to_first_token_ms),
       TPOT: inMs(perToken),
@@ -71,6 +71,10 @@ export class Answer {
     };
   }
 }
+
+// Measured seconds of a step without draft tokens, at half to twice this context.
+export const plainSeconds = (measured, context) =>
+  measured?.find((step) => Math.abs(Math.log2(step.context / context)) <= 1)?.seconds;
 
 export const inMs = (ms) => (ms == null ? undefined : `${ms.toFixed(ms < 10 ? 2 : 0)} ms`);
 

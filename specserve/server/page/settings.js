@@ -1,5 +1,6 @@
 // The model that is served, and what the page's controls ask of it.
 
+import { plainSeconds } from "./answer.js";
 import { Refusal, get } from "./api.js";
 import { put, take } from "./kept.js";
 import { element } from "./view.js";
@@ -18,7 +19,7 @@ form.oninput = ({ target }) => {
   put(KEPT, { values: Object.fromEntries(told), off: [...refused] });
 };
 
-export const model = { card: null, plain: null }; // plain: seconds of a step of one row, by context
+export const model = { card: null, plain() {} }; // see figures()
 
 export async function connect() {
   const { data } = await get("v1/models");
@@ -35,15 +36,10 @@ export async function connect() {
   await learnCosts();
 }
 
-// What a step of one row takes, as the server's own steps have shown.
+// Learn what a step without draft tokens takes.
 export async function learnCosts() {
-  const { costs } = await get("v1/speculation");
-  const target = costs.target ?? Object.values(costs)[0];
-  const first = target?.steps[0];
-  model.plain = first?.rows === 1 && first.is_known
-    ? (context) => target.slowdown
-      * (first.seconds + target.seconds_per_token * context + target.seconds_per_request)
-    : null;
+  const { plain_steps: measured } = await get("v1/speculation");
+  model.plain = (context) => plainSeconds(measured, context);
 }
 
 const labelOf = (control) => control.labels[0].textContent.trim();
