@@ -43,11 +43,13 @@ struct CodeTiles {
     if (rows == configured.rows && depth == configured.depth) return;
     TileConfig config{};
     config.palette = 1;
-    for (int t = 0; t < 8; t++) config.row_bytes[t] = t == 4 || t == 5 ? depth * 4 : 64;
     uint8_t first = std::min(rows, 16), second = rows - first;
     for (int t : {0, 1, 4}) config.num_rows[t] = first;
     for (int t : {2, 3, 5}) config.num_rows[t] = second;
     for (int t : {6, 7}) config.num_rows[t] = depth;
+    // The CPU refuses a tile that has bytes and no rows.
+    for (int t = 0; t < 8; t++)
+      if (config.num_rows[t]) config.row_bytes[t] = t == 4 || t == 5 ? depth * 4 : 64;
     configure_tiles(&config);
     configured = {rows, depth};
   }

@@ -18,17 +18,21 @@ struct Tile {
 static thread_local Tile tile[8];
 
 static inline bool request_tiles() { return true; }
+// The CPU raises an exception if a tile that is not configured is used, or one of another shape,
+// and if a tile is configured with rows and no bytes, or with bytes and no rows.
+static inline void check(bool is_valid) {
+  if (!is_valid) abort();
+}
+
 static inline void configure_tiles(const TileConfig* config) {
-  for (int t = 0; t < 8; t++) tile[t] = {config->num_rows[t], config->row_bytes[t], {}};
+  for (int t = 0; t < 8; t++) {
+    check((config->num_rows[t] > 0) == (config->row_bytes[t] > 0));
+    tile[t] = {config->num_rows[t], config->row_bytes[t], {}};
+  }
 }
 static inline void release_tiles() {
   TileConfig none{};
   configure_tiles(&none);
-}
-
-// The CPU raises an exception if a tile that is not configured is used, or one of another shape.
-static inline void check(bool is_valid) {
-  if (!is_valid) abort();
 }
 
 static inline void zero_tile(int t) {

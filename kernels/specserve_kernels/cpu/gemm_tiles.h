@@ -45,11 +45,12 @@ template <class T> struct TilesOf {
   static void configure(int rows) {
     TileConfig config{};
     config.palette = 1;
-    for (int t = 0; t < 8; t++) config.row_bytes[t] = 64;
     uint8_t first = std::min(rows, 16), second = rows - first;
     for (int t : {0, 1, 4}) config.num_rows[t] = first;
     for (int t : {2, 3, 5}) config.num_rows[t] = second;
     for (int t : {6, 7}) config.num_rows[t] = TILE_WORDS;
+    // The CPU refuses a tile that has bytes and no rows.
+    for (int t = 0; t < 8; t++) config.row_bytes[t] = config.num_rows[t] ? 64 : 0;
     configure_tiles(&config);
     configured = rows;
   }
