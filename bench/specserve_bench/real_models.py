@@ -129,9 +129,14 @@ def dequantize(gguf: Path, dtype: str) -> None:
     """Write a folder of plain weights and a tokenizer beside a GGUF file."""
     import torch
     import transformers
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
     from_gguf: dict[str, Any] = {"gguf_file": gguf.name}
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **from_gguf)
+    if gguf.name == SMOLLM2_GGUF:
+        # As the published tokenizer.json; transformers leaves out the digits of a GGUF file.
+        parts = Digits(individual_digits=True), ByteLevel(add_prefix_space=False)
+        tokenizer.backend_tokenizer.pre_tokenizer = Sequence([*parts])
     model = transformers.AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         dtype=getattr(torch, dtype),
