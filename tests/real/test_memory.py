@@ -12,7 +12,12 @@ def programs(problems):
     return [each["prompt"] + each["canonical_solution"] for each in problems]
 
 
-@pytest.mark.parametrize("temperature", [0, 0.8])
+TEMPERATURES = pytest.mark.parametrize(
+    "temperature", [0.8, pytest.param(0, marks=pytest.mark.slow)]
+)
+
+
+@TEMPERATURES
 def test_a_prefix_hit_gives_the_text_and_logprobs_of_a_computed_prompt(load, programs, temperature):
     llm = load(settings={"memory.prefix_cache": True})
     shared = "\n".join(programs[:3])
@@ -28,7 +33,7 @@ def test_a_prefix_hit_gives_the_text_and_logprobs_of_a_computed_prompt(load, pro
         assert found.token_ids == computed.token_ids and found.logprobs == computed.logprobs
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_kv_of_8_bits_changes_logits_and_perplexity_a_little(load, plain, programs, kv_dtype):
     llm = load(settings={"memory.kv_dtype": kv_dtype})
     ids = plain.tokenizer.encode("\n".join(programs[:4]))[:400]
@@ -39,7 +44,7 @@ def test_kv_of_8_bits_changes_logits_and_perplexity_a_little(load, plain, progra
     llm.close()
 
 
-@pytest.mark.parametrize("temperature", [0, 0.8])
+@TEMPERATURES
 def test_drafting_does_not_change_a_text_with_kv_of_8_bits(load, programs, temperature):
     settings = {"memory.kv_dtype": "int8", "speculation.max_nodes": 8}
     params = SamplingParams(temperature=temperature, seed=5, max_tokens=32)
