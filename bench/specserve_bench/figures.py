@@ -18,7 +18,16 @@ from specserve import LLM, SamplingParams  # first: it configures the process be
 import msgspec  # isort: skip
 
 from specserve.config import load_config
-from specserve_bench import heads, open_loop, replicas, sources, speculation, structured, suite
+from specserve_bench import (
+    heads,
+    open_loop,
+    real,
+    replicas,
+    sources,
+    speculation,
+    structured,
+    suite,
+)
 from specserve_bench.adapters import adapter_figures
 from specserve_bench.fairness import fairness_figures
 from specserve_bench.families import family_figures
@@ -111,6 +120,7 @@ LONG: dict[str, Callable[[Sequence[str]], int]] = {
     "lm-eval": figure.main,
     "structured": structured.main,
     "sources": sources.main,
+    "real": real.main,
 }
 
 
