@@ -10,7 +10,7 @@ from specserve_bench.real import QUESTIONS, ties_of
 from tests.real.conftest import SETTINGS
 
 WINDOW, WINDOWS = 256, {"smollm2": 4, "gemma": 2}
-NEW = 48
+NEW = 32
 
 
 @pytest.fixture(scope="module", params=["smollm2", pytest.param("gemma", marks=pytest.mark.slow)])
@@ -84,7 +84,7 @@ def prompts_of(name, llm):
     if name == "gemma":
         texts = "The capital of Norway is", "def fibonacci(n):\n", "In the year 1905, Einstein"
         return [llm.tokenizer.encode(text) for text in texts]
-    chats = [[{"role": "user", "content": question}] for question in QUESTIONS[:4]]
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS[:3]]
     return [llm.tokenizer.apply_chat_template(c, add_generation_prompt=True) for c in chats]
 
 

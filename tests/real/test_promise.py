@@ -126,7 +126,7 @@ def test_no_drafter_alone_changes_the_text(
     llm.close()
 
 
-@pytest.mark.parametrize("temperature", [0, HOT])
+@pytest.mark.parametrize("temperature", [HOT, pytest.param(0, marks=SLOW)])
 def test_auto_with_its_usual_sources_does_not_change_the_text(load, requests, wanted, temperature):
     llm = load("auto")
     assert said(outputs(llm, requests, temperature, 24)) == said(wanted(temperature, 24))
