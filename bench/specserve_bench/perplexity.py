@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from specserve import LLM
@@ -113,12 +114,19 @@ def perplexity(llm: LLM, texts: Iterable[str]) -> float:
 
 def window_loss(llm: LLM, ids: list[int]) -> float:
     """The sum over all tokens but the first."""
+    logits = window_logits(llm, ids)[:-1].float()
+    told = torch.tensor(ids[1:], device=logits.device)
+    return F.cross_entropy(logits, told, reduction="sum").item()
+
+
+@torch.inference_mode()
+def window_logits(llm: LLM, ids: list[int]) -> Tensor:
+    """The logits after each of the tokens, in one step [len(ids), V]."""
     runner, pool = llm.engine.target, llm.engine.pool
     table = BlockTable(pool, runner.kv.block_size)
     if not table.try_reserve(len(ids)):
         raise ConfigError(f"the KV pool has no room for {len(ids)} tokens: raise memory.kv_bytes")
     group = RowGroup(table, ids, 0, num_read=len(ids))
-    logits = runner.launch(build_step_input([group], pool.updates)).logits[:-1]
+    logits = runner.launch(build_step_input([group], pool.updates)).logits.clone()
     table.clear()
-    told = torch.tensor(ids[1:], device=logits.device)
-    return F.cross_entropy(logits, told, reduction="sum").item()
+    return logits

@@ -44,7 +44,7 @@ from specserve_bench.peers.systems import (
     make_systems,
     thread_choices,
 )
-from specserve_bench.peers.table import group_result, table
+from specserve_bench.peers.table import caption, group_result, shown, table
 from specserve_bench.steps import Cost, Size, num_linear_weights
 from tests.bench.fake_engine import PYTHON, fake_python
 from tests.checkpoints import tiny_checkpoint
@@ -628,3 +628,27 @@ def test_a_checkpoint_without_a_tokenizer_gets_the_demos(checkpoint, tmp_path):
         bare / "model.safetensors"
     ).read_bytes()
     assert models.with_tokenizer(checkpoint, scratch) == checkpoint
+
+
+@pytest.mark.parametrize(
+    ("guessing", "words"),
+    [
+        (None, ""),
+        (Guessing(LOOKUP, 4), ", n-gram 4"),
+        (Guessing(DRAFT, 2, "folder"), ", draft model 2"),
+    ],
+)
+@pytest.mark.parametrize("threads", [None, 2])
+def test_a_cell_names_the_drafter_of_its_setting(guessing, words, threads):
+    cell = {"median": 1.0, "low": 0.5, "high": 2.0, "setting": Choice(threads, guessing).words()}
+    assert shown(cell) == f"1 (0.5 to 2){words}"
+
+
+def test_the_caption_names_machine_commit_rounds_and_versions():
+    machine = {"date": "2026-01-02", "cores": 8, "cpu": "Intel Xeon", "commit": "abc-dirty"}
+    result = {"machine": machine, "rounds": 3, "versions": {"specserve": "1.2", "vLLM": "9"}}
+    told = " ".join(caption(result).split())
+    assert told.startswith(
+        "Measured on 2026-01-02 on 8 cores of an Intel Xeon, at commit abc-dirty, in 3 interleaved "
+        "rounds: specserve 1.2, vLLM 9. "
+    )

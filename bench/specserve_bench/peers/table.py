@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
+from textwrap import fill
 from typing import Any
 
 from specserve_bench.bound import Rates
 from specserve_bench.peers.cases import FIGURES, Figure, agreement
+from specserve_bench.peers.protocol import DRAFT, LOOKUP
 from specserve_bench.peers.rounds import Group, Lane
 from specserve_bench.peers.sweep import Tried
 from specserve_bench.peers.systems import SPECSERVE, UNQUANTIZED
@@ -13,14 +15,17 @@ from specserve_bench.results import ratio
 from specserve_bench.steps import Cost, spread
 
 IS_RATE = {figure.name: figure.is_rate for figure in FIGURES}
-MEANINGS = {
-    "TPOT ms": "a token after the first (TPOT), ms",
-    "TTFT 300 ms": "the first token of 300 (TTFT), ms",
-    "TTFT 1000 ms": "the first token of 1,000, ms",
-    "batch tokens/s": "32 prompts at once, tokens/s",
-    "guessed TPOT ms": "TPOT with guesses, ms",
-    "tokens a step": "tokens a step with guesses",
+MEANINGS = {  # in the summary
+    "TPOT ms": "TPOT, ms",
+    "TTFT 300 ms": "TTFT, 300-token prompt, ms",
+    "TTFT 1000 ms": "TTFT, 1,000-token prompt, ms",
+    "batch tokens/s": "32 concurrent requests, tokens/s",
+    "guessed TPOT ms": "TPOT with drafting, ms",
+    "tokens a step": "tokens per step with drafting",
 }
+HEADINGS = {"guessed TPOT ms": "TPOT with drafting ms", "tokens a step": "tokens per step"}
+DRAFTERS = {LOOKUP: "n-gram", DRAFT: "draft model"}
+WIDTH = 100  # columns of a line of the documents
 Costs = Mapping[str, Cost]  # of the step that a figure is the time of
 
 
@@ -146,7 +151,8 @@ def table(result: Mapping[str, Any]) -> str:
 
 def summary(result: Mapping[str, Any]) -> str:
     """Markdown: a row for each figure, a column for each system: medians, the best one bold; last
-    ours divided by the best peer's, and the extremes of that ratio in rounds.
+    ours divided by the best peer's, and the extremes of that ratio in rounds. Cells of rows with
+    drafting name the drafter.
     """
     columns = result["figures"]
     systems = list(dict.fromkeys(name for column in columns for name in column["systems"]))
@@ -159,20 +165,43 @@ def summary(result: Mapping[str, Any]) -> str:
             best = (max if IS_RATE[column["figure"]] else min)(medians, key=medians.__getitem__)
             told = {n: f"{value:.4g}" for n, value in medians.items()}
             told[best] = f"**{told[best]}**"
+            told = {n: text + drafter(cells[n]) for n, text in told.items()}
             ratio = shown_ratio(column, "ratio")
             row = [words(column), *(told.get(n, "none") for n in systems), ratio]
             lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
 
 
+def caption(result: Mapping[str, Any]) -> str:
+    """The machine, the commit and the settings of the tables."""
+    machine = result["machine"]
+    engines = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    text = (
+        f"Measured on {machine['date']} on {machine['cores']} cores of an {machine['cpu']}, at "
+        f"commit {machine['commit']}, in {result['rounds']} interleaved rounds: {engines}. Cells "
+        "with drafting name the drafter that was fastest for the engine, and its limit of draft "
+        "tokens per step. Each engine could use n-grams (its prompt lookup) or the draft model "
+        "that the row or column names."
+    )
+    return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def drafter(cell: Mapping[str, Any]) -> str:
+    """The drafter of a cell and its draft tokens per step; nothing without drafting."""
+    _, _, name = str(cell.get("setting", "")).partition(", ")
+    by, _, tokens = name.partition(" ")
+    return f", {DRAFTERS[by]} {tokens}" if by in DRAFTERS else ""
+
+
 def words(column: Mapping[str, Any]) -> str:
     better = "higher" if IS_RATE[column["figure"]] else "lower"
-    draft = f", {column['draft']}" if column["draft"] else ""
+    draft = f", {column['draft']} available" if column["draft"] else ""
     return f"{MEANINGS.get(column['figure'], column['figure'])}{draft} ({better} is better)"
 
 
 def heading(column: Mapping[str, Any]) -> str:
-    return f"{column['figure']}, {column['draft']}" if column["draft"] else column["figure"]
+    name = HEADINGS.get(column["figure"], column["figure"])
+    return f"{name}, {column['draft']}" if column["draft"] else name
 
 
 def shown(value: Mapping[str, Any] | None) -> str:
@@ -180,7 +209,7 @@ def shown(value: Mapping[str, Any] | None) -> str:
         return "-"
     if "error" in value:
         return "none"
-    return f"{value['median']:.4g} ({value['low']:.4g} to {value['high']:.4g})"
+    return f"{value['median']:.4g} ({value['low']:.4g} to {value['high']:.4g}){drafter(value)}"
 
 
 def shown_ratio(column: Mapping[str, Any], name: str) -> str:

