@@ -114,7 +114,7 @@ def perplexity(llm: LLM, texts: Iterable[str]) -> float:
 
 def window_loss(llm: LLM, ids: list[int]) -> float:
     """The sum over all tokens but the first."""
-    logits = window_logits(llm, ids)[:-1].float()
+    logits = window_logits(llm, ids)[:-1]
     told = torch.tensor(ids[1:], device=logits.device)
     return F.cross_entropy(logits, told, reduction="sum").item()
 

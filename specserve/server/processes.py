@@ -301,11 +301,14 @@ class GrammarProcesses(LaterProcesses):
         """RequestError for a grammar that cannot be compiled, or not in time; Overloaded if that
         could not be found out.
         """
-        wrong = self.verdicts.find(grammar, salt)
+        tenant = owner.get()
+        # Without API keys the owner is a connection, and connections share what was found.
+        sender = f"{tenant} {salt}" if isinstance(tenant, int) else salt
+        wrong = self.verdicts.find(grammar, sender)
         if wrong is None:
             with self.counted():
                 wrong = await self.shared(grammar, salt)
-            self.verdicts.keep(grammar, wrong, salt)
+            self.verdicts.keep(grammar, wrong, sender)
         if wrong:
             raise RequestError(f"{field}: {wrong}", field)
 

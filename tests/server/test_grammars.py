@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from specserve.errors import Overloaded, RequestError
+from specserve.fair_queue import owner
 from specserve.grammars.asked import StructuredOutputsParams, grammar_of
 from specserve.server.bounded_process import address_space
 from specserve.server.grammar_process import SECONDS, Tokens
@@ -56,6 +57,24 @@ def test_one_that_takes_too_long_delays_no_other_and_is_refused_at_its_deadline(
         assert "takes more than 0.8 s to compile" in await stuck
         assert "takes more than 0.8 s to compile" in await refusal(grammars, STUCK[1])
         await grammars.check(grammar(regex="b"), FIELD, "")
+
+    with_grammars(folder, test)
+
+
+def test_what_one_key_has_sent_is_checked_again_for_another_key(folder, monkeypatch):
+    """Else the time to the first token would show it."""
+    compiled, compile = [], GrammarProcesses.compile
+
+    async def counted(self, grammar):
+        compiled.append(grammar)
+        return await compile(self, grammar)
+
+    async def test(grammars):
+        monkeypatch.setattr(GrammarProcesses, "compile", counted)
+        for tenant, number in ((1, 1), (2, 2), (1, 2), (("::1", 4), 3), (("::1", 5), 3)):
+            owner.set(tenant)
+            await grammars.check(grammar(regex="c"), FIELD, "")
+            assert len(compiled) == number
 
     with_grammars(folder, test)
 
