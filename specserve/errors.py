@@ -7,6 +7,7 @@
   - Overloaded         no capacity, or shutting down; becomes a 503 with Retry-After
   - EngineDied         the engine process ended; ends running answers, then the server
     · EndsEngines      one did each time that it went on with this request; ends that alone
+  - DamagedModel       the model's logits are not finite; becomes a 500
 
 A broken invariant is an `assert` or a plain RuntimeError: it must stop the engine.
 """
@@ -57,6 +58,10 @@ class EndsEngines(EngineDied):
     code = "engine_ended"
 
 
+class DamagedModel(SpecserveError):
+    status, code = 500, "logits_not_finite"
+
+
 class Overloaded(SpecserveError):
     """`retry_after` is in seconds; None if retrying at this process is useless: it is ending."""
 
@@ -68,6 +73,11 @@ class Overloaded(SpecserveError):
         self.code = "server_is_ending" if retry_after is None else "server_is_overloaded"
 
 
+WEIGHTS = "weights"  # of the model, in place of a parameter that is to blame
+
+
 def of_failure(message: str, blamed: str) -> SpecserveError:
     """The error of a request that cannot continue, for a parameter that is to blame or for none."""
+    if blamed == WEIGHTS:
+        return DamagedModel(message)
     return RequestError(message, blamed) if blamed else Overloaded(message)

@@ -15,6 +15,23 @@ MAX_IDLE = 1024  # owners without a job whose seconds are kept
 
 # The API key or, without keys, the connection that a request came from. None: each job has its own.
 owner: ContextVar[Hashable | None] = ContextVar("owner", default=None)
+SHARE = 8  # an API key may hold 1 / SHARE of what all keys may, even if others hold all
+
+
+def current_tenant() -> int | None:
+    """The API key of the request, by its number; None without keys."""
+    found = owner.get()
+    return found if isinstance(found, int) else None
+
+
+def has_room(asked: int, own: int, held: int, most: int) -> bool:
+    """Whether a request may hold so much more. `own` is what its API key holds, and `held` what all
+    hold. A key below its share may exceed the limit, but all of them hold at most twice of it.
+    """
+    if held + asked <= most:
+        return True
+    is_small = own + asked <= most // SHARE and held + asked <= 2 * most
+    return current_tenant() is not None and is_small
 
 
 class Job(Generic[T]):

@@ -6,7 +6,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from specserve.fair_queue import MAX_IDLE, FairQueue, FairThreads, Turns, owner
+from specserve.fair_queue import MAX_IDLE, FairQueue, FairThreads, Turns, has_room, owner
 
 
 class Clock:
@@ -195,3 +195,22 @@ def test_closing_cancels_what_waits(threads):
     with pytest.raises(CancelledError):
         waiting.result()
     go.set()
+
+
+@pytest.mark.parametrize(
+    ("who", "asked", "own", "held", "is_accepted"),
+    [
+        (1, 4, 60, 76, True),  # below the limit
+        (1, 4, 7, 80, False),  # beyond it, and beyond the key's share
+        (1, 4, 6, 80, True),
+        (1, 4, 0, 156, True),
+        (1, 4, 0, 157, False),  # all keys hold twice the limit
+        (("::1", 9), 1, 0, 80, False),  # without keys there are no shares
+        (None, 1, 0, 80, False),
+    ],
+)
+def test_a_key_below_its_share_has_room_in_what_others_have_filled(
+    who, asked, own, held, is_accepted
+):
+    owner.set(who)
+    assert has_room(asked, own, held, most=80) == is_accepted

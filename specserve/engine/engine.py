@@ -36,7 +36,7 @@ from specserve.engine.step_input import (
 )
 from specserve.engine.text_state import TextState
 from specserve.engine.verify import Node, Path, walk
-from specserve.errors import RequestError
+from specserve.errors import WEIGHTS, RequestError
 from specserve.exchange.adapter import AdapterRef
 from specserve.exchange.caller import Caller
 from specserve.exchange.messages import NOT_BEGUN, Begun
@@ -695,7 +695,8 @@ class Engine:
 def no_token(failure: int, state: TextState | None, has_processors: bool) -> tuple[str, str]:
     """Why a row gave no token, and the parameter that is to blame."""
     if failure == NOT_FINITE or not (state or has_processors):
-        return LOGITS_NOT_FINITE, "model"
+        log.error(LOGITS_NOT_FINITE)
+        return LOGITS_NOT_FINITE, WEIGHTS
     if state is not None and state.grammar is not None:
         return f"{NOTHING_LEFT}{state.grammar.why}", "structured_outputs"
     return ALL_RULED_OUT, "logits_processors" if has_processors else "allowed_token_ids"

@@ -26,6 +26,7 @@ RECENT = 5  # steps of which even the fastest is slowed down by other load
 TOO_HIGH = 0.75  # of the estimate: KNOWN steps in a row below it show that all estimates are high
 TILE = 16  # rows that a kernel takes as one, where rows are many
 FIRST = 1e-3  # seconds of a step of one row, before there was any step
+LEAST = 1e-7  # seconds of a step
 RIDGE = 16  # rows whose work takes as long as reading the weights, until steps show it
 HOPED = 0.8  # of the seconds of an edge's few steps: what it might come down to
 HOPE = 2  # times the most rows that are known: more are not tried yet
@@ -360,8 +361,10 @@ class StepCosts:
         """Learn from a step that took so long."""
         if attended is None:
             attended = alike(rows, context, requests)
+        sample = Sample(context, attended, requests, seconds)
+        if not is_sound(sample):
+            return
         with self.lock:
-            sample = Sample(context, attended, requests, seconds)
             if self.is_wrong(rows, sample):
                 self.reset()
             self.has_steps = True
@@ -530,7 +533,8 @@ def alike(rows: int, context: float, requests: int) -> float:
 
 
 def is_sound(sample: Sample) -> bool:
-    return all(0 <= value < 1e15 for value in sample) and 0 < sample.seconds < 1e6
+    """Whether a machine can have measured it; NaN is not sound."""
+    return all(0 <= value < 1e15 for value in sample) and LEAST <= sample.seconds < 1e6
 
 
 def in_order(found: dict[int, float], last: dict[int, int]) -> dict[int, float]:

@@ -3,7 +3,8 @@
 import asyncio
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
@@ -14,6 +15,7 @@ from starlette.requests import Request
 from specserve.config import Milliseconds, ServerConfig
 from specserve.errors import Overloaded, RequestError
 from specserve.exchange.sampling_params import OTHER_NAMES, SamplingParams, reason_and_path
+from specserve.fair_queue import has_room, owner
 from specserve.grammars.asked import FIELD, StructuredOutputsParams, grammar_of
 from specserve.server.ignored_fields import drop_ignored
 from specserve.server.refusal import TimedOut, TooLarge, cut
@@ -251,7 +253,8 @@ class BodyReader:
 
     def __init__(self, limits: ServerConfig, reject: Callable[[str], None]) -> None:
         self.limits, self.reject = limits, reject
-        self.num_incoming = 0  # bytes of incomplete bodies, beyond the first SMALL of each
+        # Bytes of incomplete bodies, beyond the first SMALL of each: of all, and by owner.
+        self.num_incoming, self.incoming = 0, Counter[Hashable]()
 
     async def read(self, request: Request) -> bytes:
         """The complete body; refused as soon as it exceeds a limit, not once it is complete."""
@@ -267,18 +270,25 @@ class BodyReader:
         except TimeoutError as e:
             raise TimedOut(f"the body did not come within {limits.body_seconds:g} s") from e
         finally:
-            self.num_incoming -= counted(body)
+            self.count(-counted(body))
         return bytes(body)
+
+    def count(self, more: int) -> None:
+        self.num_incoming += more
+        self.incoming[owner.get()] += more
+        if not self.incoming[owner.get()]:
+            del self.incoming[owner.get()]
 
     def extend(self, body: bytearray, chunk: bytes) -> None:
         """Append a chunk; refuse if the body, or all incomplete bodies together, are too large."""
         limits, before = self.limits, counted(body)
         body += chunk
-        self.num_incoming += counted(body) - before
+        self.count(counted(body) - before)
         if len(body) > limits.max_body_bytes:
             raise too_large(limits.max_body_bytes)
         most = max(limits.max_incoming_bytes, limits.max_body_bytes)  # one alone always fits
-        if counted(body) and self.num_incoming > most:
+        own = self.incoming[owner.get()]
+        if counted(body) and not has_room(0, own, self.num_incoming, most):
             self.reject("incoming_bytes")
             raise Overloaded("too many large bodies are on their way: send this one later")
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import socket
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
@@ -15,7 +16,7 @@ import msgspec
 from specserve.errors import Overloaded, RequestError
 from specserve.exchange.frames import Frames, pack
 from specserve.exchange.spawn import start_process
-from specserve.fair_queue import Turns, owner
+from specserve.fair_queue import Turns, current_tenant, owner
 from specserve.grammars.verdicts import Verdicts
 from specserve.models.chat_template import ChatOptions, ChatTemplate, Message
 from specserve.server import grammar_process, template_process
@@ -57,7 +58,7 @@ class Processes:
         `at_start` processes start when something is asked.
         """
         self.module, self.first, self.seconds, self.name = module, first, seconds, name
-        self.num_asked = 0  # that are done or wait for it
+        self.asked = Counter[Hashable]()  # by owner: what is done or waits for it
         self.is_closed = False
         self.turns = Turns(NUM_PROCESSES)
         self.free: asyncio.Queue[Process] = asyncio.Queue()
@@ -69,11 +70,14 @@ class Processes:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """What is asked within the block is done or waits for it."""
-        self.num_asked += 1
+        who = owner.get()
+        self.asked[who] += 1
         try:
             yield
         finally:
-            self.num_asked -= 1
+            self.asked[who] -= 1
+            if not self.asked[who]:
+                del self.asked[who]
 
     async def ask(self, payload: bytes) -> Reply:
         """TimeoutError after the deadline, `Ended` if the process has ended."""
@@ -301,9 +305,7 @@ class GrammarProcesses(LaterProcesses):
         """RequestError for a grammar that cannot be compiled, or not in time; Overloaded if that
         could not be found out.
         """
-        tenant = owner.get()
-        # Without API keys the owner is a connection, and connections share what was found.
-        sender = f"{tenant} {salt}" if isinstance(tenant, int) else salt
+        sender = f"{current_tenant()} {salt}"
         wrong = self.verdicts.find(grammar, sender)
         if wrong is None:
             with self.counted():

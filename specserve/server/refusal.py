@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from specserve.errors import EndsEngines, Overloaded, RequestError, SpecserveError
+from specserve.errors import DamagedModel, EndsEngines, Overloaded, RequestError, SpecserveError
 
 MAX_ECHO = 200  # characters of the input that a refusal may repeat
 
@@ -94,7 +94,7 @@ def error_headers(error: BaseException) -> dict[str, str]:
             return {"x-should-retry": "false"}
         case Overloaded() | RateLimited():
             return {"Retry-After": str(error.retry_after)}
-        case EndsEngines():
+        case EndsEngines() | DamagedModel():
             return {"x-should-retry": "false"}
         case Unauthorized():
             return {"WWW-Authenticate": "Bearer"}

@@ -3,7 +3,8 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +26,7 @@ from specserve.exchange.sampling_params import (
     choices_of,
     ruled,
 )
-from specserve.fair_queue import FairThreads, owner
+from specserve.fair_queue import FairThreads, current_tenant, has_room, owner
 from specserve.guessing import Guesses, Guessing, guesses_of
 from specserve.input_processor import InputProcessor, last
 from specserve.lora import AdapterNames, NamedAdapter
@@ -403,23 +404,33 @@ class Service:
 
     def check_requests(self, number: int, field: str) -> None:
         """Refuse more requests than may wait: their first tokens would come too late."""
-        queued = sum(not g.token_ids for c in self.completions for g in c.generations)
-        queued += sum(each.num_asked for each in self.processes)
+        queued = self.queued(lambda c: sum(not g.token_ids for g in c.generations))
+        for each in self.processes:
+            queued += each.asked
         self.check_room("requests", queued, number, self.limits.max_queued_requests, field)
 
     def check_tokens(self, number: int, field: str) -> None:
-        queued = sum(len(g.prompt) for c in self.completions for g in c.firsts if not g.token_ids)
+        queued = self.queued(lambda c: sum(len(g.prompt) for g in c.firsts if not g.token_ids))
         most = max(self.limits.max_queued_tokens, self.input_processor.max_model_len)
         self.check_room("tokens", queued, number, most, field)
 
-    def check_room(self, what: str, waiting: int, asked: int, most: int, field: str) -> None:
+    def queued(self, number: Callable[[LiveCompletion], int]) -> Counter[Hashable]:
+        """The sum over completions, by tenant."""
+        found = Counter[Hashable]()
+        for completion in self.completions:
+            found[completion.caller.tenant] += number(completion)
+        return found
+
+    def check_room(
+        self, what: str, waiting: Counter[Hashable], asked: int, most: int, field: str
+    ) -> None:
         if asked > most:
             raise RequestError(
                 f"{field}: {asked} {what}, and {most} may wait: ask for fewer at once", field
             )
-        if waiting + asked > most:
+        if not has_room(asked, waiting[current_tenant()], waiting.total(), most):
             self.reject(f"queued_{what}")
-            raise Overloaded(f"{waiting} {what} wait already, and {most} may: ask later")
+            raise Overloaded(f"{waiting.total()} {what} wait already, and {most} may: ask later")
 
     @property
     def processes(self) -> list[Processes]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from specserve.engine.engine import ALL_RULED_OUT, LOGITS_NOT_FINITE
+from specserve.errors import WEIGHTS
 from specserve.exchange.sampling_params import Sampling
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import Case, engine_for, load_small, plain
@@ -65,7 +66,7 @@ def test_a_request_ends_at_the_first_row_without_finite_logits(
     draft = None if drafter == "none" else target
     engine = engine_for(damaged(target, text[at]), draft, drafter, max_nodes=4)
     assert run(engine, broken, sound) == [
-        (text[: at + 1], (LOGITS_NOT_FINITE, "model")),
+        (text[: at + 1], (LOGITS_NOT_FINITE, WEIGHTS)),
         (other, ("", "")),
     ]
 

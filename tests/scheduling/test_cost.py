@@ -251,12 +251,23 @@ def test_what_was_known_is_known_at_the_next_start():
 
 
 def test_absurd_numbers_of_an_earlier_start_are_ignored():
-    absurd = {8: -1.0, 9: 0.1, 16: 1e9, 24: float("nan"), 32: float("inf")}
-    samples = {edge: [Sample(0, 0, 1, seconds)] for edge, seconds in absurd.items()}
+    absurd = {8: -1.0, 9: 0.1, 16: 1e9, 24: float("nan"), 32: float("inf"), 48: 1e-200}
+    samples = {
+        edge: [Sample(0, 0, 1, seconds), Sample(9000, 9000, 1, seconds)]
+        for edge, seconds in absurd.items()
+    }
     samples[12] = [Sample(-5.0, 0, 1, 0.1), Sample(0, float("nan"), 1, 0.1)]
     costs = StepCosts(64, 1e-6, KnownCosts(samples))
     assert not any(costs.is_known(edge) for edge in costs.edges)
     assert costs.added == [1e-6, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 1e-200, float("nan"), float("inf")])
+def test_a_step_that_no_machine_can_have_measured_is_ignored(seconds):
+    costs, same = learnt(), learnt()
+    for context in (1000, 9000):
+        costs.observe(8, context, 1, seconds)
+    assert costs.table() == same.table() and costs.known() == same.known()
 
 
 @pytest.mark.parametrize("factor", [0.25, 0.5, 2, 4])

@@ -199,16 +199,16 @@ def test_what_many_ask_at_once_is_compiled_once_until_none_of_them_is_left(folde
         tasks = [asyncio.create_task(grammars.check(STUCK[0], FIELD, "")) for _ in range(8)]
         other = asyncio.create_task(grammars.check(STUCK[0], FIELD, "salt"))
         await asyncio.sleep(0.05)
-        assert grammars.num_asked == 9
+        assert grammars.asked.total() == 9
         assert [check.num_waiting for check in grammars.checks.values()] == [8, 1]
         for task in [*tasks[1:], other]:
             task.cancel()
         await asyncio.sleep(0.05)
         (check,) = grammars.checks.values()
-        assert grammars.num_asked == 1 and not check.task.done()
+        assert grammars.asked.total() == 1 and not check.task.done()
         tasks[0].cancel()
         await asyncio.sleep(0.05)
-        assert grammars.num_asked == 0 and not grammars.checks and check.task.cancelled()
+        assert grammars.asked.total() == 0 and not grammars.checks and check.task.cancelled()
         assert not any(p.is_at_work for p in grammars.processes)
 
     with_grammars(folder, test)

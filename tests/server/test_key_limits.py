@@ -4,10 +4,13 @@ import contextlib
 import json
 from http.client import HTTPConnection
 
+import msgspec
 import pytest
 
 from specserve.config import load_config
-from specserve.errors import ConfigError, RequestError
+from specserve.errors import ConfigError, Overloaded, RequestError
+from specserve.fair_queue import owner
+from specserve.server.body import BodyReader
 from specserve.server.key_limits import Account
 from specserve.server.refusal import RateLimited
 from tests.server.asking import CHAT, COMPLETIONS, chat_body, completion_body, saying
@@ -73,6 +76,35 @@ def test_a_key_is_not_shown_what_another_key_has_in_the_prefix_cache(two):
     told = [a.body["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers]
     assert told[:2] == [0, 0] and min(told[2:]) > 0
     assert len({a.body["choices"][0]["text"] for a in answers}) == 1
+
+
+def test_a_key_has_room_in_the_queue_that_another_key_has_filled(paced, keys):
+    limits = {"server.max_queued_requests": 16, "scheduler.max_running": 1}
+    with paced(**{"server.api_key_file": keys} | limits) as server:
+        server.headers = FIRST
+        with server.open_stream(COMPLETIONS, completion_body(max_tokens=200, n=16, seed=30)):
+            eventually(lambda: server.metric("vllm:num_requests_waiting") >= 15)
+            few, many = (completion_body(max_tokens=1, n=n) for n in (2, 3))
+            asked = [(few, FIRST), (many, SECOND), (few, SECOND)]
+            answers = [server.post(COMPLETIONS, body, headers=key).status for body, key in asked]
+    assert answers == [503, 503, 200]  # an eighth of the queue is a key's share
+
+
+def test_a_keys_bodies_have_room_beside_those_of_another_key():
+    config = load_config(None, {"server.max_incoming_bytes": 1 << 20}).server
+    reader = BodyReader(msgspec.structs.replace(config, max_body_bytes=1 << 20), lambda _: None)
+    owner.set(1)
+    bodies = [bytearray() for _ in range(8)]
+    for body in bodies[:7]:
+        reader.extend(body, bytes(200_000))
+        if reader.num_incoming > 850_000:
+            break
+    with pytest.raises(Overloaded, match="too many large bodies"):
+        reader.extend(bodies[7], bytes(400_000))
+    owner.set(2)
+    reader.extend(bytearray(), bytes(150_000))
+    with pytest.raises(Overloaded, match="too many large bodies"):
+        reader.extend(bytearray(), bytes(400_000))
 
 
 def test_a_key_has_so_many_requests_at_once_and_another_key_as_many(two):
