@@ -15,10 +15,11 @@ from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.errors import ConfigError
 from specserve.machine import cpu_name
 from specserve.memory import BlockPool, BlockTable
+from specserve.models.loaded import LoadedModel
 from specserve.models.shape import Shape
 from specserve_bench.bound import Bound, Rates
 from specserve_bench.commands import at_least_1
-from specserve_bench.steps import Size, cost, kv_token_bytes, typical
+from specserve_bench.steps import Cost, Size, cost, kv_token_bytes, typical
 from specserve_drafters.auto import EAGLE
 from specserve_kernels.cpu.compiler import BuildError
 from specserve_kernels.cpu.levels import AMX, BF16, usable_flags
@@ -52,6 +53,7 @@ class Found(NamedTuple):
     flags: frozenset[str]
     is_native: bool
     is_gpu: bool
+    is_quantized: bool = False  # the checkpoint
 
 
 def main(argv: Sequence[str]) -> int:
@@ -106,7 +108,8 @@ def report(llm: LLM, rounds: int) -> Iterator[tuple[str, str]]:
     state = llm.speculation()
     slowdown = max((c.slowdown for c in state.costs.values()), default=1.0)
     is_native = "reference" not in llm.loaded.phases.get("kernels", "")
-    found = Found(config, steps, agree, slowdown, state.sources, flags, is_native, is_gpu)
+    known = config, steps, agree, slowdown, state.sources, flags, is_native, is_gpu
+    found = Found(*known, shape.quantization is not None)
     for line in advice(found) or ["nothing: this is as fast as it gets here"]:
         yield "to change", line
 
@@ -165,11 +168,20 @@ def timed(rows: Rows, num: int, rates: Rates | None, config: Config, rounds: int
     seconds = min(typical(run) for _ in range(rounds))
     if rates is None:
         return Timed(num, seconds, 0.0, "")
-    size = Size("", (CONTEXT,), num)
-    needs = cost(rows.runner.decoder.config, size, config.model.quantize)
+    needs = needs_of(rows.runner.decoder, Size("", (CONTEXT,), num), config.model.quantize)
     reading, multiplying = needs.num_bytes / rates.read, needs.flops / rates.multiply
     by = "reading" if reading > multiplying else "multiplying"
     return Timed(num, seconds, max(reading, multiplying), by)
+
+
+def needs_of(model: LoadedModel, size: Size, quantize: str | None) -> Cost:
+    """As `cost`, but the weights of a quantized checkpoint have the bytes that they take."""
+    needs, c, forms = cost(model.config, size, quantize), model.config, model.forms
+    if c.quantization is None:
+        return needs
+    table = c.vocab_size * c.hidden_size * (forms.embedding_bits or 16) / 8  # few rows are read
+    weights = forms.num_bytes - table
+    return needs._replace(num_bytes=weights + sum(size.contexts) * kv_token_bytes(c))
 
 
 def step_words(step: Timed, first: Timed) -> str:
@@ -200,7 +212,7 @@ def advice(found: Found) -> list[str]:
             "a step takes far longer than its bytes: look for other load, and at model.threads"
         )
     is_of_bytes = first.by == "reading" and 1 <= first.seconds / first.bound < FAR
-    if is_of_bytes and config.model.quantize is None:
+    if is_of_bytes and config.model.quantize is None and not found.is_quantized:
         lines.append("steps take as long as reading the weights: --quantize w4 halves that")
     if config.draft is None and "model" not in found.sources:
         lines.append("name a draft model of the target's family: --draft-model")

@@ -4,9 +4,13 @@ import pytest
 import torch
 
 from specserve.config import load_config
+from specserve.models.loader import load_decoder
 from specserve_bench import doctor
 from specserve_bench.doctor import BF16, Found, Timed, advice, main
+from specserve_bench.steps import Size, cost, kv_token_bytes
+from specserve_kernels import cpu
 from tests.checkpoints import tiny_checkpoint
+from tests.models import gguf_files
 from tests.models.eagle_heads import write_head
 
 
@@ -108,3 +112,17 @@ def test_a_model_that_caches_hold_is_not_told_to_be_rounded():
     assert advice(Found(**QUIET | {"config": config, "steps": [held]})) == []
     assert "caches hold it" in doctor.step_words(held, held)
     assert "1.1 times that" in doctor.step_words(QUIET["steps"][0], held)
+
+
+def test_a_quantized_checkpoint_is_not_told_to_be_rounded_again():
+    config = load_config(None, {"model.path": "m", "drafter.model": "d"})
+    assert advice(Found(**QUIET | {"config": config, "is_quantized": True})) == []
+
+
+def test_weights_of_a_quantized_checkpoint_have_the_bytes_that_they_take(tmp_path):
+    model = load_decoder(gguf_files.write(tmp_path, "llama", **gguf_files.WIDE).file, "bf16", cpu)
+    needs = doctor.needs_of(model, Size("", (100,), 1), None)
+    c, forms = model.config, model.forms
+    table = c.vocab_size * c.hidden_size * (forms.embedding_bits or 16) / 8
+    assert needs.num_bytes == forms.num_bytes - table + 100 * kv_token_bytes(c)
+    assert needs.num_bytes < cost(c, Size("", (100,), 1)).num_bytes
