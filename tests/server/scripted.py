@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+from collections import Counter
 from types import SimpleNamespace
 
 import uvloop
@@ -66,7 +67,7 @@ class ScriptedEngine:
 class Grammars:
     """Checks grammars without a process."""
 
-    num_asked = 0
+    asked = Counter()
 
     def __init__(self, tokenizer, size):
         self.vocabulary = vocabulary_of(tokenizer, size, [tokenizer.get_vocab()[EOS]])
