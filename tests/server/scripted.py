@@ -67,9 +67,8 @@ class ScriptedEngine:
 class Grammars:
     """Checks grammars without a process."""
 
-    asked = Counter()
-
     def __init__(self, tokenizer, size):
+        self.asked = Counter()
         self.vocabulary = vocabulary_of(tokenizer, size, [tokenizer.get_vocab()[EOS]])
 
     async def check(self, grammar, field, salt):
