@@ -63,6 +63,9 @@ class Sample(NamedTuple):
     requests: int
     seconds: float
 
+    def scaled(self, factor: float) -> "Sample":
+        return self._replace(seconds=max(LEAST, self.seconds * factor))
+
     def added(self, by: Sequence[float]) -> float:
         """What context, rows that attend to it and requests added."""
         return by[0] * self.context + by[1] * self.attended + by[2] * self.requests
@@ -107,10 +110,9 @@ class Cell:
         return True
 
     def scale(self, factor: float) -> None:
-        scaled = [s._replace(seconds=s.seconds * factor) for s in self.samples]
-        self.samples = deque(scaled, WINDOW)
+        self.samples = deque((sample.scaled(factor) for sample in self.samples), WINDOW)
         if self.point is not None:
-            self.point = self.point._replace(seconds=self.point.seconds * factor)
+            self.point = self.point.scaled(factor)
 
 
 Key = tuple[int, int]  # of a cell: what steps with about the same context and requests share

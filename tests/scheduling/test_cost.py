@@ -270,6 +270,14 @@ def test_a_step_that_no_machine_can_have_measured_is_ignored(seconds):
     assert costs.table() == same.table() and costs.known() == same.known()
 
 
+def test_measured_steps_never_shrink_to_nothing(monkeypatch):
+    """However far all estimates are off: without a bound, the scaled seconds would reach 0."""
+    costs = learnt()
+    monkeypatch.setattr(StepCosts, "seconds", lambda *_, **__: 1e3)
+    Machine(costs).run(1000, contexts=(100, 9000))
+    assert all(value > 0 for value in costs.table().values())
+
+
 @pytest.mark.parametrize("factor", [0.25, 0.5, 2, 4])
 def test_kept_costs_that_the_first_steps_contradict_are_forgotten(factor):
     kept = learnt().known()
