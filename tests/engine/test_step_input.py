@@ -185,4 +185,4 @@ def test_a_forward_calls_nothing_but_ops(target):
     residual, _ = decoder.forward(decoder.embed(Handle(5)), kv, plan=None)
     assert len(decoder.logits(residual, Handle(2))) == 2
     assert ops.called[0] == "embed" and ops.called.count("attention") == layers
-    assert ops.called[-4:] == ["linear_add", "take_rows", "rms_norm", "linear"]
+    assert ops.called[-4:] == ["linear_add", "take_rows", "rms_norm", "lm_head"]

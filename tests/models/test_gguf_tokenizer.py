@@ -401,15 +401,16 @@ def without_template(writer):
 
 
 def test_a_file_without_a_template_takes_the_one_in_its_folder(tmp_path):
-    source = open_source(write(tmp_path, edit=without_template).file)
+    folder, outside = tmp_path / "model", tmp_path / "text"
+    folder.mkdir()
+    source = open_source(write(folder, edit=without_template).file)
     assert source.tokenizer().chat_template is None
-    (tmp_path / "chat_template.jinja").write_text("folder {{ eos_token }}")
+    (folder / "chat_template.jinja").write_text("folder {{ eos_token }}")
     assert source.tokenizer().chat_template.render([{"role": "user"}]) == f"folder {EOS}"
     source.check()
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "outside" / "text").write_text("x")
-    (tmp_path / "chat_template.jinja").unlink()
-    (tmp_path / "chat_template.jinja").symlink_to(tmp_path / "outside" / "text")
+    outside.write_text("x")
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.jinja").symlink_to(outside)
     with pytest.raises(ConfigError, match="a link that leaves the folder"):
         open_source(source.path).check()
 
