@@ -127,10 +127,17 @@ def predicted_steps(engine: Engine, waiting: int, allowed: float) -> Iterator[fl
     most, done = scheduler.budget.max_batched_tokens - roots, 0
     while done < waiting:
         step = Step(
-            rows=roots, context=context, requests=roots + 1, num_roots=roots, allowed=allowed
+            rows=roots,
+            context=context,
+            requests=roots,
+            num_roots=roots,
+            attended=context,
+            root_context=context,
+            allowed=allowed,
         )
-        done += (rows := prompt_rows(step, costs, waiting - done, most))
-        yield costs.seconds(roots + rows, context + done, roots + 1)
+        rows = prompt_rows(step, costs, waiting - done, most, done)
+        done += rows
+        yield costs.of(step.with_prompt(rows, done))
 
 
 def summary(rounds: Sequence[dict[str, float]]) -> dict[str, Any]:

@@ -24,8 +24,8 @@ def test_a_prediction_takes_as_many_rows_as_the_target_allows(monkeypatch):
     class Costs:
         edges = (1, 16, 32, 64)
 
-        def seconds(self, rows, context, requests):
-            return 1.0 * rows + 0.01 * context
+        def of(self, step):
+            return 1.0 * step.rows + 0.01 * step.context
 
     streams = [SimpleNamespace(token_ids=[0] * 50)] * 2
     budget = SimpleNamespace(max_batched_tokens=128)

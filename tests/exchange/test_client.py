@@ -58,7 +58,7 @@ def test_all_who_ask_for_the_state_in_one_turn_share_an_answer():
         engine.data_received(frame(state))
         return [await asked for asked in asking[1:]]
 
-    costs = CostState([RowCost(4, 0.5, True)], 0.0, 0.0, 1.0)
+    costs = CostState([RowCost(4, 0.5, True)], 0.0, 0.0, 0.0, 1.0)
     state = SpeculationState(sources=("ngram",), costs={"target": costs})
     assert asyncio.run(run()) == [state] * 2
 

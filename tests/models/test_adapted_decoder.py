@@ -59,7 +59,7 @@ def test_logits_are_those_of_pefts_unmerged_model(tmp_path, family, ops):
     with torch.inference_mode():
         got, without = (logits(slots.decoder, ids, slot) for slot in (0, -1))
     scale = want.abs().max()
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * scale)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-4 * scale)
     torch.testing.assert_close(without, base, rtol=1e-4, atol=1e-4 * base.abs().max())
     assert (want - base).abs().max() > 0.01 * scale, "the adapter changes too little to be seen"
 

@@ -62,6 +62,9 @@ def test_hostile_clients_leave_no_memory_held_however_often_they_come(folder):
     with ServerProcess(folder) as server:
         # With a form, so that the processes that check forms are there, too.
         server.post(COMPLETIONS, saying(2) | {"structured_outputs": {"choice": ["yes", "no"]}})
+        # With large bodies, for the processes that read those.
+        for _ in range(3):
+            assert server.post(COMPLETIONS, json.loads(NUMBERS)).status == 400
         at_rest, before = num_sockets(server), resident(server)
         a_round(server, at_rest)
         first = resident(server)
