@@ -15,11 +15,19 @@ from typing import Any, TextIO
 
 import torch
 
-from specserve import LLM
 from specserve.engine.step_input import RowGroup, build_step_input
+from specserve.models.loader import load_decoder
 from specserve_bench import suite
-from specserve_bench.steps import WARM_UP, Size, Steps, spread, typical, words
-from specserve_kernels import SampleParams
+from specserve_bench.steps import (
+    WARM_UP,
+    Size,
+    Steps,
+    longest_context,
+    spread,
+    typical,
+    words,
+)
+from specserve_kernels import SampleParams, load
 
 RESULT = Path("bench/results/versions-cpu.json")
 ROUNDS = 20
@@ -92,14 +100,14 @@ class Worker:
 @torch.inference_mode()
 def work(model: str, asked: TextIO, answers: TextIO) -> None:
     """Answer each number of a size with the milliseconds of a step, forward and greedy draws."""
-    with LLM(model, drafter="none", progress=False) as llm:
-        steps = Steps(llm.weights.target.decoder, model, SIZES)
-        for size in SIZES:
-            for _ in range(WARM_UP):
-                run(steps, size)
-        for line in asked:
-            size = SIZES[int(line)]
-            print(1e3 * typical(partial(run, steps, size)), file=answers, flush=True)
+    decoder = load_decoder(Path(model), "auto", load("cpu"), longest_context(SIZES))
+    steps = Steps(decoder, model, SIZES)
+    for size in SIZES:
+        for _ in range(WARM_UP):
+            run(steps, size)
+    for line in asked:
+        size = SIZES[int(line)]
+        print(1e3 * typical(partial(run, steps, size)), file=answers, flush=True)
 
 
 def run(steps: Steps, size: Size) -> None:
