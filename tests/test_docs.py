@@ -219,10 +219,8 @@ def test_the_table_of_steps_against_their_bound_is_that_of_the_kept_result():
 
 
 def test_the_table_of_real_weights_is_that_of_the_kept_result():
-    file = ROOT / real.FILE
-    if not file.exists():
-        pytest.skip("`figures real` has not been kept yet")
-    assert real.table(msgspec.json.decode(file.read_bytes(), type=real.Kept)) in MANUAL
+    kept = msgspec.json.decode((ROOT / real.FILE).read_bytes(), type=real.Kept)
+    assert real.table(kept) in MANUAL
 
 
 def test_the_manual_of_the_bench_names_every_workload_shape_and_command():
