@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
-from specserve.config import Config, DrafterConfig, SpeculationConfig
+from specserve.config import MAX_NODES, Config, DrafterConfig, Natural, SpeculationConfig
 from specserve.errors import ConfigError
 from specserve.models.eagle_config import is_head
 from specserve.models.folder import resolve
@@ -37,8 +38,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     drafter: str | None = None
     sources: list[str] | None = None
     options: dict[str, Any] | None = None
-    max_nodes: int | None = None
-    max_step_nodes: int | None = None
+    max_nodes: Annotated[int, Meta(ge=0, le=MAX_NODES)] | None = None
+    max_step_nodes: Natural | None = None
 
 
 def change_of(

@@ -35,6 +35,8 @@ from specserve.server.routes import LIVENESS, OPEN, OPERATIONS, SCOPES
 from specserve.server.service import Service
 from specserve.server.tracing import Tracer
 
+NO_KEY = "no valid API key: send the header Authorization: Bearer KEY"
+ADMIN_ONLY = "this is an admin key, which asks for no text: send a key of server.api_key_file"
 PROBES = "/health", "/health/ready", LIVENESS, "/ping"
 OPEN_SCOPES = ("cache",)  # to all clients of a server without admin keys
 POLLED = frozenset([*PROBES, "/metrics", "/v1/speculation", *PAGES, *PARTS])
@@ -161,7 +163,7 @@ class KeyGuard:
             return None if needed in self.scopes[admin] else lacking(needed)
         is_reader = admin is not None and scope["method"] in ("GET", "HEAD")
         if not (tenant is not None or is_reader or self.is_public or scope["path"] in OPEN):
-            return Unauthorized("no valid API key: send the header Authorization: Bearer KEY")
+            return Unauthorized(ADMIN_ONLY if admin is not None else NO_KEY)
         if needed is None or (needed in OPEN_SCOPES and not self.admins):
             return None
         if not self.admins:
@@ -195,7 +197,7 @@ async def refuse(request: Request, error: Exception) -> Response:
 async def refuse_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     where = f"{request.method} {cut(request.url.path)}"
-    routes = ", ".join(r.path for r in request.app.routes if r.path not in PARTS)
+    routes = ", ".join(dict.fromkeys(operation.route.path for operation in OPERATIONS))
     why = "; specserve generates text only" if error.status_code == 404 else ""
     refusal = NoRoute(f"{where}: {error.detail}{why}; the routes are {routes}")
     refusal.status = error.status_code

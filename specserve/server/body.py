@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -419,8 +419,21 @@ def convert(value: Any, kind: Any, path: str) -> Any:
         reason, inner = reason_and_path(e)
         param = path + inner
         whole, leaf = re.split(r"[.\[]", param)[0], param.rpartition(".")[2]
-        hint = REMEDIES.get(leaf, REMEDIES.get(whole))
+        choices = choices_of(kind, inner) if reason.startswith("Invalid enum") else ""
+        hint = choices or REMEDIES.get(leaf, REMEDIES.get(whole))
         raise RequestError(f"{param}: {cut(reason)}{f'; {hint}' if hint else ''}", param) from e
+
+
+def choices_of(kind: Any, path: str) -> str:
+    """The values of a field that has few, in words; `path` leads from `kind` to it."""
+    for name in re.findall(r"\.(\w+)", path):
+        struct = nested(kind)
+        if struct is None or name not in fields(struct):
+            return ""
+        kind = fields(struct)[name]
+    literals = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
+    values = [str(value) for part in literals for value in get_args(part)]
+    return f"it is one of {', '.join(values)}" if values else ""
 
 
 def check_no_op(key: str, value: Any, kind: type[Body]) -> None:
