@@ -7,13 +7,14 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from specserve.config import MAX_NODES, Config, DrafterConfig, Natural, SpeculationConfig
+from specserve.config import Config, DrafterConfig, Natural, SpeculationConfig
 from specserve.errors import ConfigError
 from specserve.models.eagle_config import is_head
 from specserve.models.folder import resolve
 from specserve.selection import check_drafter, names_head, needs_head, runs_draft_model
 from specserve_drafters.auto import BUILT_IN, EAGLE, USUAL
 from specserve_drafters.base import BUILTIN, HEADS, DrafterError
+from specserve_drafters.tree import MAX_NODES
 
 MODEL = "model"  # the source that is a draft model
 AT_START = (

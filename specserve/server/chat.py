@@ -19,6 +19,7 @@ from specserve.models.chat_template import ChatOptions
 from specserve.server.body import (
     REFUSED,
     Body,
+    BodyKind,
     FormattedBody,
     convert,
     fields,
@@ -26,7 +27,6 @@ from specserve.server.body import (
     read,
     refuse_unknown,
 )
-from specserve.server.body_kind import BodyKind
 from specserve.server.live_completion import Arrival, LiveCompletion, arrival
 from specserve.server.logprobs import chat_form
 from specserve.server.refusal import cut

@@ -12,8 +12,7 @@ from specserve.errors import RequestError
 from specserve.exchange.sampling_params import NumTop, SamplingParams
 from specserve.grammars.asked import StructuredOutputsParams
 from specserve.models.chat_template import ChatOptions
-from specserve.server.body import NO_OP, REFUSED, Body, Effort, read
-from specserve.server.body_kind import BodyKind
+from specserve.server.body import NO_OP, REFUSED, Body, BodyKind, Effort, read
 from specserve.server.chat import begin, fit_to_template, read_message, read_options
 from specserve.server.live_completion import arrival
 from specserve.server.response import EventStream, answer_whole

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from specserve.models.chat_template import ChatTemplate
+from specserve.server.body import drop_ignored
 from specserve.server.chat import ChatBody, fit_to_template
-from specserve.server.ignored_fields import drop_ignored
 from specserve.server.responses import ReasoningOptions, ResponsesBody
 from specserve.server.tools import NO_TOOLS, ToolsAsked
 

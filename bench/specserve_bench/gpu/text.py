@@ -90,7 +90,7 @@ class Served(NamedTuple):
             asked = asked_of(llm, args)
             found = {}
             for name in drafters:
-                if len(drafters) > 1:
+                if len(self.drafters) > 1:
                     llm.change_speculation(**self.drafters[name])
                 lora = None if self.adapter is None else ADAPTER
                 found[name] = [o.token_ids for o in llm.generate(*asked, lora=lora)]
